@@ -7,7 +7,7 @@ ENCODER = ["precompute/text/_encoder_vectors.h", "precompute/text/_encoder_layer
 
 setup(
     ext_modules=[
-        Extension("store.online._kernels", ["store/online/_kernels.c"], extra_compile_args=["-O3"], optional=True),
+        Extension("precompute.store.online._kernels", ["store/online/_kernels.c"], extra_compile_args=["-O3"], optional=True),
         Extension(
             "precompute.text._encoder",
             ["precompute/text/_encoder.cpp"],

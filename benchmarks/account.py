@@ -14,13 +14,13 @@ from unittest import mock
 
 from benchmarks.common import cpu_s, report
 from benchmarks.gates_cost import write_project
-from jobs.config.project import Project
-from jobs.pipeline.run import run_view
-from jobs.process.job import RunOptions
-from jobs.process.progress import Silent
-from store.account import checker
-from store.account.checker import LOOK_S, look, share_of
-from store.online_url import open_online_store
+from precompute.jobs.config.project import Project
+from precompute.jobs.pipeline.run import run_view
+from precompute.jobs.process.job import RunOptions
+from precompute.jobs.process.progress import Silent
+from precompute.store.account import checker
+from precompute.store.account.checker import LOOK_S, look, share_of
+from precompute.store.online_url import open_online_store
 
 ROWS, HOURS, EVERY_S = 10_000_000, 2, 60.0
 

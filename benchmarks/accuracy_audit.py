@@ -23,12 +23,12 @@ from safetensors.torch import save_file
 
 from benchmarks.common import report
 from benchmarks.engine_mlp import IDS, Scorer
-from jobs.config.project import Project
-from jobs.pipeline.audit import Audit
-from jobs.pipeline.materialize import materialize
-from jobs.process.job import Job, RunOptions
-from jobs.process.progress import Silent
-from jobs.process.report import recorded
+from precompute.jobs.config.project import Project
+from precompute.jobs.pipeline.audit import Audit
+from precompute.jobs.pipeline.materialize import materialize
+from precompute.jobs.process.job import Job, RunOptions
+from precompute.jobs.process.progress import Silent
+from precompute.jobs.process.report import recorded
 
 ROWS, SMALLER = 1_000_000, (100_000, 10_000)
 SEEDS = 20

@@ -47,7 +47,7 @@ def main() -> None:
         (folder / "own_models.py").write_text(MODEL)
         (folder / "views" / "daily.yaml").write_text(VIEW.format(rows=asked.rows))
         (folder / "project.yaml").write_text("root: ./var\nonline: table:./var/online\n")
-        command = [sys.executable, "-P", "-m", "jobs.cli", "-c", str(folder)]
+        command = [sys.executable, "-P", "-m", "precompute.jobs.cli", "-c", str(folder)]
         first, last = "2024-01-01", time.strftime("%Y-%m-%d", time.gmtime(1704067200 + (asked.partitions - 1) * 86400))
         before, began = os.times(), time.monotonic()
         subprocess.run([*command, "backfill", "daily", "--from", first, "--to", last, "--json"], check=True, capture_output=True)

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from store.feature_view import Feature, FeatureView
-from store.online.codec import RowCodec
-from store.online.online_store import Generation, OnlineStore, Pointer
-from store.online.packed import Rows
+from precompute.store.feature_view import Feature, FeatureView
+from precompute.store.online.codec import RowCodec
+from precompute.store.online.online_store import Generation, OnlineStore, Pointer
+from precompute.store.online.packed import Rows
 
 RESULTS = Path(__file__).parent / "results"
 ROWS = 100_000

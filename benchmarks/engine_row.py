@@ -24,8 +24,8 @@ from precompute.engine.runner import Runner
 from precompute.models.text_encoder import TextEncoder
 from precompute.models.torch_model import TorchModel
 from precompute.models.torch_module import TorchModule
+from precompute.store.feature_view import Feature, FeatureView
 from precompute.techniques.technique import technique
-from store.feature_view import Feature, FeatureView
 
 TURNS = 60
 CALLS = {"ranker": 100, "minilm": 8}

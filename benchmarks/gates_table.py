@@ -21,12 +21,12 @@ import pyarrow.parquet as pq
 
 from benchmarks.common import report
 from demo.data import write_movielens
-from jobs.config.project import Project
-from jobs.pipeline.run import run_view
-from jobs.process.job import RunOptions
-from jobs.process.progress import Silent
+from precompute.jobs.config.project import Project
+from precompute.jobs.pipeline.run import run_view
+from precompute.jobs.process.job import RunOptions
+from precompute.jobs.process.progress import Silent
 from precompute.model import digest
-from store.errors import PrecomputeError
+from precompute.store.errors import PrecomputeError
 
 DIM, K, PAIRS = 32, 10, 20_000
 WEEK_S = 7 * 86400

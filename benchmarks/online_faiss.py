@@ -32,10 +32,10 @@ from precompute.engine.runner import Runner
 from precompute.model import resolve_path
 from precompute.models.text_encoder import TextEncoder
 from precompute.precision.conversion import use_variant
+from precompute.store.feature_view import Feature, FeatureView, IndexSpec
+from precompute.store.vectors.index_build import build_index, build_overlay
+from precompute.store.vectors.vector_index import VectorIndex
 from precompute.techniques.machine import has_bf16
-from store.feature_view import Feature, FeatureView, IndexSpec
-from store.vectors.index_build import build_index, build_overlay
-from store.vectors.vector_index import VectorIndex
 
 DIM = 384
 VIEW = FeatureView("vectors", ("id",), (Feature("vector", "float32", DIM),), 86400, 86400, IndexSpec("vector", "cosine", 0.95))

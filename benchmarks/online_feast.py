@@ -26,11 +26,11 @@ import yaml
 
 from benchmarks.common import DIM, report
 from benchmarks.store_plan import write_project
-from jobs.config.project import Project
-from jobs.pipeline.run import run_view
-from jobs.process.job import RunOptions
-from jobs.process.progress import Silent
-from store.lookup import Lookup
+from precompute.jobs.config.project import Project
+from precompute.jobs.pipeline.run import run_view
+from precompute.jobs.process.job import RunOptions
+from precompute.jobs.process.progress import Silent
+from precompute.store.lookup import Lookup
 from tests.redis_process import RedisProcess, newest_redis
 
 ROWS = 50_000

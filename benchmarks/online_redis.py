@@ -25,15 +25,15 @@ import redis
 
 from benchmarks.common import DIM, VIEW, cpu_s, report
 from benchmarks.online_table import CODEC, PART_ROWS, decoded, packed, write_part
-from jobs.publish.loader import AHEAD_BYTES
 from precompute.engine.ahead import Ahead, StageTime
-from store.feature_view import Feature, FeatureView
-from store.lookup import Lookup
-from store.online import kernels
-from store.online.codec import RowCodec
-from store.online.online_store import Generation, Pointer
-from store.online.packed import Packed, RowBatch
-from store.redis.redis_store import RedisStore
+from precompute.jobs.publish.loader import AHEAD_BYTES
+from precompute.store.feature_view import Feature, FeatureView
+from precompute.store.lookup import Lookup
+from precompute.store.online import kernels
+from precompute.store.online.codec import RowCodec
+from precompute.store.online.online_store import Generation, Pointer
+from precompute.store.online.packed import Packed, RowBatch
+from precompute.store.redis.redis_store import RedisStore
 from tests.redis_process import RedisCluster, RedisProcess
 
 ROWS = 300_000

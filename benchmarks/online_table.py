@@ -19,13 +19,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.common import DIM, VIEW, cpu_s, fill, median_us, report
-from store.lookup import Lookup
-from store.online import kernels
-from store.online.codec import RowCodec
-from store.online.packed import RowBatch
-from store.online.table_file import TableFile
-from store.online.table_store import TableStore
-from store.online.table_writer import TableWriter
+from precompute.store.lookup import Lookup
+from precompute.store.online import kernels
+from precompute.store.online.codec import RowCodec
+from precompute.store.online.packed import RowBatch
+from precompute.store.online.table_file import TableFile
+from precompute.store.online.table_store import TableStore
+from precompute.store.online.table_writer import TableWriter
 
 ROWS = 150_000
 """As many as LMDB takes in one sorted chunk: of more, pages are split, and its reads slow down by a half."""

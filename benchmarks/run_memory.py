@@ -14,10 +14,10 @@ from pathlib import Path
 
 from benchmarks.common import report
 from benchmarks.gates_cost import write_items, write_project
-from jobs.config.project import Project
-from jobs.pipeline.run import run_view
-from jobs.process.job import RunOptions
-from jobs.process.progress import Silent
+from precompute.jobs.config.project import Project
+from precompute.jobs.pipeline.run import run_view
+from precompute.jobs.process.job import RunOptions
+from precompute.jobs.process.progress import Silent
 
 SIZES = (100_000, 10_000_000)
 LOOK_S = 0.01

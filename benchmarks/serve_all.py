@@ -18,11 +18,11 @@ import pyarrow.parquet as pq
 import yaml
 
 from benchmarks.common import cpu_s, report
-from jobs.config.project import Project
-from jobs.pipeline.run import run_view
-from jobs.process.job import RunOptions
-from jobs.process.progress import Silent
-from store.partition import containing
+from precompute.jobs.config.project import Project
+from precompute.jobs.pipeline.run import run_view
+from precompute.jobs.process.job import RunOptions
+from precompute.jobs.process.progress import Silent
+from precompute.store.partition import containing
 
 DAYS, ROWS, DIM = 60, 120_000, 64
 TODAY = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0)

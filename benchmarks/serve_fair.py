@@ -146,7 +146,7 @@ def main() -> None:
     """Measure and report."""
     with tempfile.TemporaryDirectory() as name:
         make_project(Path(name))
-        subprocess.run([sys.executable, "-m", "jobs.cli", "-c", name, "run", "slow"], check=True, capture_output=True)
+        subprocess.run([sys.executable, "-m", "precompute.jobs.cli", "-c", name, "run", "slow"], check=True, capture_output=True)
         with Served(Path(name), workers=2) as served:
             figures = measure(served.port)
     lines = [

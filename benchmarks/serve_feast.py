@@ -30,10 +30,10 @@ import yaml
 
 from benchmarks.common import DIM, report
 from benchmarks.online_feast import FEATURES, PEER, STORES, committed, feast_python, figures_of
-from jobs.config.project import Project
-from jobs.pipeline.run import run_view
-from jobs.process.job import RunOptions
-from jobs.process.progress import Silent
+from precompute.jobs.config.project import Project
+from precompute.jobs.pipeline.run import run_view
+from precompute.jobs.process.job import RunOptions
+from precompute.jobs.process.progress import Silent
 from tests.redis_process import DIES_WITH_US, RedisProcess, free_port, newest_redis
 
 ROWS = 20_000
@@ -164,7 +164,7 @@ def our_server(folder: Path) -> contextlib.AbstractContextManager[int]:
     port = free_port()
     serve = {"bind": f"127.0.0.1:{port}", "workers": 1, "cache_mb": 0}
     (folder / "project.yaml").write_text(yaml.safe_dump(settings | {"serve": serve}))
-    return _running([sys.executable, "-m", "jobs.cli", "--config", str(folder), "serve"], port, folder / "ours.log")
+    return _running([sys.executable, "-m", "precompute.jobs.cli", "--config", str(folder), "serve"], port, folder / "ours.log")
 
 
 def loaded(folder: Path, parts: Path, kind: str, redis: str, python: str) -> None:

@@ -108,7 +108,7 @@ class Served:
     """``precompute serve`` over a folder."""
 
     def __init__(self, folder: Path, workers: int = 1) -> None:
-        command = [sys.executable, "-m", "jobs.cli", "-c", str(folder), "serve", "--workers", str(workers)]
+        command = [sys.executable, "-m", "precompute.jobs.cli", "-c", str(folder), "serve", "--workers", str(workers)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         assert self.process.stdout is not None
         self.port = int(self.process.stdout.readline().rpartition(":")[2])
@@ -309,7 +309,9 @@ def main() -> None:
         make_project(folder)
         write_rows(folder, STORED)
         for view in ("texts", "suited", "python"):
-            subprocess.run([sys.executable, "-m", "jobs.cli", "-c", name, "run", view], check=True, capture_output=True)
+            subprocess.run(
+                [sys.executable, "-m", "precompute.jobs.cli", "-c", name, "run", view], check=True, capture_output=True
+            )
         write_rows(folder, ROWS)
         figures = measure(folder) | {"workers": workers_ratio(folder)}
     lone, hits, workers = (figures[name] for name in ("lone", "hits", "workers"))

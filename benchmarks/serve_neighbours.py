@@ -99,7 +99,9 @@ def make_project(folder: Path, spare: bool) -> None:
         (folder / "views" / f"{name}.yaml").write_text(yaml.safe_dump({"name": name} | shared | {"model": model}))
     write_rows(folder, STORED)
     for name in ("texts", "poisoned"):
-        subprocess.run([sys.executable, "-m", "jobs.cli", "-c", str(folder), "run", name], check=True, capture_output=True)
+        subprocess.run(
+            [sys.executable, "-m", "precompute.jobs.cli", "-c", str(folder), "run", name], check=True, capture_output=True
+        )
     write_rows(folder, ROWS)
 
 

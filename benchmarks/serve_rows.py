@@ -37,15 +37,15 @@ _PATH = f"/v1/views/{VIEW.name}"
 
 def serve(folder: str, cache_bytes: int) -> None:
     """The server process: the API, with so many bytes of encoded rows, as a worker of ``precompute serve`` has it."""
-    from jobs.process.memory import settle
-    from store.api.app import create_app
-    from store.guard.gate import Gate
-    from store.guard.hosts import Hosts
-    from store.guard.limits import Limits
-    from store.guard.server import GuardedServer
-    from store.lookup import Lookup
-    from store.online.table_store import TableStore
-    from store.telemetry.instruments import Meter
+    from precompute.jobs.process.memory import settle
+    from precompute.store.api.app import create_app
+    from precompute.store.guard.gate import Gate
+    from precompute.store.guard.hosts import Hosts
+    from precompute.store.guard.limits import Limits
+    from precompute.store.guard.server import GuardedServer
+    from precompute.store.lookup import Lookup
+    from precompute.store.online.table_store import TableStore
+    from precompute.store.telemetry.instruments import Meter
 
     meter = Meter()
     gate = Gate(meter, hosts=Hosts(()))
@@ -243,8 +243,8 @@ def _serving(*arguments: str) -> Iterator[Server]:
 
 def main() -> None:
     """Measure and report."""
-    from store.encoding.row_cache import MAX_CACHE_BYTES
-    from store.online.table_store import TableStore
+    from precompute.store.encoding.row_cache import MAX_CACHE_BYTES
+    from precompute.store.online.table_store import TableStore
 
     with tempfile.TemporaryDirectory() as folder:
         fill(TableStore(folder))

@@ -18,18 +18,18 @@ import pyarrow.parquet as pq
 import yaml
 
 from benchmarks.common import report
-from jobs.config.project import Project
-from jobs.ops.drop import drop
-from jobs.pipeline.rollback import rollback
-from jobs.pipeline.run import run_view
-from jobs.process.job import RunOptions
-from jobs.process.progress import Silent
-from store.errors import PrecomputeError, RequestError, SnapshotError
-from store.freshness import as_datetime
-from store.history import explain, get_historical_features, read
-from store.lookup import Lookup
-from store.online_url import open_online_store
-from store.partition import containing
+from precompute.jobs.config.project import Project
+from precompute.jobs.ops.drop import drop
+from precompute.jobs.pipeline.rollback import rollback
+from precompute.jobs.pipeline.run import run_view
+from precompute.jobs.process.job import RunOptions
+from precompute.jobs.process.progress import Silent
+from precompute.store.errors import PrecomputeError, RequestError, SnapshotError
+from precompute.store.freshness import as_datetime
+from precompute.store.history import explain, get_historical_features, read
+from precompute.store.lookup import Lookup
+from precompute.store.online_url import open_online_store
+from precompute.store.partition import containing
 
 VIEW = "numbers"
 FIRST_DAY = datetime(2025, 1, 1, tzinfo=UTC)

@@ -13,11 +13,11 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.common import report
-from store.clock import utc_now
-from store.feature_view import Feature, FeatureView
-from store.offline.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot
-from store.offline.view_store import OfflineStore, ViewStore
-from store.record import replace
+from precompute.store.clock import utc_now
+from precompute.store.feature_view import Feature, FeatureView
+from precompute.store.offline.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot
+from precompute.store.offline.view_store import OfflineStore, ViewStore
+from precompute.store.record import replace
 
 ROWS = 1_000_000
 DIM = 384
@@ -30,7 +30,7 @@ VIEW = FeatureView("vectors", ("id",), (Feature("vector", "float16", DIM),), ttl
 
 
 def rows(ids: np.ndarray, rng: np.random.Generator) -> pa.Table:
-    """Random vectors of these keys, as :mod:`jobs.pipeline.materialize` writes them."""
+    """Random vectors of these keys, as :mod:`precompute.jobs.pipeline.materialize` writes them."""
     flat = pa.array(rng.standard_normal(len(ids) * DIM, dtype=np.float32).astype(np.float16))
     columns = {
         "id": pa.array(ids),

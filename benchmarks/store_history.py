@@ -16,15 +16,15 @@ import pyarrow.parquet as pq
 import yaml
 
 from benchmarks.common import report
-from jobs.config.project import Project
-from jobs.pipeline.run import run_view
-from jobs.process.job import RunOptions
-from jobs.process.progress import Silent
-from store.clock import utc_now
-from store.offline.snapshot import Snapshot
-from store.offline.view_store import ViewStore
-from store.partition import Partition, containing
-from store.record import replace, written
+from precompute.jobs.config.project import Project
+from precompute.jobs.pipeline.run import run_view
+from precompute.jobs.process.job import RunOptions
+from precompute.jobs.process.progress import Silent
+from precompute.store.clock import utc_now
+from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.view_store import ViewStore
+from precompute.store.partition import Partition, containing
+from precompute.store.record import replace, written
 
 VIEW = "numbers"
 ROWS = 200

@@ -21,11 +21,11 @@ import pyarrow as pa
 import yaml
 
 from benchmarks.common import cpu_s, report
-from jobs.config.project import Project
-from jobs.pipeline.run import plan_view, run_view
-from jobs.process.job import RunOptions
-from jobs.process.progress import Silent
-from store.offline.runs import Report
+from precompute.jobs.config.project import Project
+from precompute.jobs.pipeline.run import plan_view, run_view
+from precompute.jobs.process.job import RunOptions
+from precompute.jobs.process.progress import Silent
+from precompute.store.offline.runs import Report
 
 CASES = {"cheap": 10_000_000, "floats": 3_000_000}
 CHANGED = 0.01

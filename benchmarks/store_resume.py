@@ -12,13 +12,13 @@ from unittest.mock import patch
 
 from benchmarks.common import report
 from benchmarks.store_plan import write_project
-from jobs.config.project import Project
-from jobs.pipeline.materialize import dry_run
-from jobs.pipeline.run import run_view
-from jobs.process.job import Job, RunOptions
-from jobs.process.progress import Silent
-from store.offline.runs import Report
-from store.offline.view_store import ViewStore
+from precompute.jobs.config.project import Project
+from precompute.jobs.pipeline.materialize import dry_run
+from precompute.jobs.pipeline.run import run_view
+from precompute.jobs.process.job import Job, RunOptions
+from precompute.jobs.process.progress import Silent
+from precompute.store.offline.runs import Report
+from precompute.store.offline.view_store import ViewStore
 
 CHUNKS = 10_000
 CHUNK_ROWS = 100
@@ -37,7 +37,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         project = write_project(Path(name), CHUNKS * CHUNK_ROWS + 1, 0.0)
         without, _ = start_s(project)
-        small = patch.multiple("jobs.rows.chunks", PART_BYTES=1, WINDOW_ROWS=CHUNK_ROWS)
+        small = patch.multiple("precompute.jobs.rows.chunks", PART_BYTES=1, WINDOW_ROWS=CHUNK_ROWS)
         with small, patch.object(ViewStore, "commit", _interrupted), contextlib.suppress(KeyboardInterrupt):
             run_view(project, "items", Silent(), RunOptions(command="materialize"))
         resumed, rows = start_s(project)

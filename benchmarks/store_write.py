@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from benchmarks.common import report
 from benchmarks.store_chain import DIM, PART_ROWS, rows
-from store.offline.view_store import OfflineStore, ViewStore
+from precompute.store.offline.view_store import OfflineStore, ViewStore
 
 PARTS = 6
 ROUNDS = 5

@@ -16,21 +16,21 @@ import pyarrow.parquet as pq
 
 from demo.data import write_docstrings, write_movielens
 from demo.evaluate import evaluate
-from jobs.commands.measure import describe_tuning
-from jobs.commands.rows import describe_row
-from jobs.commands.run import describe_report
-from jobs.config.project import Project
-from jobs.ops.tune import tune
-from jobs.pipeline.run import run_view
-from jobs.process.progress import progress_for
-from jobs.service.fallback import ViewFallback
+from precompute.jobs.commands.measure import describe_tuning
+from precompute.jobs.commands.rows import describe_row
+from precompute.jobs.commands.run import describe_report
+from precompute.jobs.config.project import Project
+from precompute.jobs.ops.tune import tune
+from precompute.jobs.pipeline.run import run_view
+from precompute.jobs.process.progress import progress_for
+from precompute.jobs.service.fallback import ViewFallback
 from precompute.models.two_tower import train_two_tower
+from precompute.store.errors import PrecomputeError
+from precompute.store.lookup import Lookup
+from precompute.store.lookup_options import LookupOptions
+from precompute.store.online_url import open_online_store
 from precompute.techniques.machine import has_bf16
 from precompute.text.encoder import kernel
-from store.errors import PrecomputeError
-from store.lookup import Lookup
-from store.lookup_options import LookupOptions
-from store.online_url import open_online_store
 
 VIEWS = ("item_embedding", "item_labels", "user_vector", "item_vector", "user_recommendations", "doc_embedding")
 TUNED_ROWS = 128

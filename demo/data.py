@@ -17,7 +17,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from store.errors import ConfigError
+from precompute.store.errors import ConfigError
 
 
 def movielens_folder() -> Path:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from store.lookup import MAX_KEYS, Lookup
+from precompute.store.lookup import MAX_KEYS, Lookup
 
 
 def served_recommendations(lookup: Lookup, users: Sequence[int]) -> dict[int, list[int]]:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from precompute.model import digest
+from precompute import digest
 from precompute.models.text_encoder import TextEncoder
 
 

@@ -11,15 +11,14 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 
-from jobs.commands import backfill, measure, retention, rollback, rows, run, schema, service, status, verify
-from jobs.commands.command import BAD_USAGE, FAILED, REJECTED, Commands
-from jobs.process.output import enduring_output
-from jobs.process.termination import asked, described, terminable
-from store.disk.durable_file import limit_of
-from store.errors import ConfigError, GateError, PrecomputeError, RejectedError, RequestError
-from store.log import log_to_stderr
+from precompute.jobs.commands import backfill, measure, retention, rollback, rows, run, schema, service, status, verify
+from precompute.jobs.commands.command import BAD_USAGE, FAILED, REJECTED, Commands
+from precompute.jobs.process.output import enduring_output
+from precompute.jobs.process.termination import asked, described, terminable
+from precompute.store.disk.durable_file import limit_of
+from precompute.store.errors import ConfigError, GateError, PrecomputeError, RejectedError, RequestError
+from precompute.store.log import log_to_stderr
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,6 +69,8 @@ class _Version(argparse.Action):
     """As argparse's own, which would look the version up for every command."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib import metadata
+
         print(f"precompute {metadata.version('precompute-store')}")
         parser.exit()
 

@@ -6,14 +6,14 @@ import sys
 
 
 def main() -> int:
-    """As :func:`jobs.cli.main`; 2 where what it needs is not installed."""
+    """As :func:`precompute.jobs.cli.main`; 2 where what it needs is not installed."""
     try:
-        from jobs.cli import main as command_line
+        from precompute.jobs.cli import main as command_line
     except ModuleNotFoundError as exc:
-        if (exc.name or "").partition(".")[0] in ("jobs", "precompute", "store"):
+        if (exc.name or "").partition(".")[0] == "precompute":
             raise
         print(
-            f"precompute: {exc.name} is not installed: what is here asks a server (`from store.client import Client`); "
+            f"precompute: {exc.name} is not installed: what is here asks a server (`from precompute import Client`); "
             "the command comes with pip install 'precompute-store[cpu]', or [gpu]",
             file=sys.stderr,
         )

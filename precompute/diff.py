@@ -12,8 +12,8 @@ import pyarrow as pa
 
 from precompute.source import Files, Source
 from precompute.sources.input_hash import quoted
-from store.errors import ConfigError, SnapshotError, SourceError
-from store.sql import parquet_sql
+from precompute.store.errors import ConfigError, SnapshotError, SourceError
+from precompute.store.sql import parquet_sql
 
 BLOCK_ROWS = 1 << 19
 """Rows compared with what was computed before at a time, where keys ascend; more where that would open more than :data:`MAX_OPENED` files."""

@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from precompute.project_module import plain_name
 from precompute.project_path import ProjectPath, absolute_path, project_folder
-from store.errors import ConfigError
+from precompute.store.errors import ConfigError
 
 Features = Mapping[str, npt.NDArray[Any] | pa.Array]
 

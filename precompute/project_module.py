@@ -35,7 +35,7 @@ _sources_lock = threading.Lock()
 """Of :data:`_sources`, to which whoever computes adds by an import inside a function. Nothing else is asked for under it: such a thread holds Python's
 lock of a module, for which an import under :data:`_lock` may be waiting."""
 
-_OURS = tuple(f"{path}{os.sep}" for path in Path(__file__).parents[1].iterdir() if path.name in ("jobs", "precompute", "store"))
+_OURS = (f"{Path(__file__).parent}{os.sep}",)
 _OTHERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 

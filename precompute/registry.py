@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from precompute.model import Model, files_in, files_read, resolve_path
 from precompute.project_module import import_module, module_exists, plain_name, told
 from precompute.project_path import starting_from
-from store.errors import ConfigError, ModelError, PrecomputeError
+from precompute.store.errors import ConfigError, ModelError, PrecomputeError
 
 BUILT_IN = {
     "text_encoder": "precompute.models.text_encoder:TextEncoder",

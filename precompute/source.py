@@ -23,8 +23,8 @@ from precompute.sources.file_names import absolute_sql, is_remote
 from precompute.sources.input_hash import content_sql, hash_sql, quoted
 from precompute.sources.kept_input import KeptInput
 from precompute.sources.statement import BOUNDS, parameters, statement
-from store.errors import ConfigError, SourceError
-from store.sql import parquet_sql
+from precompute.store.errors import ConfigError, SourceError
+from precompute.store.sql import parquet_sql
 
 KEY_TYPES = (pa.string(), pa.large_string(), pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32())
 
@@ -332,7 +332,7 @@ class Source:
         """The source rows of some entities, by key text, read now: what the fallback computes from.
 
         Args:
-            keys: key texts of an entity of one column, or of several joined as :mod:`store.entity_key` does.
+            keys: key texts of an entity of one column, or of several joined as :mod:`precompute.store.entity_key` does.
             with_hash: add the ``input_hash`` column.
 
         Returns:
@@ -360,7 +360,7 @@ class Source:
         )
 
     def key_text_sql(self) -> str:
-        """SQL of a row's key text, as :mod:`store.entity_key` makes it."""
+        """SQL of a row's key text, as :mod:`precompute.store.entity_key` makes it."""
         parts = [f"CAST({quoted(c)} AS VARCHAR)" for c in self.entity]
         if len(parts) > 1:
             parts = [f"replace(replace({p}, '%', '%25'), '/', '%2F')" for p in parts]

@@ -13,17 +13,17 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from store.default_row import default_row
-from store.fallback import Computed, Likeness, Miss
-from store.feature_view import SIMILAR_FIELDS, Feature
-from store.freshness import AHEAD_US, Sighting, age_s, as_datetime, status_of
-from store.lookup_options import MAX_DEADLINE_MS, MAX_KEYS
-from store.online.codec import RowCodec, State
-from store.online.column_reader import ColumnReader
-from store.online.found_rows import FoundRows, PackedKeys, WholeColumns
-from store.online.online_store import Pointer
-from store.online.packed import Buffer, Packed
-from store.status import AnswerSource, Reason, Status
+from precompute.store.default_row import default_row
+from precompute.store.fallback import Computed, Likeness, Miss
+from precompute.store.feature_view import SIMILAR_FIELDS, Feature
+from precompute.store.freshness import AHEAD_US, Sighting, age_s, as_datetime, status_of
+from precompute.store.lookup_options import MAX_DEADLINE_MS, MAX_KEYS
+from precompute.store.online.codec import RowCodec, State
+from precompute.store.online.column_reader import ColumnReader
+from precompute.store.online.found_rows import FoundRows, PackedKeys, WholeColumns
+from precompute.store.online.online_store import Pointer
+from precompute.store.online.packed import Buffer, Packed
+from precompute.store.status import AnswerSource, Reason, Status
 
 MAX_DEADLINE_S = MAX_DEADLINE_MS / 1000
 """Longest a request waits for the fallback, whatever deadline its view has."""

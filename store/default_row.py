@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
-from store.feature_view import FeatureView
-from store.online.codec import RowCodec
+from precompute.store.feature_view import FeatureView
+from precompute.store.online.codec import RowCodec
 
 
 def default_row(view: FeatureView, codec: RowCodec) -> bytes | None:

@@ -1,4 +1,4 @@
-"""Entity keys: of whole columns, vectorised, to the texts that :mod:`store.key_text` tells of."""
+"""Entity keys: of whole columns, vectorised, to the texts that :mod:`precompute.store.key_text` tells of."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from store.key_text import MAX_KEY_BYTES
+from precompute.store.key_text import MAX_KEY_BYTES
 
 
 def key_column(batch: pa.RecordBatch | pa.Table, entity: Sequence[str]) -> pa.Array:

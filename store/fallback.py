@@ -10,10 +10,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from store.errors import RequestError
-from store.feature_view import FeatureView
-from store.online.online_store import Pointer
-from store.status import Reason, Status
+from precompute.store.errors import RequestError
+from precompute.store.feature_view import FeatureView
+from precompute.store.online.online_store import Pointer
+from precompute.store.status import Reason, Status
 
 CLIENT: ContextVar[str] = ContextVar("client", default="")
 """On whose account rows are computed that the request that is worked on misses: its client's, by token or address; empty where there is none to tell from others."""
@@ -38,7 +38,7 @@ class Likeness:
 @dataclass(frozen=True, slots=True)
 class Computed:
     """One row the model made now, packed as the online store would hold it, and when (µs since 1970); what a view is searched by is packed as a row of
-    :func:`unpacked_view`. With ``like``, no model made it now: it is the stored row of another entity (:mod:`store.semantic_cache`)."""
+    :func:`unpacked_view`. With ``like``, no model made it now: it is the stored row of another entity (:mod:`precompute.store.semantic_cache`)."""
 
     row: bytes
     computed_at_us: int

@@ -15,7 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from store.record import plain, record_of
+from precompute.store.record import plain, record_of
 
 NAME = re.compile(r"\A[a-z][a-z0-9_]{0,62}\Z")
 """Views, features and entity columns: one allow-list, so that no name can leave its folder or its key space."""

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from store.feature_view import FeatureView
-from store.status import Status
+from precompute.store.feature_view import FeatureView
+from precompute.store.status import Status
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
-from store.errors import RequestError
+from precompute.store.errors import RequestError
 
 MAX_KEY_BYTES = 511
 """Longest entity key, in UTF-8 bytes: LMDB's compiled-in limit, kept for every store so that a view can move."""

@@ -15,25 +15,33 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from store.account.sightings import LIVE, REFS, note
-from store.answer import ANSWER_FIELDS, Answer, AnswerPlan
-from store.errors import PrecomputeError, RequestError, RowsLostError
-from store.fallback import Computed, Fallback, Miss, Waiting, check_inputs
-from store.feature_view import NAME, FeatureView
-from store.freshness import Sighting, microseconds, status_of
-from store.kept.kept_rows import KeptRows
-from store.key_text import MAX_KEY_BYTES, join_key, key_list, key_text, plain_key, shown_key
-from store.lookup_options import BASE64, MAX_KEYS, MAX_NEIGHBOURS, CacheControl, LookupOptions, SearchOptions, check_features
-from store.misses import Misses, MissesTold
-from store.online import kernels
-from store.online.codec import State
-from store.online.found_rows import FoundRows, PackedKeys
-from store.online.online_store import OnlineStore, Pointer
-from store.online.packed import Buffer
-from store.online_url import open_online_store
-from store.record import plain
-from store.search import Searches
-from store.semantic_cache import SemanticCache
+from precompute.store.account.sightings import LIVE, REFS, note
+from precompute.store.answer import ANSWER_FIELDS, Answer, AnswerPlan
+from precompute.store.errors import PrecomputeError, RequestError, RowsLostError
+from precompute.store.fallback import Computed, Fallback, Miss, Waiting, check_inputs
+from precompute.store.feature_view import NAME, FeatureView
+from precompute.store.freshness import Sighting, microseconds, status_of
+from precompute.store.kept.kept_rows import KeptRows
+from precompute.store.key_text import MAX_KEY_BYTES, join_key, key_list, key_text, plain_key, shown_key
+from precompute.store.lookup_options import (
+    BASE64,
+    MAX_KEYS,
+    MAX_NEIGHBOURS,
+    CacheControl,
+    LookupOptions,
+    SearchOptions,
+    check_features,
+)
+from precompute.store.misses import Misses, MissesTold
+from precompute.store.online import kernels
+from precompute.store.online.codec import State
+from precompute.store.online.found_rows import FoundRows, PackedKeys
+from precompute.store.online.online_store import OnlineStore, Pointer
+from precompute.store.online.packed import Buffer
+from precompute.store.online_url import open_online_store
+from precompute.store.record import plain
+from precompute.store.search import Searches
+from precompute.store.semantic_cache import SemanticCache
 
 IMPOSSIBLE = b"\0"
 """Looked up in place of a key no entity can have, and never found: keys with a NUL are not stored."""
@@ -138,7 +146,7 @@ class Lookup:
 
         Raises:
             RequestError: unknown view or feature, bad or too many keys.
-            OnlineStoreError: the store cannot be reached; :class:`store.errors.RowsLostError`: it lost the view, which is live as the root has it.
+            OnlineStoreError: the store cannot be reached; :class:`precompute.store.errors.RowsLostError`: it lost the view, which is live as the root has it.
         """
         answer = self.begin(view, keys, LookupOptions(features, fallback, deadline_ms, max_age_s, inputs), columnar=True)
         answer.wait()
@@ -214,7 +222,7 @@ class Lookup:
 
         Args:
             view: its name.
-            key: one that :func:`store.key_text.check_key` lets pass.
+            key: one that :func:`precompute.store.key_text.check_key` lets pass.
             options: of which its features and their encoding count.
 
         Raises:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from store.errors import RequestError
+from precompute.store.errors import RequestError
 
 if TYPE_CHECKING:
     # it brings Arrow along, which who only asks over HTTP can do without
-    from store.feature_view import FeatureView
+    from precompute.store.feature_view import FeatureView
 
 MAX_KEYS = 1000
 """Keys in one request."""
@@ -22,7 +22,7 @@ FLOAT, BASE64 = "float", "base64"
 
 
 class LookupOptions(NamedTuple):
-    """As :meth:`store.lookup.Lookup.get` has them."""
+    """As :meth:`precompute.store.lookup.Lookup.get` has them."""
 
     features: Sequence[str] | None = None
     """Which, in which order; all by default."""
@@ -81,7 +81,7 @@ class CacheControl(NamedTuple):
 
 
 class SearchOptions(NamedTuple):
-    """As :meth:`store.lookup.Lookup.search` has them: exactly one of ``key``, ``vector`` and ``inputs`` is searched by."""
+    """As :meth:`precompute.store.lookup.Lookup.search` has them: exactly one of ``key``, ``vector`` and ``inputs`` is searched by."""
 
     key: Any = None
     vector: Sequence[float] | None = None

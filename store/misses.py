@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from store.answer import MAX_DEADLINE_S, Answer
-from store.fallback import Computed, Fallback, outcome_of
-from store.kept.kept_rows import KeptRows, input_names
-from store.online.codec import rekeyed
-from store.online.online_store import Pointer
-from store.semantic_cache import SemanticCache
+from precompute.store.answer import MAX_DEADLINE_S, Answer
+from precompute.store.fallback import Computed, Fallback, outcome_of
+from precompute.store.kept.kept_rows import KeptRows, input_names
+from precompute.store.online.codec import rekeyed
+from precompute.store.online.online_store import Pointer
+from precompute.store.semantic_cache import SemanticCache
 
 REFRESH_S = 30.0
 """How long a stale row may wait to be computed behind its answer."""
@@ -42,8 +42,8 @@ class _Behind:
 class MissesTold:
     """Who counts what becomes of rows that the store has not, or has too old; nobody, until somebody takes a place here.
 
-    ``semantic`` is told what :class:`store.semantic_cache.SemanticCache` tells; ``kept`` how many rows were looked for among kept ones, and how many of them found;
-    ``refreshed`` of a stale row that was computed behind its answer: its view, and what became of it, as :func:`store.fallback.outcome_of` has it.
+    ``semantic`` is told what :class:`precompute.store.semantic_cache.SemanticCache` tells; ``kept`` how many rows were looked for among kept ones, and how many of them found;
+    ``refreshed`` of a stale row that was computed behind its answer: its view, and what became of it, as :func:`precompute.store.fallback.outcome_of` has it.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Misses:
             answer: judged.
             missing: numbers of its rows that are missing and could be had.
             inputs: key → input columns, for keys whose inputs came with the request.
-            deadline_ms: as of :class:`store.lookup_options.LookupOptions`.
+            deadline_ms: as of :class:`precompute.store.lookup_options.LookupOptions`.
             compute: False never asks the model.
         """
         stale = answer.stale_rows() if self._kept is not None else []

@@ -6,9 +6,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from store.errors import ConfigError
-from store.kept.kept_rows import KeptLimits, KeptRows
-from store.online.online_store import MemoryStore, OnlineStore
+from precompute.store.errors import ConfigError
+from precompute.store.kept.kept_rows import KeptLimits, KeptRows
+from precompute.store.online.online_store import MemoryStore, OnlineStore
 
 
 def open_online_store(url: str, base: Path | None = None, memory_mb: int = 1024) -> OnlineStore:
@@ -25,7 +25,7 @@ def open_online_store(url: str, base: Path | None = None, memory_mb: int = 1024)
     scheme, _, rest = url.partition(":")
     # Each store is imported only where it is used: a service on table files needs no Redis client, and the other way round.
     if scheme == "table" and rest:
-        from store.online.table_store import TableStore
+        from precompute.store.online.table_store import TableStore
 
         return TableStore((base or Path()) / rest, memory_mb * 2**20)
     if scheme == "lmdb":
@@ -33,7 +33,7 @@ def open_online_store(url: str, base: Path | None = None, memory_mb: int = 1024)
             f"online: {url!r} is the embedded store of older versions: write table:{rest or './folder'}, and publish each view"
         )
     if scheme in ("redis", "rediss", "unix", "redis+cluster", "rediss+cluster"):
-        from store.redis.redis_store import RedisStore
+        from precompute.store.redis.redis_store import RedisStore
 
         return RedisStore(url)
     if url == "memory:":
@@ -56,11 +56,11 @@ def open_kept_rows(online: str, limits: KeptLimits, base: Path | None = None) ->
     # each is imported only where it is used
     scheme, _, rest = online.partition(":")
     if scheme == "table":
-        from store.kept.kept_file import KeptFile
+        from precompute.store.kept.kept_file import KeptFile
 
         return KeptFile((base or Path()) / rest / "kept-misses", limits)
     if scheme == "memory":
         return None
-    from store.kept.kept_redis import KeptRedis
+    from precompute.store.kept.kept_redis import KeptRedis
 
     return KeptRedis(online, limits)

@@ -10,26 +10,26 @@ from typing import Any, Protocol
 
 import numpy.typing as npt
 
-from store.account.sightings import REFS, note
-from store.answer import Answer, AnswerPlan
-from store.errors import RequestError, VectorIndexError
-from store.fallback import Fallback, Miss, Waiting, check_inputs, unpacked_view
-from store.feature_view import FeatureView
-from store.freshness import as_datetime, status_of
-from store.key_text import key_text
-from store.lookup_options import LookupOptions, SearchOptions, check_features
-from store.online.codec import RowCodec
-from store.online.found_rows import FoundRows
-from store.online.online_store import Pointer
-from store.record import plain
-from store.status import AnswerSource, Reason, Status
-from store.vectors.index_record import index_figures
-from store.vectors.row_filter import RowFilter
-from store.vectors.vector_index import Neighbours, VectorIndex
+from precompute.store.account.sightings import REFS, note
+from precompute.store.answer import Answer, AnswerPlan
+from precompute.store.errors import RequestError, VectorIndexError
+from precompute.store.fallback import Fallback, Miss, Waiting, check_inputs, unpacked_view
+from precompute.store.feature_view import FeatureView
+from precompute.store.freshness import as_datetime, status_of
+from precompute.store.key_text import key_text
+from precompute.store.lookup_options import LookupOptions, SearchOptions, check_features
+from precompute.store.online.codec import RowCodec
+from precompute.store.online.found_rows import FoundRows
+from precompute.store.online.online_store import Pointer
+from precompute.store.record import plain
+from precompute.store.status import AnswerSource, Reason, Status
+from precompute.store.vectors.index_record import index_figures
+from precompute.store.vectors.row_filter import RowFilter
+from precompute.store.vectors.vector_index import Neighbours, VectorIndex
 
 
 class Begin(Protocol):
-    """:meth:`store.lookup.Lookup.begin`."""
+    """:meth:`precompute.store.lookup.Lookup.begin`."""
 
     def __call__(
         self,
@@ -72,7 +72,7 @@ class Searches:
         admit: Callable[[AnswerPlan, FoundRows], None] | None = None,
         waiting: Waiting | None = None,
     ) -> tuple[FeatureView, dict[str, Any]]:
-        """The view, and what :meth:`store.lookup.Lookup.search` gives; ``fallback`` embeds inputs, ``admit`` is as of :meth:`store.lookup.Lookup.begin`, ``waiting`` is told
+        """The view, and what :meth:`precompute.store.lookup.Lookup.search` gives; ``fallback`` embeds inputs, ``admit`` is as of :meth:`precompute.store.lookup.Lookup.begin`, ``waiting`` is told
         what is waited for."""
         options.check()
         for _ in range(5):

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from store.errors import PrecomputeError, RequestError
-from store.fallback import Computed, Fallback, Likeness
-from store.feature_view import why_no_semantic_cache
-from store.lookup_options import MAX_KEYS, LookupOptions
-from store.online.codec import RowCodec
-from store.online.online_store import Pointer
-from store.search import Begin
-from store.vectors.vector_index import VectorIndex
+from precompute.store.errors import PrecomputeError, RequestError
+from precompute.store.fallback import Computed, Fallback, Likeness
+from precompute.store.feature_view import why_no_semantic_cache
+from precompute.store.lookup_options import MAX_KEYS, LookupOptions
+from precompute.store.online.codec import RowCodec
+from precompute.store.online.online_store import Pointer
+from precompute.store.search import Begin
+from precompute.store.vectors.vector_index import VectorIndex
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class SemanticCache:
         deadline: float,
         oldest_s: float | None,
     ) -> list[Future[Computed]]:
-        """As :meth:`store.fallback.Fallback.submit`; what a future holds may be another entity's row then, ``like`` it.
+        """As :meth:`precompute.store.fallback.Fallback.submit`; what a future holds may be another entity's row then, ``like`` it.
 
         Args:
             pointer: of a view with a semantic cache.

@@ -9,9 +9,9 @@ from typing import Any
 
 import duckdb
 
-from store.disk.durable_file import limit_of
-from store.disk.spill_folder import SpillFolder
-from store.errors import PrecomputeError
+from precompute.store.disk.durable_file import limit_of
+from precompute.store.disk.spill_folder import SpillFolder
+from precompute.store.errors import PrecomputeError
 
 _SETTINGS = (
     # no surprises at 2 a.m.: nothing is fetched from the network

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from store.api import wire
+from precompute.store.api import wire
 from tests.documented import check_documented
 from tests.server import Reply
 

@@ -19,9 +19,9 @@ import redis
 import yaml
 from hypothesis import Phase, settings
 
-from store.lookup import Lookup
-from store.online import kernels
-from store.redis import options
+from precompute.store.lookup import Lookup
+from precompute.store.online import kernels
+from precompute.store.redis import options
 from tests.redis_process import RedisCluster, RedisProcess
 from tests.scene import Scene
 from tests.slow import SLOW, name_of
@@ -162,7 +162,7 @@ def make_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeProject
     Runs in the test's own process have no audit: how many rows there is time for differs, and tests count what the model computes.
     """
     for name in ("LEAST_S", "SHARE"):
-        monkeypatch.setattr(f"jobs.pipeline.audit.{name}", 0.0)
+        monkeypatch.setattr(f"precompute.jobs.pipeline.audit.{name}", 0.0)
 
     def make(
         rows: list[tuple[Any, Any]] | pa.Table | None = None,
@@ -211,7 +211,7 @@ def open_lookup() -> Iterator[Callable[[Scene], Lookup]]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who finds a view's lease taken is refused at once, and not after two seconds."""
-    monkeypatch.setattr("jobs.pipeline.run.BRIEFLY_S", 0.1)
+    monkeypatch.setattr("precompute.jobs.pipeline.run.BRIEFLY_S", 0.1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

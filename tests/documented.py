@@ -6,7 +6,7 @@ import re
 from functools import cache
 from typing import Any
 
-from store.api.openapi import openapi_document
+from precompute.store.api.openapi import openapi_document
 
 
 @cache

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import redis
 
-from store.feature_view import Feature, FeatureView, IndexSpec
-from store.online import kernels
-from store.online.found_rows import FoundRows
-from store.online.online_store import Generation, OnlineStore, Pointer
-from store.online.packed import Packed, RowBatch, Rows
-from store.record import replace
-from store.redis import redis_store
+from precompute.store.feature_view import Feature, FeatureView, IndexSpec
+from precompute.store.online import kernels
+from precompute.store.online.found_rows import FoundRows
+from precompute.store.online.online_store import Generation, OnlineStore, Pointer
+from precompute.store.online.packed import Packed, RowBatch, Rows
+from precompute.store.record import replace
+from precompute.store.redis import redis_store
 
 
 def pointer(epoch: int, view: str = "numbers", snapshot: int | None = None) -> Pointer:

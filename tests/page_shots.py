@@ -14,9 +14,9 @@ import urllib.parse
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from store.client import Client
-from store.errors import PrecomputeError
-from store.freshness import iso
+from precompute.store.client import Client
+from precompute.store.errors import PrecomputeError
+from precompute.store.freshness import iso
 from tests import REPOSITORY
 from tests.scene import Scene
 from tests.server import Server

@@ -6,26 +6,26 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jobs.cli import main
-from jobs.config.project import Project
-from jobs.ops.status import view_status
-from jobs.ops.verify import Check, verify
-from jobs.pipeline.rollback import rollback
-from jobs.pipeline.run import plan_view, run_view
-from jobs.process.job import RunOptions
-from jobs.process.progress import Silent
-from jobs.rows.plan import Plan
-from jobs.service.fallback import ViewFallback
-from store.fallback import Computed
-from store.lookup import Lookup
-from store.offline.refs import LiveRef
-from store.offline.runs import Report
-from store.offline.snapshot import Snapshot
-from store.offline.view_store import ViewStore
-from store.online.codec import RowCodec
-from store.online.online_store import OnlineStore, Pointer
-from store.online.packed import Packed
-from store.online_url import open_online_store
+from precompute.jobs.cli import main
+from precompute.jobs.config.project import Project
+from precompute.jobs.ops.status import view_status
+from precompute.jobs.ops.verify import Check, verify
+from precompute.jobs.pipeline.rollback import rollback
+from precompute.jobs.pipeline.run import plan_view, run_view
+from precompute.jobs.process.job import RunOptions
+from precompute.jobs.process.progress import Silent
+from precompute.jobs.rows.plan import Plan
+from precompute.jobs.service.fallback import ViewFallback
+from precompute.store.fallback import Computed
+from precompute.store.lookup import Lookup
+from precompute.store.offline.refs import LiveRef
+from precompute.store.offline.runs import Report
+from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.view_store import ViewStore
+from precompute.store.online.codec import RowCodec
+from precompute.store.online.online_store import OnlineStore, Pointer
+from precompute.store.online.packed import Packed
+from precompute.store.online_url import open_online_store
 
 
 def values_of(pointer: Pointer, computed: Computed) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class Scene(Project):
     # ---- what is done to a view
 
     def run(self, view: str = "numbers", **options: Any) -> Report:
-        """Compute it and publish it; ``options`` as of :func:`jobs.pipeline.run.run_view`."""
+        """Compute it and publish it; ``options`` as of :func:`precompute.jobs.pipeline.run.run_view`."""
         return run_view(self, view, Silent(), RunOptions(**options))
 
     def materialize(self, view: str = "numbers", **options: Any) -> Report:

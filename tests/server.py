@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from store.api import arrow, wire
+from precompute.store.api import arrow, wire
 from tests import REPOSITORY
 from tests.documented import check_documented
 from tests.scene import Scene
@@ -110,7 +110,11 @@ class Server:
 
     def __init__(self, folder: Path, bind: str = "127.0.0.1:0", *, ready: bool = True, first: str = "") -> None:
         self.log = folder / f"serve-{time.monotonic_ns()}.log"
-        start = ["-c", f"{first}\nimport sys; from jobs.cli import main; sys.exit(main())"] if first else ["-m", "jobs.cli"]
+        start = (
+            ["-c", f"{first}\nimport sys; from precompute.jobs.cli import main; sys.exit(main())"]
+            if first
+            else ["-m", "precompute.jobs.cli"]
+        )
         command = [sys.executable, *start, "-c", str(folder), "serve"]
         environment = os.environ | {"PRECOMPUTE_SERVE__BIND": bind}
         with self.log.open("wb") as log:

@@ -22,8 +22,8 @@ from demo.labels import LabelScores
 from precompute.model import resolve_path
 from precompute.models.text_encoder import TextEncoder
 from precompute.precision.same_value import differing
-from store.errors import ConfigError
-from store.lookup_options import MAX_KEYS
+from precompute.store.errors import ConfigError
+from precompute.store.lookup_options import MAX_KEYS
 from tests import REPOSITORY
 from tests.conftest import MakeProject
 from tests.scene import Scene

@@ -18,8 +18,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from jobs.cli import main
-from store.api.arrow import encode_arrow
+from precompute.jobs.cli import main
+from precompute.store.api.arrow import encode_arrow
 from tests import REPOSITORY, conftest
 from tests.hostile import Hostile, Visit
 
@@ -39,7 +39,7 @@ USES = {
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no compiler")
-@pytest.mark.parametrize("name", ["store.online._kernels", "precompute.text._encoder"])
+@pytest.mark.parametrize("name", ["precompute.store.online._kernels", "precompute.text._encoder"])
 def test_an_extension_is_built_where_a_compiler_is(name: str) -> None:
     """It is optional to install, so that one that no longer compiles would go unseen: its tests are left out without it."""
     assert importlib.util.find_spec(name) is not None, "python setup.py build_ext --inplace says why"
@@ -98,7 +98,7 @@ class Absent:
     # what is not installed with the client, is not there
     def find_spec(self, name, path=None, target=None):
         top = name.partition(".")[0]
-        ours = top in sys.stdlib_module_names or top in ("jobs", "store", "sitecustomize") or not allowed.isdisjoint(d.lower() for d in known.get(top, []))
+        ours = top in sys.stdlib_module_names or top in ("precompute", "sitecustomize") or not allowed.isdisjoint(d.lower() for d in known.get(top, []))
         if not ours:
             raise ModuleNotFoundError(f"no {top} here", name=top)
 
@@ -107,8 +107,8 @@ sys.meta_path.insert(0, Absent())
 LEAN = (
     ABSENT
     + """
-from store.client import AsyncClient, Client
-from store.errors import ConfigError
+from precompute.store.client import AsyncClient, Client
+from precompute.store.errors import ConfigError
 with Client(sys.argv[2]) as client:
     print(client.views(), client.rows("numbers", [1]).rows[0].features)
     try:
@@ -158,12 +158,12 @@ def test_the_client_needs_what_it_says_and_no_more(extras: tuple[str, ...]) -> N
 
 
 def test_without_the_engine_the_command_says_what_to_install() -> None:
-    code = f"{ABSENT}\nfrom jobs.entry import main\nsys.exit(main())"
+    code = f"{ABSENT}\nfrom precompute.jobs.entry import main\nsys.exit(main())"
     command = [sys.executable, "-c", code, " ".join(declared("client"))]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(r"precompute: \w+ is not installed: .* pip install 'precompute-store\[cpu\]', or \[gpu\]\n", done.stderr)
-    assert PROJECT["project"]["scripts"] == {"precompute": "jobs.entry:main"}
+    assert PROJECT["project"]["scripts"] == {"precompute": "precompute.jobs.entry:main"}
 
 
 def test_what_is_declared_is_pinned() -> None:

@@ -14,8 +14,8 @@ import duckdb
 import pyarrow as pa
 from hypothesis import given, settings
 
-from store.offline.snapshot import Snapshot
-from store.offline.view_store import OfflineStore, ViewStore
+from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.view_store import OfflineStore, ViewStore
 from tests.conftest import MakeProject
 from tests.faults.harness import Child, FaultScene, changed, recover, small_chunks
 from tests.jobs.test_bad_rows import VIEW as TEXTS

@@ -18,14 +18,14 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
-from jobs.cli import _parser, main
-from jobs.config.project import ProjectConfig
-from jobs.config.schedule import ScheduleConfig
-from jobs.config.view import FeatureConfig, GatesConfig, ViewConfig
+from precompute.jobs.cli import _parser, main
+from precompute.jobs.config.project import ProjectConfig
+from precompute.jobs.config.schedule import ScheduleConfig
+from precompute.jobs.config.view import FeatureConfig, GatesConfig, ViewConfig
+from precompute.store.api.wire import LookupRequest, SearchRequest
+from precompute.store.feature_view import RESERVED
 from precompute.techniques.machine import has_bf16
 from precompute.text.encoder import kernel
-from store.api.wire import LookupRequest, SearchRequest
-from store.feature_view import RESERVED
 from tests import REPOSITORY
 from tests.jobs.test_every_cpu import tried
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from examples.recommender import service
-from store.errors import DeadlineError
+from precompute.store.errors import DeadlineError
 from tests import REPOSITORY
 from tests.hostile import Hostile
 from tests.scene import Scene

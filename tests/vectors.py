@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from store.feature_view import Feature, FeatureView, IndexSpec
+from precompute.store.feature_view import Feature, FeatureView, IndexSpec
 
 Vectors = npt.NDArray[Any]
 

@@ -23,9 +23,8 @@ from urllib.parse import parse_qs, unquote
 
 import numpy as np
 
-from store.client import AsyncClient
-from store.client.tables import arrays
-from store.errors import OnlineStoreError, RequestError
+from precompute import AsyncClient, OnlineStoreError, RequestError
+from precompute.store.client.tables import arrays
 
 DATA = Path(__file__).parent / "project"
 BUDGET_S = 0.1

@@ -7,13 +7,13 @@ import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from jobs.commands.command import DONE, FAILED, REJECTED, Commands, project_of
-from store.errors import ConfigError
-from store.record import plain
+from precompute.jobs.commands.command import DONE, FAILED, REJECTED, Commands, project_of
+from precompute.store.errors import ConfigError
+from precompute.store.record import plain
 
 if TYPE_CHECKING:
-    from jobs.schedule.backfill_plan import PartitionPlan
-    from jobs.schedule.backfill_state import Options
+    from precompute.jobs.schedule.backfill_plan import PartitionPlan
+    from precompute.jobs.schedule.backfill_state import Options
 
 _DESCRIPTION = """Compute the partitions of a view over a range of data time, each in a process of its own; then publish the newest
 snapshot that may be, unless what is live is newer.
@@ -53,8 +53,8 @@ def add(commands: Commands) -> None:
 
 
 def _backfill(arguments: argparse.Namespace) -> int:
-    from jobs.schedule.backfill import resume_backfill, run_backfill
-    from jobs.schedule.backfill_plan import plan_backfill, plans_json, range_of
+    from precompute.jobs.schedule.backfill import resume_backfill, run_backfill
+    from precompute.jobs.schedule.backfill_plan import plan_backfill, plans_json, range_of
 
     project, name = project_of(arguments), arguments.view
     if arguments.max_active is not None and arguments.max_active < 1:
@@ -88,7 +88,7 @@ def _check_resumed(arguments: argparse.Namespace) -> None:
 
 
 def _options(arguments: argparse.Namespace) -> Options:
-    from jobs.schedule.backfill_state import Options
+    from precompute.jobs.schedule.backfill_state import Options
 
     if arguments.first is None or arguments.last is None:
         raise ConfigError("which partitions? Give --from and --to, as in --from 2026-01-01 --to 2026-01-31; or --resume ID")
@@ -106,7 +106,7 @@ def _options(arguments: argparse.Namespace) -> Options:
 
 def describe_plans(plans: Sequence[PartitionPlan], options: Options) -> str:
     """A dry run, for people: a line for each partition, and the totals."""
-    from jobs.schedule.backfill_plan import plans_json
+    from precompute.jobs.schedule.backfill_plan import plans_json
 
     def measures(rows: float | None, seconds: float | None, size_bytes: float | None) -> tuple[str, str, str]:
         return (

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from jobs.config.project import Project
-from jobs.config.section import parse_time
-from store.errors import ConfigError
-from store.partition import Partition, containing
+from precompute.store.errors import ConfigError
+from precompute.store.partition import Partition, containing
+
+if TYPE_CHECKING:
+    from precompute.jobs.config.project import Project
 
 DONE, FAILED, BAD_USAGE, REJECTED = 0, 1, 2, 3
 """Exit status."""
@@ -47,6 +49,9 @@ def project_of(arguments: argparse.Namespace) -> Project:
     """
     if not arguments.config:
         raise ConfigError("which project? Give its folder: precompute -c configs/movielens …, or set PRECOMPUTE_CONFIG")
+    # pydantic and pyarrow are loaded by the commands that need a project: `--help` took 0.5 s with them
+    from precompute.jobs.config.project import Project
+
     return Project(arguments.config)
 
 
@@ -67,6 +72,8 @@ def partition_of(project: Project, arguments: argparse.Namespace) -> Partition |
     by = project.view(arguments.view).partition
     if by is None:
         raise ConfigError(f"--partition: view {arguments.view!r} has none; add partition: {{by: day, start: …}} to it")
+    from precompute.jobs.config.section import parse_time
+
     try:
         return containing(by.by, parse_time(text))
     except (ValueError, OverflowError) as exc:

@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jobs.commands.command import DONE, Commands, add_partition, partition_of, project_of
-from jobs.process.report import engine_line
-from store.errors import ConfigError
+from precompute.jobs.commands.command import DONE, Commands, add_partition, partition_of, project_of
+from precompute.store.errors import ConfigError
 
 PACE = {
     "read": (
@@ -76,7 +75,7 @@ def add(commands: Commands) -> None:
 
 
 def _profile(arguments: argparse.Namespace) -> int:
-    from jobs.ops.profile import profile
+    from precompute.jobs.ops.profile import profile
 
     project = project_of(arguments)
     _check_rows(arguments.rows)
@@ -88,7 +87,7 @@ def _profile(arguments: argparse.Namespace) -> int:
 
 
 def _tune(arguments: argparse.Namespace) -> int:
-    from jobs.ops.tune import tune
+    from precompute.jobs.ops.tune import tune
 
     project = project_of(arguments)
     _check_rows(arguments.rows)
@@ -107,7 +106,7 @@ def _tune(arguments: argparse.Namespace) -> int:
 
 
 def _thresholds(arguments: argparse.Namespace) -> int:
-    from jobs.ops.thresholds import thresholds
+    from precompute.jobs.ops.thresholds import thresholds
 
     project = project_of(arguments)
     _check_rows(arguments.rows)
@@ -119,7 +118,7 @@ def _thresholds(arguments: argparse.Namespace) -> int:
 
 
 def _within_s(text: str) -> float:
-    from jobs.config.section import parse_duration
+    from precompute.jobs.config.section import parse_duration
 
     try:
         return parse_duration(text)
@@ -151,6 +150,8 @@ def describe_profile(figures: dict[str, Any]) -> str:
                 lines.append(
                     f"    {part:<10}{spent:>9.2f}{spent / seconds:>13.0%}{'':>32}{spent / max(figures['rows'], 1) * 1e6:>9.1f}"
                 )
+    from precompute.jobs.process.report import engine_line
+
     engine = engine_line(figures)
     pace = max(figures["stages"], key=lambda name: figures["stages"][name]["busy_s"])
     what, remedy = PACE[pace]
@@ -162,7 +163,7 @@ def describe_profile(figures: dict[str, Any]) -> str:
 
 def describe_tuning(tuning: Mapping[str, Any]) -> str:
     """Speed against accuracy as a table, and what was picked."""
-    from jobs.rows.comparison import figures_text
+    from precompute.jobs.rows.comparison import figures_text
 
     figures = [figures_text(row.get("accuracy", {})) for row in tuning["measured"]]
     width = max(len(text) for text in ("accuracy against float32", *figures)) + 2

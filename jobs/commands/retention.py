@@ -7,12 +7,12 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from jobs.commands.command import DONE, FAILED, Commands, project_of
-from store.errors import ConfigError
-from store.record import plain
+from precompute.jobs.commands.command import DONE, FAILED, Commands, project_of
+from precompute.store.errors import ConfigError
+from precompute.store.record import plain
 
 if TYPE_CHECKING:
-    from jobs.ops.drop import Dropped
+    from precompute.jobs.ops.drop import Dropped
 
 
 def add(commands: Commands) -> None:
@@ -37,7 +37,7 @@ def add(commands: Commands) -> None:
 
 
 def _drop(arguments: argparse.Namespace) -> int:
-    from jobs.ops.drop import drop, look
+    from precompute.jobs.ops.drop import drop, look
 
     project = project_of(arguments)
     if not arguments.yes:
@@ -70,7 +70,7 @@ def describe_drop(dropped: Dropped, *, done: bool) -> str:
 
 
 def _gc(arguments: argparse.Namespace) -> int:
-    from jobs.ops.gc import gc
+    from precompute.jobs.ops.gc import gc
 
     project = project_of(arguments)
     garbage, failures = gc(project, forgotten=arguments.forget, dry_run=arguments.dry_run)

@@ -7,9 +7,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jobs.commands.command import DONE, Commands, project_of, table
-from jobs.commands.run import tell_report
-from jobs.process.progress import progress_for
+from precompute.jobs.commands.command import DONE, Commands, project_of, table
+from precompute.jobs.commands.run import tell_report
+from precompute.jobs.process.progress import progress_for
 
 
 def add(commands: Commands) -> None:
@@ -23,7 +23,7 @@ def add(commands: Commands) -> None:
 
 
 def _rollback(arguments: argparse.Namespace) -> int:
-    from jobs.pipeline.rollback import rollback
+    from precompute.jobs.pipeline.rollback import rollback
 
     rollback(
         project_of(arguments),
@@ -37,7 +37,7 @@ def _rollback(arguments: argparse.Namespace) -> int:
 
 
 def _snapshots(arguments: argparse.Namespace) -> int:
-    from jobs.ops.snapshots import list_snapshots
+    from precompute.jobs.ops.snapshots import list_snapshots
 
     snapshots = list_snapshots(project_of(arguments), arguments.view)
     print(json.dumps(snapshots) if arguments.json else describe_snapshots(arguments.view, snapshots))
@@ -53,7 +53,7 @@ def _resume(arguments: argparse.Namespace) -> int:
 
 
 def _reconcile(arguments: argparse.Namespace) -> int:
-    from jobs.pipeline.reconcile import reconcile
+    from precompute.jobs.pipeline.reconcile import reconcile
 
     project, view = project_of(arguments), arguments.view
     report = reconcile(project, view, progress_for(arguments.json), finished=tell_report(arguments))
@@ -64,7 +64,7 @@ def _reconcile(arguments: argparse.Namespace) -> int:
 
 
 def describe_snapshots(view: str, snapshots: Sequence[Mapping[str, Any]]) -> str:
-    """:func:`jobs.ops.snapshots.list_snapshots` as a table."""
+    """:func:`precompute.jobs.ops.snapshots.list_snapshots` as a table."""
     if not snapshots:
         return f"{view}: no snapshot yet; run `precompute run {view}`"
     partitioned = any(s["partition"] for s in snapshots)

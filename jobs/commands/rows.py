@@ -9,18 +9,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from jobs.commands.command import DONE, FAILED, Commands, project_of
-from jobs.config.project import Project
-from store.clock import duration
-from store.errors import OnlineStoreError
-from store.freshness import iso
-from store.key_text import key_from_path
-from store.lookup_options import LookupOptions
-from store.online.online_store import OnlineStore, Pointer
+from precompute.jobs.commands.command import DONE, FAILED, Commands, project_of
+from precompute.store.clock import duration
+from precompute.store.errors import OnlineStoreError
+from precompute.store.key_text import key_from_path
+from precompute.store.lookup_options import LookupOptions
 
 if TYPE_CHECKING:
-    from store.history import Explanation, Version
-    from store.lookup import Lookup
+    from precompute.jobs.config.project import Project
+    from precompute.store.history import Explanation, Version
+    from precompute.store.lookup import Lookup
+    from precompute.store.online.online_store import OnlineStore, Pointer
 
 DEADLINE_MS = 60_000
 """Of the model, on the command line: it is loaded first."""
@@ -75,7 +74,7 @@ def _search(arguments: argparse.Namespace) -> int:
     pointer = _published(project, online, arguments.view)
     wanted: dict[str, Any] = {"key": arguments.key}
     if arguments.text is not None:
-        from store.search import text_column
+        from precompute.store.search import text_column
 
         wanted = {"inputs": {text_column(pointer): arguments.text}}
     with _opened(project, online, fallback=arguments.text is not None) as lookup:
@@ -99,7 +98,7 @@ def _search(arguments: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    from store.history import explain
+    from precompute.store.history import explain
 
     project = project_of(arguments)
     store = project.stored(arguments.view)
@@ -111,7 +110,7 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _online(project: Project) -> OnlineStore:
-    from store.online_url import open_online_store
+    from precompute.store.online_url import open_online_store
 
     return open_online_store(project.online)
 
@@ -133,12 +132,12 @@ def _published(project: Project, online: OnlineStore, view: str) -> Pointer:
 @contextlib.contextmanager
 def _opened(project: Project, online: OnlineStore, *, fallback: bool) -> Iterator[Lookup]:
     """A lookup over the online store, with the models behind the misses if asked to."""
-    from store.lookup import Lookup
+    from precompute.store.lookup import Lookup
 
     with contextlib.ExitStack() as opened:
         behind = None
         if fallback:
-            from jobs.service.fallback import ViewFallback
+            from precompute.jobs.service.fallback import ViewFallback
 
             behind = ViewFallback(project.offline, project.home)
         lookup = Lookup(online, project.root, behind)
@@ -221,4 +220,6 @@ def _short(value: Any) -> str:
 
 def _plain_text(value: Any) -> str:
     """What JSON has no type for."""
+    from precompute.store.freshness import iso
+
     return iso(value) if isinstance(value, datetime) else str(value)

@@ -6,16 +6,15 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from jobs.commands.command import DONE, FAILED, Commands, add_partition, partition_of, project_of
-from jobs.config.view import GATES
-from jobs.process.job import RunOptions
-from jobs.process.progress import progress_for
-from jobs.process.report import engine_line
-from store.errors import PrecomputeError
-from store.offline.runs import Report
-from store.record import plain
+from precompute.jobs.commands.command import DONE, FAILED, Commands, add_partition, partition_of, project_of
+from precompute.jobs.process.progress import progress_for
+from precompute.store.errors import ConfigError, PrecomputeError
+
+if TYPE_CHECKING:
+    from precompute.store.offline.runs import Report
 
 
 def add(commands: Commands) -> None:
@@ -45,17 +44,18 @@ def add(commands: Commands) -> None:
             "--accept",
             action="append",
             default=[],
-            choices=GATES,
             metavar="GATE",
-            help=f"publish although this gate refuses: {', '.join(GATES)}",
+            help="publish although this gate refuses, by the name that it gave",
         )
 
 
 def _run(arguments: argparse.Namespace) -> int:
     # torch and faiss are loaded only by the commands that need them: `status` takes 0.8 s in all
-    from jobs.pipeline.run import run_view
+    from precompute.jobs.pipeline.run import run_view
+    from precompute.jobs.process.job import RunOptions
 
     project = project_of(arguments)
+    _check_gates(arguments.accept)
     schedule = project.schedules().get(arguments.view)
     asked = ("command", "accept", "full", "retry_rejected", "due", "backfill", "reload", "take_over")
     options = RunOptions(
@@ -73,7 +73,8 @@ def _materialize(arguments: argparse.Namespace) -> int:
         return _materialize_each(arguments)
     if not arguments.dry_run:
         return _run(arguments)
-    from jobs.pipeline.run import plan_view
+    from precompute.jobs.pipeline.run import plan_view
+    from precompute.jobs.process.job import RunOptions
 
     project = project_of(arguments)
     partition = partition_of(project, arguments)
@@ -86,8 +87,9 @@ def _materialize(arguments: argparse.Namespace) -> int:
 def _materialize_each(arguments: argparse.Namespace) -> int:
     """Compute some partitions, one after the other, with the model loaded once: a process of a backfill, which reads of each what its run's report says. One
     that fails keeps none of the others; once the backfill is gone none is begun."""
-    from jobs.pipeline.run import run_view
-    from jobs.rows.open_view import SharedModels
+    from precompute.jobs.pipeline.run import run_view
+    from precompute.jobs.process.job import RunOptions
+    from precompute.jobs.rows.open_view import SharedModels
 
     project, parent, status = project_of(arguments), os.getppid(), DONE
     models = SharedModels(project.home)
@@ -106,8 +108,20 @@ def _materialize_each(arguments: argparse.Namespace) -> int:
     return status
 
 
+def _check_gates(names: Sequence[str]) -> None:
+    """Raises:
+    ConfigError: there is no gate of such a name.
+    """
+    from precompute.jobs.config.view import GATES
+
+    for name in names:
+        if name not in GATES:
+            raise ConfigError(f"--accept {name}: there is no such gate; it is one of {', '.join(GATES)}")
+
+
 def tell_report(arguments: argparse.Namespace) -> Callable[[Report], None]:
     """What a run calls with its report once it is over."""
+    from precompute.store.record import plain
 
     def tell(report: Report) -> None:
         if arguments.json:
@@ -121,6 +135,8 @@ def tell_report(arguments: argparse.Namespace) -> Callable[[Report], None]:
 
 def describe_report(report: Report) -> str:
     """A run's report in two lines, three with what the engine did."""
+    from precompute.jobs.process.report import engine_line
+
     head = f"{report.view}: {report.status}, snapshot {report.snapshot}"
     if report.command == "rollback" and report.status == "published":
         head = f"{report.view}: rolled back, snapshot {report.snapshot} is live"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from jobs.commands.command import DONE, Commands
-from jobs.config.project import json_schemas
+from precompute.jobs.commands.command import DONE, Commands
 
 
 def add(commands: Commands) -> None:
@@ -15,5 +14,7 @@ def add(commands: Commands) -> None:
 
 
 def _schema(arguments: argparse.Namespace) -> int:
+    from precompute.jobs.config.project import json_schemas
+
     print(json.dumps(json_schemas(), indent=None if arguments.json else 2))
     return DONE

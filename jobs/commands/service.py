@@ -6,9 +6,9 @@ import argparse
 import json
 import sys
 
-from jobs.commands.command import DONE, FAILED, Commands, project_of
-from store.errors import ConfigError, PrecomputeError
-from store.guard.tokens import SCOPES, make_token, remove_tokens
+from precompute.jobs.commands.command import DONE, FAILED, Commands, project_of
+from precompute.store.errors import ConfigError, PrecomputeError
+from precompute.store.guard.tokens import SCOPES, make_token, remove_tokens
 
 SERVICES = ("serve", "schedule")
 """The commands of this file that run so."""
@@ -30,7 +30,7 @@ def add(commands: Commands) -> None:
 
 
 def _schedule(arguments: argparse.Namespace) -> int:
-    from jobs.schedule.scheduler import Scheduler
+    from precompute.jobs.schedule.scheduler import Scheduler
 
     project = project_of(arguments)
     if not project.settings.schedule:
@@ -42,8 +42,8 @@ def _schedule(arguments: argparse.Namespace) -> int:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from jobs.config.serve import MOST_WORKERS
-    from jobs.service.serve import serve
+    from precompute.jobs.config.serve import MOST_WORKERS
+    from precompute.jobs.service.serve import serve
 
     if arguments.workers is not None and not 1 <= arguments.workers <= MOST_WORKERS:
         raise ConfigError(f"--workers: {arguments.workers} is not from 1 to {MOST_WORKERS}")

@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jobs.commands.command import DONE, FAILED, Commands, project_of, table
-from store.clock import duration
+from precompute.jobs.commands.command import DONE, FAILED, Commands, project_of, table
+from precompute.store.clock import duration
 
 
 def add(commands: Commands) -> None:
@@ -17,7 +17,7 @@ def add(commands: Commands) -> None:
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from jobs.ops.status import project_status
+    from precompute.jobs.ops.status import project_status
 
     lines = project_status(project_of(arguments))
     print(json.dumps(lines) if arguments.json else describe_status(lines))
@@ -25,8 +25,8 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def describe_status(lines: Sequence[Mapping[str, Any]]) -> str:
-    """:func:`jobs.ops.status.project_status` as a table, and below it, what needs attention or is worth knowing."""
-    from jobs.ops.status import notes
+    """:func:`precompute.jobs.ops.status.project_status` as a table, and below it, what needs attention or is worth knowing."""
+    from precompute.jobs.ops.status import notes
 
     below = [f"{line['view']}: {'; '.join(line['attention'])}" for line in lines if line["attention"]]
     below += [f"{line['view']}: {note}" for line in lines for note in notes(line)]

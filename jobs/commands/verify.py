@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from jobs.commands.command import DONE, FAILED, Commands, project_of
+from precompute.jobs.commands.command import DONE, FAILED, Commands, project_of
 
 
 def add(commands: Commands) -> None:
@@ -14,7 +14,7 @@ def add(commands: Commands) -> None:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from jobs.ops.verify import verify
+    from precompute.jobs.ops.verify import verify
 
     checks = verify(project_of(arguments), arguments.view)
     sound = all(check.ok for check in checks)

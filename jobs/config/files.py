@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from store.errors import ConfigError
+from precompute.store.errors import ConfigError
 
 PREFIX = "PRECOMPUTE_"
 OWN_VARIABLES = frozenset({"PRECOMPUTE_CONFIG", "PRECOMPUTE_CRASH"})

@@ -13,16 +13,16 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator
 
-from jobs.config.cron import check_timezone
-from jobs.config.files import PREFIX, merged, overrides, read_yaml, substituted
-from jobs.config.schedule import RunsConfig, Schedule, When, check_schedules, spelled_out
-from jobs.config.section import Duration, Name, Section, checked, did_you_mean
-from jobs.config.serve import ServeConfig
-from jobs.config.tuning_file import read_tuning, tuning_path
-from jobs.config.view import ModelConfig, ViewConfig
-from store.errors import ConfigError
-from store.feature_view import why_no_semantic_cache
-from store.offline.view_store import OfflineStore, ViewStore
+from precompute.jobs.config.cron import check_timezone
+from precompute.jobs.config.files import PREFIX, merged, overrides, read_yaml, substituted
+from precompute.jobs.config.schedule import RunsConfig, Schedule, When, check_schedules, spelled_out
+from precompute.jobs.config.section import Duration, Name, Section, checked, did_you_mean
+from precompute.jobs.config.serve import ServeConfig
+from precompute.jobs.config.tuning_file import read_tuning, tuning_path
+from precompute.jobs.config.view import ModelConfig, ViewConfig
+from precompute.store.errors import ConfigError
+from precompute.store.feature_view import why_no_semantic_cache
+from precompute.store.offline.view_store import OfflineStore, ViewStore
 
 
 class EngineConfig(Section):

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from jobs.config.cron import check_cron
-from jobs.config.section import Duration, Name, Section, did_you_mean
-from store.errors import ConfigError
+from precompute.jobs.config.cron import check_cron
+from precompute.jobs.config.section import Duration, Name, Section, did_you_mean
+from precompute.store.errors import ConfigError
 
 CatchUp = Literal["latest", "all", "none"]
 

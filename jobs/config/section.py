@@ -11,9 +11,9 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
-from jobs.config.files import PREFIX
-from store.errors import ConfigError
-from store.feature_view import NAME
+from precompute.jobs.config.files import PREFIX
+from precompute.store.errors import ConfigError
+from precompute.store.feature_view import NAME
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 _DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*$")

@@ -8,12 +8,12 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, field_validator
 
-from jobs.config.section import Duration, Section
-from store.api.wire import MAX_BODY_BYTES
-from store.encoding.http_freshness import Caching
-from store.encoding.row_cache import MAX_CACHE_BYTES
-from store.guard.limits import Limits
-from store.kept.kept_rows import KeptLimits
+from precompute.jobs.config.section import Duration, Section
+from precompute.store.api.wire import MAX_BODY_BYTES
+from precompute.store.encoding.http_freshness import Caching
+from precompute.store.encoding.row_cache import MAX_CACHE_BYTES
+from precompute.store.guard.limits import Limits
+from precompute.store.kept.kept_rows import KeptLimits
 
 _DEFAULT = Limits()
 _KEPT = KeptLimits()

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from store.disk.durable_file import make_folder, replace_durably
-from store.errors import ConfigError
+from precompute.store.disk.durable_file import make_folder, replace_durably
+from precompute.store.errors import ConfigError
 
 VERSION = 1
 

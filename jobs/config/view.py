@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 import pyarrow as pa
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from jobs.config.section import Duration, Name, Section, did_you_mean, parse_time
+from precompute.jobs.config.section import Duration, Name, Section, did_you_mean, parse_time
 from precompute.registry import check_use
 from precompute.sources.statement import check_sql, parameters, referenced_views
-from precompute.techniques.table import BACKENDS, PRECISIONS
-from store.clock import duration
-from store.default_row import default_row
-from store.errors import ConfigError
-from store.feature_view import (
+from precompute.store.clock import duration
+from precompute.store.default_row import default_row
+from precompute.store.errors import ConfigError
+from precompute.store.feature_view import (
     RESERVED,
     SIMILAR_FIELDS,
     Definition,
@@ -26,8 +25,9 @@ from store.feature_view import (
     ModelUse,
     SemanticCacheSpec,
 )
-from store.online.codec import RowCodec
-from store.partition import Partition, containing
+from precompute.store.online.codec import RowCodec
+from precompute.store.partition import Partition, containing
+from precompute.techniques.table import BACKENDS, PRECISIONS
 
 if TYPE_CHECKING:
     Precision: TypeAlias = str

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from jobs.config.project import Project
-from store.clock import duration, parsed_time
-from store.errors import SnapshotError
-from store.offline.refs import LiveRef
-from store.offline.runs import Report
-from store.offline.snapshot import Snapshot
-from store.offline.view_store import ViewStore
+from precompute.jobs.config.project import Project
+from precompute.store.clock import duration, parsed_time
+from precompute.store.errors import SnapshotError
+from precompute.store.offline.refs import LiveRef
+from precompute.store.offline.runs import Report
+from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.view_store import ViewStore
 
 
 def inputs_behind(store: ViewStore, snapshot: Snapshot, reports: Sequence[Report]) -> list[dict[str, Any]]:

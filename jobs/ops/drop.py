@@ -8,15 +8,15 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from jobs.config.project import Project
-from store.disk.identity import known_identity
-from store.disk.lease import holder, is_held, take
-from store.disk.reserve import spending_reserve
-from store.errors import ConfigError, ConflictError, DamagedPointerError, SnapshotError
-from store.feature_view import NAME
-from store.offline.refs import DROP_LEASE, PUBLISH_LEASE
-from store.offline.view_store import ViewStore
-from store.online_url import open_online_store
+from precompute.jobs.config.project import Project
+from precompute.store.disk.identity import known_identity
+from precompute.store.disk.lease import holder, is_held, take
+from precompute.store.disk.reserve import spending_reserve
+from precompute.store.errors import ConfigError, ConflictError, DamagedPointerError, SnapshotError
+from precompute.store.feature_view import NAME
+from precompute.store.offline.refs import DROP_LEASE, PUBLISH_LEASE
+from precompute.store.offline.view_store import ViewStore
+from precompute.store.online_url import open_online_store
 
 log = logging.getLogger(__name__)
 

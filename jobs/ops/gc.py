@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jobs.config.project import Project
-from store.disk.lease import take
-from store.disk.reserve import spending_reserve
-from store.errors import ConfigError, ConflictError, SnapshotError
-from store.offline.gc import Garbage, collect, damage, forget
-from store.offline.refs import PUBLISH_LEASE
+from precompute.jobs.config.project import Project
+from precompute.store.disk.lease import take
+from precompute.store.disk.reserve import spending_reserve
+from precompute.store.errors import ConfigError, ConflictError, SnapshotError
+from precompute.store.offline.gc import Garbage, collect, damage, forget
+from precompute.store.offline.refs import PUBLISH_LEASE
 
 
 def gc(project: Project, *, forgotten: Sequence[str] | None, dry_run: bool) -> tuple[list[Garbage], list[str]]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from jobs.config.project import Project
-from store.errors import SnapshotError
-from store.offline.snapshot import Snapshot
-from store.offline.standing import Standing
+from precompute.jobs.config.project import Project
+from precompute.store.errors import SnapshotError
+from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.standing import Standing
 
 
 def list_snapshots(project: Project, name: str) -> list[dict[str, Any]]:

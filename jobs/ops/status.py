@@ -8,29 +8,29 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from jobs.config.project import Project
-from jobs.ops.behind import in_words, inputs_behind, is_late
-from jobs.ops.partitions import in_words as partitions_in_words
-from jobs.ops.partitions import partitions_served
-from jobs.process.report import LEASED, PUBLISHING
-from jobs.rows.source_age import REPORTS, known_source_at
-from jobs.schedule.due import outlook
-from store.account.account import read_account
-from store.account.checker import LOOK_S, look
-from store.clock import duration
-from store.disk.lease import is_held
-from store.errors import OnlineStoreError, PrecomputeError
-from store.freshness import AHEAD_US, Sighting, age_s, as_datetime, iso, microseconds, status_of
-from store.offline.gc import damage
-from store.offline.refs import PUBLISH_LEASE, LiveRef
-from store.offline.runs import Report
-from store.offline.snapshot import Snapshot
-from store.offline.view_store import ViewStore
-from store.online.online_store import OnlineStore
-from store.online_url import open_online_store
-from store.record import plain, replace
-from store.status import Status
-from store.vectors.index_record import index_figures
+from precompute.jobs.config.project import Project
+from precompute.jobs.ops.behind import in_words, inputs_behind, is_late
+from precompute.jobs.ops.partitions import in_words as partitions_in_words
+from precompute.jobs.ops.partitions import partitions_served
+from precompute.jobs.process.report import LEASED, PUBLISHING
+from precompute.jobs.rows.source_age import REPORTS, known_source_at
+from precompute.jobs.schedule.due import outlook
+from precompute.store.account.account import read_account
+from precompute.store.account.checker import LOOK_S, look
+from precompute.store.clock import duration
+from precompute.store.disk.lease import is_held
+from precompute.store.errors import OnlineStoreError, PrecomputeError
+from precompute.store.freshness import AHEAD_US, Sighting, age_s, as_datetime, iso, microseconds, status_of
+from precompute.store.offline.gc import damage
+from precompute.store.offline.refs import PUBLISH_LEASE, LiveRef
+from precompute.store.offline.runs import Report
+from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.view_store import ViewStore
+from precompute.store.online.online_store import OnlineStore
+from precompute.store.online_url import open_online_store
+from precompute.store.record import plain, replace
+from precompute.store.status import Status
+from precompute.store.vectors.index_record import index_figures
 
 _ENDED_BADLY = ("failed", "killed", "rejected", "refused")
 

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from jobs.config.view import AccuracyConfig
-from jobs.pipeline.accuracy import steps
-from jobs.rows.comparison import Comparison, compared
-from jobs.rows.open_view import EXAMPLE_ROWS, OpenView
 from precompute.engine.memory import ResidentPeak, give_back, resident_bytes
 from precompute.engine.runner import Runner
 from precompute.engine.window import Outcome
+from precompute.jobs.config.view import AccuracyConfig
+from precompute.jobs.pipeline.accuracy import steps
+from precompute.jobs.rows.comparison import Comparison, compared
+from precompute.jobs.rows.open_view import EXAMPLE_ROWS, OpenView
+from precompute.store.errors import ConfigError, ModelError, SourceError
 from precompute.techniques.table import REFERENCE
-from store.errors import ConfigError, ModelError, SourceError
 
 if TYPE_CHECKING:
     from precompute.models.torch_model import TorchModel

@@ -14,17 +14,17 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from jobs.config.project import Project
-from jobs.config.tuning_file import write_tuning
-from jobs.ops.trials import Trials
-from jobs.pipeline.accuracy import keep_comparisons, sample_of
-from jobs.process.report import versions
-from jobs.rows.open_view import OpenView, open_view
+from precompute.jobs.config.project import Project
+from precompute.jobs.config.tuning_file import write_tuning
+from precompute.jobs.ops.trials import Trials
+from precompute.jobs.pipeline.accuracy import keep_comparisons, sample_of
+from precompute.jobs.process.report import versions
+from precompute.jobs.rows.open_view import OpenView, open_view
+from precompute.store.errors import ConfigError
+from precompute.store.feature_view import FeatureView
+from precompute.store.freshness import iso
+from precompute.store.partition import Partition
 from precompute.techniques.table import REFERENCE, words
-from store.errors import ConfigError
-from store.feature_view import FeatureView
-from store.freshness import iso
-from store.partition import Partition
 
 if TYPE_CHECKING:
     from precompute.models.torch_model import TorchModel

@@ -9,19 +9,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jobs.config.project import Project
+from precompute.jobs.config.project import Project
 from precompute.precision.same_value import tolerance
-from store.account.checker import look
-from store.account.rows import check_served
-from store.disk.lease import is_held
-from store.entity_key import key_column
-from store.errors import OnlineStoreError, PrecomputeError, SnapshotError, VectorIndexError
-from store.offline.refs import PUBLISH_LEASE, LiveRef
-from store.offline.snapshot import Snapshot
-from store.offline.view_store import ViewStore
-from store.online.online_store import OnlineStore
-from store.online_url import open_online_store
-from store.vectors.vector_index import VectorIndex
+from precompute.store.account.checker import look
+from precompute.store.account.rows import check_served
+from precompute.store.disk.lease import is_held
+from precompute.store.entity_key import key_column
+from precompute.store.errors import OnlineStoreError, PrecomputeError, SnapshotError, VectorIndexError
+from precompute.store.offline.refs import PUBLISH_LEASE, LiveRef
+from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.view_store import ViewStore
+from precompute.store.online.online_store import OnlineStore
+from precompute.store.online_url import open_online_store
+from precompute.store.vectors.vector_index import VectorIndex
 
 SAMPLE_ROWS = 2048
 """Rows compared byte by byte with the online store."""

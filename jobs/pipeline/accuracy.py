@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from jobs.config.view import AccuracyConfig, ViewConfig
-from jobs.rows.comparison import Comparison, KeptComparison, compared
-from jobs.rows.engine import computed
-from jobs.rows.open_view import OpenView
 from precompute.engine.runner import Runner
 from precompute.engine.window import Outcome
+from precompute.jobs.config.view import AccuracyConfig, ViewConfig
+from precompute.jobs.rows.comparison import Comparison, KeptComparison, compared
+from precompute.jobs.rows.engine import computed
+from precompute.jobs.rows.open_view import OpenView
+from precompute.store.errors import SourceError
+from precompute.store.feature_view import FeatureView
+from precompute.store.offline.snapshot import Verdict
 from precompute.techniques.table import REFERENCE, words
-from store.errors import SourceError
-from store.feature_view import FeatureView
-from store.offline.snapshot import Verdict
 
 if TYPE_CHECKING:
     from precompute.models.torch_model import TorchModel
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 CHECKED_ROWS = 512
 """Of the source: 10 neighbours among 512 tell 0.985 from 0.97 with room to spare."""
 FIRST_ROWS = 128
-"""Of these, where nothing but vectors is compared: they do where they leave no doubt (:meth:`jobs.rows.comparison.Comparison.clear`)."""
+"""Of these, where nothing but vectors is compared: they do where they leave no doubt (:meth:`precompute.jobs.rows.comparison.Comparison.clear`)."""
 END_ROWS = 4
 """At each end of each input: a text's longest and shortest, a number's or a vector's largest and smallest."""
 SHARE = 4

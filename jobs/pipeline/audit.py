@@ -15,21 +15,21 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from jobs.config.view import ViewConfig
-from jobs.pipeline.accuracy import END_ROWS
-from jobs.rows.comparison import limits_of
-from jobs.rows.engine import computed
-from jobs.rows.open_view import OpenView
 from precompute.engine.runner import Runner
 from precompute.engine.window import Outcome
+from precompute.jobs.config.view import ViewConfig
+from precompute.jobs.pipeline.accuracy import END_ROWS
+from precompute.jobs.rows.comparison import limits_of
+from precompute.jobs.rows.engine import computed
+from precompute.jobs.rows.open_view import OpenView
 from precompute.model import Model
 from precompute.precision.accuracy import judged_rows
 from precompute.precision.row_errors import is_measured, row_errors, row_figures, share_between
 from precompute.precision.same_value import differing
+from precompute.store.entity_key import key_column
+from precompute.store.feature_view import Feature, FeatureView
+from precompute.store.offline.snapshot import Verdict
 from precompute.techniques.table import REFERENCE
-from store.entity_key import key_column
-from store.feature_view import Feature, FeatureView
-from store.offline.snapshot import Verdict
 
 AUDITED_ROWS = 5000
 """Drawn of a run: where 1 of 1,000 is broken, none of so many is in 1 of 150 draws, and none seen says that fewer than 0.06 % are (95 %)."""

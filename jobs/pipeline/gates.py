@@ -10,21 +10,28 @@ import logging
 
 import pyarrow as pa
 
-from jobs.config.view import ViewConfig
-from jobs.pipeline.parity import judge_parity
-from jobs.pipeline.rolled_back import judge_rolled_back
-from jobs.pipeline.value_gates import WIDER, judge_contract, judge_shift, judge_value_moves, judge_values
-from jobs.pipeline.vector_gates import SAMPLE_ROWS, judge_duplicates, judge_lengths, judge_moves, judge_packed, moves_of
-from jobs.pipeline.verdicts import JUDGED_ROWS, Verdicts
-from jobs.rows.open_view import OpenView
-from jobs.rows.replaced import Replaced
-from store.entity_key import key_column
-from store.errors import SnapshotError
-from store.feature_view import FeatureView
-from store.offline.row_figures import RowFigures, count
-from store.offline.snapshot import Snapshot
-from store.offline.view_store import ViewStore
-from store.record import replace
+from precompute.jobs.config.view import ViewConfig
+from precompute.jobs.pipeline.parity import judge_parity
+from precompute.jobs.pipeline.rolled_back import judge_rolled_back
+from precompute.jobs.pipeline.value_gates import WIDER, judge_contract, judge_shift, judge_value_moves, judge_values
+from precompute.jobs.pipeline.vector_gates import (
+    SAMPLE_ROWS,
+    judge_duplicates,
+    judge_lengths,
+    judge_moves,
+    judge_packed,
+    moves_of,
+)
+from precompute.jobs.pipeline.verdicts import JUDGED_ROWS, Verdicts
+from precompute.jobs.rows.open_view import OpenView
+from precompute.jobs.rows.replaced import Replaced
+from precompute.store.entity_key import key_column
+from precompute.store.errors import SnapshotError
+from precompute.store.feature_view import FeatureView
+from precompute.store.offline.row_figures import RowFigures, count
+from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.view_store import ViewStore
+from precompute.store.record import replace
 
 log = logging.getLogger(__name__)
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from jobs.config.view import COMPUTING_GATES
-from jobs.pipeline.gates import judge
-from jobs.pipeline.verdicts import JUDGED_ROWS
-from jobs.process.job import Job
-from jobs.rows.open_view import OpenView
-from jobs.rows.replaced import Replaced
-from store.clock import utc_now
-from store.errors import SnapshotError
-from store.offline.snapshot import Snapshot, Verdict
-from store.offline.standing import Standing
-from store.record import replace
+from precompute.jobs.config.view import COMPUTING_GATES
+from precompute.jobs.pipeline.gates import judge
+from precompute.jobs.pipeline.verdicts import JUDGED_ROWS
+from precompute.jobs.process.job import Job
+from precompute.jobs.rows.open_view import OpenView
+from precompute.jobs.rows.replaced import Replaced
+from precompute.store.clock import utc_now
+from precompute.store.errors import SnapshotError
+from precompute.store.offline.snapshot import Snapshot, Verdict
+from precompute.store.offline.standing import Standing
+from precompute.store.record import replace
 
 
 def judged(

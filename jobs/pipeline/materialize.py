@@ -11,23 +11,23 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from jobs.pipeline.accuracy import AccuracyCheck
-from jobs.pipeline.audit import Audit
-from jobs.pipeline.judging import judged, judged_again
-from jobs.process.job import Job
-from jobs.rows.chunks import Chunks
-from jobs.rows.compaction import compacted, merged
-from jobs.rows.deletes import write_deletes
-from jobs.rows.open_view import OpenView, open_view
-from jobs.rows.plan import Plan, go_on_hashing, is_damaged, make_plan, now_us, recipe_of
-from jobs.rows.replaced import Replaced, figures_of
-from jobs.rows.source_age import iso_us, read_source_at
+from precompute.jobs.pipeline.accuracy import AccuracyCheck
+from precompute.jobs.pipeline.audit import Audit
+from precompute.jobs.pipeline.judging import judged, judged_again
+from precompute.jobs.process.job import Job
+from precompute.jobs.rows.chunks import Chunks
+from precompute.jobs.rows.compaction import compacted, merged
+from precompute.jobs.rows.deletes import write_deletes
+from precompute.jobs.rows.open_view import OpenView, open_view
+from precompute.jobs.rows.plan import Plan, go_on_hashing, is_damaged, make_plan, now_us, recipe_of
+from precompute.jobs.rows.replaced import Replaced, figures_of
+from precompute.jobs.rows.source_age import iso_us, read_source_at
 from precompute.sources.input_hash import MD5
+from precompute.store.clock import utc_now
+from precompute.store.errors import GateError, ModelError, RejectedError, SnapshotError, SourceError
+from precompute.store.offline.snapshot import Counts, Snapshot, Verdict
+from precompute.store.record import plain, replace
 from precompute.techniques.table import REFERENCE
-from store.clock import utc_now
-from store.errors import GateError, ModelError, RejectedError, SnapshotError, SourceError
-from store.offline.snapshot import Counts, Snapshot, Verdict
-from store.record import plain, replace
 
 
 def materialize(job: Job) -> Snapshot:

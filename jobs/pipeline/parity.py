@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from jobs.pipeline.verdicts import Verdicts
-from jobs.rows.engine import computed
-from jobs.rows.open_view import OpenView
 from precompute.engine.features import with_null_rows
 from precompute.engine.runner import compute
+from precompute.jobs.pipeline.verdicts import Verdicts
+from precompute.jobs.rows.engine import computed
+from precompute.jobs.rows.open_view import OpenView
 from precompute.precision.same_value import differing
 
 PARITY_ROWS = 20

@@ -6,19 +6,19 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from jobs.config.project import Project
-from jobs.pipeline.run import named
-from jobs.process.notify import notify
-from jobs.process.progress import Progress
-from jobs.process.report import PUBLISHING, close_dead, recorded
-from jobs.publish.publisher import Publisher
-from store.account.account import ROWS, Act, State
-from store.account.checker import look
-from store.disk.lease import take
-from store.errors import ConflictError
-from store.offline.refs import PUBLISH_LEASE
-from store.offline.runs import Report
-from store.online_url import open_online_store
+from precompute.jobs.config.project import Project
+from precompute.jobs.pipeline.run import named
+from precompute.jobs.process.notify import notify
+from precompute.jobs.process.progress import Progress
+from precompute.jobs.process.report import PUBLISHING, close_dead, recorded
+from precompute.jobs.publish.publisher import Publisher
+from precompute.store.account.account import ROWS, Act, State
+from precompute.store.account.checker import look
+from precompute.store.disk.lease import take
+from precompute.store.errors import ConflictError
+from precompute.store.offline.refs import PUBLISH_LEASE
+from precompute.store.offline.runs import Report
+from precompute.store.online_url import open_online_store
 
 
 def reconcile(
@@ -28,7 +28,7 @@ def reconcile(
     for rows that are not there say ``not_in_store``.
 
     Returns:
-        the report; None when there is nothing that it can heal: :func:`store.account.account.read_account` has what it cannot.
+        the report; None when there is nothing that it can heal: :func:`precompute.store.account.account.read_account` has what it cannot.
 
     Raises:
         SnapshotError: what is live cannot be read.

@@ -6,20 +6,20 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from jobs.config.project import Project
-from jobs.pipeline.run import named
-from jobs.process.notify import notify
-from jobs.process.progress import Progress
-from jobs.process.report import PUBLISHING, close_dead, recorded
-from jobs.publish.publisher import Publisher
-from store.disk.lease import take
-from store.disk.reserve import spending_reserve
-from store.errors import SnapshotError
-from store.offline.refs import PUBLISH_LEASE, LiveRef
-from store.offline.runs import Report
-from store.offline.standing import Standing
-from store.offline.view_store import ViewStore
-from store.online_url import open_online_store
+from precompute.jobs.config.project import Project
+from precompute.jobs.pipeline.run import named
+from precompute.jobs.process.notify import notify
+from precompute.jobs.process.progress import Progress
+from precompute.jobs.process.report import PUBLISHING, close_dead, recorded
+from precompute.jobs.publish.publisher import Publisher
+from precompute.store.disk.lease import take
+from precompute.store.disk.reserve import spending_reserve
+from precompute.store.errors import SnapshotError
+from precompute.store.offline.refs import PUBLISH_LEASE, LiveRef
+from precompute.store.offline.runs import Report
+from precompute.store.offline.standing import Standing
+from precompute.store.offline.view_store import ViewStore
+from precompute.store.online_url import open_online_store
 
 log = logging.getLogger(__name__)
 

@@ -11,24 +11,24 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from jobs.pipeline.verdicts import Verdicts
-from jobs.rows.open_view import OpenView, files_of
-from jobs.rows.plan import recipe_of
 from precompute.diff import returned_rows
+from precompute.jobs.pipeline.verdicts import Verdicts
+from precompute.jobs.rows.open_view import OpenView, files_of
+from precompute.jobs.rows.plan import recipe_of
 from precompute.source import Files
 from precompute.sources.input_hash import MD5
-from store.errors import SnapshotError
-from store.offline.layers import Layers, dead_rows
-from store.offline.selection import all_rows
-from store.offline.snapshot import Snapshot
-from store.offline.standing import ROLLED_BACK, Standing
-from store.offline.view_store import ViewStore
+from precompute.store.errors import SnapshotError
+from precompute.store.offline.layers import Layers, dead_rows
+from precompute.store.offline.selection import all_rows
+from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.standing import ROLLED_BACK, Standing
+from precompute.store.offline.view_store import ViewStore
 
 log = logging.getLogger(__name__)
 
 
 def judge_rolled_back(opened: OpenView, store: ViewStore, snapshot: Snapshot, limit: float | None, verdicts: Verdicts) -> None:
-    """The gate :data:`store.offline.standing.ROLLED_BACK`.
+    """The gate :data:`precompute.store.offline.standing.ROLLED_BACK`.
 
     Args:
         opened: its source is loaded.

@@ -11,32 +11,32 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from jobs.config.project import Project
-from jobs.config.view import ViewConfig
-from jobs.pipeline.assembling import assembled
-from jobs.pipeline.judging import accepted
-from jobs.pipeline.materialize import dry_run, materialize
-from jobs.process.job import Job, RunOptions
-from jobs.process.notify import notify
-from jobs.process.progress import Progress, Silent
-from jobs.process.report import PUBLISHING, close_dead, recorded
-from jobs.publish.publisher import Publisher
-from jobs.rows.late import look_for_late_rows
-from jobs.rows.plan import Plan
+from precompute.jobs.config.project import Project
+from precompute.jobs.config.view import ViewConfig
+from precompute.jobs.pipeline.assembling import assembled
+from precompute.jobs.pipeline.judging import accepted
+from precompute.jobs.pipeline.materialize import dry_run, materialize
+from precompute.jobs.process.job import Job, RunOptions
+from precompute.jobs.process.notify import notify
+from precompute.jobs.process.progress import Progress, Silent
+from precompute.jobs.process.report import PUBLISHING, close_dead, recorded
+from precompute.jobs.publish.publisher import Publisher
+from precompute.jobs.rows.late import look_for_late_rows
+from precompute.jobs.rows.plan import Plan
 from precompute.registry import LoadedModel
-from store.clock import parsed_time
-from store.disk.crashpoint import crashpoint
-from store.disk.lease import Lease, is_held, take
-from store.disk.reserve import keep_reserve
-from store.errors import ConfigError, ConflictError, OnlineStoreError, PrecomputeError, RequestError, SnapshotError
-from store.offline.gc import SWEPT_FOLDERS, collect
-from store.offline.refs import DROP_LEASE, PUBLISH_LEASE, run_lease
-from store.offline.runs import AHEAD_S, Report
-from store.offline.snapshot import Snapshot
-from store.offline.standing import Standing, keeps_live
-from store.offline.view_store import ViewStore
-from store.online_url import open_online_store
-from store.partition import Partition
+from precompute.store.clock import parsed_time
+from precompute.store.disk.crashpoint import crashpoint
+from precompute.store.disk.lease import Lease, is_held, take
+from precompute.store.disk.reserve import keep_reserve
+from precompute.store.errors import ConfigError, ConflictError, OnlineStoreError, PrecomputeError, RequestError, SnapshotError
+from precompute.store.offline.gc import SWEPT_FOLDERS, collect
+from precompute.store.offline.refs import DROP_LEASE, PUBLISH_LEASE, run_lease
+from precompute.store.offline.runs import AHEAD_S, Report
+from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.standing import Standing, keeps_live
+from precompute.store.offline.view_store import ViewStore
+from precompute.store.online_url import open_online_store
+from precompute.store.partition import Partition
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def run_view(
         progress: told how far it is.
         options: what is asked for.
         finished: given the report once it is complete, of a failed run too.
-        load: makes the model, as :func:`jobs.rows.open_view.open_view` has it.
+        load: makes the model, as :func:`precompute.jobs.rows.open_view.open_view` has it.
 
     Returns:
         the report, as written; of a run that was done for this time of the schedule already, that run's.
@@ -128,7 +128,7 @@ def plan_view(project: Project, name: str, options: RunOptions = RunOptions()) -
     """What :func:`run_view` would compute, and why; nothing is written.
 
     Raises:
-        PrecomputeError: as :func:`jobs.pipeline.materialize.materialize`.
+        PrecomputeError: as :func:`precompute.jobs.pipeline.materialize.materialize`.
     """
     config, store = project.view(name), project.offline.view(name)
     with named(name):

@@ -14,12 +14,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jobs.config.view import GatesConfig
-from jobs.pipeline.vector_gates import QUANTILES, Moves
-from jobs.pipeline.verdicts import Verdicts
-from store.feature_view import Feature, FeatureView
-from store.offline.row_figures import RowFigures
-from store.offline.value_figures import ValueFigures, distance
+from precompute.jobs.config.view import GatesConfig
+from precompute.jobs.pipeline.vector_gates import QUANTILES, Moves
+from precompute.jobs.pipeline.verdicts import Verdicts
+from precompute.store.feature_view import Feature, FeatureView
+from precompute.store.offline.row_figures import RowFigures
+from precompute.store.offline.value_figures import ValueFigures, distance
 
 PAIRS = 512
 """Lists compared with the live ones: 0.1 s of 100 items each."""

@@ -13,18 +13,18 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jobs.config.view import GatesConfig
-from jobs.pipeline.verdicts import Verdicts
-from jobs.rows.replaced import Replaced
+from precompute.jobs.config.view import GatesConfig
+from precompute.jobs.pipeline.verdicts import Verdicts
+from precompute.jobs.rows.replaced import Replaced
 from precompute.precision.accuracy import FeatureAccuracy, compare, row_cosines
-from store.entity_key import key_column
-from store.errors import SnapshotError
-from store.feature_view import Feature, FeatureView
-from store.offline.row_figures import RowFigures, VectorFigures
-from store.offline.selection import all_rows, rows_beside, seed_of
-from store.offline.snapshot import Snapshot
-from store.offline.view_store import ViewStore
-from store.online.codec import RowCodec
+from precompute.store.entity_key import key_column
+from precompute.store.errors import SnapshotError
+from precompute.store.feature_view import Feature, FeatureView
+from precompute.store.offline.row_figures import RowFigures, VectorFigures
+from precompute.store.offline.selection import all_rows, rows_beside, seed_of
+from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.view_store import ViewStore
+from precompute.store.online.codec import RowCodec
 
 log = logging.getLogger(__name__)
 

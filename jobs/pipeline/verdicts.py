@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from store.offline.snapshot import Verdict
+from precompute.store.offline.snapshot import Verdict
 
 JUDGED_ROWS = 20
 """Fewer rows than these make no statistics: their shares, norms and drift are measured, and not judged."""
@@ -28,14 +28,14 @@ class Verdicts:
         self.all: list[Verdict] = []
         self.returned: dict[int, int] = {}
         self.excused: dict[int, int] = {}
-        """For the manifest: see :class:`store.offline.snapshot.Snapshot`."""
+        """For the manifest: see :class:`precompute.store.offline.snapshot.Snapshot`."""
 
     def add(self, gate: str, measured: float, limit: float | None, passed: bool, message: str) -> None:
         """Note a figure, and the verdict of its gate unless that is switched off (``limit`` None) or there are too few rows for it. Of two
         features the figure is that of the one that fails.
 
         Args:
-            gate: its name in :class:`jobs.config.view.GatesConfig`.
+            gate: its name in :class:`precompute.jobs.config.view.GatesConfig`.
             measured: the figure; it is kept though the gate is switched off.
             limit: of the gate.
             passed: whether the figure is within it.

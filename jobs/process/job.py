@@ -6,14 +6,14 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jobs.config.project import Project
-from jobs.config.view import ViewConfig
-from jobs.process.progress import Progress
+from precompute.jobs.config.project import Project
+from precompute.jobs.config.view import ViewConfig
+from precompute.jobs.process.progress import Progress
 from precompute.registry import LoadedModel
-from store.disk.lease import Lease
-from store.offline.runs import Report
-from store.offline.view_store import ViewStore
-from store.partition import Partition
+from precompute.store.disk.lease import Lease
+from precompute.store.offline.runs import Report
+from precompute.store.offline.view_store import ViewStore
+from precompute.store.partition import Partition
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Job:
     progress: Progress
     lease: Lease | None = None
     load: Callable[[str, Mapping[str, Any], str], LoadedModel] | None = None
-    """Makes the model, as :func:`jobs.rows.open_view.open_view` has it."""
+    """Makes the model, as :func:`precompute.jobs.rows.open_view.open_view` has it."""
 
     @property
     def memory_mb(self) -> int:

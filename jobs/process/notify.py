@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from store.offline.runs import Report
+from precompute.store.offline.runs import Report
 
 log = logging.getLogger(__name__)
 

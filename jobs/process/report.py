@@ -1,4 +1,4 @@
-"""Report: what one run did, written whatever becomes of it: see :mod:`store.offline.runs`.
+"""Report: what one run did, written whatever becomes of it: see :mod:`precompute.store.offline.runs`.
 
 It is written when the run begins (``running``) and again when it ends. A run that was killed leaves ``running`` behind; the next one, which
 finds its lease free, closes it as ``killed``. So these files are the ledger that planning and scheduling read.
@@ -18,11 +18,11 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from jobs.process.termination import Terminated, asked, described, last_words
-from store.clock import utc_now
-from store.errors import GateError, PrecomputeError, RejectedError
-from store.offline.runs import Report
-from store.offline.view_store import ViewStore
+from precompute.jobs.process.termination import Terminated, asked, described, last_words
+from precompute.store.clock import utc_now
+from precompute.store.errors import GateError, PrecomputeError, RejectedError
+from precompute.store.offline.runs import Report
+from precompute.store.offline.view_store import ViewStore
 
 LEASED = ("run", "materialize")
 """Commands that hold the lease of their partition while they go on."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection
 
-from store.clock import doubled_s
-from store.online.kernels import hash_of
+from precompute.store.clock import doubled_s
+from precompute.store.online.kernels import hash_of
 
 FIRST_S, LONGEST_S = 60.0, 3600.0
 """How long a row is left alone that a process ended with alone in its hands, and twice as long each time that it does again."""

@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Iterator
 from select import select
 from types import FrameType
+from typing import Any
 
-from precompute.sources.database import interrupt_sources
-from store.disk.lease import release_leases
+from precompute.store.disk.lease import release_leases
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -47,6 +47,13 @@ def asked() -> int | None:
     """The signal that asked this process to end since the last :func:`terminable` began, or None. Whatever exception is on its way then, it is
     the signal's doing: DuckDB makes one of its own of a query that was interrupted."""
     return _State.asked
+
+
+def _interrupt_sources() -> None:
+    """Interrupt the queries of this process, if it has loaded what runs them: DuckDB takes 0.16 s."""
+    database: Any = sys.modules.get("precompute.sources.database")
+    if database is not None:
+        database.interrupt_sources()
 
 
 def described(number: int) -> str:
@@ -124,7 +131,7 @@ def _watch(read: int) -> None:
             if limit is None and signal.getsignal(number[0]) is _raise:
                 _State.asked, limit = number[0], time.monotonic() + GRACE_S
         if limit is not None:
-            interrupt_sources()
+            _interrupt_sources()
     assert _State.asked is not None
     last = threading.Thread(target=_say_last_words, name="last words", daemon=True)
     last.start()

@@ -8,24 +8,24 @@ from collections.abc import Iterator
 import numpy as np
 import pyarrow.parquet as pq
 
-from jobs.process.progress import Progress
 from precompute.engine.ahead import Ahead, StageTime
-from store.disk.crashpoint import crashpoint
-from store.errors import OnlineStoreError, PrecomputeError
-from store.freshness import microseconds
-from store.history.changes import Changes
-from store.offline.refs import Place
-from store.offline.runs import Report
-from store.offline.snapshot import Snapshot
-from store.offline.view_store import ViewStore
-from store.online.codec import RowCodec
-from store.online.online_store import Generation, OnlineStore, Terms
-from store.online.packed import U1, Packed, RowBatch, Rows
-from store.online.row_values import is_variable
-from store.record import plain
-from store.vectors.index_build import build_index, build_overlay
-from store.vectors.index_choice import Limits
-from store.vectors.index_rows import index_columns
+from precompute.jobs.process.progress import Progress
+from precompute.store.disk.crashpoint import crashpoint
+from precompute.store.errors import OnlineStoreError, PrecomputeError
+from precompute.store.freshness import microseconds
+from precompute.store.history.changes import Changes
+from precompute.store.offline.refs import Place
+from precompute.store.offline.runs import Report
+from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.view_store import ViewStore
+from precompute.store.online.codec import RowCodec
+from precompute.store.online.online_store import Generation, OnlineStore, Terms
+from precompute.store.online.packed import U1, Packed, RowBatch, Rows
+from precompute.store.online.row_values import is_variable
+from precompute.store.record import plain
+from precompute.store.vectors.index_build import build_index, build_overlay
+from precompute.store.vectors.index_choice import Limits
+from precompute.store.vectors.index_rows import index_columns
 
 BATCH_ROWS = 8192
 SAMPLE_ROWS = 2048

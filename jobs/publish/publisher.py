@@ -13,26 +13,33 @@ import shutil
 from collections.abc import Sequence
 from itertools import pairwise
 
-from jobs.process.progress import Progress
-from jobs.publish.loader import Loader
-from store.account.account import Act
-from store.account.checker import look
-from store.account.rows import DOUBTED_ROWS, check_served
-from store.disk.crashpoint import crashpoint
-from store.disk.identity import identity_of
-from store.disk.lease import Lease
-from store.errors import ConflictError, DamagedPointerError, OnlineStoreError, RowsLostError, SnapshotError, VectorIndexError
-from store.history.changes import Changes
-from store.offline.layers import layers_that_stay
-from store.offline.refs import LiveRef, Place
-from store.offline.runs import Report
-from store.offline.snapshot import Snapshot
-from store.offline.standing import Standing
-from store.offline.view_store import ViewStore
-from store.online.codec import schema_tag
-from store.online.online_store import Generation, OnlineStore, Pointer, check_owner
-from store.record import replace
-from store.vectors.vector_index import VectorIndex, is_there
+from precompute.jobs.process.progress import Progress
+from precompute.jobs.publish.loader import Loader
+from precompute.store.account.account import Act
+from precompute.store.account.checker import look
+from precompute.store.account.rows import DOUBTED_ROWS, check_served
+from precompute.store.disk.crashpoint import crashpoint
+from precompute.store.disk.identity import identity_of
+from precompute.store.disk.lease import Lease
+from precompute.store.errors import (
+    ConflictError,
+    DamagedPointerError,
+    OnlineStoreError,
+    RowsLostError,
+    SnapshotError,
+    VectorIndexError,
+)
+from precompute.store.history.changes import Changes
+from precompute.store.offline.layers import layers_that_stay
+from precompute.store.offline.refs import LiveRef, Place
+from precompute.store.offline.runs import Report
+from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.standing import Standing
+from precompute.store.offline.view_store import ViewStore
+from precompute.store.online.codec import schema_tag
+from precompute.store.online.online_store import Generation, OnlineStore, Pointer, check_owner
+from precompute.store.record import replace
+from precompute.store.vectors.vector_index import VectorIndex, is_there
 
 log = logging.getLogger(__name__)
 

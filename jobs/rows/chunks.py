@@ -14,21 +14,21 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jobs.process.job import Job
-from jobs.rows.engine import engine_of
-from jobs.rows.open_view import OpenView
-from jobs.rows.plan import Plan, now_us
-from jobs.rows.rejections import Rejections
 from precompute.engine.batching import WINDOW_ROWS, joined
 from precompute.engine.features import with_null_rows
 from precompute.engine.meter import Meter
 from precompute.engine.window import Outcome
-from store.entity_key import bad_keys, key_column
-from store.offline.journal import Finished
-from store.offline.layers import Layers
-from store.offline.row_figures import RowCounter, RowFigures, count
-from store.offline.selection import all_rows
-from store.offline.snapshot import Part
+from precompute.jobs.process.job import Job
+from precompute.jobs.rows.engine import engine_of
+from precompute.jobs.rows.open_view import OpenView
+from precompute.jobs.rows.plan import Plan, now_us
+from precompute.jobs.rows.rejections import Rejections
+from precompute.store.entity_key import bad_keys, key_column
+from precompute.store.offline.journal import Finished
+from precompute.store.offline.layers import Layers
+from precompute.store.offline.row_figures import RowCounter, RowFigures, count
+from precompute.store.offline.selection import all_rows
+from precompute.store.offline.snapshot import Part
 
 PART_BYTES = 64 * 2**20
 """Rows are gathered to about this size before a Parquet file is written."""
@@ -48,7 +48,7 @@ class Chunks:
         look_at: called with each batch and what the model made of it.
 
     Raises:
-        RejectedError: from every method that takes rows: see :class:`jobs.rows.rejections.Rejections`.
+        RejectedError: from every method that takes rows: see :class:`precompute.jobs.rows.rejections.Rejections`.
         SnapshotError: the file system failed.
     """
 

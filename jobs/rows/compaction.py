@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
-from jobs.process.job import Job
-from jobs.rows import chunks
-from jobs.rows.open_view import OpenView
-from store.history.changes import Changes
-from store.offline.row_figures import RowCounter, RowFigures
-from store.offline.snapshot import Part, Snapshot
-from store.record import replace
+from precompute.jobs.process.job import Job
+from precompute.jobs.rows import chunks
+from precompute.jobs.rows.open_view import OpenView
+from precompute.store.history.changes import Changes
+from precompute.store.offline.row_figures import RowCounter, RowFigures
+from precompute.store.offline.snapshot import Part, Snapshot
+from precompute.store.record import replace
 
 
 def compacted(job: Job, opened: OpenView, delta: Snapshot) -> Snapshot:
@@ -66,7 +66,7 @@ def _bases(copied: Sequence[Snapshot]) -> tuple[int, ...]:
 
 
 class _Copies:
-    """Rows gathered to parts of about :data:`jobs.rows.chunks.PART_BYTES`."""
+    """Rows gathered to parts of about :data:`precompute.jobs.rows.chunks.PART_BYTES`."""
 
     def __init__(self, job: Job, snapshot: Snapshot) -> None:
         self._job, self._snapshot = job, snapshot

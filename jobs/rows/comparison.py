@@ -9,17 +9,17 @@ from collections.abc import Mapping
 
 import pyarrow as pa
 
-from jobs.config.view import AccuracyConfig
-from jobs.process.report import versions
-from jobs.rows.open_view import OpenView
 from precompute.engine.window import Outcome
+from precompute.jobs.config.view import AccuracyConfig
+from precompute.jobs.process.report import versions
+from precompute.jobs.rows.open_view import OpenView
 from precompute.model import digest, table_digest
 from precompute.precision.accuracy import Accuracy, Judged, compare, least
 from precompute.precision.row_errors import Limits, share_between
-from store.disk.durable_file import make_folder, replace_durably
-from store.feature_view import FeatureView
-from store.offline.snapshot import Verdict
-from store.record import Record, read_record, sealed
+from precompute.store.disk.durable_file import make_folder, replace_durably
+from precompute.store.feature_view import FeatureView
+from precompute.store.offline.snapshot import Verdict
+from precompute.store.record import Record, read_record, sealed
 
 log = logging.getLogger(__name__)
 

@@ -6,12 +6,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jobs.process.job import Job
-from jobs.rows.chunks import stored_key
-from jobs.rows.open_view import OpenView
-from jobs.rows.plan import Plan
 from precompute.diff import find_deletes
-from store.offline.snapshot import DELETES_SCHEMA, Part
+from precompute.jobs.process.job import Job
+from precompute.jobs.rows.chunks import stored_key
+from precompute.jobs.rows.open_view import OpenView
+from precompute.jobs.rows.plan import Plan
+from precompute.store.offline.snapshot import DELETES_SCHEMA, Part
 
 
 def write_deletes(job: Job, opened: OpenView, plan: Plan, parts: list[Part]) -> tuple[Part | None, int]:

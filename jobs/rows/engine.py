@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from jobs.config.project import EngineConfig
-from jobs.rows.open_view import OpenView
 from precompute.engine.features import in_order
 from precompute.engine.meter import Meter
 from precompute.engine.runner import Runner
 from precompute.engine.window import Outcome
+from precompute.jobs.config.project import EngineConfig
+from precompute.jobs.rows.open_view import OpenView
 from precompute.lanes.cores import allowed, nodes, usable_threads
 from precompute.techniques.table import REFERENCE
 from precompute.workers.measured_engine import MeasuredEngine

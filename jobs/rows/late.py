@@ -9,12 +9,12 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 
-from jobs.process.job import Job
-from jobs.rows.open_view import open_source
+from precompute.jobs.process.job import Job
+from precompute.jobs.rows.open_view import open_source
 from precompute.sources.input_hash import MD5
-from store.errors import PrecomputeError, SnapshotError
-from store.offline.snapshot import Snapshot
-from store.partition import Partition
+from precompute.store.errors import PrecomputeError, SnapshotError
+from precompute.store.offline.snapshot import Snapshot
+from precompute.store.partition import Partition
 
 log = logging.getLogger(__name__)
 

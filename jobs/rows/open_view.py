@@ -12,18 +12,18 @@ from typing import Any
 
 import pyarrow as pa
 
-from jobs.config.view import model_queries
+from precompute.jobs.config.view import model_queries
 from precompute.model import Model, StagedModel, model_fingerprint, on_host
 from precompute.project_path import absolute_arguments, starting_from
 from precompute.registry import LoadedModel, load_with_fingerprint
 from precompute.source import Files, Source
 from precompute.sources.statement import referenced_views
+from precompute.store.errors import ConfigError, SourceError
+from precompute.store.feature_view import FeatureView, ModelUse
+from precompute.store.offline.layers import Layers
+from precompute.store.offline.view_store import OfflineStore, ViewStore
+from precompute.store.partition import Partition
 from precompute.techniques.table import REFERENCE, technique_name
-from store.errors import ConfigError, SourceError
-from store.feature_view import FeatureView, ModelUse
-from store.offline.layers import Layers
-from store.offline.view_store import OfflineStore, ViewStore
-from store.partition import Partition
 
 EXAMPLE_ROWS = 256
 """Of the source, that a conversion is shown: shapes to expect, and the scales of a static int8."""
@@ -126,7 +126,7 @@ def open_view(
         memory_mb: DuckDB's memory.
         load: makes the model from ``use``, args (their paths absolute) and the name of its precision; a server passes one that shares models
             between views.
-        held: keep the model off the GPUs, for workers to compute there (:mod:`jobs.rows.engine`): the context of one that breaks ends with its process.
+        held: keep the model off the GPUs, for workers to compute there (:mod:`precompute.jobs.rows.engine`): the context of one that breaks ends with its process.
 
     Raises:
         ConfigError: bad SQL, or a model that cannot be made as configured.

@@ -7,11 +7,11 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from jobs.config.project import Project
-from store.errors import ConfigError, PrecomputeError
-from store.feature_view import NAME, FeatureView
-from store.offline.view_store import OfflineStore
-from store.online.online_store import Pointer
+from precompute.jobs.config.project import Project
+from precompute.store.errors import ConfigError, PrecomputeError
+from precompute.store.feature_view import NAME, FeatureView
+from precompute.store.offline.view_store import OfflineStore
+from precompute.store.online.online_store import Pointer
 
 
 def check_own(pointer: Pointer, offline: OfflineStore, folder: Path) -> None:

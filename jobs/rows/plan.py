@@ -1,4 +1,4 @@
-"""Plan: which rows a run computes, and why. What ``materialize --dry-run`` prints and :func:`jobs.pipeline.materialize.materialize` carries out.
+"""Plan: which rows a run computes, and why. What ``materialize --dry-run`` prints and :func:`precompute.jobs.pipeline.materialize.materialize` carries out.
 
 A row is computed when no earlier result has its key, its input hash and the view's recipe: not the snapshot built on, not an interrupted
 run. A changed model, SQL, column or feature is another recipe, and then every row is computed.
@@ -12,23 +12,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jobs.process.job import Job
-from jobs.rows.open_view import OpenView, files_of, variant_name
 from precompute.diff import Diff, compare
+from precompute.jobs.process.job import Job
+from precompute.jobs.rows.open_view import OpenView, files_of, variant_name
 from precompute.model import digest
 from precompute.source import Files
 from precompute.sources.input_hash import MD5
-from store.errors import SnapshotError
-from store.offline.journal import Finished
-from store.offline.layers import MOST_OVERLAYS, layers_that_stay
-from store.offline.snapshot import Snapshot
-from store.offline.standing import Standing
-from store.offline.view_store import ViewStore
+from precompute.store.errors import SnapshotError
+from precompute.store.offline.journal import Finished
+from precompute.store.offline.layers import MOST_OVERLAYS, layers_that_stay
+from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.standing import Standing
+from precompute.store.offline.view_store import ViewStore
 
 log = logging.getLogger(__name__)
 
 MAX_DELTA_SHARE = 0.5
-"""Rows of all deltas of a chain, as a share of its full snapshot, before it is compacted. About as often a new base is loaded online (:mod:`jobs.publish.publisher`)."""
+"""Rows of all deltas of a chain, as a share of its full snapshot, before it is compacted. About as often a new base is loaded online (:mod:`precompute.jobs.publish.publisher`)."""
 MOST_DELTAS = MOST_OVERLAYS
 """Over a full snapshot, or the live base: as many as there may be overlays, so that what is merged here takes the place of the same overlays there."""
 MAX_LAYERS = 16
@@ -229,7 +229,7 @@ def go_on_hashing(job: Job, opened: OpenView) -> None:
 
 def recipe_of(opened: OpenView, hashed_by: str | None = None) -> str:
     """Digest of all that makes a row besides its input, and of how that is hashed, by default as the source hashes it; see
-    :class:`store.offline.snapshot.Snapshot`."""
+    :class:`precompute.store.offline.snapshot.Snapshot`."""
     hashed_by = hashed_by or opened.source.hashed_by
     view = opened.view
     columns = [[field.name, str(field.type)] for field in opened.source.schema]

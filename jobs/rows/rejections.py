@@ -6,13 +6,13 @@ from collections import Counter
 
 import pyarrow as pa
 
-from jobs.process.job import Job
-from jobs.rows.open_view import OpenView
-from jobs.rows.plan import Plan
 from precompute.diff import refused_rows
 from precompute.engine.window import MISFIT
-from store.errors import RejectedError
-from store.offline.snapshot import Part
+from precompute.jobs.process.job import Job
+from precompute.jobs.rows.open_view import OpenView
+from precompute.jobs.rows.plan import Plan
+from precompute.store.errors import RejectedError
+from precompute.store.offline.snapshot import Part
 
 _SCHEMA = pa.schema(
     [

@@ -8,15 +8,15 @@ from functools import cached_property
 import numpy as np
 import pyarrow as pa
 
-from store.feature_view import FeatureView
-from store.offline.row_figures import RowCounter, RowFigures, count
-from store.offline.selection import Selection, rows_beside, seed_of
-from store.offline.snapshot import Snapshot
-from store.offline.view_store import ViewStore
-from store.record import replace
+from precompute.store.feature_view import FeatureView
+from precompute.store.offline.row_figures import RowCounter, RowFigures, count
+from precompute.store.offline.selection import Selection, rows_beside, seed_of
+from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.view_store import ViewStore
+from precompute.store.record import replace
 
 DRAWN_ROWS = 8192
-"""Their row groups are what costs, and are as many for 2,048: see :data:`store.offline.selection.CLUSTERS`."""
+"""Their row groups are what costs, and are as many for 2,048: see :data:`precompute.store.offline.selection.CLUSTERS`."""
 
 
 class Replaced:

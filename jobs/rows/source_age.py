@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jobs.rows.open_view import OpenView
+from precompute.jobs.rows.open_view import OpenView
 from precompute.sources.statement import referenced_views
-from store.freshness import as_datetime, iso, microseconds
-from store.offline.runs import Report
-from store.offline.snapshot import Snapshot
-from store.offline.view_store import OfflineStore
+from precompute.store.freshness import as_datetime, iso, microseconds
+from precompute.store.offline.runs import Report
+from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.view_store import OfflineStore
 
 REPORTS = 50
 """How many of a view's newest reports are looked at for the last one that did its work."""

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
 
-from jobs.config.project import Project
-from jobs.schedule.backfill_plan import Past, Recipes, plan_backfill, range_of, why_partition
-from jobs.schedule.backfill_state import (
+from precompute.jobs.config.project import Project
+from precompute.jobs.schedule.backfill_plan import Past, Recipes, plan_backfill, range_of, why_partition
+from precompute.jobs.schedule.backfill_state import (
     Backfill,
     Item,
     Options,
@@ -26,10 +26,10 @@ from jobs.schedule.backfill_state import (
     save_backfill,
     take_backfill,
 )
-from jobs.schedule.conductor import Conductor
-from store.offline.view_store import ViewStore
-from store.partition import Partition
-from store.record import replace
+from precompute.jobs.schedule.conductor import Conductor
+from precompute.store.offline.view_store import ViewStore
+from precompute.store.partition import Partition
+from precompute.store.record import replace
 
 
 def run_backfill(

@@ -13,20 +13,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from jobs.config.project import Project
-from jobs.config.view import ViewConfig, model_queries
-from jobs.rows.open_view import OpenView, open_view
-from jobs.rows.plan import recipe_of
-from jobs.schedule.backfill_state import Item, Options, Reprocess, backfills, read_backfill
+from precompute.jobs.config.project import Project
+from precompute.jobs.config.view import ViewConfig, model_queries
+from precompute.jobs.rows.open_view import OpenView, open_view
+from precompute.jobs.rows.plan import recipe_of
+from precompute.jobs.schedule.backfill_state import Item, Options, Reprocess, backfills, read_backfill
 from precompute.registry import LoadedModel, load_with_fingerprint
 from precompute.sources.input_hash import MD5
 from precompute.sources.statement import parameters
-from store.errors import ConfigError, SnapshotError, SourceError
-from store.offline.runs import Report
-from store.offline.snapshot import Snapshot
-from store.offline.standing import Standing
-from store.offline.view_store import ViewStore
-from store.partition import Partition, containing, partitions
+from precompute.store.errors import ConfigError, SnapshotError, SourceError
+from precompute.store.offline.runs import Report
+from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.standing import Standing
+from precompute.store.offline.view_store import ViewStore
+from precompute.store.partition import Partition, containing, partitions
 
 log = logging.getLogger(__name__)
 

@@ -7,15 +7,15 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Literal
 
-from store.clock import utc_now
-from store.disk.durable_file import disk_message, locked, make_folder, replace_durably
-from store.disk.lease import Lease, is_held, take
-from store.disk.record_file import read_record_file
-from store.errors import ConfigError, ConflictError, SnapshotError
-from store.offline.runs import Report
-from store.offline.standing import Standing
-from store.offline.view_store import ViewStore
-from store.record import Record, field, sealed
+from precompute.store.clock import utc_now
+from precompute.store.disk.durable_file import disk_message, locked, make_folder, replace_durably
+from precompute.store.disk.lease import Lease, is_held, take
+from precompute.store.disk.record_file import read_record_file
+from precompute.store.errors import ConfigError, ConflictError, SnapshotError
+from precompute.store.offline.runs import Report
+from precompute.store.offline.standing import Standing
+from precompute.store.offline.view_store import ViewStore
+from precompute.store.record import Record, field, sealed
 
 Reprocess = Literal["missing", "failed", "stale", "all"]
 

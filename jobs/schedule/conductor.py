@@ -15,18 +15,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from statistics import median
 
-from jobs.config.project import Project
-from jobs.process.job import RunOptions
-from jobs.process.progress import Silent
-from jobs.schedule.backfill_plan import REPORTS
-from jobs.schedule.backfill_state import Backfill, Item, in_words, note_done, save_backfill
+from precompute.jobs.config.project import Project
+from precompute.jobs.process.job import RunOptions
+from precompute.jobs.process.progress import Silent
+from precompute.jobs.schedule.backfill_plan import REPORTS
+from precompute.jobs.schedule.backfill_state import Backfill, Item, in_words, note_done, save_backfill
+from precompute.store.clock import utc_now
+from precompute.store.disk.lease import Lease
+from precompute.store.errors import ConflictError, GateError, PrecomputeError, SnapshotError
+from precompute.store.offline.runs import Report
+from precompute.store.offline.standing import Standing
+from precompute.store.offline.view_store import ViewStore
 from precompute.workers.process import ChildProcess, end_all, installed_module
-from store.clock import utc_now
-from store.disk.lease import Lease
-from store.errors import ConflictError, GateError, PrecomputeError, SnapshotError
-from store.offline.runs import Report
-from store.offline.standing import Standing
-from store.offline.view_store import ViewStore
 
 STOP_GRACE_S = 4.5
 """How long a run may take to end after SIGTERM before it is killed. Killing is safe: nothing is visible before its manifest."""
@@ -155,7 +155,14 @@ class Conductor:
                 group.append(item)
         if not group:
             return
-        command = [*installed_module("jobs.cli"), "-c", str(self.project.folder), "materialize", self.state.view, "--json"]
+        command = [
+            *installed_module("precompute.jobs.cli"),
+            "-c",
+            str(self.project.folder),
+            "materialize",
+            self.state.view,
+            "--json",
+        ]
         command += ["--partitions", ",".join(item.label for item in group), "--backfill", self.state.id]
         try:
             process = ChildProcess([*command, *(["--full"] if self.state.options.full else [])], output="kept")
@@ -305,7 +312,7 @@ class Conductor:
         Raises:
             PrecomputeError: as publishing does.
         """
-        from jobs.pipeline.run import run_view
+        from precompute.jobs.pipeline.run import run_view
 
         state = self.state
         number, state.not_published = self._newer_than_live()

@@ -15,17 +15,17 @@ from datetime import datetime, timedelta
 from typing import Literal
 from zoneinfo import ZoneInfo
 
-from jobs.config.cron import fire_times, last_fire
-from jobs.config.project import Project
-from jobs.config.schedule import Schedule
-from jobs.process.report import PUBLISHING
-from store.clock import parsed_time
-from store.disk.durable_file import disk_message, make_folder, replace_durably
-from store.disk.lease import holder, is_held
-from store.errors import SnapshotError
-from store.offline.runs import Report
-from store.offline.view_store import OfflineStore, ViewStore
-from store.record import Record, read_record, replace, sealed
+from precompute.jobs.config.cron import fire_times, last_fire
+from precompute.jobs.config.project import Project
+from precompute.jobs.config.schedule import Schedule
+from precompute.jobs.process.report import PUBLISHING
+from precompute.store.clock import parsed_time
+from precompute.store.disk.durable_file import disk_message, make_folder, replace_durably
+from precompute.store.disk.lease import holder, is_held
+from precompute.store.errors import SnapshotError
+from precompute.store.offline.runs import Report
+from precompute.store.offline.view_store import OfflineStore, ViewStore
+from precompute.store.record import Record, read_record, replace, sealed
 
 log = logging.getLogger(__name__)
 

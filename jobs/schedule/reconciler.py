@@ -7,15 +7,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from jobs.config.project import Project
+from precompute.jobs.config.project import Project
+from precompute.store.account.account import HEALING, Account, Act
+from precompute.store.account.checker import LOOK_S, look, share_of
+from precompute.store.account.rounds import is_due
+from precompute.store.account.sightings import are_there
+from precompute.store.clock import doubled_s, duration
+from precompute.store.errors import PrecomputeError
+from precompute.store.online_url import open_online_store
 from precompute.workers.process import ChildProcess, end_all, installed_module
-from store.account.account import HEALING, Account, Act
-from store.account.checker import LOOK_S, look, share_of
-from store.account.rounds import is_due
-from store.account.sightings import are_there
-from store.clock import doubled_s, duration
-from store.errors import PrecomputeError
-from store.online_url import open_online_store
 
 POLL_S = 0.05
 STOP_GRACE_S = 10.0
@@ -28,7 +28,7 @@ AT_ONCE = 2
 
 def reconcile_command(project: Project, view: str) -> list[str]:
     """The command line that brings back what a view lost."""
-    return [*installed_module("jobs.cli"), "-c", str(project.folder), "reconcile", view]
+    return [*installed_module("precompute.jobs.cli"), "-c", str(project.folder), "reconcile", view]
 
 
 class Reconciler:

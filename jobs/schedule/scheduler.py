@@ -1,6 +1,6 @@
 """Schedule: starts what is due, and ends what takes too long. The seam to APScheduler, which only ticks.
 
-What is due is computed anew at each tick (:mod:`jobs.schedule.due`): it makes no difference which scheduler ticks, or for how long none did. Of several on one
+What is due is computed anew at each tick (:mod:`precompute.jobs.schedule.due`): it makes no difference which scheduler ticks, or for how long none did. Of several on one
 root the holder of a lease acts. Each run is a process of its own, one of a view at a time; it outlives a scheduler that is killed, and the next one
 takes it into its care, deadline and all."""
 
@@ -20,19 +20,19 @@ from apscheduler.events import EVENT_JOB_ERROR, EVENT_JOB_MISSED, JobExecutionEv
 from apscheduler.schedulers.background import BackgroundScheduler
 from apscheduler.triggers.base import BaseTrigger
 
-from jobs.config.project import Project
-from jobs.process.report import close_dead
-from jobs.schedule.due import LEADER, RETRIED, Decision, Ledger
-from jobs.schedule.reconciler import Reconciler
+from precompute.jobs.config.project import Project
+from precompute.jobs.process.report import close_dead
+from precompute.jobs.schedule.due import LEADER, RETRIED, Decision, Ledger
+from precompute.jobs.schedule.reconciler import Reconciler
+from precompute.store.clock import duration, parsed_time, utc_now
+from precompute.store.disk.lease import Lease, holder, take
+from precompute.store.errors import ConflictError, FencedError, PrecomputeError
+from precompute.store.freshness import iso
+from precompute.store.offline.refs import run_lease
+from precompute.store.offline.runs import Report
+from precompute.store.offline.view_store import OfflineStore
+from precompute.store.record import replace
 from precompute.workers.process import AdoptedProcess, ChildProcess, ProcessGroup, end_all, installed_module
-from store.clock import duration, parsed_time, utc_now
-from store.disk.lease import Lease, holder, take
-from store.errors import ConflictError, FencedError, PrecomputeError
-from store.freshness import iso
-from store.offline.refs import run_lease
-from store.offline.runs import Report
-from store.offline.view_store import OfflineStore
-from store.record import replace
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ STOPPED = "the scheduler was stopped"
 
 def run_command(project: Project, view: str, due: str) -> list[str]:
     """The command line that runs a view for a time of its schedule, ISO 8601 in UTC."""
-    return [*installed_module("jobs.cli"), "-c", str(project.folder), "run", view, "--due", due]
+    return [*installed_module("precompute.jobs.cli"), "-c", str(project.folder), "run", view, "--due", due]
 
 
 def utc_clock() -> datetime:

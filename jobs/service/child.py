@@ -9,10 +9,10 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import IO, Any
 
+from precompute.store.answer import MAX_DEADLINE_S
+from precompute.store.log import log_to_stderr
 from precompute.workers.frames import framed, read_message
 from precompute.workers.process import ChildProcess, die_with_parent, python_module
-from store.answer import MAX_DEADLINE_S
-from store.log import log_to_stderr
 
 DRAIN_S = MAX_DEADLINE_S + 1
 """How long the requests at hand may take once a server was told to end: no request's deadline is further off."""

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from precompute.store.clock import doubled_s
+from precompute.store.telemetry.instruments import RESTARTS, Meter
 from precompute.workers.process import ChildProcess, end_all
-from store.clock import doubled_s
-from store.telemetry.instruments import RESTARTS, Meter
 
 log = logging.getLogger(__name__)
 

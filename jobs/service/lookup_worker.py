@@ -1,6 +1,6 @@
 """Lookup worker: a process that answers the HTTP API from the online store and the indexes; misses go to model processes. No model is ever loaded here.
 
-Started by :mod:`jobs.service.supervisor`, and by nobody else. It shares the listening sockets with the other workers.
+Started by :mod:`precompute.jobs.service.supervisor`, and by nobody else. It shares the listening sockets with the other workers.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from typing import Any
 
 import pyarrow as pa
 
-from jobs.process.memory import settle
-from jobs.service.child import DRAIN_S, begin
-from jobs.service.kept_process import Watch
-from jobs.service.remote_fallback import RemoteFallback
-from jobs.service.warmer import Warmer
-from store.api.app import create_app
-from store.api.timing import Timing
-from store.encoding.http_freshness import Caching
-from store.guard.access import asked_of, tls_of, tokens_of
-from store.guard.gate import Gate
-from store.guard.hosts import Hosts
-from store.guard.limits import Limits
-from store.guard.server import GuardedServer
-from store.kept.kept_rows import KeptLimits
-from store.lookup import Lookup
-from store.offline.view_store import OfflineStore
-from store.online_url import open_kept_rows, open_online_store
-from store.telemetry.access_log import AccessLog
-from store.telemetry.instruments import Meter
+from precompute.jobs.process.memory import settle
+from precompute.jobs.service.child import DRAIN_S, begin
+from precompute.jobs.service.kept_process import Watch
+from precompute.jobs.service.remote_fallback import RemoteFallback
+from precompute.jobs.service.warmer import Warmer
+from precompute.store.api.app import create_app
+from precompute.store.api.timing import Timing
+from precompute.store.encoding.http_freshness import Caching
+from precompute.store.guard.access import asked_of, tls_of, tokens_of
+from precompute.store.guard.gate import Gate
+from precompute.store.guard.hosts import Hosts
+from precompute.store.guard.limits import Limits
+from precompute.store.guard.server import GuardedServer
+from precompute.store.kept.kept_rows import KeptLimits
+from precompute.store.lookup import Lookup
+from precompute.store.offline.view_store import OfflineStore
+from precompute.store.online_url import open_kept_rows, open_online_store
+from precompute.store.telemetry.access_log import AccessLog
+from precompute.store.telemetry.instruments import Meter
 
 END_S = 2.0
 """How long a worker may take to end, once all is answered."""
@@ -111,7 +111,7 @@ def _watched(app: Any, spec: dict[str, Any], looks: list[Callable[[], None]], st
     name = f"worker-{spec['number']}"
     if spec["tracing"] is not None:
         # the extra [otel]
-        from store.telemetry.tracing import Spans, Tracing
+        from precompute.store.telemetry.tracing import Spans, Tracing
 
         spans = Spans(spec["tracing"]["endpoint"], spec["tracing"]["sample"], name)
         stack.callback(spans.close)

@@ -15,15 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from jobs.process.suspects import Suspects
-from jobs.service.child import started, tell
-from jobs.service.kept_process import AGAIN, STILL_S, KeptProcess, Watch, watch_file
 from precompute.engine.memory import available_bytes
+from precompute.jobs.process.suspects import Suspects
+from precompute.jobs.service.child import started, tell
+from precompute.jobs.service.kept_process import AGAIN, STILL_S, KeptProcess, Watch, watch_file
+from precompute.store.disk.spill_folder import sweep
+from precompute.store.errors import ConfigError, PrecomputeError
+from precompute.store.record import digest_of
+from precompute.store.telemetry.instruments import Meter
 from precompute.workers.process import ChildProcess
-from store.disk.spill_folder import sweep
-from store.errors import ConfigError, PrecomputeError
-from store.record import digest_of
-from store.telemetry.instruments import Meter
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class ModelProcess(KeptProcess):
     """One of a model's two processes: it serves, or stands by with the same views open until the other one has ended.
 
     Args:
-        spec: what it is told, for :mod:`jobs.service.model_server`; its listener is a descriptor.
+        spec: what it is told, for :mod:`precompute.jobs.service.model_server`; its listener is a descriptor.
         watch: path of its own.
         limits: beyond which it is killed.
         meter: counts how often it is replaced.
@@ -97,7 +97,7 @@ class ModelProcess(KeptProcess):
         self.watch.begin()
         spec = self._spec | {"serves": self.serves, "suspects": list(self._suspects.until().items())}
         spins = os.environ.get("GOMP_SPINCOUNT", SPINS)
-        return started("jobs.service.model_server", spec, [spec["listener"], self._file], GOMP_SPINCOUNT=spins)
+        return started("precompute.jobs.service.model_server", spec, [spec["listener"], self._file], GOMP_SPINCOUNT=spins)
 
     def serve(self) -> None:
         """From now on it is this one that answers."""
@@ -137,7 +137,7 @@ class ModelGroup:
 
     Args:
         model: the fingerprint.
-        project: where it is and what it keeps, for :mod:`jobs.service.model_server`.
+        project: where it is and what it keeps, for :mod:`precompute.jobs.service.model_server`.
         runtime: folder for the socket.
         limits: of its processes.
         meter: counts how often they are replaced.

@@ -19,11 +19,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from precompute.store.fallback import CLIENT, Computed, Miss
+from precompute.store.online.online_store import Pointer
+from precompute.store.status import Reason
+from precompute.store.telemetry.trace import TRACE
 from precompute.workers.frames import framed, read_message
-from store.fallback import CLIENT, Computed, Miss
-from store.online.online_store import Pointer
-from store.status import Reason
-from store.telemetry.trace import TRACE
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class ModelLink:
     def ask(
         self, pointer: Pointer, keys: Sequence[str], inputs: Mapping[str, Mapping[str, Any]], deadline: float, query: bool = False
     ) -> list[Future[Computed]]:
-        """As :meth:`store.fallback.Fallback.submit`."""
+        """As :meth:`precompute.store.fallback.Fallback.submit`."""
         asked = self._begin(pointer, keys, inputs, deadline, query, len(keys))
         with self._lock:
             self._in_hand += len(keys)

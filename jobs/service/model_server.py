@@ -1,4 +1,4 @@
-"""Model server: a process that answers lookup workers' misses by a model, over a Unix socket. Started by :mod:`jobs.service.model_group`, and by nobody else.
+"""Model server: a process that answers lookup workers' misses by a model, over a Unix socket. Started by :mod:`precompute.jobs.service.model_group`, and by nobody else.
 
 A conversation is a connection of one worker: pointers come once each, then what is asked under them; rows go back packed, as they are done.
 """
@@ -21,22 +21,22 @@ from typing import Any
 
 import pyarrow as pa
 
-from jobs.service.child import begin
-from jobs.service.fallback import LOAD_S, REFUSED_S, ViewFallback
-from jobs.service.kept_process import AGAIN, Watch
 from precompute.engine.memory import keep_freed_memory
+from precompute.jobs.service.child import begin
+from precompute.jobs.service.fallback import LOAD_S, REFUSED_S, ViewFallback
+from precompute.jobs.service.kept_process import AGAIN, Watch
+from precompute.store.errors import PrecomputeError
+from precompute.store.fallback import CLIENT, Computed, Miss
+from precompute.store.kept.kept_rows import KeptLimits
+from precompute.store.offline.view_store import OfflineStore
+from precompute.store.online.online_store import Pointer
+from precompute.store.online_url import open_kept_rows
+from precompute.store.status import Reason
+from precompute.store.telemetry.batches import Tell
+from precompute.store.telemetry.instruments import Meter
+from precompute.store.telemetry.trace import TRACE
 from precompute.workers.frames import framed, read_message
 from precompute.workers.process import be_nicer
-from store.errors import PrecomputeError
-from store.fallback import CLIENT, Computed, Miss
-from store.kept.kept_rows import KeptLimits
-from store.offline.view_store import OfflineStore
-from store.online.online_store import Pointer
-from store.online_url import open_kept_rows
-from store.status import Reason
-from store.telemetry.batches import Tell
-from store.telemetry.instruments import Meter
-from store.telemetry.trace import TRACE
 
 # from a worker:  {"pointer": n}                      body: the pointer that is called n from now on, on this connection
 #                 {"ask": i, "pointer": n, "keys": […], "inputs": {…}, "deadline": t, "query": …}       the keys are called i, i + 1, …
@@ -225,7 +225,7 @@ def _tell(spec: Mapping[str, Any]) -> Tell | None:
     if spec["tracing"] is None:
         return None
     # the extra [otel]
-    from store.telemetry.tracing import Spans
+    from precompute.store.telemetry.tracing import Spans
 
     return Spans(spec["tracing"]["endpoint"], spec["tracing"]["sample"], spec["process"]).tell
 

@@ -14,13 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jobs.service.breaker import Breaker
-from jobs.service.model_group import socket_path
-from jobs.service.model_link import ModelLink
-from store.fallback import CLIENT, Computed, Fallback, Miss, outcome_of, places
-from store.online.online_store import Pointer
-from store.status import Reason
-from store.telemetry.instruments import BREAKER_OPEN, FALLBACK_QUEUE, FALLBACK_ROWS, Meter
+from precompute.jobs.service.breaker import Breaker
+from precompute.jobs.service.model_group import socket_path
+from precompute.jobs.service.model_link import ModelLink
+from precompute.store.fallback import CLIENT, Computed, Fallback, Miss, outcome_of, places
+from precompute.store.online.online_store import Pointer
+from precompute.store.status import Reason
+from precompute.store.telemetry.instruments import BREAKER_OPEN, FALLBACK_QUEUE, FALLBACK_ROWS, Meter
 
 MOST_IN_FLIGHT = 4096
 """Keys of one view that a worker waits for at once, each client for its share of them; what is asked beyond is shed."""

@@ -11,15 +11,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from jobs.config.project import Project
-from jobs.service.model_group import ModelLimits, check_runtime, machine_memory_mb
-from jobs.service.supervisor import Supervisor
-from store.account.rounds import Rounds
-from store.disk.spill_folder import SpillFolder
-from store.errors import ConfigError
-from store.guard.access import tls_of, tokens_of
-from store.guard.listener import Listener
-from store.online_url import open_online_store
+from precompute.jobs.config.project import Project
+from precompute.jobs.service.model_group import ModelLimits, check_runtime, machine_memory_mb
+from precompute.jobs.service.supervisor import Supervisor
+from precompute.store.account.rounds import Rounds
+from precompute.store.disk.spill_folder import SpillFolder
+from precompute.store.errors import ConfigError
+from precompute.store.guard.access import tls_of, tokens_of
+from precompute.store.guard.listener import Listener
+from precompute.store.online_url import open_online_store
 
 
 def serve(project: Project, announce: Callable[[str], None], workers: int | None = None) -> None:

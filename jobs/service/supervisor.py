@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jobs.service.child import DRAIN_S, started
-from jobs.service.kept_process import STILL_S, KeptProcess, Watch, watch_file
-from jobs.service.model_group import ModelGroup, ModelLimits
-from jobs.service.remote_fallback import CONTROL
+from precompute.jobs.service.child import DRAIN_S, started
+from precompute.jobs.service.kept_process import STILL_S, KeptProcess, Watch, watch_file
+from precompute.jobs.service.model_group import ModelGroup, ModelLimits
+from precompute.jobs.service.remote_fallback import CONTROL
+from precompute.store.errors import PrecomputeError
+from precompute.store.telemetry.instruments import MODEL_SPARES, RESTARTS, Meter
 from precompute.workers.process import ChildProcess, end_all
-from store.errors import PrecomputeError
-from store.telemetry.instruments import MODEL_SPARES, RESTARTS, Meter
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class WorkerKeeper(KeptProcess):
 
     def start(self) -> ChildProcess:
         self._watch.begin()
-        return started("jobs.service.lookup_worker", self._spec, [*self._spec["listeners"], self._file])
+        return started("precompute.jobs.service.lookup_worker", self._spec, [*self._spec["listeners"], self._file])
 
     def look(self, now: float) -> None:
         if self.process is not None and self._watch.has_begun(now):
@@ -85,8 +85,8 @@ class Supervisor:
     """Runs in the thread that makes it, which must be the main one: the processes end with it.
 
     Args:
-        worker: what each lookup worker is told; see :mod:`jobs.service.lookup_worker`.
-        project: what each model process is told; see :mod:`jobs.service.model_server`.
+        worker: what each lookup worker is told; see :mod:`precompute.jobs.service.lookup_worker`.
+        project: what each model process is told; see :mod:`precompute.jobs.service.model_server`.
         limits: of each model process.
         workers: how many lookup workers.
     """

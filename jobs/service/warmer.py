@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from store.api.live_views import LiveViews
-from store.clock import parsed_time
-from store.errors import PrecomputeError
-from store.lookup import Lookup
-from store.offline.view_store import OfflineStore
-from store.online.online_store import Pointer
-from store.record import replace
+from precompute.store.api.live_views import LiveViews
+from precompute.store.clock import parsed_time
+from precompute.store.errors import PrecomputeError
+from precompute.store.lookup import Lookup
+from precompute.store.offline.view_store import OfflineStore
+from precompute.store.online.online_store import Pointer
+from precompute.store.record import replace
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ AGAIN_S = 30.0
 """Before what could not be opened is tried once more: loading takes seconds, and weights that are not there yet may come."""
 
 OPEN_S = 600.0
-"""How long opening may take: see :data:`jobs.service.fallback.LOAD_S`."""
+"""How long opening may take: see :data:`precompute.jobs.service.fallback.LOAD_S`."""
 
 
 COMING_S = 1800.0
@@ -38,7 +38,7 @@ COMING_S = 1800.0
 
 
 class Models(Protocol):
-    """The models behind the misses, as :class:`jobs.service.remote_fallback.RemoteFallback` has them."""
+    """The models behind the misses, as :class:`precompute.jobs.service.remote_fallback.RemoteFallback` has them."""
 
     def begin_warm(self, pointer: Pointer, deadline: float) -> Future[Any]:
         """Have what a pointer names opened."""

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from precompute.engine.window import Outcome, Rows
 from precompute.model import Features
-from store.feature_view import SCALAR_TYPES, Feature, FeatureView
+from precompute.store.feature_view import SCALAR_TYPES, Feature, FeatureView
 
 
 def copied(values: Any) -> Any:

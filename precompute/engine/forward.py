@@ -29,8 +29,8 @@ from precompute.lanes.lanes import Lanes
 from precompute.lanes.trial import Trial
 from precompute.model import Features, Model, StagedModel
 from precompute.project_module import told
-from store.errors import ModelError
-from store.feature_view import FeatureView
+from precompute.store.errors import ModelError
+from precompute.store.feature_view import FeatureView
 
 BATCH_S = 0.0003
 """What the other stages compute for each batch, whatever its rows, on the CPU that the model would have: without it, a small model's batches are as small

@@ -12,7 +12,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from store.errors import ModelError
+from precompute.store.errors import ModelError
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")

@@ -16,8 +16,8 @@ from precompute.engine.pace import Pace
 from precompute.engine.window import Batch, Later, Rows, Window, taken
 from precompute.model import CheckingModel, Model, SizedModel, StagedModel
 from precompute.project_module import told
-from store.errors import ModelError
-from store.feature_view import FeatureView
+from precompute.store.errors import ModelError
+from precompute.store.feature_view import FeatureView
 
 PREPARE_S = 5.0
 """What preparing a window should take at most, or it is cut in smaller ones. Long, since rows are best sorted in large windows."""

@@ -26,7 +26,7 @@ from precompute.engine.prepare import Preparation
 from precompute.engine.window import Batch, Outcome, Window
 from precompute.lanes.trial import Trial
 from precompute.model import Model, SizedModel, StagedModel
-from store.feature_view import FeatureView
+from precompute.store.feature_view import FeatureView
 
 MAX_BATCH_ROWS = 4096
 """Rows given at once to a model that names no costs: 1–8 k rows is the right size for MLPs on CPUs."""

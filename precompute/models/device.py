@@ -17,7 +17,7 @@ from precompute.engine.memory import ResidentPeak, available_bytes
 from precompute.model import stays_on_host
 from precompute.models.peak import Pack, probed
 from precompute.models.threads import compute_threads, compute_with
-from store.errors import ConfigError
+from precompute.store.errors import ConfigError
 
 LAUNCHED_AHEAD = 2
 """Batches on a GPU's way at once: one computing, one being copied in or out."""

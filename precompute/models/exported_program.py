@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from store.errors import ModelError
+from precompute.store.errors import ModelError
 
 _COPIED = ("archive_format", "archive_version", "byteorder", ".data/version", "models/model.json")
 _WEIGHTS, _CONSTANTS, _SAMPLES = "data/weights/", "data/constants/", "data/sample_inputs/model.pt"

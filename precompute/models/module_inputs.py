@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from store.errors import ConfigError, ModelError
+from precompute.store.errors import ConfigError, ModelError
 
 _LISTS = frozenset(kind.id for kind in (pa.list_(pa.null()), pa.large_list(pa.null()), pa.list_(pa.null(), 1)))
 

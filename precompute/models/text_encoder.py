@@ -23,6 +23,7 @@ from precompute.models.device import Device
 from precompute.models.graphs import Graphed, bucketed_length
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.project_path import absolute_path
+from precompute.store.errors import ConfigError, ModelError
 from precompute.text import attention
 from precompute.text.sentence_folder import SentenceFolder, read_sentence_folder
 from precompute.text.sentence_head import Head
@@ -37,7 +38,6 @@ from precompute.text.transformer import (
     model_type,
     transformer_flops,
 )
-from store.errors import ConfigError, ModelError
 
 CODE_VERSION = 2
 """Raised by whoever changes the values this code computes; part of the fingerprint."""

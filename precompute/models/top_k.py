@@ -22,7 +22,7 @@ from precompute.model import Prepared, digest
 from precompute.models.device import Device
 from precompute.models.threads import compute_with
 from precompute.models.torch_model import Tensors, TorchModel
-from store.errors import ConfigError, ModelError
+from precompute.store.errors import ConfigError, ModelError
 
 CODE_VERSION = 2
 """2: of items that score the same, the first comes first."""

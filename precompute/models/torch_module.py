@@ -24,7 +24,7 @@ from precompute.models.module_inputs import Columns, is_list, parse_inputs
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.project_module import import_module, plain_name, told
 from precompute.project_path import project_folder
-from store.errors import ConfigError, ModelError
+from precompute.store.errors import ConfigError, ModelError
 
 CODE_VERSION = 1
 """Raised by whoever changes the values this code computes; part of the fingerprint."""

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from precompute.model import digest, resolve_path
-from store.errors import ConfigError, ModelError
+from precompute.store.errors import ConfigError, ModelError
 
 CODE_VERSION = 1
 UNKNOWN = 0

@@ -24,7 +24,7 @@ from precompute.precision.row_errors import (
     row_figures,
     share_between,
 )
-from store.feature_view import Feature, FeatureView
+from precompute.store.feature_view import Feature, FeatureView
 
 NEIGHBOURS = 10
 MIN_ROWS = 12

@@ -19,9 +19,9 @@ import torch
 from precompute.engine.batching import batches_by_cost
 from precompute.model import CheckingModel, Model
 from precompute.models.torch_model import Tensors, TorchModel
+from precompute.store.errors import ConfigError, PrecomputeError
 from precompute.techniques.table import REFERENCE
 from precompute.techniques.technique import Technique, elements, technique
-from store.errors import ConfigError, PrecomputeError
 
 NOT_TORCH = "this model computes in its own way; only torch models (text_encoder, top_k, torch_module) have other precisions"
 

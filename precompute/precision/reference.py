@@ -11,9 +11,9 @@ from precompute.engine.window import Outcome, Rows
 from precompute.models.torch_model import TorchModel
 from precompute.precision.same_value import differing
 from precompute.project_module import told
+from precompute.store.feature_view import FeatureView
 from precompute.techniques.table import REFERENCE
 from precompute.techniques.technique import technique
-from store.feature_view import FeatureView
 
 log = logging.getLogger(__name__)
 

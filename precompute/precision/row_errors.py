@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from store.feature_view import Feature
+from precompute.store.feature_view import Feature
 
 MOST = 1e6
 """The error of a row that has no value where the reference has one, or one that is not finite: JSON has no infinity."""

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from store.feature_view import Feature, FeatureView
+from precompute.store.feature_view import Feature, FeatureView
 
 NOISE: Mapping[str, float] = {
     "float64": 2.5e-7,

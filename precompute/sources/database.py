@@ -17,9 +17,9 @@ import pyarrow as pa
 
 from precompute.sources.input_hash import named, sample_sql
 from precompute.sources.statement import first_line, syntax_tree
-from store.disk.spill_folder import SpillFolder
-from store.errors import ConfigError, SourceError
-from store.sql import memory_wanted, open_duckdb
+from precompute.store.disk.spill_folder import SpillFolder
+from precompute.store.errors import ConfigError, SourceError
+from precompute.store.sql import memory_wanted, open_duckdb
 
 CLOSE_TRIES = 500
 """Of closing a connection that a thread still reads from, 10 ms apart."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from store.errors import ConfigError
+from precompute.store.errors import ConfigError
 
 _NOT_RELATIVE = re.compile(r"/|~|[A-Za-z][A-Za-z0-9+.-]*:")
 """How an absolute path, one of the home folder, or a URL begins."""

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from precompute.sources.database import Database
 from precompute.sources.file_names import is_pattern, is_remote
-from store.errors import PrecomputeError
+from precompute.store.errors import PrecomputeError
 
 MOST_ROWS = 100_000
 MOST_BYTES = 32 * 2**20

@@ -8,8 +8,8 @@ from typing import Any
 
 import duckdb
 
-from store.errors import ConfigError
-from store.sql import memory_wanted
+from precompute.store.errors import ConfigError
+from precompute.store.sql import memory_wanted
 
 BOUNDS = ("start", "end")
 """Parameters a partitioned view's SQL takes: TIMESTAMP, UTC, start included and end excluded."""

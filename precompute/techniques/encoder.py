@@ -15,10 +15,10 @@ import torch
 
 from precompute.models.device import Device
 from precompute.models.torch_model import Tensors, TorchModel
+from precompute.store.errors import ConfigError
 from precompute.techniques.machine import computes_in, on_a_cpu_only
 from precompute.techniques.technique import Forward, Technique, elements
 from precompute.text.encoder import UnpaddedBert, kernel, not_understood
-from store.errors import ConfigError
 
 LEAST_COSINE = 0.98
 """Of each vector of the first batch to float32's; two ways of computing the same in bfloat16 are 0.999 apart."""

@@ -14,9 +14,9 @@ import torch
 
 from precompute.model import digest
 from precompute.models.torch_model import Tensors, TorchModel
+from precompute.store.errors import ModelError
 from precompute.techniques.shapes import constant, varying
 from precompute.techniques.technique import Forward
-from store.errors import ModelError
 
 CODE_VERSION = 1
 """Raised by whoever changes what is written into the folder; part of the files' names."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from precompute.models.device import Device
-from store.errors import ConfigError
+from precompute.store.errors import ConfigError
 
 EMULATED_BF16 = ("AVX512_CORE", "AVX512_CORE_VNNI")
 """Instruction sets by which oneDNN says that it supports bfloat16, and emulates it; by lesser ones it says that it does not."""

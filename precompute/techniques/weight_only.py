@@ -13,9 +13,9 @@ import torch
 
 from precompute.models.device import Device
 from precompute.models.torch_model import Tensors, TorchModel
+from precompute.store.errors import ConfigError
 from precompute.techniques.machine import check_layers, computes_in, on_a_cpu_only
 from precompute.techniques.technique import Forward, Technique, has_linear, module_of, with_linear
-from store.errors import ConfigError
 
 INPUTS, OUTPUTS = 32, 16
 """A layer's inputs and outputs are multiples of these, or it stays in bfloat16: torch 2.13's kernel for 8 bits reads past the end of others (33

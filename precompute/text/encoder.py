@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from store.errors import ConfigError
+from precompute.store.errors import ConfigError
 
 _VERSION = 1
 """Of what this file and the extension say to each other; _encoder.cpp has it too."""

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from store.errors import ConfigError, ModelError
+from precompute.store.errors import ConfigError, ModelError
 
 POOLING_MODES = {
     "pooling_mode_cls_token": "cls",

@@ -12,9 +12,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from precompute.store.errors import ConfigError, ModelError
 from precompute.text import sentence_folder
 from precompute.text.sentence_folder import Normalize, Pooling
-from store.errors import ConfigError, ModelError
 
 
 class Head(torch.nn.Module):

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from store.errors import ConfigError, ModelError
+from precompute.store.errors import ConfigError, ModelError
 
 # a run has its own progress; this one ends up in logs
 transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]

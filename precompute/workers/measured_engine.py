@@ -13,11 +13,11 @@ from precompute.engine.memory import ResidentPeak, available_bytes
 from precompute.engine.runner import Runner
 from precompute.engine.window import Outcome
 from precompute.lanes.cores import idle_s
+from precompute.store.errors import ModelError, PrecomputeError
 from precompute.workers.handover import Handover
 from precompute.workers.pool_stream import PoolStream
 from precompute.workers.worker_pool import WorkerPool
 from precompute.workers.worker_trial import Moment, Phase, WorkerTrial
-from store.errors import ModelError, PrecomputeError
 
 log = logging.getLogger(__name__)
 

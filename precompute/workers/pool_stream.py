@@ -19,12 +19,12 @@ from precompute.engine.ahead import closed
 from precompute.engine.meter import Meter
 from precompute.engine.runner import HAND_ON_S
 from precompute.engine.window import Outcome, RejectedRow
+from precompute.store.errors import ConfigError, ModelError
 from precompute.workers.frames import read_frame
 from precompute.workers.patience import Patience
 from precompute.workers.process import end_all
 from precompute.workers.tasks import HeldWindow, Task
 from precompute.workers.worker_process import END_S, REAP_S, Share, WorkerProcess, WorkerSpec
-from store.errors import ConfigError, ModelError
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from precompute.engine.features import in_order
 from precompute.engine.window import Outcome, RejectedRow, Rows
-from store.feature_view import FeatureView
+from precompute.store.feature_view import FeatureView
 
 
 @dataclass(slots=True)

@@ -25,10 +25,10 @@ from precompute.model import Model, model_fingerprint
 from precompute.project_module import told
 from precompute.project_path import absolute_arguments, starting_from
 from precompute.registry import load_model
+from precompute.store.errors import ConfigError, ModelError, PrecomputeError
+from precompute.store.feature_view import FeatureView
 from precompute.workers.frames import read_frame, write_frame
 from precompute.workers.process import die_with_parent
-from store.errors import ConfigError, ModelError, PrecomputeError
-from store.feature_view import FeatureView
 
 FIGURES = ("batches", "cost", "padded_cost", "flops", "retries", "out_of_memory", "forward_s", "landing_s")
 """Of a worker's meter: sent with every result, counted from its start."""

@@ -20,12 +20,12 @@ import pyarrow as pa
 from precompute.engine.meter import Meter
 from precompute.engine.window import taken
 from precompute.lanes import cores
+from precompute.store.feature_view import FeatureView
 from precompute.workers.frames import write_frame
 from precompute.workers.patience import Patience
 from precompute.workers.process import ChildProcess, python_module
 from precompute.workers.tasks import Task
 from precompute.workers.worker import FIGURES
-from store.feature_view import FeatureView
 
 LOAD_S = 600.0
 """How long a worker may be silent before its model is loaded: Python's lock is held while gigabytes of libraries come from a cold disk."""

@@ -1,6 +1,6 @@
 """Account: what is known of all that is live of a view: its pointers, rows, indexes, files and records, and whether each is whole.
 
-One checker writes it (:mod:`store.account.checker`), beside the view's refs, and everybody reads it. It is derived: where its file is gone or damaged, nothing was looked at yet.
+One checker writes it (:mod:`precompute.store.account.checker`), beside the view's refs, and everybody reads it. It is derived: where its file is gone or damaged, nothing was looked at yet.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import os
 from enum import StrEnum
 from pathlib import Path
 
-from store.clock import duration
-from store.record import Record, field, read_record, sealed
+from precompute.store.clock import duration
+from precompute.store.record import Record, field, read_record, sealed
 
 log = logging.getLogger(__name__)
 

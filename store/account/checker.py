@@ -16,22 +16,22 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from store.account.account import ROWS, Account, Act, Finding, State, Turn, read_account, write_account
-from store.account.rows import DOUBTED_ROWS, SAMPLE_ROWS, MovedError, check_served, not_whole
-from store.account.sightings import take
-from store.disk.identity import COPY, NAME, known_identity
-from store.disk.lease import is_held
-from store.entity_key import key_column
-from store.errors import ConflictError, DamagedPointerError, RowsLostError, SnapshotError
-from store.offline.refs import DROP_LEASE, PUBLISH_LEASE, LiveRef, run_lease
-from store.offline.selection import Selection, all_rows
-from store.offline.snapshot import Snapshot
-from store.offline.view_store import ViewStore
-from store.online.codec import RowCodec
-from store.online.online_store import FileCheck, OnlineStore, Pointer, check_own_rows, check_owner
-from store.online.row_values import packed_strings
-from store.record import content_of, replace
-from store.vectors.index_record import mark_of, read_index_record
+from precompute.store.account.account import ROWS, Account, Act, Finding, State, Turn, read_account, write_account
+from precompute.store.account.rows import DOUBTED_ROWS, SAMPLE_ROWS, MovedError, check_served, not_whole
+from precompute.store.account.sightings import take
+from precompute.store.disk.identity import COPY, NAME, known_identity
+from precompute.store.disk.lease import is_held
+from precompute.store.entity_key import key_column
+from precompute.store.errors import ConflictError, DamagedPointerError, RowsLostError, SnapshotError
+from precompute.store.offline.refs import DROP_LEASE, PUBLISH_LEASE, LiveRef, run_lease
+from precompute.store.offline.selection import Selection, all_rows
+from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.view_store import ViewStore
+from precompute.store.online.codec import RowCodec
+from precompute.store.online.online_store import FileCheck, OnlineStore, Pointer, check_own_rows, check_owner
+from precompute.store.online.row_values import packed_strings
+from precompute.store.record import content_of, replace
+from precompute.store.vectors.index_record import mark_of, read_index_record
 
 LOOK_S = 0.3
 """For all views of a project together, at each look: half a percent of a core where one looks every minute. Reading an hour's share goes on past it."""

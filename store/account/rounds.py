@@ -9,14 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from store.account.account import read_account
-from store.account.checker import LOOK_S, look, share_of
-from store.account.sightings import are_there
-from store.disk.lease import is_held
-from store.errors import PrecomputeError
-from store.offline.refs import PUBLISH_LEASE
-from store.offline.view_store import OfflineStore, ViewStore
-from store.online.online_store import OnlineStore
+from precompute.store.account.account import read_account
+from precompute.store.account.checker import LOOK_S, look, share_of
+from precompute.store.account.sightings import are_there
+from precompute.store.disk.lease import is_held
+from precompute.store.errors import PrecomputeError
+from precompute.store.offline.refs import PUBLISH_LEASE
+from precompute.store.offline.view_store import OfflineStore, ViewStore
+from precompute.store.online.online_store import OnlineStore
 
 log = logging.getLogger(__name__)
 

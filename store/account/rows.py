@@ -8,15 +8,15 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from store.entity_key import key_column
-from store.errors import OnlineStoreError, RowsLostError
-from store.offline.selection import CLUSTERS
-from store.offline.snapshot import Snapshot
-from store.offline.view_store import ViewStore
-from store.online.codec import HEADER_BYTES, RowCodec, State
-from store.online.found_rows import FoundRows, overlaid
-from store.online.online_store import OnlineStore, Pointer, check_own_rows
-from store.online.row_values import packed_strings
+from precompute.store.entity_key import key_column
+from precompute.store.errors import OnlineStoreError, RowsLostError
+from precompute.store.offline.selection import CLUSTERS
+from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.view_store import ViewStore
+from precompute.store.online.codec import HEADER_BYTES, RowCodec, State
+from precompute.store.online.found_rows import FoundRows, overlaid
+from precompute.store.online.online_store import OnlineStore, Pointer, check_own_rows
+from precompute.store.online.row_values import packed_strings
 
 SAMPLE_ROWS = 256
 """Of 1 % of the rows that are lost, 256 see one with a probability of 92 %; they are read in about 10 ms."""

@@ -11,30 +11,30 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from store.api import wire
-from store.api.front import Front, Gate, open_gate
-from store.api.live_views import LiveViews, Seen
-from store.api.metrics import CONTENT_TYPE, Metrics
-from store.api.openapi import Asks, openapi_document
-from store.api.pools import Pool
-from store.api.reply import JSON_TYPE, NOT_STORED, Reply, json_reply
-from store.api.request import STRANGER, Receive, Scope, headers_of, heard, no_query, read_body
-from store.api.rows import MOST_WAITING, RowRoutes
-from store.api.timing import Timing, timed
-from store.encoding.answer_size import MAX_ANSWER_BYTES, Measure
-from store.encoding.http_freshness import PRIVATE, Caching
-from store.encoding.json_rows import search_json
-from store.encoding.row_cache import MAX_CACHE_BYTES
-from store.errors import OnlineStoreError
-from store.fallback import Waiting
-from store.lookup import Lookup
-from store.lookup_options import BASE64, SearchOptions
-from store.online.online_store import Pointer
-from store.page.figures import ViewFigures
-from store.page.page import Page
-from store.page.style import POLICY
-from store.search import takes_text
-from store.telemetry.instruments import Meter
+from precompute.store.api import wire
+from precompute.store.api.front import Front, Gate, open_gate
+from precompute.store.api.live_views import LiveViews, Seen
+from precompute.store.api.metrics import CONTENT_TYPE, Metrics
+from precompute.store.api.openapi import Asks, openapi_document
+from precompute.store.api.pools import Pool
+from precompute.store.api.reply import JSON_TYPE, NOT_STORED, Reply, json_reply
+from precompute.store.api.request import STRANGER, Receive, Scope, headers_of, heard, no_query, read_body
+from precompute.store.api.rows import MOST_WAITING, RowRoutes
+from precompute.store.api.timing import Timing, timed
+from precompute.store.encoding.answer_size import MAX_ANSWER_BYTES, Measure
+from precompute.store.encoding.http_freshness import PRIVATE, Caching
+from precompute.store.encoding.json_rows import search_json
+from precompute.store.encoding.row_cache import MAX_CACHE_BYTES
+from precompute.store.errors import OnlineStoreError
+from precompute.store.fallback import Waiting
+from precompute.store.lookup import Lookup
+from precompute.store.lookup_options import BASE64, SearchOptions
+from precompute.store.online.online_store import Pointer
+from precompute.store.page.figures import ViewFigures
+from precompute.store.page.page import Page
+from precompute.store.page.style import POLICY
+from precompute.store.search import takes_text
+from precompute.store.telemetry.instruments import Meter
 
 _READERS, _SEARCHERS = 40, 8
 """Threads that wait for a store over a network, or for a search and the model behind it; neither waits behind the other."""

@@ -8,16 +8,16 @@ from collections.abc import Iterator
 import numpy as np
 import pyarrow as pa
 
-from store.encoding.ipc import END_OF_STREAM, field_at, table_at
-from store.errors import RequestError
-from store.lookup_options import MAX_KEYS
+from precompute.store.encoding.ipc import END_OF_STREAM, field_at, table_at
+from precompute.store.errors import RequestError
+from precompute.store.lookup_options import MAX_KEYS
 
 MAX_MESSAGES = 16
 """Of an Arrow body: schema, dictionaries and batches. Each batch has its whole dictionary looked through, and a dictionary that comes in pieces is copied for each."""
 
 
 def decode_arrow_keys(body: bytes) -> list[str | None]:
-    """The ``key`` column of an Arrow IPC stream: text or integers, at most :data:`store.lookup_options.MAX_KEYS` rows; a null is one bad key.
+    """The ``key`` column of an Arrow IPC stream: text or integers, at most :data:`precompute.store.lookup_options.MAX_KEYS` rows; a null is one bad key.
 
     Arrow trusts its input by default; every batch is validated in full before a value is read.
 

@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from urllib.parse import unquote_to_bytes
 
-from store.api.reply import Reply, Stream, problem, refusal
-from store.api.request import Disconnected, Receive, Scope, Send, client_of
-from store.encoding.http_freshness import Headers
-from store.errors import RequestError
-from store.fallback import CLIENT
+from precompute.store.api.reply import Reply, Stream, problem, refusal
+from precompute.store.api.request import Disconnected, Receive, Scope, Send, client_of
+from precompute.store.encoding.http_freshness import Headers
+from precompute.store.errors import RequestError
+from precompute.store.fallback import CLIENT
 
 Handler = Callable[[Scope, Receive], Awaitable[Reply]]
 """A route that stands for itself: ``/livez``."""

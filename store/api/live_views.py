@@ -6,11 +6,11 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from store.account.account import Account, read_account
-from store.account.sightings import REFS
-from store.errors import DamagedPointerError, OnlineStoreError, RowsLostError
-from store.lookup import Lookup
-from store.online.online_store import Pointer, check_own_rows
+from precompute.store.account.account import Account, read_account
+from precompute.store.account.sightings import REFS
+from precompute.store.errors import DamagedPointerError, OnlineStoreError, RowsLostError
+from precompute.store.lookup import Lookup
+from precompute.store.online.online_store import Pointer, check_own_rows
 
 log = logging.getLogger(__name__)
 

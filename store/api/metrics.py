@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from store.api.live_views import LiveViews
-from store.lookup import Answer, Lookup
-from store.online.online_store import Pointer
-from store.telemetry import instruments as counted
-from store.telemetry.exposition import CONTENT_TYPE, exposition, totals
-from store.telemetry.instruments import Instrument, Meter, Number, Timer
+from precompute.store.api.live_views import LiveViews
+from precompute.store.lookup import Answer, Lookup
+from precompute.store.online.online_store import Pointer
+from precompute.store.telemetry import instruments as counted
+from precompute.store.telemetry.exposition import CONTENT_TYPE, exposition, totals
+from precompute.store.telemetry.instruments import Instrument, Meter, Number, Timer
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
 

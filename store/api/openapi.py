@@ -1,12 +1,12 @@
-"""OpenAPI 3.1 document of the HTTP API; the schemas of what is sent and answered come from :mod:`store.api.wire`."""
+"""OpenAPI 3.1 document of the HTTP API; the schemas of what is sent and answered come from :mod:`precompute.store.api.wire`."""
 
 from __future__ import annotations
 
 from enum import Flag, auto
 from typing import Any
 
-from store.api import wire
-from store.lookup_options import BASE64, FLOAT, MAX_DEADLINE_MS, MAX_KEYS, MAX_NEIGHBOURS
+from precompute.store.api import wire
+from precompute.store.lookup_options import BASE64, FLOAT, MAX_DEADLINE_MS, MAX_KEYS, MAX_NEIGHBOURS
 
 
 class Asks(Flag):

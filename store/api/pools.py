@@ -12,11 +12,11 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
-from store.answer import Answer
-from store.api.request import Disconnected, Receive, hung_up
-from store.errors import RequestError
-from store.fallback import CLIENT, places
-from store.status import Reason
+from precompute.store.answer import Answer
+from precompute.store.api.request import Disconnected, Receive, hung_up
+from precompute.store.errors import RequestError
+from precompute.store.fallback import CLIENT, places
+from precompute.store.status import Reason
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

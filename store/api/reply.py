@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from store.api import wire
-from store.encoding.http_freshness import Headers
-from store.errors import DamagedPointerError, OnlineStoreError, RequestError, RowsLostError, VectorIndexError
+from precompute.store.api import wire
+from precompute.store.encoding.http_freshness import Headers
+from precompute.store.errors import DamagedPointerError, OnlineStoreError, RequestError, RowsLostError, VectorIndexError
 
 log = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from ipaddress import IPv6Address
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
-from store.api import wire
-from store.encoding.http_freshness import MOST_PARTS
-from store.errors import RequestError
-from store.lookup_options import BASE64, FLOAT, LookupOptions
+from precompute.store.api import wire
+from precompute.store.encoding.http_freshness import MOST_PARTS
+from precompute.store.errors import RequestError
+from precompute.store.lookup_options import BASE64, FLOAT, LookupOptions
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]

@@ -11,12 +11,12 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
-from store.answer import Answer, AnswerPlan
-from store.api import arrow, wire
-from store.api.metrics import Metrics
-from store.api.pools import Pool, Waits, give_up
-from store.api.reply import ARROW_TYPE, JSON_TYPE, RETRY_SOON, Reply, Stream, problem, refusal, tell_failure
-from store.api.request import (
+from precompute.store.answer import Answer, AnswerPlan
+from precompute.store.api import arrow, wire
+from precompute.store.api.metrics import Metrics
+from precompute.store.api.pools import Pool, Waits, give_up
+from precompute.store.api.reply import ARROW_TYPE, JSON_TYPE, RETRY_SOON, Reply, Stream, problem, refusal, tell_failure
+from precompute.store.api.request import (
     Disconnected,
     Receive,
     Scope,
@@ -28,10 +28,10 @@ from store.api.request import (
     read_body,
     wants_arrow,
 )
-from store.api.timing import Timing, timed
-from store.encoding.answer_size import MAX_ANSWER_BYTES, Measure, Room
-from store.encoding.arrow_template import stream_of
-from store.encoding.http_freshness import (
+from precompute.store.api.timing import Timing, timed
+from precompute.store.encoding.answer_size import MAX_ANSWER_BYTES, Measure, Room
+from precompute.store.encoding.arrow_template import stream_of
+from precompute.store.encoding.http_freshness import (
     PRIVATE,
     VARY,
     Caching,
@@ -42,17 +42,17 @@ from store.encoding.http_freshness import (
     missing_headers,
     row_headers,
 )
-from store.encoding.json_rows import head_json, lookup_json, lookup_pieces, row_json
-from store.encoding.row_cache import MAX_CACHE_BYTES, CachedRow, CacheKey, RowCache, cached_row, encoded_row
-from store.errors import OnlineStoreError, PrecomputeError, RequestError
-from store.feature_view import FeatureView
-from store.freshness import status_of
-from store.key_text import key_from_path
-from store.lookup import Lookup, WholeRow
-from store.lookup_options import CacheControl, LookupOptions
-from store.online.found_rows import FoundRows
-from store.online.online_store import Pointer
-from store.status import Reason, Status
+from precompute.store.encoding.json_rows import head_json, lookup_json, lookup_pieces, row_json
+from precompute.store.encoding.row_cache import MAX_CACHE_BYTES, CachedRow, CacheKey, RowCache, cached_row, encoded_row
+from precompute.store.errors import OnlineStoreError, PrecomputeError, RequestError
+from precompute.store.feature_view import FeatureView
+from precompute.store.freshness import status_of
+from precompute.store.key_text import key_from_path
+from precompute.store.lookup import Lookup, WholeRow
+from precompute.store.lookup_options import CacheControl, LookupOptions
+from precompute.store.online.found_rows import FoundRows
+from precompute.store.online.online_store import Pointer
+from precompute.store.status import Reason, Status
 
 _MISSING_STATUS = {Reason.DAMAGED: 500, Reason.DEADLINE: 504, Reason.SHED: 503, Reason.MODEL_ERROR: 502, Reason.BAD_KEY: 400}
 

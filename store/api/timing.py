@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Flag, auto
 
-from store.api.reply import Reply
-from store.api.request import Scope
+from precompute.store.api.reply import Reply
+from precompute.store.api.request import Scope
 
 
 class Timing(Flag):

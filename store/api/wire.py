@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from store.errors import RequestError
-from store.lookup_options import LookupOptions, SearchOptions
-from store.status import AnswerSource, Reason, Status
+from precompute.store.errors import RequestError
+from precompute.store.lookup_options import LookupOptions, SearchOptions
+from precompute.store.status import AnswerSource, Reason, Status
 
 JSON = "application/json"
 ARROW = "application/vnd.apache.arrow.stream"
@@ -28,7 +28,7 @@ with 400 numbers each as inputs fit, and 32 lookups of 1,000 keys of two parts."
 _FEW_BYTES = 64 * 1024
 """A body that holds few values, whatever they are."""
 MAX_KEY_JSON_BYTES = 8192
-"""Of a key of several parts: what one of :data:`store.key_text.MAX_KEY_BYTES` can take with all its characters escaped, and more. A text is no more work however long it is."""
+"""Of a key of several parts: what one of :data:`precompute.store.key_text.MAX_KEY_BYTES` can take with all its characters escaped, and more. A text is no more work however long it is."""
 _PATIENT_VALUES = MAX_VALUES // 5
 """As :data:`MAX_VALUES`, of a body that is read a second time, by a parser that takes five times as long for each."""
 

@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING, Any
 
-from store.api.wire import ViewLookupRequest
-from store.client.address import Tls
-from store.client.blocking_client import Client
-from store.client.calls import LookupWords, RowWords, SearchWords
+from precompute.store.api.wire import ViewLookupRequest
+from precompute.store.client.address import Tls
+from precompute.store.client.blocking_client import Client
+from precompute.store.client.calls import LookupWords, RowWords, SearchWords
 
 if TYPE_CHECKING:
-    from store.client.async_client import AsyncClient
+    from precompute.store.client.async_client import AsyncClient
 
 __all__ = ["AsyncClient", "Client", "LookupWords", "RowWords", "SearchWords", "Tls", "ViewLookupRequest"]
 
@@ -16,7 +16,7 @@ __all__ = ["AsyncClient", "Client", "LookupWords", "RowWords", "SearchWords", "T
 def __getattr__(name: str) -> Any:
     """The async client, once it is asked for: asyncio takes a third of the time that importing all the rest does."""
     if name == "AsyncClient":
-        from store.client.async_client import AsyncClient
+        from precompute.store.client.async_client import AsyncClient
 
         return AsyncClient
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from store.errors import ConfigError, RequestError
+from precompute.store.errors import ConfigError, RequestError
 
 _HOW = "write http://127.0.0.1:8080, https://host or unix:./api.sock"
 

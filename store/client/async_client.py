@@ -7,12 +7,12 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
-from store.api import wire
-from store.client import calls
-from store.client.address import Tls, address_of
-from store.client.async_transport import AsyncTransport
-from store.client.attempts import Attempts, Failure, Outcome, Pause, passing
-from store.client.calls import Call, FreshnessWords, LookupWords, RowWords, SearchWords, check_timeout
+from precompute.store.api import wire
+from precompute.store.client import calls
+from precompute.store.client.address import Tls, address_of
+from precompute.store.client.async_transport import AsyncTransport
+from precompute.store.client.attempts import Attempts, Failure, Outcome, Pause, passing
+from precompute.store.client.calls import Call, FreshnessWords, LookupWords, RowWords, SearchWords, check_timeout
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class AsyncClient:
-    """As :class:`store.client.Client`, for one event loop: the same arguments, calls, answers and errors, each call awaited.
+    """As :class:`precompute.store.client.Client`, for one event loop: the same arguments, calls, answers and errors, each call awaited.
 
     A task that is cancelled while it waits gives its connection back, and whatever it had begun ends with it.
     """
@@ -46,29 +46,29 @@ class AsyncClient:
         self._attempts = Attempts(retries, retry_share, hedge_share)
 
     async def get(self, view: str, keys: Iterable[Any], **words: Unpack[LookupWords]) -> pa.Table:
-        """As :meth:`store.client.Client.get`."""
+        """As :meth:`precompute.store.client.Client.get`."""
         return await self._ask(calls.table(view, keys, words))
 
     async def rows(self, view: str, keys: Iterable[Any], **words: Unpack[LookupWords]) -> wire.LookupAnswer:
-        """As :meth:`store.client.Client.rows`."""
+        """As :meth:`precompute.store.client.Client.rows`."""
         return await self._ask(calls.rows(view, keys, words))
 
     async def row(self, view: str, key: Any, **words: Unpack[RowWords]) -> wire.ViewRow:
-        """As :meth:`store.client.Client.row`."""
+        """As :meth:`precompute.store.client.Client.row`."""
         return await self._ask(calls.row(view, key, words))
 
     async def several(
         self, requests: Sequence[wire.ViewLookupRequest], timeout_s: float | None = None, **words: Unpack[FreshnessWords]
     ) -> list[wire.ViewAnswer]:
-        """As :meth:`store.client.Client.several`."""
+        """As :meth:`precompute.store.client.Client.several`."""
         return await self._ask(calls.several(requests, timeout_s, words))
 
     async def search(self, view: str, **words: Unpack[SearchWords]) -> wire.SearchAnswer:
-        """As :meth:`store.client.Client.search`."""
+        """As :meth:`precompute.store.client.Client.search`."""
         return await self._ask(calls.search(view, words))
 
     async def views(self, timeout_s: float | None = None) -> list[dict[str, Any]]:
-        """As :meth:`store.client.Client.views`."""
+        """As :meth:`precompute.store.client.Client.views`."""
         return await self._ask(calls.views(timeout_s))
 
     async def aclose(self) -> None:

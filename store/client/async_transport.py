@@ -10,11 +10,11 @@ from typing import Any
 
 import httpcore2
 
-from store.client.address import Address
-from store.client.answer_end import AnswerEnd
-from store.client.attempts import Failure, Outcome
-from store.client.calls import Call, Reply
-from store.client.transport import ERRORS, IDLE_S, MOST_ANSWER_BYTES, MUCH_BYTES, Pooled
+from precompute.store.client.address import Address
+from precompute.store.client.answer_end import AnswerEnd
+from precompute.store.client.attempts import Failure, Outcome
+from precompute.store.client.calls import Call, Reply
+from precompute.store.client.transport import ERRORS, IDLE_S, MOST_ANSWER_BYTES, MUCH_BYTES, Pooled
 
 
 class _Stream(httpcore2.AsyncNetworkStream):

@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import NamedTuple
 
-from store.client.calls import Reply, retry_after_s
-from store.clock import doubled_s
-from store.errors import PrecomputeError
+from precompute.store.client.calls import Reply, retry_after_s
+from precompute.store.clock import doubled_s
+from precompute.store.errors import PrecomputeError
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 """Of asking again: at random up to the first, then up to twice as much each time ("full jitter", M. Brooker, Exponential Backoff And Jitter, 2015)."""

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
-from store.api import wire
-from store.client import calls
-from store.client.address import Tls, address_of
-from store.client.attempts import Attempts, Failure, Outcome, Pause, passing
-from store.client.calls import Call, FreshnessWords, LookupWords, RowWords, SearchWords, check_timeout
-from store.client.transport import BlockingTransport, Exchange
+from precompute.store.api import wire
+from precompute.store.client import calls
+from precompute.store.client.address import Tls, address_of
+from precompute.store.client.attempts import Attempts, Failure, Outcome, Pause, passing
+from precompute.store.client.calls import Call, FreshnessWords, LookupWords, RowWords, SearchWords, check_timeout
+from precompute.store.client.transport import BlockingTransport, Exchange
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -69,9 +69,9 @@ class Client:
         self._lock, self._pid = threading.Lock(), os.getpid()
 
     def get(self, view: str, keys: Iterable[Any], **words: Unpack[LookupWords]) -> pa.Table:
-        """As :meth:`store.lookup.Lookup.get`, over HTTP and Arrow; ``keys`` may be of numpy, pandas or pyarrow.
+        """As :meth:`precompute.store.lookup.Lookup.get`, over HTTP and Arrow; ``keys`` may be of numpy, pandas or pyarrow.
 
-        ``.to_pandas()`` makes a DataFrame of it, and :func:`store.client.tables.arrays` numpy arrays.
+        ``.to_pandas()`` makes a DataFrame of it, and :func:`precompute.store.client.tables.arrays` numpy arrays.
 
         Raises:
             RequestError: the server refused, with its status and code.
@@ -101,11 +101,11 @@ class Client:
         return self._ask(calls.several(requests, timeout_s, words))
 
     def search(self, view: str, **words: Unpack[SearchWords]) -> wire.SearchAnswer:
-        """As :meth:`store.lookup.Lookup.search`."""
+        """As :meth:`precompute.store.lookup.Lookup.search`."""
         return self._ask(calls.search(view, words))
 
     def views(self, timeout_s: float | None = None) -> list[dict[str, Any]]:
-        """As :meth:`store.lookup.Lookup.views`."""
+        """As :meth:`precompute.store.lookup.Lookup.views`."""
         return self._ask(calls.views(timeout_s))
 
     def close(self) -> None:

@@ -14,8 +14,8 @@ from urllib.parse import quote, urlencode
 
 import msgspec
 
-from store.api import wire
-from store.errors import (
+from precompute.store.api import wire
+from precompute.store.errors import (
     ConfigError,
     DeniedError,
     MissingRowError,
@@ -25,8 +25,8 @@ from store.errors import (
     PrecomputeError,
     RequestError,
 )
-from store.key_text import join_key, key_list, plain_key, shown_key
-from store.lookup_options import BASE64, LookupOptions, SearchOptions, check_limits
+from precompute.store.key_text import join_key, key_list, plain_key, shown_key
+from precompute.store.lookup_options import BASE64, LookupOptions, SearchOptions, check_limits
 
 T = TypeVar("T")
 Answers = TypeVar("Answers", wire.LookupAnswer, wire.ViewRow, wire.SearchAnswer, wire.ViewAnswer)
@@ -46,7 +46,7 @@ class FreshnessWords(TypedDict, total=False):
 
 
 class RowWords(FreshnessWords, total=False):
-    """What a lookup may say beside its key, as :meth:`store.lookup.Lookup.get` has it, and how long the whole call may take."""
+    """What a lookup may say beside its key, as :meth:`precompute.store.lookup.Lookup.get` has it, and how long the whole call may take."""
 
     features: Sequence[str] | None
     fallback: bool
@@ -62,7 +62,7 @@ class LookupWords(RowWords, total=False):
 
 
 class SearchWords(TypedDict, total=False):
-    """What a search may say, as :meth:`store.lookup.Lookup.search` has it, and how long the whole call may take."""
+    """What a search may say, as :meth:`precompute.store.lookup.Lookup.search` has it, and how long the whole call may take."""
 
     key: Any
     vector: Sequence[float] | None
@@ -294,7 +294,7 @@ def _cache_control(words: FreshnessWords) -> list[tuple[bytes, bytes]]:
 
 
 def _spelled(keys: Any) -> msgspec.Raw:
-    """Keys, or one, as :func:`store.key_text.plain_key` has them, in JSON: what is none is one bad key, whatever it is."""
+    """Keys, or one, as :func:`precompute.store.key_text.plain_key` has them, in JSON: what is none is one bad key, whatever it is."""
     try:
         return msgspec.Raw(_encoder.encode(keys))
     except UnicodeEncodeError:
@@ -345,7 +345,7 @@ def strays(wanted: Sequence[tuple[str, list[Any]]], answered: Iterable[Answered]
     """What of an answer was not requested; None where views, keys, and how many of them, are those of the request, in its order.
 
     Args:
-        wanted: views, and of each the keys as :func:`store.key_text.plain_key` has them.
+        wanted: views, and of each the keys as :func:`precompute.store.key_text.plain_key` has them.
         answered: the same of the answer.
     """
     answers = list(answered)
@@ -423,7 +423,7 @@ def _as_lists(answer: Answers, rows: Sequence[wire.Row]) -> Answers:
 
 def _read_table(content: bytes) -> Any:
     # loads Arrow, which takes longer than all else here together
-    from store.client.tables import read_table
+    from precompute.store.client.tables import read_table
 
     return read_table(content)
 

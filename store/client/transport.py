@@ -14,11 +14,11 @@ from typing import Any
 
 import httpcore2
 
-from store.client.address import Address
-from store.client.answer_end import AnswerEnd
-from store.client.attempts import Failure, Outcome
-from store.client.calls import Call, Reply
-from store.errors import DeadlineError, NoAnswerError, RequestError
+from precompute.store.client.address import Address
+from precompute.store.client.answer_end import AnswerEnd
+from precompute.store.client.attempts import Failure, Outcome
+from precompute.store.client.calls import Call, Reply
+from precompute.store.errors import DeadlineError, NoAnswerError, RequestError
 
 IDLE_S = 30.0
 """A connection that was idle for longer is not used again: what lies between may have forgotten it without a word."""

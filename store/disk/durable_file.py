@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from store.disk.crashpoint import crashpoint
-from store.errors import ConflictError
+from precompute.store.disk.crashpoint import crashpoint
+from precompute.store.errors import ConflictError
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EFBIG, errno.EDQUOT})
 """A full disk, RLIMIT_FSIZE and a quota say the same thing with three numbers."""

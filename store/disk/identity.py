@@ -8,10 +8,10 @@ import os
 import uuid
 from pathlib import Path
 
-from store.disk.durable_file import create_once, disk_message, make_folder
-from store.disk.record_file import read_record_file
-from store.errors import SnapshotError
-from store.record import Record, sealed
+from precompute.store.disk.durable_file import create_once, disk_message, make_folder
+from precompute.store.disk.record_file import read_record_file
+from precompute.store.errors import SnapshotError
+from precompute.store.record import Record, sealed
 
 log = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
-from store.disk.durable_file import disk_message, locked, make_folder, replace_durably
-from store.disk.record_file import read_record_file
-from store.errors import ConflictError, FencedError, SnapshotError
-from store.record import Record, sealed
+from precompute.store.disk.durable_file import disk_message, locked, make_folder, replace_durably
+from precompute.store.disk.record_file import read_record_file
+from precompute.store.errors import ConflictError, FencedError, SnapshotError
+from precompute.store.record import Record, sealed
 
 log = logging.getLogger(__name__)
 

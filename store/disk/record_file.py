@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypeVar
 
-from store.errors import SnapshotError
-from store.record import read_record
+from precompute.store.errors import SnapshotError
+from precompute.store.record import read_record
 
 _R = TypeVar("_R")
 

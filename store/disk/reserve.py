@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from store.disk.durable_file import make_folder, relieved, replace_durably
+from precompute.store.disk.durable_file import make_folder, relieved, replace_durably
 
 log = logging.getLogger(__name__)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from store.answer import AnswerPlan
-from store.errors import RequestError
-from store.feature_view import SCALAR_TYPES
-from store.online.found_rows import FoundRows, PackedKeys
+from precompute.store.answer import AnswerPlan
+from precompute.store.errors import RequestError
+from precompute.store.feature_view import SCALAR_TYPES
+from precompute.store.online.found_rows import FoundRows, PackedKeys
 
 MAX_ANSWER_BYTES = 64 * 2**20
 """Of one answer, unless configured."""

@@ -12,10 +12,10 @@ from functools import lru_cache
 import numpy as np
 import pyarrow as pa
 
-from store.answer import Answer, AnswerPlan
-from store.encoding.ipc import END_OF_STREAM, field_at, table_at
-from store.online.found_rows import PackedKeys
-from store.online.packed import Buffer
+from precompute.store.answer import Answer, AnswerPlan
+from precompute.store.encoding.ipc import END_OF_STREAM, field_at, table_at
+from precompute.store.online.found_rows import PackedKeys
+from precompute.store.online.packed import Buffer
 
 _LINE_BYTES = 64
 """Where buffers begin, as pyarrow's own do."""
@@ -59,7 +59,7 @@ class _Template:
         """Take a table of a whole answer apart.
 
         Args:
-            table: as :meth:`store.answer.Answer.table` gives it.
+            table: as :meth:`precompute.store.answer.Answer.table` gives it.
             own: how many columns it has before those of the features.
         """
         schema = table.schema.serialize().to_pybytes()

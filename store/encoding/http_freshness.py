@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from email.utils import formatdate
 from functools import lru_cache
 
-from store.answer import Answer, AnswerPlan
-from store.errors import RequestError
-from store.feature_view import FeatureView
-from store.lookup_options import CacheControl
-from store.online.codec import CHECKSUM_BYTES
-from store.online.online_store import Pointer
-from store.status import Reason, Status
+from precompute.store.answer import Answer, AnswerPlan
+from precompute.store.errors import RequestError
+from precompute.store.feature_view import FeatureView
+from precompute.store.lookup_options import CacheControl
+from precompute.store.online.codec import CHECKSUM_BYTES
+from precompute.store.online.online_store import Pointer
+from precompute.store.status import Reason, Status
 
 Headers = list[tuple[bytes, bytes]]
 """Names in lower case."""

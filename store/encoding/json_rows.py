@@ -11,14 +11,14 @@ import numpy.typing as npt
 import orjson
 from pybase64 import b64encode
 
-from store.answer import Answer, AnswerPlan, base64_types
-from store.encoding.arrow_template import is_plain
-from store.feature_view import Feature, FeatureView
-from store.freshness import as_datetime
-from store.online.found_rows import WholeColumns
-from store.online.packed import Buffer
-from store.online.row_values import NUMPY_TYPES
-from store.status import AnswerSource, Status
+from precompute.store.answer import Answer, AnswerPlan, base64_types
+from precompute.store.encoding.arrow_template import is_plain
+from precompute.store.feature_view import Feature, FeatureView
+from precompute.store.freshness import as_datetime
+from precompute.store.online.found_rows import WholeColumns
+from precompute.store.online.packed import Buffer
+from precompute.store.online.row_values import NUMPY_TYPES
+from precompute.store.status import AnswerSource, Status
 
 key_json = _dumps = orjson.dumps
 _NUMPY = orjson.OPT_SERIALIZE_NUMPY
@@ -144,7 +144,7 @@ def _fresh_form(plan: AnswerPlan) -> tuple[bytes, list[Feature]]:
 
 
 def search_json(found: Mapping[str, Any], view: FeatureView, encoded: Collection[str] | None = None) -> bytes:
-    """A search's answer, as :meth:`store.lookup.Lookup.find` gives both; numbers as :func:`row_json` has them, so that a row reads the same wherever it is found.
+    """A search's answer, as :meth:`precompute.store.lookup.Lookup.find` gives both; numbers as :func:`row_json` has them, so that a row reads the same wherever it is found.
 
     Args:
         encoded: features whose vectors are base64, where they can be; None: as lists.

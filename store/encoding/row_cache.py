@@ -6,13 +6,13 @@ from collections import OrderedDict
 from functools import lru_cache
 from typing import NamedTuple
 
-from store.answer import Answer, AnswerPlan
-from store.encoding.http_freshness import VARY, Caching, Headers, chosen_features, json_form, last_modified, version_of
-from store.encoding.json_rows import head_json, key_json, tail_json, time_json
-from store.online.codec import CHECKSUM_BYTES
-from store.online.online_store import Pointer
-from store.online.packed import Buffer
-from store.status import AnswerSource, Status
+from precompute.store.answer import Answer, AnswerPlan
+from precompute.store.encoding.http_freshness import VARY, Caching, Headers, chosen_features, json_form, last_modified, version_of
+from precompute.store.encoding.json_rows import head_json, key_json, tail_json, time_json
+from precompute.store.online.codec import CHECKSUM_BYTES
+from precompute.store.online.online_store import Pointer
+from precompute.store.online.packed import Buffer
+from precompute.store.status import AnswerSource, Status
 
 MAX_CACHE_BYTES = 64 * 2**20
 """Of a worker, unless configured: 13,000 rows of 384 float32."""

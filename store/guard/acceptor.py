@@ -12,8 +12,8 @@ import ssl
 from collections.abc import Callable
 from typing import Any
 
-from store.guard.connections import HEADROOM, PAUSE_S, Connections
-from store.guard.protocol import LimitedProtocol
+from precompute.store.guard.connections import HEADROOM, PAUSE_S, Connections
+from precompute.store.guard.protocol import LimitedProtocol
 
 log = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from store.api.openapi import Asks
-from store.guard.tls import Tls
-from store.guard.tokens import Tokens
+from precompute.store.api.openapi import Asks
+from precompute.store.guard.tls import Tls
+from precompute.store.guard.tokens import Tokens
 
 
 def tokens_of(spec: Mapping[str, Any]) -> Tokens | None:

@@ -11,9 +11,9 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, Protocol
 
-from store.api.reply import Reply
-from store.guard.limits import Limits
-from store.telemetry.instruments import CONNECTIONS, CONNECTIONS_CLOSED, Meter
+from precompute.store.api.reply import Reply
+from precompute.store.guard.limits import Limits
+from precompute.store.telemetry.instruments import CONNECTIONS, CONNECTIONS_CLOSED, Meter
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ SECURITY_HEADERS = [(b"x-content-type-options", b"nosniff")]
 
 
 class Connection(Protocol):
-    """What is asked of one (:class:`store.guard.protocol.LimitedProtocol`)."""
+    """What is asked of one (:class:`precompute.store.guard.protocol.LimitedProtocol`)."""
 
     deadline: float
     write_deadline: float

@@ -6,11 +6,11 @@ import base64
 import binascii
 from typing import Any
 
-from store.api.reply import Reply, problem
-from store.api.request import STRANGER, Scope
-from store.guard.hosts import Hosts
-from store.guard.tokens import Tokens
-from store.telemetry.instruments import AUTH_REFUSED, Meter
+from precompute.store.api.reply import Reply, problem
+from precompute.store.api.request import STRANGER, Scope
+from precompute.store.guard.hosts import Hosts
+from precompute.store.guard.tokens import Tokens
+from precompute.store.telemetry.instruments import AUTH_REFUSED, Meter
 
 OPERATORS = frozenset({b"/", b"/metrics"})
 """What operators look at: on the admin address alone where there is one, and with a token of scope ``admin`` where there are tokens."""

@@ -8,7 +8,7 @@ import os
 import socket
 from pathlib import Path
 
-from store.errors import ConfigError
+from precompute.store.errors import ConfigError
 
 
 class Listener:

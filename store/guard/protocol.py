@@ -1,6 +1,6 @@
 """Protocol: uvicorn's HTTP/1.1, with limits on what a client sends and on how long it takes.
 
-Times are looked at by :class:`store.guard.connections.Connections` a few times a second, and here only written down: a timer for each request, as
+Times are looked at by :class:`precompute.store.guard.connections.Connections` a few times a second, and here only written down: a timer for each request, as
 uvicorn has it for idle connections, costs more.
 """
 
@@ -18,9 +18,9 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from store.api.front import ASKED
-from store.api.reply import RETRY_SOON, Reply, Stream, problem
-from store.guard.connections import Connections, header_lines, last_words
+from precompute.store.api.front import ASKED
+from precompute.store.api.reply import RETRY_SOON, Reply, Stream, problem
+from precompute.store.guard.connections import Connections, header_lines, last_words
 
 LINGER_BYTES, LINGER_HEAD_BYTES = 16 * 2**20, 2**18
 """Of a request that was refused, for its body or for its head, thrown away so that its sender comes to read why; one that sends more is cut off."""

@@ -15,13 +15,13 @@ from typing import Any
 
 import uvicorn
 
-from store.errors import ConfigError
-from store.guard.acceptor import Acceptor
-from store.guard.connections import HEADROOM, SECURITY_HEADERS, Connections
-from store.guard.limits import Limits
-from store.guard.protocol import LimitedProtocol
-from store.guard.tls import Tls
-from store.telemetry.instruments import Meter
+from precompute.store.errors import ConfigError
+from precompute.store.guard.acceptor import Acceptor
+from precompute.store.guard.connections import HEADROOM, SECURITY_HEADERS, Connections
+from precompute.store.guard.limits import Limits
+from precompute.store.guard.protocol import LimitedProtocol
+from precompute.store.guard.tls import Tls
+from precompute.store.telemetry.instruments import Meter
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class GuardedServer(uvicorn.Server):
     """Serves an application on listening sockets.
 
     Args:
-        app: ASGI 3. Where it has an ``at_once``, and a ``posted_at_once``, as :class:`store.api.front.Front` has, these are asked first: what they answer needs no task, and goes out in one piece.
+        app: ASGI 3. Where it has an ``at_once``, and a ``posted_at_once``, as :class:`precompute.store.api.front.Front` has, these are asked first: what they answer needs no task, and goes out in one piece.
         limits: of its connections; fewer connections where this process may not have as many files open.
         meter: counts them.
         tls: what TCP connections are wrapped in; None for plain HTTP. Unix sockets are always plain.

@@ -7,7 +7,7 @@ import os
 import ssl
 from pathlib import Path
 
-from store.errors import ConfigError
+from precompute.store.errors import ConfigError
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from store.clock import utc_now
-from store.disk.durable_file import locked, replace_durably
-from store.errors import ConfigError
+from precompute.store.clock import utc_now
+from precompute.store.disk.durable_file import locked, replace_durably
+from precompute.store.errors import ConfigError
 
 log = logging.getLogger(__name__)
 

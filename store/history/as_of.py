@@ -8,12 +8,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from store.errors import RequestError, SnapshotError
-from store.freshness import as_datetime, as_us, iso
-from store.history.part_rows import reading
-from store.history.timeline import Period, Values, timeline
-from store.offline.snapshot import Snapshot
-from store.offline.view_store import ViewStore
+from precompute.store.errors import RequestError, SnapshotError
+from precompute.store.freshness import as_datetime, as_us, iso
+from precompute.store.history.part_rows import reading
+from precompute.store.history.timeline import Period, Values, timeline
+from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.view_store import ViewStore
 
 
 def snapshot_at(store: ViewStore, as_of: datetime | None = None, *, values: Values = "served") -> Snapshot:

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from store.entity_key import key_column
-from store.errors import SnapshotError
-from store.offline.snapshot import Snapshot
-from store.offline.view_store import ViewStore
+from precompute.store.entity_key import key_column
+from precompute.store.errors import SnapshotError
+from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.view_store import ViewStore
 
 
 class Changes:

@@ -13,16 +13,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from store.errors import RequestError, SnapshotError
-from store.freshness import as_datetime, iso, microseconds
-from store.history.as_of import manifests_of
-from store.history.part_rows import reading, rows_at
-from store.history.timeline import Period, served_periods
-from store.history.versions import Span, Versions, key_names
-from store.key_text import key_text, split_key
-from store.offline.snapshot import Snapshot
-from store.offline.standing import Standing
-from store.offline.view_store import ViewStore
+from precompute.store.errors import RequestError, SnapshotError
+from precompute.store.freshness import as_datetime, iso, microseconds
+from precompute.store.history.as_of import manifests_of
+from precompute.store.history.part_rows import reading, rows_at
+from precompute.store.history.timeline import Period, served_periods
+from precompute.store.history.versions import Span, Versions, key_names
+from precompute.store.key_text import key_text, split_key
+from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.standing import Standing
+from precompute.store.offline.view_store import ViewStore
 
 _INT64 = re.compile("0|-?[1-9][0-9]{0,17}")
 """Whole numbers that fit; a longer one is compared as text, which is as good."""
@@ -90,7 +90,7 @@ def explain(store: ViewStore, key: Any, *, memory_mb: int = 1024) -> Explanation
 
     Args:
         store: of the view.
-        key: as :func:`store.entity_key.key_text` takes it.
+        key: as :func:`precompute.store.entity_key.key_text` takes it.
         memory_mb: DuckDB's memory.
 
     Raises:

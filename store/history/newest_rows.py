@@ -11,13 +11,13 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from store.disk.spill_folder import SpillFolder
-from store.errors import SnapshotError
-from store.history.part_rows import reading, rows_at
-from store.history.versions import key_names
-from store.offline.snapshot import DELETES_SCHEMA, Part, Snapshot
-from store.offline.view_store import ViewStore
-from store.sql import open_duckdb, parquet_sql
+from precompute.store.disk.spill_folder import SpillFolder
+from precompute.store.errors import SnapshotError
+from precompute.store.history.part_rows import reading, rows_at
+from precompute.store.history.versions import key_names
+from precompute.store.offline.snapshot import DELETES_SCHEMA, Part, Snapshot
+from precompute.store.offline.view_store import ViewStore
+from precompute.store.sql import open_duckdb, parquet_sql
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from store.errors import SnapshotError
+from precompute.store.errors import SnapshotError
 
 
 def rows_at(paths: Sequence[Path], file: npt.NDArray[np.int32], row: npt.NDArray[np.int64], schema: pa.Schema) -> pa.Table:
@@ -51,7 +51,7 @@ def _rows_of(path: Path, rows: npt.NDArray[np.int64], schema: pa.Schema) -> Iter
 
 @contextlib.contextmanager
 def reading(view: str) -> Iterator[None]:
-    """What goes wrong while a view's history is read, as a :class:`store.errors.SnapshotError`."""
+    """What goes wrong while a view's history is read, as a :class:`precompute.store.errors.SnapshotError`."""
     try:
         yield
     except duckdb.OutOfMemoryException as exc:

@@ -10,13 +10,13 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from store.errors import RequestError
-from store.feature_view import FeatureView
-from store.history.as_of import manifests_of
-from store.history.part_rows import reading, rows_at
-from store.history.timeline import Values, newest, timeline
-from store.history.versions import Versions, key_names
-from store.offline.view_store import OfflineStore, ViewStore
+from precompute.store.errors import RequestError
+from precompute.store.feature_view import FeatureView
+from precompute.store.history.as_of import manifests_of
+from precompute.store.history.part_rows import reading, rows_at
+from precompute.store.history.timeline import Values, newest, timeline
+from precompute.store.history.versions import Versions, key_names
+from precompute.store.offline.view_store import OfflineStore, ViewStore
 
 
 def get_historical_features(

@@ -8,13 +8,13 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from store.errors import RequestError, SnapshotError
-from store.freshness import Sighting, as_us, microseconds
-from store.offline.publishings import Publishing
-from store.offline.snapshot import Snapshot
-from store.offline.standing import Standing, keeps_live
-from store.offline.view_store import ViewStore
-from store.partition import Partition
+from precompute.store.errors import RequestError, SnapshotError
+from precompute.store.freshness import Sighting, as_us, microseconds
+from precompute.store.offline.publishings import Publishing
+from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.standing import Standing, keeps_live
+from precompute.store.offline.view_store import ViewStore
+from precompute.store.partition import Partition
 
 Values = Literal["served", "best_known"]
 """Which values count at a time: those that a lookup then was ``served`` from the store; or those that are ``best_known`` of it now, whenever they were computed and whether
@@ -24,7 +24,7 @@ or not they were published."""
 class Period(NamedTuple):
     """From ``since_us`` (µs since 1970) until the next period ``snapshot`` answers; None where nothing that is kept does, and ``why`` says what there was.
 
-    Ages count from ``published_us`` at the latest, and from ``renewed_us`` at the earliest, as :class:`store.freshness.Sighting` has it; a row older than ``longest_s``
+    Ages count from ``published_us`` at the latest, and from ``renewed_us`` at the earliest, as :class:`precompute.store.freshness.Sighting` has it; a row older than ``longest_s``
     answers no more (None: whatever its age).
     """
 

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from store.disk.spill_folder import SpillFolder
-from store.history.timeline import Period
-from store.offline.snapshot import Part, Snapshot
-from store.offline.view_store import ViewStore
-from store.sql import open_duckdb, parquet_sql
+from precompute.store.disk.spill_folder import SpillFolder
+from precompute.store.history.timeline import Period
+from precompute.store.offline.snapshot import Part, Snapshot
+from precompute.store.offline.view_store import ViewStore
+from precompute.store.sql import open_duckdb, parquet_sql
 
 
 def key_names(entity: Sequence[str]) -> list[str]:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from store.kept.kept_rows import KeptLimits, KeptRows, Space, clock_us
+from precompute.store.kept.kept_rows import KeptLimits, KeptRows, Space, clock_us
 
 log = logging.getLogger(__name__)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from store.errors import OnlineStoreError
-from store.kept.kept_rows import KeptLimits, KeptRows, Space, clock_us
-from store.redis.cluster import Cluster
-from store.redis.options import RedisOptions
-from store.redis.servers import Servers, SingleServer
+from precompute.store.errors import OnlineStoreError
+from precompute.store.kept.kept_rows import KeptLimits, KeptRows, Space, clock_us
+from precompute.store.redis.cluster import Cluster
+from precompute.store.redis.options import RedisOptions
+from precompute.store.redis.servers import Servers, SingleServer
 
 log = logging.getLogger(__name__)
 

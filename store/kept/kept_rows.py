@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from store.freshness import AHEAD_US
-from store.online.codec import RowCodec
-from store.online.kernels import hash_of
-from store.online.online_store import Pointer
+from precompute.store.freshness import AHEAD_US
+from precompute.store.online.codec import RowCodec
+from precompute.store.online.kernels import hash_of
+from precompute.store.online.online_store import Pointer
 
 JITTER = 0.1
 """By this share of it a row is kept shorter, at random: what was computed at once is not computed again at once."""

@@ -8,10 +8,10 @@ import queue
 import threading
 import time
 
-from store.fallback import Computed, Miss
-from store.kept.kept_rows import Kept, KeptRows
-from store.online.online_store import Pointer
-from store.telemetry.instruments import CACHE, Meter
+from precompute.store.fallback import Computed, Miss
+from precompute.store.kept.kept_rows import Kept, KeptRows
+from precompute.store.online.online_store import Pointer
+from precompute.store.telemetry.instruments import CACHE, Meter
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from store.disk.durable_file import replace_undurably
-from store.errors import SnapshotError
-from store.offline.snapshot import Snapshot
+from precompute.store.disk.durable_file import replace_undurably
+from precompute.store.errors import SnapshotError
+from precompute.store.offline.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from store.disk.crashpoint import crashpoint
-from store.disk.durable_file import disk_message, sync_folder
-from store.disk.lease import Lease, take
-from store.errors import ConflictError, SnapshotError
-from store.offline.catalog import Catalog, Entry
-from store.offline.refs import run_lease
-from store.offline.standing import Standing
-from store.offline.view_store import ViewStore
+from precompute.store.disk.crashpoint import crashpoint
+from precompute.store.disk.durable_file import disk_message, sync_folder
+from precompute.store.disk.lease import Lease, take
+from precompute.store.errors import ConflictError, SnapshotError
+from precompute.store.offline.catalog import Catalog, Entry
+from precompute.store.offline.refs import run_lease
+from precompute.store.offline.standing import Standing
+from precompute.store.offline.view_store import ViewStore
 
 log = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from store.disk.crashpoint import crashpoint
-from store.disk.durable_file import disk_message, make_folder, sha256_of
-from store.errors import SnapshotError
-from store.offline.row_figures import RowFigures
-from store.offline.snapshot import Part
-from store.record import Record, content_of, record_of, sealed
+from precompute.store.disk.crashpoint import crashpoint
+from precompute.store.disk.durable_file import disk_message, make_folder, sha256_of
+from precompute.store.errors import SnapshotError
+from precompute.store.offline.row_figures import RowFigures
+from precompute.store.offline.snapshot import Part
+from precompute.store.record import Record, content_of, record_of, sealed
 
 log = logging.getLogger(__name__)
 

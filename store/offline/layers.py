@@ -11,8 +11,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from store.disk.durable_file import limit_of
-from store.errors import SnapshotError
+from precompute.store.disk.durable_file import limit_of
+from precompute.store.errors import SnapshotError
 
 Numbers = npt.NDArray[np.int64]
 

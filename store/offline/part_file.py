@@ -14,8 +14,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from store.disk.crashpoint import crashpoint
-from store.disk.durable_file import make_folder, sync_folder
+from precompute.store.disk.crashpoint import crashpoint
+from precompute.store.disk.durable_file import make_folder, sync_folder
 
 ROW_GROUP_BYTES = 2 * 2**20
 """Of rows in memory, about: what is read for a row that is drawn or looked up. DuckDB reads smaller ones more slowly."""

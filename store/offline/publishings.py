@@ -10,10 +10,10 @@ import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from store.disk.crashpoint import crashpoint
-from store.disk.durable_file import replace_durably
-from store.errors import SnapshotError
-from store.record import Record, read_record, sealed
+from precompute.store.disk.crashpoint import crashpoint
+from precompute.store.disk.durable_file import replace_durably
+from precompute.store.errors import SnapshotError
+from precompute.store.record import Record, read_record, sealed
 
 NAME = "publishings.jsonl"
 

@@ -14,13 +14,13 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from store.clock import utc_now
-from store.disk.durable_file import create_once, disk_message, locked, make_folder, replace_durably, sync_folder
-from store.disk.lease import Lease
-from store.disk.record_file import read_record_file
-from store.errors import ConflictError, SnapshotError
-from store.offline.publishings import NAME, Publishing, PublishingLog
-from store.record import Record, force_setattr, read_record, replace, sealed
+from precompute.store.clock import utc_now
+from precompute.store.disk.durable_file import create_once, disk_message, locked, make_folder, replace_durably, sync_folder
+from precompute.store.disk.lease import Lease
+from precompute.store.disk.record_file import read_record_file
+from precompute.store.errors import ConflictError, SnapshotError
+from precompute.store.offline.publishings import NAME, Publishing, PublishingLog
+from precompute.store.record import Record, force_setattr, read_record, replace, sealed
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from store.feature_view import Feature, FeatureView
-from store.offline.value_figures import ValueCounter, ValueFigures
-from store.record import Record, field
+from precompute.store.feature_view import Feature, FeatureView
+from precompute.store.offline.value_figures import ValueCounter, ValueFigures
+from precompute.store.record import Record, field
 
 _SHIFT = 19
 """Bits of a float32 that a bucket does not look at: sign and exponent stay, and 4 bits of the fraction."""

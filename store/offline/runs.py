@@ -15,11 +15,11 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from store.disk.durable_file import disk_message, make_folder, replace_durably, sync_folder
-from store.errors import SnapshotError
-from store.freshness import AHEAD_US
-from store.offline.snapshot import Verdict
-from store.record import Record, field, read_record, sealed
+from precompute.store.disk.durable_file import disk_message, make_folder, replace_durably, sync_folder
+from precompute.store.errors import SnapshotError
+from precompute.store.freshness import AHEAD_US
+from precompute.store.offline.snapshot import Verdict
+from precompute.store.record import Record, field, read_record, sealed
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Report(Record):
     engine: dict[str, Any] = field(default_factory=dict)
     """What computing took, stage by stage, as the engine's meter tells it."""
     index: dict[str, Any] = field(default_factory=dict)
-    """What was measured of the vector index, where one was built: see :class:`store.vectors.index_record.IndexFigures`."""
+    """What was measured of the vector index, where one was built: see :class:`precompute.store.vectors.index_record.IndexFigures`."""
     inputs: dict[str, int] = field(default_factory=dict)
     gates: list[Verdict] = field(default_factory=list)
     resumed: int = 0

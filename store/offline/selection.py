@@ -20,11 +20,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from store.disk.durable_file import limit_of
-from store.entity_key import key_column
-from store.errors import SnapshotError
-from store.offline.layers import Layers
-from store.offline.part_file import ROW_GROUP_BYTES, rare_rows
+from precompute.store.disk.durable_file import limit_of
+from precompute.store.entity_key import key_column
+from precompute.store.errors import SnapshotError
+from precompute.store.offline.layers import Layers
+from precompute.store.offline.part_file import ROW_GROUP_BYTES, rare_rows
 
 CLUSTERS = 64
 """Row groups that a draw of many rows reads: 64 places spread over all rows tell a share of a third to ± 6 % when whole row groups are alike, and to

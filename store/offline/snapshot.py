@@ -10,10 +10,10 @@ from collections.abc import Mapping
 
 import pyarrow as pa
 
-from store.errors import SnapshotError
-from store.feature_view import FeatureView
-from store.offline.row_figures import RowFigures
-from store.record import Record, field, plain, record_of
+from precompute.store.errors import SnapshotError
+from precompute.store.feature_view import FeatureView
+from precompute.store.offline.row_figures import RowFigures
+from precompute.store.record import Record, field, plain, record_of
 
 FORMAT_VERSION = 2
 """Major version of the manifest: a reader refuses a later one, and ignores fields it does not know. 1 knew no deltas."""
@@ -124,7 +124,7 @@ class Snapshot(Record, frozen=True):
     content: str = ""
     """Digest of the recipe and of all keys and input hashes: two snapshots of one content hold the same values."""
     partition: str | None = None
-    """Interval of data time it covers, as :class:`store.partition.Partition` writes it."""
+    """Interval of data time it covers, as :class:`precompute.store.partition.Partition` writes it."""
     members: Mapping[str, int] = field(default_factory=dict)
     """Of an **assembled** one, which covers all partitions of its view: each partition → the number of its snapshot that is served. A key has its row of the
     newest partition that has it. Most parts are the members' own, by reference; ``partition`` is None."""

@@ -10,10 +10,10 @@ import logging
 from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 
-from store.errors import GateError, SnapshotError
-from store.offline.refs import BadMark, LiveRef
-from store.offline.snapshot import Snapshot
-from store.offline.view_store import ViewStore
+from precompute.store.errors import GateError, SnapshotError
+from precompute.store.offline.refs import BadMark, LiveRef
+from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.view_store import ViewStore
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from store.feature_view import Feature
-from store.record import Record, field
+from precompute.store.feature_view import Feature
+from precompute.store.record import Record, field
 
 SHIFT = 17
 """Bits of a float32 that a bucket does not look at: 64 buckets to each power of two, so that a quantile is within 0.8 %."""

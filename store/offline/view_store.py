@@ -18,21 +18,21 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from store.clock import utc_now
-from store.disk.crashpoint import crashpoint
-from store.disk.durable_file import create_once, disk_message, limit_of, make_folder, sha256_of, sync_folder
-from store.disk.lease import Lease, is_held
-from store.errors import SnapshotError, UnreadableError
-from store.feature_view import NAME
-from store.offline.catalog import Catalog, add_to_catalog, read_catalog
-from store.offline.journal import Journals
-from store.offline.layers import Deletes, Layers, Numbers, dead_rows, living, read_deletes
-from store.offline.part_file import write_part_file
-from store.offline.refs import BadMark, Refs, run_lease
-from store.offline.runs import Runs
-from store.offline.selection import CLUSTERS, Selection, all_rows, seed_of
-from store.offline.snapshot import Part, Snapshot
-from store.record import replace
+from precompute.store.clock import utc_now
+from precompute.store.disk.crashpoint import crashpoint
+from precompute.store.disk.durable_file import create_once, disk_message, limit_of, make_folder, sha256_of, sync_folder
+from precompute.store.disk.lease import Lease, is_held
+from precompute.store.errors import SnapshotError, UnreadableError
+from precompute.store.feature_view import NAME
+from precompute.store.offline.catalog import Catalog, add_to_catalog, read_catalog
+from precompute.store.offline.journal import Journals
+from precompute.store.offline.layers import Deletes, Layers, Numbers, dead_rows, living, read_deletes
+from precompute.store.offline.part_file import write_part_file
+from precompute.store.offline.refs import BadMark, Refs, run_lease
+from precompute.store.offline.runs import Runs
+from precompute.store.offline.selection import CLUSTERS, Selection, all_rows, seed_of
+from precompute.store.offline.snapshot import Part, Snapshot
+from precompute.store.record import replace
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class ViewStore:
 
     @property
     def leases(self) -> Path:
-        """Folder of the leases: see :mod:`store.disk.lease`."""
+        """Folder of the leases: see :mod:`precompute.store.disk.lease`."""
         return self.refs.folder
 
     @property
@@ -245,7 +245,7 @@ class ViewStore:
         self, snapshot: Snapshot, rows: int, columns: Sequence[str] | None = None, places: int = CLUSTERS, turn: int = 0
     ) -> pa.Table:
         """Up to ``rows`` rows drawn at random from all over the snapshot, in its order; the same ones every time of a ``turn``. Reads the row groups they lie in, and
-        of a large snapshot not many of these (``places``): see :meth:`store.offline.selection.Selection.draw`.
+        of a large snapshot not many of these (``places``): see :meth:`precompute.store.offline.selection.Selection.draw`.
 
         Raises:
             SnapshotError: a part is missing or damaged.
@@ -355,7 +355,7 @@ class ViewStore:
             run: id of the run; its folder is created.
             name: file name, unique within the run.
             table: the rows.
-            rare: numbers of those that a gate may allow none of, as :meth:`store.offline.row_figures.RowCounter.rare` tells them; None where nobody asks.
+            rare: numbers of those that a gate may allow none of, as :meth:`precompute.store.offline.row_figures.RowCounter.rare` tells them; None where nobody asks.
 
         Raises:
             SnapshotError: no space, or another failure of the file system.

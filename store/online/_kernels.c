@@ -970,7 +970,7 @@ static PyType_Slot RECORDS_SLOTS[] = {
 };
 
 static PyType_Spec RECORDS_SPEC = {
-    .name = "store.online._kernels.Records",
+    .name = "precompute.store.online._kernels.Records",
     .basicsize = sizeof(Records),
     .flags = Py_TPFLAGS_DEFAULT,
     .slots = RECORDS_SLOTS,
@@ -1071,7 +1071,7 @@ static PyModuleDef_Slot SLOTS[] = {
 
 static struct PyModuleDef MODULE = {
     .m_base = PyModuleDef_HEAD_INIT,
-    .m_name = "store.online._kernels",
+    .m_name = "precompute.store.online._kernels",
     .m_doc = "Kernels in C: see store/online/kernels.py.",
     .m_methods = METHODS,
     .m_slots = SLOTS,

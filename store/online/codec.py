@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from store.entity_key import key_column
-from store.feature_view import Feature, FeatureView
-from store.online import kernels
-from store.online.found_rows import FoundRows
-from store.online.packed import I8, U1, U8, Buffer, Packed, RowBatch
-from store.online.row_values import (
+from precompute.store.entity_key import key_column
+from precompute.store.feature_view import Feature, FeatureView
+from precompute.store.online import kernels
+from precompute.store.online.found_rows import FoundRows
+from precompute.store.online.packed import I8, U1, U8, Buffer, Packed, RowBatch
+from precompute.store.online.row_values import (
     NUMPY_TYPES,
     STRUCT_TYPES,
     assembled,
@@ -35,7 +35,7 @@ from store.online.row_values import (
     strings,
     variable_parts,
 )
-from store.online.vector_packing import packed_vectors, stored_layout, unpacked_vectors
+from precompute.store.online.vector_packing import packed_vectors, stored_layout, unpacked_vectors
 
 FORMAT_VERSION = 2
 HEADER_BYTES = kernels.ROW_HEADER.itemsize

@@ -9,14 +9,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from store.feature_view import Feature
-from store.online import kernels
-from store.online.codec import RowCodec
-from store.online.found_rows import WholeColumns
-from store.online.kernels import DAMAGED, FOUND, LINE_BYTES, Records
-from store.online.packed import U1, U8, Packed
-from store.online.row_values import NUMPY_TYPES, fixed_array
-from store.online.vector_packing import stored_layout, unpacked_vectors
+from precompute.store.feature_view import Feature
+from precompute.store.online import kernels
+from precompute.store.online.codec import RowCodec
+from precompute.store.online.found_rows import WholeColumns
+from precompute.store.online.kernels import DAMAGED, FOUND, LINE_BYTES, Records
+from precompute.store.online.packed import U1, U8, Packed
+from precompute.store.online.row_values import NUMPY_TYPES, fixed_array
+from precompute.store.online.vector_packing import stored_layout, unpacked_vectors
 
 
 class ColumnReader:

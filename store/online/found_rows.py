@@ -9,8 +9,8 @@ from typing import Protocol, overload
 import numpy as np
 import numpy.typing as npt
 
-from store.online import kernels
-from store.online.packed import I8, U1, U8, Buffer, Packed
+from precompute.store.online import kernels
+from precompute.store.online.packed import I8, U1, U8, Buffer, Packed
 
 
 class PackedKeys(Sequence[bytes]):
@@ -49,7 +49,7 @@ class PackedKeys(Sequence[bytes]):
 
 @dataclass(frozen=True, slots=True)
 class WholeColumns:
-    """The values of n rows as columns: each row's :class:`store.online.codec.State`, uint8 [n]; when it was computed, int64 [n] µs, 0 where it is not
+    """The values of n rows as columns: each row's :class:`precompute.store.online.codec.State`, uint8 [n]; when it was computed, int64 [n] µs, 0 where it is not
     whole; how many are ``whole``; and the bytes of each field's values, zeros where the row is not whole."""
 
     states: U1
@@ -64,7 +64,7 @@ class WholeColumns:
 
 
 class Reader(Protocol):
-    """What makes columns of rows: :class:`store.online.column_reader.ColumnReader`."""
+    """What makes columns of rows: :class:`precompute.store.online.column_reader.ColumnReader`."""
 
     def of_rows(self, rows: Packed, key_hashes: U8, damaged: npt.NDArray[np.bool_] | None = None) -> WholeColumns:
         """Of packed rows."""

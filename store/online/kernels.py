@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from store.online.packed import I8, U1, U8, Buffer, Packed
+from precompute.store.online.packed import I8, U1, U8, Buffer, Packed
 
 _VERSION = 6
 """Of what this file and the extension say to each other; _kernels.c has it too."""
@@ -28,7 +28,7 @@ def _extension() -> ModuleType | None:
     if os.environ.get("PRECOMPUTE_KERNELS") == "python":
         return None
     try:
-        built = importlib.import_module("store.online._kernels")
+        built = importlib.import_module("precompute.store.online._kernels")
     except ImportError:
         # it is built where a compiler is; without it only time is lost
         return None

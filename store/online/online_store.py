@@ -13,17 +13,17 @@ from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import ClassVar, NamedTuple
 
-from store.errors import ConflictError, DamagedPointerError, OnlineStoreError, RowsLostError
-from store.feature_view import FeatureView
-from store.online.codec import schema_tag
-from store.online.found_rows import FoundRows, overlaid
-from store.online.packed import Buffer, Rows
-from store.record import Record, field, force_setattr, plain, read_record, sealed
+from precompute.store.errors import ConflictError, DamagedPointerError, OnlineStoreError, RowsLostError
+from precompute.store.feature_view import FeatureView
+from precompute.store.online.codec import schema_tag
+from precompute.store.online.found_rows import FoundRows, overlaid
+from precompute.store.online.packed import Buffer, Rows
+from precompute.store.record import Record, field, force_setattr, plain, read_record, sealed
 
 
 class Generation(Record, frozen=True):
     """What is loaded in one go: ``snapshot`` is whose rows it holds and ``run`` the run that made that, ``base`` the number of the generation that an overlay
-    lies right over, a base or another overlay; None of a base. ``schema`` is its rows' tag (:func:`store.online.codec.schema_tag`); None where who loaded it did not say."""
+    lies right over, a base or another overlay; None of a base. ``schema`` is its rows' tag (:func:`precompute.store.online.codec.schema_tag`); None where who loaded it did not say."""
 
     number: int
     snapshot: int
@@ -127,7 +127,7 @@ class Pointer(Record, frozen=True):
 class OnlineStore(ABC):
     """The contract every online store keeps; one test suite holds them all to it.
 
-    Keys are the UTF-8 of :mod:`store.entity_key`'s text. All methods raise :class:`OnlineStoreError` when the store cannot be
+    Keys are the UTF-8 of :mod:`precompute.store.entity_key`'s text. All methods raise :class:`OnlineStoreError` when the store cannot be
     reached or refuses; none swallows anything. Safe to share between threads.
     """
 

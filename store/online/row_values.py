@@ -11,10 +11,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from store.errors import OnlineStoreError, RowsLostError
-from store.feature_view import Feature
-from store.online import kernels
-from store.online.packed import I8, U1, U8, Packed
+from precompute.store.errors import OnlineStoreError, RowsLostError
+from precompute.store.feature_view import Feature
+from precompute.store.online import kernels
+from precompute.store.online.packed import I8, U1, U8, Packed
 
 NUMPY_TYPES = {
     "float16": "<f2",

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from store.disk.durable_file import limit_of
-from store.errors import OnlineStoreError
-from store.online.kernels import LINE_BYTES, LINE_SLOTS, Layout, Records, hash_of
-from store.online.packed import U1, U8, Packed
+from precompute.store.disk.durable_file import limit_of
+from precompute.store.errors import OnlineStoreError
+from precompute.store.online.kernels import LINE_BYTES, LINE_SLOTS, Layout, Records, hash_of
+from precompute.store.online.packed import U1, U8, Packed
 
 FORMAT_VERSION = 1
 
@@ -111,7 +111,7 @@ class TableFile:
         self.meta: dict[str, Any] = meta
 
     def read(self, keys: Packed, key_hashes: U8, below: Sequence[TableFile] = ()) -> tuple[Packed, U1]:
-        """As :meth:`store.online.kernels.Records.read`: what this has nothing of is looked for in those ``below``, in turn."""
+        """As :meth:`precompute.store.online.kernels.Records.read`: what this has nothing of is looked for in those ``below``, in turn."""
         return self.records.read(keys, key_hashes, [table.records for table in below])
 
     def check(self) -> list[str]:

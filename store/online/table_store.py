@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from store.disk.durable_file import disk_message, limit_of, locked, make_folder, replace_durably, sync_folder
-from store.errors import DamagedPointerError, OnlineStoreError, RowsLostError
-from store.feature_view import NAME
-from store.online import kernels
-from store.online.found_rows import FoundRows, PackedKeys, Reader, WholeColumns
-from store.online.online_store import (
+from precompute.store.disk.durable_file import disk_message, limit_of, locked, make_folder, replace_durably, sync_folder
+from precompute.store.errors import DamagedPointerError, OnlineStoreError, RowsLostError
+from precompute.store.feature_view import NAME
+from precompute.store.online import kernels
+from precompute.store.online.found_rows import FoundRows, PackedKeys, Reader, WholeColumns
+from precompute.store.online.online_store import (
     FileCheck,
     Generation,
     OnlineStore,
@@ -30,10 +30,10 @@ from store.online.online_store import (
     check_not_live,
     check_taken,
 )
-from store.online.packed import Packed, Rows
-from store.online.table_file import TableFile
-from store.online.table_writer import TableWriter
-from store.record import plain, record_of
+from precompute.store.online.packed import Packed, Rows
+from precompute.store.online.table_file import TableFile
+from precompute.store.online.table_writer import TableWriter
+from precompute.store.record import plain, record_of
 
 WARM_BYTES = 2**30
 """Of a generation that goes live: read into memory before readers come, at most."""

@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from store.disk.durable_file import disk_message, sync_folder
-from store.errors import OnlineStoreError
-from store.online.kernels import LINE_SLOTS, hash_of, homes, lay_out, line_checks, send, slots_of
-from store.online.packed import I8, U8, RowBatch
-from store.online.table_file import BLOCK_BYTES, header_of, index_start
+from precompute.store.disk.durable_file import disk_message, sync_folder
+from precompute.store.errors import OnlineStoreError
+from precompute.store.online.kernels import LINE_SLOTS, hash_of, homes, lay_out, line_checks, send, slots_of
+from precompute.store.online.packed import I8, U8, RowBatch
+from precompute.store.online.table_file import BLOCK_BYTES, header_of, index_start
 
 HOME_ROWS = 3.5
 """Rows to a line of the index, of the seven it has room for: one key of a hundred is found in a second line, and a row costs 18 bytes."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from store.feature_view import Feature
+from precompute.store.feature_view import Feature
 
 F4 = npt.NDArray[np.float32]
 

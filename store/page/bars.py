@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from store.clock import duration, parsed_time
-from store.offline.runs import Report
-from store.page.html import Html, element, joined
+from precompute.store.clock import duration, parsed_time
+from precompute.store.offline.runs import Report
+from precompute.store.page.html import Html, element, joined
 
 
 def percent(share: float) -> str:

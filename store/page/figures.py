@@ -9,11 +9,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from store.offline.runs import Report
-from store.offline.view_store import OfflineStore
-from store.telemetry import instruments as counted
-from store.telemetry.exposition import Totals, totals
-from store.telemetry.instruments import BUCKETS, Instrument, Meter
+from precompute.store.offline.runs import Report
+from precompute.store.offline.view_store import OfflineStore
+from precompute.store.telemetry import instruments as counted
+from precompute.store.telemetry.exposition import Totals, totals
+from precompute.store.telemetry.instruments import BUCKETS, Instrument, Meter
 
 RUNS = 24
 """Of a view, the newest: what the line of its runs shows; the last few are told in words."""
@@ -21,7 +21,7 @@ RUNS = 24
 
 @dataclass(frozen=True)
 class ViewFigures:
-    """One view: ``told`` as :meth:`store.lookup.Lookup.describe` has it, and its ``runs``, the newest first."""
+    """One view: ``told`` as :meth:`precompute.store.lookup.Lookup.describe` has it, and its ``runs``, the newest first."""
 
     told: Mapping[str, Any]
     runs: Sequence[Report] = ()

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
-from store.lookup import Lookup
-from store.page.figures import Figures, ViewFigures, gather
-from store.page.html import Html, element, joined
-from store.page.question import Question, answered, box
-from store.page.sections import by_trouble, caches, fallback, latency, view_card
-from store.page.style import STYLE
-from store.telemetry.instruments import Meter
+from precompute.store.lookup import Lookup
+from precompute.store.page.figures import Figures, ViewFigures, gather
+from precompute.store.page.html import Html, element, joined
+from precompute.store.page.question import Question, answered, box
+from precompute.store.page.sections import by_trouble, caches, fallback, latency, view_card
+from precompute.store.page.style import STYLE
+from precompute.store.telemetry.instruments import Meter
 
 
 class Page:

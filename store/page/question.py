@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qs, urlencode
 
-from store.clock import duration
-from store.errors import OnlineStoreError, PrecomputeError, RequestError, VectorIndexError
-from store.feature_view import Feature
-from store.key_text import key_from_path
-from store.lookup import Lookup
-from store.lookup_options import LookupOptions
-from store.page.bars import shares_bar
-from store.page.html import Child, Html, element, joined
-from store.search import text_column
+from precompute.store.clock import duration
+from precompute.store.errors import OnlineStoreError, PrecomputeError, RequestError, VectorIndexError
+from precompute.store.feature_view import Feature
+from precompute.store.key_text import key_from_path
+from precompute.store.lookup import Lookup
+from precompute.store.lookup_options import LookupOptions
+from precompute.store.page.bars import shares_bar
+from precompute.store.page.html import Child, Html, element, joined
+from precompute.store.search import text_column
 
 LOOKUP, NEAR, TEXT = "lookup", "near", "text"
 _WAYS = {LOOKUP: "Look up a key", NEAR: "Near a key", TEXT: "Search by text"}

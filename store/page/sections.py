@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from store.clock import duration
-from store.offline.runs import Report
-from store.page.bars import columns_bar, freshness_bar, legend, runs_line, shares_bar
-from store.page.figures import Figures, Times, ViewFigures, counted
-from store.page.html import Child, Html, element, joined
+from precompute.store.clock import duration
+from precompute.store.offline.runs import Report
+from precompute.store.page.bars import columns_bar, freshness_bar, legend, runs_line, shares_bar
+from precompute.store.page.figures import Figures, Times, ViewFigures, counted
+from precompute.store.page.html import Child, Html, element, joined
 
 _TOLD_RUNS = 6
 """In words."""

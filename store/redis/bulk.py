@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from store.redis.link import Command, Connection, Link, packed
-from store.redis.replies import PASSING, Lost, Refused, no_answer, refusal
-from store.redis.resp import Block, Layout
+from precompute.store.redis.link import Command, Connection, Link, packed
+from precompute.store.redis.replies import PASSING, Lost, Refused, no_answer, refusal
+from precompute.store.redis.resp import Block, Layout
 
 IN_FLIGHT_BYTES = 8 * 2**20
 """Sent and not answered, at most: what is sent again when a connection is cut."""

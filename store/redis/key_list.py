@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from store.online import kernels
-from store.online.packed import Packed, Rows
-from store.redis.buckets import names
-from store.redis.bulk import LISTED, SCANNED_KEYS, SWEEP_S
-from store.redis.link import Command, Link, packed
-from store.redis.meta import Loaded
-from store.redis.replies import Refused, refusal
-from store.redis.servers import Servers
+from precompute.store.online import kernels
+from precompute.store.online.packed import Packed, Rows
+from precompute.store.redis.buckets import names
+from precompute.store.redis.bulk import LISTED, SCANNED_KEYS, SWEEP_S
+from precompute.store.redis.link import Command, Link, packed
+from precompute.store.redis.meta import Loaded
+from precompute.store.redis.replies import Refused, refusal
+from precompute.store.redis.servers import Servers
 
 PART_BYTES = 2**20
 """Of keys in one part, about."""

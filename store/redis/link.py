@@ -17,9 +17,9 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from store.errors import ConfigError, OnlineStoreError
-from store.redis.options import FORMS, RedisOptions
-from store.redis.replies import PASSING, Lost, Refused, no_answer, refusal, words
+from precompute.store.errors import ConfigError, OnlineStoreError
+from precompute.store.redis.options import FORMS, RedisOptions
+from precompute.store.redis.replies import PASSING, Lost, Refused, no_answer, refusal, words
 
 RECEIVE_BYTES = 512 * 1024
 """Read at once: 500 rows of 1,561 bytes in two calls instead of the 12 that the client library's 64 kB take."""

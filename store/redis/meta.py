@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from store.errors import DamagedPointerError, OnlineStoreError
-from store.online.online_store import Generation, Pointer, check_loaded, foreign_view, stale_epoch
-from store.record import Record, content_of, digest_of, record_of, sealed
-from store.redis.buckets import Buckets
-from store.redis.preflight import ServerState, evicted_of, identity_of, keys_of
+from precompute.store.errors import DamagedPointerError, OnlineStoreError
+from precompute.store.online.online_store import Generation, Pointer, check_loaded, foreign_view, stale_epoch
+from precompute.store.record import Record, content_of, digest_of, record_of, sealed
+from precompute.store.redis.buckets import Buckets
+from precompute.store.redis.preflight import ServerState, evicted_of, identity_of, keys_of
 
 _FLIP = """
 for number in string.gmatch(ARGV[6], '%d+') do

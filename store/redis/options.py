@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
-from store.errors import ConfigError
-from store.feature_view import NAME
+from precompute.store.errors import ConfigError
+from precompute.store.feature_view import NAME
 
 BUDGET_S = 0.1
 """Of a read of rows, unless the URL says otherwise: what a caller waits for a server that hangs, the first time."""

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from store.errors import OnlineStoreError
-from store.redis.link import Budget, Link, packed
-from store.redis.replies import Refused, refusal
+from precompute.store.errors import OnlineStoreError
+from precompute.store.redis.link import Budget, Link, packed
+from precompute.store.redis.replies import Refused, refusal
 
 log = logging.getLogger(__name__)
 

@@ -11,26 +11,34 @@ from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, ClassVar
 
-from store.errors import ConflictError, OnlineStoreError
-from store.feature_view import NAME
-from store.online import kernels
-from store.online.codec import FORMAT_VERSION
-from store.online.found_rows import FoundRows, overlaid
-from store.online.online_store import Generation, OnlineStore, Pointer, Terms, foreign_view, still_live
-from store.online.packed import Rows
-from store.record import replace
-from store.redis import meta as records
-from store.redis.buckets import FEW, Buckets, bucket_cost_bytes, bucket_count
-from store.redis.bulk import Acknowledged, Throttle, sweep
-from store.redis.cluster import Cluster
-from store.redis.key_list import KeyList, remove
-from store.redis.link import Budget, Command, Link
-from store.redis.meta import EVERYTHING, Loaded, Loading, Meta, Names, read_pointer, script
-from store.redis.options import RedisOptions
-from store.redis.preflight import ServerState, check_room, check_server, evicted_of, identity_of, key_cost_bytes, server_state
-from store.redis.replies import Full, Lost, Refused, no_answer
-from store.redis.resp import Layout
-from store.redis.servers import ADMIN_S, Servers, SingleServer, begun, handed_on, keep_small, replicated
+from precompute.store.errors import ConflictError, OnlineStoreError
+from precompute.store.feature_view import NAME
+from precompute.store.online import kernels
+from precompute.store.online.codec import FORMAT_VERSION
+from precompute.store.online.found_rows import FoundRows, overlaid
+from precompute.store.online.online_store import Generation, OnlineStore, Pointer, Terms, foreign_view, still_live
+from precompute.store.online.packed import Rows
+from precompute.store.record import replace
+from precompute.store.redis import meta as records
+from precompute.store.redis.buckets import FEW, Buckets, bucket_cost_bytes, bucket_count
+from precompute.store.redis.bulk import Acknowledged, Throttle, sweep
+from precompute.store.redis.cluster import Cluster
+from precompute.store.redis.key_list import KeyList, remove
+from precompute.store.redis.link import Budget, Command, Link
+from precompute.store.redis.meta import EVERYTHING, Loaded, Loading, Meta, Names, read_pointer, script
+from precompute.store.redis.options import RedisOptions
+from precompute.store.redis.preflight import (
+    ServerState,
+    check_room,
+    check_server,
+    evicted_of,
+    identity_of,
+    key_cost_bytes,
+    server_state,
+)
+from precompute.store.redis.replies import Full, Lost, Refused, no_answer
+from precompute.store.redis.resp import Layout
+from precompute.store.redis.servers import ADMIN_S, Servers, SingleServer, begun, handed_on, keep_small, replicated
 
 KNOWN_S = 0.1
 """How long a pointer is known to be live, from before it was asked for on: 10 reads a second and view tell it, however many rows are answered meanwhile."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from store.errors import OnlineStoreError
+from precompute.store.errors import OnlineStoreError
 
 _IN_SCRIPT = re.compile(r": -([A-Z]+) ")
 """How Redis 6.2 tells it; 7 tells it as outside of scripts."""

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from store.online import kernels
-from store.online.found_rows import FoundRows
-from store.online.packed import I8, U1, U8, Packed, RowBatch
-from store.redis.buckets import DAMAGED, FEW, FIELD_BYTES, NAME_BYTES, Buckets, field_of, fields, names
-from store.redis.link import packed
-from store.redis.replies import Refused
-from store.redis.slots import row_slots
+from precompute.store.online import kernels
+from precompute.store.online.found_rows import FoundRows
+from precompute.store.online.packed import I8, U1, U8, Packed, RowBatch
+from precompute.store.redis.buckets import DAMAGED, FEW, FIELD_BYTES, NAME_BYTES, Buckets, field_of, fields, names
+from precompute.store.redis.link import packed
+from precompute.store.redis.replies import Refused
+from precompute.store.redis.slots import row_slots
 
 MSET_KEYS = 128
 """Keys per MSET: 100 to 256 cost the server 2.2 µs a key, single SETs 3.4."""

@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from store.errors import OnlineStoreError
-from store.online.found_rows import FoundRows
-from store.online.packed import U8, Packed, RowBatch, Rows
-from store.redis.buckets import FIELDS, WIDEST_VALUE
-from store.redis.bulk import Acknowledged, Pipe, Throttle
-from store.redis.link import Budget, Command, Link, opener, packed
-from store.redis.options import RedisOptions
-from store.redis.preflight import ServerState, server_state
-from store.redis.replies import MOVING, Refused, refusal, words
-from store.redis.resp import Block, Layout
+from precompute.store.errors import OnlineStoreError
+from precompute.store.online.found_rows import FoundRows
+from precompute.store.online.packed import U8, Packed, RowBatch, Rows
+from precompute.store.redis.buckets import FIELDS, WIDEST_VALUE
+from precompute.store.redis.bulk import Acknowledged, Pipe, Throttle
+from precompute.store.redis.link import Budget, Command, Link, opener, packed
+from precompute.store.redis.options import RedisOptions
+from precompute.store.redis.preflight import ServerState, server_state
+from precompute.store.redis.replies import MOVING, Refused, refusal, words
+from precompute.store.redis.resp import Block, Layout
 
 log = logging.getLogger(__name__)
 

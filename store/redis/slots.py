@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from store.online.packed import I8, Packed
-from store.redis.replies import Refused
+from precompute.store.online.packed import I8, Packed
+from precompute.store.redis.replies import Refused
 
 SLOTS = 16384
 Node = tuple[str, int]

@@ -7,12 +7,12 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
-from store.telemetry.instruments import MODEL_SECONDS, Meter
-from store.telemetry.trace import Asked
+from precompute.store.telemetry.instruments import MODEL_SECONDS, Meter
+from precompute.store.telemetry.trace import Asked
 
 
 class Tell(Protocol):
-    """:meth:`store.telemetry.tracing.Spans.tell`."""
+    """:meth:`precompute.store.telemetry.tracing.Spans.tell`."""
 
     def __call__(self, trace: str, name: str, began_ns: int, ended_ns: int, rows: int) -> None: ...
 

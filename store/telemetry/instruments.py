@@ -1,7 +1,7 @@
 """Instruments: what is counted, and the meter that a process counts with. Labels come from closed sets; never a key, never an unknown view's name.
 
 ``meter.counter(ROWS, view, "fresh", "store", "").add(3)``: a lookup of the series and an addition, 0.4 µs; whoever counts at every request keeps the
-series. All processes of a server count into one folder, and any of them tells all (:mod:`store.telemetry.exposition`).
+series. All processes of a server count into one folder, and any of them tells all (:mod:`precompute.store.telemetry.exposition`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from store.telemetry.slots import Slots
+from precompute.store.telemetry.slots import Slots
 
 BUCKETS = (
     *(25e-6, 50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3),

@@ -13,8 +13,8 @@ from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
-from store.errors import PrecomputeError
-from store.record import Record, read_record, sealed
+from precompute.store.errors import PrecomputeError
+from precompute.store.record import Record, read_record, sealed
 
 MAX_SLOTS = 1 << 17
 """Of a process: a file of 1 MiB. A series of a counter takes one, of a histogram twenty: labels come from closed sets, and views are few."""

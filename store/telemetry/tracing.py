@@ -18,8 +18,8 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import SpanKind, Status, StatusCode, get_current_span, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from store.telemetry.route import route_of
-from store.telemetry.trace import TRACE
+from precompute.store.telemetry.route import route_of
+from precompute.store.telemetry.trace import TRACE
 
 _Scope = dict[str, Any]
 _App = Callable[[_Scope, Any, Any], Awaitable[None]]
@@ -63,7 +63,7 @@ class Tracing:
 
     Args:
         app: answers. What it puts into ``scope["stages"]`` (name → seconds, one after the other) become spans of their own; whatever it has other threads and
-            processes do is told by :data:`store.telemetry.trace.TRACE` which span that comes under.
+            processes do is told by :data:`precompute.store.telemetry.trace.TRACE` which span that comes under.
         spans: of this process.
     """
 

@@ -17,7 +17,7 @@ import faiss
 import numpy as np
 import numpy.typing as npt
 
-from store.vectors.index_record import DTYPES, Codes
+from precompute.store.vectors.index_record import DTYPES, Codes
 
 log = logging.getLogger(__name__)
 

@@ -15,14 +15,22 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from store.disk.durable_file import disk_message, make_folder, sync_file, sync_folder
-from store.entity_key import key_column
-from store.errors import SnapshotError, VectorIndexError
-from store.feature_view import FeatureView
-from store.record import replace
-from store.vectors.faiss_index import FLOAT, LARGEST_FLOAT16, FlatFile, batches_of, mapped_vectors, open_flat, write_codes
-from store.vectors.index_choice import Choice, Chooser, Limits
-from store.vectors.index_record import (
+from precompute.store.disk.durable_file import disk_message, make_folder, sync_file, sync_folder
+from precompute.store.entity_key import key_column
+from precompute.store.errors import SnapshotError, VectorIndexError
+from precompute.store.feature_view import FeatureView
+from precompute.store.record import replace
+from precompute.store.vectors.faiss_index import (
+    FLOAT,
+    LARGEST_FLOAT16,
+    FlatFile,
+    batches_of,
+    mapped_vectors,
+    open_flat,
+    write_codes,
+)
+from precompute.store.vectors.index_choice import Choice, Chooser, Limits
+from precompute.store.vectors.index_record import (
     CODES,
     HASHES,
     REPLACED,
@@ -36,7 +44,7 @@ from store.vectors.index_record import (
     read_index_record,
     write_index_record,
 )
-from store.vectors.index_rows import IndexRows, RowsWriter, hashes_of
+from precompute.store.vectors.index_rows import IndexRows, RowsWriter, hashes_of
 
 _EXACT_VECTORS = "exact.faiss"
 """The float32 vectors, until it is known that another file takes their place."""
@@ -50,7 +58,7 @@ def build_index(
 
     Args:
         folder: where; its parent is created.
-        rows: with the columns of :func:`store.vectors.index_rows.index_columns`; those with a null vector are left out.
+        rows: with the columns of :func:`precompute.store.vectors.index_rows.index_columns`; those with a null vector are left out.
         view: which feature is indexed, by which metric, and what recall is promised.
         model: fingerprint of the model that made the vectors.
         limits: what the index may cost.

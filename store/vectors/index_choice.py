@@ -17,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from store.vectors import nearest_rows
-from store.vectors.faiss_index import ROWS, search_flat, trained_codes
-from store.vectors.index_record import Codes, QueryRecall
-from store.vectors.nearest_rows import Admitted, NearestRows
-from store.vectors.query_kinds import QueryKinds
-from store.vectors.recall import NEIGHBOURS, Queries, Recall, lower_bound
+from precompute.store.vectors import nearest_rows
+from precompute.store.vectors.faiss_index import ROWS, search_flat, trained_codes
+from precompute.store.vectors.index_record import Codes, QueryRecall
+from precompute.store.vectors.nearest_rows import Admitted, NearestRows
+from precompute.store.vectors.query_kinds import QueryKinds
+from precompute.store.vectors.recall import NEIGHBOURS, Queries, Recall, lower_bound
 
 _ROUNDING_QUERIES, _TUNING_QUERIES, _HELD_OUT_QUERIES, _LOOKS = 512, 128, 512, 3
 """Rows that ask what float16 loses; those of them that codes are tuned by, one after the other; and those of each look at what came of it."""

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from store.errors import VectorIndexError
-from store.vectors.faiss_index import BITS, FLOAT, ROWS, mapped_vectors, open_codes, open_flat
-from store.vectors.index_record import CODES, REPLACED, VECTORS, check_files, read_index_record
-from store.vectors.index_rows import IndexRows
-from store.vectors.nearest_rows import Admitted, NearestRows
-from store.vectors.row_filter import RowFilter
+from precompute.store.errors import VectorIndexError
+from precompute.store.vectors.faiss_index import BITS, FLOAT, ROWS, mapped_vectors, open_codes, open_flat
+from precompute.store.vectors.index_record import CODES, REPLACED, VECTORS, check_files, read_index_record
+from precompute.store.vectors.index_rows import IndexRows
+from precompute.store.vectors.nearest_rows import Admitted, NearestRows
+from precompute.store.vectors.row_filter import RowFilter
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from store.entity_key import key_column
-from store.feature_view import FeatureView
-from store.online.kernels import hash_of, pack
-from store.vectors.faiss_index import ROWS as RowNumbers
-from store.vectors.index_record import HASHES, ROWS
+from precompute.store.entity_key import key_column
+from precompute.store.feature_view import FeatureView
+from precompute.store.online.kernels import hash_of, pack
+from precompute.store.vectors.faiss_index import ROWS as RowNumbers
+from precompute.store.vectors.index_record import HASHES, ROWS
 
 BATCH_ROWS = 2**20
 """Rows of one record batch of the file: what building holds in memory."""

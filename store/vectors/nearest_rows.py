@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from store.vectors.faiss_index import BITS, FLOAT, ROWS, on_gpu, scan_codes, search_flat, widened
-from store.vectors.index_record import Codes
+from precompute.store.vectors.faiss_index import BITS, FLOAT, ROWS, on_gpu, scan_codes, search_flat, widened
+from precompute.store.vectors.index_record import Codes
 
 FEW_ROWS = 4096
 """So many admitted rows, or fewer, are compared with one by one, whatever the index."""

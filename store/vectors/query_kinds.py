@@ -10,9 +10,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from store.vectors.faiss_index import FLOAT, ROWS, nearest_of_some
-from store.vectors.nearest_rows import Admitted
-from store.vectors.recall import NEIGHBOURS, Queries
+from precompute.store.vectors.faiss_index import FLOAT, ROWS, nearest_of_some
+from precompute.store.vectors.nearest_rows import Admitted
+from precompute.store.vectors.recall import NEIGHBOURS, Queries
 
 SHARES = {"filter_50": 0.5, "filter_20": 0.2, "filter_5": 0.05, "filter_1": 0.01}
 """Kinds whose filter admits about so many of the rows, by a scalar feature of the view where one does, else drawn at random."""

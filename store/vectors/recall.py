@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from store.vectors.faiss_index import FLOAT, ROWS
-from store.vectors.nearest_rows import Admitted, NearestRows
+from precompute.store.vectors.faiss_index import FLOAT, ROWS
+from precompute.store.vectors.nearest_rows import Admitted, NearestRows
 
 NEIGHBOURS = 10
 CONFIDENCE_Z = 2.326

@@ -12,9 +12,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from store.errors import RequestError
-from store.feature_view import FeatureView
-from store.vectors.index_rows import filterable
+from precompute.store.errors import RequestError
+from precompute.store.feature_view import FeatureView
+from precompute.store.vectors.index_rows import filterable
 
 MOST_CONDITIONS, MOST_VALUES = 16, 1000
 """Features that one filter may name, and values that a feature may be one of."""

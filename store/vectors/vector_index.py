@@ -9,11 +9,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from store.errors import RequestError, VectorIndexError
-from store.vectors.faiss_index import FLOAT
-from store.vectors.index_part import IndexPart, Wanted
-from store.vectors.index_record import IndexFigures, read_index_record
-from store.vectors.row_filter import RowFilter
+from precompute.store.errors import RequestError, VectorIndexError
+from precompute.store.vectors.faiss_index import FLOAT
+from precompute.store.vectors.index_part import IndexPart, Wanted
+from precompute.store.vectors.index_record import IndexFigures, read_index_record
+from precompute.store.vectors.row_filter import RowFilter
 
 
 class Neighbours(NamedTuple):
@@ -41,8 +41,8 @@ class VectorIndex:
     Which kind it is and what it was measured to find stands in its figures. Everything is mapped but the codes; every file's checksum is compared once, here.
 
     Args:
-        folder: what :func:`store.vectors.index_build.build_index` wrote.
-        overlay: what :func:`store.vectors.index_build.build_overlay` wrote over it, or None.
+        folder: what :func:`precompute.store.vectors.index_build.build_index` wrote.
+        overlay: what :func:`precompute.store.vectors.index_build.build_overlay` wrote over it, or None.
 
         opened: an index that is open already: where it is of the very same base, that is not opened again.
 

@@ -33,7 +33,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import redis
 
-from store.errors import PrecomputeError
+from precompute.store.errors import PrecomputeError
 from tests.faults.flipped_bits import Place, draw, places
 from tests.faults.serve_soak import FIRST_CLIENT, KNOWN, STEP, STORED, Soak, Versioned, report, run
 from tests.redis_process import RedisProcess, newest_redis
@@ -225,7 +225,7 @@ class Attack:
 
     def nights(self) -> None:
         """The encoder computes all of its view, again and again."""
-        command = [sys.executable, "-m", "jobs.cli", "-c", str(self.folder), "run", "texts", "--full"]
+        command = [sys.executable, "-m", "precompute.jobs.cli", "-c", str(self.folder), "run", "texts", "--full"]
         while time.monotonic() < self.ends:
             self.tell("night")
             done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -238,7 +238,7 @@ class Attack:
 def attacked(soak: Soak, folder: Path, server: Server, seconds: float, clients: int, per_s: float) -> tuple[float, str]:
     """Load and attacks for so long; requests a second, and what became of the attacks."""
     command = [sys.executable, "-m", __spec__.name, "--attack", str(folder), "--url", server.url, "--seconds", str(seconds)]
-    heal = [sys.executable, "-m", "jobs.cli", "-c", str(folder), "schedule"]
+    heal = [sys.executable, "-m", "precompute.jobs.cli", "-c", str(folder), "schedule"]
     outcomes, began = [""], time.monotonic()
 
     def listen(attack: Any) -> None:

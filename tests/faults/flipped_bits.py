@@ -27,11 +27,11 @@ from unittest import mock
 
 import redis
 
-from jobs.ops.status import project_status
-from jobs.ops.verify import verify
-from jobs.schedule.reconciler import Reconciler
-from store.account import checker
-from store.errors import PrecomputeError
+from precompute.jobs.ops.status import project_status
+from precompute.jobs.ops.verify import verify
+from precompute.jobs.schedule.reconciler import Reconciler
+from precompute.store.account import checker
+from precompute.store.errors import PrecomputeError
 from tests.conftest import PROCESSES
 from tests.scene import Scene
 from tests.server import make_folder, write_numbers

@@ -24,19 +24,19 @@ import pyarrow.parquet as pq
 import redis
 import yaml
 
-import jobs.rows.chunks
-import jobs.rows.plan
-from jobs.config.view import COMPUTING_GATES, GATES
-from jobs.ops.drop import drop
-from store.disk import crashpoint
-from store.disk.crashpoint import InjectedError
-from store.errors import PrecomputeError
-from store.lookup import Lookup
-from store.offline.gc import collect
-from store.offline.runs import Report
-from store.offline.view_store import OfflineStore, ViewStore
-from store.online.online_store import OnlineStore
-from store.vectors.vector_index import VectorIndex
+import precompute.jobs.rows.chunks
+import precompute.jobs.rows.plan
+from precompute.jobs.config.view import COMPUTING_GATES, GATES
+from precompute.jobs.ops.drop import drop
+from precompute.store.disk import crashpoint
+from precompute.store.disk.crashpoint import InjectedError
+from precompute.store.errors import PrecomputeError
+from precompute.store.lookup import Lookup
+from precompute.store.offline.gc import collect
+from precompute.store.offline.runs import Report
+from precompute.store.offline.view_store import OfflineStore, ViewStore
+from precompute.store.online.online_store import OnlineStore
+from precompute.store.vectors.vector_index import VectorIndex
 from tests.scene import Scene
 
 VIEW = "numbers"
@@ -57,7 +57,7 @@ CONTEXT.set_forkserver_preload(
         "table",
         "redis",
         "faiss",
-        "store.online.table_store",
+        "precompute.store.online.table_store",
     ]
 )
 
@@ -253,9 +253,9 @@ def changed(
 
 @contextlib.contextmanager
 def small_chunks(window_rows: int = WINDOW_ROWS, part_bytes: int = 1, **plan: Any) -> Iterator[None]:
-    """Make every window a chunk of its own; ``plan`` replaces constants of :mod:`jobs.rows.plan`."""
-    todo = [(jobs.rows.chunks, "WINDOW_ROWS", window_rows), (jobs.rows.chunks, "PART_BYTES", part_bytes)]
-    todo += [(jobs.rows.plan, name, value) for name, value in plan.items()]
+    """Make every window a chunk of its own; ``plan`` replaces constants of :mod:`precompute.jobs.rows.plan`."""
+    todo = [(precompute.jobs.rows.chunks, "WINDOW_ROWS", window_rows), (precompute.jobs.rows.chunks, "PART_BYTES", part_bytes)]
+    todo += [(precompute.jobs.rows.plan, name, value) for name, value in plan.items()]
     before = [(module, name, getattr(module, name)) for module, name, _ in todo]
     for module, name, value in todo:
         assert hasattr(module, name)

@@ -22,9 +22,9 @@ import pyarrow as pa
 import yaml
 
 from demo.data import movielens_folder
-from store.history import read
-from store.offline.view_store import OfflineStore, ViewStore
-from store.partition import Partition
+from precompute.store.history import read
+from precompute.store.offline.view_store import OfflineStore, ViewStore
+from precompute.store.partition import Partition
 from tests import REPOSITORY
 
 RANGE = ["--from", "1997-11-01", "--to", "1997-11-30"]
@@ -78,7 +78,7 @@ def write_project(folder: Path) -> None:
 
 def backfill(folder: Path, *options: str) -> subprocess.Popen[bytes]:
     """Begin ``precompute backfill``."""
-    command = [sys.executable, "-m", "jobs.cli", "-c", str(folder), "backfill", "item_day", *options]
+    command = [sys.executable, "-m", "precompute.jobs.cli", "-c", str(folder), "backfill", "item_day", *options]
     return subprocess.Popen(command, cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, stdout=subprocess.DEVNULL)
 
 

@@ -23,14 +23,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from store.clock import utc_now
-from store.errors import OnlineStoreError
-from store.feature_view import Feature, FeatureView
-from store.lookup import Lookup
-from store.online.codec import RowCodec
-from store.online.online_store import Generation, OnlineStore, Pointer
-from store.online.packed import RowBatch
-from store.online_url import open_online_store
+from precompute.store.clock import utc_now
+from precompute.store.errors import OnlineStoreError
+from precompute.store.feature_view import Feature, FeatureView
+from precompute.store.lookup import Lookup
+from precompute.store.online.codec import RowCodec
+from precompute.store.online.online_store import Generation, OnlineStore, Pointer
+from precompute.store.online.packed import RowBatch
+from precompute.store.online_url import open_online_store
 
 KEYS = 20_000
 BATCH_KEYS = 100

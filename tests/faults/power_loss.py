@@ -23,7 +23,7 @@ from types import FrameType
 
 import pytest
 
-from store.disk import crashpoint
+from precompute.store.disk import crashpoint
 from tests import REPOSITORY
 
 NOBODY = 2**22 + 1
@@ -103,7 +103,7 @@ def sites() -> dict[str, Site]:
     """Every call that syncs a file or a folder of the stores, as ``store/offline/gc.py _remove sync_folder``, numbered where there are several."""
     found: dict[str, Site] = {}
     for room in ("store", "jobs"):
-        for path in sorted((REPOSITORY / room).rglob("*.py")):
+        for path in sorted((REPOSITORY / "precompute" / room).rglob("*.py")):
             module = ast.parse(path.read_text(encoding="utf-8"))
             for function in ast.walk(module):
                 if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -113,7 +113,7 @@ def sites() -> dict[str, Site]:
                         continue
                     called = ast.unparse(node.func)
                     if called in ("os.fsync", "os.fdatasync", "sync_file", "sync_folder"):
-                        name = f"{path.relative_to(REPOSITORY)} {function.name} {called}"
+                        name = f"{path.relative_to(REPOSITORY / 'precompute')} {function.name} {called}"
                         if name in found:
                             name += f" {sum(known.startswith(name) for known in found) + 1}"
                         found[name] = Site(name, str(path), node.lineno, node.end_lineno or node.lineno)

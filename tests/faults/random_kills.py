@@ -19,9 +19,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from store.disk.crashpoint import POINTS
-from store.errors import PrecomputeError
-from store.online_url import open_online_store
+from precompute.store.disk.crashpoint import POINTS
+from precompute.store.errors import PrecomputeError
+from precompute.store.online_url import open_online_store
 from tests.faults.harness import (
     VIEW,
     Child,

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from store.api import wire
+from precompute.store.api import wire
 from tests.server import Server, make_folder, read_reply, write_numbers
 
 MIB = 2**20

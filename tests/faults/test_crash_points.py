@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-import store.online.table_writer
-import store.redis.bulk
+import precompute.store.online.table_writer
+import precompute.store.redis.bulk
 from precompute.engine.runner import AHEAD_WINDOWS
-from store.disk import crashpoint
-from store.disk.crashpoint import POINTS
-from store.errors import SnapshotError
-from store.offline.standing import Standing
+from precompute.store.disk import crashpoint
+from precompute.store.disk.crashpoint import POINTS
+from precompute.store.errors import SnapshotError
+from precompute.store.offline.standing import Standing
 from tests.faults.conftest import ROWS, MakeScene, put_on_stage
 from tests.faults.harness import (
     VIEW,
@@ -336,15 +336,15 @@ def test_nothing_is_left_in_redis_by_a_load_that_was_killed(delta_to_come_redis:
 
 
 def kill_in_table_load() -> None:
-    store.online.table_writer.TableWriter.finish = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment,return-value]
+    precompute.store.online.table_writer.TableWriter.finish = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment,return-value]
 
 
 def kill_in_redis_load() -> None:
-    send = store.redis.bulk.Pipe.send
+    send = precompute.store.redis.bulk.Pipe.send
 
     def killed(self, block, number):  # type: ignore[no-untyped-def]
         send(self, block, number)
         self.settle()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    store.redis.bulk.Pipe.send = killed  # type: ignore[method-assign]
+    precompute.store.redis.bulk.Pipe.send = killed  # type: ignore[method-assign]

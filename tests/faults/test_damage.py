@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from jobs.ops.verify import verify
-from jobs.pipeline.rollback import rollback
-from jobs.process.progress import Silent
-from store.errors import PrecomputeError, SnapshotError
-from store.feature_view import FeatureView
-from store.offline.snapshot import FORMAT_VERSION, Snapshot
-from store.offline.standing import Standing
-from store.online_url import open_online_store
-from store.record import content_of, sealed
+from precompute.jobs.ops.verify import verify
+from precompute.jobs.pipeline.rollback import rollback
+from precompute.jobs.process.progress import Silent
+from precompute.store.errors import PrecomputeError, SnapshotError
+from precompute.store.feature_view import FeatureView
+from precompute.store.offline.snapshot import FORMAT_VERSION, Snapshot
+from precompute.store.offline.standing import Standing
+from precompute.store.online_url import open_online_store
+from precompute.store.record import content_of, sealed
 from tests.faults.conftest import MakeScene
 from tests.faults.harness import (
     VIEW,

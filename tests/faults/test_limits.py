@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from jobs.cli import main
-from jobs.pipeline.rollback import rollback
-from jobs.process.progress import Silent
 from precompute.engine.runner import AHEAD_WINDOWS
+from precompute.jobs.cli import main
+from precompute.jobs.pipeline.rollback import rollback
+from precompute.jobs.process.progress import Silent
 from precompute.source import Source
-from store.disk import durable_file, reserve
-from store.errors import PrecomputeError
+from precompute.store.disk import durable_file, reserve
+from precompute.store.errors import PrecomputeError
 from tests.faults.conftest import ROWS, MakeScene
 from tests.faults.harness import (
     VIEW,

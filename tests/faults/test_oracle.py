@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 import redis
 
-from store.disk import crashpoint
-from store.record import replace
+from precompute.store.disk import crashpoint
+from precompute.store.record import replace
 from tests.faults import random_kills
 from tests.faults.conftest import ROWS, MakeScene
 from tests.faults.harness import (
@@ -109,7 +109,7 @@ class Clean:
 def test_the_environment_arms_a_point(scene: FaultScene) -> None:
     """As an operator would, to see for himself what a crash leaves."""
     scene.write(FEW)
-    command = [sys.executable, "-m", "jobs.cli", "-c", str(scene.folder), "run", VIEW]
+    command = [sys.executable, "-m", "precompute.jobs.cli", "-c", str(scene.folder), "run", VIEW]
     environment = os.environ | {"PRECOMPUTE_CRASH": "manifest.link:1:kill", "TMPDIR": str(scene.folder)}
     done = subprocess.run(command, env=environment, capture_output=True, check=False, cwd=Path(__file__).parents[2])
     assert done.returncode == -9, done.stderr

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from store.errors import PrecomputeError
-from store.offline.standing import Standing
-from store.online_url import open_online_store
+from precompute.store.errors import PrecomputeError
+from precompute.store.offline.standing import Standing
+from precompute.store.online_url import open_online_store
 from tests.faults.conftest import MakeScene
 from tests.faults.harness import (
     VIEW,

@@ -9,8 +9,8 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from store.disk import crashpoint
-from store.disk.crashpoint import InjectedError
+from precompute.store.disk import crashpoint
+from precompute.store.disk.crashpoint import InjectedError
 from tests.faults.conftest import ROWS, MakeScene
 from tests.faults.harness import (
     WINDOW_ROWS,

@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from store.disk import crashpoint
-from store.disk.crashpoint import POINTS, InjectedError
-from store.errors import GateError, SnapshotError
+from precompute.store.disk import crashpoint
+from precompute.store.disk.crashpoint import POINTS, InjectedError
+from precompute.store.errors import GateError, SnapshotError
 from tests.conftest import MEMORY
 from tests.faults.harness import (
     Child,

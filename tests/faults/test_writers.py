@@ -8,10 +8,10 @@ import threading
 
 import pytest
 
-import store.redis.bulk
-from store.disk import durable_file
-from store.errors import ConflictError
-from store.record import replace
+import precompute.store.redis.bulk
+from precompute.store.disk import durable_file
+from precompute.store.errors import ConflictError
+from precompute.store.record import replace
 from tests.faults.conftest import ROWS, MakeScene
 from tests.faults.harness import (
     Child,
@@ -76,14 +76,14 @@ def test_a_zombie_changes_nothing_that_is_live_in_redis(point: str, delta_to_com
 
 
 def stop_in_redis_load() -> None:
-    send = store.redis.bulk.Pipe.send
+    send = precompute.store.redis.bulk.Pipe.send
 
     def stopped(self, block, number):  # type: ignore[no-untyped-def]
-        store.redis.bulk.Pipe.send = send  # type: ignore[method-assign]
+        precompute.store.redis.bulk.Pipe.send = send  # type: ignore[method-assign]
         os.kill(os.getpid(), signal.SIGSTOP)
         return send(self, block, number)
 
-    store.redis.bulk.Pipe.send = stopped  # type: ignore[method-assign]
+    precompute.store.redis.bulk.Pipe.send = stopped  # type: ignore[method-assign]
 
 
 def test_late_writes_of_a_zombie_go_into_a_generation_of_its_own(delta_to_come_redis: MakeScene) -> None:

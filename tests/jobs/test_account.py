@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import redis
 
-from jobs.pipeline.reconcile import reconcile
-from jobs.process.progress import Silent
-from store.account import checker, rounds
-from store.account.account import Act, Turn, read_account
-from store.account.checker import look, share_of
-from store.account.rounds import Rounds
-from store.errors import PrecomputeError, VectorIndexError
-from store.record import replace
+from precompute.jobs.pipeline.reconcile import reconcile
+from precompute.jobs.process.progress import Silent
+from precompute.store.account import checker, rounds
+from precompute.store.account.account import Act, Turn, read_account
+from precompute.store.account.checker import look, share_of
+from precompute.store.account.rounds import Rounds
+from precompute.store.errors import PrecomputeError, VectorIndexError
+from precompute.store.record import replace
 from tests.conftest import MakeProject
 from tests.scene import Scene
 

@@ -10,12 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.ops.verify import verify
-from jobs.rows import chunks
-from store.errors import ConfigError, ModelError, PrecomputeError, RejectedError, RequestError
-from store.feature_view import FeatureView
-from store.lookup import Lookup
-from store.offline.runs import Report
+from precompute.jobs.ops.verify import verify
+from precompute.jobs.rows import chunks
+from precompute.store.errors import ConfigError, ModelError, PrecomputeError, RejectedError, RequestError
+from precompute.store.feature_view import FeatureView
+from precompute.store.lookup import Lookup
+from precompute.store.offline.runs import Report
 from tests.arithmetic import raised_at
 from tests.conftest import MakeProject
 from tests.scene import Scene

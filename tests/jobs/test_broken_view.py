@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs.cli import main
-from store.offline.view_store import OfflineStore
+from precompute.jobs.cli import main
+from precompute.store.offline.view_store import OfflineStore
 from tests.conftest import MakeProject
 from tests.jobs.test_cli import INDEXED, ROWS, report_of
 from tests.scene import Scene
@@ -115,7 +115,7 @@ def test_the_schedule_says_so_and_runs_the_others(folder: Path) -> None:
     settings = folder / "project.yaml"
     settings.write_text(settings.read_text() + '\nschedule: {numbers: "* * * * *", broken: "* * * * *"}\n')
     with subprocess.Popen(
-        [sys.executable, "-m", "jobs.cli", "-c", str(folder), "schedule"], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "precompute.jobs.cli", "-c", str(folder), "schedule"], stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         line = process.stdout.readline()

@@ -13,7 +13,7 @@ from urllib.parse import quote
 import pyarrow as pa
 import pytest
 
-from store.api import wire
+from precompute.store.api import wire
 from tests.server import Server, eventually, make_folder, write_numbers
 
 CANARY = """
@@ -204,5 +204,5 @@ def test_no_request_reaches_what_runs_what_it_reads(server: Server) -> None:
         events = {line.partition(": ")[2].partition(" ")[0] for line in lines if line.startswith(process)}
         return {"compile", "exec", "open"} <= events
 
-    for process in ("jobs.service.lookup_worker", "jobs.service.model_server", "jobs.cli"):
+    for process in ("precompute.jobs.service.lookup_worker", "precompute.jobs.service.model_server", "precompute.jobs.cli"):
         eventually(lambda process=process: heard(process), lambda: songs.read_text())  # type: ignore[misc]

@@ -15,13 +15,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from jobs.cli import main
-from jobs.commands.rows import describe_row
-from jobs.commands.run import describe_report
-from store.offline.runs import Report
-from store.offline.snapshot import Verdict
-from store.offline.view_store import OfflineStore
-from store.record import plain, replace
+from precompute.jobs.cli import main
+from precompute.jobs.commands.rows import describe_row
+from precompute.jobs.commands.run import describe_report
+from precompute.store.offline.runs import Report
+from precompute.store.offline.snapshot import Verdict
+from precompute.store.offline.view_store import OfflineStore
+from precompute.store.record import plain, replace
 from tests import REPOSITORY
 from tests.arithmetic import Doubler
 from tests.conftest import MakeProject
@@ -51,7 +51,11 @@ class Scored(Doubler):
 def spawned(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith("PRECOMPUTE_")}
     return subprocess.run(
-        [sys.executable, "-m", "jobs.cli", *command], cwd=REPOSITORY, capture_output=True, text=True, env=clean | environment
+        [sys.executable, "-m", "precompute.jobs.cli", *command],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        env=clean | environment,
     )
 
 
@@ -64,6 +68,13 @@ def report_of(capsys: Captured) -> Any:
 
 
 # ---- run, materialize, publish
+
+
+def test_help_loads_nothing_that_takes_long() -> None:
+    code = "import sys; from precompute.jobs.cli import _parser; _parser().format_help(); print(*sys.modules)"
+    told = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    loaded = {name.partition(".")[0] for name in told.split()}
+    assert loaded & {"duckdb", "faiss", "numpy", "pandas", "pyarrow", "pydantic", "rich", "torch", "yaml"} == set()
 
 
 def test_run_says_what_it_did_in_three_lines(make_project: MakeProject, capsys: Captured) -> None:
@@ -435,7 +446,11 @@ def test_a_process_takes_its_project_from_the_environment_and_keeps_stdout_for_j
 
 def test_a_reader_that_goes_away_gets_no_traceback() -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "jobs.cli", "schema"], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "precompute.jobs.cli", "schema"],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     process.stdout.close()
@@ -448,7 +463,7 @@ def test_a_reader_that_goes_away_gets_no_traceback() -> None:
 def test_a_run_whose_words_nobody_reads_is_published(make_project: MakeProject) -> None:
     """As under ``2>&1 | head -1``."""
     project = make_project([(i, float(i)) for i in range(5)])
-    command = [sys.executable, "-m", "jobs.cli", "-c", str(project.folder), "run", "numbers"]
+    command = [sys.executable, "-m", "precompute.jobs.cli", "-c", str(project.folder), "run", "numbers"]
     process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None
     process.stdout.close()

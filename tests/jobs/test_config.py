@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import yaml
 
-from jobs.cli import main
-from jobs.config.project import Project, ProjectConfig, RetentionConfig, json_schemas
-from jobs.config.schedule import after
-from jobs.config.section import parse_duration, parse_time
-from jobs.config.view import GatesConfig, ViewConfig
-from store.errors import ConfigError
-from store.feature_view import Feature, IndexSpec, ModelUse
+from precompute.jobs.cli import main
+from precompute.jobs.config.project import Project, ProjectConfig, RetentionConfig, json_schemas
+from precompute.jobs.config.schedule import after
+from precompute.jobs.config.section import parse_duration, parse_time
+from precompute.jobs.config.view import GatesConfig, ViewConfig
+from precompute.store.errors import ConfigError
+from precompute.store.feature_view import Feature, IndexSpec, ModelUse
 from tests.conftest import MakeProject
 
 SHIPPED = Path(__file__).parents[2] / "configs" / "movielens"
@@ -694,7 +694,7 @@ def test_mistakes_end_with_status_2_and_a_message_without_a_traceback(make_proje
             (copy / "views").mkdir(parents=True)
             (copy / "project.yaml").write_text((folder / "project.yaml").read_text())
             (copy / "views" / "numbers.yaml").write_text(text)
-        command = [sys.executable, "-m", "jobs.cli", "-c", str(copy), "run", "numbers"]
+        command = [sys.executable, "-m", "precompute.jobs.cli", "-c", str(copy), "run", "numbers"]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PRECOMPUTE_")}
         processes[name] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     for name, process in processes.items():

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs.config import cron
-from jobs.config.cron import check_cron, last_fire
-from jobs.config.project import Project
-from store.errors import ConfigError
+from precompute.jobs.config import cron
+from precompute.jobs.config.cron import check_cron, last_fire
+from precompute.jobs.config.project import Project
+from precompute.store.errors import ConfigError
 from tests.conftest import MakeProject
 
 START = datetime(2026, 1, 1, 0, 0, 30, tzinfo=UTC)

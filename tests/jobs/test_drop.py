@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import redis
 
-from jobs.ops import drop as drop_module
-from jobs.ops.drop import drop
-from store.disk.lease import take
-from store.errors import ConflictError, RequestError, RowsLostError
-from store.offline.refs import Refs, run_lease
-from store.offline.view_store import ViewStore
-from store.redis import redis_store
+from precompute.jobs.ops import drop as drop_module
+from precompute.jobs.ops.drop import drop
+from precompute.store.disk.lease import take
+from precompute.store.errors import ConflictError, RequestError, RowsLostError
+from precompute.store.offline.refs import Refs, run_lease
+from precompute.store.offline.view_store import ViewStore
+from precompute.store.redis import redis_store
 from tests.conftest import MakeProject
 from tests.scene import Scene
 

@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs.config.cron import fire_times
-from jobs.config.schedule import CatchUp, Schedule
-from jobs.schedule.due import JITTER, LEADER, Decision, Facts, Ledger, Parent, decide, outlook, retry_wait_s
-from store.disk.lease import take
-from store.errors import SnapshotError
-from store.offline.refs import run_lease
-from store.offline.runs import Report, Runs
-from store.offline.view_store import OfflineStore, ViewStore
-from store.record import replace as replace_record
+from precompute.jobs.config.cron import fire_times
+from precompute.jobs.config.schedule import CatchUp, Schedule
+from precompute.jobs.schedule.due import JITTER, LEADER, Decision, Facts, Ledger, Parent, decide, outlook, retry_wait_s
+from precompute.store.disk.lease import take
+from precompute.store.errors import SnapshotError
+from precompute.store.offline.refs import run_lease
+from precompute.store.offline.runs import Report, Runs
+from precompute.store.offline.view_store import OfflineStore, ViewStore
+from precompute.store.record import replace as replace_record
 from tests.conftest import MakeProject
 from tests.scene import Scene
 

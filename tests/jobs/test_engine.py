@@ -14,20 +14,20 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import save_file
 
-from jobs.config.project import EngineConfig
-from jobs.process.report import engine_line
-from jobs.rows import chunks
-from jobs.rows import engine as engine_module
-from jobs.rows.engine import engine_of
-from jobs.rows.open_view import open_view
 from precompute.engine.meter import Meter
 from precompute.engine.runner import Runner
+from precompute.jobs.config.project import EngineConfig
+from precompute.jobs.process.report import engine_line
+from precompute.jobs.rows import chunks
+from precompute.jobs.rows import engine as engine_module
+from precompute.jobs.rows.engine import engine_of
+from precompute.jobs.rows.open_view import open_view
 from precompute.model import digest
+from precompute.store.errors import ConfigError
+from precompute.store.lookup import Lookup
+from precompute.store.offline.runs import Report
 from precompute.workers.measured_engine import MeasuredEngine
 from precompute.workers.worker_pool import WorkerPool
-from store.errors import ConfigError
-from store.lookup import Lookup
-from store.offline.runs import Report
 from tests.conftest import MakeProject
 from tests.precompute.dying_models import Launching
 from tests.scene import Scene

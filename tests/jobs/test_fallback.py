@@ -19,22 +19,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.ops.drop import drop
-from jobs.process.suspects import row_hash
-from jobs.service.fallback import ViewFallback
-from jobs.service.warmer import Warmer
 from precompute.engine.microbatch import GROW_BY, longest_s
+from precompute.jobs.ops.drop import drop
+from precompute.jobs.process.suspects import row_hash
+from precompute.jobs.service.fallback import ViewFallback
+from precompute.jobs.service.warmer import Warmer
 from precompute.model import digest
 from precompute.source import Source
-from store.answer import Answer
-from store.errors import SourceError
-from store.fallback import CLIENT
-from store.kept.kept_file import KeptFile
-from store.kept.kept_rows import KeptLimits, input_names
-from store.lookup import Computed, Lookup, Miss
-from store.lookup_options import LookupOptions
-from store.online.online_store import Pointer
-from store.status import Reason
+from precompute.store.answer import Answer
+from precompute.store.errors import SourceError
+from precompute.store.fallback import CLIENT
+from precompute.store.kept.kept_file import KeptFile
+from precompute.store.kept.kept_rows import KeptLimits, input_names
+from precompute.store.lookup import Computed, Lookup, Miss
+from precompute.store.lookup_options import LookupOptions
+from precompute.store.online.online_store import Pointer
+from precompute.store.status import Reason
 from tests.arithmetic import Counting, Doubler
 from tests.conftest import MakeProject
 from tests.scene import Scene, values_of
@@ -268,7 +268,7 @@ def test_a_refusal_is_remembered_and_the_model_not_loaded_for_each_miss(
     assert (statuses(lookup, [2]), Scaled.made) == (["model_error"], made)
     # told once
     assert caplog.text.count("fallback of view") == caplog.text.count("view 'numbers': the model on disk has fingerprint") == 1
-    monkeypatch.setattr("jobs.service.fallback.REFUSED_S", 0.0)
+    monkeypatch.setattr("precompute.jobs.service.fallback.REFUSED_S", 0.0)
     assert (statuses(lookup, [2]), Scaled.made) == (["computed"], made + 1)
 
 
@@ -662,7 +662,7 @@ def test_a_model_that_comes_after_its_snapshot_went_live_is_opened_without_a_mis
     make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for setting in ("warmer.WARM_EVERY_S", "warmer.AGAIN_S", "fallback.REFUSED_S"):
-        monkeypatch.setattr(f"jobs.service.{setting}", 0.01)
+        monkeypatch.setattr(f"precompute.jobs.service.{setting}", 0.01)
     project, weights = _scaled(make_project, tmp_path, 4.0)
     project.publish_all()
     weights.write_text("3.0")
@@ -683,7 +683,7 @@ def test_a_model_that_comes_after_its_snapshot_went_live_is_opened_without_a_mis
 def test_another_model_is_loaded_before_what_it_computed_is_live(
     make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.service.warmer.WARM_EVERY_S", 0.01)
+    monkeypatch.setattr("precompute.jobs.service.warmer.WARM_EVERY_S", 0.01)
     project, weights = _scaled(make_project, tmp_path, 3.0)
     project.publish_all()
     lookup = open_lookup(project)
@@ -714,7 +714,7 @@ def test_a_view_that_began_anew_is_computed_by_its_own_model(
     make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: str
 ) -> None:
     """Its epochs and generations start at 1 again, under a server that goes on."""
-    monkeypatch.setattr("jobs.service.warmer.WARM_EVERY_S", 0.01)
+    monkeypatch.setattr("precompute.jobs.service.warmer.WARM_EVERY_S", 0.01)
     project, weights = _scaled(make_project, tmp_path, 3.0)
     lookup = open_lookup(project)
     fallback, pointers = lookup.fallback, []

@@ -14,20 +14,20 @@ import pyarrow.parquet as pq
 import pytest
 from msgspec.structs import astuple
 
-from jobs.config.view import GATES
-from jobs.pipeline import materialize
-from jobs.pipeline.gates import judge
-from jobs.pipeline.verdicts import STATISTICS, Verdicts
-from jobs.rows import chunks, replaced
-from jobs.rows.open_view import open_view
 from precompute.engine import runner
 from precompute.engine.runner import compute
-from store.errors import GateError
-from store.offline.part_file import rare_rows
-from store.offline.row_figures import count
-from store.offline.snapshot import Snapshot, Verdict
-from store.offline.view_store import ViewStore
-from store.record import replace
+from precompute.jobs.config.view import GATES
+from precompute.jobs.pipeline import materialize
+from precompute.jobs.pipeline.gates import judge
+from precompute.jobs.pipeline.verdicts import STATISTICS, Verdicts
+from precompute.jobs.rows import chunks, replaced
+from precompute.jobs.rows.open_view import open_view
+from precompute.store.errors import GateError
+from precompute.store.offline.part_file import rare_rows
+from precompute.store.offline.row_figures import count
+from precompute.store.offline.snapshot import Snapshot, Verdict
+from precompute.store.offline.view_store import ViewStore
+from precompute.store.record import replace
 from tests.conftest import MakeProject
 from tests.scene import Scene
 
@@ -380,7 +380,7 @@ def test_a_model_of_ones_own_has_no_precision_whatever_it_calls_its_attributes(
             )
             return compute(*arguments)
 
-    monkeypatch.setattr("jobs.pipeline.parity.compute", again)
+    monkeypatch.setattr("precompute.jobs.pipeline.parity.compute", again)
     monkeypatch.setattr(Vectors, "variant", variant, raising=False)
     project = make_project(list(GOOD.items()), view=view(fallback=True))
     if status == "published":
@@ -399,7 +399,7 @@ def test_parity_allows_one_row_of_twenty_and_no_more(
         double = np.asarray(done.features["double"]) * np.where(np.arange(len(done.rows)) < rows, 1.5, 1.0)
         return dataclasses.replace(done, features=done.features.set_column(0, "double", pa.array(double)))
 
-    monkeypatch.setattr("jobs.pipeline.parity.compute", again)
+    monkeypatch.setattr("precompute.jobs.pipeline.parity.compute", again)
     project = make_project(list(GOOD.items()), view=view(fallback=True))
     assert project.cli("run", "numbers") == (0 if passes else 3)
     assert [(g.gate, g.measured) for g in project.snapshot().gates if g.gate == "parity"] == [("parity", rows / 20)]
@@ -420,7 +420,7 @@ def test_the_share_that_is_not_finite_is_judged_at_its_limit(make_project: MakeP
 
 
 def test_parity_leaves_out_rows_whose_input_changed_since(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
-    from jobs.pipeline import materialize
+    from precompute.jobs.pipeline import materialize
 
     project = make_project(list(GOOD.items()), view=view(fallback=True))
     compact = materialize._snapshot

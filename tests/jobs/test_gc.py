@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from jobs.cli import main
-from jobs.rows import chunks
-from jobs.service.fallback import ViewFallback
-from store.disk.lease import take
-from store.errors import ConflictError, FencedError, RejectedError
-from store.lookup import Lookup
-from store.offline.gc import Garbage, collect
-from store.offline.refs import PUBLISH_LEASE, run_lease
+from precompute.jobs.cli import main
+from precompute.jobs.rows import chunks
+from precompute.jobs.service.fallback import ViewFallback
+from precompute.store.disk.lease import take
+from precompute.store.errors import ConflictError, FencedError, RejectedError
+from precompute.store.lookup import Lookup
+from precompute.store.offline.gc import Garbage, collect
+from precompute.store.offline.refs import PUBLISH_LEASE, run_lease
 from tests import REPOSITORY
 from tests.conftest import MakeProject
 from tests.scene import Scene
@@ -379,7 +379,7 @@ def other_process(make_project: MakeProject) -> Iterator[Any]:
 
     def start(project: Scene, lease: str) -> None:
         script = (
-            "import sys; from pathlib import Path; from store.disk.lease import take\n"
+            "import sys; from pathlib import Path; from precompute.store.disk.lease import take\n"
             "with take(Path(sys.argv[1]), sys.argv[2], 'a test'):\n  print('held', flush=True); sys.stdin.read()"
         )
         folder = project.store.leases
@@ -414,7 +414,7 @@ def test_what_a_killed_run_left_stays_while_another_process_may_take_it_over(
 def test_the_lease_of_a_process_that_died_does_not_count(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
     project = killed(make_project, monkeypatch)
     folder = project.store.leases
-    script = "import os, sys; from pathlib import Path; from store.disk.lease import take; take(Path(sys.argv[1]), 'run', 'a test'); os._exit(9)"
+    script = "import os, sys; from pathlib import Path; from precompute.store.disk.lease import take; take(Path(sys.argv[1]), 'run', 'a test'); os._exit(9)"
     assert subprocess.run([sys.executable, "-c", script, str(folder)], cwd=REPOSITORY).returncode == 9
     assert len(gc(project)) > 2
 
@@ -445,7 +445,7 @@ def test_who_lost_a_lease_removes_nothing_more(
 
     with take(folder, PUBLISH_LEASE, "gc") as publishing, take(folder, "run", "a run") as running:
         if late:
-            monkeypatch.setattr("store.offline.gc.crashpoint", taken)
+            monkeypatch.setattr("precompute.store.offline.gc.crashpoint", taken)
         else:
             taken()
         with pytest.raises(FencedError, match="to somebody else"):

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import redis
 
-from jobs.ops.drop import drop
-from jobs.pipeline.reconcile import reconcile
-from jobs.process.progress import Silent
-from store.api.app import create_app
-from store.errors import RequestError, RowsLostError
+from precompute.jobs.ops.drop import drop
+from precompute.jobs.pipeline.reconcile import reconcile
+from precompute.jobs.process.progress import Silent
+from precompute.store.api.app import create_app
+from precompute.store.errors import RequestError, RowsLostError
 from tests.asgi import call
 from tests.conftest import MakeProject
 from tests.scene import Scene

@@ -15,22 +15,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.pipeline.run import run_view
-from jobs.process.job import RunOptions
-from jobs.process.progress import Silent
-from jobs.rows import chunks
 from precompute.engine import runner
 from precompute.engine.batching import WINDOW_ROWS
 from precompute.engine.pace import LONG_S
+from precompute.jobs.pipeline.run import run_view
+from precompute.jobs.process.job import RunOptions
+from precompute.jobs.process.progress import Silent
+from precompute.jobs.rows import chunks
 from precompute.source import Source
-from store.errors import ConfigError, ModelError, PrecomputeError, RejectedError, SnapshotError, SourceError
-from store.feature_view import FeatureView
-from store.offline.journal import Journals
-from store.offline.layers import MOST_OVERLAYS
-from store.offline.runs import Report
-from store.offline.snapshot import Counts, Snapshot
-from store.offline.standing import Standing
-from store.record import plain
+from precompute.store.errors import ConfigError, ModelError, PrecomputeError, RejectedError, SnapshotError, SourceError
+from precompute.store.feature_view import FeatureView
+from precompute.store.offline.journal import Journals
+from precompute.store.offline.layers import MOST_OVERLAYS
+from precompute.store.offline.runs import Report
+from precompute.store.offline.snapshot import Counts, Snapshot
+from precompute.store.offline.standing import Standing
+from precompute.store.record import plain
 from tests.arithmetic import REFUSED_AT, Doubler
 from tests.conftest import MakeProject
 from tests.scene import Scene

@@ -18,19 +18,19 @@ from typing import Any
 
 import pytest
 
-from jobs.process.suspects import FIRST_S, LONGEST_S, MOST, TRIALS, TRIALS_S, Suspects, row_hash
-from jobs.service import model_group
-from jobs.service.kept_process import AGAIN, HELD_UP_S, MOST_HELD, START_S, STILL_S, KeptProcess, Watch
-from jobs.service.model_group import ModelGroup, ModelLimits, ModelProcess, socket_path
-from jobs.service.model_link import MOST_SENT, ModelLink
-from jobs.service.model_server import Conversation
-from jobs.service.remote_fallback import MOST_IN_FLIGHT, RemoteFallback
-from jobs.service.supervisor import WorkerKeeper
+from precompute.jobs.process.suspects import FIRST_S, LONGEST_S, MOST, TRIALS, TRIALS_S, Suspects, row_hash
+from precompute.jobs.service import model_group
+from precompute.jobs.service.kept_process import AGAIN, HELD_UP_S, MOST_HELD, START_S, STILL_S, KeptProcess, Watch
+from precompute.jobs.service.model_group import ModelGroup, ModelLimits, ModelProcess, socket_path
+from precompute.jobs.service.model_link import MOST_SENT, ModelLink
+from precompute.jobs.service.model_server import Conversation
+from precompute.jobs.service.remote_fallback import MOST_IN_FLIGHT, RemoteFallback
+from precompute.jobs.service.supervisor import WorkerKeeper
+from precompute.store.fallback import CLIENT, Computed, Miss, places
+from precompute.store.online.online_store import MemoryStore, Pointer
+from precompute.store.status import Reason
+from precompute.store.telemetry.instruments import Meter
 from precompute.workers.process import ChildProcess, end_all
-from store.fallback import CLIENT, Computed, Miss, places
-from store.online.online_store import MemoryStore, Pointer
-from store.status import Reason
-from store.telemetry.instruments import Meter
 from tests import REPOSITORY
 from tests.server import eventually
 from tests.store.test_lookup import House, Row, computed_row
@@ -278,7 +278,7 @@ def test_a_process_that_should_be_idle_and_shows_no_life_is_killed(runtime: Path
 def test_what_a_model_process_had_on_disk_goes_with_it(runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     group = ModelGroup("model", {}, runtime, ModelLimits(1.0, 10_000, 64), Meter())
-    script = "import os, signal; from store.disk.spill_folder import SpillFolder; folder = SpillFolder(); os.kill(os.getpid(), signal.SIGTERM)"
+    script = "import os, signal; from precompute.store.disk.spill_folder import SpillFolder; folder = SpillFolder(); os.kill(os.getpid(), signal.SIGTERM)"
     subprocess.run([sys.executable, "-c", script], env={**os.environ, "TMPDIR": str(tmp_path)}, cwd=REPOSITORY, timeout=60)
     assert len(list(tmp_path.glob("precompute-duckdb-*"))) == 1
     group.close()

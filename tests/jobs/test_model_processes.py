@@ -18,12 +18,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from jobs.service.kept_process import STILL_S, Watch
-from jobs.service.model_group import ModelLimits
-from jobs.service.supervisor import FUTILE, Supervisor, WorkerKeeper
+from precompute.jobs.service.kept_process import STILL_S, Watch
+from precompute.jobs.service.model_group import ModelLimits
+from precompute.jobs.service.supervisor import FUTILE, Supervisor, WorkerKeeper
+from precompute.store.api import wire
+from precompute.store.errors import PrecomputeError
 from precompute.workers.process import AdoptedProcess, ChildProcess
-from store.api import wire
-from store.errors import PrecomputeError
 from tests.arithmetic import Doubler
 from tests.server import Server, View, eventually, make_folder, read_reply, write_numbers
 
@@ -65,8 +65,8 @@ FAULTY: View = {
 
 
 AT_ONCE = """
-from jobs.service.kept_process import KeptProcess
-from jobs.service.supervisor import WorkerKeeper
+from precompute.jobs.service.kept_process import KeptProcess
+from precompute.jobs.service.supervisor import WorkerKeeper
 KeptProcess.longest_wait_s = WorkerKeeper.longest_wait_s = 0.1
 """
 """What ended is started anew at once, however often it does: it ends some twenty times here, which were 40 s of waiting."""
@@ -167,7 +167,7 @@ def test_of_the_rows_that_a_process_ended_with_only_the_one_to_blame_is_left_alo
 STANDING_BY = (
     AT_ONCE
     + """
-from jobs.service import model_group
+from precompute.jobs.service import model_group
 model_group.SPARE_AFTER_S = 0.0
 """
 )
@@ -338,7 +338,7 @@ def test_a_worker_that_is_told_to_end_and_whose_loop_stands_still_is_not_waited_
         return ChildProcess(["sh", "-c", "trap '' TERM; exec sleep 600"])
 
     monkeypatch.setattr(WorkerKeeper, "start", deaf)
-    monkeypatch.setattr("jobs.service.supervisor.DRAIN_STILL_S", 0.5)
+    monkeypatch.setattr("precompute.jobs.service.supervisor.DRAIN_STILL_S", 0.5)
     supervisor = Supervisor({"runtime": str(tmp_path), "listeners": []}, {}, ModelLimits(1.0, 1000, 64))
 
     def stop() -> None:

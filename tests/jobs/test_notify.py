@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from jobs.process import notify as notify_module
-from jobs.process.notify import notify
-from store.errors import GateError, RejectedError, SourceError
-from store.offline.runs import Report
+from precompute.jobs.process import notify as notify_module
+from precompute.jobs.process.notify import notify
+from precompute.store.errors import GateError, RejectedError, SourceError
+from precompute.store.offline.runs import Report
 from tests.conftest import MakeProject
 from tests.scene import Scene
 
@@ -99,7 +99,9 @@ def test_a_command_that_fails_does_not_fail_the_run(
     project = project_of(make_project, FAILING[how])
     report = project.run()
     assert (report.status, report.error) == ("published", None)
-    warned = [r.getMessage() for r in caplog.records if r.name == "jobs.process.notify" and r.levelno == logging.WARNING]
+    warned = [
+        r.getMessage() for r in caplog.records if r.name == "precompute.jobs.process.notify" and r.levelno == logging.WARNING
+    ]
     assert len(warned) == (0 if how in ("reads", "not UTF-8, and well") else 1)
     if how == "another status":
         assert "status 3: gone wrong" in warned[0]
@@ -130,7 +132,9 @@ def test_the_runs_own_error_is_told_whatever_it_holds(make_project: MakeProject,
 def test_the_command_may_be_precompute_itself(make_project: MakeProject, tmp_path: Path) -> None:
     out = tmp_path / "status.json"
     project = make_project([(1, 1.0)])
-    script = f"import os; os.system({f'{sys.executable} -m jobs.cli -c {project.folder} status --json > {out} 2>&1'!r})"
+    script = (
+        f"import os; os.system({f'{sys.executable} -m precompute.jobs.cli -c {project.folder} status --json > {out} 2>&1'!r})"
+    )
     project = make_project([(1, 1.0)], project={"notify": python(script)})
     project.run()
     (line,) = json.loads(out.read_text())

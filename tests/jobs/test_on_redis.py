@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import redis
 
-from store.offline.refs import Place
+from precompute.store.offline.refs import Place
 from tests.conftest import MakeProject
 from tests.scene import Scene
 

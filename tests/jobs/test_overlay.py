@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import redis
 
-from jobs.publish.publisher import BASE_ROWS
-from jobs.rows import chunks
-from store.offline.layers import MOST_OVERLAYS
-from store.offline.refs import Place
-from store.offline.snapshot import Snapshot
-from store.offline.view_store import ViewStore
-from store.online.codec import schema_tag
-from store.online.online_store import Generation, Terms
-from store.online.table_store import TableStore
-from store.vectors.vector_index import VectorIndex
+from precompute.jobs.publish.publisher import BASE_ROWS
+from precompute.jobs.rows import chunks
+from precompute.store.offline.layers import MOST_OVERLAYS
+from precompute.store.offline.refs import Place
+from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.view_store import ViewStore
+from precompute.store.online.codec import schema_tag
+from precompute.store.online.online_store import Generation, Terms
+from precompute.store.online.table_store import TableStore
+from precompute.store.vectors.vector_index import VectorIndex
 from tests.conftest import MakeProject
 from tests.jobs.test_materialize import interrupted
 from tests.scene import Scene

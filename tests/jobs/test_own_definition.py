@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from jobs.service.fallback import ViewFallback
-from jobs.service.model_group import socket_path
-from store.errors import DamagedPointerError
-from store.feature_view import Definition, FeatureView, ModelUse
-from store.lookup import Lookup
-from store.online.online_store import Pointer
-from store.record import replace
+from precompute.jobs.service.fallback import ViewFallback
+from precompute.jobs.service.model_group import socket_path
+from precompute.store.errors import DamagedPointerError
+from precompute.store.feature_view import Definition, FeatureView, ModelUse
+from precompute.store.lookup import Lookup
+from precompute.store.online.online_store import Pointer
+from precompute.store.record import replace
 from tests.conftest import MakeProject
 from tests.scene import Scene
 

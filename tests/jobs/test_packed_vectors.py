@@ -8,15 +8,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from jobs.config.view import GatesConfig
-from jobs.pipeline.vector_gates import judge_packed
-from jobs.pipeline.verdicts import Verdicts
-from store.errors import GateError
-from store.feature_view import Feature, FeatureView
-from store.offline.refs import Place
-from store.online.vector_packing import packed_vectors, unpacked_vectors
-from store.page.figures import Figures, ViewFigures
-from store.page.page import status_page
+from precompute.jobs.config.view import GatesConfig
+from precompute.jobs.pipeline.vector_gates import judge_packed
+from precompute.jobs.pipeline.verdicts import Verdicts
+from precompute.store.errors import GateError
+from precompute.store.feature_view import Feature, FeatureView
+from precompute.store.offline.refs import Place
+from precompute.store.online.vector_packing import packed_vectors, unpacked_vectors
+from precompute.store.page.figures import Figures, ViewFigures
+from precompute.store.page.page import status_page
 from tests.conftest import MakeProject
 from tests.scene import Scene
 

@@ -13,16 +13,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.pipeline import run as run_module
-from jobs.rows import chunks
-from jobs.service.fallback import ViewFallback
-from store.disk.lease import Lease, take
-from store.errors import ConfigError, GateError, RejectedError, SourceError
-from store.lookup import Lookup
-from store.offline.refs import PUBLISH_LEASE
-from store.offline.runs import Report
-from store.offline.standing import Standing
-from store.partition import Partition, containing
+from precompute.jobs.pipeline import run as run_module
+from precompute.jobs.rows import chunks
+from precompute.jobs.service.fallback import ViewFallback
+from precompute.store.disk.lease import Lease, take
+from precompute.store.errors import ConfigError, GateError, RejectedError, SourceError
+from precompute.store.lookup import Lookup
+from precompute.store.offline.refs import PUBLISH_LEASE
+from precompute.store.offline.runs import Report
+from precompute.store.offline.standing import Standing
+from precompute.store.partition import Partition, containing
 from tests.conftest import MakeProject
 from tests.scene import Scene
 
@@ -404,8 +404,8 @@ def test_what_is_resumed_is_of_the_same_partition(make_project: MakeProject, mon
 
 @pytest.mark.usefixtures("impatient")
 def test_two_partitions_run_at_once_and_one_only_once(make_project: MakeProject) -> None:
-    from store.errors import ConflictError
-    from store.offline.refs import run_lease
+    from precompute.store.errors import ConflictError
+    from precompute.store.offline.refs import run_lease
 
     project = make(make_project)
     folder = project.store.leases

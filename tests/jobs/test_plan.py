@@ -16,13 +16,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jobs.ops.status import project_status
-from jobs.rows import chunks, plan
-from jobs.rows.plan import Plan
 from precompute.diff import Diff
+from precompute.jobs.ops.status import project_status
+from precompute.jobs.rows import chunks, plan
+from precompute.jobs.rows.plan import Plan
 from precompute.sources.input_hash import MD5
-from store.errors import PrecomputeError, RejectedError, SnapshotError
-from store.offline.view_store import ViewStore
+from precompute.store.errors import PrecomputeError, RejectedError, SnapshotError
+from precompute.store.offline.view_store import ViewStore
 from tests.arithmetic import Doubler
 from tests.conftest import MakeProject
 from tests.scene import Scene
@@ -487,7 +487,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
         def time_ns() -> int:
             return real() + int(ahead[0] * 1e9)
 
-    from jobs.ops import status
+    from precompute.jobs.ops import status
 
     for module in (plan, chunks, status):
         monkeypatch.setattr(module, "time", Ahead)
@@ -496,7 +496,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
         at = datetime.fromtimestamp(Ahead.time_ns() / 1e9, UTC)
         return at.isoformat(timespec="microseconds").replace("+00:00", "Z")
 
-    monkeypatch.setattr("store.offline.refs.utc_now", utc_now)
+    monkeypatch.setattr("precompute.store.offline.refs.utc_now", utc_now)
 
     def move(seconds: float) -> None:
         ahead[0] = seconds

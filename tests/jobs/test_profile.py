@@ -13,11 +13,11 @@ import pyarrow as pa
 import pytest
 from safetensors.numpy import save_file
 
-from jobs.commands.measure import PACE, describe_profile
-from jobs.ops import profile as profile_module
-from jobs.ops.profile import profile
-from store.errors import ConfigError, SourceError
-from store.partition import containing
+from precompute.jobs.commands.measure import PACE, describe_profile
+from precompute.jobs.ops import profile as profile_module
+from precompute.jobs.ops.profile import profile
+from precompute.store.errors import ConfigError, SourceError
+from precompute.store.partition import containing
 from tests.conftest import MakeProject
 
 ROWS = [(i, float(i)) for i in range(10)]

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from jobs.process.progress import Bar, Lines, Silent, progress_for
+from precompute.jobs.process.progress import Bar, Lines, Silent, progress_for
 
 
 def test_lines_tell_the_total_and_how_far_it_is() -> None:

@@ -12,15 +12,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.cli import main
-from jobs.schedule.reconciler import reconcile_command
-from jobs.schedule.scheduler import run_command
+from precompute.jobs.cli import main
+from precompute.jobs.schedule.reconciler import reconcile_command
+from precompute.jobs.schedule.scheduler import run_command
 from precompute.model import digest
 from precompute.source import Source
+from precompute.store.errors import ConfigError, SourceError
+from precompute.store.lookup_options import LookupOptions
+from precompute.store.offline.view_store import OfflineStore
 from precompute.workers.process import ChildProcess
-from store.errors import ConfigError, SourceError
-from store.lookup_options import LookupOptions
-from store.offline.view_store import OfflineStore
 from tests.arithmetic import Doubler
 from tests.conftest import MakeProject
 from tests.scene import Scene

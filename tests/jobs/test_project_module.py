@@ -13,12 +13,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import store
+import precompute
 from precompute import project_module
 from precompute.model import digest
 from precompute.project_module import import_module, module_exists, plain_name
 from precompute.registry import load_model
-from store.errors import ConfigError, ModelError
+from precompute.store.errors import ConfigError, ModelError
 from tests.conftest import MakeProject
 from tests.scene import Scene
 
@@ -60,7 +60,7 @@ def test_a_module_may_be_called_anything(make_project: MakeProject, name: str, w
     project = make_project(view=view, project={"engine": {"workers": workers}})
     report = project.run()
     assert report.counts["written"] == 1
-    assert sys.modules["store"] is store
+    assert sys.modules["precompute"] is precompute
     assert str(project.folder) not in sys.path
     fingerprint = project.store.snapshot(1).model
     assert fingerprint == report.model

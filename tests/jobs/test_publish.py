@@ -12,20 +12,20 @@ from typing import Any
 import pytest
 import redis
 
-from jobs.process.progress import Silent
-from jobs.process.report import recorded
-from jobs.publish.loader import Loader
-from jobs.publish.publisher import Publisher
-from store.disk.lease import take
-from store.errors import ConflictError, GateError, OnlineStoreError, PrecomputeError, SnapshotError
-from store.lookup import Lookup
-from store.offline.refs import PUBLISH_LEASE
-from store.offline.runs import Report
-from store.offline.view_store import ViewStore
-from store.online.online_store import Generation, MemoryStore, Pointer
-from store.online.packed import Rows
-from store.record import replace
-from store.vectors.vector_index import VectorIndex
+from precompute.jobs.process.progress import Silent
+from precompute.jobs.process.report import recorded
+from precompute.jobs.publish.loader import Loader
+from precompute.jobs.publish.publisher import Publisher
+from precompute.store.disk.lease import take
+from precompute.store.errors import ConflictError, GateError, OnlineStoreError, PrecomputeError, SnapshotError
+from precompute.store.lookup import Lookup
+from precompute.store.offline.refs import PUBLISH_LEASE
+from precompute.store.offline.runs import Report
+from precompute.store.offline.view_store import ViewStore
+from precompute.store.online.online_store import Generation, MemoryStore, Pointer
+from precompute.store.online.packed import Rows
+from precompute.store.record import replace
+from precompute.store.vectors.vector_index import VectorIndex
 from tests.conftest import MakeProject
 from tests.online import batch_of
 from tests.scene import Scene

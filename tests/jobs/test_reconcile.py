@@ -15,21 +15,21 @@ import pytest
 import redis
 import yaml
 
-from jobs.pipeline.reconcile import reconcile
-from jobs.process.progress import Silent
-from jobs.publish.publisher import Publisher
-from jobs.schedule.reconciler import Reconciler
-from jobs.schedule.scheduler import Scheduler
-from store.account.account import read_account, write_account
-from store.account.checker import DEGRADED as HEALED
-from store.account.checker import look
-from store.disk.lease import take
-from store.errors import ConflictError, OnlineStoreError
-from store.offline.refs import PUBLISH_LEASE
-from store.offline.snapshot import Snapshot
-from store.offline.view_store import ViewStore
-from store.online.online_store import OnlineStore
-from store.record import replace
+from precompute.jobs.pipeline.reconcile import reconcile
+from precompute.jobs.process.progress import Silent
+from precompute.jobs.publish.publisher import Publisher
+from precompute.jobs.schedule.reconciler import Reconciler
+from precompute.jobs.schedule.scheduler import Scheduler
+from precompute.store.account.account import read_account, write_account
+from precompute.store.account.checker import DEGRADED as HEALED
+from precompute.store.account.checker import look
+from precompute.store.disk.lease import take
+from precompute.store.errors import ConflictError, OnlineStoreError
+from precompute.store.offline.refs import PUBLISH_LEASE
+from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.view_store import ViewStore
+from precompute.store.online.online_store import OnlineStore
+from precompute.store.record import replace
 from tests.conftest import MakeProject
 from tests.scene import Scene
 

@@ -12,7 +12,7 @@ import duckdb
 import pyarrow.parquet as pq
 import pytest
 
-from store.errors import UnreadableError
+from precompute.store.errors import UnreadableError
 from tests.conftest import MakeProject
 
 

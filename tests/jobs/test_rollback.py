@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import redis
 
-from jobs.pipeline import run as run_module
-from jobs.publish.loader import Loader
-from store.disk import crashpoint
-from store.disk.crashpoint import InjectedError
-from store.disk.lease import Lease, take
-from store.errors import GateError, OnlineStoreError, PrecomputeError, SnapshotError
-from store.offline.refs import PUBLISH_LEASE
-from store.partition import containing
+from precompute.jobs.pipeline import run as run_module
+from precompute.jobs.publish.loader import Loader
+from precompute.store.disk import crashpoint
+from precompute.store.disk.crashpoint import InjectedError
+from precompute.store.disk.lease import Lease, take
+from precompute.store.errors import GateError, OnlineStoreError, PrecomputeError, SnapshotError
+from precompute.store.offline.refs import PUBLISH_LEASE
+from precompute.store.partition import containing
 from tests.conftest import MakeProject
 from tests.scene import Scene
 

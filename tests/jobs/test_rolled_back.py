@@ -10,11 +10,11 @@ import pytest
 
 from precompute.sources.database import hash_kind
 from precompute.sources.input_hash import MD5
-from store.errors import GateError
-from store.offline.runs import Report
-from store.offline.view_store import OfflineStore
-from store.partition import containing
-from store.record import replace
+from precompute.store.errors import GateError
+from precompute.store.offline.runs import Report
+from precompute.store.offline.view_store import OfflineStore
+from precompute.store.partition import containing
+from precompute.store.record import replace
 from tests.conftest import MakeProject
 from tests.scene import Scene
 

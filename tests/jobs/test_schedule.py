@@ -18,16 +18,16 @@ import pytest
 from apscheduler.job import Job
 from apscheduler.schedulers.background import BackgroundScheduler
 
-import jobs.schedule.scheduler
-from jobs.config.cron import last_fire
-from jobs.config.project import Project
-from jobs.schedule.due import LEADER, Decision, Ledger
-from jobs.schedule.scheduler import Scheduler, run_command
-from store.disk.lease import holder, is_held, take
-from store.freshness import iso
-from store.offline.refs import run_lease
-from store.offline.runs import Report
-from store.offline.view_store import OfflineStore
+import precompute.jobs.schedule.scheduler
+from precompute.jobs.config.cron import last_fire
+from precompute.jobs.config.project import Project
+from precompute.jobs.schedule.due import LEADER, Decision, Ledger
+from precompute.jobs.schedule.scheduler import Scheduler, run_command
+from precompute.store.disk.lease import holder, is_held, take
+from precompute.store.freshness import iso
+from precompute.store.offline.refs import run_lease
+from precompute.store.offline.runs import Report
+from precompute.store.offline.view_store import OfflineStore
 from tests import REPOSITORY
 from tests.conftest import MakeProject
 from tests.scene import Scene
@@ -130,7 +130,7 @@ MakeRunning = Callable[..., Running]
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs.schedule.scheduler, "TICK_S", 0.1)
+    monkeypatch.setattr(precompute.jobs.schedule.scheduler, "TICK_S", 0.1)
 
 
 @pytest.fixture
@@ -367,7 +367,7 @@ DEAF = "trap '' TERM; report running; echo $$ >> $LOG; sleep 60 & echo $! >> $LO
 
 
 def test_what_does_not_heed_sigterm_is_killed_after_the_grace(running: MakeRunning, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs.schedule.scheduler, "STOP_GRACE_S", 0.3)
+    monkeypatch.setattr(precompute.jobs.schedule.scheduler, "STOP_GRACE_S", 0.3)
     schedule = running({"numbers": (RARELY, DEAF), "b": ("after numbers", NOTE)}, ["numbers"])
     eventually(lambda: len(schedule.ran()) == 2)
     pids = [int(word) for word in schedule.ran()]
@@ -379,7 +379,7 @@ def test_what_does_not_heed_sigterm_is_killed_after_the_grace(running: MakeRunni
 def test_a_run_past_its_deadline_is_ended_with_its_children_and_tried_again(
     running: MakeRunning, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jobs.schedule.scheduler, "STOP_GRACE_S", 0.3)
+    monkeypatch.setattr(precompute.jobs.schedule.scheduler, "STOP_GRACE_S", 0.3)
     shell = f"if [ -e $ROOT/numbers/runs ]; then published; exit; fi; {DEAF}"
     schedule = running({"numbers": ({"at": RARELY, "deadline": "1s"}, shell)}, ["numbers"])
     eventually(lambda: len(schedule.ran()) == 2)
@@ -443,10 +443,12 @@ def test_a_clock_set_back_does_not_silence_the_ticks(running: MakeRunning, monke
 
 
 def test_a_clock_set_forward_is_one_tick_and_not_one_for_every_second() -> None:
-    trigger = jobs.schedule.scheduler._Ticks()
+    trigger = precompute.jobs.schedule.scheduler._Ticks()
     now = datetime(2026, 1, 1, tzinfo=UTC)
     assert trigger.get_next_fire_time(None, now) == now
-    assert trigger.get_next_fire_time(now - timedelta(days=365), now) == now + timedelta(seconds=jobs.schedule.scheduler.TICK_S)
+    assert trigger.get_next_fire_time(now - timedelta(days=365), now) == now + timedelta(
+        seconds=precompute.jobs.schedule.scheduler.TICK_S
+    )
 
 
 # ---- who acts
@@ -490,7 +492,7 @@ def test_a_view_that_somebody_else_runs_is_not_started(running: MakeRunning) -> 
 
 
 def _command(project: Scene) -> list[str]:
-    return [sys.executable, "-m", "jobs.cli", "-c", str(project.folder), "schedule"]
+    return [sys.executable, "-m", "precompute.jobs.cli", "-c", str(project.folder), "schedule"]
 
 
 class Process:
@@ -679,7 +681,7 @@ def test_a_scheduler_that_was_stopped_loses_the_lead_within_the_lease_and_stands
 
 def test_a_run_is_precompute_run_of_that_view_with_this_python(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)])
-    command = [sys.executable, "-P", "-m", "jobs.cli", "-c", str(project.folder), "run", "numbers", "--due", LEAP_DAY]
+    command = [sys.executable, "-P", "-m", "precompute.jobs.cli", "-c", str(project.folder), "run", "numbers", "--due", LEAP_DAY]
     assert run_command(project, "numbers", LEAP_DAY) == command
 
 

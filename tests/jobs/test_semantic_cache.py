@@ -18,18 +18,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.config.view import AccuracyConfig
-from jobs.ops.drop import drop
-from jobs.ops.thresholds import agreement_of, thresholds
-from jobs.service.fallback import ViewFallback
-from store import semantic_cache
-from store.answer import Answer
-from store.api.app import create_app
-from store.client import Client
-from store.errors import ConfigError, OnlineStoreError
-from store.feature_view import Feature, FeatureView
-from store.lookup import Lookup
-from store.lookup_options import CacheControl, LookupOptions
+from precompute.jobs.config.view import AccuracyConfig
+from precompute.jobs.ops.drop import drop
+from precompute.jobs.ops.thresholds import agreement_of, thresholds
+from precompute.jobs.service.fallback import ViewFallback
+from precompute.store import semantic_cache
+from precompute.store.answer import Answer
+from precompute.store.api.app import create_app
+from precompute.store.client import Client
+from precompute.store.errors import ConfigError, OnlineStoreError
+from precompute.store.feature_view import Feature, FeatureView
+from precompute.store.lookup import Lookup
+from precompute.store.lookup_options import CacheControl, LookupOptions
 from tests.asgi import call
 from tests.conftest import MakeProject
 from tests.scene import Scene

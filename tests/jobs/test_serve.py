@@ -19,11 +19,11 @@ from typing import Any
 
 import pytest
 
-from jobs.config.project import Project
-from jobs.service.serve import serve
-from store.api import wire
-from store.errors import ConfigError
-from store.redis.redis_store import KNOWN_S
+from precompute.jobs.config.project import Project
+from precompute.jobs.service.serve import serve
+from precompute.store.api import wire
+from precompute.store.errors import ConfigError
+from precompute.store.redis.redis_store import KNOWN_S
 from tests import REPOSITORY
 from tests.conftest import redis_binary
 from tests.redis_process import RedisProcess, free_port
@@ -77,7 +77,7 @@ def test_an_address_that_cannot_be_bound_is_refused(tmp_path: Path, monkeypatch:
 
 
 def _check_refused_to_bind(folder: Path, bind: str) -> None:
-    command = [sys.executable, "-m", "jobs.cli", "-c", str(folder), "serve"]
+    command = [sys.executable, "-m", "precompute.jobs.cli", "-c", str(folder), "serve"]
     environment = os.environ | {"PRECOMPUTE_SERVE__BIND": bind}
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=30)
     lines = [line for line in done.stderr.splitlines() if line.startswith("precompute:")]

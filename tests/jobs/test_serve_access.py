@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from jobs.cli import main
-from store.client import Tls
-from store.errors import DeniedError, NoAnswerError
+from precompute.jobs.cli import main
+from precompute.store.client import Tls
+from precompute.store.errors import DeniedError, NoAnswerError
 from tests import REPOSITORY
 from tests.asking import features_of, opened
 from tests.collector import collecting
@@ -61,7 +61,7 @@ class Guarded(Server):
 
 
 def made_token(folder: Path, *options: str) -> str:
-    command = [sys.executable, "-m", "jobs.cli", "-c", str(folder), "token", *options]
+    command = [sys.executable, "-m", "precompute.jobs.cli", "-c", str(folder), "token", *options]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done
     return done.stdout.strip()

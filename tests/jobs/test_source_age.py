@@ -10,9 +10,9 @@ import pyarrow as pa
 import pytest
 
 from precompute.source import Source
-from store.errors import ConfigError
-from store.freshness import iso
-from store.offline.runs import Report
+from precompute.store.errors import ConfigError
+from precompute.store.freshness import iso
+from precompute.store.offline.runs import Report
 from tests.conftest import MakeProject
 from tests.scene import Scene
 

@@ -20,34 +20,34 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from jobs.cli import main
-from jobs.commands.measure import describe_tuning
-from jobs.config.tuning_file import read_tuning, tuning_path, write_tuning
-from jobs.ops import trials as trials_module
-from jobs.ops import tune as tune_module
-from jobs.ops.trials import ROUNDS, Rate, Trials
-from jobs.ops.tune import tune
-from jobs.pipeline import accuracy as accuracy_module
-from jobs.pipeline import materialize as materialize_module
-from jobs.pipeline.accuracy import AccuracyCheck
-from jobs.rows import comparison
-from jobs.rows.chunks import Chunks
-from jobs.rows.comparison import limits_of
-from jobs.rows.open_view import EXAMPLE_ROWS, open_view
-from jobs.service.fallback import ViewFallback
 from precompute.engine.runner import Runner
 from precompute.engine.window import Outcome
+from precompute.jobs.cli import main
+from precompute.jobs.commands.measure import describe_tuning
+from precompute.jobs.config.tuning_file import read_tuning, tuning_path, write_tuning
+from precompute.jobs.ops import trials as trials_module
+from precompute.jobs.ops import tune as tune_module
+from precompute.jobs.ops.trials import ROUNDS, Rate, Trials
+from precompute.jobs.ops.tune import tune
+from precompute.jobs.pipeline import accuracy as accuracy_module
+from precompute.jobs.pipeline import materialize as materialize_module
+from precompute.jobs.pipeline.accuracy import AccuracyCheck
+from precompute.jobs.rows import comparison
+from precompute.jobs.rows.chunks import Chunks
+from precompute.jobs.rows.comparison import limits_of
+from precompute.jobs.rows.open_view import EXAMPLE_ROWS, open_view
+from precompute.jobs.service.fallback import ViewFallback
 from precompute.models.packed_linear import PackedLinear
 from precompute.models.torch_model import TorchModel
 from precompute.precision.accuracy import compare
 from precompute.precision.reference import PROOF_ROWS
+from precompute.store.errors import ConfigError, GateError, ModelError, RejectedError, SourceError
+from precompute.store.offline.snapshot import Verdict
+from precompute.store.offline.view_store import OfflineStore
+from precompute.store.partition import containing
 from precompute.techniques import onednn
 from precompute.techniques.machine import has_bf16
 from precompute.techniques.technique import Technique, technique
-from store.errors import ConfigError, GateError, ModelError, RejectedError, SourceError
-from store.offline.snapshot import Verdict
-from store.offline.view_store import OfflineStore
-from store.partition import containing
 from tests.conftest import MakeProject
 from tests.scene import Scene, values_of
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from jobs.ops.verify import Check, verify
-from store.disk.lease import take
-from store.offline.refs import PUBLISH_LEASE
-from store.online.table_writer import TableWriter
-from store.record import plain, replace
+from precompute.jobs.ops.verify import Check, verify
+from precompute.store.disk.lease import take
+from precompute.store.offline.refs import PUBLISH_LEASE
+from precompute.store.online.table_writer import TableWriter
+from precompute.store.record import plain, replace
 from tests.conftest import MakeProject
 from tests.online import batch_of, put_into_redis
 from tests.scene import Scene

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from jobs.service.warmer import Warmer
-from store.lookup import Lookup
-from store.offline.view_store import OfflineStore
-from store.online.online_store import Pointer
-from store.online.table_store import TableStore
-from store.record import replace
+from precompute.jobs.service.warmer import Warmer
+from precompute.store.lookup import Lookup
+from precompute.store.offline.view_store import OfflineStore
+from precompute.store.online.online_store import Pointer
+from precompute.store.online.table_store import TableStore
+from precompute.store.record import replace
 from tests.server import eventually
 from tests.store.test_lookup import House, Row
 
@@ -41,7 +41,7 @@ class Models:
 @pytest.fixture
 def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> House:
     for setting in ("WARM_EVERY_S", "AGAIN_S"):
-        monkeypatch.setattr(f"jobs.service.warmer.{setting}", 0.01)
+        monkeypatch.setattr(f"precompute.jobs.service.warmer.{setting}", 0.01)
     return House(TableStore(tmp_path / "online"), tmp_path / "root", changes={"fallback": True})
 
 

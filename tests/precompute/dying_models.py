@@ -19,7 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from precompute.model import Prepared
-from store.errors import ModelError
+from precompute.store.errors import ModelError
 from tests.arithmetic import Doubler
 
 

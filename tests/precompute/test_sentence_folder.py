@@ -16,15 +16,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from jobs.cli import main
+from precompute.jobs.cli import main
 from precompute.models.text_encoder import Encoder, TextEncoder, UnpaddedEncoder
 from precompute.precision.conversion import convert
+from precompute.store.errors import ConfigError, ModelError
+from precompute.store.lookup_options import LookupOptions
 from precompute.techniques.machine import has_bf16
 from precompute.techniques.technique import technique
 from precompute.text.sentence_folder import read_sentence_folder
 from precompute.text.transformer import DECODERS, ENCODERS
-from store.errors import ConfigError, ModelError
-from store.lookup_options import LookupOptions
 from tests.conftest import MakeProject
 from tests.precompute.sentence_models import SHAPES, SentenceTransformer, modules, read, sentence_model, transformer
 

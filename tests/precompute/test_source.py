@@ -26,8 +26,8 @@ from precompute.diff import Diff, compare, find_deletes, refused_rows, returned_
 from precompute.source import Files, Source
 from precompute.sources.input_hash import MD5
 from precompute.sources.statement import check_sql, referenced_views
-from store.entity_key import key_column
-from store.errors import ConfigError, SnapshotError, SourceError
+from precompute.store.entity_key import key_column
+from precompute.store.errors import ConfigError, SnapshotError, SourceError
 
 HOSTILE = [
     "o'brien",

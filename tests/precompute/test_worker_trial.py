@@ -17,12 +17,12 @@ from precompute.engine.meter import Meter
 from precompute.engine.runner import Runner
 from precompute.lanes import cores
 from precompute.registry import load_model
+from precompute.store.errors import PrecomputeError, SourceError
 from precompute.workers.handover import Handover
 from precompute.workers.measured_engine import MeasuredEngine
 from precompute.workers.worker_pool import WorkerPool
 from precompute.workers.worker_process import WorkerSpec
 from precompute.workers.worker_trial import MOST_PROCESSES, Moment, Phase, WorkerTrial
-from store.errors import PrecomputeError, SourceError
 from tests.precompute.test_worker_pool import DOUBLER, VIEW, as_one_process, everything, windows, workers_of
 
 

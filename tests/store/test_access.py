@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from store.api.request import STRANGER
-from store.errors import ConfigError
-from store.guard.gate import Gate
-from store.guard.hosts import Hosts
-from store.guard.listener import Listener
-from store.guard.tls import Tls
-from store.guard.tokens import Tokens, make_token, read_tokens, remove_tokens
-from store.telemetry.instruments import AUTH_REFUSED, Meter
+from precompute.store.api.request import STRANGER
+from precompute.store.errors import ConfigError
+from precompute.store.guard.gate import Gate
+from precompute.store.guard.hosts import Hosts
+from precompute.store.guard.listener import Listener
+from precompute.store.guard.tls import Tls
+from precompute.store.guard.tokens import Tokens, make_token, read_tokens, remove_tokens
+from precompute.store.telemetry.instruments import AUTH_REFUSED, Meter
 
 BIND = {"guarded": False, "tls": False}
 
@@ -316,4 +316,4 @@ def test_a_pair_of_which_half_is_there_does_not_come_into_use(tmp_path: Path, ca
         os.replace(new_key, key)
         for _ in range(3):
             tls.look()
-    assert [record.levelname for record in caplog.records if record.name == "store.guard.tls"] == ["ERROR", "INFO"]
+    assert [record.levelname for record in caplog.records if record.name == "precompute.store.guard.tls"] == ["ERROR", "INFO"]

@@ -11,15 +11,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from store.api import wire
-from store.api.app import create_app
-from store.api.front import Front
-from store.encoding.answer_size import LARGE_BYTES, Measure, answer_bytes
-from store.errors import RequestError
-from store.feature_view import Feature, FeatureView
-from store.lookup import Lookup
-from store.online.codec import RowCodec
-from store.online.online_store import Generation, MemoryStore, Pointer
+from precompute.store.api import wire
+from precompute.store.api.app import create_app
+from precompute.store.api.front import Front
+from precompute.store.encoding.answer_size import LARGE_BYTES, Measure, answer_bytes
+from precompute.store.errors import RequestError
+from precompute.store.feature_view import Feature, FeatureView
+from precompute.store.lookup import Lookup
+from precompute.store.online.codec import RowCodec
+from precompute.store.online.online_store import Generation, MemoryStore, Pointer
 from tests.asgi import call, exchange, scope_of
 
 ROWS = 1000
@@ -79,7 +79,7 @@ def test_how_large_an_answer_will_be_is_known_about(lookup: Lookup, app: Front, 
 def test_a_large_answer_comes_in_pieces_and_says_what_a_small_one_says(
     lookup: Lookup, app: Front, accept: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("store.encoding.answer_size.LARGE_ARROW_BYTES", LARGE_BYTES)
+    monkeypatch.setattr("precompute.store.encoding.answer_size.LARGE_ARROW_BYTES", LARGE_BYTES)
     for view in ("vectors", "texts"):
         keys = [str(i) for i in range(-20, 980)]
         reply = call(app, "POST", f"/v1/views/{view}/lookup", {"keys": keys}, accept=accept)

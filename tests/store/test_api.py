@@ -22,11 +22,11 @@ import pytest
 import xxhash
 from prometheus_client.parser import text_string_to_metric_families
 
-from store.api import wire
-from store.errors import RequestError
-from store.feature_view import Feature, FeatureView
-from store.lookup import MAX_KEYS
-from store.online.codec import RowCodec
+from precompute.store.api import wire
+from precompute.store.errors import RequestError
+from precompute.store.feature_view import Feature, FeatureView
+from precompute.store.lookup import MAX_KEYS
+from precompute.store.online.codec import RowCodec
 from tests.server import Reply, Server, damage_row, make_folder, read_reply, slow, write_numbers
 
 PAIRS = [("a/b", "c"), ("a", "b/c"), ("50%", "%2F"), ("é€😀", "x y"), ("..", "."), ("?", "#&=+"), ("%25", "%")]

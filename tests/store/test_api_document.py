@@ -11,14 +11,14 @@ import schemathesis
 from hypothesis import HealthCheck, settings
 from schemathesis.core.failures import FailureGroup
 
-from store.api import wire
-from store.api.app import create_app
-from store.api.openapi import Asks, openapi_document
-from store.guard.gate import Gate
-from store.guard.tokens import Tokens, make_token
-from store.lookup import Lookup
-from store.online.online_store import MemoryStore
-from store.telemetry.instruments import Meter
+from precompute.store.api import wire
+from precompute.store.api.app import create_app
+from precompute.store.api.openapi import Asks, openapi_document
+from precompute.store.guard.gate import Gate
+from precompute.store.guard.tokens import Tokens, make_token
+from precompute.store.lookup import Lookup
+from precompute.store.online.online_store import MemoryStore
+from precompute.store.telemetry.instruments import Meter
 from tests import REPOSITORY
 from tests.store.test_http_freshness import World
 

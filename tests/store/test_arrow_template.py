@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from store.api.arrow import decode_arrow, encode_arrow
-from store.encoding.arrow_template import stream_of
-from store.encoding.json_rows import lookup_pieces, row_json
-from store.feature_view import Feature, FeatureView, SemanticCacheSpec
-from store.lookup import Lookup
-from store.lookup_options import LookupOptions
-from store.online.codec import RowCodec
-from store.online.online_store import Generation, MemoryStore, Pointer
+from precompute.store.api.arrow import decode_arrow, encode_arrow
+from precompute.store.encoding.arrow_template import stream_of
+from precompute.store.encoding.json_rows import lookup_pieces, row_json
+from precompute.store.feature_view import Feature, FeatureView, SemanticCacheSpec
+from precompute.store.lookup import Lookup
+from precompute.store.lookup_options import LookupOptions
+from precompute.store.online.codec import RowCodec
+from precompute.store.online.online_store import Generation, MemoryStore, Pointer
 
 NOW = 1_700_000_000.0
 DTYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64")

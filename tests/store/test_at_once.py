@@ -14,11 +14,11 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from store.api.reply import problem
-from store.guard.limits import Limits
-from store.guard.server import GuardedServer
-from store.online.online_store import MemoryStore
-from store.telemetry.instruments import CONNECTIONS_CLOSED, Meter
+from precompute.store.api.reply import problem
+from precompute.store.guard.limits import Limits
+from precompute.store.guard.server import GuardedServer
+from precompute.store.online.online_store import MemoryStore
+from precompute.store.telemetry.instruments import CONNECTIONS_CLOSED, Meter
 from tests.server import eventually
 from tests.store.test_guard import replies
 from tests.store.test_row_cache import House

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from store.api import wire
-from store.client import ViewLookupRequest, calls
-from store.client.calls import Call, Reply
-from store.errors import RequestError
+from precompute.store.api import wire
+from precompute.store.client import ViewLookupRequest, calls
+from precompute.store.client.calls import Call, Reply
+from precompute.store.errors import RequestError
 from tests.asgi import call
 from tests.store.test_api import arrow
 from tests.store.test_http_freshness import LOOKUP, ROW, SEARCH, World

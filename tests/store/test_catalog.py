@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from store.disk.lease import take
-from store.offline.catalog import Catalog, Entry
-from store.offline.snapshot import Counts, Part, Snapshot
-from store.offline.standing import Standing
-from store.offline.view_store import OfflineStore, ViewStore
-from store.record import replace
+from precompute.store.disk.lease import take
+from precompute.store.offline.catalog import Catalog, Entry
+from precompute.store.offline.snapshot import Counts, Part, Snapshot
+from precompute.store.offline.standing import Standing
+from precompute.store.offline.view_store import OfflineStore, ViewStore
+from precompute.store.record import replace
 from tests.store.test_offline_store import TABLE, VIEW
 
 DAYS = ("2026-01-01T00:00Z/2026-01-02T00:00Z", "2026-01-02T00:00Z/2026-01-03T00:00Z")
@@ -84,7 +84,7 @@ def test_a_process_parses_its_lines_once_and_sees_all_that_changes(
     assert store.catalog().entries == truth(store)
     parsed.clear()
     with monkeypatch.context() as patch:
-        patch.setattr("store.offline.catalog._lines", lambda _: pytest.fail("its lines are parsed once more"))
+        patch.setattr("precompute.store.offline.catalog._lines", lambda _: pytest.fail("its lines are parsed once more"))
         assert list(store.catalog().entries) == [1, 2, 3, 4, 5, 6]
         (store.manifest_path(3)).unlink()
         assert list(store.catalog().entries) == [1, 2, 4, 5, 6]
@@ -149,7 +149,7 @@ def test_a_damaged_manifest_is_told_and_known_by_what_it_was(store: ViewStore) -
 
 
 def test_lines_of_removed_manifests_go_once_they_are_many(store: ViewStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("store.offline.catalog._SPARE_LINES", 1)
+    monkeypatch.setattr("precompute.store.offline.catalog._SPARE_LINES", 1)
     before = path_of(store).read_bytes()
     for number in (1, 3, 4, 5):
         (store.manifest_path(number)).unlink()

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from store.entity_key import key_column
-from store.errors import SnapshotError
-from store.history.changes import Changes
-from store.key_text import key_text
+from precompute.store.entity_key import key_column
+from precompute.store.errors import SnapshotError
+from precompute.store.history.changes import Changes
+from precompute.store.key_text import key_text
 from tests.conftest import MakeProject
 from tests.scene import Scene
 

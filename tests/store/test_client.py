@@ -20,11 +20,11 @@ import pyarrow as pa
 import pytest
 from msgspec import UNSET
 
-from store.client import Client, ViewLookupRequest
-from store.client.tables import arrays
-from store.errors import MissingRowError, NoAnswerError, OnlineStoreError, PrecomputeError, RequestError
-from store.lookup import ANSWER_FIELDS, Lookup
-from store.record import plain
+from precompute.store.client import Client, ViewLookupRequest
+from precompute.store.client.tables import arrays
+from precompute.store.errors import MissingRowError, NoAnswerError, OnlineStoreError, PrecomputeError, RequestError
+from precompute.store.lookup import ANSWER_FIELDS, Lookup
+from precompute.store.record import plain
 from tests import REPOSITORY
 from tests.asking import features_of, opened
 from tests.hostile import Hostile
@@ -354,7 +354,7 @@ def test_an_answer_becomes_numpy_and_pandas(client: Client) -> None:
 WITHOUT_PANDAS = """
 import sys
 import pyarrow as pa
-from store.client.tables import arrays
+from precompute.store.client.tables import arrays
 arrays(pa.ipc.open_stream(sys.stdin.buffer.read()).read_all())
 print("pandas" in sys.modules)
 """

@@ -23,12 +23,22 @@ import httpcore2
 import pyarrow as pa
 import pytest
 
-from store.api.arrow import encode_arrow
-from store.api.wire import ViewLookupRequest
-from store.client import AsyncClient, Client, Tls
-from store.client.attempts import FIRST_PAUSE_S, LEAST_SAMPLES, MOST_TOKENS, Attempts, Budget, Durations, Failure, Pause, Send
-from store.client.calls import Reply, retry_after_s, strays
-from store.errors import (
+from precompute.store.api.arrow import encode_arrow
+from precompute.store.api.wire import ViewLookupRequest
+from precompute.store.client import AsyncClient, Client, Tls
+from precompute.store.client.attempts import (
+    FIRST_PAUSE_S,
+    LEAST_SAMPLES,
+    MOST_TOKENS,
+    Attempts,
+    Budget,
+    Durations,
+    Failure,
+    Pause,
+    Send,
+)
+from precompute.store.client.calls import Reply, retry_after_s, strays
+from precompute.store.errors import (
     ConfigError,
     DeadlineError,
     DeniedError,

@@ -13,13 +13,13 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from store.errors import OnlineStoreError
-from store.feature_view import SCALAR_TYPES, Feature, FeatureView
-from store.key_text import key_text
-from store.online import kernels
-from store.online.codec import CHECKSUM_BYTES, HEADER_BYTES, MAX_SNAPSHOT, RowCodec, State
-from store.online.found_rows import FoundRows, overlaid
-from store.online.packed import Buffer, Packed
+from precompute.store.errors import OnlineStoreError
+from precompute.store.feature_view import SCALAR_TYPES, Feature, FeatureView
+from precompute.store.key_text import key_text
+from precompute.store.online import kernels
+from precompute.store.online.codec import CHECKSUM_BYTES, HEADER_BYTES, MAX_SNAPSHOT, RowCodec, State
+from precompute.store.online.found_rows import FoundRows, overlaid
+from precompute.store.online.packed import Buffer, Packed
 
 pytestmark = pytest.mark.usefixtures("kernel")
 

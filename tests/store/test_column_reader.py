@@ -13,16 +13,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from store.feature_view import Feature, FeatureView
-from store.lookup import Lookup
-from store.online import kernels
-from store.online.codec import RowCodec, State
-from store.online.column_reader import ColumnReader
-from store.online.found_rows import FoundRows
-from store.online.online_store import Generation, MemoryStore, OnlineStore, Pointer
-from store.online.packed import Packed, RowBatch
-from store.online.row_values import is_variable
-from store.online.table_store import TableStore
+from precompute.store.feature_view import Feature, FeatureView
+from precompute.store.lookup import Lookup
+from precompute.store.online import kernels
+from precompute.store.online.codec import RowCodec, State
+from precompute.store.online.column_reader import ColumnReader
+from precompute.store.online.found_rows import FoundRows
+from precompute.store.online.online_store import Generation, MemoryStore, OnlineStore, Pointer
+from precompute.store.online.packed import Packed, RowBatch
+from precompute.store.online.row_values import is_variable
+from precompute.store.online.table_store import TableStore
 from tests.store.test_codec import EVERY_KIND, FIXED, FIXED_ROW, MIXED, batch_of, hashes_of, value_of
 
 pytestmark = pytest.mark.usefixtures("kernel")

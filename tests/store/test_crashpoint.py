@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from store.disk.crashpoint import POINTS, InjectedError, arm, crashpoint, disarm
+from precompute.store.disk.crashpoint import POINTS, InjectedError, arm, crashpoint, disarm
 from tests import REPOSITORY
 
 
@@ -93,7 +93,7 @@ def test_a_point_that_is_not_declared_is_a_bug_once_one_is_armed() -> None:
 PASS = """
 import sys
 from pathlib import Path
-from store.disk.crashpoint import crashpoint
+from precompute.store.disk.crashpoint import crashpoint
 path = Path(sys.argv[1])
 for n in range(3):
     path.write_bytes(b"0123456789")
@@ -151,7 +151,7 @@ def test_a_process_armed_wrongly_does_not_start(tmp_path: Path) -> None:
 
 
 def test_every_declared_point_stands_in_the_code_and_every_one_in_the_code_is_declared() -> None:
-    """A prefix that is passed on, as ``point="live"``, stands for the steps of that function of :mod:`store.disk.durable_file`."""
+    """A prefix that is passed on, as ``point="live"``, stands for the steps of that function of :mod:`precompute.store.disk.durable_file`."""
     text = "\n".join(path.read_text() for room in ("store", "precompute", "jobs") for path in (REPOSITORY / room).rglob("*.py"))
     steps = {"manifest": ("write", "link", "dirsync"), "live": ("write", "cas")}
     assert set(re.findall(r'point="(\w+)"', text)) == steps.keys()

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from store.encoding.json_rows import lookup_json
-from store.fallback import Miss
-from store.lookup_options import LookupOptions
-from store.online.online_store import MemoryStore
-from store.status import Reason
+from precompute.store.encoding.json_rows import lookup_json
+from precompute.store.fallback import Miss
+from precompute.store.lookup_options import LookupOptions
+from precompute.store.online.online_store import MemoryStore
+from precompute.store.status import Reason
 from tests.store.test_lookup import FEATURES, STALE_FOR, TTL, House, Row, Scripted
 
 

@@ -11,15 +11,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from store.api import wire
-from store.api.app import create_app
-from store.client import calls
-from store.errors import RequestError
-from store.feature_view import Feature, FeatureView
-from store.lookup import Lookup
-from store.online.codec import RowCodec
-from store.online.online_store import Generation, Pointer
-from store.online.table_store import TableStore
+from precompute.store.api import wire
+from precompute.store.api.app import create_app
+from precompute.store.client import calls
+from precompute.store.errors import RequestError
+from precompute.store.feature_view import Feature, FeatureView
+from precompute.store.lookup import Lookup
+from precompute.store.online.codec import RowCodec
+from precompute.store.online.online_store import Generation, Pointer
+from precompute.store.online.table_store import TableStore
 from tests.asgi import call
 from tests.store.test_http_freshness import World
 

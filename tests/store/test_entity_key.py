@@ -12,9 +12,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from store.entity_key import bad_keys, key_column
-from store.errors import RequestError
-from store.key_text import MAX_KEY_BYTES, check_key, key_from_path, key_text
+from precompute.store.entity_key import bad_keys, key_column
+from precompute.store.errors import RequestError
+from precompute.store.key_text import MAX_KEY_BYTES, check_key, key_from_path, key_text
 
 PARTS = [
     "a",

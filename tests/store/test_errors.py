@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from store import errors
-from store.errors import ConflictError, NoAnswerError, OnlineStoreError, PrecomputeError, RequestError, SnapshotError
+from precompute.store import errors
+from precompute.store.errors import ConflictError, NoAnswerError, OnlineStoreError, PrecomputeError, RequestError, SnapshotError
 
 ALL = {name: kind for name, kind in vars(errors).items() if inspect.isclass(kind)}
 

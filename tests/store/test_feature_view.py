@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from store.feature_view import (
+from precompute.store.feature_view import (
     NAME,
     RESERVED,
     SCALAR_TYPES,

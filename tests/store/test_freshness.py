@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from store.feature_view import Feature, FeatureView
-from store.freshness import Sighting, age_s, as_datetime, microseconds, status_of
-from store.status import AnswerSource, Reason, Status
+from precompute.store.feature_view import Feature, FeatureView
+from precompute.store.freshness import Sighting, age_s, as_datetime, microseconds, status_of
+from precompute.store.status import AnswerSource, Reason, Status
 
 VIEW = FeatureView("things", ("id",), (Feature("x", "float64"),), ttl_s=10, stale_for_s=5)
 FRESH, STALE, MISSING = Status.FRESH, Status.STALE, Status.MISSING

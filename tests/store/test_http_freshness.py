@@ -14,19 +14,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from store.api import wire
-from store.api.app import create_app
-from store.api.request import wants_arrow
-from store.encoding.http_freshness import MOST_PARTS, Caching, cache_control
-from store.errors import RequestError
-from store.fallback import Computed, Miss
-from store.feature_view import Feature, FeatureView, IndexSpec
-from store.lookup import Lookup
-from store.lookup_options import CacheControl
-from store.online.codec import RowCodec
-from store.online.online_store import Generation, MemoryStore, Pointer
-from store.status import Reason
-from store.vectors.index_build import build_index
+from precompute.store.api import wire
+from precompute.store.api.app import create_app
+from precompute.store.api.request import wants_arrow
+from precompute.store.encoding.http_freshness import MOST_PARTS, Caching, cache_control
+from precompute.store.errors import RequestError
+from precompute.store.fallback import Computed, Miss
+from precompute.store.feature_view import Feature, FeatureView, IndexSpec
+from precompute.store.lookup import Lookup
+from precompute.store.lookup_options import CacheControl
+from precompute.store.online.codec import RowCodec
+from precompute.store.online.online_store import Generation, MemoryStore, Pointer
+from precompute.store.status import Reason
+from precompute.store.vectors.index_build import build_index
 from tests.asgi import call
 from tests.server import Reply
 

@@ -11,17 +11,26 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from store.feature_view import Feature
-from store.vectors import index_choice, nearest_rows
-from store.vectors.faiss_index import cores, nearest_of_some, on_gpu, scan_codes, search_flat, threads, trained_codes, widened
-from store.vectors.index_build import build_index
-from store.vectors.index_choice import Limits, candidates
-from store.vectors.index_record import METRICS, Codes
-from store.vectors.nearest_rows import Admitted, NearestRows
-from store.vectors.query_kinds import EXCLUSIONS, KINDS, SHARES, QueryKinds
-from store.vectors.recall import Queries, lower_bound
-from store.vectors.row_filter import RowFilter
-from store.vectors.vector_index import VectorIndex
+from precompute.store.feature_view import Feature
+from precompute.store.vectors import index_choice, nearest_rows
+from precompute.store.vectors.faiss_index import (
+    cores,
+    nearest_of_some,
+    on_gpu,
+    scan_codes,
+    search_flat,
+    threads,
+    trained_codes,
+    widened,
+)
+from precompute.store.vectors.index_build import build_index
+from precompute.store.vectors.index_choice import Limits, candidates
+from precompute.store.vectors.index_record import METRICS, Codes
+from precompute.store.vectors.nearest_rows import Admitted, NearestRows
+from precompute.store.vectors.query_kinds import EXCLUSIONS, KINDS, SHARES, QueryKinds
+from precompute.store.vectors.recall import Queries, lower_bound
+from precompute.store.vectors.row_filter import RowFilter
+from precompute.store.vectors.vector_index import VectorIndex
 from tests.vectors import Vectors, nearest, overlapping, rows_of, view_of
 
 ROWS = 6000
@@ -130,7 +139,7 @@ def test_a_search_costs_no_more_than_twice_comparing_with_all(tmp_path: Path, mo
         return scan_codes(coded, query, k, bits)
 
     index = built(tmp_path / "index", overlapping(ROWS))
-    monkeypatch.setattr("store.vectors.nearest_rows.scan_codes", spied)
+    monkeypatch.setattr("precompute.store.vectors.nearest_rows.scan_codes", spied)
     monkeypatch.setattr(nearest_rows.NearestRows, "_is_sure", lambda *_: False)
     for k in (1, 10, 100, 1000, ROWS, 10 * ROWS):
         scanned.clear()

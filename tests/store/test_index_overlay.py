@@ -8,12 +8,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from store.errors import VectorIndexError
-from store.vectors import index_part, nearest_rows
-from store.vectors.index_build import build_index, build_overlay
-from store.vectors.index_choice import Limits
-from store.vectors.index_record import METRICS
-from store.vectors.vector_index import VectorIndex
+from precompute.store.errors import VectorIndexError
+from precompute.store.vectors import index_part, nearest_rows
+from precompute.store.vectors.index_build import build_index, build_overlay
+from precompute.store.vectors.index_choice import Limits
+from precompute.store.vectors.index_record import METRICS
+from precompute.store.vectors.vector_index import VectorIndex
 from tests.vectors import Vectors, nearest, overlapping, rows_of, view_of
 
 ROWS = 3000

@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from store.fallback import Miss
-from store.freshness import AHEAD_US
-from store.kept.kept_file import KeptFile
-from store.kept.kept_redis import KeptRedis
-from store.kept.kept_rows import JITTER, Kept, KeptLimits, KeptRows, input_names
-from store.kept.kept_writer import KeptWriter
-from store.lookup import Lookup
-from store.lookup_options import LookupOptions
-from store.online.online_store import MemoryStore, Pointer
-from store.record import replace
-from store.status import Reason
-from store.telemetry.instruments import CACHE, Meter
+from precompute.store.fallback import Miss
+from precompute.store.freshness import AHEAD_US
+from precompute.store.kept.kept_file import KeptFile
+from precompute.store.kept.kept_redis import KeptRedis
+from precompute.store.kept.kept_rows import JITTER, Kept, KeptLimits, KeptRows, input_names
+from precompute.store.kept.kept_writer import KeptWriter
+from precompute.store.lookup import Lookup
+from precompute.store.lookup_options import LookupOptions
+from precompute.store.online.online_store import MemoryStore, Pointer
+from precompute.store.record import replace
+from precompute.store.status import Reason
+from precompute.store.telemetry.instruments import CACHE, Meter
 from tests.server import eventually
 from tests.store.test_lookup import NOW, NOW_US, STALE_FOR, TTL, House, Row, Scripted, computed_row
 
@@ -124,7 +124,7 @@ def test_what_a_clock_that_ran_ahead_kept_does_not_count(open_kept: Open, pointe
 def test_who_reads_a_file_waits_for_nobody_who_writes_and_finds_the_one_that_was_begun_anew(
     tmp_path: Path, pointer: Pointer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("store.kept.kept_file.WAIT_S", 600.0)
+    monkeypatch.setattr("precompute.store.kept.kept_file.WAIT_S", 600.0)
     writer, reader, other = (KeptFile(tmp_path / "kept", KeptLimits(), Clock()) for _ in range(3))
     assert reader.read(pointer, ["a"]) == {}
     assert not (tmp_path / "kept").exists()
@@ -245,7 +245,7 @@ def test_of_two_stale_rows_the_younger_answers(house: House) -> None:
 
 
 def test_rows_that_are_computed_behind_answers_are_bounded(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("store.misses.MOST_REFRESHED", 2)
+    monkeypatch.setattr("precompute.store.misses.MOST_REFRESHED", 2)
     keys = ["a", "b", "c"]
     house.publish({key: Row(1.0, age=TTL + 1) for key in keys})
     fallback = Scripted(dict.fromkeys(keys))
@@ -268,7 +268,7 @@ def test_a_stale_row_is_served_at_once_and_computed_behind_once(house: House) ->
 def test_what_is_computed_behind_answers_is_bounded_for_each_view_and_goes_on_as_it_is_done(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("store.misses.MOST_REFRESHED", 3)
+    monkeypatch.setattr("precompute.store.misses.MOST_REFRESHED", 3)
     stale = {str(number): Row(1.0, age=TTL + 1) for number in range(8)}
     for name in ("things", "others"):
         house.publish(stale, name=name)
@@ -356,7 +356,7 @@ def test_where_the_model_fails_an_expired_row_is_served_as_stale_for_as_long_as_
 def test_the_writer_writes_behind_and_drops_what_the_store_is_too_slow_for(
     pointer: Pointer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("store.kept.kept_writer.MOST_WAITING", 5)
+    monkeypatch.setattr("precompute.store.kept.kept_writer.MOST_WAITING", 5)
     gate, written = threading.Event(), list[str]()
 
     class Slow:

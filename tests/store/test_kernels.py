@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import xxhash
 
-from store.online import kernels
-from store.online.kernels import ABSENT, DAMAGED, FOUND, LARGEST_KEY, hashes, lay_out, pack, pack_texts, verified
-from store.online.packed import Packed
+from precompute.store.online import kernels
+from precompute.store.online.kernels import ABSENT, DAMAGED, FOUND, LARGEST_KEY, hashes, lay_out, pack, pack_texts, verified
+from precompute.store.online.packed import Packed
 
 pytestmark = pytest.mark.usefixtures("kernel")
 
@@ -257,15 +257,15 @@ def test_a_key_that_a_record_cannot_tell_the_size_of() -> None:
 
 
 def test_an_extension_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "store.online._kernels", SimpleNamespace(VERSION=kernels._VERSION - 1))
+    monkeypatch.setitem(sys.modules, "precompute.store.online._kernels", SimpleNamespace(VERSION=kernels._VERSION - 1))
     monkeypatch.delenv("PRECOMPUTE_KERNELS", raising=False)
     assert kernels._extension() is None
-    monkeypatch.setitem(sys.modules, "store.online._kernels", SimpleNamespace(VERSION=kernels._VERSION))
+    monkeypatch.setitem(sys.modules, "precompute.store.online._kernels", SimpleNamespace(VERSION=kernels._VERSION))
     assert kernels._extension() is not None
 
 
 def test_the_environment_has_a_say_in_which_kernels_run() -> None:
-    code = "from store.online import kernels; print(kernels.COMPILED)"
+    code = "from precompute.store.online import kernels; print(kernels.COMPILED)"
     environment = os.environ | {"PRECOMPUTE_KERNELS": "python"}
     told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert told.stdout == "False\n"

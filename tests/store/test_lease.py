@@ -16,18 +16,18 @@ from pathlib import Path
 
 import pytest
 
-from store.disk import lease as lease_module
-from store.disk.durable_file import replace_durably
-from store.disk.lease import Holder, holder, is_held, take
-from store.errors import ConflictError, FencedError, SnapshotError
-from store.record import written
+from precompute.store.disk import lease as lease_module
+from precompute.store.disk.durable_file import replace_durably
+from precompute.store.disk.lease import Holder, holder, is_held, take
+from precompute.store.errors import ConflictError, FencedError, SnapshotError
+from precompute.store.record import written
 from tests import REPOSITORY
 
 HOLD = """
 import sys
 from pathlib import Path
-from store.errors import FencedError
-from store.disk.lease import take
+from precompute.store.errors import FencedError
+from precompute.store.disk.lease import take
 lease = take(Path(sys.argv[1]), "run", "child", ttl_s=float(sys.argv[2]))
 print(lease.record.fence, flush=True)
 for _ in sys.stdin:
@@ -376,8 +376,8 @@ def test_a_touched_file_that_cannot_be_opened_is_told(folder: Path) -> None:
 RACE = """
 import sys, time
 from pathlib import Path
-from store.errors import ConflictError
-from store.disk.lease import take
+from precompute.store.errors import ConflictError
+from precompute.store.disk.lease import take
 folder, rounds = Path(sys.argv[1]), int(sys.argv[2])
 for number in range(rounds):
     print("ready", flush=True)
@@ -420,8 +420,8 @@ def test_of_racing_processes_exactly_one_takes_it(folder: Path) -> None:
 TURNS = """
 import sys, time
 from pathlib import Path
-from store.errors import ConflictError
-from store.disk.lease import take
+from precompute.store.errors import ConflictError
+from precompute.store.disk.lease import take
 folder, counter, turns = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 done = 0
 while done < turns:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from store.api.app import create_app
-from store.errors import OnlineStoreError
-from store.lookup import Lookup
-from store.online.codec import schema_tag
-from store.online.online_store import Generation, MemoryStore, Pointer
-from store.record import replace
+from precompute.store.api.app import create_app
+from precompute.store.errors import OnlineStoreError
+from precompute.store.lookup import Lookup
+from precompute.store.online.codec import schema_tag
+from precompute.store.online.online_store import Generation, MemoryStore, Pointer
+from precompute.store.record import replace
 from tests.asgi import call
 from tests.online import TABLE, back_to, over, pointer, publish, rows_of
 

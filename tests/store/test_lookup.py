@@ -18,23 +18,23 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from store.api.metrics import Metrics
-from store.errors import ConfigError, OnlineStoreError, RequestError, VectorIndexError
-from store.fallback import unpacked_view
-from store.feature_view import Feature, FeatureView, IndexSpec
-from store.key_text import key_text
-from store.lookup import ANSWER_FIELDS, MAX_KEYS, MAX_NEIGHBOURS, Computed, Lookup, Miss
-from store.lookup_options import LookupOptions
-from store.online import kernels
-from store.online.codec import RowCodec
-from store.online.found_rows import FoundRows
-from store.online.online_store import Generation, MemoryStore, OnlineStore, Pointer
-from store.online.packed import Packed, RowBatch
-from store.online_url import open_online_store
-from store.record import plain, replace
-from store.status import Reason
-from store.vectors.index_build import build_index
-from store.vectors.index_record import index_figures
+from precompute.store.api.metrics import Metrics
+from precompute.store.errors import ConfigError, OnlineStoreError, RequestError, VectorIndexError
+from precompute.store.fallback import unpacked_view
+from precompute.store.feature_view import Feature, FeatureView, IndexSpec
+from precompute.store.key_text import key_text
+from precompute.store.lookup import ANSWER_FIELDS, MAX_KEYS, MAX_NEIGHBOURS, Computed, Lookup, Miss
+from precompute.store.lookup_options import LookupOptions
+from precompute.store.online import kernels
+from precompute.store.online.codec import RowCodec
+from precompute.store.online.found_rows import FoundRows
+from precompute.store.online.online_store import Generation, MemoryStore, OnlineStore, Pointer
+from precompute.store.online.packed import Packed, RowBatch
+from precompute.store.online_url import open_online_store
+from precompute.store.record import plain, replace
+from precompute.store.status import Reason
+from precompute.store.vectors.index_build import build_index
+from precompute.store.vectors.index_record import index_figures
 from tests.redis_process import free_port
 
 NOW = 1_700_000_000.0

@@ -24,20 +24,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from store.disk.crashpoint import arm, disarm
-from store.disk.lease import take
-from store.errors import ConflictError, FencedError, SnapshotError
-from store.feature_view import Feature, FeatureView
-from store.offline.journal import Finished
-from store.offline.layers import Layers
-from store.offline.part_file import write_part_file
-from store.offline.refs import LiveRef, Place, run_lease
-from store.offline.row_figures import RowFigures, VectorFigures
-from store.offline.runs import Report
-from store.offline.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot
-from store.offline.standing import Standing
-from store.offline.view_store import OfflineStore, ViewStore
-from store.record import replace
+from precompute.store.disk.crashpoint import arm, disarm
+from precompute.store.disk.lease import take
+from precompute.store.errors import ConflictError, FencedError, SnapshotError
+from precompute.store.feature_view import Feature, FeatureView
+from precompute.store.offline.journal import Finished
+from precompute.store.offline.layers import Layers
+from precompute.store.offline.part_file import write_part_file
+from precompute.store.offline.refs import LiveRef, Place, run_lease
+from precompute.store.offline.row_figures import RowFigures, VectorFigures
+from precompute.store.offline.runs import Report
+from precompute.store.offline.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot
+from precompute.store.offline.standing import Standing
+from precompute.store.offline.view_store import OfflineStore, ViewStore
+from precompute.store.record import replace
 from tests.conftest import MakeProject
 
 VIEW = FeatureView("numbers", ("id",), (Feature("double", "float64"),), ttl_s=1.0, stale_for_s=1.0)
@@ -784,8 +784,8 @@ def test_publishing_again_mends_a_damaged_live_pointer(make_project: MakeProject
 RACE = """
 import sys, time
 from pathlib import Path
-from store.errors import ConflictError
-from store.offline.view_store import OfflineStore, ViewStore
+from precompute.store.errors import ConflictError
+from precompute.store.offline.view_store import OfflineStore, ViewStore
 from tests.store.test_offline_store import uncommitted
 root, me, rounds = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 store = OfflineStore(root).view("numbers")
@@ -835,7 +835,7 @@ def test_racing_processes_commit_under_distinct_numbers_and_one_alone_moves_the_
 
 EPOCHS = """
 import sys
-from store.offline.view_store import OfflineStore
+from precompute.store.offline.view_store import OfflineStore
 store, rounds = OfflineStore(sys.argv[1]).view("numbers"), int(sys.argv[2])
 print("ready", flush=True)
 sys.stdin.readline()
@@ -909,8 +909,8 @@ FULL_DISK = """
 import json, os, resource, signal, sys
 from pathlib import Path
 import numpy as np, pyarrow as pa
-from store.errors import SnapshotError
-from store.offline.view_store import OfflineStore, ViewStore
+from precompute.store.errors import SnapshotError
+from precompute.store.offline.view_store import OfflineStore, ViewStore
 from tests.store.test_offline_store import VIEW, ran, uncommitted
 store, limits = OfflineStore(sys.argv[1]).view("numbers"), json.loads(sys.argv[2])
 table = pa.table({"id": np.arange(4000), "double": np.random.default_rng(0).random(4000)})
@@ -931,7 +931,7 @@ for name, sizes in limits.items():
         except BaseException as exc:
             outcome = f"{type(exc).__name__}: {exc}"
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        left = sorted(str(p.relative_to(store.offline.root)) for p in store.offline.root.rglob("*") if p.is_file() and not p.name.endswith("lock"))
+        left = sorted(str(p.relative_to(precompute.store.offline.root)) for p in precompute.store.offline.root.rglob("*") if p.is_file() and not p.name.endswith("lock"))
         print(json.dumps([name, size, outcome, left]), flush=True)
 """
 

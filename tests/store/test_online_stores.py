@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from store.errors import ConfigError, ConflictError, OnlineStoreError
-from store.online import kernels
-from store.online.online_store import Generation, MemoryStore, OnlineStore, Pointer
-from store.online.packed import Rows
-from store.online_url import open_online_store
-from store.record import replace, sealed
+from precompute.store.errors import ConfigError, ConflictError, OnlineStoreError
+from precompute.store.online import kernels
+from precompute.store.online.online_store import Generation, MemoryStore, OnlineStore, Pointer
+from precompute.store.online.packed import Rows
+from precompute.store.online_url import open_online_store
+from precompute.store.record import replace, sealed
 from tests.online import (
     TABLE,
     Stopped,

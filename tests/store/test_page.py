@@ -14,17 +14,17 @@ from typing import Any
 
 import pytest
 
-from store.feature_view import Feature
-from store.offline.runs import Report
-from store.page.bars import freshness_bar, percent, runs_line
-from store.page.figures import Figures, Times, ViewFigures, counted
-from store.page.html import Html, element, joined
-from store.page.page import status_page
-from store.page.question import LOOKUP, NEAR, TEXT, Question, answered, shown, telling
-from store.page.sections import duration_ms
-from store.page.style import POLICY
-from store.telemetry.exposition import totals
-from store.telemetry.instruments import BUCKETS, Meter
+from precompute.store.feature_view import Feature
+from precompute.store.offline.runs import Report
+from precompute.store.page.bars import freshness_bar, percent, runs_line
+from precompute.store.page.figures import Figures, Times, ViewFigures, counted
+from precompute.store.page.html import Html, element, joined
+from precompute.store.page.page import status_page
+from precompute.store.page.question import LOOKUP, NEAR, TEXT, Question, answered, shown, telling
+from precompute.store.page.sections import duration_ms
+from precompute.store.page.style import POLICY
+from precompute.store.telemetry.exposition import totals
+from precompute.store.telemetry.instruments import BUCKETS, Meter
 from tests.store.test_http_freshness import World
 
 TOLD: dict[str, Any] = {

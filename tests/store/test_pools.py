@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from store.api.app import create_app
-from store.api.pools import Pool
-from store.errors import RequestError
-from store.fallback import Computed, Miss
-from store.lookup import Lookup
-from store.online.online_store import Pointer
-from store.status import Reason
-from store.telemetry.trace import TRACE
+from precompute.store.api.app import create_app
+from precompute.store.api.pools import Pool
+from precompute.store.errors import RequestError
+from precompute.store.fallback import Computed, Miss
+from precompute.store.lookup import Lookup
+from precompute.store.online.online_store import Pointer
+from precompute.store.status import Reason
+from precompute.store.telemetry.trace import TRACE
 from tests.asgi import exchange, scope_of
 from tests.server import Reply
 from tests.store.test_http_freshness import ROW, SEARCH, World

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from store.errors import SnapshotError
-from store.offline import publishings, refs
-from store.offline.publishings import Publishing
-from store.offline.refs import Refs
+from precompute.store.errors import SnapshotError
+from precompute.store.offline import publishings, refs
+from precompute.store.offline.publishings import Publishing
+from precompute.store.offline.refs import Refs
 
 
 @pytest.fixture

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jobs.schedule.backfill_state import Backfill, Item, Options
-from store.disk.lease import Holder
-from store.offline.journal import Finished
-from store.offline.refs import BadMark, LiveRef, Place
-from store.offline.row_figures import RowFigures, VectorFigures
-from store.offline.runs import Report
-from store.offline.snapshot import Part, Verdict
-from store.record import Record, plain, read_record, record_of, sealed, written
+from precompute.jobs.schedule.backfill_state import Backfill, Item, Options
+from precompute.store.disk.lease import Holder
+from precompute.store.offline.journal import Finished
+from precompute.store.offline.refs import BadMark, LiveRef, Place
+from precompute.store.offline.row_figures import RowFigures, VectorFigures
+from precompute.store.offline.runs import Report
+from precompute.store.offline.snapshot import Part, Verdict
+from precompute.store.record import Record, plain, read_record, record_of, sealed, written
 
 PART: dict[str, Any] = {"path": "data/r/part-00000.parquet", "rows": 3, "size_bytes": 7, "sha256": "ab"}
 

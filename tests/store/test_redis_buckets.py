@@ -14,19 +14,19 @@ import pyarrow as pa
 import pytest
 import redis
 
-from store.errors import ConflictError, DamagedPointerError, OnlineStoreError
-from store.feature_view import Feature, FeatureView
-from store.online import kernels
-from store.online.codec import RowCodec, State
-from store.online.found_rows import FoundRows
-from store.online.online_store import Generation, Pointer
-from store.online.packed import Packed, RowBatch, Rows
-from store.redis import bulk, resp
-from store.redis.buckets import FEW, FIELDS, Buckets, bucket_cost_bytes, bucket_count, field_of
-from store.redis.preflight import key_cost_bytes
-from store.redis.redis_store import RedisStore
-from store.redis.resp import Layout
-from store.redis.slots import slot_of
+from precompute.store.errors import ConflictError, DamagedPointerError, OnlineStoreError
+from precompute.store.feature_view import Feature, FeatureView
+from precompute.store.online import kernels
+from precompute.store.online.codec import RowCodec, State
+from precompute.store.online.found_rows import FoundRows
+from precompute.store.online.online_store import Generation, Pointer
+from precompute.store.online.packed import Packed, RowBatch, Rows
+from precompute.store.redis import bulk, resp
+from precompute.store.redis.buckets import FEW, FIELDS, Buckets, bucket_cost_bytes, bucket_count, field_of
+from precompute.store.redis.preflight import key_cost_bytes
+from precompute.store.redis.redis_store import RedisStore
+from precompute.store.redis.resp import Layout
+from precompute.store.redis.slots import slot_of
 from tests.online import Stopped, commands_in, in_buckets, plain
 from tests.redis_process import Proxy, RedisCluster, RedisProcess, newest_redis, redis_binaries
 from tests.store.test_redis_cluster import migrate
@@ -396,7 +396,7 @@ def test_buckets_in_a_cluster_follow_slots_that_move_and_masters_that_go(
         generation = Generation(1, 1)
         store.prepare("scores", generation, len(keys), 50 * len(keys), "", CODEC.fixed_bytes)
         monkeypatch.setattr(resp, "BUCKETS_SLICE_ROWS", 3000)
-        monkeypatch.setattr("store.redis.bulk.SCANNED_KEYS", 100)
+        monkeypatch.setattr("precompute.store.redis.bulk.SCANNED_KEYS", 100)
         victim = cluster.masters[1]
         name = "precompute:{}scores:1:00000000"
         source = cluster.master_of(name)

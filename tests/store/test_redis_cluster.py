@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import redis
 
-from store.errors import ConflictError, OnlineStoreError
-from store.online.online_store import Generation, Terms
-from store.online.packed import Packed, Rows
-from store.redis import bulk
-from store.redis.bulk import SCANNED_KEYS, Pipe
-from store.redis.redis_store import RedisStore
-from store.redis.replies import Lost, Refused
-from store.redis.slots import SLOTS, SlotMap, row_slots, slot_of, target
+from precompute.store.errors import ConflictError, OnlineStoreError
+from precompute.store.online.online_store import Generation, Terms
+from precompute.store.online.packed import Packed, Rows
+from precompute.store.redis import bulk
+from precompute.store.redis.bulk import SCANNED_KEYS, Pipe
+from precompute.store.redis.redis_store import RedisStore
+from precompute.store.redis.replies import Lost, Refused
+from precompute.store.redis.slots import SLOTS, SlotMap, row_slots, slot_of, target
 from tests.online import TABLE, Stopped, numbers, over, plain, pointer, rows_of, values
 from tests.redis_process import RedisCluster, RedisProcess, eventually, newest_redis, redis_binaries
 
@@ -170,7 +170,7 @@ def test_base_overlay_rollback_and_drop(cluster: RedisCluster, open_store: OpenS
 def test_a_load_that_was_interrupted_is_gone_on_with(
     cluster: RedisCluster, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("store.redis.bulk.NOTE_EVERY_S", 0.03)
+    monkeypatch.setattr("precompute.store.redis.bulk.NOTE_EVERY_S", 0.03)
     store, table = open_store(cluster.url()), many(20_000)
 
     def torn() -> Rows:
@@ -450,7 +450,7 @@ def answers(store: RedisStore, table: dict[bytes, bytes]) -> bool:
 def test_a_cluster_whose_replicas_lag_is_not_made_live(
     own_cluster: RedisCluster, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("store.redis.servers.REPLICATED_S", 0.3)
+    monkeypatch.setattr("precompute.store.redis.servers.REPLICATED_S", 0.3)
     store = open_store(own_cluster.url())
     own_cluster.replicas[0].stop()
     with pytest.raises(OnlineStoreError, match=r"of 1 replicas of Redis at .* only 0 have what was loaded"):

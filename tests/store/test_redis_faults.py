@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 import redis
 
-from store.errors import ConflictError, OnlineStoreError
-from store.online.online_store import Generation, Pointer, Terms
-from store.online.packed import Rows
-from store.redis import bulk, meta, redis_store
-from store.redis.bulk import sweep
-from store.redis.cluster import Cluster
-from store.redis.options import RedisOptions
-from store.redis.redis_store import RedisStore
-from store.redis.slots import SLOTS, SlotMap, slot_of
+from precompute.store.errors import ConflictError, OnlineStoreError
+from precompute.store.online.online_store import Generation, Pointer, Terms
+from precompute.store.online.packed import Rows
+from precompute.store.redis import bulk, meta, redis_store
+from precompute.store.redis.bulk import sweep
+from precompute.store.redis.cluster import Cluster
+from precompute.store.redis.options import RedisOptions
+from precompute.store.redis.redis_store import RedisStore
+from precompute.store.redis.slots import SLOTS, SlotMap, slot_of
 from tests.online import TABLE, Stopped, pointer, publish, rows_of, values
 from tests.redis_process import Proxy, RedisCluster, RedisProcess, eventually, newest_redis, redis_binaries
 from tests.store.test_redis_cluster import in_one_slot, many, migrate, read_all
@@ -115,7 +115,7 @@ def test_what_is_elsewhere_is_asked_for_there_at_once(
 ) -> None:
     """Without a pause."""
     # which no clock takes
-    monkeypatch.setattr("store.redis.cluster.PAUSE_S", -1.0)
+    monkeypatch.setattr("precompute.store.redis.cluster.PAUSE_S", -1.0)
     together = in_one_slot(20)
     store = open_store(cluster.url())
     publish(store, 1, together)

@@ -17,19 +17,19 @@ import pyarrow as pa
 import pytest
 import redis
 
-from store.errors import ConfigError, ConflictError, DamagedPointerError, OnlineStoreError
-from store.feature_view import Feature, FeatureView
-from store.online import kernels
-from store.online.codec import RowCodec, State
-from store.online.online_store import Generation, Pointer, Terms
-from store.online.packed import Packed, RowBatch, Rows
-from store.online_url import open_online_store
-from store.redis import bulk, redis_store
-from store.redis.link import Breaker
-from store.redis.preflight import key_cost_bytes
-from store.redis.redis_store import WARM_CONNECTIONS, RedisStore
-from store.redis.resp import MSET_KEYS, blocks
-from store.redis.servers import SingleServer
+from precompute.store.errors import ConfigError, ConflictError, DamagedPointerError, OnlineStoreError
+from precompute.store.feature_view import Feature, FeatureView
+from precompute.store.online import kernels
+from precompute.store.online.codec import RowCodec, State
+from precompute.store.online.online_store import Generation, Pointer, Terms
+from precompute.store.online.packed import Packed, RowBatch, Rows
+from precompute.store.online_url import open_online_store
+from precompute.store.redis import bulk, redis_store
+from precompute.store.redis.link import Breaker
+from precompute.store.redis.preflight import key_cost_bytes
+from precompute.store.redis.redis_store import WARM_CONNECTIONS, RedisStore
+from precompute.store.redis.resp import MSET_KEYS, blocks
+from precompute.store.redis.servers import SingleServer
 from tests.online import DAMAGED_POINTERS, TABLE, Stopped, commands_in, plain, rows_of
 from tests.redis_process import Proxy, RedisProcess, eventually, free_port, newest_redis, redis_binaries
 

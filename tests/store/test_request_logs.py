@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from store.telemetry.access_log import AccessLog
-from store.telemetry.route import route_of
-from store.telemetry.tracing import MOST_ASKED_S, Spans, Tracing
+from precompute.store.telemetry.access_log import AccessLog
+from precompute.store.telemetry.route import route_of
+from precompute.store.telemetry.tracing import MOST_ASKED_S, Spans, Tracing
 from tests.collector import collecting
 
 SECRETS = ["alice@example.com", "deadline_ms", "pct_secret"]

@@ -11,16 +11,16 @@ import pyarrow as pa
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from store.api.app import create_app
-from store.encoding.row_cache import RowCache, cached_row
-from store.errors import DamagedPointerError, OnlineStoreError, RequestError
-from store.feature_view import Feature, FeatureView
-from store.lookup import Lookup
-from store.online.codec import RowCodec
-from store.online.found_rows import FoundRows
-from store.online.online_store import Generation, MemoryStore, OnlineStore, Pointer
-from store.online.table_store import TableStore
-from store.record import replace
+from precompute.store.api.app import create_app
+from precompute.store.encoding.row_cache import RowCache, cached_row
+from precompute.store.errors import DamagedPointerError, OnlineStoreError, RequestError
+from precompute.store.feature_view import Feature, FeatureView
+from precompute.store.lookup import Lookup
+from precompute.store.online.codec import RowCodec
+from precompute.store.online.found_rows import FoundRows
+from precompute.store.online.online_store import Generation, MemoryStore, OnlineStore, Pointer
+from precompute.store.online.table_store import TableStore
+from precompute.store.record import replace
 from tests.asgi import call
 from tests.server import Reply
 

@@ -15,13 +15,13 @@ import pytest
 import redis
 from prometheus_client.parser import text_string_to_metric_families
 
-from store.api.app import create_app
-from store.feature_view import Feature, FeatureView
-from store.lookup import Lookup
-from store.online.codec import RowCodec
-from store.online.online_store import Generation, Pointer
-from store.record import replace
-from store.redis.redis_store import KNOWN_S, RedisStore
+from precompute.store.api.app import create_app
+from precompute.store.feature_view import Feature, FeatureView
+from precompute.store.lookup import Lookup
+from precompute.store.online.codec import RowCodec
+from precompute.store.online.online_store import Generation, Pointer
+from precompute.store.record import replace
+from precompute.store.redis.redis_store import KNOWN_S, RedisStore
 from tests.asgi import call, exchange, scope_of
 from tests.redis_process import Proxy, RedisCluster, RedisProcess, eventually, newest_redis
 

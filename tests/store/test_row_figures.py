@@ -8,10 +8,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from store.feature_view import Feature, FeatureView
-from store.offline.row_figures import RowCounter, RowFigures, VectorFigures, count
-from store.offline.value_figures import KEPT_VALUES, MOST_DISTINCT, distance, quantiles
-from store.record import read_record, replace, written
+from precompute.store.feature_view import Feature, FeatureView
+from precompute.store.offline.row_figures import RowCounter, RowFigures, VectorFigures, count
+from precompute.store.offline.value_figures import KEPT_VALUES, MOST_DISTINCT, distance, quantiles
+from precompute.store.record import read_record, replace, written
 
 SHARES = [0.0, 0.01, 0.1, 0.5, 0.9, 0.99, 1.0]
 KINDS = FeatureView(

@@ -10,13 +10,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from store.errors import RequestError
-from store.feature_view import SCALAR_TYPES, Feature
-from store.vectors import nearest_rows
-from store.vectors.index_build import build_index, build_overlay
-from store.vectors.index_choice import Limits
-from store.vectors.row_filter import RowFilter
-from store.vectors.vector_index import VectorIndex
+from precompute.store.errors import RequestError
+from precompute.store.feature_view import SCALAR_TYPES, Feature
+from precompute.store.vectors import nearest_rows
+from precompute.store.vectors.index_build import build_index, build_overlay
+from precompute.store.vectors.index_choice import Limits
+from precompute.store.vectors.row_filter import RowFilter
+from precompute.store.vectors.vector_index import VectorIndex
 from tests.vectors import nearest, overlapping, rows_of, view_of
 
 ROWS = 2000
@@ -110,7 +110,7 @@ VECTORS = np.concatenate([overlapping(ROWS, seed=0)[:1700], overlapping(ROWS, se
 def test_a_search_answers_with_what_the_filter_admits(
     index: VectorIndex, monkeypatch: pytest.MonkeyPatch, few_rows: int, wanted: dict[str, Any], admits: Any
 ) -> None:
-    monkeypatch.setattr("store.vectors.nearest_rows.FEW_ROWS", few_rows)
+    monkeypatch.setattr("precompute.store.vectors.nearest_rows.FEW_ROWS", few_rows)
     admitted = [f"k{row}" for row in range(ROWS) if admits(truth(row))]
     where, shares, right = RowFilter(VIEW, wanted), [], set(admitted)
     for query in overlapping(10, seed=3):

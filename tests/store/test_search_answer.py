@@ -8,12 +8,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from store.api.app import create_app
-from store.feature_view import Feature, FeatureView, IndexSpec
-from store.lookup import Lookup
-from store.online.codec import RowCodec
-from store.online.online_store import Generation, MemoryStore, Pointer
-from store.vectors.index_build import build_index
+from precompute.store.api.app import create_app
+from precompute.store.feature_view import Feature, FeatureView, IndexSpec
+from precompute.store.lookup import Lookup
+from precompute.store.online.codec import RowCodec
+from precompute.store.online.online_store import Generation, MemoryStore, Pointer
+from precompute.store.vectors.index_build import build_index
 from tests.asgi import call
 
 NOW_S = 1_700_000_000.25

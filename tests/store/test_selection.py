@@ -10,11 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from store.errors import SnapshotError
-from store.offline import part_file, selection
-from store.offline.layers import Layers
-from store.offline.part_file import write_part_file
-from store.offline.selection import CLUSTERS, all_rows, rows_beside, seed_of
+from precompute.store.errors import SnapshotError
+from precompute.store.offline import part_file, selection
+from precompute.store.offline.layers import Layers
+from precompute.store.offline.part_file import write_part_file
+from precompute.store.offline.selection import CLUSTERS, all_rows, rows_beside, seed_of
 
 
 def layers(folder: Path, *files: tuple[int, int, list[int]], prefix: str = "part") -> Layers:

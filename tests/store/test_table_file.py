@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import xxhash
 
-from store.errors import OnlineStoreError
-from store.online.kernels import ABSENT, COMPILED, DAMAGED, FOUND, hash_of, hashes, homes, line_checks, pack, verified
-from store.online.packed import Packed, RowBatch
-from store.online.table_file import _HEAD, BLOCK_BYTES, FORMAT_VERSION, MAGIC, TableFile, header_of, index_start
-from store.online.table_writer import TableWriter
+from precompute.store.errors import OnlineStoreError
+from precompute.store.online.kernels import ABSENT, COMPILED, DAMAGED, FOUND, hash_of, hashes, homes, line_checks, pack, verified
+from precompute.store.online.packed import Packed, RowBatch
+from precompute.store.online.table_file import _HEAD, BLOCK_BYTES, FORMAT_VERSION, MAGIC, TableFile, header_of, index_start
+from precompute.store.online.table_writer import TableWriter
 from tests.store.test_kernels import SNAPSHOT, TAG, row_of
 
 MEMORY_BYTES = 2**20
@@ -304,7 +304,7 @@ def test_a_full_disk_leaves_nothing(size_bytes: int, tmp_path: Path) -> None:
 WRITES_FOR_EVER = """
 import itertools, sys
 from pathlib import Path
-from store.online.table_writer import TableWriter
+from precompute.store.online.table_writer import TableWriter
 from tests.store.test_table_file import batch_of, numbered
 with TableWriter(Path(sys.argv[1]), {}, 0) as writer:
     for at in itertools.count(0, 500):
@@ -328,7 +328,7 @@ def test_a_writer_that_is_killed_leaves_no_table(tmp_path: Path) -> None:
 READS_ALL = """
 import sys
 from pathlib import Path
-from store.online.table_file import TableFile
+from precompute.store.online.table_file import TableFile
 from tests.store.test_table_file import numbered, read
 file, rows = TableFile(Path(sys.argv[1])), numbered(0, 2000)
 print(all(read(file, list(rows)) == rows for _ in range(20)))
@@ -466,7 +466,7 @@ def test_an_index_of_more_lines_than_a_hash_can_tell(tmp_path: Path) -> None:
 
 
 def test_other_versions_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("store.online.table_file.FORMAT_VERSION", 2)
+    monkeypatch.setattr("precompute.store.online.table_file.FORMAT_VERSION", 2)
     path = write(tmp_path / "t", numbered(0, 10))
     monkeypatch.undo()
     with pytest.raises(OnlineStoreError, match="it is of format 2, and this version reads 1; publish the view again"):

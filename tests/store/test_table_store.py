@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from store.disk.durable_file import replace_durably
-from store.errors import DamagedPointerError, OnlineStoreError, PrecomputeError
-from store.online.online_store import Generation
-from store.online.table_store import TableStore
+from precompute.store.disk.durable_file import replace_durably
+from precompute.store.errors import DamagedPointerError, OnlineStoreError, PrecomputeError
+from precompute.store.online.online_store import Generation
+from precompute.store.online.table_store import TableStore
 from tests.conftest import MakeProject
 from tests.online import (
     DAMAGED_POINTERS,
@@ -134,8 +134,8 @@ def test_publishing_the_live_snapshot_again_mends_its_generation(make_project: M
 
 CUT = """
 import os, sys
-from store.errors import OnlineStoreError
-from store.online.table_store import TableStore
+from precompute.store.errors import OnlineStoreError
+from precompute.store.online.table_store import TableStore
 folder, path, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
 os.truncate(path, size)
 keys = [b"%05d" % i for i in range(3000)]
@@ -196,9 +196,9 @@ def test_publishing_again_mends_a_damaged_pointer_file(folder: Path) -> None:
 
 FULL_DISK = """
 import resource, sys
-from store.errors import PrecomputeError
-from store.online.table_store import TableStore
-from store.online.online_store import Generation
+from precompute.store.errors import PrecomputeError
+from precompute.store.online.table_store import TableStore
+from precompute.store.online.online_store import Generation
 from tests.online import batch_of, pointer
 store = TableStore(sys.argv[1])
 rows = [batch_of({b"%05d" % i: b"x" * 200 for i in range(3000)})]

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from store.errors import PrecomputeError
-from store.telemetry.exposition import exposition
-from store.telemetry.instruments import (
+from precompute.store.errors import PrecomputeError
+from precompute.store.telemetry.exposition import exposition
+from precompute.store.telemetry.instruments import (
     BREAKER_OPEN,
     BUCKETS,
     FALLBACK_QUEUE,
@@ -27,7 +27,7 @@ from store.telemetry.instruments import (
     Kind,
     Meter,
 )
-from store.telemetry.slots import MAX_SLOTS
+from precompute.store.telemetry.slots import MAX_SLOTS
 from tests import REPOSITORY
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -82,7 +82,7 @@ def test_what_is_looked_up_when_asked_stands_in_place_of_what_was_counted() -> N
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from store.telemetry.instruments import FALLBACK_QUEUE, PROBLEMS, STAGE_SECONDS, Meter
+from precompute.store.telemetry.instruments import FALLBACK_QUEUE, PROBLEMS, STAGE_SECONDS, Meter
 meter = Meter(Path(sys.argv[1]), "worker-1")
 meter.counter(PROBLEMS, "shed").add(5)
 meter.counter(PROBLEMS, "expired").add(1)
@@ -161,7 +161,7 @@ def test_more_series_than_there_is_room_for_are_left_out_and_harm_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = 1 << 12
-    monkeypatch.setattr("store.telemetry.slots.MAX_SLOTS", room)
+    monkeypatch.setattr("precompute.store.telemetry.slots.MAX_SLOTS", room)
     meter = Meter(tmp_path, "worker-0")
     fits = room // 21
     for i in range(fits + 20):

@@ -14,11 +14,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from store.errors import RequestError, SnapshotError, VectorIndexError
-from store.vectors import faiss_index
-from store.vectors.index_build import build_index, build_overlay
-from store.vectors.index_record import METRICS, index_figures
-from store.vectors.vector_index import Neighbours, VectorIndex, is_there
+from precompute.store.errors import RequestError, SnapshotError, VectorIndexError
+from precompute.store.vectors import faiss_index
+from precompute.store.vectors.index_build import build_index, build_overlay
+from precompute.store.vectors.index_record import METRICS, index_figures
+from precompute.store.vectors.vector_index import Neighbours, VectorIndex, is_there
 from tests.vectors import Vectors, overlapping, rows_of, view_of
 
 DIM = 8
@@ -310,10 +310,10 @@ FULL_DISK = """
 import resource, sys
 from pathlib import Path
 import numpy as np, pyarrow as pa
-from store.errors import SnapshotError
-from store.vectors.index_build import build_index
+from precompute.store.errors import SnapshotError
+from precompute.store.vectors.index_build import build_index
 folder = Path(sys.argv[1])
-from store.feature_view import Feature, FeatureView, IndexSpec
+from precompute.store.feature_view import Feature, FeatureView, IndexSpec
 view = FeatureView("v", ("id",), (Feature("vector", "float32", 2),), 1, 1, IndexSpec("vector"))
 vectors = pa.FixedSizeListArray.from_arrays(pa.array(np.ones(6000, np.float32)), 2)
 rows = [pa.record_batch({"id": ["k%d" % i for i in range(3000)], "vector": vectors, "computed_at": [0] * 3000})]

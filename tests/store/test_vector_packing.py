@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from store.feature_view import Feature
-from store.online.packed import Packed
-from store.online.vector_packing import packed_vectors, unpacked_vectors
+from precompute.store.feature_view import Feature
+from precompute.store.online.packed import Packed
+from precompute.store.online.vector_packing import packed_vectors, unpacked_vectors
 from tests.store.test_codec import ABSENT, DAMAGED, batch_of, codec_of, flipped, keys_of, packed, read_both_ways, verified, whole
 
 DTYPES, PACKINGS, DIMS = ("float16", "float32"), ("int8", "binary"), (1, 3, 8, 9, 384)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from store.api.app import create_app
-from store.api.request import client_of
-from store.online.online_store import MemoryStore
+from precompute.store.api.app import create_app
+from precompute.store.api.request import client_of
+from precompute.store.online.online_store import MemoryStore
 from tests.asgi import exchange, scope_of
 from tests.server import Reply
 from tests.store.test_lookup import House, Row, Scripted

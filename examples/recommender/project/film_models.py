@@ -7,7 +7,7 @@ import zlib
 import numpy as np
 import pyarrow as pa
 
-from precompute.model import digest
+from precompute import digest
 
 
 class GenreVector:
