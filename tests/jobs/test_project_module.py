@@ -78,7 +78,7 @@ IMPORTS = {
     "import os, neighbour, sys": "neighbour.factor",
     "from package import inner": "inner.factor",
     "from bare.inner import factor": "factor",
-    "from precompute.store import factor": "factor",
+    "from store import factor": "factor",
     "def factor_of():\n    from neighbour import factor\n    return factor": "factor_of()",
 }
 
