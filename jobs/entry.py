@@ -9,6 +9,9 @@ def main() -> int:
     """As :func:`precompute.jobs.cli.main`; 2 where what it needs is not installed."""
     try:
         from precompute.jobs.cli import main as command_line
+
+        # what a command needs is imported by it; a user's own module that is missing is a ConfigError
+        return command_line()
     except ModuleNotFoundError as exc:
         if (exc.name or "").partition(".")[0] == "precompute":
             raise
@@ -18,4 +21,3 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    return command_line()

@@ -158,7 +158,7 @@ def test_the_client_needs_what_it_says_and_no_more(extras: tuple[str, ...]) -> N
 
 
 def test_without_the_engine_the_command_says_what_to_install() -> None:
-    code = f"{ABSENT}\nfrom precompute.jobs.entry import main\nsys.exit(main())"
+    code = f"{ABSENT}\nfrom precompute.jobs.entry import main\nsys.argv[1:] = ['-c', '.', 'status']\nsys.exit(main())"
     command = [sys.executable, "-c", code, " ".join(declared("client"))]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (2, "")

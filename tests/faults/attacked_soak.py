@@ -1,9 +1,9 @@
-"""A server at half its capacity under everything at once: floods of misses, poisons, flipped bits, flips, rollbacks, killed workers, FLUSHALL, and a nightly run on the same cores.
+"""A server at half its capacity under everything at once: floods of misses, poisons, flipped bits, flips, rollbacks, killed workers, FLUSHALL, failover, and a nightly run on the same cores.
 
     python -m tests.faults.attacked_soak [--seconds 600] [--redis] [--out FOLDER]
 
 Beside what :mod:`tests.faults.serve_soak` does, from other addresses and in other processes: one client asks for a thousand misses at a time without a pause; eight send inputs that kill or hang their
-model; every ten seconds a bit is flipped in a file under the root (of all kinds, see :mod:`tests.faults.flipped_bits`) and, with ``--redis``, in a record there, which is emptied each minute; MiniLM
+model; every ten seconds a bit is flipped in a file under the root (of all kinds, see :mod:`tests.faults.flipped_bits`) and, with ``--redis``, in a record there, which is emptied each minute, or replaced by an empty one; MiniLM
 computes 4,000 texts again and again; a scheduler heals. An answer may be refused (503, or a row with its reason), and is counted then; none may be wrong, of two models, or say that
 an entity is unknown that is published. Writes and prints as the other one.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import random
@@ -137,9 +138,11 @@ class Attack:
     def run(self) -> None:
         """All at once, until the time is over."""
         threads = [threading.Thread(target=do) for do in (self.flood, self.flood, self.poison, self.bits, self.nights)]
-        threads += [threading.Thread(target=self.flushes)] if self.redis is not None else []
         for thread in threads:
             thread.start()
+        if self.redis is not None:
+            # here: a server ends with the thread that starts it
+            self.losses(self.redis)
         for thread in threads:
             thread.join()
         print(json.dumps(self.outcomes), flush=True)
@@ -213,15 +216,22 @@ class Attack:
 
         self.every(BIT_S, flip)
 
-    def flushes(self) -> None:
-        """Everything in Redis is gone."""
+    def losses(self, client: redis.Redis) -> None:
+        """Everything in Redis is gone: emptied, and each second time its address leads to another server, which is empty."""
+        port, process_id = urlsplit(self.project.online).port, int(client.info("server")["process_id"])
+        servers: list[RedisProcess] = []
+        events = itertools.cycle(("flushall", "failover"))
 
-        def flush(_: random.Random) -> None:
-            assert self.redis is not None
-            self.redis.flushall()
-            self.tell("flushall")
+        def lose(_: random.Random) -> None:
+            event = next(events)
+            if event == "flushall":
+                client.flushall()
+            else:
+                servers[-1].kill() if servers else os.kill(process_id, signal.SIGKILL)
+                servers.append(RedisProcess(newest_redis(), self.folder, port=port))
+            self.tell(event)
 
-        self.every(FLUSH_S, flush)
+        self.every(FLUSH_S, lose)
 
     def nights(self) -> None:
         """The encoder computes all of its view, again and again."""

@@ -931,7 +931,7 @@ for name, sizes in limits.items():
         except BaseException as exc:
             outcome = f"{type(exc).__name__}: {exc}"
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        left = sorted(str(p.relative_to(precompute.store.offline.root)) for p in precompute.store.offline.root.rglob("*") if p.is_file() and not p.name.endswith("lock"))
+        left = sorted(str(p.relative_to(store.offline.root)) for p in store.offline.root.rglob("*") if p.is_file() and not p.name.endswith("lock"))
         print(json.dumps([name, size, outcome, left]), flush=True)
 """
 
