@@ -89,7 +89,11 @@ class Searches:
             query = self._query(pointer, index, options, fallback, waiting or Waiting())
             if query is None:
                 continue
-            found = index.search(query, options.k, exclude=exclude, only=only, where=where)
+            try:
+                found = index.search(query, options.k, exclude=exclude, only=only, where=where)
+            except VectorIndexError:
+                self._note(view)
+                raise
             rows = self._rows(pointer, found, options.features, admit)
             if rows is not None:
                 told = {"view": view, "snapshot": pointer.snapshot, "model": pointer.model, "metric": index.metric}
@@ -117,7 +121,7 @@ class Searches:
                 try:
                     index = VectorIndex(self.root / pointer.index, None if overlay is None else self.root / overlay, index)
                 except VectorIndexError:
-                    note(self.root / pointer.view.name / REFS)
+                    self._note(pointer.view.name)
                     raise
                 if index.model != pointer.model:
                     raise VectorIndexError(
@@ -175,12 +179,16 @@ class Searches:
                 status=404,
                 code="null_vector",
             )
-        assert self.root is not None
-        note(self.root / view.name / REFS)
+        self._note(view.name)
         raise VectorIndexError(
             # which one a log must not have: a key is a person's, as often as not
             f"the vector index {pointer.index} has no vector of a row that is live: `precompute publish {view.name} --reload` builds it again"
         )
+
+    def _note(self, view: str) -> None:
+        """Have the checker look at it at once."""
+        assert self.root is not None
+        note(self.root / view / REFS)
 
     def _rows(
         self,

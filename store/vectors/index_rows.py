@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from precompute.store.entity_key import key_column
+from precompute.store.errors import VectorIndexError
 from precompute.store.feature_view import FeatureView
 from precompute.store.online.kernels import hash_of, pack
 from precompute.store.vectors.faiss_index import ROWS as RowNumbers
@@ -98,13 +101,16 @@ class IndexRows:
     """
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         with pa.ipc.open_file(pa.memory_map(str(folder / ROWS))) as reader:
             self.table: pa.Table = reader.read_all()
         with pa.ipc.open_file(pa.memory_map(str(folder / HASHES))) as reader:
             found = reader.read_all()
         self._hashes = found.column("hash").to_numpy()
         self._row_of = found.column("row").to_numpy()
-        self._keys = _whole(self.table.column("key"))
+        self._keys = self.table.column("key")
+        self._texts = [_text_buffers(chunk) for chunk in self._keys.chunks if len(chunk)]
+        self._starts = [0, *accumulate(len(chunk) for chunk in self._keys.chunks if len(chunk))][:-1]
         self.computed_at_us: npt.NDArray[np.int64] = self.table.column("computed_at").to_numpy()
         if len(self._hashes) != len(self.table):
             raise ValueError(f"{HASHES} is not of these rows")
@@ -113,12 +119,44 @@ class IndexRows:
         return len(self.table)
 
     def keys(self, rows: RowNumbers) -> list[str]:
-        """The key texts of some rows."""
-        found: list[str] = self._keys.take(pa.array(rows)).to_pylist()
-        return found
+        """The key texts of some rows, which the hashes confirm: the files are mapped, and a bit may have changed since their checksums were compared.
+
+        Raises:
+            VectorIndexError: one is damaged.
+        """
+        wanted = rows.tolist()
+        texts = [text for text in map(self._text, wanted) if text is not None]
+        if len(texts) == len(wanted):
+            hashed = np.fromiter((hash_of(text.encode()) for text in texts), np.uint64, len(texts))
+            at = np.minimum(np.searchsorted(self._hashes, hashed), len(self) - 1)
+            # the rest are of two keys of one hash, or damaged
+            others = np.flatnonzero((self._row_of[at] != rows) | (self._hashes[at] != hashed))
+            if np.array_equal(self.find([texts[i] for i in others.tolist()]), rows[others]):
+                return texts
+        raise self._damaged()
+
+    def _damaged(self) -> VectorIndexError:
+        return VectorIndexError(
+            f"the vector index {self._folder} is damaged since it was opened: `precompute publish <view> --reload` builds it again"
+        )
+
+    def _text(self, row: int) -> str | None:
+        """The key text of a row; None where a damaged file has none."""
+        if not 0 <= row < len(self):
+            return None
+        chunk = bisect_right(self._starts, row) - 1
+        offsets, data = self._texts[chunk]
+        at = row - self._starts[chunk]
+        first, end = offsets[at], offsets[at + 1]
+        if not 0 <= first <= end <= len(data):
+            return None
+        try:
+            return str(data[first:end], "utf-8")
+        except UnicodeDecodeError:
+            return None
 
     def find(self, keys: Collection[str]) -> RowNumbers:
-        """The rows of those ``keys`` that are here, each once, in no order that matters."""
+        """The rows of those ``keys`` that are here, each once, in their order."""
         if not keys or not len(self):
             return np.zeros(0, np.int64)
         texts = list(keys)
@@ -129,7 +167,7 @@ class IndexRows:
             # two keys of one hash are next to each other
             while place < len(self._hashes) and self._hashes[place] == hash_:
                 row = int(self._row_of[place])
-                if self._keys[row].as_py() == text:
+                if self._text(row) == text:
                     found.append(row)
                     break
                 place += 1
@@ -141,13 +179,18 @@ class IndexRows:
         Args:
             hashed: xxh3_64 of each key, uint64 [n].
             keys: their texts [n].
+
+        Raises:
+            VectorIndexError: damaged since it was opened.
         """
         if not len(self) or not len(keys):
             return np.zeros(0, np.int64)
         at = np.minimum(np.searchsorted(self._hashes, hashed), len(self._hashes) - 1)
         here = np.flatnonzero(self._hashes[at] == hashed)
         rows = self._row_of[at[here]]
-        same = pc.equal(_whole(self._keys.take(pa.array(rows))), keys.take(pa.array(here)).cast(pa.large_string()))
+        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(self):
+            raise self._damaged()
+        same = pc.equal(self._keys.take(pa.array(rows)), keys.take(pa.array(here)).cast(pa.large_string()))
         whole = np.asarray(same)
         # a hash that two keys have: those few are looked for one by one
         others = keys.take(pa.array(here[~whole])).to_pylist()
@@ -159,6 +202,7 @@ def hashes_of(keys: pa.Array) -> npt.NDArray[np.uint64]:
     return pack(keys.cast(pa.binary()).to_pylist())[1]
 
 
-def _whole(column: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
-    """The one array that most are; of many rows, the column as it is."""
-    return column.chunk(0) if isinstance(column, pa.ChunkedArray) and column.num_chunks == 1 else column
+def _text_buffers(texts: pa.Array) -> tuple[memoryview, memoryview]:
+    """Where each text begins, and all of them: read by hand, since Arrow would follow a damaged offset anywhere."""
+    _, offsets, data = texts.buffers()
+    return memoryview(offsets).cast("q")[texts.offset :], memoryview(b"" if data is None else data)

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -120,7 +121,13 @@ class Readers:
             thread.start()
 
     def _read(self, seed: int) -> None:
-        rng = random.Random(seed)
+        try:
+            self._look_up(random.Random(seed))
+        except Exception as exc:
+            # of what no reader may meet
+            self.wrong.append("".join(traceback.format_exception(exc)))
+
+    def _look_up(self, rng: random.Random) -> None:
         with self.project.lookup() as lookup:
             while not self._stop.wait(0.002):
                 keys = rng.sample(range(ROWS), 50)

@@ -17,7 +17,7 @@ import pytest
 from precompute.store.errors import RequestError, SnapshotError, VectorIndexError
 from precompute.store.vectors import faiss_index
 from precompute.store.vectors.index_build import build_index, build_overlay
-from precompute.store.vectors.index_record import METRICS, index_figures
+from precompute.store.vectors.index_record import HASHES, METRICS, ROWS, index_figures
 from precompute.store.vectors.vector_index import Neighbours, VectorIndex, is_there
 from tests.vectors import Vectors, overlapping, rows_of, view_of
 
@@ -42,6 +42,13 @@ def brute_force(keys: list[str], vectors: Vectors, query: Vectors, metric: str) 
         scores = scores / np.linalg.norm(rows, axis=1) / np.linalg.norm(point)
     order = np.argsort(scores if metric == "l2" else -scores, kind="stable")
     return [(keys[i], float(scores[i])) for i in order]
+
+
+def overwrite(path: Path, at: int, data: bytes) -> None:
+    """In place: it is mapped."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(data)
 
 
 def check(found: Neighbours, expected: list[tuple[str, float]]) -> None:
@@ -348,3 +355,26 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
         build_index(tmp_path / "file" / "index", [], view_of(2, "l2"), model="m")
     with pytest.raises(VectorIndexError):
         VectorIndex(tmp_path / "file" / "index")
+
+
+@pytest.mark.parametrize("name", [ROWS, HASHES])
+def test_a_bit_that_changes_under_an_open_index_names_no_other_key(
+    tmp_path: Path, data: tuple[list[str], Vectors], name: str
+) -> None:
+    """The files are mapped: a row number, an offset or a text that is another now is damage, and never another entity's."""
+    keys, vectors = data
+    index = build(tmp_path / "index", keys, vectors, "l2")
+    path, rng = tmp_path / "index" / name, np.random.default_rng(3)
+    whole = path.read_bytes()
+    refused = 0
+    for bit in rng.integers(0, 8 * len(whole), 1_000).tolist():
+        overwrite(path, bit // 8, bytes([whole[bit // 8] ^ 1 << bit % 8]))
+        row = int(rng.integers(100))
+        found = index.find(keys[row])
+        assert found is None or found.vector.tolist() == vectors[row].tolist()
+        try:
+            assert index.search(vectors[row], 100).keys == [key for key, _ in brute_force(keys, vectors, vectors[row], "l2")]
+        except VectorIndexError:
+            refused += 1
+        overwrite(path, bit // 8, whole[bit // 8 : bit // 8 + 1])
+    assert refused > 50
