@@ -213,6 +213,10 @@ class Flipper:
 
 def project_in(folder: Path, online: str | None) -> Scene:
     """A view with an index, live as a base with an overlay, a snapshot to go back to, a pin, a mark, kept rows."""
+    if online is not None:
+        # what another folder published there is another project's
+        with redis.Redis.from_url(online) as client:
+            client.flushdb()
     view = {"index": {"on": "vector", "metric": "l2"}, "source": {"sql": "SELECT * FROM read_parquet('${data}/data.parquet')"}}
     project = make_folder(folder, {"numbers": view}, **({} if online is None else {"online": online}))
     write_numbers(folder, list(range(ROWS - 10)))
