@@ -78,14 +78,16 @@ def places(project: Scene, client: Any = None) -> list[Place]:
     found = [Place(kind_of(project, path), str(path), partial(_read, path), partial(_overwrite, path)) for path in files(project)]
     for key in [] if client is None else client.scan_iter(count=1000):
         kind = "redis " + re.sub(r"[0-9a-f]{6,}|[0-9]+", "N", key.decode(errors="replace"))
-        if client.type(key) == b"hash":
+        sort = client.type(key)
+        if sort == b"hash":
             for field in client.hkeys(key):
                 named = (
                     re.sub(r"[0-9]+", "N", field.decode()) if (field.isascii() and b":" in field) or field.isalpha() else "a row"
                 )
                 write = partial(client.hset, key, field)
                 found.append(Place(f"{kind} {named}", f"{key!r} {field!r}", partial(client.hget, key, field), write))
-        else:
+        elif sort == b"string":
+            # not one that has gone meanwhile
             found.append(Place(kind, repr(key), partial(client.get, key), partial(client.set, key, keepttl=True)))
     return found
 
