@@ -74,7 +74,7 @@ class Source:
         self.entity = tuple(entity)
         self.database = Database(memory_mb, threads)
         self.hashed_by = hash_kind()
-        """How rows are hashed from :meth:`load` on; :data:`precompute.sources.input_hash.MD5` to go on with rows that were hashed so."""
+        """The name of how rows are hashed."""
         self.loaded = False
         self.ascends = False
         """Whether each loaded row's key is greater than the one before."""
@@ -304,9 +304,7 @@ class Source:
     def content(self) -> str:
         """Digest of all loaded keys and input hashes, whatever their order; exact repetitions count once."""
         keys = {name: self._types[name] for name in self.entity}
-        sums = self.database.query(
-            f"SELECT count(*) AS n, {content_sql(keys, self.key_text_sql(), self.hashed_by)} AS s FROM input"
-        ).to_pylist()[0]
+        sums = self.database.query(f"SELECT count(*) AS n, {content_sql(keys)} AS s FROM input").to_pylist()[0]
         return f"{sums['n']}-{sums['s']}"
 
     # ---- streaming
@@ -324,7 +322,7 @@ class Source:
         yield from self.database.stream(f"SELECT * FROM input{wanted}", batch_rows)
 
     def _hash_sql(self) -> str:
-        return hash_sql({name: self._types[name] for name in self.input_columns or self.entity}, self.hashed_by)
+        return hash_sql({name: self._types[name] for name in self.input_columns or self.entity})
 
     # ---- some rows
 

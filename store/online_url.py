@@ -1,5 +1,4 @@
-"""Which online store a URL names: ``table:./folder``, ``redis://…``, ``rediss://…``, ``unix://…``,
-``redis+cluster://…`` or ``memory:``."""
+"""Which online store a URL names: ``table:./folder``, ``redis://…``, ``rediss://…``, ``unix://…``, ``redis+cluster://…`` or ``rediss+cluster://…``."""
 
 from __future__ import annotations
 
@@ -8,7 +7,24 @@ from pathlib import Path
 
 from precompute.store.errors import ConfigError
 from precompute.store.kept.kept_rows import KeptLimits, KeptRows
-from precompute.store.online.online_store import MemoryStore, OnlineStore
+from precompute.store.online.online_store import OnlineStore
+
+_REDIS = ("redis://", "rediss://", "unix://", "redis+cluster://", "rediss+cluster://")
+
+
+def table_folder(url: str) -> str | None:
+    """The folder of table files that a URL names; None where it names a Redis.
+
+    Raises:
+        ConfigError: it names no store known here.
+    """
+    scheme, _, rest = url.partition(":")
+    if scheme == "table" and rest:
+        return rest
+    if url.startswith(_REDIS):
+        return None
+    shown = re.sub(r"//.*@", "//…@", url)
+    raise ConfigError(f"online: {shown!r} names no online store; write table:./folder or redis://host:6379/0")
 
 
 def open_online_store(url: str, base: Path | None = None, memory_mb: int = 1024) -> OnlineStore:
@@ -22,28 +38,19 @@ def open_online_store(url: str, base: Path | None = None, memory_mb: int = 1024)
     Raises:
         ConfigError: the URL names no store known here.
     """
-    scheme, _, rest = url.partition(":")
+    folder = table_folder(url)
     # Each store is imported only where it is used: a service on table files needs no Redis client, and the other way round.
-    if scheme == "table" and rest:
+    if folder is not None:
         from precompute.store.online.table_store import TableStore
 
-        return TableStore((base or Path()) / rest, memory_mb * 2**20)
-    if scheme == "lmdb":
-        raise ConfigError(
-            f"online: {url!r} is the embedded store of older versions: write table:{rest or './folder'}, and publish each view"
-        )
-    if scheme in ("redis", "rediss", "unix", "redis+cluster", "rediss+cluster"):
-        from precompute.store.redis.redis_store import RedisStore
+        return TableStore((base or Path()) / folder, memory_mb * 2**20)
+    from precompute.store.redis.redis_store import RedisStore
 
-        return RedisStore(url)
-    if url == "memory:":
-        return MemoryStore()
-    shown = re.sub(r"//.*@", "//…@", url)
-    raise ConfigError(f"online: {shown!r} names no online store; write table:./folder or redis://host:6379/0")
+    return RedisStore(url)
 
 
-def open_kept_rows(online: str, limits: KeptLimits, base: Path | None = None) -> KeptRows | None:
-    """Where rows are kept beside the online store that a URL names; None beside one that lives in its process.
+def open_kept_rows(online: str, limits: KeptLimits, base: Path | None = None) -> KeptRows:
+    """Where rows are kept beside the online store that a URL names.
 
     Args:
         online: as of :func:`open_online_store`.
@@ -51,16 +58,14 @@ def open_kept_rows(online: str, limits: KeptLimits, base: Path | None = None) ->
         base: likewise.
 
     Raises:
-        ConfigError: the URL cannot be read.
+        ConfigError: the URL names no store known here.
     """
     # each is imported only where it is used
-    scheme, _, rest = online.partition(":")
-    if scheme == "table":
+    folder = table_folder(online)
+    if folder is not None:
         from precompute.store.kept.kept_file import KeptFile
 
-        return KeptFile((base or Path()) / rest / "kept-misses", limits)
-    if scheme == "memory":
-        return None
+        return KeptFile((base or Path()) / folder / "kept-misses", limits)
     from precompute.store.kept.kept_redis import KeptRedis
 
     return KeptRedis(online, limits)

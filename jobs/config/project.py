@@ -23,6 +23,7 @@ from precompute.jobs.config.view import ModelConfig, ViewConfig
 from precompute.store.errors import ConfigError
 from precompute.store.feature_view import why_no_semantic_cache
 from precompute.store.offline.view_store import OfflineStore, ViewStore
+from precompute.store.online_url import table_folder
 
 
 class EngineConfig(Section):
@@ -117,15 +118,10 @@ class ProjectConfig(Section):
     @field_validator("online")
     @classmethod
     def _store(cls, online: str) -> str:
-        if online.startswith("lmdb:"):
-            raise ValueError(
-                f"the embedded store is table files now: write table:{online[5:] or './folder'}, and publish each view"
-            )
-        if (
-            not online.startswith(("table:", "redis://", "rediss://", "unix://", "redis+cluster://", "rediss+cluster://"))
-            or online == "table:"
-        ):
-            raise ValueError("write table:./folder or redis://host:6379/0")
+        try:
+            table_folder(online)
+        except ConfigError as exc:
+            raise ValueError("write table:./folder or redis://host:6379/0") from exc
         return online
 
 

@@ -19,10 +19,9 @@ from precompute.jobs.rows.chunks import Chunks
 from precompute.jobs.rows.compaction import compacted, merged
 from precompute.jobs.rows.deletes import write_deletes
 from precompute.jobs.rows.open_view import OpenView, open_view
-from precompute.jobs.rows.plan import Plan, go_on_hashing, is_damaged, make_plan, now_us, recipe_of
+from precompute.jobs.rows.plan import Plan, is_damaged, make_plan, now_us, recipe_of
 from precompute.jobs.rows.replaced import Replaced, figures_of
 from precompute.jobs.rows.source_age import iso_us, read_source_at
-from precompute.sources.input_hash import MD5
 from precompute.store.clock import utc_now
 from precompute.store.errors import GateError, ModelError, RejectedError, SnapshotError, SourceError
 from precompute.store.offline.snapshot import Counts, Snapshot, Verdict
@@ -97,7 +96,6 @@ def _planned(job: Job, opened: OpenView) -> Plan:
     config, report, partition = job.config, job.report, job.options.partition
     report.model, report.inputs = opened.fingerprint, dict(opened.inputs)
     read_at_us = report.read_at_us = now_us()
-    go_on_hashing(job, opened)
     updated_at = config.source.updated_at
     with report.stage("source"):
         # Before it is read: what is modified meanwhile is the next run's.
@@ -251,7 +249,7 @@ def _snapshot(job: Job, opened: OpenView, plan: Plan, chunks: Chunks) -> Snapsho
         deletes=deletes,
         own_deletes=own_deletes,
         recipe=plan.recipe,
-        computation=recipe_of(opened, MD5),
+        computation=recipe_of(opened, hashed=False),
         content=plan.content,
         partition=report.partition,
         renewed_at=plan.read_at_us if job.config.renew_unchanged and diff.unchanged + diff.resumed else None,

@@ -16,7 +16,6 @@ from precompute.jobs.pipeline.verdicts import Verdicts
 from precompute.jobs.rows.open_view import OpenView, files_of
 from precompute.jobs.rows.plan import recipe_of
 from precompute.source import Files
-from precompute.sources.input_hash import MD5
 from precompute.store.errors import SnapshotError
 from precompute.store.offline.layers import Layers, dead_rows
 from precompute.store.offline.selection import all_rows
@@ -101,11 +100,11 @@ def _unrecognised(opened: OpenView, store: ViewStore, snapshot: Snapshot) -> int
     marked = Standing(store).left
     if not marked:
         return None
-    live, made = _live(store), recipe_of(opened, MD5)
+    live, made = _live(store), recipe_of(opened, hashed=False)
     looked_at = live.number if live is not None and live.recipe == snapshot.recipe else 0
     for number in marked:
         bad = _readable(store, number) if number > looked_at else None
-        if bad is not None and bad.recipe != snapshot.recipe and made == (bad.computation or bad.recipe):
+        if bad is not None and bad.recipe != snapshot.recipe and made == bad.computation:
             return number
     return None
 

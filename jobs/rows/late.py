@@ -11,7 +11,6 @@ from contextlib import closing
 
 from precompute.jobs.process.job import Job
 from precompute.jobs.rows.open_view import open_source
-from precompute.sources.input_hash import MD5
 from precompute.store.errors import PrecomputeError, SnapshotError
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.partition import Partition
@@ -72,8 +71,6 @@ def _is_late(job: Job, partition: Partition, snapshot: Snapshot) -> bool | None:
             memory_mb=job.project.settings.source_mb,
         )
         with closing(source):
-            if snapshot.recipe == snapshot.computation:
-                source.hashed_by = MD5
             if not source.load(job.config.partition.column) and job.config.partition.empty != "publish":
                 return None
             return source.content() != snapshot.content.partition(":")[2]

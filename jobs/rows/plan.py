@@ -17,7 +17,6 @@ from precompute.jobs.process.job import Job
 from precompute.jobs.rows.open_view import OpenView, files_of, variant_name
 from precompute.model import digest
 from precompute.source import Files
-from precompute.sources.input_hash import MD5
 from precompute.store.errors import SnapshotError
 from precompute.store.offline.journal import Finished
 from precompute.store.offline.layers import MOST_OVERLAYS, layers_that_stay
@@ -215,22 +214,9 @@ def is_damaged(store: ViewStore, snapshot: Snapshot) -> bool:
     return False
 
 
-def go_on_hashing(job: Job, opened: OpenView) -> None:
-    """Before the source is loaded: hash its rows as those were that the run may build on or take over, where they are hashed with MD5, so that
-    they are not all computed once more."""
-    store, full, partition = job.store, job.options.full, job.options.partition_text
-    recipe = recipe_of(opened, MD5)
-    newest = None if full else Standing(store).newest(partition)
-    if newest is not None and newest.recipe == recipe_of(opened):
-        return
-    if (newest is not None and newest.recipe == recipe) or store.journals.unfinished(recipe, partition, full=full):
-        opened.source.hashed_by = MD5
-
-
-def recipe_of(opened: OpenView, hashed_by: str | None = None) -> str:
-    """Digest of all that makes a row besides its input, and of how that is hashed, by default as the source hashes it; see
+def recipe_of(opened: OpenView, *, hashed: bool = True) -> str:
+    """Digest of all that makes a row besides its input, and, if ``hashed``, of how that is hashed; see
     :class:`precompute.store.offline.snapshot.Snapshot`."""
-    hashed_by = hashed_by or opened.source.hashed_by
     view = opened.view
     columns = [[field.name, str(field.type)] for field in opened.source.schema]
     features = [[f.name, f.dtype, f.dim, f.max_items] for f in view.features]
@@ -240,7 +226,7 @@ def recipe_of(opened: OpenView, hashed_by: str | None = None) -> str:
         entity=list(view.entity),
         columns=columns,
         features=features,
-        **({} if hashed_by == MD5 else {"input_hash": hashed_by}),
+        **({"input_hash": opened.source.hashed_by} if hashed else {}),
         # To reject and to fail write the same rows.
         **({"bad_rows": "null"} if view.definition.bad_rows == "null" else {}),
     )

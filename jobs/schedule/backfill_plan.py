@@ -19,7 +19,6 @@ from precompute.jobs.rows.open_view import OpenView, open_view
 from precompute.jobs.rows.plan import recipe_of
 from precompute.jobs.schedule.backfill_state import Item, Options, Reprocess, backfills, read_backfill
 from precompute.registry import LoadedModel, load_with_fingerprint
-from precompute.sources.input_hash import MD5
 from precompute.sources.statement import parameters
 from precompute.store.errors import ConfigError, SnapshotError, SourceError
 from precompute.store.offline.runs import Report
@@ -236,7 +235,7 @@ class Recipes:
         queries = model_queries(config.model.args).values()
         self._by_partition = any(parameters(sql) for sql in queries)
         self._models: dict[str, LoadedModel] = {}
-        self._recipes: dict[Partition | None, tuple[frozenset[str], str]] = {}
+        self._recipes: dict[Partition | None, tuple[str, str]] = {}
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Recipes:
@@ -245,24 +244,22 @@ class Recipes:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def of(self, partition: Partition) -> tuple[frozenset[str], str]:
-        """Recipes, one for each way to hash rows, and model fingerprint."""
+    def of(self, partition: Partition) -> tuple[str, str]:
+        """Recipe and model fingerprint."""
         key = partition if self._by_partition else None
         if key not in self._recipes:
             with self._open(partition) as opened:
-                self._recipes[key] = frozenset((recipe_of(opened), recipe_of(opened, MD5))), opened.fingerprint
+                self._recipes[key] = recipe_of(opened), opened.fingerprint
         return self._recipes[key]
 
-    def content(self, partition: Partition, recipe: str) -> str:
-        """Digest of what a run would compute now, hashed as in a snapshot of this recipe.
+    def content(self, partition: Partition) -> str:
+        """Digest of what a run would compute now.
 
         Raises:
             SourceError: the source cannot be read.
         """
         assert self._config.partition is not None
         with self._open(partition) as opened:
-            if recipe == recipe_of(opened, MD5):
-                opened.source.hashed_by = MD5
             opened.source.load(self._config.partition.column)
             return f"{recipe_of(opened)}:{opened.source.content()}"
 
@@ -328,17 +325,17 @@ def why_partition(partition: Partition, config: ViewConfig, past: Past, recipes:
         return "missing", "no snapshot" + (f"; {ended}" if undone else "")
     if undone and status in ("failed", "rejected", "refused", "killed"):
         return "failed", f"{ended}; snapshot {snapshot.number} is older"
-    our_recipes, model = recipes.of(partition)
+    recipe, model = recipes.of(partition)
     if snapshot.model != model:
         return "stale model", f"snapshot {snapshot.number} is by model {snapshot.model[:12]}, which is {model[:12]} now"
-    if snapshot.recipe not in our_recipes:
+    if snapshot.recipe != recipe:
         return (
             "stale recipe",
             f"since snapshot {snapshot.number} the source's SQL, its columns, the entity or the features changed",
         )
     if check_inputs:
         try:
-            if recipes.content(partition, snapshot.recipe) != snapshot.content:
+            if recipes.content(partition) != snapshot.content:
                 return "stale input", f"the source yields other rows than snapshot {snapshot.number} was computed from"
         except SourceError as exc:
             return "stale input", f"the source cannot be read any more: {exc}"

@@ -10,9 +10,6 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 
-MD5 = "md5"
-"""Half an MD5 over netstrings of the columns' text: what the first versions made. Rows hashed so go on so, until every row is computed anew."""
-
 _WHOLE = (
     r"BOOLEAN|U?(?:TINY|SMALL|BIG)INT|U?INTEGER|DATE|TIME|TIMESTAMP(?:_S|_MS|_NS| WITH TIME ZONE)?|DECIMAL\((?:\d|1[0-8]),\d+\)"
 )
@@ -45,7 +42,7 @@ _SAMPLE_TYPES = [
 
 def sample_sql() -> str:
     """SQL of the hashes of a few rows of all types, in order."""
-    return f"SELECT {_hash_sql(dict(zip('abcdefghjklmno', _SAMPLE_TYPES, strict=True)))} FROM ({_SAMPLE}) ORDER BY b"
+    return f"SELECT {hash_sql(dict(zip('abcdefghjklmno', _SAMPLE_TYPES, strict=True)))} FROM ({_SAMPLE}) ORDER BY b"
 
 
 def named(sample: Sequence[Sequence[int]]) -> str:
@@ -53,36 +50,23 @@ def named(sample: Sequence[Sequence[int]]) -> str:
     return f"duckdb-{hashlib.sha256(repr([row[0] for row in sample]).encode()).hexdigest()[:16]}"
 
 
-def hash_sql(columns: Mapping[str, str], kind: str) -> str:
+def hash_sql(columns: Mapping[str, str]) -> str:
     """SQL of a row's hash, BIGINT.
 
     Args:
         columns: name → DuckDB's name of its type; at least one.
-        kind: :data:`MD5`, or what :func:`named` calls it.
     """
-    return _md5_sql(columns) if kind == MD5 else _hash_sql(columns)
+    return f"(hash({_parts(columns)})::HUGEINT - 9223372036854775808::HUGEINT)::BIGINT"
 
 
-def content_sql(key_columns: Mapping[str, str], key_text: str, kind: str) -> str:
-    """SQL, an aggregate, VARCHAR: digest of all keys and input hashes, whatever the rows' order.
-
-    Args:
-        key_columns: as in :func:`hash_sql`.
-        key_text: SQL of the key's text.
-        kind: as in :func:`hash_sql`.
-    """
-    if kind == MD5:
-        return f"sum((md5_number(coalesce({key_text}, '') || '=' || input_hash) >> 64)::HUGEINT)::VARCHAR"
+def content_sql(key_columns: Mapping[str, str]) -> str:
+    """SQL, an aggregate, VARCHAR: digest of all keys and input hashes, whatever the rows' order; arguments as of :func:`hash_sql`."""
     return f"sum(hash({_parts(key_columns)}, input_hash))::VARCHAR"
 
 
 def quoted(name: str) -> str:
     """A name in SQL."""
     return '"' + name.replace('"', '""') + '"'
-
-
-def _hash_sql(columns: Mapping[str, str]) -> str:
-    return f"(hash({_parts(columns)})::HUGEINT - 9223372036854775808::HUGEINT)::BIGINT"
 
 
 def _parts(columns: Mapping[str, str]) -> str:
@@ -98,13 +82,3 @@ def _part(column: str, kind: str) -> str:
         return f"{column}, len({column})"
     shift, text = ("'1234'::BLOB", column) if kind == "BLOB" else ("'1234'", f"CAST({column} AS VARCHAR)")
     return f"{text}, {shift} || {text}"
-
-
-def _md5_sql(columns: Mapping[str, str]) -> str:
-    texts = (
-        f"hex({quoted(name)}::BLOB)" if kind in ("BLOB", "BIT") else f"CAST({quoted(name)} AS VARCHAR)"
-        for name, kind in columns.items()
-    )
-    text = " || ".join(f"coalesce(strlen({t})::VARCHAR || ':' || {t}, '-')" for t in texts)
-    # md5_number(x) >> 64 is md5_number_lower(x), at a quarter of its time in DuckDB 2.0: 0.6 instead of 1.8 s for 2 M rows
-    return f"((md5_number({text}) >> 64)::HUGEINT - 9223372036854775808::HUGEINT)::BIGINT"

@@ -27,11 +27,12 @@ from precompute.jobs.service.model_server import Conversation
 from precompute.jobs.service.remote_fallback import MOST_IN_FLIGHT, RemoteFallback
 from precompute.jobs.service.supervisor import WorkerKeeper
 from precompute.store.fallback import CLIENT, Computed, Miss, places
-from precompute.store.online.online_store import MemoryStore, Pointer
+from precompute.store.online.online_store import Pointer
 from precompute.store.status import Reason
 from precompute.store.telemetry.instruments import Meter
 from precompute.workers.process import ChildProcess, end_all
 from tests import REPOSITORY
+from tests.memory_store import MemoryStore
 from tests.server import eventually
 from tests.store.test_lookup import House, Row, computed_row
 

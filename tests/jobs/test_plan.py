@@ -20,7 +20,6 @@ from precompute.diff import Diff
 from precompute.jobs.ops.status import project_status
 from precompute.jobs.rows import chunks, plan
 from precompute.jobs.rows.plan import Plan
-from precompute.sources.input_hash import MD5
 from precompute.store.errors import PrecomputeError, RejectedError, SnapshotError
 from precompute.store.offline.view_store import ViewStore
 from tests.arithmetic import Doubler
@@ -99,42 +98,6 @@ def test_nothing_to_do_changed_new_and_removed_are_counted(make_project: MakePro
     assert str(found) == "delta: 1 of 6 rows to compute (1 new), 5 unchanged, 3 removed; builds on snapshot 1"
     kinds = {name: found.to_json()[name] for name in ("kind", "new", "changed", "unchanged", "removed", "parent", "compact")}
     assert kinds == {"kind": "delta", "new": 1, "changed": 0, "unchanged": 5, "removed": 3, "parent": 1, "compact": False}
-
-
-def test_rows_that_were_hashed_with_md5_are_not_computed_again(
-    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They go on being hashed so, until every row is computed anew."""
-    with monkeypatch.context() as before:
-        before.setattr("precompute.source.hash_kind", lambda: MD5)
-        make_project(ROWS, view=COUNTING).materialize()
-    old = make_project(ROWS, view=COUNTING).rows(1)
-    assert make_project(ROWS, view=COUNTING).materialize().status == "current"
-    project = make_project([(1, 10.0), *ROWS[1:]], view=COUNTING)
-    computed.clear()
-    assert project.materialize().plan == "delta: 1 of 8 rows to compute (1 changed), 7 unchanged; builds on snapshot 1"
-    assert computed == [10.0]
-    assert project.rows(2)[:7] == old[1:]
-    assert project.materialize(full=True).plan == "full: 8 of 8 rows to compute (8 new); asked for every row"
-    assert not {row["input_hash"] for row in project.rows(3)} & {row["input_hash"] for row in project.rows(2)}
-    assert project.materialize().status == "current"
-
-
-def test_a_run_that_was_killed_when_rows_were_hashed_with_md5_is_taken_over(
-    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def killed(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    project = make_project(ROWS, view=COUNTING)
-    with monkeypatch.context() as before:
-        before.setattr("precompute.source.hash_kind", lambda: MD5)
-        before.setattr(ViewStore, "commit", killed)
-        with pytest.raises(KeyboardInterrupt):
-            project.materialize()
-    computed.clear()
-    assert project.materialize().resumed == 8
-    assert computed == []
 
 
 def test_rows_hashed_by_another_duckdb_are_computed_again_and_the_plan_says_why(
@@ -662,19 +625,6 @@ def run_to_the_commit(project: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
         patched.setattr(ViewStore, "commit", killed)
         with pytest.raises(KeyboardInterrupt):
             project.materialize()
-
-
-def test_what_an_interrupted_run_hashed_with_md5_does_not_outweigh_a_newer_snapshot(
-    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    project = make_project(ROWS)
-    with monkeypatch.context() as before:
-        before.setattr("precompute.source.hash_kind", lambda: MD5)
-        run_to_the_commit(project, monkeypatch)
-    project.materialize(full=True)
-    assert make_project([(1, 10.0), *ROWS[1:]]).materialize().plan == (
-        "delta: 1 of 8 rows to compute (1 changed), 7 unchanged; builds on snapshot 1"
-    )
 
 
 @pytest.mark.parametrize("changed", [1, 6], ids=["delta", "compacted"])

@@ -22,11 +22,12 @@ from precompute.store.lookup import Lookup
 from precompute.store.offline.refs import PUBLISH_LEASE
 from precompute.store.offline.runs import Report
 from precompute.store.offline.view_store import ViewStore
-from precompute.store.online.online_store import Generation, MemoryStore, Pointer
+from precompute.store.online.online_store import Generation, Pointer
 from precompute.store.online.packed import Rows
 from precompute.store.record import replace
 from precompute.store.vectors.vector_index import VectorIndex
 from tests.conftest import MakeProject
+from tests.memory_store import MemoryStore
 from tests.online import batch_of
 from tests.scene import Scene
 

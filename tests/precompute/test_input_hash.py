@@ -15,7 +15,7 @@ import pytest
 
 from precompute.source import Source
 from precompute.sources.database import hash_kind
-from precompute.sources.input_hash import _SAMPLE, _SAMPLE_TYPES, MD5
+from precompute.sources.input_hash import _SAMPLE, _SAMPLE_TYPES
 from tests.precompute.test_source import TYPED, hashes
 
 
@@ -43,7 +43,7 @@ def test_what_two_duckdbs_make_is_never_taken_for_the_same(monkeypatch: pytest.M
     monkeypatch.setattr("precompute.sources.input_hash._SAMPLE", _SAMPLE.replace("1.5", "1.25"))
     hash_kind.cache_clear()
     try:
-        assert hash_kind() not in (MD5, "duckdb-acd4fcd9eb6a123b")
+        assert hash_kind() != "duckdb-acd4fcd9eb6a123b"
     finally:
         hash_kind.cache_clear()
 

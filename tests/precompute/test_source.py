@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import subprocess
 import sys
@@ -24,7 +23,6 @@ from hypothesis import strategies as st
 
 from precompute.diff import Diff, compare, find_deletes, refused_rows, returned_rows
 from precompute.source import Files, Source
-from precompute.sources.input_hash import MD5
 from precompute.sources.statement import check_sql, referenced_views
 from precompute.store.entity_key import key_column
 from precompute.store.errors import ConfigError, SnapshotError, SourceError
@@ -55,9 +53,8 @@ def loaded(sql: str, entity: tuple[str, ...] = ("id",), batch_rows: int = 4096, 
         return [row for batch in source.batches(batch_rows) for row in batch.to_pylist()]
 
 
-def hashes(sql: str, kind: str | None = None) -> list[int]:
+def hashes(sql: str) -> list[int]:
     with Source(sql, ("id",), {}) as source:
-        source.hashed_by = kind or source.hashed_by
         source.load()
         return [value for batch in source.batches(4096) for value in batch.column("input_hash").to_pylist()]
 
@@ -83,7 +80,6 @@ def test_parquet_csv_and_json_give_the_same_rows_and_hashes(tmp_path: Path, kind
     rows = loaded(sql)
     assert [(r["id"], r["text"]) for r in rows] == [(1, "a"), (2, "b, c"), (3, "d")]
     assert [r["input_hash"] for r in rows] == [7877088969425273369, -5155486049419566608, 7723697031610516315]
-    assert hashes(sql, MD5) == [403470676156615753, 6074793755366020549, 7813059895662325695]
 
 
 def test_another_views_snapshot_is_a_table_of_all_its_parts(tmp_path: Path) -> None:
@@ -236,21 +232,6 @@ def test_an_input_column_may_be_called_key() -> None:
 
 
 # ---- hashes
-
-
-def test_the_old_input_hash_is_half_an_md5_of_netstrings() -> None:
-    sql = "SELECT 1 AS id, 'ab' AS a, 'c' AS b UNION ALL SELECT 2, 'a', 'bc' UNION ALL SELECT 3, NULL, 'null' UNION ALL SELECT 4, 'é', ''"
-    texts = ["2:ab1:c", "1:a2:bc", "-4:null", "2:é0:"]
-    expected = [int.from_bytes(hashlib.md5(t.encode()).digest()[8:], "little") - 2**63 for t in texts]
-    assert hashes(sql, MD5) == expected
-    assert expected == [2029428849612654001, -4721885985213875572, -4216989551293061187, -6644714969589625295]
-
-
-def test_hashes_of_every_kind_of_column_are_pinned() -> None:
-    typed = "1.5::DOUBLE AS d, DATE '2024-02-29' AS t, [1, 2] AS l, true AS b, NULL::INT AS n, '\\xFF'::BLOB AS z"
-    assert hashes(f"SELECT 1 AS id, {typed}", MD5) == [-7978792299802455363]
-    assert hashes(f"SELECT 'another key' AS id, {typed}", MD5) == [-7978792299802455363]
-    assert hashes("SELECT 1 AS id", MD5) == [-840646566717689726]  # no inputs but the key
 
 
 @pytest.mark.parametrize(
@@ -806,9 +787,8 @@ def test_dead_rows_of_another_views_snapshot_are_not_read(tmp_path: Path) -> Non
 # ---- the digest of a whole source
 
 
-def content_of(sql: str, entity: tuple[str, ...] = ("id",), kind: str | None = None) -> str:
+def content_of(sql: str, entity: tuple[str, ...] = ("id",)) -> str:
     with Source(sql, entity, {}) as source:
-        source.hashed_by = kind or source.hashed_by
         source.load()
         return source.content()
 
@@ -818,7 +798,6 @@ CONTENT = "SELECT * FROM (VALUES (1, 'a'), (2, 'b'), (3, NULL)) t(id, x)"
 
 def test_the_content_is_pinned_and_does_not_depend_on_order_or_repetition() -> None:
     assert content_of(CONTENT) == "3-35740854211578004645"
-    assert content_of(CONTENT, kind=MD5) == "3-35647766572982404128"
     assert content_of(f"{CONTENT} ORDER BY id DESC") == content_of(CONTENT)
     assert content_of(f"({CONTENT}) UNION ALL ({CONTENT})") == content_of(CONTENT)
     assert content_of("SELECT id::TINYINT AS id, x FROM (" + CONTENT + ")") == content_of(CONTENT)
@@ -1023,16 +1002,3 @@ TYPED = [
     ("'b'::ENUM('a', 'b')", "b"),
     ("NULL::INTEGER", None),
 ]
-
-
-@pytest.mark.parametrize(("value", "text"), TYPED, ids=[value for value, _ in TYPED])
-def test_a_value_of_every_type_is_hashed_with_md5_as_this_text(value: str, text: str | None) -> None:
-    """Another text, from another DuckDB or from us, would compute every row of every view once more."""
-    netstring = b"-" if text is None else b"%d:%b" % (len(text.encode()), text.encode())
-    expected = int.from_bytes(hashlib.md5(netstring).digest()[8:], "little") - 2**63
-    assert hashes(f"SELECT 'k' AS id, {value} AS v", MD5) == [expected]
-
-
-def test_the_md5_of_all_types_together_is_pinned() -> None:
-    columns = ", ".join(f"{value} AS v{number}" for number, (value, _) in enumerate(TYPED))
-    assert hashes(f"SELECT 1 AS id, {columns}", MD5) == [-1223610316563614737]

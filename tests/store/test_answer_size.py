@@ -19,8 +19,9 @@ from precompute.store.errors import RequestError
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.lookup import Lookup
 from precompute.store.online.codec import RowCodec
-from precompute.store.online.online_store import Generation, MemoryStore, Pointer
+from precompute.store.online.online_store import Generation, Pointer
 from tests.asgi import call, exchange, scope_of
+from tests.memory_store import MemoryStore
 
 ROWS = 1000
 DTYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "bool")

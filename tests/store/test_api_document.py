@@ -17,9 +17,9 @@ from precompute.store.api.openapi import Asks, openapi_document
 from precompute.store.guard.gate import Gate
 from precompute.store.guard.tokens import Tokens, make_token
 from precompute.store.lookup import Lookup
-from precompute.store.online.online_store import MemoryStore
 from precompute.store.telemetry.instruments import Meter
 from tests import REPOSITORY
+from tests.memory_store import MemoryStore
 from tests.store.test_http_freshness import World
 
 # what it does not know to make, tests/store/test_api.py does

@@ -17,7 +17,8 @@ from precompute.store.feature_view import Feature, FeatureView, SemanticCacheSpe
 from precompute.store.lookup import Lookup
 from precompute.store.lookup_options import LookupOptions
 from precompute.store.online.codec import RowCodec
-from precompute.store.online.online_store import Generation, MemoryStore, Pointer
+from precompute.store.online.online_store import Generation, Pointer
+from tests.memory_store import MemoryStore
 
 NOW = 1_700_000_000.0
 DTYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64")

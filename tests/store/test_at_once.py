@@ -17,8 +17,8 @@ import pytest
 from precompute.store.api.reply import problem
 from precompute.store.guard.limits import Limits
 from precompute.store.guard.server import GuardedServer
-from precompute.store.online.online_store import MemoryStore
 from precompute.store.telemetry.instruments import CONNECTIONS_CLOSED, Meter
+from tests.memory_store import MemoryStore
 from tests.server import eventually
 from tests.store.test_guard import replies
 from tests.store.test_row_cache import House

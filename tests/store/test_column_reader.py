@@ -19,10 +19,11 @@ from precompute.store.online import kernels
 from precompute.store.online.codec import RowCodec, State
 from precompute.store.online.column_reader import ColumnReader
 from precompute.store.online.found_rows import FoundRows
-from precompute.store.online.online_store import Generation, MemoryStore, OnlineStore, Pointer
+from precompute.store.online.online_store import Generation, OnlineStore, Pointer
 from precompute.store.online.packed import Packed, RowBatch
 from precompute.store.online.row_values import is_variable
 from precompute.store.online.table_store import TableStore
+from tests.memory_store import MemoryStore
 from tests.store.test_codec import EVERY_KIND, FIXED, FIXED_ROW, MIXED, batch_of, hashes_of, value_of
 
 pytestmark = pytest.mark.usefixtures("kernel")

@@ -11,8 +11,8 @@ import pytest
 from precompute.store.encoding.json_rows import lookup_json
 from precompute.store.fallback import Miss
 from precompute.store.lookup_options import LookupOptions
-from precompute.store.online.online_store import MemoryStore
 from precompute.store.status import Reason
+from tests.memory_store import MemoryStore
 from tests.store.test_lookup import FEATURES, STALE_FOR, TTL, House, Row, Scripted
 
 

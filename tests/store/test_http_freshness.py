@@ -24,10 +24,11 @@ from precompute.store.feature_view import Feature, FeatureView, IndexSpec
 from precompute.store.lookup import Lookup
 from precompute.store.lookup_options import CacheControl
 from precompute.store.online.codec import RowCodec
-from precompute.store.online.online_store import Generation, MemoryStore, Pointer
+from precompute.store.online.online_store import Generation, Pointer
 from precompute.store.status import Reason
 from precompute.store.vectors.index_build import build_index
 from tests.asgi import call
+from tests.memory_store import MemoryStore
 from tests.server import Reply
 
 PUBLISHED = 1_700_000_000.0

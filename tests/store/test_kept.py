@@ -19,10 +19,11 @@ from precompute.store.kept.kept_rows import JITTER, Kept, KeptLimits, KeptRows, 
 from precompute.store.kept.kept_writer import KeptWriter
 from precompute.store.lookup import Lookup
 from precompute.store.lookup_options import LookupOptions
-from precompute.store.online.online_store import MemoryStore, Pointer
+from precompute.store.online.online_store import Pointer
 from precompute.store.record import replace
 from precompute.store.status import Reason
 from precompute.store.telemetry.instruments import CACHE, Meter
+from tests.memory_store import MemoryStore
 from tests.server import eventually
 from tests.store.test_lookup import NOW, NOW_US, STALE_FOR, TTL, House, Row, Scripted, computed_row
 

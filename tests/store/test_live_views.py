@@ -12,9 +12,10 @@ from precompute.store.api.app import create_app
 from precompute.store.errors import OnlineStoreError
 from precompute.store.lookup import Lookup
 from precompute.store.online.codec import schema_tag
-from precompute.store.online.online_store import Generation, MemoryStore, Pointer
+from precompute.store.online.online_store import Generation, Pointer
 from precompute.store.record import replace
 from tests.asgi import call
+from tests.memory_store import MemoryStore
 from tests.online import TABLE, back_to, over, pointer, publish, rows_of
 
 

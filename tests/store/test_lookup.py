@@ -28,13 +28,14 @@ from precompute.store.lookup_options import LookupOptions
 from precompute.store.online import kernels
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.found_rows import FoundRows
-from precompute.store.online.online_store import Generation, MemoryStore, OnlineStore, Pointer
+from precompute.store.online.online_store import Generation, OnlineStore, Pointer
 from precompute.store.online.packed import Packed, RowBatch
 from precompute.store.online_url import open_online_store
 from precompute.store.record import plain, replace
 from precompute.store.status import Reason
 from precompute.store.vectors.index_build import build_index
 from precompute.store.vectors.index_record import index_figures
+from tests.memory_store import MemoryStore
 from tests.redis_process import free_port
 
 NOW = 1_700_000_000.0
@@ -184,12 +185,10 @@ def damaged_rows(batch: RowBatch, entity: Sequence[str], damage: Mapping[Any, Ca
     return RowBatch(batch.keys, Packed.of(rows), batch.hashes)
 
 
-@pytest.fixture(params=["memory", "table", "redis"])
+@pytest.fixture(params=["table", "redis"])
 def house(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[House]:
-    url = {"memory": "memory:", "table": f"table:{tmp_path / 'online'}"}.get(request.param) or request.getfixturevalue(
-        "redis_url"
-    )
-    online = open_online_store(url)
+    table = f"table:{tmp_path / 'online'}"
+    online = open_online_store(table if request.param == "table" else request.getfixturevalue("redis_url"))
     yield House(online, tmp_path / "root")
     online.close()
 

@@ -13,10 +13,11 @@ import pytest
 
 from precompute.store.errors import ConfigError, ConflictError, OnlineStoreError
 from precompute.store.online import kernels
-from precompute.store.online.online_store import Generation, MemoryStore, OnlineStore, Pointer
+from precompute.store.online.online_store import Generation, OnlineStore, Pointer
 from precompute.store.online.packed import Rows
 from precompute.store.online_url import open_online_store
 from precompute.store.record import replace, sealed
+from tests.memory_store import MemoryStore
 from tests.online import (
     TABLE,
     Stopped,

@@ -18,10 +18,11 @@ from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.lookup import Lookup
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.found_rows import FoundRows
-from precompute.store.online.online_store import Generation, MemoryStore, OnlineStore, Pointer
+from precompute.store.online.online_store import Generation, OnlineStore, Pointer
 from precompute.store.online.table_store import TableStore
 from precompute.store.record import replace
 from tests.asgi import call
+from tests.memory_store import MemoryStore
 from tests.server import Reply
 
 NOW = 1_700_000_000.0

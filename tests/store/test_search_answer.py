@@ -12,9 +12,10 @@ from precompute.store.api.app import create_app
 from precompute.store.feature_view import Feature, FeatureView, IndexSpec
 from precompute.store.lookup import Lookup
 from precompute.store.online.codec import RowCodec
-from precompute.store.online.online_store import Generation, MemoryStore, Pointer
+from precompute.store.online.online_store import Generation, Pointer
 from precompute.store.vectors.index_build import build_index
 from tests.asgi import call
+from tests.memory_store import MemoryStore
 
 NOW_S = 1_700_000_000.25
 FEATURES = (

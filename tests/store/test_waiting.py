@@ -10,8 +10,8 @@ import pytest
 
 from precompute.store.api.app import create_app
 from precompute.store.api.request import client_of
-from precompute.store.online.online_store import MemoryStore
 from tests.asgi import exchange, scope_of
+from tests.memory_store import MemoryStore
 from tests.server import Reply
 from tests.store.test_lookup import House, Row, Scripted
 
