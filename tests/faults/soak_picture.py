@@ -22,6 +22,7 @@ COLOURS = {
     "poison": "#7a3e9d",
     "bit": "#2a9d5c",
     "flushall": "#000",
+    "failover": "#8c8c8c",
     "night": "#b08968",
 }
 P50, P99 = "#08519c", "#e6843a"
