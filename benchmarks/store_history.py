@@ -24,7 +24,7 @@ from precompute.store.clock import utc_now
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.partition import Partition, containing
-from precompute.store.record import replace, written
+from precompute.store.record import replace, sealed
 
 VIEW = "numbers"
 ROWS = 200
@@ -89,7 +89,7 @@ def add_past(store: ViewStore, snapshot: Snapshot, count: int, partitions: bool)
         made = replace(snapshot, number=snapshot.number + 1 + number, run=run, parts=parts, partition=day, created_at=utc_now())
         # Not by store.commit: thousands of fsyncs would take minutes.
         store.manifest_path(made.number).write_bytes(made.to_bytes())
-        store.runs.path(run).write_bytes(written(replace(last, run=run, partition=day)))
+        store.runs.path(run).write_bytes(sealed(replace(last, run=run, partition=day)))
 
 
 def bookkeeping_s(project: Project, changed: int) -> float:

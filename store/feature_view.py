@@ -153,26 +153,8 @@ class FeatureView:
         return pa.schema([pa.field(f.name, f.arrow_type) for f in self.features])
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dict that :meth:`from_json` reads back to an equal view. What came later and is as it was before there was a choice is left
-        out: a view defined then is the same view, and has the same fingerprint."""
+        """A plain dict that :meth:`from_json` reads back to an equal view."""
         body: dict[str, Any] = plain(self)
-        definition = body["definition"]
-        later = (definition, "bad_rows", "reject"), (definition, "empty", "keep"), (definition["model"], "backend", "auto")
-        for record, name, before in later:
-            if record[name] == before:
-                del record[name]
-        for name, default in (
-            ("keep_s", 600.0),
-            ("keep_missing_s", 30.0),
-            ("stale_if_error_s", 0.0),
-            ("fallback_default", None),
-            ("semantic_cache", None),
-        ):
-            if body[name] == default:
-                del body[name]
-        for feature in body["features"]:
-            if feature["packed"] is None:
-                del feature["packed"]
         return body
 
     @classmethod

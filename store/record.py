@@ -1,6 +1,6 @@
-"""Record: what is written as JSON and read again, by this version, by older and by newer ones. One codec for all of them.
+"""Record: what is written as JSON with a checksum (its seal) and read again. One codec for all of them.
 
-Fields that a newer version added are not looked at; those that an older one had not take their defaults.
+Fields that a newer version added are not looked at; those that have defaults may be missing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ __all__ = [
     "record_of",
     "replace",
     "sealed",
-    "written",
 ]
 
 Record = msgspec.Struct
@@ -40,13 +39,9 @@ def plain(record: Any) -> Any:
     return msgspec.to_builtins(record, str_keys=True, enc_hook=_plain)
 
 
-def written(record: Any, *, indent: int | None = None) -> bytes:
-    """A record as JSON; floats that are not finite as Python's ``json`` writes them."""
-    return json.dumps(plain(record), indent=indent).encode()
-
-
 def sealed(record: Any, *, indent: int | None = None) -> bytes:
-    """As :func:`written`, with a seal by which who reads it knows that no bit of it is another: for what says which rows are live, and how old they may be."""
+    """A record as JSON with a seal: its checksum, so that a reader finds any changed bit. Floats that are not finite stand as Python's
+    ``json`` writes them."""
     body = plain(record)
     return json.dumps(body | {_SEAL: digest_of(json.dumps(body, sort_keys=True).encode())}, indent=indent).encode()
 
@@ -66,30 +61,31 @@ def record_of(kind: type[_R], data: object) -> _R:
 
 
 def read_record(kind: type[_R], data: bytes) -> _R:
-    """A record from what :func:`written` or :func:`sealed` made of it.
+    """A record from what :func:`sealed` made of it.
 
     Raises:
         ValueError: no JSON, not what its seal was made for, or as :func:`record_of` raises it.
     """
-    body, _ = content_of(data)
-    return record_of(kind, body)
+    return record_of(kind, content_of(data))
 
 
-def content_of(data: bytes) -> tuple[Any, bool]:
-    """What stands in JSON, but for its seal, and whether it has one.
+def content_of(data: bytes) -> dict[str, Any]:
+    """The JSON object that :func:`sealed` wrote, without its seal.
 
     Raises:
-        ValueError: no JSON, or not what its seal was made for.
+        ValueError: no JSON object, or not what its seal was made for.
     """
     try:
         body = json.loads(data)
-        seal = body.pop(_SEAL, None) if isinstance(body, dict) else None
-        whole = seal is None or seal == digest_of(json.dumps(body, sort_keys=True).encode())
+        if not isinstance(body, dict):
+            raise ValueError("it is no JSON object")
+        seal = body.pop(_SEAL, None)
+        whole = seal == digest_of(json.dumps(body, sort_keys=True).encode())
     except RecursionError as exc:
         raise ValueError("it is nested too deeply") from exc
     if not whole:
         raise ValueError("its bytes are not those that were written")
-    return body, seal is not None
+    return body
 
 
 def _plain(value: Any) -> Any:

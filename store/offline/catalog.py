@@ -51,7 +51,6 @@ class Entry:
         files = tuple(part.path for part in (*snapshot.parts, snapshot.deletes, snapshot.rejected) if part is not None)
         refused = tuple(snapshot.refused_by)
         members = tuple(sorted(snapshot.members.values()))
-        computation = snapshot.computation or snapshot.recipe
         of = (
             snapshot.run,
             snapshot.partition,
@@ -61,7 +60,7 @@ class Entry:
             files,
             members,
             snapshot.rows,
-            computation,
+            snapshot.computation,
         )
         return cls(number, *of)
 

@@ -147,7 +147,7 @@ class Journals:
 def _partition(path: Path) -> str | None:
     """The partition its run was for; None of a view that has none, and of a journal whose first line is torn."""
     try:
-        partition: str | None = content_of(path.read_bytes().partition(b"\n")[0])[0]["partition"]
+        partition: str | None = content_of(path.read_bytes().partition(b"\n")[0])["partition"]
         return partition
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -161,7 +161,7 @@ def _chunks(path: Path, recipe: str, partition: str | None, full: bool) -> Itera
         return
     for number, line in enumerate(lines):
         try:
-            entry, _ = content_of(line)
+            entry = content_of(line)
             if number == 0:
                 if (entry["recipe"], entry["partition"]) != (recipe, partition) or (full and not entry["full"]):
                     return

@@ -20,7 +20,7 @@ from precompute.store.disk.lease import Lease
 from precompute.store.disk.record_file import read_record_file
 from precompute.store.errors import ConflictError, SnapshotError
 from precompute.store.offline.publishings import NAME, Publishing, PublishingLog
-from precompute.store.record import Record, force_setattr, read_record, replace, sealed
+from precompute.store.record import Record, read_record, replace, sealed
 
 log = logging.getLogger(__name__)
 
@@ -67,8 +67,7 @@ class Place(Record, frozen=True):
 class LiveRef(Record, frozen=True):
     """Which snapshot is live. ``epoch`` counts every move and fences late writers; 0 means never published.
 
-    ``place`` is where the online store holds it, ``previous`` and ``previous_place`` what was live before. Before there were overlays, ``generation`` and
-    ``previous_generation`` said as much; they are the bases of the two places, for what was written then and for who reads as then.
+    ``place`` is where the online store holds it, ``previous`` and ``previous_place`` what was live before.
     """
 
     epoch: int
@@ -76,24 +75,14 @@ class LiveRef(Record, frozen=True):
     previous: int | None
     reason: str
     at: str
-    generation: int = 0
-    previous_generation: int | None = None
+    place: Place
+    previous_place: Place | None = None
     renewed_at: int | None = None
     """When a later run found nothing changed, µs since 1970."""
     renewal_noted_at: str | None = None
     """When that was written here for readers, ISO 8601 in UTC."""
     held: str | None = None
     """Why scheduled runs publish nothing for now; None when they do."""
-    place: Place = Place(0, 0)
-    previous_place: Place | None = None
-
-    def __post_init__(self) -> None:
-        if self.place.generation == 0:
-            force_setattr(self, "place", Place(self.generation, self.snapshot))
-        if self.previous_place is None and self.previous_generation is not None and self.previous is not None:
-            force_setattr(self, "previous_place", Place(self.previous_generation, self.previous))
-        force_setattr(self, "generation", self.place.generation)
-        force_setattr(self, "previous_generation", None if self.previous_place is None else self.previous_place.generation)
 
     def publishing(self) -> Publishing:
         """What it says of what readers are served."""

@@ -31,8 +31,6 @@ AHEAD_S = 86400.0
 was noted."""
 
 _STAMP = "%Y%m%dT%H%M%S.%fZ"
-_ALL = 1000
-"""Reports that are looked through for unended ones where an older version kept no markers."""
 
 
 class Report(Record):
@@ -153,7 +151,10 @@ class Runs:
         try:
             make_folder(self.folder)
             if goes_on:
-                self._mark_running(marker)
+                # before the report: so that unended ones are found without reading all
+                make_folder(self._running)
+                marker.touch()
+                sync_folder(self._running)
             replace_durably(path, sealed(report, indent=1))
         except OSError as exc:
             raise SnapshotError(disk_message(path, exc, state)) from exc
@@ -161,20 +162,10 @@ class Runs:
             with contextlib.suppress(OSError):
                 marker.unlink(missing_ok=True)
 
-    def _mark_running(self, marker: Path) -> None:
-        """Before the report: so that who closes dead runs' reports finds each of them without reading all."""
-        others = [] if self._running.is_dir() else [self._running / report.run for report in self._said_running()]
-        make_folder(self._running)
-        for path in (*others, marker):
-            path.touch()
-        sync_folder(self._running)
-
     def unended(self) -> list[Report]:
         """Reports of the runs that did not write their end: they go on, or died."""
-        if not self._running.is_dir():
-            return self._said_running()
         unended = []
-        for marker in sorted(self._running.iterdir(), reverse=True):
+        for marker in sorted(self._running.glob("*"), reverse=True):
             try:
                 report = read_record(Report, self.path(marker.name).read_bytes())
             except FileNotFoundError:
@@ -190,10 +181,6 @@ class Runs:
                 with contextlib.suppress(OSError):
                     marker.unlink(missing_ok=True)
         return unended
-
-    def _said_running(self) -> list[Report]:
-        """Of a version that kept no markers."""
-        return [report for report in self.reports(_ALL) if report.status == "running"]
 
     def reports(self, limit: int = 100, since: str = "") -> list[Report]:
         """Reports of the newest runs, the newest first; run ids sort in the order of the runs (:meth:`stamp`). One

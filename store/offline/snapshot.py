@@ -15,8 +15,8 @@ from precompute.store.feature_view import FeatureView
 from precompute.store.offline.row_figures import RowFigures
 from precompute.store.record import Record, field, plain, record_of
 
-FORMAT_VERSION = 2
-"""Major version of the manifest: a reader refuses a later one, and ignores fields it does not know. 1 knew no deltas."""
+FORMAT_VERSION = 1
+"""Major version of the manifest: a reader refuses another one, and ignores fields it does not know."""
 
 
 DELETES_SCHEMA = pa.schema([("part", pa.dictionary(pa.int32(), pa.string())), ("row", pa.int64()), ("removed", pa.bool_())])
@@ -34,7 +34,7 @@ class Part(Record, frozen=True):
 
 
 class Verdict(Record, frozen=True):
-    """What one gate measured and what it allows; ``message`` says it in words. Of older manifests, those of the accuracy gate have no figures."""
+    """What one gate measured and what it allows; ``message`` says it in words."""
 
     gate: str
     passed: bool
@@ -119,8 +119,7 @@ class Snapshot(Record, frozen=True):
     """Digest of all that makes a row besides its input: model fingerprint, SQL, columns, features. Rows of one recipe and one input hash
     are interchangeable."""
     computation: str = ""
-    """Digest of the recipe but for the way inputs are hashed, by which rows of two recipes are told to be made alike. Empty in manifests older than it:
-    their recipe is the same digest."""
+    """Digest of the recipe but for the way inputs are hashed, by which rows of two recipes are told to be made alike."""
     content: str = ""
     """Digest of the recipe and of all keys and input hashes: two snapshots of one content hold the same values."""
     partition: str | None = None
@@ -135,8 +134,7 @@ class Snapshot(Record, frozen=True):
     quality: Mapping[str, float] = field(default_factory=dict)
     """Figures the gates judged by."""
     figures: RowFigures | None = None
-    """Counted of every row a reader sees, while it was written; of the rows a delta replaced, a sample was taken off where there are very many. None
-    in manifests older than these figures."""
+    """Counted of every row a reader sees, while it was written; of the rows a delta replaced, a sample was taken off where there are very many."""
     gates: tuple[Verdict, ...] = ()
     accepted: tuple[str, ...] = ()
     """Gates an operator accepted by name."""
@@ -177,8 +175,6 @@ class Snapshot(Record, frozen=True):
         """The manifest: canonical JSON whose last line is the SHA-256 of all before it."""
         body = plain(self)
         body["view"] = self.view.to_json()
-        if not self.members:
-            del body["members"]
         body["format_version"] = FORMAT_VERSION
         body["view_fingerprint"] = self.view.fingerprint()
         text = json.dumps(body, indent=1, sort_keys=True)[: -len("\n}")]
@@ -202,9 +198,9 @@ class Snapshot(Record, frozen=True):
             )
         body = json.loads(body_text + b"\n}")
         version = body["format_version"]
-        if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
+        if type(version) is not int or version != FORMAT_VERSION:
             raise SnapshotError(
-                f"{where} has manifest format {version}, this version reads 1 to {FORMAT_VERSION}: upgrade precompute"
+                f"{where} has manifest format {version!r}, this version reads {FORMAT_VERSION}: upgrade precompute"
             )
         try:
             return record_of(cls, body)

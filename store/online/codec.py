@@ -37,7 +37,7 @@ from precompute.store.online.row_values import (
 )
 from precompute.store.online.vector_packing import packed_vectors, stored_layout, unpacked_vectors
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 1
 HEADER_BYTES = kernels.ROW_HEADER.itemsize
 CHECKSUM_BYTES = kernels.CHECKSUM_BYTES
 MAX_SNAPSHOT = 2**32 - 1

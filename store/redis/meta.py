@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from precompute.store.errors import DamagedPointerError, OnlineStoreError
 from precompute.store.online.online_store import Generation, Pointer, check_loaded, foreign_view, stale_epoch
-from precompute.store.record import Record, content_of, digest_of, record_of, sealed
+from precompute.store.record import Record, digest_of, read_record, sealed
 from precompute.store.redis.buckets import Buckets
 from precompute.store.redis.preflight import ServerState, evicted_of, identity_of, keys_of
 
@@ -99,9 +98,6 @@ class Loaded(Record, frozen=True):
         return self.buckets.number if self.rows >= 32 * self.buckets.number else min(self.rows, 1)
 
 
-_Note = TypeVar("_Note", Loading, Loaded)
-
-
 @dataclass(frozen=True)
 class Names:
     """Names of keys in Redis.
@@ -161,9 +157,9 @@ class Meta:
                 continue
             try:
                 if kind == "rows":
-                    loaded[int(rest)] = read_note(Loaded, value)
+                    loaded[int(rest)] = read_record(Loaded, value)
                 elif kind == "loading":
-                    loading[int(rest)] = read_note(Loading, value)
+                    loading[int(rest)] = read_record(Loading, value)
             except ValueError:
                 unreadable.add(int(rest))
         pointer = sealed_pointer(fields.get(b"version"), fields.get(b"pointer"))
@@ -202,20 +198,6 @@ def doubts(meta: Meta, states: Collection[ServerState], beside: int) -> list[str
     if keys is not None and (there := max(0, keys - beside)) < wanted:
         found.append(f"the server holds {there} keys of rows, and {wanted} of this view alone were loaded")
     return found
-
-
-def read_note(kind: type[_Note], data: bytes) -> _Note:
-    """What is noted of a generation. Where its rows lie is told by that alone: one bit, and all keys would be looked for in other buckets, and be unknown.
-
-    Raises:
-        ValueError: the bytes are not those that were written.
-    """
-    body, is_sealed = content_of(data)
-    note = record_of(kind, body)
-    # who wrote no seal knew no buckets either
-    if not is_sealed and note.buckets is not None:
-        raise ValueError("it has no seal")
-    return note
 
 
 def _is_number(text: str) -> bool:
@@ -279,7 +261,7 @@ def buckets_of(record: bytes | None, view: str, number: int) -> Buckets | None:
         DamagedPointerError: it cannot be read.
     """
     try:
-        return None if record is None else read_note(Loaded, record).buckets
+        return None if record is None else read_record(Loaded, record).buckets
     except ValueError as exc:
         raise DamagedPointerError(
             f"what is noted of generation {number} of {view!r} is damaged ({exc}); publish the view again"

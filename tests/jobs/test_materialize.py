@@ -124,7 +124,7 @@ def test_a_snapshot_on_disk_is_what_the_design_says(make_project: MakeProject) -
     assert manifest["counts"] == {"source": 3, "written": 3, "rejected": 0, "unchanged": 0, "removed": 0, "duplicates": 0}
     assert (manifest["number"], manifest["kind"], manifest["parent"], manifest["rejected"]) == (1, "full", None, None)
     assert (manifest["deletes"], manifest["own_deletes"], manifest["partition"], manifest["renewed_at"]) == (None, 0, None, None)
-    assert (manifest["format_version"], manifest["fence"], manifest["accepted"]) == (2, 1, [])
+    assert (manifest["format_version"], manifest["fence"], manifest["accepted"]) == (1, 1, [])
     assert len(manifest["recipe"]) == 64
     assert manifest["content"].startswith(manifest["recipe"] + ":3-")
     assert FeatureView.from_json(manifest["view"]) == project.view("numbers").feature_view()

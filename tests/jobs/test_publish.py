@@ -198,7 +198,7 @@ def test_going_back_to_the_snapshot_before_loads_nothing(make_project: MakeProje
     assert report.stages_s.keys() & {"check", "load", "verify", "index"} == set()
     ref = store.refs.live()
     assert ref is not None
-    assert (ref.epoch, ref.generation, ref.previous, ref.previous_generation) == (3, 1, 2, 2)
+    assert (ref.epoch, ref.place.generation, ref.previous, ref.previous_place and ref.previous_place.generation) == (3, 1, 2, 2)
     assert project.served() == (1, [2.0, 2.0, 2.0])
     assert project.nearest(1.0)[0] == 1
     assert (epochs(project), generations(project)) == ((3, 3), [1, 2])
@@ -207,7 +207,7 @@ def test_going_back_to_the_snapshot_before_loads_nothing(make_project: MakeProje
     assert project.served() == (2, [20.0, 20.0, 20.0])
     ref = store.refs.live()
     assert ref is not None
-    assert (ref.epoch, ref.generation, ref.previous, ref.previous_generation) == (4, 2, 1, 1)
+    assert (ref.epoch, ref.place.generation, ref.previous, ref.previous_place and ref.previous_place.generation) == (4, 2, 1, 1)
     assert generations(project) == [1, 2]
 
 

@@ -27,7 +27,7 @@ from precompute.store.offline.gc import SWEPT_FOLDERS
 from precompute.store.offline.journal import Journals
 from precompute.store.offline.refs import run_lease
 from precompute.store.partition import containing
-from precompute.store.record import replace, written
+from precompute.store.record import replace
 from tests import REPOSITORY
 from tests.conftest import MakeProject
 from tests.scene import Scene
@@ -674,22 +674,3 @@ def test_reports_of_dead_runs_are_found_without_reading_the_others(make_project:
     assert close_dead(store, None) == [dead.run]
     assert store.runs.unended() == []
     assert list((project.root / "numbers" / "refs" / "running").iterdir()) == []
-
-
-def test_reports_of_a_version_that_kept_no_markers_are_closed_too(make_project: MakeProject) -> None:
-    project = make_project([(1, 1.0)])
-    project.run()
-    store = project.store
-    ended = store.runs.last()
-    assert ended is not None
-    (project.root / "numbers" / "refs" / "running").rmdir()
-    dead = [
-        replace(ended, run=f"2000010{n or 1}T000000.000000Z-abcdef", status="running", pid=0, partition=n and str(n))
-        for n in (None, 2)
-    ]
-    for report in dead:
-        store.runs.path(report.run).write_bytes(written(report))
-    assert store.runs.unended() == dead[::-1]
-    project.run()
-    assert store.runs.unended() == dead[1:]  # known from now on, though it is of another partition
-    assert [report.status for report in store.runs.reports()] == ["current", "published", "running", "killed"]

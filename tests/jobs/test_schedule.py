@@ -55,17 +55,22 @@ BEGAN=$(now); ID=$(date -u +%Y%m%dT%H%M%S.%NZ)-$$
 known() {
     for p in $PARENTS; do printf '%s"%s": %s' "$comma" $p $(cat $ROOT/$p/epoch 2>/dev/null || echo 0); comma=", "; done
 }
+sealed() {  # JSON whose keys are in order, with its checksum
+    printf '%s, "seal": "%s"}' "${1%?}" $(printf %s "$1" | b2sum -l 96 | cut -c 1-24)
+}
 report() {  # a run's report, with the status given
-    mkdir -p $ROOT/$VIEW/runs
-    printf '{"run": "%s", "view": "%s", "command": "run", "status": "%s", "started_at": "%s", "finished_at": "%s", "due": "%s", ' \\
-        $ID $VIEW $1 $BEGAN $(now) $DUE > $ROOT/$VIEW/tmp
-    printf '"partition": null, "pid": %s, "parents": {%s}}' $$ "$(known)" >> $ROOT/$VIEW/tmp
+    mkdir -p $ROOT/$VIEW/runs $ROOT/$VIEW/refs/running
+    if [ $1 = running ]; then touch $ROOT/$VIEW/refs/running/$ID; fi
+    sealed "$(printf '{"command": "run", "due": "%s", "finished_at": "%s", "parents": {%s}, "partition": null, "pid": %s, ' \\
+        $DUE $(now) "$(known)" $$; printf '"run": "%s", "started_at": "%s", "status": "%s", "view": "%s"}' $ID $BEGAN $1 $VIEW)" \\
+        > $ROOT/$VIEW/tmp
     mv $ROOT/$VIEW/tmp $ROOT/$VIEW/runs/$ID.json
 }
 published() {  # that, and another live snapshot
     mkdir -p $ROOT/$VIEW/refs
     echo $(($(cat $ROOT/$VIEW/epoch 2>/dev/null || echo 0) + 1)) > $ROOT/$VIEW/epoch
-    printf '{"epoch": %s, "snapshot": 1, "previous": null, "reason": "run", "at": "%s"}' $(cat $ROOT/$VIEW/epoch) $(now) > $ROOT/$VIEW/tmp2
+    sealed "$(printf '{"at": "%s", "epoch": %s, "place": {"base_snapshot": 1, "generation": 1}, "previous": null, ' \\
+        $(now) $(cat $ROOT/$VIEW/epoch); printf '"reason": "run", "snapshot": 1}')" > $ROOT/$VIEW/tmp2
     mv $ROOT/$VIEW/tmp2 $ROOT/$VIEW/refs/live.json
     report published
 }
@@ -88,7 +93,7 @@ class Running:
         self._thread = threading.Thread(target=self.scheduler.run)
 
     def _command(self, project: Project, view: str, due: str) -> Sequence[str]:
-        parents = " ".join(project.schedules()[view].parents)
+        parents = " ".join(sorted(project.schedules()[view].parents))
         known = f"LOG={self.log}; VIEW={view}; DUE={due}; ROOT={project.root}; PARENTS='{parents}'"
         return ["/bin/sh", "-c", f"{known}{SHELL}{self._shell[view]}"]
 

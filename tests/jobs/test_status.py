@@ -244,7 +244,7 @@ def test_a_view_that_is_held_needs_attention(make_project: MakeProject) -> None:
     project.run()
     store = project.store
     path = store.leases / "live.json"
-    path.write_bytes(sealed(content_of(path.read_bytes())[0] | {"held": "a reason"}))
+    path.write_bytes(sealed(content_of(path.read_bytes()) | {"held": "a reason"}))
     line = project.status()
     assert (line["held"], line["attention"]) == ("a reason", ["held: a reason"])
     store.refs.resume_live()
@@ -364,7 +364,7 @@ def test_a_scheduler_that_is_gone_and_a_run_that_is_overdue_need_attention(make_
     ledger.settle("numbers", datetime.now(UTC) - timedelta(days=2))
     path = next((project.root / "numbers" / "runs").glob("*.json"))
     began = datetime.now(UTC) - timedelta(days=2)
-    path.write_bytes(sealed(content_of(path.read_bytes())[0] | {"started_at": began.isoformat()}))
+    path.write_bytes(sealed(content_of(path.read_bytes()) | {"started_at": began.isoformat()}))
     (overdue,) = project.status()["attention"]
     assert re.fullmatch(rf"due since \d{{4}}-\d\d-\d\d {at:%H:%M}\+00:00 and not begun", overdue)
     leader.release()

@@ -102,21 +102,6 @@ def test_the_fingerprint_does_not_depend_on_the_order_of_the_models_arguments() 
     assert dataclasses.replace(FULL, definition=definition).fingerprint() == FULL.fingerprint()
 
 
-def test_what_is_as_it_was_before_there_was_a_choice_is_not_written() -> None:
-    plain = dataclasses.replace(FULL, definition=Definition("SELECT 1", ModelUse("mine:Model")))
-    body = plain.to_json()
-    assert body["definition"] == {"source": "SELECT 1", "model": {"use": "mine:Model", "args": {}, "precision": "auto"}}
-    assert not {"keep_s", "keep_missing_s", "stale_if_error_s"} & set(PLAIN.to_json())
-    assert body["features"][0] == {"name": "vector", "dtype": "float16", "dim": 3, "max_items": None}
-    chosen = Definition("SELECT 1", ModelUse("mine:Model", {}, "bf16", "onnx"), "null", "publish")
-    model = {"use": "mine:Model", "args": {}, "precision": "bf16", "backend": "onnx"}
-    told = dataclasses.replace(FULL, definition=chosen).to_json()["definition"]
-    assert told == {"source": "SELECT 1", "model": model, "bad_rows": "null", "empty": "publish"}
-    older: dict[str, Any] = {"source": "SELECT 1", "model": {"use": "mine:Model", "args": {}}}
-    for definition in (older, older | {"of a later version": 1}):
-        assert FeatureView.from_json(body | {"definition": definition}) == plain
-
-
 def test_a_view_cannot_be_changed() -> None:
     for owner, name in ((FULL, "ttl_s"), (FULL.features[0], "dim"), (FULL.index, "metric")):
         with pytest.raises(dataclasses.FrozenInstanceError):

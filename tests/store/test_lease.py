@@ -20,7 +20,7 @@ from precompute.store.disk import lease as lease_module
 from precompute.store.disk.durable_file import replace_durably
 from precompute.store.disk.lease import Holder, holder, is_held, take
 from precompute.store.errors import ConflictError, FencedError, SnapshotError
-from precompute.store.record import written
+from precompute.store.record import sealed
 from tests import REPOSITORY
 
 HOLD = """
@@ -235,7 +235,7 @@ def test_a_holder_on_another_machine_is_believed_until_its_ttl_is_over(folder: P
     """Its flock cannot be seen from here, only its touches."""
     take(folder, "run", "me").release()
     record = Holder(7, "far away", "another machine", os.getpid(), 60.0)
-    replace_durably(folder / "lease-run.json", written(record))
+    replace_durably(folder / "lease-run.json", sealed(record))
     path = folder / ".lease-run.7.held"
     path.touch()
     assert is_held(folder, "run")

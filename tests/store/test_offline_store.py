@@ -707,43 +707,6 @@ def test_a_place_tells_the_generations_that_are_read_there() -> None:
     assert (Place(3, 4).generations, Place(3, 4, ((7, 7),)).generations) == ({3}, {3, 7})
 
 
-def test_a_live_pointer_tells_versions_without_overlays_which_generation_its_base_is(store: ViewStore) -> None:
-    store.refs.move_live(4, expected_epoch=0, epoch=3, reason="run")
-    store.refs.move_live(5, expected_epoch=3, epoch=7, reason="run", place=Place(3, 4, ((7, 7),)))
-    store.refs.move_live(6, expected_epoch=7, epoch=9, reason="run")
-    told = json.loads((store.folder / "refs" / "live.json").read_bytes())
-    assert (told["generation"], told["previous_generation"], told["previous"]) == (9, 3, 5)
-
-
-@pytest.mark.parametrize(
-    ("more", "place", "before"),
-    [
-        ({}, Place(0, 2), None),
-        ({"generation": 3, "previous_generation": None}, Place(3, 2), None),
-        ({"generation": 3, "previous_generation": 2}, Place(3, 2), Place(2, 1)),
-        ({"generation": 1, "previous_generation": 2, "renewed_at": 5, "held": None}, Place(1, 2), Place(2, 1)),
-    ],
-    ids=["the first", "with generations", "with both", "gone back"],
-)
-def test_a_live_pointer_of_an_older_version_is_read_and_moved_on_from(
-    store: ViewStore, more: dict[str, Any], place: Place, before: Place | None
-) -> None:
-    path = store.folder / "refs" / "live.json"
-    path.parent.mkdir(parents=True)
-    path.write_text(
-        json.dumps({"epoch": 3, "snapshot": 2, "previous": 1, "reason": "run", "at": "now", "from_the_future": 1} | more)
-    )
-    ref = store.refs.live()
-    assert ref is not None
-    assert (ref.epoch, ref.snapshot, ref.previous, ref.reason, ref.at) == (3, 2, 1, "run", "now")
-    assert (ref.place, ref.previous_place, ref.renewed_at) == (place, before, more.get("renewed_at"))
-    renewed = store.refs.renew_live(ref, 6)
-    assert (renewed.place, renewed.previous_place) == (place, before)
-    assert store.refs.live() == renewed
-    moved = store.refs.move_live(3, expected_epoch=3, epoch=4, reason="run")
-    assert moved == LiveRef(4, 3, 2, "run", moved.at, place=Place(4, 3), previous_place=place) == store.refs.live()
-
-
 @pytest.mark.parametrize(("expected", "epoch"), [(0, 3), (1, 3), (3, 4), (2, 2), (2, 1), (2, 0)])
 def test_a_move_from_where_the_pointer_is_not_changes_nothing(store: ViewStore, expected: int, epoch: int) -> None:
     store.refs.move_live(1, expected_epoch=0, epoch=2, reason="run")
@@ -965,7 +928,7 @@ def test_a_root_that_cannot_be_a_folder_is_told_by_every_writer_and_reader(tmp_p
         lambda: store.journals.begin("run", "recipe", None),
         lambda: store.journals.add("run", Finished(None, None)),
         lambda: store.refs.claim_epoch(0),
-        lambda: store.refs.renew_live(LiveRef(1, 1, None, "run", "now"), 1),
+        lambda: store.refs.renew_live(LiveRef(1, 1, None, "run", "now", Place(1, 1)), 1),
         lambda: take(store.leases, "run", "me"),
     ]
     for write in writers:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -269,19 +268,6 @@ def check_overlaid(store: RedisStore, keys: list[bytes]) -> None:
     assert states.tolist() == [State.ABSENT] * 10 + [State.WHOLE] * 21 + [State.ABSENT]
     changed = expected([*ids(10, 10), b"new"], found[0].snapshot)
     assert plain(found[1])[10:-1] == [*changed[:10], *expected(keys)[20:30], changed[10]]
-
-
-def test_what_older_versions_loaded_is_read_and_what_is_noted_is_believed_only_whole(
-    store: RedisStore, raw: redis.Redis, open_store: OpenStore, shared_server: RedisProcess
-) -> None:
-    store.load("scores", Generation(1, 1), batches(ids(10)))
-    note = json.loads(raw.hget(META, "rows:1") or b"")
-    raw.hset(META, "rows:1", json.dumps({name: note[name] for name in ("generation", "rows", "server", "evicted")}))
-    store.flip(pointer(1))
-    assert read(store, ids(10)) == expected(ids(10))
-    raw.hset(META, "rows:1", '{"rows": "many"}')
-    with pytest.raises(DamagedPointerError, match="what is noted of generation 1 of 'scores' is damaged"):
-        open_store(shared_server.url()).read("scores", [b"1"])
 
 
 def test_a_flipped_bit_in_what_is_noted_of_a_generation_is_told_and_never_a_missing_row(

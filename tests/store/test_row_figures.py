@@ -11,7 +11,7 @@ import pytest
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.offline.row_figures import RowCounter, RowFigures, VectorFigures, count
 from precompute.store.offline.value_figures import KEPT_VALUES, MOST_DISTINCT, distance, quantiles
-from precompute.store.record import read_record, replace, written
+from precompute.store.record import read_record, replace, sealed
 
 SHARES = [0.0, 0.01, 0.1, 0.5, 0.9, 0.99, 1.0]
 KINDS = FeatureView(
@@ -123,7 +123,7 @@ def test_what_a_sample_tells_of_the_rows_that_leave_is_scaled_to_all_of_them() -
 
 def test_they_travel_as_json() -> None:
     figures = count([vectors(np.eye(3, dtype=np.float32))], of("float32", 3))
-    assert read_record(RowFigures, written(figures)) == figures
+    assert read_record(RowFigures, sealed(figures)) == figures
 
 
 VALUES = FeatureView(

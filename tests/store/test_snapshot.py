@@ -78,135 +78,13 @@ def test_a_manifest_is_plain_json_for_anybody() -> None:
     assert body["format_version"] == FORMAT_VERSION
     assert body["view_fingerprint"] == VIEW.fingerprint()
     assert body["counts"]["written"] == sum(part["rows"] for part in body["parts"])
-    assert set(body) - {"format_version", "view_fingerprint", "zz_sha256"} == set(Snapshot.__struct_fields__) - {"members"}
+    assert set(body) - {"format_version", "view_fingerprint", "zz_sha256"} == set(Snapshot.__struct_fields__)
 
 
-def version_1() -> bytes:
-    """A manifest as the first version of the format had it, spelled out: it must be read for as long as there are any."""
-    text = """{
- "computed_at_max": 1735689600000002,
- "computed_at_min": 1735689600000001,
- "counts": {
-  "duplicates": 2,
-  "rejected": 1,
-  "removed": 0,
-  "source": 4,
-  "unchanged": 0,
-  "written": 3
- },
- "created_at": "2025-01-01T00:00:00.000003+00:00",
- "format_version": 1,
- "input_columns": {
-  "x": "double"
- },
- "inputs": {
-  "other": 3
- },
- "kind": "full",
- "model": "ffff",
- "number": 7,
- "parent": null,
- "parts": [
-  {
-   "path": "data/r/part-00000.parquet",
-   "rows": 3,
-   "sha256": "aaaa",
-   "size_bytes": 1234
-  }
- ],
- "rejected": {
-  "path": "data/r/rejected.parquet",
-  "rows": 1,
-  "sha256": "bbbb",
-  "size_bytes": 10
- },
- "run": "20250101T000000.000000Z-abcdef",
- "timings_s": {
-  "model": 0.125
- },
- "versions": {
-  "python": "3.11.2"
- },
- "view": {
-  "definition": {
-   "model": {
-    "args": {},
-    "use": "x"
-   },
-   "source": "SELECT '\\u00e9'"
-  },
-  "entity": [
-   "id"
-  ],
-  "fallback": false,
-  "fallback_deadline_s": 0.1,
-  "features": [
-   {
-    "dim": null,
-    "dtype": "float64",
-    "max_items": null,
-    "name": "double"
-   }
-  ],
-  "index": null,
-  "name": "numbers",
-  "stale_for_s": 60.5,
-  "ttl_s": 3600.0
- },
- "view_fingerprint": "no reader looks at it"
-}"""[: -len("\n}")]
-    return f'{text},\n "zz_sha256": "{hashlib.sha256(text.encode()).hexdigest()}"\n}}\n'.encode()
-
-
-def test_a_manifest_of_version_1_is_read() -> None:
-    assert Snapshot.from_bytes(version_1(), "here") == Snapshot(
-        view=FeatureView(
-            "numbers",
-            ("id",),
-            (Feature("double", "float64"),),
-            ttl_s=3600.0,
-            stale_for_s=60.5,
-            definition=Definition("SELECT 'é'", ModelUse("x")),
-        ),
-        run="20250101T000000.000000Z-abcdef",
-        model="ffff",
-        counts=Counts(source=4, written=3, rejected=1, duplicates=2),
-        parts=(Part("data/r/part-00000.parquet", 3, 1234, "aaaa"),),
-        rejected=Part("data/r/rejected.parquet", 1, 10, "bbbb"),
-        created_at="2025-01-01T00:00:00.000003+00:00",
-        computed_at_min=1735689600000001,
-        computed_at_max=1735689600000002,
-        inputs={"other": 3},
-        input_columns={"x": "double"},
-        timings_s={"model": 0.125},
-        versions={"python": "3.11.2"},
-        number=7,
-        kind="full",
-        parent=None,
-        deletes=None,
-        own_deletes=0,
-        recipe="",
-        content="",
-        partition=None,
-        renewed_at=None,
-        quality={},
-        gates=(),
-        accepted=(),
-        fence=0,
-    )
-
-
-def test_a_manifest_of_version_1_torn_at_any_length_is_refused() -> None:
-    manifest = version_1()
-    for length in range(len(manifest)):
-        with pytest.raises(SnapshotError, match="is torn"):
-            Snapshot.from_bytes(manifest[:length], "here")
-
-
-def test_the_bytes_of_a_manifest_of_version_2_are_pinned() -> None:
+def test_the_bytes_of_a_manifest_are_pinned() -> None:
     """A change here is a change of the format: older readers must still understand it, or the version goes up."""
-    assert FORMAT_VERSION == 2
-    assert hashlib.sha256(FULL.to_bytes()).hexdigest() == "6bda54e8d267c2889eb464d9a0535decdf68bb31e74edae48d56cc1cd7543344"
+    assert FORMAT_VERSION == 1
+    assert hashlib.sha256(FULL.to_bytes()).hexdigest() == "3184629c15ded270d99c751fd4a9b40e67e1c1e65dda83bdcf2378031b238fdc"
     assert list(json.loads(FULL.to_bytes())) == [
         "accepted",
         "base_losses",
@@ -226,6 +104,7 @@ def test_the_bytes_of_a_manifest_of_version_2_are_pinned() -> None:
         "input_columns",
         "inputs",
         "kind",
+        "members",
         "model",
         "number",
         "own_deletes",

@@ -10,7 +10,7 @@ import pytest
 
 from precompute.store.errors import GateError, SnapshotError
 from precompute.store.feature_view import Feature, FeatureView
-from precompute.store.offline.refs import LiveRef
+from precompute.store.offline.refs import LiveRef, Place
 from precompute.store.offline.snapshot import Counts, Snapshot, Verdict
 from precompute.store.offline.standing import ROLLED_BACK, Standing, keeps_live
 from precompute.store.offline.view_store import OfflineStore, ViewStore
@@ -95,7 +95,7 @@ def test_the_newest_by_what_it_is_wanted_for(store: ViewStore) -> None:
         newest, measured = standing.newest(), standing.newest(refused=False)
         assert newest is not None
         assert measured is not None
-        back = standing.before(LiveRef(1, LOOKED_AT, 2, "", ""))
+        back = standing.before(LiveRef(1, LOOKED_AT, 2, "", "", Place(1, LOOKED_AT)))
         answers.append((newest.number, measured.number, standing.newest_publishable(), back))
     assert answers == [
         (LOOKED_AT, LOOKED_AT, LOOKED_AT, COPIED_BEFORE),
