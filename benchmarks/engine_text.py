@@ -26,6 +26,7 @@ import yaml
 from benchmarks.common import report
 from demo.data import write_docstrings
 from precompute.engine.batching import batches_by_cost
+from precompute.engine.lanes import Lanes
 from precompute.engine.prepare import MAX_PADDING
 from precompute.jobs.config.project import Project
 from precompute.jobs.pipeline.materialize import materialize
@@ -33,7 +34,6 @@ from precompute.jobs.process.job import Job, RunOptions
 from precompute.jobs.process.progress import Silent
 from precompute.jobs.process.report import recorded
 from precompute.jobs.rows.open_view import open_view
-from precompute.lanes.lanes import Lanes
 from precompute.model import resolve_path
 from precompute.models.text_encoder import TextEncoder
 from precompute.models.torch_model import TorchModel

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, ValidationError, field_validator
 
@@ -27,21 +27,12 @@ from precompute.store.online_url import table_folder
 
 
 class EngineConfig(Section):
-    """What computes: the run's own process, or worker processes, one for each GPU where there are any (what breaks a GPU's context, breaks it for its process),
-    and on a CPU where a run's first rows show that they are quicker."""
+    """What computes: the run's own process, or worker processes, one for each GPU where there are any (what breaks a GPU's context, breaks it for its process)."""
 
-    workers: int | Literal["auto"] = Field(
-        default="auto",
-        description="processes of their own; 0 is none, or one where there is a GPU; auto is one for each GPU, and else what is measured to pay",
+    workers: int = Field(
+        default=0, ge=0, le=64, description="processes that compute; 0: one for each GPU, and without any the run's own process"
     )
     hang: Duration = Field(default=600.0, gt=0, description="a worker that finishes no batch for this long is replaced")
-
-    @field_validator("workers")
-    @classmethod
-    def _some(cls, workers: int | str) -> int | str:
-        if isinstance(workers, int) and not 0 <= workers <= 64:
-            raise ValueError("from 0 to 64 processes, or auto")
-        return workers
 
 
 class RetentionConfig(Section):

@@ -71,7 +71,6 @@ class Chunks:
         """Whether the model's answer fitted the view for any row of this run."""
         self.computed_at: list[int] = []
         """When the first and the last rows were computed, µs since 1970; empty where none were."""
-        self._to_compute = 0
         """Rows, as the plan says."""
         self._finished = 0
         """Chunks of this run."""
@@ -91,7 +90,6 @@ class Chunks:
                 self.parts.append(chunk.part)
                 self.figures[chunk.part.path] = chunk.figures or self._counted(chunk.part)
         self.written = plan.diff.resumed
-        self._to_compute = plan.diff.compute
         self.rejections.take_over(plan)
 
     def _counted(self, part: Part) -> RowFigures:
@@ -102,7 +100,7 @@ class Chunks:
     def compute(self) -> None:
         """Compute all windows of the source and keep their rows; the report learns what the stages took."""
         meter, began, report = Meter(), time.monotonic(), self._job.report
-        runner = engine_of(self._opened, self._job.project.settings.engine, meter, self._to_compute)
+        runner = engine_of(self._opened, self._job.project.settings.engine, meter)
         windows = joined(self._good_keys(self._opened.source.batches(WINDOW_ROWS)), runner.window_rows)
         stream = runner.stream(windows, hidden=("input_hash",), memory_mb=self._job.project.settings.stream_mb)
         try:

@@ -92,11 +92,6 @@ class OpenView:
         """
         return (self.source.sample if _calibrates(variant) else self.source.head)(EXAMPLE_ROWS)
 
-    @property
-    def examples_aside(self) -> bool:
-        """Whether the view's precision has none of them, or such as may be read while the source is."""
-        return not _calibrates(self.variant)
-
     def __enter__(self) -> OpenView:
         return self
 

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from precompute.engine.budget import Budget
 from precompute.engine.features import Declared, Misfit
+from precompute.engine.lanes import Lanes
 from precompute.engine.memory import (
     DeviceLostError,
     first_line,
@@ -25,8 +26,6 @@ from precompute.engine.memory import (
 from precompute.engine.meter import Meter
 from precompute.engine.pace import Pace
 from precompute.engine.window import MISFIT, Batch, Later, Rows, Window
-from precompute.lanes.lanes import Lanes
-from precompute.lanes.trial import Trial
 from precompute.model import Features, Model, StagedModel
 from precompute.project_module import told
 from precompute.store.errors import ModelError
@@ -46,8 +45,6 @@ class _Launched:
     """A batch on its way: what :meth:`StagedModel.land` waits for, or a lane's future, or the features, or the error kept for when its turn comes."""
 
     batch: Batch
-    turn: int | None = None
-    """Of the trial."""
     result: Any = None
     error: BaseException | None = None
     in_lane: bool = False
@@ -69,7 +66,7 @@ class Forward:
         budget: told what each batch cost and took.
         pace: told so, too.
         hand_on_s: a window that takes longer is handed on in pieces, about this often.
-        trial: how many batches are computed at once; by default one.
+        lanes: how many batches are computed at once, sharing ``threads`` compute threads.
     """
 
     def __init__(
@@ -81,12 +78,13 @@ class Forward:
         budget: Budget,
         pace: Pace | None = None,
         hand_on_s: float = float("inf"),
-        trial: Trial | None = None,
+        lanes: int = 1,
+        threads: int = 1,
     ) -> None:
         self._model, self._staged, self._meter, self._budget = model, staged, meter, budget
         self._pace, self._hand_on_s = pace, hand_on_s
         self._depth = 0 if staged is None else staged.device.depth
-        self._trial = trial
+        self._lane_count, self._threads = lanes, threads
         self._lanes: Lanes | None = None
         self._computed_until = 0.0
         """By lanes."""
@@ -98,6 +96,7 @@ class Forward:
         """Windows whose every row was computed or rejected, or pieces of them. On a GPU, later batches are launched before the first is waited
         for, if they are ``ready``."""
         under_way: deque[_Launched] = deque()
+        self._begin_lanes()
         try:
             while True:
                 # What is not there yet is not waited for: whoever feeds this may be waiting for what is under way, and it is timed by when it is done.
@@ -107,12 +106,6 @@ class Forward:
                 batch = next(batches, None)
                 if batch is None:
                     break
-                if self._trial is not None and self._trial.lanes != (1 if self._lanes is None else self._lanes.count):
-                    # each number of lanes has the CPU to itself
-                    while under_way:
-                        if done := self._land(under_way.popleft()):
-                            yield done
-                    self._change_lanes(self._trial)
                 under_way.append(self._launch(batch))
             while under_way:
                 if done := self._land(under_way.popleft()):
@@ -122,21 +115,17 @@ class Forward:
                 self._lanes.close()
                 self._lanes = None
 
-    def _change_lanes(self, trial: Trial) -> None:
-        assert self._staged is not None
-        if self._lanes is not None:
-            self._lanes.close()
-            self._lanes = None
-        if trial.lanes > 1:
+    def _begin_lanes(self) -> None:
+        count = self._lane_count
+        if count > 1 and self._staged is not None:
             # this thread's team would be in the way of theirs
             release_threads()
-            self._lanes = Lanes(trial.lanes, trial.threads, trial.total, self._staged.device.compute_with)
-        # one more for each lane, so that none waits for the one whose turn it is to be landed
-        self._depth = 2 * trial.lanes if trial.lanes > 1 else self._staged.device.depth
-        self._budget.under_way = self._depth
+            self._lanes = Lanes(count, max(1, self._threads // count), self._threads, self._staged.device.compute_with)
+            # one more for each lane, so that none waits for the one whose turn it is to be landed
+            self._depth = self._budget.under_way = 2 * count
 
     def _launch(self, batch: Batch) -> _Launched:
-        launched = _Launched(batch, None if self._trial is None or self._trial.settled else self._trial.turn)
+        launched = _Launched(batch)
         if batch.positions is None:
             return launched
         if self._lanes is not None:
@@ -234,13 +223,7 @@ class Forward:
         self._meter.batch_took(seconds)
         if self._staged is not None and not self._staged.device.depth:
             seconds += BATCH_S
-        budget = launched.batch.budget
-        if self._trial is not None and launched.turn is not None and self._staged is not None:
-            free_bytes = self._staged.device.free_bytes() if launched.size_bytes else 0
-            self._trial.done(launched.turn, padded_cost, seconds, launched.size_bytes, free_bytes)
-            # what it took in other company tells nothing of a budget
-            budget = 0
-        self._budget.done(budget, cost, seconds, launched.size_bytes, padded_cost)
+        self._budget.done(launched.batch.budget, cost, seconds, launched.size_bytes, padded_cost)
         if self._pace is not None:
             self._pace.done(cost, seconds)
 

@@ -17,6 +17,7 @@ import pyarrow as pa
 from precompute.engine.ahead import Ahead
 from precompute.engine.batching import DEVICE_WINDOW_ROWS
 from precompute.engine.budget import Budget
+from precompute.engine.cores import usable_threads
 from precompute.engine.features import Declared, in_order
 from precompute.engine.forward import Forward
 from precompute.engine.memory import ResidentPeak, is_out_of_memory, keep_freed_memory, release_threads
@@ -24,7 +25,6 @@ from precompute.engine.meter import Meter
 from precompute.engine.pace import Pace
 from precompute.engine.prepare import Preparation
 from precompute.engine.window import Batch, Outcome, Window
-from precompute.lanes.trial import Trial
 from precompute.model import Model, SizedModel, StagedModel
 from precompute.store.feature_view import FeatureView
 
@@ -73,7 +73,7 @@ class Runner:
         meter: told what every stage took; kept by the caller to report it.
         budget: what a batch may cost; by default it finds itself. Given, it is shared with an earlier runner of the same model.
         search: whether a budget of its own looks for the best; else it stays what the model begins with.
-        lanes: how many batches a stream computes at once on a CPU, where the model allows for it; by default what its first ones find best.
+        lanes: how many batches a stream computes at once on a CPU, of a model that is ``concurrent``; by default one for each compute thread.
 
     Raises:
         ModelError: (from every method) the model raised one: its own word that view and source do not fit it. Rows for which it returns something other
@@ -93,7 +93,8 @@ class Runner:
         self.meter = Meter() if meter is None else meter
         self._model, self._view = model, view
         self._staged = model if isinstance(model, StagedModel) else None
-        self._trial = self._first_trial(lanes)
+        threads = self._lane_threads()
+        self._lanes, self._threads = (lanes or threads) if threads else 1, max(1, threads)
         self.budget = budget or self._first_budget(search)
         self._peak = ResidentPeak()
         self._declared = Declared(view)
@@ -103,12 +104,13 @@ class Runner:
         self._preparation = Preparation(model, self._staged, view, lambda _: self.budget.next())
         self._forward = Forward(model, self._staged, view, self.meter, self.budget)
 
-    def _first_trial(self, lanes: int | None) -> Trial | None:
+    def _lane_threads(self) -> int:
+        """Compute threads that lanes share; 0 of a model that computes one batch after the other."""
         staged = self._staged
-        # a model may not know the question
+        # a model of somebody's own need not say that it is concurrent
         if staged is None or staged.device.depth or not getattr(staged, "concurrent", False):
-            return None
-        return Trial(staged.device.threads(), lanes)
+            return 0
+        return usable_threads(staged.device.threads())
 
     def _first_budget(self, search: bool) -> Budget:
         if self._staged is None:
@@ -122,13 +124,10 @@ class Runner:
     def _free_bytes(self) -> int:
         """Memory that one of the batches computed at once can still take."""
         assert self._staged is not None
-        return self._staged.device.free_bytes() // (1 if self._trial is None else self._trial.lanes)
+        return self._staged.device.free_bytes() // self._lanes
 
     def _next_budget(self, left: int) -> int:
-        if self._trial is None or (self._trial.settled and self._trial.lanes == 1):
-            return self.budget.next()
-        # the search for the best comes after that for lanes, since in lanes it is another
-        return self.budget.next(left // (2 * self._trial.lanes)) if self._trial.settled else self.budget.cost
+        return self.budget.next() if self._lanes == 1 else self.budget.next(left // (2 * self._lanes))
 
     @property
     def window_rows(self) -> int:
@@ -137,8 +136,7 @@ class Runner:
 
     def lanes_for(self, rows: int) -> int:
         """How many lanes are best for a window of so few rows: one for each compute thread that has :data:`LANE_ROWS` of them, or one with all threads."""
-        threads = 1 if self._trial is None else self._trial.total
-        return threads if rows >= LANE_ROWS * threads else 1
+        return self._threads if rows >= LANE_ROWS * self._threads else 1
 
     def compute(self, batch: pa.RecordBatch, *, lanes: int = 1, go_on: Callable[[], object] = lambda: None) -> Outcome:
         """Run the model over one window of rows; memory for their features must be at hand.
@@ -150,7 +148,7 @@ class Runner:
         """
         forward, preparation = self._forward, self._preparation
         if lanes > 1:
-            forward = Forward(self._model, self._staged, self._view, self.meter, self.budget, trial=Trial(lanes, lanes))
+            forward = Forward(self._model, self._staged, self._view, self.meter, self.budget, lanes=lanes, threads=lanes)
             shares: list[int] = []
 
             def next_budget(left: int) -> int:
@@ -216,7 +214,8 @@ class Runner:
         plain = self._staged is None and not isinstance(self._model, SizedModel)
         pace = Pace(START_ROWS if plain else None, BATCH_S)
         preparation = Preparation(self._model, self._staged, self._view, lambda left: min(self._next_budget(left), pace.limit))
-        forward = Forward(self._model, self._staged, self._view, self.meter, self.budget, pace, HAND_ON_S, self._trial)
+        lanes = {"lanes": self._lanes, "threads": self._threads}
+        forward = Forward(self._model, self._staged, self._view, self.meter, self.budget, pace, HAND_ON_S, **lanes)
         times = self.meter.stage
         read = Ahead("read", windows, times("read"), lambda window: int(window[0].nbytes), share)
         yield read
@@ -251,8 +250,8 @@ class Runner:
     def state_figures(self) -> dict[str, Any]:
         """What a batch may cost by now, the memory taken at most, and how many batches are computed at once."""
         figures: dict[str, Any] = {"budget": self.budget.cost, "peak_memory_bytes": self._peak.bytes()}
-        if self._trial is not None:
-            figures["lanes"] = {"count": self._trial.lanes, "threads": self._trial.threads, "rates": self._trial.rates()}
+        if self._lanes > 1:
+            figures["lanes"] = {"count": self._lanes, "threads": max(1, self._threads // self._lanes)}
         # of a forward that is played back where shapes repeat
         if counts := getattr(getattr(self._staged, "forward", None), "counts", None):
             figures["graphs"] = dict(counts)

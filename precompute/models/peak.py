@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from precompute.lanes.cores import allowed, idle_s, usable_threads
-from precompute.lanes.lanes import Lanes
+from precompute.engine.cores import allowed, idle_s, usable_threads
+from precompute.engine.lanes import Lanes
 from precompute.model import digest
 from precompute.models.packed_linear import PackedLinear
 from precompute.models.threads import compute_threads, compute_with

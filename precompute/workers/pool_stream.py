@@ -46,7 +46,7 @@ MAX_FRUITLESS = 24
 
 
 class PoolStream:
-    """One call of :meth:`WorkerPool.stream`: workers begin to load at once, windows come by :meth:`read`. All state is under ``_changed``; the supervisor's thread starts, feeds, judges and ends the processes, which end with that
+    """One call of :meth:`WorkerPool.stream`. All state is under ``_changed``; the supervisor's thread starts, feeds, judges and ends the processes, which end with that
     thread (Linux), so it lives as long as they do."""
 
     def __init__(
@@ -57,6 +57,8 @@ class PoolStream:
         devices: Sequence[str | None],
         patience: Patience,
         memory_mb: int,
+        windows: Iterable[pa.RecordBatch],
+        hidden: set[str],
     ) -> None:
         self._spec, self._meter, self._states, self._devices, self._patience = spec, meter, states, devices, patience
         self._changed = threading.Condition()
@@ -78,26 +80,11 @@ class PoolStream:
         self._source_error: BaseException | None = None
         self._error: BaseException | None = None
         self._supervisor = threading.Thread(target=self._supervise, name="workers", daemon=True)
-        self._reader: threading.Thread | None = None
+        self._reader = threading.Thread(target=self._read, args=(windows, hidden), name="read", daemon=True)
         self._supervisor.start()
-
-    # ---- the consumer's side
-
-    def read(self, windows: Iterable[pa.RecordBatch], hidden: Iterable[str]) -> None:
-        """Have them compute these windows; asked once."""
-        self._reader = threading.Thread(target=self._read, args=(windows, set(hidden)), name="read", daemon=True)
         self._reader.start()
 
-    def ready(self) -> bool:
-        """Whether every worker has loaded the model.
-
-        Raises:
-            ModelError, ConfigError: it cannot be loaded.
-        """
-        with self._changed:
-            if self._error is not None:
-                raise self._error
-            return len(self._processes) == len(self._devices) and all(process.ready for process in self._processes)
+    # ---- the consumer's side
 
     def next(self) -> tuple[pa.RecordBatch, Outcome] | None:
         """The next window in order, complete; or what has waited long for the rest of its window, or for those before it; None after the last."""
@@ -133,9 +120,8 @@ class PoolStream:
             self._changed.notify_all()
         self._supervisor.join()
         self._meter.rows_retried = 0
-        if self._reader is not None:
-            # it may be in the middle of reading
-            self._reader.join(END_S)
+        # it may be in the middle of reading
+        self._reader.join(END_S)
 
     # ---- the source
 

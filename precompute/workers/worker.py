@@ -16,11 +16,11 @@ from typing import IO, Any
 
 import pyarrow as pa
 
+from precompute.engine.cores import move_to
 from precompute.engine.memory import first_line, is_device_lost
 from precompute.engine.meter import Meter
 from precompute.engine.runner import Runner
 from precompute.engine.window import Outcome
-from precompute.lanes.cores import move_to
 from precompute.model import Model, model_fingerprint
 from precompute.project_module import told
 from precompute.project_path import absolute_arguments, starting_from

@@ -77,17 +77,12 @@ class WorkerPool:
             figures |= self._meter.peak_figures(sum(peaks) / len(peaks))
         return figures
 
-    def started(self, memory_mb: int = 512) -> PoolStream:
-        """Workers that begin to load the model, for :meth:`stream`; to be closed by whoever does not hand them on to it."""
-        return PoolStream(self._spec, self._meter, self._states, self._devices, self._patience, memory_mb)
-
     def stream(
         self,
         windows: Iterable[pa.RecordBatch],
         *,
         hidden: Iterable[str] = (),
         memory_mb: int = 512,
-        started: PoolStream | None = None,
     ) -> Generator[tuple[pa.RecordBatch, Outcome]]:
         """Run the model over many windows; windows and rows come out in the order they went in, but pieces of those that take longer than
         :data:`precompute.engine.runner.HAND_ON_S` as they are made, as in :meth:`precompute.engine.runner.Runner.stream`. Closing the generator ends the workers.
@@ -96,7 +91,6 @@ class WorkerPool:
             windows: rows, at most a few thousand at a time; advanced in a thread.
             hidden: columns of them that the workers do not get.
             memory_mb: bound of the windows and features held, half here and half in the workers, their current windows apart.
-            started: workers that were; by default they are now.
 
         Yields:
             each window as it came, and its features, or those of some of its rows; rows that end their worker are rejected with the stage ``worker``.
@@ -105,9 +99,9 @@ class WorkerPool:
             ModelError: as of a :class:`precompute.engine.runner.Runner`; or workers die before the model is loaded, or one after the other.
             ConfigError: the model does not load, as in :func:`precompute.registry.load_model`, or is not the spec's; and whatever ``windows`` raises.
         """
-        stream, times = started or self.started(memory_mb), self._meter.stage("write")
+        stream = PoolStream(self._spec, self._meter, self._states, self._devices, self._patience, memory_mb, windows, set(hidden))
+        times = self._meter.stage("write")
         try:
-            stream.read(windows, hidden)
             while True:
                 asked = time.monotonic()
                 item = stream.next()

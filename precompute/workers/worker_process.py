@@ -17,9 +17,9 @@ from typing import IO, Any
 
 import pyarrow as pa
 
+from precompute.engine import cores
 from precompute.engine.meter import Meter
 from precompute.engine.window import taken
-from precompute.lanes import cores
 from precompute.store.feature_view import FeatureView
 from precompute.workers.frames import write_frame
 from precompute.workers.patience import Patience

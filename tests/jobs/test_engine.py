@@ -19,14 +19,12 @@ from precompute.engine.runner import Runner
 from precompute.jobs.config.project import EngineConfig
 from precompute.jobs.process.report import engine_line
 from precompute.jobs.rows import chunks
-from precompute.jobs.rows import engine as engine_module
 from precompute.jobs.rows.engine import engine_of
 from precompute.jobs.rows.open_view import open_view
 from precompute.model import digest
 from precompute.store.errors import ConfigError
 from precompute.store.lookup import Lookup
 from precompute.store.offline.runs import Report
-from precompute.workers.measured_engine import MeasuredEngine
 from precompute.workers.worker_pool import WorkerPool
 from tests.conftest import MakeProject
 from tests.precompute.dying_models import Launching
@@ -147,13 +145,13 @@ def content(table: pa.Table) -> bytes:
 # ---- which engine
 
 
-@pytest.mark.parametrize("engine", [None, {"workers": "auto"}, {"workers": 0}, {"workers": 1}, {"workers": 2}])
+@pytest.mark.parametrize("engine", [None, {"workers": 1}, {"workers": 2}])
 def test_workers_compute_where_they_are_asked_for(make_project: MakeProject, engine: dict[str, Any] | None) -> None:
     project, report = run(make_project, numbers(), engine, view=PID)
     found = committed(project, 1)
     pids, workers = set(found.column("pid").to_pylist()), (engine or {}).get("workers", 0)
     assert found.column("sum").unique().to_pylist() == [42]
-    if workers in (0, "auto"):
+    if not workers:
         assert pids == {os.getpid()}
         assert "workers" not in report.engine
     else:
@@ -165,17 +163,16 @@ def test_workers_compute_where_they_are_asked_for(make_project: MakeProject, eng
 @pytest.mark.parametrize(
     ("workers", "gpus", "devices"),
     [
-        ("auto", 0, None),
-        ("auto", 1, "1 workers: cuda:0"),
-        ("auto", 2, "2 workers: cuda:0, cuda:1"),
-        (0, 2, "1 workers: cuda:0"),
+        (0, 0, None),
+        (0, 1, "1 workers: cuda:0"),
+        (0, 2, "2 workers: cuda:0, cuda:1"),
         (1, 2, "1 workers: cuda:0"),
         (3, 2, "3 workers: cuda:0, cuda:1"),
         (3, 0, "3 workers: as they are"),
     ],
 )
 def test_workers_share_the_gpus_that_are_there(
-    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, workers: Any, gpus: int, devices: str | None
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, workers: int, gpus: int, devices: str | None
 ) -> None:
     monkeypatch.setattr("precompute.models.device.gpu_count", lambda: gpus)  # this machine may have none
     project = make_project(numbers(), view={"model": {"use": f"{HERE}:OnGpu"}})
@@ -187,25 +184,8 @@ def test_workers_share_the_gpus_that_are_there(
     project = make_project(view={"model": {"use": "tests.arithmetic:Doubler"}})  # is on no GPU, however many there are
     with open_view(project.view("numbers").feature_view(), project.offline, project.home) as opened:
         engine = engine_of(opened, EngineConfig(workers=workers), meter)
-        count = 0 if workers == "auto" else workers
-        assert isinstance(engine, WorkerPool if count else Runner)
-        assert not count or engine.figures(1.0)["device"] == f"{count} workers: as they are"
-
-
-def test_whether_workers_pay_is_measured_where_nobody_says_how_many_and_there_is_no_gpu(
-    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(engine_module, "usable_threads", lambda _: 2)
-    monkeypatch.setattr(engine_module, "_OF_GPUS", (tmp_path / "gpu",))
-    project = make_project(numbers())
-    with open_view(project.view("numbers").feature_view(), project.offline, project.home) as opened:
-
-        def kind(**given: Any) -> type[Any]:
-            return type(engine_of(opened, EngineConfig(**given), Meter(), 100))
-
-        assert [kind(), kind(workers=0), kind(workers=2)] == [MeasuredEngine, Runner, WorkerPool]
-        (tmp_path / "gpu").touch()
-        assert kind() is Runner
+        assert isinstance(engine, WorkerPool if workers else Runner)
+        assert not workers or engine.figures(1.0)["device"] == f"{workers} workers: as they are"
 
 
 def test_a_worker_that_loads_another_model_than_the_run_began_with_computes_nothing(

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from precompute.engine import cores
+from precompute.engine.cores import places, share, usable_threads
+from precompute.engine.lanes import Lanes
 from precompute.engine.runner import LANE_ROWS, Runner
-from precompute.lanes import cores
-from precompute.lanes.cores import places, share, usable_threads
-from precompute.lanes.lanes import Lanes
-from precompute.lanes.trial import ENOUGH_BATCHES, Trial
 from precompute.models.threads import compute_threads, compute_with
 from precompute.store.errors import ModelError
 from precompute.workers import worker_process
@@ -144,8 +143,8 @@ def test_each_lane_is_on_cores_of_its_own_where_it_has_them(monkeypatch: pytest.
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 4})
     assert places(2) == [{4}, {1}] or places(2) == [{1}, {4}]
     moved: list[frozenset[int]] = []
-    monkeypatch.setattr("precompute.lanes.lanes.places", lambda total: [frozenset({n}) for n in range(total)])
-    monkeypatch.setattr("precompute.lanes.lanes.move_to", moved.append)
+    monkeypatch.setattr("precompute.engine.lanes.places", lambda total: [frozenset({n}) for n in range(total)])
+    monkeypatch.setattr("precompute.engine.lanes.move_to", moved.append)
     lanes = Lanes(2, 2, 4, lambda threads: None)
     meeting = threading.Barrier(2)
     for future in [lanes.put(meeting.wait) for _ in range(2)]:
@@ -166,10 +165,8 @@ def test_worker_processes_share_all_cores_and_keep_to_a_node(monkeypatch: pytest
     assert [share(n, 2) for n in range(2)] == [{0, 8, 2, 10, 4, 12}, {6, 14, 1, 9, 3, 11, 5, 13}]
     assert [share(n, 7) for n in (0, 3, 4, 6)] == [{0, 8}, {6, 14}, {1, 9}, {5, 13}]
     assert share(0, 8) == frozenset(), "one would have no core"
-    assert cores.nodes() == 2
     (tmp_path / "cpu.max").write_text("200000 100000\n")
     assert share(0, 2) == frozenset(), "some are another's at any time, and nobody knows which"
-    assert cores.nodes() == 1
 
 
 def test_no_more_threads_than_the_control_group_grants(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -248,104 +245,3 @@ def test_a_stream_that_is_closed_leaves_no_lane() -> None:
     for thread in lane_threads():
         thread.join(10)
     assert lane_threads() == []
-
-
-# ---- how many
-
-
-def tried(trial: Trial, seconds_of: dict[int, float], cost: int = 100, **memory: int) -> list[int]:
-    """The lanes of every batch, until the trial is over; each is told when it is done, before the next is begun."""
-    lanes = []
-    while not trial.settled:
-        lanes.append(trial.lanes)
-        trial.done(trial.turn, cost, seconds_of[trial.lanes], **memory)
-    return lanes
-
-
-@pytest.fixture
-def eight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("precompute.lanes.trial.usable_threads", lambda total: total)
-
-
-@pytest.mark.usefixtures("eight")
-@pytest.mark.parametrize(
-    ("seconds_of", "took_turns", "chosen"),
-    [
-        ({1: 0.1, 2: 0.15, 8: 0.5}, [1, 2, 8, 2], 8),  # 1,000, 1,333 and 1,600 a second: one at a time is clearly worse
-        ({1: 0.1, 2: 0.15, 8: 0.55}, [1, 2, 8, 2, 1], 8),
-        ({1: 0.1, 2: 0.2, 8: 0.5}, [1, 2, 8], 8),
-        ({1: 0.1, 2: 0.1, 8: 0.6}, [1, 2, 8, 2], 2),
-        ({1: 0.1, 2: 0.15, 8: 0.6}, [1, 2, 8, 2, 1], 2),  # as good as 8, and takes less memory
-        ({1: 0.1, 2: 0.2, 8: 0.79}, [1, 2, 8, 2, 1], 1),
-    ],
-)
-def test_the_quickest_number_of_lanes_is_taken_after_all_had_their_turns(
-    seconds_of: dict[int, float], took_turns: list[int], chosen: int
-) -> None:
-    trial = Trial(8)
-    lanes = tried(trial, seconds_of)
-    turns = [n for n, before in zip(lanes, [0, *lanes], strict=False) if n != before]
-    assert turns == took_turns
-    expected = {n: n * 100 / s for n, s in seconds_of.items()}
-    assert trial.lanes == chosen
-    assert trial.threads == 8 // chosen
-    assert trial.rates() == {f"{n}×{8 // n}": pytest.approx(rate, abs=0.1) for n, rate in expected.items()}
-
-
-@pytest.mark.usefixtures("eight")
-def test_lanes_that_would_take_too_long_or_too_much_are_not_tried() -> None:
-    slow = Trial(8)
-    assert set(tried(slow, {1: 0.6, 2: 0.7})) == {1, 2}  # eight would take 4.8 s a batch
-    assert slow.lanes == 2
-    large = Trial(8)
-    assert set(tried(large, {1: 0.1, 2: 0.1}, size_bytes=2**30, free_bytes=5 * 2**30)) == {1, 2}
-    assert Trial(8, asked=5).lanes == 5
-    assert Trial(1).settled
-    huge = Trial(8)
-    assert set(tried(huge, {1: 10.0})) == {1}
-    assert huge.lanes == 1
-
-
-@pytest.mark.usefixtures("eight")
-def test_batches_of_a_turn_that_is_over_do_not_count() -> None:
-    trial = Trial(2)
-    first = trial.turn
-    while trial.turn == first:
-        trial.done(first, 100, 0.1)
-    for _ in range(100):
-        trial.done(first, 100, 1e-9)
-    assert trial.lanes == 2
-    tried(trial, {1: 0.1, 2: 0.1})
-    assert trial.lanes == 2
-    short = Trial(2)
-    for _ in range(ENOUGH_BATCHES):
-        short.done(0, 100, 0.001)
-    assert short.turn == 0  # the first is not counted
-    short.done(0, 100, 0.001)
-    assert short.turn == 1
-
-
-def test_the_first_batches_find_the_number_of_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches that slow each other down gain nothing at once, and those that wait for something else gain all there is."""
-    monkeypatch.setattr("precompute.lanes.trial.usable_threads", lambda total: 2)
-    monkeypatch.setattr("precompute.lanes.trial.TURN_S", 0.02)
-
-    class Waiting(Times):
-        def __init__(self, crowded_s: float) -> None:
-            super().__init__()
-            self.crowded_s = crowded_s
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            in_lane = threading.current_thread().name.startswith("lane")
-            time.sleep(self.crowded_s if in_lane else 0.003)
-            return 2 * x
-
-    for crowded_s, chosen in ((0.02, 1), (0.001, 2)):
-        model = Staged(Waiting(crowded_s))
-        model.concurrent = True
-        runner = Runner(model, SINGLE)
-        xs = [float(i) for i in range(1500)]
-        values, errors = gathered(runner.stream(windows(xs, 500)))
-        assert (len(values), errors) == (1500, {})
-        assert runner.state_figures()["lanes"]["count"] == chosen
-        assert set(runner.state_figures()["lanes"]["rates"]) == {"1×2", "2×1"}

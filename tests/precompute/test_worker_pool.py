@@ -17,11 +17,11 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from precompute.engine.cores import allowed, share, usable_threads
 from precompute.engine.memory import DeviceLostError
 from precompute.engine.meter import Meter
 from precompute.engine.runner import START_ROWS, Runner
 from precompute.engine.window import Outcome
-from precompute.lanes.cores import allowed, share, usable_threads
 from precompute.registry import load_model
 from precompute.store.errors import ConfigError, ModelError
 from precompute.store.feature_view import Feature, FeatureView

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
-from precompute.lanes.cores import move_to, places
+from precompute.engine.cores import move_to, places
 
 Made = TypeVar("Made")
 

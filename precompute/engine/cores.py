@@ -39,13 +39,6 @@ def share(number: int, processes: int) -> frozenset[int]:
     return frozenset().union(*cores[first:end])
 
 
-def nodes() -> int:
-    """NUMA nodes that the CPUs which this process may use are of; 1 where :func:`share` keeps no process on one of them."""
-    if not hasattr(os, "sched_getaffinity") or _quota() < allowed():
-        return 1
-    return len({_node(cpu) for cpu in os.sched_getaffinity(0)})
-
-
 def idle_s() -> float:
     """Seconds, since the machine started, for which the CPUs that this process may use had nothing to do, added up; 0 where the system does not tell."""
     try:
