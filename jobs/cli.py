@@ -15,10 +15,14 @@ from collections.abc import Sequence
 from precompute.jobs.commands import backfill, measure, retention, rollback, rows, run, schema, service, status, verify
 from precompute.jobs.commands.command import BAD_USAGE, FAILED, REJECTED, Commands
 from precompute.jobs.process.output import enduring_output
+from precompute.jobs.process.spared_pandas import spare_pandas
 from precompute.jobs.process.termination import asked, described, terminable
 from precompute.store.disk.durable_file import limit_of
 from precompute.store.errors import ConfigError, GateError, PrecomputeError, RejectedError, RequestError
 from precompute.store.log import log_to_stderr
+
+READS = frozenset({"drop", "explain", "gc", "lookup", "pin", "resume", "search", "snapshots", "status", "unpin"})
+"""Commands that run no model, and so nobody else's code, but for a miss or a text's embedding where one is wanted."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,6 +35,10 @@ def _main(argv: Sequence[str] | None) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     log_to_stderr()
+    computes = getattr(arguments, "fallback", False) or getattr(arguments, "text", None) is not None
+    arguments.own_process = argv is None
+    if arguments.own_process and arguments.command in READS and not computes:
+        spare_pandas()
     try:
         with contextlib.nullcontext() if arguments.command in service.SERVICES else terminable():
             ended: int = arguments.call(arguments)

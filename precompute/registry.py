@@ -119,7 +119,7 @@ def load_with_fingerprint(use: str, args: Mapping[str, Any], folder: Path | None
         ModelError: its files changed while it was loaded the second time.
     """
     with starting_from(folder):
-        named = {path: _stamp(path) for path in _named_files(args)}
+        named = {path: stamp_of(path) for path in named_files(args)}
     began_ns = time.time_ns()
     with files_read() as read:
         model = load_model(use, args, folder)
@@ -139,7 +139,7 @@ def load_with_fingerprint(use: str, args: Mapping[str, Any], folder: Path | None
     return LoadedModel(model, fingerprint)
 
 
-class _Stamp(NamedTuple):
+class Stamp(NamedTuple):
     """What tells a file from another in its place, and from itself after it was written to; times in ns."""
 
     device: int
@@ -149,17 +149,18 @@ class _Stamp(NamedTuple):
     changed: int
 
 
-def _stamp(path: Path) -> _Stamp | None:
+def stamp_of(path: Path) -> Stamp | None:
+    """Of a file; None where there is none."""
     try:
         file, link = path.stat(), path.lstat()
     except (OSError, ValueError):
         return None
-    return _Stamp(file.st_dev, file.st_ino, file.st_size, file.st_mtime_ns, max(file.st_ctime_ns, link.st_ctime_ns))
+    return Stamp(file.st_dev, file.st_ino, file.st_size, file.st_mtime_ns, max(file.st_ctime_ns, link.st_ctime_ns))
 
 
-def _may_have_changed(path: Path, before: Mapping[Path, _Stamp | None], began_ns: int) -> bool:
+def _may_have_changed(path: Path, before: Mapping[Path, Stamp | None], began_ns: int) -> bool:
     """Since ``began_ns``, when the stamps ``before`` had been taken: of a file that is not among them the times alone tell."""
-    now = _stamp(path)
+    now = stamp_of(path)
     if now is None or before.get(path, now) != now:
         return True
     # What changes within a step of the file system's clock has no other time: the kernel's tick, or two seconds where times are whole seconds.
@@ -167,13 +168,13 @@ def _may_have_changed(path: Path, before: Mapping[Path, _Stamp | None], began_ns
     return now.changed > began_ns - step_ns
 
 
-def _named_files(value: Any) -> Iterator[Path]:
+def named_files(value: Any) -> Iterator[Path]:
     """The files that a model's arguments name, at any depth, and those in the folders that they name."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
         for inner in value:
-            yield from _named_files(inner)
+            yield from named_files(inner)
     elif isinstance(value, (str, Path)) and value != "":
         try:
             path = resolve_path(str(value))

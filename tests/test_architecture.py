@@ -87,8 +87,6 @@ DEMO_DOORS = {
     "precompute.jobs.process.progress",
     "precompute.jobs.pipeline.run",
     "precompute.jobs.ops.tune",
-    "precompute",
-    "precompute.models.text_encoder",
     "precompute.models.two_tower",
     "precompute.techniques.machine",
     "precompute.text.encoder",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from precompute.jobs.commands.command import DONE, FAILED, Commands, add_partition, partition_of, project_of
 from precompute.jobs.process.progress import progress_for
+from precompute.jobs.process.spared_pandas import spare_pandas
 from precompute.store.errors import ConfigError, PrecomputeError
 
 if TYPE_CHECKING:
@@ -53,8 +54,12 @@ def _run(arguments: argparse.Namespace) -> int:
     # torch and faiss are loaded only by the commands that need them: `status` takes 0.8 s in all
     from precompute.jobs.pipeline.run import run_view
     from precompute.jobs.process.job import RunOptions
+    from precompute.registry import BUILT_IN
 
     project = project_of(arguments)
+    view = project.views.get(arguments.view)
+    if arguments.own_process and view is not None and view.model.use in BUILT_IN:
+        spare_pandas()
     _check_gates(arguments.accept)
     schedule = project.schedules().get(arguments.view)
     asked = ("command", "accept", "full", "retry_rejected", "due", "backfill", "reload", "take_over")

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import Field, ValidationError, field_validator
 
@@ -19,11 +20,13 @@ from precompute.jobs.config.schedule import RunsConfig, Schedule, When, check_sc
 from precompute.jobs.config.section import Duration, Name, Section, checked, did_you_mean
 from precompute.jobs.config.serve import ServeConfig
 from precompute.jobs.config.tuning_file import read_tuning, tuning_path
-from precompute.jobs.config.view import ModelConfig, ViewConfig
 from precompute.store.errors import ConfigError
 from precompute.store.feature_view import why_no_semantic_cache
 from precompute.store.offline.view_store import OfflineStore, ViewStore
 from precompute.store.online_url import table_folder
+
+if TYPE_CHECKING:
+    from precompute.jobs.config.view import ViewConfig
 
 
 class EngineConfig(Section):
@@ -116,14 +119,22 @@ class ProjectConfig(Section):
         return online
 
 
+class _Views(NamedTuple):
+    """Of every view, what its file says, or what is wrong with it; and ``use`` and ``args`` of its model as they are written."""
+
+    right: dict[str, ViewConfig]
+    broken: dict[str, ConfigError]
+    models: dict[str, dict[str, Any]]
+
+
 class Project:
-    """A checked configuration.
+    """A checked configuration. The files of views are read when they are first wanted: looking rows up needs none.
 
     Args:
         folder: holds ``project.yaml`` and ``views/``.
         environment: overrides; the process's by default.
 
-    ``folder`` is as given, and ``home`` the same, absolute. ``views`` are those whose file is right, and ``broken`` what is wrong with the others.
+    ``folder`` is as given, and ``home`` the same, absolute; ``names`` are those of all views that have a file, right or not, sorted.
 
     Raises:
         ConfigError: every mistake found in ``project.yaml`` or the environment, each with file, key, value and remedy; or there is no view.
@@ -139,36 +150,46 @@ class Project:
         over = overrides(os.environ if environment is None else environment)
         project_file = self.folder / "project.yaml"
         raw = read_yaml(project_file)
-        view_overrides = over.pop("views", {})
-        if not isinstance(view_overrides, dict):
+        self._changes = over.pop("views", {})
+        if not isinstance(self._changes, dict):
             raise ConfigError(f"environment {PREFIX}VIEWS: name a view and a key, as in {PREFIX}VIEWS__ITEM_VECTOR__TTL=1h")
         self.settings = checked(ProjectConfig, merged(raw, over), project_file, over)
         self.root = self.home / self.settings.root
         self.online = self._absolute_online(self.settings.online)
         self._vars = {name: {".": "./", "..": "../"}.get(value, value) for name, value in self.settings.vars.items()}
-        self.views: dict[str, ViewConfig] = {}
-        self.broken: dict[str, ConfigError] = {}
-        self._models: dict[str, dict[str, Any]] = {}
-        for path in sorted((self.folder / "views").glob("*.yaml")):
-            try:
-                self.views[path.stem] = self._read(path, view_overrides.pop(path.stem, {}))
-            except ConfigError as exc:
-                self.broken[path.stem] = exc
-        if not self.views and not self.broken:
+        self.names = sorted(path.stem for path in (self.folder / "views").glob("*.yaml"))
+        if not self.names:
             raise ConfigError(f"{self.folder / 'views'}: no view there; add views/<name>.yaml (see 'a view' in the README)")
-        if view_overrides:
-            raise ConfigError(
-                f"{PREFIX}VIEWS__{next(iter(view_overrides)).upper()}…: no such view{did_you_mean(next(iter(view_overrides)), self.names)}"
-            )
-        self._check_references()
+        if unknown := [name for name in self._changes if name not in self.names]:
+            raise ConfigError(f"{PREFIX}VIEWS__{unknown[0].upper()}…: no such view{did_you_mean(unknown[0], self.names)}")
         check_schedules(self.schedules(), self.names, project_file)
 
     @property
-    def names(self) -> list[str]:
-        """Of all views that have a file, right or not, sorted."""
-        return sorted([*self.views, *self.broken])
+    def views(self) -> Mapping[str, ViewConfig]:
+        """Those whose file is right."""
+        return self._read_views.right
 
-    def _read(self, path: Path, changes: Any) -> ViewConfig:
+    @property
+    def broken(self) -> Mapping[str, ConfigError]:
+        """What is wrong with the others."""
+        return self._read_views.broken
+
+    @cached_property
+    def _read_views(self) -> _Views:
+        read = _Views({}, {}, {})
+        for name in self.names:
+            try:
+                read.right[name] = self._read(self.folder / "views" / f"{name}.yaml", read.models)
+            except ConfigError as exc:
+                read.broken[name] = exc
+        self._check_references(read)
+        return read
+
+    def _read(self, path: Path, models: dict[str, dict[str, Any]]) -> ViewConfig:
+        # DuckDB, which checks its SQL, and the features' types are loaded with it
+        from precompute.jobs.config.view import ViewConfig
+
+        changes = self._changes.get(path.stem, {})
         if not isinstance(changes, Mapping):
             raise ConfigError(f"environment {PREFIX}VIEWS__{path.stem.upper()}: name a key too, as in …__TTL=1h")
         written = merged(read_yaml(path), changes)
@@ -177,19 +198,19 @@ class Project:
         view = checked(ViewConfig, data, path, over, ("views", path.stem), self.home)
         if view.name != path.stem:
             raise ConfigError(f"{path}: name: {view.name!r} differs from the file's name; call the file views/{view.name}.yaml")
-        self._models[view.name] = {"use": view.model.use, "args": written["model"].get("args", {})}
-        return self._tuned(view)
+        models[view.name] = {"use": view.model.use, "args": written["model"].get("args", {})}
+        return self._tuned(view, models[view.name])
 
-    def _tuned(self, view: ViewConfig) -> ViewConfig:
+    def _tuned(self, view: ViewConfig, written: Mapping[str, Any]) -> ViewConfig:
         """The view with ``precision: auto`` as its tuning file says; where that says what auto is anyway, the view as it is."""
         if (view.model.precision, view.model.backend) != ("auto", "auto"):
             return view
-        tuning = read_tuning(self.folder, view.name, self._models[view.name])
+        tuning = read_tuning(self.folder, view.name, written)
         if tuning is None or (tuning["precision"], tuning["backend"]) == ("fp32", "eager"):
             return view
         chosen = {"precision": tuning["precision"], "backend": tuning["backend"]}
         try:
-            model = ModelConfig.model_validate(view.model.model_dump() | chosen, context=self.home)
+            model = type(view.model).model_validate(view.model.model_dump() | chosen, context=self.home)
         except ValidationError as exc:
             path = tuning_path(self.folder, view.name)
             raise ConfigError(
@@ -199,7 +220,7 @@ class Project:
 
     def model_as_written(self, name: str) -> Mapping[str, Any]:
         """``use`` and ``args`` of a view's model before ``${…}`` are filled in: the same on every machine."""
-        return self._models[name]
+        return self._read_views.models[name]
 
     def view(self, name: str) -> ViewConfig:
         """One view's configuration.
@@ -246,20 +267,20 @@ class Project:
         scheme, _, rest = online.partition(":")
         return f"table:{(self.folder / rest).absolute()}" if scheme == "table" else online
 
-    def _check_references(self) -> None:
-        for name, view in list(self.views.items()):
+    def _check_references(self, read: _Views) -> None:
+        for name, view in list(read.right.items()):
             for other in view.inputs():
                 if other not in self.names:
-                    self.broken[name] = ConfigError(
+                    read.broken[name] = ConfigError(
                         f"{self.folder / 'views' / name}.yaml: live.{other}: no such view{did_you_mean(other, self.names)}"
                     )
-                    self.views.pop(name, None)
-        views = dict(self.views)
+                    read.right.pop(name, None)
+        views = dict(read.right)
         for name, view in views.items():
             if view.semantic_cache is not None and (why := self._no_semantic_cache(view, views)) is not None:
                 by = view.semantic_cache.view
-                self.broken[name] = ConfigError(f"{self.folder / 'views' / name}.yaml: semantic_cache.view: {by!r}: {why}")
-                del self.views[name]
+                read.broken[name] = ConfigError(f"{self.folder / 'views' / name}.yaml: semantic_cache.view: {by!r}: {why}")
+                del read.right[name]
 
     def _no_semantic_cache(self, view: ViewConfig, views: Mapping[str, ViewConfig]) -> str | None:
         """What is wrong with the view that a view's semantic cache names; None when nothing is, or that one's own file is wrong."""
@@ -280,4 +301,6 @@ class Project:
 
 def json_schemas() -> dict[str, Any]:
     """JSON Schemas of both files, for editors: ``{"project": …, "view": …}``."""
+    from precompute.jobs.config.view import ViewConfig
+
     return {"project": ProjectConfig.model_json_schema(), "view": ViewConfig.model_json_schema()}

@@ -13,12 +13,13 @@ from typing import Any
 import pyarrow as pa
 
 from precompute.jobs.config.view import model_queries
+from precompute.jobs.rows.known_model import KnownModel
 from precompute.model import Model, StagedModel, model_fingerprint, on_host
 from precompute.project_path import absolute_arguments, starting_from
 from precompute.registry import LoadedModel, load_with_fingerprint
 from precompute.source import Files, Source
 from precompute.sources.statement import referenced_views
-from precompute.store.errors import ConfigError, SourceError
+from precompute.store.errors import ConfigError, ModelError, SourceError
 from precompute.store.feature_view import FeatureView, ModelUse
 from precompute.store.offline.layers import Layers
 from precompute.store.offline.view_store import OfflineStore, ViewStore
@@ -40,17 +41,37 @@ class OpenView:
     view: FeatureView
     folder: Path
     source: Source
-    model: Model
     fingerprint: str
     inputs: Mapping[str, int]
     tables: Mapping[str, pa.Table]
     variant: str
     compiled: Path
     """Where its converted models are kept."""
+    own: str
+    """The model's own fingerprint, in whatever precision."""
+    load: Callable[[], LoadedModel]
+    """Loads the model."""
     held: bool = False
     """Whether its model was kept off the GPUs."""
-    own: str = ""
-    """The model's own fingerprint, in whatever precision."""
+    _model: Model | None = None
+
+    @property
+    def model(self) -> Model:
+        """Loaded when it is first wanted.
+
+        Raises:
+            ConfigError: it cannot be made as configured.
+            ModelError: it failed to load, or is another one by now than the view was opened with.
+        """
+        if self._model is None:
+            try:
+                loaded = self.load()
+            except ConfigError as exc:
+                raise ConfigError(f"view {self.view.name!r}: model: {exc}") from exc
+            if loaded.fingerprint != self.own:
+                raise ModelError(f"view {self.view.name!r}: the model's files were replaced since the run began: run again")
+            self._model = loaded.model
+        return self._model
 
     def fingerprint_by(self, technique: str) -> str:
         """The fingerprint of the same model by another technique."""
@@ -73,6 +94,7 @@ class OpenView:
             ConfigError: the model cannot be converted on this machine, or the source has no usable rows.
             SourceError: the source cannot be read.
         """
+        model = self.model
         if self.variant == REFERENCE or self.wanted is not None:
             return
         # Torch takes a second to import; a model of pure Python needs none.
@@ -80,7 +102,7 @@ class OpenView:
 
         try:
             with starting_from(self.folder):
-                use_variant(self.model, self.variant, lambda: self.examples(self.variant), self.compiled)
+                use_variant(model, self.variant, lambda: self.examples(self.variant), self.compiled)
         except ConfigError as exc:
             raise ConfigError(f"view {self.view.name!r}: model: {exc}") from exc
 
@@ -110,7 +132,7 @@ def open_view(
     load: Callable[[str, Mapping[str, Any], str], LoadedModel] | None = None,
     held: bool = False,
 ) -> OpenView:
-    """Open a view's source and load its model, in float32; see :meth:`OpenView.convert`.
+    """Open a view's source and its model, in float32 (see :meth:`OpenView.convert`). One whose fingerprint is known without it is loaded when it is wanted.
 
     Args:
         view: its ``definition`` holds source SQL and model.
@@ -135,18 +157,26 @@ def open_view(
     try:
         tables = {name: _table(view, source, name, text) for name, text in queries.items()}
         arguments = {**absolute_arguments(model.args, folder), **tables}
-        try:
-            use = model.use
+        use, compiled = model.use, offline.view(view.name).compiled
+
+        def loaded() -> LoadedModel:
             with on_host() if held else nullcontext():
-                loaded = load_with_fingerprint(use, arguments, folder) if load is None else load(use, arguments, variant)
-            fingerprint = model_fingerprint(loaded.fingerprint, use, variant.removesuffix("-eager"), tables)
+                return load_with_fingerprint(use, arguments, folder) if load is None else load(use, arguments, variant)
+
+        try:
+            known = KnownModel(compiled, use, arguments, folder) if load is None else None
+            own, made = None if known is None else known.fingerprint(), None
+            if own is None:
+                made, own = loaded()
+                if known is not None:
+                    known.remember(own)
+            fingerprint = model_fingerprint(own, use, variant.removesuffix("-eager"), tables)
         except ConfigError as exc:
             raise ConfigError(f"view {view.name!r}: model: {exc}") from exc
     except BaseException:
         source.close()
         raise
-    compiled = offline.view(view.name).compiled
-    return OpenView(view, folder, source, loaded.model, fingerprint, inputs, tables, variant, compiled, held, loaded.fingerprint)
+    return OpenView(view, folder, source, fingerprint, inputs, tables, variant, compiled, own, loaded, held, made)
 
 
 def open_source(

@@ -53,8 +53,12 @@ def referenced_views(sql: str) -> list[str]:
 
 @lru_cache(256)
 def _referenced(sql: str) -> frozenset[str]:
+    only = statement(sql)
+    # a schema's name stands in the text that names it; DuckDB takes 20 ms to start
+    if "live" not in only.lower():
+        return frozenset()
     with memory_wanted(), duckdb.connect() as connection:
-        todo: list[Any] = [syntax_tree(connection, statement(sql))]
+        todo: list[Any] = [syntax_tree(connection, only)]
     names: set[str] = set()
     while todo:
         node = todo.pop()

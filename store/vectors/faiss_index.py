@@ -11,13 +11,18 @@ import logging
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-import faiss
 import numpy as np
 import numpy.typing as npt
 
+from precompute.store.imported_late import ImportedLate
 from precompute.store.vectors.index_record import DTYPES, Codes
+
+if TYPE_CHECKING:
+    import faiss
+else:
+    faiss = ImportedLate("faiss")
 
 log = logging.getLogger(__name__)
 

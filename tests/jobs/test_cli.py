@@ -77,6 +77,29 @@ def test_help_loads_nothing_that_takes_long() -> None:
     assert loaded & {"duckdb", "faiss", "numpy", "pandas", "pyarrow", "pydantic", "rich", "torch", "yaml"} == set()
 
 
+@pytest.mark.parametrize(
+    ("command", "needed"),
+    [
+        (["lookup", "numbers", "1"], set[str]()),
+        (["search", "numbers", "--key", "1"], {"faiss"}),
+        (["snapshots", "numbers"], set[str]()),
+        # it tells a view's file whose SQL is wrong
+        (["status"], {"duckdb"}),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_command_that_reads_loads_what_it_needs(published: Scene, command: list[str], needed: set[str]) -> None:
+    code = f"""import sys; from precompute.jobs.cli import main
+sys.argv[1:] = ["-c", {str(published.folder)!r}, *{command!r}]
+main()
+print(*sys.modules, file=sys.stderr)"""
+    # with pandas, unlike other processes of tests
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    loaded = {name.partition(".")[0] for name in done.stderr.split()}
+    assert loaded & {"duckdb", "faiss", "pandas", "torch", "transformers"} == needed
+
+
 def test_run_says_what_it_did_in_three_lines(make_project: MakeProject, capsys: Captured) -> None:
     assert make_project([*ROWS, (4, None)], view=INDEXED).cli("run", "numbers") == 0
     captured = capsys.readouterr()
