@@ -14,9 +14,8 @@ import pyarrow as pa
 import pytest
 
 from precompute.jobs.rows import known_model
-from precompute.jobs.rows import open_view as module
 from precompute.models.two_tower import train_two_tower
-from precompute.registry import LoadedModel
+from precompute.registry import LoadedModel, load_with_fingerprint
 from precompute.store.errors import ModelError
 from tests.conftest import MakeProject
 from tests.scene import Scene
@@ -39,13 +38,12 @@ def towers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The models that were loaded since."""
     loaded: list[str] = []
-    load = module.load_with_fingerprint
 
     def noted(use: str, args: Mapping[str, Any], folder: Path | None = None) -> LoadedModel:
         loaded.append(use)
-        return load(use, args, folder)
+        return load_with_fingerprint(use, args, folder)
 
-    monkeypatch.setattr(module, "load_with_fingerprint", noted)
+    monkeypatch.setattr("precompute.jobs.rows.open_view.load_with_fingerprint", noted)
     return loaded
 
 
@@ -115,12 +113,11 @@ def test_a_model_that_is_another_when_it_is_loaded_at_last_computes_nothing(
 ) -> None:
     settle()
     project.run()
-    load = module.load_with_fingerprint
 
     def replaced(use: str, args: Mapping[str, Any], folder: Path | None = None) -> LoadedModel:
         put(towers[1], project)
-        return load(use, args, folder)
+        return load_with_fingerprint(use, args, folder)
 
-    monkeypatch.setattr(module, "load_with_fingerprint", replaced)
+    monkeypatch.setattr("precompute.jobs.rows.open_view.load_with_fingerprint", replaced)
     with pytest.raises(ModelError, match="view 'numbers': the model's files were replaced since the run began: run again"):
         project.run(full=True)
