@@ -25,9 +25,8 @@ import yaml
 
 from benchmarks.common import report
 from demo.data import write_docstrings
-from precompute.engine.batching import batches_by_cost
-from precompute.engine.lanes import Lanes
-from precompute.engine.prepare import MAX_PADDING
+from precompute.engine.cores import Lanes
+from precompute.engine.prepare import MAX_PADDING, batches_by_cost
 from precompute.jobs.config.project import Project
 from precompute.jobs.pipeline.materialize import materialize
 from precompute.jobs.process.job import Job, RunOptions
@@ -37,7 +36,7 @@ from precompute.jobs.rows.open_view import open_view
 from precompute.model import resolve_path
 from precompute.models.text_encoder import TextEncoder
 from precompute.models.torch_model import TorchModel
-from precompute.precision.candidates import candidates
+from precompute.precision.conversion import candidates
 from precompute.store.errors import ConfigError, GateError
 from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Snapshot

@@ -23,9 +23,8 @@ from precompute.store.lookup import Lookup
 from precompute.store.online import kernels
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.packed import RowBatch
-from precompute.store.online.table_file import TableFile
+from precompute.store.online.table_file import TableFile, TableWriter
 from precompute.store.online.table_store import TableStore
-from precompute.store.online.table_writer import TableWriter
 
 ROWS = 150_000
 """As many as LMDB takes in one sorted chunk: of more, pages are split, and its reads slow down by a half."""

@@ -22,7 +22,7 @@ from precompute.jobs.config.project import Project
 from precompute.jobs.pipeline.run import run_view
 from precompute.jobs.process.job import RunOptions
 from precompute.jobs.process.progress import Silent
-from precompute.store.partition import containing
+from precompute.store.clock import containing
 
 DAYS, ROWS, DIM = 60, 120_000, 64
 TODAY = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0)

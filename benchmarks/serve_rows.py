@@ -37,10 +37,9 @@ _PATH = f"/v1/views/{VIEW.name}"
 
 def serve(folder: str, cache_bytes: int) -> None:
     """The server process: the API, with so many bytes of encoded rows, as a worker of ``precompute serve`` has it."""
-    from precompute.jobs.process.memory import settle
+    from precompute.jobs.service.lookup_worker import settle
     from precompute.store.api.app import create_app
-    from precompute.store.guard.gate import Gate
-    from precompute.store.guard.hosts import Hosts
+    from precompute.store.guard.gate import Gate, Hosts
     from precompute.store.guard.limits import Limits
     from precompute.store.guard.server import GuardedServer
     from precompute.store.lookup import Lookup

@@ -19,17 +19,17 @@ import yaml
 
 from benchmarks.common import report
 from precompute.jobs.config.project import Project
-from precompute.jobs.ops.drop import drop
+from precompute.jobs.ops.retention import drop
 from precompute.jobs.pipeline.rollback import rollback
 from precompute.jobs.pipeline.run import run_view
 from precompute.jobs.process.job import RunOptions
 from precompute.jobs.process.progress import Silent
+from precompute.store.clock import containing
 from precompute.store.errors import PrecomputeError, RequestError, SnapshotError
 from precompute.store.freshness import as_datetime
 from precompute.store.history import explain, get_historical_features, read
 from precompute.store.lookup import Lookup
 from precompute.store.online_url import open_online_store
-from precompute.store.partition import containing
 
 VIEW = "numbers"
 FIRST_DAY = datetime(2025, 1, 1, tzinfo=UTC)

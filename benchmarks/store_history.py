@@ -20,10 +20,9 @@ from precompute.jobs.config.project import Project
 from precompute.jobs.pipeline.run import run_view
 from precompute.jobs.process.job import RunOptions
 from precompute.jobs.process.progress import Silent
-from precompute.store.clock import utc_now
+from precompute.store.clock import Partition, containing, utc_now
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
-from precompute.store.partition import Partition, containing
 from precompute.store.record import replace, sealed
 
 VIEW = "numbers"

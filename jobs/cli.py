@@ -12,14 +12,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from precompute.jobs.commands import backfill, measure, retention, rollback, rows, run, schema, service, status, verify
+from precompute.jobs.commands import measure, retention, rows, run, service, status
 from precompute.jobs.commands.command import BAD_USAGE, FAILED, REJECTED, Commands
-from precompute.jobs.process.output import enduring_output
-from precompute.jobs.process.spared_pandas import spare_pandas
-from precompute.jobs.process.termination import asked, described, terminable
+from precompute.jobs.process.command_process import asked, described, enduring_output, log_to_stderr, spare_pandas, terminable
 from precompute.store.disk.durable_file import limit_of
 from precompute.store.errors import ConfigError, GateError, PrecomputeError, RejectedError, RequestError
-from precompute.store.log import log_to_stderr
 
 READS = frozenset({"drop", "explain", "gc", "lookup", "pin", "resume", "search", "snapshots", "status", "unpin"})
 """Commands that run no model, and so nobody else's code, but for a miss or a text's embedding where one is wanted."""
@@ -96,8 +93,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and end")
     commands = Commands(parser)
-    for group in (run, backfill, rollback, service, rows, verify, retention, measure, status, schema):
-        group.add(commands)
+    for add in (
+        run.add,
+        run.add_backfill,
+        retention.add_rollback,
+        service.add,
+        rows.add,
+        status.add_verify,
+        retention.add,
+        measure.add,
+        status.add,
+        status.add_schema,
+    ):
+        add(commands)
     return parser
 
 

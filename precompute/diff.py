@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from precompute.source import Files, Source
-from precompute.sources.input_hash import quoted
+from precompute.sources.database import quoted
 from precompute.store.errors import ConfigError, SnapshotError, SourceError
 from precompute.store.sql import parquet_sql
 

@@ -21,8 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from precompute.project_module import plain_name
-from precompute.project_path import ProjectPath, absolute_path, project_folder
+from precompute.project_module import ProjectPath, absolute_path, plain_name, project_folder
 from precompute.store.errors import ConfigError
 
 Features = Mapping[str, npt.NDArray[Any] | pa.Array]

@@ -1,4 +1,5 @@
 """Project module: Python that lies in a project's folder, as ``mine.py`` beside the views does.
+And what a relative path means, in SQL and in arguments.
 
 It is imported under a name of its own and read anew when a file of it has changed; it imports its neighbours by their plain names or relatively. Each
 reading is another package, so that a model which goes on under the code it was made of never sees the new one.
@@ -7,6 +8,7 @@ reading is another package, so that a model which goes on under the code it was 
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import importlib
 import importlib.util
@@ -16,7 +18,8 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
@@ -182,3 +185,46 @@ class _Neighbours(ast.NodeTransformer):
         if node.level == 0 and node.module is not None and is_own(node.module, self._folder):
             node.module = f"{self._package}.{node.module}"
         return node
+
+
+_FOLDER: ContextVar[Path | None] = ContextVar("project_folder", default=None)
+
+
+class ProjectPath(str):
+    """A path of a model's argument, absolute. A text for whoever takes it; :func:`precompute.model.digest` knows it for a path."""
+
+    __slots__ = ()
+
+
+def project_folder() -> Path | None:
+    """The folder of the project whose model is being made; None outside, where paths start from the working directory."""
+    return _FOLDER.get()
+
+
+@contextlib.contextmanager
+def starting_from(folder: Path | None) -> Iterator[None]:
+    """Within, in this thread, relative paths and modules of one's own are those of a project's folder."""
+    token = _FOLDER.set(folder)
+    try:
+        yield
+    finally:
+        _FOLDER.reset(token)
+
+
+def absolute_path(path: str | Path) -> Path:
+    """A path that is relative starts from the project's folder, where a model of one is being made."""
+    return (_FOLDER.get() or Path()) / path
+
+
+def is_path(text: str) -> bool:
+    """Whether a model's argument is a path relative to the project's folder: it starts with ``./`` or ``../``."""
+    return text.startswith(("./", "../"))
+
+
+def absolute_arguments(value: Any, folder: Path) -> Any:
+    """A model's arguments, at any depth, with each text that :func:`is_path` made a :class:`ProjectPath`. Queries (``{sql: …}``) stay."""
+    if isinstance(value, Mapping):
+        return value if set(value) == {"sql"} else {k: absolute_arguments(v, folder) for k, v in value.items()}
+    if isinstance(value, list):
+        return [absolute_arguments(v, folder) for v in value]
+    return ProjectPath(folder / value) if isinstance(value, str) and is_path(value) else value

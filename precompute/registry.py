@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from precompute.model import Model, files_in, files_read, resolve_path
-from precompute.project_module import import_module, module_exists, plain_name, told
-from precompute.project_path import starting_from
+from precompute.project_module import import_module, module_exists, plain_name, starting_from, told
 from precompute.store.errors import ConfigError, ModelError, PrecomputeError
 
 BUILT_IN = {

@@ -18,11 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from precompute.sources.database import Database, hash_kind
+from precompute.sources.database import BOUNDS, Database, content_sql, hash_kind, hash_sql, parameters, quoted, statement
 from precompute.sources.file_names import absolute_sql, is_remote
-from precompute.sources.input_hash import content_sql, hash_sql, quoted
 from precompute.sources.kept_input import KeptInput
-from precompute.sources.statement import BOUNDS, parameters, statement
 from precompute.store.errors import ConfigError, SourceError
 from precompute.store.sql import parquet_sql
 

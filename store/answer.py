@@ -13,9 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from precompute.store.default_row import default_row
 from precompute.store.fallback import Computed, Likeness, Miss
-from precompute.store.feature_view import SIMILAR_FIELDS, Feature
+from precompute.store.feature_view import SIMILAR_FIELDS, Feature, FeatureView
 from precompute.store.freshness import AHEAD_US, Sighting, age_s, as_datetime, status_of
 from precompute.store.lookup_options import MAX_DEADLINE_MS, MAX_KEYS
 from precompute.store.online.codec import RowCodec, State
@@ -24,6 +23,20 @@ from precompute.store.online.found_rows import FoundRows, PackedKeys, WholeColum
 from precompute.store.online.online_store import Pointer
 from precompute.store.online.packed import Buffer, Packed
 from precompute.store.status import AnswerSource, Reason, Status
+
+
+def default_row(view: FeatureView, codec: RowCodec) -> bytes | None:
+    """The view's default values, packed, of no key, time or snapshot; features that it does not name are null. None for a view without.
+
+    Raises:
+        ValueError, TypeError: a value is none of its feature's type.
+    """
+    if view.fallback_default is None:
+        return None
+    values = [pa.array([view.fallback_default.get(feature.name)], feature.arrow_type) for feature in view.features]
+    batch = pa.RecordBatch.from_arrays(values, schema=view.feature_schema())
+    return codec.encode(batch, np.zeros(1, np.uint64), np.zeros(1, np.int64), 0).at(0)
+
 
 MAX_DEADLINE_S = MAX_DEADLINE_MS / 1000
 """Longest a request waits for the fallback, whatever deadline its view has."""

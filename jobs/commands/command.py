@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from precompute.store.clock import Partition, containing
 from precompute.store.errors import ConfigError
-from precompute.store.partition import Partition, containing
 
 if TYPE_CHECKING:
     from precompute.jobs.config.project import Project

@@ -1,4 +1,5 @@
-"""Status: a line for each view, and what needs attention."""
+"""Status: a line for each view, and what needs attention.
+Verify and schema: what is live, re-read; what may stand in the configuration."""
 
 from __future__ import annotations
 
@@ -69,3 +70,34 @@ def _cells(line: Mapping[str, Any]) -> tuple[str, ...]:
         "–" if line["next_due"] is None else line["next_due"][:16].replace("T", " "),
         line["schedule"] or "–",
     )
+
+
+def add_verify(commands: Commands) -> None:
+    """The command ``verify``."""
+    commands.add("verify", _verify, "re-read what is live: checksums, counts, online rows, index", view=True)
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from precompute.jobs.ops.verify import verify
+
+    checks = verify(project_of(arguments), arguments.view)
+    sound = all(check.ok for check in checks)
+    if arguments.json:
+        lines = [{"check": check.check, "ok": check.ok, "found": check.found} for check in checks]
+        print(json.dumps({"view": arguments.view, "ok": sound, "checks": lines}))
+    else:
+        for check in checks:
+            print(f"{'ok ' if check.ok else 'BAD'}  {check.check}: {check.found}")
+    return DONE if sound else FAILED
+
+
+def add_schema(commands: Commands) -> None:
+    """The command ``schema``."""
+    commands.add("schema", _schema, "JSON Schemas of project.yaml and views/*.yaml, for editors")
+
+
+def _schema(arguments: argparse.Namespace) -> int:
+    from precompute.jobs.config.project import json_schemas
+
+    print(json.dumps(json_schemas(), indent=None if arguments.json else 2))
+    return DONE

@@ -6,6 +6,7 @@ is that view's: the others go on. Secrets, such as the password in a Redis URL, 
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Collection, Mapping
 from functools import cached_property
@@ -14,12 +15,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import Field, ValidationError, field_validator
 
-from precompute.jobs.config.cron import check_timezone
-from precompute.jobs.config.files import PREFIX, merged, overrides, read_yaml, substituted
-from precompute.jobs.config.schedule import RunsConfig, Schedule, When, check_schedules, spelled_out
-from precompute.jobs.config.section import Duration, Name, Section, checked, did_you_mean
+from precompute.jobs.config.schedule import RunsConfig, Schedule, When, check_schedules, check_timezone, spelled_out
+from precompute.jobs.config.section import (
+    PREFIX,
+    Duration,
+    Name,
+    Section,
+    checked,
+    did_you_mean,
+    merged,
+    overrides,
+    read_yaml,
+    substituted,
+)
 from precompute.jobs.config.serve import ServeConfig
-from precompute.jobs.config.tuning_file import read_tuning, tuning_path
+from precompute.store.disk.durable_file import make_folder, replace_durably
 from precompute.store.errors import ConfigError
 from precompute.store.feature_view import why_no_semantic_cache
 from precompute.store.offline.view_store import OfflineStore, ViewStore
@@ -27,6 +37,59 @@ from precompute.store.online_url import table_folder
 
 if TYPE_CHECKING:
     from precompute.jobs.config.view import ViewConfig
+
+
+VERSION = 1
+
+
+def tuning_path(folder: Path, view: str) -> Path:
+    """Where the tuning file of a view is."""
+    return folder / "tuning" / f"{view}.json"
+
+
+def write_tuning(folder: Path, view: str, model: Mapping[str, Any], tuning: Mapping[str, Any]) -> Path:
+    """Write ``tuning``: ``precision`` and ``backend`` as picked, and whatever else was measured.
+
+    Args:
+        folder: of the project.
+        view: its name.
+        model: the view's ``use`` and ``args`` that this holds for.
+        tuning: the result, plain JSON.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    path = tuning_path(folder, view)
+    body = {"version": VERSION, "view": view, "model": _model(model), **tuning}
+    try:
+        make_folder(path.parent)
+        replace_durably(path, (json.dumps(body, indent=1) + "\n").encode())
+    except OSError as exc:
+        raise ConfigError(f"{path}: cannot be written: {exc.strerror}") from exc
+    return path
+
+
+def read_tuning(folder: Path, view: str, model: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The tuning of a view, None where there is none for this model.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    path = tuning_path(folder, view)
+    try:
+        body = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"{path}: cannot be read ({exc}); run `precompute tune {view}` again, or remove it") from exc
+    wanted = {"version", "model", "precision", "backend"}
+    if not isinstance(body, dict) or not wanted <= set(body) or body["version"] != VERSION:
+        raise ConfigError(f"{path}: is no tuning file of this version; run `precompute tune {view}` again, or remove it")
+    return body if body["model"] == _model(model) else None
+
+
+def _model(model: Mapping[str, Any]) -> Any:
+    return json.loads(json.dumps({"use": model["use"], "args": model["args"]}, default=str))
 
 
 class EngineConfig(Section):

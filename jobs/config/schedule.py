@@ -1,17 +1,175 @@
-"""Schedule: the ``schedule`` and ``runs`` sections of ``project.yaml``. When each view runs, and what becomes of a run that was missed or failed."""
+"""Schedule: the ``schedule`` and ``runs`` sections of ``project.yaml``. When each view runs, and what becomes of a run that was missed or failed.
+A cron line is read with cron's meaning."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import re
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
+from cronsim import CronSim, CronSimError
 from pydantic import BeforeValidator, Field, model_validator
 
-from precompute.jobs.config.cron import check_cron
 from precompute.jobs.config.section import Duration, Name, Section, did_you_mean
 from precompute.store.errors import ConfigError
+
+_TICK = timedelta(microseconds=1)
+_DAY = timedelta(days=1)
+_FIELDS = ("minute", "hour", "day of the month", "month", "day of the week; 0 and 7 are Sunday, or write mon-fri")
+
+
+def fire_times(line: str, timezone: str, after: datetime, until: datetime | None = None) -> Iterator[datetime]:
+    """When a line fires, in order.
+
+    Args:
+        line: five cron fields: minute, hour, day of month, month, day of week.
+        timezone: whose wall clock counts.
+        after: aware; not included.
+        until: aware; included. Without it there is no end.
+
+    Yields:
+        aware datetimes in UTC.
+
+    Raises:
+        ValueError: not a cron line, or no such time zone.
+    """
+    zone, line = check_timezone(timezone), _checked(line)
+    fixed = not line.split()[1].startswith("*")
+    after, last = after.astimezone(UTC), None if until is None else until.astimezone(UTC)
+    start, end, offset = _stretch(zone, after)
+    before = _offset(zone, start - _TICK)
+    # the line's wall clock times, and the first of them from `asked` on
+    walls: Iterator[datetime] = iter(())
+    asked: datetime | None = None
+    at: datetime | None = None
+    while last is None or start <= last:
+        wall = max(start, after + _TICK) + offset
+        if fixed and offset < before:
+            # the times shown twice fired when they were shown first
+            wall = max(wall, start + before)
+        # else it is known from the stretch before
+        if asked is None or at is None or not asked <= wall <= at:
+            walls, asked = _wall_times(line, wall), wall
+            at = next(walls, None)
+        if fixed and offset > before and start > after and (last is None or start <= last):
+            skipped = next(_wall_times(line, start + before), None)
+            if skipped is not None and skipped < start + offset and at != start + offset:
+                yield start
+        while at is not None and at - offset < end and (last is None or at - offset <= last):
+            yield at - offset
+            asked, at = at + _TICK, next(walls, None)
+        if at is None:
+            return
+        start, end, before, offset = end, _next_change(zone, end), offset, _offset(zone, end)
+
+
+def last_fire(line: str, timezone: str, after: datetime, until: datetime) -> datetime | None:
+    """The last moment a line fires, ``after`` excluded and ``until`` included (both aware); None when there is none. In UTC.
+
+    Raises:
+        ValueError: not a cron line, or no such time zone.
+    """
+    end, length = until, timedelta(hours=1)
+    # backwards in ever longer steps: a month has 43,200 minutes, and the last one is wanted
+    while end > after:
+        start = max(after, end - length)
+        latest = deque(fire_times(line, timezone, start, end), maxlen=1)
+        if latest:
+            return latest[0]
+        end, length = start, 2 * length
+    return None
+
+
+def _stretch(zone: ZoneInfo, at: datetime) -> tuple[datetime, datetime, timedelta]:
+    """The time around ``at`` in which the zone's clocks were not changed: start (included; two days before at most), end, UTC offset."""
+    start = end = at - 2 * _DAY
+    while end <= at:
+        start, end = end, _next_change(zone, end)
+    return start, end, _offset(zone, start)
+
+
+def _next_change(zone: ZoneInfo, at: datetime) -> datetime:
+    """When the clocks change next after ``at``, or a day on when they do not until then."""
+    offset, end = _offset(zone, at), at + _DAY
+    if _offset(zone, end) == offset:
+        return end
+    while end - at > _TICK:
+        middle = at + (end - at) / 2
+        at, end = (middle, end) if _offset(zone, middle) == offset else (at, middle)
+    return end
+
+
+def _offset(zone: ZoneInfo, at: datetime) -> timedelta:
+    offset = at.astimezone(zone).utcoffset()
+    assert offset is not None
+    return offset
+
+
+def _wall_times(line: str, wall: datetime) -> Iterator[datetime]:
+    """The wall clock times from ``wall`` on that a checked line names; all are written as if they were UTC."""
+    try:
+        return CronSim(line, wall - _TICK)
+    except CronSimError:
+        # every field is one, but no month of the line has such a day
+        return iter(())
+
+
+@lru_cache(256)
+def _checked(line: str) -> str:
+    """The line, written so that cronsim reads it as cron does.
+
+    Raises:
+        ValueError: not a cron line.
+    """
+    fields = line.lower().split()
+    if len(fields) != 5:
+        raise ValueError("write five cron fields (minute hour day month weekday), such as '0 2 * * *', or 'after <view>'")
+    for field in fields[:3]:
+        if not re.fullmatch(r"[0-9*/,-]+", field):
+            raise ValueError(f"not a cron line: {field!r} is no number, range, list or step")
+    # a day with a step and no end: to Saturday, not to the second Sunday; from a day to Sunday: to the second one
+    fields[4] = re.sub(r"(?<![-*\w])(\w+)/", r"\1-6/", fields[4])
+    fields[4] = re.sub(r"([1-7]|mon|tue|wed|thu|fri|sat)-(0|sun)\b", r"\1-7", fields[4])
+    # a step over one value is that value, not all that follow
+    fields = [re.sub(r"\b(\w+)-\1/0*[1-9][0-9]*", r"\1", field) for field in fields]
+    for number, (field, name) in enumerate(zip(fields, _FIELDS, strict=True)):
+        alone = " ".join(field if number == other else "*" for other in range(5))
+        try:
+            # the last Friday (5L) and the second (5#2) are cronsim's, not cron's
+            if number == 4 and re.search("[l#]", field):
+                raise CronSimError
+            CronSim(alone, datetime.now(UTC))
+        except CronSimError as exc:
+            raise ValueError(f"not a cron line: {line.split()[number]!r} is no {name}") from exc
+    return " ".join(fields)
+
+
+def check_timezone(name: str) -> ZoneInfo:
+    """The time zone of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    try:
+        return ZoneInfo(name)
+    except (ZoneInfoNotFoundError, ValueError, OSError) as exc:
+        raise ValueError(f"no time zone {name!r}; write one such as Europe/Berlin") from exc
+
+
+def check_cron(line: str, timezone: str) -> None:
+    """Raises:
+    ValueError: not a cron line, or one that never fires.
+    """
+    check_timezone(timezone)
+    if next(_wall_times(_checked(line), datetime.now(UTC)), None) is None:
+        raise ValueError("this cron line never fires")
+
 
 CatchUp = Literal["latest", "all", "none"]
 

@@ -11,9 +11,9 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 
 from precompute.jobs.config.section import Duration, Name, Section, did_you_mean, parse_time
 from precompute.registry import check_use
-from precompute.sources.statement import check_sql, parameters, referenced_views
-from precompute.store.clock import duration
-from precompute.store.default_row import default_row
+from precompute.sources.database import check_sql, parameters, referenced_views
+from precompute.store.answer import default_row
+from precompute.store.clock import Partition, containing, duration
 from precompute.store.errors import ConfigError
 from precompute.store.feature_view import (
     RESERVED,
@@ -26,7 +26,6 @@ from precompute.store.feature_view import (
     SemanticCacheSpec,
 )
 from precompute.store.online.codec import RowCodec
-from precompute.store.partition import Partition, containing
 from precompute.techniques.table import BACKENDS, PRECISIONS
 
 if TYPE_CHECKING:

@@ -10,13 +10,13 @@ from datetime import timedelta
 from typing import Any
 
 from precompute.jobs.config.view import ViewConfig, model_queries
-from precompute.sources.statement import parameters
+from precompute.sources.database import parameters
+from precompute.store.clock import Partition
 from precompute.store.feature_view import FeatureView
 from precompute.store.offline.catalog import Entry
 from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
-from precompute.store.partition import Partition
 
 NAMED = 3
 """Late partitions that are named in a line."""

@@ -15,14 +15,14 @@ from typing import Any
 
 import pyarrow as pa
 
-from precompute.engine.batching import WINDOW_ROWS, joined
+from precompute.engine.prepare import WINDOW_ROWS, joined
 from precompute.engine.runner import Runner
 from precompute.engine.window import MISFIT, Outcome
 from precompute.jobs.config.project import Project
 from precompute.jobs.rows.open_view import OpenView, open_view
+from precompute.store.clock import Partition
 from precompute.store.errors import ConfigError, ModelError, SourceError
 from precompute.store.offline.view_store import OfflineStore
-from precompute.store.partition import Partition
 
 WARM_UP_ROWS = 32
 """Computed before the clock starts: a model's first call takes several times as long as the next."""

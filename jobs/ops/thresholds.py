@@ -27,7 +27,7 @@ from precompute.store.lookup_options import MAX_KEYS
 from precompute.store.online.online_store import Pointer
 from precompute.store.online_url import open_online_store
 from precompute.store.semantic_cache import NEAREST
-from precompute.store.vectors.recall import lower_bound
+from precompute.store.vectors.index_choice import lower_bound
 from precompute.store.vectors.vector_index import VectorIndex
 
 THRESHOLDS = (0.7, 0.75, 0.8, 0.85, 0.9, 0.925, 0.95, 0.97, 0.98, 0.99, 0.995, 0.999)

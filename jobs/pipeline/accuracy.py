@@ -133,7 +133,7 @@ class AccuracyCheck:
 
     def _reference(self, model: TorchModel, sample: pa.RecordBatch) -> Outcome:
         """The sample in float32: by a quicker way than the module's own, where that is not what is judged, and is seen to compute the same."""
-        from precompute.precision.reference import QUICK, is_proven, proof_rows, quick_reference
+        from precompute.precision.conversion import QUICK, is_proven, proof_rows, quick_reference
 
         exact = model.in_float32()
         # what is float32 by another way is compared with the module itself

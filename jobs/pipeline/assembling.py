@@ -11,17 +11,16 @@ from typing import TypeVar
 
 import pyarrow as pa
 
-from precompute.jobs.pipeline.verdicts import JUDGED_ROWS
+from precompute.jobs.pipeline.value_gates import JUDGED_ROWS
 from precompute.jobs.process.job import Job
 from precompute.model import Verbatim, digest
-from precompute.store.clock import utc_now
+from precompute.store.clock import Partition, utc_now
 from precompute.store.disk.lease import Lease
 from precompute.store.errors import SnapshotError
 from precompute.store.history.newest_rows import NewestRows, newest_rows
 from precompute.store.offline.snapshot import Counts, Snapshot, Verdict
 from precompute.store.offline.standing import Standing, are_alike
 from precompute.store.offline.view_store import ViewStore
-from precompute.store.partition import Partition
 from precompute.store.record import replace
 
 Value = TypeVar("Value")

@@ -13,15 +13,13 @@ from pathlib import Path
 
 from precompute.jobs.pipeline.accuracy import AccuracyCheck
 from precompute.jobs.pipeline.audit import Audit
-from precompute.jobs.pipeline.judging import judged, judged_again
+from precompute.jobs.pipeline.gates import judged, judged_again
 from precompute.jobs.process.job import Job
 from precompute.jobs.rows.chunks import Chunks
-from precompute.jobs.rows.compaction import compacted, merged
-from precompute.jobs.rows.deletes import write_deletes
-from precompute.jobs.rows.open_view import OpenView, open_view
+from precompute.jobs.rows.compaction import compacted, merged, write_deletes
+from precompute.jobs.rows.open_view import OpenView, iso_us, open_view, read_source_at
 from precompute.jobs.rows.plan import Plan, is_damaged, make_plan, now_us, recipe_of
 from precompute.jobs.rows.replaced import Replaced, figures_of
-from precompute.jobs.rows.source_age import iso_us, read_source_at
 from precompute.store.clock import utc_now
 from precompute.store.errors import GateError, ModelError, RejectedError, SnapshotError, SourceError
 from precompute.store.offline.snapshot import Counts, Snapshot, Verdict

@@ -1,4 +1,5 @@
-"""Run: materialize, then publish, each under its lease and with one report. What cron calls."""
+"""Run: materialize, then publish, each under its lease and with one report. What cron calls.
+Late rows: other partitions whose source yields other rows than they were computed from."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ import contextlib
 import logging
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -14,17 +17,17 @@ from typing import Any
 from precompute.jobs.config.project import Project
 from precompute.jobs.config.view import ViewConfig
 from precompute.jobs.pipeline.assembling import assembled
-from precompute.jobs.pipeline.judging import accepted
+from precompute.jobs.pipeline.gates import accepted
 from precompute.jobs.pipeline.materialize import dry_run, materialize
 from precompute.jobs.process.job import Job, RunOptions
 from precompute.jobs.process.notify import notify
 from precompute.jobs.process.progress import Progress, Silent
 from precompute.jobs.process.report import PUBLISHING, close_dead, recorded
 from precompute.jobs.publish.publisher import Publisher
-from precompute.jobs.rows.late import look_for_late_rows
+from precompute.jobs.rows.open_view import open_source
 from precompute.jobs.rows.plan import Plan
 from precompute.registry import LoadedModel
-from precompute.store.clock import parsed_time
+from precompute.store.clock import Partition, parsed_time
 from precompute.store.disk.crashpoint import crashpoint
 from precompute.store.disk.lease import Lease, is_held, take
 from precompute.store.disk.reserve import keep_reserve
@@ -36,9 +39,70 @@ from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.standing import Standing, keeps_live
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.online_url import open_online_store
-from precompute.store.partition import Partition
 
 log = logging.getLogger(__name__)
+
+SHARE = 0.05
+"""Of the run's time, that looking may take."""
+LEAST_S = 0.1
+"""What looking may take at least: some five small partitions."""
+
+
+def look_for_late_rows(job: Job) -> None:
+    """Read sources of a view's other partitions again, the newest first, while there is time, and note in the report which were looked at, and which of them
+    are late. Those of another model or source are left out: they are to be computed whatever their rows are. So are those whose source cannot be read any more, or
+    yields nothing, unless that is to be published: data that were let go of are not late."""
+    report, started = job.report, time.monotonic()
+    budget_s = max(LEAST_S, SHARE * sum(report.stages_s.values()))
+    # the first takes about as long as the run's own
+    slowest_s = report.stages_s.get("source", 0.0)
+    try:
+        for partition, snapshot in _others(job):
+            begun = time.monotonic()
+            if begun - started + slowest_s > budget_s:
+                break
+            late = _is_late(job, Partition.parse(partition), snapshot)
+            if late is not None:
+                report.looked_at.append(partition)
+                report.late += [partition] if late else []
+            slowest_s = max(slowest_s, time.monotonic() - begun)
+    except SnapshotError as exc:
+        log.info("view %r: whether its other partitions have late rows is not known: %s", job.config.name, exc)
+
+
+def _others(job: Job) -> Iterator[tuple[str, Snapshot]]:
+    """The newest snapshot of each other partition that was computed as the view is configured now; the newest partition first."""
+    view, newest = job.config.feature_view(), dict[str, int]()
+    for entry in job.store.catalog().entries.values():
+        if entry.partition is not None and entry.partition != job.options.partition_text:
+            newest[entry.partition] = entry.number
+    made_by = job.report.model, view.definition.source, view.entity
+    for partition, number in sorted(newest.items(), reverse=True):
+        snapshot = job.store.snapshot(number)
+        if (snapshot.model, snapshot.view.definition.source, snapshot.view.entity) == made_by:
+            yield partition, snapshot
+
+
+def _is_late(job: Job, partition: Partition, snapshot: Snapshot) -> bool | None:
+    """Whether the partition's source yields other rows than the snapshot was computed from; None where that is not known."""
+    assert job.config.partition is not None
+    try:
+        source, _ = open_source(
+            snapshot.view,
+            job.store.offline,
+            job.project.home,
+            pinned=snapshot.inputs,
+            partition=partition,
+            memory_mb=job.project.settings.source_mb,
+        )
+        with closing(source):
+            if not source.load(job.config.partition.column) and job.config.partition.empty != "publish":
+                return None
+            return source.content() != snapshot.content.partition(":")[2]
+    except PrecomputeError as exc:
+        log.info("view %r: whether partition %s has late rows is not known: %s", job.config.name, partition, exc)
+        return None
+
 
 BRIEFLY_S = 2.0
 """How long a command waits for a lease: garbage collection holds one for an instant."""

@@ -10,10 +10,10 @@ from precompute.jobs.config.project import Project
 from precompute.jobs.config.view import ViewConfig
 from precompute.jobs.process.progress import Progress
 from precompute.registry import LoadedModel
+from precompute.store.clock import Partition
 from precompute.store.disk.lease import Lease
 from precompute.store.offline.runs import Report
 from precompute.store.offline.view_store import ViewStore
-from precompute.store.partition import Partition
 
 
 @dataclass(frozen=True, slots=True)

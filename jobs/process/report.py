@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from precompute.jobs.process.termination import Terminated, asked, described, last_words
+from precompute.jobs.process.command_process import Terminated, asked, described, last_words
 from precompute.store.clock import utc_now
 from precompute.store.errors import GateError, PrecomputeError, RejectedError
 from precompute.store.offline.runs import Report

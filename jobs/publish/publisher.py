@@ -30,7 +30,7 @@ from precompute.store.errors import (
     VectorIndexError,
 )
 from precompute.store.history.changes import Changes
-from precompute.store.offline.layers import layers_that_stay
+from precompute.store.offline.part_file import layers_that_stay
 from precompute.store.offline.refs import LiveRef, Place
 from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Snapshot

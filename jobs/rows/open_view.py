@@ -4,7 +4,9 @@ both have the same SQL, the same inputs and the same model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,19 +14,88 @@ from typing import Any
 
 import pyarrow as pa
 
+import precompute.model
 from precompute.jobs.config.view import model_queries
-from precompute.jobs.rows.known_model import KnownModel
 from precompute.model import Model, StagedModel, model_fingerprint, on_host
-from precompute.project_path import absolute_arguments, starting_from
-from precompute.registry import LoadedModel, load_with_fingerprint
+from precompute.project_module import absolute_arguments, starting_from
+from precompute.registry import MOST_NAMED_FILES, LoadedModel, Stamp, load_with_fingerprint, named_files, stamp_of
 from precompute.source import Files, Source
-from precompute.sources.statement import referenced_views
+from precompute.sources.database import referenced_views
+from precompute.store.clock import Partition
+from precompute.store.disk.durable_file import make_folder, replace_durably
 from precompute.store.errors import ConfigError, ModelError, SourceError
 from precompute.store.feature_view import FeatureView, ModelUse
-from precompute.store.offline.layers import Layers
+from precompute.store.freshness import as_datetime, iso, microseconds
+from precompute.store.offline.part_file import Layers
+from precompute.store.offline.runs import Report
+from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import OfflineStore, ViewStore
-from precompute.store.partition import Partition
+from precompute.store.record import Record, read_record, sealed
 from precompute.techniques.table import REFERENCE, technique_name
+
+NAME = "fingerprint.json"
+OF_FILES = frozenset({"text_encoder", "two_tower"})
+"""Built-in models whose fingerprint is that of their files, arguments and code, and of nothing else."""
+SETTLED_NS = 2_000_000_000
+"""What changes within a step of a file system's clock, of two seconds at most, has no other time."""
+
+_CODE = Path(precompute.model.__file__).parent
+
+
+class _Known(Record, frozen=True):
+    use: str
+    args: dict[str, Any]
+    files: dict[str, Stamp | None]
+    fingerprint: str
+
+
+class KnownModel:
+    """What is remembered of one view's model.
+
+    Args:
+        folder: where; made by the first write.
+        use: the model's name.
+        args: its arguments, paths among them absolute; a model with tables among them is not remembered.
+        project: the project's folder.
+    """
+
+    def __init__(self, folder: Path, use: str, args: Mapping[str, Any], project: Path) -> None:
+        self._path, self._use, self._args, self._project = folder / NAME, use, dict(args), project
+        self._files = self._stamps()
+
+    def fingerprint(self) -> str | None:
+        """The model's own; None where it is not known, or may be another by now."""
+        if self._files is None:
+            return None
+        # damaged, or another version's: it is found again
+        with contextlib.suppress(OSError, ValueError):
+            known = read_record(_Known, self._path.read_bytes())
+            if (known.use, known.args, known.files) == (self._use, self._args, self._files):
+                return known.fingerprint
+        return None
+
+    def remember(self, fingerprint: str) -> None:
+        """Keep the fingerprint of a model that was loaded since this was made, unless a file may have changed meanwhile; without it the next run loads the model."""
+        files = self._files
+        if files is None or files != self._stamps():
+            return
+        latest_ns = max((stamp.changed for stamp in files.values() if stamp is not None), default=0)
+        if latest_ns < time.time_ns() - SETTLED_NS:
+            with contextlib.suppress(OSError):
+                make_folder(self._path.parent)
+                replace_durably(self._path, sealed(_Known(self._use, self._args, files, fingerprint)))
+
+    def _stamps(self) -> dict[str, Stamp | None] | None:
+        """Of all files of the model and of our code for it; None of a model of which they do not tell."""
+        if self._use not in OF_FILES or not all(
+            isinstance(value, (str, int, float, type(None))) for value in self._args.values()
+        ):
+            return None
+        with starting_from(self._project):
+            named = list(named_files(self._args))
+        code = (path for folder in ("models", "text") for path in (_CODE / folder).iterdir() if path.is_file())
+        return None if len(named) >= MOST_NAMED_FILES else {str(path): stamp_of(path) for path in (*named, *code)}
+
 
 EXAMPLE_ROWS = 256
 """Of the source, that a conversion is shown: shapes to expect, and the scales of a static int8."""
@@ -268,3 +339,32 @@ def _live_number(offline: OfflineStore, name: str, reader: str) -> int:
     if ref is None:
         raise SourceError(f"view {reader!r} reads live.{name}, which was never published: run `precompute run {name}` first")
     return ref.snapshot
+
+
+REPORTS = 50
+"""How many of a view's newest reports are looked at for the last one that did its work."""
+
+
+def read_source_at(opened: OpenView, offline: OfflineStore) -> str | None:
+    """When what a view's source SQL reads was last modified: the newest of its local files, or the oldest of that and what is known of the views it
+    reads. ISO 8601 in UTC; None where nothing is known.
+
+    Raises:
+        SourceError, SnapshotError: something cannot be read.
+    """
+    times_us = [opened.source.modified_us()]
+    for name in referenced_views(opened.view.definition.source):
+        store = offline.view(name)
+        times_us.append(microseconds(known_source_at(store.snapshot(opened.inputs[name]), store.runs.reports(REPORTS)) or ""))
+    return iso_us(min((us for us in times_us if us is not None), default=None))
+
+
+def known_source_at(snapshot: Snapshot, reports: Iterable[Report]) -> str | None:
+    """As the newest of ``reports`` that found the snapshot to be what the source yields tells it, and else its manifest."""
+    did = (report for report in reports if report.finished and report.snapshot == snapshot.number)
+    return next((report.source_at for report in did if report.source_at), snapshot.source_at)
+
+
+def iso_us(us: int | None) -> str | None:
+    """µs since 1970 as an ISO 8601 time in UTC."""
+    return None if us is None else iso(as_datetime(us))

@@ -19,7 +19,7 @@ from precompute.model import digest
 from precompute.source import Files
 from precompute.store.errors import SnapshotError
 from precompute.store.offline.journal import Finished
-from precompute.store.offline.layers import MOST_OVERLAYS, layers_that_stay
+from precompute.store.offline.part_file import MOST_OVERLAYS, layers_that_stay
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.standing import Standing
 from precompute.store.offline.view_store import ViewStore

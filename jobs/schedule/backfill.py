@@ -7,29 +7,438 @@ still run; so does one that was cancelled by a signal. The live pointer moves no
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
+import signal
+import threading
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from statistics import median
 
 from precompute.jobs.config.project import Project
-from precompute.jobs.schedule.backfill_plan import Past, Recipes, plan_backfill, range_of, why_partition
-from precompute.jobs.schedule.backfill_state import (
+from precompute.jobs.process.job import RunOptions
+from precompute.jobs.process.progress import Silent
+from precompute.jobs.schedule.backfill_plan import (
+    REPORTS,
     Backfill,
     Item,
     Options,
+    Past,
+    Recipes,
     check_overlap,
     in_words,
     note_done,
     one_begins,
+    plan_backfill,
+    range_of,
     read_backfill,
     save_backfill,
     take_backfill,
+    why_partition,
 )
-from precompute.jobs.schedule.conductor import Conductor
+from precompute.store.clock import Partition, utc_now
+from precompute.store.disk.lease import Lease
+from precompute.store.errors import ConflictError, GateError, PrecomputeError, SnapshotError
+from precompute.store.offline.runs import Report
+from precompute.store.offline.standing import Standing
 from precompute.store.offline.view_store import ViewStore
-from precompute.store.partition import Partition
 from precompute.store.record import replace
+from precompute.workers.process import ChildProcess, end_all, installed_module
+
+STOP_GRACE_S = 4.5
+"""How long a run may take to end after SIGTERM before it is killed. Killing is safe: nothing is visible before its manifest."""
+
+POLL_S = 0.05
+"""How often is looked whether a run has ended."""
+
+LOOK_AGAIN_S = 0.5
+"""How often a partition that somebody else computes is looked at."""
+
+ATTEMPTS = 3
+"""How often a run is begun that finds its partition taken the moment before."""
+
+
+GROUP_S = 30.0
+"""About how long one process computes partitions, one after the other, with the model loaded once: a process takes 1.3 s of CPU to begin."""
+
+FIRST_GROUP, MOST_IN_GROUP = 8, 200
+"""Partitions of a process at most: before it is known how long one takes, and after."""
+
+PUBLISH_EVERY_S = 5.0
+"""How often what is done goes live before the end, at most; and no more than a tenth of the time is spent on it."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """A process, and the partitions it was given that are not known to be over, in their order; ``began`` by the monotonic clock, in s."""
+
+    items: list[Item]
+    process: ChildProcess
+    began: float
+
+
+@dataclass(slots=True)
+class Conductor:
+    """Keeps the slots full until no partition is left."""
+
+    project: Project
+    store: ViewStore
+    state: Backfill
+    lease: Lease
+    announce: Callable[[str], None]
+    _active: list[_Group] = field(default_factory=list)
+    _elsewhere: dict[str, Item] = field(default_factory=dict)
+    """Partitions somebody else computes."""
+    _survivors: set[str] = field(default_factory=set)
+    """Those of them whose process is this backfill's own, from before it was killed: they fill slots."""
+    _since: dict[str, str] = field(default_factory=dict)
+    """Partition → run ids from here on count."""
+    _attempts: Counter[str] = field(default_factory=Counter)
+    _signal: int | None = None
+    """The first one that came."""
+    _began: float = field(default_factory=time.monotonic)
+    _finished: int = 0
+    _seconds: list[float] = field(default_factory=list)
+    """What partitions took."""
+    _publish_at: float = field(default_factory=lambda: time.monotonic() + PUBLISH_EVERY_S)
+    """When what is done goes live next, by the monotonic clock."""
+
+    def conduct(self) -> None:
+        """Run everything, then publish."""
+        state = self.state
+        with self._signals():
+            try:
+                self._run()
+            except BaseException:
+                self._end_all()
+                raise
+        # it may have come after the last process had ended
+        state.signal = self._signal
+        try:
+            if state.signal is None:
+                state.status = "done" if state.count("done") == len(state.items) else "failed"
+                self._publish()
+        except BaseException as exc:
+            # interrupted
+            if not isinstance(exc, Exception):
+                self._close("cancelled")
+            raise
+        self._close(state.status if state.signal is None else "cancelled")
+        self._tell_end()
+
+    def _close(self, status: str) -> None:
+        self.state.status, self.state.finished_at = status, utc_now()
+        save_backfill(self.store, self.state, self.lease)
+
+    def _run(self) -> None:
+        todo = sorted(
+            (item for item in self.state.items if item.state == "pending"),
+            key=lambda i: i.partition,
+            reverse=self.state.options.backwards,
+        )
+        look_at = 0.0
+        while todo or self._active or self._elsewhere:
+            while todo and len(self._active) + len(self._survivors) < self.state.options.max_active:
+                self._start(todo)
+            if self._signal is not None:
+                self._cancel(self._signal)
+                return
+            looks = time.monotonic() >= look_at
+            for group in list(self._active):
+                ended = group.process.ended()
+                if ended:
+                    self._active.remove(group)
+                if (ended or looks) and (over := self._note_reports(group)) + ended:
+                    todo[:0] = self._note_end(group) if ended else []
+                    save_backfill(self.store, self.state, self.lease)
+                    if over and self.state.options.publish and time.monotonic() >= self._publish_at:
+                        self._publish_early()
+            if looks:
+                todo[:0] = self._look_elsewhere()
+                look_at = time.monotonic() + LOOK_AGAIN_S
+            time.sleep(POLL_S)
+
+    def _start(self, todo: list[Item]) -> None:
+        """Begin a process for the next partitions, which are taken off the list."""
+        group, size = list[Item](), self._group_size(len(todo))
+        # every second one, where two processes begin, so that time goes on in its order
+        free = max(1, self.state.options.max_active - len(self._active) - len(self._survivors))
+        for item in todo[::free][:size]:
+            todo.remove(item)
+            self._since[item.partition] = self.store.runs.stamp()
+            if self.store.running(item.partition):
+                self._wait_for(item)
+            else:
+                group.append(item)
+        if not group:
+            return
+        command = [
+            *installed_module("precompute.jobs.cli"),
+            "-c",
+            str(self.project.folder),
+            "materialize",
+            self.state.view,
+            "--json",
+        ]
+        command += ["--partitions", ",".join(item.label for item in group), "--backfill", self.state.id]
+        try:
+            process = ChildProcess([*command, *(["--full"] if self.state.options.full else [])], output="kept")
+        except OSError as exc:
+            for item in group:
+                item.state, item.error = "failed", f"its process cannot be started: {exc.strerror or exc}"
+                self._tell(item)
+            return
+        self._active.append(_Group(group, process, time.monotonic()))
+        for item in group:
+            self._attempts[item.partition] += 1
+        group[0].state, group[0].started_at = "running", utc_now()
+        save_backfill(self.store, self.state, self.lease)
+
+    def _group_size(self, left: int) -> int:
+        share = math.ceil(left / self.state.options.max_active)
+        if not self._seconds:
+            # of several slots none waits for another's first one
+            return min(FIRST_GROUP, share) if self.state.options.max_active == 1 else 1
+        return max(1, min(share, MOST_IN_GROUP, int(GROUP_S / max(0.001, median(self._seconds)))))
+
+    def _note_reports(self, group: _Group, *, cancelled: bool = False) -> int:
+        """Note the partitions of a process that are over by their reports, of one that was ``cancelled`` those that are done; how many."""
+        since = min((self._since[item.partition] for item in group.items), default="")
+        reports = self.store.runs.reports(REPORTS, since=since) if group.items else []
+        own = {report.partition: report for report in reversed(reports) if report.backfill == self.state.id}
+        over = 0
+        for item in list(group.items):
+            report = own.get(item.partition)
+            if report is None or report.run < self._since[item.partition]:
+                break
+            if cancelled and report.error is not None:
+                break
+            if report.status == "running":
+                item.state, item.run = "running", report.run
+                break
+            group.items.remove(item)
+            over += 1
+            item.seconds, item.started_at = report.seconds, report.started_at
+            self._seconds.append(report.seconds)
+            if report.error is None and report.snapshot is not None:
+                note_done(item, self.store, report)
+            else:
+                item.state = "refused" if report.status in ("refused", "rejected") else "failed"
+                item.run, item.error = report.run, report.error
+            self._tell(item)
+        return over
+
+    def _note_end(self, group: _Group) -> list[Item]:
+        """Note what an ended process leaves, and return the partitions that are to be tried again: what it had in hand is to blame for its end, and the rest
+        never began. Where its report cannot be read, the manifests tell."""
+        again: list[Item] = []
+        status = group.process.status
+        for item in group.items:
+            if status == 0 and Standing(self.store).newest(item.partition) is not None:
+                note_done(item, self.store)
+            elif (
+                item.run is None
+                and status != 2
+                and (again or self._attempts[item.partition] < ATTEMPTS)
+                and not (status is not None and status < 0 and item is group.items[0])
+            ):
+                # it never began, or failed before its run did: somebody else took the partition's lease, if only for a moment
+                item.state = "pending"
+                if self.store.running(item.partition):
+                    self._wait_for(item)
+                elif not self._done_elsewhere(item):
+                    again.append(item)
+                continue
+            else:
+                item.state = "refused" if status == 3 else "failed"
+                item.seconds, item.error = round(time.monotonic() - group.began, 3), _last_words(group.process)
+            self._tell(item)
+        group.items.clear()
+        return again
+
+    # ---- partitions somebody else computes
+
+    def _wait_for(self, item: Item) -> None:
+        item.state = "running"
+        self._elsewhere[item.partition] = item
+        last = self._last_report(item)
+        if last is not None and last.status == "running":
+            self._since[item.partition] = last.run
+            if last.backfill == self.state.id:
+                self._survivors.add(item.partition)
+        self.announce(f"{item.label}  waits for a run of it that is going on")
+
+    def _look_elsewhere(self) -> list[Item]:
+        """Partitions that nobody computes any more and that are still to do."""
+        again = []
+        for partition, item in list(self._elsewhere.items()):
+            if not self.store.running(partition):
+                del self._elsewhere[partition]
+                self._survivors.discard(partition)
+                if not self._done_elsewhere(item):
+                    again.append(item)
+                save_backfill(self.store, self.state, self.lease)
+        return again
+
+    def _done_elsewhere(self, item: Item) -> bool:
+        """Whether the run that was waited for, or a later one, did the partition; otherwise it is pending."""
+        last = self._last_report(item)
+        item.state = "pending"
+        if last is None or last.run < self._since[item.partition]:
+            return False
+        if self.state.options.full and last.backfill != self.state.id:
+            return False
+        newest = Standing(self.store).newest(item.partition)
+        if not last.finished and (newest is None or newest.run != last.run):
+            return False
+        note_done(item, self.store, last)
+        self._tell(item)
+        return True
+
+    def _last_report(self, item: Item) -> Report | None:
+        reports = self.store.runs.reports(REPORTS)
+        return next((r for r in reports if r.partition == item.partition and r.command != "publish"), None)
+
+    # ---- the end
+
+    def _cancel(self, number: int) -> None:
+        self.announce(f"{signal.Signals(number).name}: ending {in_words(len(self._active))} that run")
+        self._end_all()
+        for item in self.state.items:
+            if item.state in ("pending", "running"):
+                item.state = "cancelled"
+
+    def _end_all(self) -> None:
+        """End every process and what it started; what they did by then is noted."""
+        end_all([group.process for group in self._active], STOP_GRACE_S)
+        while self._active:
+            group = self._active.pop()
+            self._note_reports(group, cancelled=True)
+
+    def _publish_early(self) -> None:
+        """Make what is done so far live; what stands in the way is told at the end."""
+        began = time.monotonic()
+        with contextlib.suppress(PrecomputeError):
+            self._publish_newest()
+        now = time.monotonic()
+        self._publish_at = now + max(PUBLISH_EVERY_S, 10 * (now - began))
+
+    def _publish_newest(self) -> None:
+        """Make the newest publishable snapshot live, if that is a step forward; else the state says why not.
+
+        Raises:
+            PrecomputeError: as publishing does.
+        """
+        from precompute.jobs.pipeline.run import run_view
+
+        state = self.state
+        number, state.not_published = self._newer_than_live()
+        if number is None:
+            return
+        run_view(self.project, state.view, Silent(), RunOptions(command="publish", number=number, backfill=state.id))
+        ref = self.store.refs.live()
+        live = None if ref is None else self.store.snapshot(ref.snapshot)
+        # by itself, or as one of all partitions
+        if live is None or number not in (live.number, *live.members.values()):
+            state.not_published = "something newer went live meanwhile"
+        else:
+            state.published = live.number
+
+    def _publish(self) -> None:
+        """Make the newest publishable snapshot live, if that is a step forward."""
+        state = self.state
+        if not state.options.publish:
+            state.not_published = "not asked to"
+            return
+        limit = time.monotonic() + self.project.settings.lease
+        while True:
+            try:
+                self._publish_newest()
+                return
+            except ConflictError as exc:
+                if time.monotonic() > limit:
+                    state.status, state.not_published = "failed", str(exc)
+                    return
+                # somebody else publishes, perhaps something newer
+                time.sleep(LOOK_AGAIN_S)
+            except GateError as exc:
+                state.not_published = str(exc)
+                return
+            except PrecomputeError as exc:
+                state.status, state.not_published = "failed", str(exc)
+                return
+
+    def _newer_than_live(self) -> tuple[int | None, str | None]:
+        """Number of the snapshot to publish; or None, and why."""
+        standing, ref = Standing(self.store), self.store.refs.readable_live()
+        if not self.store.numbers():
+            return None, "there is no snapshot"
+        try:
+            number = standing.newest_publishable()
+            newest = self.store.snapshot(number)
+        except SnapshotError as exc:
+            return None, str(exc)
+        why = standing.why_unpublished(newest)
+        if why is None and ref is not None and ref.snapshot == number and not newest.refused_by:
+            why = f"snapshot {number} of {newest.partition} is live and the newest"
+        return (number, None) if why is None else (None, why)
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGINT and SIGTERM are noted, so that none comes between the start of a process and its being known."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def noted(number: int, _: object) -> None:
+            self._signal = self._signal or number
+
+        before = {number: signal.signal(number, noted) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    # ---- words
+
+    def _tell(self, item: Item) -> None:
+        self._finished += 1
+        total = self.state.count("pending", "running")
+        elapsed = time.monotonic() - self._began
+        left = f", {total} left, about {elapsed / self._finished * total:,.0f} s" if total else ""
+        rows = "" if item.rows is None else f"  {item.rows:,} rows"
+        seconds = "" if item.seconds is None else f"  {item.seconds:.1f} s"
+        error = "" if item.error is None else f"  {item.error}"
+        self.announce(
+            f"{item.label}  {item.state}{rows}{seconds}  ({len(self.state.items) - total} of {len(self.state.items)}{left}){error}"
+        )
+
+    def _tell_end(self) -> None:
+        state = self.state
+        counted = Counter(item.state for item in state.items)
+        kinds = ", ".join(f"{n} {what}" for what, n in counted.items()) or "nothing to do"
+        self.announce(f"backfill {state.id} of {state.view}: {state.status} ({kinds}), {time.monotonic() - self._began:.1f} s")
+        if state.published is not None:
+            self.announce(f"published snapshot {state.published}")
+        elif state.not_published is not None:
+            self.announce(f"nothing was published: {state.not_published}")
+        if state.status == "failed":
+            for item in state.items:
+                if item.state != "done":
+                    self.announce(f"  {item.label}  {item.state}: {item.error}")
+            if any(item.state != "done" and item.snapshot is None for item in state.items):
+                self.announce(f"what failed is tried again by: precompute backfill {state.view} --resume {state.id}")
+
+
+def _last_words(process: ChildProcess) -> str:
+    assert process.status is not None
+    if process.status < 0:
+        return f"its process {process.how_it_ended()}"
+    return f"exit status {process.status}: {process.last_words().removeprefix('precompute: ') or 'no word'}"
 
 
 def run_backfill(

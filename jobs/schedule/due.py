@@ -15,9 +15,8 @@ from datetime import datetime, timedelta
 from typing import Literal
 from zoneinfo import ZoneInfo
 
-from precompute.jobs.config.cron import fire_times, last_fire
 from precompute.jobs.config.project import Project
-from precompute.jobs.config.schedule import Schedule
+from precompute.jobs.config.schedule import Schedule, fire_times, last_fire
 from precompute.jobs.process.report import PUBLISHING
 from precompute.store.clock import parsed_time
 from precompute.store.disk.durable_file import disk_message, make_folder, replace_durably

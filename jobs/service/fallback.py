@@ -30,24 +30,22 @@ from precompute.jobs.process.suspects import row_hash
 from precompute.jobs.rows.open_view import OpenView, open_view
 from precompute.jobs.rows.own_definition import check_own
 from precompute.model import Model, QueryModel, ReadingModel
-from precompute.project_path import starting_from
+from precompute.project_module import starting_from
 from precompute.registry import LoadedModel, load_with_fingerprint
 from precompute.sources.kept_input import KeptInput
+from precompute.store.clock import Partition
 from precompute.store.errors import PrecomputeError, SourceError
 from precompute.store.fallback import CLIENT, Computed, Fallback, Miss, unpacked_view
-from precompute.store.kept.kept_rows import KeptRows, input_names
-from precompute.store.kept.kept_writer import KeptWriter
+from precompute.store.kept.kept_rows import KeptRows, KeptWriter, input_names
 from precompute.store.key_text import split_key
 from precompute.store.offline.view_store import OfflineStore
 from precompute.store.online import kernels
 from precompute.store.online.codec import RowCodec, rekeyed
 from precompute.store.online.online_store import Pointer
 from precompute.store.online.packed import Packed
-from precompute.store.partition import Partition
 from precompute.store.status import Reason
-from precompute.store.telemetry.batches import Batches, Tell
-from precompute.store.telemetry.instruments import Meter
-from precompute.store.telemetry.trace import Asked
+from precompute.store.telemetry.instruments import Batches, Meter, Tell
+from precompute.store.telemetry.tracing import Asked
 from precompute.techniques.table import REFERENCE
 
 log = logging.getLogger(__name__)
@@ -140,7 +138,7 @@ class ViewFallback(Fallback):
         watch: told, before what may hang, by when (:func:`time.monotonic`) it should be done, and the hashes of the rows that are in hand; infinity once nothing
             goes on.
         meter: counts.
-        tell: as of :class:`precompute.store.telemetry.batches.Batches`.
+        tell: as of :class:`precompute.store.telemetry.instruments.Batches`.
         suspects: hashes of rows that a process may have ended by, and from when on (monotonic) each may be tried, alone; once it came through, it is as any.
         may_try: whether one may be tried now at all.
     """

@@ -17,8 +17,7 @@ from typing import Any, Literal
 
 from precompute.engine.memory import available_bytes
 from precompute.jobs.process.suspects import Suspects
-from precompute.jobs.service.child import started, tell
-from precompute.jobs.service.kept_process import AGAIN, STILL_S, KeptProcess, Watch, watch_file
+from precompute.jobs.service.kept_process import AGAIN, STILL_S, KeptProcess, Watch, started, tell, watch_file
 from precompute.store.disk.spill_folder import sweep
 from precompute.store.errors import ConfigError, PrecomputeError
 from precompute.store.record import digest_of

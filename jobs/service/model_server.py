@@ -22,9 +22,8 @@ from typing import Any
 import pyarrow as pa
 
 from precompute.engine.memory import keep_freed_memory
-from precompute.jobs.service.child import begin
 from precompute.jobs.service.fallback import LOAD_S, REFUSED_S, ViewFallback
-from precompute.jobs.service.kept_process import AGAIN, Watch
+from precompute.jobs.service.kept_process import AGAIN, Watch, begin
 from precompute.store.errors import PrecomputeError
 from precompute.store.fallback import CLIENT, Computed, Miss
 from precompute.store.kept.kept_rows import KeptLimits
@@ -32,11 +31,10 @@ from precompute.store.offline.view_store import OfflineStore
 from precompute.store.online.online_store import Pointer
 from precompute.store.online_url import open_kept_rows
 from precompute.store.status import Reason
-from precompute.store.telemetry.batches import Tell
-from precompute.store.telemetry.instruments import Meter
-from precompute.store.telemetry.trace import TRACE
-from precompute.workers.frames import framed, read_message
+from precompute.store.telemetry.instruments import Meter, Tell
+from precompute.store.telemetry.tracing import TRACE
 from precompute.workers.process import be_nicer
+from precompute.workers.worker import framed, read_message
 
 # from a worker:  {"pointer": n}                      body: the pointer that is called n from now on, on this connection
 #                 {"ask": i, "pointer": n, "keys": […], "inputs": {…}, "deadline": t, "query": …}       the keys are called i, i + 1, …

@@ -1,10 +1,17 @@
-"""Serve: the HTTP API over a project's online store, by processes that a supervisor keeps."""
+"""Serve: the HTTP API over a project's online store, by processes that a supervisor keeps.
+The supervisor starts and replaces the server's processes."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import logging
+import os
+import select
 import signal
-from collections.abc import Callable
+import socket
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
@@ -12,14 +19,186 @@ from pathlib import Path
 from typing import Any
 
 from precompute.jobs.config.project import Project
-from precompute.jobs.service.model_group import ModelLimits, check_runtime, machine_memory_mb
-from precompute.jobs.service.supervisor import Supervisor
-from precompute.store.account.rounds import Rounds
+from precompute.jobs.service.kept_process import DRAIN_S, STILL_S, KeptProcess, Watch, started, watch_file
+from precompute.jobs.service.model_group import ModelGroup, ModelLimits, check_runtime, machine_memory_mb
+from precompute.jobs.service.remote_fallback import CONTROL
+from precompute.store.account.checker import Rounds
 from precompute.store.disk.spill_folder import SpillFolder
-from precompute.store.errors import ConfigError
-from precompute.store.guard.access import tls_of, tokens_of
+from precompute.store.errors import ConfigError, PrecomputeError
 from precompute.store.guard.listener import Listener
+from precompute.store.guard.tls import tls_of, tokens_of
 from precompute.store.online_url import open_online_store
+from precompute.store.telemetry.instruments import MODEL_SPARES, RESTARTS, Meter
+from precompute.workers.process import ChildProcess, end_all
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.1
+"""How often the processes are looked at."""
+
+RETIRE_S = 120.0
+"""A model that no worker has wanted for this long is live no more, and no request waits for it."""
+
+MOST_MODELS = 64
+"""Processes; each wants memory."""
+
+NO_ROOM_S = 5.0
+"""Before a model is given a process again, after the system had no room for one: no file, no disk."""
+
+FUTILE = 5
+"""Times in a row that each worker may end as soon as it was started, while none has answered yet: what is wrong with them is in what they were told."""
+
+WORKER_WAIT_S = 5.0
+"""Before a worker is started anew, at most: where a request ends it, all others wait for the next."""
+
+
+DRAIN_STILL_S = 5.0
+"""A worker whose loop stands still for so long, once it was told to end, answers nobody any more."""
+
+
+class WorkerKeeper(KeptProcess):
+    """One lookup worker. Its loop shows that it lives."""
+
+    longest_wait_s = WORKER_WAIT_S
+
+    def __init__(self, number: int, spec: dict[str, Any], meter: Meter) -> None:
+        super().__init__("worker", f"lookup worker {number}", meter)
+        self._file = watch_file(Path(spec["runtime"]) / f"worker-{number}.watch")
+        self._watch = Watch(self._file)
+        self._spec = spec | {"number": number, "watch": self._file}
+        self.has_answered = False
+        """Whether it was ever ready to."""
+
+    def start(self) -> ChildProcess:
+        self._watch.begin()
+        return started("precompute.jobs.service.lookup_worker", self._spec, [*self._spec["listeners"], self._file])
+
+    def look(self, now: float) -> None:
+        if self.process is not None and self._watch.has_begun(now):
+            self.has_answered = True
+        super().look(now)
+
+    def judged(self, now: float) -> str | None:
+        return f"was killed: its loop stood still for {STILL_S:g} s" if self._watch.is_still(now) else None
+
+    def is_stuck(self, now: float) -> bool:
+        """Whether it was told to end, and does nothing for it."""
+        return self._watch.silent_s(now) > DRAIN_STILL_S
+
+    def close(self) -> None:
+        """It is started no more."""
+        os.close(self._file)
+
+
+class Supervisor:
+    """Runs in the thread that makes it, which must be the main one: the processes end with it.
+
+    Args:
+        worker: what each lookup worker is told; see :mod:`precompute.jobs.service.lookup_worker`.
+        project: what each model process is told; see :mod:`precompute.jobs.service.model_server`.
+        limits: of each model process.
+        workers: how many lookup workers.
+    """
+
+    def __init__(self, worker: dict[str, Any], project: dict[str, Any], limits: ModelLimits, workers: int = 1) -> None:
+        self._runtime, self._project, self._limits = Path(worker["runtime"]), project, limits
+        self._meter, self._figures_at = Meter(self._runtime, "supervisor"), 0.0
+        for process, why in itertools.product(("worker", "model"), ("ended", "killed")):
+            # told as 0 before the first: Prometheus sees its increase then
+            self._meter.counter(RESTARTS, process, why)
+        self._workers = [WorkerKeeper(number, worker, self._meter) for number in range(workers)]
+        self._groups: dict[str, ModelGroup] = {}
+        self._control = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._control.setblocking(False)
+        self._control.bind(str(self._runtime / CONTROL))
+        self._stopping: signal.Signals | None = None
+        self._room_at = 0.0
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """Have :meth:`run` finish what is at hand, and end, as a signal asks; safe to call in its handler."""
+        self._stopping = signal.Signals(number)
+
+    def run(self) -> None:
+        """Keep the processes until :meth:`stop`, then have the workers finish their requests, then end the models.
+
+        Raises:
+            PrecomputeError: no worker came up.
+        """
+        try:
+            while self._stopping is None:
+                self._take_wishes()
+                now = time.monotonic()
+                for kept in self._all():
+                    kept.look(now)
+                self._retire(now)
+                if now >= self._figures_at:
+                    self._figures_at = now + 1.0
+                    self._meter.process_figures()
+                    self._meter.gauge(MODEL_SPARES).set(sum(group.spare.stands_by(now) for group in self._groups.values()))
+                if all(worker.ends_quickly >= FUTILE and not worker.has_answered for worker in self._workers):
+                    raise PrecomputeError("no lookup worker comes up: what ended them is in the log above")
+                select.select([self._control], [], [], TICK_S)
+            began = time.monotonic()
+            self._drain()
+            log.info("ended by %s, after %.1f s", self._stopping.name, time.monotonic() - began)
+        finally:
+            self._end()
+
+    def _all(self) -> list[WorkerKeeper | ModelGroup]:
+        return [*self._workers, *self._groups.values()]
+
+    def _take_wishes(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                model, *views = self._control.recv(4096).decode(errors="replace").split("\0")
+                if model not in self._groups and len(self._groups) < MOST_MODELS and time.monotonic() >= self._room_at:
+                    self._make(model)
+                if model in self._groups:
+                    self._groups[model].wanted_at = time.monotonic()
+                    self._groups[model].serves(views)
+
+    def _make(self, model: str) -> None:
+        try:
+            number = min(set(range(MOST_MODELS)) - {group.number for group in self._groups.values()})
+            self._groups[model] = ModelGroup(model, self._project, self._runtime, self._limits, self._meter, number)
+        except OSError as exc:
+            self._room_at = time.monotonic() + NO_ROOM_S
+            log.error("no process for model %s: %s; its rows are missing until there is room", model[:12], exc)
+
+    def _retire(self, now: float) -> None:
+        for model, group in list(self._groups.items()):
+            if now - group.wanted_at > RETIRE_S:
+                log.info("%s is ended: its model is live no more", group.name)
+                del self._groups[model]
+                _end([group])
+                group.close()
+
+    def _drain(self) -> None:
+        """Have the workers end once their requests are answered; the models go on meanwhile."""
+        ending = {worker: worker.process for worker in self._workers if worker.process is not None}
+        for process in ending.values():
+            process.signal(signal.SIGTERM)
+        limit = time.monotonic() + DRAIN_S + DRAIN_STILL_S
+        while any(not process.ended() for process in ending.values()) and (now := time.monotonic()) < limit:
+            for worker, process in ending.items():
+                if not process.ended() and worker.is_stuck(now):
+                    log.error("%s was told to end, and its loop stood still for %g s: it is killed", worker.name, DRAIN_STILL_S)
+                    process.signal(signal.SIGKILL)
+            self._take_wishes()
+            for group in self._groups.values():
+                group.look(now)
+            select.select([self._control], [], [], TICK_S)
+
+    def _end(self) -> None:
+        _end(self._all())
+        for kept in self._all():
+            kept.close()
+        self._control.close()
+
+
+def _end(kept: Sequence[WorkerKeeper | ModelGroup]) -> None:
+    """Kill what is left of these: they have nothing that must be saved."""
+    end_all([process for one in kept for process in one.running()], grace_s=0.2, kill_s=5.0)
 
 
 def serve(project: Project, announce: Callable[[str], None], workers: int | None = None) -> None:

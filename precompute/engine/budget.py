@@ -1,4 +1,4 @@
-"""Budget: how much one batch may cost. It finds itself, so that nobody sets a batch size.
+"""Budget: how much one batch may cost. It finds itself, so that nobody sets a batch size. A batch is paced by the clock besides.
 
 The first batches take turns with several budgets, and the smallest of the best wins; where that is the largest, larger ones take turns with it. A
 budget that the rows do not fill is given up, so that the search ends. What a batch took, measured, bounds every larger one before it is tried; one that ran
@@ -172,3 +172,54 @@ class Budget:
             self._candidates = []
             if largest and 2 * self.cost <= min(self._most, limit):
                 self._try([c for c in (self.cost, 2 * self.cost, 4 * self.cost) if c <= limit])
+
+
+LONG_S = 10.0
+"""Nothing takes longer, if it can be helped, whatever the bargain."""
+GAIN = 1.3
+"""A size whose rate is so many times that of a smaller one is worth its time."""
+FLAT = 0.7
+"""Where one of half the size or less takes more than this share of the time, cutting does not help."""
+PACE_GROW_BY = 8
+"""At most, from one to the next."""
+
+
+class Pace:
+    """The largest cost that is begun now.
+
+    Args:
+        start: where to begin; None for whatever is asked.
+        goal_s: how long one should take. Up to twice that is let be.
+    """
+
+    def __init__(self, start: int | None, goal_s: float) -> None:
+        self.limit = 2**62 if start is None else start
+        self._goal_s = goal_s
+        self._seen: dict[int, tuple[int, float]] = {}
+        """Bits of a cost → the last one of that size, and its seconds."""
+
+    def done(self, cost: int, seconds: float) -> None:
+        """Something of this cost, at least 1, took so long."""
+        seconds = max(seconds, 1e-9)
+        size, rate = cost.bit_length(), cost / seconds
+        self._seen[size] = (cost, seconds)
+        smaller = max((c / s for bits, (c, s) in self._seen.items() if bits < size), default=0.0)
+        larger = [(c, s) for bits, (c, s) in self._seen.items() if bits > size]
+        better = max((c for c, s in larger if s <= LONG_S and c / s >= GAIN * rate), default=0)
+        same = 0
+        # back to a larger one that takes no longer, or on to one that is not known
+        if seconds > LONG_S / 2:
+            below = [s for c, s in self._seen.values() if 2 * c <= cost]
+            flat = [c for c, s in larger if 2 * cost <= c and FLAT * s < seconds]
+            same = max(flat, default=2 * cost if below and min(below) > FLAT * seconds else 0)
+        pays = 0 < GAIN * smaller <= rate
+        if same:
+            self.limit = max(self.limit, same)
+        elif seconds > LONG_S or (seconds > 2 * self._goal_s and not pays and not better):
+            self.limit = min(self.limit, max(1, int(cost * self._goal_s / seconds)))
+        elif seconds <= self._goal_s / 2:
+            self.limit = max(self.limit, cost * min(PACE_GROW_BY, int(self._goal_s / seconds)))
+        elif better:
+            self.limit = max(self.limit, better)
+        elif seconds <= LONG_S / 2 and (pays or not smaller) and not larger:
+            self.limit = max(self.limit, 2 * cost)

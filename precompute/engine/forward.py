@@ -12,9 +12,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from precompute.engine.budget import Budget
+from precompute.engine.budget import Budget, Pace
+from precompute.engine.cores import Lanes
 from precompute.engine.features import Declared, Misfit
-from precompute.engine.lanes import Lanes
 from precompute.engine.memory import (
     DeviceLostError,
     first_line,
@@ -24,7 +24,6 @@ from precompute.engine.memory import (
     without_locals,
 )
 from precompute.engine.meter import Meter
-from precompute.engine.pace import Pace
 from precompute.engine.window import MISFIT, Batch, Later, Rows, Window
 from precompute.model import Features, Model, StagedModel
 from precompute.project_module import told

@@ -15,15 +15,13 @@ import numpy as np
 import pyarrow as pa
 
 from precompute.engine.ahead import Ahead
-from precompute.engine.batching import DEVICE_WINDOW_ROWS
-from precompute.engine.budget import Budget
+from precompute.engine.budget import Budget, Pace
 from precompute.engine.cores import usable_threads
 from precompute.engine.features import Declared, in_order
 from precompute.engine.forward import Forward
 from precompute.engine.memory import ResidentPeak, is_out_of_memory, keep_freed_memory, release_threads
 from precompute.engine.meter import Meter
-from precompute.engine.pace import Pace
-from precompute.engine.prepare import Preparation
+from precompute.engine.prepare import DEVICE_WINDOW_ROWS, Preparation
 from precompute.engine.window import Batch, Outcome, Window
 from precompute.model import Model, SizedModel, StagedModel
 from precompute.store.feature_view import FeatureView
@@ -131,7 +129,7 @@ class Runner:
 
     @property
     def window_rows(self) -> int:
-        """Rows that a window of :meth:`stream` should have, as :func:`precompute.engine.batching.joined` takes it."""
+        """Rows that a window of :meth:`stream` should have, as :func:`precompute.engine.prepare.joined` takes it."""
         return DEVICE_WINDOW_ROWS if self._staged is not None and self._staged.device.depth else 1
 
     def lanes_for(self, rows: int) -> int:

@@ -22,16 +22,16 @@ from precompute.model import Prepared, Verbatim, digest, resolve_path
 from precompute.models.device import Device
 from precompute.models.graphs import Graphed, bucketed_length
 from precompute.models.torch_model import Tensors, TorchModel
-from precompute.project_path import absolute_path
+from precompute.project_module import absolute_path
 from precompute.store.errors import ConfigError, ModelError
-from precompute.text import attention
 from precompute.text.sentence_folder import SentenceFolder, read_sentence_folder
 from precompute.text.sentence_head import Head
-from precompute.text.token_cache import TokenCache
-from precompute.text.tokens import TextTokenizer, Tokens
+from precompute.text.tokens import TextTokenizer, TokenCache, Tokens
 from precompute.text.transformer import (
+    ATTENTION,
     DECODERS,
     TOKENIZER_FILES,
+    is_available,
     load_transformer,
     longest_input,
     model_files,
@@ -78,7 +78,7 @@ class UnpaddedEncoder(torch.nn.Module):
 
     def __init__(self, transformer: Any, head: Head) -> None:
         super().__init__()
-        transformer.set_attn_implementation(attention.NAME)
+        transformer.set_attn_implementation(ATTENTION)
         self.transformer, self.head = transformer, head
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, starts: torch.Tensor, longest: torch.Tensor) -> torch.Tensor:
@@ -243,7 +243,7 @@ class TextEncoder(TorchModel):
         positions = getattr(self._config, "model_type", "") == "bert"
         if self.device.is_cuda and half and positions and isinstance(forward, Encoder) and not forward.head.leaves_out_prompt:
             dim = self._config.hidden_size // self._config.num_attention_heads
-            if attention.is_available(self.device.torch, dtype, dim):
+            if is_available(self.device.torch, dtype, dim):
                 forward = UnpaddedEncoder(forward.transformer, forward.head)
         self._unpadded = isinstance(forward, UnpaddedEncoder)
         self._bucketed = isinstance(forward, Graphed)

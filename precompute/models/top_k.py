@@ -19,8 +19,7 @@ import pyarrow.compute as pc
 import torch
 
 from precompute.model import Prepared, digest
-from precompute.models.device import Device
-from precompute.models.threads import compute_with
+from precompute.models.device import Device, compute_with
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.store.errors import ConfigError, ModelError
 

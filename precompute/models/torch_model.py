@@ -17,8 +17,7 @@ import pyarrow as pa
 import torch
 
 from precompute.model import Features, Prepared
-from precompute.models.device import Device, Fetch
-from precompute.models.peak import shapes_of
+from precompute.models.device import Device, Fetch, shapes_of
 
 Tensors = tuple[torch.Tensor, ...]
 

@@ -19,11 +19,9 @@ from safetensors.torch import load_model
 from precompute.engine.window import side_by_side
 from precompute.model import Prepared, Verbatim, digest, resolve_path
 from precompute.models.device import Device, Fetch
-from precompute.models.exported_program import is_pure, load_program, program_flops, takes
-from precompute.models.module_inputs import Columns, is_list, parse_inputs
+from precompute.models.exported_program import Columns, is_list, is_pure, load_program, parse_inputs, program_flops, takes
 from precompute.models.torch_model import Tensors, TorchModel
-from precompute.project_module import import_module, plain_name, told
-from precompute.project_path import project_folder
+from precompute.project_module import import_module, plain_name, project_folder, told
 from precompute.store.errors import ConfigError, ModelError
 
 CODE_VERSION = 1

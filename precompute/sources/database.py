@@ -1,25 +1,193 @@
 """Database: one DuckDB for a view's source. It keeps what is loaded compressed, spills to disk beyond its memory, fetches nothing from the network,
-and tells what went wrong as errors of ours."""
+and tells what went wrong as errors of ours. Its statements are checked before they run, and rows are hashed in it."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import re
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import duckdb
 import pyarrow as pa
 
-from precompute.sources.input_hash import named, sample_sql
-from precompute.sources.statement import first_line, syntax_tree
 from precompute.store.disk.spill_folder import SpillFolder
 from precompute.store.errors import ConfigError, SourceError
 from precompute.store.sql import memory_wanted, open_duckdb
+
+BOUNDS = ("start", "end")
+"""Parameters a partitioned view's SQL takes: TIMESTAMP, UTC, start included and end excluded."""
+
+
+def check_sql(sql: str) -> None:
+    """Refuse SQL that does not parse, is anything but one SELECT, or takes other parameters than :data:`BOUNDS`.
+
+    Raises:
+        ConfigError: with DuckDB's own words.
+    """
+    try:
+        # half of a character is a TypeError to DuckDB
+        sql.encode()
+        statements = duckdb.extract_statements(sql)
+    except (duckdb.Error, UnicodeEncodeError) as exc:
+        raise ConfigError(f"not valid SQL: {first_line(exc)}") from exc
+    if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
+        raise ConfigError("a source is exactly one SELECT statement")
+    unknown = sorted(parameters(sql).difference(BOUNDS))
+    if unknown:
+        raise ConfigError(f"the SQL takes a parameter ${unknown[0]}; there are $start and $end, of a view with a partition")
+
+
+def parameters(sql: str) -> frozenset[str]:
+    """Names of the parameters the SQL takes.
+
+    Raises:
+        ConfigError: it does not parse.
+    """
+    try:
+        return frozenset(name for statement in duckdb.extract_statements(sql) for name in statement.named_parameters)
+    except duckdb.Error as exc:
+        raise ConfigError(f"not valid SQL: {first_line(exc)}") from exc
+
+
+def referenced_views(sql: str) -> list[str]:
+    """Names of the views whose live snapshot the SQL reads, sorted; found in DuckDB's syntax tree, not in comments or strings."""
+    return sorted(_referenced(sql))
+
+
+@lru_cache(256)
+def _referenced(sql: str) -> frozenset[str]:
+    only = statement(sql)
+    # a schema's name stands in the text that names it; DuckDB takes 20 ms to start
+    if "live" not in only.lower():
+        return frozenset()
+    with memory_wanted(), duckdb.connect() as connection:
+        todo: list[Any] = [syntax_tree(connection, only)]
+    names: set[str] = set()
+    while todo:
+        node = todo.pop()
+        if isinstance(node, dict):
+            if node.get("type") == "BASE_TABLE" and str(node.get("schema_name")).lower() == "live":
+                names.add(str(node["table_name"]).lower())
+            todo.extend(node.values())
+        elif isinstance(node, list):
+            todo.extend(node)
+    return frozenset(names)
+
+
+def syntax_tree(connection: duckdb.DuckDBPyConnection, sql: str) -> Any:
+    """DuckDB's syntax tree of one SELECT (``json_serialize_sql``).
+
+    Raises:
+        ConfigError: DuckDB can run it, but not tell what it reads.
+    """
+    tree = json.loads(connection.execute("SELECT json_serialize_sql(?::VARCHAR)", [sql]).fetchall()[0][0])
+    if tree["error"]:
+        raise ConfigError(f"the SQL is nothing that can be looked into ({tree['error_message']}): write it as a SELECT")
+    return tree
+
+
+def statement(sql: str) -> str:
+    """The one statement of the SQL, without the semicolons around it; comments stay.
+
+    Raises:
+        ConfigError: as :func:`check_sql` does.
+    """
+    check_sql(sql)
+    # from its first word on
+    only = duckdb.extract_statements(sql)[0].query
+    # DuckDB's offsets are of bytes
+    text = only.encode()
+    # none in a text or comment
+    ends = (at for at, _ in duckdb.tokenize(only) if text[at : at + 1] == b";")
+    return text[: next(ends, None)].decode()
+
+
+def first_line(exc: Exception) -> str:
+    """DuckDB's message without the drawing under it."""
+    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
+    return " ".join(line for line in lines[:3] if not line.startswith(("LINE", "^")))[:300] or type(exc).__name__
+
+
+_WHOLE = (
+    r"BOOLEAN|U?(?:TINY|SMALL|BIG)INT|U?INTEGER|DATE|TIME|TIMESTAMP(?:_S|_MS|_NS| WITH TIME ZONE)?|DECIMAL\((?:\d|1[0-8]),\d+\)"
+)
+_FLOAT = r"FLOAT|DOUBLE"
+_LIST = rf"(?:{_WHOLE}|{_FLOAT})\[\d*\]"
+
+_SAMPLE = """
+SELECT i::TINYINT AS a, i * 1000003 AS b, i / 7.0 AS c, (i / 3.0)::FLOAT AS d, i % 2 = 0 AS e, (i * 1.5)::DECIMAL(9, 2) AS f,
+    left('a text of more than twelve bytes', i::INT * 3) AS g, encode(left('é' || i, i::INT)) AS h, DATE '2000-01-01' + i::INT AS j,
+    TIMESTAMP '2000-01-01' + INTERVAL (i) SECOND AS k, CASE WHEN i % 3 > 0 THEN i END AS l, [i, NULL, -i] AS m, [i / 9.0, 1]::FLOAT[2] AS n, ['x', i::VARCHAR] AS o
+FROM range(12) AS t(i)
+"""
+_SAMPLE_TYPES = [
+    "TINYINT",
+    "BIGINT",
+    "DOUBLE",
+    "FLOAT",
+    "BOOLEAN",
+    "DECIMAL(9,2)",
+    "VARCHAR",
+    "BLOB",
+    "DATE",
+    "TIMESTAMP",
+    "BIGINT",
+    "BIGINT[]",
+    "FLOAT[2]",
+    "VARCHAR[]",
+]
+
+
+def sample_sql() -> str:
+    """SQL of the hashes of a few rows of all types, in order."""
+    return f"SELECT {hash_sql(dict(zip('abcdefghjklmno', _SAMPLE_TYPES, strict=True)))} FROM ({_SAMPLE}) ORDER BY b"
+
+
+def named(sample: Sequence[Sequence[int]]) -> str:
+    """The name of the hash that makes these of :func:`sample_sql`."""
+    return f"duckdb-{hashlib.sha256(repr([row[0] for row in sample]).encode()).hexdigest()[:16]}"
+
+
+def hash_sql(columns: Mapping[str, str]) -> str:
+    """SQL of a row's hash, BIGINT.
+
+    Args:
+        columns: name → DuckDB's name of its type; at least one.
+    """
+    return f"(hash({_parts(columns)})::HUGEINT - 9223372036854775808::HUGEINT)::BIGINT"
+
+
+def content_sql(key_columns: Mapping[str, str]) -> str:
+    """SQL, an aggregate, VARCHAR: digest of all keys and input hashes, whatever the rows' order; arguments as of :func:`hash_sql`."""
+    return f"sum(hash({_parts(key_columns)}, input_hash))::VARCHAR"
+
+
+def quoted(name: str) -> str:
+    """A name in SQL."""
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _parts(columns: Mapping[str, str]) -> str:
+    return ", ".join(_part(quoted(name), kind) for name, kind in columns.items())
+
+
+def _part(column: str, kind: str) -> str:
+    if re.fullmatch(_WHOLE, kind):
+        return column
+    if re.fullmatch(_FLOAT, kind):
+        return f"{column}, signbit({column})"
+    if re.fullmatch(_LIST, kind):
+        return f"{column}, len({column})"
+    shift, text = ("'1234'::BLOB", column) if kind == "BLOB" else ("'1234'", f"CAST({column} AS VARCHAR)")
+    return f"{text}, {shift} || {text}"
+
 
 CLOSE_TRIES = 500
 """Of closing a connection that a thread still reads from, 10 ms apart."""

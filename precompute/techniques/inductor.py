@@ -18,9 +18,8 @@ from precompute.models.device import Device
 from precompute.models.graphs import Graphed, check_rows
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.store.errors import ConfigError
-from precompute.techniques.kept import guarded, kept
+from precompute.techniques.kept import exported, guarded, kept
 from precompute.techniques.machine import computes_in, missing_compiler, on_a_gpu_only
-from precompute.techniques.shapes import exported
 from precompute.techniques.technique import Forward, Technique, module_of
 
 

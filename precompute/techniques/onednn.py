@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 
-from precompute.models.device import Device
-from precompute.models.packed_linear import PackedLinear
+from precompute.models.device import Device, PackedLinear
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.techniques.machine import check_layers, computes_in, has_onednn, on_a_cpu_only
 from precompute.techniques.technique import Forward, Technique, has_linear, module_of, with_linear

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from precompute.models.device import Device
-from precompute.models.peak import Pack
+from precompute.models.device import Device, Pack
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.store.errors import ConfigError
 from precompute.techniques.table import BACKENDS, PRECISIONS, TABLE, words

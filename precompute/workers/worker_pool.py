@@ -3,19 +3,334 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
+from collections import deque
 from collections.abc import Generator, Iterable, Sequence
-from typing import Any
+from typing import IO, Any
 
+import numpy as np
 import pyarrow as pa
 
-from precompute.engine.batching import DEVICE_WINDOW_ROWS
+from precompute.engine.ahead import closed
 from precompute.engine.memory import ResidentPeak
 from precompute.engine.meter import Meter
-from precompute.engine.window import Outcome
-from precompute.workers.patience import Patience
-from precompute.workers.pool_stream import PoolStream
-from precompute.workers.worker_process import WorkerSpec
+from precompute.engine.prepare import DEVICE_WINDOW_ROWS
+from precompute.engine.runner import HAND_ON_S
+from precompute.engine.window import Outcome, RejectedRow
+from precompute.store.errors import ConfigError, ModelError
+from precompute.workers.process import end_all
+from precompute.workers.worker import read_frame
+from precompute.workers.worker_process import END_S, REAP_S, HeldWindow, Patience, Share, Task, WorkerProcess, WorkerSpec
+
+log = logging.getLogger(__name__)
+
+IN_FLIGHT = 2
+"""Windows a worker has: one that the model is at, one that is being prepared."""
+
+HELD = 4
+"""Windows for each worker that may be read and not yet taken, finished or not: the others go on this long while one is slow."""
+
+LOAD_TRIES = 3
+"""Of a worker that ends while it loads a model which another one has loaded: it may have been killed from outside, and its device may be broken."""
+
+PARTS = 16
+"""Of rows that are tried again: those without the row to blame cost what they take to compute, and the one with it a worker's start and the wait for it. So four steps find one of 65,536, where halves take sixteen."""
+
+MAX_FRUITLESS = 24
+"""Workers that may die one after the other without any window or part of one finished in between; 4 for each worker, if that is more. To find one row among
+131,072 takes 8, if it is always in the first part and nothing is finished meanwhile."""
+
+
+class PoolStream:
+    """One call of :meth:`WorkerPool.stream`. All state is under ``_changed``; the supervisor's thread starts, feeds, judges and ends the processes, which end with that
+    thread (Linux), so it lives as long as they do."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        meter: Meter,
+        states: dict[int, dict[str, Any]],
+        devices: Sequence[str | None],
+        patience: Patience,
+        memory_mb: int,
+        windows: Iterable[pa.RecordBatch],
+        hidden: set[str],
+    ) -> None:
+        self._spec, self._meter, self._states, self._devices, self._patience = spec, meter, states, devices, patience
+        self._changed = threading.Condition()
+        self._max_windows = HELD * len(devices)
+        self._max_bytes = memory_mb * 2**20 // 2
+        self._share = Share(len(devices), max(1, memory_mb // 2 // len(devices)), patience.heartbeat_s)
+        self._processes: list[WorkerProcess] = []
+        self._unloaded = [0] * len(devices)
+        self._loaded_once = False
+        self._fruitless = 0
+        self._order: deque[HeldWindow] = deque()
+        self._held_bytes = 0
+        self._fresh: deque[Task] = deque()
+        self._suspects: deque[Task] = deque()
+        self._last_tries: deque[Task] = deque()
+        """Of rows that hung: each may take all patience, so whatever else there is goes first."""
+        self._windows = 0
+        self._all_read = self._closed = False
+        self._source_error: BaseException | None = None
+        self._error: BaseException | None = None
+        self._supervisor = threading.Thread(target=self._supervise, name="workers", daemon=True)
+        self._reader = threading.Thread(target=self._read, args=(windows, hidden), name="read", daemon=True)
+        self._supervisor.start()
+        self._reader.start()
+
+    # ---- the consumer's side
+
+    def next(self) -> tuple[pa.RecordBatch, Outcome] | None:
+        """The next window in order, complete; or what has waited long for the rest of its window, or for those before it; None after the last."""
+        with self._changed:
+            while True:
+                now = time.monotonic()
+                due = [
+                    window for window in self._order if window.waits_since is not None and now - window.waits_since >= HAND_ON_S
+                ]
+                if self._order and not self._order[0].open_rows:
+                    due.insert(0, self._order[0])
+                if due:
+                    window = due[0]
+                    self._held_bytes -= window.pieces_bytes
+                    if not window.open_rows:
+                        self._order.remove(window)
+                        self._held_bytes -= window.size_bytes
+                    self._changed.notify_all()
+                    return window.batch, window.outcome(self._spec.view)
+                if self._error is not None:
+                    raise self._error
+                if self._all_read and not self._order:
+                    if self._source_error is not None:
+                        raise self._source_error
+                    return None
+                waiting = [window.waits_since for window in self._order if window.waits_since is not None]
+                self._changed.wait(min(waiting) + HAND_ON_S - now if waiting else None)
+
+    def close(self) -> None:
+        """End the workers, whatever they are at."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._supervisor.join()
+        self._meter.rows_retried = 0
+        # it may be in the middle of reading
+        self._reader.join(END_S)
+
+    # ---- the source
+
+    def _read(self, windows: Iterable[pa.RecordBatch], hidden: set[str]) -> None:
+        times, error = self._meter.stage("read"), None
+        source = iter(windows)
+        try:
+            while True:
+                started = time.monotonic()
+                batch = next(source, None)
+                times.busy_s += time.monotonic() - started
+                if batch is None or not self._put(batch, hidden):
+                    break
+        except BaseException as exc:
+            # it belongs to whoever takes the windows, after those that were read before
+            error = exc
+        finally:
+            error = closed(source, error)
+            with self._changed:
+                self._all_read, self._source_error = True, error
+                self._changed.notify_all()
+
+    def _put(self, batch: pa.RecordBatch, hidden: set[str]) -> bool:
+        shown = batch.select([n for n in batch.schema.names if n not in hidden]) if hidden else batch
+        window = HeldWindow(self._windows, batch, shown, batch.num_rows, int(batch.nbytes))
+        self._windows += 1
+        started = time.monotonic()
+        with self._changed:
+            while (
+                self._order
+                and (self._held_bytes + window.size_bytes > self._max_bytes or len(self._order) >= self._max_windows)
+                and not self._closed
+            ):
+                self._changed.wait()
+            self._meter.stage("read").blocked_s += time.monotonic() - started
+            self._order.append(window)
+            self._held_bytes += window.size_bytes
+            if batch.num_rows:
+                self._fresh.append(Task.of(window, np.arange(batch.num_rows)))
+            self._changed.notify_all()
+            return not self._closed
+
+    # ---- what workers say
+
+    def _listen(self, process: WorkerProcess, file: IO[bytes]) -> None:
+        """Take a process's messages until it ends; in a thread of its own."""
+        with file:
+            try:
+                while (frame := read_frame(file)) is not None:
+                    header, body = frame
+                    batch = None if body is None else body.read_next_batch()
+                    with self._changed:
+                        if process.buried:
+                            break
+                        self._heard(process, header, batch)
+                        self._changed.notify_all()
+            except BaseException as exc:
+                with self._changed:
+                    self._error = self._error or exc
+        with self._changed:
+            process.hung_up = True
+            self._changed.notify_all()
+
+    def _heard(self, process: WorkerProcess, header: dict[str, Any], batch: pa.RecordBatch | None) -> None:
+        process.heard = time.monotonic()
+        match header["kind"]:
+            case "ready":
+                process.ready = self._loaded_once = True
+                self._unloaded[process.number] = 0
+                process.progress = process.heard
+                self._states[process.number] = dict(header["device"])
+            case "beat":
+                process.beat(header["steps"], self._patience)
+            case "done":
+                assert batch is not None
+                process.progressed(self._patience)
+                self._fruitless = 0
+                process.count(self._meter, header["figures"], header["stages"], header["batch_steps"])
+                self._states[process.number] |= header["state"]
+                self._finished(process.in_flight[0], header["rejections"], batch)
+                if header["last"]:
+                    process.in_flight.popleft()
+            case "error":
+                kind = ConfigError if header["error"] == ConfigError.__name__ else ModelError
+                self._error = self._error or kind(header["text"])
+
+    def _finished(self, task: Task, rejections: Sequence[tuple[int, str, str]], batch: pa.RecordBatch) -> None:
+        features = pa.RecordBatch.from_arrays(batch.columns[1:], schema=self._spec.view.feature_schema())
+        rows, bad = np.asarray(batch.column(0)), np.array([row for row, _, _ in rejections], np.int64)
+        task.left[rows] = task.left[bad] = False
+        told = [RejectedRow(int(task.rows[row]), stage, error) for row, stage, error in rejections]
+        task.window.add(len(rows) + len(told), told, task.rows[rows], features)
+        if task.suspect:
+            self._meter.rows_retried -= len(rows) + len(told)
+        self._held_bytes += int(features.nbytes) if len(rows) else 0
+
+    # ---- the supervisor
+
+    def _supervise(self) -> None:
+        patience = self._patience
+        tick = min(1.0, patience.heartbeat_s, patience.stall_s / 4, patience.hang_s / 4)
+        try:
+            for number in range(len(self._devices)):
+                self._processes.append(self._started(number))
+            looked = time.monotonic()
+            while True:
+                with self._changed:
+                    self._deal()
+                    self._changed.wait(tick)
+                    if self._closed or self._error is not None:
+                        return
+                    now = time.monotonic()
+                    # this process, or the machine: no worker is to blame
+                    paused = max(0.0, now - looked - tick)
+                    looked = now
+                    for process in self._processes:
+                        process.heard += paused
+                        process.progress += paused
+                    # one bad row may cost as many in turn: its window's worker, and then one with it alone
+                    fruitless = self._fruitless - len(self._devices) - 1
+                    given_up = {
+                        process: how
+                        for process in self._processes
+                        if (how := process.judged(now, patience, fruitless)) is not None
+                    }
+                    for process in given_up:
+                        process.buried = True
+                for process, how in given_up.items():
+                    self._replace(process, how)
+        except BaseException as exc:
+            with self._changed:
+                self._error = self._error or exc
+        finally:
+            self._end()
+            with self._changed:
+                self._changed.notify_all()
+
+    def _started(self, number: int) -> WorkerProcess:
+        return WorkerProcess(number, self._spec, self._devices[number], self._share, self._listen)
+
+    def _deal(self) -> None:
+        """Give every worker work: each its first window before any gets its second, and a suspect one to a worker that has nothing else."""
+        for wanted in range(1, IN_FLIGHT + 1):
+            for process in self._processes:
+                if not process.ready or process.hung_up or len(process.in_flight) >= wanted:
+                    continue
+                if process.in_flight:
+                    if process.in_flight[0].suspect or self._suspects or not self._fresh:
+                        continue
+                    task = self._fresh.popleft()
+                elif self._suspects or self._fresh or self._last_tries:
+                    task = (self._suspects or self._fresh or self._last_tries).popleft()
+                else:
+                    continue
+                process.give(task)
+
+    def _replace(self, process: WorkerProcess, how: str) -> None:
+        ended = process.reap()
+        words = process.last_words()
+        told = (how or ended) + (f"; the last line of its stderr: {words[:300]}" if words else "")
+        self._unloaded[process.number] += not process.ready
+        if not process.ready and (not self._loaded_once or self._unloaded[process.number] >= LOAD_TRIES):
+            raise ModelError(f"the model {self._spec.use!r} could not be loaded: its worker process {told}")
+        self._fruitless += 1
+        if self._fruitless > max(MAX_FRUITLESS, 4 * len(self._devices)):
+            raise ModelError(
+                f"{self._fruitless} worker processes died one after the other and none finished any rows in between; the last one {told}; "
+                "try the model on a few rows, or with fewer workers where memory is short"
+            )
+        self._meter.workers_replaced += 1
+        with self._changed:
+            alone = len(process.in_flight) == 1
+            rows = sum(int(task.left.sum()) for task in process.in_flight)
+            rejected = sum([self._lost(task, alone, told, at == 0, hung=bool(how)) for at, task in enumerate(process.in_flight)])
+            self._changed.notify_all()
+        log.warning(
+            "%s: worker %d %s; it is replaced, %s",
+            self._spec.view.name,
+            process.number,
+            told,
+            "and the row it had is rejected" if rejected else f"{rows:,} row{'s are' if rows != 1 else ' is'} tried again",
+        )
+        self._processes[process.number] = self._started(process.number)
+
+    def _lost(self, task: Task, alone: bool, told: str, first: bool, *, hung: bool) -> bool:
+        """Its worker died: once more, or in parts, or, of a single row, a rejection; returns whether it is that."""
+        rows = task.rows[task.left]
+        deaths = task.deaths + alone if len(rows) == len(task.rows) else int(alone)
+        if not len(rows):
+            # it died between the last row and saying so
+            return False
+        # whole, they would hang it once more
+        parts = min(PARTS, len(rows)) if task.suspect or (hung and first) else 1
+        hung |= task.hung
+        if len(rows) == 1 and deaths >= self._patience.attempts:
+            error = f"its worker process {told} ({deaths} of {self._patience.attempts} tries)"
+            task.window.add(1, [RejectedRow(int(rows[0]), "worker", error)], np.empty(0, np.int64), None)
+            self._meter.rows_retried -= task.suspect
+            return True
+        self._meter.rows_retried += 0 if task.suspect else len(rows)
+        # models that name no costs take rows in order: the first of those left are the likeliest, and by the others is measured how long to wait for them
+        for part in reversed(np.array_split(rows, parts)):
+            again = Task.of(task.window, part, suspect=True, hung=hung, deaths=deaths if parts == 1 else 0)
+            (self._last_tries if hung and self._patience.is_last_try(again) else self._suspects).append(again)
+        return False
+
+    def _end(self) -> None:
+        """Ask all to end, then kill."""
+        end_all(self._processes, END_S, REAP_S)
+        for process in self._processes:
+            process.reap()
 
 
 class WorkerPool:
@@ -29,7 +344,7 @@ class WorkerPool:
         heartbeat_s: every worker sends a sign of life this often.
         stall_s: without one for so long it is given up: a stopped process, or native code that never lets go of Python's lock.
         hang_s: with signs of life, but no batch finished for so long, too. Loading the model does not count. Of rows that a worker was given up with, both are less
-            (:meth:`precompute.workers.patience.Patience.for_task`) until one of them is tried for the last time.
+            (:meth:`precompute.workers.worker_process.Patience.for_task`) until one of them is tried for the last time.
         attempts: how often a row may end a worker that had nothing else, before it is rejected.
     """
 

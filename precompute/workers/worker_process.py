@@ -1,4 +1,4 @@
-"""Worker process: one life of a worker, as the pool sees it."""
+"""Worker process: one life of a worker, as the pool sees it. Which rows it was given, and how long it may be silent."""
 
 from __future__ import annotations
 
@@ -11,21 +11,120 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from precompute.engine import cores
+from precompute.engine.features import in_order
 from precompute.engine.meter import Meter
-from precompute.engine.window import taken
+from precompute.engine.window import Outcome, RejectedRow, Rows, taken
 from precompute.store.feature_view import FeatureView
-from precompute.workers.frames import write_frame
-from precompute.workers.patience import Patience
 from precompute.workers.process import ChildProcess, python_module
-from precompute.workers.tasks import Task
-from precompute.workers.worker import FIGURES
+from precompute.workers.worker import FIGURES, write_frame
+
+
+@dataclass(slots=True)
+class HeldWindow:
+    """Rows that were read and are not yet handed on, all of them."""
+
+    number: int
+    batch: pa.RecordBatch
+    shown: pa.RecordBatch
+    """What the workers see of it."""
+    open_rows: int
+    """Without features or a rejection so far."""
+    size_bytes: int
+    pieces: list[tuple[Rows, pa.RecordBatch]] = field(default_factory=list)
+    """Row numbers and features of each part that was computed, and not handed on."""
+    rejections: list[RejectedRow] = field(default_factory=list)
+    waits_since: float | None = None
+    """When the first of them came."""
+    pieces_bytes: int = 0
+
+    def add(self, done: int, rejections: list[RejectedRow], rows: Rows, features: pa.RecordBatch | None) -> None:
+        """So many rows are done: those rejected, and ``rows`` with their features."""
+        if features is not None and len(rows):
+            self.pieces.append((rows, features))
+            self.pieces_bytes += int(features.nbytes)
+        self.rejections += rejections
+        self.open_rows -= done
+        if done and self.waits_since is None:
+            self.waits_since = time.monotonic()
+
+    def outcome(self, view: FeatureView) -> Outcome:
+        """What was not handed on, which is from now on."""
+        self.rejections.sort(key=lambda rejection: rejection.row)
+        rows, features = in_order(view, self.pieces)
+        made = Outcome(rows, features, self.rejections, self.number, not self.open_rows)
+        self.pieces, self.rejections, self.waits_since, self.pieces_bytes = [], [], None, 0
+        return made
+
+
+@dataclass(slots=True)
+class Task:
+    """Rows of one window that one worker is given."""
+
+    window: HeldWindow
+    rows: Rows
+    """Row numbers of the window, ascending."""
+    left: npt.NDArray[np.bool_]
+    """Which of them have neither features nor a rejection."""
+    suspect: bool = False
+    """It was with a worker that died: it is tried alone."""
+    hung: bool = False
+    """It was with one that was given up, too, for being silent or finishing no batch."""
+    deaths: int = 0
+    """Of workers that had nothing else."""
+
+    @classmethod
+    def of(cls, window: HeldWindow, rows: Rows, *, suspect: bool = False, hung: bool = False, deaths: int = 0) -> Task:
+        """All of these rows, of which none is done."""
+        return cls(window, rows, np.ones(len(rows), np.bool_), suspect, hung, deaths)
+
+
+TIMES = 4.0
+"""As long as the longest wait for a batch that came to an end: with other rows, or on a busier machine, one may take longer. Given up too soon, rows are tried in smaller pieces,
+at last with all patience, so this is not what decides of them."""
+LEAST_BEATS = 2
+"""Signs of life that are waited for beside: they tell of batches, too."""
+
+
+@dataclass(slots=True)
+class Patience:
+    """See :class:`precompute.workers.worker_pool.WorkerPool` for those that are configured."""
+
+    heartbeat_s: float
+    stall_s: float
+    hang_s: float
+    attempts: int
+    slowest_s: float | None = None
+    """The longest that any worker was without a batch and then finished one, the first of a fresh worker among them; None before there was one."""
+
+    def progressed(self, after_s: float) -> None:
+        """A worker that had rows finished a batch so long after the one before, or after it was given them."""
+        self.slowest_s = max(after_s, self.slowest_s or 0.0)
+
+    def is_last_try(self, task: Task) -> bool:
+        """Whether its row is rejected if it ends its worker now."""
+        return len(task.rows) == 1 and task.deaths + 1 >= self.attempts
+
+    def for_task(self, task: Task, fruitless: int) -> float:
+        """Seconds without a batch, at most, of a worker that has these rows: infinity where only what is configured bounds it.
+
+        Args:
+            task: the rows.
+            fruitless: workers that were lost in turn without any row finished in between, beyond what one bad row may cost: twice as long for each, so that a machine that
+                became slower is waited for.
+        """
+        if not task.hung or self.slowest_s is None or self.is_last_try(task):
+            return math.inf
+        return (LEAST_BEATS * self.heartbeat_s + TIMES * self.slowest_s) * 2.0 ** min(max(0, fruitless), 64)
+
 
 LOAD_S = 600.0
 """How long a worker may be silent before its model is loaded: Python's lock is held while gigabytes of libraries come from a cold disk."""

@@ -1,4 +1,5 @@
 """Checker: looks at all that is live of a view, and writes its account. The one place that says whether what is live is whole; whoever is to know reads the account.
+Beside a server a thread looks every minute (:class:`Rounds`).
 
 At each look: pointers, small records, generations and indexes by what they say of themselves, what readers met, and the next rows of a window that moves over all of them; files by
 their checksums, the longest unread first. A view of a few megabytes is read whole at every look, a large one within the hour.
@@ -8,8 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
+import os
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -18,15 +22,15 @@ import pyarrow as pa
 
 from precompute.store.account.account import ROWS, Account, Act, Finding, State, Turn, read_account, write_account
 from precompute.store.account.rows import DOUBTED_ROWS, SAMPLE_ROWS, MovedError, check_served, not_whole
-from precompute.store.account.sightings import take
+from precompute.store.account.sightings import are_there, take
 from precompute.store.disk.identity import COPY, NAME, known_identity
 from precompute.store.disk.lease import is_held
 from precompute.store.entity_key import key_column
-from precompute.store.errors import ConflictError, DamagedPointerError, RowsLostError, SnapshotError
+from precompute.store.errors import ConflictError, DamagedPointerError, PrecomputeError, RowsLostError, SnapshotError
 from precompute.store.offline.refs import DROP_LEASE, PUBLISH_LEASE, LiveRef, run_lease
 from precompute.store.offline.selection import Selection, all_rows
 from precompute.store.offline.snapshot import Snapshot
-from precompute.store.offline.view_store import ViewStore
+from precompute.store.offline.view_store import OfflineStore, ViewStore
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.online_store import FileCheck, OnlineStore, Pointer, check_own_rows, check_owner
 from precompute.store.online.row_values import packed_strings
@@ -370,3 +374,77 @@ def _message(check: Callable[[], None]) -> str | None:
     except SnapshotError as exc:
         return str(exc)
     return None
+
+
+log = logging.getLogger(__name__)
+
+EVERY_S = 60.0
+"""Between two looks at a view; one that somebody else looked at meanwhile is left to them."""
+SOON_S = 5.0
+"""After a look, before sightings are looked at: of what cannot be healed readers may meet some every second, and a look takes up to a third of one."""
+POLL_S = 1.0
+"""How often sightings are looked for."""
+NICE = 10
+
+
+def is_due(store: ViewStore, every_s: float = EVERY_S) -> bool:
+    """Whether a view is to be looked at: nobody did for so long, or for a while and readers met damage since. While somebody publishes it nobody looks."""
+    refs = store.refs.folder
+    since_s = time.time() - read_account(refs, store.name).at_us / 1e6
+    if since_s < min(every_s, SOON_S) or (since_s < every_s and not are_there(refs)):
+        return False
+    return not is_held(store.leases, PUBLISH_LEASE)
+
+
+class Rounds:
+    """Begins at once, in a thread of its own.
+
+    Args:
+        offline: the root; a view whose refs cannot be written is not looked at.
+        open_online: opens the online store, each time it is looked.
+        names: of the views.
+        every_s: between two looks.
+    """
+
+    def __init__(
+        self, offline: OfflineStore, open_online: Callable[[], OnlineStore], names: Sequence[str], every_s: float = EVERY_S
+    ) -> None:
+        self._stores, self._open, self._every_s = [offline.view(name) for name in names], open_online, every_s
+        self._stopping, self._told = threading.Event(), dict[str, list[str]]()
+        self._thread = threading.Thread(target=self._run, name="rounds", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End, after the look in progress."""
+        self._stopping.set()
+        self._thread.join(timeout=30)
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        while not self._stopping.wait(POLL_S):
+            try:
+                due = [store for store in self._stores if self._is_due(store)]
+                if due:
+                    self._look(due)
+            except Exception:
+                # what is looked at next time may be well again
+                log.exception("looking at what is live failed")
+
+    def _is_due(self, store: ViewStore) -> bool:
+        return os.access(store.refs.folder, os.W_OK) and is_due(store, self._every_s)
+
+    def _look(self, due: Sequence[ViewStore]) -> None:
+        share, budget_s = share_of(self._every_s), LOOK_S / len(self._stores)
+        with contextlib.closing(self._open()) as online:
+            for store in due:
+                try:
+                    found = look(store, online, share=share, budget_s=budget_s).trouble
+                except PrecomputeError as exc:
+                    found = [f"whether what is live of view {store.name!r} is whole is not known: {exc}"]
+                for sentence in found:
+                    if sentence not in self._told.get(store.name, []):
+                        log.error("%s", sentence)
+                self._told[store.name] = found
+                if self._stopping.is_set():
+                    return

@@ -17,10 +17,9 @@ from precompute.store.api.live_views import LiveViews, Seen
 from precompute.store.api.metrics import CONTENT_TYPE, Metrics
 from precompute.store.api.openapi import Asks, openapi_document
 from precompute.store.api.pools import Pool
-from precompute.store.api.reply import JSON_TYPE, NOT_STORED, Reply, json_reply
+from precompute.store.api.reply import JSON_TYPE, NOT_STORED, Reply, Timing, json_reply, timed
 from precompute.store.api.request import STRANGER, Receive, Scope, headers_of, heard, no_query, read_body
 from precompute.store.api.rows import MOST_WAITING, RowRoutes
-from precompute.store.api.timing import Timing, timed
 from precompute.store.encoding.answer_size import MAX_ANSWER_BYTES, Measure
 from precompute.store.encoding.http_freshness import PRIVATE, Caching
 from precompute.store.encoding.json_rows import search_json
@@ -30,9 +29,8 @@ from precompute.store.fallback import Waiting
 from precompute.store.lookup import Lookup
 from precompute.store.lookup_options import BASE64, SearchOptions
 from precompute.store.online.online_store import Pointer
-from precompute.store.page.figures import ViewFigures
+from precompute.store.page.html import POLICY, ViewFigures
 from precompute.store.page.page import Page
-from precompute.store.page.style import POLICY
 from precompute.store.search import takes_text
 from precompute.store.telemetry.instruments import Meter
 

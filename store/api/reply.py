@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Flag, auto
 from typing import Any, NamedTuple
 
 from precompute.store.api import wire
+from precompute.store.api.request import Scope
 from precompute.store.encoding.http_freshness import Headers
 from precompute.store.errors import DamagedPointerError, OnlineStoreError, RequestError, RowsLostError, VectorIndexError
 
@@ -96,3 +98,23 @@ def tell_failure(route: str, text: str) -> None:
             _told_at.clear()
         _told_at[text] = now
         log.error("%s: %s", route, text)
+
+
+class Timing(Flag):
+    """Who is told; two may be."""
+
+    NOT_TOLD = 0
+    IN_HEADER = auto()
+    """``Server-Timing``, in milliseconds."""
+    IN_SCOPE = auto()
+    """``scope["stages"]``: name → seconds, one after the other."""
+
+
+def timed(scope: Scope, reply: Reply, stages: Mapping[str, float], seconds: float, told: Timing) -> Reply:
+    """The reply, with what it took where that is wanted."""
+    if Timing.IN_SCOPE in told:
+        scope["stages"] = stages
+    if Timing.IN_HEADER not in told:
+        return reply
+    parts = [f"{name};dur={took * 1e3:.3f}" for name, took in (*stages.items(), ("total", seconds))]
+    return reply._replace(headers=[*reply.headers, (b"server-timing", ", ".join(parts).encode())])

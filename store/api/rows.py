@@ -15,7 +15,18 @@ from precompute.store.answer import Answer, AnswerPlan
 from precompute.store.api import arrow, wire
 from precompute.store.api.metrics import Metrics
 from precompute.store.api.pools import Pool, Waits, give_up
-from precompute.store.api.reply import ARROW_TYPE, JSON_TYPE, RETRY_SOON, Reply, Stream, problem, refusal, tell_failure
+from precompute.store.api.reply import (
+    ARROW_TYPE,
+    JSON_TYPE,
+    RETRY_SOON,
+    Reply,
+    Stream,
+    Timing,
+    problem,
+    refusal,
+    tell_failure,
+    timed,
+)
 from precompute.store.api.request import (
     Disconnected,
     Receive,
@@ -28,7 +39,6 @@ from precompute.store.api.request import (
     read_body,
     wants_arrow,
 )
-from precompute.store.api.timing import Timing, timed
 from precompute.store.encoding.answer_size import MAX_ANSWER_BYTES, Measure, Room
 from precompute.store.encoding.arrow_template import stream_of
 from precompute.store.encoding.http_freshness import (

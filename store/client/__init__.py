@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from precompute.store.api.wire import ViewLookupRequest
-from precompute.store.client.address import Tls
+from precompute.store.client.attempts import Tls
 from precompute.store.client.blocking_client import Client
 from precompute.store.client.calls import LookupWords, RowWords, SearchWords
 

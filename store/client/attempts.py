@@ -1,4 +1,5 @@
 """Attempts: when one call asks again, and when it asks a second time beside the first; no connection and no clock's wait here.
+And where a server is: TCP, TLS or a Unix socket.
 
 A generator says what to do next, a client does it and sends back what came of it: so the blocking and the async one decide alike.
 """
@@ -6,15 +7,19 @@ A generator says what to do next, a client does it and sends back what came of i
 from __future__ import annotations
 
 import random
+import ssl
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from precompute.store.client.calls import Reply, retry_after_s
 from precompute.store.clock import doubled_s
-from precompute.store.errors import PrecomputeError
+from precompute.store.errors import ConfigError, PrecomputeError, RequestError
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 """Of asking again: at random up to the first, then up to twice as much each time ("full jitter", M. Brooker, Exponential Backoff And Jitter, 2015)."""
@@ -156,3 +161,69 @@ class Attempts:
         asked_for = retry_after_s(outcome) if isinstance(outcome, Reply) else None
         # what is asked for is the least; on top of it, clients that were refused together come back apart
         return self._uniform(0, longest) if asked_for is None else asked_for + self._uniform(0, longest)
+
+
+_HOW = "write http://127.0.0.1:8080, https://host or unix:./api.sock"
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A server's. ``prefix`` stands before every path, where a proxy serves the API below one."""
+
+    text: str
+    scheme: str
+    host: bytes
+    port: int
+    prefix: str = ""
+    socket_path: str | None = None
+
+    @property
+    def host_header(self) -> bytes:
+        """As HTTP has it: an IPv6 address in brackets, and the port; of a Unix socket ``localhost``."""
+        if self.socket_path is not None:
+            return b"localhost"
+        return b"%s:%d" % (b"[%s]" % self.host if b":" in self.host else self.host, self.port)
+
+
+def address_of(url: str) -> Address:
+    """What ``http://127.0.0.1:8080``, ``https://host/prefix`` or ``unix:./api.sock`` names.
+
+    Raises:
+        RequestError: another text.
+    """
+    try:
+        parts = urlsplit(url)
+        host, port = (parts.hostname or "").encode("idna"), parts.port
+    except ValueError as exc:
+        raise RequestError(f"{url!r} is no server's address ({exc}): {_HOW}") from exc
+    if parts.scheme == "unix" and parts.path:
+        return Address(url, "http", b"localhost", 80, socket_path=url.removeprefix("unix:"))
+    if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment or parts.username is not None:
+        raise RequestError(f"{url!r} is no server's address: {_HOW}")
+    return Address(url, parts.scheme, host, port or (443 if parts.scheme == "https" else 80), parts.path.rstrip("/"))
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Files of TLS, in PEM: ``ca`` whom to trust in place of the system's authorities; ``certificate`` and ``key`` who one is, where the server asks."""
+
+    ca: str | Path | None = None
+    certificate: str | Path | None = None
+    key: str | Path | None = None
+
+    def context(self) -> ssl.SSLContext:
+        """As ``ssl`` wants it: the server's certificate and name are checked, always.
+
+        Raises:
+            ConfigError: a file cannot be read, is none of these, or the key is another certificate's.
+        """
+        try:
+            context = ssl.create_default_context(cafile=self.ca)
+            if self.certificate is not None:
+                context.load_cert_chain(self.certificate, self.key)
+        except (OSError, ValueError) as exc:
+            named = ", ".join(
+                f"{name} {path}" for name in ("ca", "certificate", "key") if (path := getattr(self, name)) is not None
+            )
+            raise ConfigError(f"TLS of the client ({named}): {exc}") from exc
+        return context

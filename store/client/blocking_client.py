@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from precompute.store.api import wire
 from precompute.store.client import calls
-from precompute.store.client.address import Tls, address_of
-from precompute.store.client.attempts import Attempts, Failure, Outcome, Pause, passing
+from precompute.store.client.attempts import Attempts, Failure, Outcome, Pause, Tls, address_of, passing
 from precompute.store.client.calls import Call, FreshnessWords, LookupWords, RowWords, SearchWords, check_timeout
 from precompute.store.client.transport import BlockingTransport, Exchange
 

@@ -9,9 +9,8 @@ import uuid
 from pathlib import Path
 
 from precompute.store.disk.durable_file import create_once, disk_message, make_folder
-from precompute.store.disk.record_file import read_record_file
 from precompute.store.errors import SnapshotError
-from precompute.store.record import Record, sealed
+from precompute.store.record import Record, read_record_file, sealed
 
 log = logging.getLogger(__name__)
 

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from precompute.store.disk.durable_file import disk_message, locked, make_folder, replace_durably
-from precompute.store.disk.record_file import read_record_file
 from precompute.store.errors import ConflictError, FencedError, SnapshotError
-from precompute.store.record import Record, sealed
+from precompute.store.record import Record, read_record_file, sealed
 
 log = logging.getLogger(__name__)
 

@@ -1,16 +1,52 @@
-"""Gate: whether a request may pass, asked before its route is looked for: the hot ones' too."""
+"""Gate: whether a request may pass, asked before its route is looked for: the hot ones' too.
+Hosts are the names that a server without tokens and TLS goes by."""
 
 from __future__ import annotations
 
 import base64
 import binascii
+import ipaddress
+from collections.abc import Collection
+from functools import lru_cache
 from typing import Any
 
 from precompute.store.api.reply import Reply, problem
 from precompute.store.api.request import STRANGER, Scope
-from precompute.store.guard.hosts import Hosts
 from precompute.store.guard.tokens import Tokens
 from precompute.store.telemetry.instruments import AUTH_REFUSED, Meter
+
+_REMEMBERED = 256
+
+
+class Hosts:
+    """Of a server that asks for no token and has no certificate: any address, ``localhost``, and the names that are given.
+
+    An address is the page's own or nobody's: what a browser takes for one origin with a page cannot be made to lead elsewhere but by its name.
+
+    Args:
+        names: without ports, lower-case.
+    """
+
+    def __init__(self, names: Collection[str] = ()) -> None:
+        self._names = frozenset(names) | {"localhost"}
+        self.allow = lru_cache(_REMEMBERED)(self._allow)
+        """Whether a Host header's value is one of them, whatever its port; none, which no browser sends, is."""
+
+    def _allow(self, value: bytes) -> bool:
+        text = value.decode("latin-1").lower()
+        name, _, port = text[1:].partition("]") if text.startswith("[") else text.partition(":")
+        if not port.removeprefix(":").isdigit() and port not in ("", ":"):
+            return False
+        return not text or name.removesuffix(".") in self._names or _is_address(name)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
 
 OPERATORS = frozenset({b"/", b"/metrics"})
 """What operators look at: on the admin address alone where there is one, and with a token of scope ``admin`` where there are tokens."""

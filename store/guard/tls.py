@@ -5,9 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import ssl
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from precompute.store.api.openapi import Asks
 from precompute.store.errors import ConfigError
+from precompute.store.guard.tokens import Tokens
 
 log = logging.getLogger(__name__)
 
@@ -74,3 +78,28 @@ def _changed(path: Path) -> tuple[int, int] | None:
 def _no_password() -> str:
     """Where it is not given, OpenSSL would ask a person."""
     return ""
+
+
+def tokens_of(spec: Mapping[str, Any]) -> Tokens | None:
+    """The tokens of the file that ``spec["tokens"]`` names; None where it names none.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    return None if spec["tokens"] is None else Tokens(Path(spec["tokens"]))
+
+
+def tls_of(spec: Mapping[str, Any]) -> Tls | None:
+    """TLS by the files that ``spec["tls"]`` names as ``cert``, ``key`` and, maybe, ``client_ca``; None where there is none.
+
+    Raises:
+        ConfigError: one cannot be used.
+    """
+    files: Mapping[str, str] | None = spec["tls"]
+    return None if files is None else Tls(**{name: Path(path) for name, path in files.items()})
+
+
+def asked_of(spec: Mapping[str, Any]) -> Asks:
+    """What callers are asked for, by the same."""
+    token = Asks.NOTHING if spec["tokens"] is None else Asks.TOKEN
+    return token | (Asks.CERTIFICATE if (spec["tls"] or {}).get("client_ca") else Asks.NOTHING)

@@ -15,10 +15,9 @@ import pyarrow.parquet as pq
 
 from precompute.store.errors import RequestError, SnapshotError
 from precompute.store.freshness import as_datetime, iso, microseconds
-from precompute.store.history.as_of import manifests_of
-from precompute.store.history.part_rows import reading, rows_at
+from precompute.store.history.point_in_time import manifests_of
 from precompute.store.history.timeline import Period, served_periods
-from precompute.store.history.versions import Span, Versions, key_names
+from precompute.store.history.versions import Span, Versions, key_names, reading, rows_at
 from precompute.store.key_text import key_text, split_key
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.standing import Standing

@@ -13,8 +13,7 @@ import pyarrow.parquet as pq
 
 from precompute.store.disk.spill_folder import SpillFolder
 from precompute.store.errors import SnapshotError
-from precompute.store.history.part_rows import reading, rows_at
-from precompute.store.history.versions import key_names
+from precompute.store.history.versions import key_names, reading, rows_at
 from precompute.store.offline.snapshot import DELETES_SCHEMA, Part, Snapshot
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.sql import open_duckdb, parquet_sql

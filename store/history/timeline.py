@@ -8,13 +8,13 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from precompute.store.clock import Partition
 from precompute.store.errors import RequestError, SnapshotError
 from precompute.store.freshness import Sighting, as_us, microseconds
-from precompute.store.offline.publishings import Publishing
+from precompute.store.offline.refs import Publishing
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.standing import Standing, keeps_live
 from precompute.store.offline.view_store import ViewStore
-from precompute.store.partition import Partition
 
 Values = Literal["served", "best_known"]
 """Which values count at a time: those that a lookup then was ``served`` from the store; or those that are ``best_known`` of it now, whenever they were computed and whether

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from precompute.store.errors import OnlineStoreError
 from precompute.store.kept.kept_rows import KeptLimits, KeptRows, Space, clock_us
 from precompute.store.redis.cluster import Cluster
-from precompute.store.redis.options import RedisOptions
+from precompute.store.redis.link import RedisOptions
 from precompute.store.redis.servers import Servers, SingleServer
 
 log = logging.getLogger(__name__)

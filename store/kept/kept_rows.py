@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import math
+import queue
 import random
 import struct
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from precompute.store.fallback import Computed, Miss
 from precompute.store.freshness import AHEAD_US
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.kernels import hash_of
 from precompute.store.online.online_store import Pointer
+from precompute.store.telemetry.instruments import CACHE, Meter
 
 JITTER = 0.1
 """By this share of it a row is kept shorter, at random: what was computed at once is not computed again at once."""
@@ -150,3 +156,76 @@ class Space(NamedTuple):
         parts = (self.view, self.model, self.publishing, key)
         digest = hashlib.blake2b(b"\0".join(part.encode() for part in parts), digest_size=24).digest()
         return int.from_bytes(digest[16:], "little") % self.slots, digest[:16]
+
+
+log = logging.getLogger(__name__)
+
+MOST_WAITING = 4096
+"""Rows; beyond, they are not kept."""
+
+JUST_S = 1.0
+MOST_LATEST = 4096
+"""How long, and how many rows, are at hand after they were computed: they are written behind, and who asks may have looked before."""
+
+_Row = tuple[str, tuple[int, str], str]
+"""View, publishing and key."""
+
+
+BEHIND_S = 0.005
+"""Before what came is written: its answers leave first, and what is computed together is written together."""
+
+
+class KeptWriter:
+    """Writes as fast as the store takes it. Rows come from one thread.
+
+    Args:
+        kept: the store.
+        meter: counts what was kept, and what was not.
+    """
+
+    def __init__(self, kept: KeptRows, meter: Meter) -> None:
+        self._kept = kept
+        self._stored, self._dropped = (meter.counter(CACHE, "kept", outcome) for outcome in ("stored", "dropped"))
+        self._waiting: queue.Queue[tuple[Pointer, Kept]] = queue.Queue(MOST_WAITING)
+        self._latest: dict[_Row, tuple[float, Computed | Miss]] = {}
+        """What came last, in order, with its time (monotonic)."""
+        threading.Thread(target=self._write, name="kept", daemon=True).start()
+
+    def put(self, pointer: Pointer, key: str, result: Computed | Miss) -> None:
+        """Keep what was computed under a pointer, as the view wants it kept; a miss says that there is no such entity. Returns at once."""
+        row = result.row if isinstance(result, Computed) else None
+        if (pointer.view.keep_missing_s if row is None else pointer.view.keep_s) <= 0:
+            return
+        which = (pointer.view.name, pointer.publishing, key)
+        self._latest.pop(which, None)
+        self._latest[which] = time.monotonic(), result
+        while len(self._latest) > MOST_LATEST:
+            self._latest.pop(next(iter(self._latest)))
+        try:
+            self._waiting.put_nowait((pointer, Kept(key, row)))
+        except queue.Full:
+            self._dropped.add()
+
+    def just_now(self, pointer: Pointer, key: str) -> Computed | Miss | None:
+        """What was put so lately that whoever asks may not have seen it kept yet."""
+        at, result = self._latest.get((pointer.view.name, pointer.publishing, key), (-math.inf, None))
+        return result if time.monotonic() - at <= JUST_S else None
+
+    def _write(self) -> None:
+        while True:
+            taken = [self._waiting.get()]
+            time.sleep(BEHIND_S)
+            while not self._waiting.empty() and len(taken) < MOST_WAITING:
+                taken.append(self._waiting.get())
+            of_pointer: dict[int, tuple[Pointer, list[Kept]]] = {}
+            for pointer, row in taken:
+                of_pointer.setdefault(id(pointer), (pointer, []))[1].append(row)
+            for pointer, rows in of_pointer.values():
+                kept = 0
+                try:
+                    kept = self._kept.write(pointer, rows)
+                except Exception:
+                    # or nothing would be kept from now on
+                    log.exception("rows of view %r cannot be kept", pointer.view.name)
+                self._stored.add(kept)
+                self._dropped.add(len(rows) - kept)

@@ -23,8 +23,7 @@ import pyarrow.parquet as pq
 from precompute.store.disk.durable_file import limit_of
 from precompute.store.entity_key import key_column
 from precompute.store.errors import SnapshotError
-from precompute.store.offline.layers import Layers
-from precompute.store.offline.part_file import ROW_GROUP_BYTES, rare_rows
+from precompute.store.offline.part_file import ROW_GROUP_BYTES, Layers, rare_rows
 
 CLUSTERS = 64
 """Row groups that a draw of many rows reads: 64 places spread over all rows tell a share of a third to ± 6 % when whole row groups are alike, and to

@@ -123,7 +123,7 @@ class Snapshot(Record, frozen=True):
     content: str = ""
     """Digest of the recipe and of all keys and input hashes: two snapshots of one content hold the same values."""
     partition: str | None = None
-    """Interval of data time it covers, as :class:`precompute.store.partition.Partition` writes it."""
+    """Interval of data time it covers, as :class:`precompute.store.clock.Partition` writes it."""
     members: Mapping[str, int] = field(default_factory=dict)
     """Of an **assembled** one, which covers all partitions of its view: each partition → the number of its snapshot that is served. A key has its row of the
     newest partition that has it. Most parts are the members' own, by reference; ``partition`` is None."""

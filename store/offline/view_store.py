@@ -26,8 +26,7 @@ from precompute.store.errors import SnapshotError, UnreadableError
 from precompute.store.feature_view import NAME
 from precompute.store.offline.catalog import Catalog, add_to_catalog, read_catalog
 from precompute.store.offline.journal import Journals
-from precompute.store.offline.layers import Deletes, Layers, Numbers, dead_rows, living, read_deletes
-from precompute.store.offline.part_file import write_part_file
+from precompute.store.offline.part_file import Deletes, Layers, Numbers, dead_rows, living, read_deletes, write_part_file
 from precompute.store.offline.refs import BadMark, Refs, run_lease
 from precompute.store.offline.runs import Runs
 from precompute.store.offline.selection import CLUSTERS, Selection, all_rows, seed_of

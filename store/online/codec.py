@@ -30,12 +30,14 @@ from precompute.store.online.row_values import (
     list_offsets,
     one_value,
     packed_strings,
+    packed_vectors,
     ragged,
     scattered,
+    stored_layout,
     strings,
+    unpacked_vectors,
     variable_parts,
 )
-from precompute.store.online.vector_packing import packed_vectors, stored_layout, unpacked_vectors
 
 FORMAT_VERSION = 1
 HEADER_BYTES = kernels.ROW_HEADER.itemsize

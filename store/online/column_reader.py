@@ -15,8 +15,7 @@ from precompute.store.online.codec import RowCodec
 from precompute.store.online.found_rows import WholeColumns
 from precompute.store.online.kernels import DAMAGED, FOUND, LINE_BYTES, Records
 from precompute.store.online.packed import U1, U8, Packed
-from precompute.store.online.row_values import NUMPY_TYPES, fixed_array
-from precompute.store.online.vector_packing import stored_layout, unpacked_vectors
+from precompute.store.online.row_values import NUMPY_TYPES, fixed_array, stored_layout, unpacked_vectors
 
 
 class ColumnReader:

@@ -31,8 +31,7 @@ from precompute.store.online.online_store import (
     check_taken,
 )
 from precompute.store.online.packed import Packed, Rows
-from precompute.store.online.table_file import TableFile
-from precompute.store.online.table_writer import TableWriter
+from precompute.store.online.table_file import TableFile, TableWriter
 from precompute.store.record import plain, record_of
 
 WARM_BYTES = 2**30

@@ -7,9 +7,21 @@ from typing import Any
 
 from precompute.store.clock import duration
 from precompute.store.offline.runs import Report
-from precompute.store.page.bars import columns_bar, freshness_bar, legend, runs_line, shares_bar
-from precompute.store.page.figures import Figures, Times, ViewFigures, counted
-from precompute.store.page.html import Child, Html, element, joined
+from precompute.store.page.html import (
+    Child,
+    Figures,
+    Html,
+    Times,
+    ViewFigures,
+    columns_bar,
+    counted,
+    element,
+    freshness_bar,
+    joined,
+    legend,
+    runs_line,
+    shares_bar,
+)
 
 _TOLD_RUNS = 6
 """In words."""

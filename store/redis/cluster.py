@@ -15,13 +15,11 @@ from precompute.store.errors import OnlineStoreError
 from precompute.store.online.found_rows import FoundRows
 from precompute.store.online.packed import I8, U8, Rows
 from precompute.store.redis.bulk import STALL_S, Acknowledged, Pipe, Throttle, counted
-from precompute.store.redis.link import Breaker, Budget, Command, Connection, Link, opener, packed
-from precompute.store.redis.options import RedisOptions
+from precompute.store.redis.link import Breaker, Budget, Command, Connection, Link, RedisOptions, opener, packed
 from precompute.store.redis.preflight import identity_of
 from precompute.store.redis.replies import MOVING, Lost, NoAnswer, Refused, no_answer, refusal
-from precompute.store.redis.resp import Block, Layout
+from precompute.store.redis.resp import Block, Layout, Node, SlotMap, slot_of, target
 from precompute.store.redis.servers import ADMIN_S, Servers, slices
-from precompute.store.redis.slots import Node, SlotMap, slot_of, target
 
 PAUSE_S = 0.05
 """Between two looks at a cluster in which something moves."""

@@ -24,9 +24,8 @@ from precompute.store.redis.buckets import FEW, Buckets, bucket_cost_bytes, buck
 from precompute.store.redis.bulk import Acknowledged, Throttle, sweep
 from precompute.store.redis.cluster import Cluster
 from precompute.store.redis.key_list import KeyList, remove
-from precompute.store.redis.link import Budget, Command, Link
+from precompute.store.redis.link import Budget, Command, Link, RedisOptions
 from precompute.store.redis.meta import EVERYTHING, Loaded, Loading, Meta, Names, read_pointer, script
-from precompute.store.redis.options import RedisOptions
 from precompute.store.redis.preflight import (
     ServerState,
     check_room,

@@ -16,8 +16,7 @@ from precompute.store.online.found_rows import FoundRows
 from precompute.store.online.packed import U8, Packed, RowBatch, Rows
 from precompute.store.redis.buckets import FIELDS, WIDEST_VALUE
 from precompute.store.redis.bulk import Acknowledged, Pipe, Throttle
-from precompute.store.redis.link import Budget, Command, Link, opener, packed
-from precompute.store.redis.options import RedisOptions
+from precompute.store.redis.link import Budget, Command, Link, RedisOptions, opener, packed
 from precompute.store.redis.preflight import ServerState, server_state
 from precompute.store.redis.replies import MOVING, Refused, refusal, words
 from precompute.store.redis.resp import Block, Layout

@@ -9,8 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from precompute.store.telemetry.instruments import BUCKETS, INSTRUMENTS, SIZES, Instrument, Kind, Meter
-from precompute.store.telemetry.slots import read_slots
+from precompute.store.telemetry.instruments import BUCKETS, INSTRUMENTS, SIZES, Instrument, Kind, Meter, read_slots
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

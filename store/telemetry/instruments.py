@@ -1,4 +1,5 @@
 """Instruments: what is counted, and the meter that a process counts with. Labels come from closed sets; never a key, never an unknown view's name.
+The numbers lie in memory that all processes can read, and outlive each.
 
 ``meter.counter(ROWS, view, "fresh", "store", "").add(3)``: a lookup of the series and an addition, 0.4 µs; whoever counts at every request keeps the
 series. All processes of a server count into one folder, and any of them tells all (:mod:`precompute.store.telemetry.exposition`).
@@ -7,14 +8,133 @@ series. All processes of a server count into one folder, and any of them tells a
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
+import sys
 import threading
+import time
+from array import array
 from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Protocol
 
-from precompute.store.telemetry.slots import Slots
+from precompute.store.errors import PrecomputeError
+from precompute.store.record import Record, read_record, sealed
+from precompute.store.telemetry.tracing import Asked
+
+MAX_SLOTS = 1 << 17
+"""Of a process: a file of 1 MiB. A series of a counter takes one, of a histogram twenty: labels come from closed sets, and views are few."""
+
+Key = tuple[str, tuple[str, ...]]
+"""A series: its instrument's name, its labels' values."""
+
+
+class _Run(Record, frozen=True):
+    """A line of the keys' file: a series and how many slots it has, after those of the lines before."""
+
+    name: str
+    labels: tuple[str, ...]
+    size: int
+
+
+class Slots:
+    """The numbers of this process.
+
+    Args:
+        folder: where the files are; None keeps the numbers in this process's own memory.
+        process: names the files.
+
+    ``values`` is what is counted in: float64, at the positions that :meth:`run` gave.
+
+    Raises:
+        PrecomputeError: the files cannot be made.
+    """
+
+    def __init__(self, folder: Path | None, process: str) -> None:
+        self._first: dict[Key, int] = {}
+        self._used = 0
+        self._keys: int | None = None
+        self._map: mmap.mmap | None = None
+        if folder is None:
+            self.values = memoryview(bytearray(8 * MAX_SLOTS)).cast("d")
+            return
+        try:
+            values = os.open(folder / f"{process}.values", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                _allocate(values)
+                self._map = mmap.mmap(values, 8 * MAX_SLOTS)
+            finally:
+                os.close(values)
+            self._keys = os.open(folder / f"{process}.keys", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            # what a kill cut short is no line
+            whole = (folder / f"{process}.keys").read_bytes().rpartition(b"\n")[0]
+            os.ftruncate(self._keys, len(whole) + bool(whole))
+            for run in _runs(whole):
+                self._first[run.name, run.labels] = self._used
+                self._used += run.size
+        except OSError as exc:
+            raise PrecomputeError(f"metrics cannot be kept in {folder}: {exc}") from exc
+        self.values = memoryview(self._map).cast("d")
+
+    def run(self, key: Key, size: int) -> int:
+        """Where the ``size`` slots of a series begin, zeros when it is new. Beyond :data:`MAX_SLOTS` all series share the last ones, which nobody reads."""
+        first = self._first.get(key)
+        if first is None:
+            first = self._used
+            if first + size > MAX_SLOTS - 64:
+                return MAX_SLOTS - 64
+            if self._keys is not None:
+                os.write(self._keys, sealed(_Run(*key, size)) + b"\n")
+            self._first[key] = first
+            self._used += size
+        return first
+
+    def series(self) -> Iterator[tuple[Key, int]]:
+        """Each series, and where its slots begin."""
+        yield from list(self._first.items())
+
+    def close(self) -> None:
+        """Let go of the files; they stay."""
+        self.values.release()
+        if self._map is not None:
+            self._map.close()
+        if self._keys is not None:
+            os.close(self._keys)
+            self._keys = None
+
+
+def _allocate(file: int) -> None:
+    """All of it, now: what is written to a hole of a mapped file, on a disk that is full by then, ends the process."""
+    if sys.platform == "linux":
+        os.posix_fallocate(file, 0, 8 * MAX_SLOTS)
+    else:
+        os.ftruncate(file, 8 * MAX_SLOTS)
+
+
+def read_slots(folder: Path) -> Iterator[tuple[str, Key, list[float]]]:
+    """(process, series, numbers) of every process that counts, or counted, in the folder.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    for path in sorted(folder.glob("*.keys")):
+        runs = _runs(path.read_bytes().rpartition(b"\n")[0])
+        size = sum(run.size for run in runs)
+        values = array("d")
+        with path.with_suffix(".values").open("rb") as file:
+            values.frombytes(file.read(8 * size))
+        first = 0
+        for run in runs:
+            yield path.stem, (run.name, run.labels), values[first : first + run.size].tolist()
+            first += run.size
+
+
+def _runs(lines: bytes) -> list[_Run]:
+    return [read_record(_Run, line) for line in lines.split(b"\n") if line]
+
 
 BUCKETS = (
     *(25e-6, 50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3),
@@ -276,3 +396,60 @@ PROCESS_FILES = _instrument(
 
 INSTRUMENTS = tuple(value for value in list(globals().values()) if isinstance(value, Instrument))
 """All of them."""
+
+
+class Tell(Protocol):
+    """:meth:`precompute.store.telemetry.tracing.Spans.tell`."""
+
+    def __call__(self, trace: str, name: str, began_ns: int, ended_ns: int, rows: int) -> None: ...
+
+
+class Batches:
+    """Told of each batch, by the thread that computes it.
+
+    Args:
+        meter: counts.
+        tell: makes a span under a request's; None where nothing is traced.
+    """
+
+    def __init__(self, meter: Meter, tell: Tell | None = None) -> None:
+        self._meter, self._tell = meter, tell
+
+    def begun(self, asked: Sequence[Asked | None]) -> None:
+        """A batch of these begins now: until then they were in the queue."""
+        if self._tell is not None:
+            now_ns = time.time_ns()
+            for one in _once(asked):
+                self._tell(one.trace, "queue", one.at_ns, now_ns, asked.count(one))
+
+    @contextlib.contextmanager
+    def inputs(self, asked: Sequence[Asked | None]) -> Iterator[None]:
+        """Meanwhile the source's rows are read for these."""
+        began_ns = time.time_ns()
+        try:
+            yield
+        finally:
+            self._told("inputs", began_ns, asked)
+
+    @contextlib.contextmanager
+    def model(self, views: Iterable[str], asked: Sequence[Asked | None]) -> Iterator[None]:
+        """Meanwhile the model computes these rows of these views, in one batch."""
+        began_ns = time.time_ns()
+        try:
+            yield
+        finally:
+            took_s = (time.time_ns() - began_ns) / 1e9
+            for view in set(views):
+                self._meter.timer(MODEL_SECONDS, view).observe(took_s)
+            self._told("model", began_ns, asked)
+
+    def _told(self, name: str, began_ns: int, asked: Sequence[Asked | None]) -> None:
+        if self._tell is not None:
+            now_ns = time.time_ns()
+            for one in _once(asked):
+                # of how many rows, whosever they are: these are computed together
+                self._tell(one.trace, name, began_ns, now_ns, len(asked))
+
+
+def _once(asked: Iterable[Asked | None]) -> list[Asked]:
+    return [one for one in dict.fromkeys(asked) if one is not None]

@@ -7,6 +7,7 @@ compared again with the flat vectors (André, Kermarrec, Le Scouarnec: Quicker A
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import threading
 from collections.abc import Iterable, Iterator
@@ -16,8 +17,25 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from precompute.store.imported_late import ImportedLate
 from precompute.store.vectors.index_record import DTYPES, Codes
+
+
+class ImportedLate:
+    """Stands for a module until somebody needs it.
+
+    Args:
+        name: of the module.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        value = getattr(importlib.import_module(self._name), attribute)
+        # found without this method from now on
+        setattr(self, attribute, value)
+        return value
+
 
 if TYPE_CHECKING:
     import faiss

@@ -58,7 +58,7 @@ class IndexFigures(Record, frozen=True):
     """What was measured when an index was built; what operators are told of it.
 
     ``kind`` is ``exact`` (every float32 vector is compared with), ``float16`` (every vector, rounded), or ``codes`` (the best by a code of 4 bits for some
-    numbers are compared again). ``by_query`` has each kind of query that was measured (:mod:`precompute.store.vectors.query_kinds`); ``recall_at_10`` and ``recall_bound`` are the least of them, both 1
+    numbers are compared again). ``by_query`` has each kind of query that was measured (:mod:`precompute.store.vectors.index_choice`); ``recall_at_10`` and ``recall_bound`` are the least of them, both 1
     of an exact index, and ``queries`` how many of each kind. ``query_us`` is a search by one thread without a filter, ``exact_us`` what comparing with
     every float32 vector takes: None where nothing was measured. ``why`` says what the choice came down to.
     """

@@ -27,7 +27,7 @@ import yaml
 import precompute.jobs.rows.chunks
 import precompute.jobs.rows.plan
 from precompute.jobs.config.view import COMPUTING_GATES, GATES
-from precompute.jobs.ops.drop import drop
+from precompute.jobs.ops.retention import drop
 from precompute.store.disk import crashpoint
 from precompute.store.disk.crashpoint import InjectedError
 from precompute.store.errors import PrecomputeError

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import precompute.store.online.table_writer
+import precompute.store.online.table_file
 import precompute.store.redis.bulk
 from precompute.engine.runner import AHEAD_WINDOWS
 from precompute.store.disk import crashpoint
@@ -336,7 +336,7 @@ def test_nothing_is_left_in_redis_by_a_load_that_was_killed(delta_to_come_redis:
 
 
 def kill_in_table_load() -> None:
-    precompute.store.online.table_writer.TableWriter.finish = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment,return-value]
+    precompute.store.online.table_file.TableWriter.finish = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment,return-value]
 
 
 def kill_in_redis_load() -> None:

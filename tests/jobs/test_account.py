@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import redis
 
-from precompute.jobs.pipeline.reconcile import reconcile
+from precompute.jobs.pipeline.rollback import reconcile
 from precompute.jobs.process.progress import Silent
-from precompute.store.account import checker, rounds
+from precompute.store.account import checker
+from precompute.store.account import checker as rounds
 from precompute.store.account.account import Act, Turn, read_account
-from precompute.store.account.checker import look, share_of
-from precompute.store.account.rounds import Rounds
+from precompute.store.account.checker import Rounds, look, share_of
 from precompute.store.errors import PrecomputeError, VectorIndexError
 from precompute.store.record import replace
 from tests.conftest import MakeProject

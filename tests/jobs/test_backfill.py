@@ -20,14 +20,13 @@ import pytest
 
 from precompute.jobs.cli import main
 from precompute.jobs.schedule.backfill import resume_backfill, run_backfill
-from precompute.jobs.schedule.backfill_plan import plan_backfill, range_of
-from precompute.jobs.schedule.backfill_state import Options, read_backfill
+from precompute.jobs.schedule.backfill_plan import Options, plan_backfill, range_of, read_backfill
+from precompute.store.clock import Partition, containing
 from precompute.store.disk.lease import take
 from precompute.store.errors import ConfigError, ConflictError, SnapshotError, SourceError
 from precompute.store.offline.refs import Place, run_lease
 from precompute.store.offline.runs import Report, Runs
 from precompute.store.offline.standing import Standing
-from precompute.store.partition import Partition, containing
 from tests import REPOSITORY
 from tests.conftest import MakeProject
 from tests.scene import Scene
@@ -473,7 +472,7 @@ def test_a_failure_stops_no_other_and_is_tried_again_by_resume(daily: MakeDaily,
 
 
 def test_what_fails_before_its_run_begins_is_told_by_its_last_words(daily: MakeDaily, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("precompute.jobs.schedule.conductor.FIRST_GROUP", 1)
+    monkeypatch.setattr("precompute.jobs.schedule.backfill.FIRST_GROUP", 1)
     project = daily((1, 2))
 
     def spoil(line: str) -> None:
@@ -500,7 +499,7 @@ def test_what_a_model_prints_is_not_taken_for_a_report(daily: MakeDaily) -> None
 def test_a_report_that_cannot_be_read_tells_nothing(daily: MakeDaily, ends_well: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     project = daily((1,), extra=[] if ends_well else [(1, -1.0, day(1))])
     monkeypatch.setattr(Runs, "reports", lambda *_, **__: [])
-    monkeypatch.setattr("precompute.jobs.schedule.conductor.ATTEMPTS", 2)
+    monkeypatch.setattr("precompute.jobs.schedule.backfill.ATTEMPTS", 2)
     (item,) = run_backfill(project, "numbers", options(1, 1, publish=False)).items
     assert item.state == ("done" if ends_well else "failed")
     assert ends_well or "exit status 1: view 'numbers': keys with more than one row" in str(item.error)
@@ -629,7 +628,7 @@ def test_one_process_computes_several_with_one_model_and_what_is_done_goes_live(
     daily: MakeDaily, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The third one stays: by then the others are served."""
-    monkeypatch.setattr("precompute.jobs.schedule.conductor.PUBLISH_EVERY_S", 0.0)
+    monkeypatch.setattr("precompute.jobs.schedule.backfill.PUBLISH_EVERY_S", 0.0)
     project = daily((1, 2, 3))
     for number in (1, 2):
         gate.open(number)
@@ -674,7 +673,7 @@ def test_what_a_killed_process_had_in_hand_is_to_blame_and_nothing_else(daily: M
 
 
 def test_a_run_that_is_deaf_to_sigterm_is_killed(daily: MakeDaily, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("precompute.jobs.schedule.conductor.STOP_GRACE_S", 0.2)
+    monkeypatch.setattr("precompute.jobs.schedule.backfill.STOP_GRACE_S", 0.2)
     project = daily((1, 2), deaf=True)
 
     def cancel() -> None:

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from precompute.jobs.config import cron
-from precompute.jobs.config.cron import check_cron, last_fire
+from precompute.jobs.config import schedule
 from precompute.jobs.config.project import Project
+from precompute.jobs.config.schedule import check_cron, last_fire
 from precompute.store.errors import ConfigError
 from tests.conftest import MakeProject
 
@@ -24,7 +24,7 @@ DAYS = ["sun", "mon", "tue", "wed", "thu", "fri", "sat"]
 
 def fire_times(line: str, timezone: str = "UTC", start: datetime = START) -> Iterator[datetime]:
     """When the line fires after ``start``, without end."""
-    return cron.fire_times(line, timezone, start)
+    return schedule.fire_times(line, timezone, start)
 
 
 def _values(field: str, low: int, high: int, names: list[str], first_name: int) -> set[int]:
@@ -251,7 +251,9 @@ def shown(line: str, timezone: str, day: date) -> list[str]:
     """What clocks on the wall show when the line fires on a day, with the UTC offset."""
     zone = ZoneInfo(timezone)
     noon = datetime(day.year, day.month, day.day, 12, tzinfo=UTC)
-    times = [at.astimezone(zone) for at in cron.fire_times(line, timezone, noon - timedelta(days=2), noon + timedelta(days=2))]
+    times = [
+        at.astimezone(zone) for at in schedule.fire_times(line, timezone, noon - timedelta(days=2), noon + timedelta(days=2))
+    ]
     return [f"{at:%H:%M%z}" for at in times if at.date() == day]
 
 
@@ -261,7 +263,7 @@ def test_a_line_for_every_so_many_minutes_fires_every_so_many_minutes(timezone: 
     step = timedelta(minutes=int(line[2:].split()[0]))
     for change in CHANGES[timezone]:
         start = datetime(change.year, change.month, change.day, tzinfo=UTC) - timedelta(days=1)
-        times = list(cron.fire_times(line, timezone, start, start + timedelta(days=3)))
+        times = list(schedule.fire_times(line, timezone, start, start + timedelta(days=3)))
         assert times == [start + n * step for n in range(1, timedelta(days=3) // step + 1)]
 
 
@@ -290,11 +292,11 @@ def test_times_in_pieces_are_the_times_of_the_whole_and_the_last_one_is_the_last
     line: str, timezone: str, day: int, cuts: list[int]
 ) -> None:
     points = [datetime(2026, 1, 1, tzinfo=UTC) + timedelta(days=day, seconds=cut) for cut in cuts]
-    whole = list(cron.fire_times(line, timezone, points[0], points[-1]))
-    assert [at for a, b in pairwise(points) for at in cron.fire_times(line, timezone, a, b)] == whole
+    whole = list(schedule.fire_times(line, timezone, points[0], points[-1]))
+    assert [at for a, b in pairwise(points) for at in schedule.fire_times(line, timezone, a, b)] == whole
     assert last_fire(line, timezone, points[0], points[-1]) == (whole[-1] if whole else None)
     if whole:
-        assert list(cron.fire_times(line, timezone, whole[0], whole[-1])) == whole[1:]
+        assert list(schedule.fire_times(line, timezone, whole[0], whole[-1])) == whole[1:]
         assert last_fire(line, timezone, whole[-1], whole[-1]) is None
         assert last_fire(line, timezone, points[-1], points[0]) is None
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import redis
 
-from precompute.jobs.ops import drop as drop_module
-from precompute.jobs.ops.drop import drop
+from precompute.jobs.ops import retention as drop_module
+from precompute.jobs.ops.retention import drop
 from precompute.store.disk.lease import take
 from precompute.store.errors import ConflictError, RequestError, RowsLostError
 from precompute.store.offline.refs import Refs, run_lease

@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from precompute.jobs.config.cron import fire_times
-from precompute.jobs.config.schedule import CatchUp, Schedule
+from precompute.jobs.config.schedule import CatchUp, Schedule, fire_times
 from precompute.jobs.schedule.due import JITTER, LEADER, Decision, Facts, Ledger, Parent, decide, outlook, retry_wait_s
 from precompute.store.disk.lease import take
 from precompute.store.errors import SnapshotError

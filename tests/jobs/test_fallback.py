@@ -20,10 +20,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from precompute.engine.microbatch import GROW_BY, longest_s
-from precompute.jobs.ops.drop import drop
+from precompute.jobs.ops.retention import drop
 from precompute.jobs.process.suspects import row_hash
 from precompute.jobs.service.fallback import ViewFallback
-from precompute.jobs.service.warmer import Warmer
+from precompute.jobs.service.lookup_worker import Warmer
 from precompute.model import digest
 from precompute.source import Source
 from precompute.store.answer import Answer
@@ -683,7 +683,7 @@ def test_a_model_that_comes_after_its_snapshot_went_live_is_opened_without_a_mis
 def test_another_model_is_loaded_before_what_it_computed_is_live(
     make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("precompute.jobs.service.warmer.WARM_EVERY_S", 0.01)
+    monkeypatch.setattr("precompute.jobs.service.lookup_worker.WARM_EVERY_S", 0.01)
     project, weights = _scaled(make_project, tmp_path, 3.0)
     project.publish_all()
     lookup = open_lookup(project)
@@ -714,7 +714,7 @@ def test_a_view_that_began_anew_is_computed_by_its_own_model(
     make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: str
 ) -> None:
     """Its epochs and generations start at 1 again, under a server that goes on."""
-    monkeypatch.setattr("precompute.jobs.service.warmer.WARM_EVERY_S", 0.01)
+    monkeypatch.setattr("precompute.jobs.service.lookup_worker.WARM_EVERY_S", 0.01)
     project, weights = _scaled(make_project, tmp_path, 3.0)
     lookup = open_lookup(project)
     fallback, pointers = lookup.fallback, []

@@ -19,7 +19,7 @@ from precompute.engine.runner import compute
 from precompute.jobs.config.view import GATES
 from precompute.jobs.pipeline import materialize
 from precompute.jobs.pipeline.gates import judge
-from precompute.jobs.pipeline.verdicts import STATISTICS, Verdicts
+from precompute.jobs.pipeline.value_gates import STATISTICS, Verdicts
 from precompute.jobs.rows import chunks, replaced
 from precompute.jobs.rows.open_view import open_view
 from precompute.store.errors import GateError
@@ -380,7 +380,7 @@ def test_a_model_of_ones_own_has_no_precision_whatever_it_calls_its_attributes(
             )
             return compute(*arguments)
 
-    monkeypatch.setattr("precompute.jobs.pipeline.parity.compute", again)
+    monkeypatch.setattr("precompute.jobs.pipeline.gates.compute", again)
     monkeypatch.setattr(Vectors, "variant", variant, raising=False)
     project = make_project(list(GOOD.items()), view=view(fallback=True))
     if status == "published":
@@ -399,7 +399,7 @@ def test_parity_allows_one_row_of_twenty_and_no_more(
         double = np.asarray(done.features["double"]) * np.where(np.arange(len(done.rows)) < rows, 1.5, 1.0)
         return dataclasses.replace(done, features=done.features.set_column(0, "double", pa.array(double)))
 
-    monkeypatch.setattr("precompute.jobs.pipeline.parity.compute", again)
+    monkeypatch.setattr("precompute.jobs.pipeline.gates.compute", again)
     project = make_project(list(GOOD.items()), view=view(fallback=True))
     assert project.cli("run", "numbers") == (0 if passes else 3)
     assert [(g.gate, g.measured) for g in project.snapshot().gates if g.gate == "parity"] == [("parity", rows / 20)]

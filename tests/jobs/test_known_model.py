@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from precompute.jobs.rows import known_model
+from precompute.jobs.rows import open_view as known_model
 from precompute.models.two_tower import train_two_tower
 from precompute.registry import LoadedModel, load_with_fingerprint
 from precompute.store.errors import ModelError

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-import precompute.jobs.rows.late
-from precompute.store.partition import containing
+import precompute.jobs.pipeline.run
+from precompute.store.clock import containing
 from precompute.store.record import replace
 from tests.conftest import MakeProject
 from tests.jobs.test_serve_all import DAYS, SQL, Corpus, serving
@@ -21,7 +21,7 @@ NAMES = [str(containing("day", day)) for day in DAYS]
 
 @pytest.fixture(autouse=True)
 def time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precompute.jobs.rows.late, "LEAST_S", 10.0)
+    monkeypatch.setattr(precompute.jobs.pipeline.run, "LEAST_S", 10.0)
 
 
 @pytest.fixture
@@ -86,8 +86,8 @@ def test_another_source_makes_partitions_older(corpus: Corpus, capsys: Captured)
 
 def test_looking_ends_with_its_time(corpus: Corpus, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     corpus.write(1, corpus.days[1] | {11: 7.0})
-    monkeypatch.setattr(precompute.jobs.rows.late, "LEAST_S", 0.0)
-    monkeypatch.setattr(precompute.jobs.rows.late, "SHARE", 0.0)
+    monkeypatch.setattr(precompute.jobs.pipeline.run, "LEAST_S", 0.0)
+    monkeypatch.setattr(precompute.jobs.pipeline.run, "SHARE", 0.0)
     report = corpus.run(2)
     assert (report.looked_at, report.late) == ([], [])
     assert status(corpus, capsys)[0]["looked_at"] == 2  # of the run before

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import redis
 
-from precompute.jobs.ops.drop import drop
-from precompute.jobs.pipeline.reconcile import reconcile
+from precompute.jobs.ops.retention import drop
+from precompute.jobs.pipeline.rollback import reconcile
 from precompute.jobs.process.progress import Silent
 from precompute.store.api.app import create_app
 from precompute.store.errors import RequestError, RowsLostError

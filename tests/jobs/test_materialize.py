@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from precompute.engine import runner
-from precompute.engine.batching import WINDOW_ROWS
-from precompute.engine.pace import LONG_S
+from precompute.engine.budget import LONG_S
+from precompute.engine.prepare import WINDOW_ROWS
 from precompute.jobs.pipeline.run import run_view
 from precompute.jobs.process.job import RunOptions
 from precompute.jobs.process.progress import Silent
@@ -26,7 +26,7 @@ from precompute.source import Source
 from precompute.store.errors import ConfigError, ModelError, PrecomputeError, RejectedError, SnapshotError, SourceError
 from precompute.store.feature_view import FeatureView
 from precompute.store.offline.journal import Journals
-from precompute.store.offline.layers import MOST_OVERLAYS
+from precompute.store.offline.part_file import MOST_OVERLAYS
 from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Counts, Snapshot
 from precompute.store.offline.standing import Standing

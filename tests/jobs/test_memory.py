@@ -10,7 +10,7 @@ from tests import REPOSITORY
 
 SETTLED = """
 import gc, resource
-from precompute.jobs.process.memory import settle
+from precompute.jobs.service.lookup_worker import settle
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

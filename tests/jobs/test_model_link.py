@@ -22,10 +22,9 @@ from precompute.jobs.process.suspects import FIRST_S, LONGEST_S, MOST, TRIALS, T
 from precompute.jobs.service import model_group
 from precompute.jobs.service.kept_process import AGAIN, HELD_UP_S, MOST_HELD, START_S, STILL_S, KeptProcess, Watch
 from precompute.jobs.service.model_group import ModelGroup, ModelLimits, ModelProcess, socket_path
-from precompute.jobs.service.model_link import MOST_SENT, ModelLink
 from precompute.jobs.service.model_server import Conversation
-from precompute.jobs.service.remote_fallback import MOST_IN_FLIGHT, RemoteFallback
-from precompute.jobs.service.supervisor import WorkerKeeper
+from precompute.jobs.service.remote_fallback import MOST_IN_FLIGHT, MOST_SENT, ModelLink, RemoteFallback
+from precompute.jobs.service.serve import WorkerKeeper
 from precompute.store.fallback import CLIENT, Computed, Miss, places
 from precompute.store.online.online_store import Pointer
 from precompute.store.status import Reason

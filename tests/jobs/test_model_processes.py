@@ -20,7 +20,7 @@ import pytest
 
 from precompute.jobs.service.kept_process import STILL_S, Watch
 from precompute.jobs.service.model_group import ModelLimits
-from precompute.jobs.service.supervisor import FUTILE, Supervisor, WorkerKeeper
+from precompute.jobs.service.serve import FUTILE, Supervisor, WorkerKeeper
 from precompute.store.api import wire
 from precompute.store.errors import PrecomputeError
 from precompute.workers.process import AdoptedProcess, ChildProcess
@@ -66,7 +66,7 @@ FAULTY: View = {
 
 AT_ONCE = """
 from precompute.jobs.service.kept_process import KeptProcess
-from precompute.jobs.service.supervisor import WorkerKeeper
+from precompute.jobs.service.serve import WorkerKeeper
 KeptProcess.longest_wait_s = WorkerKeeper.longest_wait_s = 0.1
 """
 """What ended is started anew at once, however often it does: it ends some twenty times here, which were 40 s of waiting."""
@@ -338,7 +338,7 @@ def test_a_worker_that_is_told_to_end_and_whose_loop_stands_still_is_not_waited_
         return ChildProcess(["sh", "-c", "trap '' TERM; exec sleep 600"])
 
     monkeypatch.setattr(WorkerKeeper, "start", deaf)
-    monkeypatch.setattr("precompute.jobs.service.supervisor.DRAIN_STILL_S", 0.5)
+    monkeypatch.setattr("precompute.jobs.service.serve.DRAIN_STILL_S", 0.5)
     supervisor = Supervisor({"runtime": str(tmp_path), "listeners": []}, {}, ModelLimits(1.0, 1000, 64))
 
     def stop() -> None:

@@ -12,7 +12,7 @@ import redis
 
 from precompute.jobs.publish.publisher import BASE_ROWS
 from precompute.jobs.rows import chunks
-from precompute.store.offline.layers import MOST_OVERLAYS
+from precompute.store.offline.part_file import MOST_OVERLAYS
 from precompute.store.offline.refs import Place
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore

@@ -16,13 +16,13 @@ import pytest
 from precompute.jobs.pipeline import run as run_module
 from precompute.jobs.rows import chunks
 from precompute.jobs.service.fallback import ViewFallback
+from precompute.store.clock import Partition, containing
 from precompute.store.disk.lease import Lease, take
 from precompute.store.errors import ConfigError, GateError, RejectedError, SourceError
 from precompute.store.lookup import Lookup
 from precompute.store.offline.refs import PUBLISH_LEASE
 from precompute.store.offline.runs import Report
 from precompute.store.offline.standing import Standing
-from precompute.store.partition import Partition, containing
 from tests.conftest import MakeProject
 from tests.scene import Scene
 

@@ -15,11 +15,10 @@ import pytest
 import redis
 import yaml
 
-from precompute.jobs.pipeline.reconcile import reconcile
+from precompute.jobs.pipeline.rollback import reconcile
 from precompute.jobs.process.progress import Silent
 from precompute.jobs.publish.publisher import Publisher
-from precompute.jobs.schedule.reconciler import Reconciler
-from precompute.jobs.schedule.scheduler import Scheduler
+from precompute.jobs.schedule.scheduler import Reconciler, Scheduler
 from precompute.store.account.account import read_account, write_account
 from precompute.store.account.checker import DEGRADED as HEALED
 from precompute.store.account.checker import look

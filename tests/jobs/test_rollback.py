@@ -15,12 +15,12 @@ import redis
 
 from precompute.jobs.pipeline import run as run_module
 from precompute.jobs.publish.loader import Loader
+from precompute.store.clock import containing
 from precompute.store.disk import crashpoint
 from precompute.store.disk.crashpoint import InjectedError
 from precompute.store.disk.lease import Lease, take
 from precompute.store.errors import GateError, OnlineStoreError, PrecomputeError, SnapshotError
 from precompute.store.offline.refs import PUBLISH_LEASE
-from precompute.store.partition import containing
 from tests.conftest import MakeProject
 from tests.scene import Scene
 

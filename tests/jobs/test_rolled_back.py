@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from precompute.store.clock import containing
 from precompute.store.errors import GateError
 from precompute.store.offline.runs import Report
 from precompute.store.offline.view_store import OfflineStore
-from precompute.store.partition import containing
 from tests.conftest import MakeProject
 
 GATES = dict.fromkeys(("rows", "norm", "duplicates", "drift", "moved"))

@@ -21,12 +21,12 @@ import pytest
 
 from benchmarks.store_history import add_past
 from precompute.jobs.process.report import close_dead
+from precompute.store.clock import containing
 from precompute.store.disk.lease import Lease, take
 from precompute.store.errors import ConfigError, ConflictError, FencedError, RejectedError
 from precompute.store.offline.gc import SWEPT_FOLDERS
 from precompute.store.offline.journal import Journals
 from precompute.store.offline.refs import run_lease
-from precompute.store.partition import containing
 from precompute.store.record import replace
 from tests import REPOSITORY
 from tests.conftest import MakeProject
@@ -302,7 +302,7 @@ def test_a_signal_ends_whatever_it_hangs_in(
 
 MUTE = """
 import time
-from precompute.jobs.process import termination
+from precompute.jobs.process import command_process as termination
 
 termination.GRACE_S = termination.LAST_WORDS_S = 0.1
 with termination.terminable(), termination.last_words(lambda: time.sleep(600)):

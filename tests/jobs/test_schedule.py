@@ -19,8 +19,8 @@ from apscheduler.job import Job
 from apscheduler.schedulers.background import BackgroundScheduler
 
 import precompute.jobs.schedule.scheduler
-from precompute.jobs.config.cron import last_fire
 from precompute.jobs.config.project import Project
+from precompute.jobs.config.schedule import last_fire
 from precompute.jobs.schedule.due import LEADER, Decision, Ledger
 from precompute.jobs.schedule.scheduler import Scheduler, run_command
 from precompute.store.disk.lease import holder, is_held, take

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from precompute.jobs.config.view import AccuracyConfig
-from precompute.jobs.ops.drop import drop
+from precompute.jobs.ops.retention import drop
 from precompute.jobs.ops.thresholds import agreement_of, thresholds
 from precompute.jobs.service.fallback import ViewFallback
 from precompute.store import semantic_cache

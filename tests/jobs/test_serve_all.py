@@ -13,13 +13,13 @@ import pytest
 import precompute.jobs.pipeline.materialize
 import precompute.jobs.pipeline.run
 from precompute.jobs.config.view import GatesConfig
+from precompute.store.clock import containing
 from precompute.store.disk import crashpoint
 from precompute.store.disk.crashpoint import InjectedError
 from precompute.store.errors import ConfigError, GateError, SnapshotError
 from precompute.store.history import explain, get_historical_features, read
 from precompute.store.offline.gc import collect
 from precompute.store.offline.runs import Report
-from precompute.store.partition import containing
 from tests.conftest import MakeProject
 from tests.scene import Scene
 

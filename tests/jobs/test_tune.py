@@ -24,11 +24,10 @@ from precompute.engine.runner import Runner
 from precompute.engine.window import Outcome
 from precompute.jobs.cli import main
 from precompute.jobs.commands.measure import describe_tuning
-from precompute.jobs.config.tuning_file import read_tuning, tuning_path, write_tuning
-from precompute.jobs.ops import trials as trials_module
+from precompute.jobs.config.project import read_tuning, tuning_path, write_tuning
+from precompute.jobs.ops import tune as trials_module
 from precompute.jobs.ops import tune as tune_module
-from precompute.jobs.ops.trials import ROUNDS, Rate, Trials
-from precompute.jobs.ops.tune import tune
+from precompute.jobs.ops.tune import ROUNDS, Rate, Trials, tune
 from precompute.jobs.pipeline import accuracy as accuracy_module
 from precompute.jobs.pipeline import materialize as materialize_module
 from precompute.jobs.pipeline.accuracy import AccuracyCheck
@@ -37,14 +36,14 @@ from precompute.jobs.rows.chunks import Chunks
 from precompute.jobs.rows.comparison import limits_of
 from precompute.jobs.rows.open_view import EXAMPLE_ROWS, open_view
 from precompute.jobs.service.fallback import ViewFallback
-from precompute.models.packed_linear import PackedLinear
+from precompute.models.device import PackedLinear
 from precompute.models.torch_model import TorchModel
 from precompute.precision.accuracy import compare
-from precompute.precision.reference import PROOF_ROWS
+from precompute.precision.conversion import PROOF_ROWS
+from precompute.store.clock import containing
 from precompute.store.errors import ConfigError, GateError, ModelError, RejectedError, SourceError
 from precompute.store.offline.snapshot import Verdict
 from precompute.store.offline.view_store import OfflineStore
-from precompute.store.partition import containing
 from precompute.techniques import onednn
 from precompute.techniques.machine import has_bf16
 from precompute.techniques.technique import Technique, technique
@@ -565,7 +564,7 @@ def test_by_default_the_candidates_of_this_machine_are_tried(make_project: MakeP
         asked.append((device.name, model.variant))
         return [technique("fp32-eager"), technique("fp32-onednn")]
 
-    monkeypatch.setattr("precompute.precision.candidates.candidates", candidates)
+    monkeypatch.setattr("precompute.precision.conversion.candidates", candidates)
     with_rates(monkeypatch, fp32_eager=100.0, fp32_onednn=104.0)
     project = torch_project(make_project, ROWS, view={"precision": "bf16"})  # what is configured now is no matter
     found = tune(project, "numbers")
@@ -576,7 +575,7 @@ def test_by_default_the_candidates_of_this_machine_are_tried(make_project: MakeP
 
 def test_what_there_is_no_time_for_is_left_out_and_said(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["fp32-eager", "bf16-eager", "fp32-aoti", "fp32-onednn"]
-    monkeypatch.setattr("precompute.precision.candidates.candidates", lambda *_: [technique(name) for name in names])
+    monkeypatch.setattr("precompute.precision.conversion.candidates", lambda *_: [technique(name) for name in names])
     project = torch_project(make_project, ROWS, view={"accuracy": LOOSE})
     told = list[str]()
     found = tune(project, "numbers", within_s=20, tell=told.append)  # compiling takes about a minute

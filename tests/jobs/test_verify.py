@@ -15,7 +15,7 @@ import pytest
 from precompute.jobs.ops.verify import Check, verify
 from precompute.store.disk.lease import take
 from precompute.store.offline.refs import PUBLISH_LEASE
-from precompute.store.online.table_writer import TableWriter
+from precompute.store.online.table_file import TableWriter
 from precompute.store.record import plain, replace
 from tests.conftest import MakeProject
 from tests.online import batch_of, put_into_redis

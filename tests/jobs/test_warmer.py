@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from precompute.jobs.service.warmer import Warmer
+from precompute.jobs.service.lookup_worker import Warmer
 from precompute.store.lookup import Lookup
 from precompute.store.offline.view_store import OfflineStore
 from precompute.store.online.online_store import Pointer
@@ -41,7 +41,7 @@ class Models:
 @pytest.fixture
 def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> House:
     for setting in ("WARM_EVERY_S", "AGAIN_S"):
-        monkeypatch.setattr(f"precompute.jobs.service.warmer.{setting}", 0.01)
+        monkeypatch.setattr(f"precompute.jobs.service.lookup_worker.{setting}", 0.01)
     return House(TableStore(tmp_path / "online"), tmp_path / "root", changes={"fallback": True})
 
 

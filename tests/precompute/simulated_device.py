@@ -16,10 +16,9 @@ import pyarrow as pa
 import pytest
 
 from precompute.engine import forward, prepare
-from precompute.engine.batching import WINDOW_ROWS, joined
+from precompute.engine.budget import Pace
 from precompute.engine.forward import Forward
-from precompute.engine.pace import Pace
-from precompute.engine.prepare import Preparation
+from precompute.engine.prepare import WINDOW_ROWS, Preparation, joined
 from precompute.engine.runner import AHEAD_BATCHES, BATCH_S, HAND_ON_S, Runner
 from precompute.engine.window import Batch
 from precompute.model import Prepared

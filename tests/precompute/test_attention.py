@@ -8,8 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import BertConfig, BertModel
 
 from precompute.models.text_encoder import Encoder, UnpaddedEncoder
-from precompute.text.attention import is_available, unpadded_attention
 from precompute.text.sentence_head import Head
+from precompute.text.transformer import is_available, unpadded_attention
 
 LENGTHS = [7, 1, 12, 3, 12]
 

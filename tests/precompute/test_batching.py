@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from precompute.engine.batching import batches_by_cost
+from precompute.engine.prepare import batches_by_cost
 
 
 @settings(max_examples=200, deadline=None)

@@ -26,8 +26,7 @@ from transformers import AutoConfig, AutoModel
 
 from precompute.models.device import Device
 from precompute.models.text_encoder import Encoder
-from precompute.precision.candidates import candidates
-from precompute.precision.conversion import convert
+from precompute.precision.conversion import candidates, convert
 from precompute.store.errors import ConfigError
 from precompute.techniques import encoder as technique_file
 from precompute.techniques.machine import has_bf16

@@ -14,8 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from precompute.source import Source
-from precompute.sources.database import hash_kind
-from precompute.sources.input_hash import _SAMPLE, _SAMPLE_TYPES
+from precompute.sources.database import _SAMPLE, _SAMPLE_TYPES, hash_kind
 from tests.precompute.test_source import TYPED, hashes
 
 
@@ -40,7 +39,7 @@ def test_this_duckdb_hashes_as_the_one_that_was_looked_at() -> None:
 
 
 def test_what_two_duckdbs_make_is_never_taken_for_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("precompute.sources.input_hash._SAMPLE", _SAMPLE.replace("1.5", "1.25"))
+    monkeypatch.setattr("precompute.sources.database._SAMPLE", _SAMPLE.replace("1.5", "1.25"))
     hash_kind.cache_clear()
     try:
         assert hash_kind() != "duckdb-acd4fcd9eb6a123b"

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from precompute.engine import cores
-from precompute.engine.cores import places, share, usable_threads
-from precompute.engine.lanes import Lanes
+from precompute.engine.cores import Lanes, places, share, usable_threads
 from precompute.engine.runner import LANE_ROWS, Runner
-from precompute.models.threads import compute_threads, compute_with
+from precompute.models.device import compute_threads, compute_with
 from precompute.store.errors import ModelError
 from precompute.workers import worker_process
 from precompute.workers.worker_process import WorkerSpec
@@ -143,8 +142,8 @@ def test_each_lane_is_on_cores_of_its_own_where_it_has_them(monkeypatch: pytest.
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 4})
     assert places(2) == [{4}, {1}] or places(2) == [{1}, {4}]
     moved: list[frozenset[int]] = []
-    monkeypatch.setattr("precompute.engine.lanes.places", lambda total: [frozenset({n}) for n in range(total)])
-    monkeypatch.setattr("precompute.engine.lanes.move_to", moved.append)
+    monkeypatch.setattr("precompute.engine.cores.places", lambda total: [frozenset({n}) for n in range(total)])
+    monkeypatch.setattr("precompute.engine.cores.move_to", moved.append)
     lanes = Lanes(2, 2, 4, lambda threads: None)
     meeting = threading.Barrier(2)
     for future in [lanes.put(meeting.wait) for _ in range(2)]:

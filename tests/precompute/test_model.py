@@ -16,8 +16,7 @@ import pyarrow as pa
 import pytest
 
 from precompute.model import Verbatim, digest, model_fingerprint, resolve_path, table_digest
-from precompute.project_module import told
-from precompute.project_path import ProjectPath, starting_from
+from precompute.project_module import ProjectPath, starting_from, told
 from precompute.registry import BUILT_IN, check_use, load_model, load_with_fingerprint
 from precompute.source import Source
 from precompute.store.errors import ConfigError, ModelError

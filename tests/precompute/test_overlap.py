@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pytest
 
-from precompute.engine.batching import DEVICE_WINDOW_ROWS, joined
+from precompute.engine.prepare import DEVICE_WINDOW_ROWS, joined
 from precompute.engine.runner import Runner
 from tests.precompute.simulated_device import VIEW, SimulatedDevice, SimulatedModel, Speed, simulated
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from precompute.engine.pace import LONG_S, Pace
+from precompute.engine.budget import LONG_S, Pace
 
 GOAL_S = 1.0
 

@@ -8,8 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from precompute.workers.patience import Patience
-from precompute.workers.tasks import HeldWindow, Task
+from precompute.workers.worker_process import HeldWindow, Patience, Task
 
 BATCH = pa.record_batch({"x": [1.0, 2.0, 3.0]})
 

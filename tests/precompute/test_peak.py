@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from precompute.engine.meter import Meter
-from precompute.models import peak
-from precompute.models.packed_linear import PackedLinear
-from precompute.models.peak import ROWS, probed, shapes_of
+from precompute.models import device as peak
+from precompute.models.device import ROWS, PackedLinear, probed, shapes_of
 from precompute.precision.conversion import convert
 from precompute.techniques.machine import has_int8_products
 from precompute.techniques.technique import technique

@@ -21,12 +21,10 @@ import torch
 from transformers import BertConfig, BertModel
 
 from precompute.model import Prepared
-from precompute.models.device import Device
-from precompute.models.packed_linear import PackedLinear
+from precompute.models.device import Device, PackedLinear
 from precompute.models.text_encoder import Encoder
 from precompute.models.torch_model import Tensors, TorchModel
-from precompute.precision.candidates import candidates
-from precompute.precision.conversion import convert
+from precompute.precision.conversion import candidates, convert
 from precompute.precision.same_value import relative_errors
 from precompute.precision.same_value import tolerance as tolerance_of
 from precompute.store.errors import ConfigError, ModelError

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from precompute.diff import Diff, compare, find_deletes, refused_rows, returned_rows
 from precompute.source import Files, Source
-from precompute.sources.statement import check_sql, referenced_views
+from precompute.sources.database import check_sql, referenced_views
 from precompute.store.entity_key import key_column
 from precompute.store.errors import ConfigError, SnapshotError, SourceError
 

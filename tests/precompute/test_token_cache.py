@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from precompute.text.token_cache import TokenCache
+from precompute.text.tokens import TokenCache
 
 IDS, LENGTHS = np.array([101, 7, 102, 101, 102]), np.array([3, 2])
 

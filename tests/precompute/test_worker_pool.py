@@ -25,9 +25,9 @@ from precompute.engine.window import Outcome
 from precompute.registry import load_model
 from precompute.store.errors import ConfigError, ModelError
 from precompute.store.feature_view import Feature, FeatureView
-from precompute.workers import patience, pool_stream
-from precompute.workers.pool_stream import HELD
-from precompute.workers.worker_pool import WorkerPool
+from precompute.workers import worker_pool as pool_stream
+from precompute.workers import worker_process as patience
+from precompute.workers.worker_pool import HELD, WorkerPool
 from precompute.workers.worker_process import WorkerSpec
 from tests.precompute.dying_models import Launching, Poisoned
 

@@ -14,8 +14,7 @@ import pytest
 
 from precompute.store.api.request import STRANGER
 from precompute.store.errors import ConfigError
-from precompute.store.guard.gate import Gate
-from precompute.store.guard.hosts import Hosts
+from precompute.store.guard.gate import Gate, Hosts
 from precompute.store.guard.listener import Listener
 from precompute.store.guard.tls import Tls
 from precompute.store.guard.tokens import Tokens, make_token, read_tokens, remove_tokens

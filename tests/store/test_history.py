@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from precompute.store.clock import containing
 from precompute.store.disk.spill_folder import SpillFolder
 from precompute.store.errors import RequestError, SnapshotError
 from precompute.store.feature_view import Feature, FeatureView
@@ -26,7 +27,6 @@ from precompute.store.offline import refs
 from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot, Verdict
 from precompute.store.offline.view_store import OfflineStore, ViewStore
-from precompute.store.partition import containing
 from precompute.store.record import replace
 from tests.conftest import MakeProject
 
@@ -614,7 +614,7 @@ def test_each_file_is_read_once_however_many_snapshots_share_it(made: Made, monk
         opened.append(str(path))
         return original(path, *arguments, **named)
 
-    monkeypatch.setattr("precompute.store.history.part_rows.pq.ParquetFile", counting)
+    monkeypatch.setattr("precompute.store.history.versions.pq.ParquetFile", counting)
     made.check(made.asked([((n,), 9) for n in range(6)] * 2), [Value(n, n) for n in range(6)] * 2)
     assert len(opened) == len(set(opened)) == len({made.places[6][(n,)][0] for n in range(6)})
 

@@ -24,11 +24,9 @@ from precompute.store.vectors.faiss_index import (
     widened,
 )
 from precompute.store.vectors.index_build import build_index
-from precompute.store.vectors.index_choice import Limits, candidates
+from precompute.store.vectors.index_choice import EXCLUSIONS, KINDS, SHARES, Limits, Queries, QueryKinds, candidates, lower_bound
 from precompute.store.vectors.index_record import METRICS, Codes
 from precompute.store.vectors.nearest_rows import Admitted, NearestRows
-from precompute.store.vectors.query_kinds import EXCLUSIONS, KINDS, SHARES, QueryKinds
-from precompute.store.vectors.recall import Queries, lower_bound
 from precompute.store.vectors.row_filter import RowFilter
 from precompute.store.vectors.vector_index import VectorIndex
 from tests.vectors import Vectors, nearest, overlapping, rows_of, view_of

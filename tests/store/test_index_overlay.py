@@ -9,7 +9,8 @@ import pyarrow as pa
 import pytest
 
 from precompute.store.errors import VectorIndexError
-from precompute.store.vectors import index_part, nearest_rows
+from precompute.store.vectors import nearest_rows
+from precompute.store.vectors import vector_index as index_part
 from precompute.store.vectors.index_build import build_index, build_overlay
 from precompute.store.vectors.index_choice import Limits
 from precompute.store.vectors.index_record import METRICS

@@ -15,8 +15,7 @@ from precompute.store.fallback import Miss
 from precompute.store.freshness import AHEAD_US
 from precompute.store.kept.kept_file import KeptFile
 from precompute.store.kept.kept_redis import KeptRedis
-from precompute.store.kept.kept_rows import JITTER, Kept, KeptLimits, KeptRows, input_names
-from precompute.store.kept.kept_writer import KeptWriter
+from precompute.store.kept.kept_rows import JITTER, Kept, KeptLimits, KeptRows, KeptWriter, input_names
 from precompute.store.lookup import Lookup
 from precompute.store.lookup_options import LookupOptions
 from precompute.store.online.online_store import Pointer
@@ -357,7 +356,7 @@ def test_where_the_model_fails_an_expired_row_is_served_as_stale_for_as_long_as_
 def test_the_writer_writes_behind_and_drops_what_the_store_is_too_slow_for(
     pointer: Pointer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("precompute.store.kept.kept_writer.MOST_WAITING", 5)
+    monkeypatch.setattr("precompute.store.kept.kept_rows.MOST_WAITING", 5)
     gate, written = threading.Event(), list[str]()
 
     class Slow:

@@ -29,8 +29,7 @@ from precompute.store.disk.lease import take
 from precompute.store.errors import ConflictError, FencedError, SnapshotError
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.offline.journal import Finished
-from precompute.store.offline.layers import Layers
-from precompute.store.offline.part_file import write_part_file
+from precompute.store.offline.part_file import Layers, write_part_file
 from precompute.store.offline.refs import LiveRef, Place, run_lease
 from precompute.store.offline.row_figures import RowFigures, VectorFigures
 from precompute.store.offline.runs import Report

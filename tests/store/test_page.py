@@ -16,13 +16,21 @@ import pytest
 
 from precompute.store.feature_view import Feature
 from precompute.store.offline.runs import Report
-from precompute.store.page.bars import freshness_bar, percent, runs_line
-from precompute.store.page.figures import Figures, Times, ViewFigures, counted
-from precompute.store.page.html import Html, element, joined
-from precompute.store.page.page import status_page
-from precompute.store.page.question import LOOKUP, NEAR, TEXT, Question, answered, shown, telling
+from precompute.store.page.html import (
+    POLICY,
+    Figures,
+    Html,
+    Times,
+    ViewFigures,
+    counted,
+    element,
+    freshness_bar,
+    joined,
+    percent,
+    runs_line,
+)
+from precompute.store.page.page import LOOKUP, NEAR, TEXT, Question, answered, shown, status_page, telling
 from precompute.store.page.sections import duration_ms
-from precompute.store.page.style import POLICY
 from precompute.store.telemetry.exposition import totals
 from precompute.store.telemetry.instruments import BUCKETS, Meter
 from tests.store.test_http_freshness import World

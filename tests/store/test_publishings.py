@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from precompute.store.errors import SnapshotError
-from precompute.store.offline import publishings, refs
-from precompute.store.offline.publishings import Publishing
-from precompute.store.offline.refs import Refs
+from precompute.store.offline import refs
+from precompute.store.offline import refs as publishings
+from precompute.store.offline.refs import Publishing, Refs
 
 
 @pytest.fixture

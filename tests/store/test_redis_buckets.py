@@ -24,8 +24,7 @@ from precompute.store.redis import bulk, resp
 from precompute.store.redis.buckets import FEW, FIELDS, Buckets, bucket_cost_bytes, bucket_count, field_of
 from precompute.store.redis.preflight import key_cost_bytes
 from precompute.store.redis.redis_store import RedisStore
-from precompute.store.redis.resp import Layout
-from precompute.store.redis.slots import slot_of
+from precompute.store.redis.resp import Layout, slot_of
 from tests.online import Stopped, commands_in, in_buckets, plain
 from tests.redis_process import Proxy, RedisCluster, RedisProcess, newest_redis, redis_binaries
 from tests.store.test_redis_cluster import migrate

@@ -21,7 +21,7 @@ from precompute.store.redis import bulk
 from precompute.store.redis.bulk import SCANNED_KEYS, Pipe
 from precompute.store.redis.redis_store import RedisStore
 from precompute.store.redis.replies import Lost, Refused
-from precompute.store.redis.slots import SLOTS, SlotMap, row_slots, slot_of, target
+from precompute.store.redis.resp import SLOTS, SlotMap, row_slots, slot_of, target
 from tests.online import TABLE, Stopped, numbers, over, plain, pointer, rows_of, values
 from tests.redis_process import RedisCluster, RedisProcess, eventually, newest_redis, redis_binaries
 

@@ -21,9 +21,9 @@ from precompute.store.online.packed import Rows
 from precompute.store.redis import bulk, meta, redis_store
 from precompute.store.redis.bulk import sweep
 from precompute.store.redis.cluster import Cluster
-from precompute.store.redis.options import RedisOptions
+from precompute.store.redis.link import RedisOptions
 from precompute.store.redis.redis_store import RedisStore
-from precompute.store.redis.slots import SLOTS, SlotMap, slot_of
+from precompute.store.redis.resp import SLOTS, SlotMap, slot_of
 from tests.online import TABLE, Stopped, pointer, publish, rows_of, values
 from tests.redis_process import Proxy, RedisCluster, RedisProcess, eventually, newest_redis, redis_binaries
 from tests.store.test_redis_cluster import in_one_slot, many, migrate, read_all

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from precompute.store.telemetry.access_log import AccessLog
-from precompute.store.telemetry.route import route_of
-from precompute.store.telemetry.tracing import MOST_ASKED_S, Spans, Tracing
+from precompute.store.telemetry.tracing import MOST_ASKED_S, Spans, Tracing, route_of
 from tests.collector import collecting
 
 SECRETS = ["alice@example.com", "deadline_ms", "pct_secret"]

@@ -9,8 +9,16 @@ import pyarrow as pa
 import pytest
 
 from precompute.store.feature_view import Feature, FeatureView
-from precompute.store.offline.row_figures import RowCounter, RowFigures, VectorFigures, count
-from precompute.store.offline.value_figures import KEPT_VALUES, MOST_DISTINCT, distance, quantiles
+from precompute.store.offline.row_figures import (
+    KEPT_VALUES,
+    MOST_DISTINCT,
+    RowCounter,
+    RowFigures,
+    VectorFigures,
+    count,
+    distance,
+    quantiles,
+)
 from precompute.store.record import read_record, replace, sealed
 
 SHARES = [0.0, 0.01, 0.1, 0.5, 0.9, 0.99, 1.0]

@@ -12,8 +12,7 @@ import pytest
 
 from precompute.store.errors import SnapshotError
 from precompute.store.offline import part_file, selection
-from precompute.store.offline.layers import Layers
-from precompute.store.offline.part_file import write_part_file
+from precompute.store.offline.part_file import Layers, write_part_file
 from precompute.store.offline.selection import CLUSTERS, all_rows, rows_beside, seed_of
 
 

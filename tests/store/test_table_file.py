@@ -19,8 +19,16 @@ import xxhash
 from precompute.store.errors import OnlineStoreError
 from precompute.store.online.kernels import ABSENT, COMPILED, DAMAGED, FOUND, hash_of, hashes, homes, line_checks, pack, verified
 from precompute.store.online.packed import Packed, RowBatch
-from precompute.store.online.table_file import _HEAD, BLOCK_BYTES, FORMAT_VERSION, MAGIC, TableFile, header_of, index_start
-from precompute.store.online.table_writer import TableWriter
+from precompute.store.online.table_file import (
+    _HEAD,
+    BLOCK_BYTES,
+    FORMAT_VERSION,
+    MAGIC,
+    TableFile,
+    TableWriter,
+    header_of,
+    index_start,
+)
 from tests.store.test_kernels import SNAPSHOT, TAG, row_of
 
 MEMORY_BYTES = 2**20
@@ -304,7 +312,7 @@ def test_a_full_disk_leaves_nothing(size_bytes: int, tmp_path: Path) -> None:
 WRITES_FOR_EVER = """
 import itertools, sys
 from pathlib import Path
-from precompute.store.online.table_writer import TableWriter
+from precompute.store.online.table_file import TableWriter
 from tests.store.test_table_file import batch_of, numbered
 with TableWriter(Path(sys.argv[1]), {}, 0) as writer:
     for at in itertools.count(0, 500):

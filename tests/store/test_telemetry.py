@@ -21,13 +21,13 @@ from precompute.store.telemetry.instruments import (
     FALLBACK_QUEUE,
     INSTRUMENTS,
     LIVE_SNAPSHOT,
+    MAX_SLOTS,
     PROBLEMS,
     ROWS,
     STAGE_SECONDS,
     Kind,
     Meter,
 )
-from precompute.store.telemetry.slots import MAX_SLOTS
 from tests import REPOSITORY
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -161,7 +161,7 @@ def test_more_series_than_there_is_room_for_are_left_out_and_harm_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = 1 << 12
-    monkeypatch.setattr("precompute.store.telemetry.slots.MAX_SLOTS", room)
+    monkeypatch.setattr("precompute.store.telemetry.instruments.MAX_SLOTS", room)
     meter = Meter(tmp_path, "worker-0")
     fits = room // 21
     for i in range(fits + 20):

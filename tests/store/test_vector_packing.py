@@ -17,7 +17,7 @@ from hypothesis.extra.numpy import arrays
 
 from precompute.store.feature_view import Feature
 from precompute.store.online.packed import Packed
-from precompute.store.online.vector_packing import packed_vectors, unpacked_vectors
+from precompute.store.online.row_values import packed_vectors, unpacked_vectors
 from tests.store.test_codec import ABSENT, DAMAGED, batch_of, codec_of, flipped, keys_of, packed, read_both_ways, verified, whole
 
 DTYPES, PACKINGS, DIMS = ("float16", "float32"), ("int8", "binary"), (1, 3, 8, 9, 384)

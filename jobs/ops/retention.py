@@ -1,12 +1,14 @@
-"""Drop: the end of a view. It is taken out of the online store and the vector index, and, if asked to, out of the offline store too."""
+"""Retention: what a view has committed and can be gone back to; what nothing can reach any more goes; the end of a view, online and, where wanted, offline."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from precompute.jobs.config.project import Project
 from precompute.store.disk.identity import known_identity
@@ -14,7 +16,10 @@ from precompute.store.disk.lease import holder, is_held, take
 from precompute.store.disk.reserve import spending_reserve
 from precompute.store.errors import ConfigError, ConflictError, DamagedPointerError, SnapshotError
 from precompute.store.feature_view import NAME
+from precompute.store.offline.gc import Garbage, collect, damage, forget
 from precompute.store.offline.refs import DROP_LEASE, PUBLISH_LEASE
+from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.standing import Standing
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.online_url import open_online_store
 
@@ -134,3 +139,95 @@ def _check_idle(folder: Path, name: str) -> None:
             raise ConflictError(
                 f"view {name!r} is being computed (lease {lease!r}, process {by.pid if by else '?'}): wait for it, or end it with SIGTERM"
             )
+
+
+def gc(project: Project, *, forgotten: Sequence[str] | None, dry_run: bool) -> tuple[list[Garbage], list[str]]:
+    """Remove what cannot be reached, as the project's retention says.
+
+    Args:
+        project: the configuration; the views need not be in it any more.
+        forgotten: a view's name and the number of a damaged snapshot that is given up first.
+        dry_run: only list it.
+
+    Returns:
+        what was removed, or would be; and what needs attention: views that were left out, files that cannot be removed, damage.
+
+    Raises:
+        ConfigError: ``forgotten`` names no view and number, or is given with ``dry_run``.
+    """
+    offline, retention = project.offline, project.settings.retention
+    names = offline.views()
+    view, number = forgotten or (None, "")
+    if view is not None and (view not in names or not number.isdecimal() or dry_run):
+        raise ConfigError(
+            f"--forget {view} {number}: name a view ({', '.join(names)}) and the number of its damaged snapshot, without --dry-run"
+        )
+    garbage: list[Garbage] = []
+    failures: list[str] = []
+    with spending_reserve(project.root):
+        for store in map(offline.view, names):
+            try:
+                busy = f"view {store.name!r} is being published"
+                with take(store.leases, PUBLISH_LEASE, "gc", ttl_s=project.settings.lease, busy=busy) as lease:
+                    if store.name == view:
+                        forget(store, int(number), lease)
+                    garbage += collect(
+                        store,
+                        keep=retention.keep,
+                        grace_s=retention.grace,
+                        leases=[lease],
+                        dry_run=dry_run,
+                        told=failures.append,
+                    )
+                failures += damage(store)
+            except (ConflictError, SnapshotError) as exc:
+                failures.append(str(exc))
+    return garbage, list(dict.fromkeys(failures))
+
+
+def list_snapshots(project: Project, name: str) -> list[dict[str, Any]]:
+    """A view's snapshots, the newest first; of a view that is not configured any more, too.
+
+    Returns:
+        for each ``snapshot`` (its number), ``created_at``, ``kind`` (full or delta), ``parent``, ``partition``, ``rows``, ``model``,
+        ``refused_by`` and ``accepted`` (gates), ``live``, ``previous``, ``bad`` (why it is never published again), ``pinned``, and ``error``
+        when the manifest cannot be read, whose other fields are None then.
+
+    Raises:
+        ConfigError: no such view, neither configured nor in the offline store.
+        SnapshotError: the live pointer cannot be read.
+    """
+    store = project.stored(name)
+    ref, standing, pins = store.refs.live(), Standing(store), store.refs.pins()
+    lines = []
+    for number in reversed(store.numbers()):
+        marks = {
+            "live": ref is not None and ref.snapshot == number,
+            "previous": ref is not None and ref.previous == number,
+            "pinned": number in pins,
+        }
+        try:
+            snapshot = store.snapshot(number)
+            line = _facts(snapshot) | {"bad": _why_bad(standing, snapshot), "error": None}
+        except SnapshotError as exc:
+            line = dict.fromkeys(_FACTS) | {
+                "bad": standing.marks[number].reason if number in standing.marks else None,
+                "error": str(exc),
+            }
+        lines.append({"snapshot": number} | line | marks)
+    return lines
+
+
+_FACTS = ("created_at", "kind", "parent", "partition", "rows", "model", "refused_by", "accepted")
+
+
+def _facts(snapshot: Snapshot) -> dict[str, Any]:
+    return {name: getattr(snapshot, name) for name in _FACTS} | {"accepted": list(snapshot.accepted)}
+
+
+def _why_bad(standing: Standing, snapshot: Snapshot) -> str | None:
+    below = standing.bad_below(snapshot)
+    if below is None:
+        return None
+    reason = standing.marks[below].reason
+    return reason if below == snapshot.number else f"builds on {below}: {reason}"

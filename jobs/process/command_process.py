@@ -1,4 +1,4 @@
-"""Termination: SIGTERM and SIGINT end a command within seconds, whatever it is in the middle of, and its report says so.
+"""Command process: what a command's own process does with output that nobody reads, its log, pandas and signals. SIGTERM and SIGINT end a command within seconds, whatever it is in the middle of, and its report says so.
 
 A call into C puts Python's own handlers off, so a thread hears of the signal through a pipe (:func:`signal.set_wakeup_fd`), interrupts DuckDB, and past
 :data:`GRACE_S` ends the process. What keeps the interpreter's lock all the while is left to who supervises the process, and to SIGKILL.
@@ -7,6 +7,7 @@ A call into C puts Python's own handlers off, so a thread hears of the signal th
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from select import select
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 from precompute.store.disk.lease import release_leases
 
@@ -139,3 +140,76 @@ def _watch(read: int) -> None:
     print(f"precompute: {described(_State.asked)}, and did not end within {GRACE_S} s", file=sys.stderr)
     sys.stderr.flush()
     os._exit(128 + _State.asked)
+
+
+class Enduring:
+    """A stream that a broken pipe does not stop: from then on what is written to it goes nowhere."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """As a text stream's."""
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            self._let_go()
+            return len(text)
+
+    def flush(self) -> None:
+        """As a text stream's."""
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            self._let_go()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _let_go(self) -> None:
+        null = os.open(os.devnull, os.O_WRONLY)
+        # what it still holds goes there too
+        os.dup2(null, self._stream.fileno())
+        os.close(null)
+
+
+@contextlib.contextmanager
+def enduring_output() -> Iterator[None]:
+    """Within, neither stdout nor stderr raises because its reader went away."""
+    streams = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = Enduring(sys.stdout), Enduring(sys.stderr)
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        sys.stdout, sys.stderr = streams
+
+
+class _NoPandas:
+    """A finder that finds no pandas, and leaves all else to those behind it."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        if name == "pandas":
+            raise ModuleNotFoundError("not imported where nothing needs it", name=name)
+
+
+def spare_pandas() -> None:
+    """Let pyarrow find no pandas when it looks whether a value is one of pandas' (0.15 s and 45 MB to import). For processes that run nobody else's code."""
+    import pyarrow as pa
+
+    sys.meta_path.insert(0, _NoPandas)
+    try:
+        # its C++ and its Python part look once each
+        pa.array([None])
+        _ = pa.lib._pandas_api.have_pandas
+    finally:
+        sys.meta_path.remove(_NoPandas)
+
+
+def log_to_stderr() -> None:
+    """Have the rooms' loggers say what is worth knowing, and those of libraries what went wrong."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    for room in ("jobs", "precompute", "store"):
+        logging.getLogger(room).setLevel(logging.INFO)
