@@ -258,7 +258,11 @@ class RedisCluster:
     def master_of(self, key: str) -> RedisProcess:
         """Who has a key, as the cluster sees it."""
         with self.alive()[0].client() as client:
-            slot = client.execute_command("CLUSTER", "KEYSLOT", key)
+            return self.owner(self.alive()[0], int(client.execute_command("CLUSTER", "KEYSLOT", key)))
+
+    def owner(self, of: RedisProcess, slot: int) -> RedisProcess:
+        """Who has a slot, as one node sees it."""
+        with of.client() as client:
             for first, last, (_, port, *_), *_ in _ranges(client):
                 if first <= slot <= last:
                     return next(node for node in self.nodes if node.port == port)

@@ -219,10 +219,23 @@ def migrate(
         if finish:
             for client in (taking, giving):
                 client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", names[1])
-            # and who else was not asked: two moves that have not heard of each other have one epoch, and who heard of the first keeps to it
+            settle(cluster, slot, to, names[1])
+
+
+def settle(cluster: RedisCluster, slot: int, to: RedisProcess, name: str) -> None:
+    """Until every node has the slot there and keeps to it: two moves that have not heard of each other have one epoch, and a message under way may undo the later one."""
+    agreed = 0
+    deadline = time.monotonic() + 20
+    while agreed < 3:
+        assert time.monotonic() < deadline, f"the nodes do not agree on slot {slot}"
+        if all(cluster.owner(node, slot) is to for node in cluster.masters):
+            agreed += 1
+        else:
+            agreed = 0
             for node in cluster.masters:
                 with node.client() as other:
-                    other.execute_command("CLUSTER", "SETSLOT", slot, "NODE", names[1])
+                    other.execute_command("CLUSTER", "SETSLOT", slot, "NODE", name)
+        time.sleep(0.05)
 
 
 def in_one_slot(count: int) -> dict[bytes, bytes]:
