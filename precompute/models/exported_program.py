@@ -1,8 +1,7 @@
-"""Exported program: what ``torch.export.save`` wrote, loaded without running anything of it.
-And the inputs that a module takes.
+"""Exported program: what ``torch.export.save`` wrote, loaded without its pickles, and what it takes. And the inputs that a module takes.
 
-``torch.export.load`` of torch 2.13 runs what it reads (docs/architecture.md, "What is loaded"). So a ``.pt2`` is packed anew before it is loaded: only
-the program, its raw tensors and text of the narrow forms that an export of plain operators has go in; anything else is refused.
+A ``.pt2`` is packed anew before it is loaded: the program and its raw tensors go in, pickled objects do not. It is code all the same, as a module's class is: torch
+evaluates what it says of its sizes.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import re
 import zipfile
 from collections import Counter
 from collections.abc import Mapping
@@ -31,25 +29,9 @@ _COPIED = ("archive_format", "archive_version", "byteorder", ".data/version", "m
 _WEIGHTS, _CONSTANTS, _SAMPLES = "data/weights/", "data/constants/", "data/sample_inputs/model.pt"
 _CONFIGS = (f"{_WEIGHTS}model_weights_config.json", f"{_CONSTANTS}model_constants_config.json")
 
-_OPERATORS = "getitem|add|sub|mul|floordiv|truediv|mod|pow|neg|eq|ne|lt|le|gt|ge"
-_FORMS = {
-    "target": re.compile(rf"torch\.ops\.aten\.(?!from_file)\w+\.\w+|_operator\.({_OPERATORS})|torch\.sym_\w+|math\.\w+"),
-    # of a size, as sympy.srepr writes it
-    "expr_str": re.compile(
-        r"(?:Symbol\('[a-z]+\d+'(?:, [a-z]+=True)*\)|(?:Integer|Add|Mul|Pow|Max|Min|Mod|PythonMod|FloorDiv|CeilDiv|CleanDiv)\(|[-\d, )])*"
-    ),
-    "guards_code": re.compile(
-        r"(?:L(?:\['\w+'\]|\[\d\])+\.(?:size\(\)\[\d\]|stride\(\)\[\d\]|storage_offset\(\))|and |or |not |[-+*/%()<>=!\d ])*"
-    ),
-    "as_string": re.compile(r"[\w .,>-]*"),
-    "type": re.compile(r"builtins\.(tuple|list|dict)|collections\.OrderedDict|cpu|cuda|none"),
-}
-_NAME = re.compile(r"(?!__)[\w.+-]*")
-"""Every other text, and every key."""
-
 
 def load_program(path: Path) -> torch.export.ExportedProgram:
-    """Load what ``torch.export.save`` wrote, after packing it anew without anything that would be run while loading.
+    """Load what ``torch.export.save`` wrote, packed anew without its pickles.
 
     Raises:
         ModelError: it is no such file, of an older format, exported in training mode, or refused for what it holds.
@@ -67,7 +49,7 @@ def load_program(path: Path) -> torch.export.ExportedProgram:
             for name in (*_COPIED, *_CONFIGS, *sorted(raw)):
                 if name in files:
                     data = archive.read(files[name])
-                    out.writestr(f"archive/{name}", _checked_program(path, data) if name == "models/model.json" else data)
+                    out.writestr(f"archive/{name}", data)
             out.writestr(f"archive/{_SAMPLES}", b"")
         packed.seek(0)
         program = torch.export.load(packed)
@@ -85,50 +67,18 @@ def load_program(path: Path) -> torch.export.ExportedProgram:
     return program
 
 
-def _refused(path: Path, what: str) -> ModelError:
-    return ModelError(
-        f"torch_module: {path} is refused, since loading it could run code: {what}. Export a module of plain operators, or give its class and "
-        "a safetensors file"
-    )
-
-
 def _raw_tensors(path: Path, configs: Mapping[str, Any]) -> set[str]:
     """Files of tensors that are stored as plain bytes."""
     names = set()
     for config, body in configs.items():
-        _check_text(path, body, "")
         for name, entry in body["config"].items():
             if entry["use_pickle"] or not entry["path_name"].startswith(("weight_", "tensor_")):
-                raise _refused(path, f"{name!r} is a pickled object")
+                raise ModelError(
+                    f"torch_module: {path} is refused: {name!r} is a pickled object. Export a module of plain operators, or give its class and a "
+                    "safetensors file"
+                )
             names.add(config.rpartition("/")[0] + "/" + entry["path_name"])
     return names
-
-
-def _checked_program(path: Path, data: bytes) -> bytes:
-    """The program, without stack traces and other notes."""
-    body = json.loads(data)
-    for node in body["graph_module"]["graph"]["nodes"]:
-        node["metadata"] = {}
-    body["graph_module"]["metadata"] = {}
-    _check_text(path, body, "")
-    return json.dumps(body).encode()
-
-
-def _check_text(path: Path, value: Any, key: str) -> None:
-    if isinstance(value, Mapping):
-        for inner, below in value.items():
-            if inner in ("as_operator", "as_graph", "as_custom_obj", "custom_obj") or not _NAME.fullmatch(inner):
-                raise _refused(path, f"it holds {inner!r}")
-            _check_text(path, below, inner)
-    elif isinstance(value, list):
-        for below in value:
-            _check_text(path, below, key)
-    elif isinstance(value, str) and key in ("in_spec", "out_spec", "context"):
-        # JSON inside JSON
-        if value:
-            _check_text(path, json.loads(value), "")
-    elif isinstance(value, str) and not _FORMS.get(key, _NAME).fullmatch(value):
-        raise _refused(path, f"{key or 'a text'} {value[:80]!r}")
 
 
 def takes(program: torch.export.ExportedProgram, path: Path) -> tuple[list[str], list[str], int | None]:

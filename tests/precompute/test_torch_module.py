@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import zipfile
 from collections.abc import Callable
@@ -507,38 +506,9 @@ def test_a_pickle_in_a_program_is_not_loaded(folder: Path, tmp_path: Path) -> No
             return data.replace(b'"use_pickle": false', b'"use_pickle": true')
         return bomb if "/weights/weight_" in name else data
 
-    with pytest.raises(ModelError, match=r"is refused, since loading it could run code: '.*' is a pickled object"):
+    with pytest.raises(ModelError, match=r"is refused: '.*' is a pickled object"):
         program(rewritten(folder, tmp_path / "weights.pt2", pickled))
     assert not mark.exists()
-
-
-@pytest.mark.parametrize(
-    ("find", "replace", "message"),
-    [
-        ("torch.ops.aten.linear.default", "torch.os.system", "target 'torch.os.system'"),
-        ("torch.ops.aten.linear.default", "_operator.call", "target '_operator.call'"),
-        ("torch.ops.aten.linear.default", "torch.ops.aten.from_file.default", "target 'torch.ops.aten.from_file.default'"),
-        ("positive=True, integer=True)", "positive=True, integer=True).__class__", "expr_str .*__class__"),
-        ("positive=True, integer=True)", "positive=True, integer=exit())", r"expr_str .*exit\(\)"),
-        ("L['genre']", "exit() or L['genre']", "guards_code .*exit"),
-        ('"name": "genre"', '"name": "genre=exit()"', r"name 'genre=exit\(\)'"),
-        ("builtins.tuple", "collections.defaultdict", "type 'collections.defaultdict'"),
-        ('"as_int": 1}', '"as_operator": "torch.os.system"}', "it holds 'as_operator'"),
-    ],
-)
-def test_text_in_a_program_that_torch_would_run_is_refused(
-    folder: Path, tmp_path: Path, find: str, replace: str, message: str
-) -> None:
-    def change(name: str, data: bytes) -> bytes:
-        if not name.endswith("models/model.json"):
-            return data
-        assert find in data.decode()
-        changed = data.decode().replace(find, replace)
-        json.loads(changed)
-        return changed.encode()
-
-    with pytest.raises(ModelError, match=f"is refused, since loading it could run code: {message}"):
-        program(rewritten(folder, tmp_path / "evil.pt2", change))
 
 
 # ---- fingerprints
