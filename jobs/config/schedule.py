@@ -19,8 +19,6 @@ from pydantic import BeforeValidator, Field, model_validator
 from precompute.jobs.config.section import Duration, Name, Section, did_you_mean
 from precompute.store.errors import ConfigError
 
-_TICK = timedelta(microseconds=1)
-_DAY = timedelta(days=1)
 _FIELDS = ("minute", "hour", "day of the month", "month", "day of the week; 0 and 7 are Sunday, or write mon-fri")
 
 
@@ -40,33 +38,12 @@ def fire_times(line: str, timezone: str, after: datetime, until: datetime | None
         ValueError: not a cron line, or no such time zone.
     """
     zone, line = check_timezone(timezone), _checked(line)
-    fixed = not line.split()[1].startswith("*")
-    after, last = after.astimezone(UTC), None if until is None else until.astimezone(UTC)
-    start, end, offset = _stretch(zone, after)
-    before = _offset(zone, start - _TICK)
-    # the line's wall clock times, and the first of them from `asked` on
-    walls: Iterator[datetime] = iter(())
-    asked: datetime | None = None
-    at: datetime | None = None
-    while last is None or start <= last:
-        wall = max(start, after + _TICK) + offset
-        if fixed and offset < before:
-            # the times shown twice fired when they were shown first
-            wall = max(wall, start + before)
-        # else it is known from the stretch before
-        if asked is None or at is None or not asked <= wall <= at:
-            walls, asked = _wall_times(line, wall), wall
-            at = next(walls, None)
-        if fixed and offset > before and start > after and (last is None or start <= last):
-            skipped = next(_wall_times(line, start + before), None)
-            if skipped is not None and skipped < start + offset and at != start + offset:
-                yield start
-        while at is not None and at - offset < end and (last is None or at - offset <= last):
-            yield at - offset
-            asked, at = at + _TICK, next(walls, None)
-        if at is None:
+    last = None if until is None else until.astimezone(UTC)
+    for wall in _wall_times(line, after.astimezone(zone)):
+        at = wall.astimezone(UTC)
+        if last is not None and at > last:
             return
-        start, end, before, offset = end, _next_change(zone, end), offset, _offset(zone, end)
+        yield at
 
 
 def last_fire(line: str, timezone: str, after: datetime, until: datetime) -> datetime | None:
@@ -86,35 +63,10 @@ def last_fire(line: str, timezone: str, after: datetime, until: datetime) -> dat
     return None
 
 
-def _stretch(zone: ZoneInfo, at: datetime) -> tuple[datetime, datetime, timedelta]:
-    """The time around ``at`` in which the zone's clocks were not changed: start (included; two days before at most), end, UTC offset."""
-    start = end = at - 2 * _DAY
-    while end <= at:
-        start, end = end, _next_change(zone, end)
-    return start, end, _offset(zone, start)
-
-
-def _next_change(zone: ZoneInfo, at: datetime) -> datetime:
-    """When the clocks change next after ``at``, or a day on when they do not until then."""
-    offset, end = _offset(zone, at), at + _DAY
-    if _offset(zone, end) == offset:
-        return end
-    while end - at > _TICK:
-        middle = at + (end - at) / 2
-        at, end = (middle, end) if _offset(zone, middle) == offset else (at, middle)
-    return end
-
-
-def _offset(zone: ZoneInfo, at: datetime) -> timedelta:
-    offset = at.astimezone(zone).utcoffset()
-    assert offset is not None
-    return offset
-
-
-def _wall_times(line: str, wall: datetime) -> Iterator[datetime]:
-    """The wall clock times from ``wall`` on that a checked line names; all are written as if they were UTC."""
+def _wall_times(line: str, after: datetime) -> Iterator[datetime]:
+    """When a checked line fires after a time, in the time's own zone."""
     try:
-        return CronSim(line, wall - _TICK)
+        return CronSim(line, after)
     except CronSimError:
         # every field is one, but no month of the line has such a day
         return iter(())
