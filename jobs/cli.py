@@ -76,7 +76,14 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib import metadata
 
-        print(f"precompute {metadata.version('precompute-store')}")
+        from precompute.store.online import kernels
+
+        built = (
+            ""
+            if kernels.COMPILED
+            else ", without its C extension: install it with a C compiler, lookups of many keys are slower by numpy alone"
+        )
+        print(f"precompute {metadata.version('precompute-store')}{built}")
         parser.exit()
 
 

@@ -129,11 +129,13 @@ def test_run_materialize_and_publish_report_as_json(make_project: MakeProject, c
         assert report == plain(project.store.runs.last())
 
 
-def test_the_version_is_that_of_the_package(capsys: Captured) -> None:
+@pytest.mark.parametrize(("compiled", "more"), [(True, ""), (False, ", without its C extension: .*")])
+def test_the_version_is_that_of_the_package(capsys: Captured, monkeypatch: pytest.MonkeyPatch, compiled: bool, more: str) -> None:
+    monkeypatch.setattr("precompute.store.online.kernels.COMPILED", compiled)
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     declared = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["version"]
-    assert capsys.readouterr().out == f"precompute {declared}\n"
+    assert re.fullmatch(f"precompute {re.escape(declared)}{more}\n", capsys.readouterr().out)
 
 
 def test_publish_takes_a_snapshots_number(make_project: MakeProject, capsys: Captured) -> None:
