@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from precompute.sources.cached_source import CachedSource
 from precompute.sources.database import BOUNDS, Database, content_sql, hash_kind, hash_sql, parameters, quoted, statement
 from precompute.sources.file_names import absolute_sql, is_remote
-from precompute.sources.kept_input import KeptInput
 from precompute.store.errors import ConfigError, SourceError
 from precompute.store.sql import parquet_sql
 
@@ -349,9 +349,9 @@ class Source:
         sql = f'SELECT {key} AS "key", {hashed}* FROM ({self._sql}\n) WHERE {where}'
         return self.database.query_aside(sql, {"keys": list(values)} | self._given)
 
-    def kept(self) -> KeptInput:
+    def kept(self) -> CachedSource:
         """What may have rows by key without asking DuckDB."""
-        return KeptInput(
+        return CachedSource(
             self.database, f'SELECT {self.key_text_sql()} AS "key", * FROM ({self._sql}\n)', dict(self._given), self._files
         )
 

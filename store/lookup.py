@@ -21,7 +21,6 @@ from precompute.store.errors import PrecomputeError, RequestError, RowsLostError
 from precompute.store.fallback import Computed, Fallback, Miss, Waiting, check_inputs
 from precompute.store.feature_view import NAME, FeatureView
 from precompute.store.freshness import Sighting, microseconds, status_of
-from precompute.store.kept.kept_rows import KeptRows
 from precompute.store.key_text import MAX_KEY_BYTES, join_key, key_list, key_text, plain_key, shown_key
 from precompute.store.lookup_options import (
     BASE64,
@@ -32,6 +31,7 @@ from precompute.store.lookup_options import (
     SearchOptions,
     check_features,
 )
+from precompute.store.miss_cache.miss_cache import MissCache
 from precompute.store.misses import Misses, MissesTold
 from precompute.store.online import kernels
 from precompute.store.online.codec import State
@@ -81,7 +81,7 @@ class Lookup:
         fallback: Fallback | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
-        kept: KeptRows | None = None,
+        kept: MissCache | None = None,
     ) -> None:
         self.online = online
         self.fallback = fallback

@@ -13,7 +13,7 @@ from typing import Any
 
 from precompute.store.answer import MAX_DEADLINE_S, Answer
 from precompute.store.fallback import Computed, Fallback, outcome_of
-from precompute.store.kept.kept_rows import KeptRows, input_names
+from precompute.store.miss_cache.miss_cache import MissCache, input_names
 from precompute.store.online.codec import rekeyed
 from precompute.store.online.online_store import Pointer
 from precompute.store.semantic_cache import SemanticCache
@@ -62,7 +62,7 @@ class Misses:
         told: of what becomes of rows on the way.
     """
 
-    def __init__(self, fallback: Fallback, kept: KeptRows | None, semantic: SemanticCache, told: MissesTold) -> None:
+    def __init__(self, fallback: Fallback, kept: MissCache | None, semantic: SemanticCache, told: MissesTold) -> None:
         self._fallback, self._kept, self._semantic, self._told = fallback, kept, semantic, told
         self._lock = threading.Lock()
         self._behind: dict[str, _Behind] = {}

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from precompute.store.errors import ConfigError
-from precompute.store.kept.kept_rows import KeptLimits, KeptRows
+from precompute.store.miss_cache.miss_cache import MissCache, MissCacheLimits
 from precompute.store.online.online_store import OnlineStore
 
 _REDIS = ("redis://", "rediss://", "unix://", "redis+cluster://", "rediss+cluster://")
@@ -49,7 +49,7 @@ def open_online_store(url: str, base: Path | None = None, memory_mb: int = 1024)
     return RedisStore(url)
 
 
-def open_kept_rows(online: str, limits: KeptLimits, base: Path | None = None) -> KeptRows:
+def open_miss_cache(online: str, limits: MissCacheLimits, base: Path | None = None) -> MissCache:
     """Where rows are kept beside the online store that a URL names.
 
     Args:
@@ -63,9 +63,9 @@ def open_kept_rows(online: str, limits: KeptLimits, base: Path | None = None) ->
     # each is imported only where it is used
     folder = table_folder(online)
     if folder is not None:
-        from precompute.store.kept.kept_file import KeptFile
+        from precompute.store.miss_cache.file_cache import MissCacheFile
 
-        return KeptFile((base or Path()) / folder / "kept-misses", limits)
-    from precompute.store.kept.kept_redis import KeptRedis
+        return MissCacheFile((base or Path()) / folder / "kept-misses", limits)
+    from precompute.store.miss_cache.redis_cache import MissCacheRedis
 
-    return KeptRedis(online, limits)
+    return MissCacheRedis(online, limits)

@@ -28,7 +28,7 @@ SEAMS = {
         "precompute/techniques/eager.py",
         "precompute/techniques/encoder.py",
         "precompute/techniques/inductor.py",
-        "precompute/techniques/kept.py",
+        "precompute/techniques/artifacts.py",
         "precompute/techniques/machine.py",
         "precompute/techniques/onednn.py",
         "precompute/techniques/onnx.py",
@@ -98,7 +98,7 @@ WINGS = {
     "store/online": {"store/disk"},
     "store/redis": {"store/online"},
     # beside either kind of online store; how many rows are kept is counted where that is known
-    "store/kept": {"store/online", "store/redis", "store/telemetry"},
+    "store/miss_cache": {"store/online", "store/redis", "store/telemetry"},
     "store/history": {"store/disk", "store/offline"},
     "store/vectors": {"store/disk", "store/online"},
     # looks at all that is live, wherever that lies

@@ -13,10 +13,10 @@ from precompute.store.api.wire import MAX_BODY_BYTES
 from precompute.store.encoding.http_freshness import Caching
 from precompute.store.encoding.row_cache import MAX_CACHE_BYTES
 from precompute.store.guard.limits import Limits
-from precompute.store.kept.kept_rows import KeptLimits
+from precompute.store.miss_cache.miss_cache import MissCacheLimits
 
 _DEFAULT = Limits()
-_KEPT = KeptLimits()
+_KEPT = MissCacheLimits()
 MOST_WORKERS = 64
 """Processes that answer."""
 _ADDRESS = re.compile(r"\A(unix:.+|\[?[0-9A-Za-z.:_-]+\]?:\d{1,5})\Z")
@@ -112,8 +112,8 @@ class ModelsConfig(Section):
     )
 
 
-class KeptConfig(Section):
-    """Computed misses that are kept beside the online store, of each view."""
+class MissCacheConfig(Section):
+    """Computed misses that are cached beside the online store, of each view."""
 
     rows: int = Field(default=_KEPT.rows, ge=1, description="at most")
     size_bytes: int = Field(default=_KEPT.size_bytes, ge=4096, description="at most")
@@ -142,7 +142,7 @@ class ServeConfig(Section):
     tls: TlsConfig | None = Field(default=None, description="TLS; none: plain HTTP")
     limits: LimitsConfig = LimitsConfig()
     models: ModelsConfig = ModelsConfig()
-    kept: KeptConfig = KeptConfig()
+    miss_cache: MissCacheConfig = MissCacheConfig()
     cache_mb: int = Field(
         default=MAX_CACHE_BYTES // 2**20, ge=0, description="of the encoded rows that each worker keeps in memory; 0: none"
     )

@@ -22,7 +22,7 @@ from precompute.engine.runner import Runner
 from precompute.engine.window import Outcome
 from precompute.jobs.config.project import Project, write_tuning
 from precompute.jobs.config.view import AccuracyConfig
-from precompute.jobs.pipeline.accuracy import keep_comparisons, sample_of, steps
+from precompute.jobs.pipeline.accuracy import cache_comparisons, sample_of, steps
 from precompute.jobs.process.report import versions
 from precompute.jobs.rows.comparison import Comparison, compared
 from precompute.jobs.rows.open_view import EXAMPLE_ROWS, OpenView, open_view
@@ -216,7 +216,7 @@ def tune(
         trials = Trials(opened, model, sample, ends, config.accuracy)
         measured, left_out = _measured(trials, plan, within_s, tell)
         # the run that follows is spared its check
-        keep_comparisons(opened, sample, ends, config.accuracy, trials.comparisons if write else {})
+        cache_comparisons(opened, sample, ends, config.accuracy, trials.comparisons if write else {})
     tuning = {
         **_picked(measured),
         "rows": sample.num_rows - ends,

@@ -15,7 +15,7 @@ import pyarrow as pa
 from precompute.engine.runner import Runner
 from precompute.engine.window import Outcome
 from precompute.jobs.config.view import AccuracyConfig, ViewConfig
-from precompute.jobs.rows.comparison import Comparison, KeptComparison, compared
+from precompute.jobs.rows.comparison import CachedComparison, Comparison, compared
 from precompute.jobs.rows.engine import computed
 from precompute.jobs.rows.open_view import OpenView
 from precompute.store.errors import SourceError
@@ -105,7 +105,7 @@ class AccuracyCheck:
     def _known(self) -> Comparison | None:
         """What was kept of all the rows, or of the first where it is clear."""
         for rows in reversed(self._parts):
-            found = KeptComparison(self._opened, self._opened.variant, rows, self._config.accuracy).read()
+            found = CachedComparison(self._opened, self._opened.variant, rows, self._config.accuracy).read()
             if found is not None and (rows is self._parts[-1] or found.clear(self._config.accuracy, self._opened.view)):
                 return found
         return None
@@ -164,7 +164,7 @@ class AccuracyCheck:
     def _keep(self, rows: pa.RecordBatch, done: Outcome, reference: Outcome) -> Comparison:
         budget = self._config.accuracy
         self._found = compared(self._opened.view, budget, reference, done, rows.num_rows, self._ends)
-        KeptComparison(self._opened, self._opened.variant, rows, budget).write(self._found)
+        CachedComparison(self._opened, self._opened.variant, rows, budget).write(self._found)
         return self._found
 
 
@@ -184,13 +184,13 @@ def steps(view: FeatureView, rows: int, ends: int) -> list[int]:
     return [ends + FIRST_ROWS, ends + most] if few else [ends + most]
 
 
-def keep_comparisons(
+def cache_comparisons(
     opened: OpenView, sample: pa.RecordBatch, ends: int, budget: AccuracyConfig, comparisons: dict[str, list[Comparison]]
 ) -> None:
     """What was measured of several techniques on the first rows of a sample, as many as of :func:`steps`: a run's check may be of the same."""
     for technique, found in comparisons.items():
         for comparison in found if technique != REFERENCE else ():
-            KeptComparison(opened, technique, sample.slice(0, ends + comparison.rows), budget).write(comparison)
+            CachedComparison(opened, technique, sample.slice(0, ends + comparison.rows), budget).write(comparison)
 
 
 def sample_of(opened: OpenView, rows: int) -> tuple[pa.RecordBatch, int]:

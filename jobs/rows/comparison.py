@@ -128,7 +128,7 @@ def figures_text(features: Mapping[str, Mapping[str, float]]) -> str:
     return "; ".join(told) or "–"
 
 
-class KeptComparison:
+class CachedComparison:
     """The file of one comparison: of a model by one technique, on these rows, by this machine's instructions and libraries.
 
     Args:

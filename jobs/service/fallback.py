@@ -32,12 +32,12 @@ from precompute.jobs.rows.own_definition import check_own
 from precompute.model import Model, QueryModel, ReadingModel
 from precompute.project_module import starting_from
 from precompute.registry import LoadedModel, load_with_fingerprint
-from precompute.sources.kept_input import KeptInput
+from precompute.sources.cached_source import CachedSource
 from precompute.store.clock import Partition
 from precompute.store.errors import PrecomputeError, SourceError
 from precompute.store.fallback import CLIENT, Computed, Fallback, Miss, unpacked_view
-from precompute.store.kept.kept_rows import KeptRows, KeptWriter, input_names
 from precompute.store.key_text import split_key
+from precompute.store.miss_cache.miss_cache import MissCache, MissCacheWriter, input_names
 from precompute.store.offline.view_store import OfflineStore
 from precompute.store.online import kernels
 from precompute.store.online.codec import RowCodec, rekeyed
@@ -77,7 +77,7 @@ class _Opened(NamedTuple):
     query_codec: RowCodec
     alike: Hashable
     """Of two views for which this is equal, a row of one could be one of the other."""
-    kept: KeptInput
+    kept: CachedSource
     runner: Runner
     pointer: Pointer
 
@@ -149,7 +149,7 @@ class ViewFallback(Fallback):
         folder: Path,
         memory_mb: int = 256,
         watch: Callable[[float, Sequence[int]], None] = lambda done_by, rows: None,
-        kept: KeptRows | None = None,
+        kept: MissCache | None = None,
         meter: Meter | None = None,
         tell: Tell | None = None,
         suspects: Mapping[int, float] | None = None,
@@ -160,7 +160,7 @@ class ViewFallback(Fallback):
         self._postponed: deque[_Postponed] = deque()
         meter = meter or Meter()
         self._batches = Batches(meter, tell)
-        self._writer = None if kept is None else KeptWriter(kept, meter)
+        self._writer = None if kept is None else MissCacheWriter(kept, meter)
         self._store, self._folder, self._memory_mb, self._watch = store, folder.absolute(), memory_mb, watch
         self._opened: dict[tuple[str, tuple[int, str]], _Opened] = {}
         self._models: dict[str, LoadedModel] = {}

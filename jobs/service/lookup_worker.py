@@ -26,8 +26,8 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from precompute.jobs.service.kept_process import DRAIN_S, Watch, begin
 from precompute.jobs.service.remote_fallback import RemoteFallback
+from precompute.jobs.service.supervised_process import DRAIN_S, Watch, begin
 from precompute.store.api.app import create_app
 from precompute.store.api.live_views import LiveViews
 from precompute.store.api.reply import Timing
@@ -38,11 +38,11 @@ from precompute.store.guard.gate import Gate, Hosts
 from precompute.store.guard.limits import Limits
 from precompute.store.guard.server import GuardedServer
 from precompute.store.guard.tls import asked_of, tls_of, tokens_of
-from precompute.store.kept.kept_rows import KeptLimits
 from precompute.store.lookup import Lookup
+from precompute.store.miss_cache.miss_cache import MissCacheLimits
 from precompute.store.offline.view_store import OfflineStore
 from precompute.store.online.online_store import Pointer
-from precompute.store.online_url import open_kept_rows, open_online_store
+from precompute.store.online_url import open_miss_cache, open_online_store
 from precompute.store.record import replace
 from precompute.store.telemetry.access_log import AccessLog
 from precompute.store.telemetry.instruments import Meter
@@ -250,7 +250,7 @@ def main() -> None:
     meter, watch = Meter(Path(spec["runtime"]), f"worker-{spec['number']}"), Watch(spec["watch"])
     fallback = RemoteFallback(Path(spec["runtime"]), meter)
     with contextlib.closing(fallback), contextlib.closing(open_online_store(spec["online"])) as online:
-        kept = open_kept_rows(spec["online"], KeptLimits(**spec["kept"]))
+        kept = open_miss_cache(spec["online"], MissCacheLimits(**spec["miss_cache"]))
         lookup = Lookup(online, Path(spec["root"]), fallback, kept=kept)
         warmer = Warmer(lookup, fallback, fallback.want, OfflineStore(Path(spec["root"])))
         fallback.on_lost = warmer.look

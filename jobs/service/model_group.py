@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from precompute.engine.memory import available_bytes
 from precompute.jobs.process.suspects import Suspects
-from precompute.jobs.service.kept_process import AGAIN, STILL_S, KeptProcess, Watch, started, tell, watch_file
+from precompute.jobs.service.supervised_process import AGAIN, STILL_S, SupervisedProcess, Watch, started, tell, watch_file
 from precompute.store.disk.spill_folder import sweep
 from precompute.store.errors import ConfigError, PrecomputeError
 from precompute.store.record import digest_of
@@ -73,7 +73,7 @@ def check_runtime(runtime: Path) -> None:
         )
 
 
-class ModelProcess(KeptProcess):
+class ModelProcess(SupervisedProcess):
     """One of a model's two processes: it serves, or stands by with the same views open until the other one has ended.
 
     Args:
@@ -184,7 +184,7 @@ class ModelGroup:
             self._call_both()
 
     def look(self, now: float) -> None:
-        """As :meth:`KeptProcess.look`, of both; where the one that serves has ended, the other one does from now on."""
+        """As :meth:`SupervisedProcess.look`, of both; where the one that serves has ended, the other one does from now on."""
         was_there = self.serving.process is not None
         self.serving.look(now)
         if was_there and self.serving.process is None:

@@ -23,13 +23,13 @@ import pyarrow as pa
 
 from precompute.engine.memory import keep_freed_memory
 from precompute.jobs.service.fallback import LOAD_S, REFUSED_S, ViewFallback
-from precompute.jobs.service.kept_process import AGAIN, Watch, begin
+from precompute.jobs.service.supervised_process import AGAIN, Watch, begin
 from precompute.store.errors import PrecomputeError
 from precompute.store.fallback import CLIENT, Computed, Miss
-from precompute.store.kept.kept_rows import KeptLimits
+from precompute.store.miss_cache.miss_cache import MissCacheLimits
 from precompute.store.offline.view_store import OfflineStore
 from precompute.store.online.online_store import Pointer
-from precompute.store.online_url import open_kept_rows
+from precompute.store.online_url import open_miss_cache
 from precompute.store.status import Reason
 from precompute.store.telemetry.instruments import Meter, Tell
 from precompute.store.telemetry.tracing import TRACE
@@ -238,7 +238,7 @@ def main() -> None:
     watch = Watch(spec["watch"])
     threading.Thread(target=watch.pulse, name="pulse", daemon=True).start()
     store, folder = OfflineStore(Path(spec["root"])), Path(spec["folder"])
-    kept = open_kept_rows(spec["online"], KeptLimits(**spec["kept"]))
+    kept = open_miss_cache(spec["online"], MissCacheLimits(**spec["miss_cache"]))
     meter = _meter(spec)
     suspects = dict(spec["suspects"])
     fallback = ViewFallback(

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from precompute.jobs.config.project import Project
-from precompute.jobs.service.kept_process import DRAIN_S, STILL_S, KeptProcess, Watch, started, watch_file
 from precompute.jobs.service.model_group import ModelGroup, ModelLimits, check_runtime, machine_memory_mb
 from precompute.jobs.service.remote_fallback import CONTROL
+from precompute.jobs.service.supervised_process import DRAIN_S, STILL_S, SupervisedProcess, Watch, started, watch_file
 from precompute.store.account.checker import Rounds
 from precompute.store.disk.spill_folder import SpillFolder
 from precompute.store.errors import ConfigError, PrecomputeError
@@ -56,7 +56,7 @@ DRAIN_STILL_S = 5.0
 """A worker whose loop stands still for so long, once it was told to end, answers nobody any more."""
 
 
-class WorkerKeeper(KeptProcess):
+class WorkerKeeper(SupervisedProcess):
     """One lookup worker. Its loop shows that it lives."""
 
     longest_wait_s = WORKER_WAIT_S
@@ -226,7 +226,7 @@ def serve(project: Project, announce: Callable[[str], None], workers: int | None
                 stack.callback(listeners[-1].close)
         runtime = stack.enter_context(contextlib.closing(SpillFolder()))
         check_runtime(runtime.path)
-        shared = {"online": project.online, "root": str(project.root), "kept": settings.kept.model_dump()}
+        shared = {"online": project.online, "root": str(project.root), "miss_cache": settings.miss_cache.model_dump()}
         worker = {
             **shared,
             "runtime": str(runtime.path),

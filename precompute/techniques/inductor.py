@@ -18,7 +18,7 @@ from precompute.models.device import Device
 from precompute.models.graphs import Graphed, check_rows
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.store.errors import ConfigError
-from precompute.techniques.kept import exported, guarded, kept
+from precompute.techniques.artifacts import exported, guarded, kept
 from precompute.techniques.machine import computes_in, missing_compiler, on_a_gpu_only
 from precompute.techniques.technique import Forward, Technique, module_of
 

@@ -14,7 +14,7 @@ import torch
 from precompute.models.device import Device
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.store.errors import ConfigError
-from precompute.techniques.kept import Folder, exported, guarded, kept
+from precompute.techniques.artifacts import Folder, exported, guarded, kept
 from precompute.techniques.machine import has_int8_products, has_vnni, on_a_cpu_only
 from precompute.techniques.per_row import PerRowLinear
 from precompute.techniques.technique import Forward, Technique, elements, has_linear, module_of

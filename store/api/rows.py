@@ -160,7 +160,7 @@ class RowRoutes:
             assert read is not None
             row = encoded_row(read.plan, read.key, read.value, read.computed_at_us)
             self._keep(asked.key, row)
-        reply = self._kept_reply(row, status, age_us, asked)
+        reply = self._cached_reply(row, status, age_us, asked)
         seconds = time.perf_counter() - asked.started
         if read is None:
             self._metrics.kept(view, status, seconds, "hit")
@@ -247,9 +247,9 @@ class RowRoutes:
             return None
         tell_failure(f"GET /v1/views/{view.name}", str(error))
         self._metrics.kept(view.name, Status.STALE, time.perf_counter() - asked.started, "in_error")
-        return self._kept_reply(row, Status.STALE, age_us, asked)
+        return self._cached_reply(row, Status.STALE, age_us, asked)
 
-    def _kept_reply(self, row: CachedRow, status: Status, age_us: int, asked: _Asked) -> Reply:
+    def _cached_reply(self, row: CachedRow, status: Status, age_us: int, asked: _Asked) -> Reply:
         headers, etag = row.headers_now(status, age_us, self._caching)
         etags = asked.headers.get(b"if-none-match")
         if etags is not None and matches(etags, etag):
@@ -271,7 +271,7 @@ class RowRoutes:
             if self._lookup.online.known(asked.key[0]) is row.pointer:
                 # under another one by now, it would not be asked for
                 self._keep(asked.key, row)
-            return self._kept_reply(row, answer.status(0), answer.age_us(0), asked)
+            return self._cached_reply(row, answer.status(0), answer.age_us(0), asked)
         headers = row_headers(answer, b"a" if as_arrow else json_form(answer.plan), self._caching)
         etags = asked.headers.get(b"if-none-match")
         if etags is not None and matches(etags, dict(headers)[b"etag"]):

@@ -29,10 +29,10 @@ from precompute.source import Source
 from precompute.store.answer import Answer
 from precompute.store.errors import SourceError
 from precompute.store.fallback import CLIENT
-from precompute.store.kept.kept_file import KeptFile
-from precompute.store.kept.kept_rows import KeptLimits, input_names
 from precompute.store.lookup import Computed, Lookup, Miss
 from precompute.store.lookup_options import LookupOptions
+from precompute.store.miss_cache.file_cache import MissCacheFile
+from precompute.store.miss_cache.miss_cache import MissCacheLimits, input_names
 from precompute.store.online.online_store import Pointer
 from precompute.store.status import Reason
 from tests.arithmetic import Counting, Doubler
@@ -383,7 +383,7 @@ def test_who_looked_before_a_row_was_kept_is_given_it_all_the_same(make_project:
     project = make_project(view=FALLBACK | counting, views={"unkept": other})
     project.publish_all()
     write_data(project, {5: 5.0})
-    kept = KeptFile(tmp_path / "kept", KeptLimits())
+    kept = MissCacheFile(tmp_path / "kept", MissCacheLimits())
     online, fallback = project.open_online(), ViewFallback(project.offline, project.home, memory_mb=64, kept=kept)
     try:
         for view, calls in (("numbers", 1), ("unkept", 3)):
@@ -429,7 +429,7 @@ def test_a_row_of_a_requests_inputs_is_computed_once_for_all_for_whom_it_would_b
     project = make_project(view=FALLBACK | {"model": {"use": f"{HERE}:{model}", "args": {"path": str(folder / "batches")}}})
     project.publish_all()
     write_data(project, {2: 2.0})
-    kept = KeptFile(tmp_path / "kept", KeptLimits())
+    kept = MissCacheFile(tmp_path / "kept", MissCacheLimits())
     online, fallback = project.open_online(), ViewFallback(project.offline, project.home, memory_mb=64, kept=kept)
     lookup = Lookup(online, None, fallback, kept=kept)
 

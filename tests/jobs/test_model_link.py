@@ -20,11 +20,11 @@ import pytest
 
 from precompute.jobs.process.suspects import FIRST_S, LONGEST_S, MOST, TRIALS, TRIALS_S, Suspects, row_hash
 from precompute.jobs.service import model_group
-from precompute.jobs.service.kept_process import AGAIN, HELD_UP_S, MOST_HELD, START_S, STILL_S, KeptProcess, Watch
 from precompute.jobs.service.model_group import ModelGroup, ModelLimits, ModelProcess, socket_path
 from precompute.jobs.service.model_server import Conversation
 from precompute.jobs.service.remote_fallback import MOST_IN_FLIGHT, MOST_SENT, ModelLink, RemoteFallback
 from precompute.jobs.service.serve import WorkerKeeper
+from precompute.jobs.service.supervised_process import AGAIN, HELD_UP_S, MOST_HELD, START_S, STILL_S, SupervisedProcess, Watch
 from precompute.store.fallback import CLIENT, Computed, Miss, places
 from precompute.store.online.online_store import Pointer
 from precompute.store.status import Reason
@@ -353,7 +353,7 @@ def test_a_worker_whose_loop_stands_still_is_killed(runtime: Path) -> None:
         assert "its loop stood still" in str(worker.judged(now + STILL_S + 1))
 
 
-class Still(KeptProcess):
+class Still(SupervisedProcess):
     """A process that showed that it lives once, as it began."""
 
     def __init__(self) -> None:

@@ -18,9 +18,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from precompute.jobs.service.kept_process import STILL_S, Watch
 from precompute.jobs.service.model_group import ModelLimits
 from precompute.jobs.service.serve import FUTILE, Supervisor, WorkerKeeper
+from precompute.jobs.service.supervised_process import STILL_S, Watch
 from precompute.store.api import wire
 from precompute.store.errors import PrecomputeError
 from precompute.workers.process import AdoptedProcess, ChildProcess
@@ -65,9 +65,9 @@ FAULTY: View = {
 
 
 AT_ONCE = """
-from precompute.jobs.service.kept_process import KeptProcess
+from precompute.jobs.service.supervised_process import SupervisedProcess
 from precompute.jobs.service.serve import WorkerKeeper
-KeptProcess.longest_wait_s = WorkerKeeper.longest_wait_s = 0.1
+SupervisedProcess.longest_wait_s = WorkerKeeper.longest_wait_s = 0.1
 """
 """What ended is started anew at once, however often it does: it ends some twenty times here, which were 40 s of waiting."""
 

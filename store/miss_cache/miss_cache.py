@@ -1,4 +1,4 @@
-"""Kept rows: what models computed for misses, and that there was nothing to compute, kept for a while beside what is published.
+"""Miss cache: what models computed for misses, and that there was nothing to compute, kept for a while beside what is published.
 
 What is kept counts under the very publishing and model that it was computed under, or not at all. It lies in as many slots as a view may have: a key's slot comes
 from its hash, and who comes later takes it, so that rows and bytes are bounded without counting them.
@@ -40,7 +40,7 @@ _SEAL_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class KeptLimits:
+class MissCacheLimits:
     """Of each view: rows, and bytes."""
 
     rows: int = 100_000
@@ -52,7 +52,7 @@ def clock_us() -> int:
     return time.time_ns() // 1000
 
 
-class Kept(NamedTuple):
+class CachedMiss(NamedTuple):
     """A packed row to keep under a key, or under what :func:`input_names` says, or None: there is no such entity."""
 
     key: str
@@ -75,7 +75,7 @@ def input_names(inputs: Mapping[str, Any], key: str) -> tuple[str, str] | None:
     return f"\0{alone.hexdigest()}", f"\0{keyed.hexdigest()}"
 
 
-class KeptRows(ABC):
+class MissCache(ABC):
     """What is kept, by view and key. Reading and writing never raise: without it, a row is computed once more.
 
     Args:
@@ -83,7 +83,7 @@ class KeptRows(ABC):
         clock: µs since 1970; tests put their own here.
     """
 
-    def __init__(self, limits: KeptLimits, clock: Callable[[], int]) -> None:
+    def __init__(self, limits: MissCacheLimits, clock: Callable[[], int]) -> None:
         self._limits, self._now_us = limits, clock
 
     def read(self, pointer: Pointer, keys: Sequence[str]) -> dict[str, bytes | None]:
@@ -104,7 +104,7 @@ class KeptRows(ABC):
                 found[key] = record[_RECORD.size :] or None
         return found
 
-    def write(self, pointer: Pointer, rows: Sequence[Kept]) -> int:
+    def write(self, pointer: Pointer, rows: Sequence[CachedMiss]) -> int:
         """Keep these, and say how many are kept: those that are too large are not, and none where the store takes none."""
         space, now_us = Space.of(pointer, self._limits), self._now_us()
         records: dict[int, tuple[bytes, int]] = {}
@@ -143,7 +143,7 @@ class Space(NamedTuple):
     """That anything is kept."""
 
     @classmethod
-    def of(cls, pointer: Pointer, limits: KeptLimits) -> Space:
+    def of(cls, pointer: Pointer, limits: MissCacheLimits) -> Space:
         codec = RowCodec(pointer.view)
         record_bytes = _SEAL_BYTES + _RECORD.size + codec.fixed_bytes + (0 if codec.exact else VARIABLE_BYTES)
         slots = max(1, min(limits.rows, limits.size_bytes // record_bytes))
@@ -175,7 +175,7 @@ BEHIND_S = 0.005
 """Before what came is written: its answers leave first, and what is computed together is written together."""
 
 
-class KeptWriter:
+class MissCacheWriter:
     """Writes as fast as the store takes it. Rows come from one thread.
 
     Args:
@@ -183,10 +183,10 @@ class KeptWriter:
         meter: counts what was kept, and what was not.
     """
 
-    def __init__(self, kept: KeptRows, meter: Meter) -> None:
+    def __init__(self, kept: MissCache, meter: Meter) -> None:
         self._kept = kept
         self._stored, self._dropped = (meter.counter(CACHE, "kept", outcome) for outcome in ("stored", "dropped"))
-        self._waiting: queue.Queue[tuple[Pointer, Kept]] = queue.Queue(MOST_WAITING)
+        self._waiting: queue.Queue[tuple[Pointer, CachedMiss]] = queue.Queue(MOST_WAITING)
         self._latest: dict[_Row, tuple[float, Computed | Miss]] = {}
         """What came last, in order, with its time (monotonic)."""
         threading.Thread(target=self._write, name="kept", daemon=True).start()
@@ -202,7 +202,7 @@ class KeptWriter:
         while len(self._latest) > MOST_LATEST:
             self._latest.pop(next(iter(self._latest)))
         try:
-            self._waiting.put_nowait((pointer, Kept(key, row)))
+            self._waiting.put_nowait((pointer, CachedMiss(key, row)))
         except queue.Full:
             self._dropped.add()
 
@@ -217,7 +217,7 @@ class KeptWriter:
             time.sleep(BEHIND_S)
             while not self._waiting.empty() and len(taken) < MOST_WAITING:
                 taken.append(self._waiting.get())
-            of_pointer: dict[int, tuple[Pointer, list[Kept]]] = {}
+            of_pointer: dict[int, tuple[Pointer, list[CachedMiss]]] = {}
             for pointer, row in taken:
                 of_pointer.setdefault(id(pointer), (pointer, []))[1].append(row)
             for pointer, rows in of_pointer.values():

@@ -1,4 +1,4 @@
-"""Kept input: the rows of a small source by key, in memory, for as long as the files that it reads are what they were. A row costs 50 µs, where DuckDB plans and
+"""Cached source: the rows of a small source by key, in memory, for as long as the files that it reads are what they were. A row costs 50 µs, where DuckDB plans and
 scans for 1.4 ms and more."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _Stamps = tuple[tuple[int, int, int, int], ...]
 """Of each file its device, inode, size and time."""
 
 
-class KeptInput:
+class CachedSource:
     """Reads in a thread of its own; until that is through, and whenever it may not be what the source would give, there is nothing.
 
     Args:

@@ -1,4 +1,4 @@
-"""Kept file: rows kept beside table files, in SQLite: processes write and read it side by side, and none waits for another's disk."""
+"""File cache: rows cached beside table files, in SQLite: processes write and read it side by side, and none waits for another's disk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from precompute.store.kept.kept_rows import KeptLimits, KeptRows, Space, clock_us
+from precompute.store.miss_cache.miss_cache import MissCache, MissCacheLimits, Space, clock_us
 
 log = logging.getLogger(__name__)
 
@@ -21,16 +21,16 @@ _TABLE = (
 )
 
 
-class KeptFile(KeptRows):
+class MissCacheFile(MissCache):
     """One file for all views.
 
     Args:
         folder: for the file; made when it is first needed.
         limits: of each view.
-        clock: as of :class:`KeptRows`.
+        clock: as of :class:`MissCache`.
     """
 
-    def __init__(self, folder: Path, limits: KeptLimits, clock: Callable[[], int] = clock_us) -> None:
+    def __init__(self, folder: Path, limits: MissCacheLimits, clock: Callable[[], int] = clock_us) -> None:
         super().__init__(limits, clock)
         self._path = folder / "rows.sqlite"
         self._lock = threading.Lock()

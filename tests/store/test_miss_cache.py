@@ -13,11 +13,11 @@ import pytest
 
 from precompute.store.fallback import Miss
 from precompute.store.freshness import AHEAD_US
-from precompute.store.kept.kept_file import KeptFile
-from precompute.store.kept.kept_redis import KeptRedis
-from precompute.store.kept.kept_rows import JITTER, Kept, KeptLimits, KeptRows, KeptWriter, input_names
 from precompute.store.lookup import Lookup
 from precompute.store.lookup_options import LookupOptions
+from precompute.store.miss_cache.file_cache import MissCacheFile
+from precompute.store.miss_cache.miss_cache import JITTER, CachedMiss, MissCache, MissCacheLimits, MissCacheWriter, input_names
+from precompute.store.miss_cache.redis_cache import MissCacheRedis
 from precompute.store.online.online_store import Pointer
 from precompute.store.record import replace
 from precompute.store.status import Reason
@@ -40,20 +40,20 @@ class Clock:
         return self.now_us
 
 
-Open = Callable[..., KeptRows]
+Open = Callable[..., MissCache]
 
 
 @pytest.fixture(params=["file", "redis"])
 def open_kept(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
     """Opens the one store that there is."""
-    opened: list[KeptRows] = []
+    opened: list[MissCache] = []
 
-    def make(limits: KeptLimits | None = None, clock: Clock | None = None) -> KeptRows:
-        limits, clock = limits or KeptLimits(), clock or Clock()
+    def make(limits: MissCacheLimits | None = None, clock: Clock | None = None) -> MissCache:
+        limits, clock = limits or MissCacheLimits(), clock or Clock()
         if request.param == "file":
-            opened.append(KeptFile(tmp_path / "kept", limits, clock))
+            opened.append(MissCacheFile(tmp_path / "kept", limits, clock))
         else:
-            opened.append(KeptRedis(request.getfixturevalue("redis_url"), limits, clock))
+            opened.append(MissCacheRedis(request.getfixturevalue("redis_url"), limits, clock))
         return opened[-1]
 
     yield make
@@ -81,16 +81,18 @@ def row_of(pointer: Pointer, key: str, x: float = 1.0, age: float = 0.0) -> byte
 def test_what_was_kept_is_read_by_all_who_open_it_whether_there_is_a_row_or_none(open_kept: Open, pointer: Pointer) -> None:
     kept, other = open_kept(), open_kept()
     assert kept.read(pointer, ["a"]) == {}
-    kept.write(pointer, [Kept("a", row_of(pointer, "a")), Kept("é/b", row_of(pointer, "é/b")), Kept("none", None)])
+    kept.write(
+        pointer, [CachedMiss("a", row_of(pointer, "a")), CachedMiss("é/b", row_of(pointer, "é/b")), CachedMiss("none", None)]
+    )
     expected = {"a": row_of(pointer, "a"), "é/b": row_of(pointer, "é/b"), "none": None}
     assert kept.read(pointer, ["a", "é/b", "none", "c"]) == other.read(pointer, ["c", "a", "é/b", "none"]) == expected
-    other.write(pointer, [Kept("a", row_of(pointer, "a", 2.0))])
+    other.write(pointer, [CachedMiss("a", row_of(pointer, "a", 2.0))])
     assert kept.read(pointer, ["a"]) == {"a": row_of(pointer, "a", 2.0)}
 
 
 def test_it_counts_for_the_view_snapshot_and_model_it_was_computed_under_and_no_other(open_kept: Open, house: House) -> None:
     kept, pointer = open_kept(), house.publish({})
-    kept.write(pointer, [Kept("a", row_of(pointer, "a"))])
+    kept.write(pointer, [CachedMiss("a", row_of(pointer, "a"))])
     others: list[dict[str, Any]] = [{"model": "another"}, {"snapshot": 2}, {"epoch": 2}, {"at": "later"}, {"owner": "another"}]
     for other in (*(replace(pointer, **change) for change in others), house.publish({}, name="others")):
         assert kept.read(other, ["a"]) == {}
@@ -100,7 +102,7 @@ def test_it_counts_for_the_view_snapshot_and_model_it_was_computed_under_and_no_
 def test_a_row_is_kept_for_its_time_and_that_there_is_none_for_a_shorter_one(open_kept: Open, pointer: Pointer) -> None:
     clock = Clock()
     kept = open_kept(clock=clock)
-    kept.write(pointer, [Kept("a", row_of(pointer, "a")), Kept("none", None)])
+    kept.write(pointer, [CachedMiss("a", row_of(pointer, "a")), CachedMiss("none", None)])
     for seconds, known in (
         (10 * (1 - JITTER) - 0.1, {"a", "none"}),
         (10, {"a"}),
@@ -115,7 +117,7 @@ def test_what_a_clock_that_ran_ahead_kept_does_not_count(open_kept: Open, pointe
     clock = Clock()
     kept = open_kept(clock=clock)
     clock.now_us += 3600 * SECOND_US
-    kept.write(pointer, [Kept("a", row_of(pointer, "a", age=-3600)), Kept("none", None)])
+    kept.write(pointer, [CachedMiss("a", row_of(pointer, "a", age=-3600)), CachedMiss("none", None)])
     assert set(kept.read(pointer, ["a", "none"])) == {"a", "none"}
     clock.now_us = NOW_US
     assert kept.read(pointer, ["a", "none"]) == {}
@@ -124,18 +126,18 @@ def test_what_a_clock_that_ran_ahead_kept_does_not_count(open_kept: Open, pointe
 def test_who_reads_a_file_waits_for_nobody_who_writes_and_finds_the_one_that_was_begun_anew(
     tmp_path: Path, pointer: Pointer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("precompute.store.kept.kept_file.WAIT_S", 600.0)
-    writer, reader, other = (KeptFile(tmp_path / "kept", KeptLimits(), Clock()) for _ in range(3))
+    monkeypatch.setattr("precompute.store.miss_cache.file_cache.WAIT_S", 600.0)
+    writer, reader, other = (MissCacheFile(tmp_path / "kept", MissCacheLimits(), Clock()) for _ in range(3))
     assert reader.read(pointer, ["a"]) == {}
     assert not (tmp_path / "kept").exists()
-    writer.write(pointer, [Kept("a", None)])
+    writer.write(pointer, [CachedMiss("a", None)])
     with contextlib.closing(sqlite3.connect(tmp_path / "kept" / "rows.sqlite")) as busy:
         busy.execute("BEGIN IMMEDIATE")
         assert reader.read(pointer, ["a"]) == {"a": None}
     for path in (tmp_path / "kept").iterdir():
         path.unlink()
-    other.write(pointer, [Kept("b", None)])
-    writer.write(pointer, [Kept("c", None)])
+    other.write(pointer, [CachedMiss("b", None)])
+    writer.write(pointer, [CachedMiss("c", None)])
     for kept in (reader, writer, other):
         assert kept.read(pointer, ["a", "b", "c"]) == {"b": None, "c": None}
         kept.close()
@@ -143,20 +145,23 @@ def test_who_reads_a_file_waits_for_nobody_who_writes_and_finds_the_one_that_was
 
 def test_rows_and_bytes_are_bounded_and_what_is_too_large_is_not_kept(open_kept: Open, pointer: Pointer) -> None:
     keys = [f"key {number}" for number in range(200)]
-    for limits in (KeptLimits(rows=20), KeptLimits(size_bytes=100_000)):
+    for limits in (MissCacheLimits(rows=20), MissCacheLimits(size_bytes=100_000)):
         kept = open_kept(limits)
-        kept.write(pointer, [Kept(key, row_of(pointer, key)) for key in keys])
+        kept.write(pointer, [CachedMiss(key, row_of(pointer, key)) for key in keys])
         found = kept.read(pointer, keys)
         assert 0 < len(found) <= 25
         assert all(row == row_of(pointer, key) for key, row in found.items())
-    kept.write(pointer, [Kept("large", b"x" * 100_000)])
+    kept.write(pointer, [CachedMiss("large", b"x" * 100_000)])
     assert kept.read(pointer, ["large"]) == {}
 
 
 def test_without_what_keeps_it_nothing_is_kept_and_nothing_raised(tmp_path: Path, pointer: Pointer) -> None:
     (tmp_path / "kept").write_text("no folder")
-    for kept in (KeptFile(tmp_path / "kept", KeptLimits()), KeptRedis("redis://127.0.0.1:1/0?budget_ms=50", KeptLimits())):
-        kept.write(pointer, [Kept("a", None)])
+    for kept in (
+        MissCacheFile(tmp_path / "kept", MissCacheLimits()),
+        MissCacheRedis("redis://127.0.0.1:1/0?budget_ms=50", MissCacheLimits()),
+    ):
+        kept.write(pointer, [CachedMiss("a", None)])
         assert kept.read(pointer, ["a"]) == {}
         kept.close()
 
@@ -164,17 +169,17 @@ def test_without_what_keeps_it_nothing_is_kept_and_nothing_raised(tmp_path: Path
 def test_a_damaged_file_is_begun_anew(tmp_path: Path, pointer: Pointer) -> None:
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "rows.sqlite").write_bytes(b"this is no database" * 1000)
-    kept = KeptFile(tmp_path / "kept", KeptLimits(), Clock())
+    kept = MissCacheFile(tmp_path / "kept", MissCacheLimits(), Clock())
     assert kept.read(pointer, ["a"]) == {}
-    kept.write(pointer, [Kept("a", None)])
+    kept.write(pointer, [CachedMiss("a", None)])
     assert kept.read(pointer, ["a"]) == {"a": None}
     kept.close()
 
 
 def test_a_record_of_which_any_bit_is_another_or_that_is_cut_short_is_none(tmp_path: Path, pointer: Pointer) -> None:
     """Cut to its head, it would say that there is no such entity."""
-    kept = KeptFile(tmp_path / "kept", KeptLimits(), Clock())
-    kept.write(pointer, [Kept("a", row_of(pointer, "a"))])
+    kept = MissCacheFile(tmp_path / "kept", MissCacheLimits(), Clock())
+    kept.write(pointer, [CachedMiss("a", row_of(pointer, "a"))])
     assert kept.read(pointer, ["a"]) == {"a": row_of(pointer, "a")}
     with contextlib.closing(sqlite3.connect(tmp_path / "kept" / "rows.sqlite")) as file:
         (whole,) = file.execute("SELECT record FROM kept").fetchone()
@@ -356,11 +361,11 @@ def test_where_the_model_fails_an_expired_row_is_served_as_stale_for_as_long_as_
 def test_the_writer_writes_behind_and_drops_what_the_store_is_too_slow_for(
     pointer: Pointer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("precompute.store.kept.kept_rows.MOST_WAITING", 5)
+    monkeypatch.setattr("precompute.store.miss_cache.miss_cache.MOST_WAITING", 5)
     gate, written = threading.Event(), list[str]()
 
     class Slow:
-        def write(self, _: Pointer, rows: list[Kept]) -> int:
+        def write(self, _: Pointer, rows: list[CachedMiss]) -> int:
             assert gate.wait(20)
             written.extend(row.key for row in rows)
             # one of them is too large
@@ -368,7 +373,7 @@ def test_the_writer_writes_behind_and_drops_what_the_store_is_too_slow_for(
 
     meter = Meter()
     stored, dropped = (meter.counter(CACHE, "kept", outcome) for outcome in ("stored", "dropped"))
-    writer = KeptWriter(Slow(), meter)  # type: ignore[arg-type]
+    writer = MissCacheWriter(Slow(), meter)  # type: ignore[arg-type]
     for number in range(50):
         writer.put(pointer, str(number), Miss(Reason.UNKNOWN_ENTITY))
     gate.set()
@@ -382,12 +387,12 @@ def test_the_writer_outlives_a_write_that_fails(pointer: Pointer) -> None:
     written: list[str] = []
 
     class Failing:
-        def write(self, _: Pointer, rows: list[Kept]) -> int:
+        def write(self, _: Pointer, rows: list[CachedMiss]) -> int:
             written.extend(row.key for row in rows)
             raise RuntimeError("no reason that anybody foresaw")
 
     meter = Meter()
-    writer = KeptWriter(Failing(), meter)  # type: ignore[arg-type]
+    writer = MissCacheWriter(Failing(), meter)  # type: ignore[arg-type]
     for number in range(3):
         writer.put(pointer, str(number), Miss(Reason.UNKNOWN_ENTITY))
         eventually(lambda: len(written) == number + 1)  # noqa: B023

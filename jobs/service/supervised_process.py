@@ -1,4 +1,4 @@
-"""Kept process: one of a server's, which is watched, killed when it must be, and started anew whenever it ends."""
+"""Supervised process: one of a server's, which is watched, killed when it must be, and started anew whenever it ends."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def watch_file(path: Path) -> int:
     return descriptor
 
 
-class KeptProcess(ABC):
+class SupervisedProcess(ABC):
     """A process that is kept alive, from the first :meth:`look` on. All of it is called in one thread, which must live as long as the process: on Linux
     that ends with it.
 

@@ -1,4 +1,4 @@
-"""Kept in Redis: a hash for each view and model, its fields the slots. It goes by itself once nothing was written for as long as a row is kept."""
+"""Redis cache: a hash for each view and model, its fields the slots. It goes by itself once nothing was written for as long as a row is kept."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from precompute.store.errors import OnlineStoreError
-from precompute.store.kept.kept_rows import KeptLimits, KeptRows, Space, clock_us
+from precompute.store.miss_cache.miss_cache import MissCache, MissCacheLimits, Space, clock_us
 from precompute.store.redis.cluster import Cluster
 from precompute.store.redis.link import RedisOptions
 from precompute.store.redis.servers import Servers, SingleServer
@@ -14,19 +14,19 @@ from precompute.store.redis.servers import Servers, SingleServer
 log = logging.getLogger(__name__)
 
 
-class KeptRedis(KeptRows):
+class MissCacheRedis(MissCache):
     """Beside the rows of a Redis online store.
 
     Args:
         url: of that store.
         limits: of each view.
-        clock: as of :class:`KeptRows`.
+        clock: as of :class:`MissCache`.
 
     Raises:
         ConfigError: the URL cannot be read.
     """
 
-    def __init__(self, url: str, limits: KeptLimits, clock: Callable[[], int] = clock_us) -> None:
+    def __init__(self, url: str, limits: MissCacheLimits, clock: Callable[[], int] = clock_us) -> None:
         super().__init__(limits, clock)
         options = RedisOptions.of(url)
         self._prefix = options.prefix

@@ -1,4 +1,4 @@
-"""Kept: files of converted models, made once: compiled code, exported graphs. Their names say all that they depend on.
+"""Artifacts: files of converted models, made once: compiled code, exported graphs. Their names say all that they depend on.
 And which sizes vary."""
 
 from __future__ import annotations

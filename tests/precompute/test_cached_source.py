@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from precompute.source import Source
+from precompute.sources.cached_source import CachedSource
 from precompute.sources.database import Database
-from precompute.sources.kept_input import KeptInput
 from tests.server import eventually
 
 OLD = 1_600_000_000
@@ -22,7 +22,7 @@ OLD = 1_600_000_000
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("precompute.sources.kept_input.AGAIN_S", 0.0)
+    monkeypatch.setattr("precompute.sources.cached_source.AGAIN_S", 0.0)
 
 
 def write(folder: Path, rows: dict[object, float], old: bool = True) -> None:
@@ -39,16 +39,16 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def opened(folder: Path, sql: str = "FROM 'data.parquet'", entity: tuple[str, ...] = ("id",)) -> tuple[Source, KeptInput]:
+def opened(folder: Path, sql: str = "FROM 'data.parquet'", entity: tuple[str, ...] = ("id",)) -> tuple[Source, CachedSource]:
     source = Source(sql, entity, {}, folder=folder, memory_mb=64, threads=1)
     return source, source.kept()
 
 
-def is_kept(kept: KeptInput) -> bool:
+def is_kept(kept: CachedSource) -> bool:
     return kept.rows([]) is not None
 
 
-def never_kept(kept: KeptInput) -> bool:
+def never_kept(kept: CachedSource) -> bool:
     """It was tried, and there is nothing."""
     for _ in range(5):
         assert not is_kept(kept)
@@ -136,14 +136,14 @@ def test_what_may_be_otherwise_is_not_kept(folder: Path, sql: str) -> None:
 
 @pytest.mark.parametrize("limit", ["MOST_ROWS", "MOST_BYTES"])
 def test_what_is_large_is_not_kept(folder: Path, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"precompute.sources.kept_input.{limit}", 2)
+    monkeypatch.setattr(f"precompute.sources.cached_source.{limit}", 2)
     source, kept = opened(folder)
     with source:
         assert never_kept(kept)
 
 
 def test_what_is_large_is_read_once_for_the_files_that_there_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("precompute.sources.kept_input.MOST_ROWS", 2)
+    monkeypatch.setattr("precompute.sources.cached_source.MOST_ROWS", 2)
     real, read = Database.query_aside, list[str]()
 
     def query(self: Database, sql: str, parameters: Mapping[str, Any] | None = None) -> pa.Table:
