@@ -71,7 +71,7 @@ class Scorer(torch.nn.Module):
 
 def main() -> None:
     """Measure and report."""
-    if len(sys.argv) == 4 and sys.argv[1] == "--one":  # a process of its own, whose peak is what is asked for
+    if len(sys.argv) == 4 and sys.argv[1] == "--one":  # a process of its own, whose peak is what is requested
         _one(Path(sys.argv[2]), sys.argv[3])
         return
     rows = int(sys.argv[1]) if len(sys.argv) > 1 else ROWS
@@ -225,7 +225,7 @@ def _one(folder: Path, kind: str) -> None:
     """One run over what lies in a folder, or none of it beyond opening; prints the peak memory in bytes."""
     peak, done = 0, threading.Event()
 
-    # Sampled: ru_maxrss begins with the parent's, and the engine starts VmHWM anew while it looks for the best batch.
+    # Sampled: ru_maxrss begins with the parent's, and the engine starts VmHWM again while it looks for the best batch.
     def watch() -> None:
         nonlocal peak
         while not done.wait(0.005):

@@ -49,7 +49,7 @@ POISON = 0.001
 MOST = 3
 """Techniques that are measured unless others are asked for, those from which most is expected."""
 LONG_S = 45.0
-"""A technique that takes longer to convert is left out: each round converts anew."""
+"""A technique that takes longer to convert is left out: each round converts again."""
 PEER_BATCHES = (16, 32, 64, 128)
 """Of sentence-transformers in bfloat16, of which the best on :data:`PEER_TEXTS` texts is measured."""
 PEER_TEXTS = 128

@@ -4,7 +4,7 @@ Same vectors, same seen items, same number of threads, one process, rounds of al
 lists of item ids, the peers from matrices to matrices. FAISS excludes nothing, so it is asked for k and as many more as anybody has seen,
 and the seen ones are struck out; and for k alone, which answers less than was asked. implicit is compared where it is installed.
 
-A list is equal when its scores, worked out anew in float64, are the peer's list's place by place, to 1e-5: two items may stand in the
+A list is equal when its scores, worked out again in float64, are the peer's list's place by place, to 1e-5: two items may stand in the
 other order where they score the same in float32.
 """
 

@@ -1,4 +1,4 @@
-"""What figures and gates take of a run: 10⁷ scores by a model that costs next to nothing, computed anew over a live version and published, with all of them and without any.
+"""What figures and gates take of a run: 10⁷ scores by a model that costs next to nothing, computed again over a live version and published, with all of them and without any.
 
 python -m benchmarks.gates_cost [rows]
 """

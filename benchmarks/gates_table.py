@@ -2,7 +2,7 @@
 computed, so that a fault is one of data outside of the fingerprint.
 
 A base is live; each change is computed on it and judged, and nothing else is published. Natural changes by the same model change inputs alone (a user's factors are folded in
-from the ratings there are); a model trained anew has another fingerprint. A fault comes on top of a week of new ratings. The table names the gates that refused, of each kind of view.
+from the ratings there are); a model trained again has another fingerprint. A fault comes on top of a week of new ratings. The table names the gates that refused, of each kind of view.
 """
 
 from __future__ import annotations

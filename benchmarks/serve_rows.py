@@ -72,7 +72,7 @@ def serve_constant() -> None:
 
 
 def _listening() -> socket.socket:
-    """On the first core, on a port that is told."""
+    """On the first core, on a port that is reported."""
     os.sched_setaffinity(0, {0})
     sock = socket.create_server(("127.0.0.1", 0), backlog=2048)
     print(sock.getsockname()[1], flush=True)

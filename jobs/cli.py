@@ -54,7 +54,7 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def _failed(exc: BaseException) -> int:
-    """The exit status of a command that raised ``exc``, whose message is told; what nobody foresaw is raised again."""
+    """The exit status of a command that raised ``exc``, whose message is reported; what nobody foresaw is raised again."""
     if isinstance(exc, KeyboardInterrupt):
         print("precompute: interrupted", file=sys.stderr)
         return 130

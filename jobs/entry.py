@@ -1,4 +1,4 @@
-"""Entry: what the command ``precompute`` calls. Where only the client was installed there is no command line, and that is told without a traceback."""
+"""Entry: what the command ``precompute`` calls. Where only the client was installed there is no command line, and that is reported without a traceback."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ class QueryModel(Model, Protocol):
     """A model that treats what is searched by otherwise than what is found, in one space: an encoder with a prompt for each."""
 
     def for_queries(self) -> Model:
-        """The same model for the inputs of a search, its weights, precision and device shared: asked for anew after a conversion."""
+        """The same model for the inputs of a search, its weights, precision and device shared: asked for again after a conversion."""
 
 
 def model_fingerprint(own: str, use: str, precision: str, tables: Mapping[str, pa.Table]) -> str:
@@ -163,7 +163,7 @@ def model_fingerprint(own: str, use: str, precision: str, tables: Mapping[str, p
 def table_digest(table: pa.Table) -> str:
     """SHA-256 (hex) of a table's schema and rows, in their order; how they lie in memory does not count."""
     sha = hashlib.sha256(str(table.schema.remove_metadata()).encode())
-    # take() writes the rows anew, with zeros under nulls, whatever was there and around them before
+    # take() writes the rows again, with zeros under nulls, whatever was there and around them before
     plain = table.combine_chunks().take(pa.array(range(table.num_rows), pa.int64())).combine_chunks()
     for batch in plain.to_batches():
         sink = pa.BufferOutputStream()
@@ -296,7 +296,7 @@ def _with_keys(made: dict[Any, Any]) -> dict[Any, Any]:
     texts = {key if isinstance(key, str) else json.dumps(key): value for key, value in made.items()}
     if len(texts) < len(made):
         raise ConfigError(
-            f"digest: the keys {', '.join(f'{key!r:.80}' for key in made)} of a mapping are not told apart as texts"
+            f"digest: the keys {', '.join(f'{key!r:.80}' for key in made)} of a mapping are not distinguished as texts"
         )
     return texts
 

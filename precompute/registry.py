@@ -66,7 +66,7 @@ def load_model(use: str, args: Mapping[str, Any], folder: Path | None = None) ->
     Args:
         use: built-in name or dotted path.
         args: keyword arguments of the class; ``{sql: …}`` arguments are Arrow tables by now, and relative paths absolute.
-        folder: the project's, absolute: a module that lies there is this project's own, and read anew when it has changed.
+        folder: the project's, absolute: a module that lies there is this project's own, and read again when it has changed.
 
     Raises:
         ConfigError: the class is not there, is no model, or refuses the arguments.

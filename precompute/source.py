@@ -144,7 +144,7 @@ class Source:
 
     def _make_keys_plain(self) -> None:
         """Keys of text as plain text. Earlier results have no collation: keys are compared with theirs, and with each other, as bytes, whatever the
-        SQL's own column has. What is text to Arrow alone, a UUID, is text here too, or it could be compared with no key that was asked for."""
+        SQL's own column has. What is text to Arrow alone, a UUID, is text here too, or it could be compared with no key that was requested."""
         texts = [column for column in self.entity if not self._is_integer(column)]
         self._types |= dict.fromkeys(texts, "VARCHAR")
         if texts:

@@ -130,7 +130,7 @@ def _constants(pointer: Pointer) -> list[pa.Array]:
 class Answer:
     """The rows of one request, some perhaps still in flight.
 
-    ``sighting`` is what bounds the rows' ages; ``look`` gives both anew, for a pointer. ``bad`` are the numbers of the keys that no entity can have. ``pending``
+    ``sighting`` is what bounds the rows' ages; ``look`` gives both again, for a pointer. ``bad`` are the numbers of the keys that no entity can have. ``pending``
     maps a row's number to the future that computes it; :meth:`wait` settles them.
     """
 
@@ -194,7 +194,7 @@ class Answer:
             else:
                 checked, times = plan.codec.verify(self.found, plan.snapshots)
             self._computed_at = times.tolist()
-            # of a list: numpy takes longer for the hundreds that are asked for
+            # of a list: numpy takes longer for the hundreds that are requested
             whole, oldest = checked.tobytes() == _WHOLE_BYTE * len(checked), min(self._computed_at)
             states = [] if whole else checked.tolist()
         if whole and self._all_fresh(oldest):
@@ -274,7 +274,7 @@ class Answer:
         return status
 
     def _served_in_error(self, i: int) -> bool:
-        """Whether row ``i``, which has expired and could not be computed anew, is served as stale all the same."""
+        """Whether row ``i``, which has expired and could not be computed again, is served as stale all the same."""
         view, at_us = self.plan.view, self._computed_at[i]
         old = self._reasons.get(i) is Reason.EXPIRED and view.stale_if_error_s > 0 and self.oldest_s is None
         if not old or self._age_s(at_us) > view.ttl_s + view.stale_for_s + view.stale_if_error_s:

@@ -27,7 +27,7 @@ class PrecomputeError(Exception):
     ├── VectorIndexError            the vector index is missing, damaged or does not fit
     └── RequestError                a lookup or search that cannot be answered as asked     (HTTP 4xx)
         ├── DeniedError             of the client: no token, or not one for this            (HTTP 401, 403)
-        └── MissingRowError         of the client: the one row that was asked for is missing
+        └── MissingRowError         of the client: the one row that was requested is missing
     """
 
 
@@ -72,7 +72,7 @@ class OnlineStoreError(PrecomputeError):
 
 
 class DamagedPointerError(OnlineStoreError):
-    """What the online store holds as a view's pointer cannot be read; publishing the view writes it anew."""
+    """What the online store holds as a view's pointer cannot be read; publishing the view rewrites it."""
 
 
 class RowsLostError(OnlineStoreError):
@@ -117,4 +117,4 @@ class DeniedError(RequestError):
 
 
 class MissingRowError(RequestError):
-    """The client: the one row that was asked for is missing; ``code`` is the reason, as in a row of a batch."""
+    """The client: the one row that was requested is missing; ``code`` is the reason, as in a row of a batch."""

@@ -29,7 +29,7 @@ def places(free: int, mine: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Likeness:
-    """Whose stored row it is, and how near that entity's input is to what was asked for: a cosine."""
+    """Whose stored row it is, and how near that entity's input is to what was requested: a cosine."""
 
     key: str
     similarity: float

@@ -27,7 +27,7 @@ class Sighting(NamedTuple):
 
     None was computed after they were published, nor after this process saw them first. ``published_us`` (None: not known) and ``renewed_us``
     (when all were last found to be what the model would answer; 0: never) are µs since 1970; ``elapsed_us`` (at least 0) is the time since this
-    process first saw the pointer, by its monotonic clock, which never jumps. A renewal makes another pointer, and is seen anew.
+    process first saw the pointer, by its monotonic clock, which never jumps. A renewal makes another pointer, and is seen again.
 
     Both the clock's difference and ``elapsed_us`` are lower bounds of the age, so the larger one is it, whichever way a clock was set meanwhile.
     """

@@ -1,4 +1,4 @@
-"""Misses: what becomes of rows that the store has not, or has too old: kept rows answer, then the model; and stale rows are computed anew behind their answers."""
+"""Misses: what becomes of rows that the store has not, or has too old: cached rows answer, then the model; and stale rows are computed again behind their answers."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Misses:
         deadline_ms: float | None,
         compute: bool,
     ) -> None:
-        """Answer what can be by kept rows, and begin to compute the rest.
+        """Answer what can be by cached rows, and begin to compute the rest.
 
         Args:
             answer: judged.

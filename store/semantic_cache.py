@@ -223,7 +223,7 @@ class SemanticCache:
         return vector
 
     def _rows(self, asked: _Asked, near: Mapping[int, Sequence[Likeness]]) -> dict[int, Computed]:
-        """Of each key the row of the nearest that has one, and none that is too old; nothing where the view was published anew meanwhile."""
+        """Of each key the row of the nearest that has one, and none that is too old; nothing where the view was published again meanwhile."""
         keys = list(dict.fromkeys(like.key for likes in near.values() for like in likes))
         options = LookupOptions(fallback=False, max_age_s=asked.oldest_s)
         found: dict[str, tuple[bytes, int]] = {}

@@ -230,7 +230,7 @@ def _check_resumed(arguments: argparse.Namespace) -> None:
     if again:
         option = {"first": "from", "last": "to"}.get(again[0], again[0]).replace("_", "-")
         raise ConfigError(
-            f"--{option}: a resumed backfill does what it was begun with; leave it out, or begin anew without --resume"
+            f"--{option}: a resumed backfill does what it was begun with; leave it out, or begin again without --resume"
         )
 
 

@@ -70,5 +70,5 @@ def _token(arguments: argparse.Namespace) -> int:
         print(json.dumps({"name": arguments.name, "scope": arguments.scope, "token": secret}))
     else:
         print(secret)
-        print(f"of {arguments.name!r}, scope {arguments.scope}; {path} has its hash, and this is told once", file=sys.stderr)
+        print(f"of {arguments.name!r}, scope {arguments.scope}; {path} has its hash, and this is reported once", file=sys.stderr)
     return DONE

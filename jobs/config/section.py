@@ -1,4 +1,4 @@
-"""A section of a configuration file, read strictly: a mistake is told with file or environment variable, key, value and remedy.
+"""A section of a configuration file, read strictly: a mistake is reported with file or environment variable, key, value and remedy.
 Files are YAML, with environment overrides and ``${name}`` put in."""
 
 from __future__ import annotations

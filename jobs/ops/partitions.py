@@ -123,7 +123,7 @@ def in_words(view: str, partitions: Mapping[str, Any], rows: int) -> list[str]:
     if partitions["older"]:
         older = partitions["older"]
         lines.append(
-            f"{_count(older)} of an older model or source: {_backfill(view, older)} --reprocess stale` computes what is to be computed anew"
+            f"{_count(older)} of an older model or source: {_backfill(view, older)} --reprocess stale` computes what is to be computed again"
         )
     if partitions["late"]:
         late = partitions["late"]

@@ -273,7 +273,7 @@ class _Plan:
 
 
 def _planned(model: TorchModel, asked: Sequence[str]) -> _Plan:
-    """What was asked for, whatever it takes, or else what is worth trying here."""
+    """What was requested, whatever it takes, or else what is worth trying here."""
     from precompute.precision.conversion import candidates
 
     if asked:

@@ -125,7 +125,7 @@ def run_view(
         project: the configuration.
         name: of the view.
         progress: told how far it is.
-        options: what is asked for.
+        options: what is requested.
         finished: given the report once it is complete, of a failed run too.
         load: makes the model, as :func:`precompute.jobs.rows.open_view.open_view` has it.
 
@@ -180,7 +180,7 @@ def _run_lease(project: Project, store: ViewStore, options: RunOptions) -> Lease
     lease = take(store.leases, run_lease(partition), options.command, ttl_s=project.settings.lease, busy=busy, wait_s=BRIEFLY_S)
     try:
         if is_held(store.leases, DROP_LEASE):
-            raise ConflictError(f"view {name!r} is being dropped; run it again if it is to be computed anew")
+            raise ConflictError(f"view {name!r} is being dropped; run it again if it is to be computed again")
         close_dead(store, partition)
     except BaseException:
         lease.release()

@@ -95,7 +95,7 @@ QUANTILES = {"p01": 0.01, "p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """The live snapshot's rows whose keys come again, against what they are now: ``same`` rows are the very same, ``changed`` were written anew. ``now``
+    """The live snapshot's rows whose keys come again, against what they are now: ``same`` rows are the very same, ``changed`` were rewritten. ``now``
     and ``then`` hold those of the latter that were looked at, row by row of one key."""
 
     same: int

@@ -1,4 +1,4 @@
-"""Job: one run of a view on its way. How the view is configured, what is asked for, where it is kept, and who is told."""
+"""Job: one run of a view on its way. How the view is configured, what is requested, where it is kept, and who is told."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def recorded(
 
 
 def _end(exc: BaseException) -> tuple[str, str]:
-    """What a run that ended with an exception is told as: status and error."""
+    """What a run that ended with an exception is reported as: status and error."""
     number = asked()
     if number is not None:
         return "cancelled" if number == signal.SIGINT else "killed", described(number)

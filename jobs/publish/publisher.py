@@ -298,11 +298,11 @@ class Publisher:
         return True
 
     def _current(self) -> Pointer | None:
-        """The online pointer; None when there is none, or it is damaged and about to be written anew."""
+        """The online pointer; None when there is none, or it is damaged and about to be rewritten."""
         try:
             return self._online.live(self._store.name)
         except DamagedPointerError as exc:
-            log.warning("%s; it is written anew", exc)
+            log.warning("%s; it is rewritten", exc)
             return None
 
     def _can_be_read(

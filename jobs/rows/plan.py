@@ -200,7 +200,7 @@ def _diff(
     except SnapshotError as exc:
         if not (retry and refused):
             raise
-        log.warning("%s; how often rejected rows were tried is counted anew", exc)
+        log.warning("%s; how often rejected rows were tried is counted again", exc)
         return compare(opened.source, before, parts, expired_before_us=expired_before_us)
 
 

@@ -319,7 +319,7 @@ class Conductor:
             self._note_reports(group, cancelled=True)
 
     def _publish_early(self) -> None:
-        """Make what is done so far live; what stands in the way is told at the end."""
+        """Make what is done so far live; what stands in the way is reported at the end."""
         began = time.monotonic()
         with contextlib.suppress(PrecomputeError):
             self._publish_newest()

@@ -34,7 +34,7 @@ Reprocess = Literal["missing", "failed", "stale", "all"]
 
 
 class Options(Record, frozen=True):
-    """What was asked for; ``first`` and ``last`` are moments (ISO 8601) in the first and last partition of the range."""
+    """What was requested; ``first`` and ``last`` are moments (ISO 8601) in the first and last partition of the range."""
 
     first: str
     last: str
@@ -141,7 +141,7 @@ def read_backfill(store: ViewStore, id: str) -> Backfill:
         SnapshotError: it is damaged or cannot be read.
     """
     ids = backfills(store)
-    path, remedy = backfill_folder(store) / f"{id}.json", "remove it, and backfill the range anew"
+    path, remedy = backfill_folder(store) / f"{id}.json", "remove it, and backfill the range again"
     state = read_record_file(Backfill, path, remedy) if id in ids else None
     if state is None:
         raise ConfigError(f"view {store.name!r} has no backfill {id!r} (the newest: {', '.join(ids[:3]) or 'none'})")

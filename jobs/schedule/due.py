@@ -1,6 +1,6 @@
 """Due: which view is to run now, and for which of its times.
 
-Computed anew every time, from the schedule, the runs' reports and the live pointers: nothing is remembered that a crash could lose. The one thing
+Computed again every time, from the schedule, the runs' reports and the live pointers: nothing is remembered that a crash could lose. The one thing
 kept beside is ``<root>/<view>/refs/schedule.json``: up to when a line's times are settled, so that a new line does not run for the past.
 """
 
@@ -361,7 +361,7 @@ class Ledger:
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as exc:
-            log.warning("%s cannot be read (%s); the schedule of %r begins anew", path, exc, view)
+            log.warning("%s cannot be read (%s); the schedule of %r begins again", path, exc, view)
         return None, frozenset()
 
     def settle(self, view: str, since: datetime, ignored: Collection[str] | None = None) -> None:
@@ -423,7 +423,7 @@ def outlook(project: Project, store: ViewStore, now: datetime) -> Outlook:
         return Outlook(due, reason, "scheduled, and no scheduler is up")
     if schedule.cron is not None and not ledger.seen(view):
         if up:
-            return Outlook(due, reason, "the scheduler that is up does not know its schedule: start it anew")
+            return Outlook(due, reason, "the scheduler that is up does not know its schedule: restart it")
         missed = _missed(schedule, ledger.reports(view)[0], now)
         if missed is not None:
             return Outlook(due, reason, f"due since {_local(missed, schedule)} and not begun: no scheduler was ever up")

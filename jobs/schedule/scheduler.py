@@ -1,6 +1,6 @@
 """Schedule: starts what is due, and ends what takes too long. The seam to APScheduler, which only ticks. Each minute what is live is looked at, and healed.
 
-What is due is computed anew at each tick (:mod:`precompute.jobs.schedule.due`): it makes no difference which scheduler ticks, or for how long none did. Of several on one
+What is due is computed again at each tick (:mod:`precompute.jobs.schedule.due`): it makes no difference which scheduler ticks, or for how long none did. Of several on one
 root the holder of a lease acts. Each run is a process of its own, one of a view at a time; it outlives a scheduler that is killed, and the next one
 takes it into its care, deadline and all."""
 

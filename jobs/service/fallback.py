@@ -103,7 +103,7 @@ class _Wanted(NamedTuple):
 
 
 class _Postponed(NamedTuple):
-    """What was asked for of one row that may end the process, while none stands by."""
+    """What was requested of one row that may end the process, while none stands by."""
 
     pointer: Pointer
     key: str
@@ -128,7 +128,7 @@ _WARM_UP = ""
 
 
 class ViewFallback(Fallback):
-    """The models of the views that are live, each loaded when it is first asked and again when its view was published anew.
+    """The models of the views that are live, each loaded when it is first asked and again when its view was published again.
 
     Args:
         store: where the snapshots are that the views read.
@@ -207,7 +207,7 @@ class ViewFallback(Fallback):
         return [futures[i] if i in futures else next(begun) for i in range(len(keys))]
 
     def _just_now(self, pointer: Pointer, key: str, values: Mapping[str, Any] | None) -> Computed | Miss | None:
-        """What was kept so lately that who asks may not have seen it."""
+        """What was kept so lately that the caller may not have seen it."""
         if self._writer is None:
             return None
         for name in (key,) if values is None else input_names(values, key) or ():

@@ -209,7 +209,7 @@ class ModelGroup:
         self._listener.close()
         for one in (self.serving, self.spare):
             one.close()
-        # begun anew, they have nothing in hand, and take nothing
+        # begun again, they have nothing in hand, and take nothing
         for name in self._counted:
             with contextlib.suppress(PrecomputeError):
                 Meter(self._runtime, name).close()

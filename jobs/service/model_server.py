@@ -154,7 +154,7 @@ def _serve(listener: socket.socket, fallback: ViewFallback) -> None:
 
 
 class OpenFile:
-    """What the process that serves has open, for the one that stands by: pointers, one after the other, written anew where that changed."""
+    """What the process that serves has open, for the one that stands by: pointers, one after the other, rewritten where that changed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -179,7 +179,7 @@ class ModelLink:
 
     @property
     def idle(self) -> bool:
-        """Whether no row that was asked for is waited for."""
+        """Whether no row that was requested is waited for."""
         return self._in_hand == 0
 
     def close(self) -> None:

@@ -49,7 +49,7 @@ FUTILE = 5
 """Times in a row that each worker may end as soon as it was started, while none has answered yet: what is wrong with them is in what they were told."""
 
 WORKER_WAIT_S = 5.0
-"""Before a worker is started anew, at most: where a request ends it, all others wait for the next."""
+"""Before a worker is restarted, at most: where a request ends it, all others wait for the next."""
 
 
 DRAIN_STILL_S = 5.0

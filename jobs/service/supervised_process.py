@@ -1,4 +1,4 @@
-"""Supervised process: one of a server's, which is watched, killed when it must be, and started anew whenever it ends."""
+"""Supervised process: one of a server's, which is watched, killed when it must be, and restarted whenever it ends."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from precompute.workers.worker import framed, read_message
 log = logging.getLogger(__name__)
 
 FIRST_WAIT_S = 0.1
-"""Before a process that ended is started anew; twice as long each time it ends again soon."""
+"""Before a process that ended is restarted; twice as long each time it ends again soon."""
 
 LONGEST_WAIT_S = 30.0
 
 STEADY_S = 60.0
-"""A process that lived this long ended for a reason of its own, and is started anew at once."""
+"""A process that lived this long ended for a reason of its own, and is restarted at once."""
 
 PULSE_S = 1.0
 """How often a process tells that it lives, at least."""
@@ -46,7 +46,7 @@ HELD_UP_S = 3.0
 """Who looks so late was stopped itself, as all of a paused container is: what is looked at gets as long to show that it lives."""
 
 AGAIN = 75
-"""Status of a process that ended to be started anew, and said why."""
+"""Status of a process that ended to be restarted, and said why."""
 
 MOST_HELD = 64
 """Rows that a process may have in its hands."""
@@ -155,7 +155,7 @@ class SupervisedProcess(ABC):
     """
 
     longest_wait_s = LONGEST_WAIT_S
-    """Before it is started anew, at most."""
+    """Before it is restarted, at most."""
 
     def __init__(self, kind: str, name: str, meter: Meter) -> None:
         self.name = name
@@ -182,7 +182,7 @@ class SupervisedProcess(ABC):
         return None
 
     def was_at_work(self) -> bool:
-        """Whether what it was asked for may have ended it: it is started anew at once then, however often that happens."""
+        """Whether what it was asked for may have ended it: it is restarted at once then, however often that happens."""
         return False
 
     def running(self) -> list[ChildProcess]:
@@ -232,9 +232,9 @@ class SupervisedProcess(ABC):
         # waits until all that it said stands above, whatever that was about
         process.last_words()
         if process.status == AGAIN and not self._killed:
-            log.info("%s ended to begin anew, in %g s", self.name, wait_s)
+            log.info("%s ended to begin again, in %g s", self.name, wait_s)
         else:
-            log.error("%s %s; it is started anew in %g s", self.name, self._killed or process.how_it_ended(), wait_s)
+            log.error("%s %s; it is restarted in %g s", self.name, self._killed or process.how_it_ended(), wait_s)
         _close_input(process)
 
 

@@ -166,7 +166,7 @@ class ResidentPeak:
         peak = _peak()
         ResidentPeak._highest = max(ResidentPeak._highest, peak)
         try:
-            # Linux: the peak begins anew
+            # Linux: the peak begins again
             _CLEAR.write_text("5")
         except OSError:
             self._can_reset = False

@@ -57,7 +57,7 @@ LEAST_SLOWER = 2
 
 
 class Wanted(NamedTuple, Generic[Payload]):
-    """One result that is asked for: ``group`` is what can be computed together, requests of one group and ``key`` share a flight, ``payload`` is what ``run`` gets."""
+    """One result that is requested: ``group`` is what can be computed together, requests of one group and ``key`` share a flight, ``payload`` is what ``run`` gets."""
 
     group: Hashable
     key: Hashable

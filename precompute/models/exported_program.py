@@ -1,6 +1,6 @@
 """Exported program: what ``torch.export.save`` wrote, loaded without its pickles, and what it takes. And the inputs that a module takes.
 
-A ``.pt2`` is packed anew before it is loaded: the program and its raw tensors go in, pickled objects do not. It is code all the same, as a module's class is: torch
+A ``.pt2`` is packed again before it is loaded: the program and its raw tensors go in, pickled objects do not. It is code all the same, as a module's class is: torch
 evaluates what it says of its sizes.
 """
 
@@ -31,7 +31,7 @@ _CONFIGS = (f"{_WEIGHTS}model_weights_config.json", f"{_CONSTANTS}model_constant
 
 
 def load_program(path: Path) -> torch.export.ExportedProgram:
-    """Load what ``torch.export.save`` wrote, packed anew without its pickles.
+    """Load what ``torch.export.save`` wrote, packed again without its pickles.
 
     Raises:
         ModelError: it is no such file, of an older format, exported in training mode, or refused for what it holds.

@@ -93,7 +93,7 @@ def convert(model: TorchModel, wanted: Technique, examples: Callable[[], Sequenc
             give the scales: some hundred rows, of all lengths.
         folder: keeps what took long to make (aoti, onnx), in files named by the model's fingerprint, its weights, the versions and the CPU. A
             static one keeps its scales, whatever the examples are later. What lies there is trusted, machine code included. Without a
-            folder it is made anew each time.
+            folder it is made again each time.
 
     Raises:
         ConfigError: it cannot be done on this machine, or not with this module; the model then computes the reference.

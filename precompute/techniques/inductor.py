@@ -24,7 +24,7 @@ from precompute.techniques.technique import Forward, Technique, module_of
 
 
 class Compiled(Technique):
-    """fp32, bf16 and fp16 by ``torch.compile``, anew in each process. MiniLM in bfloat16 reached 3 (AMX) to 5.2 times (AMD Zen) eager float32's rate."""
+    """fp32, bf16 and fp16 by ``torch.compile``, again in each process. MiniLM in bfloat16 reached 3 (AMX) to 5.2 times (AMD Zen) eager float32's rate."""
 
     convert_s = 40.0
     options: Mapping[str, Any] = {}
@@ -97,7 +97,7 @@ def compiled(module: torch.nn.Module, **options: Any) -> Forward:
     """``torch.compile`` with weights frozen into the kernels, one kernel for all shapes.
 
     Sizes are variables in the compiled code (``dynamic``): compiled for each shape instead, the ninth would silently run eagerly
-    (``recompile_limit``). Only a size of 1 is compiled anew, when it first comes. Inductor's own CUDA graphs are off: it records one for every shape there is.
+    (``recompile_limit``). Only a size of 1 is compiled again, when it first comes. Inductor's own CUDA graphs are off: it records one for every shape there is.
     """
     _keep_apart()
     fixed: dict[str, Any] = {"freezing": True, "triton.cudagraphs": False}

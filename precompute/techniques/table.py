@@ -1,4 +1,4 @@
-"""Table: every technique by name, and the file of this wing that makes it. Read without torch; a technique's file is imported when it is asked for."""
+"""Table: every technique by name, and the file of this wing that makes it. Read without torch; a technique's file is imported when it is requested."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def technique(name: str) -> Technique:
 
 
 def module_of(model: TorchModel, dtype: torch.dtype, batches: Sequence[Tensors]) -> torch.nn.Module:
-    """The model's module anew for a conversion (:func:`copied`), between float32 inputs and float32 outputs whatever ``dtype`` is."""
+    """The model's module again for a conversion (:func:`copied`), between float32 inputs and float32 outputs whatever ``dtype`` is."""
     module = copied(model.module, dtype)
     if dtype != torch.float32 and any(t.is_floating_point() for t in batches[0]):
         return _Cast(module, dtype)
@@ -99,7 +99,7 @@ def module_of(model: TorchModel, dtype: torch.dtype, batches: Sequence[Tensors])
 
 
 def copied(module: torch.nn.Module, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    """The module anew, as deep as its structure, with its tensors shared; those in float32 converted where ``dtype`` is another."""
+    """The module again, as deep as its structure, with its tensors shared; those in float32 converted where ``dtype`` is another."""
     tensors: dict[int, torch.Tensor] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.dtype == dtype or not tensor.is_floating_point():

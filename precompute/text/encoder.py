@@ -71,7 +71,7 @@ def _extension() -> ModuleType | None:
     except ImportError:
         # it is built where a C++ compiler is; without it only time is lost
         return None
-    # one that was built before the sources changed is as good as none: `make setup` builds it anew
+    # one that was built before the sources changed is as good as none: `make setup` builds it again
     return built if getattr(built, "VERSION", 0) == _VERSION else None
 
 

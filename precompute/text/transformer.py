@@ -179,7 +179,7 @@ def transformer_flops(transformer: Any) -> tuple[float, float]:
 
 
 ATTENTION = "precompute_unpadded"
-"""What a transformers model is told as its ``attn_implementation``."""
+"""What a transformers model is given as its ``attn_implementation``."""
 
 CAPABILITY = (8, 0)
 """Of the GPUs that FlashAttention 2 has kernels for: Ampere's and later ones."""

@@ -130,7 +130,7 @@ class Api:
         return Reply(200, [JSON_TYPE, NOT_STORED], b'{"status":"alive"}')
 
     async def ready(self, scope: Scope, receive: Receive) -> Reply:
-        """``GET /readyz``, of which a stranger is told only whether it is so."""
+        """``GET /readyz``, of which a stranger learns only whether it is so."""
         reply = await self.readyz(scope, receive)
         if not scope.get(STRANGER):
             return reply
@@ -150,7 +150,7 @@ class Api:
         body: dict[str, Any] = {"status": "ready", "views": {p.view.name: p.snapshot for p in pointers}, "fallback": fallbacks}
         if not seen.store_answers:
             # a balancer that took all servers out would keep from users what is kept for them
-            why = "the online store does not answer; single rows that are kept are served, as stale"
+            why = "the online store does not answer; single cached rows are served, as stale"
             return json_reply(body | {"status": "degraded", "why": why})
         if not pointers and not seen.unreadable:
             body |= {"status": "not ready", "why": "no view is published"}

@@ -107,7 +107,7 @@ class RowRoutes:
         metrics: counts.
         readers: threads for a store that is waited for; None where reading takes no longer than to hand it over.
         answer_bytes: of one answer at most.
-        cache_bytes: of the encoded rows that are kept.
+        cache_bytes: of the encoded cached rows.
         timing: who is told what answers took.
         waiting: requests that may wait for models at once; what others miss is shed: a hit finds a connection, however slow a model is.
         caching: what caches in between may do with single rows.

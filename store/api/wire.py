@@ -57,7 +57,7 @@ class LookupRequest(msgspec.Struct, forbid_unknown_fields=True):
     encoding_format: EncodingFormat = "float"
 
     def options(self) -> LookupOptions:
-        """What is asked for beside the keys."""
+        """What is requested beside the keys."""
         return LookupOptions(self.features, self.fallback, self.deadline_ms, self.max_age_s, self.inputs, self.encoding_format)
 
 
@@ -112,7 +112,7 @@ class SearchRequest(msgspec.Struct, forbid_unknown_fields=True):
     encoding_format: EncodingFormat = "float"
 
     def options(self) -> SearchOptions:
-        """What is asked for."""
+        """What is requested."""
         conditions = None if self.filter is None else {name: _condition(wanted) for name, wanted in self.filter.items()}
         return SearchOptions(
             self.key,
@@ -305,7 +305,7 @@ def _patiently(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
 
 
 class _Past(float):
-    """A number past float64, which is infinity; shown as it was written, so that two such keys can be told apart."""
+    """A number past float64, which is infinity; shown as it was written, so that two such keys can be distinguished."""
 
     text = ""
 

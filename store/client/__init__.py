@@ -14,7 +14,7 @@ __all__ = ["AsyncClient", "Client", "LookupWords", "RowWords", "SearchWords", "T
 
 
 def __getattr__(name: str) -> Any:
-    """The async client, once it is asked for: asyncio takes a third of the time that importing all the rest does."""
+    """The async client, once it is requested: asyncio takes a third of the time that importing all the rest does."""
     if name == "AsyncClient":
         from precompute.store.client.async_client import AsyncClient
 

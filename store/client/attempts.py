@@ -99,7 +99,7 @@ class Durations:
         self._counts: dict[str, int] = {}
 
     def add(self, kind: str, seconds: float) -> None:
-        """One more; every :data:`LEAST_SAMPLES` of them it is told anew which are slow."""
+        """One more; every :data:`LEAST_SAMPLES` of them it is told again which are slow."""
         samples = self._samples.setdefault(kind, deque(maxlen=MOST_SAMPLES))
         samples.append(seconds)
         count = self._counts[kind] = self._counts.get(kind, 0) + 1
@@ -159,7 +159,7 @@ class Attempts:
     def _pause_s(self, outcome: Outcome, again: int) -> float:
         longest = doubled_s(FIRST_PAUSE_S, again, LONGEST_PAUSE_S)
         asked_for = retry_after_s(outcome) if isinstance(outcome, Reply) else None
-        # what is asked for is the least; on top of it, clients that were refused together come back apart
+        # what is requested is the least; on top of it, clients that were refused together come back apart
         return self._uniform(0, longest) if asked_for is None else asked_for + self._uniform(0, longest)
 
 

@@ -40,7 +40,7 @@ class FreshnessWords(TypedDict, total=False):
     max_stale_s: float | None
     """Rows that are stale for longer count as missing."""
     no_cache: bool
-    """Computed anew, where a model stands behind the view."""
+    """Computed again, where a model stands behind the view."""
     only_if_cached: bool
     """Nothing but what is stored: never the model."""
 

@@ -96,7 +96,7 @@ MUCH_BYTES = 64 * 1024
 class Exchange:
     """One request on its way: when it must be over, and how to end it before.
 
-    It travels through httpcore2 in place of a timeout, which would count anew for each read: a server that sends a byte now and then could hold a caller for ever.
+    It travels through httpcore2 in place of a timeout, which would count again for each read: a server that sends a byte now and then could hold a caller for ever.
     """
 
     def __init__(self, deadline: float) -> None:
@@ -281,7 +281,7 @@ def _bearer(token: str) -> bytes:
     """What shows a token, without the white space around it, such as the last newline of the file it was read from.
 
     Raises:
-        RequestError: not of visible ASCII characters; nothing of the token is told, since messages are logged.
+        RequestError: not of visible ASCII characters; nothing of the token is reported, since messages are logged.
     """
     shown = token.strip() if isinstance(token, str) else ""
     if not shown or not shown.isascii() or not shown.isprintable():

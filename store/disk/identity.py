@@ -41,7 +41,7 @@ def known_identity(folder: Path) -> str:
 
 
 def identity_of(folder: Path) -> str:
-    """The folder's name of its own, 12 hex digits; given when it is first asked for.
+    """The folder's name of its own, 12 hex digits; given when it is first requested.
 
     Raises:
         SnapshotError: it is damaged, or the file system failed.

@@ -173,7 +173,7 @@ def version_of(pointer: Pointer) -> bytes:
 
 
 def chosen_features(plan: AnswerPlan) -> bytes:
-    """What an ETag has of the features that were asked for; nothing where all were."""
+    """What an ETag has of the features that were requested; nothing where all were."""
     features = plan.features
     return b"" if features is None else b"-%08x" % zlib.crc32(",".join(features).encode())
 

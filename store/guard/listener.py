@@ -18,7 +18,7 @@ class Listener:
         key: the setting that says where, for messages: ``serve.bind``.
         address: its value: host:port, or unix:path.
         folder: what a relative path starts from.
-        guarded: whether who asks must show a token or a certificate; else only this machine may reach it.
+        guarded: whether the caller must show a token or a certificate; else only this machine may reach it.
         tls: whether it is served over TLS.
 
     ``shown`` is the address for people.

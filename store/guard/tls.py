@@ -41,7 +41,7 @@ class Tls:
             self.context.verify_mode = ssl.CERT_REQUIRED
 
     def look(self) -> None:
-        """Take up the files if they changed; those that cannot be used are told in the log, once, and the ones before stay."""
+        """Take up the files if they changed; those that cannot be used are reported in the log, once, and the ones before stay."""
         seen = self._stat()
         if seen == self._seen:
             return

@@ -107,7 +107,7 @@ class Tokens:
         path: the file.
 
     Raises:
-        ConfigError: there is no token, or as :func:`read_tokens`; later, a file that is gone or turned bad leaves those of before valid, and is told in the log.
+        ConfigError: there is no token, or as :func:`read_tokens`; later, a file that is gone or turned bad leaves those of before valid, and is reported in the log.
     """
 
     def __init__(self, path: Path) -> None:

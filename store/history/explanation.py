@@ -126,7 +126,7 @@ def explain(store: ViewStore, key: Any, *, memory_mb: int = 1024) -> Explanation
 def _explained(
     store: ViewStore, manifests: Mapping[int, Snapshot], order: Sequence[Snapshot], versions: Versions, live: int | None
 ) -> list[Version]:
-    """What each version of the one key that was asked for is, the newest first."""
+    """What each version of the one key that was requested is, the newest first."""
     standing = Standing(store, manifests)
     void = [standing.why_void(snapshot) for snapshot in order]
     periods = served_periods(store, manifests)

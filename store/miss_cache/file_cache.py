@@ -98,7 +98,7 @@ class MissCacheFile(MissCache):
             yield
         except sqlite3.OperationalError as exc:
             # busy, or the disk is full or gone
-            log.debug("kept rows: %s", exc)
+            log.debug("cached rows: %s", exc)
         except (sqlite3.Error, OSError) as exc:
             log.warning("what was kept in %s is let go of: %s", self._path, exc)
             self._close()

@@ -165,7 +165,7 @@ MOST_WAITING = 4096
 
 JUST_S = 1.0
 MOST_LATEST = 4096
-"""How long, and how many rows, are at hand after they were computed: they are written behind, and who asks may have looked before."""
+"""How long, and how many rows, are at hand after they were computed: they are written behind, and the caller may have looked before."""
 
 _Row = tuple[str, tuple[int, str], str]
 """View, publishing and key."""
@@ -207,7 +207,7 @@ class MissCacheWriter:
             self._dropped.add()
 
     def just_now(self, pointer: Pointer, key: str) -> Computed | Miss | None:
-        """What was put so lately that whoever asks may not have seen it kept yet."""
+        """What was put so lately that the caller may not have seen it kept yet."""
         at, result = self._latest.get((pointer.view.name, pointer.publishing, key), (-math.inf, None))
         return result if time.monotonic() - at <= JUST_S else None
 

@@ -35,7 +35,7 @@ class MissCacheRedis(MissCache):
     def _get(self, space: Space, slots: Sequence[int]) -> dict[int, bytes]:
         name = self._name(space)
         try:
-            (records,) = self._servers.ask(name, [("HMGET", name, *map(str, slots))], f"read kept rows of {space.view!r}")
+            (records,) = self._servers.ask(name, [("HMGET", name, *map(str, slots))], f"read cached rows of {space.view!r}")
         except OnlineStoreError as exc:
             log.debug("%s", exc)
             return {}

@@ -21,7 +21,7 @@ from precompute.store.offline.snapshot import Snapshot
 log = logging.getLogger(__name__)
 
 _SPARE_LINES = 256
-"""Lines of removed manifests, beyond as many as there are manifests, before the file is written anew without them."""
+"""Lines of removed manifests, beyond as many as there are manifests, before the file is rewritten without them."""
 
 
 Stamp = tuple[int, int]

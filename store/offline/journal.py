@@ -114,7 +114,7 @@ class Journals:
         return chunks
 
     def whole(self, chunks: Sequence[Finished]) -> list[Finished]:
-        """Those of the chunks whose files have the SHA-256 that their journal notes; the others are told in the log. Reads them all."""
+        """Those of the chunks whose files have the SHA-256 that their journal notes; the others are reported in the log. Reads them all."""
         return [chunk for chunk in chunks if all(self._is_whole(part) for part in chunk.files)]
 
     def _is_there(self, part: Part) -> bool:

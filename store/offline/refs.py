@@ -27,7 +27,7 @@ TAIL_BYTES = 16384
 """More than two lines take: the last publishing, and the drop that ended it."""
 
 THINNED_BYTES = 1 << 20
-"""A log below that is not worth writing anew: 4,000 publishings."""
+"""A log below that is not worth rewriting: 4,000 publishings."""
 
 
 class Publishing(Record, frozen=True):
@@ -234,7 +234,7 @@ class Refs:
         Raises:
             SnapshotError: the pointer file is damaged.
         """
-        return read_record_file(LiveRef, self.folder / "live.json", "publish the view again to write it anew")
+        return read_record_file(LiveRef, self.folder / "live.json", "publish the view again to rewrite it")
 
     def readable_live(self) -> LiveRef | None:
         """As :meth:`live`, and None for a damaged pointer too: what a writer needs, who will replace it."""
@@ -315,7 +315,7 @@ class Refs:
                 )
             previous, before = (None, None) if current is None else (current.snapshot, current.place)
             renewed_at = None
-            # Loaded anew: what was before it is still what to go back to, and its rows are as they were found to be.
+            # Loaded again: what was before it is still what to go back to, and its rows are as they were found to be.
             if current is not None and current.snapshot == snapshot:
                 previous, before, renewed_at = current.previous, current.previous_place, current.renewed_at
             new = Place(epoch, snapshot) if place is None else place

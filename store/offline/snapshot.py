@@ -77,7 +77,7 @@ class Counts(Record, frozen=True):
 class Snapshot(Record, frozen=True):
     """Everything a reader needs to know of one result: the manifest, parsed.
 
-    A **full** snapshot holds all its rows in its own parts. A **delta** holds the rows that were computed anew, and copies of those of the deltas
+    A **full** snapshot holds all its rows in its own parts. A **delta** holds the rows that were computed again, and copies of those of the deltas
     that it takes the place of; the rest are its parent's,
     but for those its **deletes** name: a Parquet file with the part and row number of every row that was replaced or left the source. So a
     reader of a chain drops rows by position, and hashes no key.

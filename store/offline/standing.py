@@ -32,7 +32,7 @@ def are_alike(one: Snapshot, other: Snapshot) -> bool:
 
 
 class Standing:
-    """The snapshots of one view, as marks and live pointer stand when they are first asked for; made anew for each decision.
+    """The snapshots of one view, as marks and live pointer stand when they are first requested; made again for each decision.
 
     Args:
         store: of the view.

@@ -121,7 +121,7 @@ class FoundRows:
         return self._damaged
 
     def _read(self) -> tuple[Packed, npt.NDArray[np.bool_] | None]:
-        """``packed`` and ``damaged``, when they are first asked for."""
+        """``packed`` and ``damaged``, when they are first requested."""
         assert self._values is not None
         # An empty row is none that was ever loaded: one byte instead, which is no row either, and is not taken for a missing one.
         return Packed.of([b"" if value is None else value or b"\0" for value in self._values]), self._damaged

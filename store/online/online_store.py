@@ -98,7 +98,7 @@ class Pointer(Record, frozen=True):
 
     @property
     def publishing(self) -> tuple[int, str]:
-        """Which publishing made this live: what is kept of one is never used for another. The epoch alone would not tell them apart, since
+        """Which publishing made this live: what is kept of one is never used for another. The epoch alone would not distinguish them, since
         it starts at 1 again in a view whose data was dropped."""
         return self.epoch, self.at
 
@@ -148,7 +148,7 @@ class OnlineStore(ABC):
         Raises:
             OnlineStoreError: it cannot: no room, no right, a policy that loses rows, somebody else's; says which and what to do.
         """
-        # a pointer that is damaged says nobody's name, and is about to be written anew
+        # a pointer that is damaged says nobody's name, and is about to be rewritten
         with contextlib.suppress(DamagedPointerError):
             check_owner(self.live(view), view, owner)
         return Terms()

@@ -272,7 +272,7 @@ def _found(tables: Sequence[TableFile], keys: Sequence[bytes]) -> FoundRows:
 
 
 class _TableRows(FoundRows):
-    """Rows that stay in the mapped files until they are asked for, as rows or as columns."""
+    """Rows that stay in the mapped files until they are requested, as rows or as columns."""
 
     __slots__ = ("_packed_keys", "_tables")
 

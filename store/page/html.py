@@ -208,7 +208,7 @@ def columns_bar(counts: Sequence[float]) -> Html:
 
 
 RUNS = 24
-"""Of a view, the newest: what the line of its runs shows; the last few are told in words."""
+"""Of a view, the newest: what the line of its runs shows; the last few are reported in words."""
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ def _form(ways: Sequence[str], views: Sequence[str], asked: Question) -> Html:
 
 
 def answered(lookup: Lookup, asked: Question) -> tuple[int, Html | None]:
-    """HTTP's status, and the answer for people; what cannot be answered is told in words."""
+    """HTTP's status, and the answer for people; what cannot be answered is reported in words."""
     if not asked.asked:
         return 200, None
     try:

@@ -290,7 +290,7 @@ def _kept(figures: Figures) -> _Cells | None:
     if not counts:
         return None
     told = f"calls saved; {counts.get('stored', 0.0):,.0f} stored, {counts.get('dropped', 0.0):,.0f} not"
-    return _cache("kept rows", hits, hits + counts.get("miss", 0.0), "calls saved", told)
+    return _cache("cached rows", hits, hits + counts.get("miss", 0.0), "calls saved", told)
 
 
 def _near(figures: Figures) -> list[_Cells]:

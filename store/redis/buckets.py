@@ -21,7 +21,7 @@ SAVING = 3.0
 WIDEST_VALUE = 64
 """Bytes of a field: one that is wider makes a hash a large one (hash-max-listpack-value)."""
 FEW = 8
-"""Keys that are asked for one by one: for more of them numpy is faster."""
+"""Keys that are requested one by one: for more of them numpy is faster."""
 FIELD_BYTES = 6
 NAME_BYTES = 8
 KEY_BYTES = 16

@@ -65,7 +65,7 @@ class Cluster(Servers):
         return link
 
     def _slots(self, deadline: float, doing: str, older_than: float = 0.0) -> SlotMap:
-        """The map; looked at anew when it was looked at before ``older_than``.
+        """The map; looked at again when it was looked at before ``older_than``.
 
         Raises:
             NoAnswer: none of the nodes known tells it.
@@ -104,7 +104,7 @@ class Cluster(Servers):
         raise error
 
     def _follow(self, slot: int, node: Node) -> None:
-        """Believe a MOVED; and look at the map anew before anything else is asked, since a slot seldom moves alone."""
+        """Believe a MOVED; and look at the map again before anything else is asked, since a slot seldom moves alone."""
         if self._map is not None:
             self._map = self._map.moved(slot, node)
         self._told, self._failed_at = node, time.monotonic()
@@ -187,7 +187,7 @@ class Cluster(Servers):
                 return answer
             now = time.monotonic()
             if now >= deadline:
-                # who comes next looks at the cluster anew: what hung may have been replaced
+                # who comes next looks at the cluster again: what hung may have been replaced
                 self._failed_at = now
                 if breaker is not None:
                     breaker.failed(str(error))
@@ -334,7 +334,7 @@ class Cluster(Servers):
             there = counted(self.masters(), layout, doing)
             if there != acknowledged.done:
                 raise OnlineStoreError(
-                    f"a server of Redis at {self.where} was started anew, or another one took its place, while this was to {doing}: of {acknowledged.done} rows "
+                    f"a server of Redis at {self.where} was restarted, or another one took its place, while this was to {doing}: of {acknowledged.done} rows "
                     f"{there} are there. Do it again"
                 )
         return now

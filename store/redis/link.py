@@ -469,7 +469,7 @@ class Link:
             connection.close()
 
     def drop(self, connection: Connection) -> None:
-        """Close one that failed; where it had been kept, the others that are kept are closed too: the server was started anew, most likely."""
+        """Close one that failed; where it had been kept, the others that are kept are closed too: the server was restarted, most likely."""
         connection.close()
         if connection.used:
             self.close()

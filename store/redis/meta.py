@@ -191,7 +191,7 @@ def doubts(meta: Meta, states: Collection[ServerState], beside: int) -> list[str
             found.append(f"generation {number}, which is live, is not loaded whole")
             continue
         if loaded.server and server and loaded.server != server:
-            found.append(f"the server was started anew, or another one took its place, since generation {number} was loaded")
+            found.append(f"the server was restarted, or another one took its place, since generation {number} was loaded")
         elif evicted is not None and evicted > loaded.evicted and any(state.evicts for state in states):
             found.append(f"{evicted - loaded.evicted} keys were evicted since generation {number} was loaded")
     wanted = sum(loaded.keys for loaded in meta.loaded.values())

@@ -275,7 +275,7 @@ class RedisStore(OnlineStore):
                 raise _taken_over(view, number)
             if self._servers.cluster and (not server or earlier.server != server):
                 raise OnlineStoreError(
-                    f"a server of Redis at {self._servers.where} was started anew, or another one took its place, since {rows_done} rows of generation {number} of "
+                    f"a server of Redis at {self._servers.where} was restarted, or another one took its place, since {rows_done} rows of generation {number} of "
                     f"{view!r} were loaded: some of them may be gone. Do it again"
                 )
             # what was evicted while the first rows came is among what was lost
@@ -384,7 +384,7 @@ class RedisStore(OnlineStore):
         """Remove all that is there of a view that has ended.
 
         Raises:
-            ConflictError: another process does that by now, or has begun the view anew.
+            ConflictError: another process does that by now, or has begun the view again.
         """
         doing, field = f"remove {view!r}", f"dropping:{EVERYTHING}"
         try:
@@ -394,7 +394,7 @@ class RedisStore(OnlineStore):
             done = False
         if not done:
             raise ConflictError(
-                f"view {view!r} is removed, or was begun anew, by another process meanwhile: this one has left off"
+                f"view {view!r} is removed, or was begun again, by another process meanwhile: this one has left off"
             )
 
     def _drop_all(self, view: str, unwanted: set[str]) -> None:
@@ -417,7 +417,7 @@ class RedisStore(OnlineStore):
         newest = max(int(text) for text in unwanted)
         # what a process wrote that slept while its load was dropped goes too: numbers only grow
         marks = {f"dropping:{text}": b"1" for text in sorted(unwanted)}
-        # who took a mark away has finished it, or loads that generation anew
+        # who took a mark away has finished it, or loads that generation again
         with contextlib.suppress(_TakenFromUs):
             if not self._removed_by_list(view, [meta.loaded.get(int(text)) for text in unwanted], marks, doing):
                 self._sweep(view, lambda n: str(n) in unwanted or (n < newest and n not in known), marks, doing)

@@ -239,7 +239,7 @@ def check_same(link: Link, identity: str, doing: str) -> None:
     """
     if not identity or server_state(link, doing, ADMIN_S).identity != identity:
         raise OnlineStoreError(
-            f"Redis at {link.where} was started anew, or another one took its place, while this was to {doing}: what it had acknowledged may be gone. Do it again: "
+            f"Redis at {link.where} was restarted, or another one took its place, while this was to {doing}: what it had acknowledged may be gone. Do it again: "
             "it goes on from what is there for sure"
         )
 
@@ -262,7 +262,7 @@ def replicated(servers: Servers, link: Link, prefix: str, replicas: int, doing: 
             break
         if not servers.cluster or refused.code not in MOVING or time.monotonic() > until:
             raise refusal(link.where, doing, refused)
-        # the key's slot moves: another one's stays, and who has them is looked at anew by and by
+        # the key's slot moves: another one's stays, and who has them is looked at again by and by
         time.sleep(0.05)
         servers.masters()
     have = replies[1]

@@ -29,7 +29,7 @@ class AccessLog:
 
     Args:
         app: answers.
-        path: the file, appended to and, when it was renamed or removed, begun anew; None: the standard error.
+        path: the file, appended to and, when it was renamed or removed, begun again; None: the standard error.
         worker: the name of this process.
 
     Raises:
@@ -69,7 +69,7 @@ class AccessLog:
                 self.flush()
 
     def flush(self) -> None:
-        """Write what was not written; lines that cannot be are lost, and that is told once."""
+        """Write what was not written; lines that cannot be are lost, and that is reported once."""
         lines, self._lines = self._lines, []
         try:
             if self._path is not None and not _same(self._path, self._file):

@@ -144,7 +144,7 @@ BUCKETS = (
 
 
 class Kind(StrEnum):
-    """What an instrument is. Of a gauge, processes' values are added, or the highest is told."""
+    """What an instrument is. Of a gauge, processes' values are added, or the highest is reported."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -218,7 +218,7 @@ class Meter:
 
     Args:
         folder: shared by a server's processes; None: this one counts for itself.
-        process: its name among them (``worker-0``), the same when it is started anew: counters go on, and gauges begin at 0.
+        process: its name among them (``worker-0``), the same when it is restarted: counters go on, and gauges begin at 0.
 
     Raises:
         PrecomputeError: the folder cannot be written.
@@ -294,7 +294,7 @@ FUTURE_ROWS = _instrument(
 DAMAGED_ROWS = _instrument(
     Kind.COUNTER,
     "damaged_rows",
-    "Rows the online store has that fail their checksum: missing to who asked, or computed anew",
+    "Rows the online store has that fail their checksum: missing to who asked, or computed again",
     "view",
 )
 REQUEST_SECONDS = _instrument(Kind.HISTOGRAM, "request_seconds", "Time to answer", "route")

@@ -116,7 +116,7 @@ def _value(name: str, kind: pa.DataType, value: Any, *, half: bool) -> pa.Scalar
             return pa.scalar(value, kind)
         if isinstance(value, int) and pa.types.is_integer(kind):
             return pa.scalar(value, pa.int64())
-        # float16 0.1 is not the 0.1 that was asked for, but that is what is meant
+        # float16 0.1 is not the 0.1 that was requested, but that is what is meant
         with np.errstate(over="ignore"):
             number = float(np.float16(value)) if half else float(value)
         return pa.scalar(number, kind if pa.types.is_floating(kind) else pa.float64())

@@ -37,7 +37,7 @@ BATCH_KEYS = 100
 BASE_EVERY = 5
 """Of so many publishings one is a base; the others are overlays over it."""
 NARROW = "--narrow" in sys.argv
-"""Rows of one number, which Redis keeps in buckets; the processes that publish are told, too."""
+"""Rows of one number, which Redis keeps in buckets; the processes that publish are reported, too."""
 FEATURES = (Feature("x", "float64"),) if NARROW else (Feature("x", "float64"), Feature("v", "float32", 32))
 VIEW = FeatureView("soak", ("id",), FEATURES, ttl_s=86400, stale_for_s=0)
 CODEC = RowCodec(VIEW)

@@ -189,7 +189,7 @@ def memory_mib(pid: int) -> float:
 
 
 def ask_honestly(server: Server, seconds: float, told: Connection) -> None:
-    """Tells the seconds that each of an honest client's requests took, and how many failed. A connection that was closed while idle is opened anew, as every client does."""
+    """Tells the seconds that each of an honest client's requests took, and how many failed. A connection that was closed while idle is opened again, as every client does."""
     took: list[float] = []
     failed = 0
     limit = time.monotonic() + seconds

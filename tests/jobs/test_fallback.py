@@ -100,7 +100,7 @@ class Scaled:
 
 
 class Reread(Scaled):
-    """Its fingerprint reads the file when it is asked for, as ``digest(self.path)`` does. A file ``….next`` takes its place once it was loaded."""
+    """Its fingerprint reads the file when it is requested, as ``digest(self.path)`` does. A file ``….next`` takes its place once it was loaded."""
 
     def __init__(self, path: str, fail: str = "") -> None:
         super().__init__(path, fail)

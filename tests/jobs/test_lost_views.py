@@ -1,4 +1,4 @@
-"""Lost views: one whose pointer vanished from the online store is told as lost, and answered from what a worker holds; unknown is what nobody published, or what was dropped."""
+"""Lost views: one whose pointer vanished from the online store is reported as lost, and answered from what a worker holds; unknown is what nobody published, or what was dropped."""
 
 from __future__ import annotations
 

@@ -439,7 +439,7 @@ def test_an_end_is_told_by_the_views_that_the_process_served_and_a_planned_one_i
                 group.look(time.monotonic())
     name = "the process of model d94e358d6ad1 ('films', 'tags')"
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-        ("ERROR", f"{name} exited with status 7; it is started anew in 0.1 s"),
-        ("INFO", f"{name} ended to begin anew, in 0.2 s"),
-        ("ERROR", f"{name} exited with status 7; it is started anew in 0.3 s"),
+        ("ERROR", f"{name} exited with status 7; it is restarted in 0.1 s"),
+        ("INFO", f"{name} ended to begin again, in 0.2 s"),
+        ("ERROR", f"{name} exited with status 7; it is restarted in 0.3 s"),
     ]

@@ -69,7 +69,7 @@ from precompute.jobs.service.supervised_process import SupervisedProcess
 from precompute.jobs.service.serve import WorkerKeeper
 SupervisedProcess.longest_wait_s = WorkerKeeper.longest_wait_s = 0.1
 """
-"""What ended is started anew at once, however often it does: it ends some twenty times here, which were 40 s of waiting."""
+"""What ended is restarted at once, however often it does: it ends some twenty times here, which were 40 s of waiting."""
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +225,7 @@ def test_a_call_is_given_up_by_what_its_view_allows_and_not_by_a_clients_patienc
 
 
 def test_no_model_is_loaded_where_hits_are_answered(server: Server) -> None:
-    """Nor is what models are made of: a worker that is started anew answers soon."""
+    """Nor is what models are made of: a worker that is restarted answers soon."""
     for pid, unwanted in ((workers_of(server)[0], ("libtorch", "_duckdb")), (server.process.pid, ("libtorch", "faiss"))):
         libraries = Path(f"/proc/{pid}/maps").read_text()
         assert not [name for name in unwanted if name in libraries]

@@ -103,7 +103,7 @@ def test_what_only_the_online_store_says_is_not_run_and_its_rows_are_served(
 
 
 def test_what_an_open_model_makes_is_no_row_of_another_pointer(project: Scene) -> None:
-    """Of the same publishing, as it is named, so that the model is open already; the store answers all the same, and what is missing is told row by row."""
+    """Of the same publishing, as it is named, so that the model is open already; the store answers all the same, and what is missing is reported row by row."""
     with answering(project) as lookup:
         assert lookup.get("numbers", [9])["status"].to_pylist() == ["computed"]
         view, pointer = project.pointer().view, project.pointer()

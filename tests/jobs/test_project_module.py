@@ -1,4 +1,4 @@
-"""Python in the project's folder: imported under a name of its own, with its neighbours, anew when it has changed."""
+"""Python in the project's folder: imported under a name of its own, with its neighbours, again when it has changed."""
 
 from __future__ import annotations
 

@@ -661,7 +661,7 @@ def test_an_index_that_cannot_be_written_keeps_rows_and_index_as_they_were(make_
 def test_what_was_not_read_back_is_never_published(
     make_project: MakeProject, online: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor kept: a publishing that fails leaves no generation behind, and the next one loads anew."""
+    """Nor kept: a publishing that fails leaves no generation behind, and the next one loads again."""
 
     def fails(*_: Any) -> None:
         raise OnlineStoreError("other bytes")

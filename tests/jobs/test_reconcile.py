@@ -124,7 +124,7 @@ def test_what_is_noted_of_a_generation_in_redis_is_as_good_as_lost_when_it_is_da
 
 
 def test_doubts_are_looked_into_once_and_values_are_compared_every_hour(project: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    doubts = [[], ["started anew"], ["started anew"], ["started anew", "3 keys were evicted"], []]
+    doubts = [[], ["restarted"], ["restarted"], ["restarted", "3 keys were evicted"], []]
     looks, sample = list[int](), ViewStore.sample
 
     def watched(self: ViewStore, snapshot: Snapshot, rows: int, *how: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Resources: what a process is short of is told in one line, with the remedy, and never taken for damage."""
+"""Resources: what a process is short of is reported in one line, with the remedy, and never taken for damage."""
 
 from __future__ import annotations
 

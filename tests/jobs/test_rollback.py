@@ -134,7 +134,7 @@ def test_a_bad_target_is_refused_and_what_is_live_stays_good(versions: Versions,
 
 
 def test_back_from_a_snapshot_of_the_very_same_rows(versions: Versions) -> None:
-    """As after ``run --full``: what was computed anew is wrong, what was there before was right, and the source is the same."""
+    """As after ``run --full``: what was computed again is wrong, what was there before was right, and the source is the same."""
     project = versions(1.0)
     project.run(full=True)
     assert project.rollback().snapshot == 1

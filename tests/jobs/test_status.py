@@ -357,7 +357,7 @@ def test_a_scheduler_that_is_gone_and_a_run_that_is_overdue_need_attention(make_
     store = project.store
     assert project.status()["attention"] == [], "it was never up, and nothing was due since the run"
     leader = take(store.offline.root / ".scheduler", LEADER, "a scheduler")
-    assert project.status()["attention"] == ["the scheduler that is up does not know its schedule: start it anew"]
+    assert project.status()["attention"] == ["the scheduler that is up does not know its schedule: restart it"]
     ledger = Ledger(project, project.offline)
     ledger.settle("numbers", datetime.now(UTC))
     assert project.status()["attention"] == []

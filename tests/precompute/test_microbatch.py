@@ -71,7 +71,7 @@ def later(seconds: float = WAIT_S) -> float:
 
 
 def hold(batcher: Batcher, runs: Runs) -> Future[Any]:
-    """Keep the thread inside a run of its own until the gate opens; what is asked for meanwhile waits."""
+    """Keep the thread inside a run of its own until the gate opens; what is requested meanwhile waits."""
     runs.gate.clear()
     future = batcher.submit("held", "held", 0, later())
     assert runs.inside.acquire(timeout=WAIT_S)

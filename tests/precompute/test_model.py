@@ -36,7 +36,7 @@ class Broken:
 
 
 class Meanwhile(Doubler):
-    """Reads a file, lets the next of :data:`after` happen, and hashes the file when it is asked for its fingerprint.
+    """Reads a file, lets the next of :data:`after` happen, and hashes the file when it is requested its fingerprint.
 
     Args:
         path: the file; by default a place that no argument names.

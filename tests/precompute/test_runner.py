@@ -385,7 +385,7 @@ KEPT_LISTS = [[0.0, 0.0] for _ in range(100)]
 
 
 def kept_lists(buffer: npt.NDArray[np.float64]) -> npt.NDArray[np.object_]:
-    """Lists that are filled anew each time."""
+    """Lists that are filled again each time."""
     for row, kept in zip(buffer.tolist(), KEPT_LISTS, strict=False):
         kept[:] = row
     return np.array([*KEPT_LISTS[: len(buffer)], None], object)[:-1]

@@ -29,7 +29,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def touched(path: Path, text: str) -> None:
-    """Written anew, by a time that tells."""
+    """Written again, by a time that tells."""
     path.write_text(text)
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 1_000_000))
 

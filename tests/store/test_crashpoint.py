@@ -1,4 +1,4 @@
-"""Crash points: nothing unless armed; then exactly the passing that was asked for fails as asked."""
+"""Crash points: nothing unless armed; then exactly the passing that was requested fails as asked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kept rows beside either kind of online store, and what they answer: computed misses, entities there are none of, stale rows computed behind their answers."""
+"""Cached rows beside either kind of online store, and what they answer: computed misses, entities there are none of, stale rows computed behind their answers."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ def test_it_shows_what_was_answered_without_a_model() -> None:
     for text in (
         "the model answers misses, or rows whose inputs are alike: by 0.94 or more in  vectors",
         "encoded rows 30 40 reads saved not found reads saved; 3 KiB",
-        "kept rows 5 20 calls saved not found calls saved; 7 stored, 2 not",
+        "cached rows 5 20 calls saved not found calls saved; 7 stored, 2 not",
         "similar inputs of  films 4 8 calls saved not found calls saved at a similarity of 0.950; 3 far; 1 no_row",
         "similar inputs of  others 0 2 calls saved not found calls saved; 2 far",
     ):

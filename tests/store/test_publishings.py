@@ -112,7 +112,7 @@ def test_publishings_of_snapshots_that_are_gone_are_thinned_and_leave_their_time
     for epoch in range(1, 8):
         published(view, epoch, epoch)
     view.thin_log({1, 4, 7})
-    assert len(view.publishings()) == 7, "so few are not worth writing anew"
+    assert len(view.publishings()) == 7, "so few are not worth rewriting"
     monkeypatch.setattr(publishings, "THINNED_BYTES", 1)
     view.thin_log({1, 4, 7})
     assert lived(view) == [(1, 1), (2, 2), (4, 4), (5, 5), (7, 7)]

@@ -416,7 +416,7 @@ def test_a_master_killed_in_mid_read_is_an_error_until_its_replica_has_taken_ove
             thread.join()
     assert wrong == []
     assert slowest_s[0] < 5.0
-    assert any("the server was started anew, or another one took its place" in doubt for doubt in store.doubts("numbers"))
+    assert any("the server was restarted, or another one took its place" in doubt for doubt in store.doubts("numbers"))
 
 
 def test_a_block_that_waits_for_room_when_the_connection_is_cut_is_sent_all_the_same(

@@ -235,7 +235,7 @@ def test_a_master_that_is_started_anew_when_all_was_acknowledged_is_told(
 
         monkeypatch.setattr(Cluster, "load", late)
         publish(store, 1, table)
-        assert any("started anew" in doubt for doubt in store.doubts("numbers"))
+        assert any("restarted" in doubt for doubt in store.doubts("numbers"))
 
 
 def _refused(use: Callable[[], object]) -> bool:
@@ -319,7 +319,7 @@ def test_an_end_that_outlives_its_lease_leaves_alone_what_was_begun_anew(
         sweep(*arguments, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(redis_store, "sweep", sleeping)
-    with pytest.raises(ConflictError, match="view 'numbers' is removed, or was begun anew, by another process"):
+    with pytest.raises(ConflictError, match="view 'numbers' is removed, or was begun again, by another process"):
         store.forget("numbers")
     assert values(other.read("numbers", [*TABLE, b"7"])) == [*TABLE.values(), None]
     assert other.doubts("numbers") == []

@@ -351,7 +351,7 @@ def test_a_server_that_is_another_one_after_a_cut_ends_the_load(own_server: Redi
         own_server.start()
         yield from rows_of(many(20_000, 1000), 1000)
 
-    with pytest.raises(OnlineStoreError, match=r"started anew, or another one took its place.*Do it again"):
+    with pytest.raises(OnlineStoreError, match=r"restarted, or another one took its place.*Do it again"):
         store.load("numbers", Generation(1, 1), killing())
     publish(store, 1, TABLE)
     assert read(store, [b"a"]) == [b"1"]
@@ -597,7 +597,7 @@ def test_a_server_that_was_started_anew_or_emptied_is_doubted(own_server: RedisP
             raw.restore(key, 0, value)
         eventually(lambda: not _refused(lambda: store.doubts("numbers")))
         assert store.doubts("numbers") == [
-            "the server was started anew, or another one took its place, since generation 1 was loaded"
+            "the server was restarted, or another one took its place, since generation 1 was loaded"
         ]
         raw.unlink(data_keys(raw)[0])
         assert store.doubts("numbers")[1:] == ["the server holds 3 keys of rows, and 4 of this view alone were loaded"]
@@ -733,7 +733,7 @@ def test_an_end_of_a_view_that_was_interrupted_is_finished_by_the_next(
             store.forget("numbers")
     assert (store.read("numbers", [b"1"]), store.views(), store.generations("numbers")) == (None, [], [])
     load(store, 1, TABLE)
-    assert len(data_keys(raw, 1)) == len(TABLE), "a load ends it too, and begins anew"
+    assert len(data_keys(raw, 1)) == len(TABLE), "a load ends it too, and begins again"
     store.flip(pointer(1))
     with monkeypatch.context() as patch:
         patch.setattr(redis_store, "sweep", _interrupted)

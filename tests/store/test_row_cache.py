@@ -1,4 +1,4 @@
-"""Encoded rows that are kept: never another row than would be read, never freshness that was, never more bytes than allowed."""
+"""Encoded cached rows: never another row than would be read, never freshness that was, never more bytes than allowed."""
 
 from __future__ import annotations
 

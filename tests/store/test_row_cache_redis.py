@@ -138,7 +138,7 @@ def test_no_answer_is_of_what_was_live_before_for_longer_than_is_promised(url: s
                     cut_all(url)
     assert asked.outdated(flipped) == []
     assert {snapshot for _, snapshot in asked.fresh} >= set(flipped)
-    # a killed connection is made anew, unless it was so again and again
+    # a killed connection is made again, unless it was so again and again
     assert set(asked.others) <= {"stale"}
     assert len(asked.fresh) / 4 < hits(app) < len(asked.fresh)
 
@@ -225,7 +225,7 @@ def test_a_server_that_was_killed_and_came_back_empty_has_no_rows(tmp_path: Path
             eventually(lambda: asked.others)
             server.start()
             eventually(lambda: asked.others[-1] == 404)
-            # as after a loss that was mended: the same pointer, loaded anew
+            # as after a loss that was mended: the same pointer, loaded again
             publish(open_store(server.url()), 1)
             back_s = time.monotonic()
             eventually(lambda: asked.fresh[-1][0] > back_s)

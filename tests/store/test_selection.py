@@ -1,4 +1,4 @@
-"""Selections: rows by position, drawn with the same chance from everywhere, found by key, told apart without reading."""
+"""Selections: rows by position, drawn with the same chance from everywhere, found by key, distinguished without reading."""
 
 from __future__ import annotations
 

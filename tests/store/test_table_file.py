@@ -1,4 +1,4 @@
-"""Table files: what is written is read, by both kernels; what is damaged is told, and never absent or another row."""
+"""Table files: what is written is read, by both kernels; what is damaged is reported, and never absent or another row."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_any_process_tells_what_all_counted_also_those_that_were_killed(tmp_path
         }
 
     assert told() == {"shed": 12, "expired": 2, "queue": 8, "reads": 2, "breaker": 1}
-    # started anew: counters go on, and it has nothing in hand
+    # restarted: counters go on, and it has nothing in hand
     again = Meter(tmp_path, "worker-1")
     assert told() == {"shed": 12, "expired": 2, "queue": 1, "reads": 2, "breaker": 1}
     again.counter(PROBLEMS, "shed").add(1)
