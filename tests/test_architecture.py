@@ -58,6 +58,7 @@ SEAMS = {
     # the client writes what it asks, and reads what the API answered
     "msgspec": {"store/api/wire.py", "store/client/calls.py", "store/record.py"},
     "prometheus_client": {"store/telemetry/exposition.py"},
+    "jinja2": {"store/page/page.py"},
     # imported only where traces are configured
     "opentelemetry": {"store/telemetry/tracing.py"},
     "pydantic": {

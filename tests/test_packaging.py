@@ -189,7 +189,7 @@ def test_what_ci_runs() -> None:
 def test_the_wheel_says_that_it_is_typed_and_its_license() -> None:
     for room in ROOMS:
         assert (REPOSITORY / room / "py.typed").is_file(), room
-    assert PROJECT["tool"]["setuptools"]["package-data"]["*"] == ["py.typed"]
+    assert PROJECT["tool"]["setuptools"]["package-data"]["*"] == ["py.typed", "templates/*"]
     assert PROJECT["project"]["license"] == "Apache-2.0"
     assert PROJECT["project"]["license-files"] == ["LICENSE"]
     text = (REPOSITORY / "LICENSE").read_text(encoding="utf-8")

@@ -29,8 +29,8 @@ from precompute.store.fallback import Waiting
 from precompute.store.lookup import Lookup
 from precompute.store.lookup_options import BASE64, SearchOptions
 from precompute.store.online.online_store import Pointer
-from precompute.store.page.html import POLICY, ViewFigures
-from precompute.store.page.page import Page
+from precompute.store.page.figures import ViewFigures
+from precompute.store.page.page import POLICY, Page
 from precompute.store.search import takes_text
 from precompute.store.telemetry.instruments import Meter
 

@@ -14,7 +14,7 @@ from precompute.store.errors import GateError
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.offline.refs import Place
 from precompute.store.online.row_values import packed_vectors, unpacked_vectors
-from precompute.store.page.html import Figures, ViewFigures
+from precompute.store.page.figures import Figures, ViewFigures
 from precompute.store.page.page import status_page
 from tests.conftest import MakeProject
 from tests.scene import Scene

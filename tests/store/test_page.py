@@ -16,21 +16,10 @@ import pytest
 
 from precompute.store.feature_view import Feature
 from precompute.store.offline.runs import Report
-from precompute.store.page.html import (
-    POLICY,
-    Figures,
-    Html,
-    Times,
-    ViewFigures,
-    counted,
-    element,
-    freshness_bar,
-    joined,
-    percent,
-    runs_line,
-)
-from precompute.store.page.page import LOOKUP, NEAR, TEXT, Question, answered, shown, status_page, telling
-from precompute.store.page.sections import duration_ms
+from precompute.store.page.figures import Figures, Times, ViewFigures
+from precompute.store.page.page import LOOKUP, NEAR, POLICY, TEXT, Question, answered, shown, status_page, telling
+from precompute.store.page.sections import age_mark, duration_ms, run_marks
+from precompute.store.telemetry import instruments as counted
 from precompute.store.telemetry.exposition import totals
 from precompute.store.telemetry.instruments import BUCKETS, Meter
 from tests.store.test_http_freshness import World
@@ -67,7 +56,7 @@ class Parsed(HTMLParser):
         self.feed(page)
         self.close()
         assert self._open == []
-        self.text = " ".join(self.texts)
+        self.text = " ".join(" ".join(self.texts).split())
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attrs)))
@@ -143,12 +132,12 @@ def test_it_shows_a_view_its_runs_and_what_was_asked_of_it() -> None:
         "vector: float32[4], items: int64[≤9]",
         "50.0% of the source",
         "recall@10 ≥ 97.1% by codes, 55 µs",
-        "90 fresh   10 missing (deadline 10)",
-        "last run 2026-11-21 02:00 run  failed : 0 rows written, 0 rejected, 1.5 s",
+        "90 fresh 10 missing (deadline 10)",
+        "last run 2026-11-21 02:00 run failed : 0 rows written, 0 rejected, 1.5 s",
         "2 more before it",
-        "2026-11-19 02:00 run  published , snapshot 7: 1,234 rows written, 3 rejected, 65 s",
+        "2026-11-19 02:00 run published , snapshot 7: 1,234 rows written, 3 rejected, 65 s",
         "the source <b>cannot</b> be read",
-        "model 60 s   write 4 s",
+        "model 60 s write 4 s",
         "row 3 250 µs 25 ms",
         "films 5 computed 0 – open",
         "the online store lost rows of it; they are being loaded again",
@@ -171,11 +160,11 @@ def test_it_shows_what_was_answered_without_a_model() -> None:
     page = Parsed(status_page(Figures([ViewFigures(told)], totals(meter), True, NOW_S)))
     harmless(page)
     for text in (
-        "the model answers misses, or rows whose inputs are alike: by 0.94 or more in  vectors",
+        "the model answers misses, or rows whose inputs are alike: by 0.94 or more in vectors",
         "encoded rows 30 40 reads saved not found reads saved; 3 KiB",
         "cached rows 5 20 calls saved not found calls saved; 7 stored, 2 not",
-        "similar inputs of  films 4 8 calls saved not found calls saved at a similarity of 0.950; 3 far; 1 no_row",
-        "similar inputs of  others 0 2 calls saved not found calls saved; 2 far",
+        "similar inputs of films 4 8 calls saved not found calls saved at a similarity of 0.950; 3 far; 1 no_row",
+        "similar inputs of others 0 2 calls saved not found calls saved; 2 far",
     ):
         assert text in page.text
     assert "Caches" not in Parsed(status_page(Figures([ViewFigures(TOLD)]))).texts
@@ -206,7 +195,7 @@ def test_nothing_it_is_told_becomes_markup() -> None:
         "features": [{"name": EVIL, "dtype": EVIL}],
     }
     run = Report(EVIL, EVIL, EVIL, EVIL, "2026-11-20T02:00:00Z", error=EVIL, stages_s={EVIL: 1.0})
-    page = Parsed(status_page(Figures([ViewFigures(told, [run])], at_s=NOW_S), Question(EVIL, EVIL), element("p", EVIL)))
+    page = Parsed(status_page(Figures([ViewFigures(told, [run])], at_s=NOW_S), Question(EVIL, EVIL), {"problem": EVIL}))
     harmless(page)
     assert EVIL in page.texts
     assert [given["value"] for given in page.all("input")] == [EVIL]
@@ -221,38 +210,29 @@ def test_its_policy_names_its_only_style_and_nothing_else() -> None:
     )
 
 
-def test_text_is_escaped_unless_it_is_markup() -> None:
-    assert element("a", "<b>", Html("<i>x</i>"), None, 3, href='"') == '<a href="&quot;">&lt;b&gt;<i>x</i>3</a>'
-    assert element("input", name="q", required=True, maxlength=None, hidden=False, data_is="x", class_="y") == (
-        '<input name="q" required data-is="x" class="y">'
-    )
-    assert joined("<", Html("<br>"), None) == "&lt;<br>"
-
-
 @pytest.mark.parametrize(("age_s", "at"), [(0.0, 0.0), (1800.0, 0.25), (3600.0, 0.5), (7200.0, 0.75), (10800.0, 1.0), (1e9, 1.0)])
 def test_the_mark_stands_at_the_age(age_s: float, at: float) -> None:
-    (mark,) = (rect for rect in Parsed(freshness_bar(age_s, 3600, 7200)).all("rect") if rect["class"] == "mark")
-    assert mark["x"] == percent(0.99 * at)
+    assert age_mark(age_s, 3600, 7200) == pytest.approx(0.99 * at)
 
 
 def test_limits_of_zero_have_a_bar_too() -> None:
-    marks = [rect["x"] for rect in Parsed(freshness_bar(5.0, 0.0, 0.0)).all("rect") if rect["class"] == "mark"]
-    assert marks == ["99.00%"]
-    assert not [rect for rect in Parsed(freshness_bar(None, 1.0, 1.0)).all("rect") if rect["class"] == "mark"]
+    assert age_mark(5.0, 0.0, 0.0) == 0.99
+    page = Parsed(status_page(Figures([ViewFigures(TOLD | {"age_s": None, "status": None})])))
+    assert not [rect for rect in page.all("rect") if rect["class"] == "mark"]
 
 
 def test_runs_stand_in_their_time_and_by_what_came_of_them() -> None:
-    line = runs_line([*RUNS, report("published", 18, snapshot=5), Report("r", "films", "run", "failed", "when?")], NOW_S)
-    assert line is not None
-    page = Parsed(line)
-    assert [(mark["class"], mark["cx"]) for mark in page.all("circle")] == [
-        ("f-fresh", "1.00%"),
-        ("f-fresh", "25.25%"),
-        ("f-other", "49.50%"),
+    marks, span_s = run_marks([*RUNS, report("published", 18, snapshot=5), Report("r", "films", "run", "failed", "when?")], NOW_S)
+    assert [(mark.kind, round(mark.at, 6)) for mark in marks] == [
+        ("fresh", 0.01),
+        ("fresh", 0.2525),
+        ("other", 0.495),
+        ("missing", 0.7375),
     ]
-    assert [(mark["class"], mark["x"]) for mark in page.all("rect")] == [("f-missing", "73.75%")]
-    assert "2026-11-19T02:00:00 run: published, snapshot 7" in page.texts
-    assert runs_line([], NOW_S) is None
+    assert (marks[1].words, span_s) == ("2026-11-19T02:00:00 run: published, snapshot 7", 4 * 86400)
+    page = Parsed(status_page(Figures([ViewFigures(TOLD, RUNS)], at_s=NOW_S)))
+    assert [mark["class"] for mark in page.all("circle")] == ["f-fresh", "f-other"]
+    assert run_marks([], NOW_S)[0] == []
 
 
 def test_quantiles_are_upper_ends_of_buckets() -> None:
@@ -321,9 +301,7 @@ def test_in_a_browser_its_style_counts_and_nothing_is_wider_than_a_phone(tmp_pat
         ViewFigures(told, RUNS, trouble="the online store lost rows of it; they are being loaded again"),
         ViewFigures(TOLD, RUNS),
     ]
-    page = status_page(
-        Figures(views, totals(meter), False, NOW_S), Question("films", "x" * 200), element("p", "an answer", class_="card answer")
-    )
+    page = status_page(Figures(views, totals(meter), False, NOW_S), Question("films", "x" * 200), {"problem": "an answer"})
     policy = POLICY.partition("; frame-ancestors")[0]
     (tmp_path / "page.html").write_text(
         page.replace("<head>", f'<head><meta http-equiv="Content-Security-Policy" content="{policy}">')
@@ -389,9 +367,9 @@ def test_what_a_search_found_has_bars_from_0_and_what_a_person_knows_it_by(
     monkeypatch.setattr(world.lookup, "search", search)
     status, answer = answered(world.lookup, Question("things", "a", NEAR))
     assert (status, wanted) == (200, [["double"]])
-    assert answer is not None
-    assert [float(width) for width in re.findall(r'width="([0-9.]+)%" height="10" class="s0"', answer)] == [*widths]
-    assert re.findall('class="found" data-is="double">([^<]*)<', answer) == ["0.25"] * len(scores)
+    page = status_page(Figures(), Question("things", "a", NEAR), answer)
+    assert [float(width) for width in re.findall(r'width="([0-9.]+)%" height="10" class="s0"', page)] == [*widths]
+    assert re.findall('class="found" data-is="double">([^<]*)<', page) == ["0.25"] * len(scores)
 
 
 @pytest.mark.parametrize(
