@@ -661,7 +661,7 @@ def test_it_is_ready_for_the_epoch_it_was_warmed_for(make_project: MakeProject) 
 def test_a_model_that_comes_after_its_snapshot_went_live_is_opened_without_a_miss(
     make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for setting in ("warmer.WARM_EVERY_S", "warmer.AGAIN_S", "fallback.REFUSED_S"):
+    for setting in ("lookup_worker.WARM_EVERY_S", "lookup_worker.AGAIN_S", "fallback.REFUSED_S"):
         monkeypatch.setattr(f"precompute.jobs.service.{setting}", 0.01)
     project, weights = _scaled(make_project, tmp_path, 4.0)
     project.publish_all()

@@ -258,7 +258,7 @@ HUNG = [
 ]
 
 
-WITHIN = "from precompute.jobs.process import termination; termination.GRACE_S = {}; import sys; from precompute.jobs.cli import main; sys.exit(main())"
+WITHIN = "from precompute.jobs.process import command_process; command_process.GRACE_S = {}; import sys; from precompute.jobs.cli import main; sys.exit(main())"
 
 
 @pytest.mark.parametrize(("command", "view"), HUNG)
