@@ -1,6 +1,6 @@
 """Model: input columns to features. What every model does, what some do besides, and what goes into a fingerprint.
 
-A user's own model is a class with the two methods of :class:`Model`, named by dotted path (``mypackage.models:Ranker``): docs/models.md.
+A user's own model is a class with the two methods of :class:`Model`, named by dotted path (``mypackage.models:Ranker``): docs/reference.md.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Torch module: any :class:`torch.nn.Module`, or a program that ``torch.export.save`` wrote, over columns of numbers, vectors and categories. How a view
-writes it: docs/models.md."""
+writes it: docs/reference.md."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Called(torch.nn.Module):
 
 
 class TorchModule(TorchModel):
-    """Runs a module over columns; see docs/models.md for how a view writes it.
+    """Runs a module over columns; see docs/reference.md for how a view writes it.
 
     Args:
         module: ``package.module:Class`` of a :class:`torch.nn.Module`, or a path ending in ``.pt2``; ``package:name/file.pt2`` inside a package.

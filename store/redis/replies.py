@@ -66,7 +66,7 @@ def refusal(where: str, doing: str, refused: Refused) -> OnlineStoreError:
                 f"PRECOMPUTE_ONLINE=redis://:password@host:6379/0 ({said})"
             )
         case "NOPERM":
-            text = f"Redis at {where} does not let this user {doing}: give it the rights that docs/operations.md lists ({said})"
+            text = f"Redis at {where} does not let this user {doing}: give it the rights that docs/redis.md lists ({said})"
         case "READONLY":
             text = f"Redis at {where} is a read-only replica, could not {doing}: name its master ({said})"
         case "MOVED" | "ASK" | "CROSSSLOT":

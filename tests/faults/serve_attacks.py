@@ -2,7 +2,7 @@
 
     python -m tests.faults.serve_attacks [ATTACK ...] [--seconds 4]
 
-Prints a line for each; exit status 1 where a worker took more memory than docs/operations.md says, died, or an honest request failed.
+Prints a line for each; exit status 1 where a worker took more memory than docs/security.md says, died, or an honest request failed.
 """
 
 from __future__ import annotations

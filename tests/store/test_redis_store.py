@@ -623,7 +623,7 @@ def test_a_read_only_replica_is_told(server: RedisProcess, store: RedisStore, ra
 NEEDED = [
     "mset", "set", "mget", "get", "unlink", "eval", "hget", "hset", "hdel", "hmget", "hgetall", "hexists", "sadd", "srem", "smembers", "scan", "wait",
 ]  # fmt: skip
-"""What docs/operations.md lists for who publishes."""
+"""What docs/redis.md lists for who publishes."""
 READERS = ["mget", "hget", "hmget", "hexists", "smembers"]
 
 
