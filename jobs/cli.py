@@ -14,7 +14,14 @@ from collections.abc import Sequence
 
 from precompute.jobs.commands import measure, retention, rows, run, service, status
 from precompute.jobs.commands.command import BAD_USAGE, FAILED, REJECTED, Commands
-from precompute.jobs.process.command_process import asked, described, enduring_output, log_to_stderr, spare_pandas, terminable
+from precompute.jobs.process.command_process import (
+    described,
+    end_signal,
+    enduring_output,
+    log_to_stderr,
+    spare_pandas,
+    terminable,
+)
 from precompute.store.disk.durable_file import limit_of
 from precompute.store.errors import ConfigError, GateError, PrecomputeError, RejectedError, RequestError
 
@@ -42,7 +49,7 @@ def _main(argv: Sequence[str] | None) -> int:
             sys.stdout.flush()
             return ended
     except BaseException as exc:
-        number = asked()
+        number = end_signal()
         if number is None:
             return _failed(exc)
         print(f"precompute: {described(number)}", file=sys.stderr)

@@ -138,8 +138,10 @@ def _counted(source: Source, known_sql: str, retry_refused: bool) -> Diff:
     counts = database.query("SELECT state, count(*) AS n FROM plan GROUP BY state").to_pylist()
     states = dict.fromkeys(range(5), 0) | {row["state"]: row["n"] for row in counts}
     unchanged = database.number("SELECT count(*) FROM input") - states[0] - states[1] - states[2]
-    kept = f"SELECT us FROM ({known_sql}) o ANTI JOIN plan p ON o.f = p.f AND o.r = p.r UNION ALL " if unchanged else ""
-    ages = database.query(f"SELECT min(us) AS oldest, max(us) AS newest FROM ({kept}SELECT pick.us FROM taken)").to_pylist()[0]
+    retained = f"SELECT us FROM ({known_sql}) o ANTI JOIN plan p ON o.f = p.f AND o.r = p.r UNION ALL " if unchanged else ""
+    ages = database.query(f"SELECT min(us) AS oldest, max(us) AS newest FROM ({retained}SELECT pick.us FROM taken)").to_pylist()[
+        0
+    ]
     again = database.number("SELECT count(*) FROM refused")
     return Diff(
         new=states[0],

@@ -150,7 +150,7 @@ class QueryModel(Model, Protocol):
     """A model that treats what is searched by otherwise than what is found, in one space: an encoder with a prompt for each."""
 
     def for_queries(self) -> Model:
-        """The same model for the inputs of a search, its weights, precision and device shared: asked for again after a conversion."""
+        """The same model for the inputs of a search, its weights, precision and device shared: requested again after a conversion."""
 
 
 def model_fingerprint(own: str, use: str, precision: str, tables: Mapping[str, pa.Table]) -> str:
@@ -178,7 +178,7 @@ _ON_HOST: ContextVar[bool] = ContextVar("on_host", default=False)
 
 @contextlib.contextmanager
 def on_host() -> Iterator[None]:
-    """Models that are loaded within, in this thread, stay on the CPU: they are asked what they are, and compute in processes of their own."""
+    """Models that are loaded within, in this thread, stay on the CPU: they are queried for what they are, and compute in processes of their own."""
     token = _ON_HOST.set(True)
     try:
         yield
@@ -225,7 +225,7 @@ def digest(*paths: str | Path, **facts: Any) -> str:
 
     Raises:
         ConfigError: a path where there is nothing, or that cannot be read; a text that is the absolute path of a folder, or a relative one of
-            something in the project, of which it cannot be told whether its content is meant; a fact without a text of its own; or a mapping whose keys are no texts and numbers.
+            something in the project, of which it cannot be known whether its content is meant; a fact without a text of its own; or a mapping whose keys are no texts and numbers.
     """
     resolved = {name: _fact(name, value) for name, value in facts.items()}
     if paths:
@@ -350,7 +350,9 @@ def _unknown(value: Any) -> Any:
             content = hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
             return [str(array.dtype), list(array.shape), content]
     if hasattr(value, "__array__") or re.search(r" at 0x[0-9a-fA-F]+>", str(value)):
-        raise ConfigError(f"digest: a fact is a {type(value).__name__}, of which nothing can be told: give its texts and numbers")
+        raise ConfigError(
+            f"digest: a fact is a {type(value).__name__}, of which nothing can be reports: give its texts and numbers"
+        )
     return plain_name(str(value))
 
 

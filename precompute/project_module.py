@@ -35,7 +35,7 @@ _readings: dict[str, int] = {}
 _sources: dict[str, dict[Path, str]] = {}
 """Package of a project → the files its modules were read from, with the SHA-256 of what was in them."""
 _sources_lock = threading.Lock()
-"""Of :data:`_sources`, to which whoever computes adds by an import inside a function. Nothing else is asked for under it: such a thread holds Python's
+"""Of :data:`_sources`, to which whoever computes adds by an import inside a function. Nothing else is requested under it: such a thread holds Python's
 lock of a module, for which an import under :data:`_lock` may be waiting."""
 
 _OURS = (f"{Path(__file__).parent}{os.sep}",)
@@ -83,7 +83,7 @@ def plain_name(name: str) -> str:
     return _PRIVATE.sub("", name)
 
 
-def told(exc: BaseException, longest: int = 500) -> str:
+def described(exc: BaseException, longest: int = 500) -> str:
     """What a user's code raised, and where: ``ValueError: no such word (mine_models.py:17)``, by the innermost line that is neither ours nor
     a library's; without one, the exception alone. Modules of the project's folder have the names that it knows them by. At most ``longest``
     characters."""
@@ -149,7 +149,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(SourceFileLoader):
-    """Reads a module from its source, never from bytecode, which is told from an older one by whole seconds and the size alone; imports of
+    """Reads a module from its source, never from bytecode, which is distinguished from an older one by whole seconds and the size alone; imports of
     neighbours get the package's name."""
 
     def get_code(self, fullname: str) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from precompute.model import Model, files_in, files_read, resolve_path
-from precompute.project_module import import_module, module_exists, plain_name, starting_from, told
+from precompute.project_module import described, import_module, module_exists, plain_name, starting_from
 from precompute.store.errors import ConfigError, ModelError, PrecomputeError
 
 BUILT_IN = {
@@ -52,7 +52,7 @@ def check_use(use: str, folder: Path | None = None) -> None:
         exists = False
     except (Exception, SystemExit) as exc:
         # finding a module inside a package runs the package's own code
-        raise ConfigError(f"model {use!r} cannot be imported: {told(exc)}") from exc
+        raise ConfigError(f"model {use!r} cannot be imported: {described(exc)}") from exc
     if not exists:
         raise ConfigError(
             f"unknown model {use!r}: there is no module {module!r} on the Python path or in the project's folder (install its package, "
@@ -78,7 +78,7 @@ def load_model(use: str, args: Mapping[str, Any], folder: Path | None = None) ->
         imported = import_module(module, None if use in BUILT_IN else folder)
     except (Exception, SystemExit) as exc:
         # a user's module may fail in any way, a syntax error included
-        raise ConfigError(f"model {use!r} cannot be imported: {told(exc)}") from exc
+        raise ConfigError(f"model {use!r} cannot be imported: {described(exc)}") from exc
     factory = getattr(imported, attribute, None)
     if factory is None:
         raise ConfigError(f"unknown model {use!r}: module {module!r} has no class {attribute!r}")
@@ -93,7 +93,7 @@ def load_model(use: str, args: Mapping[str, Any], folder: Path | None = None) ->
         raise
     except (Exception, SystemExit) as exc:
         # a user's class may raise anything
-        raise ModelError(f"model {use!r} failed to load: {told(exc)}") from exc
+        raise ModelError(f"model {use!r} failed to load: {described(exc)}") from exc
     if not isinstance(model, Model):
         raise ConfigError(f"model {use!r} has no fingerprint() and compute(batch) methods: see 'your own model' in the README")
     return model

@@ -108,7 +108,7 @@ class Source:
                 return self.database.query(text, taken).column(0)[0].as_py()
             except (ConfigError, SourceError) as exc:
                 raise ConfigError(
-                    f"which file is read cannot be told from {text.removeprefix('SELECT ')}: write it as a text"
+                    f"which file is read cannot be known from {text.removeprefix('SELECT ')}: write it as a text"
                 ) from exc
 
         changed, files = absolute_sql(tree, self._folder, evaluate)
@@ -349,7 +349,7 @@ class Source:
         sql = f'SELECT {key} AS "key", {hashed}* FROM ({self._sql}\n) WHERE {where}'
         return self.database.query_aside(sql, {"keys": list(values)} | self._given)
 
-    def kept(self) -> CachedSource:
+    def cached(self) -> CachedSource:
         """What may have rows by key without asking DuckDB."""
         return CachedSource(
             self.database, f'SELECT {self.key_text_sql()} AS "key", * FROM ({self._sql}\n)', dict(self._given), self._files

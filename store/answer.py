@@ -104,7 +104,7 @@ class AnswerPlan:
         """Columns of one value, for an answer of ``rows`` rows: fresh, store, no reason, TTL, snapshot, model."""
         cut = self._cut
         if cut[0] != rows:
-            # of the last row count alone: all that is kept is as long as one answer
+            # of the last row count alone: all that is cached is as long as one answer
             cut = self._cut = rows, [column.slice(0, rows) for column in self._longest]
         return cut[1]
 
@@ -153,14 +153,14 @@ class Answer:
     _reasons: dict[int, Reason] = field(default_factory=dict)
     _computed: dict[int, bytes] = field(default_factory=dict)
     """Row's number → the packed row that the fallback made, now or before."""
-    _kept: set[int] = field(default_factory=set)
+    _cached: set[int] = field(default_factory=set)
     """Those that it made before."""
     likes: dict[int, Likeness] = field(default_factory=dict)
     """Number of a row that is another entity's → whose, and how near its input is."""
     _in_error: set[int] = field(default_factory=set)
     """Rows that have expired and are served, since the model failed."""
-    asked: dict[int, Reason] = field(default_factory=dict)
-    """Number of a row that the model computed → why it was asked."""
+    wanted: dict[int, Reason] = field(default_factory=dict)
+    """Number of a row that the model computed → why it was requested."""
     damaged: int = 0
     """Rows that the store has, and that do not vouch for themselves."""
     retry_after_s: float = 0.0
@@ -179,7 +179,7 @@ class Answer:
         """Verify every row, give it its status and drop what has expired; returns the numbers of the rows that are missing and could be had.
 
         Args:
-            columnar: :meth:`table` or :meth:`whole_columns` will be asked for: the rows' values are read on the way.
+            columnar: :meth:`table` or :meth:`whole_columns` will be requested: the rows' values are read on the way.
         """
         plan = self.plan
         states: Sequence[int]
@@ -216,7 +216,7 @@ class Answer:
                 return
             self._statuses = [Status.FRESH] * len(self.keys)
         for i, status in enumerate(self._statuses):
-            if i in self._kept and status is not Status.MISSING:
+            if i in self._cached and status is not Status.MISSING:
                 self._statuses[i] = self._judged_by(i, self.age_s(i))
             elif status in (Status.FRESH, Status.STALE) and i not in self._in_error:
                 self._statuses[i] = self._judged(i, _WHOLE, self._computed_at[i])
@@ -235,15 +235,15 @@ class Answer:
         return Status.MISSING
 
     def damaged_keys(self) -> list[str]:
-        """Keys of the rows that are damaged, before the fallback or what was kept stands in for them."""
+        """Keys of the rows that are damaged, before the fallback or what was cached stands in for them."""
         return [self.keys[i] for i, reason in self._reasons.items() if reason is Reason.DAMAGED]
 
     def stale_rows(self) -> list[int]:
         """Numbers of the rows that are stale."""
         return [i for i, status in enumerate(self._statuses or ()) if status is Status.STALE]
 
-    def take_kept(self, i: int, row: bytes | None) -> bool:
-        """Answer row ``i``, which is missing or stale, by what was kept of it, if that is whole, fresher, and as young as the request wants it; None: there
+    def take_cached(self, i: int, row: bytes | None) -> bool:
+        """Answer row ``i``, which is missing or stale, by what was cached of it, if that is whole, fresher, and as young as the request wants it; None: there
         is no such entity. Returns whether that settles the row."""
         assert self._statuses is not None
         if row is None:
@@ -259,7 +259,7 @@ class Answer:
         status = status_of(self.plan.view, age_s(at_us, self.now_us), self.oldest_s)
         if status is Status.MISSING:
             return False
-        self._kept.add(i)
+        self._cached.add(i)
         self._computed[i], self._computed_at[i], self._statuses[i] = row, at_us, status  # type: ignore[index]
         self._reasons.pop(i, None)
         return status is Status.FRESH
@@ -311,7 +311,7 @@ class Answer:
             reason = self._reasons.pop(i)
             if computed.like is None:
                 self._statuses[i] = Status.COMPUTED  # type: ignore[index]
-                self.asked[i] = reason
+                self.wanted[i] = reason
             else:
                 # of a published row, to be judged as any
                 self._statuses[i] = Status.FRESH  # type: ignore[index]
@@ -346,7 +346,7 @@ class Answer:
             return None if self.default_row(i) is None else AnswerSource.DEFAULT
         if self.status(i) is Status.COMPUTED:
             return AnswerSource.FALLBACK
-        return AnswerSource.CACHE if i in self._kept or i in self.likes else AnswerSource.STORE
+        return AnswerSource.CACHE if i in self._cached or i in self.likes else AnswerSource.STORE
 
     def packed_row(self, i: int) -> Buffer | None:
         """Row ``i`` as it is packed, its checksum first; None for a missing one."""

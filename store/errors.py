@@ -25,7 +25,7 @@ class PrecomputeError(Exception):
     │       ├── DeadlineError       none in the time that was given
     │       └── OverloadedError     it refuses for now; says for how long                       (HTTP 429, 503)
     ├── VectorIndexError            the vector index is missing, damaged or does not fit
-    └── RequestError                a lookup or search that cannot be answered as asked     (HTTP 4xx)
+    └── RequestError                a lookup or search that cannot be answered as requested     (HTTP 4xx)
         ├── DeniedError             of the client: no token, or not one for this            (HTTP 401, 403)
         └── MissingRowError         of the client: the one row that was requested is missing
     """
@@ -100,7 +100,7 @@ class VectorIndexError(PrecomputeError):
 
 
 class RequestError(PrecomputeError):
-    """A request that cannot be answered as asked.
+    """A request that cannot be answered as requested.
 
     ``status`` is the HTTP status, ``code`` a stable word for programs: ``unknown_view``, ``unknown_feature``, ``bad_key``,
     ``too_many_keys``, ``bad_request`` …

@@ -1,4 +1,4 @@
-"""Fallback: what stands behind a miss, and what it is asked for and gives."""
+"""Fallback: what stands behind a miss, and what it takes and gives."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Miss(Exception):
 
 
 def outcome_of(future: Future[Computed]) -> str:
-    """What became of a row, once that is known: ``computed``, why it is missing, or ``given_up`` by who asked for it."""
+    """What became of a row, once that is known: ``computed``, why it is missing, or ``given_up`` by the caller."""
     if future.cancelled():
         return "given_up"
     error = future.exception()
@@ -118,7 +118,7 @@ class Waiting:
 
 
 def unpacked_view(view: FeatureView) -> FeatureView:
-    """The view with all of its vectors kept as they are."""
+    """The view with all of its vectors stored as they are."""
     return replace(view, features=tuple(replace(feature, packed=None) for feature in view.features))
 
 

@@ -45,7 +45,7 @@ class Feature:
     """One named output of a view.
 
     A scalar (``dim`` and ``max_items`` unset), a vector of exactly ``dim`` numbers (Arrow FixedSizeList), or a list of at most
-    ``max_items`` values (Arrow List), which is how a top-k list is kept.
+    ``max_items`` values (Arrow List), which is how a top-k list is stored.
 
     ``packed`` is how the online store keeps a vector of float16 or float32: ``int8`` or ``binary`` with a scale a row, None as it is. Parquet and the vector
     index have the full values whatever it says, and readers get the declared dtype.
@@ -120,11 +120,11 @@ class FeatureView:
     fallback: bool = False
     fallback_deadline_s: float = 0.1
     definition: Definition = field(default_factory=Definition)
-    """Kept in the manifest for provenance and for the fallback."""
+    """Retained in the manifest for provenance and for the fallback."""
     keep_s: float = 600.0
-    """How long a row that the fallback computed is kept, beside what is published."""
+    """How long a row that the fallback computed is stored, beside what is published."""
     keep_missing_s: float = 30.0
-    """How long it is kept in mind that there is no such entity."""
+    """How long it is remembered that there is no such entity."""
     stale_if_error_s: float = 0.0
     """Past ``stale_for_s``: how long a row is still served, as stale, where the model fails."""
     fallback_default: Mapping[str, Any] | None = None

@@ -16,7 +16,7 @@ from urllib.parse import unquote_to_bytes
 from precompute.store.errors import RequestError
 
 MAX_KEY_BYTES = 511
-"""Longest entity key, in UTF-8 bytes: LMDB's compiled-in limit, kept for every store so that a view can move."""
+"""Longest entity key, in UTF-8 bytes: LMDB's compiled-in limit, retained for every store so that a view can move."""
 
 
 def key_text(value: Any, entity: Sequence[str]) -> str:
@@ -106,7 +106,7 @@ def key_list(keys: Any) -> list[Any]:
 def plain_key(value: Any, level: int = 0) -> Any:
     """A key as JSON carries it: of a scalar or an array of numpy or Arrow its value, of what is null (NaN and NaT, too) None.
 
-    What can be no key and is not JSON either (bytes, a date, an infinity) is told by an object, ``{type: repr}``, which can be no key: so it is one bad key over HTTP
+    What can be no key and is not JSON either (bytes, a date, an infinity) is known by an object, ``{type: repr}``, which can be no key: so it is one bad key over HTTP
     as it is in process, under the same name. What came out of this or of JSON stays as it is.
     """
     if value is None or type(value) in (str, bool) or (type(value) is int and -(2**63) <= value < 2**64):

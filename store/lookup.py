@@ -32,7 +32,7 @@ from precompute.store.lookup_options import (
     check_features,
 )
 from precompute.store.miss_cache.miss_cache import MissCache
-from precompute.store.misses import Misses, MissesTold
+from precompute.store.misses import Misses, MissReports
 from precompute.store.online import kernels
 from precompute.store.online.codec import State
 from precompute.store.online.found_rows import FoundRows, PackedKeys
@@ -69,7 +69,7 @@ class Lookup:
         online: the store to read.
         root: the offline store's root, where the vector indexes are; only searches need it.
         fallback: what computes missing rows, if anything does.
-        kept: rows that it computed before.
+        miss_cache: rows that it computed before.
         clock: seconds since 1970; tests put their own here.
         monotonic: seconds of a clock that never jumps; likewise.
     """
@@ -81,24 +81,28 @@ class Lookup:
         fallback: Fallback | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
-        kept: MissCache | None = None,
+        miss_cache: MissCache | None = None,
     ) -> None:
         self.online = online
         self.fallback = fallback
         self.on_damaged: Callable[[str, int], None] = lambda view, rows: None
-        """Told of rows that do not vouch for themselves, by lookups and searches: the view, and how many."""
+        """Reported of rows that do not vouch for themselves, by lookups and searches: the view, and how many."""
         self._clock, self._monotonic = clock, monotonic
         self._plans: dict[tuple[str, tuple[str, ...] | None, bool], AnswerPlan] = {}
         self._last: dict[str, Pointer] = {}
         self._seen: dict[str, tuple[Pointer, tuple[int, str, int], int | None, float]] = {}
         """View → its pointer and that one's version, when that was published (µs), and when it was first seen here, by the monotonic clock (s)."""
-        self.told = MissesTold()
+        self.miss_reports = MissReports()
         self._searches = Searches(None if root is None else Path(root), self._live, self.begin, self._age_of)
-        self._misses = None if fallback is None else Misses(fallback, kept, self._semantic_cache(fallback), self.told)
+        self._misses = (
+            None if fallback is None else Misses(fallback, miss_cache, self._semantic_cache(fallback), self.miss_reports)
+        )
 
     def _semantic_cache(self, fallback: Fallback) -> SemanticCache:
-        # who is told is known later
-        return SemanticCache(fallback, self._live, self._searches.index_of, self.begin, lambda *told: self.told.semantic(*told))
+        # who listens is known later
+        return SemanticCache(
+            fallback, self._live, self._searches.index_of, self.begin, lambda *seen: self.miss_reports.semantic(*seen)
+        )
 
     @classmethod
     def open(cls, online: str, root: str | Path | None = None) -> Lookup:
@@ -179,7 +183,7 @@ class Lookup:
             keys: likewise.
             options: likewise.
             cache_control: what a request over HTTP asks of stored rows.
-            columnar: :meth:`Answer.table` or :meth:`Answer.whole_columns` is what will be asked of the answer: a third faster then, and slower for rows.
+            columnar: :meth:`Answer.table` or :meth:`Answer.whole_columns` is what will be requested of the answer: a third faster then, and slower for rows.
             admit: raises where so many rows of this kind are too many, before any is verified or computed.
         """
         keys = key_list(keys)
@@ -437,7 +441,7 @@ class Lookup:
         waiting: Waiting | None = None,
     ) -> tuple[FeatureView, dict[str, Any]]:
         """As :meth:`search`, and the view as it was searched; ``admit`` raises where features of so many rows are too many, before any is read as a value; ``waiting`` is
-        told what is waited for."""
+        reported what is waited for."""
         return self._searches.search(view, options, self.fallback, admit, waiting)
 
     def warm(self, pointer: Pointer) -> None:

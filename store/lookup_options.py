@@ -58,7 +58,7 @@ class CacheControl(NamedTuple):
     max_stale_s: float | None = None
     """Stale for no longer."""
     no_cache: bool = False
-    """Not without asking the origin: where a model may be asked, it is; where none may, the store is the origin itself."""
+    """Not without asking the origin: where a model may be called, it is; where none may, the store is the origin itself."""
     only_if_cached: bool = False
     """Nothing but what is stored: never the model."""
 

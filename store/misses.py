@@ -25,7 +25,7 @@ MOST_REFRESHED = 256
 """Rows of a view that are computed behind answers at once; others are at a later request."""
 
 AGAIN_S = 5.0
-"""Before a stale row is computed behind an answer once more: nobody hammers a model that fails, or whose rows are not kept."""
+"""Before a stale row is computed behind an answer once more: nobody hammers a model that fails, or whose rows are not cached."""
 
 MOST_REMEMBERED = 4096
 """Rows of a view of which that is known; 800 can be computed a second."""
@@ -39,16 +39,16 @@ class _Behind:
     under_way: int = 0
 
 
-class MissesTold:
+class MissReports:
     """Who counts what becomes of rows that the store has not, or has too old; nobody, until somebody takes a place here.
 
-    ``semantic`` is told what :class:`precompute.store.semantic_cache.SemanticCache` tells; ``kept`` how many rows were looked for among kept ones, and how many of them found;
+    ``semantic`` learns what :class:`precompute.store.semantic_cache.SemanticCache` tells; ``cache_read`` how many rows were looked for among cached ones, and how many of them found;
     ``refreshed`` of a stale row that was computed behind its answer: its view, and what became of it, as :func:`precompute.store.fallback.outcome_of` has it.
     """
 
     def __init__(self) -> None:
         self.semantic: Callable[[str, Counter[str], float], None] = lambda view, outcomes, similarity: None
-        self.kept: Callable[[int, int], None] = lambda asked, found: None
+        self.cache_read: Callable[[int, int], None] = lambda requested, found: None
         self.refreshed: Callable[[str, str], None] = lambda view, outcome: None
 
 
@@ -57,13 +57,13 @@ class Misses:
 
     Args:
         fallback: computes rows.
-        kept: rows that were computed before, and written by who computes; None where none are kept, and stale rows stay so.
+        miss_cache: rows that were computed before, and written by who computes; None where none are cached, and stale rows stay so.
         semantic: answers misses of views that want it by rows of other entities.
-        told: of what becomes of rows on the way.
+        reports: of what becomes of rows on the way.
     """
 
-    def __init__(self, fallback: Fallback, kept: MissCache | None, semantic: SemanticCache, told: MissesTold) -> None:
-        self._fallback, self._kept, self._semantic, self._told = fallback, kept, semantic, told
+    def __init__(self, fallback: Fallback, miss_cache: MissCache | None, semantic: SemanticCache, reports: MissReports) -> None:
+        self._fallback, self._miss_cache, self._semantic, self._reports = fallback, miss_cache, semantic, reports
         self._lock = threading.Lock()
         self._behind: dict[str, _Behind] = {}
         """By view: none waits for another's."""
@@ -89,7 +89,7 @@ class Misses:
             deadline_ms: as of :class:`precompute.store.lookup_options.LookupOptions`.
             compute: False never asks the model.
         """
-        stale = answer.stale_rows() if self._kept is not None else []
+        stale = answer.stale_rows() if self._miss_cache is not None else []
         if not missing and not stale:
             return
         left, stale = self._answered(answer, missing, stale, inputs)
@@ -113,26 +113,26 @@ class Misses:
         self, answer: Answer, missing: Sequence[int], stale: Sequence[int], inputs: Mapping[str, Any]
     ) -> tuple[list[int], list[int]]:
         """The numbers of those that are still missing, and of those that are still stale."""
-        if self._kept is None:
+        if self._miss_cache is None:
             return list(missing), []
         keys = answer.keys
         named: dict[int, tuple[str, ...]] = {i: (keys[i],) for i in (*missing, *stale) if keys[i] not in inputs}
         # a row of the source that is stale is no matter of what a request brings
         named |= {i: names for i in missing if keys[i] in inputs and (names := input_names(inputs[keys[i]], keys[i]))}
-        found = self._kept.read(answer.pointer, [name for names in named.values() for name in names]) if named else {}
+        found = self._miss_cache.read(answer.pointer, [name for names in named.values() for name in names]) if named else {}
         settled = {
             i for i, names in named.items() for name in names if name in found and self._takes(answer, i, name, found[name])
         }
-        self._told.kept(len(named), len(settled))
-        # what was kept may be stale in its turn
+        self._reports.cache_read(len(named), len(settled))
+        # what was cached may be stale in its turn
         still = set(answer.stale_rows())
         return [i for i in missing if i not in settled and i not in still], sorted(still)
 
     @staticmethod
     def _takes(answer: Answer, i: int, name: str, row: bytes | None) -> bool:
-        """Whether what was kept under a name settles a row."""
+        """Whether what was cached under a name settles a row."""
         key = answer.keys[i]
-        return answer.take_kept(i, row if row is None or name == key else rekeyed(row, name, key))
+        return answer.take_cached(i, row if row is None or name == key else rekeyed(row, name, key))
 
     def _refresh(self, pointer: Pointer, keys: Sequence[str]) -> None:
         now, begun = time.monotonic(), []
@@ -156,4 +156,4 @@ class Misses:
         with self._lock:
             behind.until[row] = time.monotonic() + AGAIN_S
             behind.under_way -= 1
-        self._told.refreshed(view, outcome_of(future))
+        self._reports.refreshed(view, outcome_of(future))

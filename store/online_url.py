@@ -50,7 +50,7 @@ def open_online_store(url: str, base: Path | None = None, memory_mb: int = 1024)
 
 
 def open_miss_cache(online: str, limits: MissCacheLimits, base: Path | None = None) -> MissCache:
-    """Where rows are kept beside the online store that a URL names.
+    """Where rows are stored beside the online store that a URL names.
 
     Args:
         online: as of :func:`open_online_store`.
@@ -65,7 +65,7 @@ def open_miss_cache(online: str, limits: MissCacheLimits, base: Path | None = No
     if folder is not None:
         from precompute.store.miss_cache.file_cache import MissCacheFile
 
-        return MissCacheFile((base or Path()) / folder / "kept-misses", limits)
+        return MissCacheFile((base or Path()) / folder / "misses", limits)
     from precompute.store.miss_cache.redis_cache import MissCacheRedis
 
     return MissCacheRedis(online, limits)

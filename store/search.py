@@ -61,7 +61,7 @@ class Searches:
         self.root = root
         self._live, self._begin, self._age_of = live, begin, age_of
         self._opened: dict[str, tuple[tuple[int, str], VectorIndex]] = {}
-        self._told: dict[str, tuple[tuple[int, str], dict[str, Any] | None]] = {}
+        self._about: dict[str, tuple[tuple[int, str], dict[str, Any] | None]] = {}
         self._lock = threading.Lock()
 
     def search(
@@ -72,7 +72,7 @@ class Searches:
         admit: Callable[[AnswerPlan, FoundRows], None] | None = None,
         waiting: Waiting | None = None,
     ) -> tuple[FeatureView, dict[str, Any]]:
-        """The view, and what :meth:`precompute.store.lookup.Lookup.search` gives; ``fallback`` embeds inputs, ``admit`` is as of :meth:`precompute.store.lookup.Lookup.begin`, ``waiting`` is told
+        """The view, and what :meth:`precompute.store.lookup.Lookup.search` gives; ``fallback`` embeds inputs, ``admit`` is as of :meth:`precompute.store.lookup.Lookup.begin`, ``waiting`` is reported
         what is waited for."""
         options.check()
         for _ in range(5):
@@ -96,8 +96,8 @@ class Searches:
                 raise
             rows = self._rows(pointer, found, options.features, admit)
             if rows is not None:
-                told = {"view": view, "snapshot": pointer.snapshot, "model": pointer.model, "metric": index.metric}
-                return pointer.view, told | {"rows": rows}
+                about = {"view": view, "snapshot": pointer.snapshot, "model": pointer.model, "metric": index.metric}
+                return pointer.view, about | {"rows": rows}
         # five publishes within one search
         raise VectorIndexError(f"view {view!r} is being published over and over; search again")
 
@@ -135,12 +135,12 @@ class Searches:
         """What was measured of a pointer's index, for people; None where there is none, or none that can be read."""
         if pointer.index is None or self.root is None:
             return None
-        publishing, told = self._told.get(pointer.view.name, (None, None))
-        if publishing != pointer.publishing or told is None:
+        publishing, about = self._about.get(pointer.view.name, (None, None))
+        if publishing != pointer.publishing or about is None:
             found = index_figures(self.root / pointer.index)
-            told = None if found is None else plain(found)
-            self._told[pointer.view.name] = (pointer.publishing, told)
-        return told
+            about = None if found is None else plain(found)
+            self._about[pointer.view.name] = (pointer.publishing, about)
+        return about
 
     def _query(
         self, pointer: Pointer, index: VectorIndex, options: SearchOptions, fallback: Fallback | None, waiting: Waiting
@@ -207,7 +207,7 @@ class Searches:
                 return None
             rows = zip(answer.rows(), found.scores, strict=True)
             return [{"key": row.pop("key"), "score": score, **row} for row, score in rows if row["status"] != Status.MISSING]
-        age_of, view, told = self._age_of(pointer), pointer.view, []
+        age_of, view, about = self._age_of(pointer), pointer.view, []
         for key, score, computed_at_us in zip(*found, strict=True):
             age_s = age_of(computed_at_us)
             status = status_of(view, age_s)
@@ -224,8 +224,8 @@ class Searches:
                     "model": pointer.model,
                     "features": {},
                 }
-                told.append(row)
-        return told
+                about.append(row)
+        return about
 
 
 def _not_searchable(pointer: Pointer, key: Any, reason: Any) -> RequestError:

@@ -1,4 +1,4 @@
-"""Semantic cache: a miss whose input is near to a stored entity's is answered by that one's row, and no expensive model is asked.
+"""Semantic cache: a miss whose input is near to a stored entity's is answered by that one's row, and no expensive model is called.
 
 What is near is found by another view, which embeds the same text cheaply: its model makes the vector, its index finds the nearest. Whatever is amiss on
 the way, the view's own model computes the row, as without.
@@ -44,7 +44,7 @@ _Vector = Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Request:
     """What one request misses. ``oldest_s`` is the largest age of a row that counts, whatever the TTL says."""
 
     pointer: Pointer
@@ -56,14 +56,14 @@ class _Asked:
 
 
 class SemanticCache:
-    """Stands before a fallback; asked where a request takes a row that is nearly its own.
+    """Stands before a fallback; queried where a request takes a row that is nearly its own.
 
     Args:
         fallback: computes rows, and embeds inputs.
         live: a view's pointer; raises where there is none.
         index_of: the index that was published with a pointer; raises where there is none.
         begin: looks rows up.
-        tell: told a view, and how many of its misses came to what: ``hit``; ``far``: none is near enough; ``no_row``: the near ones have no row here;
+        tell: reported a view, and how many of its misses came to what: ``hit``; ``far``: none is near enough; ``no_row``: the near ones have no row here;
             ``no_vector``: the encoder did not answer, or the inputs are not all that it takes; ``unusable``: its view or index is not as it must be; ``busy``; and the
             sum of the similarities of the hits.
     """
@@ -108,7 +108,7 @@ class SemanticCache:
             return self._fallback.submit(pointer, keys, inputs, deadline)
         futures: list[Future[Computed]] = [Future() for _ in keys]
         try:
-            self._threads.submit(copy_context().run, self._answer, _Asked(pointer, keys, inputs, deadline, oldest_s, futures))
+            self._threads.submit(copy_context().run, self._answer, _Request(pointer, keys, inputs, deadline, oldest_s, futures))
         except RuntimeError:
             # closed meanwhile; or the system has no thread, and one that comes to it later has nothing to do for it
             self._room.release()
@@ -118,18 +118,18 @@ class SemanticCache:
 
     # ---- in a thread of its own
 
-    def _answer(self, asked: _Asked) -> None:
-        if not asked.futures:
+    def _answer(self, request: _Request) -> None:
+        if not request.futures:
             return
-        name, near = asked.pointer.view.name, dict[int, Computed]()
+        name, near = request.pointer.view.name, dict[int, Computed]()
         outcomes: Counter[str] = Counter()
         try:
-            near = self._near(asked, outcomes)
+            near = self._near(request, outcomes)
         except PrecomputeError as exc:
-            outcomes = Counter(unusable=len(asked.keys))
+            outcomes = Counter(unusable=len(request.keys))
             self._log(f"the semantic cache of view {name!r} cannot be used: {exc}")
         except Exception:
-            outcomes = Counter(unusable=len(asked.keys))
+            outcomes = Counter(unusable=len(request.keys))
             log.exception("the semantic cache of view %r failed", name)
         finally:
             self._room.release()
@@ -139,62 +139,62 @@ class SemanticCache:
             for i, computed in near.items():
                 # given up meanwhile
                 with contextlib.suppress(InvalidStateError):
-                    asked.futures[i].set_result(computed)
-            self._compute(asked, [i for i, future in enumerate(asked.futures) if i not in near and not future.cancelled()])
+                    request.futures[i].set_result(computed)
+            self._compute(request, [i for i, future in enumerate(request.futures) if i not in near and not future.cancelled()])
 
-    def _compute(self, asked: _Asked, numbers: Sequence[int]) -> None:
+    def _compute(self, request: _Request, numbers: Sequence[int]) -> None:
         """Have the model compute the rest."""
         if not numbers:
             return
-        keys = [asked.keys[i] for i in numbers]
-        given = {key: asked.inputs[key] for key in keys if key in asked.inputs}
+        keys = [request.keys[i] for i in numbers]
+        given = {key: request.inputs[key] for key in keys if key in request.inputs}
         try:
-            made = self._fallback.submit(asked.pointer, keys, given, asked.deadline)
+            made = self._fallback.submit(request.pointer, keys, given, request.deadline)
         except BaseException as exc:
             for i in numbers:
                 with contextlib.suppress(InvalidStateError):
-                    asked.futures[i].set_exception(exc)
+                    request.futures[i].set_exception(exc)
             raise
         for i, future in zip(numbers, made, strict=True):
-            future.add_done_callback(partial(_handed_on, asked.futures[i]))
-            asked.futures[i].add_done_callback(partial(_given_up, future))
+            future.add_done_callback(partial(_handed_on, request.futures[i]))
+            request.futures[i].add_done_callback(partial(_given_up, future))
 
-    def _near(self, asked: _Asked, outcomes: Counter[str]) -> dict[int, Computed]:
+    def _near(self, request: _Request, outcomes: Counter[str]) -> dict[int, Computed]:
         """The number of each key that another entity's row answers → that row.
 
         Raises:
             PrecomputeError: the other view cannot be used.
         """
-        spec = asked.pointer.view.semantic_cache
+        spec = request.pointer.view.semantic_cache
         assert spec is not None
         encoder = self._live(spec.view)
-        why = why_no_semantic_cache(asked.pointer.view, encoder.view)
+        why = why_no_semantic_cache(request.pointer.view, encoder.view)
         if why is not None:
             raise RequestError(f"view {spec.view!r}: {why}", code="bad_request")
         index, now = self._index_of(encoder), time.monotonic()
-        done_by = now + min(encoder.view.fallback_deadline_s, TIME_SHARE * max(0.0, asked.deadline - now))
-        vectors = self._vectors(asked, encoder, done_by)
-        outcomes["no_vector"] += len(asked.keys) - len(vectors)
+        done_by = now + min(encoder.view.fallback_deadline_s, TIME_SHARE * max(0.0, request.deadline - now))
+        vectors = self._vectors(request, encoder, done_by)
+        outcomes["no_vector"] += len(request.keys) - len(vectors)
         near: dict[int, list[Likeness]] = {}
         for i, vector in vectors.items():
-            found = _nearest(index, vector, asked.keys[i], spec.threshold) if time.monotonic() < done_by else []
+            found = _nearest(index, vector, request.keys[i], spec.threshold) if time.monotonic() < done_by else []
             if found:
                 near[i] = found
         outcomes["far"] += len(vectors) - len(near)
-        rows = self._rows(asked, near)
+        rows = self._rows(request, near)
         outcomes["hit"], outcomes["no_row"] = len(rows), len(near) - len(rows)
         return rows
 
-    def _vectors(self, asked: _Asked, encoder: Pointer, done_by: float) -> dict[int, _Vector]:
+    def _vectors(self, request: _Request, encoder: Pointer, done_by: float) -> dict[int, _Vector]:
         """The vectors that the encoder makes of the inputs now, as far as it does, by the keys' numbers.
 
         Inputs come from the request, or from the source; from there only where both views have the same one: else the encoder's would decide which entities
         there are, and a row would be answered for one that the view's own source has not.
         """
-        one_source = _has_one_source(asked.pointer, encoder)
+        one_source = _has_one_source(request.pointer, encoder)
         wanted, given = [], dict[str, dict[str, Any]]()
-        for i, key in enumerate(asked.keys):
-            values = asked.inputs.get(key)
+        for i, key in enumerate(request.keys):
+            values = request.inputs.get(key)
             if values is not None and encoder.input_columns.keys() <= values.keys():
                 given[key] = {name: values[name] for name in encoder.input_columns}
                 wanted.append(i)
@@ -202,9 +202,9 @@ class SemanticCache:
                 wanted.append(i)
         if not wanted:
             return {}
-        futures = self._fallback.submit(encoder, [asked.keys[i] for i in wanted], given, done_by)
+        futures = self._fallback.submit(encoder, [request.keys[i] for i in wanted], given, done_by)
         for i, future in zip(wanted, futures, strict=True):
-            asked.futures[i].add_done_callback(partial(_given_up, future))
+            request.futures[i].add_done_callback(partial(_given_up, future))
         vectors: dict[int, _Vector] = {}
         for i, future in zip(wanted, futures, strict=True):
             row = _row(future, done_by)
@@ -215,22 +215,22 @@ class SemanticCache:
 
     def _vector(self, encoder: Pointer, row: bytes) -> _Vector | None:
         assert encoder.view.index is not None
-        kept = self._codec
-        if kept is None or kept[0] is not encoder:
-            kept = self._codec = encoder, RowCodec(encoder.view)
+        retained = self._codec
+        if retained is None or retained[0] is not encoder:
+            retained = self._codec = encoder, RowCodec(encoder.view)
         on = encoder.view.index.on
-        vector: _Vector | None = kept[1].decode_one(row, [on])[1][on]
+        vector: _Vector | None = retained[1].decode_one(row, [on])[1][on]
         return vector
 
-    def _rows(self, asked: _Asked, near: Mapping[int, Sequence[Likeness]]) -> dict[int, Computed]:
+    def _rows(self, request: _Request, near: Mapping[int, Sequence[Likeness]]) -> dict[int, Computed]:
         """Of each key the row of the nearest that has one, and none that is too old; nothing where the view was published again meanwhile."""
         keys = list(dict.fromkeys(like.key for likes in near.values() for like in likes))
-        options = LookupOptions(fallback=False, max_age_s=asked.oldest_s)
+        options = LookupOptions(fallback=False, max_age_s=request.oldest_s)
         found: dict[str, tuple[bytes, int]] = {}
         for start in range(0, len(keys), MAX_KEYS):
             some = keys[start : start + MAX_KEYS]
-            answer = self._begin(asked.pointer.view.name, some, options)
-            if answer.pointer.publishing != asked.pointer.publishing:
+            answer = self._begin(request.pointer.view.name, some, options)
+            if answer.pointer.publishing != request.pointer.publishing:
                 return {}
             for i, key in enumerate(some):
                 row = answer.packed_row(i)

@@ -47,7 +47,7 @@ class AnswerSource(_Word):
 
     STORE = "store"
     CACHE = "cache"
-    """Computed for a miss before, and kept."""
+    """Computed for a miss before, and stored."""
     FALLBACK = "fallback"
     DEFAULT = "default"
     """Of a missing row: the view's default stands in for it."""

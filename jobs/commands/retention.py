@@ -1,4 +1,4 @@
-"""Drop, gc, pin: what is kept of views, and what goes. Rollback, snapshots, resume, reconcile: which of them is live."""
+"""Drop, gc, pin: what is retained of views, and what goes. Rollback, snapshots, resume, reconcile: which of them is live."""
 
 from __future__ import annotations
 
@@ -59,17 +59,17 @@ def _drop(arguments: argparse.Namespace) -> int:
 def describe_drop(dropped: Dropped, *, done: bool) -> str:
     """What was dropped, or would be, for people."""
     online = "taken out of the online store" if done else "is taken out of the online store: lookups find no such view"
-    told = [f"{dropped.view}: {online if dropped.served else 'not served'}"]
+    words = [f"{dropped.view}: {online if dropped.served else 'not served'}"]
     size = f"{dropped.snapshots} snapshot(s), {dropped.size_bytes / 1e6:,.1f} MB"
     if dropped.data:
-        told.append(f"{size} {'removed' if done else 'are removed, for good'}")
+        words.append(f"{size} {'removed' if done else 'are removed, for good'}")
     elif dropped.snapshots:
-        told.append(f"{size} stay; --data removes them")
+        words.append(f"{size} stay; --data removes them")
     if dropped.configured:
-        told.append(
+        words.append(
             f"it is still configured, so its next run publishes it again: remove views/{dropped.view}.yaml and its schedule"
         )
-    return "; ".join(told)
+    return "; ".join(words)
 
 
 def _gc(arguments: argparse.Namespace) -> int:
@@ -103,8 +103,8 @@ def _pin(arguments: argparse.Namespace) -> int:
     else:
         store.pin(number, "pinned by hand")
     pins = sorted(store.refs.pins())
-    told = f"{store.name}: pinned: {', '.join(map(str, pins)) or 'none'}"
-    print(json.dumps({"view": store.name, "pins": pins}) if arguments.json else told)
+    words = f"{store.name}: pinned: {', '.join(map(str, pins)) or 'none'}"
+    print(json.dumps({"view": store.name, "pins": pins}) if arguments.json else words)
     return DONE
 
 

@@ -131,7 +131,7 @@ def _published(project: Project, online: OnlineStore, view: str) -> Pointer:
 
 @contextlib.contextmanager
 def _opened(project: Project, online: OnlineStore, *, fallback: bool) -> Iterator[Lookup]:
-    """A lookup over the online store, with the models behind the misses if asked to."""
+    """A lookup over the online store, with the models behind the misses on request."""
     from precompute.store.lookup import Lookup
 
     with contextlib.ExitStack() as opened:

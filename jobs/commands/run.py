@@ -64,9 +64,9 @@ def _run(arguments: argparse.Namespace) -> int:
         spare_pandas()
     _check_gates(arguments.accept)
     schedule = project.schedules().get(arguments.view)
-    asked = ("command", "accept", "full", "retry_rejected", "due", "backfill", "reload", "take_over")
+    requested = ("command", "accept", "full", "retry_rejected", "due", "backfill", "reload", "take_over")
     options = RunOptions(
-        **{name: getattr(arguments, name) for name in asked if hasattr(arguments, name)},
+        **{name: getattr(arguments, name) for name in requested if hasattr(arguments, name)},
         number=getattr(arguments, "snapshot", None),
         partition=partition_of(project, arguments),
         deadline_s=None if schedule is None else schedule.deadline_s,
@@ -151,9 +151,9 @@ def describe_report(report: Report) -> str:
     if report.counts:
         counts = report.counts
         head += f", {counts['written'] + counts['unchanged']:,} of {counts['source']:,} rows"
-        told = [("unchanged", counts["unchanged"]), ("removed", counts["removed"]), ("rejected", counts["rejected"])]
-        told += [("null", counts.get("nulls", 0)), ("resumed", report.resumed)]
-        shown = ", ".join(f"{n:,} {what}" for what, n in told if n)
+        counted = [("unchanged", counts["unchanged"]), ("removed", counts["removed"]), ("rejected", counts["rejected"])]
+        counted += [("null", counts.get("nulls", 0)), ("resumed", report.resumed)]
+        shown = ", ".join(f"{n:,} {what}" for what, n in counted if n)
         head += f" ({shown})" if shown else ""
         head += f", {report.rows_per_s:,.0f} rows/s" if report.rows_per_s else ""
     refused = [f"  gate {v.gate}: {v.message} (limit {v.limit:g})" for v in report.gates if not v.passed]

@@ -20,7 +20,7 @@ def add(commands: Commands) -> None:
     serve = commands.add("serve", _serve, "serve the HTTP API until SIGTERM")
     serve.add_argument("--workers", type=int, metavar="N", help="processes that answer (default: the project's serve.workers)")
     token = commands.add(
-        "token", _token, "make a token that opens the API, or end a name's; it is printed once, and kept as a hash"
+        "token", _token, "make a token that opens the API, or end a name's; it is printed once, and stored as a hash"
     )
     token.add_argument("name", metavar="NAME", help="whose; the one made before stays valid until the next")
     token.add_argument(

@@ -295,13 +295,13 @@ class Project:
             raise self.broken[name]
         return self.views[self.named(name)]
 
-    def named(self, name: str, kept: Collection[str] = ()) -> str:
-        """A view's name, for what needs no definition: one that has a file, right or wrong, or is among ``kept``.
+    def named(self, name: str, retained: Collection[str] = ()) -> str:
+        """A view's name, for what needs no definition: one that has a file, right or wrong, or is among ``retained``.
 
         Raises:
             ConfigError: there is none of that name.
         """
-        names = sorted({*self.names, *kept})
+        names = sorted({*self.names, *retained})
         if name not in names:
             raise ConfigError(
                 f"no view {name!r} in {self.folder / 'views'}{did_you_mean(name, names)} (there are: {', '.join(names)})"
@@ -314,7 +314,7 @@ class Project:
         return OfflineStore(self.root)
 
     def stored(self, name: str) -> ViewStore:
-        """What is kept of a view, which may be configured no more.
+        """What is retained of a view, which may be configured no more.
 
         Raises:
             ConfigError: it is neither configured, nor is there anything of it.

@@ -128,7 +128,7 @@ class ServeConfig(Section):
     )
     hosts: list[Host] = Field(
         default=[],
-        description="names that a server without `tokens` and `tls` is asked for by, as a proxy on this machine passes them on; addresses and localhost need none",
+        description="names that a server without `tokens` and `tls` is addressed by, as a proxy on this machine passes them on; addresses and localhost need none",
     )
     workers: int = Field(default=1, ge=1, le=MOST_WORKERS, description="processes that answer, over one socket")
     admin: str | None = Field(

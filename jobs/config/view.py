@@ -122,8 +122,8 @@ class FallbackConfig(Section):
 
     enabled: bool = False
     deadline: Duration = Field(default=0.1, description="how long a lookup waits for the model")
-    keep: Duration = Field(default=600.0, description="how long a computed row is kept, for the snapshot it was computed under")
-    keep_missing: Duration = Field(default=30.0, description="how long it is kept in mind that the source has no such entity")
+    keep: Duration = Field(default=600.0, description="how long a computed row is stored, for the snapshot it was computed under")
+    keep_missing: Duration = Field(default=30.0, description="how long it is remembered that the source has no such entity")
     stale_if_error: Duration = Field(
         default=0.0,
         description="past ttl and stale_for: how long a row is still served, as stale, where the model or the online store fails",
@@ -148,7 +148,7 @@ class FallbackConfig(Section):
 
 
 class SemanticCacheConfig(Section):
-    """Answers a miss by the row of the entity whose input is nearest, if that is near enough; no model of this view is asked then."""
+    """Answers a miss by the row of the entity whose input is nearest, if that is near enough; no model of this view is requested then."""
 
     view: Name = Field(description="of the same entity: embeds the same text cheaply, and has an index by cosine and a fallback")
     threshold: float = Field(gt=0, le=1, description="least cosine of the two inputs; `precompute thresholds` suggests one")

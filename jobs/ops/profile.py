@@ -1,4 +1,4 @@
-"""Profile: run a sample of a view through the engine and tell where the time goes. None of its rows is kept.
+"""Profile: run a sample of a view through the engine and tell where the time goes. None of its rows is retained.
 
 The stages overlap, so their times do not add up to the whole: the one that is busy nearly all the time sets the pace, and the others
 wait for it.

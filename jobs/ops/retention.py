@@ -177,7 +177,7 @@ def gc(project: Project, *, forgotten: Sequence[str] | None, dry_run: bool) -> t
                         grace_s=retention.grace,
                         leases=[lease],
                         dry_run=dry_run,
-                        told=failures.append,
+                        report=failures.append,
                     )
                 failures += damage(store)
             except (ConflictError, SnapshotError) as exc:

@@ -204,7 +204,7 @@ _LAST_RUN = ("run", "command", "status", "started_at", "seconds", "partition", "
 
 
 def _last_run(store: ViewStore, reports: Sequence[Report]) -> Report | None:
-    """The newest run's report, whose end is told truly: one that was killed could not write it."""
+    """The newest run's report, whose end is reported truly: one that was killed could not write it."""
     last = next(iter(reports), None)
     if last is None or last.status != "running":
         return last
@@ -231,9 +231,9 @@ def _ahead(times_us: Mapping[str, int | None]) -> list[str]:
 def notes(line: Mapping[str, Any]) -> list[str]:
     """What of a view's line is worth knowing and needs nobody: inputs that its next run will catch up with, and
     which partitions are served, of an older model, or late."""
-    told = [in_words(behind) for behind in line["behind"] or ()]
-    told += partitions_in_words(line["view"], line["partitions"], line["rows"]) if line["partitions"] else []
-    return [text for text in told if text and text not in line["attention"]]
+    details = [in_words(behind) for behind in line["behind"] or ()]
+    details += partitions_in_words(line["view"], line["partitions"], line["rows"]) if line["partitions"] else []
+    return [text for text in details if text and text not in line["attention"]]
 
 
 def _index(store: ViewStore, snapshot: Snapshot, ref: LiveRef) -> dict[str, Any] | None:

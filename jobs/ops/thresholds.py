@@ -82,7 +82,7 @@ def thresholds(
         found = _nearest(lookup, pointer, _index_of(project, encoder), keys, config.accuracy)
     own = () if config.semantic_cache is None or config.semantic_cache.view != by else (config.semantic_cache.threshold,)
     judged = sorted({*THRESHOLDS, *own})
-    told = [_judged([one for one in found if one.similarity >= t], t, len(keys), len(judged)) for t in judged]
+    lines = [_judged([one for one in found if one.similarity >= t], t, len(keys), len(judged)) for t in judged]
     return {
         "view": name,
         "by": by,
@@ -90,8 +90,8 @@ def thresholds(
         "rows": len(keys),
         "answerable": len(found),
         "agreement": agreement,
-        "thresholds": told,
-        "suggested": next((line["threshold"] for line in told if line["answered"] and line["at_least"] >= agreement), None),
+        "thresholds": lines,
+        "suggested": next((line["threshold"] for line in lines if line["answered"] and line["at_least"] >= agreement), None),
     }
 
 
@@ -128,13 +128,13 @@ def _nearest(lookup: Lookup, pointer: Pointer, index: VectorIndex, keys: Sequenc
             found = index.search(own.vector, NEAREST, exclude=[key])
             near[key] = list(zip(found.keys, found.scores, strict=True))
     stored = _rows(lookup, pointer.view, list(dict.fromkeys([*near, *(other for some in near.values() for other, _ in some)])))
-    asked = []
+    requested = []
     for key, others in near.items():
         nearest = next(((other, score) for other, score in others if other in stored), None)
         if key in stored and nearest is not None:
             other, score = nearest
-            asked.append(_Asked(min(1.0, score), agreement_of(stored[key], stored[other], pointer.view, budget)))
-    return asked
+            requested.append(_Asked(min(1.0, score), agreement_of(stored[key], stored[other], pointer.view, budget)))
+    return requested
 
 
 def _rows(lookup: Lookup, view: FeatureView, keys: Sequence[str]) -> dict[str, pa.RecordBatch]:

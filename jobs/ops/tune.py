@@ -111,7 +111,7 @@ class Trials:
 
         Args:
             until: of :func:`time.monotonic`; no further round is begun that would end later, after the first.
-            tell: told what begins.
+            tell: called with what begins.
         """
         runners = {name: Runner(self._model, self._opened.view) for name in self.ready}
         seconds: dict[str, list[float]] = {name: [] for name in self.ready}
@@ -192,7 +192,7 @@ def tune(
         only: names of the candidates; by default what :func:`precompute.precision.conversion.candidates` finds worth trying.
         within_s: how long candidates may take that nobody named; the most promising come first, and what there is no time for is left out.
         write: write the tuning file; else only measure.
-        tell: told what begins.
+        tell: called with what begins.
 
     Returns:
         ``file`` (null when none was written), ``picked`` (a candidate's name), ``precision``, ``backend``, ``rows`` and ``measured``: for each
@@ -204,14 +204,14 @@ def tune(
         ConfigError: the model is none of torch, or a name in ``only`` is unknown.
         SourceError, ModelError: as a run would.
     """
-    config, store, asked = project.view(name), project.offline.view(name), _named(only)
+    config, store, only_named = project.view(name), project.offline.view(name), _named(only)
     if config.partition is not None and partition is None:
         partition = config.partition_at(datetime.now(UTC))
     with open_view(
         _in_float32(config.feature_view()), store.offline, project.home, partition=partition, memory_mb=project.settings.memory_mb
     ) as opened:
         model = _torch_model(opened)
-        plan = _planned(model, asked)
+        plan = _planned(model, only_named)
         sample, ends = sample_of(opened, rows)
         trials = Trials(opened, model, sample, ends, config.accuracy)
         measured, left_out = _measured(trials, plan, within_s, tell)
@@ -272,12 +272,12 @@ class _Plan:
         return needed_s <= left_s
 
 
-def _planned(model: TorchModel, asked: Sequence[str]) -> _Plan:
+def _planned(model: TorchModel, only_named: Sequence[str]) -> _Plan:
     """What was requested, whatever it takes, or else what is worth trying here."""
     from precompute.precision.conversion import candidates
 
-    if asked:
-        return _Plan(list(dict.fromkeys([REFERENCE, *asked])), {})
+    if only_named:
+        return _Plan(list(dict.fromkeys([REFERENCE, *only_named])), {})
     found = candidates(model.device, model)
     costs = {one.name: (one.convert_s, one.gain(model.device, model)) for one in found if one.name != REFERENCE}
     return _Plan([one.name for one in found], {name: (s, gain or 1.0) for name, (s, gain) in costs.items()})

@@ -103,7 +103,7 @@ class AccuracyCheck:
             self._thread.join()
 
     def _known(self) -> Comparison | None:
-        """What was kept of all the rows, or of the first where it is clear."""
+        """What was stored of all the rows, or of the first where it is clear."""
         for rows in reversed(self._parts):
             found = CachedComparison(self._opened, self._opened.variant, rows, self._config.accuracy).read()
             if found is not None and (rows is self._parts[-1] or found.clear(self._config.accuracy, self._opened.view)):

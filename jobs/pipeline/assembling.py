@@ -99,12 +99,12 @@ def members_of(job: Job, live: Snapshot | None) -> tuple[dict[str, Snapshot], li
         SnapshotError: a partition that is served has no good snapshot any more.
     """
     standing, forced = Standing(job.store), "rows" in job.options.accept
-    every = _kept(job, standing.newest_of_each())
+    every = _retained(job, standing.newest_of_each())
     if not every:
         return {}, []
     newest = every[max(every)]
-    members = every if all(are_alike(newest, s) for s in every.values()) else _kept(job, standing.newest_of_each(like=newest))
-    served = set() if live is None else set(_kept(job, live.members, members))
+    members = every if all(are_alike(newest, s) for s in every.values()) else _retained(job, standing.newest_of_each(like=newest))
+    served = set() if live is None else set(_retained(job, live.members, members))
     if live is None or forced or not served.difference(members):
         return members, _left_out(every, members, newest)
     if are_alike(newest, live):
@@ -113,7 +113,7 @@ def members_of(job: Job, live: Snapshot | None) -> tuple[dict[str, Snapshot], li
             f"partition {gone} is served and has no good snapshot any more; what is live stays. Compute it again (precompute run {job.store.name} --partition …), or let "
             "go of its rows with --accept rows"
         )
-    before = _kept(job, standing.newest_of_each(like=live))
+    before = _retained(job, standing.newest_of_each(like=live))
     if served.difference(before):
         raise SnapshotError(
             f"partitions that are served have no good snapshot any more: precompute backfill {job.store.name}, or --accept rows"
@@ -134,7 +134,7 @@ def _left_out(every: Mapping[str, Snapshot], members: Mapping[str, Snapshot], ne
     ]
 
 
-def _kept(job: Job, of: Mapping[str, Value], beside: Iterable[str] = ()) -> dict[str, Value]:
+def _retained(job: Job, of: Mapping[str, Value], beside: Iterable[str] = ()) -> dict[str, Value]:
     """Those that end no longer before the newest of all than the view keeps."""
     partition = job.config.partition
     newest = max((*of, *beside), default=None)

@@ -241,7 +241,7 @@ class Audit:
             next_s = (time.monotonic() - began) / count
 
     def _verdict(self, reference: pa.RecordBatch, made: pa.RecordBatch, ends: int) -> Verdict:
-        view, limits, told, judged = self._opened.view, limits_of(self._config.accuracy), [], []
+        view, limits, details, judged = self._opened.view, limits_of(self._config.accuracy), [], []
         for feature in view.features:
             of = limits.of(feature)
             errors = row_errors(feature, reference.column(feature.name), made.column(feature.name), ends)
@@ -252,10 +252,10 @@ class Audit:
                 most = figures.beyond / figures.rows
             far = f"off by more than {of.bound:.3g}" if is_measured(feature) else "others"
             said = f"of {self._rows:,} rows at most {most:.2%} are {far} (95 %)"
-            told.append(f"{feature.name}: " * (len(view.features) > 1) + f"{said}; worst {figures.worst:.3g}")
+            details.append(f"{feature.name}: " * (len(view.features) > 1) + f"{said}; worst {figures.worst:.3g}")
         judged.sort(key=lambda figure: figure.room)
         reasons = [figure.shortfall for figure in judged if figure.room < 0]
-        message = f"{self._opened.variant} against float32, {made.num_rows - ends:,} rows of the run: {'; '.join(told)}"
+        message = f"{self._opened.variant} against float32, {made.num_rows - ends:,} rows of the run: {'; '.join(details)}"
         if reasons:
             message += f": {'; '.join(reasons)}"
         return Verdict("accuracy", not reasons, judged[0].measured, judged[0].limit, message)

@@ -364,7 +364,7 @@ def judged(
         snapshot: its parts are written.
         before: verdicts on what it was computed by.
         replaced: the rows of its parent, if it has one, that are no rows of it.
-        accept: gates whose refusal is accepted; by default those that the job is told.
+        accept: gates whose refusal is accepted; by default those that the job was given.
 
     Raises:
         SnapshotError, SourceError, ModelError: something cannot be read or computed.
@@ -424,8 +424,8 @@ def judged_again(job: Job, opened: OpenView, snapshot: Snapshot) -> Snapshot:
         opened.convert()
     # What was judged while its rows were computed.
     before = [verdict for verdict in snapshot.gates if verdict.gate in COMPUTING_GATES]
-    kept = {verdict.gate for verdict in before}.intersection(snapshot.accepted)
-    now = judged(job, opened, snapshot, before, accept={*job.options.accept, *kept})
+    retained = {verdict.gate for verdict in before}.intersection(snapshot.accepted)
+    now = judged(job, opened, snapshot, before, accept={*job.options.accept, *retained})
     now = replace(now, accepted=tuple(sorted({*now.accepted, *_still_accepted(snapshot, now)})))
     report = job.report
     report.gates = list(now.gates)

@@ -44,14 +44,14 @@ def rollback(
     Args:
         project: the configuration.
         name: of the view.
-        progress: told of the rows, if they must be loaded again.
+        progress: called with the rows done, if they must be loaded again.
         to: which snapshot; by default the one that was live before, or the newest good one below.
         hold: scheduled runs compute but publish nothing until ``publish`` or ``resume``.
         finished: given the report.
 
     Raises:
-        SnapshotError: there is none to go back to, or not the one asked for; names those there are.
-        GateError: the one asked for is marked bad itself.
+        SnapshotError: there is none to go back to, or not the one requested; names those there are.
+        GateError: the one requested is marked bad itself.
         OnlineStoreError: the online store does not answer.
     """
     store = project.stored(name)
@@ -111,7 +111,7 @@ def _target(store: ViewStore, ref: LiveRef, to: int | None) -> int:
     """Number of the snapshot to go back to; it may be published, which is looked at before anything is marked.
 
     Raises:
-        SnapshotError, GateError: there is none, or not the one asked for.
+        SnapshotError, GateError: there is none, or not the one requested.
     """
     standing, name = Standing(store), store.name
     target = standing.before(ref) if to is None else to

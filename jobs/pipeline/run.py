@@ -124,7 +124,7 @@ def run_view(
     Args:
         project: the configuration.
         name: of the view.
-        progress: told how far it is.
+        progress: called with how far it is.
         options: what is requested.
         finished: given the report once it is complete, of a failed run too.
         load: makes the model, as :func:`precompute.jobs.rows.open_view.open_view` has it.
@@ -152,8 +152,8 @@ def run_view(
         if done is not None:
             log.info("view %r: the run due at %s is done already", name, options.due)
             return done
-        asked = {"partition": options.partition_text, "due": options.due, "backfill": options.backfill}
-        report = held.enter_context(recorded(store, options.command, ended, **asked, parents=_parents(project, store)))
+        requested = {"partition": options.partition_text, "due": options.due, "backfill": options.backfill}
+        report = held.enter_context(recorded(store, options.command, ended, **requested, parents=_parents(project, store)))
         keep_reserve(project.root)
         held.enter_context(named(name))
         held.enter_context(_ended_by_kernel(options.deadline_s))
@@ -201,10 +201,10 @@ def plan_view(project: Project, name: str, options: RunOptions = RunOptions()) -
 
 
 def partition_of(config: ViewConfig, partition: Partition | None) -> Partition | None:
-    """The partition to compute: the one asked for, or the latest that is over; None for a view that has none.
+    """The partition to compute: the one requested, or the latest that is over; None for a view that has none.
 
     Raises:
-        ConfigError: the view has no partitions, not one is over yet, or the one asked for is not over or before the first.
+        ConfigError: the view has no partitions, not one is over yet, or the one requested is not over or before the first.
     """
     if config.partition is None and partition is not None:
         raise ConfigError(f"view {config.name!r} has no partitions: add partition: {{by: day, start: …}} to it, or ask for none")
@@ -293,8 +293,8 @@ def _all_partitions(job: Job, snapshot: Snapshot, lease: Lease) -> Snapshot:
 
 def _go_live(job: Job, snapshot: Snapshot, publisher: Publisher, nothing_new: bool) -> None:
     store, report, standing = job.store, job.report, Standing(job.store)
-    asked = report.command == "publish" and report.backfill is None
-    stays = None if asked else standing.why_unpublished(snapshot)
+    requested = report.command == "publish" and report.backfill is None
+    stays = None if requested else standing.why_unpublished(snapshot)
     if stays is None:
         publisher.publish(snapshot.number, reason=report.command, reload=job.options.reload)
     else:
@@ -325,9 +325,9 @@ def _go_live(job: Job, snapshot: Snapshot, publisher: Publisher, nothing_new: bo
 
 def _collect(job: Job, leases: list[Lease]) -> None:
     keep, grace_s = job.project.settings.retention.keep, job.project.settings.retention.grace
-    told = job.report.attention.append
+    report = job.report.attention.append
     try:
-        collect(job.store, keep=keep, grace_s=grace_s, leases=leases, swept=SWEPT_FOLDERS, told=told)
+        collect(job.store, keep=keep, grace_s=grace_s, leases=leases, swept=SWEPT_FOLDERS, report=report)
     except SnapshotError as exc:
         # What was published stays published; the next run removes it.
         log.warning("%s", exc)

@@ -1,7 +1,7 @@
 """Value gates: whether numbers, labels, texts and lists are what their view is used to: by themselves, beside the figures of what is live, and row by row
 beside the live rows of the same keys. Vectors among them; and the verdicts.
 
-Figures are of all rows. What is told by drawn rows may be beside its limit by what chance alone does to one view in a hundred (:func:`noise`).
+Figures are of all rows. What drawn rows show may be beside its limit by what chance alone does to one view in a hundred (:func:`noise`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Verdicts:
 
         Args:
             gate: its name in :class:`precompute.jobs.config.view.GatesConfig`.
-            measured: the figure; it is kept though the gate is switched off.
+            measured: the figure; it counts though the gate is switched off.
             limit: of the gate.
             passed: whether the figure is within it.
             message: for people, and what an acceptance is remembered by: the same rows give the same words.
@@ -71,13 +71,13 @@ class Verdicts:
             self.all.append(Verdict(gate, passed, measured, limit, message))
 
     def at_most(self, gate: str, measured: float, limit: float | None, message: str) -> None:
-        """:meth:`add` of a gate that is passed up to its limit; of two features the larger figure is kept."""
+        """:meth:`add` of a gate that is passed up to its limit; of two features the larger figure counts."""
         largest = max(self.quality.get(gate, measured), measured)
         self.add(gate, measured, limit, limit is None or measured <= limit + _ROUNDING, message)
         self.quality[gate] = largest
 
     def at_least(self, gate: str, measured: float, limit: float | None, message: str) -> None:
-        """:meth:`add` of a gate that is passed down to its limit; of two features the smaller figure is kept."""
+        """:meth:`add` of a gate that is passed down to its limit; of two features the smaller figure counts."""
         smallest = min(self.quality.get(gate, measured), measured)
         self.add(gate, measured, limit, limit is None or measured >= limit - _ROUNDING, message)
         self.quality[gate] = smallest
@@ -146,7 +146,7 @@ def judge_duplicates(feature: Feature, sample: pa.Table, gates: GatesConfig, ver
 
 
 def judge_packed(feature: Feature, sample: pa.Table, view: FeatureView, gates: GatesConfig, verdicts: Verdicts) -> None:
-    """The gate ``packed``, on some rows: how far a vector is from itself once the online store kept it. Nothing of a feature without ``packed``."""
+    """The gate ``packed``, on some rows: how far a vector is from itself after the online store. Nothing of a feature without ``packed``."""
     if feature.packed is None:
         return
     rows = sample.select([feature.name]).filter(sample.column(feature.name).is_valid())
@@ -330,7 +330,7 @@ def judge_shift(
         before: of what is live.
         gates: the limits.
         verdicts: gets figures and verdicts.
-        judged: False of another model's rows: they are measured, and told.
+        judged: False of another model's rows: they are measured, and reported.
         wider: by how much the limits are.
     """
     name = feature.name
@@ -368,7 +368,7 @@ def judge_value_moves(
         before: figures of what is live.
         gates: the limits.
         verdicts: gets figures and verdicts.
-        judged: False of another model's rows: they are measured, and told.
+        judged: False of another model's rows: they are measured, and reported.
     """
     name = feature.name
     if name not in moves.then.schema.names or moves.then.schema.field(name).type != feature.arrow_type:

@@ -39,15 +39,15 @@ class Terminated(BaseException):
 
 
 class _State:
-    asked: int | None = None
+    end_signal: int | None = None
     raised = False
     last_words: list[Callable[[], None]] = []  # noqa: RUF012 - one per process, as signals are
 
 
-def asked() -> int | None:
-    """The signal that asked this process to end since the last :func:`terminable` began, or None. Whatever exception is on its way then, it is
+def end_signal() -> int | None:
+    """The signal that ended this process since the last :func:`terminable` began, or None. Whatever exception is on its way then, it is
     the signal's doing: DuckDB makes one of its own of a query that was interrupted."""
-    return _State.asked
+    return _State.end_signal
 
 
 def _interrupt_sources() -> None:
@@ -77,7 +77,7 @@ def last_words(say: Callable[[], None]) -> Iterator[None]:
 def terminable() -> Iterator[None]:
     """Let :data:`SIGNALS` raise :class:`Terminated` in the main thread, once, and end the process where that is not enough. Nothing of the kind
     outside the main thread, which no signal reaches."""
-    _State.asked, _State.raised = None, False
+    _State.end_signal, _State.raised = None, False
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -97,7 +97,7 @@ def terminable() -> Iterator[None]:
         watcher.join()
         os.close(read)
         os.close(write)
-        if asked() is not None:
+        if end_signal() is not None:
             _say_last_words()
 
 
@@ -112,7 +112,7 @@ def _say_last_words() -> None:
 
 
 def _raise(number: int, _: FrameType | None) -> None:
-    _State.asked = number
+    _State.end_signal = number
     # A second one must not interrupt the clearing up after the first.
     if not _State.raised:
         _State.raised = True
@@ -130,16 +130,16 @@ def _watch(read: int) -> None:
                 return
             # A backfill, say, has a handler of its own for a while.
             if limit is None and signal.getsignal(number[0]) is _raise:
-                _State.asked, limit = number[0], time.monotonic() + GRACE_S
+                _State.end_signal, limit = number[0], time.monotonic() + GRACE_S
         if limit is not None:
             _interrupt_sources()
-    assert _State.asked is not None
+    assert _State.end_signal is not None
     last = threading.Thread(target=_say_last_words, name="last words", daemon=True)
     last.start()
     last.join(LAST_WORDS_S)
-    print(f"precompute: {described(_State.asked)}, and did not end within {GRACE_S} s", file=sys.stderr)
+    print(f"precompute: {described(_State.end_signal)}, and did not end within {GRACE_S} s", file=sys.stderr)
     sys.stderr.flush()
-    os._exit(128 + _State.asked)
+    os._exit(128 + _State.end_signal)
 
 
 class Enduring:

@@ -1,4 +1,4 @@
-"""Job: one run of a view on its way. How the view is configured, what is requested, where it is kept, and who is told."""
+"""Job: one run of a view on its way. How the view is configured, what is requested, where it is stored, and whom it reports to."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from precompute.store.offline.view_store import ViewStore
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """What a run is asked for; the command line has options of the same names.
+    """What a run is to do; the command line has options of the same names.
 
     Args:
         command: ``run``, or only its first half ``materialize``, or only its second half ``publish``.

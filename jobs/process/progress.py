@@ -13,13 +13,13 @@ LINE_EVERY_S = 5.0
 
 
 class Progress(Protocol):
-    """Told what work begins, how far it is, and that it ended."""
+    """Reported what work begins, how far it is, and that it ended."""
 
     def begin(self, what: str, total: int) -> None:
         """``total`` rows of ``what`` begin."""
 
     def advance(self, rows: int, retried: int = 0) -> None:
-        """``rows`` more are done, and ``retried`` are tried again, for which no time can be told."""
+        """``rows`` more are done, and ``retried`` are tried again, for which no time can be known."""
 
     def end(self) -> None:
         """The work of the last ``begin`` is done, or given up."""
@@ -79,8 +79,8 @@ class Lines(Progress):
             self._last = now
             rate = self._done / max(now - self._started, 1e-9)
             left = (self._total - self._done) / rate if rate else float("inf")
-            told = f"{self._what}: {self._done:,} of {self._total:,} rows, {rate:,.0f} rows/s"
-            print(told + (_retrying(retried) or f", {left:,.0f} s left"), file=self._out, flush=True)
+            line = f"{self._what}: {self._done:,} of {self._total:,} rows, {rate:,.0f} rows/s"
+            print(line + (_retrying(retried) or f", {left:,.0f} s left"), file=self._out, flush=True)
 
     def end(self) -> None:
         pass

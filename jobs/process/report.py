@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from precompute.jobs.process.command_process import Terminated, asked, described, last_words
+from precompute.jobs.process.command_process import Terminated, described, end_signal, last_words
 from precompute.store.clock import utc_now
 from precompute.store.errors import GateError, PrecomputeError, RejectedError
 from precompute.store.offline.runs import Report
@@ -63,7 +63,7 @@ def recorded(
 
 def _end(exc: BaseException) -> tuple[str, str]:
     """What a run that ended with an exception is reported as: status and error."""
-    number = asked()
+    number = end_signal()
     if number is not None:
         return "cancelled" if number == signal.SIGINT else "killed", described(number)
     error = str(exc) if isinstance(exc, PrecomputeError) else f"{type(exc).__name__}: {exc}".removesuffix(": ")
@@ -91,7 +91,7 @@ def close_dead(
     """
     closed = []
     for report in store.runs.unended():
-        # not told by its process number: in a container every command may have the same
+        # not recognised by its process number: in a container every command may have the same
         if report.command in commands and report.partition == partition and report.run != own:
             report.status, report.error, report.finished_at = "killed", f"killed: {why}", utc_now()
             store.runs.write(report)
@@ -146,6 +146,6 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found = importlib.metadata.distribution(name)
             # a fifth of the time of found.version, which reads all of the text as it would an e-mail
-            told = re.search(r"^Version: *(\S+)", found.read_text("METADATA") or "", re.MULTILINE)
-            installed[name] = found.version if told is None else told[1]
+            version = re.search(r"^Version: *(\S+)", found.read_text("METADATA") or "", re.MULTILINE)
+            installed[name] = found.version if version is None else version[1]
     return installed

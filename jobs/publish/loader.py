@@ -43,7 +43,7 @@ class Loader:
         store: of the view; the snapshots are there.
         online: where they go.
         report: stage times are added to it.
-        progress: told of every batch.
+        progress: called with every batch.
         owner: of the project.
         memory_mb: what the vector index may keep in memory.
     """
@@ -127,14 +127,14 @@ class Loader:
         batches = _from_row(sampled(), rows_done)
         ahead = Ahead("publish", batches, StageTime(), lambda batch: batch.keys.size_bytes + batch.rows.size_bytes, AHEAD_BYTES)
 
-        def told() -> Rows:
+        def with_progress() -> Rows:
             for batch in ahead:
                 yield batch
                 self._progress.advance(len(batch))
 
         self._progress.begin(f"publish {name}", total)
         try:
-            count = online.load(name, generation, told(), rows_done)
+            count = online.load(name, generation, with_progress(), rows_done)
         finally:
             ahead.close()
             self._progress.end()

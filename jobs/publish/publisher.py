@@ -60,7 +60,7 @@ class Publisher:
         store: of the view; the snapshots are there.
         online: where they go.
         report: stage times, snapshot, epoch and status are added to it.
-        progress: told of every batch.
+        progress: called with every batch.
         lease: checked when the pointer moves.
         take_over: publish the view though another project does.
         memory_mb: what the vector index may keep in memory.
@@ -88,7 +88,7 @@ class Publisher:
 
         Args:
             number: which snapshot; by default the newest of the newest partition that no gate refused and nobody rolled back from.
-            reason: kept in the live pointer.
+            reason: stored in the live pointer.
             held: why scheduled runs are to publish nothing after this.
             reload: load it again, though the online store seems to hold it.
 
@@ -127,7 +127,7 @@ class Publisher:
         place = None if reload else self._retained(snapshot, ref)
         if place is None:
             # what publishings that failed had loaded
-            self._drop_all_but(self._kept(ref, current))
+            self._drop_all_but(self._in_use(ref, current))
             place = self._loaded(snapshot, ref, epoch, reload or damaged)
         ref = self._flip(snapshot, expected, epoch, place, reason, held)
         self._drop_old(ref, current)
@@ -358,7 +358,7 @@ class Publisher:
             self._lease.check()
 
     @staticmethod
-    def _kept(ref: LiveRef | None, current: Pointer | None) -> set[int]:
+    def _in_use(ref: LiveRef | None, current: Pointer | None) -> set[int]:
         """Generations that a publishing leaves alone until it has come to its end."""
         places = [place for place in (() if ref is None else (ref.place, ref.previous_place)) if place is not None]
         return {n for place in places for n in place.generations} | set(() if current is None else current.generations)
@@ -378,7 +378,7 @@ class Publisher:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _pointer(self, snapshot: Snapshot, ref: LiveRef) -> Pointer:
-        """What readers are told: a function of manifest, live pointer and what they are told now, so that it can be mended at any time."""
+        """What readers are reports: a function of manifest, live pointer and what they are given now, so that it can be mended at any time."""
         current = self._current()
         renewed, place = [us for us in (snapshot.renewed_at, ref.renewed_at) if us is not None], ref.place
         folder = None if snapshot.view.index is None else f"{snapshot.view.name}/index"

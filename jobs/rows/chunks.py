@@ -158,7 +158,7 @@ class Chunks:
         job: the run.
         opened: its view; the source is loaded, the model converted.
         max_rejected: how many rows may be rejected.
-        may_write: called before anything is written: returns once the rows may be kept, or raises why not.
+        may_write: called before anything is written: returns once the rows may be stored, or raises why not.
         look_at: called with each batch and what the model made of it.
 
     Raises:
@@ -207,7 +207,7 @@ class Chunks:
         self.rejections.take_over(plan)
 
     def _counted(self, part: Part) -> RowFigures:
-        """Of a chunk whose run kept no figures."""
+        """Of a chunk whose run stored no figures."""
         rows = all_rows(Layers([self._job.store.folder / part.path], [part.rows], {}))
         return count(rows.batches(self._opened.view.feature_names), self._opened.view)
 
@@ -231,7 +231,7 @@ class Chunks:
         self.rejections.write()
 
     def _good_keys(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """The rows that have a usable key; the others are kept aside for :meth:`_add`, which is the one thread that rejects."""
+        """The rows that have a usable key; the others are set aside for :meth:`_add`, which is the one thread that rejects."""
         entity = self._opened.view.entity
         for batch in batches:
             columns = [batch.column(name) for name in entity]
@@ -271,13 +271,13 @@ class Chunks:
         view, at_us = self._opened.view, now_us()
         before = self.computed_at or [at_us]
         self.computed_at = [min(at_us, *before), max(at_us, *before)]
-        kept = batch if len(done.rows) == batch.num_rows else batch.take(pa.array(done.rows))
+        retained = batch if len(done.rows) == batch.num_rows else batch.take(pa.array(done.rows))
         if self._counter is None:
             self._counter = RowCounter(view)
         self._counter.add(done.features)
-        columns = [stored_key(kept.column(name)) for name in view.entity]
+        columns = [stored_key(retained.column(name)) for name in view.entity]
         columns += done.features.columns
-        columns += [pa.repeat(pa.scalar(at_us, pa.timestamp("us", "UTC")), kept.num_rows), kept.column("input_hash")]
+        columns += [pa.repeat(pa.scalar(at_us, pa.timestamp("us", "UTC")), retained.num_rows), retained.column("input_hash")]
         table = pa.Table.from_arrays(columns, names=[*view.entity, *view.feature_names, "computed_at", "input_hash"])
         self._pending.append(table)
         self._places.append((done.window << 32) + done.rows)

@@ -1,4 +1,4 @@
-"""Comparison: what a precision comes to beside float32 on one sample of a view's rows, kept so that the same is not measured twice: ``tune`` and the run
+"""Comparison: what a precision comes to beside float32 on one sample of a view's rows, stored so that the same is not measured twice: ``tune`` and the run
 that follows do it once.
 """
 
@@ -119,13 +119,13 @@ def _features(done: Outcome, rows: list[int]) -> pa.RecordBatch:
 
 def figures_text(features: Mapping[str, Mapping[str, float]]) -> str:
     """The accuracy's figures, in words."""
-    told = []
+    lines = []
     for name, figures in features.items():
         # of a row's error two digits are the same in whatever batch
         digits = {"median_error": 2, "worst_error": 2}
         shown = (f"{SHORT[k]} {v:.{digits.get(k, 6)}g}" for k, v in figures.items() if k in SHORT)
-        told.append(f"{name}: " * (len(features) > 1) + " · ".join(shown))
-    return "; ".join(told) or "–"
+        lines.append(f"{name}: " * (len(features) > 1) + " · ".join(shown))
+    return "; ".join(lines) or "–"
 
 
 class CachedComparison:
@@ -171,4 +171,4 @@ class CachedComparison:
             make_folder(self._path.parent)
             replace_durably(self._path, sealed(comparison))
         except OSError as exc:
-            log.warning("%s cannot be written (%s): what was measured is not kept", self._path, exc.strerror)
+            log.warning("%s cannot be written (%s): what was measured is not stored", self._path, exc.strerror)

@@ -22,7 +22,7 @@ def engine_of(opened: OpenView, config: EngineConfig, meter: Meter) -> Runner | 
     Args:
         opened: the view; its own model computes where there are no workers.
         config: how many, and when one is given up.
-        meter: told what the stages took.
+        meter: called with what the stages took.
     """
     devices = _devices(opened, config)
     if devices:

@@ -117,13 +117,13 @@ class OpenView:
     tables: Mapping[str, pa.Table]
     variant: str
     compiled: Path
-    """Where its converted models are kept."""
+    """Where its converted models are stored."""
     own: str
     """The model's own fingerprint, in whatever precision."""
     load: Callable[[], LoadedModel]
     """Loads the model."""
     held: bool = False
-    """Whether its model was kept off the GPUs."""
+    """Whether its model was held off the GPUs."""
     _model: Model | None = None
 
     @property

@@ -47,5 +47,5 @@ def _own(pointer: Pointer, offline: OfflineStore, folder: Path) -> Iterator[Feat
 
 def _run_by(view: FeatureView) -> str:
     """All of a view that is run, or goes into what is."""
-    told = view.to_json()
-    return json.dumps([told["entity"], told["features"], told["definition"]], sort_keys=True)
+    definition = view.to_json()
+    return json.dumps([definition["entity"], definition["features"], definition["definition"]], sort_keys=True)

@@ -185,7 +185,7 @@ class Conductor:
         ]
         command += ["--partitions", ",".join(item.label for item in group), "--backfill", self.state.id]
         try:
-            process = ChildProcess([*command, *(["--full"] if self.state.options.full else [])], output="kept")
+            process = ChildProcess([*command, *(["--full"] if self.state.options.full else [])], output="captured")
         except OSError as exc:
             for item in group:
                 item.state, item.error = "failed", f"its process cannot be started: {exc.strerror or exc}"
@@ -455,7 +455,7 @@ def run_backfill(
         project: the configuration.
         name: of a view with a partition.
         options: what to do.
-        announce: told how it goes, a line at a time.
+        announce: called with how it goes, a line at a time.
         now: aware; the time by the clock by default.
 
     Returns:

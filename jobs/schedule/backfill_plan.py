@@ -189,7 +189,7 @@ def take_backfill(store: ViewStore, state: Backfill, ttl_s: float) -> Lease:
     return take(store.leases, _lease_name(state.id), "backfill", ttl_s=ttl_s, busy=busy)
 
 
-def check_overlap(store: ViewStore, asked: Collection[str], own: str) -> None:
+def check_overlap(store: ViewStore, requested: Collection[str], own: str) -> None:
     """Refuse partitions that another backfill than ``own`` is at.
 
     Raises:
@@ -197,7 +197,7 @@ def check_overlap(store: ViewStore, asked: Collection[str], own: str) -> None:
     """
     for id in backfills(store):
         if id != own and is_held(store.leases, _lease_name(id)):
-            common = sorted(set(asked).intersection(item.partition for item in read_backfill(store, id).items))
+            common = sorted(set(requested).intersection(item.partition for item in read_backfill(store, id).items))
             if common:
                 raise ConflictError(
                     f"view {store.name!r}: backfill {id} is going on over {len(common)} of these partitions, as {common[0]}; wait for it, or end it "
@@ -312,18 +312,20 @@ def _chosen(config: ViewConfig, first: datetime, last: datetime, now: datetime) 
         raise ConfigError(
             f"view {config.name!r} has no partitions: add partition: {{by: day, start: …}} to it, or `precompute run` it"
         )
-    asked = f"view {config.name!r}: no partition from {first:%Y-%m-%d %H:%M} to {last:%Y-%m-%d %H:%M}"
+    requested = f"view {config.name!r}: no partition from {first:%Y-%m-%d %H:%M} to {last:%Y-%m-%d %H:%M}"
     if last < first:
-        raise ConfigError(f"{asked}: the end is before the beginning")
+        raise ConfigError(f"{requested}: the end is before the beginning")
     begin = containing(own.by, own.start).start
     if last < begin:
-        raise ConfigError(f"{asked}: its first one begins at {begin:%Y-%m-%d %H:%M} (partition.start)")
+        raise ConfigError(f"{requested}: its first one begins at {begin:%Y-%m-%d %H:%M} (partition.start)")
     latest = containing(own.by, now)
     if first < latest.start:
         over = list(partitions(own.by, max(first, begin), min(containing(own.by, min(last, now)).end, now)))
         if over:
             return over
-    raise ConfigError(f"{asked} is over yet: the one by {own.by} that lasts until {latest.end:%Y-%m-%d %H:%M} UTC is going on")
+    raise ConfigError(
+        f"{requested} is over yet: the one by {own.by} that lasts until {latest.end:%Y-%m-%d %H:%M} UTC is going on"
+    )
 
 
 class Past:
@@ -413,7 +415,7 @@ class Past:
 
 
 class Recipes:
-    """What the view as configured now makes its rows with; opened when first asked for, the model loaded once."""
+    """What the view as configured now makes its rows with; opened when first requested, the model loaded once."""
 
     def __init__(self, config: ViewConfig, store: ViewStore, folder: Path, memory_mb: int) -> None:
         self._config, self._view, self._store, self._folder = config, config.feature_view(), store, folder

@@ -1,7 +1,7 @@
 """Due: which view is to run now, and for which of its times.
 
 Computed again every time, from the schedule, the runs' reports and the live pointers: nothing is remembered that a crash could lose. The one thing
-kept beside is ``<root>/<view>/refs/schedule.json``: up to when a line's times are settled, so that a new line does not run for the past.
+Beside it is ``<root>/<view>/refs/schedule.json``: up to when a line's times are settled, so that a new line does not run for the past.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LEADER = "leader"
 """Name of the lease the acting scheduler holds in ``<root>/.scheduler``."""
 
 REPORTS = 200
-"""How many of a view's newest reports are looked at. Settled times are kept apart, so a backfill of more runs nothing twice."""
+"""How many of a view's newest reports are looked at. Settled times are held apart, so a backfill of more runs nothing twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Decision:
     at: datetime | None = None
     """When it runs next; None when that is not a matter of time."""
     since: datetime | None = None
-    """As in :class:`Facts`, to be kept."""
+    """As in :class:`Facts`, to be stored."""
     ignored: frozenset[str] = frozenset()
     """Likewise."""
     epochs: Mapping[str, int] = field(default_factory=dict)
@@ -388,7 +388,7 @@ class Ledger:
 @dataclass(frozen=True, slots=True)
 class Outlook:
     """When a view runs next, for people: ``due`` in UTC, None when it is not scheduled or that is not a matter of time; ``reason``; and
-    ``trouble``, what keeps its schedule from being kept, None when nothing does."""
+    ``trouble``, what keeps its schedule from being stored, None when nothing does."""
 
     due: datetime | None
     reason: str

@@ -57,7 +57,7 @@ class Reconciler:
 
     Args:
         project: its views, and how often.
-        announce: told what was lost, and what became of it.
+        announce: called with what was lost, and what became of it.
         command: makes the command line that brings it back; tests put their own here.
     """
 
@@ -69,7 +69,7 @@ class Reconciler:
     ) -> None:
         self._project, self._announce, self._command = project, announce, command
         self._stopping = threading.Event()
-        self._told: dict[str, str] = {}
+        self._reported: dict[str, str] = {}
         self._attempts: dict[str, int] = {}
         self._not_before: dict[str, float] = {}
         self._tried: dict[str, set[str]] = {}
@@ -93,7 +93,7 @@ class Reconciler:
         try:
             return any(are_there(view.refs.folder) and is_due(view) for view in views)
         except PrecomputeError:
-            # it is told when it is looked
+            # reported when it is looked
             return False
 
     def look(self) -> None:
@@ -112,7 +112,7 @@ class Reconciler:
             if account.act is Act.NOTHING:
                 if wrong:
                     self._tell(view, wrong)
-                elif self._told.pop(view, None) is not None:
+                elif self._reported.pop(view, None) is not None:
                     self._announce(f"{view}: the online store serves what is live")
                 self._attempts.pop(view, None)
                 self._tried.pop(view, None)
@@ -165,9 +165,9 @@ class Reconciler:
         return None
 
     def _tell(self, view: str, text: str, always: bool = False) -> None:
-        """Announce a text, unless it is what was told last."""
-        if always or self._told.get(view) != text:
-            self._told[view] = text
+        """Announce a text, unless it is what was reported last."""
+        if always or self._reported.get(view) != text:
+            self._reported[view] = text
             self._announce(f"{view}: {text}")
 
 
@@ -223,7 +223,7 @@ class Scheduler:
     Args:
         project: its schedule section counts.
         command: makes the command line of a run, of view and due time; tests put their own here.
-        announce: told what is scheduled, begins and ends.
+        announce: called with what is scheduled, begins and ends.
         clock: tells the time, aware.
     """
 
@@ -239,8 +239,8 @@ class Scheduler:
     _threads: list[threading.Thread] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _stopping: threading.Event = field(default_factory=threading.Event)
-    _told: dict[str, str] = field(default_factory=dict)
-    _kept: dict[str, datetime] = field(default_factory=dict)
+    _reported: dict[str, str] = field(default_factory=dict)
+    _retained: dict[str, datetime] = field(default_factory=dict)
     _not_before: dict[str, float] = field(default_factory=dict)
     """View → when it may start again, by the monotonic clock, after a failure that could not be written down."""
 
@@ -315,7 +315,7 @@ class Scheduler:
             except ConflictError as exc:
                 self._tell("scheduler", str(exc))
                 return False
-            if self._told.pop("scheduler", None) is not None:
+            if self._reported.pop("scheduler", None) is not None:
                 self.announce("scheduler: acting now")
         self._lease.check()
         return True
@@ -331,10 +331,10 @@ class Scheduler:
                     for partition in self._ledger.dead(view):
                         close_dead(self._store.view(view), partition)
                 decision = self._ledger.decision(view, now, running, decisions)
-                if decision.since is not None and decision.since != self._kept.get(view):
+                if decision.since is not None and decision.since != self._retained.get(view):
                     self._check()
                     self._ledger.settle(view, decision.since, decision.ignored)
-                    self._kept[view] = decision.since
+                    self._retained[view] = decision.since
                 if first or decision.state == "retry":
                     self._tell(view, decision.reason)
                 if decision.state == "running" and view not in running:
@@ -435,7 +435,7 @@ class Scheduler:
         reports, goes_on = self._ledger.reports(run.view)
         own = [r for r in reports if parsed_time(r.due) == run.due and r.run not in run.earlier]
         for report in own:
-            # it was told to end, and does not know why
+            # it was ordered to end, and does not know why
             if run.why and report.status in RETRIED:
                 self._store.view(run.view).runs.write(replace(report, status="killed", error=f"killed: {run.why}"))
         # else another run was quicker, which will tell
@@ -465,16 +465,16 @@ class Scheduler:
             self._tell(run.view, str(exc), always=True)
 
     def _tell(self, what: str, text: str, always: bool = False) -> None:
-        """Announce a text, unless it is what was told last about the same thing."""
-        if always or self._told.get(what) != text:
-            self._told[what] = text
+        """Announce a text, unless it is what was reported last about the same thing."""
+        if always or self._reported.get(what) != text:
+            self._reported[what] = text
             self.announce(text if what == "scheduler" else f"{what}: {text}")
 
     def _stand_by(self) -> None:
         if self._lease is not None:
             self._lease.release()
             self._lease = None
-            self._kept.clear()
+            self._retained.clear()
 
     def _end_runs(self) -> None:
         with self._lock:

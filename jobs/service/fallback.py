@@ -45,7 +45,7 @@ from precompute.store.online.online_store import Pointer
 from precompute.store.online.packed import Packed
 from precompute.store.status import Reason
 from precompute.store.telemetry.instruments import Batches, Meter, Tell
-from precompute.store.telemetry.tracing import Asked
+from precompute.store.telemetry.tracing import Caller
 from precompute.techniques.table import REFERENCE
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class _Request(NamedTuple):
     key: str
     values: Mapping[str, Any] | None
     pointer: Pointer
-    asked: Asked | None = None
+    caller: Caller | None = None
 
 
 class _Group(NamedTuple):
@@ -77,7 +77,7 @@ class _Opened(NamedTuple):
     query_codec: RowCodec
     alike: Hashable
     """Of two views for which this is equal, a row of one could be one of the other."""
-    kept: CachedSource
+    cached: CachedSource
     runner: Runner
     pointer: Pointer
 
@@ -86,11 +86,11 @@ class _Opened(NamedTuple):
         features, codec = view.view.features, RowCodec(view.view)
         inputs = tuple((name, str(kind)) for name, kind in zip(view.source.schema.names, view.source.schema.types, strict=True))
         alike = (id(view.model), view.variant, features, view.view.definition.bad_rows, inputs)
-        kept = view.source.kept()
+        cached = view.source.cached()
         # begins to read it
-        kept.rows([])
+        cached.rows([])
         return cls(
-            view, codec, RowCodec(unpacked_view(view.view)), alike, kept, Runner(view.model, view.view, search=False), pointer
+            view, codec, RowCodec(unpacked_view(view.view)), alike, cached, Runner(view.model, view.view, search=False), pointer
         )
 
 
@@ -118,7 +118,7 @@ LOAD_S = 600.0
 """How long opening a view may take: gigabytes of a model and its libraries may come from a cold disk, and be compiled."""
 
 KEPT_PUBLISHINGS = 2
-"""Publishings of a view that are kept open: a request that began before a publishing is still answered by the model it saw."""
+"""Publishings of a view that are left open: a request that began before a publishing is still answered by the model it saw."""
 
 REFUSED_S = 30.0
 """How long a view is refused without looking once more, after its model was loaded and was not the live snapshot's: loading takes seconds."""
@@ -128,14 +128,14 @@ _WARM_UP = ""
 
 
 class ViewFallback(Fallback):
-    """The models of the views that are live, each loaded when it is first asked and again when its view was published again.
+    """The models of the views that are live, each loaded when it is first requested and again when its view was published again.
 
     Args:
         store: where the snapshots are that the views read.
         folder: of the project that is served: where the relative paths and the modules of what is live are, wherever it was published.
         memory_mb: DuckDB's memory, for each view.
-        kept: where rows that were computed are written, and which entities there are none of.
-        watch: told, before what may hang, by when (:func:`time.monotonic`) it should be done, and the hashes of the rows that are in hand; infinity once nothing
+        miss_cache: where rows that were computed are written, and which entities there are none of.
+        watch: called, before what may hang, by when (:func:`time.monotonic`) it should be done, and the hashes of the rows that are in hand; infinity once nothing
             goes on.
         meter: counts.
         tell: as of :class:`precompute.store.telemetry.instruments.Batches`.
@@ -149,7 +149,7 @@ class ViewFallback(Fallback):
         folder: Path,
         memory_mb: int = 256,
         watch: Callable[[float, Sequence[int]], None] = lambda done_by, rows: None,
-        kept: MissCache | None = None,
+        miss_cache: MissCache | None = None,
         meter: Meter | None = None,
         tell: Tell | None = None,
         suspects: Mapping[int, float] | None = None,
@@ -160,7 +160,7 @@ class ViewFallback(Fallback):
         self._postponed: deque[_Postponed] = deque()
         meter = meter or Meter()
         self._batches = Batches(meter, tell)
-        self._writer = None if kept is None else MissCacheWriter(kept, meter)
+        self._writer = None if miss_cache is None else MissCacheWriter(miss_cache, meter)
         self._store, self._folder, self._memory_mb, self._watch = store, folder.absolute(), memory_mb, watch
         self._opened: dict[tuple[str, tuple[int, str]], _Opened] = {}
         self._models: dict[str, LoadedModel] = {}
@@ -182,7 +182,7 @@ class ViewFallback(Fallback):
         *,
         query: bool = False,
     ) -> list[Future[Computed]]:
-        group, view, asked = _Group(pointer.model, query), pointer.view.name, Asked.now()
+        group, view, caller = _Group(pointer.model, query), pointer.view.name, Caller.now()
         futures: dict[int, Future[Computed]] = {}
         wanted: list[Wanted[_Request]] = []
         for i, key in enumerate(keys):
@@ -202,12 +202,12 @@ class ViewFallback(Fallback):
                     continue
                 whose = group._replace(suspect=suspect)
             flight = (view, pointer.publishing, key, given)
-            wanted.append(Wanted(whose, flight, _Request(key, values, pointer, asked)))
+            wanted.append(Wanted(whose, flight, _Request(key, values, pointer, caller)))
         begun = iter(self._batcher.submit_all(wanted, deadline, (view, CLIENT.get()), pointer.view.fallback_deadline_s))
         return [futures[i] if i in futures else next(begun) for i in range(len(keys))]
 
     def _just_now(self, pointer: Pointer, key: str, values: Mapping[str, Any] | None) -> Computed | Miss | None:
-        """What was kept so lately that the caller may not have seen it."""
+        """What was stored so lately that the caller may not have seen it."""
         if self._writer is None:
             return None
         for name in (key,) if values is None else input_names(values, key) or ():
@@ -217,7 +217,7 @@ class ViewFallback(Fallback):
         return None
 
     def _keep(self, request: _Request, result: Computed | Miss) -> None:
-        """Of what a request brought a row is kept under that, and not that there is none."""
+        """Of what a request brought a row is stored under that, and not that there is none."""
         if self._writer is None or not request.key:
             return
         key, values, pointer, _ = request
@@ -249,7 +249,7 @@ class ViewFallback(Fallback):
         return list(self._opened)
 
     def look(self) -> None:
-        """To be called about every second: rows that could not be tried when they were asked for are, as soon as they may."""
+        """To be called about every second: tries the rows that could not be tried when they were requested, as soon as they may be."""
         for _ in range(len(self._postponed)):
             one = self._postponed.popleft()
             if one.deadline < time.monotonic():
@@ -301,13 +301,13 @@ class ViewFallback(Fallback):
             of_view.setdefault((request.pointer.view.name, request.pointer.publishing), []).append(i)
         alike: dict[Hashable, list[_Wanted]] = {}
         query = isinstance(group, _Group) and group.query
-        self._batches.begun([request.asked for request in requests])
+        self._batches.begun([request.caller for request in requests])
         try:
             for (view, _), numbers in of_view.items():
                 with self._failing(view, numbers, results):
                     was_open = self.ready(requests[numbers[0]].pointer)
                     opened = self._open(requests[numbers[0]].pointer)
-                    # also before what is asked of a process that has just begun: by the model's pace is judged whether that hangs
+                    # also before what is requested of a process that has just begun: by the model's pace is judged whether that hangs
                     if group == _WARM_UP or not (was_open or self._row_s.get(opened.view.fingerprint)):
                         self._warm_up(opened)
                     if group == _WARM_UP:
@@ -318,7 +318,7 @@ class ViewFallback(Fallback):
                     if not self._lost:
                         self._held = [row_hash(one.pointer.view.name, one.key, _given(one.values)) for one in requests]
                     self._watch(time.monotonic() + longest_s(deadlines, row_s), self._held)
-                    with self._batches.inputs([requests[i].asked for i in numbers]):
+                    with self._batches.inputs([requests[i].caller for i in numbers]):
                         wanted = _wanted(opened, requests, numbers, results)
                     if wanted:
                         # where the source had no rows to show it before
@@ -326,8 +326,8 @@ class ViewFallback(Fallback):
                         alike.setdefault(opened.alike, []).extend(wanted)
             for rows in alike.values():
                 whose = [i for each in rows for i in each.numbers]
-                views, asked = zip(*((requests[i].pointer.view.name, requests[i].asked) for i in whose), strict=True)
-                with self._failing(rows[0].opened.view.view.name, whose, results), self._batches.model(views, asked):
+                views, caller = zip(*((requests[i].pointer.view.name, requests[i].caller) for i in whose), strict=True)
+                with self._failing(rows[0].opened.view.view.name, whose, results), self._batches.model(views, caller):
                     _compute(rows, query, requests, results)
         finally:
             if not self._lost:
@@ -370,13 +370,13 @@ class ViewFallback(Fallback):
 
     def _log_failure(self, view: str, miss: Miss, rows: int, exc: BaseException | None = None) -> None:
         """A line for the operator, without keys; of a view at most one a second, and the same again after :data:`REFUSED_S`: a broken model fails every request."""
-        now, told = time.monotonic(), str(miss)
+        now, text = time.monotonic(), str(miss)
         logged_at, before, failed = self._logged.get(view, (-math.inf, "", 0))
-        if now - logged_at < (REFUSED_S if told == before else 1.0):
+        if now - logged_at < (REFUSED_S if text == before else 1.0):
             self._logged[view] = logged_at, before, failed + rows
             return
-        log.error("fallback of view %r: %s (rows since the last line: %d)", view, told, failed + rows, exc_info=exc)
-        self._logged[view] = now, told, 0
+        log.error("fallback of view %r: %s (rows since the last line: %d)", view, text, failed + rows, exc_info=exc)
+        self._logged[view] = now, text, 0
 
     def _open(self, pointer: Pointer) -> _Opened:
         name = pointer.view.name
@@ -421,7 +421,7 @@ class ViewFallback(Fallback):
                     raise
                 return opened
             opened.source.close()
-            # not kept: its fingerprint may be one that does not read the files, and it would be taken later for what they are then
+            # not stored: its fingerprint may be one that does not read the files, and it would be taken later for what they are then
             self._models = {key: loaded for key, loaded in self._models.items() if loaded.model is not opened.model}
         refusal = f"the model on disk has fingerprint {opened.fingerprint[:12]}, the live snapshot {pointer.model[:12]}: run `precompute run {pointer.view.name}` so that both agree"
         now = time.monotonic()
@@ -466,7 +466,7 @@ def _reads_key(opened: OpenView) -> bool:
 
 
 def _renamed(result: Computed | Miss, name: str, other: str) -> Computed | Miss:
-    """What is kept under one name as it is under another."""
+    """What is stored under one name as it is under another."""
     return replace(result, row=rekeyed(result.row, name, other)) if isinstance(result, Computed) else result
 
 
@@ -503,7 +503,7 @@ def _source_rows(opened: _Opened, requests: Sequence[_Request], numbers: Sequenc
     position = {requests[i][0]: i for i in numbers if requests[i][1] is None and requests[i][0]}
     if not position:
         return []
-    rows = opened.kept.rows(list(position))
+    rows = opened.cached.rows(list(position))
     if rows is None:
         try:
             rows = opened.view.source.rows(list(position))

@@ -37,7 +37,7 @@ from precompute.store.errors import PrecomputeError
 from precompute.store.guard.gate import Gate, Hosts
 from precompute.store.guard.limits import Limits
 from precompute.store.guard.server import GuardedServer
-from precompute.store.guard.tls import asked_of, tls_of, tokens_of
+from precompute.store.guard.tls import client_certificates_of, tls_of, tokens_of
 from precompute.store.lookup import Lookup
 from precompute.store.miss_cache.miss_cache import MissCacheLimits
 from precompute.store.offline.view_store import OfflineStore
@@ -50,7 +50,7 @@ from precompute.store.telemetry.instruments import Meter
 _THRESHOLDS = 50_000, 50, 100
 """New objects before the young are looked through, and how often before the older are."""
 _KEPT_BYTES, _MAPPED_BYTES = 128 * 2**20, 32 * 2**20
-"""Free memory that is kept for the next request, and the size from which a piece is mapped for itself."""
+"""Free memory that is retained for the next request, and the size from which a piece is mapped for itself."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Of glibc's ``mallopt`` (man 3 mallopt)."""
 
@@ -59,7 +59,7 @@ def settle() -> None:
     """Call once, when all that stays is loaded and before the first request.
 
     What is there by now is never looked through again by the garbage collector, and the rest seldom: few requests leave cycles, and a look through all takes
-    tens of milliseconds. Freed memory is kept: else an answer of a megabyte is 200 pages that the system clears and maps each time.
+    tens of milliseconds. Freed memory stays with the process: else an answer of a megabyte is 200 pages that the system clears and maps each time.
     """
     gc.collect()
     gc.freeze()
@@ -113,7 +113,7 @@ class Warmer:
     Args:
         lookup: whose indexes are opened.
         models: behind its misses.
-        want: told again and again which models are live, or about to be.
+        want: called again and again with which models are live, or about to be.
         offline: where what is computed is seen before it is live: another model is loaded by then.
     """
 
@@ -145,7 +145,7 @@ class Warmer:
 
     def _loop(self) -> None:
         with contextlib.suppress(PrecomputeError):
-            # one that is not there is told by those who look
+            # one that is not there is known by those who look
             self._lookup.online.warm()
         while not self._stop:
             self._look.clear()
@@ -250,8 +250,8 @@ def main() -> None:
     meter, watch = Meter(Path(spec["runtime"]), f"worker-{spec['number']}"), Watch(spec["watch"])
     fallback = RemoteFallback(Path(spec["runtime"]), meter)
     with contextlib.closing(fallback), contextlib.closing(open_online_store(spec["online"])) as online:
-        kept = open_miss_cache(spec["online"], MissCacheLimits(**spec["miss_cache"]))
-        lookup = Lookup(online, Path(spec["root"]), fallback, kept=kept)
+        miss_cache = open_miss_cache(spec["online"], MissCacheLimits(**spec["miss_cache"]))
+        lookup = Lookup(online, Path(spec["root"]), fallback, miss_cache=miss_cache)
         warmer = Warmer(lookup, fallback, fallback.want, OfflineStore(Path(spec["root"])))
         fallback.on_lost = warmer.look
         try:
@@ -261,8 +261,8 @@ def main() -> None:
             hosts = Hosts(spec["hosts"]) if tokens is None and spec["tls"] is None else None
             gate = Gate(meter, tokens, listening[1].getsockname() if len(listening) > 1 else None, hosts)
             limits = Limits(**spec["limits"])
-            timing = (Timing.IN_HEADER if spec["server_timing"] else Timing.NOT_TOLD) | (
-                Timing.IN_SCOPE if spec["tracing"] else Timing.NOT_TOLD
+            timing = (Timing.IN_HEADER if spec["server_timing"] else Timing.UNREPORTED) | (
+                Timing.IN_SCOPE if spec["tracing"] else Timing.UNREPORTED
             )
             app = create_app(
                 lookup,
@@ -273,7 +273,7 @@ def main() -> None:
                 answer_bytes=limits.answer_bytes,
                 cache_bytes=spec["cache_bytes"],
                 timing=timing,
-                asks=asked_of(spec),
+                asks=client_certificates_of(spec),
                 caching=Caching(**spec["caching"]),
                 waiting=max(1, limits.connections * 2 // 3),
             )

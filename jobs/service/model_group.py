@@ -77,7 +77,7 @@ class ModelProcess(SupervisedProcess):
     """One of a model's two processes: it serves, or stands by with the same views open until the other one has ended.
 
     Args:
-        spec: what it is told, for :mod:`precompute.jobs.service.model_server`; its listener is a descriptor.
+        spec: what it is given, for :mod:`precompute.jobs.service.model_server`; its listener is a descriptor.
         watch: path of its own.
         limits: beyond which it is killed.
         meter: counts how often it is replaced.
@@ -247,7 +247,7 @@ class ModelGroup:
 
 
 def memory_mb(pid: int) -> int:
-    """Memory of a process that is its own or read from files, in MB; 0 where it cannot be told."""
+    """Memory of a process that is its own or read from files, in MB; 0 where it cannot be known."""
     with contextlib.suppress(OSError, IndexError, ValueError):
         pages = Path(f"/proc/{pid}/statm").read_text().split()
         return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") // 2**20

@@ -1,6 +1,6 @@
 """Model server: a process that answers lookup workers' misses by a model, over a Unix socket. Started by :mod:`precompute.jobs.service.model_group`, and by nobody else.
 
-A conversation is a connection of one worker: pointers come once each, then what is asked under them; rows go back packed, as they are done.
+A conversation is a connection of one worker: pointers come once each, then what is requested under them; rows go back packed, as they are done.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from precompute.workers.worker import framed, read_message
 # from a worker:  {"pointer": n}                      body: the pointer that is called n from now on, on this connection
 #                 {"ask": i, "pointer": n, "keys": […], "inputs": {…}, "deadline": t, "query": …}       the keys are called i, i + 1, …
 #                                                     "client": …, on whose account; "trace": …, of a request that is traced: its traceparent
-#                 {"left": [i, …]}                    nobody waits for these any more, and nothing is told of them
+#                 {"left": [i, …]}                    nobody waits for these any more, and nothing learns of them
 #                 {"warm": i, "pointer": n, "deadline": t}        open it; i is answered as missing once that was tried
 # to a worker:    {"rows": [[i, computed at, bytes], …], "missed": [[i, reason, detail, broken], …], "open": […]}      body: the rows, one after the other;
 #                                                     open: all publishings that are open, where that changed
@@ -69,8 +69,8 @@ class Conversation:
         self._connection, self._fallback = connection, fallback
         self._pointers: dict[int, Pointer] = {}
         self._outbox: queue.SimpleQueue[tuple[int, Future[Computed]] | None] = queue.SimpleQueue()
-        self._told: list[Any] = []
-        self._asked: dict[int, Future[Computed]] = {}
+        self._reported: list[Any] = []
+        self._pending: dict[int, Future[Computed]] = {}
         for work in (self._read, self._write):
             threading.Thread(target=work, name=work.__name__.strip("_"), daemon=True).start()
 
@@ -81,7 +81,7 @@ class Conversation:
                 while (message := read_message(file)) is not None:
                     self._take(*message)
         finally:
-            self._leave(list(self._asked))
+            self._leave(list(self._pending))
             self._outbox.put(None)
 
     def _take(self, header: Mapping[str, Any], body: pa.Buffer) -> None:
@@ -101,17 +101,17 @@ class Conversation:
         CLIENT.set(header["client"])
         futures = self._fallback.submit(pointer, header["keys"], header["inputs"], header["deadline"], query=query)
         for number, future in enumerate(futures, header["ask"]):
-            self._asked[number] = future
+            self._pending[number] = future
             future.add_done_callback(partial(self._done, number))
 
     def _leave(self, numbers: Iterable[int]) -> None:
         for number in numbers:
-            future = self._asked.get(number)
+            future = self._pending.get(number)
             if future is not None:
                 future.cancel()
 
     def _done(self, number: int, future: Future[Computed]) -> None:
-        self._asked.pop(number, None)
+        self._pending.pop(number, None)
         if not future.cancelled():
             self._outbox.put((number, future))
 
@@ -141,8 +141,8 @@ class Conversation:
                 reason = error.reason if isinstance(error, Miss) else Reason.MODEL_ERROR
                 missed.append((number, str(reason), str(error), not isinstance(error, Miss) or error.broken))
         header: dict[str, Any] = {"rows": rows, "missed": missed}
-        if (opened := self._fallback.open_publishings()) != self._told:
-            header["open"] = self._told = opened
+        if (opened := self._fallback.open_publishings()) != self._reported:
+            header["open"] = self._reported = opened
         body = b"".join(data)
         self._connection.sendall(framed(header, len(body)) + body)
 
@@ -161,7 +161,7 @@ class OpenFile:
         self._written: list[tuple[str, tuple[int, str]]] = []
 
     def write(self, fallback: ViewFallback) -> None:
-        """Write what is open, if it has changed. A disk that is full is told by others."""
+        """Write what is open, if it has changed. A full disk is reported by others."""
         if (opened := fallback.open_publishings()) != self._written:
             bodies = [pointer.to_bytes() for pointer in fallback.open_pointers()]
             with contextlib.suppress(OSError):
@@ -179,8 +179,8 @@ class OpenFile:
         return pointers
 
 
-def _stand_by(fallback: ViewFallback, opened: OpenFile, told: queue.SimpleQueue[dict[str, Any]], watch: Watch) -> None:
-    """Open what the process that serves has open, until this one is told to serve."""
+def _stand_by(fallback: ViewFallback, opened: OpenFile, orders: queue.SimpleQueue[dict[str, Any]], watch: Watch) -> None:
+    """Open what the process that serves has open, until this one is to serve."""
     opening: dict[tuple[str, tuple[int, str]], Future[Computed]] = {}
     while True:
         pointers = {(pointer.view.name, pointer.publishing): pointer for pointer in opened.read()}
@@ -190,7 +190,7 @@ def _stand_by(fallback: ViewFallback, opened: OpenFile, told: queue.SimpleQueue[
             opening[which] = fallback.begin_warm(pointers[which], time.monotonic() + LOAD_S)
         watch.is_open = watch.is_open or any(future.done() and fallback.ready(pointers[w]) for w, future in opening.items())
         with contextlib.suppress(queue.Empty):
-            fallback.suspect(dict(told.get(timeout=STAND_BY_S)["suspects"]))
+            fallback.suspect(dict(orders.get(timeout=STAND_BY_S)["suspects"]))
             return
 
 
@@ -215,7 +215,7 @@ def _meter(spec: Mapping[str, Any]) -> Meter:
         return Meter(Path(spec["runtime"]), spec["process"])
     except PrecomputeError as exc:
         # a disk that is full is no reason to compute nothing
-        log.error("what this process counts is told by nobody: %s", exc)
+        log.error("what this process counts is given by nobody: %s", exc)
         return Meter()
 
 
@@ -230,23 +230,23 @@ def _tell(spec: Mapping[str, Any]) -> Tell | None:
 
 def main() -> None:
     """Serve until the supervisor ends it."""
-    told: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    spec = begin(told.put)
+    orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    spec = begin(orders.put)
     be_nicer(NICER)
     # 32 texts cost a thread of MiniLM's 4,000 page faults and 7 % of its time without
     keep_freed_memory()
     watch = Watch(spec["watch"])
     threading.Thread(target=watch.pulse, name="pulse", daemon=True).start()
     store, folder = OfflineStore(Path(spec["root"])), Path(spec["folder"])
-    kept = open_miss_cache(spec["online"], MissCacheLimits(**spec["miss_cache"]))
+    miss_cache = open_miss_cache(spec["online"], MissCacheLimits(**spec["miss_cache"]))
     meter = _meter(spec)
     suspects = dict(spec["suspects"])
     fallback = ViewFallback(
-        store, folder, spec["duckdb_mb"], watch.set, kept, meter, _tell(spec), suspects, lambda: watch.may_try
+        store, folder, spec["duckdb_mb"], watch.set, miss_cache, meter, _tell(spec), suspects, lambda: watch.may_try
     )
     opened = OpenFile(Path(spec["open"]))
     if not spec["serves"]:
-        _stand_by(fallback, opened, told, watch)
+        _stand_by(fallback, opened, orders, watch)
     threading.Thread(target=_look, args=(fallback, meter, opened, watch), name="look", daemon=True).start()
     _serve(socket.socket(fileno=spec["listener"]), fallback)
 

@@ -90,11 +90,11 @@ TRY_EVERY_S = 0.05
 
 
 MOST_SENT = 3
-"""Times that a key is asked for, of one process after the other: among others, alone, and once more to be told that it is left alone."""
+"""Times that a key is requested, of one process after the other: among others, alone, and once more to be sent the note that it is left alone."""
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
+class _Request:
     """Keys under a pointer, the first of them called ``number``, or, without keys, that it is to be opened; ``left`` of them were given up, and processes ended with
     it ``lost`` times."""
 
@@ -110,8 +110,8 @@ class _Asked:
     left: int = 0
     lost: int = 0
 
-    def alone(self, number: int) -> _Asked:
-        """One of the keys, asked for once more."""
+    def alone(self, number: int) -> _Request:
+        """One of the keys, requested once more."""
         at = number - self.number
         key = self.keys[at]
         given = {key: self.inputs[key]} if key in self.inputs else {}
@@ -120,9 +120,9 @@ class _Asked:
     def header(self, pointer: int) -> dict[str, Any]:
         if not self.keys:
             return {"warm": self.number, "pointer": pointer, "deadline": self.deadline}
-        asked = {"ask": self.number, "pointer": pointer, "keys": self.keys, "inputs": self.inputs}
+        request = {"ask": self.number, "pointer": pointer, "keys": self.keys, "inputs": self.inputs}
         traced = {} if self.trace is None else {"trace": self.trace}
-        return asked | {"deadline": self.deadline, "query": self.query, "client": self.client} | traced
+        return request | {"deadline": self.deadline, "query": self.query, "client": self.client} | traced
 
 
 @dataclass(slots=True)
@@ -130,7 +130,7 @@ class _Connection:
     """``waiting`` is what was sent over it, by number, ``pointers`` of each view the publishing that the process knows it by, and its number."""
 
     socket: socket.socket
-    waiting: dict[int, _Asked] = field(default_factory=dict)
+    waiting: dict[int, _Request] = field(default_factory=dict)
     pointers: dict[str, tuple[tuple[int, str], int]] = field(default_factory=dict)
     lost: bool = False
 
@@ -140,18 +140,18 @@ class ModelLink:
 
     Args:
         path: its socket.
-        want: told that the process is wanted, where it is not there.
-        on_lost: told when a connection was lost, and the views of the rows that were waited for.
+        want: informed that the process is wanted, where it is not there.
+        on_lost: called when a connection was lost, with the views of the rows that were waited for.
     """
 
     def __init__(self, path: Path, want: Callable[[], None], on_lost: Callable[[set[str]], None]) -> None:
         self._path, self._want, self._on_lost = path, want, on_lost
         self._numbers = itertools.count()
         self._lock = threading.Condition(threading.Lock())
-        """Told of what is to be written."""
+        """Reported of what is to be written."""
         self._connection: _Connection | None = None
         self._open: frozenset[tuple[str, tuple[int, str]]] = frozenset()
-        self._outbox: dict[int, _Asked] = {}
+        self._outbox: dict[int, _Request] = {}
         self._left: list[int] = []
         """Numbers of what nobody waits for any more, of that which was sent."""
         self._in_hand = 0
@@ -162,12 +162,12 @@ class ModelLink:
         self, pointer: Pointer, keys: Sequence[str], inputs: Mapping[str, Mapping[str, Any]], deadline: float, query: bool = False
     ) -> list[Future[Computed]]:
         """As :meth:`precompute.store.fallback.Fallback.submit`."""
-        asked = self._begin(pointer, keys, inputs, deadline, query, len(keys))
+        request = self._begin(pointer, keys, inputs, deadline, query, len(keys))
         with self._lock:
             self._in_hand += len(keys)
-        for number, future in enumerate(asked.futures, asked.number):
-            future.add_done_callback(partial(self._landed, asked, number))
-        return asked.futures
+        for number, future in enumerate(request.futures, request.number):
+            future.add_done_callback(partial(self._landed, request, number))
+        return request.futures
 
     def warm(self, pointer: Pointer, deadline: float) -> Future[Computed]:
         """Have the process open what a pointer names; the future always ends in an error, once that was tried."""
@@ -183,7 +183,7 @@ class ModelLink:
         return self._in_hand == 0
 
     def close(self) -> None:
-        """Ask for nothing more; what was asked ends as if the process had ended, and so does what is asked from now on."""
+        """Ask for nothing more; what was requested ends as if the process had ended, and so does what is requested from now on."""
         with self._lock:
             self._closed.set()
             connection = self._connection
@@ -199,39 +199,39 @@ class ModelLink:
         deadline: float,
         query: bool,
         futures: int,
-    ) -> _Asked:
+    ) -> _Request:
         with self._lock:
             number = next(self._numbers)
             for _ in range(futures - 1):
                 next(self._numbers)
             made: list[Future[Computed]] = [Future() for _ in range(futures)]
-            asked = _Asked(pointer, keys, inputs, deadline, query, number, made, CLIENT.get(), TRACE.get())
+            request = _Request(pointer, keys, inputs, deadline, query, number, made, CLIENT.get(), TRACE.get())
             closed = self._closed.is_set()
             if not closed:
-                self._outbox[number] = asked
+                self._outbox[number] = request
                 self._lock.notify()
         if closed:
-            _fail(asked.futures, _ended())
-        return asked
+            _fail(request.futures, _ended())
+        return request
 
-    def _landed(self, asked: _Asked, number: int, future: Future[Computed]) -> None:
+    def _landed(self, request: _Request, number: int, future: Future[Computed]) -> None:
         with self._lock:
             self._in_hand -= 1
             if not future.cancelled():
                 return
-            asked.left += 1
+            request.left += 1
             connection = self._connection
-            if self._outbox.get(asked.number) is asked:
-                if asked.left == len(asked.futures):
-                    del self._outbox[asked.number]
+            if self._outbox.get(request.number) is request:
+                if request.left == len(request.futures):
+                    del self._outbox[request.number]
             elif number in self._outbox:
-                # asked for once more
+                # requested once more
                 del self._outbox[number]
             elif connection is not None and connection.waiting.pop(number, None) is not None:
                 self._left.append(number)
                 self._lock.notify()
 
-    # ---- what is asked
+    # ---- what is requested
 
     def _write(self) -> None:
         while True:
@@ -239,45 +239,45 @@ class ModelLink:
                 while not (self._outbox or self._left or self._closed.is_set()):
                     self._lock.wait()
                 left, self._left = self._left, []
-                asked = self._outbox.pop(next(iter(self._outbox))) if self._outbox else None
+                request = self._outbox.pop(next(iter(self._outbox))) if self._outbox else None
                 connection = self._connection
             if left and connection is not None:
                 # of another connection, it knows none of them; and one that is lost is seen by who reads
                 with contextlib.suppress(OSError):
                     connection.socket.sendall(framed({"left": left}))
-            if asked is not None:
-                self._ask(asked)
+            if request is not None:
+                self._ask(request)
             elif self._closed.is_set():
                 return
 
-    def _ask(self, asked: _Asked) -> None:
+    def _ask(self, request: _Request) -> None:
         try:
-            self._send(asked)
+            self._send(request)
         except (OSError, RuntimeError, TypeError, ValueError) as exc:
             # also that there is no room for a thread, or inputs that are no JSON, which come from no request over HTTP
-            _fail(asked.futures, Miss(Reason.MODEL_ERROR, f"the model process cannot be asked: {exc}"))
+            _fail(request.futures, Miss(Reason.MODEL_ERROR, f"the model process cannot be queried: {exc}"))
 
-    def _send(self, asked: _Asked) -> None:
-        connection = self._connected(asked.deadline)
+    def _send(self, request: _Request) -> None:
+        connection = self._connected(request.deadline)
         if connection is None:
-            _fail(asked.futures, Miss(Reason.DEADLINE))
+            _fail(request.futures, Miss(Reason.DEADLINE))
             return
-        view, publishing = asked.pointer.view.name, asked.pointer.publishing
+        view, publishing = request.pointer.view.name, request.pointer.publishing
         known, number = connection.pointers.get(view, (None, len(connection.pointers)))
         data = b""
         if known != publishing:
-            body = asked.pointer.to_bytes()
+            body = request.pointer.to_bytes()
             data = framed({"pointer": number}, len(body)) + body
-        data += framed(asked.header(number))
+        data += framed(request.header(number))
         with self._lock:
-            if asked.left == len(asked.futures):
+            if request.left == len(request.futures):
                 return
             lost = connection.lost
             if not lost:
-                connection.waiting |= dict.fromkeys(range(asked.number, asked.number + len(asked.futures)), asked)
+                connection.waiting |= dict.fromkeys(range(request.number, request.number + len(request.futures)), request)
         if lost:
             # between two lines
-            self._send(asked)
+            self._send(request)
             return
         connection.pointers[view] = publishing, number
         try:
@@ -285,13 +285,13 @@ class ModelLink:
         except OSError:
             # its process ended before it had all of this, and so began nothing of it
             with self._lock:
-                # who reads may have seen the end first, and have ended what was asked
+                # who reads may have seen the end first, and have ended what was requested
                 lost = connection.lost
-                for one in range(asked.number, asked.number + len(asked.futures)):
+                for one in range(request.number, request.number + len(request.futures)):
                     connection.waiting.pop(one, None)
             self._lose(connection)
             if not lost:
-                self._send(asked)
+                self._send(request)
 
     def _connected(self, deadline: float) -> _Connection | None:
         """The connection; None where there is none by the deadline."""
@@ -338,20 +338,20 @@ class ModelLink:
         at = 0
         for number, computed_at_us, size in header["rows"]:
             with self._lock:
-                asked = connection.waiting.pop(number, None)
-            if asked is not None:
+                request = connection.waiting.pop(number, None)
+            if request is not None:
                 # given up just now
                 with contextlib.suppress(InvalidStateError):
-                    asked.futures[number - asked.number].set_result(Computed(body[at : at + size], computed_at_us))
+                    request.futures[number - request.number].set_result(Computed(body[at : at + size], computed_at_us))
             at += size
         for number, reason, detail, broken in header["missed"]:
             with self._lock:
-                asked = connection.waiting.pop(number, None)
-            if asked is not None:
-                _fail([asked.futures[number - asked.number]], Miss(Reason(reason), detail, broken=broken))
+                request = connection.waiting.pop(number, None)
+            if request is not None:
+                _fail([request.futures[number - request.number]], Miss(Reason(reason), detail, broken=broken))
 
     def _lose(self, connection: _Connection) -> None:
-        """Ask once more for what was asked over a connection that is no more."""
+        """Ask once more for what was sent over a connection that is no more."""
         with self._lock:
             if connection.lost:
                 return
@@ -360,12 +360,12 @@ class ModelLink:
                 self._connection, self._open = None, frozenset()
             waiting, connection.waiting = connection.waiting, {}
             over, now = [], time.monotonic()
-            for number, asked in waiting.items():
-                future = asked.futures[number - asked.number]
-                if self._closed.is_set() or not asked.keys or asked.lost + 1 >= MOST_SENT or asked.deadline <= now:
+            for number, request in waiting.items():
+                future = request.futures[number - request.number]
+                if self._closed.is_set() or not request.keys or request.lost + 1 >= MOST_SENT or request.deadline <= now:
                     over.append(future)
                 elif not future.done():
-                    self._outbox[number] = asked.alone(number)
+                    self._outbox[number] = request.alone(number)
             self._lock.notify()
         # wakes who reads it
         with contextlib.suppress(OSError):
@@ -373,7 +373,7 @@ class ModelLink:
         connection.socket.close()
         _fail(over, _ended())
         if not self._closed.is_set():
-            self._on_lost({asked.pointer.view.name for asked in waiting.values() if asked.keys})
+            self._on_lost({request.pointer.view.name for request in waiting.values() if request.keys})
 
 
 def _ended() -> Miss:
@@ -382,13 +382,13 @@ def _ended() -> Miss:
 
 def _fail(futures: Iterable[Future[Computed]], miss: Miss) -> None:
     for future in futures:
-        # given up, or told already
+        # given up, or reported already
         with contextlib.suppress(InvalidStateError):
             future.set_exception(miss)
 
 
 MOST_IN_FLIGHT = 4096
-"""Keys of one view that a worker waits for at once, each client for its share of them; what is asked beyond is shed."""
+"""Keys of one view that a worker waits for at once, each client for its share of them; what is requested beyond is shed."""
 
 LEAST_IN_FLIGHT = 64
 HELD_BACK_S = 1.0
@@ -398,11 +398,11 @@ a thousand keys takes both processes 55 ms."""
 MOST_SHARES = 256
 """Clients of views that are remembered, before those with nothing in flight are forgotten."""
 
-MOST_TOLD = 8
+MOST_NAMED = 8
 """Views that a model process is known by, at most."""
 
 CONTROL = "supervisor.sock"
-"""In the runtime folder: where the supervisor is told which models are wanted, a datagram each: its fingerprint and views, with NUL between."""
+"""In the runtime folder: where the supervisor learns which models are wanted, a datagram each: its fingerprint and views, with NUL between."""
 
 
 @dataclass(slots=True)
@@ -443,12 +443,12 @@ class RemoteFallback(Fallback):
         self._lock = threading.Lock()
         self._links: dict[str, ModelLink] = {}
         self._views: dict[str, set[str]] = {}
-        """Of each model with a link: those it was asked for."""
+        """Of each model with a link: those it is needed for."""
         self._in_flight: Counter[str] = Counter()
         self._shares: dict[tuple[str, str], _Share] = {}
         """By view, and by view and client."""
         self.on_lost: Callable[[], None] = lambda: None
-        """Told when a model process was lost: what was open in it is open no more."""
+        """Reported when a model process was lost: what was open in it is open no more."""
 
     def submit(
         self,
@@ -503,7 +503,7 @@ class RemoteFallback(Fallback):
         self._control.close()
 
     def _link(self, pointer: Pointer) -> ModelLink:
-        """The lock is held until it was asked: none is closed between."""
+        """The lock is held until the request is sent: none is closed between."""
         model = pointer.model
         self._views.setdefault(model, set()).add(pointer.view.name)
         link = self._links.get(model)
@@ -520,10 +520,10 @@ class RemoteFallback(Fallback):
         self.on_lost()
 
     def _want(self, model: str) -> None:
-        told = "\0".join([model, *list(self._views.get(model, ()))[:MOST_TOLD]])
+        message = "\0".join([model, *list(self._views.get(model, ()))[:MOST_NAMED]])
         # it is gone, and this process with it, or has enough to read
         with contextlib.suppress(OSError):
-            self._control.sendto(told.encode(), str(self._runtime / CONTROL))
+            self._control.sendto(message.encode(), str(self._runtime / CONTROL))
 
     def _share(self, view: str, client: str, now: float) -> _Share:
         share = self._shares.get((view, client))

@@ -46,14 +46,14 @@ NO_ROOM_S = 5.0
 """Before a model is given a process again, after the system had no room for one: no file, no disk."""
 
 FUTILE = 5
-"""Times in a row that each worker may end as soon as it was started, while none has answered yet: what is wrong with them is in what they were told."""
+"""Times in a row that each worker may end as soon as it was started, while none has answered yet: what is wrong with them is in what they were given."""
 
 WORKER_WAIT_S = 5.0
 """Before a worker is restarted, at most: where a request ends it, all others wait for the next."""
 
 
 DRAIN_STILL_S = 5.0
-"""A worker whose loop stands still for so long, once it was told to end, answers nobody any more."""
+"""A worker whose loop stands still for so long, once it was signalled to end, answers nobody any more."""
 
 
 class WorkerKeeper(SupervisedProcess):
@@ -82,7 +82,7 @@ class WorkerKeeper(SupervisedProcess):
         return f"was killed: its loop stood still for {STILL_S:g} s" if self._watch.is_still(now) else None
 
     def is_stuck(self, now: float) -> bool:
-        """Whether it was told to end, and does nothing for it."""
+        """Whether it was ordered to end, and does nothing for it."""
         return self._watch.silent_s(now) > DRAIN_STILL_S
 
     def close(self) -> None:
@@ -94,8 +94,8 @@ class Supervisor:
     """Runs in the thread that makes it, which must be the main one: the processes end with it.
 
     Args:
-        worker: what each lookup worker is told; see :mod:`precompute.jobs.service.lookup_worker`.
-        project: what each model process is told; see :mod:`precompute.jobs.service.model_server`.
+        worker: what each lookup worker is given; see :mod:`precompute.jobs.service.lookup_worker`.
+        project: what each model process is given; see :mod:`precompute.jobs.service.model_server`.
         limits: of each model process.
         workers: how many lookup workers.
     """
@@ -104,7 +104,7 @@ class Supervisor:
         self._runtime, self._project, self._limits = Path(worker["runtime"]), project, limits
         self._meter, self._figures_at = Meter(self._runtime, "supervisor"), 0.0
         for process, why in itertools.product(("worker", "model"), ("ended", "killed")):
-            # told as 0 before the first: Prometheus sees its increase then
+            # reported as 0 before the first: Prometheus sees its increase then
             self._meter.counter(RESTARTS, process, why)
         self._workers = [WorkerKeeper(number, worker, self._meter) for number in range(workers)]
         self._groups: dict[str, ModelGroup] = {}
@@ -128,8 +128,8 @@ class Supervisor:
             while self._stopping is None:
                 self._take_wishes()
                 now = time.monotonic()
-                for kept in self._all():
-                    kept.look(now)
+                for keepers in self._all():
+                    keepers.look(now)
                 self._retire(now)
                 if now >= self._figures_at:
                     self._figures_at = now + 1.0
@@ -182,7 +182,9 @@ class Supervisor:
         while any(not process.ended() for process in ending.values()) and (now := time.monotonic()) < limit:
             for worker, process in ending.items():
                 if not process.ended() and worker.is_stuck(now):
-                    log.error("%s was told to end, and its loop stood still for %g s: it is killed", worker.name, DRAIN_STILL_S)
+                    log.error(
+                        "%s was ordered to end, and its loop stood still for %g s: it is killed", worker.name, DRAIN_STILL_S
+                    )
                     process.signal(signal.SIGKILL)
             self._take_wishes()
             for group in self._groups.values():
@@ -191,14 +193,14 @@ class Supervisor:
 
     def _end(self) -> None:
         _end(self._all())
-        for kept in self._all():
-            kept.close()
+        for keepers in self._all():
+            keepers.close()
         self._control.close()
 
 
-def _end(kept: Sequence[WorkerKeeper | ModelGroup]) -> None:
+def _end(keepers: Sequence[WorkerKeeper | ModelGroup]) -> None:
     """Kill what is left of these: they have nothing that must be saved."""
-    end_all([process for one in kept for process in one.running()], grace_s=0.2, kill_s=5.0)
+    end_all([process for one in keepers for process in one.running()], grace_s=0.2, kill_s=5.0)
 
 
 def serve(project: Project, announce: Callable[[str], None], workers: int | None = None) -> None:
@@ -206,7 +208,7 @@ def serve(project: Project, announce: Callable[[str], None], workers: int | None
 
     Args:
         project: the configuration.
-        announce: told the address once it is bound.
+        announce: called with the address once it is bound.
         workers: how many processes answer; as the project says by default.
 
     Raises:
@@ -257,7 +259,7 @@ def serve(project: Project, announce: Callable[[str], None], workers: int | None
 
 
 def _access(project: Project) -> dict[str, Any]:
-    """What the workers are told of tokens and TLS, tried here, where a mistake is told to who made it.
+    """What the workers learn of tokens and TLS, tried here, where a mistake is reported to who made it.
 
     Raises:
         ConfigError: a file cannot be used.
@@ -273,7 +275,7 @@ def _access(project: Project) -> dict[str, Any]:
 
 
 def _watching(project: Project) -> dict[str, Any]:
-    """What the workers are told of logs and traces, tried here.
+    """What the workers learn of logs and traces, tried here.
 
     Raises:
         ConfigError: the log cannot be written, or the extra is not installed.

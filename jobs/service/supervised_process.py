@@ -37,7 +37,7 @@ PULSE_S = 1.0
 """How often a process tells that it lives, at least."""
 
 STILL_S = 15.0
-"""A process that has told nothing for so long, and has no leave to, would answer nobody: something holds Python's lock, or its loop, or has stopped it."""
+"""A process that has reported nothing for so long, and has no leave to, would answer nobody: something holds Python's lock, or its loop, or has stopped it."""
 
 START_S = 600.0
 """Before it tells so for the first time: its libraries may come from a cold disk."""
@@ -145,7 +145,7 @@ def watch_file(path: Path) -> int:
 
 
 class SupervisedProcess(ABC):
-    """A process that is kept alive, from the first :meth:`look` on. All of it is called in one thread, which must live as long as the process: on Linux
+    """A process that is supervised, from the first :meth:`look` on. All of it is called in one thread, which must live as long as the process: on Linux
     that ends with it.
 
     Args:
@@ -182,7 +182,7 @@ class SupervisedProcess(ABC):
         return None
 
     def was_at_work(self) -> bool:
-        """Whether what it was asked for may have ended it: it is restarted at once then, however often that happens."""
+        """Whether a request may have ended it: it is restarted at once then, however often that happens."""
         return False
 
     def running(self) -> list[ChildProcess]:
@@ -239,13 +239,13 @@ class SupervisedProcess(ABC):
 
 
 def _close_input(process: ChildProcess) -> None:
-    # that it was told more, which it did not hear
+    # that it was sent more, which it did not hear
     with contextlib.suppress(OSError):
         process.pipes()[0].close()
 
 
 DRAIN_S = MAX_DEADLINE_S + 1
-"""How long the requests at hand may take once a server was told to end: no request's deadline is further off."""
+"""How long the requests at hand may take once a server was ordered to end: no request's deadline is further off."""
 
 
 def started(module: str, spec: Mapping[str, Any], files: Collection[int], **variables: str) -> ChildProcess:

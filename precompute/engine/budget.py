@@ -188,7 +188,7 @@ class Pace:
     """The largest cost that is begun now.
 
     Args:
-        start: where to begin; None for whatever is asked.
+        start: where to begin; None for any.
         goal_s: how long one should take. Up to twice that is let be.
     """
 

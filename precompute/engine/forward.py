@@ -26,7 +26,7 @@ from precompute.engine.memory import (
 from precompute.engine.meter import Meter
 from precompute.engine.window import MISFIT, Batch, Later, Rows, Window
 from precompute.model import Features, Model, StagedModel
-from precompute.project_module import told
+from precompute.project_module import described
 from precompute.store.errors import ModelError
 from precompute.store.feature_view import FeatureView
 
@@ -41,7 +41,7 @@ class _Retry(Exception):
 
 @dataclass(slots=True)
 class _Launched:
-    """A batch on its way: what :meth:`StagedModel.land` waits for, or a lane's future, or the features, or the error kept for when its turn comes."""
+    """A batch on its way: what :meth:`StagedModel.land` waits for, or a lane's future, or the features, or the error retained for when its turn comes."""
 
     batch: Batch
     result: Any = None
@@ -61,9 +61,9 @@ class Forward:
         model: the loaded model.
         staged: the same, where it is one.
         view: declares the features.
-        meter: told what was computed.
-        budget: told what each batch cost and took.
-        pace: told so, too.
+        meter: called with what was computed.
+        budget: called with what each batch cost and took.
+        pace: called with the same.
         hand_on_s: a window that takes longer is handed on in pieces, about this often.
         lanes: how many batches are computed at once, sharing ``threads`` compute threads.
     """
@@ -307,7 +307,7 @@ def _reject(window: Window, row: int, exc: BaseException) -> None:
     if isinstance(exc, Misfit):
         window.reject(row, MISFIT, str(exc))
     else:
-        window.reject(row, "model", told(exc))
+        window.reject(row, "model", described(exc))
 
 
 def _check_device(exc: BaseException) -> None:

@@ -119,7 +119,7 @@ def _is_librarys(exc: BaseException) -> bool:
 
 def without_locals(exc: BaseException) -> BaseException:
     """The same error, and those it came of, without what was in the variables of the functions that raised it: a batch's activations, which an error that
-    is kept would hold. Where it was raised can still be told."""
+    is stored would hold. Where it was raised can still be reported."""
     waiting, seen = [exc], set[int]()
     while waiting:
         one = waiting.pop()

@@ -34,7 +34,7 @@ class Meter:
     rows_retried: int = 0
     """That are tried again at this moment, since the worker that had them was lost."""
     batch_steps: Counter[int] = field(default_factory=Counter)
-    """Batches by how long they took, in powers of :data:`STEP` seconds: of any number of them, little is kept."""
+    """Batches by how long they took, in powers of :data:`STEP` seconds: of any number of them, little is held."""
 
     def stage(self, name: str) -> StageTime:
         """The time of one stage, to be added to."""

@@ -186,7 +186,7 @@ class MicroBatcher(Generic[Payload, Result]):
         self._turns: dict[Hashable, int] = {}
         """Of owners that had their turn: the round of their next one, as long as it is to come. Who always asks for one more just as the last is begun gains no turn by it."""
         self._seen: dict[Hashable, float] = {}
-        """When each owner last asked."""
+        """When each owner last sent a request."""
         self._numbers = itertools.count()
         self._paces: dict[Hashable, _Pace] = {}
         """Of each group's latest batches."""
@@ -339,7 +339,7 @@ class MicroBatcher(Generic[Payload, Result]):
         for flight in late:
             self._take(flight)
         for flight in late:
-            # who is told may ask for more at once
+            # who is answered may ask for more at once
             self._land(flight, self._refuse("deadline"))
         return [flight for flight, _, _ in batch]
 
@@ -378,7 +378,7 @@ class MicroBatcher(Generic[Payload, Result]):
         return self._max_batch if len(self._seen) <= 1 else pace.rows_in(LONE_SHARE * pace.seconds(1))
 
     def _cut(self, due: Sequence[_Flight[Payload, Result]], pace: _Pace, now: float) -> int:
-        """How many of these are begun together, so that their deadlines are kept, and that of whoever is next."""
+        """How many of these are begun together, so that their deadlines are met, and that of whoever is next."""
         alone_s, next_by = pace.seconds(1), math.inf
         begun = set(due)
         for queue in self._queues.values():
@@ -386,14 +386,14 @@ class MicroBatcher(Generic[Payload, Result]):
                 left = next((place for place in places if queue.flights[place.number] not in begun), None)
                 if left is not None and left.deadline >= now + 2 * alone_s:
                     next_by = min(next_by, left.deadline)
-        kept: list[float] = []
+        retained: list[float] = []
         for flight in due:
             done_by = flight.first if flight.first >= now + alone_s else flight.last
             others_s = max(PATIENCE_SHARE * flight.patience_s, LONE_SHARE * alone_s)
-            kept.append(min(done_by, now + others_s, *kept[-1:]))
+            retained.append(min(done_by, now + others_s, *retained[-1:]))
         for rows in range(len(due), 1, -1):
             done_at = now + pace.seconds(rows)
-            if done_at <= kept[rows - 1] and done_at + alone_s <= next_by:
+            if done_at <= retained[rows - 1] and done_at + alone_s <= next_by:
                 return rows
             if (first := due[rows - 1].first) >= now + 2 * alone_s:
                 next_by = min(next_by, first)

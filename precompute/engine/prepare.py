@@ -14,7 +14,7 @@ import pyarrow as pa
 from precompute.engine.budget import Pace
 from precompute.engine.window import Batch, Later, Rows, Window, taken
 from precompute.model import CheckingModel, Model, SizedModel, StagedModel
-from precompute.project_module import told
+from precompute.project_module import described
 from precompute.store.errors import ModelError
 from precompute.store.feature_view import FeatureView
 
@@ -158,7 +158,7 @@ class Preparation:
         if self._staged is not None:
             self._prepare_staged(self._staged, window)
         elif self._sized is not None:
-            window.costs = self._costs(self._asked("costs()", self._sized.costs, taken(window.shown, window.rows)), window)
+            window.costs = self._costs(self._called("costs()", self._sized.costs, taken(window.shown, window.rows)), window)
         return window
 
     def _prepare_staged(self, model: StagedModel, window: Window) -> None:
@@ -177,9 +177,7 @@ class Preparation:
             except ModelError:
                 raise
             except (Exception, SystemExit) as exc:
-                what = (
-                    f"prepare() of {len(window.rows):,} rows raised {told(exc)}, though it took the same rows in smaller numbers"
-                )
+                what = f"prepare() of {len(window.rows):,} rows raised {described(exc)}, though it took the same rows in smaller numbers"
                 raise ModelError(f"the model of view {self._view.name!r}: {what}") from exc
         for position, reason in prepared.bad.items():
             window.reject(int(window.rows[position]), "input", reason)
@@ -192,12 +190,12 @@ class Preparation:
             raise
         except (Exception, SystemExit) as exc:
             if len(rows) == 1:
-                window.reject(int(rows[0]), "prepare", told(exc))
+                window.reject(int(rows[0]), "prepare", described(exc))
                 return
             self._find_unpreparable(model, window, rows[: len(rows) // 2])
             self._find_unpreparable(model, window, rows[len(rows) // 2 :])
 
-    def _asked(self, what: str, method: Callable[[pa.RecordBatch], Any], batch: pa.RecordBatch) -> Any:
+    def _called(self, what: str, method: Callable[[pa.RecordBatch], Any], batch: pa.RecordBatch) -> Any:
         """Raises:
         ModelError: the method raised; without its answer no row can be planned.
         """
@@ -207,7 +205,7 @@ class Preparation:
             raise
         except Exception as exc:
             # a user's model may raise anything
-            raise ModelError(f"the model of view {self._view.name!r}: {what} raised {told(exc)}") from exc
+            raise ModelError(f"the model of view {self._view.name!r}: {what} raised {described(exc)}") from exc
 
     def _unusable(self, model: CheckingModel, window: Window) -> list[tuple[int, str]]:
         """The rows that the model takes none of, with its reasons.
@@ -215,7 +213,7 @@ class Preparation:
         Raises:
             ModelError: it names them otherwise than by their position.
         """
-        named = self._asked("unusable()", model.unusable, window.shown)
+        named = self._called("unusable()", model.unusable, window.shown)
         if not isinstance(named, Mapping) or not all(
             isinstance(row, (int, np.integer)) and 0 <= row < window.shown.num_rows for row in named
         ):

@@ -68,7 +68,7 @@ class Runner:
     Args:
         model: the loaded model.
         view: declares names, types and shapes of the features.
-        meter: told what every stage took; kept by the caller to report it.
+        meter: called with what every stage took; stored by the caller to report it.
         budget: what a batch may cost; by default it finds itself. Given, it is shared with an earlier runner of the same model.
         search: whether a budget of its own looks for the best; else it stays what the model begins with.
         lanes: how many batches a stream computes at once on a CPU, of a model that is ``concurrent``; by default one for each compute thread.

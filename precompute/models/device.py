@@ -222,7 +222,7 @@ Layer = Callable[[torch.Tensor], torch.Tensor]
 Pack = Callable[[torch.nn.Linear], torch.nn.Module]
 
 QUIET = 0.1
-"""Share of the CPUs' time that others may take meanwhile, for what was probed to be kept: beside neighbours it is less than the machine can do."""
+"""Share of the CPUs' time that others may take meanwhile, for what was probed to be retained: beside neighbours it is less than the machine can do."""
 
 _known: dict[object, float] = {}
 """What this process knows: a machine does not change, and a scheduler runs a view every hour."""
@@ -236,7 +236,7 @@ def shapes_of(module: torch.nn.Module) -> tuple[tuple[int, int], ...]:
 
 def probed(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, pack: Pack | None = None) -> float:
     """The most FLOP/s of products of these shapes: as torch computes them, packed by oneDNN, or by ``pack``; all compute threads in one, or each
-    in one of its own. Probed once in a process, and on a machine once while nobody else computes: from then on it is kept in
+    in one of its own. Probed once in a process, and on a machine once while nobody else computes: from then on it is stored in
     ``$XDG_CACHE_HOME/precompute`` (``~/.cache``), by what it depends on.
 
     Args:
@@ -247,7 +247,7 @@ def probed(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, pack: Pack | N
     key = (tuple(shapes), dtype, pack, compute_threads())
     if key not in _known:
         file = _file(shapes, dtype, pack)
-        _known[key] = _kept(file) or _measured(shapes, dtype, pack, file)
+        _known[key] = _retained(file) or _measured(shapes, dtype, pack, file)
     return _known[key]
 
 
@@ -270,7 +270,7 @@ def _measured(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, pack: Pack 
     return flops
 
 
-def _kept(file: Path) -> float | None:
+def _retained(file: Path) -> float | None:
     try:
         flops = json.loads(file.read_text())["flops"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -20,7 +20,7 @@ REPEATS = 3
 MOST_SHAPES = 64
 """Recorded at most; those that come later run without."""
 STEPS = 4
-"""Numbers of rows that are distinguished between a power of two and the next: what is computed and not asked for is a fifth at most."""
+"""Numbers of rows that are distinguished between a power of two and the next: what is computed and not requested is a fifth at most."""
 
 LENGTHS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Lengths that texts are filled up to, so that shapes repeat; beyond, multiples of the last."""

@@ -111,7 +111,7 @@ class TextEncoder(TorchModel):
         device: ``cpu``, ``cuda`` or ``cuda:1``; by default a GPU where there is one.
         prompt: put before every text; by default the folder's prompt for documents. An empty one is none.
         query_prompt: put before a text that is searched by; by default the folder's prompt for queries.
-        truncate_dim: numbers kept of each vector, without normalising again; by default what the folder says.
+        truncate_dim: numbers retained of each vector, without normalising again; by default what the folder says.
 
     Raises:
         ConfigError: no such folder or file, something in it that is not understood, or an argument out of bounds.
@@ -253,7 +253,7 @@ class TextEncoder(TorchModel):
         """Token ids; a row costs its tokens."""
         texts = [self._prefix + (t.decode() if isinstance(t, bytes) else t) for t in self._text(batch).to_pylist()]
         ids, lengths = self._tokenized(texts)
-        # a text that is refused for its length was kept as one token more than any may have
+        # a text that is refused for its length was stored as one token more than any may have
         bad = {
             int(row): f"{self._column} has more than {self.max_tokens} tokens"
             for row in np.flatnonzero(lengths > self.max_tokens)
@@ -261,7 +261,7 @@ class TextEncoder(TorchModel):
         return Prepared(lengths, Tokens(ids, np.cumsum(lengths) - lengths, lengths), bad)
 
     def _tokenized(self, texts: Sequence[str]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """(ids of all texts in a row, how many of each), kept where there is a cache."""
+        """(ids of all texts in a row, how many of each), retained where there is a cache."""
         if self._cache is None:
             return self._tokenizer.tokenized(texts)
         key = self._cache.key(texts)
@@ -319,14 +319,14 @@ class TextEncoder(TorchModel):
 
 
 def _head(recipe: SentenceFolder, hidden_size: int, truncate_dim: int | None) -> Head:
-    """What comes after the transformer, cut to the numbers that are kept.
+    """What comes after the transformer, cut to the numbers that are retained.
 
     Raises:
         ConfigError: ``truncate_dim`` is more than it has, or none.
     """
     head = Head(hidden_size, recipe.pooling, recipe.layers)
-    kept = recipe.truncate_dim if truncate_dim is None else truncate_dim
+    retained = recipe.truncate_dim if truncate_dim is None else truncate_dim
     if truncate_dim is not None and not 0 < truncate_dim <= head.dim:
         raise ConfigError(f"text_encoder: truncate_dim is {truncate_dim}, this model's vectors have 1 to {head.dim} numbers")
-    head.dim = min(kept or head.dim, head.dim)
+    head.dim = min(retained or head.dim, head.dim)
     return head

@@ -297,9 +297,9 @@ class TopK(TorchModel):
     def features(self, outputs: Sequence[npt.NDArray[Any]]) -> dict[str, Any]:
         """Item ids and float32 scores: lists of at most k a row, shorter where fewer items are left after exclusion."""
         keys = outputs[0]
-        kept = keys >> 32 < LAST_SCORE
-        offsets = pa.array(np.append(0, np.cumsum(kept.sum(1))), pa.int32())
-        best = keys[kept]
+        retained = keys >> 32 < LAST_SCORE
+        offsets = pa.array(np.append(0, np.cumsum(retained.sum(1))), pa.int32())
+        best = keys[retained]
         return {
             self._outputs[0]: pa.ListArray.from_arrays(offsets, self._ids.take(pa.array(best & 0xFFFFFFFF))),
             self._outputs[1]: pa.ListArray.from_arrays(offsets, pa.array(_scores(best))),

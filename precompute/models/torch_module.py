@@ -21,7 +21,7 @@ from precompute.model import Prepared, Verbatim, digest, resolve_path
 from precompute.models.device import Device, Fetch
 from precompute.models.exported_program import Columns, is_list, is_pure, load_program, parse_inputs, program_flops, takes
 from precompute.models.torch_model import Tensors, TorchModel
-from precompute.project_module import import_module, plain_name, project_folder, told
+from precompute.project_module import described, import_module, plain_name, project_folder
 from precompute.store.errors import ConfigError, ModelError
 
 CODE_VERSION = 1
@@ -277,7 +277,7 @@ def _constructed(path: str, args: Mapping[str, Any]) -> torch.nn.Module:
         factory = getattr(import_module(name, project_folder()), attribute, None)
     except Exception as exc:
         # a user's module may fail in any way, a syntax error included
-        raise ConfigError(f"torch_module: {path!r} cannot be imported: {told(exc)}") from exc
+        raise ConfigError(f"torch_module: {path!r} cannot be imported: {described(exc)}") from exc
     if not (isinstance(factory, type) and issubclass(factory, torch.nn.Module)):
         raise ConfigError(
             f"torch_module: {path!r}: "
@@ -291,7 +291,7 @@ def _constructed(path: str, args: Mapping[str, Any]) -> torch.nn.Module:
         return factory(**args)
     except Exception as exc:
         # a user's class may raise anything
-        raise ModelError(f"torch_module: {path} failed to load: {told(exc)}") from exc
+        raise ModelError(f"torch_module: {path} failed to load: {described(exc)}") from exc
 
 
 def _check_takes(path: str, module: torch.nn.Module, names: Sequence[str]) -> None:

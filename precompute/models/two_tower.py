@@ -220,5 +220,5 @@ def _tokens(f: Field, batch: pa.RecordBatch | pa.Table) -> tuple[torch.Tensor, t
 
 def _without_ids(tokens: Tokens, share: float, generator: torch.Generator) -> Tokens:
     ids, offsets = tokens[0]
-    kept = torch.rand(len(ids), generator=generator) >= share
-    return [(torch.where(kept, ids, UNKNOWN), offsets), *tokens[1:]]
+    retained = torch.rand(len(ids), generator=generator) >= share
+    return [(torch.where(retained, ids, UNKNOWN), offsets), *tokens[1:]]

@@ -43,7 +43,7 @@ TIE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class FeatureAccuracy:
-    """One feature's figures; those that do not apply to its kind, or cannot be told from these rows, are None.
+    """One feature's figures; those that do not apply to its kind, or cannot be known from these rows, are None.
 
     Vectors have ``mean_cosine``, ``min_cosine`` and ``recall_at_10``; scalar floats ``rank_correlation`` and ``max_abs_error``; lists of anything
     but floats ``overlap``, and other scalars ``overlap`` alone, the share of rows that are equal. The others have what their rows' errors

@@ -23,7 +23,7 @@ from precompute.model import CheckingModel, Model
 from precompute.models.device import Device
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.precision.same_value import differing
-from precompute.project_module import told
+from precompute.project_module import described
 from precompute.store.errors import ConfigError, PrecomputeError
 from precompute.store.feature_view import FeatureView
 from precompute.techniques.table import REFERENCE, TABLE
@@ -167,7 +167,7 @@ def quick_reference(model: TorchModel) -> TorchModel | None:
         other.use(quick.converted(other, (), None), quick.dtype)
     except Exception as exc:
         # a module of somebody's own may be anything; then the reference computes itself
-        log.info("%s cannot compute this model, and %s takes its place: %s", QUICK, REFERENCE, told(exc))
+        log.info("%s cannot compute this model, and %s takes its place: %s", QUICK, REFERENCE, described(exc))
         return None
     return other
 

@@ -182,8 +182,8 @@ def _scores_off(stored: _Floats, computed: _Floats, known: float) -> tuple[_Floa
         errors = np.where(same, 0, np.nan_to_num(np.abs(computed - stored) / sizes, nan=np.inf, posinf=np.inf))
         apart, now = stored[:, None] - stored, computed[:, None] - computed
         clear = np.abs(apart) > 2 * known * np.maximum(sizes[:, None], sizes)
-        kept = (clear & (np.sign(apart) == np.sign(now))).sum(axis=1)
-    return errors, kept < IN_ORDER * clear.sum(axis=1)
+        retained = (clear & (np.sign(apart) == np.sign(now))).sum(axis=1)
+    return errors, retained < IN_ORDER * clear.sum(axis=1)
 
 
 def _scores_of(items: Feature, view: FeatureView) -> Feature | None:

@@ -19,10 +19,10 @@ from precompute.store.errors import PrecomputeError
 
 MOST_ROWS = 100_000
 MOST_BYTES = 32 * 2**20
-"""Of a source that is kept."""
+"""Of a source that is stored."""
 
 SETTLED_S = 2.0
-"""A file must be so old to be kept: what is written within a step of the file system's clock, up to two seconds, has no other time."""
+"""A file must be so old to be stored: what is written within a step of the file system's clock, up to two seconds, has no other time."""
 
 AGAIN_S = 10.0
 """Before a source is read once more whose files have changed, or were too new to keep. One that is too large is read again when its files have changed."""
@@ -47,22 +47,22 @@ class CachedSource:
     def __init__(self, database: Database, sql: str, given: dict[str, object], files: Sequence[str]) -> None:
         self._database, self._sql, self._given, self._files = database, sql, given, files
         self._lock = threading.Lock()
-        self._kept: tuple[_Stamps, dict[str, int], pa.Table] | None = None
-        self._not_kept: _Stamps | None = None
+        self._entry: tuple[_Stamps, dict[str, int], pa.Table] | None = None
+        self._not_cached: _Stamps | None = None
         """Of the files as they were when they were read in vain."""
         self._reading, self._again_at = False, 0.0
         self._may_be = bool(files) and not any(is_pattern(file) or is_remote(file) for file in files)
 
     def rows(self, keys: Sequence[str]) -> pa.Table | None:
-        """As :meth:`precompute.source.Source.rows`; None where that has to be asked."""
+        """As :meth:`precompute.source.Source.rows`; None where that has to be queried."""
         if not self._may_be:
             return None
-        kept, stamps = self._kept, _stamps(self._files)
-        if kept is None or stamps is None or kept[0] != stamps:
-            if stamps is None or stamps != self._not_kept:
+        retained, stamps = self._entry, _stamps(self._files)
+        if retained is None or stamps is None or retained[0] != stamps:
+            if stamps is None or stamps != self._not_cached:
                 self._begin()
             return None
-        _, position, table = kept
+        _, position, table = retained
         return table.take(pa.array([position[key] for key in keys if key in position], pa.int64()))
 
     def _begin(self) -> None:
@@ -79,20 +79,20 @@ class CachedSource:
             self._again_at, self._reading = time.monotonic() + AGAIN_S, False
 
     def _read(self) -> None:
-        # the source was closed, or is told about by who asks it next
+        # the source was closed, or whoever reads it next reports it
         with contextlib.suppress(PrecomputeError):
             self._may_be = not unsteady(self._database, self._sql)
             before = _stamps(self._files)
             if not self._may_be or before is None or max(stamp[3] for stamp in before) > time.time_ns() - SETTLED_S * 1e9:
                 return
-            self._not_kept = before
+            self._not_cached = before
             table = self._database.query_aside(f"SELECT * FROM ({self._sql}\n) LIMIT {MOST_ROWS + 1}", self._given)
             if table.num_rows > MOST_ROWS or table.nbytes > MOST_BYTES:
                 return
             position = {key: row for row, key in enumerate(table.column("key").to_pylist()) if key is not None}
             # a key with two rows is an error, for the source to tell; a file that changed meanwhile has another stamp by now
             if len(position) == table.num_rows - table.column("key").null_count:
-                self._kept, self._not_kept = (before, position, table), None
+                self._entry, self._not_cached = (before, position, table), None
 
 
 def _stamps(files: Sequence[str]) -> _Stamps | None:

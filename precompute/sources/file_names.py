@@ -40,7 +40,7 @@ def absolute_sql(tree: Any, folder: Path, evaluate: Callable[[Any], Any]) -> tup
         whether anything was changed, and the files: absolute names, patterns and URLs.
 
     Raises:
-        ConfigError: files that cannot be told from the SQL, or whose rows would depend on where the project lies.
+        ConfigError: files that cannot be known from the SQL, or whose rows would depend on where the project lies.
     """
     ctes = {entry["key"].lower() for node in _nodes(tree) if "cte_map" in node for entry in node["cte_map"]["map"]}
     changed, files = False, list[str]()

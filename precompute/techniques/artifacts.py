@@ -99,7 +99,7 @@ class Folder:
 
 
 @contextlib.contextmanager
-def kept(folder: Path | None) -> Iterator[Folder]:
+def retained(folder: Path | None) -> Iterator[Folder]:
     """The folder, or one that is gone afterwards."""
     if folder is not None:
         yield Folder(folder)

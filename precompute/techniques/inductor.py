@@ -18,7 +18,7 @@ from precompute.models.device import Device
 from precompute.models.graphs import Graphed, check_rows
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.store.errors import ConfigError
-from precompute.techniques.artifacts import exported, guarded, kept
+from precompute.techniques.artifacts import exported, guarded, retained
 from precompute.techniques.machine import computes_in, missing_compiler, on_a_gpu_only
 from precompute.techniques.technique import Forward, Technique, module_of
 
@@ -73,7 +73,7 @@ class Recorded(Compiled):
 
 
 class Packaged(Technique):
-    """fp32, bf16 and fp16 compiled ahead of time into a file that is kept."""
+    """fp32, bf16 and fp16 compiled ahead of time into a file that is stored."""
 
     convert_s = 60.0
 
@@ -89,7 +89,7 @@ class Packaged(Technique):
         def write(path: Path) -> None:
             package(module_of(model, self.dtype, batches), batches, path)
 
-        with kept(folder) as place:
+        with retained(folder) as place:
             return guarded(load(place.file(self.name, ".pt2", model, batches, "", write)), self.name, batches)
 
 
@@ -128,7 +128,7 @@ def _but_for_threads(guards: Sequence[Any]) -> list[bool]:
 
 
 def _keep_apart() -> None:
-    """Give each instruction set a cache of its own: code that Inductor kept for AVX-512 and took up again under ``ATEN_CPU_CAPABILITY=avx2`` computed
+    """Give each instruction set a cache of its own: code that Inductor retained for AVX-512 and took up again under ``ATEN_CPU_CAPABILITY=avx2`` computed
     other values (torch 2.13: 30 % of an MLP's outputs, off by up to 0.36). A folder that the environment names is left as it is."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 

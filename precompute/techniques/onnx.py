@@ -14,7 +14,7 @@ import torch
 from precompute.models.device import Device
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.store.errors import ConfigError
-from precompute.techniques.artifacts import Folder, exported, guarded, kept
+from precompute.techniques.artifacts import Folder, exported, guarded, retained
 from precompute.techniques.machine import has_int8_products, has_vnni, on_a_cpu_only
 from precompute.techniques.per_row import PerRowLinear
 from precompute.techniques.technique import Forward, Technique, elements, has_linear, module_of
@@ -48,7 +48,7 @@ class Exported(Technique):
         return 0.0 if missing_packages(device) else 1.2
 
     def converted(self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None) -> Forward:
-        with kept(folder) as place:
+        with retained(folder) as place:
             return self._loaded(self.graph(place, model, batches), model, batches)
 
     @staticmethod
@@ -85,7 +85,7 @@ class Static(Exported):
         return 0.0 if self.missing(device) or not has_linear(model) else 1.4
 
     def converted(self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None) -> Forward:
-        with kept(folder) as place:
+        with retained(folder) as place:
 
             def made(path: Path) -> None:
                 quantise(self.graph(place, model, batches), path, batches, reduce_range=not has_vnni())

@@ -63,7 +63,7 @@ class Technique(ABC):
         Args:
             model: computes the reference now.
             batches: examples, at least one, on the model's device; see :func:`precompute.precision.conversion.convert`.
-            folder: keeps what took long to make; None where nothing is kept.
+            folder: keeps what took long to make; None where nothing is stored.
 
         Raises:
             Exception: whatever a compiler or exporter raises about a module it does not know.

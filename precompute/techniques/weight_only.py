@@ -1,4 +1,4 @@
-"""Weight only: linear layers whose weights are kept in 8 or 4 bits and computed in bfloat16, on a CPU. A quarter and an eighth of float32's memory.
+"""Weight only: linear layers whose weights are stored in 8 or 4 bits and computed in bfloat16, on a CPU. A quarter and an eighth of float32's memory.
 
 For one row at a time of layers larger than the cache, and where memory is short; with many rows at once the products are what costs, and stay in
 floats. One AMD Zen 5 core, 384 × 1,536, times float32's rate eager: 3.4 and 3.4 for one row, 1.4 and 1.8 for 1,024, where oneDNN's packed float32 has 2.4.

@@ -100,7 +100,7 @@ class SentenceFolder:
         lowercase: whether texts are lowercased before the tokenizer's own normalising.
         prompt: put before a document's text.
         query_prompt: put before a query's text.
-        truncate_dim: numbers kept of each vector; what is left is not normalised again.
+        truncate_dim: numbers retained of each vector; what is left is not normalised again.
     """
 
     transformer: Path

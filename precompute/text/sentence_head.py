@@ -24,7 +24,7 @@ class Head(torch.nn.Module):
         hidden_size: numbers in a token's vector.
         pooling: of the tokens.
         layers: what comes after.
-        truncate_dim: numbers kept of each vector; all by default. What is left is not normalised again.
+        truncate_dim: numbers retained of each vector; all by default. What is left is not normalised again.
 
     Raises:
         ConfigError: a layer takes another number than the one before gives.

@@ -40,7 +40,7 @@ class TextTokenizer:
         tokenizer: transformers' own.
         max_tokens: longest input, special tokens included.
         lowercase: whether sentence-transformers would have it so (``do_lower_case``).
-        keep_long: a longer text is told by one token more than any may have, instead of cut.
+        keep_long: a longer text is recognised by one token more than any may have, instead of cut.
     """
 
     def __init__(self, tokenizer: Any, max_tokens: int, *, lowercase: bool = False, keep_long: bool = False) -> None:
@@ -91,10 +91,10 @@ def _head(text: str, limit: int) -> str:
 
 
 def _words_follow(encoding: Encoding) -> bool:
-    """Whether no token that is kept is of the last word, which may be cut: of more than 100 characters, WordPiece makes one token of a word."""
-    kept = [word for word in encoding.word_ids if word is not None]
+    """Whether no token that is retained is of the last word, which may be cut: of more than 100 characters, WordPiece makes one token of a word."""
+    retained = [word for word in encoding.word_ids if word is not None]
     left = [word for word in encoding.overflowing[-1].word_ids if word is not None]
-    return bool(kept and left) and left[-1] > kept[-1]
+    return bool(retained and left) and left[-1] > retained[-1]
 
 
 def _lowercase(tokenizer: Tokenizer) -> None:
@@ -107,7 +107,7 @@ def _lowercase(tokenizer: Tokenizer) -> None:
 
 
 MAX_BYTES = 4 * 2**30
-"""Kept at most; the files not used for longest go first."""
+"""Retained at most; the files not used for longest go first."""
 
 
 class TokenCache:
@@ -116,7 +116,7 @@ class TokenCache:
     Args:
         folder: created when it is first written to.
         tokenizer: digest of the tokenizer and all that decides its ids.
-        max_bytes: kept at most.
+        max_bytes: retained at most.
     """
 
     def __init__(self, folder: Path, tokenizer: str, max_bytes: int = MAX_BYTES) -> None:
@@ -132,7 +132,7 @@ class TokenCache:
         return digest.hexdigest()
 
     def get(self, key: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
-        """(token ids of all texts in a row, tokens of each text), int64; None when not kept, or not readable."""
+        """(token ids of all texts in a row, tokens of each text), int64; None when not retained, or not readable."""
         path = self._folder / f"{key}.tokens"
         try:
             stored = path.read_bytes()

@@ -127,8 +127,8 @@ def load_transformer(folder: Path) -> tuple[Any, Any]:
     return transformer, tokenizer
 
 
-def longest_input(asked: int | None, folders: int | None, transformer: Any, tokenizer: Any) -> int:
-    """The longest input: as asked for; else as the folder says; else as ``sentence_transformers…Transformer`` finds it.
+def longest_input(requested: int | None, folders: int | None, transformer: Any, tokenizer: Any) -> int:
+    """The longest input: as requested; else as the folder says; else as ``sentence_transformers…Transformer`` finds it.
 
     Raises:
         ConfigError: the model cannot take it, or nobody says.
@@ -136,11 +136,11 @@ def longest_input(asked: int | None, folders: int | None, transformer: Any, toke
     config = transformer.config
     declared = getattr(config, "max_position_embeddings", -1)
     table = _positions(transformer)
-    if asked is not None:
+    if requested is not None:
         most = table or max(declared, folders or 0)
-        if not 2 < asked <= most:
-            raise ConfigError(f"text_encoder: max_tokens is {asked}, this model takes 3 to {most}")
-        return asked
+        if not 2 < requested <= most:
+            raise ConfigError(f"text_encoder: max_tokens is {requested}, this model takes 3 to {most}")
+        return requested
     longest = folders
     if longest is None:
         longest = tokenizer.model_max_length if declared == -1 else min(tokenizer.model_max_length, declared)

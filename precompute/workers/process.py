@@ -32,7 +32,7 @@ PIPE_BYTES = 2**20
 """Of each pipe, the most that Linux allows to everybody. Windows of 13 MB went through 1.2 times as fast as with its usual 64 KiB."""
 
 TAIL_BYTES = 2**16
-"""Of stderr, kept for the last line of it."""
+"""Of stderr, retained for the last line of it."""
 
 ECHO_S = 1.0
 """How long the end of a dead process's stderr is waited for: who left its group may hold it open."""
@@ -40,9 +40,9 @@ ECHO_S = 1.0
 AUTOGROUP_TRIES, AUTOGROUP_WAIT_S = 10, 0.15
 """Linux takes one such write in 0.1 s, of all that are not privileged."""
 
-Output = Literal["inherited", "kept", "piped"]
-"""Where a child's output goes. ``inherited``: where ours does. ``kept``: stderr to a file without a name, which a child can still write to that
-outlives us, stdout nowhere. ``piped``: stdin and stdout are pipes of ours, stderr is kept and passed on to ours."""
+Output = Literal["inherited", "captured", "piped"]
+"""Where a child's output goes. ``inherited``: where ours does. ``captured``: stderr to a file without a name, which a child can still write to that
+outlives us, stdout nowhere. ``piped``: stdin and stdout are pipes of ours, stderr is held and passed on to ours."""
 
 
 class ProcessGroup(ABC):
@@ -99,11 +99,11 @@ class ChildProcess(ProcessGroup):
         self._tail = b""
         self._echo: threading.Thread | None = None
         with contextlib.ExitStack() as unless_started:
-            self._kept = unless_started.enter_context(tempfile.TemporaryFile()) if output == "kept" else None
+            self._retained = unless_started.enter_context(tempfile.TemporaryFile()) if output == "captured" else None
             nowhere, pipe = subprocess.DEVNULL, subprocess.PIPE
             stdin, stdout, stderr = {
                 "inherited": (nowhere, None, None),
-                "kept": (nowhere, nowhere, self._kept),
+                "captured": (nowhere, nowhere, self._retained),
                 "piped": (pipe, pipe, pipe),
             }[output]
             self._popen = subprocess.Popen(
@@ -141,10 +141,10 @@ class ChildProcess(ProcessGroup):
     def ended(self) -> bool:
         """Also reaps it."""
         with self._reaping:
-            if self.status is None and self._over() and self._popen.poll() is not None and self._kept is not None:
-                with self._kept as kept:
-                    kept.seek(max(0, kept.seek(0, os.SEEK_END) - TAIL_BYTES))
-                    self._tail = kept.read()
+            if self.status is None and self._over() and self._popen.poll() is not None and self._retained is not None:
+                with self._retained as retained:
+                    retained.seek(max(0, retained.seek(0, os.SEEK_END) - TAIL_BYTES))
+                    self._tail = retained.read()
             return self.status is not None
 
     def signal(self, number: int) -> None:

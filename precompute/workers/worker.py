@@ -25,7 +25,7 @@ from precompute.engine.meter import Meter
 from precompute.engine.runner import Runner
 from precompute.engine.window import Outcome
 from precompute.model import Model, model_fingerprint
-from precompute.project_module import absolute_arguments, starting_from, told
+from precompute.project_module import absolute_arguments, described, starting_from
 from precompute.registry import load_model
 from precompute.store.errors import ConfigError, ModelError, PrecomputeError
 from precompute.store.feature_view import FeatureView
@@ -208,7 +208,7 @@ class _Worker:
         except (Exception, SystemExit) as exc:
             # of a module that is imported, or of a method that no row can be blamed for
             _end_if_lost(exc)
-            text = f"the model of view {view.name!r} failed in its worker: {told(exc)}"
+            text = f"the model of view {view.name!r} failed in its worker: {described(exc)}"
             self._send({"kind": "error", "error": ModelError.__name__, "text": text})
 
     def _take(self) -> None:

@@ -210,10 +210,10 @@ class PoolStream:
         features = pa.RecordBatch.from_arrays(batch.columns[1:], schema=self._spec.view.feature_schema())
         rows, bad = np.asarray(batch.column(0)), np.array([row for row, _, _ in rejections], np.int64)
         task.left[rows] = task.left[bad] = False
-        told = [RejectedRow(int(task.rows[row]), stage, error) for row, stage, error in rejections]
-        task.window.add(len(rows) + len(told), told, task.rows[rows], features)
+        reason = [RejectedRow(int(task.rows[row]), stage, error) for row, stage, error in rejections]
+        task.window.add(len(rows) + len(reason), reason, task.rows[rows], features)
         if task.suspect:
-            self._meter.rows_retried -= len(rows) + len(told)
+            self._meter.rows_retried -= len(rows) + len(reason)
         self._held_bytes += int(features.nbytes) if len(rows) else 0
 
     # ---- the supervisor
@@ -279,32 +279,34 @@ class PoolStream:
     def _replace(self, process: WorkerProcess, how: str) -> None:
         ended = process.reap()
         words = process.last_words()
-        told = (how or ended) + (f"; the last line of its stderr: {words[:300]}" if words else "")
+        reason = (how or ended) + (f"; the last line of its stderr: {words[:300]}" if words else "")
         self._unloaded[process.number] += not process.ready
         if not process.ready and (not self._loaded_once or self._unloaded[process.number] >= LOAD_TRIES):
-            raise ModelError(f"the model {self._spec.use!r} could not be loaded: its worker process {told}")
+            raise ModelError(f"the model {self._spec.use!r} could not be loaded: its worker process {reason}")
         self._fruitless += 1
         if self._fruitless > max(MAX_FRUITLESS, 4 * len(self._devices)):
             raise ModelError(
-                f"{self._fruitless} worker processes died one after the other and none finished any rows in between; the last one {told}; "
+                f"{self._fruitless} worker processes died one after the other and none finished any rows in between; the last one {reason}; "
                 "try the model on a few rows, or with fewer workers where memory is short"
             )
         self._meter.workers_replaced += 1
         with self._changed:
             alone = len(process.in_flight) == 1
             rows = sum(int(task.left.sum()) for task in process.in_flight)
-            rejected = sum([self._lost(task, alone, told, at == 0, hung=bool(how)) for at, task in enumerate(process.in_flight)])
+            rejected = sum(
+                [self._lost(task, alone, reason, at == 0, hung=bool(how)) for at, task in enumerate(process.in_flight)]
+            )
             self._changed.notify_all()
         log.warning(
             "%s: worker %d %s; it is replaced, %s",
             self._spec.view.name,
             process.number,
-            told,
+            reason,
             "and the row it had is rejected" if rejected else f"{rows:,} row{'s are' if rows != 1 else ' is'} tried again",
         )
         self._processes[process.number] = self._started(process.number)
 
-    def _lost(self, task: Task, alone: bool, told: str, first: bool, *, hung: bool) -> bool:
+    def _lost(self, task: Task, alone: bool, reason: str, first: bool, *, hung: bool) -> bool:
         """Its worker died: once more, or in parts, or, of a single row, a rejection; returns whether it is that."""
         rows = task.rows[task.left]
         deaths = task.deaths + alone if len(rows) == len(task.rows) else int(alone)
@@ -315,7 +317,7 @@ class PoolStream:
         parts = min(PARTS, len(rows)) if task.suspect or (hung and first) else 1
         hung |= task.hung
         if len(rows) == 1 and deaths >= self._patience.attempts:
-            error = f"its worker process {told} ({deaths} of {self._patience.attempts} tries)"
+            error = f"its worker process {reason} ({deaths} of {self._patience.attempts} tries)"
             task.window.add(1, [RejectedRow(int(rows[0]), "worker", error)], np.empty(0, np.int64), None)
             self._meter.rows_retried -= task.suspect
             return True
@@ -418,12 +420,12 @@ class WorkerPool:
         times = self._meter.stage("write")
         try:
             while True:
-                asked = time.monotonic()
+                requested = time.monotonic()
                 item = stream.next()
                 if item is None:
                     return
                 came = time.monotonic()
-                times.starved_s += came - asked
+                times.starved_s += came - requested
                 self._meter.rows += item[1].done
                 yield item
                 times.busy_s += time.monotonic() - came

@@ -224,14 +224,14 @@ class WorkerProcess(ChildProcess):
         self._outbox.put(({}, taken(task.window.shown, task.rows)))
 
     def beat(self, steps: int, patience: Patience) -> None:
-        """It told how many batches it has finished."""
+        """It reported how many batches it has finished."""
         if steps != self._steps:
             self._steps = steps
             # it may have been finished right after the sign of life before
             self.progressed(patience, patience.heartbeat_s)
 
     def progressed(self, patience: Patience, late_s: float = 0.0) -> None:
-        """It has just told of a batch, or more, that it may have finished so long before."""
+        """It has just informed of a batch, or more, that it may have finished so long before."""
         if self.in_flight:
             patience.progressed(max(0.0, self.heard - self.progress - late_s))
         self.progress = self.heard

@@ -154,7 +154,7 @@ class _Look:
         return self._written(self._files(account, ref, snapshot, pointer))
 
     def _records(self) -> None:
-        """Small files that bear a seal; what is live is told by others."""
+        """Small files that bear a seal; what is live is given by others."""
         folder, root, name = self._store.refs.folder, self._store.offline.root, self._store.name
         again = f"precompute reconcile {name} removes it, and who needs it makes it again"
         # of partitions there may be thousands, and a damaged one is written again by who takes it
@@ -410,7 +410,7 @@ class Rounds:
         self, offline: OfflineStore, open_online: Callable[[], OnlineStore], names: Sequence[str], every_s: float = EVERY_S
     ) -> None:
         self._stores, self._open, self._every_s = [offline.view(name) for name in names], open_online, every_s
-        self._stopping, self._told = threading.Event(), dict[str, list[str]]()
+        self._stopping, self._reported = threading.Event(), dict[str, list[str]]()
         self._thread = threading.Thread(target=self._run, name="rounds", daemon=True)
         self._thread.start()
 
@@ -443,8 +443,8 @@ class Rounds:
                 except PrecomputeError as exc:
                     found = [f"whether what is live of view {store.name!r} is whole is not known: {exc}"]
                 for sentence in found:
-                    if sentence not in self._told.get(store.name, []):
+                    if sentence not in self._reported.get(store.name, []):
                         log.error("%s", sentence)
-                self._told[store.name] = found
+                self._reported[store.name] = found
                 if self._stopping.is_set():
                     return

@@ -59,7 +59,7 @@ class Api:
         views: what is known of the lookup's views.
         answer_bytes: of one answer at most.
         asks: what the gate and TLS ask for, as the document tells it.
-        timing: who is told what searches took.
+        timing: where it is reported what searches took.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Api:
         views: LiveViews,
         answer_bytes: int = MAX_ANSWER_BYTES,
         asks: Asks = Asks.NOTHING,
-        timing: Timing = Timing.NOT_TOLD,
+        timing: Timing = Timing.UNREPORTED,
     ) -> None:
         self._timing = timing
         self._answer_bytes = answer_bytes
@@ -103,7 +103,7 @@ class Api:
         self._metrics.timed("search", seconds)
         self._metrics.stage("search", seconds)
         reply = Reply(200, [JSON_TYPE], body)
-        return reply if self._timing is Timing.NOT_TOLD else timed(scope, reply, {"search": seconds}, seconds, self._timing)
+        return reply if self._timing is Timing.UNREPORTED else timed(scope, reply, {"search": seconds}, seconds, self._timing)
 
     def _searched(self, view: str, options: SearchOptions, waiting: Waiting) -> bytes:
         searched, found = self._lookup.find(view, options, Measure(self._answer_bytes).add, waiting)
@@ -137,10 +137,10 @@ class Api:
         return json_reply({"status": "ready" if reply.status == 200 else "not ready"}, reply.status)
 
     async def readyz(self, scope: Scope, receive: Receive) -> Reply:
-        """What operators are told of it."""
-        seen, serves_kept = await self._call(self._seen)
+        """What operators learn of it."""
+        seen, serves_cached = await self._call(self._seen)
         pointers = seen.pointers
-        if not seen.store_answers and not serves_kept:
+        if not seen.store_answers and not serves_cached:
             return json_reply({"status": "not ready", "why": "the online store does not answer"}, 503)
         fallbacks = {
             p.view.name: "ready" if self._fallback_ready(p) else "not ready"
@@ -149,7 +149,7 @@ class Api:
         }
         body: dict[str, Any] = {"status": "ready", "views": {p.view.name: p.snapshot for p in pointers}, "fallback": fallbacks}
         if not seen.store_answers:
-            # a balancer that took all servers out would keep from users what is kept for them
+            # a balancer that took all servers out would keep from users what is retained for them
             why = "the online store does not answer; single cached rows are served, as stale"
             return json_reply(body | {"status": "degraded", "why": why})
         if not pointers and not seen.unreadable:
@@ -168,7 +168,7 @@ class Api:
     def _seen(self) -> tuple[Seen, bool]:
         """What is live, and whether a store that does not answer leaves something to be served."""
         seen = self._views.look()
-        return seen, not seen.store_answers and self._metrics.serves_kept(self._lookup.now_s())
+        return seen, not seen.store_answers and self._metrics.serves_cached(self._lookup.now_s())
 
     async def render_metrics(self, scope: Scope, receive: Receive) -> Reply:
         """``GET /metrics``."""
@@ -185,7 +185,7 @@ class Api:
 
     def _known_views(self) -> tuple[list[ViewFigures], bool]:
         seen = self._views.look()
-        told = [
+        details = [
             ViewFigures(
                 self._lookup.describe(pointer)
                 | {"model_ready": self._fallback_ready(pointer), "takes_text": takes_text(pointer)},
@@ -194,7 +194,7 @@ class Api:
             )
             for pointer in seen.pointers
         ]
-        return told, seen.store_answers
+        return details, seen.store_answers
 
     async def _call(self, function: Callable[[], Any]) -> Any:
         return function() if self._readers is None else await self._readers.run(function)
@@ -208,7 +208,7 @@ def create_app(
     meter: Meter | None = None,
     answer_bytes: int = MAX_ANSWER_BYTES,
     cache_bytes: int = MAX_CACHE_BYTES,
-    timing: Timing = Timing.NOT_TOLD,
+    timing: Timing = Timing.UNREPORTED,
     asks: Asks = Asks.NOTHING,
     waiting: int = MOST_WAITING,
     caching: Caching = PRIVATE,

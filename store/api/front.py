@@ -19,10 +19,10 @@ Handler = Callable[[Scope, Receive], Awaitable[Reply]]
 ViewHandler = Callable[[Scope, Receive, str, bytes], Awaitable[Reply]]
 """A route of a view: of its name and, of a row's, the undecoded key."""
 Gate = Callable[[Scope], Reply | None]
-"""Asked before anything else is done for a request, whatever its route: the refusal, or None to let it pass."""
+"""Requested before anything else is done for a request, whatever its route: the refusal, or None to let it pass."""
 
-ASKED = "precompute.asked"
-"""In a scope: :meth:`Front.at_once` was asked already."""
+REQUESTED = "precompute.requested"
+"""In a scope: :meth:`Front.at_once` was requested already."""
 
 _VIEWS = b"/v1/views/"
 _ROWS = b"rows/"
@@ -42,7 +42,7 @@ class Front:
         row: as ``row_at_once``, where something must be waited for.
         view_posts: what is posted to a view, by the word behind it: ``lookup``, ``search``.
         fixed: path → method → handler.
-        refused: told the code of each refusal.
+        refused: called with the code of each refusal.
         gate: who may pass; all by default.
     """
 
@@ -66,7 +66,7 @@ class Front:
         if scope["type"] != "http":
             # WebSockets; and `lifespan`, whose protocol takes an exception for "not supported"
             raise NotImplementedError(f"no {scope['type']} here")
-        reply = None if ASKED in scope else self.at_once(scope)
+        reply = None if REQUESTED in scope else self.at_once(scope)
         if reply is None:
             CLIENT.set(client_of(scope))
             try:
@@ -87,7 +87,7 @@ class Front:
         await send({"type": "http.response.body", "body": body})
 
     def at_once(self, scope: Scope) -> Reply | None:
-        """The answer, headers without Content-Length and all of the body, where it needs no waiting: the gate refuses the request, or it is for a row that is at hand. Of the scope no ``path`` is needed. A server that has asked, and was told
+        """The answer, headers without Content-Length and all of the body, where it needs no waiting: the gate refuses the request, or it is for a row that is at hand. Of the scope no ``path`` is needed. A server that has requested, and was reported
         None, says so by :data:`ASKED` in the scope. Raises nothing."""
         reply = self._gate(scope)
         if reply is not None:

@@ -42,11 +42,11 @@ class LiveViews:
     def __init__(self, lookup: Lookup) -> None:
         self._lookup = lookup
         self._known: dict[str, Pointer] = {}
-        self._told: dict[str, str] = {}
+        self._reported: dict[str, str] = {}
 
     def look(self) -> Seen:
         """What is live now, and whether the generations that pointers name are what was loaded, by what these say of themselves: no row is read. A store behind a
-        network that does not answer is asked once: all views are as they were last seen then."""
+        network that does not answer is queried once: all views are as they were last seen then."""
         online, unreadable = self._lookup.online, set[str]()
         # a copy: threads that look at the same time each put theirs in its place
         known, answers = dict(self._known), True
@@ -65,13 +65,13 @@ class LiveViews:
                 known[name] = pointer
                 if answers:
                     self._check(pointer)
-                    self._told.pop(name, None)
+                    self._reported.pop(name, None)
             except OnlineStoreError as exc:
                 answers = not online.blocking or isinstance(exc, (DamagedPointerError, RowsLostError))
                 unreadable.add(name)
-                if answers and self._told.get(name) != str(exc):
+                if answers and self._reported.get(name) != str(exc):
                     # once, however often it is looked
-                    self._told[name] = str(exc)
+                    self._reported[name] = str(exc)
                     log.error("view %r: what is live cannot be read: %s", name, exc)
         if not answers:
             unreadable.update(names)

@@ -18,7 +18,7 @@ class Metrics:
     """What an application counts.
 
     Args:
-        lookup: whose views are told of.
+        lookup: whose views are reported.
         meter: what is counted with; by default one of this application's own, so that two in a process (as in tests) count apart.
         views: what is known of the lookup's views; shared with the page, if there is one.
         fallback_ready: whether a view's model stands behind its misses now.
@@ -36,13 +36,13 @@ class Metrics:
         self._lookup = lookup
         self._views = LiveViews(lookup) if views is None else views
         lookup.on_damaged = lambda view, rows: self.meter.counter(counted.DAMAGED_ROWS, view).add(rows)
-        lookup.told.semantic, lookup.told.kept = self._semantic, self._asked_kept
-        lookup.told.refreshed = lambda view, outcome: self.meter.counter(counted.REFRESHES, view, outcome).add()
+        lookup.miss_reports.semantic, lookup.miss_reports.cache_read = self._semantic, self._miss_cache_read
+        lookup.miss_reports.refreshed = lambda view, outcome: self.meter.counter(counted.REFRESHES, view, outcome).add()
         self._whole: dict[str, Number] = {}
         self._one: dict[tuple[str, str], Number] = {}
-        self._kept: dict[tuple[str, str, str], tuple[Number, Number]] = {}
+        self._row_cache: dict[tuple[str, str, str], tuple[Number, Number]] = {}
         self._missed, self._dropped = (self.meter.counter(counted.CACHE, "l1", outcome) for outcome in ("miss", "dropped"))
-        self._kept_bytes = self.meter.gauge(counted.CACHE_BYTES, "l1")
+        self._row_cache_bytes = self.meter.gauge(counted.CACHE_BYTES, "l1")
         self._routes: dict[str, Timer] = {}
         self._stages: dict[str, Timer] = {}
 
@@ -89,19 +89,19 @@ class Metrics:
         self.stage("verify", verify_s)
         self.stage("encode", max(0.0, seconds - read_s - verify_s))
 
-    def kept(self, view: str, status: str, seconds: float, outcome: str) -> None:
+    def row_cache_read(self, view: str, status: str, seconds: float, outcome: str) -> None:
         """Count a row of the store that was answered from the encoded ones, and its time; ``outcome``: a hit, or ``in_error``, since the store failed."""
-        series = self._kept.get((view, status, outcome))
+        series = self._row_cache.get((view, status, outcome))
         if series is None:
             rows = self.meter.counter(counted.ROWS, view, status, "store", "")
-            series = self._kept[view, status, outcome] = rows, self.meter.counter(counted.CACHE, "l1", outcome)
+            series = self._row_cache[view, status, outcome] = rows, self.meter.counter(counted.CACHE, "l1", outcome)
         for number in series:
             number.add()
         self.timed("row", seconds)
 
-    def _asked_kept(self, asked: int, found: int) -> None:
-        self.meter.counter(counted.CACHE, "kept", "hit").add(found)
-        self.meter.counter(counted.CACHE, "kept", "miss").add(asked - found)
+    def _miss_cache_read(self, requested: int, found: int) -> None:
+        self.meter.counter(counted.CACHE, "miss_cache", "hit").add(found)
+        self.meter.counter(counted.CACHE, "miss_cache", "miss").add(requested - found)
 
     def _semantic(self, view: str, outcomes: Mapping[str, int], similarity: float) -> None:
         self.meter.counter(counted.SEMANTIC_SIMILARITY, view).add(similarity)
@@ -109,18 +109,18 @@ class Metrics:
             if rows:
                 self.meter.counter(counted.SEMANTIC_CACHE, view, outcome).add(rows)
 
-    def not_kept(self, dropped: int | None, size_bytes: int) -> None:
+    def not_cached(self, dropped: int | None, size_bytes: int) -> None:
         """Count a row that was not among the encoded ones, and is from now on, and those it took the place of (None: it is too large); all take so many bytes."""
         self._missed.add()
         if dropped:
             self._dropped.add(dropped)
-        self._kept_bytes.set(size_bytes)
+        self._row_cache_bytes.set(size_bytes)
 
     def serves_until(self, view: str, until_s: float) -> None:
-        """Until when (s since 1970) a row of a view that is kept here may be served while the store fails."""
+        """Until when (s since 1970) a row of a view that is cached here may be served while the store fails."""
         self.meter.gauge(counted.CACHE_SERVES_UNTIL, view).set(until_s)
 
-    def serves_kept(self, now_s: float) -> bool:
+    def serves_cached(self, now_s: float) -> bool:
         """Whether any process of the server has a row that it may serve now while the store fails.
 
         Raises:

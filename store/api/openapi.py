@@ -57,13 +57,13 @@ _EVERYWHERE = {
     "408": "the request took too long to come",
     "413": "more bytes, values or keys than are taken, or than would be sent",
     "414": "too long a URL",
-    "421": "asked for by a name that is none of `serve.hosts`, where neither tokens nor TLS keep strangers out",
+    "421": "addressed by a name that is none of `serve.hosts`, where neither tokens nor TLS keep strangers out",
     "429": "too many requests of this connection wait",
     "431": "too many bytes of headers",
     "500": "an error nobody foresaw; the server's log has it",
     "503": "the store cannot be reached, or too much is in hand already",
 }
-"""Whatever is asked for may be refused with these, most of them before anybody looks for what."""
+"""Whatever is requested may be refused with these, most of them before anybody looks for what."""
 
 
 _OF_A_ROW = {
@@ -71,7 +71,7 @@ _OF_A_ROW = {
     "500": "the row is damaged, or an error nobody foresaw",
     "502": "the model failed",
     "503": "the store cannot be reached, or the model or the server has too much in hand already",
-    "504": "the model was too slow, or nothing is stored that is fresh enough, and nothing else was asked for",
+    "504": "the model was too slow, or nothing is stored that is fresh enough, and no other answer was allowed",
 }
 _OF_A_BODY = {"415": "another content type, or an encoding", "422": "the body does not fit"}
 _OF_A_SEARCH = _OF_A_BODY | {
@@ -86,8 +86,8 @@ _OF_A_SEARCH = _OF_A_BODY | {
 
 def _responses(answered: dict[str, Any], more: dict[str, str] | None = None) -> dict[str, Any]:
     """An operation's, by status; ``more`` are refusals that not all have, or of which there is more to say."""
-    told = {status: {"$ref": f"#/components/responses/{status}"} for status in _EVERYWHERE}
-    return {"200": answered, **told, **{status: _refusal(what) for status, what in (more or {}).items()}}
+    details = {status: {"$ref": f"#/components/responses/{status}"} for status in _EVERYWHERE}
+    return {"200": answered, **details, **{status: _refusal(what) for status, what in (more or {}).items()}}
 
 
 def _refusal(what: str) -> dict[str, Any]:

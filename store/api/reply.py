@@ -87,34 +87,34 @@ def _failing(exc: OnlineStoreError | VectorIndexError) -> str:
     return "the online store does not answer"
 
 
-_told_at: dict[str, float] = {}
+_computed_at: dict[str, float] = {}
 
 
 def tell_failure(route: str, text: str) -> None:
-    """Log an error that every request may meet, once in a while, whatever route met it: a store that is gone is told of, and fills no disk."""
+    """Log an error that every request may meet, once in a while, whatever route met it: a store that is gone is reported, and fills no disk."""
     now = time.monotonic()
-    if now - _told_at.get(text, -math.inf) >= _TELL_AGAIN_S:
-        if len(_told_at) > 100:
-            _told_at.clear()
-        _told_at[text] = now
+    if now - _computed_at.get(text, -math.inf) >= _TELL_AGAIN_S:
+        if len(_computed_at) > 100:
+            _computed_at.clear()
+        _computed_at[text] = now
         log.error("%s: %s", route, text)
 
 
 class Timing(Flag):
-    """Who is told; two may be."""
+    """Where it is reported; both may be."""
 
-    NOT_TOLD = 0
+    UNREPORTED = 0
     IN_HEADER = auto()
     """``Server-Timing``, in milliseconds."""
     IN_SCOPE = auto()
     """``scope["stages"]``: name → seconds, one after the other."""
 
 
-def timed(scope: Scope, reply: Reply, stages: Mapping[str, float], seconds: float, told: Timing) -> Reply:
+def timed(scope: Scope, reply: Reply, stages: Mapping[str, float], seconds: float, details: Timing) -> Reply:
     """The reply, with what it took where that is wanted."""
-    if Timing.IN_SCOPE in told:
+    if Timing.IN_SCOPE in details:
         scope["stages"] = stages
-    if Timing.IN_HEADER not in told:
+    if Timing.IN_HEADER not in details:
         return reply
     parts = [f"{name};dur={took * 1e3:.3f}" for name, took in (*stages.items(), ("total", seconds))]
     return reply._replace(headers=[*reply.headers, (b"server-timing", ", ".join(parts).encode())])

@@ -21,7 +21,7 @@ Send = Callable[[Message], Awaitable[None]]
 _T = TypeVar("_T")
 
 _LONGEST_KEPT = 256
-"""Bytes of a query string, or of a header, whose meaning is kept: those of services are short and few."""
+"""Bytes of a query string, or of a header, whose parsed meaning is cached: those of services are short and few."""
 
 
 STRANGER = "precompute.stranger"
@@ -74,7 +74,7 @@ def query_options(scope: Scope) -> LookupOptions:
     query: bytes = scope["query_string"]
     if not query:
         return _DEFAULT
-    return _kept_options(query) if len(query) <= _LONGEST_KEPT else _options(query)
+    return _remembered_options(query) if len(query) <= _LONGEST_KEPT else _options(query)
 
 
 _DEFAULT = LookupOptions()
@@ -105,12 +105,12 @@ def _options(query: bytes) -> LookupOptions:
         max_age_s=_number(given, "max_age_s"),
         encoding_format=encoding,
     )
-    # here, since a row that is kept is answered without a lookup
+    # here, since a row that is stored is answered without a lookup
     options.check()
     return options
 
 
-_kept_options = lru_cache(256)(_options)
+_remembered_options = lru_cache(256)(_options)
 
 
 def _number(given: dict[str, str], name: str) -> float | None:
@@ -151,7 +151,7 @@ def wants_arrow(headers: dict[bytes, bytes]) -> bool:
     accept = headers.get(b"accept")
     if accept is None or _ARROW not in accept or accept.count(b",") + accept.count(b";") >= MOST_PARTS:
         return False
-    return _kept_preference(accept) if len(accept) <= _LONGEST_KEPT else _prefers_arrow(accept)
+    return _remembered_preference(accept) if len(accept) <= _LONGEST_KEPT else _prefers_arrow(accept)
 
 
 def _prefers_arrow(accept: bytes) -> bool:
@@ -171,7 +171,7 @@ def _prefers_arrow(accept: bytes) -> bool:
     return arrow > 0 and arrow >= json
 
 
-_kept_preference = lru_cache(256)(_prefers_arrow)
+_remembered_preference = lru_cache(256)(_prefers_arrow)
 _ARROW = wire.ARROW.encode()
 _AS_JSON = (wire.JSON.encode(), b"application/*", b"*/*")
 
@@ -193,16 +193,16 @@ async def heard(call: Coroutine[Any, Any, _T], receive: Receive, give_up: Callab
     Raises:
         Disconnected: the caller hung up.
     """
-    told, watch = asyncio.ensure_future(call), asyncio.ensure_future(hung_up(receive))
+    details, watch = asyncio.ensure_future(call), asyncio.ensure_future(hung_up(receive))
     try:
-        await asyncio.wait((told, watch), return_when=asyncio.FIRST_COMPLETED)
-        if told.done():
-            return told.result()
+        await asyncio.wait((details, watch), return_when=asyncio.FIRST_COMPLETED)
+        if details.done():
+            return details.result()
         give_up()
         raise Disconnected
     finally:
         watch.cancel()
-        told.cancel()
+        details.cancel()
 
 
 async def read_body(receive: Receive, headers: dict[bytes, bytes], kinds: tuple[str, ...]) -> tuple[str, bytes]:

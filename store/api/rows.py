@@ -75,10 +75,10 @@ _PIECE_ROWS = 16
 
 _BODIES = (wire.JSON, wire.ARROW)
 _BEGUN = "precompute.begun"
-"""In a scope: the lookup that was begun for it: what was asked, how large the answer will be, and the answer."""
+"""In a scope: the lookup that was begun for it: what was requested, how large the answer will be, and the answer."""
 
 
-class _Asked(NamedTuple):
+class _Request(NamedTuple):
     """A request for one row, or, with an empty key, for many of a view; and when it came (:func:`time.perf_counter`)."""
 
     started: float
@@ -88,7 +88,7 @@ class _Asked(NamedTuple):
     key: CacheKey
 
     @classmethod
-    def of(cls, scope: Scope, view: str, raw_key: bytes) -> _Asked:
+    def of(cls, scope: Scope, view: str, raw_key: bytes) -> _Request:
         """Raises:
         RequestError: a header or the query cannot be read.
         """
@@ -108,7 +108,7 @@ class RowRoutes:
         readers: threads for a store that is waited for; None where reading takes no longer than to hand it over.
         answer_bytes: of one answer at most.
         cache_bytes: of the encoded cached rows.
-        timing: who is told what answers took.
+        timing: where it is reported what answers took.
         waiting: requests that may wait for models at once; what others miss is shed: a hit finds a connection, however slow a model is.
         caching: what caches in between may do with single rows.
     """
@@ -120,7 +120,7 @@ class RowRoutes:
         readers: Pool | None,
         answer_bytes: int = MAX_ANSWER_BYTES,
         cache_bytes: int = MAX_CACHE_BYTES,
-        timing: Timing = Timing.NOT_TOLD,
+        timing: Timing = Timing.UNREPORTED,
         waiting: int = MOST_WAITING,
         caching: Caching = PRIVATE,
     ) -> None:
@@ -130,57 +130,57 @@ class RowRoutes:
         self._lookup, self._metrics, self._readers = lookup, metrics, readers
         self._cache = RowCache(cache_bytes)
         self._serves_until: dict[str, tuple[Pointer, float]] = {}
-        """View → the pointer under which its rows were kept last, and until when (s since 1970) the youngest of them may be served while the store fails."""
+        """View → the pointer under which its rows were cached last, and until when (s since 1970) the youngest of them may be served while the store fails."""
         self._answer_bytes, self._room = answer_bytes, Room(answer_bytes)
 
     def row_at_once(self, scope: Scope, view: str, raw_key: bytes) -> Reply | None:
-        """``GET /v1/views/{view}/rows/{key}``, where the answer is a row of the store, as JSON, and nothing must be waited for: it is kept, and known to be live
+        """``GET /v1/views/{view}/rows/{key}``, where the answer is a row of the store, as JSON, and nothing must be waited for: it is cached, and known to be live
         still, or lies in a mapped file; None otherwise.
 
         Raises:
             RequestError: the request is refused.
         """
-        asked = _Asked.of(scope, view, raw_key)
-        if wants_arrow(asked.headers):
+        request = _Request.of(scope, view, raw_key)
+        if wants_arrow(request.headers):
             return None
         try:
-            row, read = self._cache.get(asked.key), None
+            row, read = self._cache.get(request.key), None
             if row is None or self._lookup.online.known(view) is not row.pointer:
-                row, read = None, self._read_at_once(asked)
+                row, read = None, self._read_at_once(request)
         except OnlineStoreError:
             return None
         if row is not None:
-            judged = self._judged(row.pointer, row.computed_at_us, asked)
+            judged = self._judged(row.pointer, row.computed_at_us, request)
         else:
-            judged = None if read is None else self._judged(read.plan.pointer, read.computed_at_us, asked)
+            judged = None if read is None else self._judged(read.plan.pointer, read.computed_at_us, request)
         if judged is None:
             return None
         status, age_us = judged
         if row is None:
             assert read is not None
             row = encoded_row(read.plan, read.key, read.value, read.computed_at_us)
-            self._keep(asked.key, row)
-        reply = self._cached_reply(row, status, age_us, asked)
-        seconds = time.perf_counter() - asked.started
+            self._keep(request.key, row)
+        reply = self._cached_reply(row, status, age_us, request)
+        seconds = time.perf_counter() - request.started
         if read is None:
-            self._metrics.kept(view, status, seconds, "hit")
+            self._metrics.row_cache_read(view, status, seconds, "hit")
         else:
             self._metrics.read(view, status, seconds, read.read_s, read.verify_s)
-        return reply if self._timing is Timing.NOT_TOLD else timed(scope, reply, {}, seconds, self._timing)
+        return reply if self._timing is Timing.UNREPORTED else timed(scope, reply, {}, seconds, self._timing)
 
-    def _read_at_once(self, asked: _Asked) -> WholeRow | None:
-        if self._readers is not None or self._timing is not Timing.NOT_TOLD:
+    def _read_at_once(self, request: _Request) -> WholeRow | None:
+        if self._readers is not None or self._timing is not Timing.UNREPORTED:
             return None
-        view, raw_key, _, _ = asked.key
+        view, raw_key, _, _ = request.key
         entity: Sequence[str] = ("key",)
         if b"/" in raw_key:
             pointer = self._lookup.online.live(view)
             entity = entity if pointer is None else pointer.view.entity
-        return self._lookup.whole_row(view, key_from_path(raw_key, entity), asked.options)
+        return self._lookup.whole_row(view, key_from_path(raw_key, entity), request.options)
 
-    def _judged(self, pointer: Pointer, computed_at_us: int, asked: _Asked) -> tuple[Status, int] | None:
-        """Status and age (µs) of a row of the store; None where it is dated ahead, which is counted, or not fresh, and something stands behind it that wants to be asked."""
-        view, options, control = pointer.view, asked.options, asked.control
+    def _judged(self, pointer: Pointer, computed_at_us: int, request: _Request) -> tuple[Status, int] | None:
+        """Status and age (µs) of a row of the store; None where it is dated ahead, which is counted, or not fresh, and something stands behind it that wants to be queried."""
+        view, options, control = pointer.view, request.options, request.control
         oldest_s = options.max_age_s
         if control is not None:
             may_ask = options.fallback and view.fallback and self._lookup.fallback is not None and not control.only_if_cached
@@ -196,9 +196,9 @@ class RowRoutes:
         if not self._cache.most_bytes:
             return
         dropped = self._cache.keep(key, row)
-        self._metrics.not_kept(dropped, self._cache.size_bytes)
+        self._metrics.not_cached(dropped, self._cache.size_bytes)
         if dropped is None or self._readers is None:
-            # it is not kept, or what is mapped does not stop to answer
+            # it is not cached, or what is mapped does not stop to answer
             return
         view = row.pointer.view
         now_us, sighting = self._lookup.look(row.pointer)
@@ -211,31 +211,35 @@ class RowRoutes:
 
     async def row(self, scope: Scope, receive: Receive, view: str, raw_key: bytes) -> Reply:
         """``GET /v1/views/{view}/rows/{key}``, where :meth:`row_at_once` has no answer."""
-        asked = _Asked.of(scope, view, raw_key)
+        request = _Request.of(scope, view, raw_key)
         try:
             entity = await self._entity(view) if b"/" in raw_key else ("key",)
-            answer = await self._begin(view, [key_from_path(raw_key, entity)], asked.options, asked.control)
+            answer = await self._begin(view, [key_from_path(raw_key, entity)], request.options, request.control)
         except (OnlineStoreError, RequestError) as exc:
-            in_error = self._in_error(exc, asked)
+            in_error = self._in_error(exc, request)
             if in_error is None:
                 raise
             return in_error
         if answer.pending:
             await self.waits.landed(answer, receive)
         missing = answer.reason(0) is not None
-        reply = self._missing(answer, asked.options, asked.control, asked.headers) if missing else self._row_reply(answer, asked)
-        return self._told("row", scope, answer, asked.started, reply)
+        reply = (
+            self._missing(answer, request.options, request.control, request.headers)
+            if missing
+            else self._row_reply(answer, request)
+        )
+        return self._reported("row", scope, answer, request.started, reply)
 
-    def _in_error(self, error: PrecomputeError, asked: _Asked) -> Reply | None:
-        """The row that was kept, as stale, where the store fails (RFC 5861 §4): of what was live last, and as young as the view and the request want it."""
-        row, control = self._cache.get(asked.key), asked.control
+    def _in_error(self, error: PrecomputeError, request: _Request) -> Reply | None:
+        """The row that was cached, as stale, where the store fails (RFC 5861 §4): of what was live last, and as young as the view and the request want it."""
+        row, control = self._cache.get(request.key), request.control
         if row is None or (isinstance(error, RequestError) and error.status != HTTPStatus.SERVICE_UNAVAILABLE):
-            # nothing is kept, or the error is the caller's
+            # nothing is cached, or the error is the caller's
             return None
-        pointer, view, oldest_s = row.pointer, row.pointer.view, asked.options.max_age_s
+        pointer, view, oldest_s = row.pointer, row.pointer.view, request.options.max_age_s
         if (
             self._lookup.last(view.name) is not pointer
-            or wants_arrow(asked.headers)
+            or wants_arrow(request.headers)
             or (control is not None and control.no_cache)
         ):
             return None
@@ -246,12 +250,12 @@ class RowRoutes:
         if age_us > (most_s(view) if oldest_s is None else min(most_s(view), oldest_s)) * 1e6:
             return None
         tell_failure(f"GET /v1/views/{view.name}", str(error))
-        self._metrics.kept(view.name, Status.STALE, time.perf_counter() - asked.started, "in_error")
-        return self._cached_reply(row, Status.STALE, age_us, asked)
+        self._metrics.row_cache_read(view.name, Status.STALE, time.perf_counter() - request.started, "in_error")
+        return self._cached_reply(row, Status.STALE, age_us, request)
 
-    def _cached_reply(self, row: CachedRow, status: Status, age_us: int, asked: _Asked) -> Reply:
+    def _cached_reply(self, row: CachedRow, status: Status, age_us: int, request: _Request) -> Reply:
         headers, etag = row.headers_now(status, age_us, self._caching)
-        etags = asked.headers.get(b"if-none-match")
+        etags = request.headers.get(b"if-none-match")
         if etags is not None and matches(etags, etag):
             return Reply(304, headers)
         return Reply(200, [JSON_TYPE, *headers], row.body(status, age_us))
@@ -264,26 +268,26 @@ class RowRoutes:
             pointer = live(view) if self._readers is None else await self._readers.run(live, view)
         return ("key",) if pointer is None else pointer.view.entity
 
-    def _row_reply(self, answer: Answer, asked: _Asked) -> Reply:
-        as_arrow = wants_arrow(asked.headers)
+    def _row_reply(self, answer: Answer, request: _Request) -> Reply:
+        as_arrow = wants_arrow(request.headers)
         row = None if as_arrow else cached_row(answer)
         if row is not None:
-            if self._lookup.online.known(asked.key[0]) is row.pointer:
-                # under another one by now, it would not be asked for
-                self._keep(asked.key, row)
-            return self._cached_reply(row, answer.status(0), answer.age_us(0), asked)
+            if self._lookup.online.known(request.key[0]) is row.pointer:
+                # under another one by now, it would not be read
+                self._keep(request.key, row)
+            return self._cached_reply(row, answer.status(0), answer.age_us(0), request)
         headers = row_headers(answer, b"a" if as_arrow else json_form(answer.plan), self._caching)
-        etags = asked.headers.get(b"if-none-match")
+        etags = request.headers.get(b"if-none-match")
         if etags is not None and matches(etags, dict(headers)[b"etag"]):
             return Reply(304, headers)
         if as_arrow:
             return Reply(200, [ARROW_TYPE, *headers], arrow.encode_arrow(answer.table()))
         return Reply(200, [JSON_TYPE, *headers], b"{%b%b" % (head_json(answer.plan), row_json(answer, 0)))
 
-    def _missing(self, answer: Answer, options: LookupOptions, asked: CacheControl | None, sent: dict[bytes, bytes]) -> Reply:
+    def _missing(self, answer: Answer, options: LookupOptions, request: CacheControl | None, sent: dict[bytes, bytes]) -> Reply:
         pointer, reason = answer.pointer, answer.reason(0)
         assert reason is not None
-        if answer.default_row(0) is not None and not (asked is not None and asked.only_if_cached):
+        if answer.default_row(0) is not None and not (request is not None and request.only_if_cached):
             if wants_arrow(sent):
                 return Reply(200, [ARROW_TYPE, *missing_headers(answer, reason)], arrow.encode_arrow(answer.table()))
             body = b"{%b%b" % (head_json(answer.plan), row_json(answer, 0))
@@ -291,8 +295,8 @@ class RowRoutes:
         detail = f"no row for key {answer.keys[0][:80]!r} in view {pointer.view.name!r}: {reason}"
         self._metrics.refused(reason)
         status = _MISSING_STATUS.get(reason, 404)
-        if asked is not None and asked.only_if_cached:
-            # RFC 9111 §5.2.1.7: where nothing is stored
+        if request is not None and request.only_if_cached:
+            # RFC 9111 §5.2.1.7: where nothing is cached
             status = 504
         elif reason is Reason.DEADLINE and options.deadline_ms == 0:
             # who would not wait has not waited too long
@@ -312,38 +316,38 @@ class RowRoutes:
         """
         if self._readers is not None:
             return None
-        asked = _Asked.of(scope, view, b"")
-        begin, size = self._many(asked, body_kind(asked.headers, _BODIES), body)
+        request = _Request.of(scope, view, b"")
+        begin, size = self._many(request, body_kind(request.headers, _BODIES), body)
         answer = begin()
         if answer.pending or size.is_large:
-            scope[_BEGUN] = asked, size, answer
+            scope[_BEGUN] = request, size, answer
             return None
-        return self._many_reply(scope, asked, size, answer)
+        return self._many_reply(scope, request, size, answer)
 
     async def lookup(self, scope: Scope, receive: Receive, view: str, _: bytes) -> Reply:
         """``POST /v1/views/{view}/lookup``, where :meth:`lookup_at_once` has no answer."""
-        begun: tuple[_Asked, Measure, Answer] | None = scope.get(_BEGUN)
+        begun: tuple[_Request, Measure, Answer] | None = scope.get(_BEGUN)
         if begun is None:
-            asked = _Asked.of(scope, view, b"")
-            begin, size = self._many(asked, *await read_body(receive, asked.headers, _BODIES))
-            begun = asked, size, await self._read(begin)
+            request = _Request.of(scope, view, b"")
+            begin, size = self._many(request, *await read_body(receive, request.headers, _BODIES))
+            begun = request, size, await self._read(begin)
         if begun[2].pending:
             await self.waits.landed(begun[2], receive)
         return self._many_reply(scope, *begun)
 
-    def _many(self, asked: _Asked, kind: str, body: bytes) -> tuple[Callable[[], Answer], Measure]:
+    def _many(self, request: _Request, kind: str, body: bytes) -> tuple[Callable[[], Answer], Measure]:
         """What begins a lookup of many keys, and what measures its answer then."""
-        options = asked.options
+        options = request.options
         if kind == wire.ARROW:
             keys: list[Any] = arrow.decode_arrow_keys(body)
         else:
             wanted: wire.LookupRequest = wire.decode(wire.decode_lookup, body)
             keys, options = wanted.keys, both(wanted.options(), options)
-        size = Measure(self._answer_bytes, wants_arrow(asked.headers))
-        view, control = asked.key[0], asked.control
+        size = Measure(self._answer_bytes, wants_arrow(request.headers))
+        view, control = request.key[0], request.control
         return partial(self._lookup.begin, view, keys, options, cache_control=control, columnar=True, admit=size.add), size
 
-    def _many_reply(self, scope: Scope, asked: _Asked, size: Measure, answer: Answer) -> Reply:
+    def _many_reply(self, scope: Scope, request: _Request, size: Measure, answer: Answer) -> Reply:
         columnar = size.as_arrow
         kind_of = [ARROW_TYPE if columnar else JSON_TYPE, VARY]
         if size.is_large:
@@ -352,13 +356,13 @@ class RowRoutes:
             reply = self._streamed(kind_of, pieces, size.total)
         else:
             reply = Reply(200, kind_of, _as_arrow(answer) if columnar else lookup_json(answer))
-        return self._told("lookup", scope, answer, asked.started, reply)
+        return self._reported("lookup", scope, answer, request.started, reply)
 
-    def _told(self, route: str, scope: Scope, answer: Answer, started: float, reply: Reply) -> Reply:
+    def _reported(self, route: str, scope: Scope, answer: Answer, started: float, reply: Reply) -> Reply:
         """The reply, counted, with what it took where that is wanted."""
         seconds = time.perf_counter() - started
         stages = self._metrics.answered(route, answer, seconds)
-        return reply if self._timing is Timing.NOT_TOLD else timed(scope, reply, stages, seconds, self._timing)
+        return reply if self._timing is Timing.UNREPORTED else timed(scope, reply, stages, seconds, self._timing)
 
     def _streamed(self, headers: Headers, pieces: Iterator[bytes | memoryview], size_bytes: int) -> Reply:
         self._room.take(size_bytes)
@@ -376,12 +380,12 @@ class RowRoutes:
                 f"1 to {wire.MAX_REQUESTS} requests in one call, got {len(wanted.requests)}",
                 status=413 if wanted.requests else 400,
             )
-        asked, size = cache_control(headers.get(b"cache-control")), Measure(self._answer_bytes)
+        request, size = cache_control(headers.get(b"cache-control")), Measure(self._answer_bytes)
         begun: list[Answer | Reply] = []
         # All are begun before any is waited for, so that the deadlines run side by side.
         for one in wanted.requests:
             try:
-                begun.append(await self._begin(one.view, one.keys, one.options(), asked, admit=size.add))
+                begun.append(await self._begin(one.view, one.keys, one.options(), request, admit=size.add))
             except PrecomputeError as exc:
                 begun.append(self._refused(exc))
             await asyncio.sleep(0)
@@ -393,7 +397,7 @@ class RowRoutes:
                 stages.update(self._metrics.answered("multi_lookup", answer, time.perf_counter() - started, encoded=False))
         pieces = _several([one.view for one in wanted.requests], begun)
         reply = self._streamed([JSON_TYPE], pieces, size.total) if size.is_large else Reply(200, [JSON_TYPE], b"".join(pieces))
-        if self._timing is Timing.NOT_TOLD:
+        if self._timing is Timing.UNREPORTED:
             return reply
         return timed(scope, reply, stages, time.perf_counter() - started, self._timing)
 
@@ -427,18 +431,20 @@ class RowRoutes:
         view: str,
         keys: Sequence[Any],
         options: LookupOptions,
-        asked: CacheControl | None,
+        request: CacheControl | None,
         *,
         admit: Callable[[AnswerPlan, FoundRows], None] | None = None,
     ) -> Answer:
-        return await self._read(partial(self._lookup.begin, view, keys, options, cache_control=asked, columnar=True, admit=admit))
+        return await self._read(
+            partial(self._lookup.begin, view, keys, options, cache_control=request, columnar=True, admit=admit)
+        )
 
     async def _read(self, begin: Callable[[], Answer]) -> Answer:
         return begin() if self._readers is None else await self._readers.run(begin)
 
 
 def most_s(view: FeatureView) -> float:
-    """How old a row may be that is kept, and is served while the store fails."""
+    """How old a row may be that is cached, and is served while the store fails."""
     return view.ttl_s + view.stale_for_s + view.stale_if_error_s
 
 

@@ -269,7 +269,7 @@ def _check_keys(body: bytes) -> None:
     try:
         found = _decode_keys(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        # told by who decodes all of it
+        # reported by who decodes all of it
         return
     for one in (found, *found.requests):
         for key in (*one.keys, *(one.only or ()), *one.exclude, one.key):
@@ -339,7 +339,7 @@ def _no_constant(name: str) -> None:
 
 
 def _has_more_values(body: bytes, most: int) -> bool:
-    """Told by the commas and brackets outside of strings, before any of it is decoded."""
+    """Reported by the commas and brackets outside of strings, before any of it is decoded."""
     if len(body) <= _FEW_BYTES:
         return False
     # who only asks loads this file without it

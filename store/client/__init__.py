@@ -1,4 +1,4 @@
-"""Client: the HTTP API from Python, blocking and async, over TCP, TLS or a Unix socket. It brings no torch, FAISS or DuckDB, and Arrow only where asked."""
+"""Client: the HTTP API from Python, blocking and async, over TCP, TLS or a Unix socket. It brings no torch, FAISS or DuckDB, and Arrow only where requested."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -31,7 +31,7 @@ MOST_SAMPLES, LEAST_SAMPLES = 200, 20
 """Durations remembered of a kind of call, and how many it takes to know which are slow."""
 
 SLOW_QUANTILE = 0.95
-"""A call that takes longer than so many of its kind is asked a second time: about 5 % more requests (J. Dean, L. A. Barroso, The Tail at Scale, 2013)."""
+"""A call that takes longer than so many of its kind is sent a second time: about 5 % more requests (J. Dean, L. A. Barroso, The Tail at Scale, 2013)."""
 
 
 class Failure(NamedTuple):
@@ -68,9 +68,9 @@ def passing(outcome: Outcome) -> bool:
 
 
 class Budget:
-    """What may be asked beyond one request a call: every call brings ``share`` of one more, saved up to :data:`MOST_TOKENS`.
+    """What may be requested beyond one request a call: every call brings ``share`` of one more, saved up to :data:`MOST_TOKENS`.
 
-    So a server that fails is asked ``1 + share`` times as often as before, and not ``1 + retries``.
+    So a server that fails is called ``1 + share`` times as often as before, and not ``1 + retries``.
     """
 
     def __init__(self, share: float) -> None:
@@ -99,7 +99,7 @@ class Durations:
         self._counts: dict[str, int] = {}
 
     def add(self, kind: str, seconds: float) -> None:
-        """One more; every :data:`LEAST_SAMPLES` of them it is told again which are slow."""
+        """One more; every :data:`LEAST_SAMPLES` of them it is computed again which are slow."""
         samples = self._samples.setdefault(kind, deque(maxlen=MOST_SAMPLES))
         samples.append(seconds)
         count = self._counts[kind] = self._counts.get(kind, 0) + 1
@@ -158,9 +158,9 @@ class Attempts:
 
     def _pause_s(self, outcome: Outcome, again: int) -> float:
         longest = doubled_s(FIRST_PAUSE_S, again, LONGEST_PAUSE_S)
-        asked_for = retry_after_s(outcome) if isinstance(outcome, Reply) else None
+        server_s = retry_after_s(outcome) if isinstance(outcome, Reply) else None
         # what is requested is the least; on top of it, clients that were refused together come back apart
-        return self._uniform(0, longest) if asked_for is None else asked_for + self._uniform(0, longest)
+        return self._uniform(0, longest) if server_s is None else server_s + self._uniform(0, longest)
 
 
 _HOW = "write http://127.0.0.1:8080, https://host or unix:./api.sock"

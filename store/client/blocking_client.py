@@ -32,7 +32,7 @@ class Client:
     Args:
         url: ``http://127.0.0.1:8080``, ``https://host`` or ``unix:./api.sock``.
         timeout_s: of a call that names none.
-        token: shown to the server, without the white space around it (a file's last newline); a function is asked before each request, for a token that changes.
+        token: shown to the server, without the white space around it (a file's last newline); a function is called before each request, for a token that changes.
         tls: whom to trust with ``https``, and who one is; the system's authorities by default.
         connections: open at once, at most; further calls wait their turn, within their time.
         retries: times that one call asks again, at most.

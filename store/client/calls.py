@@ -1,4 +1,4 @@
-"""Calls: what is asked of the server, as bytes, and how its answer is read; no connection here. Both clients send these."""
+"""Calls: what is requested of the server, as bytes, and how its answer is read; no connection here. Both clients send these."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Call(Generic[T]):
         try:
             value = self.read(reply.content)
         except (ModuleNotFoundError, msgspec.MsgspecError, ValueError, KeyError, TypeError):
-            # told by answer()
+            # reported by answer()
             return reply, None
         stray = self.strays(value)
         if stray is None:
@@ -133,14 +133,14 @@ class Call(Generic[T]):
             f"what came is the answer to another request: {stray}; the connection was closed, look at what lies between"
         )
 
-    def answer(self, reply: Reply, asked: str) -> T:
+    def answer(self, reply: Reply, sent: str) -> T:
         """What the caller gets.
 
         Raises:
-            PrecomputeError: the server refused, or what came is no answer of this API; ``asked`` names the server.
+            PrecomputeError: the server refused, or what came is no answer of this API; ``sent`` names the server.
         """
         if not 200 <= reply.status < 300:
-            raise refusal(reply, asked)
+            raise refusal(reply, sent)
         if reply.value is not None:
             return cast(T, reply.value)
         try:
@@ -148,7 +148,7 @@ class Call(Generic[T]):
         except ModuleNotFoundError as exc:
             raise ConfigError(f"an answer as Arrow needs {exc.name}: pip install 'precompute-store[client]'") from exc
         except (msgspec.MsgspecError, ValueError, KeyError, TypeError) as exc:
-            raise NoAnswerError(f"{asked} answered something else than this API: {exc}; is that address right?") from exc
+            raise NoAnswerError(f"{sent} answered something else than this API: {exc}; is that address right?") from exc
 
 
 def check_timeout(timeout_s: float) -> float:
@@ -169,7 +169,7 @@ def check_timeout(timeout_s: float) -> float:
 LONGEST_TIMEOUT_S = 1_000_000
 """Eleven days; a socket takes 24 (2³¹ ms, of poll)."""
 
-# ---- what can be asked
+# ---- what can be requested
 
 
 def table(view: str, keys: Any, words: LookupWords) -> Call[Any]:
@@ -251,16 +251,16 @@ def row(view: str, key: Any, words: RowWords) -> Call[wire.ViewRow]:
 def search(view: str, words: SearchWords) -> Call[wire.SearchAnswer]:
     """The nearest rows."""
     timeout_s = words.get("timeout_s")
-    asked = {name: value for name, value in words.items() if name != "timeout_s"} | (_BASE64 if words.get("features") else {})
-    if unknown := asked.keys() - set(SearchOptions._fields):
+    sent = {name: value for name, value in words.items() if name != "timeout_s"} | (_BASE64 if words.get("features") else {})
+    if unknown := sent.keys() - set(SearchOptions._fields):
         raise TypeError(f"a search takes no {', '.join(sorted(unknown))}")
     for name in ("only", "exclude"):
-        if asked.get(name) is not None:
-            asked[name] = _spelled(_plain_keys(asked[name]))
-    if asked.get("key") is not None:
-        asked["key"] = _spelled(plain_key(asked["key"]))
+        if sent.get(name) is not None:
+            sent[name] = _spelled(_plain_keys(sent[name]))
+    if sent.get("key") is not None:
+        sent["key"] = _spelled(plain_key(sent["key"]))
     path, of_view = f"/v1/views/{quote(view, safe='')}/search", lambda answer: strays([(view, [])], [(answer.view, [])])
-    return Call(f"search {view}", path, _decode_search, of_view, encoded(asked), timeout_s=timeout_s)
+    return Call(f"search {view}", path, _decode_search, of_view, encoded(sent), timeout_s=timeout_s)
 
 
 def views(timeout_s: float | None) -> Call[list[dict[str, Any]]]:
@@ -269,8 +269,8 @@ def views(timeout_s: float | None) -> Call[list[dict[str, Any]]]:
 
 
 def _options(words: RowWords) -> LookupOptions:
-    asked = {name: value for name, value in words.items() if name not in _OF_THE_CALL}
-    options = LookupOptions(**asked)  # type: ignore[arg-type]  # a TypedDict of these very fields, and of those of the call
+    sent = {name: value for name, value in words.items() if name not in _OF_THE_CALL}
+    options = LookupOptions(**sent)  # type: ignore[arg-type]  # a TypedDict of these very fields, and of those of the call
     options.check()
     return options if options.features is None else options._replace(features=list(options.features))
 
@@ -285,12 +285,10 @@ def _cache_control(words: FreshnessWords) -> list[tuple[bytes, bytes]]:
     """The header that says how fresh stored rows must be (RFC 9111 §5.2.1), in whole seconds, to the strict side."""
     min_fresh_s, max_stale_s = words.get("min_fresh_s"), words.get("max_stale_s")
     check_limits(min_fresh_s=min_fresh_s, max_stale_s=max_stale_s)
-    asked = [
-        name for name, said in (("no-cache", words.get("no_cache")), ("only-if-cached", words.get("only_if_cached"))) if said
-    ]
-    asked += [] if min_fresh_s is None else [f"min-fresh={math.ceil(min_fresh_s)}"]
-    asked += [] if max_stale_s is None else [f"max-stale={math.floor(max_stale_s)}"]
-    return [(b"Cache-Control", ", ".join(asked).encode())] if asked else []
+    sent = [name for name, said in (("no-cache", words.get("no_cache")), ("only-if-cached", words.get("only_if_cached"))) if said]
+    sent += [] if min_fresh_s is None else [f"min-fresh={math.ceil(min_fresh_s)}"]
+    sent += [] if max_stale_s is None else [f"max-stale={math.floor(max_stale_s)}"]
+    return [(b"Cache-Control", ", ".join(sent).encode())] if sent else []
 
 
 def _spelled(keys: Any) -> msgspec.Raw:
@@ -428,8 +426,8 @@ def _read_table(content: bytes) -> Any:
     return read_table(content)
 
 
-def refusal(reply: Reply, asked: str) -> PrecomputeError:
-    """The error that an answer of another status than 2xx stands for; ``asked`` names the server."""
+def refusal(reply: Reply, sent: str) -> PrecomputeError:
+    """The error that an answer of another status than 2xx stands for; ``sent`` names the server."""
     try:
         problem = _decode_problem(reply.content)
     except (msgspec.MsgspecError, ValueError):
@@ -437,8 +435,8 @@ def refusal(reply: Reply, asked: str) -> PrecomputeError:
     if problem is None or not problem.type.startswith(wire.PROBLEM_URN):
         # of a proxy, or of another server: one that follows RFC 9457 too has types of its own
         text = reply.content[:200].decode(errors="replace")
-        told = f"{asked} answered {reply.status}, and something else than this API: {text!r}; is that address right?"
-        problem = wire.Problem("", "", reply.status, told)
+        message = f"{sent} answered {reply.status}, and something else than this API: {text!r}; is that address right?"
+        problem = wire.Problem("", "", reply.status, message)
     code, detail = problem.type.rpartition(":")[2] or "http_error", problem.detail
     if problem.model is not msgspec.UNSET:
         return MissingRowError(detail, status=reply.status, code=code)

@@ -253,25 +253,25 @@ class _Network(httpcore2.NetworkBackend):
         return _Stream(connection)
 
     def _addresses(self, host: str, port: int, exchange: Exchange) -> list[tuple[socket.AddressFamily, Any]]:
-        """Where a host listens. Asked in a thread of its own, one for all who want to know: the system's resolver cannot be told a deadline."""
+        """Where a host listens. Resolved in a thread of its own, one for all who want to know: the system's resolver cannot be given a deadline."""
         with self._lock:
-            asked = self._resolving.get((host, port))
-            if asked is None:
-                asked = self._resolving[host, port] = Future()
-                threading.Thread(target=self._resolve, args=(host, port, asked), daemon=True, name="precompute-resolve").start()
+            lookup = self._resolving.get((host, port))
+            if lookup is None:
+                lookup = self._resolving[host, port] = Future()
+                threading.Thread(target=self._resolve, args=(host, port, lookup), daemon=True, name="precompute-resolve").start()
         try:
-            found = asked.result(exchange.left_s())
+            found = lookup.result(exchange.left_s())
         except TimeoutError as exc:
             raise httpcore2.ConnectTimeout(f"while looking up {host}") from exc
         except OSError as exc:
             raise httpcore2.ConnectError(str(exc)) from exc
         return [(family, address) for family, _, _, _, address in found]
 
-    def _resolve(self, host: str, port: int, asked: Future[list[Any]]) -> None:
+    def _resolve(self, host: str, port: int, lookup: Future[list[Any]]) -> None:
         try:
-            asked.set_result(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+            lookup.set_result(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
         except BaseException as exc:
-            asked.set_exception(exc)
+            lookup.set_exception(exc)
         finally:
             with self._lock:
                 del self._resolving[host, port]

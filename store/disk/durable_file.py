@@ -197,7 +197,7 @@ def disk_message(path: Path, exc: OSError, state: str = "the live snapshot is un
 
 
 def _free(path: Path) -> str:
-    """What is left now where a file was to be; nothing where that cannot be told."""
+    """What is left now where a file was to be; nothing where that cannot be known."""
     with contextlib.suppress(OSError):
         folder = next(folder for folder in path.absolute().parents if folder.is_dir())
         left = os.statvfs(folder)

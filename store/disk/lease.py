@@ -198,7 +198,7 @@ def _is_held(folder: Path, name: str, last: Holder) -> bool:
 def _read(folder: Path, name: str) -> Holder | None:
     """Who took it last. Where the record is damaged, somebody whom the newest lock stands for: nobody holds it whom the kernel does not know of."""
     try:
-        return read_record_file(Holder, folder / f"lease-{name}.json", "who holds it is told by its lock alone")
+        return read_record_file(Holder, folder / f"lease-{name}.json", "who holds it is known from its lock alone")
     except SnapshotError as exc:
         if not isinstance(exc.__cause__, ValueError):
             raise

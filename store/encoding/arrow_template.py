@@ -38,7 +38,7 @@ def stream_of(answer: Answer) -> list[Buffer] | None:
     columns, keys = answer.whole_columns(), answer.found.keys
     if columns is None or not isinstance(keys, PackedKeys) or not (is_plain(answer.plan) and columns.has_no_nulls()):
         return None
-    template = _kept(answer.plan, len(keys))
+    template = _retained(answer.plan, len(keys))
     if template.head == b"":
         template.make(answer.table(), answer.plan.own_columns)
     ages = answer.sighting.ages_us(columns.computed_at_us, answer.now_us) / 1e6
@@ -112,7 +112,7 @@ _PADDING = [bytes(size) for size in range(_LINE_BYTES)]
 
 
 @lru_cache(32)
-def _kept(plan: AnswerPlan, rows: int) -> _Template:
+def _retained(plan: AnswerPlan, rows: int) -> _Template:
     """100 kB for a thousand rows; of the plans and row counts used last."""
     return _Template()
 

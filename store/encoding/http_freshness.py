@@ -30,7 +30,7 @@ _DATE_LAG_US = 2_000_000
 _DIRECTIVE = re.compile(r"""([!#$%&'*+.^_`|~0-9A-Za-z-]+)(?:=(?:"((?:[^"\\]|\\.)*)"|([^\s",;]*)))?""")
 _SECONDS = {"max-age": "max_age_s", "min-fresh": "min_fresh_s", "max-stale": "max_stale_s"}
 _LONGEST_KEPT = 128
-"""Bytes of a header whose meaning is kept: those of services are short and few."""
+"""Bytes of a header whose parsed meaning is cached: those of services are short and few."""
 
 
 def cache_control(header: bytes | None) -> CacheControl | None:
@@ -44,15 +44,15 @@ def cache_control(header: bytes | None) -> CacheControl | None:
         return None
     if header.count(b",") >= MOST_PARTS:
         raise RequestError(f"Cache-Control has at most {MOST_PARTS} directives")
-    return _kept(header) if len(header) <= _LONGEST_KEPT else _parsed(header)
+    return _retained(header) if len(header) <= _LONGEST_KEPT else _parsed(header)
 
 
 def _parsed(header: bytes) -> CacheControl | None:
-    asked: dict[str, float | bool] = {}
+    wanted: dict[str, float | bool] = {}
     for found in _DIRECTIVE.finditer(header.decode("latin-1")):
         name, text = found[1].lower(), found[2] if found[2] is not None else found[3]
         if name in ("no-cache", "only-if-cached"):
-            asked[name.replace("-", "_")] = True
+            wanted[name.replace("-", "_")] = True
         elif name == "max-stale" and text is None:
             # however stale
             continue
@@ -60,11 +60,11 @@ def _parsed(header: bytes) -> CacheControl | None:
             seconds, field = _seconds(name, text), _SECONDS[name]
             # named twice, the stricter counts
             stricter = max if name == "min-fresh" else min
-            asked[field] = stricter(seconds, asked.get(field, seconds))
-    return CacheControl(**asked) if asked else None  # type: ignore[arg-type]
+            wanted[field] = stricter(seconds, wanted.get(field, seconds))
+    return CacheControl(**wanted) if wanted else None  # type: ignore[arg-type]
 
 
-_kept = lru_cache(256)(_parsed)
+_retained = lru_cache(256)(_parsed)
 
 
 def _seconds(name: str, text: str | None) -> float:
@@ -80,7 +80,7 @@ class Caching:
 
     Args:
         most_s: how long any of them may answer with what it fetched, before it asks here again: what a rollback took back is served for no longer.
-        shared: whether those that serve several users may, too; else rows are ``private``, for the cache of who asked alone.
+        shared: whether those that serve several users may, too; else rows are ``private``, for the cache of the caller alone.
     """
 
     most_s: int = 60
@@ -88,7 +88,7 @@ class Caching:
 
     def lifetime(self, view: FeatureView, age_s: int) -> tuple[bytes, bytes]:
         """``Cache-Control`` of a row of an age. Its seconds are from the row's own time on, since a cache counts them from ``Age``: so ``most_s`` are left of them, or fewer where the
-        TTL ends before; what is left of ``most_s`` then it may be served as stale while it is asked for again (RFC 5861 §3). Where this server fails, and nobody could hear of a
+        TTL ends before; what is left of ``most_s`` then it may be served as stale while it is requested again (RFC 5861 §3). Where this server fails, and nobody could hear of a
         rollback, it is served as long as a stale row is here (§4)."""
         return _lifetime(self.most_s, self.shared, view.ttl_s, view.stale_for_s, view.stale_if_error_s, age_s)
 
@@ -98,15 +98,15 @@ def _lifetime(
     most_s: int, shared: bool, ttl_s: float, stale_for_s: float, stale_if_error_s: float, age_s: int
 ) -> tuple[bytes, bytes]:
     """Rows of a snapshot share few ages."""
-    stale_s, asked_s = ttl_s + stale_for_s, age_s + most_s
-    fresh_s = min(int(ttl_s), asked_s)
-    told = (
+    stale_s, requested_s = ttl_s + stale_for_s, age_s + most_s
+    fresh_s = min(int(ttl_s), requested_s)
+    header = (
         b"" if shared else b"private, ",
         fresh_s,
-        max(0, min(int(stale_s), asked_s) - fresh_s),
+        max(0, min(int(stale_s), requested_s) - fresh_s),
         int(stale_s + stale_if_error_s) - fresh_s,
     )
-    return b"cache-control", b"%bmax-age=%d, stale-while-revalidate=%d, stale-if-error=%d" % told
+    return b"cache-control", b"%bmax-age=%d, stale-while-revalidate=%d, stale-if-error=%d" % header
 
 
 PRIVATE = Caching()
@@ -122,9 +122,11 @@ def row_headers(answer: Answer, form: bytes, caching: Caching) -> Headers:
         caching: what a cache may do with it.
     """
     view, pointer, age, status = answer.pointer.view, answer.pointer, answer.age_s(0), answer.status(0)
-    asked = answer.asked.get(0)
+    wanted = answer.wanted.get(0)
     how = (
-        b"hit; ttl=%d" % math.floor(view.ttl_s - age) if asked is None else b"fwd=%b; fwd-status=200" % _why_asked(asked, answer)
+        b"hit; ttl=%d" % math.floor(view.ttl_s - age)
+        if wanted is None
+        else b"fwd=%b; fwd-status=200" % _why_forwarded(wanted, answer)
     )
     return [
         # rounded up: a cache behind us must not take a row for younger than it is
@@ -144,11 +146,11 @@ def last_modified(computed_at_us: int, now_us: int) -> tuple[bytes, bytes]:
 
 def missing_headers(answer: Answer, reason: Reason) -> Headers:
     """Headers of an answer of one row, which is missing."""
-    told = b'precompute; fwd=%b; detail="v%d"' % (_why_asked(reason, answer), answer.pointer.snapshot)
-    return [(b"cache-control", b"no-store"), (b"cache-status", told), VARY]
+    header = b'precompute; fwd=%b; detail="v%d"' % (_why_forwarded(reason, answer), answer.pointer.snapshot)
+    return [(b"cache-control", b"no-store"), (b"cache-status", header), VARY]
 
 
-def _why_asked(reason: Reason, answer: Answer) -> bytes:
+def _why_forwarded(reason: Reason, answer: Answer) -> bytes:
     """RFC 9211 §2.2: why the store's row would not do: there is none, it is too old by the view's terms, or by the request's."""
     if reason is not Reason.EXPIRED:
         return b"uri-miss"
@@ -156,7 +158,7 @@ def _why_asked(reason: Reason, answer: Answer) -> bytes:
 
 
 def etag(answer: Answer, form: bytes, status: Status) -> bytes:
-    """Of the snapshot, the TTL, the row's own checksum (of key, time, values), its status, the body's form and the features asked for, and how near it is where it is
+    """Of the snapshot, the TTL, the row's own checksum (of key, time, values), its status, the body's form and the features requested, and how near it is where it is
     another entity's. Weak: a body has the age too, which is another every time; and that a row has become stale is a change that no 304 may hide."""
     value = answer.packed_row(0)
     assert value is not None

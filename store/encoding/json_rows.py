@@ -32,14 +32,14 @@ def row_json(answer: Answer, i: int) -> bytes:
     key, reason = _dumps(answer.keys[i]), answer.reason(i)
     if reason is not None:
         default, plan = answer.default_row(i), answer.plan
-        told = b'"key":%b,"status":"missing","source":%b,"reason":"%b","computed_at":null,"age_s":null%b%b}'
+        members = b'"key":%b,"status":"missing","source":%b,"reason":"%b","computed_at":null,"age_s":null%b%b}'
         features = b"null" if default is None else features_json(plan, default)
-        return told % (key, _dumps(answer.source(i)), reason.encode(), _common(plan), features)
-    told, value = b'"key":%b,"status":"%b","source":"%b",%b"computed_at":%b,"age_s":%b%b', answer.packed_row(i)
+        return members % (key, _dumps(answer.source(i)), reason.encode(), _common(plan), features)
+    members, value = b'"key":%b,"status":"%b","source":"%b",%b"computed_at":%b,"age_s":%b%b', answer.packed_row(i)
     assert value is not None
     status, source, like = answer.status(i).encode(), str(answer.source(i)).encode(), answer.likes.get(i)
     whose = b"" if like is None else b'"similarity":%b,"nearest":%b,' % (_dumps(like.similarity), _dumps(like.key))
-    return told % (
+    return members % (
         key,
         status,
         source,
@@ -101,7 +101,7 @@ def lookup_pieces(answer: Answer, rows: int) -> Iterator[bytes]:
 
 def _fresh_rows(answer: Answer, columns: WholeColumns, start: int, end: int) -> list[bytes]:
     """:func:`row_json` of these rows, whose values lie in columns: 12 µs a row of 384 float32 in place of 15; 10 of these are its digits."""
-    told, features = _fresh_form(answer.plan)
+    members, features = _fresh_form(answer.plan)
     times = columns.computed_at_us[start:end]
     ages = answer.sighting.ages_us(times, answer.now_us) / 1e6
     texts: list[Iterable[bytes]] = [
@@ -117,7 +117,7 @@ def _fresh_rows(answer: Answer, columns: WholeColumns, start: int, end: int) -> 
             texts.append(_base64_rows(numbers.reshape(-1, feature.dim)[start:end]))
         else:
             texts.append([_dumps(vector, option=_NUMPY) for vector in numbers.reshape(-1, feature.dim)[start:end]])
-    return [told % row for row in zip(*texts, strict=True)]
+    return [members % row for row in zip(*texts, strict=True)]
 
 
 def _base64_rows(vectors: npt.NDArray[Any]) -> list[bytes]:
@@ -153,8 +153,8 @@ def search_json(found: Mapping[str, Any], view: FeatureView, encoded: Collection
     base64 = {} if encoded is None else base64_types(view.feature(name) for name in encoded)
     # one by one: other threads have their turn between them
     rows = b",".join([_neighbour_json(row, narrow, base64) for row in found["rows"]])
-    told = {name: value for name, value in found.items() if name != "rows"} | ({"base64": base64} if base64 else {})
-    return b'%b,"rows":[%b]}' % (_dumps(told)[:-1], rows)
+    members = {name: value for name, value in found.items() if name != "rows"} | ({"base64": base64} if base64 else {})
+    return b'%b,"rows":[%b]}' % (_dumps(members)[:-1], rows)
 
 
 def _neighbour_json(row: Mapping[str, Any], narrow: Mapping[str, np.dtype[Any]], base64: Collection[str]) -> bytes:

@@ -1,4 +1,4 @@
-"""Row cache: single rows as encoded JSON, kept in a worker's memory. What a request is told of freshness is never kept: status and age are put in each time."""
+"""Row cache: single rows as encoded JSON, stored in a worker's memory. What a request learns of freshness is never cached: status and age are put in each time."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class CachedRow(NamedTuple):
         before, after = self.etag
         etag = before + _STATUS_LETTERS[status] + after
         left_s = (int(self.pointer.view.ttl_s * 1e6) - age_us) // 1_000_000
-        told = [
+        members = [
             (b"age", b"%d" % age_s),
             caching.lifetime(self.pointer.view, age_s),
             (b"cache-status", b"precompute; hit; ttl=%d%b" % (left_s, self.version)),
@@ -70,11 +70,11 @@ class CachedRow(NamedTuple):
             last_modified(self.computed_at_us, self.computed_at_us + age_us),
             VARY,
         ]
-        return told, etag
+        return members, etag
 
 
 def cached_row(answer: Answer) -> CachedRow | None:
-    """What can be kept of an answer of one row: one that came from the store, and is not dated ahead, which is counted each time."""
+    """What can be cached of an answer of one row: one that came from the store, and is not dated ahead, which is counted each time."""
     computed_at_us, value = answer.computed_at_us(0), answer.packed_row(0)
     if value is None or answer.source(0) is not AnswerSource.STORE or computed_at_us > answer.now_us:
         return None
@@ -109,7 +109,7 @@ def _shared(plan: AnswerPlan) -> tuple[Pointer, bytes, bytes, bytes, bytes]:
 
 
 class RowCache:
-    """The rows asked for last, up to a number of bytes; one that was not asked for the longest goes first. For one event loop: it has no lock.
+    """The rows requested last, up to a number of bytes; one that was not requested the longest goes first. For one event loop: it has no lock.
 
     Args:
         size_bytes: at most.
@@ -121,14 +121,14 @@ class RowCache:
         self.size_bytes = 0
 
     def get(self, key: CacheKey) -> CachedRow | None:
-        """The row that is kept."""
+        """The row that is cached."""
         row = self._rows.get(key)
         if row is not None:
             self._rows.move_to_end(key)
         return row
 
     def keep(self, key: CacheKey, row: CachedRow) -> int | None:
-        """Keep a row, in place of the one under its key, and let go of others where there is no room; returns of how many; None where it is too large to be kept."""
+        """Store a row, in place of the one under its key, and let go of others where there is no room; returns of how many; None where it is too large to be cached."""
         self.drop(key)
         size = row.size_bytes + _key_bytes(key)
         if size > self.most_bytes // 8:

@@ -31,7 +31,7 @@ SECURITY_HEADERS = [(b"x-content-type-options", b"nosniff")]
 
 
 class Connection(Protocol):
-    """What is asked of one (:class:`precompute.store.guard.protocol.LimitedProtocol`)."""
+    """What is requested of one (:class:`precompute.store.guard.protocol.LimitedProtocol`)."""
 
     deadline: float
     write_deadline: float
@@ -97,7 +97,7 @@ class Connections:
         self._room: list[Connection] = []
         self._look_for_room_at = 0.0
         self.ends_at, self.most_s = -math.inf, math.inf
-        """When the server was told to end, by the loop's clock, and how long, from then on, it waits for a client."""
+        """When the server was ordered to end, by the loop's clock, and how long, from then on, it waits for a client."""
         self.left_off: Counter[str] = Counter()
         """Those closed since, by why."""
         self._timer: asyncio.TimerHandle | None = None
@@ -163,7 +163,7 @@ class Connections:
         return self.make_room(but=connection)
 
     def make_room(self, but: Connection | None = None) -> bool:
-        """Close the connection that was silent longest, of those that never asked anything where these are many; False where all are at work."""
+        """Close the connection that was silent longest, of those that never requested anything where these are many; False where all are at work."""
         while self._room or self._look_for_room():
             connection = self._room.pop()
             if connection.idle and connection is not but:
@@ -189,7 +189,7 @@ class Connections:
         return bool(self._room)
 
     def end_within(self, seconds: float) -> None:
-        """Told to end: what is still to arrive of a request, and an answer that its client does not take, have so long at most from now on."""
+        """Ordered to end: what is still to arrive of a request, and an answer that its client does not take, have so long at most from now on."""
         self.ends_at, self.most_s = self._loop.time(), seconds
         for one in self._held:
             # infinity is no client's time

@@ -1,4 +1,4 @@
-"""Gate: whether a request may pass, asked before its route is looked for: the hot ones' too.
+"""Gate: whether a request may pass, queried before its route is looked for: the hot ones' too.
 Hosts are the names that a server without tokens and TLS goes by."""
 
 from __future__ import annotations
@@ -52,25 +52,25 @@ OPERATORS = frozenset({b"/", b"/metrics"})
 """What operators look at: on the admin address alone where there is one, and with a token of scope ``admin`` where there are tokens."""
 
 _OPEN = frozenset({b"/livez", b"/readyz"})
-"""Open to all: a probe has no token. Who has none is told no more than a word."""
+"""Open to all: a probe has no token. Who has none gets no more than a word."""
 
 _ANY = ("0.0.0.0", "::")  # noqa: S104  # compared with, not bound
 _CHALLENGE = [(b"www-authenticate", b'Bearer realm="precompute", Basic realm="precompute"'), (b"cache-control", b"no-store")]
-"""Basic, with the token as the password, is how a browser is asked for one."""
+"""Basic, with the token as the password, is how a browser is made to send one."""
 
 _NOT_HERE = problem(
-    421, "wrong_host", "this server is not asked for by that name: ask for its address, or have the name added to its serve.hosts"
+    421, "wrong_host", "this server is not known by that name: ask for its address, or have the name added to its serve.hosts"
 )
 
 
 class Gate:
-    """Asked with every request's scope; the refusal, or None where it may pass.
+    """Called with every request's scope; the refusal, or None where it may pass.
 
     Args:
         meter: counts refusals.
         tokens: who may ask; None: whoever reaches an address.
         admin: the admin socket's own name: host and port, or a path; None: there is none.
-        hosts: the names that it may be asked for by over TCP; None: by any.
+        hosts: the names that it may be addressed by over TCP; None: by any.
     """
 
     def __init__(self, meter: Meter, tokens: Tokens | None = None, admin: Any = None, hosts: Hosts | None = None) -> None:

@@ -30,5 +30,5 @@ class Limits:
 
     @property
     def tick_s(self) -> float:
-        """How often times are looked at: often enough that the shortest is kept to a quarter, and twice a second at least."""
+        """How often times are looked at: often enough that the shortest is observed a quarter, and twice a second at least."""
         return max(0.01, min(0.5, min(self.header_s, self.body_s, self.idle_s, self.write_s) / 4))

@@ -18,7 +18,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from precompute.store.api.front import ASKED
+from precompute.store.api.front import REQUESTED
 from precompute.store.api.reply import RETRY_SOON, Reply, Stream, problem
 from precompute.store.guard.connections import Connections, header_lines, last_words
 
@@ -52,7 +52,7 @@ class _Refused(Exception):
 
 
 class _Answered(RequestResponseCycle):
-    """What stands for a request that is answered: nothing is kept of it."""
+    """What stands for a request that is answered: nothing is stored of it."""
 
     def __init__(self) -> None:
         self.response_started = self.response_complete = True
@@ -120,7 +120,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._all.gone(self)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Nothing follows: its client reads on, or is gone, which TCP tells alike. For what it asked it is taken to be there a little longer."""
+        """Nothing follows: its client reads on, or is gone, which TCP tells alike. For what it requested it is taken to be there a little longer."""
         if self._waits_for != _BUSY or self.scheme != "http":
             # TLS has no half of a connection in asyncio
             return False
@@ -160,7 +160,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 # more of the same gains no time
                 self._wait_for(waits_for)
             if waits_for == _HEAD and waited_for != _BODY and self._begun - begun <= 1:
-                # a header that is not complete is told of by nobody: its bytes are held by the parser
+                # a header that is not complete is reported by nobody: its bytes are held by the parser
                 self._count_head(len(data))
             elif waits_for == waited_for == _BODY and self._begun == begun and self._body_bytes == body_bytes:
                 # what stands beside chunks, and what follows the last one, without end
@@ -259,7 +259,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _answered_at_once(self) -> bool:
-        """Whether the request whose head is there needed no task; else the application is told that it was asked."""
+        """Whether the request whose head is there needed no task; else the application learns that it was requested."""
         at_once = self._all.at_once
         # in its turn; one of the bytes that came last, so that others have theirs; and an answer that is not taken is waited for
         if at_once is None or self._at_once or self.flow.write_paused:
@@ -272,7 +272,7 @@ class LimitedProtocol(HttpToolsProtocol):
         scope["raw_path"], scope["query_string"] = url.path, url.query or b""
         reply = at_once(scope)
         if reply is None:
-            scope[ASKED] = True
+            scope[REQUESTED] = True
             return False
         self._answer(reply)
         return True
@@ -280,7 +280,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _comes_whole(self) -> bool:
         """Whether the request, which was posted and is not answered by its head, will be here whole when the bytes that came last are parsed."""
         scope = cast(dict[str, Any], self.scope)
-        if self._all.posted_at_once is None or ASKED not in scope or scope["method"] != "POST" or self.expect_100_continue:
+        if self._all.posted_at_once is None or REQUESTED not in scope or scope["method"] != "POST" or self.expect_100_continue:
             return False
         # digits, else the parser had refused it
         size = next((int(value[:10]) for name, value in self.headers if name == b"content-length"), None)
@@ -338,7 +338,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._held = 0
 
     def pause_writing(self) -> None:
-        """The client does not take what it asked for as fast as it is made."""
+        """The client does not take what it requested as fast as it is made."""
         super().pause_writing()
         if not self._slow_since:
             self._slow_since, self._taken = self._all.now, 0
@@ -374,7 +374,7 @@ class LimitedProtocol(HttpToolsProtocol):
         return self._running is not None and self._waits_for != _BODY and not self._running.response_started
 
     def overdue(self) -> None:
-        """Its deadline went by: told to who was sending, and closed."""
+        """Its deadline went by: reported to who was sending, and closed."""
         waits_for = self._waits_for
         if waits_for == _LAST and not self.answering:
             # whether it takes it tells
@@ -433,7 +433,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.pipeline.popleft()
             self._refusal = refusal
         elif refused_midway:
-            # its route waits for the body, and is told that nobody is there any more
+            # its route waits for the body, and learns that nobody is there any more
             self._let_go()
             if self.cycle.response_started:
                 self.transport.abort()

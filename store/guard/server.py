@@ -46,7 +46,7 @@ class Acceptor:
         self._loop = asyncio.get_running_loop()
         self._handshakes: dict[asyncio.Task[None], None] = {}
         self._again: asyncio.TimerHandle | None = None
-        self._told = False
+        self._reported = False
         listening.setblocking(False)
         self._begin()
 
@@ -67,9 +67,9 @@ class Acceptor:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as exc:
-                if not self._told:
+                if not self._reported:
                     log.error("no connection can be accepted (%s): lower serve.limits.connections, or raise `ulimit -n`", exc)
-                    self._told = True
+                    self._reported = True
                 self._connections.make_room()
                 self._pause()
                 return
@@ -114,7 +114,7 @@ class Acceptor:
 
 
 GRACE_S = 5.0
-"""How long a store, a search, the rest of a request or a client that reads its answer may take, for which nothing is said, once the server is told to end."""
+"""How long a store, a search, the rest of a request or a client that reads its answer may take, for which nothing is said, once the server is ordered to end."""
 
 ANSWER_S = 1.0
 """From a request's deadline until its answer is on its way."""
@@ -127,12 +127,12 @@ class GuardedServer(uvicorn.Server):
     """Serves an application on listening sockets.
 
     Args:
-        app: ASGI 3. Where it has an ``at_once``, and a ``posted_at_once``, as :class:`precompute.store.api.front.Front` has, these are asked first: what they answer needs no task, and goes out in one piece.
+        app: ASGI 3. Where it has an ``at_once``, and a ``posted_at_once``, as :class:`precompute.store.api.front.Front` has, these are queried first: what they answer needs no task, and goes out in one piece.
         limits: of its connections; fewer connections where this process may not have as many files open.
         meter: counts them.
         tls: what TCP connections are wrapped in; None for plain HTTP. Unix sockets are always plain.
-        drain_s: how long the requests at hand may take at most, once it is told to end.
-        waits_until: asked again and again then: when the last of them that waits for a model will have an answer by its own deadline (:func:`time.monotonic`).
+        drain_s: how long the requests at hand may take at most, once it is ordered to end.
+        waits_until: queried again and again then: when the last of them that waits for a model will have an answer by its own deadline (:func:`time.monotonic`).
         on_overdue: called then, in the loop, where some are not answered in time: what they wait for hangs. By default they are cancelled.
 
     Raises:
@@ -191,14 +191,14 @@ class GuardedServer(uvicorn.Server):
         self.started = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Told to end: :meth:`run` returns once all is answered. uvicorn's would raise the signal again then, and what is to be closed never were."""
+        """Ordered to end: :meth:`run` returns once all is answered. uvicorn's would raise the signal again then, and what is to be closed never were."""
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept no more, and finish what is at hand: each request has its own time, and what has none :data:`GRACE_S`."""
         connections, waits_s = self.connections, self._waits_until() + ANSWER_S - time.monotonic()
-        told = "told to end: %d requests are in hand, and waited for %.3g s at most, a client %g s"
-        log.info(told, connections.answering, min(max(GRACE_S, waits_s), self._drain_s), GRACE_S)
+        message = "ordered to end: %d requests are in hand, and waited for %.3g s at most, a client %g s"
+        log.info(message, connections.answering, min(max(GRACE_S, waits_s), self._drain_s), GRACE_S)
         connections.end_within(GRACE_S)
         patience = asyncio.ensure_future(self._patience())
         await super().shutdown(sockets)

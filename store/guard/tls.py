@@ -99,7 +99,7 @@ def tls_of(spec: Mapping[str, Any]) -> Tls | None:
     return None if files is None else Tls(**{name: Path(path) for name, path in files.items()})
 
 
-def asked_of(spec: Mapping[str, Any]) -> Asks:
-    """What callers are asked for, by the same."""
+def client_certificates_of(spec: Mapping[str, Any]) -> Asks:
+    """What callers are to do, by the same."""
     token = Asks.NOTHING if spec["tokens"] is None else Asks.TOKEN
     return token | (Asks.CERTIFICATE if (spec["tls"] or {}).get("client_ca") else Asks.NOTHING)

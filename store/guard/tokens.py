@@ -1,4 +1,4 @@
-"""Tokens: who may ask, and what; kept as hashes in a file of lines, taken up without a restart when it changes.
+"""Tokens: who may ask, and what; stored as hashes in a file of lines, taken up without a restart when it changes.
 
 A line is ``name scope sha256 made_at``. A token is 256 random bits, so a fast hash of it is as good as a slow one: nobody tries them all.
 """
@@ -35,7 +35,7 @@ _NAME = re.compile(r"\A[a-z0-9][a-z0-9_.-]{0,62}\Z")
 
 @dataclass(frozen=True)
 class Token:
-    """A line of the file: ``digest`` is the SHA-256 of the token itself, which is kept nowhere."""
+    """A line of the file: ``digest`` is the SHA-256 of the token itself, which is stored nowhere."""
 
     name: str
     scope: str
@@ -95,9 +95,9 @@ def remove_tokens(path: Path, name: str) -> int:
     """
     with locked(path.with_name(f".{path.name}.lock")):
         tokens = read_tokens(path)
-        kept = [token for token in tokens if token.name != name]
-        _write(path, kept)
-    return len(tokens) - len(kept)
+        retained = [token for token in tokens if token.name != name]
+        _write(path, retained)
+    return len(tokens) - len(retained)
 
 
 class Tokens:

@@ -1,5 +1,5 @@
 """History: what a view held at any time (:func:`read`), what a training set may know (:func:`get_historical_features`), and how one row came to be
-(:func:`explain`), as far back as its snapshots are kept. What counts as history, and from when on: docs/architecture.md."""
+(:func:`explain`), as far back as its snapshots are retained. What counts as history, and from when on: docs/architecture.md."""
 
 from precompute.store.history.explanation import Explanation, Rejection, Version, explain
 from precompute.store.history.point_in_time import get_historical_features, read, snapshot_at

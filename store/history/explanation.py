@@ -31,11 +31,11 @@ _INT64 = re.compile("0|-?[1-9][0-9]{0,17}")
 class Version:
     """One value of a key.
 
-    ``snapshot`` is the oldest one kept that holds it. ``run`` computed it; None when neither manifest nor report of that run is kept.
+    ``snapshot`` is the oldest one retained that holds it. ``run`` computed it; None when neither manifest nor report of that run is retained.
     ``before`` has the features that differ in the version before this one, with their values there; None for the first.
     ``removed_in`` and ``removed_at`` tell of the snapshot in which the key was no more. ``void`` says why no snapshot with this value may be live
     any more: rolled back from, or refused by a gate; None when one may.
-    ``served`` has the times from and until which lookups were answered with it from the store, as far back as snapshots are kept; None: until now, and
+    ``served`` has the times from and until which lookups were answered with it from the store, as far back as snapshots are retained; None: until now, and
     one that lies ahead is when the row will have expired.
     """
 
@@ -93,7 +93,7 @@ def explain(store: ViewStore, key: Any, *, memory_mb: int = 1024) -> Explanation
         memory_mb: DuckDB's memory.
 
     Raises:
-        RequestError: no snapshot that is kept ever had the key, and no run rejected it; or it is no key of this view.
+        RequestError: no snapshot that is retained ever had the key, and no run rejected it; or it is no key of this view.
         SnapshotError: there is no snapshot, or a file is missing or damaged.
     """
     view, manifests = store.name, manifests_of(store)
@@ -110,8 +110,8 @@ def explain(store: ViewStore, key: Any, *, memory_mb: int = 1024) -> Explanation
     parts = split_key(text, entity)
     if len(parts) == len(entity):
         columns = [pa.array([int(part) if _INT64.fullmatch(part) else part]) for part in parts]
-        asked = pa.table(columns, names=key_names(entity))
-        with reading(view), Versions(store, order, manifests, asked, memory_mb) as versions:
+        requested = pa.table(columns, names=key_names(entity))
+        with reading(view), Versions(store, order, manifests, requested, memory_mb) as versions:
             explained = _explained(store, manifests, order, versions, live)
     rejections = list(_rejections(store, manifests, live, text))
     if not explained and not rejections:

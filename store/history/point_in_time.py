@@ -46,7 +46,7 @@ def read(store: ViewStore, as_of: datetime | None = None, *, values: Values = "s
             then, whenever it was computed; of others the newest that was committed by then; of good ones only, published or not, and rows of any age.
 
     Raises:
-        SnapshotError: there was none (the oldest one kept is named), or a file is missing or damaged.
+        SnapshotError: there was none (the oldest one retained is named), or a file is missing or damaged.
         RequestError: ``as_of`` has no time zone, or there are no such values.
     """
     period, snapshot = (None, snapshot_at(store)) if as_of is None else _answering(store, as_of, values)
@@ -60,7 +60,7 @@ def read(store: ViewStore, as_of: datetime | None = None, *, values: Values = "s
 
 
 def manifests_of(store: ViewStore) -> dict[int, Snapshot]:
-    """All manifests of a view that are kept, by number."""
+    """All manifests of a view that are retained, by number."""
     manifests = {}
     for number in store.numbers():
         try:
@@ -106,7 +106,7 @@ def get_historical_features(
         entity_table: has the entity's columns of every view (text or integers) and the timestamp column, aware, of any unit.
         views: names, for all features; or name → features.
         timestamp: name of the timestamp column.
-        max_age_s: values older than this at the row's time are null, by the age that a lookup would have told; of ``best_known`` ones it counts from
+        max_age_s: values older than this at the row's time are null, by the age that a lookup would have reported; of ``best_known`` ones it counts from
             ``computed_at``, of a partitioned view from the partition's end.
         values: ``served``, or ``best_known``: of a partitioned view the value of the latest partition that was over by then, whenever it was computed (today's model for
             yesterday's rows); of others that of the newest snapshot committed by then; of good snapshots only, published or not, and rows of any age.
@@ -115,7 +115,7 @@ def get_historical_features(
     Returns:
         the rows of ``entity_table`` in their order, each with ``<view>__<feature>`` of the type the view declares and
         ``<view>__computed_at``. Null where a lookup would have answered ``missing``: there was no such row, it had expired, or the view was not published; where
-        the snapshot that was live then is not kept any more; and a feature that a snapshot did not have, or had with another type, is null too.
+        the snapshot that was live then is not retained any more; and a feature that a snapshot did not have, or had with another type, is null too.
 
     Raises:
         RequestError: a column is missing or of a type that cannot be used, a feature is unknown, or there are no such values.
@@ -124,10 +124,10 @@ def get_historical_features(
     chosen = views if isinstance(views, Mapping) else dict.fromkeys([views] if isinstance(views, str) else views)
     if max_age_s is not None and not 0 <= max_age_s < math.inf:
         raise RequestError(f"max_age_s is a number of seconds, got {max_age_s}")
-    asked_us = _timestamps_us(entity_table, timestamp)
+    requested_us = _timestamps_us(entity_table, timestamp)
     result = entity_table
     for name, features in chosen.items():
-        found = _features_at(offline.view(name), features, entity_table, asked_us, max_age_s, values, memory_mb)
+        found = _features_at(offline.view(name), features, entity_table, requested_us, max_age_s, values, memory_mb)
         for column in found.column_names:
             if f"{name}__{column}" in result.column_names:
                 raise RequestError(f"the entity table has a column {name}__{column} already: rename it")
@@ -139,7 +139,7 @@ def _features_at(
     store: ViewStore,
     features: Sequence[str] | None,
     entity_table: pa.Table,
-    asked_us: npt.NDArray[np.int64],
+    requested_us: npt.NDArray[np.int64],
     max_age_s: float | None,
     values: Values,
     memory_mb: int,
@@ -152,8 +152,10 @@ def _features_at(
     view = newest(periods).view
     schema = _wanted(view, features)
     keys = [_key_values(entity_table, column, name) for column in view.entity]
-    asked = pa.table([*keys, pa.array(asked_us), pa.array(np.arange(len(asked_us)))], names=[*key_names(view.entity), "us", "i"])
-    with reading(name), Versions(store, order, manifests, asked, memory_mb) as versions:
+    requested = pa.table(
+        [*keys, pa.array(requested_us), pa.array(np.arange(len(requested_us)))], names=[*key_names(view.entity), "us", "i"]
+    )
+    with reading(name), Versions(store, order, manifests, requested, memory_mb) as versions:
         matched = versions.known_at(periods, max_age_s)
         file = np.asarray(matched.column("f").fill_null(-1))
         row = np.asarray(matched.column("r").fill_null(-1))

@@ -22,7 +22,7 @@ or not they were published."""
 
 
 class Period(NamedTuple):
-    """From ``since_us`` (µs since 1970) until the next period ``snapshot`` answers; None where nothing that is kept does, and ``why`` says what there was.
+    """From ``since_us`` (µs since 1970) until the next period ``snapshot`` answers; None where nothing that is retained does, and ``why`` says what there was.
 
     Ages count from ``published_us`` at the latest, and from ``renewed_us`` at the earliest, as :class:`precompute.store.freshness.Sighting` has it; a row older than ``longest_s``
     answers no more (None: whatever its age).
@@ -56,11 +56,11 @@ def timeline(store: ViewStore, manifests: Mapping[int, Snapshot], values: Values
 
     Args:
         store: of the view.
-        manifests: all that are kept, by number.
+        manifests: all that are retained, by number.
         values: which count.
 
     Raises:
-        SnapshotError: no snapshot that is kept counts, or the log of publishings is damaged.
+        SnapshotError: no snapshot that is retained counts, or the log of publishings is damaged.
         RequestError: there are no such values.
     """
     if values == "best_known":
@@ -69,7 +69,7 @@ def timeline(store: ViewStore, manifests: Mapping[int, Snapshot], values: Values
         raise RequestError(f"values are 'served' or 'best_known', not {values!r}")
     periods = served_periods(store, manifests)
     if not periods:
-        why = "none of the snapshots that were published is kept" if store.refs.publishings() else "it was never published"
+        why = "none of the snapshots that were published is retained" if store.refs.publishings() else "it was never published"
         raise SnapshotError(
             f"view {store.name!r} has nothing that was served under {store.offline.root}: {why}; see its name, run it, or ask for values='best_known'"
         )
@@ -77,16 +77,16 @@ def timeline(store: ViewStore, manifests: Mapping[int, Snapshot], values: Values
 
 
 def served_periods(store: ViewStore, manifests: Mapping[int, Snapshot]) -> list[Period]:
-    """As :func:`timeline` of what was served; empty where that was nothing, or nothing of it is kept.
+    """As :func:`timeline` of what was served; empty where that was nothing, or nothing of it is retained.
 
     Raises:
         SnapshotError: the log of publishings is damaged.
     """
     publishings = store.refs.publishings()
-    kept = [manifests[entry.snapshot] for entry in publishings if entry.snapshot is not None and entry.snapshot in manifests]
+    retained = [manifests[entry.snapshot] for entry in publishings if entry.snapshot is not None and entry.snapshot in manifests]
     periods: list[Period] = []
-    for entry in publishings if kept else ():
-        period = _period(entry, manifests, kept[-1].view.entity)
+    for entry in publishings if retained else ():
+        period = _period(entry, manifests, retained[-1].view.entity)
         # Epochs say what came after what, whatever the clocks said.
         since_us = max(period.since_us, periods[-1].since_us if periods else period.since_us)
         if periods and periods[-1].since_us == since_us:
@@ -107,7 +107,7 @@ def _period(entry: Publishing, manifests: Mapping[int, Snapshot], entity: tuple[
     assert published_us is not None
     snapshot = manifests.get(entry.snapshot or 0)
     if snapshot is None or snapshot.view.entity != entity:
-        why = f"snapshot {entry.snapshot}, which was live from {entry.since} on, is not kept"
+        why = f"snapshot {entry.snapshot}, which was live from {entry.since} on, is not retained"
         if entry.snapshot is None:
             why = f"it was dropped at {entry.since}"
         elif snapshot is not None:

@@ -64,7 +64,7 @@ class Versions:
         store: ViewStore,
         order: Sequence[Snapshot],
         manifests: Mapping[int, Snapshot],
-        asked: pa.Table,
+        requested: pa.Table,
         memory_mb: int,
     ) -> None:
         self._order = order
@@ -84,23 +84,23 @@ class Versions:
         self._spill = SpillFolder()
         self._connection = open_duckdb(self._spill, memory_mb)
         try:
-            self._load_rows(asked)
+            self._load_rows(requested)
             self._load_spans(names, delete_paths)
         except BaseException:
             self.close()
             raise
 
-    def _load_rows(self, asked: pa.Table) -> None:
-        """Table ``found``: file, row, key, ``computed_at`` (µs) and input hash of every row of the keys asked for."""
+    def _load_rows(self, requested: pa.Table) -> None:
+        """Table ``found``: file, row, key, ``computed_at`` (µs) and input hash of every row of the keys requested."""
         # Numbers are compared as numbers where all files and the question have them as such, and else all as the text they are written as.
         whole = [
-            pa.types.is_integer(asked.schema.field(key).type) and all(kind[number] == "BIGINT" for kind in self._kinds)
+            pa.types.is_integer(requested.schema.field(key).type) and all(kind[number] == "BIGINT" for kind in self._kinds)
             for number, key in enumerate(self._keys)
         ]
         casts = [f"AS {'BIGINT' if is_whole else 'VARCHAR'}) AS {key}" for is_whole, key in zip(whole, self._keys, strict=True)]
-        rest = [name for name in asked.column_names if name not in self._keys]
+        rest = [name for name in requested.column_names if name not in self._keys]
         compared = [f"TRY_CAST({key} {cast}" for key, cast in zip(self._keys, casts, strict=True)]
-        self._register("asked", asked, ", ".join(compared + rest))
+        self._register("asked", requested, ", ".join(compared + rest))
         compared = [f'TRY_CAST("{column}" {cast}' for column, cast in zip(self.entity, casts, strict=True)]
         scans = []
         # a column that is a number in one file and text in another is read in two scans
@@ -144,7 +144,7 @@ class Versions:
         )
 
     def known_at(self, periods: Sequence[Period], max_age_s: float | None) -> pa.Table:
-        """For each row asked for, in its order, the file ``f`` and row ``r`` of the value that answered at its time; null for none.
+        """For each row requested, in its order, the file ``f`` and row ``r`` of the value that answered at its time; null for none.
 
         Args:
             periods: of snapshots of ``order``.

@@ -16,9 +16,7 @@ log = logging.getLogger(__name__)
 WAIT_S = 0.05
 """How long another process's write is waited for."""
 
-_TABLE = (
-    "CREATE TABLE IF NOT EXISTS kept (view TEXT, slot INTEGER, over INTEGER, record BLOB, PRIMARY KEY (view, slot)) WITHOUT ROWID"
-)
+_TABLE = "CREATE TABLE IF NOT EXISTS computed (view TEXT, slot INTEGER, over INTEGER, record BLOB, PRIMARY KEY (view, slot)) WITHOUT ROWID"
 
 
 class MissCacheFile(MissCache):
@@ -41,7 +39,7 @@ class MissCacheFile(MissCache):
     def _get(self, space: Space, slots: Sequence[int]) -> dict[int, bytes]:
         marks, found = ",".join("?" * len(slots)), dict[int, bytes]()
         with self._lock, self._trouble():
-            query = f"SELECT slot, record FROM kept WHERE view = ? AND slot IN ({marks})"
+            query = f"SELECT slot, record FROM computed WHERE view = ? AND slot IN ({marks})"
             connection = self._opened(make=False)
             if connection is not None:
                 found |= connection.execute(query, (space.view, *slots)).fetchall()
@@ -49,14 +47,14 @@ class MissCacheFile(MissCache):
 
     def _put(self, space: Space, records: dict[int, tuple[bytes, int]]) -> bool:
         rows = [(space.view, slot, over_us, record) for slot, (record, over_us) in records.items()]
-        kept = False
+        written = False
         with self._lock, self._trouble():
             connection = self._opened(make=True)
             assert connection is not None
             with connection:
-                connection.executemany("INSERT OR REPLACE INTO kept VALUES (?, ?, ?, ?)", rows)
-            kept = True
-        return kept
+                connection.executemany("INSERT OR REPLACE INTO computed VALUES (?, ?, ?, ?)", rows)
+            written = True
+        return written
 
     def close(self) -> None:
         with self._lock:
@@ -83,7 +81,7 @@ class MissCacheFile(MissCache):
         connection.execute("PRAGMA synchronous = OFF")
         with connection:
             connection.execute(_TABLE)
-            connection.execute("DELETE FROM kept WHERE over < ?", (self._now_us(),))
+            connection.execute("DELETE FROM computed WHERE over < ?", (self._now_us(),))
 
     def _identity(self) -> tuple[int, int] | None:
         try:
@@ -100,7 +98,7 @@ class MissCacheFile(MissCache):
             # busy, or the disk is full or gone
             log.debug("cached rows: %s", exc)
         except (sqlite3.Error, OSError) as exc:
-            log.warning("what was kept in %s is let go of: %s", self._path, exc)
+            log.warning("what was cached in %s is let go of: %s", self._path, exc)
             self._close()
             # it may be somebody else's, or the disk read-only
             with contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
-"""Miss cache: what models computed for misses, and that there was nothing to compute, kept for a while beside what is published.
+"""Miss cache: what models computed for misses, and that there was nothing to compute, retained for a while beside what is published.
 
-What is kept counts under the very publishing and model that it was computed under, or not at all. It lies in as many slots as a view may have: a key's slot comes
+What is cached counts under the very publishing and model that it was computed under, or not at all. It lies in as many slots as a view may have: a key's slot comes
 from its hash, and who comes later takes it, so that rows and bytes are bounded without counting them.
 """
 
@@ -28,10 +28,10 @@ from precompute.store.online.online_store import Pointer
 from precompute.store.telemetry.instruments import CACHE, Meter
 
 JITTER = 0.1
-"""By this share of it a row is kept shorter, at random: what was computed at once is not computed again at once."""
+"""By this share of it a row is cached shorter, at random: what was computed at once is not computed again at once."""
 
 VARIABLE_BYTES = 4096
-"""Most bytes of strings and lists in a row that is kept."""
+"""Most bytes of strings and lists in a row that is cached."""
 
 _RECORD = struct.Struct("<16sqI")
 """Digest of view, model, publishing and key; when it is over, µs since 1970; the snapshot. The packed row follows, or nothing: there is no such entity."""
@@ -60,8 +60,8 @@ class CachedMiss(NamedTuple):
 
 
 def input_names(inputs: Mapping[str, Any], key: str) -> tuple[str, str] | None:
-    """Under what a row is kept that was computed from a request's inputs: where the model reads nothing else, and where it reads the key too. No key is such a name, so that
-    what a request brings is never taken for what the source says. None: such inputs are not kept.
+    """Under what a row is cached that was computed from a request's inputs: where the model reads nothing else, and where it reads the key too. No key is such a name, so that
+    what a request brings is never taken for what the source says. None: such inputs are not cached.
 
     Args:
         inputs: input column → value, as JSON has them.
@@ -76,7 +76,7 @@ def input_names(inputs: Mapping[str, Any], key: str) -> tuple[str, str] | None:
 
 
 class MissCache(ABC):
-    """What is kept, by view and key. Reading and writing never raise: without it, a row is computed once more.
+    """What is cached, by view and key. Reading and writing never raise: without it, a row is computed once more.
 
     Args:
         limits: of each view; the same for all who use one store.
@@ -87,7 +87,7 @@ class MissCache(ABC):
         self._limits, self._now_us = limits, clock
 
     def read(self, pointer: Pointer, keys: Sequence[str]) -> dict[str, bytes | None]:
-        """What is kept of these keys: their packed rows, to be verified as any, and None where there is known to be no such entity."""
+        """What is cached of these keys: their packed rows, to be verified as any, and None where there is known to be no such entity."""
         space, now_us = Space.of(pointer, self._limits), self._now_us()
         # what would be over later than that was written by a clock that was wrong, or before ours was set back
         latest_us = now_us + space.longest_us + AHEAD_US
@@ -105,7 +105,7 @@ class MissCache(ABC):
         return found
 
     def write(self, pointer: Pointer, rows: Sequence[CachedMiss]) -> int:
-        """Keep these, and say how many are kept: those that are too large are not, and none where the store takes none."""
+        """Keep these, and say how many are cached: those that are too large are not, and none where the store takes none."""
         space, now_us = Space.of(pointer, self._limits), self._now_us()
         records: dict[int, tuple[bytes, int]] = {}
         for key, row in rows:
@@ -131,7 +131,7 @@ class MissCache(ABC):
 
 
 class Space(NamedTuple):
-    """Where a view's rows are kept: so many slots, of so many bytes at most. ``publishing`` tells whose rows count: snapshots' numbers start at 1 again in a
+    """Where a view's rows are cached: so many slots, of so many bytes at most. ``publishing`` tells whose rows count: snapshots' numbers start at 1 again in a
     view whose data was dropped, and in one that another project took over."""
 
     view: str
@@ -140,7 +140,7 @@ class Space(NamedTuple):
     slots: int
     record_bytes: int
     longest_us: int
-    """That anything is kept."""
+    """That anything is cached."""
 
     @classmethod
     def of(cls, pointer: Pointer, limits: MissCacheLimits) -> Space:
@@ -161,7 +161,7 @@ class Space(NamedTuple):
 log = logging.getLogger(__name__)
 
 MOST_WAITING = 4096
-"""Rows; beyond, they are not kept."""
+"""Rows; beyond, they are not cached."""
 
 JUST_S = 1.0
 MOST_LATEST = 4096
@@ -179,20 +179,20 @@ class MissCacheWriter:
     """Writes as fast as the store takes it. Rows come from one thread.
 
     Args:
-        kept: the store.
-        meter: counts what was kept, and what was not.
+        miss_cache: the store.
+        meter: counts what was cached, and what was not.
     """
 
-    def __init__(self, kept: MissCache, meter: Meter) -> None:
-        self._kept = kept
-        self._stored, self._dropped = (meter.counter(CACHE, "kept", outcome) for outcome in ("stored", "dropped"))
+    def __init__(self, cache: MissCache, meter: Meter) -> None:
+        self._cache = cache
+        self._stored, self._dropped = (meter.counter(CACHE, "miss_cache", outcome) for outcome in ("stored", "dropped"))
         self._waiting: queue.Queue[tuple[Pointer, CachedMiss]] = queue.Queue(MOST_WAITING)
         self._latest: dict[_Row, tuple[float, Computed | Miss]] = {}
         """What came last, in order, with its time (monotonic)."""
-        threading.Thread(target=self._write, name="kept", daemon=True).start()
+        threading.Thread(target=self._write, name="miss-cache", daemon=True).start()
 
     def put(self, pointer: Pointer, key: str, result: Computed | Miss) -> None:
-        """Keep what was computed under a pointer, as the view wants it kept; a miss says that there is no such entity. Returns at once."""
+        """Keep what was computed under a pointer, as the view wants it stored; a miss says that there is no such entity. Returns at once."""
         row = result.row if isinstance(result, Computed) else None
         if (pointer.view.keep_missing_s if row is None else pointer.view.keep_s) <= 0:
             return
@@ -207,7 +207,7 @@ class MissCacheWriter:
             self._dropped.add()
 
     def just_now(self, pointer: Pointer, key: str) -> Computed | Miss | None:
-        """What was put so lately that the caller may not have seen it kept yet."""
+        """What was put so lately that the caller may not have seen it stored yet."""
         at, result = self._latest.get((pointer.view.name, pointer.publishing, key), (-math.inf, None))
         return result if time.monotonic() - at <= JUST_S else None
 
@@ -221,11 +221,11 @@ class MissCacheWriter:
             for pointer, row in taken:
                 of_pointer.setdefault(id(pointer), (pointer, []))[1].append(row)
             for pointer, rows in of_pointer.values():
-                kept = 0
+                cache = 0
                 try:
-                    kept = self._kept.write(pointer, rows)
+                    cache = self._cache.write(pointer, rows)
                 except Exception:
-                    # or nothing would be kept from now on
-                    log.exception("rows of view %r cannot be kept", pointer.view.name)
-                self._stored.add(kept)
-                self._dropped.add(len(rows) - kept)
+                    # or nothing would be cached from now on
+                    log.exception("rows of view %r cannot be cached", pointer.view.name)
+                self._stored.add(cache)
+                self._dropped.add(len(rows) - cache)

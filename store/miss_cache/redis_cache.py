@@ -1,4 +1,4 @@
-"""Redis cache: a hash for each view and model, its fields the slots. It goes by itself once nothing was written for as long as a row is kept."""
+"""Redis cache: a hash for each view and model, its fields the slots. It goes by itself once nothing was written for as long as a row is cached."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ class MissCacheRedis(MissCache):
         try:
             self._servers.ask(name, commands, f"keep rows of {space.view!r}")
         except OnlineStoreError as exc:
-            # it is full, gone, or gives no right to: nothing is kept
+            # it is full, gone, or gives no right to: nothing is cached
             log.debug("%s", exc)
             return False
         return True
 
     def _name(self, space: Space) -> str:
-        return f"{self._prefix}:{{{space.view}}}:kept:{space.model[:16]}"
+        return f"{self._prefix}:{{{space.view}}}:misses:{space.model[:16]}"
 
     def close(self) -> None:
         self._servers.close()

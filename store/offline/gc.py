@@ -24,7 +24,7 @@ from precompute.store.offline.view_store import ViewStore
 log = logging.getLogger(__name__)
 
 KEPT_REPORTS = 1000
-"""Reports of runs kept for each view: at one run an hour, six weeks."""
+"""Reports of runs retained for each view: at one run an hour, six weeks."""
 
 SWEPT_FOLDERS = 64
 """Folders of runs whose snapshot stays that one run's collection looks through for leftovers, each time others: its cost does not grow with the number
@@ -49,7 +49,7 @@ def collect(
     dry_run: bool = False,
     now_s: float | None = None,
     swept: int | None = None,
-    told: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
 ) -> list[Garbage]:
     """Find what may go, and remove it.
 
@@ -70,7 +70,7 @@ def collect(
         dry_run: only find it.
         now_s: seconds since 1970; now by default.
         swept: how many folders of snapshots that stay are looked through, each time others; all by default.
-        told: given a sentence for each manifest that cannot be read and holds something up.
+        reports: given a sentence for each manifest that cannot be read and holds something up.
 
     Returns:
         what went, or would go: manifests first, since a file goes only when no manifest names it any more.
@@ -83,11 +83,11 @@ def collect(
     catalog = store.catalog()
     manifests = catalog.entries
     for number, exc in catalog.damaged.items():
-        told(_sentence(store.name, number, exc))
-    kept = _reachable(store, catalog, keep, young_s, told)
+        report(_sentence(store.name, number, exc))
+    retained = _reachable(store, catalog, keep, young_s, report)
     held_s = max((_modified_s(store.manifest_path(number)) for number in catalog.damaged), default=-math.inf)
     why = "snapshot {}: neither live, pinned, new nor built on"
-    gone = [_garbage(store.manifest_path(number), why.format(number)) for number in sorted(manifests) if number not in kept]
+    gone = [_garbage(store.manifest_path(number), why.format(number)) for number in sorted(manifests) if number not in retained]
     if not dry_run:
         _remove(gone, leases)
         try:
@@ -99,13 +99,13 @@ def collect(
         except SnapshotError as exc:
             # nothing is in its way but a file that is longer than it need be
             log.warning("%s", exc)
-    return gone + _collect_files(store, catalog, kept, leases, held_s, young_s, dry_run=dry_run, swept=swept)
+    return gone + _collect_files(store, catalog, retained, leases, held_s, young_s, dry_run=dry_run, swept=swept)
 
 
 def _collect_files(
     store: ViewStore,
     catalog: Catalog,
-    kept: set[int],
+    retained: set[int],
     leases: Sequence[Lease],
     held_s: float,
     young_s: float,
@@ -113,13 +113,13 @@ def _collect_files(
     dry_run: bool,
     swept: int | None,
 ) -> list[Garbage]:
-    """Files of data, reports and marks that no manifest names any more, those of ``catalog`` that are not ``kept`` left out."""
+    """Files of data, reports and marks that no manifest names any more, those of ``catalog`` that are not ``retained`` left out."""
     manifests = catalog.entries
     with contextlib.ExitStack() as held:
         mine = _journal_leases(store, leases, held, young_s, dry_run)
         # Read under the leases: what a run committed meanwhile names what it took over.
         later = store.catalog()
-        stay = [entry for n, entry in later.entries.items() if n in kept or n not in manifests]
+        stay = [entry for n, entry in later.entries.items() if n in retained or n not in manifests]
         # Just now: the next collection knows what that holds up.
         if later.damaged.keys() - catalog.damaged.keys():
             return []
@@ -210,7 +210,7 @@ def _journal_leases(
     return folders
 
 
-def _reachable(store: ViewStore, catalog: Catalog, keep: int, young_s: float, told: Callable[[str], None]) -> set[int]:
+def _reachable(store: ViewStore, catalog: Catalog, keep: int, young_s: float, report: Callable[[str], None]) -> set[int]:
     manifests = catalog.entries
     # The highest number stays, so that it is never given twice.
     roots: set[int] = {*store.refs.pins(), max(manifests, default=0)}
@@ -232,12 +232,12 @@ def _reachable(store: ViewStore, catalog: Catalog, keep: int, young_s: float, to
         if datetime.fromisoformat(manifests[number].created_at).timestamp() > young_s:
             roots.add(number)
     roots.update(number for numbers in newest.values() for number in numbers)
-    roots |= _inputs_of_others(store, manifests, told)
+    roots |= _inputs_of_others(store, manifests, report)
     todo = [number for number in roots if number in manifests]
     reachable = set(todo)
     while todo:
         entry = manifests[todo.pop()]
-        # what is assembled the next time is told by what it is made of now
+        # what is assembled the next time follows from what it is made of now
         for needed in (entry.parent, *entry.members):
             if needed is not None and needed in manifests and needed not in reachable:
                 reachable.add(needed)
@@ -245,7 +245,7 @@ def _reachable(store: ViewStore, catalog: Catalog, keep: int, young_s: float, to
     return reachable
 
 
-def _inputs_of_others(store: ViewStore, manifests: Mapping[int, Entry], told: Callable[[str], None]) -> set[int]:
+def _inputs_of_others(store: ViewStore, manifests: Mapping[int, Entry], report: Callable[[str], None]) -> set[int]:
     """Snapshots of this view that other views' live ones were computed from: their fallbacks read them. Of one that cannot be read nobody knows
     which; all that were there when it was committed stay."""
     inputs: set[int] = set()
@@ -260,7 +260,7 @@ def _inputs_of_others(store: ViewStore, manifests: Mapping[int, Entry], told: Ca
             except SnapshotError as exc:
                 # And not removed just now.
                 if path.exists():
-                    told(_sentence(other.name, number, exc))
+                    report(_sentence(other.name, number, exc))
                     inputs.update(
                         n
                         for n, entry in manifests.items()

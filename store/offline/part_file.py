@@ -76,18 +76,18 @@ def write_part_file(path: Path, table: pa.Table, rare: npt.NDArray[np.int64] | N
 
 
 def rare_rows(file: pq.ParquetFile) -> npt.NDArray[np.int64] | None:
-    """Numbers of the rows that were named as rare when a part was written, ascending; None where that is not told: too many, or an older part.
+    """Numbers of the rows that were named as rare when a part was written, ascending; None where that is not reports: too many, or an older part.
 
     Raises:
-        OSError: what is told is no list of numbers: the file is damaged.
+        OSError: what is reported is no list of numbers: the file is damaged.
     """
-    told = (file.metadata.metadata or {}).get(_RARE)
-    if told is None:
+    written = (file.metadata.metadata or {}).get(_RARE)
+    if written is None:
         return None
     try:
-        return np.array(json.loads(told), np.int64)
+        return np.array(json.loads(written), np.int64)
     except (ValueError, TypeError, OverflowError) as exc:
-        raise OSError(f"{_RARE.decode()} in its footer is no list of row numbers: {told[:40]!r}") from exc
+        raise OSError(f"{_RARE.decode()} in its footer is no list of row numbers: {written[:40]!r}") from exc
 
 
 def _row_group_rows(table: pa.Table) -> int:

@@ -34,7 +34,7 @@ class Publishing(Record, frozen=True):
     """What readers are served from ``since`` (ISO 8601 in UTC) until the next one.
 
     ``snapshot`` is None where the view was dropped. ``published_at`` is when the pointer of this ``epoch`` moved, which is ``since`` unless a later run found nothing
-    changed: then ``renewed_at`` says when (µs since 1970), and ``since`` when readers were told.
+    changed: then ``renewed_at`` says when (µs since 1970), and ``since`` when readers were given.
     """
 
     epoch: int
@@ -297,7 +297,7 @@ class Refs:
             snapshot: number of a committed snapshot.
             expected_epoch: the epoch the caller saw, 0 for none.
             epoch: the new one, larger.
-            reason: one phrase for the operator, kept in the pointer.
+            reason: one phrase for the operator, stored in the pointer.
             place: where the online store holds it; a base numbered ``epoch`` by default.
             held: why scheduled runs are to publish nothing after this.
             lease: held by the writer.

@@ -184,7 +184,7 @@ class Runs:
 
     def reports(self, limit: int = 100, since: str = "") -> list[Report]:
         """Reports of the newest runs, the newest first; run ids sort in the order of the runs (:meth:`stamp`). One
-        that cannot be read is skipped, and told in the log.
+        that cannot be read is skipped, and reported in the log.
 
         Args:
             limit: how many at most.

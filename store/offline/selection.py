@@ -1,6 +1,6 @@
 """Selection: some rows of a snapshot's Parquet files, by position; drawn at random from all over them, looked for by key, read by row group.
 
-What two snapshots share they share by position too: the rows of one that are no rows of the other are told from the files' names and the
+What two snapshots share they share by position too: the rows of one that are no rows of the other are reported from the files' names and the
 rows that are dead in either, without reading one. Reading costs what the row groups cost that hold a selected row, and no more than
 :data:`CLUSTERS` of these for a draw.
 """
@@ -140,10 +140,10 @@ class Selection:
         for file in self.files:
             if file.count:
                 with _reading(file.path) as opened:
-                    told = rare_rows(opened)
+                    rare = rare_rows(opened)
                 numbers = file.within(0, file.rows)
                 files.append(
-                    FileRows(file.path, file.rows, numbers if told is None else np.intersect1d(numbers, told), others=False)
+                    FileRows(file.path, file.rows, numbers if rare is None else np.intersect1d(numbers, rare), others=False)
                 )
         return Selection(files)
 
@@ -214,8 +214,8 @@ class Selection:
                         hits.append((position, numbers[hit] + first, key_column(table.take(pa.array(hit)), entity)))
         total = sum(len(numbers) for _, numbers, _ in hits)
         if groups is not None and len(hits) > groups:
-            kept = np.sort(np.random.default_rng(seed).choice(len(hits), groups, replace=False))
-            hits = [hits[n] for n in kept.tolist()]
+            retained = np.sort(np.random.default_rng(seed).choice(len(hits), groups, replace=False))
+            hits = [hits[n] for n in retained.tolist()]
         files = []
         for position in dict.fromkeys(position for position, _, _ in hits):
             numbers = np.concatenate([n for p, n, _ in hits if p == position])
@@ -244,12 +244,12 @@ def rows_beside(layers: Layers, other: Layers) -> Selection:
 
 
 def seed_of(layers: Layers) -> int:
-    """A seed of a snapshot's own: the same wherever its files lie, as often as it is asked for."""
+    """A seed of a snapshot's own: the same wherever its files lie, as often as it is requested."""
     return zlib.crc32("\n".join("/".join(path.parts[-2:]) for path in layers.paths).encode())
 
 
 class _reading:
-    """One Parquet file, open; what cannot be read is told by its name.
+    """One Parquet file, open; what cannot be read is given by its name.
 
     Raises:
         SnapshotError: it cannot be read.

@@ -1,5 +1,5 @@
 """Snapshot: an immutable, numbered result of one view. Its manifest is the commit: JSON that ends with its own SHA-256, so that a torn or edited one is
-told from a whole one without reading a single part.
+distinguished from a whole one without reading a single part.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Snapshot(Record, frozen=True):
     """Digest of all that makes a row besides its input: model fingerprint, SQL, columns, features. Rows of one recipe and one input hash
     are interchangeable."""
     computation: str = ""
-    """Digest of the recipe but for the way inputs are hashed, by which rows of two recipes are told to be made alike."""
+    """Digest of the recipe but for the way inputs are hashed, by which rows of two recipes count as made alike."""
     content: str = ""
     """Digest of the recipe and of all keys and input hashes: two snapshots of one content hold the same values."""
     partition: str | None = None

@@ -164,7 +164,7 @@ class Standing:
 
     def newest_publishable(self, accept: Collection[str] = ()) -> int:
         """Number of the newest snapshot of the newest partition that is not bad and that no gate refused but those in ``accept``; the newest of
-        all when there is none such, to be told why it cannot be published.
+        all when there is none such, to say why it cannot be published.
 
         Raises:
             SnapshotError: there is no snapshot, or only partitions without rows.

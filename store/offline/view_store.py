@@ -446,7 +446,7 @@ class ViewStore:
 
         Args:
             number: of the snapshot.
-            reason: kept in the mark.
+            reason: stored in the mark.
             rows: its rows are at fault, so that the same rows once more are bad too; not only its files.
             back_to: the snapshot that is gone back to: what both hold is not at fault.
 

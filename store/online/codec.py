@@ -61,7 +61,7 @@ class State(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class DecodedRows:
-    """What :meth:`RowCodec.decode` read: one entry per value asked for, missing ones null or zero."""
+    """What :meth:`RowCodec.decode` read: one entry per value requested, missing ones null or zero."""
 
     computed_at_us: I8
     columns: list[pa.Array]

@@ -52,7 +52,7 @@ class ColumnReader:
 
         Args:
             rows: as a store returned them, an empty string for a missing one.
-            key_hashes: ``hashes`` of the keys that they were asked for by, uint64 [n].
+            key_hashes: ``hashes`` of the keys that they were requested by, uint64 [n].
             damaged: bool [n], where the store itself could not tell.
         """
         if kernels.native is None:

@@ -14,7 +14,7 @@ from precompute.store.online.packed import I8, U1, U8, Buffer, Packed
 
 
 class PackedKeys(Sequence[bytes]):
-    """Keys of one read, all of them such as an entity can have: ``packed`` with their ``hashes`` (xxh3_64, uint64 [n]); as bytes one by one when asked for.
+    """Keys of one read, all of them such as an entity can have: ``packed`` with their ``hashes`` (xxh3_64, uint64 [n]); as bytes one by one when requested.
 
     Args:
         texts: the keys.
@@ -74,7 +74,7 @@ class Reader(Protocol):
 
 
 class FoundRows:
-    """A packed row or none for each key, in the keys' order. As a list for few keys, in one buffer for many: made the one from the other when asked for.
+    """A packed row or none for each key, in the keys' order. As a list for few keys, in one buffer for many: made the one from the other when requested.
 
     Args:
         keys: what was looked for.

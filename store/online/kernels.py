@@ -107,7 +107,7 @@ def verified(rows: Packed, key_hashes: U8, tag: int, snapshots: Collection[int],
 
     Args:
         rows: as a store returned them.
-        key_hashes: ``hashes`` of the keys that they were asked for by, uint64 [n].
+        key_hashes: ``hashes`` of the keys that they were requested by, uint64 [n].
         tag: the schema's.
         snapshots: numbers of those whose rows are read.
         fixed_bytes: size of a row, or, of one with a variable part, the least.
@@ -261,7 +261,7 @@ class Records:
         self.native: Any = None if native is None else native.Records(mapping, *astuple(layout))
         """The extension's table of these records; None where it does not run."""
         self.find: Callable[[bytes], bytes | None] = self._find if self.native is None else self.native.find
-        """The key's packed row; None when it has none, and an empty one when it cannot be told for damage. 3.5 µs, by the extension 0.3."""
+        """The key's packed row; None when it has none, and an empty one when it cannot be known for damage. 3.5 µs, by the extension 0.3."""
         self._view = memoryview(mapping)
         self._words: U8 = np.frombuffer(mapping, "<u8", len(mapping) // 8)
         index = self._words[layout.index_start // 8 :][: layout.lines * 8]
@@ -281,7 +281,7 @@ class Records:
         Args:
             keys: any number, repeated ones too.
             key_hashes: ``hashes(keys)``.
-            below: asked in turn for what this has nothing of.
+            below: queried in turn for what this has nothing of.
         """
         if self.native is not None:
             states, offsets = np.empty(len(keys), np.uint8), np.empty(len(keys) + 1, np.int64)
@@ -396,12 +396,12 @@ class Records:
         """Clear ``same`` where the words from ``at`` on are not those of the key."""
         padded = np.concatenate((keys.data[keys.offsets[0] : keys.offsets[-1]], np.zeros(8, np.uint8)))
         anywhere: U8 = np.ndarray((len(padded) - 7,), "<u8", padded.data, strides=(1,))
-        asked, bits = keys.offsets[:-1] - keys.offsets[0], 8 * keys.sizes * same
+        requested, bits = keys.offsets[:-1] - keys.offsets[0], 8 * keys.sizes * same
         for word in range(-(-int(bits.max()) // 64)):
             some: slice | npt.NDArray[np.intp] = np.flatnonzero(bits > 64 * word) if word else slice(None)
             # of the last word only the bytes that are the key's: what is shifted by 64 is 0
             beyond = np.maximum(0, 64 * (word + 1) - bits[some]).astype(np.uint64)
-            same[some] &= (self._words[at[some] + word] ^ anywhere[asked[some] + 8 * word]) << beyond == 0
+            same[some] &= (self._words[at[some] + word] ^ anywhere[requested[some] + 8 * word]) << beyond == 0
 
     def _awaited(self, positions: I8, size_bytes: int) -> None:
         """Have what lies at ``positions`` read all at once if it is not in memory: 100 rows one page fault after the other took 73 ms, so 11."""

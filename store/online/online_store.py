@@ -98,7 +98,7 @@ class Pointer(Record, frozen=True):
 
     @property
     def publishing(self) -> tuple[int, str]:
-        """Which publishing made this live: what is kept of one is never used for another. The epoch alone would not distinguish them, since
+        """Which publishing made this live: what is stored of one is never used for another. The epoch alone would not distinguish them, since
         it starts at 1 again in a view whose data was dropped."""
         return self.epoch, self.at
 
@@ -160,13 +160,13 @@ class OnlineStore(ABC):
     @abstractmethod
     def load(self, view: str, generation: Generation, rows: Rows, rows_done: int = 0) -> int:
         """Load a generation whole and durably, replacing what an unfinished load of the same number left, but for the rows that
-        :meth:`prepare` told to be done. Readers see nothing of it before :meth:`flip`.
+        :meth:`prepare` found to be done. Readers see nothing of it before :meth:`flip`.
 
         Args:
             view: its name.
             generation: what it will be.
             rows: every key once, none of the rows empty; without the first ``rows_done``.
-            rows_done: as :meth:`prepare` told.
+            rows_done: as :meth:`prepare` reported.
 
         Returns:
             the number of rows that the generation has, those done before among them.
@@ -189,9 +189,9 @@ class OnlineStore(ABC):
         """The view's pointer as it is now, or None."""
 
     def known(self, view: str) -> Pointer | None:
-        """The view's pointer, where it can be told without waiting that it is live; None where it cannot, or there is none. Under the same object nothing has changed.
+        """The view's pointer, where it can be known without waiting that it is live; None where it cannot, or there is none. Under the same object nothing has changed.
 
-        One that lies behind a network is known for a moment after it was asked for, and so for as long, at most, after another one was made live: see the store.
+        One that lies behind a network is known for a moment after it was requested, and so for as long, at most, after another one was made live: see the store.
         """
         return None
 
@@ -214,7 +214,7 @@ class OnlineStore(ABC):
         """The generations loaded whole, in the order of their numbers."""
 
     def loaded(self, view: str, numbers: Sequence[int]) -> list[Generation]:
-        """Those of some generations that are loaded whole, in the order of their numbers; asked for with the rights and the patience of a reader."""
+        """Those of some generations that are loaded whole, in the order of their numbers; requested with the rights and the patience of a reader."""
         return [generation for generation in self.generations(view) if generation.number in numbers]
 
     def record_damage(self, view: str) -> list[str]:

@@ -225,7 +225,7 @@ def packed_vectors(feature: Feature, vectors: npt.NDArray[Any]) -> tuple[F4, npt
     - ``int8``: scale max|x| / 127, numbers x / scale rounded: each is off by half a scale at most.
     - ``binary``: scale mean|x|, a set bit for a number below 0; of all scales the nearest to the vector by L2 (Rastegari et al. 2016, XNOR-Net, §3.1).
 
-    A vector with a NaN or infinity has the scale NaN, and comes back as NaN throughout: what cannot be kept is not made up.
+    A vector with a NaN or infinity has the scale NaN, and comes back as NaN throughout: what cannot be stored is not made up.
 
     Args:
         feature: a vector of float16 or float32 with ``packed``.
@@ -243,7 +243,7 @@ def packed_vectors(feature: Feature, vectors: npt.NDArray[Any]) -> tuple[F4, npt
         np.rint(steps, out=steps)
         steps[np.isnan(scales)] = 0
         return scales, steps.astype(np.int8)
-    # float64 first: where numpy converts on the way, its buffer cuts the sum of a row (told by 9,000 numbers), and how is no promise of numpy's
+    # float64 first: where numpy converts on the way, its buffer cuts the sum of a row (seen at 9,000 numbers), and how is no promise of numpy's
     means = np.abs(vectors.astype(np.float64)).mean(axis=1)
     means[means < _SMALLEST] = 0
     scales = np.where(np.isfinite(means), means, np.nan).astype(np.float32)

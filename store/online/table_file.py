@@ -48,7 +48,7 @@ _HEAD = struct.Struct("<8sIIQQQQI")
 
 
 _WARM_BYTES = 2**24
-"""Asked for at once when a file is warmed."""
+"""Requested at once when a file is warmed."""
 
 
 def header_of(meta: Mapping[str, Any], rows: int, records_bytes: int, home_lines: int, lines: int) -> bytes:
@@ -198,7 +198,7 @@ class TableWriter:
 
     Args:
         path: the file to be; until it is whole its name is ``.{name}.{pid}.tmp``, which a process that was killed leaves there.
-        meta: JSON of the caller's own, kept in the header.
+        meta: JSON of the caller's own, stored in the header.
         memory_bytes: what hashes and positions may take; beyond, they lie in a file without a name beside ``path``.
 
     Raises, in every method:
@@ -442,7 +442,7 @@ class _Lines:
     def __init__(self, home_lines: int) -> None:
         self.home_lines = home_lines
         self.lines = 0
-        """Lines of the whole index, once :meth:`last` was asked."""
+        """Lines of the whole index, once :meth:`last` was requested."""
         self._next_place = 0
         self._held: U8 = np.zeros(LINE_SLOTS, np.uint64)
         """Slots of the line that has room perhaps, ``_held_line``."""

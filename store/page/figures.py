@@ -20,9 +20,9 @@ RUNS = 24
 
 @dataclass(frozen=True)
 class ViewFigures:
-    """One view: ``told`` as :meth:`precompute.store.lookup.Lookup.describe` has it, and its ``runs``, the newest first."""
+    """One view: ``reported`` as :meth:`precompute.store.lookup.Lookup.describe` has it, and its ``runs``, the newest first."""
 
-    told: Mapping[str, Any]
+    details: Mapping[str, Any]
     runs: Sequence[Report] = ()
     readable: bool = True
     """False: what is live cannot be read now, and this is what was last known."""
@@ -32,7 +32,7 @@ class ViewFigures:
 
 @dataclass(frozen=True)
 class Figures:
-    """All that the page shows but for the answer to what was asked."""
+    """All that the page shows but for the answer to what was requested."""
 
     views: Sequence[ViewFigures] = ()
     totals: Totals = field(default_factory=dict)
@@ -80,7 +80,7 @@ def gather(views: Sequence[ViewFigures], meter: Meter, root: Path | None, store_
     """
     store = None if root is None else OfflineStore(root)
     with_runs = [
-        view if store is None else ViewFigures(view.told, _runs(store, str(view.told["view"])), view.readable, view.trouble)
+        view if store is None else ViewFigures(view.details, _runs(store, str(view.details["view"])), view.readable, view.trouble)
         for view in views
     ]
     return Figures(with_runs, totals(meter), store_answers, time.time())

@@ -58,7 +58,7 @@ class Question:
 
     @classmethod
     def of(cls, query: bytes) -> Question:
-        """What the query string asks; what it does not understand is not asked."""
+        """What the query string asks; what it does not understand is not requested."""
         try:
             given = parse_qs(query[:_MOST_BYTES].decode("latin-1"), max_num_fields=16)
         except ValueError:
@@ -76,7 +76,7 @@ class Question:
         )
 
     @property
-    def asked(self) -> bool:
+    def posed(self) -> bool:
         """Whether there is anything to answer."""
         return bool(self.view and self.text)
 
@@ -85,63 +85,63 @@ class Question:
         return urlencode({"view": self.view, "q": self.text, "do": self.way})
 
 
-def forms(views: Sequence[Mapping[str, Any]], asked: Question) -> list[dict[str, Any]]:
+def forms(views: Sequence[Mapping[str, Any]], question: Question) -> list[dict[str, Any]]:
     """The forms: plain GETs, so that an answer has an address, and no script is needed. A text is for the views alone that can be searched by one."""
     by_key = (LOOKUP, NEAR) if any(view["searchable"] for view in views) else (LOOKUP,)
     by_text = [view["view"] for view in views if view.get("takes_text")]
-    made = [_form(by_key, "Key (parts of a composite key with / between them)", [view["view"] for view in views], asked)]
-    return made + ([_form((TEXT,), "Text", by_text, asked)] if by_text else [])
+    made = [_form(by_key, "Key (parts of a composite key with / between them)", [view["view"] for view in views], question)]
+    return made + ([_form((TEXT,), "Text", by_text, question)] if by_text else [])
 
 
-def _form(ways: Sequence[str], label: str, views: Sequence[str], asked: Question) -> dict[str, Any]:
+def _form(ways: Sequence[str], label: str, views: Sequence[str], question: Question) -> dict[str, Any]:
     return {
         "name": ways[0],
         "label": label,
         "views": views,
         "ways": {way: _WAYS[way] for way in ways},
-        "own": asked.way in ways,
+        "own": question.way in ways,
     }
 
 
-def answered(lookup: Lookup, asked: Question) -> tuple[int, dict[str, Any] | None]:
+def answered(lookup: Lookup, question: Question) -> tuple[int, dict[str, Any] | None]:
     """HTTP's status, and the answer for people: ``row``, or the ``rows`` that a search found, or the ``problem`` in words."""
-    if not asked.asked:
+    if not question.posed:
         return 200, None
     try:
-        return 200, _row(lookup, asked) if asked.way == LOOKUP else _found(lookup, asked)
+        return 200, _row(lookup, question) if question.way == LOOKUP else _found(lookup, question)
     except PrecomputeError as exc:
         status = exc.status if isinstance(exc, RequestError) else 503
         silent = isinstance(exc, (OnlineStoreError, VectorIndexError))
         return status, {"problem": "the online store or the index does not answer" if silent else str(exc)}
 
 
-def _key(lookup: Lookup, asked: Question) -> str:
-    pointer = lookup.online.live(asked.view)
+def _key(lookup: Lookup, question: Question) -> str:
+    pointer = lookup.online.live(question.view)
     entity: Sequence[str] = ("key",) if pointer is None else pointer.view.entity
-    return key_from_path(asked.text.encode(), entity) if len(entity) > 1 else asked.text
+    return key_from_path(question.text.encode(), entity) if len(entity) > 1 else question.text
 
 
-def _row(lookup: Lookup, asked: Question) -> dict[str, Any]:
-    answer = lookup.begin(asked.view, [_key(lookup, asked)], LookupOptions(deadline_ms=_PATIENCE_MS))
+def _row(lookup: Lookup, question: Question) -> dict[str, Any]:
+    answer = lookup.begin(question.view, [_key(lookup, question)], LookupOptions(deadline_ms=_PATIENCE_MS))
     answer.wait()
     return {"row": answer.rows()[0]}
 
 
-def _found(lookup: Lookup, asked: Question) -> dict[str, Any]:
-    pointer = lookup.online.live(asked.view)
+def _found(lookup: Lookup, question: Question) -> dict[str, Any]:
+    pointer = lookup.online.live(question.view)
     features = [] if pointer is None else telling(pointer.view.features)
-    if asked.way == NEAR:
-        found = lookup.search(asked.view, key=_key(lookup, asked), k=_K, features=features)
+    if question.way == NEAR:
+        found = lookup.search(question.view, key=_key(lookup, question), k=_K, features=features)
     else:
         column = "text" if pointer is None else text_column(pointer)
-        found = lookup.search(asked.view, inputs={column: asked.text}, k=_K, deadline_ms=_PATIENCE_MS, features=features)
+        found = lookup.search(question.view, inputs={column: question.text}, k=_K, deadline_ms=_PATIENCE_MS, features=features)
     # from 0, so that lengths are to each other as scores are: of a cosine to 1, else to the largest
     longest = 1.0 if found["metric"] == "cosine" else max((row["score"] for row in found["rows"]), default=0.0)
     rows = [
         row
         | {
             "near": min(1.0, max(0.0, row["score"] / longest)) if longest > 0 else 0.0,
-            "query": Question(asked.view, row["key"]).query(),
+            "query": Question(question.view, row["key"]).query(),
         }
         for row in found["rows"]
     ]
@@ -186,24 +186,24 @@ class Page:
         Raises:
             OSError: what the processes counted cannot be read.
         """
-        asked = Question.of(query)
-        status, answer = answered(self._lookup, asked)
+        question = Question.of(query)
+        status, answer = answered(self._lookup, question)
         views, answers = self._look()
-        return status, status_page(gather(views, self._meter, self._lookup.root, answers), asked, answer)
+        return status, status_page(gather(views, self._meter, self._lookup.root, answers), question, answer)
 
 
 _NOTHING = Question()
 
 
-def status_page(figures: Figures, asked: Question = _NOTHING, answer: Mapping[str, Any] | None = None) -> str:
-    """The page as HTML; ``answer`` is that to what was ``asked``."""
+def status_page(figures: Figures, question: Question = _NOTHING, answer: Mapping[str, Any] | None = None) -> str:
+    """The page as HTML; ``answer`` is that to what was ``requested``."""
     views = sorted(figures.views, key=sections.by_trouble)
     return _TEMPLATES.get_template("page.html").render(
         figures=figures,
         views=views,
-        asked=asked,
+        question=question,
         answer=answer,
-        forms=forms([view.told for view in figures.views], asked),
+        forms=forms([view.details for view in figures.views], question),
         summary=_summary(figures),
         as_of=f"{datetime.fromtimestamp(figures.at_s, UTC):%Y-%m-%d %H:%M:%S}",
         sections=sections.tables(figures),
@@ -211,10 +211,10 @@ def status_page(figures: Figures, asked: Question = _NOTHING, answer: Mapping[st
 
 
 def _summary(figures: Figures) -> str:
-    words = [(view.told["status"] or "missing") for view in figures.views]
+    words = [(view.details["status"] or "missing") for view in figures.views]
     counts = {status: words.count(status) for status in ("fresh", "stale", "missing") if status in words}
-    told = ", ".join(f"{count} {'expired' if status == 'missing' else status}" for status, count in counts.items())
-    return f"{len(words)} view{'s' if len(words) > 1 else ''}: {told}; " if words else ""
+    details = ", ".join(f"{count} {'expired' if status == 'missing' else status}" for status, count in counts.items())
+    return f"{len(words)} view{'s' if len(words) > 1 else ''}: {details}; " if words else ""
 
 
 def _templates() -> Environment:

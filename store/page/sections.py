@@ -45,10 +45,10 @@ class Mark(NamedTuple):
 
 def by_trouble(view: ViewFigures) -> tuple[int, bool, str]:
     """What a card is sorted by: what is broken, then what has expired or is stale, then what failed last, then the others, by name."""
-    no_model = view.told["fallback"] and not view.told.get("model_ready", True)
+    no_model = view.details["fallback"] and not view.details.get("model_ready", True)
     broken = not view.readable or view.trouble is not None or no_model
-    age = -1 if broken else _TROUBLE.index(view.told["status"] or "missing")
-    return age, not (view.runs and view.runs[0].status in BAD_ENDS), str(view.told["view"])
+    age = -1 if broken else _TROUBLE.index(view.details["status"] or "missing")
+    return age, not (view.runs and view.runs[0].status in BAD_ENDS), str(view.details["view"])
 
 
 def percent(share: float) -> str:
@@ -81,11 +81,11 @@ def run_marks(runs: Sequence[Report], now_s: float) -> tuple[list[Mark], float]:
     return marks, span_s
 
 
-def search_words(told: Mapping[str, Any]) -> str:
+def search_words(details: Mapping[str, Any]) -> str:
     """How much of the nearest a search finds, at least, and how: ``recall@10 ≥ 97.1 % by codes``."""
-    if not told["searchable"]:
+    if not details["searchable"]:
         return "–"
-    index = told["index"]
+    index = details["index"]
     if index is None:
         return "yes"
     if index["kind"] == "exact":
@@ -176,14 +176,14 @@ def _caches(figures: Figures) -> Section:
     """What was answered without the online store, or without a model, because it had been answered before, or nearly."""
     rows = []
     encoded, misses = (
-        {outcome: rows for (outcome,), rows in figures.counts(counted.CACHE, cache).items()} for cache in ("l1", "kept")
+        {outcome: rows for (outcome,), rows in figures.counts(counted.CACHE, cache).items()} for cache in ("l1", "miss_cache")
     )
     if encoded:
         size = figures.counts(counted.CACHE_BYTES, "l1").get((), 0.0)
         rows.append(_cache(Cell("encoded rows"), encoded, "reads saved", f"reads saved; {size / 1024:,.0f} KiB"))
     if misses:
-        told = f"calls saved; {misses.get('stored', 0.0):,.0f} stored, {misses.get('dropped', 0.0):,.0f} not"
-        rows.append(_cache(Cell("cached rows"), misses, "calls saved", told))
+        details = f"calls saved; {misses.get('stored', 0.0):,.0f} stored, {misses.get('dropped', 0.0):,.0f} not"
+        rows.append(_cache(Cell("cached rows"), misses, "calls saved", details))
     for view, outcomes in _by_view(figures, counted.SEMANTIC_CACHE):
         hits = outcomes.pop("hit", 0.0)
         similarity = figures.counts(counted.SEMANTIC_SIMILARITY, view).get((), 0.0)
@@ -202,7 +202,13 @@ def _by_view(figures: Figures, instrument: counted.Instrument) -> Iterator[tuple
     yield from sorted(by_view.items())
 
 
-def _cache(name: Cell, counts: Mapping[str, float], saved: str, told: str) -> list[Cell]:
+def _cache(name: Cell, counts: Mapping[str, float], saved: str, details: str) -> list[Cell]:
     found, looked_for = counts.get("hit", 0.0), counts.get("hit", 0.0) + counts.get("miss", 0.0)
     share = found / looked_for if looked_for else 0.0
-    return [name, Cell(f"{found:,.0f}"), Cell(f"{looked_for:,.0f}"), Cell(bar={saved: share, "not found": 1 - share}), Cell(told)]
+    return [
+        name,
+        Cell(f"{found:,.0f}"),
+        Cell(f"{looked_for:,.0f}"),
+        Cell(bar={saved: share, "not found": 1 - share}),
+        Cell(details),
+    ]

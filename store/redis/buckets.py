@@ -44,7 +44,7 @@ class Buckets(Record, frozen=True):
         value = 1 · row[:14] · row[24:]     of a row whose bytes 14 to 24 are ``common``
               | 0 · row                     of any other
 
-    Snapshot, schema tag and the upper bytes of ``computed_at`` are the same in all rows of a load: they are kept once, here, and a row is handed out with them, whole. It vouches for
+    Snapshot, schema tag and the upper bytes of ``computed_at`` are the same in all rows of a load: they are stored once, here, and a row is handed out with them, whole. It vouches for
     itself as ever: its checksum covers what was left out, and the entity key by a hash (seed 0) that has nothing to do with the field's, so that
     another key's row in its field is damaged, and never its answer. Two keys of one bucket share a field once in 2⁴⁸ pairs: once in 10,000 loads of a billion rows.
 

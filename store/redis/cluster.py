@@ -24,13 +24,13 @@ from precompute.store.redis.servers import ADMIN_S, Servers, slices
 PAUSE_S = 0.05
 """Between two looks at a cluster in which something moves."""
 _ASKING = packed(("ASKING",))
-_TOLD = frozenset({"MOVED", "ASK"})
+_ANNOUNCED = frozenset({"MOVED", "ASK"})
 REDIRECTIONS = 5
 """Followed at once, one after the other: more of them are servers that do not agree, which takes a while to pass."""
 
 
 class Cluster(Servers):
-    """The masters of a cluster, found by asking one of its nodes and asked again when something has moved.
+    """The masters of a cluster, found by asking one of its nodes and queried again when something has moved.
 
     Raises:
         ConfigError: the URL cannot be read.
@@ -47,9 +47,9 @@ class Cluster(Servers):
         self._looked_at = self._failed_at = 0.0
         """When the map was made, and when something last failed by it: of the two the later one decides whether it is believed."""
         self._silent: Node | None = None
-        """Who did not answer last: asked last about the map."""
-        self._told: Node | None = None
-        """Whom a MOVED named last: asked first, since who is behind keeps telling what was."""
+        """Who did not answer last: queried last about the map."""
+        self._announced: Node | None = None
+        """Whom a MOVED named last: queried first, since who is behind keeps telling what was."""
         self._lock = threading.Lock()
         self._breaker = Breaker()
 
@@ -83,10 +83,10 @@ class Cluster(Servers):
             self._lock.release()
 
     def _looked(self, deadline: float, doing: str) -> SlotMap:
-        told = () if self._told is None else (self._told,)
-        known = dict.fromkeys([*told, *(self._map.masters if self._map is not None else ()), *self._options.nodes])
+        announced = () if self._announced is None else (self._announced,)
+        known = dict.fromkeys([*announced, *(self._map.masters if self._map is not None else ()), *self._options.nodes])
         error: OnlineStoreError | None = None
-        for node in sorted(known, key=lambda node: (node == self._silent, node != self._told)):
+        for node in sorted(known, key=lambda node: (node == self._silent, node != self._announced)):
             left_s = deadline - time.monotonic()
             try:
                 # a third each, so that one that hangs does not take it all
@@ -104,10 +104,10 @@ class Cluster(Servers):
         raise error
 
     def _follow(self, slot: int, node: Node) -> None:
-        """Believe a MOVED; and look at the map again before anything else is asked, since a slot seldom moves alone."""
+        """Believe a MOVED; and look at the map again before anything else is requested, since a slot seldom moves alone."""
         if self._map is not None:
             self._map = self._map.moved(slot, node)
-        self._told, self._failed_at = node, time.monotonic()
+        self._announced, self._failed_at = node, time.monotonic()
 
     def at(self, key: bytes | str) -> Link:
         slots = self._slots(time.monotonic() + ADMIN_S, "find a key's server")
@@ -157,7 +157,7 @@ class Cluster(Servers):
                         elsewhere.append(target(reply, link.node))
                     elif reply.code == "MOVED":
                         self._follow(slot, target(reply, link.node))
-                    raise _Moved(link, reply, told=reply.code in _TOLD)
+                    raise _Moved(link, reply, announced=reply.code in _ANNOUNCED)
             return replies
 
         return self._followed(once, doing, budget)
@@ -194,7 +194,7 @@ class Cluster(Servers):
                 if isinstance(error, _Moved):
                     raise refusal(error.link.where, doing, error.refused) from error
                 raise error
-            if isinstance(error, _Moved) and error.told and redirections < REDIRECTIONS:
+            if isinstance(error, _Moved) and error.announced and redirections < REDIRECTIONS:
                 # where to is said: at once, and without another look at the map
                 redirections += 1
                 continue
@@ -253,8 +253,8 @@ class Cluster(Servers):
                     raise no_answer(self.link(node).where, doing, "no answer, or the connection was cut")
             for node, refused in failed.values():
                 assert refused is not None
-                told = all(reply is not None and reply.code in _TOLD for _, reply in failed.values())
-                raise _Moved(self.link(node), refused, told=told)
+                announced = all(reply is not None and reply.code in _ANNOUNCED for _, reply in failed.values())
+                raise _Moved(self.link(node), refused, announced=announced)
             return values
 
         return self._followed(once, doing, budget)
@@ -279,8 +279,8 @@ class Cluster(Servers):
             for node, part in parts.items():
                 try:
                     taken[node] = self.link(node).take(deadline)
-                    asked = [_ASKING + commands[i] if i in elsewhere else commands[i] for i in part]
-                    taken[node].send(b"".join(asked), deadline)
+                    commands_here = [_ASKING + commands[i] if i in elsewhere else commands[i] for i in part]
+                    taken[node].send(b"".join(commands_here), deadline)
                 except Lost:
                     failed |= dict.fromkeys(part, (node, None))
                 except Refused as exc:
@@ -411,8 +411,8 @@ class _Load:
 
 
 class _Moved(Exception):
-    """A slot is elsewhere, or nobody's for the moment; ``told``: where to go on is known."""
+    """A slot is elsewhere, or nobody's for the moment; ``reported``: where to go on is known."""
 
-    def __init__(self, link: Link, refused: Refused, *, told: bool) -> None:
+    def __init__(self, link: Link, refused: Refused, *, announced: bool) -> None:
         super().__init__(str(refused))
-        self.link, self.refused, self.told = link, refused, told
+        self.link, self.refused, self.announced = link, refused, announced

@@ -1,4 +1,4 @@
-"""Key list: the keys of an overlay's rows, kept beside them, so that dropping it looks at no others: among a million keys that took 1.3 s, however few were its own."""
+"""Key list: the keys of an overlay's rows, stored beside them, so that dropping it looks at no others: among a million keys that took 1.3 s, however few were its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Link: one Redis server, reached by a few connections that are kept; each call has one budget for connecting, trying again and reading.
+"""Link: one Redis server, reached by a few pooled connections; each call has one budget for connecting, trying again and reading.
 And what a Redis URL may say."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RedisOptions:
     """A Redis URL, read.
 
     ``url`` is without the options below; ``where`` is for messages, without user, password and query; ``nodes`` are the (host, port) that a cluster is
-    asked at first, empty where there is none.
+    queried at first, empty where there is none.
     """
 
     url: str
@@ -133,7 +133,7 @@ _READERS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
 RECEIVE_BYTES = 512 * 1024
 """Read at once: 500 rows of 1,561 bytes in two calls instead of the 12 that the client library's 64 kB take."""
 IDLE_CONNECTIONS = 64
-"""Kept, at most: as many as a service has threads."""
+"""Retained, at most: as many as a service has threads."""
 TRIES = 3
 """Of a call whose connection is refused or cut, or that the server is too busy for."""
 
@@ -238,7 +238,7 @@ class Connection:
             raise self._lost(exc) from exc
 
     def _allow(self, deadline: float) -> None:
-        """Let the socket wait no longer than is left. It is told so only when that is much less than it was told last: each time costs a system call,
+        """Let the socket wait no longer than is left. It is set only when that is much less than was set last: each time costs a system call,
         and a call may take a quarter of its budget more."""
         left_s = deadline - time.monotonic()
         if left_s <= 0:
@@ -283,7 +283,7 @@ class Breaker:
         with self._lock:
             now_s, said = self._clock(), self.words
             if now_s < self._until_s:
-                return f"{said}; asked again in {self._until_s - now_s:.1f} s"
+                return f"{said}; queried again in {self._until_s - now_s:.1f} s"
             self._until_s = now_s + self._pause_s
             return None
 
@@ -307,7 +307,7 @@ class Breaker:
         try:
             return future.result(PROBE_S)
         except TimeoutError:
-            raise late(f"{words}; it is being asked again") from None
+            raise late(f"{words}; it is being queried again") from None
 
     def failed(self, words: str) -> None:
         """The server did not answer."""
@@ -400,13 +400,13 @@ class Link:
         return self.breaker.probed(call, partial(no_answer, self.where, doing))
 
     def _tried(self, commands: bytes, count: int, doing: str, deadline: float, breaker: Breaker | None) -> list[Any]:
-        """Replies, by as many tries as there is time for; ``breaker`` is told of silence."""
+        """Replies, by as many tries as there is time for; ``breaker`` learns of silence."""
         tried = 0
         while True:
             try:
                 replies = self._once(commands, count, deadline)
             except Refused as refused:
-                # as it connects: it answers, and whoever comes next is told by it, and not of the silence before
+                # as it connects: it answers, and whoever comes next is known by it, and not of the silence before
                 self.breaker.succeeded()
                 raise refusal(self.where, doing, refused) from refused
             except Lost as lost:
@@ -469,7 +469,7 @@ class Link:
             connection.close()
 
     def drop(self, connection: Connection) -> None:
-        """Close one that failed; where it had been kept, the others that are kept are closed too: the server was restarted, most likely."""
+        """Close one that failed; where it came from the pool, the other pooled ones are closed too: the server was restarted, most likely."""
         connection.close()
         if connection.used:
             self.close()

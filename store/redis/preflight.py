@@ -134,7 +134,7 @@ def check_server(state: ServerState, where: str, *, cluster: bool, allow_evictio
     if state.evicts and not allow_eviction:
         raise OnlineStoreError(
             f"Redis at {where} drops rows by itself when it is full (maxmemory-policy {state.policy}): set it to noeviction, give this store a server of its own, or "
-            "allow it by ?allow_eviction=yes in the URL: a row that is not found is then told as not_in_store, and not as unknown"
+            "allow it by ?allow_eviction=yes in the URL: a row that is not found is then reported as not_in_store, and not as unknown"
         )
     return state.evicts is not False
 

@@ -40,9 +40,9 @@ from precompute.store.redis.resp import Layout
 from precompute.store.redis.servers import ADMIN_S, Servers, SingleServer, begun, handed_on, keep_small, replicated
 
 KNOWN_S = 0.1
-"""How long a pointer is known to be live, from before it was asked for on: 10 reads a second and view tell it, however many rows are answered meanwhile."""
+"""How long a pointer is known to be live, from before it was requested on: 10 reads a second and view tell it, however many rows are answered meanwhile."""
 LOOK_S = 1.0
-"""For what is live, loaded, there, where no rows are asked for: whoever publishes asks it of a server that is loading, too."""
+"""For what is live, loaded, there, where no rows are requested: whoever publishes asks it of a server that is loading, too."""
 WARM_CONNECTIONS = 8
 """Of each server, open before anybody asks: the first requests of a worker do not come one by one."""
 FREED_S = 3.0
@@ -56,7 +56,7 @@ class RedisStore(OnlineStore):
     all repeated. Narrow rows lie in buckets: small hashes, a third of the memory. So a request never mixes versions and never trusts a stale pointer. MSET cannot set an expiry; freshness is in the row's header, and memory
     comes back by dropping generations.
 
-    Who keeps rows that were read is told by :meth:`known` what a read of the last 100 ms found to be live: no flip need be announced, no connection need stand
+    Who caches rows that were read learns from :meth:`known` what a read of the last 100 ms found to be live: no flip need be announced, no connection need stand
     for it, and of a server that falls silent nothing is known any more.
 
     A load that was killed or cut off leaves its rows, and how many of them the server acknowledged: the next one of the same rows goes on from there. What is to
@@ -91,10 +91,10 @@ class RedisStore(OnlineStore):
         while seen is not None:
             if hashes is None and len(keys) > FEW and any(layout.buckets is not None for layout in seen.layouts):
                 hashes = kernels.pack(keys)[1]
-            asked_s = time.monotonic()
+            requested_s = time.monotonic()
             now, found = self._servers.read(self._names.meta(view), seen.layouts, keys, hashes, doing, budget)
             if now == seen.version:
-                seen.asked_s = max(seen.asked_s, asked_s)
+                seen.requested_s = max(seen.requested_s, requested_s)
                 return seen.pointer, reduce(overlaid, found[::-1])
             seen = self._load_pointer(view, budget)
         return None
@@ -105,7 +105,7 @@ class RedisStore(OnlineStore):
 
     def known(self, view: str) -> Pointer | None:
         seen = self._seen.get(view)
-        return seen.pointer if seen is not None and time.monotonic() < seen.asked_s + KNOWN_S else None
+        return seen.pointer if seen is not None and time.monotonic() < seen.requested_s + KNOWN_S else None
 
     def warm(self) -> None:
         for link in self._servers.masters():
@@ -118,7 +118,7 @@ class RedisStore(OnlineStore):
         if not NAME.match(view):
             return None
         doing = f"read the pointer of {view!r}"
-        meta, asked_s = self._names.meta(view), time.monotonic()
+        meta, requested_s = self._names.meta(view), time.monotonic()
         (found,) = self._servers.ask(meta, [("HMGET", meta, "version", "pointer")], doing, budget)
         assert isinstance(found, list)
         version, body = found
@@ -131,12 +131,12 @@ class RedisStore(OnlineStore):
             seen = _Seen(version, pointer, self._layouts(view, pointer.generations[::-1], doing, budget))
         with self._seeing:
             last = self._seen.get(view)
-            # who asked before, and was told later, puts back nothing that others know of
-            if last is None or last.asked_s <= asked_s:
+            # who called before, and was answered later, puts back nothing that others know of
+            if last is None or last.requested_s <= requested_s:
                 if seen is None:
                     self._seen.pop(view, None)
                 else:
-                    seen.asked_s = asked_s
+                    seen.requested_s = requested_s
                     self._seen[view] = seen
         return seen
 
@@ -487,7 +487,7 @@ class _Seen:
     version: bytes
     pointer: Pointer
     layouts: list[Layout]
-    asked_s: float = 0.0
+    requested_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class Lost(Exception):
 PASSING = frozenset({"LOADING", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN", "BUSY"})
 """Refusals that go by: the server starts, a slot moves, a replica takes over, a script runs."""
 MOVING = PASSING | {"MOVED", "ASK", "READONLY"}
-"""Refusals after which a cluster is looked at again, or what they name, and asked again."""
+"""Refusals after which a cluster is looked at again, or what they name, and queried again."""
 
 
 def words(error: BaseException) -> str:

@@ -48,13 +48,13 @@ class SlotMap:
     owners: npt.NDArray[np.int16]
 
     @classmethod
-    def of(cls, reply: Sequence[Any], asked: Node) -> SlotMap:
-        """From the reply of CLUSTER SLOTS; a server that does not know its own name is the one that was asked."""
+    def of(cls, reply: Sequence[Any], answered_by: Node) -> SlotMap:
+        """From the reply of CLUSTER SLOTS; a server that does not know its own name is the one that was requested."""
         masters: list[Node] = []
         owners = np.full(SLOTS, -1, np.int16)
         for first, last, master, *_ in reply:
             host = (master[0] or b"").decode()
-            node = (asked[0] if host in ("", "?") else host, int(master[1]))
+            node = (answered_by[0] if host in ("", "?") else host, int(master[1]))
             if node not in masters:
                 masters.append(node)
             owners[first : last + 1] = masters.index(node)
@@ -73,10 +73,10 @@ class SlotMap:
         return int((self.owners < 0).sum())
 
 
-def target(refused: Refused, asked: Node) -> Node:
+def target(refused: Refused, answered_by: Node) -> Node:
     """Where a MOVED or ASK points to: ``MOVED 3999 127.0.0.1:6381``."""
     host, _, port = str(refused).split()[2].rpartition(":")
-    return (asked[0] if host in ("", "?") else host), int(port)
+    return (answered_by[0] if host in ("", "?") else host), int(port)
 
 
 MSET_KEYS = 128
@@ -150,7 +150,7 @@ class Layout:
             for key in keys
         ]
 
-    def asked(self, keys: Sequence[bytes], hashes: U8 | None = None) -> tuple[bytes, int]:
+    def gets_of(self, keys: Sequence[bytes], hashes: U8 | None = None) -> tuple[bytes, int]:
         """Commands that ask one server for rows, and how many they are: it has one for many keys."""
         if self.buckets is None:
             return packed(("MGET", *[self.prefix + key for key in keys])), 1

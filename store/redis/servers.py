@@ -150,7 +150,7 @@ class SingleServer(Servers):
         doing: str,
         budget: Budget | float | None = None,
     ) -> tuple[object, list[FoundRows]]:
-        parts = [layout.asked(keys, hashes) for layout in layouts] if keys else []
+        parts = [layout.gets_of(keys, hashes) for layout in layouts] if keys else []
         commands, count = b"".join([data for data, _ in parts]), sum(count for _, count in parts)
         if meta is not None:
             commands, count = commands + packed(("HGET", meta, "version")), count + 1

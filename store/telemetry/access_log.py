@@ -24,7 +24,7 @@ _App = Callable[[_Scope, Any, Any], Awaitable[None]]
 
 class AccessLog:
     """An ASGI application that writes down what another one answers: ``at`` (when it was sent, ISO 8601 in UTC), ``method``, ``route`` (as it is documented, not as it was
-    asked for) and ``view``, ``status`` (0 where the client went before there was one), ``bytes`` of the body, ``seconds`` from the request's head to the last of the
+    requested) and ``view``, ``status`` (0 where the client went before there was one), ``bytes`` of the body, ``seconds`` from the request's head to the last of the
     answer, ``client`` (its address), ``token`` (the name of the one it came with), ``worker``.
 
     Args:

@@ -24,8 +24,8 @@ def exposition(meter: Meter, now: Mapping[Instrument, Mapping[tuple[str, ...], f
     """The text that ``/metrics`` answers with: of all processes that count into the meter's folder, or of its own where it has none.
 
     Args:
-        meter: of the process that was asked.
-        now: gauges that are looked up when asked for, and counted by nobody.
+        meter: of the process that was requested.
+        now: gauges that are looked up when requested, and counted by nobody.
 
     Raises:
         OSError: the folder cannot be read.

@@ -23,7 +23,7 @@ from typing import Protocol
 
 from precompute.store.errors import PrecomputeError
 from precompute.store.record import Record, read_record, sealed
-from precompute.store.telemetry.tracing import Asked
+from precompute.store.telemetry.tracing import Caller
 
 MAX_SLOTS = 1 << 17
 """Of a process: a file of 1 MiB. A series of a counter takes one, of a histogram twenty: labels come from closed sets, and views are few."""
@@ -76,7 +76,7 @@ class Slots:
                 self._first[run.name, run.labels] = self._used
                 self._used += run.size
         except OSError as exc:
-            raise PrecomputeError(f"metrics cannot be kept in {folder}: {exc}") from exc
+            raise PrecomputeError(f"metrics cannot be stored in {folder}: {exc}") from exc
         self.values = memoryview(self._map).cast("d")
 
     def run(self, key: Key, size: int) -> int:
@@ -294,7 +294,7 @@ FUTURE_ROWS = _instrument(
 DAMAGED_ROWS = _instrument(
     Kind.COUNTER,
     "damaged_rows",
-    "Rows the online store has that fail their checksum: missing to who asked, or computed again",
+    "Rows the online store has that fail their checksum: missing to the caller, or computed again",
     "view",
 )
 REQUEST_SECONDS = _instrument(Kind.HISTOGRAM, "request_seconds", "Time to answer", "route")
@@ -309,7 +309,7 @@ PROBLEMS = _instrument(Kind.COUNTER, "problems", "Refused or failed requests", "
 CACHE = _instrument(
     Kind.COUNTER,
     "cache_rows",
-    "Rows asked of a cache: l1 (encoded rows in a worker) or kept (rows computed for misses); outcome hit or miss, dropped, of l1 also in_error (served since the store failed), of kept ones stored",
+    "Rows looked for in a cache: l1 (encoded rows in a worker) or miss_cache (rows computed for misses); outcome hit or miss, dropped, of l1 also in_error (served since the store failed), of miss_cache stored",
     *("cache", "outcome"),
 )
 SEMANTIC_CACHE = _instrument(
@@ -336,13 +336,13 @@ FALLBACK_QUEUE = _instrument(Kind.GAUGE, "fallback_queue_rows", "Misses that wai
 FALLBACK_ROWS = _instrument(
     Kind.COUNTER,
     "fallback_rows",
-    "Misses given to the model; outcome computed, unknown_entity, deadline, shed, model_error, or given_up by who asked",
+    "Misses given to the model; outcome computed, unknown_entity, deadline, shed, model_error, or given_up by the caller",
     *("view", "outcome"),
 )
 MODEL_SECONDS = _instrument(
     Kind.HISTOGRAM, "model_seconds", "Time that a model took for a batch of misses, and how many batches there were", "view"
 )
-BREAKER_OPEN = _instrument(Kind.HIGHEST, "breaker_open", "1 while a model that kept failing is left alone", "view")
+BREAKER_OPEN = _instrument(Kind.HIGHEST, "breaker_open", "1 while a model that goes on failing is left alone", "view")
 FALLBACK_UP = _instrument(
     Kind.HIGHEST, "fallback_up", "1 while a process of this server has the view's model, as its own files name it, loaded", "view"
 )
@@ -405,7 +405,7 @@ class Tell(Protocol):
 
 
 class Batches:
-    """Told of each batch, by the thread that computes it.
+    """Reported of each batch, by the thread that computes it.
 
     Args:
         meter: counts.
@@ -415,24 +415,24 @@ class Batches:
     def __init__(self, meter: Meter, tell: Tell | None = None) -> None:
         self._meter, self._tell = meter, tell
 
-    def begun(self, asked: Sequence[Asked | None]) -> None:
+    def begun(self, callers: Sequence[Caller | None]) -> None:
         """A batch of these begins now: until then they were in the queue."""
         if self._tell is not None:
             now_ns = time.time_ns()
-            for one in _once(asked):
-                self._tell(one.trace, "queue", one.at_ns, now_ns, asked.count(one))
+            for one in _once(callers):
+                self._tell(one.trace, "queue", one.at_ns, now_ns, callers.count(one))
 
     @contextlib.contextmanager
-    def inputs(self, asked: Sequence[Asked | None]) -> Iterator[None]:
+    def inputs(self, callers: Sequence[Caller | None]) -> Iterator[None]:
         """Meanwhile the source's rows are read for these."""
         began_ns = time.time_ns()
         try:
             yield
         finally:
-            self._told("inputs", began_ns, asked)
+            self._reported("inputs", began_ns, callers)
 
     @contextlib.contextmanager
-    def model(self, views: Iterable[str], asked: Sequence[Asked | None]) -> Iterator[None]:
+    def model(self, views: Iterable[str], callers: Sequence[Caller | None]) -> Iterator[None]:
         """Meanwhile the model computes these rows of these views, in one batch."""
         began_ns = time.time_ns()
         try:
@@ -441,15 +441,15 @@ class Batches:
             took_s = (time.time_ns() - began_ns) / 1e9
             for view in set(views):
                 self._meter.timer(MODEL_SECONDS, view).observe(took_s)
-            self._told("model", began_ns, asked)
+            self._reported("model", began_ns, callers)
 
-    def _told(self, name: str, began_ns: int, asked: Sequence[Asked | None]) -> None:
+    def _reported(self, name: str, began_ns: int, callers: Sequence[Caller | None]) -> None:
         if self._tell is not None:
             now_ns = time.time_ns()
-            for one in _once(asked):
+            for one in _once(callers):
                 # of how many rows, whosever they are: these are computed together
-                self._tell(one.trace, name, began_ns, now_ns, len(asked))
+                self._tell(one.trace, name, began_ns, now_ns, len(callers))
 
 
-def _once(asked: Iterable[Asked | None]) -> list[Asked]:
-    return [one for one in dict.fromkeys(asked) if one is not None]
+def _once(callers: Iterable[Caller | None]) -> list[Caller]:
+    return [one for one in dict.fromkeys(callers) if one is not None]

@@ -24,14 +24,14 @@ TRACE: ContextVar[str | None] = ContextVar("trace", default=None)
 """``traceparent`` (W3C Trace Context) of the request that is worked on."""
 
 
-class Asked(NamedTuple):
-    """For which request something was asked, and when (ns since 1970)."""
+class Caller(NamedTuple):
+    """For which request something was requested, and when (ns since 1970)."""
 
     trace: str
     at_ns: int
 
     @classmethod
-    def now(cls) -> Asked | None:
+    def now(cls) -> Caller | None:
         """For the request that is worked on; None where it is not traced."""
         trace = TRACE.get()
         return None if trace is None else cls(trace, time.time_ns())
@@ -45,7 +45,7 @@ OTHER = "other"
 
 
 def route_of(scope: dict[str, Any]) -> tuple[str, str | None]:
-    """(route, view) of an ASGI scope: ``("/v1/views/{view}/rows/{key}", "numbers")``; the view as it was asked for, cut at 63 characters."""
+    """(route, view) of an ASGI scope: ``("/v1/views/{view}/rows/{key}", "numbers")``; the view as it was requested, cut at 63 characters."""
     path: bytes = scope["raw_path"]
     if not path.startswith(_VIEWS):
         return _FIXED.get(path, OTHER), None
@@ -86,8 +86,8 @@ class Spans:
 
     def tell(self, trace: str, name: str, began_ns: int, ended_ns: int, rows: int) -> None:
         """A span that is over, under the one that ``trace`` (a ``traceparent``) names; times in ns since 1970."""
-        within, told = _PROPAGATOR.extract({"traceparent": trace}), {"precompute.rows": rows}
-        self.tracer.start_span(name, within, start_time=began_ns, attributes=told).end(ended_ns)
+        within, attributes = _PROPAGATOR.extract({"traceparent": trace}), {"precompute.rows": rows}
+        self.tracer.start_span(name, within, start_time=began_ns, attributes=attributes).end(ended_ns)
 
     def close(self) -> None:
         """Send what was not sent, for at most a few seconds."""
@@ -99,7 +99,7 @@ class Tracing:
 
     Args:
         app: answers. What it puts into ``scope["stages"]`` (name → seconds, one after the other) become spans of their own; whatever it has other threads and
-            processes do is told by :data:`precompute.store.telemetry.tracing.TRACE` which span that comes under.
+            processes do comes under a span named by :data:`precompute.store.telemetry.tracing.TRACE` .
         spans: of this process.
     """
 
@@ -134,8 +134,8 @@ class Tracing:
             await self._app(scope, receive, seen)
         finally:
             TRACE.reset(before)
-            told = {"http.request.method": scope["method"], "http.route": route, "http.response.status_code": status}
-            span.set_attributes(told | ({} if view is None else {"precompute.view": view}))
+            attributes = {"http.request.method": scope["method"], "http.route": route, "http.response.status_code": status}
+            span.set_attributes(attributes | ({} if view is None else {"precompute.view": view}))
             if status >= 500 or not status:
                 span.set_status(Status(StatusCode.ERROR))
             for stage, seconds in scope.get("stages", {}).items():

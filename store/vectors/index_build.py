@@ -130,8 +130,8 @@ def build_overlay(
         replaced = [base_rows.find_all(hashes_of(part), part) for part in (*keys, *removed)]
         _write_replaced(temporary, np.unique(np.concatenate(replaced)) if replaced else np.zeros(0, np.int64))
         figures = replace_figures(base.figures, round(time.monotonic() - began, 3))
-        kept = base.dtype if dtype == "float16" else "float32"
-        return _sealed(temporary, IndexRecord(base.metric, dim, 0, kept, model, {}, figures, mark, name_of(folder)))
+        retained = base.dtype if dtype == "float16" else "float32"
+        return _sealed(temporary, IndexRecord(base.metric, dim, 0, retained, model, {}, figures, mark, name_of(folder)))
 
 
 def replace_figures(base: IndexFigures, build_s: float) -> IndexFigures:

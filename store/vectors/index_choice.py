@@ -80,18 +80,18 @@ class Queries:
         l2: bool,
         by: str | None = None,
     ) -> None:
-        self.asked, self.admitted, self.excluded, self.by = vectors_of, admitted, excluded, by
+        self.queries_of, self.admitted, self.excluded, self.by = vectors_of, admitted, excluded, by
         self._vectors, self._l2 = vectors, l2
         true = [self._scores(number, rows[:NEIGHBOURS]) for number, rows in enumerate(nearest)]
         self._worst = np.array([scores[-1] if len(scores) else np.inf for scores in true])
         self._possible = np.array([max(1, len(scores)) for scores in true])
 
     def __len__(self) -> int:
-        return len(self.asked)
+        return len(self.queries_of)
 
     def search(self, rows: NearestRows, number: int) -> ROWS:
         """What one of them finds."""
-        return rows.nearest(self.asked[number], NEIGHBOURS, self.admitted[number], self.excluded[number])[1]
+        return rows.nearest(self.queries_of[number], NEIGHBOURS, self.admitted[number], self.excluded[number])[1]
 
     def searched(self, rows: NearestRows) -> list[ROWS]:
         """What each of them finds, one after the other, by one thread."""
@@ -113,8 +113,8 @@ class Queries:
 
     def _scores(self, number: int, rows: ROWS) -> FLOAT:
         """How near some rows are to a query, more is nearer, the best first."""
-        vectors, asked = self._vectors[rows], self.asked[number]
-        scores: FLOAT = -np.square(vectors - asked).sum(axis=1) if self._l2 else vectors @ asked
+        vectors, queries_of = self._vectors[rows], self.queries_of[number]
+        scores: FLOAT = -np.square(vectors - queries_of).sum(axis=1) if self._l2 else vectors @ queries_of
         return np.sort(scores)[::-1]
 
 
@@ -156,36 +156,36 @@ class QueryKinds:
             asking: the rows that ask; the queries of every kind are as many.
             filtered: whether those that may not find every row are wanted, too.
         """
-        asked = np.ascontiguousarray(self._vectors[asking])
-        yield from self._excluding(asked, asking)
+        queries_of = np.ascontiguousarray(self._vectors[asking])
+        yield from self._excluding(queries_of, asking)
         rng = np.random.default_rng(3)
-        mean, spread = asked.mean(axis=0), asked.std(axis=0)
-        noise = spread * rng.standard_normal(asked.shape, dtype=np.float32)
-        yield "noisy", self._plain(self._of_length_1(asked + noise / 2))
+        mean, spread = queries_of.mean(axis=0), queries_of.std(axis=0)
+        noise = spread * rng.standard_normal(queries_of.shape, dtype=np.float32)
+        yield "noisy", self._plain(self._of_length_1(queries_of + noise / 2))
         yield "far", self._plain(self._of_length_1(mean + noise))
         if not filtered:
             return
         for name, (mask, by) in self._filters.items():
-            yield name, self._filtered(asked, asking, [mask] * len(asking), by)
+            yield name, self._filtered(queries_of, asking, [mask] * len(asking), by)
         masks = [~self._colours, self._colours]
-        yield "elsewhere", self._filtered(asked, asking, [masks[int(self._colours[row])] for row in asking], None)
+        yield "elsewhere", self._filtered(queries_of, asking, [masks[int(self._colours[row])] for row in asking], None)
 
-    def _excluding(self, asked: FLOAT, asking: ROWS) -> Iterator[tuple[str, Queries]]:
+    def _excluding(self, queries_of: FLOAT, asking: ROWS) -> Iterator[tuple[str, Queries]]:
         """Without the row that asks alone, and without its nearest besides: of one list of the nearest."""
         most = min(len(self._vectors), max(EXCLUSIONS.values()) + NEIGHBOURS + 1)
-        order = nearest_of_some(self._vectors, None, asked, most, l2=self._l2)
+        order = nearest_of_some(self._vectors, None, queries_of, most, l2=self._l2)
         others = [found[found != row] for found, row in zip(order, asking, strict=True)]
         for name, left_out in {"plain": 0, **EXCLUSIONS}.items():
             excluded = [np.append(found[:left_out], row) for found, row in zip(others, asking, strict=True)]
             nearest = [found[left_out:] for found in others]
-            yield name, Queries(self._vectors, asked, [self._all] * len(asked), excluded, nearest, l2=self._l2)
+            yield name, Queries(self._vectors, queries_of, [self._all] * len(queries_of), excluded, nearest, l2=self._l2)
 
-    def _plain(self, asked: FLOAT) -> Queries:
-        nearest = nearest_of_some(self._vectors, None, asked, min(NEIGHBOURS, len(self._vectors)), l2=self._l2)
-        nobody = [np.zeros(0, np.int64)] * len(asked)
-        return Queries(self._vectors, asked, [self._all] * len(asked), nobody, list(nearest), l2=self._l2)
+    def _plain(self, queries_of: FLOAT) -> Queries:
+        nearest = nearest_of_some(self._vectors, None, queries_of, min(NEIGHBOURS, len(self._vectors)), l2=self._l2)
+        nobody = [np.zeros(0, np.int64)] * len(queries_of)
+        return Queries(self._vectors, queries_of, [self._all] * len(queries_of), nobody, list(nearest), l2=self._l2)
 
-    def _filtered(self, asked: FLOAT, asking: ROWS, masks: list[npt.NDArray[np.bool_]], by: str | None) -> Queries:
+    def _filtered(self, queries_of: FLOAT, asking: ROWS, masks: list[npt.NDArray[np.bool_]], by: str | None) -> Queries:
         """Each query with a mask of its own, of which only a few are different ones."""
         admitted: list[Admitted] = [self._all] * len(asking)
         nearest: list[ROWS] = [np.zeros(0, np.int64)] * len(asking)
@@ -193,17 +193,17 @@ class QueryKinds:
             rows = np.flatnonzero(mask)
             whose = [number for number, own in enumerate(masks) if own is mask]
             one = Admitted(np.packbits(mask, bitorder="little"), len(rows))
-            found = nearest_of_some(self._vectors, rows, asked[whose], min(NEIGHBOURS + 1, len(rows)), l2=self._l2)
+            found = nearest_of_some(self._vectors, rows, queries_of[whose], min(NEIGHBOURS + 1, len(rows)), l2=self._l2)
             for number, order in zip(whose, found, strict=True):
                 admitted[number], nearest[number] = one, order[order != asking[number]]
         excluded = [np.array([row]) for row in asking]
-        return Queries(self._vectors, asked, admitted, excluded, nearest, l2=self._l2, by=by)
+        return Queries(self._vectors, queries_of, admitted, excluded, nearest, l2=self._l2, by=by)
 
-    def _of_length_1(self, asked: FLOAT) -> FLOAT:
+    def _of_length_1(self, queries_of: FLOAT) -> FLOAT:
         if self._metric != "cosine":
-            return asked
-        lengths = np.linalg.norm(asked, axis=1, keepdims=True)
-        return np.asarray(asked / np.maximum(lengths, np.finfo(np.float32).tiny), np.float32)
+            return queries_of
+        lengths = np.linalg.norm(queries_of, axis=1, keepdims=True)
+        return np.asarray(queries_of / np.maximum(lengths, np.finfo(np.float32).tiny), np.float32)
 
     def _regions(self, rng: np.random.Generator) -> npt.NDArray[np.bool_]:
         """Rows by the nearest of some of them: half of these are of one colour, and each row has that of its own. By distance, whatever the metric: of dot
@@ -331,7 +331,7 @@ class Chooser:
             return _exact(f"{rows:,} rows: comparing with all of them costs less than it takes to do better")
         if self._promised > reachable:
             return _exact(
-                f"a promise above {reachable:.4f} is kept by comparing with every row: {_HELD_OUT_QUERIES:,} queries cannot show more"
+                f"a promise above {reachable:.4f} is met by comparing with every row: {_HELD_OUT_QUERIES:,} queries cannot show more"
             )
         rounding, *held_out = self._drawn(rows)
         kinds = QueryKinds(self._vectors, self._scalars, self._metric)
@@ -366,7 +366,7 @@ class Chooser:
             said.append(_in_words("float16", measured))
             if self._holds(measured):
                 return Choice("float16", "float16", "; ".join(said), measured, self._flat_us(flat, tuning["plain"]), exact_us)
-        return replace(_exact(f"no candidate kept the promise ({'; '.join(said)})"), exact_us=exact_us)
+        return replace(_exact(f"no candidate met the promise ({'; '.join(said)})"), exact_us=exact_us)
 
     def _drawn(self, rows: int) -> list[ROWS]:
         """Rows that ask: those to tune by, and those of every look at what came of it. None is in two of them."""
@@ -385,7 +385,7 @@ class Chooser:
         plain, everything = tuning["plain"], Admitted(None, len(self._vectors))
 
         def cost(tried: Codes) -> float:
-            return statistics.mean(by(tried).search(query, NEIGHBOURS + 1, everything)[2] for query in plain.asked)
+            return statistics.mean(by(tried).search(query, NEIGHBOURS + 1, everything)[2] for query in plain.queries_of)
 
         def good(tried: Codes) -> bool:
             return all(self._is_good(queries.recall(queries.searched(by(tried)))) for queries in reversed(tuning.values()))
@@ -408,7 +408,7 @@ class Chooser:
 
     def _flat_us(self, flat: Any, queries: Queries) -> float:
         seconds = []
-        for query in queries.asked[:_TIMED_EXACT]:
+        for query in queries.queries_of[:_TIMED_EXACT]:
             began = time.perf_counter()
             search_flat(flat, query, NEIGHBOURS + 1)
             seconds.append(time.perf_counter() - began)
@@ -435,13 +435,13 @@ def _exact(why: str) -> Choice:
 
 def _by_flat(flat: Any, kinds: dict[str, Queries]) -> dict[str, tuple[Recall, Queries]]:
     """What comparing with every row of an index finds for queries that may find all but what they exclude: that loses by rounding alone, whatever is admitted."""
-    told = {}
+    medians = {}
     for name, queries in kinds.items():
         most = max(len(excluded) for excluded in queries.excluded)
-        _, found = flat.search(queries.asked, min(flat.ntotal, NEIGHBOURS + most))
+        _, found = flat.search(queries.queries_of, min(flat.ntotal, NEIGHBOURS + most))
         left = [rows[~np.isin(rows, excluded)] for rows, excluded in zip(found, queries.excluded, strict=True)]
-        told[name] = (queries.recall(left), queries)
-    return told
+        medians[name] = (queries.recall(left), queries)
+    return medians
 
 
 def _figures(recall: Recall, queries: Queries, query_us: float | None) -> QueryRecall:

@@ -24,7 +24,7 @@ BATCH_ROWS = 2**20
 
 
 def filterable(view: FeatureView) -> dict[str, pa.DataType]:
-    """Scalar features of a view → the type they are kept in. Arrow does not compare float16, so that is kept as float32."""
+    """Scalar features of a view → the type they are stored in. Arrow does not compare float16, so that is stored as float32."""
     scalars = (f for f in view.features if f.dim is None and f.max_items is None)
     return {f.name: pa.float32() if f.arrow_type == pa.float16() else f.arrow_type for f in scalars}
 
@@ -45,8 +45,8 @@ class RowsWriter:
 
     def __init__(self, folder: Path, view: FeatureView) -> None:
         self._folder, self._view, self._types = folder, view, filterable(view)
-        kept = [pa.field(name, kind) for name, kind in self._types.items()]
-        self._schema = pa.schema([pa.field("key", pa.large_string()), pa.field("computed_at", pa.int64()), *kept])
+        retained = [pa.field(name, kind) for name, kind in self._types.items()]
+        self._schema = pa.schema([pa.field("key", pa.large_string()), pa.field("computed_at", pa.int64()), *retained])
         self._sink = pa.OSFile(str(folder / ROWS), "wb")
         self._writer = pa.ipc.new_file(self._sink, self._schema)
         self._waiting: list[pa.RecordBatch] = []

@@ -41,15 +41,15 @@ class RowFilter:
     """
 
     def __init__(self, view: FeatureView, wanted: Mapping[str, Any]) -> None:
-        kept = filterable(view)
+        retained = filterable(view)
         if not isinstance(wanted, Mapping) or len(wanted) > MOST_CONDITIONS:
             raise _refused(f"a filter is a mapping of up to {MOST_CONDITIONS} features to what they must be")
         self._conditions: list[tuple[str, Callable[[Any], Any]]] = []
         for name, condition in wanted.items():
-            if name not in kept:
-                have = ", ".join(kept) or "none"
+            if name not in retained:
+                have = ", ".join(retained) or "none"
                 raise _refused(f"view {view.name!r} has no scalar feature {str(name)[:80]!r} to filter by (it has: {have})")
-            self._conditions.append((name, _tests(name, kept[name], condition, half=view.feature(name).dtype == "float16")))
+            self._conditions.append((name, _tests(name, retained[name], condition, half=view.feature(name).dtype == "float16")))
 
     def admits(self, table: pa.Table) -> npt.NDArray[np.bool_]:
         """Whether each row meets all conditions, bool [rows]."""

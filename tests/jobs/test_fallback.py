@@ -383,8 +383,8 @@ def test_who_looked_before_a_row_was_kept_is_given_it_all_the_same(make_project:
     project = make_project(view=FALLBACK | counting, views={"unkept": other})
     project.publish_all()
     write_data(project, {5: 5.0})
-    kept = MissCacheFile(tmp_path / "kept", MissCacheLimits())
-    online, fallback = project.open_online(), ViewFallback(project.offline, project.home, memory_mb=64, kept=kept)
+    miss_cache = MissCacheFile(tmp_path / "kept", MissCacheLimits())
+    online, fallback = project.open_online(), ViewFallback(project.offline, project.home, memory_mb=64, miss_cache=miss_cache)
     try:
         for view, calls in (("numbers", 1), ("unkept", 3)):
             pointer = online.live(view)
@@ -399,12 +399,12 @@ def test_who_looked_before_a_row_was_kept_is_given_it_all_the_same(make_project:
                 assert unknown.reason is Reason.UNKNOWN_ENTITY
         pointer = online.live("numbers")
         assert pointer is not None
-        eventually(lambda: set(kept.read(pointer, ["5", "77"])) == {"5", "77"})
+        eventually(lambda: set(miss_cache.read(pointer, ["5", "77"])) == {"5", "77"})
         assert values_of(pointer, _submit(fallback, pointer, "5", x=9.0).result(20))["double"] == 18.0
     finally:
         fallback.close()
         online.close()
-        kept.close()
+        miss_cache.close()
 
 
 class ByIds(Counting):
@@ -429,9 +429,9 @@ def test_a_row_of_a_requests_inputs_is_computed_once_for_all_for_whom_it_would_b
     project = make_project(view=FALLBACK | {"model": {"use": f"{HERE}:{model}", "args": {"path": str(folder / "batches")}}})
     project.publish_all()
     write_data(project, {2: 2.0})
-    kept = MissCacheFile(tmp_path / "kept", MissCacheLimits())
-    online, fallback = project.open_online(), ViewFallback(project.offline, project.home, memory_mb=64, kept=kept)
-    lookup = Lookup(online, None, fallback, kept=kept)
+    miss_cache = MissCacheFile(tmp_path / "kept", MissCacheLimits())
+    online, fallback = project.open_online(), ViewFallback(project.offline, project.home, memory_mb=64, miss_cache=miss_cache)
+    lookup = Lookup(online, None, fallback, miss_cache=miss_cache)
 
     def asked(keys: Sequence[int], x: float | None, **options: Any) -> list[tuple[str, float, str]]:
         inputs = None if x is None else {str(key): {"x": x} for key in keys}
@@ -445,7 +445,7 @@ def test_a_row_of_a_requests_inputs_is_computed_once_for_all_for_whom_it_would_b
         assert asked([8], 5.0) == [("8", double(8, 5.0), "fallback")]
         pointer = online.live("numbers")
         assert pointer is not None
-        eventually(lambda: bool(kept.read(pointer, input_names({"x": 5.0}, "8") or ())))
+        eventually(lambda: bool(miss_cache.read(pointer, input_names({"x": 5.0}, "8") or ())))
         (folder / "batches").write_text("")
         other = "fallback" if model == "ByIds" else "cache"
         assert asked([8, 9], 5.0) == [("8", double(8, 5.0), "cache"), ("9", double(9, 5.0), other)]
@@ -459,7 +459,7 @@ def test_a_row_of_a_requests_inputs_is_computed_once_for_all_for_whom_it_would_b
     finally:
         fallback.close()
         online.close()
-        kept.close()
+        miss_cache.close()
 
 
 class Permitted(Doubler):

@@ -578,7 +578,7 @@ def test_full_computes_every_row_once_more(make_project: MakeProject, calls: Cal
     calls.take()
     second = built(project, full=True)
     assert (calls.take(), second.number, second.kind, second.parent, second.counts) == (40, 2, "full", None, Counts(40, 40))
-    assert (project.report().plan or "").endswith("; asked for every row")
+    assert (project.report().plan or "").endswith("; requested every row")
 
 
 def test_what_the_model_rejected_is_not_given_to_it_again_until_its_input_changes(

@@ -59,8 +59,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
 
 def test_rows_that_are_kept_are_counted_as_they_are_written_and_as_they_are_found(server: Told) -> None:
     assert [row["status"] for row in server.lookup("numbers", [1, 9, 10, 77])] == ["fresh", "computed", "computed", "missing"]
-    eventually(lambda: server.number("cache_rows_total", cache="kept", outcome="stored") == 3)
-    before = server.number("cache_rows_total", cache="kept", outcome="miss")
+    eventually(lambda: server.number("cache_rows_total", cache="miss_cache", outcome="stored") == 3)
+    before = server.number("cache_rows_total", cache="miss_cache", outcome="miss")
     rows = server.lookup("numbers", [9, 10, 77, 11])
     assert [(row["status"], row["source"]) for row in rows] == [
         ("fresh", "cache"),
@@ -69,8 +69,8 @@ def test_rows_that_are_kept_are_counted_as_they_are_written_and_as_they_are_foun
         ("computed", "fallback"),
     ]
     # that there is no such entity is found there, too
-    assert server.number("cache_rows_total", cache="kept", outcome="hit") == 3
-    assert server.number("cache_rows_total", cache="kept", outcome="miss") == before + 1 == 4
+    assert server.number("cache_rows_total", cache="miss_cache", outcome="hit") == 3
+    assert server.number("cache_rows_total", cache="miss_cache", outcome="miss") == before + 1 == 4
 
 
 def test_batches_of_misses_are_timed_in_the_process_that_computes_them(server: Told) -> None:

@@ -208,7 +208,7 @@ def test_a_link_goes_on_where_the_system_had_no_thread_for_once(runtime: Path, p
         usual = threading.stack_size(2**46)
         try:
             (future,) = link.ask(pointer, ["a"], {}, soon())
-            assert str(future.exception(5)) == "the model process cannot be asked: can't start new thread"
+            assert str(future.exception(5)) == "the model process cannot be queried: can't start new thread"
         finally:
             threading.stack_size(usual)
         link.ask(pointer, ["b"], {}, soon())

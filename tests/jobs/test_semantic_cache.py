@@ -156,7 +156,7 @@ def asking(scene: Scene, **options: Any) -> Iterator[tuple[Lookup, Counter[str]]
     fallback = ViewFallback(scene.offline, scene.home, memory_mb=64)
     with contextlib.closing(fallback), scene.lookup(fallback, **options) as lookup:
         outcomes = Counter[str]()
-        lookup.told.semantic = lambda view, told, similarity: outcomes.update(told)
+        lookup.miss_reports.semantic = lambda view, told, similarity: outcomes.update(told)
         yield lookup, outcomes
 
 

@@ -50,7 +50,7 @@ def test_sigterm_finishes_the_requests_at_hand_and_ends_with_status_0(tmp_path: 
         assert idle.recv(1) == b""
         assert server.end() == 0
         told = server.log.read_text()
-        assert "told to end: 1 requests are in hand" in told
+        assert "ordered to end: 1 requests are in hand" in told
         assert "ended by SIGTERM, after " in told
     assert not (tmp_path / "api.sock").exists()
 

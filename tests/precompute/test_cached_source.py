@@ -41,17 +41,17 @@ def folder(tmp_path: Path) -> Path:
 
 def opened(folder: Path, sql: str = "FROM 'data.parquet'", entity: tuple[str, ...] = ("id",)) -> tuple[Source, CachedSource]:
     source = Source(sql, entity, {}, folder=folder, memory_mb=64, threads=1)
-    return source, source.kept()
+    return source, source.cached()
 
 
-def is_kept(kept: CachedSource) -> bool:
-    return kept.rows([]) is not None
+def is_kept(cached: CachedSource) -> bool:
+    return cached.rows([]) is not None
 
 
-def never_kept(kept: CachedSource) -> bool:
+def never_kept(cached: CachedSource) -> bool:
     """It was tried, and there is nothing."""
     for _ in range(5):
-        assert not is_kept(kept)
+        assert not is_kept(cached)
         time.sleep(0.05)
     return True
 
@@ -66,27 +66,27 @@ def never_kept(kept: CachedSource) -> bool:
     ids=["one column", "two columns", "a key that is null"],
 )
 def test_kept_rows_are_the_sources_own(folder: Path, sql: str, entity: tuple[str, ...], keys: list[str]) -> None:
-    source, kept = opened(folder, sql, entity)
+    source, cached = opened(folder, sql, entity)
     with source:
-        eventually(lambda: is_kept(kept))
-        found, expected = kept.rows(keys), source.rows(keys)
+        eventually(lambda: is_kept(cached))
+        found, expected = cached.rows(keys), source.rows(keys)
         assert found is not None
         assert found.schema == expected.schema
         assert found.sort_by("key").to_pylist() == expected.sort_by("key").to_pylist() != []
 
 
 def test_they_count_as_long_as_the_file_is_what_it_was(folder: Path) -> None:
-    source, kept = opened(folder)
+    source, cached = opened(folder)
     with source:
-        eventually(lambda: is_kept(kept))
+        eventually(lambda: is_kept(cached))
         write(folder, {1: 9.0, 4: 4.5})
-        assert kept.rows(["1"]) is None
-        eventually(lambda: is_kept(kept))
-        rows = kept.rows(["1", "3", "4"])
+        assert cached.rows(["1"]) is None
+        eventually(lambda: is_kept(cached))
+        rows = cached.rows(["1", "3", "4"])
         assert rows is not None
         assert rows["x"].to_pylist() == [9.0, 4.5]
         (folder / "data.parquet").unlink()
-        assert kept.rows(["1"]) is None
+        assert cached.rows(["1"]) is None
 
 
 def test_a_file_that_changes_while_it_is_read_is_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,19 +100,19 @@ def test_a_file_that_changes_while_it_is_read_is_read_again(folder: Path, monkey
         return table
 
     monkeypatch.setattr(Database, "query_aside", query)
-    source, kept = opened(folder)
+    source, cached = opened(folder)
     with source:
-        eventually(lambda: is_kept(kept))
-        rows = kept.rows(["1", "2"])
+        eventually(lambda: is_kept(cached))
+        rows = cached.rows(["1", "2"])
         assert rows is not None
         assert (rows["x"].to_pylist(), len(changed)) == ([9.0], 1)
 
 
 def test_a_file_that_was_just_written_is_not_trusted_yet(folder: Path) -> None:
     write(folder, {1: 1.0}, old=False)
-    source, kept = opened(folder)
+    source, cached = opened(folder)
     with source:
-        assert never_kept(kept)
+        assert never_kept(cached)
 
 
 @pytest.mark.parametrize(
@@ -129,17 +129,17 @@ def test_a_file_that_was_just_written_is_not_trusted_yet(folder: Path) -> None:
     ids=["now", "today", "chance", "sample", "pattern", "no file", "keys twice"],
 )
 def test_what_may_be_otherwise_is_not_kept(folder: Path, sql: str) -> None:
-    source, kept = opened(folder, sql)
+    source, cached = opened(folder, sql)
     with source:
-        assert never_kept(kept)
+        assert never_kept(cached)
 
 
 @pytest.mark.parametrize("limit", ["MOST_ROWS", "MOST_BYTES"])
 def test_what_is_large_is_not_kept(folder: Path, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"precompute.sources.cached_source.{limit}", 2)
-    source, kept = opened(folder)
+    source, cached = opened(folder)
     with source:
-        assert never_kept(kept)
+        assert never_kept(cached)
 
 
 def test_what_is_large_is_read_once_for_the_files_that_there_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,17 +151,17 @@ def test_what_is_large_is_read_once_for_the_files_that_there_are(folder: Path, m
         return real(self, sql, parameters)
 
     monkeypatch.setattr(Database, "query_aside", query)
-    source, kept = opened(folder)
+    source, cached = opened(folder)
     with source:
-        assert never_kept(kept)
+        assert never_kept(cached)
         assert len(read) == 1
         write(folder, {1: 1.0, 2: 2.0})
-        eventually(lambda: is_kept(kept))
+        eventually(lambda: is_kept(cached))
         assert len(read) == 2
 
 
 def test_a_source_that_is_closed_meanwhile_raises_nothing(folder: Path) -> None:
     for _ in range(5):
-        source, kept = opened(folder)
-        kept.rows([])
+        source, cached = opened(folder)
+        cached.rows([])
         source.close()

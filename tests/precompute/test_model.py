@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 
 from precompute.model import Verbatim, digest, model_fingerprint, resolve_path, table_digest
-from precompute.project_module import ProjectPath, starting_from, told
+from precompute.project_module import ProjectPath, described, starting_from
 from precompute.registry import BUILT_IN, check_use, load_model, load_with_fingerprint
 from precompute.source import Source
 from precompute.store.errors import ConfigError, ModelError
@@ -499,5 +499,5 @@ def test_what_a_users_code_raised_is_told_with_their_line(tmp_path: Path) -> Non
     )
     with pytest.raises(ModelError, match=r"failed to load: JSONDecodeError: .* \(mine_models\.py:8\)$"):
         load_model("mine_models:Mine", {"text": "{"}, tmp_path)
-    assert told(ValueError("x" * 600)) == "ValueError: " + "x" * 488
-    assert told(KeyboardInterrupt()) == "KeyboardInterrupt"
+    assert described(ValueError("x" * 600)) == "ValueError: " + "x" * 488
+    assert described(KeyboardInterrupt()) == "KeyboardInterrupt"

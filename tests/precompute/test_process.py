@@ -19,11 +19,11 @@ from tests import REPOSITORY
 
 
 def shell(line: str, **options: str) -> ChildProcess:
-    return ChildProcess(["/bin/sh", "-c", line], output="kept", **options)  # type: ignore[arg-type]
+    return ChildProcess(["/bin/sh", "-c", line], output="captured", **options)  # type: ignore[arg-type]
 
 
 def python(code: str) -> ChildProcess:
-    return ChildProcess([sys.executable, "-c", code], output="kept")
+    return ChildProcess([sys.executable, "-c", code], output="captured")
 
 
 def state(pid: int) -> str:
@@ -91,7 +91,7 @@ def test_what_goes_on_has_no_status_and_is_waited_for_no_longer_than_asked() -> 
 def test_what_cannot_be_started_is_an_error_and_leaves_nothing_open(tmp_path: Path) -> None:
     before = os.listdir("/proc/self/fd")
     with pytest.raises(FileNotFoundError):
-        ChildProcess([str(tmp_path / "nothing")], output="kept")
+        ChildProcess([str(tmp_path / "nothing")], output="captured")
     assert os.listdir("/proc/self/fd") == before
 
 
@@ -211,7 +211,7 @@ def test_one_that_cannot_be_killed_is_left_behind(monkeypatch: pytest.MonkeyPatc
         ("print('nothing of this')", ""),
     ],
 )
-@pytest.mark.parametrize("output", ["kept", "piped"])
+@pytest.mark.parametrize("output", ["captured", "piped"])
 def test_its_last_words_are_the_last_line_that_says_something(
     output: process_module.Output, code: str, words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -263,7 +263,7 @@ OUTLIVED = """
 import sys, time
 from precompute.workers.process import ChildProcess
 ChildProcess(["/bin/sh", "-c", f"echo $$ > {sys.argv[1]}/pid; while [ ! -e {sys.argv[1]}/go ]; do sleep 0.05; done; \
-echo one >&2; echo two; touch {sys.argv[1]}/wrote; sleep 60"], output="kept")
+echo one >&2; echo two; touch {sys.argv[1]}/wrote; sleep 60"], output="captured")
 time.sleep(60)
 """
 

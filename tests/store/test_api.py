@@ -710,7 +710,7 @@ def test_the_page_shows_each_view(api: Server) -> None:
         ("view=pairs&q=a%252Fb/c", 200, "<dt>double</dt>"),
         ("view=numbers&q=77", 200, "missing: unknown_entity</span>"),
         ("view=numbers&q=2&do=near", 200, '<a href="?view=numbers&amp;q=1&amp;do=lookup">1</a>'),
-        ("view=nothing&q=2", 404, "no view &#x27;nothing&#x27; is live"),
+        ("view=nothing&q=2", 404, "no view &#39;nothing&#39; is live"),
         ("view=broken&q=2&do=near", 400, "has no vector index"),
         ("view=numbers&q=2&do=text", 400, "a text needs a view with one text input column"),
         ("view=numbers&q=%00", 200, "missing: bad_key</span>"),

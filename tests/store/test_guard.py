@@ -625,7 +625,7 @@ def test_told_to_end_it_waits_for_no_client_longer_than_it_says(
         (record.levelname, record.getMessage()) for record in caplog.records if record.name == "precompute.store.guard.server"
     ]
     assert told == [
-        ("INFO", "told to end: 1 requests are in hand, and waited for 0.3 s at most, a client 0.3 s"),
+        ("INFO", "ordered to end: 1 requests are in hand, and waited for 0.3 s at most, a client 0.3 s"),
         ("WARNING", "1 requests did not arrive whole, and 1 answers were not taken: their connections were closed"),
     ]
 

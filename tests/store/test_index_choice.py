@@ -195,7 +195,7 @@ def test_where_nothing_keeps_it_the_index_is_exact_and_says_so(tmp_path: Path, m
     monkeypatch.setattr(index_choice.Chooser, "_holds", lambda self, measured: False)
     index = built(tmp_path / "index", overlapping(2000), "cosine")
     assert (index.figures.kind, index.dtype, index.figures.recall_bound) == ("exact", "float32", 1.0)
-    assert index.figures.why.startswith("no candidate kept the promise (")
+    assert index.figures.why.startswith("no candidate met the promise (")
     assert index.figures.exact_us is not None
 
 

@@ -57,8 +57,8 @@ def open_kept(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
         return opened[-1]
 
     yield make
-    for kept in opened:
-        kept.close()
+    for miss_cache in opened:
+        miss_cache.close()
 
 
 @pytest.fixture
@@ -79,30 +79,30 @@ def row_of(pointer: Pointer, key: str, x: float = 1.0, age: float = 0.0) -> byte
 
 
 def test_what_was_kept_is_read_by_all_who_open_it_whether_there_is_a_row_or_none(open_kept: Open, pointer: Pointer) -> None:
-    kept, other = open_kept(), open_kept()
-    assert kept.read(pointer, ["a"]) == {}
-    kept.write(
+    miss_cache, other = open_kept(), open_kept()
+    assert miss_cache.read(pointer, ["a"]) == {}
+    miss_cache.write(
         pointer, [CachedMiss("a", row_of(pointer, "a")), CachedMiss("é/b", row_of(pointer, "é/b")), CachedMiss("none", None)]
     )
     expected = {"a": row_of(pointer, "a"), "é/b": row_of(pointer, "é/b"), "none": None}
-    assert kept.read(pointer, ["a", "é/b", "none", "c"]) == other.read(pointer, ["c", "a", "é/b", "none"]) == expected
+    assert miss_cache.read(pointer, ["a", "é/b", "none", "c"]) == other.read(pointer, ["c", "a", "é/b", "none"]) == expected
     other.write(pointer, [CachedMiss("a", row_of(pointer, "a", 2.0))])
-    assert kept.read(pointer, ["a"]) == {"a": row_of(pointer, "a", 2.0)}
+    assert miss_cache.read(pointer, ["a"]) == {"a": row_of(pointer, "a", 2.0)}
 
 
 def test_it_counts_for_the_view_snapshot_and_model_it_was_computed_under_and_no_other(open_kept: Open, house: House) -> None:
-    kept, pointer = open_kept(), house.publish({})
-    kept.write(pointer, [CachedMiss("a", row_of(pointer, "a"))])
+    miss_cache, pointer = open_kept(), house.publish({})
+    miss_cache.write(pointer, [CachedMiss("a", row_of(pointer, "a"))])
     others: list[dict[str, Any]] = [{"model": "another"}, {"snapshot": 2}, {"epoch": 2}, {"at": "later"}, {"owner": "another"}]
     for other in (*(replace(pointer, **change) for change in others), house.publish({}, name="others")):
-        assert kept.read(other, ["a"]) == {}
-    assert list(kept.read(pointer, ["a"])) == ["a"]
+        assert miss_cache.read(other, ["a"]) == {}
+    assert list(miss_cache.read(pointer, ["a"])) == ["a"]
 
 
 def test_a_row_is_kept_for_its_time_and_that_there_is_none_for_a_shorter_one(open_kept: Open, pointer: Pointer) -> None:
     clock = Clock()
-    kept = open_kept(clock=clock)
-    kept.write(pointer, [CachedMiss("a", row_of(pointer, "a")), CachedMiss("none", None)])
+    miss_cache = open_kept(clock=clock)
+    miss_cache.write(pointer, [CachedMiss("a", row_of(pointer, "a")), CachedMiss("none", None)])
     for seconds, known in (
         (10 * (1 - JITTER) - 0.1, {"a", "none"}),
         (10, {"a"}),
@@ -110,17 +110,17 @@ def test_a_row_is_kept_for_its_time_and_that_there_is_none_for_a_shorter_one(ope
         (100, set()),
     ):
         clock.now_us = NOW_US + round(seconds * SECOND_US)
-        assert set(kept.read(pointer, ["a", "none"])) == known
+        assert set(miss_cache.read(pointer, ["a", "none"])) == known
 
 
 def test_what_a_clock_that_ran_ahead_kept_does_not_count(open_kept: Open, pointer: Pointer) -> None:
     clock = Clock()
-    kept = open_kept(clock=clock)
+    miss_cache = open_kept(clock=clock)
     clock.now_us += 3600 * SECOND_US
-    kept.write(pointer, [CachedMiss("a", row_of(pointer, "a", age=-3600)), CachedMiss("none", None)])
-    assert set(kept.read(pointer, ["a", "none"])) == {"a", "none"}
+    miss_cache.write(pointer, [CachedMiss("a", row_of(pointer, "a", age=-3600)), CachedMiss("none", None)])
+    assert set(miss_cache.read(pointer, ["a", "none"])) == {"a", "none"}
     clock.now_us = NOW_US
-    assert kept.read(pointer, ["a", "none"]) == {}
+    assert miss_cache.read(pointer, ["a", "none"]) == {}
 
 
 def test_who_reads_a_file_waits_for_nobody_who_writes_and_finds_the_one_that_was_begun_anew(
@@ -138,63 +138,63 @@ def test_who_reads_a_file_waits_for_nobody_who_writes_and_finds_the_one_that_was
         path.unlink()
     other.write(pointer, [CachedMiss("b", None)])
     writer.write(pointer, [CachedMiss("c", None)])
-    for kept in (reader, writer, other):
-        assert kept.read(pointer, ["a", "b", "c"]) == {"b": None, "c": None}
-        kept.close()
+    for miss_cache in (reader, writer, other):
+        assert miss_cache.read(pointer, ["a", "b", "c"]) == {"b": None, "c": None}
+        miss_cache.close()
 
 
 def test_rows_and_bytes_are_bounded_and_what_is_too_large_is_not_kept(open_kept: Open, pointer: Pointer) -> None:
     keys = [f"key {number}" for number in range(200)]
     for limits in (MissCacheLimits(rows=20), MissCacheLimits(size_bytes=100_000)):
-        kept = open_kept(limits)
-        kept.write(pointer, [CachedMiss(key, row_of(pointer, key)) for key in keys])
-        found = kept.read(pointer, keys)
+        miss_cache = open_kept(limits)
+        miss_cache.write(pointer, [CachedMiss(key, row_of(pointer, key)) for key in keys])
+        found = miss_cache.read(pointer, keys)
         assert 0 < len(found) <= 25
         assert all(row == row_of(pointer, key) for key, row in found.items())
-    kept.write(pointer, [CachedMiss("large", b"x" * 100_000)])
-    assert kept.read(pointer, ["large"]) == {}
+    miss_cache.write(pointer, [CachedMiss("large", b"x" * 100_000)])
+    assert miss_cache.read(pointer, ["large"]) == {}
 
 
 def test_without_what_keeps_it_nothing_is_kept_and_nothing_raised(tmp_path: Path, pointer: Pointer) -> None:
     (tmp_path / "kept").write_text("no folder")
-    for kept in (
+    for miss_cache in (
         MissCacheFile(tmp_path / "kept", MissCacheLimits()),
         MissCacheRedis("redis://127.0.0.1:1/0?budget_ms=50", MissCacheLimits()),
     ):
-        kept.write(pointer, [CachedMiss("a", None)])
-        assert kept.read(pointer, ["a"]) == {}
-        kept.close()
+        miss_cache.write(pointer, [CachedMiss("a", None)])
+        assert miss_cache.read(pointer, ["a"]) == {}
+        miss_cache.close()
 
 
 def test_a_damaged_file_is_begun_anew(tmp_path: Path, pointer: Pointer) -> None:
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "rows.sqlite").write_bytes(b"this is no database" * 1000)
-    kept = MissCacheFile(tmp_path / "kept", MissCacheLimits(), Clock())
-    assert kept.read(pointer, ["a"]) == {}
-    kept.write(pointer, [CachedMiss("a", None)])
-    assert kept.read(pointer, ["a"]) == {"a": None}
-    kept.close()
+    miss_cache = MissCacheFile(tmp_path / "kept", MissCacheLimits(), Clock())
+    assert miss_cache.read(pointer, ["a"]) == {}
+    miss_cache.write(pointer, [CachedMiss("a", None)])
+    assert miss_cache.read(pointer, ["a"]) == {"a": None}
+    miss_cache.close()
 
 
 def test_a_record_of_which_any_bit_is_another_or_that_is_cut_short_is_none(tmp_path: Path, pointer: Pointer) -> None:
     """Cut to its head, it would say that there is no such entity."""
-    kept = MissCacheFile(tmp_path / "kept", MissCacheLimits(), Clock())
-    kept.write(pointer, [CachedMiss("a", row_of(pointer, "a"))])
-    assert kept.read(pointer, ["a"]) == {"a": row_of(pointer, "a")}
+    miss_cache = MissCacheFile(tmp_path / "kept", MissCacheLimits(), Clock())
+    miss_cache.write(pointer, [CachedMiss("a", row_of(pointer, "a"))])
+    assert miss_cache.read(pointer, ["a"]) == {"a": row_of(pointer, "a")}
     with contextlib.closing(sqlite3.connect(tmp_path / "kept" / "rows.sqlite")) as file:
-        (whole,) = file.execute("SELECT record FROM kept").fetchone()
+        (whole,) = file.execute("SELECT record FROM computed").fetchone()
         cut = [whole[:size] for size in range(len(whole))]
         for damaged in [*cut, *(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :] for at in range(len(whole)))]:
             with file:
                 file.execute("UPDATE kept SET record = ?", (damaged,))
-            assert kept.read(pointer, ["a"]) == {}
-    kept.close()
+            assert miss_cache.read(pointer, ["a"]) == {}
+    miss_cache.close()
 
 
 # ---- what it answers
 
 
-class Told:
+class Closed:
     """Rows that are kept, as a test wrote them down."""
 
     def __init__(self, **rows: Row | None) -> None:
@@ -209,9 +209,9 @@ class Told:
 STORED = {"fresh": Row(1.0), "stale": Row(2.0, age=TTL + 1), "expired": Row(3.0, age=TTL + STALE_FOR + 1)}
 
 
-def asked(house: House, kept: Any, model: Scripted, keys: list[str], **options: Any) -> list[tuple[Any, ...]]:
+def asked(house: House, miss_cache: Any, model: Scripted, keys: list[str], **options: Any) -> list[tuple[Any, ...]]:
     """Status, source, reason, ``double`` and age of each row."""
-    lookup = Lookup(house.online, house.root, model, clock=lambda: NOW, monotonic=lambda: 0.0, kept=kept)
+    lookup = Lookup(house.online, house.root, model, clock=lambda: NOW, monotonic=lambda: 0.0, miss_cache=miss_cache)
     answer = lookup.begin("things", keys, LookupOptions(**options))
     answer.wait()
     rows = answer.rows()
@@ -225,8 +225,11 @@ def asked(house: House, kept: Any, model: Scripted, keys: list[str], **options: 
 
 def test_misses_and_stale_rows_are_answered_by_what_was_kept_and_hits_never_look(house: House) -> None:
     house.publish(STORED)
-    kept, fallback = Told(new=Row(5.0, age=3), stale=Row(6.0, age=1), expired=Row(7.0), fresh=Row(9.0), none=None), Scripted({})
-    found = asked(house, kept, fallback, ["new", "stale", "expired", "fresh", "none"])
+    miss_cache, fallback = (
+        Closed(new=Row(5.0, age=3), stale=Row(6.0, age=1), expired=Row(7.0), fresh=Row(9.0), none=None),
+        Scripted({}),
+    )
+    found = asked(house, miss_cache, fallback, ["new", "stale", "expired", "fresh", "none"])
     assert found == [
         ("fresh", "cache", None, 10.0, 3.0),
         ("fresh", "cache", None, 12.0, 1.0),
@@ -234,18 +237,18 @@ def test_misses_and_stale_rows_are_answered_by_what_was_kept_and_hits_never_look
         ("fresh", "store", None, 2.0, 0.0),
         ("missing", None, "unknown_entity", None, None),
     ]
-    assert (kept.read_keys, fallback.calls) == (["new", "expired", "none", "stale"], [])
-    assert asked(house, kept, fallback, ["fresh"]) == [("fresh", "store", None, 2.0, 0.0)]
-    assert len(kept.read_keys) == 4
+    assert (miss_cache.read_keys, fallback.calls) == (["new", "expired", "none", "stale"], [])
+    assert asked(house, miss_cache, fallback, ["fresh"]) == [("fresh", "store", None, 2.0, 0.0)]
+    assert len(miss_cache.read_keys) == 4
 
 
 def test_of_two_stale_rows_the_younger_answers(house: House) -> None:
     house.publish(STORED)
-    for kept, answer in (
-        (Told(stale=Row(6.0, age=TTL + 3)), ("store", 4.0)),
-        (Told(stale=Row(6.0, age=TTL + 0.5)), ("cache", 12.0)),
+    for miss_cache, answer in (
+        (Closed(stale=Row(6.0, age=TTL + 3)), ("store", 4.0)),
+        (Closed(stale=Row(6.0, age=TTL + 0.5)), ("cache", 12.0)),
     ):
-        ((status, source, _, double, _),) = asked(house, kept, Scripted({"stale": None}), ["stale"])
+        ((status, source, _, double, _),) = asked(house, miss_cache, Scripted({"stale": None}), ["stale"])
         assert (status, (source, double)) == ("stale", answer)
 
 
@@ -254,15 +257,15 @@ def test_rows_that_are_computed_behind_answers_are_bounded(house: House, monkeyp
     keys = ["a", "b", "c"]
     house.publish({key: Row(1.0, age=TTL + 1) for key in keys})
     fallback = Scripted(dict.fromkeys(keys))
-    assert {row[0] for row in asked(house, Told(), fallback, keys)} == {"stale"}
+    assert {row[0] for row in asked(house, Closed(), fallback, keys)} == {"stale"}
     assert [asked_keys for _, asked_keys, _ in fallback.calls] == [["a", "b"]]
 
 
 def test_a_stale_row_is_served_at_once_and_computed_behind_once(house: House) -> None:
     house.publish(STORED)
     fallback = Scripted({"stale": None, "older": None})
-    kept: Any = Told(older=Row(4.0, age=TTL + 2))
-    lookup = Lookup(house.online, house.root, fallback, clock=lambda: NOW, monotonic=lambda: 0.0, kept=kept)
+    miss_cache: Any = Closed(older=Row(4.0, age=TTL + 2))
+    lookup = Lookup(house.online, house.root, fallback, clock=lambda: NOW, monotonic=lambda: 0.0, miss_cache=miss_cache)
     for keys in (["stale"], ["stale", "fresh"], ["older", "stale"]):
         answer = lookup.begin("things", keys)
         assert not answer.pending
@@ -278,7 +281,7 @@ def test_what_is_computed_behind_answers_is_bounded_for_each_view_and_goes_on_as
     for name in ("things", "others"):
         house.publish(stale, name=name)
     model = Scripted(dict.fromkeys(stale))
-    lookup = Lookup(house.online, house.root, model, clock=lambda: NOW, monotonic=lambda: 0.0, kept=Told())  # type: ignore[arg-type]
+    lookup = Lookup(house.online, house.root, model, clock=lambda: NOW, monotonic=lambda: 0.0, miss_cache=Closed())  # type: ignore[arg-type]
     for name in ("things", "things", "others"):
         lookup.begin(name, list(stale))
     assert [(pointer.view.name, keys) for pointer, keys, _ in model.calls] == [
@@ -286,7 +289,7 @@ def test_what_is_computed_behind_answers_is_bounded_for_each_view_and_goes_on_as
         ("others", ["0", "1", "2"]),
     ]
     model = Scripted(dict.fromkeys(stale, Row(2.0)))
-    lookup = Lookup(house.online, house.root, model, clock=lambda: NOW, monotonic=lambda: 0.0, kept=Told())  # type: ignore[arg-type]
+    lookup = Lookup(house.online, house.root, model, clock=lambda: NOW, monotonic=lambda: 0.0, miss_cache=Closed())  # type: ignore[arg-type]
     for _ in range(4):
         lookup.begin("things", list(stale))
     assert [keys for _, keys, _ in model.calls] == [["0", "1", "2"], ["3", "4", "5"], ["6", "7"]]
@@ -308,17 +311,17 @@ def test_what_a_request_asks_for_counts_for_kept_rows_too(
     house: House, options: dict[str, Any], reads: list[str], calls: list[list[str]]
 ) -> None:
     house.publish(STORED)
-    kept, fallback = Told(new=Row(5.0, age=3), none=None), Scripted({"new": Row(8.0), "none": Row(9.0)})
-    asked(house, kept, fallback, options.pop("keys", ["new"]), **options)
-    assert (kept.read_keys, [keys for _, keys, _ in fallback.calls]) == (reads, calls)
+    miss_cache, fallback = Closed(new=Row(5.0, age=3), none=None), Scripted({"new": Row(8.0), "none": Row(9.0)})
+    asked(house, miss_cache, fallback, options.pop("keys", ["new"]), **options)
+    assert (miss_cache.read_keys, [keys for _, keys, _ in fallback.calls]) == (reads, calls)
 
 
 def test_a_kept_row_of_the_future_is_none_and_one_that_expires_meanwhile_stays_so(house: House) -> None:
     house.publish(STORED)
     ahead = AHEAD_US / 1e6 + 1
-    assert asked(house, Told(new=Row(5.0, age=-ahead)), Scripted({"new": Row(8.0)}), ["new"])[0][:2] == ("computed", "fallback")
-    now, kept = [NOW], Told(new=Row(5.0))
-    lookup = Lookup(house.online, house.root, Scripted({}), clock=lambda: now[0], monotonic=lambda: 0.0, kept=kept)  # type: ignore[arg-type]
+    assert asked(house, Closed(new=Row(5.0, age=-ahead)), Scripted({"new": Row(8.0)}), ["new"])[0][:2] == ("computed", "fallback")
+    now, miss_cache = [NOW], Closed(new=Row(5.0))
+    lookup = Lookup(house.online, house.root, Scripted({}), clock=lambda: now[0], monotonic=lambda: 0.0, miss_cache=miss_cache)  # type: ignore[arg-type]
     answer = lookup.begin("things", ["new", "fresh"])
     now[0] += TTL + STALE_FOR + 1
     for _ in range(2):
@@ -330,7 +333,7 @@ def test_a_kept_row_of_the_future_is_none_and_one_that_expires_meanwhile_stays_s
 def test_a_kept_row_vouches_for_itself_or_is_none(house: House, damage: Callable[[bytes], bytes]) -> None:
     house.publish(STORED)
 
-    class Damaged(Told):
+    class Damaged(Closed):
         def read(self, pointer: Pointer, keys: list[str]) -> dict[str, bytes | None]:
             return {key: damage(row) for key, row in super().read(pointer, keys).items() if row is not None}
 
@@ -372,7 +375,7 @@ def test_the_writer_writes_behind_and_drops_what_the_store_is_too_slow_for(
             return len(rows) - (rows[0].key == "0")
 
     meter = Meter()
-    stored, dropped = (meter.counter(CACHE, "kept", outcome) for outcome in ("stored", "dropped"))
+    stored, dropped = (meter.counter(CACHE, "miss_cache", outcome) for outcome in ("stored", "dropped"))
     writer = MissCacheWriter(Slow(), meter)  # type: ignore[arg-type]
     for number in range(50):
         writer.put(pointer, str(number), Miss(Reason.UNKNOWN_ENTITY))
@@ -396,4 +399,4 @@ def test_the_writer_outlives_a_write_that_fails(pointer: Pointer) -> None:
     for number in range(3):
         writer.put(pointer, str(number), Miss(Reason.UNKNOWN_ENTITY))
         eventually(lambda: len(written) == number + 1)  # noqa: B023
-    eventually(lambda: meter.counter(CACHE, "kept", "dropped").value == 3)
+    eventually(lambda: meter.counter(CACHE, "miss_cache", "dropped").value == 3)

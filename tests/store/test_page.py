@@ -147,17 +147,17 @@ def test_it_shows_a_view_its_runs_and_what_was_asked_of_it() -> None:
 
 def test_it_shows_what_was_answered_without_a_model() -> None:
     meter = Meter()
-    for cache, outcome, rows in (("l1", "hit", 30), ("l1", "miss", 10), ("kept", "hit", 5), ("kept", "miss", 15)):
+    for cache, outcome, rows in (("l1", "hit", 30), ("l1", "miss", 10), ("miss_cache", "hit", 5), ("miss_cache", "miss", 15)):
         meter.counter(counted.CACHE, cache, outcome).add(rows)
     for outcome, rows in (("stored", 7), ("dropped", 2)):
-        meter.counter(counted.CACHE, "kept", outcome).add(rows)
+        meter.counter(counted.CACHE, "miss_cache", outcome).add(rows)
     meter.gauge(counted.CACHE_BYTES, "l1").set(3 * 1024)
     for outcome, rows in (("hit", 4), ("far", 3), ("no_row", 1)):
         meter.counter(counted.SEMANTIC_CACHE, "films", outcome).add(rows)
     meter.counter(counted.SEMANTIC_CACHE, "others", "far").add(2)
     meter.counter(counted.SEMANTIC_SIMILARITY, "films").add(3.8)
-    told = TOLD | {"semantic_cache": {"view": "vectors", "threshold": 0.94}}
-    page = Parsed(status_page(Figures([ViewFigures(told)], totals(meter), True, NOW_S)))
+    details = TOLD | {"semantic_cache": {"view": "vectors", "threshold": 0.94}}
+    page = Parsed(status_page(Figures([ViewFigures(details)], totals(meter), True, NOW_S)))
     harmless(page)
     for text in (
         "the model answers misses, or rows whose inputs are alike: by 0.94 or more in vectors",
@@ -187,7 +187,7 @@ EVIL = "\"><script>alert(1)</script><img src=x onerror=alert(1)>'&amp;<!--"
 
 
 def test_nothing_it_is_told_becomes_markup() -> None:
-    told = TOLD | {
+    details = TOLD | {
         "view": EVIL,
         "entity": [EVIL],
         "model": EVIL,
@@ -195,7 +195,7 @@ def test_nothing_it_is_told_becomes_markup() -> None:
         "features": [{"name": EVIL, "dtype": EVIL}],
     }
     run = Report(EVIL, EVIL, EVIL, EVIL, "2026-11-20T02:00:00Z", error=EVIL, stages_s={EVIL: 1.0})
-    page = Parsed(status_page(Figures([ViewFigures(told, [run])], at_s=NOW_S), Question(EVIL, EVIL), {"problem": EVIL}))
+    page = Parsed(status_page(Figures([ViewFigures(details, [run])], at_s=NOW_S), Question(EVIL, EVIL), {"problem": EVIL}))
     harmless(page)
     assert EVIL in page.texts
     assert [given["value"] for given in page.all("input")] == [EVIL]
@@ -292,13 +292,13 @@ def test_in_a_browser_its_style_counts_and_nothing_is_wider_than_a_phone(tmp_pat
     meter = Meter()
     for i, timed in enumerate((counted.REQUEST_SECONDS, counted.STAGE_SECONDS)):
         meter.timer(timed, f"of_a_long_name_{i}").observe(61.0)
-    for name in ("l1", "kept"):
+    for name in ("l1", "miss_cache"):
         meter.counter(counted.CACHE, name, "hit").add(1_234_567_890)
     meter.counter(counted.FALLBACK_ROWS, "films", "unknown_entity").add(1_234_567)
     meter.counter(counted.SEMANTIC_CACHE, "films", "hit").add(5)
-    told = TOLD | {"view": "a_view_whose_name_is_as_long_as_names_may_be_in_this_world_63ch", "model": "f" * 64}
+    details = TOLD | {"view": "a_view_whose_name_is_as_long_as_names_may_be_in_this_world_63ch", "model": "f" * 64}
     views = [
-        ViewFigures(told, RUNS, trouble="the online store lost rows of it; they are being loaded again"),
+        ViewFigures(details, RUNS, trouble="the online store lost rows of it; they are being loaded again"),
         ViewFigures(TOLD, RUNS),
     ]
     page = status_page(Figures(views, totals(meter), False, NOW_S), Question("films", "x" * 200), {"problem": "an answer"})
@@ -326,8 +326,8 @@ def test_in_a_browser_its_style_counts_and_nothing_is_wider_than_a_phone(tmp_pat
 
 def test_what_is_in_trouble_comes_first_and_a_text_is_asked_of_those_alone_that_take_one() -> None:
     def view(name: str, **figures: Any) -> ViewFigures:
-        told = {field: figures.pop(field) for field in ("status", "takes_text", "fallback", "model_ready") if field in figures}
-        return ViewFigures(TOLD | {"view": name} | told, **figures)
+        details = {field: figures.pop(field) for field in ("status", "takes_text", "fallback", "model_ready") if field in figures}
+        return ViewFigures(TOLD | {"view": name} | details, **figures)
 
     views = [
         view("a_good", fallback=False, model_ready=False),
@@ -381,6 +381,6 @@ def test_what_a_search_found_has_bars_from_0_and_what_a_person_knows_it_by(
     ],
 )
 def test_a_row_is_told_by_its_texts_before_numbers_and_by_a_vector_where_there_is_nothing_else(
-    features: tuple[Feature, ...], told: list[str]
+    features: tuple[Feature, ...], details: list[str]
 ) -> None:
-    assert telling(features) == told
+    assert telling(features) == details

@@ -147,8 +147,8 @@ def test_every_row_is_laid_out_once_in_its_bucket_and_asked_for_there() -> None:
         _, puts = layout.puts(rows.keys, rows.rows, meant)
         assert {(c[1], c[2]): c[3] for c in commands_in(b"".join(puts))} == stored
         keys = [rows.keys.at(i) for i in meant.tolist()]
-        assert layout.asked(keys)[0] == b"".join(layout.gets(keys)) == b"".join(b"".join(layout.gets([key])) for key in keys)
-        replies = [stored.get((name, field)) for _, name, field in commands_in(layout.asked(keys)[0])]
+        assert layout.gets_of(keys)[0] == b"".join(layout.gets(keys)) == b"".join(b"".join(layout.gets([key])) for key in keys)
+        replies = [stored.get((name, field)) for _, name, field in commands_in(layout.gets_of(keys)[0])]
         for found in (
             plain(layout.found(keys, replies)),
             [row for key, reply in zip(keys, replies, strict=True) for row in plain(layout.found([key], [reply]))],
@@ -225,8 +225,8 @@ def test_narrow_rows_lie_in_small_hashes_and_come_back_whole(
     assert bulk.counted(store._servers.masters(), layout, "count") == 6400
     reader = open_store(shared_server.url())
     assert [row for at in range(0, 6400, 800) for row in read(reader, keys[at : at + 800])] == expected(keys)
-    asked = [b"no", *keys[:3], b"x", keys[0]]
-    assert read(reader, asked) == [None, *expected(keys)[:3], None, expected(keys)[0]]
+    gets_of = [b"no", *keys[:3], b"x", keys[0]]
+    assert read(reader, gets_of) == [None, *expected(keys)[:3], None, expected(keys)[0]]
     assert plain(reader.read_generation("scores", 1, [keys[5], b"no"])) == [expected(keys)[5], None]
     # an overlay with keys of its own over a base in buckets, in one round trip; and one in buckets over a base that has keys
     load_overlay(store, 2, 1, row_bytes=None)
@@ -321,7 +321,7 @@ def test_a_value_of_another_kind_in_a_buckets_place_is_damage_of_its_keys(store:
         found = store.read("scores", some)
         assert found is not None
         states, _ = CODEC.verify(found[1], [1])
-        fields = [command[2] for command in commands_in(Layout(PREFIX, Buckets(1, "")).asked(some)[0])]
+        fields = [command[2] for command in commands_in(Layout(PREFIX, Buckets(1, "")).gets_of(some)[0])]
         assert states.tolist() == [
             State.ABSENT if field in lost else State.DAMAGED if field in wrong else State.WHOLE for field in fields
         ]

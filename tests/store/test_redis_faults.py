@@ -134,7 +134,8 @@ def test_slots_that_are_asked_for_on_both_sides_are_tried_again(cluster: RedisCl
     with source.client() as client:
         client.mset(dict.fromkeys(names, "x"))
         with moving(cluster, names[0], keys=5, finish=False) as back:
-            with pytest.raises(redis.exceptions.TryAgainError):
+            # 7.0 says so at the source, 6.2 sends on to the target, which does
+            with pytest.raises((redis.exceptions.TryAgainError, redis.exceptions.AskError)):
                 client.mget(names)
             with pytest.raises(OnlineStoreError, match=r"moves its slots, could not look: .*TRYAGAIN"):
                 servers.ask(names[0], [("MGET", *names)], "look", 0.2)

@@ -443,7 +443,7 @@ def test_a_read_takes_no_longer_than_its_budget_and_the_next_ones_no_time(
             with pytest.raises(OnlineStoreError, match="does not answer") as refused:
                 store.read("numbers", [b"a"])
             said.append(str(refused.value))
-        assert any("asked again in 0." in words for words in said)
+        assert any("queried again in 0." in words for words in said)
         if how != "refuses":
             own_server.go_on()
             proxy.silent, proxy.delay_s, proxy.piece_bytes = False, 0.0, 65536
@@ -476,7 +476,7 @@ def test_who_asks_again_whether_a_server_that_hangs_is_back_waits_no_budget_for_
     breaker.failed("no answer in time")
     started = time.monotonic()
     for _ in range(2):
-        with pytest.raises(OnlineStoreError, match="no answer in time; it is being asked again"):
+        with pytest.raises(OnlineStoreError, match="no answer in time; it is being queried again"):
             store.read("numbers", [b"a"])
     assert time.monotonic() - started < 10.0
     own_server.go_on()
@@ -658,7 +658,7 @@ def test_a_right_that_lacks_is_found_before_anything_moves(
     server: RedisProcess, raw: redis.Redis, open_store: OpenStore, lacking: str
 ) -> None:
     store = open_store(server.url(credentials=user(raw, "lacking", *(command for command in NEEDED if command != lacking))))
-    with pytest.raises(OnlineStoreError, match=r"does not let this user .*operations\.md") as refused:
+    with pytest.raises(OnlineStoreError, match=r"does not let this user .*redis\.md") as refused:
         store.prepare("numbers", Generation(1, 1), 4, 100, "us")
     assert lacking in str(refused.value).lower()
     assert list(raw.scan_iter()) == []

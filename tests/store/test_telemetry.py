@@ -182,7 +182,7 @@ def test_a_process_knows_its_memory_and_its_open_files() -> None:
 
 
 def test_a_folder_that_is_not_there_is_told() -> None:
-    with pytest.raises(PrecomputeError, match="metrics cannot be kept in /nowhere"):
+    with pytest.raises(PrecomputeError, match="metrics cannot be stored in /nowhere"):
         Meter(Path("/nowhere"))
 
 
@@ -201,7 +201,7 @@ def test_all_of_a_file_is_there_before_it_is_written_and_where_there_is_no_room_
     """What is written to a hole of a mapped file ends the process where the disk is full by then."""
     Meter(tmp_path, "worker-0").close()
     assert (tmp_path / "worker-0.values").stat().st_blocks * 512 >= 8 * MAX_SLOTS
-    with limited(resource.RLIMIT_FSIZE, 4096), pytest.raises(PrecomputeError, match="metrics cannot be kept"):
+    with limited(resource.RLIMIT_FSIZE, 4096), pytest.raises(PrecomputeError, match="metrics cannot be stored"):
         Meter(tmp_path, "worker-1")
 
 
