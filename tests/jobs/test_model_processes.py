@@ -178,7 +178,7 @@ def test_one_that_stands_by_takes_over_and_what_ended_the_one_before_ends_no_oth
     make_folder(tmp_path, {"faulty": faulty}, serve=SERVE).publish_all()
     write_numbers(tmp_path, [1, 2, 3, *range(9, 60), *BAD])
     with Server(tmp_path, first=STANDING_BY) as server:
-        eventually(lambda: spares(server) == 1)
+        eventually(lambda: spares(server) == 1, seconds=60.0)
         there = set(processes_of(server, b"model_server"))
         first = process_of(server, 10)
         # it has what the first one had open, and is told at once which row ended that

@@ -151,7 +151,7 @@ def test_a_search_costs_no_more_than_twice_comparing_with_all(tmp_path: Path, mo
     ("vectors", "recall", "limits", "kind", "why"),
     [
         (overlapping(900), 0.95, SMALL, "exact", "900 rows: comparing with all of them costs less"),
-        (overlapping(2000), 1.0, SMALL, "exact", "a promise above 0.9895 is kept by comparing with every row"),
+        (overlapping(2000), 1.0, SMALL, "exact", "a promise above 0.9895 is met by comparing with every row"),
         (overlapping(2000), 0.999, SMALL, "exact", "a promise above"),
         (
             overlapping(2000) + 30_000,

@@ -186,7 +186,7 @@ def test_a_record_of_which_any_bit_is_another_or_that_is_cut_short_is_none(tmp_p
         cut = [whole[:size] for size in range(len(whole))]
         for damaged in [*cut, *(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :] for at in range(len(whole)))]:
             with file:
-                file.execute("UPDATE kept SET record = ?", (damaged,))
+                file.execute("UPDATE computed SET record = ?", (damaged,))
             assert miss_cache.read(pointer, ["a"]) == {}
     miss_cache.close()
 

@@ -373,7 +373,7 @@ def test_what_a_search_found_has_bars_from_0_and_what_a_person_knows_it_by(
 
 
 @pytest.mark.parametrize(
-    ("features", "told"),
+    ("features", "details"),
     [
         ((Feature("v", "float32", dim=2), Feature("n", "int32"), Feature("t", "string")), ["t", "n"]),
         ((Feature("v", "float32", dim=2), Feature("w", "float32", dim=2)), ["v"]),
