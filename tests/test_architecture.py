@@ -336,3 +336,10 @@ def test_what_the_fast_tests_leave_out_is_there() -> None:
         named = test.removesuffix("::runTest")
         source = (REPOSITORY / file).read_text(encoding="utf-8")
         assert re.search(rf"^(def {named}\(|{named} = )", source, re.MULTILINE), f"tests/slow.txt: {name}: no such test"
+
+
+def test_a_tests_name_is_read_at_a_glance() -> None:
+    """A sentence of more than 70 characters is two tests, or says how where it should say what."""
+    for path in (REPOSITORY / "tests").rglob("test_*.py"):
+        long = [name for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE) if len(name) > 70]
+        assert not long, f"{path.name}: {long}"

@@ -30,7 +30,7 @@ from tests.conftest import MakeProject
 from tests.scene import Scene
 
 
-def test_movielens_is_all_there_and_the_latest_rating_of_each_user_is_held_out(tmp_path: Path) -> None:
+def test_movielens_is_whole_and_the_latest_ratings_are_held_out(tmp_path: Path) -> None:
     counts = write_movielens(tmp_path / "data")
     assert counts == {"users": 943, "items": 1682, "ratings": 99_057, "held_out": 943}
     with duckdb.connect() as connection:
@@ -183,7 +183,7 @@ def small_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
     return Scene(tmp_path / "config", {f"PRECOMPUTE_{name}": str(value) for name, value in overrides.items()})
 
 
-def test_the_fallback_gives_what_the_batch_job_wrote_for_1000_keys_of_each_view(small_demo: Scene) -> None:
+def test_the_fallback_equals_the_batch_job_for_1000_keys_of_each_view(small_demo: Scene) -> None:
     compared = {}
     views = [name for name in VIEWS if name != "item_labels"]
     small_demo.publish_all(*views)

@@ -80,7 +80,7 @@ def test_runs_killed_twice_are_both_taken_over(scene: FaultScene) -> None:
     check_everything(scene)
 
 
-def test_a_row_that_changed_between_two_killed_runs_is_taken_from_the_right_one(scene: FaultScene) -> None:
+def test_a_row_changed_between_two_killed_runs_is_of_the_right_one(scene: FaultScene) -> None:
     interrupted(scene.write(FEW), 2)
     scene.write(changed(FEW, change=[0, 1]))
     interrupted(scene, 1)  # computes 0, 1 and six that were never begun

@@ -209,7 +209,7 @@ class View(RuleBasedStateMachine):
 
 
 View.TestCase.settings = settings(
-    max_examples=20,
+    max_examples=12,
     stateful_step_count=16,
     derandomize=True,
     database=None,

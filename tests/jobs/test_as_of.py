@@ -23,7 +23,7 @@ def test_what_is_told_of_the_past_is_what_lookups_were_answered(seed: int, tmp_p
     assert list(history.differences()) == []
 
 
-def test_a_day_without_rows_is_passed_over_by_the_past_as_it_is_by_publishing(make_project: MakeProject) -> None:
+def test_history_passes_over_a_day_without_rows_as_publishing_does(make_project: MakeProject) -> None:
     days = [dt.date(2024, 1, day) for day in (1, 2)]
     project = make_project(
         pa.table({"id": [1, 2], "x": [1.0, 2.0], "day": pa.array([days[0]] * 2, pa.date32())}),

@@ -296,7 +296,7 @@ def test_a_dry_run_tells_reasons_and_what_takes_the_rest(mixed: Scene, capsys: p
     assert sorted(mixed.root.rglob("*")) == before
 
 
-def test_other_sql_makes_partitions_stale_and_changed_input_only_when_looked_at(daily: MakeDaily) -> None:
+def test_other_sql_makes_partitions_stale_changed_input_only_on_request(daily: MakeDaily) -> None:
     project = daily((1, 2))
     for number in (1, 2):
         compute(project, number)
@@ -309,7 +309,7 @@ def test_other_sql_makes_partitions_stale_and_changed_input_only_when_looked_at(
     assert plans(project, last=2, reprocess="stale") == [(1, "run", "stale recipe"), (2, "run", "stale recipe")]
 
 
-def test_tables_of_the_model_that_depend_on_the_partition_are_read_for_each(daily: MakeDaily) -> None:
+def test_model_tables_that_depend_on_the_partition_are_read_for_each(daily: MakeDaily) -> None:
     model = {"use": "gated_model:WithTable", "args": {"table": {"sql": SQL}}}
     project = daily((1, 2), view={"model": model})
     for number in (1, 2):
@@ -624,7 +624,7 @@ def test_cancelled_can_be_gone_on_with(daily: MakeDaily, gate: Gate, command: St
     assert committed(project) == [part(1), part(2)]
 
 
-def test_one_process_computes_several_with_one_model_and_what_is_done_goes_live(
+def test_one_process_computes_several_partitions_with_one_model(
     daily: MakeDaily, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The third one stays: by then the others are served."""

@@ -63,7 +63,7 @@ def test_one_bad_probe_opens_it_again() -> None:
     assert breaker.admit(9, 2 * OPEN_S + 1)[0] == PROBES
 
 
-def test_a_call_that_was_not_waited_for_says_nothing_and_a_probe_that_was_not_is_sent_again() -> None:
+def test_an_abandoned_call_says_nothing_an_abandoned_probe_is_repeated() -> None:
     breaker = Breaker()
     for _ in range(LEAST_CALLS):
         breaker.count(True, 1.0)

@@ -460,7 +460,7 @@ def test_a_process_prints_lines_and_not_a_bar_into_a_pipe(make_project: MakeProj
     assert process.stdout.startswith("numbers: published, snapshot 1, 3 of 3 rows")
 
 
-def test_a_process_takes_its_project_from_the_environment_and_keeps_stdout_for_json(make_project: MakeProject) -> None:
+def test_the_environment_names_the_project_and_json_alone_is_on_stdout(make_project: MakeProject) -> None:
     folder = make_project([(1, 1.0), (2, None)]).folder
     process = spawned("run", "numbers", "--json", PRECOMPUTE_CONFIG=str(folder), PRECOMPUTE_VIEWS__NUMBERS__TTL="5m")
     assert (process.returncode, process.stderr) == (0, "")

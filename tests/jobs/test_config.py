@@ -310,7 +310,7 @@ def test_variables_stand_for_their_values_everywhere(make_project: MakeProject) 
     assert view.source.sql == "SELECT * FROM read_parquet('.//data.parquet')"  # as it is written, wherever the project lies
 
 
-def test_relative_paths_start_from_the_project_whatever_the_working_directory(
+def test_relative_paths_start_from_the_project(
     make_project: MakeProject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_project([(1, 1.0)], project={"root": "var", "online": "table:../online", "vars": {"data": "./"}}).folder
@@ -376,7 +376,7 @@ def test_what_is_said_nowhere_about_runs_has_a_default(make_project: MakeProject
     assert make_project(project={"schedule": None}).schedules() == {}
 
 
-def test_a_schedule_from_the_environment_takes_the_place_of_one_in_the_file(make_project: MakeProject) -> None:
+def test_a_schedule_from_the_environment_replaces_the_files(make_project: MakeProject) -> None:
     project = make_project(
         project={"schedule": {"numbers": {"at": "0 2 * * *", "retries": 1}}},
         environment={"PRECOMPUTE_SCHEDULE__NUMBERS": "30 4 * * *", "PRECOMPUTE_RUNS__RETRIES": "2"},

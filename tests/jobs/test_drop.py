@@ -64,7 +64,7 @@ def served(project: Scene) -> list[str]:
     return found
 
 
-def test_a_dropped_view_is_unknown_to_readers_old_and_new_and_its_snapshots_stay(
+def test_a_dropped_view_is_unknown_to_all_readers_and_its_snapshots_stay(
     published: Callable[..., Scene], capsys: Captured
 ) -> None:
     project = published()
@@ -165,9 +165,7 @@ def test_what_is_in_use_is_not_dropped(published: Callable[..., Scene], capsys: 
 
 
 @pytest.mark.parametrize("broken", ["a typo", "gone"])
-def test_what_a_live_view_was_computed_from_is_not_dropped_whatever_became_of_its_file(
-    published: Callable[..., Scene], capsys: Captured, broken: str
-) -> None:
+def test_the_inputs_of_a_live_view_are_not_dropped(published: Callable[..., Scene], capsys: Captured, broken: str) -> None:
     project = published(source={"sql": "SELECT id, double / 2 AS x FROM live.numbers"})
     path = project.folder / "views" / "others.yaml"
     written = path.read_text()

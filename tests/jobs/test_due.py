@@ -171,12 +171,12 @@ def test_while_a_view_runs_nothing_is_decided_and_nothing_is_settled() -> None:
     assert decision == Decision("running", "runs now", None, at(7), at(5, 12))
 
 
-def test_a_retry_after_the_clock_was_set_back_waits_for_nothing_and_at_most_its_own_time() -> None:
+def test_a_retry_after_the_clock_went_back_waits_at_most_its_own_time() -> None:
     ended_later = report("failed", at(6), began=at(6, 9))
     assert decided(DAILY, at(6, 3), ended_later, since=at(5, 12)) == ("run", at(6))
 
 
-def test_times_that_come_again_are_run_for_again_whatever_the_clock_was_set_back_by() -> None:
+def test_times_that_come_again_are_run_for_again() -> None:
     ran = replace_record(report("published", at(6)), run="before")
     for since in (at(6), at(6) + timedelta(days=365)):
         decision = decide("v", DAILY, Facts([ran], since=since), at(6, 1))
@@ -255,7 +255,7 @@ STEPS = st.lists(
 @pytest.mark.parametrize("catch_up", ["latest", "all"])
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(line=st.sampled_from(["*/7 * * * *", "30 * * * *", "15 */3 * * *"]), steps=STEPS)
-def test_whatever_happened_each_time_is_run_for_as_often_as_the_clock_passes_it(
+def test_each_time_is_run_for_as_often_as_the_clock_passes_it(
     catch_up: CatchUp, line: str, steps: list[tuple[str, int, int, bool]]
 ) -> None:
     """``all``: every time since the line was first seen. ``latest``: the last one, and none more often than it was passed."""
@@ -329,14 +329,14 @@ def test_a_view_runs_for_the_first_time_when_all_its_parents_are_live() -> None:
 @pytest.mark.parametrize(
     ("a", "b", "state"), [(2, 5, "idle"), (3, 5, "run"), (2, 6, "run"), (3, 6, "run"), (2, 0, "idle"), (3, 0, "run")]
 )
-def test_a_view_runs_when_a_parent_has_another_live_snapshot_than_it_ran_with(a: int, b: int, state: str) -> None:
+def test_a_view_runs_when_a_parent_has_another_live_snapshot(a: int, b: int, state: str) -> None:
     decision = decide("v", AFTER, Facts([ran_with("published", 2, 5)], parents=parents(a, b)), at(6, 3))
     assert decision.state == state
     assert decision.due == (at(6) if state == "run" else None)
     assert decision.epochs == {"a": a, "b": b}
 
 
-def test_it_is_the_highest_epoch_it_ran_with_that_counts_whatever_the_clock_said() -> None:
+def test_the_highest_epoch_it_ran_with_counts_whatever_the_clock_said() -> None:
     newest_by_name, really_last = ran_with("published", 2, 5), ran_with("current", 3, 6)
     assert decided(AFTER, at(6, 3), newest_by_name, really_last, parents=parents(3, 6)) == ("idle", None)
 
@@ -353,7 +353,7 @@ def test_a_parent_that_will_come_soon_is_waited_for() -> None:
         assert (decision.state, decision.reason) == ("idle", f"after a, b: waits for {', '.join(pending)}")
 
 
-def test_a_view_after_others_is_retried_until_it_is_given_up_or_a_parent_moves() -> None:
+def test_a_view_after_others_is_retried_until_given_up_or_a_parent_moves() -> None:
     old = ran_with("published", 2, 5)
     failures = [ran_with("failed", 3, 5, at(6), began=at(6, 2, n)) for n in range(4)]
     for n in (1, 2, 3):
@@ -369,7 +369,7 @@ def test_a_view_after_others_is_retried_until_it_is_given_up_or_a_parent_moves()
 
 
 @pytest.mark.parametrize("status", ["refused", "rejected", "cancelled"])
-def test_after_others_too_what_would_end_in_the_same_way_is_not_tried_again(status: str) -> None:
+def test_after_others_what_would_end_in_the_same_way_is_not_retried(status: str) -> None:
     assert decided(AFTER, at(9), ran_with(status, 3, 5, at(6)), parents=parents(3, 5)) == ("idle", None)
     assert decided(AFTER, at(9), ran_with(status, 3, 5, at(6)), parents=parents(4, 5)) == ("run", at(6))
 
@@ -484,7 +484,7 @@ def test_a_run_that_ends_between_two_looks_is_no_killed_one(make_project: MakePr
     assert ledger.decision("numbers", at(6)) == Decision("idle", "next at 2026-01-07 02:00+00:00", None, at(7), at(6))
 
 
-def test_a_backfill_or_a_publishing_that_goes_on_keeps_no_run_back_and_a_run_of_a_partition_does(
+def test_a_backfill_or_publish_holds_no_run_up_and_a_partitions_run_does(
     make_project: MakeProject,
 ) -> None:
     project = make_project([(1, 1.0)], project={"schedule": {"numbers": "0 2 * * *"}})
@@ -500,7 +500,7 @@ def test_a_backfill_or_a_publishing_that_goes_on_keeps_no_run_back_and_a_run_of_
             assert ledger.dead("numbers") == set()
 
 
-def test_reports_are_read_again_when_one_was_added_or_replaced_and_else_not(
+def test_reports_are_read_again_only_when_one_was_added_or_replaced(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project = make_project([(1, 1.0)], project={"schedule": {"numbers": "0 2 * * *"}})

@@ -188,9 +188,7 @@ def test_workers_share_the_gpus_that_are_there(
         assert not workers or engine.figures(1.0)["device"] == f"{workers} workers: as they are"
 
 
-def test_a_worker_that_loads_another_model_than_the_run_began_with_computes_nothing(
-    make_project: MakeProject, tmp_path: Path
-) -> None:
+def test_a_worker_that_loads_another_model_computes_nothing(make_project: MakeProject, tmp_path: Path) -> None:
     """As one does that takes the place of a killed one, hours later."""
     weights = tmp_path / "weights"
     weights.write_text("2")
@@ -254,7 +252,7 @@ def test_a_gpu_that_is_not_there_is_refused_by_name(
 # ---- deaths
 
 
-def test_a_row_that_kills_its_worker_is_rejected_alone_and_the_run_publishes(make_project: MakeProject) -> None:
+def test_a_row_that_kills_its_worker_is_rejected_alone(make_project: MakeProject) -> None:
     rows = [(i, float(i)) for i in range(12)]
     project, report = run(make_project, rows, TWO, view=DYING, command="run")
     assert (report.status, report.counts["written"], report.counts["rejected"]) == ("published", 11, 1)

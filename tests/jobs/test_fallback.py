@@ -156,9 +156,7 @@ def statuses(lookup: Lookup, keys: Sequence[Any], **options: Any) -> list[str]:
 # ---- parity
 
 
-def test_computed_rows_equal_the_batch_jobs_rows_whatever_is_computed_beside_them(
-    make_project: MakeProject, open_lookup: OpenLookup
-) -> None:
+def test_computed_rows_equal_the_batch_jobs_rows(make_project: MakeProject, open_lookup: OpenLookup) -> None:
     rows = [(i, float(i)) for i in range(1, 13)]
     over = EVERYTHING | FALLBACK
     project = make_project(rows, view=over, views={"expired": _view(over | {"ttl": 0, "stale_for": 0})})
@@ -273,7 +271,7 @@ def test_a_refusal_is_remembered_and_the_model_not_loaded_for_each_miss(
 
 
 @pytest.mark.parametrize("model", ["Scaled", "Reread"])
-def test_new_weights_in_the_same_place_are_loaded_once_their_snapshot_is_live(
+def test_new_weights_in_place_are_loaded_once_their_snapshot_is_live(
     make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path, model: str
 ) -> None:
     project, weights = _scaled(make_project, tmp_path, 3.0, model=model)
@@ -287,7 +285,7 @@ def test_new_weights_in_the_same_place_are_loaded_once_their_snapshot_is_live(
         assert features(lookup.get("numbers", [1, 2])) == [{"double": factor}, {"double": 2 * factor}]
 
 
-def test_weights_replaced_while_they_are_loaded_are_not_taken_for_the_new_ones(
+def test_weights_replaced_during_loading_are_not_taken_for_the_new_ones(
     make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path
 ) -> None:
     project, weights = _scaled(make_project, tmp_path, 3.0, model="Reread")
@@ -422,9 +420,7 @@ class OfInputsAlone(Counting):
 
 
 @pytest.mark.parametrize("model", ["ByIds", "OfInputsAlone"])
-def test_a_row_of_a_requests_inputs_is_computed_once_for_all_for_whom_it_would_be_the_same(
-    make_project: MakeProject, tmp_path: Path, model: str
-) -> None:
+def test_a_row_of_a_requests_inputs_is_computed_once_for_all(make_project: MakeProject, tmp_path: Path, model: str) -> None:
     folder = make_project([(1, 1.0)]).folder
     project = make_project(view=FALLBACK | {"model": {"use": f"{HERE}:{model}", "args": {"path": str(folder / "batches")}}})
     project.publish_all()
@@ -527,7 +523,7 @@ def test_one_clients_rows_are_behind_the_first_of_anothers(
 # ---- while snapshots change
 
 
-def test_requests_of_the_old_and_the_new_snapshot_side_by_side_are_each_answered(make_project: MakeProject) -> None:
+def test_requests_of_the_old_and_new_snapshot_are_each_answered(make_project: MakeProject) -> None:
     project = make_project([(1, 0.5)], view=FALLBACK)
     online, pointers = project.open_online(), []
     for x in (0.5, 1.0):
@@ -573,7 +569,7 @@ def test_a_batch_may_take_what_is_configured_or_what_its_model_takes(
     assert longest_s(deadlines_s, row_s) == allowed_s
 
 
-def test_a_models_pace_and_not_a_callers_patience_says_by_when_a_batch_should_be_done(make_project: MakeProject) -> None:
+def test_a_batchs_deadline_follows_the_models_pace_not_patience(make_project: MakeProject) -> None:
     slow = {
         "fallback": {"enabled": True, "deadline": "100ms"},
         "model": {"use": "tests.arithmetic:Doubler", "args": {"sleep_s": 0.5}},
@@ -597,7 +593,7 @@ def test_a_models_pace_and_not_a_callers_patience_says_by_when_a_batch_should_be
         assert told[1] == math.inf
 
 
-def test_rows_that_a_process_may_have_ended_by_are_computed_alone_until_they_came_through(make_project: MakeProject) -> None:
+def test_suspected_rows_are_computed_alone_until_they_came_through(make_project: MakeProject) -> None:
     project = make_project([(number, 1.0) for number in range(1, 5)], view=FALLBACK)
     project.publish_all()
     held: list[list[int]] = []
@@ -658,7 +654,7 @@ def test_it_is_ready_for_the_epoch_it_was_warmed_for(make_project: MakeProject) 
         online.close()
 
 
-def test_a_model_that_comes_after_its_snapshot_went_live_is_opened_without_a_miss(
+def test_a_model_that_comes_after_its_snapshot_is_opened_without_a_miss(
     make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for setting in ("lookup_worker.WARM_EVERY_S", "lookup_worker.AGAIN_S", "fallback.REFUSED_S"):
@@ -834,9 +830,7 @@ def test_a_model_whose_fingerprint_raises_is_a_model_error(
     assert statuses(lookup, [77]) == ["unknown_entity"]
 
 
-def test_inputs_of_a_request_need_no_source_and_nulls_stand_for_what_is_not_given(
-    make_project: MakeProject, open_lookup: OpenLookup
-) -> None:
+def test_inputs_of_a_request_need_no_source_and_missing_ones_are_null(make_project: MakeProject, open_lookup: OpenLookup) -> None:
     sql = "SELECT id, x, 1.5 AS y FROM read_parquet('${data}/data.parquet')"
     project = make_project([(1, 1.0)], view=FALLBACK | {"source": {"sql": sql}})
     project.publish_all()

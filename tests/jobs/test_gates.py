@@ -211,7 +211,7 @@ AT_THE_LIMIT: list[tuple[str, Mapping[int, float | None], dict[str, Any], Mappin
 
 @pytest.mark.parametrize("passes", [True, False], ids=["inside", "outside"])
 @pytest.mark.parametrize(("gate", "inside", "inside_args", "outside", "outside_args"), AT_THE_LIMIT)
-def test_what_is_just_inside_a_limit_passes_and_what_is_just_outside_does_not(
+def test_just_inside_a_limit_passes_and_just_outside_does_not(
     make_project: MakeProject,
     gate: str,
     inside: dict[int, float | None],
@@ -282,7 +282,7 @@ def test_accepting_one_of_two_is_not_enough(make_project: MakeProject, capsys: C
     assert sorted(project.snapshot().accepted) == ["drift", "moved", "rows"]
 
 
-def test_an_acceptance_holds_in_the_next_run_as_long_as_its_gate_says_the_same(make_project: MakeProject) -> None:
+def test_an_acceptance_holds_in_the_next_run_while_its_gate_says_the_same(make_project: MakeProject) -> None:
     off = {"duplicates": None, "drift": None}
     make_project(list(GOOD.items()), view=view(off)).run()
     grown = make_project([(i, float(i + 1)) for i in range(N + 5)], view=view(off))
@@ -366,7 +366,7 @@ def test_parity_finds_a_model_that_answers_by_the_batch(make_project: MakeProjec
 
 @pytest.mark.parametrize("variant", ["A", "bf16-eager", None, 3])
 @pytest.mark.parametrize(("off", "status"), [(5e-7, "published"), (2e-6, "refused")])
-def test_a_model_of_ones_own_has_no_precision_whatever_it_calls_its_attributes(
+def test_a_model_of_ones_own_has_no_precision_whatever_its_attributes(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, variant: Any, off: float, status: str
 ) -> None:
     values = Vectors.compute
@@ -469,7 +469,7 @@ def test_fewer_than_twenty_rows_make_no_statistics(make_project: MakeProject) ->
     assert snapshot.quality["drift"] < 0.8
 
 
-def test_half_of_a_view_that_had_enough_rows_is_told_though_less_than_twenty_are_left(make_project: MakeProject) -> None:
+def test_half_of_a_view_lost_is_noticed_though_under_twenty_are_left(make_project: MakeProject) -> None:
     make_project(list(GOOD.items()), view=view()).run()
     with pytest.raises(GateError, match=r"10 rows, -75\.0% against the 40 of snapshot 1"):
         make_project([(i, GOOD[i]) for i in range(10)], view=view()).run()
@@ -640,7 +640,7 @@ def test_zeros_that_begin_after_a_quarter_of_the_rows_are_refused(make_project: 
         project.run()
 
 
-def test_vectors_negated_and_made_longer_after_the_first_rows_are_refused_by_direction_length_and_share(
+def test_negated_and_longer_vectors_are_refused_by_three_gates(
     make_project: MakeProject,
 ) -> None:
     make_project(list(MANY.items()), view=view()).run()
@@ -657,7 +657,7 @@ def test_vectors_negated_and_made_longer_after_the_first_rows_are_refused_by_dir
     assert drifts == pytest.approx([-1, -1, -1, 1, 1], abs=1e-6)
 
 
-def test_a_third_of_all_vectors_moved_a_little_is_refused_though_their_mean_is_not(make_project: MakeProject) -> None:
+def test_a_third_of_vectors_moved_is_refused_though_the_mean_is_not(make_project: MakeProject) -> None:
     """As when a third of all texts came empty: they turn by 45 degrees, the mean cosine stays above its limit."""
     make_project(list(MANY.items()), view=view()).run()
     blanked = [(i, x + np.arccos(0.7) * (i % 3 == 0)) for i, x in MANY.items()]
@@ -800,7 +800,7 @@ def test_a_part_names_its_rare_rows_though_pieces_came_in_another_order(
     assert [ids[row] for row in told] == zeros
 
 
-def test_a_delta_reads_of_the_live_snapshot_only_row_groups_of_rows_it_replaced(
+def test_a_delta_reads_only_row_groups_of_the_rows_it_replaced(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_parts(monkeypatch)

@@ -189,7 +189,7 @@ def published_again(make_project: MakeProject, derived: dict[str, Any], factor: 
     return project
 
 
-def test_while_another_views_manifest_cannot_be_read_what_it_may_need_stays(make_project: MakeProject) -> None:
+def test_an_unreadable_manifest_protects_what_it_may_need(make_project: MakeProject) -> None:
     derived = {
         "entity": ["id"],
         "source": {"sql": "SELECT id, double AS x FROM live.numbers"},
@@ -400,7 +400,7 @@ def other_process(make_project: MakeProject) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("partition", "stays"), [(None, True), ("2026-01-01T00:00Z/2026-01-02T00:00Z", False)])
-def test_what_a_killed_run_left_stays_while_another_process_may_take_it_over(
+def test_what_a_killed_run_left_stays_while_another_may_take_it_over(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, other_process: Any, partition: str | None, stays: bool
 ) -> None:
     project = killed(make_project, monkeypatch)
@@ -583,7 +583,7 @@ def test_damage_is_told_by_gc_and_status_and_ended_by_forgetting(make_project: M
     reads_well(project)
 
 
-def test_what_the_live_snapshot_or_the_one_before_builds_on_is_not_forgotten(make_project: MakeProject, capsys: Captured) -> None:
+def test_what_live_or_previous_snapshots_build_on_is_not_forgotten(make_project: MakeProject, capsys: Captured) -> None:
     """Each run changes one row in a hundred: 1 is whole, 2 and 3 build on it."""
     rows = {i: float(i) for i in range(100)}
     for step in range(3):

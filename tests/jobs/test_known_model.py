@@ -108,7 +108,7 @@ def test_a_damaged_note_is_as_none(project: Scene, loads: list[str]) -> None:
     assert len(loads) == 2
 
 
-def test_a_model_that_is_another_when_it_is_loaded_at_last_computes_nothing(
+def test_a_model_that_turns_out_another_when_loaded_computes_nothing(
     project: Scene, towers: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settle()

@@ -44,9 +44,7 @@ def status(corpus: Corpus, capsys: Captured) -> tuple[dict[str, Any], list[str]]
 
 
 @pytest.mark.parametrize("serve", ["newest", "all"])
-def test_late_rows_are_found_by_the_next_run_and_mended_by_what_status_names(
-    corpus: Corpus, capsys: Captured, serve: str
-) -> None:
+def test_late_rows_are_found_by_the_next_run_and_healed_as_status_says(corpus: Corpus, capsys: Captured, serve: str) -> None:
     corpus.write(partition=serving(serve=serve))
     assert (corpus.run(2).looked_at, corpus.run(2).late) == ([NAMES[1], NAMES[0]], [])
     corpus.write(0, corpus.days[0] | {5: 5.0})

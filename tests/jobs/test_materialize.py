@@ -559,7 +559,7 @@ def test_a_view_that_means_something_else_is_computed_anew_and_says_why(
     "view",
     [{"ttl": "2h"}, {"stale_for": "2d"}, {"index": {"on": "vector"}}, {"fallback": {"enabled": True}, "gates": {"parity": None}}],
 )
-def test_an_edited_view_takes_effect_with_its_next_run_though_no_row_is_computed(
+def test_an_edited_view_takes_effect_though_no_row_is_computed(
     make_project: MakeProject, calls: Calls, view: dict[str, Any]
 ) -> None:
     built(make_project(MANY))
@@ -581,9 +581,7 @@ def test_full_computes_every_row_once_more(make_project: MakeProject, calls: Cal
     assert (project.report().plan or "").endswith("; requested every row")
 
 
-def test_what_the_model_rejected_is_not_given_to_it_again_until_its_input_changes(
-    make_project: MakeProject, calls: Calls
-) -> None:
+def test_rejected_rows_are_not_computed_again_until_their_input_changes(make_project: MakeProject, calls: Calls) -> None:
     view = {"model": {"use": "tests.arithmetic:Doubler", "args": {"fail_on": 7}}}
     first = built(make_project(MANY, view=view))
     assert first.counts == Counts(40, 39, rejected=1)
@@ -718,7 +716,7 @@ class Counting(Silent):
         self.advances.append(rows)
 
 
-def test_a_killed_run_loses_seconds_of_work_however_slow_the_model_and_large_the_window(
+def test_a_killed_run_loses_seconds_of_work_however_slow_the_model(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, calls: Calls
 ) -> None:
     """One window holds all rows, and every row takes longer than a piece and a chunk may."""
@@ -763,7 +761,7 @@ class Dear(Doubler):
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_rows_that_changed_since_the_interruption_are_computed_and_the_old_ones_hidden(
+def test_rows_changed_since_the_interruption_are_computed_again(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, calls: Calls
 ) -> None:
     interrupted(make_project(MANY), monkeypatch, 3)

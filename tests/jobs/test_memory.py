@@ -28,7 +28,7 @@ print(first, taken(), gc.get_freeze_count() > 1000, gc.get_threshold())
 """
 
 
-def test_what_is_freed_is_not_given_back_and_what_stays_is_not_looked_through() -> None:
+def test_freed_memory_stays_with_the_process() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SETTLED], cwd=REPOSITORY, env=os.environ, capture_output=True, text=True, timeout=60, check=True
     )

@@ -57,7 +57,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
         yield server
 
 
-def test_rows_that_are_kept_are_counted_as_they_are_written_and_as_they_are_found(server: Told) -> None:
+def test_cached_rows_are_counted_when_written_and_when_found(server: Told) -> None:
     assert [row["status"] for row in server.lookup("numbers", [1, 9, 10, 77])] == ["fresh", "computed", "computed", "missing"]
     eventually(lambda: server.number("cache_rows_total", cache="miss_cache", outcome="stored") == 3)
     before = server.number("cache_rows_total", cache="miss_cache", outcome="miss")

@@ -122,7 +122,7 @@ def test_a_process_is_told_what_nobody_waits_for_any_more(process: Process, fall
     assert isinstance(again.exception(5), Miss)
 
 
-def test_what_was_given_up_before_there_is_a_process_makes_room_and_is_never_asked(
+def test_what_was_given_up_before_there_is_a_process_is_never_requested(
     runtime: Path, fallback: RemoteFallback, pointer: Pointer
 ) -> None:
     (first,) = fallback.submit(pointer, ["first"], {}, soon())
@@ -142,9 +142,7 @@ def test_what_was_given_up_before_there_is_a_process_makes_room_and_is_never_ask
         last.cancel()
 
 
-def test_a_client_that_asks_for_all_there_is_room_for_leaves_room_for_others_and_the_process_knows_whose_each_row_is(
-    process: Process, fallback: RemoteFallback, pointer: Pointer
-) -> None:
+def test_a_greedy_client_leaves_room_for_others(process: Process, fallback: RemoteFallback, pointer: Pointer) -> None:
     for client, keys in (("greedy", MOST_IN_FLIGHT), ("other", MOST_IN_FLIGHT), ("polite", 1)):
         account = CLIENT.set(client)
         futures = fallback.submit(pointer, [f"{client} {key}" for key in range(keys)], {}, soon())
@@ -155,7 +153,7 @@ def test_a_client_that_asks_for_all_there_is_room_for_leaves_room_for_others_and
     assert {key: key.split()[0] for key in process.model.clients} == process.model.clients
 
 
-def test_a_client_whose_keys_the_process_sheds_is_shed_by_the_worker_for_a_while(
+def test_a_client_whose_keys_the_process_sheds_is_shed_by_the_worker(
     process: Process, fallback: RemoteFallback, pointer: Pointer
 ) -> None:
     def submit(client: str, name: str) -> list[Future[Computed]]:
@@ -179,9 +177,7 @@ def soon() -> float:
     return time.monotonic() + 30
 
 
-def test_a_request_that_began_before_another_model_went_live_is_answered_by_the_one_it_saw(
-    process: Process, fallback: RemoteFallback, pointer: Pointer
-) -> None:
+def test_a_request_is_answered_by_the_model_it_saw(process: Process, fallback: RemoteFallback, pointer: Pointer) -> None:
     (future,) = fallback.submit(pointer, ["a"], {}, soon())
     eventually(lambda: "a" in process.model.asked)
     fallback.want({"the next"})
@@ -217,9 +213,7 @@ def test_a_link_goes_on_where_the_system_had_no_thread_for_once(runtime: Path, p
         eventually(lambda: "b" in model.asked)
 
 
-def test_what_a_process_ended_with_while_it_was_asked_is_asked_of_the_next_one(
-    process: Process, runtime: Path, pointer: Pointer
-) -> None:
+def test_a_lost_process_has_its_requests_sent_to_the_next_one(process: Process, runtime: Path, pointer: Pointer) -> None:
     lost: list[set[str]] = []
     link = ModelLink(socket_path(runtime, pointer.model), lambda: None, lost.append)
     link.ask(pointer, ["a"], {}, soon())
@@ -298,9 +292,7 @@ def test_what_a_process_had_in_its_hands_is_known_to_the_next_one(runtime: Path)
         assert group.serving.watch.held() == []
 
 
-def test_rows_are_tried_alone_after_a_process_ended_with_them_and_what_ends_one_alone_is_left_alone_for_longer_each_time() -> (
-    None
-):
+def test_suspected_rows_are_tried_alone_and_killers_left_alone() -> None:
     suspects = Suspects()
     suspects.add([1, 2, 3], 0.0)
     assert suspects.until() == {1: 0.0, 2: 0.0, 3: 0.0}
@@ -324,7 +316,7 @@ def test_inputs_are_known_under_whatever_key_they_come() -> None:
     )
 
 
-def test_trials_that_end_one_process_after_the_other_are_given_up_for_a_while() -> None:
+def test_trials_that_end_process_after_process_are_suspended() -> None:
     suspects = Suspects()
     # alone from the first, it was no trial
     suspects.add([9], 0.0)
@@ -392,9 +384,7 @@ def shell(line: str) -> ChildProcess:
     return child
 
 
-def test_a_process_stands_by_where_three_times_its_memory_is_free_and_is_ended_where_not_once_is(
-    runtime: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_spare_stands_by_while_memory_allows(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free_mb = 299
     for name, value in (("SPARE_AFTER_S", 0.0), ("MEMORY_EVERY_S", 0.0), ("memory_mb", lambda pid: 100)):
         monkeypatch.setattr(model_group, name, value)
@@ -423,7 +413,7 @@ def test_a_process_stands_by_where_three_times_its_memory_is_free_and_is_ended_w
             process.pipes()[0].close()
 
 
-def test_an_end_is_told_by_the_views_that_the_process_served_and_a_planned_one_is_no_error(
+def test_a_lost_process_is_reported_by_its_views_and_a_planned_end_is_not(
     runtime: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO")

@@ -152,7 +152,7 @@ def test_a_model_that_is_lost_is_replaced_and_nobody_else_notices(server: Server
     eventually(lambda: server.get("/readyz").json["fallback"]["faulty"] == "ready")
 
 
-def test_of_the_rows_that_a_process_ended_with_only_the_one_to_blame_is_left_alone(server: Server) -> None:
+def test_only_the_row_to_blame_for_an_ended_process_is_left_alone(server: Server) -> None:
     eventually(lambda: server.get("/v1/views/faulty/rows/13").status == 200)
     first = process_of(server, 13)
     # others try each alone, for whoever still waits, and refuse what ended one then
@@ -173,7 +173,7 @@ model_group.SPARE_AFTER_S = 0.0
 )
 
 
-def test_one_that_stands_by_takes_over_and_what_ended_the_one_before_ends_no_other(tmp_path: Path) -> None:
+def test_a_spare_takes_over_and_what_ended_the_first_ends_no_other(tmp_path: Path) -> None:
     faulty = FAULTY | {"fallback": FAULTY["fallback"] | {"spare": True}}
     make_folder(tmp_path, {"faulty": faulty}, serve=SERVE).publish_all()
     write_numbers(tmp_path, [1, 2, 3, *range(9, 60), *BAD])
@@ -208,9 +208,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(("bad", "patience_ms"), [(SPIN[1], 1000), (SPIN[2], 60_000)])
-def test_a_call_is_given_up_by_what_its_view_allows_and_not_by_a_clients_patience(
-    server: Server, bad: int, patience_ms: int
-) -> None:
+def test_a_call_is_abandoned_by_its_views_limit_not_a_clients_patience(server: Server, bad: int, patience_ms: int) -> None:
     # the last one may still be ending
     eventually(lambda: server.get("/v1/views/faulty/rows/12").status == 200)
     before = process_of(server, 12)
@@ -240,7 +238,7 @@ def test_many_requests_for_one_missing_key_over_all_workers_are_one_call(server:
     assert batches.count("[50.0]") == 1
 
 
-def test_a_miss_that_was_computed_is_kept_for_all_workers_and_so_is_that_there_is_no_such_entity(server: Server) -> None:
+def test_a_computed_miss_and_an_unknown_entity_are_cached_for_all_workers(server: Server) -> None:
     batches = server.log.parent / "batches"
     for key, status, answer in ((51, 200, "cache"), (7777, 404, None)):
         first = server.get(f"/v1/views/counted/rows/{key}")
@@ -271,7 +269,7 @@ def test_a_default_answers_for_a_missing_row_and_tells_why_it_is_missing(server:
     assert server.get("/v1/views/defaulted/rows/1").json["source"] == "store"
 
 
-def test_a_worker_that_is_killed_under_load_takes_along_what_was_in_its_hands_and_no_more(server: Server) -> None:
+def test_a_worker_killed_under_load_loses_only_what_it_had_in_hand(server: Server) -> None:
     eventually(lambda: len(workers_of(server)) == 2)
     stop, before = threading.Event(), workers_of(server)
 
@@ -329,9 +327,7 @@ def test_where_no_worker_comes_up_the_server_says_so_and_ends(tmp_path: Path) ->
         supervisor.run()
 
 
-def test_a_worker_that_is_told_to_end_and_whose_loop_stands_still_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stalled_worker_that_should_end_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def deaf(worker: WorkerKeeper) -> ChildProcess:
         worker._watch.beat(time.monotonic())
         (tmp_path / "deaf").touch()
@@ -352,7 +348,7 @@ def test_a_worker_that_is_told_to_end_and_whose_loop_stands_still_is_not_waited_
     assert time.monotonic() - began < 20
 
 
-def test_sigterm_ends_a_server_whose_model_hangs_once_its_requests_are_answered(tmp_path: Path) -> None:
+def test_sigterm_ends_a_server_whose_model_hangs_once_it_has_answered(tmp_path: Path) -> None:
     make_folder(tmp_path, {"faulty": FAULTY}, serve={"models": {"grace": "30s"}}).publish_all()
     write_numbers(tmp_path, [1, 2, 3, HANG])
     with Server(tmp_path) as server, ask(server, f"/v1/views/faulty/rows/{HANG}?deadline_ms=1500") as waiting:

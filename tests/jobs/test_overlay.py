@@ -88,7 +88,7 @@ def test_a_row_that_is_rejected_now_is_not_served_from_the_base(make_project: Ma
         assert project.live().place == Place(1, 1, tuple((n, n) for n in range(2, number + 1)))
 
 
-def test_a_row_that_is_again_what_it_was_before_a_run_was_interrupted_is_served_from_the_base(
+def test_a_row_that_is_again_as_before_an_interruption_is_of_the_base(
     published: Any, make_project: MakeProject, online: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the interrupted run made of it is dead, but it is not: it had a tombstone over it, and was unknown."""
@@ -103,7 +103,7 @@ def test_a_row_that_is_again_what_it_was_before_a_run_was_interrupted_is_served_
     assert (snapshot.own_deletes, snapshot.counts.removed, project.live().place) == (1, 1, Place(1, 1, ((2, 2),)))
 
 
-def test_each_publishing_loads_what_changed_since_the_last_one_and_small_overlays_are_merged(published: Any) -> None:
+def test_each_publish_loads_what_changed_and_small_overlays_are_merged(published: Any) -> None:
     table = dict(BASE)
     published(table)
     for step in range(2, 6):

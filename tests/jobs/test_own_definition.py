@@ -82,7 +82,7 @@ COMPUTED, OFF = [("fresh", None), ("computed", None)], [("fresh", None), ("missi
 
 
 @pytest.mark.parametrize("change", FORGED.values(), ids=FORGED.keys())
-def test_what_only_the_online_store_says_is_not_run_and_its_rows_are_served(
+def test_what_only_the_online_store_says_is_served_and_not_run(
     project: Scene, change: Change, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     view, canary = project.pointer().view, tmp_path / "canary"

@@ -316,7 +316,7 @@ def test_each_partition_builds_on_its_own_snapshots(make_project: MakeProject) -
         assert (found.diff.compute, found.diff.unchanged) == ((1, 2) if n == 1 else (0, 3))
 
 
-def test_a_partition_is_judged_against_its_own_earlier_snapshot_and_not_another_days(make_project: MakeProject) -> None:
+def test_a_partition_is_judged_against_its_own_earlier_snapshot(make_project: MakeProject) -> None:
     from tests.jobs.test_gates import view as vectors
 
     def with_second_day(x: Callable[[int], float], rows: int) -> Scene:
@@ -476,7 +476,7 @@ def test_a_view_may_forbid_empty_partitions_or_publish_them(make_project: MakePr
     assert project.pointer().rows == 0
 
 
-def test_a_partition_that_lost_all_its_rows_is_refused_until_that_is_accepted(make_project: MakeProject) -> None:
+def test_a_partition_that_lost_all_rows_is_refused_until_accepted(make_project: MakeProject) -> None:
     table = pa.table({"id": range(30), "x": [float(n) for n in range(30)], "t": [DAYS[2]] * 30})
     project = make(make_project, table, gates={"rows": 0.2, "drift": None, "norm": None})
     run_day(project, 2)
@@ -489,7 +489,7 @@ def test_a_partition_that_lost_all_its_rows_is_refused_until_that_is_accepted(ma
     assert (store.snapshot(3).refused_by, live(project)) == ([], (1, day(2)))
 
 
-def test_an_empty_partition_that_was_refused_is_judged_by_the_gates_as_they_are_now(make_project: MakeProject) -> None:
+def test_an_empty_partition_refused_is_judged_by_todays_gates(make_project: MakeProject) -> None:
     table = pa.table({"id": range(30), "x": [float(n) for n in range(30)], "t": [DAYS[2]] * 30})
     run_day(make(make_project, table, gates={"rows": 0.2, "drift": None, "norm": None}), 2)
     empty = make(make_project, table.slice(0, 0), gates={"rows": 0.2, "drift": None, "norm": None})

@@ -100,9 +100,7 @@ def test_nothing_to_do_changed_new_and_removed_are_counted(make_project: MakePro
     assert kinds == {"kind": "delta", "new": 1, "changed": 0, "unchanged": 5, "removed": 3, "parent": 1, "compact": False}
 
 
-def test_rows_hashed_by_another_duckdb_are_computed_again_and_the_plan_says_why(
-    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_hashed_by_another_duckdb_are_computed_again(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
     project = make_project(ROWS)
     project.materialize()
     monkeypatch.setattr("precompute.source.hash_kind", lambda: "duckdb-0123456789abcdef")
@@ -198,7 +196,7 @@ def test_two_changes_are_both_said(make_project: MakeProject) -> None:
     assert reason == "every row, since the source's SQL changed, and the features or the entity changed"
 
 
-def test_an_edited_ttl_index_or_fallback_takes_effect_with_the_next_run_though_no_row_changed(make_project: MakeProject) -> None:
+def test_an_edited_ttl_index_or_fallback_takes_effect_with_the_next_run(make_project: MakeProject) -> None:
     project = make_project(ROWS, view=COUNTING)
     project.run()
     computed.clear()
@@ -362,7 +360,7 @@ def test_one_percent_changed_is_one_percent_computed(make_project: MakeProject) 
     assert {row["id"]: row["double"] for row in rows} == dict(zip(range(n), (2 * x).tolist(), strict=True))
 
 
-def test_unchanged_rows_keep_their_computed_at_through_deltas_and_compaction(make_project: MakeProject) -> None:
+def test_unchanged_rows_keep_computed_at_through_deltas_and_compaction(make_project: MakeProject) -> None:
     rows = {i: float(i) for i in range(50)}
     project = make_project(list(rows.items()))
     project.materialize()
@@ -628,9 +626,7 @@ def run_to_the_commit(project: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("changed", [1, 6], ids=["delta", "compacted"])
-def test_damage_that_the_plan_does_not_see_is_told_and_the_next_run_builds_on_what_is_whole(
-    make_project: MakeProject, changed: int
-) -> None:
+def test_damage_the_plan_does_not_see_is_reported_and_not_built_on(make_project: MakeProject, changed: int) -> None:
     project = make_project(ROWS, view=COUNTING | GATES_OFF)
     project.materialize()
     store = project.offline

@@ -152,7 +152,7 @@ def test_a_project_in_a_hive_partition_reads_no_column_of_it(tmp_path: Path, els
         source.table(sql)
 
 
-def test_a_project_in_a_hive_partition_may_read_without_partitions_and_elsewhere(tmp_path: Path, elsewhere: Path) -> None:
+def test_a_project_in_a_hive_partition_may_read_unpartitioned_files(tmp_path: Path, elsewhere: Path) -> None:
     folder, other = tmp_path / "id=9" / "project", tmp_path / "other"
     for each in (folder, other):
         write_files(each, RIGHT)
@@ -259,9 +259,7 @@ def test_the_fallback_takes_the_files_of_the_project_it_serves(
     assert computed(Scene(moved, {}), "2") == [15.0]
 
 
-def test_arguments_of_any_depth_are_paths_when_they_start_with_a_dot_and_a_slash(
-    make_project: MakeProject, elsewhere: Path
-) -> None:
+def test_arguments_of_any_depth_are_paths_when_they_start_with_dot_slash(make_project: MakeProject, elsewhere: Path) -> None:
     args = {"weights": "../project/weights.txt", "nested": {"files": ["./data.csv"], "texts": [".", "..", "no/such.csv", "/x y"]}}
     project = make_project([(1, 2.0)], view=WEIGHED | {"model": WEIGHED["model"] | {"args": args}})
     write_files(project.folder, 3.0)
@@ -327,9 +325,7 @@ def test_other_data_under_the_same_name_is_another_recipe(make_project: MakeProj
     assert "source's SQL changed" in project.plan().reason
 
 
-def test_every_process_runs_our_code_whatever_lies_in_the_working_directory(
-    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_process_runs_our_code_wherever_it_starts(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules with the names of ours, in a project's folder that is the working directory: they end the process that imports them, and say that it is done."""
     sql = "SELECT id, x, $start AS day FROM 'data.csv' WHERE $end > $start"
     view = {"source": {"sql": sql}, "partition": {"by": "month", "start": "2026-01-01"}}

@@ -96,7 +96,7 @@ def test_a_module_imports_its_neighbours(tmp_path: Path, statement: str) -> None
     assert {name for name in set(sys.modules) - before if not name.startswith("_project_")} == set()
 
 
-def test_a_changed_module_or_neighbour_is_read_anew_and_the_old_one_goes_on(tmp_path: Path) -> None:
+def test_a_changed_module_or_neighbour_is_read_again_and_the_old_goes_on(tmp_path: Path) -> None:
     (tmp_path / "neighbour.py").write_text("factor = 2.0\n")
     write(tmp_path, "mine.py", "from neighbour import factor", "factor")
     first = load_model("mine:Times", {}, tmp_path)
@@ -248,7 +248,7 @@ def test_the_name_a_project_knows_a_module_by_is_the_same_everywhere(tmp_path: P
     assert plain_name("torch.nn") == "torch.nn"
 
 
-def test_classes_and_their_names_are_the_same_facts_wherever_the_project_lies(tmp_path: Path) -> None:
+def test_classes_are_the_same_facts_wherever_the_project_lies(tmp_path: Path) -> None:
     code = "from precompute.model import digest\nclass Kind: ...\nfound = digest(kind=Kind, kinds=[Kind], name=Kind.__module__ + '.Kind')\n"
     for name in ("here", "there"):
         (tmp_path / name).mkdir()

@@ -247,7 +247,7 @@ def test_a_generations_number_is_never_used_again(make_project: MakeProject) -> 
     assert Lookup(memory).get("numbers", [1])["double"].to_pylist() == [4.0]
 
 
-def test_what_was_rolled_back_from_is_published_by_nobody_nor_are_the_same_rows_again(make_project: MakeProject) -> None:
+def test_what_was_rolled_back_from_is_never_published_again(make_project: MakeProject) -> None:
     for x in (1.0, 10.0):
         project = make_project([(1, x)])
         project.run()
@@ -265,7 +265,7 @@ def test_what_was_rolled_back_from_is_published_by_nobody_nor_are_the_same_rows_
     assert project.served([1]) == (4, [40.0])
 
 
-def test_a_snapshot_that_a_gate_refused_is_committed_and_published_once_that_is_accepted(make_project: MakeProject) -> None:
+def test_a_snapshot_refused_by_a_gate_is_published_once_accepted(make_project: MakeProject) -> None:
     rows = [(i, float(i + 1)) for i in range(40)]
     project = make_project(rows)
     project.run()
@@ -698,7 +698,7 @@ def test_what_a_reload_replaced_is_there_until_the_next_publishing(make_project:
     assert project.served([1, 2]) == (1, [2.0, 2.0])
 
 
-def test_a_damaged_pointer_over_a_generation_that_is_gone_is_published_anew(make_project: MakeProject) -> None:
+def test_a_damaged_pointer_over_a_lost_generation_is_published_again(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)], project={"online": "table:./online"})
     project.run()
     folder = project.folder / "online" / "numbers"

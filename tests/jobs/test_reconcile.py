@@ -107,9 +107,7 @@ def test_what_was_lost_is_told_and_brought_back(project: Scene, loss: str) -> No
     assert project.rollback().snapshot == 1
 
 
-def test_what_is_noted_of_a_generation_in_redis_is_as_good_as_lost_when_it_is_damaged(
-    make_project: MakeProject, redis_url: str
-) -> None:
+def test_a_damaged_note_of_a_generation_in_redis_counts_as_lost(make_project: MakeProject, redis_url: str) -> None:
     project = make_project(ROWS, project={"online": redis_url})
     project.run()
     with contextlib.closing(redis.Redis.from_url(redis_url)) as client:
@@ -185,9 +183,7 @@ def test_until_it_is_back_a_row_that_is_not_there_is_no_unknown_entity(project: 
         assert lookup.row("numbers", 999)["reason"] == "unknown_entity"
 
 
-def test_rows_that_are_known_to_be_lost_stay_so_until_they_are_loaded_again(
-    project: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_known_to_be_lost_stay_so_until_loaded_again(project: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     lose(project, 1)
     with monkeypatch.context() as refusing:
         refusing.setattr(Publisher, "_loaded", refuse)
@@ -207,7 +203,7 @@ def refuse(*_: object) -> None:
     raise OnlineStoreError("no room")
 
 
-def test_what_is_said_to_be_degraded_and_is_whole_is_told_so_and_nothing_loaded(project: Scene) -> None:
+def test_what_is_marked_degraded_and_is_whole_is_cleared_without_a_load(project: Scene) -> None:
     with project.online_store() as online:
         online.flip(replace(project.pointer(), degraded=True))
     assert said(project) == HEALED
@@ -348,7 +344,7 @@ def test_a_load_that_takes_hours_keeps_no_other_view_waiting(make_project: MakeP
     assert [line.partition(":")[0] for line in announced[3:]] == ["numbers"]
 
 
-def test_what_is_brought_back_and_lost_again_is_brought_back_later_and_later(make_project: MakeProject) -> None:
+def test_what_is_lost_again_and_again_is_healed_ever_later(make_project: MakeProject) -> None:
     """A store that drops rows would be loaded every minute, and be fuller each time."""
     project = make_project(ROWS, project={"reconcile": "1h"})
     project.run()

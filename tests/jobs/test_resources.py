@@ -17,7 +17,7 @@ from tests.conftest import MakeProject
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM, errno.EACCES, errno.EAGAIN])
-def test_a_file_that_this_process_cannot_read_for_now_is_not_said_to_be_damaged(
+def test_a_file_unreadable_for_now_is_not_called_damaged(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """Nor is its snapshot marked bad: what is wanted is a right, a handle, memory, a thread."""

@@ -225,7 +225,7 @@ def test_publish_never_picks_one_that_copied_the_rows_of_a_bad_one(make_project:
     assert (report.status, report.snapshot) == ("current", 1)
 
 
-def test_back_from_a_partition_goes_to_the_latest_before_it_and_not_to_a_backfilled_one(make_project: MakeProject) -> None:
+def test_back_from_a_partition_goes_to_the_one_before_it(make_project: MakeProject) -> None:
     sql = "SELECT id, x * $n AS x FROM read_parquet('${data}/data.parquet') WHERE $start < $end"
 
     def computed(day: int, factor: int, command: str = "run") -> Scene:
@@ -483,7 +483,7 @@ def test_a_run_of_a_held_view_needs_no_online_store(
     assert "whether readers see what is live is not known" in caplog.text
 
 
-def test_a_run_that_a_gate_refuses_fails_though_it_would_not_go_live_anyway(make_project: MakeProject, tmp_path: Path) -> None:
+def test_a_run_refused_by_a_gate_fails_though_it_would_not_go_live(make_project: MakeProject, tmp_path: Path) -> None:
     told = tmp_path / "told"
     script = f"import os; open({str(told)!r}, 'a').write(os.environ['NOTIFY_STATUS'] + chr(10))"
     notified = {"notify": [sys.executable, "-c", script]}

@@ -116,7 +116,7 @@ def test_what_the_bad_one_took_over_from_the_good_one_is_not_at_fault(
     assert run(make_project, mended, full=full).status == "published"
 
 
-def test_rows_of_snapshots_between_the_good_and_the_bad_one_are_at_fault_too(make_project: MakeProject) -> None:
+def test_rows_of_snapshots_between_good_and_bad_are_at_fault_too(make_project: MakeProject) -> None:
     run(make_project, GOOD)
     between = GOOD | {i: BAD[i] for i in range(4)}
     run(make_project, between, command="materialize")
@@ -127,7 +127,7 @@ def test_rows_of_snapshots_between_the_good_and_the_bad_one_are_at_fault_too(mak
     assert make_project(view=VIEW).snapshot().parent == 2  # which nobody marked
 
 
-def test_the_rows_at_fault_are_known_after_collections_though_every_row_was_computed(make_project: MakeProject) -> None:
+def test_the_rows_at_fault_are_known_after_gc_and_a_full_run(make_project: MakeProject) -> None:
     """What the good one held is no part of them, however much of it changed since."""
     project = {"retention": {"keep": 1, "grace": "0s"}}
 

@@ -107,7 +107,7 @@ KILLS = [  # with the number of snapshots there are afterwards
 
 
 @pytest.mark.parametrize(("kind", "where", "when", "snapshots", "then"), KILLS)
-def test_killed_anywhere_old_or_new_is_served_whole_and_the_next_run_publishes(
+def test_killed_anywhere_old_or_new_is_served_whole(
     make_project: MakeProject, request: pytest.FixtureRequest, kind: str, where: str, when: str, snapshots: int, then: list[float]
 ) -> None:
     online = "table:./online" if kind == "table" else request.getfixturevalue("redis_url")
@@ -169,7 +169,7 @@ def test_a_killed_runs_report_says_running_until_the_next_run_closes_it(make_pro
     assert project.report().status == "published"
 
 
-def test_what_was_committed_before_a_kill_can_be_published_without_computing_again(make_project: MakeProject) -> None:
+def test_what_was_committed_before_a_kill_is_published_without_computing(make_project: MakeProject) -> None:
     make_project(rows(), **options()).run()
     project = make_project(rows(10), **options())
     killed(project, "precompute.jobs.publish.publisher:Publisher.publish", "before")
@@ -198,7 +198,7 @@ def running(make_project: MakeProject) -> Iterator[tuple[Scene, subprocess.Popen
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_second_run_is_refused_while_the_first_goes_on_and_works_once_it_is_dead(
+def test_a_second_run_is_refused_while_the_first_goes_on(
     make_project: MakeProject, running: tuple[Scene, subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     project, process = running
@@ -533,9 +533,7 @@ def test_a_file_system_that_takes_no_folder_ends_in_a_message(
     assert "cannot write /proc/nowhere" in capsys.readouterr().err
 
 
-def test_a_full_disk_at_any_moment_ends_in_a_message_and_keeps_the_old_rows(
-    make_project: MakeProject, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_at_any_moment_ends_in_a_message(make_project: MakeProject, capsys: pytest.CaptureFixture[str]) -> None:
     """The limit on a file's size stands for the disk: each larger one lets the run come further."""
     many = [(i, -float(i)) for i in range(6, 3000)]
     make_project([*rows(), *many], **options()).run()

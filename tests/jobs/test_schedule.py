@@ -275,7 +275,7 @@ def test_what_was_missed_while_no_scheduler_was_up_is_caught_up_on(running: Make
     assert again.ran() == years
 
 
-def test_a_run_that_fails_is_tried_again_after_a_restart_too_and_then_given_up(running: MakeRunning) -> None:
+def test_a_failing_run_is_retried_after_a_restart_and_then_given_up(running: MakeRunning) -> None:
     views = {"numbers": ({"at": RARELY, "retries": 2, "retry_after": "1s"}, f"{NOTE}; report failed; exit 1")}
     schedule = running(views, ["numbers"])
     schedule.await_said(rf"numbers: {re.escape(SINCE)}, retry 1 of 2 at .*")
@@ -350,7 +350,7 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def test_stop_ends_what_runs_with_all_its_processes_and_begins_nothing_more(running: MakeRunning) -> None:
+def test_stop_ends_all_processes_and_begins_nothing_more(running: MakeRunning) -> None:
     shell = "report running; echo $$ >> $LOG; sleep 60 & echo $! >> $LOG; wait"
     schedule = running({"numbers": (RARELY, shell), "b": ("after numbers", "echo b >> $LOG")}, ["numbers"])
     eventually(lambda: len(schedule.ran()) == 2)
@@ -381,9 +381,7 @@ def test_what_does_not_heed_sigterm_is_killed_after_the_grace(running: MakeRunni
     schedule.await_said("numbers: killed by signal 9 after .*")
 
 
-def test_a_run_past_its_deadline_is_ended_with_its_children_and_tried_again(
-    running: MakeRunning, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_past_its_deadline_is_ended_with_its_children(running: MakeRunning, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precompute.jobs.schedule.scheduler, "STOP_GRACE_S", 0.3)
     shell = f"if [ -e $ROOT/numbers/runs ]; then published; exit; fi; {DEAF}"
     schedule = running({"numbers": ({"at": RARELY, "deadline": "1s"}, shell)}, ["numbers"])
@@ -605,7 +603,7 @@ def running_report(store: OfflineStore) -> Report:
     return store.view("numbers").runs.reports()[0]
 
 
-def test_sigterm_ends_the_runs_of_a_schedule_too_within_seconds_and_the_live_snapshot_stays(
+def test_sigterm_ends_the_runs_of_a_schedule_and_the_live_snapshot_stays(
     make_project: MakeProject, process: Callable[[Scene], Process]
 ) -> None:
     project, store = slow(make_project)
@@ -621,7 +619,7 @@ def test_sigterm_ends_the_runs_of_a_schedule_too_within_seconds_and_the_live_sna
     ]
 
 
-def test_when_the_acting_scheduler_is_killed_its_run_goes_on_and_the_next_one_cares_for_it(
+def test_a_killed_leaders_run_is_looked_after_by_the_next_one(
     make_project: MakeProject, process: Callable[[Scene], Process]
 ) -> None:
     project, store = slow(make_project)
@@ -662,7 +660,7 @@ def test_the_deadline_of_a_run_outlives_the_scheduler_that_started_it(
     ]
 
 
-def test_a_scheduler_that_was_stopped_loses_the_lead_within_the_lease_and_stands_by_when_it_wakes(
+def test_a_stopped_scheduler_loses_the_lead_and_stands_by_when_it_wakes(
     make_project: MakeProject, process: Callable[[Scene], Process]
 ) -> None:
     project = make_project([(1, 1.0)], project={"schedule": {"numbers": RARELY}, "lease": "1s"})

@@ -293,7 +293,7 @@ def test_of_the_near_ones_the_first_with_a_row_answers(make_texts: MakeTexts, mo
 
 
 @table_only
-def test_a_key_without_inputs_is_looked_into_only_where_both_views_have_one_source(make_texts: MakeTexts) -> None:
+def test_a_key_without_inputs_is_looked_up_only_where_sources_are_one(make_texts: MakeTexts) -> None:
     other = {"source": {"sql": "SELECT * FROM read_parquet('${data}/texts.parquet') WHERE true"}}
     for labels, wanted in (({}, ("fresh", "cache", "1", "a")), (other, (*COMPUTED, "a"))):
         scene = make_texts(labels=labels)
@@ -305,7 +305,7 @@ def test_a_key_without_inputs_is_looked_into_only_where_both_views_have_one_sour
 
 
 @table_only
-def test_a_source_of_another_views_rows_is_one_only_where_both_read_the_same_snapshot(make_texts: MakeTexts) -> None:
+def test_another_views_rows_are_a_source_only_of_the_same_snapshot(make_texts: MakeTexts) -> None:
     source = {"source": {"sql": "SELECT id, repeat('a', double::BIGINT) AS text FROM live.numbers"}}
     scene = make_texts(labels=source, vectors=source)
     scene.publish_all("numbers", "vectors", "labels")

@@ -55,7 +55,7 @@ def test_sigterm_finishes_the_requests_at_hand_and_ends_with_status_0(tmp_path: 
     assert not (tmp_path / "api.sock").exists()
 
 
-def test_an_address_in_use_is_refused_with_status_2_and_one_line_and_the_first_server_goes_on(tmp_path: Path) -> None:
+def test_an_address_in_use_is_refused_and_the_first_server_goes_on(tmp_path: Path) -> None:
     make_folder(tmp_path, {"numbers": {"fallback": None}}).publish_all()
     with Server(tmp_path, "unix:./api.sock") as server, socket.create_server(("127.0.0.1", 0)) as other:
         for taken in ("unix:./api.sock", f"127.0.0.1:{other.getsockname()[1]}"):
@@ -111,7 +111,7 @@ def test_a_socket_file_left_by_a_killed_server_is_replaced(tmp_path: Path) -> No
 # ---- readiness
 
 
-def test_it_is_not_ready_until_a_view_is_published_and_needs_no_restart_then(tmp_path: Path) -> None:
+def test_it_is_ready_once_a_view_is_published_without_a_restart(tmp_path: Path) -> None:
     project = make_folder(tmp_path, {"numbers": {"fallback": None}})
     with Server(tmp_path, ready=False) as server:
         for _ in range(2):
@@ -133,9 +133,7 @@ def test_it_is_not_ready_until_a_view_is_published_and_needs_no_restart_then(tmp
         pytest.param({"use": "tests.arithmetic:Doubler"}, id="source gone"),
     ],
 )
-def test_a_model_that_cannot_be_opened_leaves_the_server_degraded_with_its_hits_served(
-    tmp_path: Path, model: dict[str, Any]
-) -> None:
+def test_a_model_that_cannot_be_opened_degrades_and_hits_are_served(tmp_path: Path, model: dict[str, Any]) -> None:
     project = make_folder(tmp_path, {"numbers": {"model": model}}, vars={"data": f"{tmp_path}/"})
     project.publish_all()
     (tmp_path / "moody").touch()
@@ -155,7 +153,7 @@ def test_a_model_that_cannot_be_opened_leaves_the_server_degraded_with_its_hits_
         server.end()
 
 
-def test_a_view_whose_pointer_is_damaged_is_refused_alone_and_without_a_word_of_where_it_lies(tmp_path: Path) -> None:
+def test_a_view_with_a_damaged_pointer_is_refused_alone(tmp_path: Path) -> None:
     project = make_folder(tmp_path, {"numbers": {"fallback": None}, "others": {"fallback": None}})
     project.publish_all()
     live = tmp_path / "var" / "online" / "numbers" / "live.json"
@@ -240,7 +238,7 @@ def test_a_publish_is_picked_up_at_once_and_no_answer_mixes_two_snapshots(tmp_pa
         assert all(reader.result() > 0 for reader in readers)
 
 
-def test_after_a_publish_the_fallback_computes_with_the_new_snapshots_model(tmp_path: Path) -> None:
+def test_after_a_publish_the_fallback_uses_the_new_snapshots_model(tmp_path: Path) -> None:
     project = make_folder(tmp_path, {"numbers": {}})
     project.publish_all()
     write_numbers(tmp_path, [1, 2, 3, 9])
@@ -289,7 +287,7 @@ def test_fifty_requests_at_once_for_one_missing_key_run_the_model_once(counted: 
     assert batches.read_text() == f"{before}[9.0]\n"
 
 
-def test_past_the_deadline_a_row_is_504_and_missing_in_a_batch_and_the_server_goes_on(counted: tuple[Server, Path]) -> None:
+def test_past_the_deadline_a_row_is_504_and_missing_in_a_batch(counted: tuple[Server, Path]) -> None:
     server, _ = counted
     server.get("/v1/views/numbers/rows/12?deadline_ms=50").check_problem(504, "deadline")
     rows = server.lookup("numbers", [1, 10, 2], deadline_ms=50)
@@ -315,7 +313,7 @@ def test_past_the_deadline_a_row_is_504_and_missing_in_a_batch_and_the_server_go
     assert server.get("/v1/views/numbers/rows/11").json["status"] == "computed"
 
 
-def test_what_does_not_fit_the_queue_is_shed_at_once_and_hits_are_served_all_the_same(counted: tuple[Server, Path]) -> None:
+def test_what_does_not_fit_the_queue_is_shed_and_hits_are_served(counted: tuple[Server, Path]) -> None:
     server, batches = counted
     with server.connect() as first, server.connect() as second:
         for connection, start in ((first, 1000), (second, 2000)):
@@ -365,7 +363,7 @@ def _without(value: Any, names: Sequence[str]) -> Any:
     return [_without(v, names) for v in value] if isinstance(value, list) else value
 
 
-def test_without_redis_every_request_is_503_at_once_and_with_it_back_they_are_answered_again(tmp_path: Path) -> None:
+def test_without_redis_all_is_503_and_with_it_back_all_is_answered(tmp_path: Path) -> None:
     port = free_port()
     project = make_folder(tmp_path, {"numbers": {}}, online=f"redis://127.0.0.1:{port}/0")
     with contextlib.ExitStack() as stack:

@@ -300,7 +300,7 @@ def test_answers_say_what_took_how_long_where_that_is_configured(tmp_path: Path)
             assert f'precompute_stage_seconds_count{{stage="{stage}"}}' in counted
 
 
-def test_a_server_traces_its_requests_to_the_model_where_that_is_configured(tmp_path: Path) -> None:
+def test_a_server_traces_its_requests_to_the_model(tmp_path: Path) -> None:
     traces = [f"{number:032x}" for number in (1, 2, 3)]
     with collecting() as (address, spans):
         serve = {"tracing": {"endpoint": address, "sample": 0.0}}

@@ -151,7 +151,7 @@ def test_every_view_has_its_line(make_project: MakeProject) -> None:
 
 
 @pytest.mark.parametrize("file", ["refs/live.json", f"manifests/{1:020d}.json"])
-def test_a_damaged_file_is_an_error_in_words_and_the_other_views_have_their_lines(make_project: MakeProject, file: str) -> None:
+def test_a_damaged_file_is_an_error_and_the_other_views_have_their_lines(make_project: MakeProject, file: str) -> None:
     project = make_project([(1, 1.0)], views={"another": OTHER})
     project.run()
     project.run("another")
@@ -178,7 +178,7 @@ def test_a_damaged_report_is_skipped_with_a_warning(make_project: MakeProject, c
 
 
 @pytest.mark.parametrize("command", ["run", "materialize", "publish", "rollback"])
-def test_a_run_that_was_killed_shows_as_killed_and_one_that_goes_on_as_running(make_project: MakeProject, command: str) -> None:
+def test_a_killed_run_shows_as_killed_and_one_that_goes_on_as_running(make_project: MakeProject, command: str) -> None:
     project = make_project([(1, 1.0)])
     project.run()
     store = project.store
@@ -290,7 +290,7 @@ TWO, ONE = [(1, 1.0), (2, 2.0)], [(1, 1.0)]
         ({}, "1ms", ["stale", BEHIND]),
     ],
 )
-def test_a_view_whose_input_is_newer_says_so_and_needs_attention_when_nothing_will_bring_it_up_in_time(
+def test_a_view_behind_its_input_needs_attention_when_nothing_will_run_it(
     make_project: MakeProject, schedule: dict[str, str], ttl: str, attention: list[str]
 ) -> None:
     views = {"another": OTHER | {"ttl": ttl}, "third": OTHER | {"source": {"sql": "SELECT 1 AS id, 1.0 AS x"}}}
@@ -305,7 +305,7 @@ def test_a_view_whose_input_is_newer_says_so_and_needs_attention_when_nothing_wi
     assert behind_and_attention(project) == ([], ["stale"] if ttl == "1ms" else [])
 
 
-def test_views_that_read_each_other_end_no_search_for_what_brings_a_view_up(make_project: MakeProject) -> None:
+def test_views_that_read_each_other_end_the_search_for_what_runs_them(make_project: MakeProject) -> None:
     views: dict[str, Any] = {"another": OTHER}
     views |= {
         name: OTHER | {"source": {"sql": f"SELECT * FROM live.{of}"}} for name, of in (("third", "fourth"), ("fourth", "third"))

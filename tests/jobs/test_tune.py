@@ -315,7 +315,7 @@ def test_a_precision_that_this_version_does_not_know_is_refused_by_name(
     assert str(caught.value).startswith(f"{path}: picked ")
 
 
-def test_a_folder_in_the_place_of_the_file_is_damage_and_a_file_in_the_place_of_the_folder_cannot_be_written(
+def test_folder_for_file_is_damage_and_file_for_folder_cannot_be_written(
     make_project: MakeProject,
 ) -> None:
     project = torch_project(make_project, ROWS)
@@ -357,7 +357,7 @@ def test_read_tuning_knows_its_own(tmp_path: Path) -> None:
 # ---- tune
 
 
-def test_tune_compares_every_candidate_with_float32_and_picks_the_fastest_that_passes(
+def test_tune_compares_every_candidate_and_picks_the_fastest_that_passes(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_rates(monkeypatch, fp32_eager=100.0, fp32_onednn=180.0, bf16_eager=200.0)
@@ -456,7 +456,7 @@ def test_each_candidate_is_measured_as_what_it_is_in_turns(make_project: MakePro
     assert all(found == values[name] for name, found in computed)
 
 
-def test_what_cannot_be_converted_and_what_is_not_accurate_is_refused_with_the_reason(
+def test_what_cannot_be_converted_or_is_inaccurate_is_refused(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
@@ -515,7 +515,7 @@ def test_a_vectors_length_is_judged(make_project: MakeProject, monkeypatch: pyte
     assert meant.run().gates[0].passed
 
 
-def test_a_module_that_a_back_end_does_not_know_is_refused_and_the_others_go_on(
+def test_a_module_unknown_to_a_back_end_is_refused_and_others_go_on(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_rates(monkeypatch, fp32_eager=100.0, bf16_eager=900.0)
@@ -731,7 +731,7 @@ def test_a_precision_that_is_not_accurate_enough_computes_nothing(make_project: 
     assert "double: 2.14" in capsys.readouterr().out
 
 
-def test_a_precision_within_the_budget_is_committed_with_its_verdict_and_not_measured_again(
+def test_a_precision_within_budget_is_committed_and_not_measured_again(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     view = {"precision": "bf16", "accuracy": LOOSE, "fallback": {"enabled": True}}  # the gate parity computes rows again, too
@@ -932,7 +932,7 @@ def test_what_is_no_float32_is_compared_with_nothing(make_project: MakeProject, 
     assert project.numbers() == []
 
 
-def test_a_precision_that_is_not_accurate_enough_is_computed_where_that_is_accepted(make_project: MakeProject) -> None:
+def test_an_inaccurate_precision_is_computed_where_accepted(make_project: MakeProject) -> None:
     view = {"precision": "bf16"}
     project = torch_project(make_project, ROWS, view=view)
     assert project.cli("run", "numbers") == 3
@@ -951,7 +951,7 @@ def test_a_precision_that_is_not_accurate_enough_is_computed_where_that_is_accep
     assert live_number(store) == 2
 
 
-def test_an_acceptance_holds_when_another_gate_refuses_and_is_accepted_later(make_project: MakeProject) -> None:
+def test_an_acceptance_holds_when_another_gate_is_accepted_later(make_project: MakeProject) -> None:
     view = {"precision": "bf16", "gates": {"duplicates": 0.0}}
     project = torch_project(make_project, ROWS, view=view)
     assert project.cli("run", "numbers", "--accept", "accuracy") == 3
@@ -1123,7 +1123,7 @@ def test_the_fallback_computes_in_the_precision_of_each_snapshot(make_project: M
 Write = Callable[[Scene], None]
 
 
-def test_data_that_is_other_when_the_fallback_opens_is_computed_all_the_same(make_project: MakeProject) -> None:
+def test_data_that_differs_when_the_fallback_opens_is_computed(make_project: MakeProject) -> None:
     on = {"accuracy": LOOSE, "gates": {"duplicates": None}, "fallback": {"enabled": True}, "precision": "bf16"}
     project = torch_project(make_project, ROWS, view=on)
     project.run()

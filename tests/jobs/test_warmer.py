@@ -68,7 +68,7 @@ def warmer(house: House, models: Models, wanted: list[set[str]]) -> Iterator[War
 BOTH = {"model of left", "model of right"}
 
 
-def test_what_cannot_be_read_of_one_view_keeps_no_other_from_being_opened_and_no_model_from_being_wanted(
+def test_an_unreadable_view_keeps_no_other_from_being_opened(
     warmer: Warmer, house: House, models: Models, wanted: list[set[str]], tmp_path: Path
 ) -> None:
     eventually(lambda: {("left", 2), ("right", 2)} <= set(models.opened))

@@ -82,7 +82,7 @@ def test_an_error_comes_after_the_items_made_before_it_and_once() -> None:
     assert next(stage, None) is None
 
 
-def test_close_ends_the_threads_of_all_stages_and_closes_the_iterator_in_its_thread() -> None:
+def test_close_ends_the_threads_of_all_stages() -> None:
     closed: list[str] = []
 
     def items() -> Iterator[int]:

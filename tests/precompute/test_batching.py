@@ -46,9 +46,7 @@ def test_examples(costs: list[int], max_cost: int, batches: list[list[int]]) -> 
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=400), st.integers(1, 2000), st.sampled_from([0.0, 0.01, 0.1]))
-def test_padding_is_kept_down_without_losing_rows_or_making_batches_less_than_half_full(
-    costs: list[int], max_cost: int, max_padding: float
-) -> None:
+def test_padding_is_low_without_losing_rows_or_half_empty_batches(costs: list[int], max_cost: int, max_padding: float) -> None:
     array = np.array(costs, np.int64)
     batches = list(batches_by_cost(array, max_cost, max_padding))
     assert sorted(np.concatenate(batches).tolist()) == list(range(len(costs)))

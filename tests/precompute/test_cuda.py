@@ -71,7 +71,7 @@ def computed(model: Any, view: FeatureView, given: pa.RecordBatch) -> npt.NDArra
     return made[np.argsort(rows)]
 
 
-def test_batches_are_copied_computed_and_fetched_in_order_and_the_host_waits_for_what_it_reads_only(
+def test_batches_are_copied_computed_and_fetched_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     expected = computed(Rows(mlp(), Device("cpu")), VIEW, batch(100))

@@ -155,7 +155,7 @@ def test_gelu_is_as_near_as_it_says() -> None:
             assert (difference.abs() <= 1e-4 + expected.abs() / 256 + expected.abs().mean() / 512).all(), (least, name)
 
 
-def test_a_text_has_the_same_bits_alone_and_among_others_by_any_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_has_the_same_bits_alone_and_among_others(monkeypatch: pytest.MonkeyPatch) -> None:
     model = transformer()
     generator = np.random.default_rng(3)
     lengths = [int(n) for n in generator.integers(0, 120, 40)] + [340, 1]
@@ -460,7 +460,7 @@ except MemoryError:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere memory is not bounded by this")
-def test_where_the_system_lends_few_threads_and_little_memory_those_there_are_do_it() -> None:
+def test_few_threads_and_little_memory_suffice() -> None:
     small_stacks = ["sh", "-c", 'ulimit -s 256; exec "$@"', "sh", sys.executable, "-c", WITH_LITTLE_MEMORY]
     told = subprocess.run(small_stacks, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert told.stdout == "refused\n"

@@ -147,7 +147,7 @@ def test_the_stream_is_what_compute_makes_whatever_the_windows(rows: int) -> Non
     assert errors == {}
 
 
-def test_streams_ask_a_model_one_after_the_other_though_the_first_was_closed_in_the_middle(
+def test_streams_take_turns_though_the_first_was_closed_in_the_middle(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Slow(Staged):
@@ -276,7 +276,7 @@ def test_a_plain_and_a_staged_model_run_out_of_memory_alike(model: Model) -> Non
     assert errors == {}
 
 
-def test_a_row_that_never_fits_is_rejected_alone_and_does_not_shrink_the_batches_of_the_others() -> None:
+def test_a_row_that_never_fits_is_rejected_and_shrinks_no_other_batch() -> None:
     class Hungry(Doubler):
         def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
             sizes.append(batch.num_rows)

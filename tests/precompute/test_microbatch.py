@@ -141,7 +141,7 @@ def test_who_is_told_that_it_is_too_late_may_ask_for_more(make: Make) -> None:
     assert [future.result(WAIT_S) for future in more] == [30, 40, 50]
 
 
-def test_requests_for_one_key_share_a_flight_while_it_waits_and_while_it_runs(make: Make) -> None:
+def test_requests_for_one_key_share_a_flight(make: Make) -> None:
     batcher, runs = make()
     held = hold(batcher, runs)
     waiting = [batcher.submit("a", "k", 1, later()) for _ in range(50)]
@@ -152,7 +152,7 @@ def test_requests_for_one_key_share_a_flight_while_it_waits_and_while_it_runs(ma
     assert runs.batches == [("held", [0]), ("a", [1]), ("b", [2]), ("a", [3])]
 
 
-def test_many_threads_asking_for_a_few_keys_each_get_the_result_of_their_key(make: Make) -> None:
+def test_many_threads_each_get_the_result_of_their_key(make: Make) -> None:
     batcher, runs = make(max_batch=4)
 
     def ask(i: int) -> bool:
@@ -168,7 +168,7 @@ def test_many_threads_asking_for_a_few_keys_each_get_the_result_of_their_key(mak
 # ---- refusals
 
 
-def test_what_does_not_fit_the_queue_is_shed_at_once_and_a_known_key_still_joins_its_flight(make: Make) -> None:
+def test_what_does_not_fit_is_shed_and_a_known_key_still_joins_its_flight(make: Make) -> None:
     batcher, runs = make(max_queue=2)
     hold(batcher, runs)
     first, second, third = (batcher.submit("a", i, i, later()) for i in range(3))
@@ -353,7 +353,7 @@ def results(futures: Sequence[Future[Any]]) -> list[Any]:
     return [refusal(future) if future.exception(WAIT_S) else future.result() for future in futures]
 
 
-def test_what_one_asks_a_thousand_of_delays_anothers_one_by_a_batch_of_two_rows_time(pace: MakePaced) -> None:
+def test_one_clients_thousand_delay_anothers_one_by_two_rows_time(pace: MakePaced) -> None:
     batcher, paced = pace("xy")
     lone: list[Future[Any]] = []
     asked_in: list[int] = []
@@ -383,7 +383,7 @@ def test_alone_an_owner_has_batches_as_long_as_another_may_wait_for(pace: MakePa
     assert max(map(len, paced.batches)) == 25
 
 
-def test_what_cannot_be_done_in_time_is_refused_at_once_and_all_the_rest_is_given(pace: MakePaced) -> None:
+def test_what_cannot_be_done_in_time_is_refused_at_once(pace: MakePaced) -> None:
     batcher, paced = pace("x")
     paced.meanwhile = lambda: None
     flood = ask_all(batcher, range(1000), paced.now + 1.0, "x")
@@ -418,7 +418,7 @@ def test_a_batch_is_cut_so_that_its_rows_and_the_next_ones_are_in_time(pace: Mak
     assert paced.batches[1:6] == [["soon"], ["b1", "b2"], [0, 1, 2], ["c"], [*range(3, 10)]]
 
 
-def test_a_flight_of_two_owners_goes_when_the_first_of_them_has_its_turn_and_once(pace: MakePaced) -> None:
+def test_a_flight_of_two_owners_goes_with_the_first_turn_and_once(pace: MakePaced) -> None:
     batcher, paced = pace("xy")
     asked: list[Future[Any]] = []
 

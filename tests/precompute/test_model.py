@@ -373,7 +373,7 @@ def test_the_name_of_a_folder_is_told_apart_or_said_to_be_meant(weights: Path) -
     assert digest(prompt=Verbatim(text), route=Verbatim([str(weights.parent)])) == before
 
 
-def test_a_folder_counts_with_the_names_of_its_files_but_for_what_is_hidden(weights: Path) -> None:
+def test_a_folder_counts_with_its_file_names_but_for_hidden_ones(weights: Path) -> None:
     folder = weights.parent
     before = digest(folder)
     (folder / ".cache").mkdir()
@@ -395,7 +395,7 @@ def test_a_folder_counts_with_the_names_of_its_files_but_for_what_is_hidden(weig
     assert len(seen) == 5  # an empty folder is nothing
 
 
-def test_an_array_counts_with_every_value_and_what_has_no_text_of_its_own_is_refused() -> None:
+def test_an_array_counts_with_every_value() -> None:
     values = np.zeros(5000, np.float32)
     prints = {
         digest(a=values),
@@ -472,7 +472,7 @@ def _later(monkeypatch: pytest.MonkeyPatch, seconds: float = 3600) -> None:
 
 
 @pytest.mark.parametrize("name", ["path", ""])
-def test_files_that_stay_are_loaded_once_and_what_is_very_new_at_most_twice(
+def test_files_that_stay_are_loaded_once_and_new_ones_at_most_twice(
     places: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     use, args = "tests.precompute.test_model:Meanwhile", arguments(places, name, "first/weights")

@@ -24,7 +24,7 @@ def paced(seconds_of: Callable[[int], float], start: int | None, asked: int = 40
 
 @pytest.mark.parametrize("start", [8, None])
 @pytest.mark.parametrize("row_s", [1e-7, 1e-5, 1e-4, 1e-3, 0.05, 0.3, 1.0, 3.0])
-def test_batches_of_a_model_that_takes_so_long_for_a_row_are_as_large_as_its_time_allows(row_s: float, start: int | None) -> None:
+def test_batches_of_a_slow_model_are_as_large_as_its_time_allows(row_s: float, start: int | None) -> None:
     made = paced(lambda rows: rows * row_s, start)
     best = min(4096, max(1, int(GOAL_S / row_s)))
     assert best / 4 <= made[-1] <= 2 * best

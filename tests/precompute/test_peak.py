@@ -41,9 +41,7 @@ def test_every_way_is_probed_and_the_best_one_counts(monkeypatch: pytest.MonkeyP
     assert probed([(8, 16)], torch.float32) == pytest.approx(2 * ROWS * 16 * 8 / 0.2)  # two at once, 0.4 s each
 
 
-def test_a_peak_is_kept_for_this_machine_where_nobody_else_computed_meanwhile(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peak_is_stored_where_nobody_else_computed_meanwhile(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peak, "compute_threads", lambda: 1)
     # a quota of one, on a machine of eight
     monkeypatch.setattr(peak, "usable_threads", lambda _: 1)

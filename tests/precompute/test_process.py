@@ -143,7 +143,7 @@ def test_many_may_wait_for_one() -> None:
 # ---- its end
 
 
-def test_what_is_deaf_to_sigterm_is_killed_after_the_grace_and_what_is_not_ends_at_once() -> None:
+def test_what_ignores_sigterm_is_killed_after_the_grace() -> None:
     deaf, heeding = (
         shell("trap '' TERM; echo deaf >&2; while :; do sleep 0.05; done"),
         shell("trap 'exit 7' TERM; while :; do sleep 0.05; done"),
@@ -308,7 +308,7 @@ def test_what_an_adopted_process_leaves_behind_ends_with_it(tmp_path: Path) -> N
         eventually(lambda: state(grandchild) in ("", "Z"))
 
 
-def test_a_number_that_is_anothers_by_now_is_that_of_an_ended_process_and_not_signalled(
+def test_a_reused_process_number_is_not_signalled(
     orphan: int, signalled: list[tuple[int, int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adopted, stat = AdoptedProcess(orphan), process_module._stat

@@ -476,7 +476,7 @@ def test_costs_of_another_number_of_rows_are_a_model_error(costs: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["costs", "unusable"])
-def test_a_row_that_costs_or_unusable_cannot_take_does_not_take_the_run_with_it(method: str) -> None:
+def test_a_row_that_costs_or_unusable_cannot_take_is_rejected_alone(method: str) -> None:
     model = Checking(10)
     plain = getattr(model, method)
 
@@ -495,7 +495,7 @@ def test_a_row_that_costs_or_unusable_cannot_take_does_not_take_the_run_with_it(
 
 
 @pytest.mark.parametrize("named", [[1], {"1": "empty"}, {3: "empty"}, {-1: "empty"}, None])
-def test_unusable_rows_that_are_named_otherwise_than_by_their_position_are_a_model_error(named: Any) -> None:
+def test_unusable_rows_not_named_by_position_are_a_model_error(named: Any) -> None:
     model = Checking(10)
     model.unusable = lambda batch: named  # type: ignore[method-assign]
     with pytest.raises(ModelError, match=r"unusable\(\) is to return"):

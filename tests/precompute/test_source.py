@@ -757,7 +757,7 @@ def test_files_of_ours_have_no_columns_of_the_folders_above_them(tmp_path: Path)
         assert compare(source, known, refused=[refused]) == Diff(new=1, unchanged=2, refused=1, oldest_us=7, newest_us=7)
 
 
-def test_files_that_cannot_be_compared_with_are_damage_and_no_fault_of_the_source(tmp_path: Path) -> None:
+def test_files_that_cannot_be_compared_with_are_damage(tmp_path: Path) -> None:
     (tmp_path / "part.parquet").write_bytes(b"not Parquet")
     damaged: list[dict[str, Any]] = [{"known": Files([tmp_path / "part.parquet"])}, {"refused": [tmp_path / "part.parquet"]}]
     for files in damaged:
@@ -855,7 +855,7 @@ def ids_of(table: pa.Table) -> list[int]:
     return found
 
 
-def test_a_sample_is_of_the_whole_source_the_same_in_any_order_loaded_or_not() -> None:
+def test_a_sample_is_of_the_whole_source_and_the_same_in_any_order() -> None:
     sql = "SELECT i AS id, i * 2 AS x FROM range(20000) t(i) ORDER BY i"
     with Source(sql, ("id",), {}) as source:
         before = source.sample(1000)
@@ -903,7 +903,7 @@ def test_sql_may_take_one_of_the_bounds_or_use_them_as_it_likes(where: str, ids:
         assert [row["id"] for row in next(source.batches(10)).to_pylist()] == ids
 
 
-def test_the_bounds_of_a_partition_are_found_after_a_semicolon_in_a_comment() -> None:
+def test_partition_bounds_are_found_after_a_semicolon_in_a_comment() -> None:
     sql = f"SELECT id FROM {DAYS} -- one day; no more\nWHERE day >= $start -- from; to\nAND day < $end; -- the end; of $it"
     for folder in (None, Path("/nowhere")):
         with Source(sql, ("id",), {}, bounds=DAY, folder=folder) as source:

@@ -266,7 +266,7 @@ def test_the_fingerprint_changes_with_weights_tokenizer_config_and_limit(copied:
     assert len(seen) == 5
 
 
-def test_values_are_the_same_whether_one_batch_is_computed_or_several_at_once(small_folder: Path) -> None:
+def test_values_are_the_same_for_one_batch_or_several_at_once(small_folder: Path) -> None:
     encoder = TextEncoder(str(small_folder), max_cost=64, device="cpu")
     view = FeatureView("texts", ("id",), (Feature("embedding", "float32", dim=encoder.dim),), 60.0, 60.0)
     rows = pa.record_batch({"id": pa.array(range(210)), "text": TEXTS * 30})

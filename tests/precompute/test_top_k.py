@@ -224,7 +224,7 @@ def test_vectors_come_as_lists_of_any_float(kind: pa.DataType) -> None:
 # ---- rows and items that cannot be ranked
 
 
-def test_through_the_runner_only_rows_with_a_whole_finite_vector_are_ranked() -> None:
+def test_only_rows_with_a_whole_finite_vector_are_ranked() -> None:
     view = FeatureView(
         "v", ("id",), (Feature("items", "int64", max_items=2), Feature("scores", "float32", max_items=2)), 1.0, 1.0
     )

@@ -147,7 +147,7 @@ def test_a_class_with_its_weights_computes_what_it_says(folder: Path) -> None:
         np.testing.assert_array_equal(got[name], values)
 
 
-def test_an_exported_program_computes_the_same_whatever_the_order_of_inputs_and_for_one_row_too(folder: Path) -> None:
+def test_an_exported_program_computes_the_same_in_any_input_order(folder: Path) -> None:
     swapped = dict(reversed(INPUTS.items()))
     model = program(folder / "ranker.pt2", inputs=swapped)
     for n in (50, 1):
@@ -473,9 +473,7 @@ class Counting(torch.nn.Module):
         return x + self.calls
 
 
-def test_a_class_computes_in_several_threads_where_it_is_said_and_a_program_where_it_is_seen(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_class_computes_in_threads_where_declared_a_program_where_seen(folder: Path, tmp_path: Path) -> None:
     counting = export(tmp_path / "counting.pt2", Counting().eval(), x=torch.rand(4, 1))
     models = (
         ranker(folder),

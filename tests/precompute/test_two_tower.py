@@ -86,7 +86,7 @@ def test_unknown_tokens_nulls_and_empty_text_are_one_and_the_same(trained: Path)
     assert np.isfinite(same).all()
 
 
-def test_a_row_does_not_depend_on_its_neighbours_or_on_the_order_of_its_tokens(trained: Path) -> None:
+def test_a_row_does_not_depend_on_its_neighbours_or_token_order(trained: Path) -> None:
     mixed = pa.table({"item_id": [3, 4, 999, 5], "genres": ["c", "a b c", None, "b a"]})
     together = vectors(trained, "item", mixed)
     alone = np.concatenate([vectors(trained, "item", mixed.slice(i, 1)) for i in range(4)])

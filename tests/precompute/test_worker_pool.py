@@ -177,7 +177,7 @@ def test_a_device_that_is_batches_ahead_keeps_nobody_waiting(count: int) -> None
     assert figures["mfu"] == round(90.0 * count / (ours.forward_s + ours.landing_s) / 1e8, 4) > 0
 
 
-def test_what_is_computed_is_handed_on_while_the_window_goes_on_and_is_not_computed_again(tmp_path: Path) -> None:
+def test_what_is_computed_is_handed_on_during_the_window(tmp_path: Path) -> None:
     """Its worker dies at the last row, when other rows are out already."""
     given = list(windows(1, 40))
     stream = pool(DYING, {"how": "leave", "on": 39.0, "sleep_s": 0.4, "once": str(tmp_path / "once")}).stream(
@@ -291,7 +291,7 @@ def test_a_row_that_ends_its_worker_is_rejected_alone(at: int, how: str, told: s
     assert error == f"its worker process {told} (2 of 2 tries)"
 
 
-def test_a_row_that_breaks_a_gpus_context_ends_its_worker_and_is_rejected_alone() -> None:
+def test_a_row_that_breaks_a_gpus_context_is_rejected_alone() -> None:
     """The rows beside it are computed by others: in its process nothing computes any more."""
     given = list(windows(3, 8))
     stream = pool(POISONED, {"on": 10.0}).stream(given, hidden=["input_hash"])
@@ -301,7 +301,7 @@ def test_a_row_that_breaks_a_gpus_context_ends_its_worker_and_is_rejected_alone(
     assert error == f"its worker process exited with status 70; the last line of its stderr: {why} (2 of 2 tries)"
 
 
-def test_without_a_worker_a_broken_context_fails_the_run_and_rejects_no_row() -> None:
+def test_without_a_worker_a_broken_context_fails_the_run() -> None:
     with pytest.raises(DeviceLostError, match=r"device-side assert triggered$"):
         as_one_process(POISONED, {"on": 10.0}, windows(3, 8))
 
@@ -329,7 +329,7 @@ def test_a_row_that_silences_its_worker_is_rejected_alone() -> None:
     assert error == "its worker process gave no sign of life for 1.5 s (1 of 1 tries)"
 
 
-def test_a_row_that_hangs_its_worker_is_rejected_alone_and_a_slow_one_beside_it_is_not(
+def test_a_row_that_hangs_its_worker_is_rejected_and_a_slow_one_is_not(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows that hung are tried with less patience, each with all of it before it is rejected, and that when all others are done."""
@@ -382,7 +382,7 @@ def test_workers_ended_from_outside_cost_no_row(workers: int, number: int) -> No
     assert everything(seen) == as_one_process(DOUBLER, {}, given)
 
 
-def test_a_worker_ended_while_it_loads_what_another_has_loaded_costs_no_row(tmp_path: Path) -> None:
+def test_a_worker_ended_while_loading_costs_no_row(tmp_path: Path) -> None:
     given = list(windows(20, 3))
     stream = pool(SLOW_TO_LOAD, {"folder": str(tmp_path / "loaded")}, 2, **IN_TIME).stream(given, hidden=["input_hash"])
     seen = [next(stream)]
@@ -430,7 +430,7 @@ def test_a_model_that_ends_its_process_while_it_loads_fails_the_run(how: str, to
         everything(pool("tests.precompute.dying_models:Unloadable", {"how": how}, 2).stream(windows(3, 1)))
 
 
-def test_a_model_that_refuses_the_source_fails_the_run_after_what_came_before() -> None:
+def test_a_model_that_refuses_the_source_fails_the_run() -> None:
     given = list(windows(5, 4))
     stream = pool(DYING, {"how": "refuse", "on": 8.0}).stream(given, hidden=["input_hash"])
     assert everything([next(stream), next(stream)]) == as_one_process(DOUBLER, {}, given[:2])
@@ -438,7 +438,7 @@ def test_a_model_that_refuses_the_source_fails_the_run_after_what_came_before() 
         next(stream)
 
 
-def test_rows_whose_features_do_not_fit_the_view_are_rejected_as_in_one_process() -> None:
+def test_rows_whose_features_do_not_fit_are_rejected_as_in_one_process() -> None:
     expected = as_one_process(DOUBLER, {"dim": 3}, windows(1, 2))
     assert [rejected.row for rejected in expected[0][-1]] == [0, 1]
     assert everything(pool(DOUBLER, {"dim": 3}).stream(windows(1, 2), hidden=["input_hash"])) == expected

@@ -151,7 +151,7 @@ ROUTES = [
 ]
 
 
-def test_every_route_but_two_asks_for_a_token_and_those_of_operators_for_another(file: Path) -> None:
+def test_every_route_but_two_needs_a_token_and_operators_another(file: Path) -> None:
     read, admin = make_token(file, "r", "read"), make_token(file, "a", "admin")
     meter = Meter()
     gate = Gate(meter, Tokens(file))

@@ -169,7 +169,7 @@ REQUESTS = [
 
 
 @pytest.mark.parametrize("cache_bytes", [0, 2**20])
-def test_what_is_answered_at_once_is_what_the_whole_way_answers_byte_by_byte(cache_bytes: int) -> None:
+def test_the_short_way_answers_as_the_whole_way_byte_by_byte(cache_bytes: int) -> None:
     at_once, whole = Counted(house(cache_bytes=cache_bytes).app), WholeWay(house(cache_bytes=cache_bytes).app)
     with served(at_once) as (here, _), served(whole) as (there, _):
         for data in REQUESTS + LOOKUPS:
@@ -181,7 +181,7 @@ def test_what_is_answered_at_once_is_what_the_whole_way_answers_byte_by_byte(cac
     assert 30 + 2 * 15 < at_once.answered < 2 * len(REQUESTS + LOOKUPS) + 8
 
 
-def test_a_posted_body_that_comes_in_pieces_or_is_waited_for_is_answered_the_same() -> None:
+def test_a_posted_body_in_pieces_is_answered_the_same() -> None:
     at_once = Counted(house().app)
     with served(at_once, body_bytes=64) as (address, meter), socket.create_connection(address, timeout=20) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -238,7 +238,7 @@ def test_many_at_once_are_answered_in_order_and_not_without_end() -> None:
         assert meter.counter(CONNECTIONS_CLOSED, "too_large").value == 1
 
 
-def test_who_asks_for_one_thing_does_not_wait_for_all_that_others_asked_for_before() -> None:
+def test_who_wants_one_thing_does_not_wait_for_all_of_anothers() -> None:
     asked: list[str] = []
     begun, go_on = threading.Event(), threading.Event()
 

@@ -188,7 +188,7 @@ def test_whatever_came_and_went_the_changes_make_the_later_snapshot(
         changes(project, since, len(rows))
 
 
-def test_what_is_damaged_of_what_came_since_is_said_and_of_what_was_before_is_not_looked_at(make_project: MakeProject) -> None:
+def test_damage_of_what_came_since_is_reported_and_older_is_not_read(make_project: MakeProject) -> None:
     project = committed(make_project, BASE, changed(BASE, {3: 30.0}), changed(BASE, {3: 30.0, 4: None}))
     first, second, third = (project.snapshot(n) for n in (1, 2, 3))
 

@@ -180,7 +180,7 @@ def test_in_process_over_json_and_over_arrow_the_answers_are_equal(
         ("numbers", [500], {"max_age_s": math.nan}),
     ],
 )
-def test_what_is_refused_in_process_is_refused_by_the_client_in_the_same_words(
+def test_the_client_refuses_in_the_same_words_as_in_process(
     lookup: Lookup, client: Client, view: str, keys: list[Any], options: dict[str, Any]
 ) -> None:
     refusals = []
@@ -369,7 +369,7 @@ def test_numpy_arrays_load_no_pandas_which_takes_longer_than_anybody_waits(clien
     assert (done.stdout.decode(), done.stderr.decode()) == ("False\n", "")
 
 
-def test_numpy_has_every_kind_of_column_also_where_it_begins_within_a_buffer() -> None:
+def test_numpy_has_every_kind_of_column_within_a_buffer_too() -> None:
     table = pa.table(
         {
             "text": ["a", "b", "c"],

@@ -121,7 +121,7 @@ def test_a_pause_never_goes_past_the_deadline(kind: str) -> None:
 
 
 @KINDS
-def test_waiting_for_a_connection_counts_too_and_there_are_never_more_than_allowed(kind: str) -> None:
+def test_waiting_for_a_connection_counts_and_the_limit_holds(kind: str) -> None:
     with Hostile(held) as server, opened(kind, server.url, connections=3) as client, ThreadPoolExecutor(12) as threads:
         holding = [threads.submit(client.views, timeout_s=1) for _ in range(3)]
         eventually(lambda: len(server.requests) == 3)

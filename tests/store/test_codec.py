@@ -580,7 +580,7 @@ def test_what_an_overlay_has_stands_and_the_base_where_it_has_nothing() -> None:
 
 
 @pytest.mark.parametrize("told_by", ["base", "overlay", "both"])
-def test_what_one_of_two_generations_cannot_tell_is_damaged_where_it_would_stand(told_by: str) -> None:
+def test_what_one_of_two_generations_cannot_tell_is_damaged(told_by: str) -> None:
     """The base's damage is of no account where the overlay has a row; the overlay's always is."""
     codec = codec_of(FIXED)
     (base,), (over,) = packed(FIXED, FIXED_ROW), packed(FIXED, FIXED_ROW, computed_at=9, snapshot=2)

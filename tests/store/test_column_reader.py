@@ -123,7 +123,7 @@ def answered(rows: Sequence[dict[str, Any]], ages: list[int]) -> pa.Table:
     return both_ways(store, [key.decode() for key in keys], None)
 
 
-def test_bitmaps_are_made_where_something_is_missing_and_nothing_of_it_is_told() -> None:
+def test_bitmaps_are_made_only_where_something_is_missing() -> None:
     rows = [{"v": [1.0, 2.0], "n": 3}, {"v": [4.0, 5.0], "n": 6}]
     table = answered(rows, [0, 0])
     assert [table[name].chunk(0).buffers()[0] for name in ("computed_at", "age_s", "v", "n")] == [None] * 4

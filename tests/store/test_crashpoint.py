@@ -150,7 +150,7 @@ def test_a_process_armed_wrongly_does_not_start(tmp_path: Path) -> None:
     assert not (tmp_path / "file").exists()
 
 
-def test_every_declared_point_stands_in_the_code_and_every_one_in_the_code_is_declared() -> None:
+def test_every_declared_point_stands_in_the_code_and_vice_versa() -> None:
     """A prefix that is passed on, as ``point="live"``, stands for the steps of that function of :mod:`precompute.store.disk.durable_file`."""
     text = "\n".join(path.read_text() for room in ("store", "precompute", "jobs") for path in (REPOSITORY / room).rglob("*.py"))
     steps = {"manifest": ("write", "link", "dirsync"), "live": ("write", "cas")}

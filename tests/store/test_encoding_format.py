@@ -62,7 +62,7 @@ def read(answer: Any, row: Any) -> Any:
     return features
 
 
-def test_every_route_has_the_same_numbers_in_either_form_and_tells_which_it_is(app: Any) -> None:
+def test_every_route_has_the_same_numbers_in_either_form(app: Any) -> None:
     for keys in (["a", "b"], ["a", "null"], ["b"]):
         plain = call(app, "POST", LOOKUP, {"keys": keys}).json
         assert "base64" not in plain

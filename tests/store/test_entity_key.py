@@ -185,7 +185,7 @@ def test_a_key_is_a_string_or_an_integer_and_nothing_else(value: Any) -> None:
 
 
 @pytest.mark.parametrize(("value", "entity"), [([], ONE), (["a", "b"], ONE), (["a"], TWO), (["a", "b", "c"], TWO), ((), TWO)])
-def test_a_key_of_another_number_of_parts_is_refused_with_the_columns_named(value: Any, entity: tuple[str, ...]) -> None:
+def test_a_key_of_another_number_of_parts_is_refused(value: Any, entity: tuple[str, ...]) -> None:
     with pytest.raises(RequestError, match=", ".join(entity)) as refused:
         key_text(value, entity)
     assert refused.value.code == "bad_key"

@@ -94,7 +94,7 @@ def test_every_field_is_in_the_fingerprint() -> None:
     assert set(CHANGES) == {f.name for f in dataclasses.fields(FeatureView)} == set(FULL.to_json())
 
 
-def test_the_fingerprint_does_not_depend_on_the_order_of_the_models_arguments() -> None:
+def test_the_fingerprint_does_not_depend_on_argument_order() -> None:
     model = FULL.definition.model
     turned = dict(reversed(list(model.args.items())))
     assert list(turned) != list(model.args)

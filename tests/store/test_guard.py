@@ -174,7 +174,7 @@ def test_a_client_that_sends_no_more_has_all_its_answers() -> None:
         assert connection.recv(1) == b""
 
 
-def test_for_a_client_that_may_be_gone_no_place_is_held_unless_it_takes_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_place_is_held_for_a_client_that_may_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("precompute.store.guard.connections.LAST_S", 0.05)
     with guarded(header_s=0.4) as server:
         with server.connect() as connection, server.connect(4096) as slow:
@@ -243,7 +243,7 @@ def test_what_is_too_large_is_refused_before_it_is_held(
             check_closed(connection)
 
 
-def test_a_body_that_is_refused_midway_is_told_to_its_route_as_a_client_that_went(small: Guarded) -> None:
+def test_a_body_refused_midway_reaches_its_route_as_a_disconnect(small: Guarded) -> None:
     path = f"/midway{time.monotonic_ns()}"
     with small.connect() as connection:
         connection.sendall(request(path, "Transfer-Encoding: chunked", method="POST") + b"1\r\nb\r\n")
@@ -253,7 +253,7 @@ def test_a_body_that_is_refused_midway_is_told_to_its_route_as_a_client_that_wen
         eventually(lambda: f"{path} disconnected" in small.seen)
 
 
-def test_a_body_that_its_route_does_not_want_is_taken_for_a_while_and_no_longer(small: Guarded) -> None:
+def test_an_unwanted_body_is_read_for_a_while_and_no_longer(small: Guarded) -> None:
     with small.connect() as connection:
         connection.sendall(request("/unread", "Content-Length: 1000000000", method="POST"))
         reply = read_reply(connection)
@@ -266,7 +266,7 @@ def test_a_body_that_its_route_does_not_want_is_taken_for_a_while_and_no_longer(
         assert 10 * MIB < sent < 60 * MIB
 
 
-def test_requests_that_follow_each_other_unasked_are_answered_in_order_and_not_without_end(small: Guarded) -> None:
+def test_pipelined_requests_are_answered_in_order_and_bounded(small: Guarded) -> None:
     with small.connect() as connection:
         connection.sendall(b"".join(request(f"/{i}") for i in range(4)))
         assert bodies(connection, 4) == [f"/{i} 0".encode() for i in range(4)]
@@ -343,7 +343,7 @@ def test_another_protocol_is_not_taken_up(small: Guarded) -> None:
             check_closed(connection)
 
 
-def test_all_bodies_together_are_bounded_and_let_go_of_once_they_are_answered() -> None:
+def test_all_bodies_together_are_bounded_and_released() -> None:
     with guarded(body_bytes=MIB, bodies_bytes=2 * MIB) as server, contextlib.ExitStack() as stack:
         held = [stack.enter_context(server.connect()) for _ in range(2)]
         for connection in held:

@@ -456,7 +456,7 @@ def test_a_compaction_changes_no_history(made: Made) -> None:
         made = Made(OfflineStore(made.store.offline.root / "compacted").view("made"), made.entity)
 
 
-def test_what_was_rolled_back_from_was_served_until_then_and_is_not_best_known(made: Made) -> None:
+def test_what_was_rolled_back_from_was_served_and_is_not_best_known(made: Made) -> None:
     one, two = Value(1, 1), Value(3, 2)
     made.commit({(1,): one}, 2, content="one")
     made.commit({(1,): two}, 4, content="two")
@@ -489,7 +489,7 @@ def test_what_was_only_committed_is_best_known_and_was_not_served(made: Made) ->
         read(made.store, at(9), values="latest")  # type: ignore[arg-type]
 
 
-def test_a_row_expires_as_it_did_for_lookups_and_is_renewed_when_readers_were_told(tmp_path: Path) -> None:
+def test_a_row_expires_as_for_lookups_and_is_renewed_likewise(tmp_path: Path) -> None:
     made, value = Made(OfflineStore(tmp_path).view("made"), ENTITIES["number"], good_for_s=4), Value(1, 1)
     made.commit({(1,): value}, 2)
     made.renew(7, 9)
@@ -643,7 +643,7 @@ def test_what_a_long_join_spills_is_swept_by_nobody_else(made: Made, tmp_path: P
 # ---- the whole view at a time
 
 
-def test_best_known_of_a_partitioned_view_is_in_data_time_and_served_is_not(made: Made) -> None:
+def test_best_known_of_a_partitioned_view_is_in_data_time(made: Made) -> None:
     days = [containing("day", START + timedelta(days=day)) for day in range(3)]
     for n, day in enumerate((2, 0, 0)):  # backfilled: the later partition first
         made.commit({(1,): Value(10**7 + n, n)}, 10**7 + n, partition=str(days[day]), live=n == 0)

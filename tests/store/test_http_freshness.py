@@ -206,7 +206,7 @@ def test_and_are_computed_where_a_model_stands_behind_them(tmp_path: Path, contr
     assert statuses(world, control) == [expected.replace("expired", "computed").split()] * 4
 
 
-def test_no_cache_has_the_model_compute_and_without_one_the_store_is_the_origin(tmp_path: Path) -> None:
+def test_no_cache_has_the_model_compute_or_takes_the_store(tmp_path: Path) -> None:
     world = World(tmp_path / "a", AGES)
     world.model.known = frozenset({"new", "old"})
     assert statuses(world, "no-cache") == [["computed", "computed", "unknown_entity", "unknown_entity"]] * 4
@@ -216,7 +216,7 @@ def test_no_cache_has_the_model_compute_and_without_one_the_store_is_the_origin(
     assert statuses(World(tmp_path / "b", AGES, fallback=False), "no-cache") == [["fresh", "fresh", "stale", "expired"]] * 4
 
 
-def test_only_if_cached_never_asks_the_model_and_is_504_where_nothing_is_stored(tmp_path: Path) -> None:
+def test_only_if_cached_never_calls_the_model(tmp_path: Path) -> None:
     world = World(tmp_path, AGES)
     world.model.known = frozenset({*AGES, "nobody"})
     assert statuses(world, "only-if-cached") == [["fresh", "fresh", "stale", "expired"]] * 4
@@ -294,7 +294,7 @@ def test_what_was_read_first_is_judged_when_what_was_read_last_is_there(tmp_path
     assert [row["status"] for answer in reply.json["responses"] for row in answer["rows"]] == ["missing"] * 7
 
 
-def test_caches_are_told_the_same_of_a_row_on_every_path_and_nothing_of_what_is_no_single_row(tmp_path: Path) -> None:
+def test_caches_learn_the_same_of_a_row_on_every_path(tmp_path: Path) -> None:
     """A stale row, read and then kept, as JSON, as Arrow, as a 304, and one that was computed; not of POST, which no cache keeps unasked (RFC 9110 §9.3.3)."""
     world = World(tmp_path, {"stale": 12.0, "old": 9.0})
     world.model.known = frozenset({"nobody"})
@@ -426,9 +426,7 @@ def test_every_path_tells_the_same_of_the_same_row(world: World, passed_s: float
         (3_000, Caching(0, shared=True), "max-age=3000, stale-while-revalidate=0, stale-if-error=169800"),
     ],
 )
-def test_no_cache_in_between_answers_for_longer_than_it_may_with_what_a_rollback_took_back(
-    age_s: int, caching: Caching, told: str
-) -> None:
+def test_no_cache_between_outlives_a_rollback_beyond_its_time(age_s: int, caching: Caching, told: str) -> None:
     view = FeatureView("things", ("id",), (Feature("x", "float32"),), ttl_s=86_400, stale_for_s=86_400)
     assert caching.lifetime(view, age_s) == (b"cache-control", told.encode())
     # as a cache counts (RFC 9111 §4.2): how long it may answer by itself, from when it has fetched the row

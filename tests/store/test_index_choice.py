@@ -249,7 +249,7 @@ def test_nothing_is_learnt_from_rows_that_are_held_out() -> None:
     assert learnt[0] == learnt[1]
 
 
-def test_a_search_goes_further_the_more_it_is_asked_for_and_never_without_end() -> None:
+def test_a_search_widens_with_demand_and_never_without_end() -> None:
     codes = Codes(96, rescored=80)
     assert [codes.to_rescore(k) for k in (1, 10, 11, 101, 1000)] == [80, 80, 80, 800, 7992]
     assert codes._replace(rescored=2560).to_rescore(1000) == 16_384
@@ -283,7 +283,7 @@ def test_the_bound_is_wilsons(recall: float, queries: int, z: float, bound: floa
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9, 0.97])
-def test_the_bound_holds_though_a_querys_neighbours_are_found_or_lost_together(share: float) -> None:
+def test_the_bound_holds_though_neighbours_are_lost_together(share: float) -> None:
     """In 2,000 trials of 300 queries each, all ten neighbours of which are found or none, it is too high in 1 % and not in 10."""
     rng = np.random.default_rng(0)
     means = rng.binomial(300, share, 2000) / 300

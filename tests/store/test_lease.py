@@ -185,9 +185,7 @@ def test_a_killed_holder_is_known_at_once(folder: Path, child: Callable[[float],
         assert names(folder) == [".lease-run.2.held", ".lock", "lease-run.json"]
 
 
-def test_a_stopped_holder_is_overtaken_after_its_ttl_and_fenced_when_it_wakes(
-    folder: Path, child: Callable[[float], Child]
-) -> None:
+def test_a_stopped_holder_is_overtaken_after_its_ttl_and_fenced(folder: Path, child: Callable[[float], Child]) -> None:
     held = child(0.6)
     held.signal(signal.SIGSTOP)
     until(lambda: not is_held(folder, "run"), "a holder that gives no sign of life keeps its lease")
@@ -258,7 +256,7 @@ def test_a_holder_of_before_the_last_boot_is_gone_with_its_ttl(folder: Path, mon
     lease.release()
 
 
-def test_a_lock_that_somebody_else_holds_on_the_file_is_not_mistaken_for_free(folder: Path) -> None:
+def test_a_lock_held_by_another_is_not_mistaken_for_free(folder: Path) -> None:
     lease = take(folder, "run", "me")
     with (folder / ".lease-run.1.held").open("rb") as file, pytest.raises(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -281,7 +279,7 @@ def test_force_takes_it_from_whoever_holds_it(folder: Path, child: Callable[[flo
         assert after.record.fence == 3
 
 
-def test_who_was_overtaken_in_the_same_process_lets_go_of_nothing_of_the_others(folder: Path) -> None:
+def test_an_overtaken_holder_in_one_process_releases_nothing_of_others(folder: Path) -> None:
     first = take(folder, "run", "first")
     second = take(folder, "run", "second", force=True)
     with pytest.raises(FencedError, match="lost its lease 'run' to second"):

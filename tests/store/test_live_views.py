@@ -36,7 +36,7 @@ def test_a_store_that_goes_away_between_two_views_is_told_of(path: str, status: 
     assert call(create_app(Lookup(Remote())), "GET", path).status == status
 
 
-def test_an_error_that_every_request_meets_is_told_once_on_a_line_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_of_every_request_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     class Gone(MemoryStore):
         def read(self, view: str, keys: Any) -> Any:
             raise OnlineStoreError("db.internal:6379 does not answer, as it was asked")
@@ -65,7 +65,7 @@ UNLIKE: dict[str, tuple[Pointer, int | None, str]] = {
 
 
 @pytest.mark.parametrize(("named", "lost", "why"), UNLIKE.values(), ids=UNLIKE.keys())
-def test_a_pointer_to_rows_that_are_not_its_own_is_told_by_readiness_metrics_and_once_by_the_log(
+def test_a_pointer_to_foreign_rows_is_reported_everywhere(
     named: Pointer, lost: int | None, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A base whose loader did not say of what schema it is, as of an older version, and an overlay whose did."""

@@ -689,7 +689,7 @@ def test_what_is_live_of_another_schema_is_damaged_and_no_noise(memory: House) -
     assert [table[f.name].null_count for f in FEATURES] == [3] * len(FEATURES)
 
 
-def test_a_row_that_was_lost_is_told_from_an_unknown_entity_where_the_store_may_lose_rows(house: House) -> None:
+def test_a_lost_row_is_distinguished_from_an_unknown_entity(house: House) -> None:
     house.publish(ROWS, damage={"null": DAMAGE["a byte"]}, lossy=True)
     expected = [ANSWERS["new"], gone("nobody", "not_in_store"), ANSWERS["expired"], gone("null", "damaged")]
     assert ask(house.lookup(), ["new", "nobody", "expired", "null"]) == expected
@@ -771,7 +771,7 @@ def test_a_damaged_row_of_an_overlay_never_lets_the_bases_through(house: House, 
     assert lookup.begin("things", list(expected)).damaged == 3
 
 
-def test_a_damaged_row_of_a_base_is_of_no_account_where_the_overlay_has_one(house: House) -> None:
+def test_a_damaged_base_row_is_of_no_account_where_the_overlay_has_one(house: House) -> None:
     base = house.publish(BASE, damage=dict.fromkeys(BASE, DAMAGE["a bit of its time"]))
     house.publish(OVER, 2, over=base, removed=["left"])
     lookup = house.lookup()
@@ -1281,7 +1281,7 @@ def test_a_search_whose_inputs_give_a_null_vector_is_refused(memory: House) -> N
 @pytest.mark.parametrize(
     ("hours", "at"), [(0, datetime.fromtimestamp(NOW, UTC).isoformat()), (2, datetime.fromtimestamp(NOW + 7200, UTC).isoformat())]
 )
-def test_rows_from_the_future_grow_old_from_when_they_were_published_or_first_seen(memory: House, hours: int, at: str) -> None:
+def test_rows_from_the_future_age_from_when_they_were_published(memory: House, hours: int, at: str) -> None:
     """The rows are dated a day ahead; the publisher's clock was right, or two hours fast. No path calls them fresh for a day and more."""
     memory.publish({"a": Row(1.0, age=-86_400.0), "b": Row(2.0, age=-86_400.0)}, metric="l2", at=at)
     passed = 0.0
@@ -1314,9 +1314,7 @@ def test_rows_from_the_future_grow_old_from_when_they_were_published_or_first_se
     [(-7200.0, 30.0, 30.0), (9.0, -60.0, 11.0)],
     ids=["slow, then set right", "set back"],
 )
-def test_a_clock_that_is_set_meanwhile_makes_no_row_fresh_that_is_known_to_be_old(
-    memory: House, first_s: float, then_s: float, age_s: float
-) -> None:
+def test_a_clock_that_is_set_makes_no_old_row_fresh(memory: House, first_s: float, then_s: float, age_s: float) -> None:
     """First seen at ``first_s``, by the reader's clock after the publishing; the clock is set, and shows ``then_s`` 11 s later."""
     memory.publish({"a": Row(1.0), "b": Row(2.0, age=-3600.0)}, at=datetime.fromtimestamp(NOW, UTC).isoformat())
     shown, passed = first_s, 0.0

@@ -78,7 +78,7 @@ def row_of(pointer: Pointer, key: str, x: float = 1.0, age: float = 0.0) -> byte
 # ---- the store
 
 
-def test_what_was_kept_is_read_by_all_who_open_it_whether_there_is_a_row_or_none(open_kept: Open, pointer: Pointer) -> None:
+def test_a_cached_row_is_read_by_all_who_open_the_cache(open_kept: Open, pointer: Pointer) -> None:
     miss_cache, other = open_kept(), open_kept()
     assert miss_cache.read(pointer, ["a"]) == {}
     miss_cache.write(
@@ -90,7 +90,7 @@ def test_what_was_kept_is_read_by_all_who_open_it_whether_there_is_a_row_or_none
     assert miss_cache.read(pointer, ["a"]) == {"a": row_of(pointer, "a", 2.0)}
 
 
-def test_it_counts_for_the_view_snapshot_and_model_it_was_computed_under_and_no_other(open_kept: Open, house: House) -> None:
+def test_it_counts_for_its_view_snapshot_and_model_alone(open_kept: Open, house: House) -> None:
     miss_cache, pointer = open_kept(), house.publish({})
     miss_cache.write(pointer, [CachedMiss("a", row_of(pointer, "a"))])
     others: list[dict[str, Any]] = [{"model": "another"}, {"snapshot": 2}, {"epoch": 2}, {"at": "later"}, {"owner": "another"}]
@@ -99,7 +99,7 @@ def test_it_counts_for_the_view_snapshot_and_model_it_was_computed_under_and_no_
     assert list(miss_cache.read(pointer, ["a"])) == ["a"]
 
 
-def test_a_row_is_kept_for_its_time_and_that_there_is_none_for_a_shorter_one(open_kept: Open, pointer: Pointer) -> None:
+def test_a_row_is_cached_for_its_time_and_its_absence_for_less(open_kept: Open, pointer: Pointer) -> None:
     clock = Clock()
     miss_cache = open_kept(clock=clock)
     miss_cache.write(pointer, [CachedMiss("a", row_of(pointer, "a")), CachedMiss("none", None)])
@@ -123,7 +123,7 @@ def test_what_a_clock_that_ran_ahead_kept_does_not_count(open_kept: Open, pointe
     assert miss_cache.read(pointer, ["a", "none"]) == {}
 
 
-def test_who_reads_a_file_waits_for_nobody_who_writes_and_finds_the_one_that_was_begun_anew(
+def test_readers_of_a_file_wait_for_no_writer_and_find_a_new_one(
     tmp_path: Path, pointer: Pointer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("precompute.store.miss_cache.file_cache.WAIT_S", 600.0)
@@ -223,7 +223,7 @@ def asked(house: House, miss_cache: Any, model: Scripted, keys: list[str], **opt
     return [(r["status"], r["source"], r.get("reason"), d, r["age_s"]) for r, d in zip(rows, doubles, strict=True)]
 
 
-def test_misses_and_stale_rows_are_answered_by_what_was_kept_and_hits_never_look(house: House) -> None:
+def test_misses_and_stale_rows_are_answered_from_the_cache(house: House) -> None:
     house.publish(STORED)
     miss_cache, fallback = (
         Closed(new=Row(5.0, age=3), stale=Row(6.0, age=1), expired=Row(7.0), fresh=Row(9.0), none=None),
@@ -273,9 +273,7 @@ def test_a_stale_row_is_served_at_once_and_computed_behind_once(house: House) ->
     assert [(keys, dict(inputs)) for _, keys, inputs in fallback.calls] == [(["stale"], {}), (["older"], {})]
 
 
-def test_what_is_computed_behind_answers_is_bounded_for_each_view_and_goes_on_as_it_is_done(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refreshes_are_bounded_for_each_view(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("precompute.store.misses.MOST_REFRESHED", 3)
     stale = {str(number): Row(1.0, age=TTL + 1) for number in range(8)}
     for name in ("things", "others"):
@@ -316,7 +314,7 @@ def test_what_a_request_asks_for_counts_for_kept_rows_too(
     assert (miss_cache.read_keys, [keys for _, keys, _ in fallback.calls]) == (reads, calls)
 
 
-def test_a_kept_row_of_the_future_is_none_and_one_that_expires_meanwhile_stays_so(house: House) -> None:
+def test_a_cached_row_of_the_future_is_none(house: House) -> None:
     house.publish(STORED)
     ahead = AHEAD_US / 1e6 + 1
     assert asked(house, Closed(new=Row(5.0, age=-ahead)), Scripted({"new": Row(8.0)}), ["new"])[0][:2] == ("computed", "fallback")
@@ -343,9 +341,7 @@ def test_a_kept_row_vouches_for_itself_or_is_none(house: House, damage: Callable
 
 
 @pytest.mark.parametrize("error", [Miss(Reason.MODEL_ERROR), Miss(Reason.SHED), None], ids=["fails", "sheds", "too slow"])
-def test_where_the_model_fails_an_expired_row_is_served_as_stale_for_as_long_as_the_view_says(
-    house: House, error: Miss | None
-) -> None:
+def test_where_the_model_fails_an_expired_row_is_served_as_stale(house: House, error: Miss | None) -> None:
     house.changes = FALLBACK | {"stale_if_error_s": 10.0}
     rows = {"expired": Row(3.0, age=TTL + STALE_FOR + 9), "gone": Row(4.0, age=TTL + STALE_FOR + 11)}
     house.publish(rows)

@@ -607,7 +607,7 @@ def test_a_journal_damaged_in_the_middle_gives_the_lines_before(store: ViewStore
         assert store.journals.unfinished("recipe", None) == chunks[:1]
 
 
-def test_only_chunks_of_the_same_recipe_partition_and_demand_are_taken_over(store: ViewStore) -> None:
+def test_only_chunks_of_the_same_recipe_and_partition_are_taken_over(store: ViewStore) -> None:
     day = "2026-01-01T00:00Z/2026-01-02T00:00Z"
     made = {}
     for run, kind in {
@@ -642,7 +642,7 @@ def test_chunks_that_are_whole_have_the_checksums_noted(store: ViewStore) -> Non
     assert store.journals.whole(chunks) == chunks[3:]
 
 
-def test_chunks_whose_files_are_gone_or_cut_and_those_of_committed_runs_are_not_taken_over(store: ViewStore) -> None:
+def test_lost_cut_or_committed_chunks_are_not_taken_over(store: ViewStore) -> None:
     chunks = [chunk(store, "r1", n, rejected=True) for n in range(4)]
     journal(store, "r1", *chunks)
     files = [store.folder / part.path for one in chunks for part in (one.part, one.rejected) if part is not None]
@@ -715,7 +715,7 @@ def test_a_move_from_where_the_pointer_is_not_changes_nothing(store: ViewStore, 
     assert tree(store.offline.root) == before
 
 
-def test_a_live_pointer_torn_at_any_length_or_with_a_flipped_bit_is_refused(store: ViewStore) -> None:
+def test_a_torn_or_flipped_live_pointer_is_refused(store: ViewStore) -> None:
     store.refs.move_live(1, expected_epoch=0, epoch=1, reason="run")
     path = store.folder / "refs" / "live.json"
     whole = path.read_bytes()
@@ -768,7 +768,7 @@ print(numbers, won, sep="|")
 """
 
 
-def test_racing_processes_commit_under_distinct_numbers_and_one_alone_moves_the_pointer(store: ViewStore) -> None:
+def test_racing_commits_get_distinct_numbers_and_one_moves_the_pointer(store: ViewStore) -> None:
     rounds, names = 40, ["left", "right", "third"]
     processes = [start(RACE, store.offline.root, name, rounds) for name in names]
     for process in processes:
@@ -982,7 +982,7 @@ def test_vectors_and_text_come_back_from_a_part_as_they_went_in(store: ViewStore
     assert pa.Table.from_batches(store.batches(committed(store, table))).equals(table)
 
 
-def test_vectors_are_compressed_by_what_is_read_fastest_and_the_rest_by_what_is_smallest(tmp_path: Path) -> None:
+def test_vectors_are_compressed_for_speed_and_the_rest_for_size(tmp_path: Path) -> None:
     columns = {"id": pa.array([1]), "text": ["a"], "top": pa.array([[1, 2]]), "tags": pa.array([["x"]])}
     vector = pa.FixedSizeListArray.from_arrays(pa.array([0.5, 1.5], pa.float32()), 2)
     write_part_file(tmp_path / "part.parquet", pa.table(columns | {"vector": vector}))

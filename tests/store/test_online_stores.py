@@ -76,7 +76,7 @@ def store(open_store: OpenStore) -> OnlineStore:
 # ---- the end of a view
 
 
-def test_a_forgotten_view_is_none_for_who_has_read_it_too_and_can_begin_anew(open_store: OpenStore) -> None:
+def test_a_forgotten_view_is_gone_for_old_readers_and_can_begin_again(open_store: OpenStore) -> None:
     writer, reader = open_store(), open_store()
     for epoch in (7, 8):
         publish(writer, epoch, TABLE)
@@ -238,7 +238,7 @@ def test_a_pointer_may_go_back_to_an_older_generation_under_a_higher_epoch(open_
     assert (open_store().read("numbers", [b"a"]) or (None,))[0] == back_to(2, 4)
 
 
-def test_the_generation_pointed_at_can_neither_be_replaced_nor_dropped_whatever_its_epoch(store: OnlineStore) -> None:
+def test_the_live_generation_can_neither_be_replaced_nor_dropped(store: OnlineStore) -> None:
     publish(store, 1, TABLE)
     publish(store, 2, {b"a": b"two"})
     load(store, 3, {b"a": b"three"})
@@ -314,7 +314,7 @@ def test_an_overlay_is_cumulative_goes_back_and_gives_way_to_a_base(open_store: 
     assert numbers(writer) == [1, 2, 3, 6]
 
 
-def test_base_and_overlay_that_are_read_can_neither_be_replaced_nor_dropped(store: OnlineStore) -> None:
+def test_base_and_overlay_in_use_can_neither_be_replaced_nor_dropped(store: OnlineStore) -> None:
     publish(store, 1, TABLE)
     overlay(store, 2, 1, {b"a": b"two"})
     for number in (1, 2):
@@ -507,7 +507,7 @@ def test_a_pointer_comes_back_equal_from_its_bytes() -> None:
     assert (whole.generation, pointer(3).generation) == (7, 3)
 
 
-def test_a_pointer_of_a_later_version_is_read_and_one_without_a_seal_is_not() -> None:
+def test_a_pointer_of_a_later_version_is_read_an_unsealed_one_is_not() -> None:
     body = content_of(pointer(4).to_bytes()) | {"from_the_future": 1}
     assert Pointer.from_bytes(sealed(body)) == pointer(4)
     with pytest.raises(ValueError, match="not those that were written"):

@@ -324,7 +324,7 @@ def test_in_a_browser_its_style_counts_and_nothing_is_wider_than_a_phone(tmp_pat
     assert all(right <= width for width, right, _ in laid_out), laid_out
 
 
-def test_what_is_in_trouble_comes_first_and_a_text_is_asked_of_those_alone_that_take_one() -> None:
+def test_trouble_comes_first_and_texts_are_for_views_that_take_one() -> None:
     def view(name: str, **figures: Any) -> ViewFigures:
         details = {field: figures.pop(field) for field in ("status", "takes_text", "fallback", "model_ready") if field in figures}
         return ViewFigures(TOLD | {"view": name} | details, **figures)
@@ -380,7 +380,5 @@ def test_what_a_search_found_has_bars_from_0_and_what_a_person_knows_it_by(
         (tuple(Feature(name, "int32") for name in "abcd"), ["a", "b", "c"]),
     ],
 )
-def test_a_row_is_told_by_its_texts_before_numbers_and_by_a_vector_where_there_is_nothing_else(
-    features: tuple[Feature, ...], details: list[str]
-) -> None:
+def test_a_row_shows_its_texts_before_numbers_and_vectors_last(features: tuple[Feature, ...], details: list[str]) -> None:
     assert telling(features) == details

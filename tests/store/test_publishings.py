@@ -58,7 +58,7 @@ def test_publishings_renewals_rollbacks_and_drops_are_told_in_their_order(tmp_pa
     assert view.publishings() == told == view.log.entries()
 
 
-def test_what_is_live_counts_where_the_log_has_it_not_yet_and_is_written_before_it_goes(tmp_path: Path) -> None:
+def test_what_is_live_counts_where_the_log_has_it_not_yet(tmp_path: Path) -> None:
     view, path = Refs(tmp_path, "numbers"), tmp_path / "publishings.jsonl"
     published(view, 4, 1)
     whole = path.read_bytes()
@@ -74,9 +74,7 @@ def test_what_is_live_counts_where_the_log_has_it_not_yet_and_is_written_before_
     assert lived(view) == [(1, 4), (2, 5), (3, 6)]
 
 
-def test_a_log_that_cannot_be_written_holds_nobody_up_after_the_pointer_has_moved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_log_that_cannot_be_written_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     view = Refs(tmp_path, "numbers")
     published(view, 4, 1)
     add = publishings.PublishingLog.add
@@ -105,9 +103,7 @@ def test_a_damaged_line_is_told_and_does_not_stop_publishing(tmp_path: Path) -> 
     assert lived(view) == [(1, 4), (2, 5), (3, 6)]
 
 
-def test_publishings_of_snapshots_that_are_gone_are_thinned_and_leave_their_time_to_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_publishings_of_snapshots_that_are_gone_are_thinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     view = Refs(tmp_path, "numbers")
     for epoch in range(1, 8):
         published(view, epoch, epoch)

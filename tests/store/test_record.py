@@ -42,7 +42,7 @@ def test_what_is_wrong_is_named() -> None:
         record_of(Sample, {"name": 7})
 
 
-def test_numbers_that_are_none_come_back_and_foreign_values_are_written_plainly() -> None:
+def test_nan_and_infinity_come_back_and_foreign_values_are_plain() -> None:
     back = read_record(Sample, sealed(Sample("a", math.nan)))
     assert math.isnan(back.share)
     assert read_record(Sample, sealed(Sample("a", math.inf))).share == math.inf

@@ -269,7 +269,7 @@ def check_overlaid(store: RedisStore, keys: list[bytes]) -> None:
     assert plain(found[1])[10:-1] == [*changed[:10], *expected(keys)[20:30], changed[10]]
 
 
-def test_a_flipped_bit_in_what_is_noted_of_a_generation_is_told_and_never_a_missing_row(
+def test_a_flipped_bit_in_a_generations_note_is_never_a_missing_row(
     store: RedisStore, raw: redis.Redis, open_store: OpenStore, shared_server: RedisProcess
 ) -> None:
     """Without it nobody would know in which of how many buckets to look."""
@@ -446,7 +446,7 @@ def test_buckets_take_a_third_of_the_memory(columns: int, store: RedisStore, raw
     assert used[0] > 2.7 * used[1]
 
 
-def test_a_server_that_keeps_no_such_hashes_small_gets_keys_and_so_does_who_asks_for_them(
+def test_a_server_without_small_hashes_gets_keys(
     store: RedisStore, raw: redis.Redis, open_store: OpenStore, shared_server: RedisProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")

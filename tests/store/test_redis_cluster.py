@@ -331,9 +331,7 @@ def test_the_end_of_a_load_follows_a_slot_that_moves_under_it(
 # ---- masters that are killed
 
 
-def test_a_master_killed_in_mid_load_is_followed_to_its_replica_and_what_is_there_is_counted(
-    own_cluster: RedisCluster, open_store: OpenStore
-) -> None:
+def test_a_master_killed_in_mid_load_is_followed_to_its_replica(own_cluster: RedisCluster, open_store: OpenStore) -> None:
     store, table = open_store(own_cluster.url()), many(40_000, 500)
     victim = own_cluster.master_of("precompute:{}numbers:1:0")
 
@@ -380,9 +378,7 @@ def test_rows_that_a_master_took_with_it_are_counted_missing(own_cluster: RedisC
     assert read_all(store, table) == list(table.values())
 
 
-def test_a_master_killed_in_mid_read_is_an_error_until_its_replica_has_taken_over(
-    own_cluster: RedisCluster, open_store: OpenStore
-) -> None:
+def test_a_master_killed_in_mid_read_is_an_error_until_taken_over(own_cluster: RedisCluster, open_store: OpenStore) -> None:
     store, table = open_store(own_cluster.url("?budget_ms=400")), many(2000)
     publish(store, 1, table)
     victim = own_cluster.master_of("precompute:{numbers}:meta")
@@ -419,7 +415,7 @@ def test_a_master_killed_in_mid_read_is_an_error_until_its_replica_has_taken_ove
     assert any("the server was restarted, or another one took its place" in doubt for doubt in store.doubts("numbers"))
 
 
-def test_a_block_that_waits_for_room_when_the_connection_is_cut_is_sent_all_the_same(
+def test_a_block_waiting_for_room_at_a_cut_is_sent_all_the_same(
     cluster: RedisCluster, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, table = open_store(cluster.url()), many(8000)

@@ -183,7 +183,7 @@ def test_a_master_of_few_slots_has_a_key_to_try_rights_with() -> None:
         cluster.scratch(cluster.link(("c", 3)), "precompute")
 
 
-def test_masters_that_come_and_go_between_two_looks_are_each_asked_for_themselves(
+def test_masters_that_change_between_looks_are_each_queried(
     cluster: RedisCluster, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store(cluster.url())
@@ -375,7 +375,7 @@ def test_a_master_that_becomes_a_replica_in_mid_load_is_told(
 
 @pytest.mark.parametrize("version", sorted(BINARIES))
 @pytest.mark.parametrize("when", ["before it writes", "when it has written", "before it is answered"])
-def test_a_redis_that_is_killed_inside_the_flip_has_the_old_one_live_or_the_new_one_whole(
+def test_a_redis_killed_inside_the_flip_has_old_or_new_whole(
     version: str, when: str, tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a log of what was written, flushed with each command, as `appendonly yes` and `appendfsync always` have it."""

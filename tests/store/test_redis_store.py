@@ -240,7 +240,7 @@ def torn(rows: Rows, batches: int) -> Rows:
     raise Stopped
 
 
-def test_a_load_that_was_interrupted_is_gone_on_with_where_the_server_had_it(
+def test_an_interrupted_load_goes_on_where_the_server_had_it(
     store: RedisStore, server: RedisProcess, open_store: OpenStore, raw: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bulk, "NOTE_EVERY_S", 0.03)
@@ -322,7 +322,7 @@ def test_replies_lost_in_mid_load_are_asked_again(server: RedisProcess, open_sto
             assert len(data_keys(raw, cut_after)) == 30_000
 
 
-def test_replies_that_do_not_come_in_mid_load_are_waited_for_and_then_asked_again(
+def test_late_replies_in_mid_load_are_waited_for_and_requested_again(
     server: RedisProcess, open_store: OpenStore, raw: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bulk, "STALL_S", 0.5)
@@ -372,9 +372,7 @@ def test_a_server_that_is_gone_for_good_in_mid_load_is_told(
         store.load("numbers", Generation(1, 1), killing())
 
 
-def test_a_server_that_is_killed_and_comes_back_empty_has_no_view_and_takes_it_again(
-    own_server: RedisProcess, open_store: OpenStore
-) -> None:
+def test_a_server_that_comes_back_empty_takes_the_view_again(own_server: RedisProcess, open_store: OpenStore) -> None:
     store = open_store(own_server.url())
     publish(store, 1, TABLE)
     own_server.kill()
@@ -464,9 +462,7 @@ def test_connections_are_there_before_anybody_asks(own_server: RedisProcess, ope
         open_store(own_server.url()).warm()
 
 
-def test_who_asks_again_whether_a_server_that_hangs_is_back_waits_no_budget_for_it(
-    own_server: RedisProcess, open_store: OpenStore
-) -> None:
+def test_probing_a_server_that_hangs_costs_no_budget(own_server: RedisProcess, open_store: OpenStore) -> None:
     publish(open_store(own_server.url()), 1, TABLE)
     store = open_store(own_server.url("?budget_ms=60000"))
     assert read(store, [b"a"]) == [b"1"]
@@ -540,7 +536,7 @@ def test_a_full_server_refuses_the_load_before_it_begins(store: RedisStore, raw:
     assert store.prepare("numbers", Generation(2, 2), 1000, 100_000, "us") == Terms()
 
 
-def test_a_server_that_runs_full_in_mid_load_keeps_what_is_live_and_goes_back(store: RedisStore, raw: redis.Redis) -> None:
+def test_a_server_full_in_mid_load_holds_on_to_what_is_live(store: RedisStore, raw: redis.Redis) -> None:
     for number in (1, 2):
         publish(store, number, dict.fromkeys(TABLE, b"%d" % number))
     raw.config_set("maxmemory", raw.info("memory")["used_memory"] + 1_000_000)
@@ -816,7 +812,7 @@ def test_an_overlay_whose_list_of_keys_is_not_whole_is_looked_for(
 # ---- damage
 
 
-def test_a_flipped_bit_in_a_value_or_another_keys_row_is_damaged_and_no_other(store: RedisStore, raw: redis.Redis) -> None:
+def test_a_flipped_bit_or_another_keys_row_is_damaged_alone(store: RedisStore, raw: redis.Redis) -> None:
     codec = RowCodec(VIEW)
     keys = [b"%d" % i for i in range(100)]
     hashes = kernels.hashes(Packed.of(keys))

@@ -109,7 +109,7 @@ def test_a_request_is_a_line_without_its_key_query_or_token(tmp_path: Path) -> N
     assert path.stat().st_mode & 0o777 == 0o640
 
 
-def test_a_log_that_was_moved_away_is_begun_anew_and_two_processes_share_one(tmp_path: Path) -> None:
+def test_a_log_moved_away_is_begun_again_and_two_processes_share_one(tmp_path: Path) -> None:
     path = tmp_path / "access.log"
     logs = [AccessLog(answering, path, f"worker-{i}") for i in range(2)]
     for round_ in ("first", "second"):

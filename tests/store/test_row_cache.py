@@ -162,7 +162,7 @@ def test_rows_dated_ahead_are_counted_each_time_and_not_kept(house: House) -> No
     assert house.hits() == 0
 
 
-def test_no_more_bytes_are_kept_than_allowed_and_what_was_asked_for_last_stays(tmp_path: Path) -> None:
+def test_no_more_bytes_are_cached_than_allowed_and_the_latest_stay(tmp_path: Path) -> None:
     house = House(TableStore(tmp_path))
     house.publish(1, {str(i): (float(i), 0.0) for i in range(100)})
     row = cached_row(house.lookup.begin("things", ["1"]))
@@ -213,7 +213,7 @@ ERROR = OnlineStoreError("Redis at redis://secret:6379/0 does not answer")
 @pytest.mark.parametrize(
     "error", [ERROR, DamagedPointerError("damaged"), RequestError("busy", status=503, code="busy")], ids=repr
 )
-def test_where_the_store_fails_a_row_that_is_kept_is_served_as_stale_within_its_limit(error: Exception) -> None:
+def test_where_the_store_fails_a_cached_row_is_served_as_stale(error: Exception) -> None:
     store = Failing()
     house = House(store)
     view = dataclasses.replace(VIEW, stale_if_error_s=20)
@@ -274,7 +274,7 @@ def test_what_a_request_asks_of_its_row_holds_where_the_store_fails_too(asked: d
     assert house.get(f"a{asked.get('query', '')}", **headers).status == (200 if allowed else 503)
 
 
-def test_where_the_store_fails_no_row_of_what_is_known_to_be_replaced_is_served() -> None:
+def test_where_the_store_fails_no_replaced_row_is_served() -> None:
     store = Failing()
     house = House(store)
     house.publish(1, {"a": (1.0, 0.0), "b": (2.0, 0.0)})

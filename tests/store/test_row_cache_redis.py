@@ -143,7 +143,7 @@ def test_no_answer_is_of_what_was_live_before_for_longer_than_is_promised(url: s
     assert len(asked.fresh) / 4 < hits(app) < len(asked.fresh)
 
 
-def test_a_pointer_is_known_for_a_moment_and_never_one_before_another_that_was_seen(url: str, open_store: OpenStore) -> None:
+def test_a_pointer_is_known_for_a_moment_and_never_an_older_one(url: str, open_store: OpenStore) -> None:
     writer, reader = open_store(url), open_store(url)
     assert reader.known("numbers") is None
     publish(writer, 1)
@@ -233,7 +233,7 @@ def test_a_server_that_was_killed_and_came_back_empty_has_no_rows(tmp_path: Path
         assert {"stale", 404} <= set(asked.others) <= {"stale", 404, 503}
 
 
-def test_a_failover_of_the_pointers_master_serves_nothing_that_was_live_before(tmp_path: Path, open_store: OpenStore) -> None:
+def test_a_failover_of_the_pointers_master_serves_nothing_older(tmp_path: Path, open_store: OpenStore) -> None:
     with RedisCluster(newest_redis(), tmp_path) as cluster:
         writer = open_store(cluster.url())
         publish(writer, 1)

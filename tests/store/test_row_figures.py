@@ -119,7 +119,7 @@ def test_figures_add_up_and_come_off_again() -> None:
     assert whole.less(RowFigures(), 0) == whole
 
 
-def test_what_a_sample_tells_of_the_rows_that_leave_is_scaled_to_all_of_them() -> None:
+def test_a_samples_share_of_leaving_rows_is_scaled_to_all() -> None:
     values = np.ones((1000, 4), np.float32)
     values[:500] = 0
     view = of("float32", 4)

@@ -73,7 +73,7 @@ def test_a_row_that_is_found_reads_as_one_that_is_looked_up(lookup: Lookup) -> N
         assert row == {name: value for name, value in alone.json.items() if name != "view"}
 
 
-def test_a_search_that_finds_too_many_bytes_is_refused_before_they_are_read(lookup: Lookup) -> None:
+def test_a_search_that_finds_too_many_bytes_is_refused_early(lookup: Lookup) -> None:
     app = create_app(lookup, answer_bytes=600)
     body = {"vector": [0.1, 0, 0], "k": 2}
     call(app, "POST", SEARCH, body | {"features": ["vector"]}).check_problem(413, "answer_too_large")

@@ -64,9 +64,7 @@ def test_every_row_has_the_same_chance(tmp_path: Path) -> None:
     assert (share < 1.5).all()
 
 
-def test_a_draw_comes_from_every_part_of_a_large_snapshot_and_reads_few_row_groups(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draw_comes_from_every_part_and_reads_few_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     original = pq.ParquetFile.read_row_group
 
@@ -88,9 +86,7 @@ def test_many_small_row_groups_are_drawn_from_until_there_are_rows_enough(tmp_pa
     assert 250 <= rows.draw(500, 1).count <= 500
 
 
-def test_few_rows_that_lie_in_many_large_row_groups_are_drawn_from_few_of_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_rows_in_many_large_row_groups_are_drawn_from_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = layers(tmp_path, (0, 3000, []), (3000, 2000, []))
     changed = layers(tmp_path, (0, 3000, list(range(0, 3000, 15))), (3000, 2000, []))
     rows = rows_beside(made, changed)

@@ -136,7 +136,7 @@ def test_the_bytes_of_a_manifest_are_pinned() -> None:
         ([("a", False)], ("a", "z"), []),
     ],
 )
-def test_a_snapshot_is_refused_by_the_gates_that_failed_and_nobody_accepted(
+def test_a_snapshot_is_refused_by_gates_that_nobody_accepted(
     gates: list[tuple[str, bool]], accepted: tuple[str, ...], refused_by: list[str]
 ) -> None:
     verdicts = tuple(Verdict(name, passed) for name, passed in gates)

@@ -118,7 +118,7 @@ def test_a_snapshot_that_nobody_can_read_stands_for_nothing(store: ViewStore) ->
     assert Standing(store).at_fault({*known, BAD}) == {BAD, GOOD}
 
 
-def test_what_a_run_computed_goes_live_unless_somebody_holds_the_view_or_a_later_partition_is(tmp_path: Path) -> None:
+def test_what_a_run_computed_goes_live_unless_held_or_older(tmp_path: Path) -> None:
     store = OfflineStore(tmp_path / "root").view("numbers")
     assert Standing(store).numbers_text() == "none"
     early, late = (commit(store, number, partition=day) for number, day in enumerate(DAYS, 1))

@@ -66,7 +66,7 @@ def test_the_inode_of_the_pointer_that_is_known_is_given_to_no_other(folder: Pat
     assert values(reader.read("numbers", [b"a"])) == [b"2"]
 
 
-def test_a_table_folder_holds_generations_pointer_and_lock_and_nothing_half_done(folder: Path) -> None:
+def test_a_table_folder_holds_generations_pointer_and_lock_alone(folder: Path) -> None:
     store = TableStore(folder)
     assert (store.views(), numbers(store), folder.exists()) == ([], [], False)
     publish(store, 1, TABLE)

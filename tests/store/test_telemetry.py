@@ -197,7 +197,7 @@ def limited(kind: int, to: int) -> Iterator[None]:
         resource.setrlimit(kind, (soft, hard))
 
 
-def test_all_of_a_file_is_there_before_it_is_written_and_where_there_is_no_room_that_is_told(tmp_path: Path) -> None:
+def test_a_file_is_allocated_before_it_is_written(tmp_path: Path) -> None:
     """What is written to a hole of a mapped file ends the process where the disk is full by then."""
     Meter(tmp_path, "worker-0").close()
     assert (tmp_path / "worker-0.values").stat().st_blocks * 512 >= 8 * MAX_SLOTS
@@ -205,7 +205,7 @@ def test_all_of_a_file_is_there_before_it_is_written_and_where_there_is_no_room_
         Meter(tmp_path, "worker-1")
 
 
-def test_without_a_file_to_open_a_process_tells_what_it_last_knew_of_itself() -> None:
+def test_without_a_file_to_open_a_process_reports_what_it_last_knew() -> None:
     meter = Meter(process="worker-3")
     meter.process_figures()
     before = samples(meter)

