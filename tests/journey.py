@@ -152,7 +152,7 @@ def nights(journey: Journey) -> None:
     do("snapshots", "numbers")
     do("resume", "numbers")
     do("materialize", "numbers", "--full")
-    do("publish", "numbers", "--json")
+    do("publish", "numbers", "--json", "--accept", "rolled_back")
     do("pin", "numbers")
     do("gc")
     do("status")
@@ -199,8 +199,8 @@ def service(journey: Journey) -> None:
                 client.search("texts", inputs={"text": "a tale"}, k=3)
             with contextlib.suppress(PrecomputeError):
                 client.rows("nothing", [1])
-        write(journey.folder, changed=9)
-        journey.do("run", "numbers")
+        write(journey.folder, changed=120)
+        journey.do("run", "numbers", "--accept", "rolled_back")
         asyncio.run(_asynchronously(url))
         for path in (
             "/",
