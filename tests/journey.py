@@ -100,7 +100,7 @@ class Journey:
         for name, view in VIEWS.items():
             (folder / "views" / f"{name}.yaml").write_text(yaml.safe_dump({"name": name} | view))
         path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
-        self.environment = os.environ | {"PYTHONPATH": path, "PRECOMPUTE_CONFIG": str(folder)}
+        self.environment = {**os.environ} | {"PYTHONPATH": path, "PRECOMPUTE_CONFIG": str(folder)}
 
     def _measured(self, *command: str) -> list[str]:
         config = f"--rcfile={self.folder / '.coveragerc'}"
@@ -175,6 +175,7 @@ def days_after(journey: Journey) -> None:
     journey.do("reconcile", "numbers")
     journey.do("verify", "numbers")
     journey.do("lookup", "nothing", "1", ends=2)
+    journey.environment["PRECOMPUTE_SERVE__TOKENS"] = str(journey.folder / "tokens")
     journey.do("token", "someone", "--scope", "read")
     journey.do("token", "someone", "--remove")
     journey.do("drop", "days", "--yes")
