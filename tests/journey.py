@@ -225,8 +225,8 @@ async def _asynchronously(url: str) -> None:
 
 def scheduled(journey: Journey) -> None:
     """A scheduler that finds something due."""
-    path = journey.folder / "views" / "numbers.yaml"
-    path.write_text(yaml.safe_dump({"name": "numbers"} | VIEWS["numbers"] | {"schedule": "* * * * *"}))
+    path = journey.folder / "project.yaml"
+    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"schedule": {"numbers": "* * * * *"}}))
     with journey.running("schedule"):
         time.sleep(75)
     journey.do("status", "--json", ends=1)  # `days` was dropped, and is configured still
@@ -242,7 +242,7 @@ def travel(folder: Path) -> None:
     (folder / "redis").mkdir()
     with RedisProcess(redis_binary(), folder / "redis") as server:
         redis = Journey(folder / "beside", server.url())
-        for command in (("run", "numbers"), ("run", "numbers", "--full"), ("lookup", "numbers", "1"), ("status",)):
+        for command in (("run", "numbers"), ("run", "numbers", "--full"), ("run", "texts"), ("lookup", "numbers", "1")):
             redis.do(*command)
         service(redis)
         with server.client() as client:

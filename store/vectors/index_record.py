@@ -16,7 +16,7 @@ from precompute.store.record import Record, field, plain, record_of
 NAME = "meta.json"
 VECTORS, CODES, ROWS, HASHES, REPLACED = "vectors.faiss", "codes.faiss", "rows.arrow", "hashes.arrow", "replaced.arrow"
 METRICS = ("cosine", "dot", "l2")
-FORMAT = 3
+FORMAT = 4
 
 DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2")}
 """What a flat file may hold."""

@@ -51,6 +51,7 @@ class RowsWriter:
         self._writer = pa.ipc.new_file(self._sink, self._schema)
         self._waiting: list[pa.RecordBatch] = []
         self._hashes: list[npt.NDArray[np.uint64]] = []
+        self._times: list[npt.NDArray[np.uint64]] = []
         self.rows = 0
 
     def add(self, rows: pa.RecordBatch) -> None:
@@ -59,6 +60,7 @@ class RowsWriter:
         columns = [pc.cast(keys, pa.large_string()), rows.column("computed_at").cast(pa.int64())]
         columns += [rows.column(name).cast(kind) for name, kind in self._types.items()]
         self._hashes.append(hashes_of(keys))
+        self._times.append(columns[1].to_numpy(zero_copy_only=False).view(np.uint64))
         self._waiting.append(pa.RecordBatch.from_arrays(columns, schema=self._schema))
         self.rows += rows.num_rows
         if sum(batch.num_rows for batch in self._waiting) >= BATCH_ROWS:
@@ -71,7 +73,8 @@ class RowsWriter:
         self._waiting = []
 
     def close(self) -> None:
-        """Write the rest, and the hashes of the keys, ascending, each with its row.
+        """Write the rest, and the hashes of the keys, ascending, each with its row and, XORed with it, the row's time: whichever of the two times
+        loses a bit under a mapping, they are no longer the same.
 
         Raises:
             OSError: the disk is full or refuses.
@@ -79,9 +82,10 @@ class RowsWriter:
         self._write()
         self._writer.close()
         self._sink.close()
-        every = np.concatenate(self._hashes) if self._hashes else np.zeros(0, np.uint64)
+        nothing = [np.zeros(0, np.uint64)]
+        every, times = np.concatenate(self._hashes or nothing), np.concatenate(self._times or nothing)
         order = np.argsort(every, kind="stable")
-        table = pa.table({"hash": every[order], "row": order.astype(np.int64)})
+        table = pa.table({"hash": every[order], "row": order.astype(np.int64), "time": (every ^ times)[order]})
         with pa.OSFile(str(self._folder / HASHES), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
             writer.write_table(table)
 
@@ -108,18 +112,20 @@ class IndexRows:
             found = reader.read_all()
         self._hashes = found.column("hash").to_numpy()
         self._row_of = found.column("row").to_numpy()
+        self._times = found.column("time").to_numpy()
         self._keys = self.table.column("key")
         self._texts = [_text_buffers(chunk) for chunk in self._keys.chunks if len(chunk)]
         self._starts = [0, *accumulate(len(chunk) for chunk in self._keys.chunks if len(chunk))][:-1]
-        self.computed_at_us: npt.NDArray[np.int64] = self.table.column("computed_at").to_numpy()
+        self._computed_at_us: npt.NDArray[np.int64] = self.table.column("computed_at").to_numpy()
         if len(self._hashes) != len(self.table):
             raise ValueError(f"{HASHES} is not of these rows")
 
     def __len__(self) -> int:
         return len(self.table)
 
-    def keys(self, rows: RowNumbers) -> list[str]:
-        """The key texts of some rows, which the hashes confirm: the files are mapped, and a bit may have changed since their checksums were compared.
+    def named(self, rows: RowNumbers) -> tuple[list[str], npt.NDArray[np.int64]]:
+        """The key texts of some rows and when they were computed (µs since 1970), which the hashes confirm: the files are mapped, and a bit may have
+        changed since their checksums were compared.
 
         Raises:
             VectorIndexError: one is damaged.
@@ -127,13 +133,22 @@ class IndexRows:
         wanted = rows.tolist()
         texts = [text for text in map(self._text, wanted) if text is not None]
         if len(texts) == len(wanted):
+            times = self._computed_at_us[rows]
             hashed = np.fromiter((hash_of(text.encode()) for text in texts), np.uint64, len(texts))
             at = np.minimum(np.searchsorted(self._hashes, hashed), len(self) - 1)
+            same = (self._row_of[at] == rows) & (self._hashes[at] == hashed)
             # the rest are of two keys of one hash, or damaged
-            others = np.flatnonzero((self._row_of[at] != rows) | (self._hashes[at] != hashed))
-            if np.array_equal(self.find([texts[i] for i in others.tolist()]), rows[others]):
-                return texts
+            others = np.flatnonzero(~same)
+            at[others] = [self._place(int(hashed[i]), wanted[i]) for i in others.tolist()]
+            if (at >= 0).all() and np.array_equal(self._times[at] ^ hashed, times.view(np.uint64)):
+                return texts, times
         raise self._damaged()
+
+    def _place(self, hashed: int, row: int) -> int:
+        """Where a row stands among those of one hash; -1 where it is not there."""
+        first, end = np.searchsorted(self._hashes, np.uint64(hashed)), np.searchsorted(self._hashes, np.uint64(hashed), "right")
+        found = np.flatnonzero(self._row_of[first:end] == row)
+        return int(first + found[0]) if len(found) else -1
 
     def _damaged(self) -> VectorIndexError:
         return VectorIndexError(

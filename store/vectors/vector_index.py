@@ -173,11 +173,15 @@ class VectorIndex:
         return sum(part.living for part in self._parts)
 
     def find(self, key: str) -> Found | None:
-        """The row of a key; None when it is not here, or its vector is null."""
+        """The row of a key; None when it is not here, or its vector is null.
+
+        Raises:
+            VectorIndexError: it is damaged.
+        """
         for part in reversed(self._parts):
             rows = part.alive(part.rows.find([key]))
             if len(rows):
-                return Found(part.vectors(rows)[0], int(part.rows.computed_at_us[rows[0]]))
+                return Found(part.vectors(rows)[0], int(part.rows.named(rows)[1][0]))
         return None
 
     def search(
@@ -208,10 +212,12 @@ class VectorIndex:
             return Neighbours([], [], [])
         if len(found) == 1:
             part, scores, rows = found[0]
-            return Neighbours(part.rows.keys(rows), scores.tolist(), part.rows.computed_at_us[rows].tolist())
-        keys = [key for part, _, rows in found for key in part.rows.keys(rows)]
+            keys, times = part.rows.named(rows)
+            return Neighbours(keys, scores.tolist(), times.tolist())
+        named = [part.rows.named(rows) for part, _, rows in found]
+        keys = [key for texts, _ in named for key in texts]
         every = np.concatenate([scores for _, scores, _ in found])
-        times = np.concatenate([part.rows.computed_at_us[rows] for part, _, rows in found])
+        times = np.concatenate([computed_at_us for _, computed_at_us in named])
         best = np.argsort(every if self.metric == "l2" else -every, kind="stable")[:k]
         return Neighbours([keys[i] for i in best.tolist()], every[best].tolist(), times[best].tolist())
 

@@ -358,7 +358,7 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [ROWS, HASHES])
-def test_a_bit_that_changes_under_an_open_index_names_no_other_key(
+def test_a_bit_that_changes_under_an_open_index_names_no_other_key_or_time(
     tmp_path: Path, data: tuple[list[str], Vectors], name: str
 ) -> None:
     """The files are mapped: a row number, an offset or a text that is another now is damage, and never another entity's."""
@@ -366,14 +366,16 @@ def test_a_bit_that_changes_under_an_open_index_names_no_other_key(
     index = build(tmp_path / "index", keys, vectors, "l2")
     path, rng = tmp_path / "index" / name, np.random.default_rng(3)
     whole = path.read_bytes()
-    refused = 0
+    refused, times = 0, dict(zip(*index.search(vectors[0], len(keys))[::2], strict=True))
     for bit in rng.integers(0, 8 * len(whole), 1_000).tolist():
         overwrite(path, bit // 8, bytes([whole[bit // 8] ^ 1 << bit % 8]))
         row = int(rng.integers(100))
-        found = index.find(keys[row])
-        assert found is None or found.vector.tolist() == vectors[row].tolist()
         try:
-            assert index.search(vectors[row], 100).keys == [key for key, _ in brute_force(keys, vectors, vectors[row], "l2")]
+            found = index.find(keys[row])
+            assert found is None or (found.vector.tolist(), found.computed_at_us) == (vectors[row].tolist(), times[keys[row]])
+            near = index.search(vectors[row], 100)
+            assert near.keys == [key for key, _ in brute_force(keys, vectors, vectors[row], "l2")]
+            assert near.computed_at_us == [times[key] for key in near.keys]
         except VectorIndexError:
             refused += 1
         overwrite(path, bit // 8, whole[bit // 8 : bit // 8 + 1])
