@@ -35,7 +35,7 @@ _readings: dict[str, int] = {}
 _sources: dict[str, dict[Path, str]] = {}
 """Package of a project → the files its modules were read from, with the SHA-256 of what was in them."""
 _sources_lock = threading.Lock()
-"""Of :data:`_sources`, to which whoever computes adds by an import inside a function. Nothing else is requested under it: such a thread holds Python's
+"""Of :data:`_sources`, to which anyone who computes adds by an import inside a function. Nothing else is requested under it: such a thread holds Python's
 lock of a module, for which an import under :data:`_lock` may be waiting."""
 
 _OURS = (f"{Path(__file__).parent}{os.sep}",)
@@ -191,7 +191,7 @@ _FOLDER: ContextVar[Path | None] = ContextVar("project_folder", default=None)
 
 
 class ProjectPath(str):
-    """A path of a model's argument, absolute. A text for whoever takes it; :func:`precompute.model.digest` knows it for a path."""
+    """A path of a model's argument, absolute. A text for anyone who takes it; :func:`precompute.model.digest` knows it for a path."""
 
     __slots__ = ()
 

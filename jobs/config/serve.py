@@ -137,7 +137,7 @@ class ServeConfig(Section):
     )
     tokens: str | None = Field(
         default=None,
-        description="file of the tokens that open the API, made by `precompute token`; none: whoever reaches it may ask",
+        description="file of the tokens that open the API, made by `precompute token`; none: anyone who reaches it may ask",
     )
     tls: TlsConfig | None = Field(default=None, description="TLS; none: plain HTTP")
     limits: LimitsConfig = LimitsConfig()

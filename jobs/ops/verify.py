@@ -129,7 +129,7 @@ def _pointer(store: ViewStore, online: OnlineStore, ref: LiveRef) -> str:
         pointer = online.live(name)
         served = None if pointer is None else (pointer.snapshot, pointer.epoch, set(pointer.generations))
         right = served == (ref.snapshot, ref.epoch, ref.place.generations)
-        # whoever publishes moves one pointer after the other
+        # anyone who publishes moves one pointer after the other
         if right or not is_held(store.leases, PUBLISH_LEASE) or time.monotonic() > ends_s:
             break
         time.sleep(0.05)

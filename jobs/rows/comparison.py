@@ -24,7 +24,7 @@ from precompute.store.record import Record, read_record, sealed
 log = logging.getLogger(__name__)
 
 CODE_VERSION = 4
-"""Raised by whoever changes how figures are computed."""
+"""Raised by anyone who changes how figures are computed."""
 
 SHORT = {
     "mean_cosine": "cosine",

@@ -184,7 +184,7 @@ def _stand_by(fallback: ViewFallback, opened: OpenFile, orders: queue.SimpleQueu
     opening: dict[tuple[str, tuple[int, str]], Future[Computed]] = {}
     while True:
         pointers = {(pointer.view.name, pointer.publishing): pointer for pointer in opened.read()}
-        # what could not be opened is tried by whoever asks for it
+        # what could not be opened is tried by anyone who asks for it
         opening = {which: future for which, future in opening.items() if which in pointers}
         for which in pointers.keys() - opening.keys():
             opening[which] = fallback.begin_warm(pointers[which], time.monotonic() + LOAD_S)

@@ -49,7 +49,7 @@ class Budget:
         self.ceiling: int | None = None
         self.failures = 0
         self.under_way = 0
-        """Batches on their way beside those that :data:`TRIES` counts, as whoever computes many at once tells."""
+        """Batches on their way beside those that :data:`TRIES` counts, as anyone who computes many at once tells."""
         self._wanted = self.cost
         self._good = 0
         self._short = False

@@ -98,7 +98,7 @@ class Forward:
         self._begin_lanes()
         try:
             while True:
-                # What is not there yet is not waited for: whoever feeds this may be waiting for what is under way, and it is timed by when it is done.
+                # What is not there yet is not waited for: anyone who feeds this may be waiting for what is under way, and it is timed by when it is done.
                 while under_way and (len(under_way) > self._depth or not ready()):
                     if done := self._land(under_way.popleft()):
                         yield done

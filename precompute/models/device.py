@@ -71,7 +71,7 @@ class Device:
         self.is_cuda = self.torch.type == "cuda"
         self.depth = LAUNCHED_AHEAD if self.is_cuda else 0
         self.dtype = torch.float32
-        """What large products are computed in; set by whoever converts the model."""
+        """What large products are computed in; set by anyone who converts the model."""
         self.shapes: Sequence[tuple[int, int]] = ((1024, 1024),)
         """(inputs, outputs) of the model's layers with the most to compute."""
         self.pack: Pack | None = None

@@ -40,7 +40,7 @@ from precompute.text.transformer import (
 )
 
 CODE_VERSION = 2
-"""Raised by whoever changes the values this code computes; part of the fingerprint."""
+"""Raised by anyone who changes the values this code computes; part of the fingerprint."""
 
 PLAIN_MAX_TOKENS = 256
 """Longest input of a folder that names none."""

@@ -66,7 +66,7 @@ class TorchModel(ABC):
         """Compute with a converted module from now on; ``dtype`` is what its large products are computed in."""
         self.forward = forward
         self.device.dtype, self.device.pack = dtype, None
-        # whoever converts it says what it is
+        # anyone who converts it says what it is
         self.variant = "fp32-eager" if forward is self.module else "?"
         if self.device.is_cuda:
             self._place_reference(forward)

@@ -25,7 +25,7 @@ from precompute.project_module import described, import_module, plain_name, proj
 from precompute.store.errors import ConfigError, ModelError
 
 CODE_VERSION = 1
-"""Raised by whoever changes the values this code computes; part of the fingerprint."""
+"""Raised by anyone who changes the values this code computes; part of the fingerprint."""
 
 
 class Called(torch.nn.Module):

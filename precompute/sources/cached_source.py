@@ -79,7 +79,7 @@ class CachedSource:
             self._again_at, self._reading = time.monotonic() + AGAIN_S, False
 
     def _read(self) -> None:
-        # the source was closed, or whoever reads it next reports it
+        # the source was closed, or anyone who reads it next reports it
         with contextlib.suppress(PrecomputeError):
             self._may_be = not unsteady(self._database, self._sql)
             before = _stamps(self._files)

@@ -58,7 +58,7 @@ def exported(module: torch.nn.Module, examples: Sequence[Tensors]) -> torch.expo
 
 
 CODE_VERSION = 1
-"""Raised by whoever changes what is written into the folder; part of the files' names."""
+"""Raised by anyone who changes what is written into the folder; part of the files' names."""
 
 
 class Folder:

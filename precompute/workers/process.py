@@ -132,7 +132,7 @@ class ChildProcess(ProcessGroup):
         return self._popen.returncode
 
     def pipes(self) -> tuple[IO[bytes], IO[bytes]]:
-        """Its stdin, to write to, and its stdout, to read from, of a child that is piped; whoever uses them closes them."""
+        """Its stdin, to write to, and its stdout, to read from, of a child that is piped; anyone who uses them closes them."""
         stdin, stdout = self._popen.stdin, self._popen.stdout
         assert stdin is not None
         assert stdout is not None

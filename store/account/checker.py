@@ -1,4 +1,4 @@
-"""Checker: looks at all that is live of a view, and writes its account. The one place that says whether what is live is whole; whoever is to know reads the account.
+"""Checker: looks at all that is live of a view, and writes its account. The one place that says whether what is live is whole; whichever is to know reads the account.
 Beside a server a thread looks every minute (:class:`Rounds`).
 
 At each look: pointers, small records, generations and indexes by what they say of themselves, what readers met, and the next rows of a window that moves over all of them; files by
@@ -70,7 +70,7 @@ def look(
     Args:
         store: of the view.
         online: where it is served from.
-        share: of all rows and bytes, how much is read whatever time it takes; 1: everything, waiting for whoever looks.
+        share: of all rows and bytes, how much is read whatever time it takes; 1: everything, waiting for anyone who looks.
         budget_s: while it lasts, more is read.
         publishing: the caller holds the publishing lease, and reads the Parquet files itself where it builds on them: here they are left out.
 

@@ -22,7 +22,7 @@ NO_SPACE = frozenset({errno.ENOSPC, errno.EFBIG, errno.EDQUOT})
 """A full disk, RLIMIT_FSIZE and a quota say the same thing with three numbers."""
 
 LOCK_WAIT_S = 10.0
-"""A lock file guards a few small reads and writes; whoever holds it longer is stopped or stuck."""
+"""A lock file guards a few small reads and writes; anyone who holds it longer is stopped or stuck."""
 
 
 _relief: Callable[[], bool] | None = None
@@ -30,7 +30,7 @@ _relief: Callable[[], bool] | None = None
 
 @contextlib.contextmanager
 def relieved(relief: Callable[[], bool]) -> Iterator[None]:
-    """Within, whoever finds no space calls ``relief``, of any thread of the process, and writes once more if that says that it freed some."""
+    """Within, anyone who finds no space calls ``relief``, of any thread of the process, and writes once more if that says that it freed some."""
     global _relief
     before, _relief = _relief, relief
     try:

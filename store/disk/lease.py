@@ -50,7 +50,7 @@ class Lease:
         <folder>/.lease-<name>.<fence>.held   locked by the holder, touched three times per TTL: that it lives
 
     A holder that died on this machine is known at once, since the kernel let go of its flock; one on another machine, or one that is stopped,
-    once its TTL passed without a touch. Whoever takes over raises the **fence**; the late holder finds a higher one and is refused. Safety
+    once its TTL passed without a touch. Anyone who takes over raises the **fence**; the late holder finds a higher one and is refused. Safety
     never rests on a clock, only how soon somebody else may take over.
     """
 
@@ -116,7 +116,7 @@ def take(
         by: who takes it, for messages.
         ttl_s: how long the holder may be silent.
         busy: what to tell when it is held; the holder is added.
-        force: take it whoever holds it, who is fenced then.
+        force: take it anyone who holds it, who is fenced then.
         wait_s: how long to wait for a holder to let go.
 
     Raises:
@@ -150,7 +150,7 @@ def _take(folder: Path, name: str, by: str, ttl_s: float, busy: str, force: bool
             except BaseException:
                 file.close()
                 raise
-            # Whoever took it before removed those before: no need to look through all leases' files.
+            # Anyone who took it before removed those before: no need to look through all leases' files.
             if last is not None:
                 _held_path(folder, name, last.fence).unlink(missing_ok=True)
     except OSError as exc:

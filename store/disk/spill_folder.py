@@ -1,6 +1,6 @@
 """Spill folder: where DuckDB puts what does not fit in memory. Gone with its process, however that dies.
 
-A folder is locked for as long as its process lives; whoever makes one removes those that nobody holds any more.
+A folder is locked for as long as its process lives; anyone who makes one removes those that nobody holds any more.
 """
 
 from __future__ import annotations

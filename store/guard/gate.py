@@ -68,7 +68,7 @@ class Gate:
 
     Args:
         meter: counts refusals.
-        tokens: who may ask; None: whoever reaches an address.
+        tokens: who may ask; None: anyone who reaches an address.
         admin: the admin socket's own name: host and port, or a path; None: there is none.
         hosts: the names that it may be addressed by over TCP; None: by any.
     """

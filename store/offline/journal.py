@@ -105,7 +105,7 @@ class Journals:
             if path.parent.name in runs:
                 continue
             for chunk in _chunks(path, recipe, partition, full):
-                # A part that a manifest names is that snapshot's: whoever took it over may not do it twice, since his deletes of its other
+                # A part that a manifest names is that snapshot's: anyone who took it over may not do it twice, since his deletes of its other
                 # rows would hide them from the snapshot he builds on.
                 if chunk.part is not None and chunk.part.path in files:
                     continue

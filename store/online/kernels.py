@@ -236,7 +236,7 @@ def line_checks(slots: U8, numbers: U8) -> U8:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the records and the index of a table file lie, in bytes from its start; whoever opens the file has made sure that it is so long."""
+    """Where the records and the index of a table file lie, in bytes from its start; anyone who opens the file has made sure that it is so long."""
 
     records_start: int
     records_end: int

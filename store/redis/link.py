@@ -276,7 +276,7 @@ class Breaker:
         """What the server's last silence looked like; None while it answers."""
 
     def opened(self) -> str | None:
-        """None when the call may be made; else why not, in words. Whoever got None while the breaker is open is the probe: it must tell
+        """None when the call may be made; else why not, in words. Anyone who got None while the breaker is open is the probe: it must tell
         :meth:`failed` or :meth:`succeeded`, and the others wait for another pause if it does neither."""
         if self.words is None:
             return None
@@ -406,7 +406,7 @@ class Link:
             try:
                 replies = self._once(commands, count, deadline)
             except Refused as refused:
-                # as it connects: it answers, and whoever comes next is known by it, and not of the silence before
+                # as it connects: it answers, and anyone who comes next is known by it, and not of the silence before
                 self.breaker.succeeded()
                 raise refusal(self.where, doing, refused) from refused
             except Lost as lost:

@@ -42,7 +42,7 @@ from precompute.store.redis.servers import ADMIN_S, Servers, SingleServer, begun
 KNOWN_S = 0.1
 """How long a pointer is known to be live, from before it was requested on: 10 reads a second and view tell it, however many rows are answered meanwhile."""
 LOOK_S = 1.0
-"""For what is live, loaded, there, where no rows are requested: whoever publishes asks it of a server that is loading, too."""
+"""For what is live, loaded, there, where no rows are requested: anyone who publishes asks it of a server that is loading, too."""
 WARM_CONNECTIONS = 8
 """Of each server, open before anybody asks: the first requests of a worker do not come one by one."""
 FREED_S = 3.0
@@ -60,7 +60,7 @@ class RedisStore(OnlineStore):
     for it, and of a server that falls silent nothing is known any more.
 
     A load that was killed or cut off leaves its rows, and how many of them the server acknowledged: the next one of the same rows goes on from there. What is to
-    be dropped is marked before the first key goes, and unmarked after the last, so that whoever comes next finishes it.
+    be dropped is marked before the first key goes, and unmarked after the last, so that anyone who comes next finishes it.
 
     Args:
         url: as :meth:`RedisOptions.of` has it.
@@ -404,7 +404,7 @@ class RedisStore(OnlineStore):
             ConflictError: one is live.
         """
         if EVERYTHING in unwanted:
-            # the end of a view that was interrupted: whoever was at it leaves off
+            # the end of a view that was interrupted: anyone who was at it leaves off
             if self._run(view, *records.take_end(token := secrets.token_hex(8)))[0] == b"done":
                 self._finish_end(view, token)
             return
