@@ -178,7 +178,7 @@ _ON_HOST: ContextVar[bool] = ContextVar("on_host", default=False)
 
 @contextlib.contextmanager
 def on_host() -> Iterator[None]:
-    """Models that are loaded within, in this thread, stay on the CPU: they are queried for what they are, and compute in processes of their own."""
+    """Models that are loaded within, in this thread, stay on the CPU: they are read for what they are, and compute in processes of their own."""
     token = _ON_HOST.set(True)
     try:
         yield

@@ -441,7 +441,7 @@ class Lookup:
         waiting: Waiting | None = None,
     ) -> tuple[FeatureView, dict[str, Any]]:
         """As :meth:`search`, and the view as it was searched; ``admit`` raises where features of so many rows are too many, before any is read as a value; ``waiting`` is
-        reported what is waited for."""
+        called with what is waited for."""
         return self._searches.search(view, options, self.fallback, admit, waiting)
 
     def warm(self, pointer: Pointer) -> None:

@@ -63,7 +63,7 @@ class SemanticCache:
         live: a view's pointer; raises where there is none.
         index_of: the index that was published with a pointer; raises where there is none.
         begin: looks rows up.
-        tell: reported a view, and how many of its misses came to what: ``hit``; ``far``: none is near enough; ``no_row``: the near ones have no row here;
+        tell: called with a view, and how many of its misses came to what: ``hit``; ``far``: none is near enough; ``no_row``: the near ones have no row here;
             ``no_vector``: the encoder did not answer, or the inputs are not all that it takes; ``unusable``: its view or index is not as it must be; ``busy``; and the
             sum of the similarities of the hits.
     """

@@ -148,7 +148,7 @@ class FallbackConfig(Section):
 
 
 class SemanticCacheConfig(Section):
-    """Answers a miss by the row of the entity whose input is nearest, if that is near enough; no model of this view is requested then."""
+    """Answers a miss by the row of the entity whose input is nearest, if that is near enough; no model of this view is called then."""
 
     view: Name = Field(description="of the same entity: embeds the same text cheaply, and has an index by cosine and a fallback")
     threshold: float = Field(gt=0, le=1, description="least cosine of the two inputs; `precompute thresholds` suggests one")

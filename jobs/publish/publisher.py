@@ -378,7 +378,7 @@ class Publisher:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _pointer(self, snapshot: Snapshot, ref: LiveRef) -> Pointer:
-        """What readers are reports: a function of manifest, live pointer and what they are given now, so that it can be mended at any time."""
+        """What readers are given: a function of manifest, live pointer and what they are given now, so that it can be mended at any time."""
         current = self._current()
         renewed, place = [us for us in (snapshot.renewed_at, ref.renewed_at) if us is not None], ref.place
         folder = None if snapshot.view.index is None else f"{snapshot.view.name}/index"

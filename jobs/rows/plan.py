@@ -120,7 +120,7 @@ def make_plan(job: Job, opened: OpenView, source_rows: int, *, read_at_us: int) 
     """
     options, recipe = job.options, recipe_of(opened)
     content = f"{recipe}:{opened.source.content()}"
-    # Of a run that was ordered to compute every row too, what it did before it was interrupted is good.
+    # Of a run that is to compute every row, too, what it did before it was interrupted is good.
     finished = job.store.journals.unfinished(recipe, options.partition_text, full=options.full)
     expired = None if job.config.renew_unchanged else read_at_us - int(opened.view.ttl_s * 1e6)
     parent, reason, diff, finished = _compared(job, opened, recipe, finished, source_rows, expired)
@@ -142,7 +142,7 @@ def _compared(
     while True:
         previous = None if full else Standing(store).newest(partition)
         first = not store.numbers() or partition is not None
-        why_full = "requested every row" if full else _why_full(previous, opened, recipe, first=first)
+        why_full = "every row was requested" if full else _why_full(previous, opened, recipe, first=first)
         parent = previous if why_full is None else None
         try:
             diff = _diff(job, opened, parent, finished, source_rows, expired_before_us)

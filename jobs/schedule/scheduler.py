@@ -435,7 +435,7 @@ class Scheduler:
         reports, goes_on = self._ledger.reports(run.view)
         own = [r for r in reports if parsed_time(r.due) == run.due and r.run not in run.earlier]
         for report in own:
-            # it was ordered to end, and does not know why
+            # it was signalled to end, and does not know why
             if run.why and report.status in RETRIED:
                 self._store.view(run.view).runs.write(replace(report, status="killed", error=f"killed: {run.why}"))
         # else another run was quicker, which will tell

@@ -215,7 +215,7 @@ def _meter(spec: Mapping[str, Any]) -> Meter:
         return Meter(Path(spec["runtime"]), spec["process"])
     except PrecomputeError as exc:
         # a disk that is full is no reason to compute nothing
-        log.error("what this process counts is given by nobody: %s", exc)
+        log.error("nobody reports what this process counts: %s", exc)
         return Meter()
 
 

@@ -1,4 +1,4 @@
-"""Ahead: run an iterator in a thread of its own, a bounded number of bytes ahead of anyone who takes from it. Stages chained like this overlap.
+"""Ahead: run an iterator in a thread of its own, a bounded number of bytes ahead of its consumer. Stages chained like this overlap.
 
 Every stage knows how long it worked (busy), how long it waited for the stage before (starved) and for room after it (blocked): the
 stage that is never starved nor blocked is the one that sets the pace.
@@ -113,7 +113,7 @@ class Ahead(Generic[Item], Iterator[Item]):
                 if isinstance(item, _End) or not self._put(item):
                     break
         except BaseException as exc:
-            # it belongs to anyone who takes the items
+            # it belongs to the one who takes the items
             error = exc
         finally:
             error = closed(self._items, error)
@@ -150,7 +150,7 @@ def closed(items: object, error: BaseException | None) -> BaseException | None:
         try:
             close()
         except BaseException as exc:
-            # it belongs to anyone who takes the items
+            # it belongs to the one who takes the items
             return error or exc
     return error
 

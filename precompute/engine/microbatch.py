@@ -378,7 +378,7 @@ class MicroBatcher(Generic[Payload, Result]):
         return self._max_batch if len(self._seen) <= 1 else pace.rows_in(LONE_SHARE * pace.seconds(1))
 
     def _cut(self, due: Sequence[_Flight[Payload, Result]], pace: _Pace, now: float) -> int:
-        """How many of these are begun together, so that their deadlines are met, and that of whichever is next."""
+        """How many of these are begun together, so that their deadlines are met, and that of the next one."""
         alone_s, next_by = pace.seconds(1), math.inf
         begun = set(due)
         for queue in self._queues.values():

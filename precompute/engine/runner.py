@@ -183,7 +183,7 @@ class Runner:
             ModelError: as of the class; and whatever ``windows`` raises.
         """
         keep_freed_memory()
-        # of anyone who loaded the model here: from now on the model's stage computes
+        # of the one who loaded the model here: from now on the model's stage computes
         release_threads()
         # in the middle of something they may have been when their stream was closed; who reads asks the model nothing
         for stage in self._stages_before[1:]:

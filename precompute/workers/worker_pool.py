@@ -134,7 +134,7 @@ class PoolStream:
                 if batch is None or not self._put(batch, hidden):
                     break
         except BaseException as exc:
-            # it belongs to anyone who takes the windows, after those that were read before
+            # it belongs to the one who takes the windows, after those that were read before
             error = exc
         finally:
             error = closed(source, error)

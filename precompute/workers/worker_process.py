@@ -274,7 +274,7 @@ class WorkerProcess(ChildProcess):
         return self.how_it_ended() + (", as by a system that is out of memory" if self.status == -signal.SIGKILL else "")
 
     def _write(self, file: IO[bytes]) -> None:
-        # it died, which is noticed by anyone who listens to it
+        # it died, which the one who listens to it notices
         with contextlib.suppress(OSError), file:
             while (message := self._outbox.get()) is not None:
                 write_frame(file, *message)

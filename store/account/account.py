@@ -137,7 +137,7 @@ def read_account(refs: Path, view: str) -> Account:
 
 
 def write_account(refs: Path, account: Account) -> None:
-    """Write it, not durably: what is lost is looked at once more. Where it cannot be written, anyone who looked has it, and a warning is logged."""
+    """Write it, not durably: what is lost is looked at once more. Where it cannot be written, the one who looked has it, and a warning is logged."""
     temporary = refs / f".{NAME}.{os.getpid()}.tmp"
     try:
         temporary.write_bytes(sealed(account))

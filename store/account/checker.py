@@ -1,4 +1,4 @@
-"""Checker: looks at all that is live of a view, and writes its account. The one place that says whether what is live is whole; whichever is to know reads the account.
+"""Checker: looks at all that is live of a view, and writes its account. The one place that says whether what is live is whole; all who need to know read the account.
 Beside a server a thread looks every minute (:class:`Rounds`).
 
 At each look: pointers, small records, generations and indexes by what they say of themselves, what readers met, and the next rows of a window that moves over all of them; files by
@@ -70,7 +70,7 @@ def look(
     Args:
         store: of the view.
         online: where it is served from.
-        share: of all rows and bytes, how much is read whatever time it takes; 1: everything, waiting for anyone who looks.
+        share: of all rows and bytes, how much is read whatever time it takes; 1: everything, waiting for the caller.
         budget_s: while it lasts, more is read.
         publishing: the caller holds the publishing lease, and reads the Parquet files itself where it builds on them: here they are left out.
 
@@ -154,7 +154,7 @@ class _Look:
         return self._written(self._files(account, ref, snapshot, pointer))
 
     def _records(self) -> None:
-        """Small files that bear a seal; what is live is given by others."""
+        """Small files that bear a seal; what is live is looked at by others."""
         folder, root, name = self._store.refs.folder, self._store.offline.root, self._store.name
         again = f"precompute reconcile {name} removes it, and who needs it makes it again"
         # of partitions there may be thousands, and a damaged one is written again by who takes it

@@ -344,7 +344,7 @@ class BlockingTransport(Pooled):
             uds=self._address.socket_path,
             network_backend=_Network(),
         )
-        # last: anyone who finds this process's number finds its pool
+        # last: a thread that finds this process's number finds its pool
         self._pid = os.getpid()
 
     def send(self, call: Call[Any], exchange: Exchange) -> Outcome:

@@ -116,7 +116,7 @@ def take(
         by: who takes it, for messages.
         ttl_s: how long the holder may be silent.
         busy: what to tell when it is held; the holder is added.
-        force: take it anyone who holds it, who is fenced then.
+        force: take it from its holder, who is fenced then.
         wait_s: how long to wait for a holder to let go.
 
     Raises:

@@ -54,7 +54,7 @@ class Journals:
         return self._folder / "data" / run / NAME
 
     def begin(self, run: str, recipe: str, partition: str | None, *, full: bool = False) -> None:
-        """Open a run's journal: the chunks it will finish are of this recipe and partition; ``full`` if it was ordered to compute every row. It is
+        """Open a run's journal: the chunks it will finish are of this recipe and partition; ``full`` if it is to compute every row. It is
         durable by the first chunk: its part syncs the folder, its line the file.
 
         Raises:
@@ -94,7 +94,7 @@ class Journals:
 
     def unfinished(self, recipe: str, partition: str | None, *, full: bool = False) -> list[Finished]:
         """Chunks of runs that never committed, of this recipe and partition, whose files are there with the size noted; the oldest first.
-        With ``full`` only those of runs that were requested to compute every row.
+        With ``full`` only those of runs that computed every row.
 
         The caller holds the partition's lease, so that none of these runs goes on.
         """
@@ -105,7 +105,7 @@ class Journals:
             if path.parent.name in runs:
                 continue
             for chunk in _chunks(path, recipe, partition, full):
-                # A part that a manifest names is that snapshot's: anyone who took it over may not do it twice, since his deletes of its other
+                # A part that a manifest names is that snapshot's: the run that took it over may not do it twice, since his deletes of its other
                 # rows would hide them from the snapshot he builds on.
                 if chunk.part is not None and chunk.part.path in files:
                     continue
@@ -154,7 +154,7 @@ def _partition(path: Path) -> str | None:
 
 
 def _chunks(path: Path, recipe: str, partition: str | None, full: bool) -> Iterator[Finished]:
-    """Its chunks, if it is of this recipe and partition, and of a run requested every row where ``full`` is wanted."""
+    """Its chunks, if it is of this recipe and partition, and of a run of every row where ``full`` is wanted."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError:

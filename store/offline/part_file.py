@@ -79,7 +79,7 @@ def rare_rows(file: pq.ParquetFile) -> npt.NDArray[np.int64] | None:
     """Numbers of the rows that were named as rare when a part was written, ascending; None where that is not reports: too many, or an older part.
 
     Raises:
-        OSError: what is reported is no list of numbers: the file is damaged.
+        OSError: what stands there is no list of numbers: the file is damaged.
     """
     written = (file.metadata.metadata or {}).get(_RARE)
     if written is None:

@@ -1,6 +1,6 @@
 """Selection: some rows of a snapshot's Parquet files, by position; drawn at random from all over them, looked for by key, read by row group.
 
-What two snapshots share they share by position too: the rows of one that are no rows of the other are reported from the files' names and the
+What two snapshots share they share by position too: the rows of one that are no rows of the other follow from the files' names and the
 rows that are dead in either, without reading one. Reading costs what the row groups cost that hold a selected row, and no more than
 :data:`CLUSTERS` of these for a draw.
 """
@@ -249,7 +249,7 @@ def seed_of(layers: Layers) -> int:
 
 
 class _reading:
-    """One Parquet file, open; what cannot be read is given by its name.
+    """One Parquet file, open; what cannot be read is named.
 
     Raises:
         SnapshotError: it cannot be read.

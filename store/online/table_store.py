@@ -229,7 +229,7 @@ class TableStore(OnlineStore):
                 check_taken(before, pointer)
                 check_epoch(before, pointer)
                 replace_durably(folder / "live.json", pointer.to_bytes())
-                # Of processes that died: anyone who lives and writes one holds the lock.
+                # Of processes that died: one that lives and writes one holds the lock.
                 for left in folder.glob(".live.json.*.tmp"):
                     left.unlink(missing_ok=True)
         except OSError as exc:

@@ -406,7 +406,7 @@ class Link:
             try:
                 replies = self._once(commands, count, deadline)
             except Refused as refused:
-                # as it connects: it answers, and anyone who comes next is known by it, and not of the silence before
+                # as it connects: it answers, and the next one learns of it, and not of the silence before
                 self.breaker.succeeded()
                 raise refusal(self.where, doing, refused) from refused
             except Lost as lost:

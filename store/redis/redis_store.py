@@ -60,7 +60,7 @@ class RedisStore(OnlineStore):
     for it, and of a server that falls silent nothing is known any more.
 
     A load that was killed or cut off leaves its rows, and how many of them the server acknowledged: the next one of the same rows goes on from there. What is to
-    be dropped is marked before the first key goes, and unmarked after the last, so that anyone who comes next finishes it.
+    be dropped is marked before the first key goes, and unmarked after the last, so that the next one finishes it.
 
     Args:
         url: as :meth:`RedisOptions.of` has it.
@@ -404,7 +404,7 @@ class RedisStore(OnlineStore):
             ConflictError: one is live.
         """
         if EVERYTHING in unwanted:
-            # the end of a view that was interrupted: anyone who was at it leaves off
+            # the end of a view that was interrupted: the one who was at it leaves off
             if self._run(view, *records.take_end(token := secrets.token_hex(8)))[0] == b"done":
                 self._finish_end(view, token)
             return

@@ -55,7 +55,7 @@ class QueryRecall(Record, frozen=True):
 
 
 class IndexFigures(Record, frozen=True):
-    """What was measured when an index was built; what operators are given of it.
+    """What was measured when an index was built; what operators read of it.
 
     ``kind`` is ``exact`` (every float32 vector is compared with), ``float16`` (every vector, rounded), or ``codes`` (the best by a code of 4 bits for some
     numbers are compared again). ``by_query`` has each kind of query that was measured (:mod:`precompute.store.vectors.index_choice`); ``recall_at_10`` and ``recall_bound`` are the least of them, both 1

@@ -578,7 +578,7 @@ def test_full_computes_every_row_once_more(make_project: MakeProject, calls: Cal
     calls.take()
     second = built(project, full=True)
     assert (calls.take(), second.number, second.kind, second.parent, second.counts) == (40, 2, "full", None, Counts(40, 40))
-    assert (project.report().plan or "").endswith("; requested every row")
+    assert (project.report().plan or "").endswith("; every row was requested")
 
 
 def test_rejected_rows_are_not_computed_again_until_their_input_changes(make_project: MakeProject, calls: Calls) -> None:

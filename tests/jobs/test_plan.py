@@ -126,7 +126,7 @@ def test_full_computes_every_row(make_project: MakeProject) -> None:
     project = make_project(ROWS, view=COUNTING)
     project.materialize()
     computed.clear()
-    assert str(project.plan(full=True)) == "full: 8 of 8 rows to compute (8 new); requested every row"
+    assert str(project.plan(full=True)) == "full: 8 of 8 rows to compute (8 new); every row was requested"
     report = project.materialize(full=True)
     assert sorted(computed)[-8:] == [x for _, x in ROWS]
     assert (project.snapshot_of(report).kind, report.snapshot) == ("full", 2)
