@@ -276,7 +276,7 @@ def days_after_redis(journey: Journey, client: Any) -> None:
     client.flushall()
     journey.do("status", ends=1)
     journey.do("reconcile", "numbers")
-    journey.do("drop", "numbers", "--yes")
+    journey.do("drop", "texts", "--yes")
 
 
 def figures(folder: Path) -> dict[str, tuple[int, int]]:
