@@ -24,14 +24,13 @@ from precompute.models.graphs import Graphed, bucketed_length
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.project_module import absolute_path
 from precompute.store.errors import ConfigError, ModelError
+from precompute.text.bert import Bert, has_unpadded_attention
 from precompute.text.sentence_folder import SentenceFolder, read_sentence_folder
 from precompute.text.sentence_head import Head
 from precompute.text.tokens import TextTokenizer, TokenCache, Tokens
 from precompute.text.transformer import (
-    ATTENTION,
     DECODERS,
     TOKENIZER_FILES,
-    is_available,
     load_transformer,
     longest_input,
     model_files,
@@ -65,9 +64,6 @@ class Encoder(torch.nn.Module):
     def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Padded at the end: ``ids`` and ``mask`` (1 where there is a token, 2 where its prompt is left out of the pooling) int64 [B, T]."""
         seen = mask.clamp(max=1) if self.head.leaves_out_prompt else mask
-        if mask.is_cuda and getattr(self.transformer.config, "model_type", "") == "bert":
-            # as transformers would make it, but it looks whether there is any padding, and the host would wait for all that was launched before
-            seen = (mask > 0)[:, None, None, :].expand(-1, 1, mask.shape[1], -1)
         hidden = self.transformer(input_ids=ids, attention_mask=seen).last_hidden_state  # [B, T, D]
         out: torch.Tensor = self.head(hidden, mask)
         return out
@@ -76,9 +72,8 @@ class Encoder(torch.nn.Module):
 class UnpaddedEncoder(torch.nn.Module):
     """The same of texts laid end to end, without padding; no prompt is left out."""
 
-    def __init__(self, transformer: Any, head: Head) -> None:
+    def __init__(self, transformer: Bert, head: Head) -> None:
         super().__init__()
-        transformer.set_attn_implementation(ATTENTION)
         self.transformer, self.head = transformer, head
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, starts: torch.Tensor, longest: torch.Tensor) -> torch.Tensor:
@@ -239,12 +234,12 @@ class TextEncoder(TorchModel):
     def use(self, forward: Callable[..., torch.Tensor | Tensors], dtype: torch.dtype = torch.float32) -> None:
         """On a GPU in half precision, texts are laid end to end instead of padded, if it can; by graphs, they are padded to few lengths."""
         half = dtype in (torch.float16, torch.bfloat16)
-        # models other than BERT count positions in ways of their own
-        positions = getattr(self._config, "model_type", "") == "bert"
-        if self.device.is_cuda and half and positions and isinstance(forward, Encoder) and not forward.head.leaves_out_prompt:
-            dim = self._config.hidden_size // self._config.num_attention_heads
-            if is_available(self.device.torch, dtype, dim):
-                forward = UnpaddedEncoder(forward.transformer, forward.head)
+        if self.device.is_cuda and half and isinstance(forward, Encoder) and not forward.head.leaves_out_prompt:
+            transformer, config = forward.transformer, self._config
+            # models other than BERT count positions in ways of their own
+            plain = isinstance(transformer, Bert) and config.model_type == "bert"
+            if plain and has_unpadded_attention(self.device.torch, dtype, config.hidden_size // config.num_attention_heads):
+                forward = UnpaddedEncoder(transformer, forward.head)
         self._unpadded = isinstance(forward, UnpaddedEncoder)
         self._bucketed = isinstance(forward, Graphed)
         super().use(forward, dtype)

@@ -1,12 +1,11 @@
-"""Encoder: a BERT as transformers computes it, in bfloat16 by the C++ extension beside this file: texts end to end without padding, all layers of some
-hundred tokens by one thread, weights packed once. Where the extension was not built, or the transformer is not exactly one that it knows, torch computes it.
+"""Encoder: a BERT (:mod:`precompute.text.bert`) in bfloat16 by the C++ extension beside this file: texts end to end without padding, all layers of some
+hundred tokens by one thread, weights packed once. Where the extension was not built, or the transformer is another, torch computes it.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -15,33 +14,13 @@ import numpy.typing as npt
 import torch
 
 from precompute.store.errors import ConfigError
+from precompute.text.bert import Bert
 
 _VERSION = 1
 """Of what this file and the extension say to each other; _encoder.cpp has it too."""
 
 PANEL = 32
 """Columns of a weight that lie together: a head's size and the inner layer's are multiples of it. _encoder_vectors.h has it too."""
-
-KINDS = ("bert", "camembert", "roberta", "xlm-roberta")
-"""``model_type`` of the transformers that are a BERT (Devlin et al. 2018) and nothing more; all but the first count positions from behind the padding's."""
-
-PARTS = frozenset(
-    kind + part
-    for kind in ("Bert", "Camembert", "Roberta", "XLMRoberta")
-    for part in (
-        "Model",
-        "Embeddings",
-        "Encoder",
-        "Layer",
-        "Attention",
-        "SelfAttention",
-        "SelfOutput",
-        "Intermediate",
-        "Output",
-        "Pooler",
-    )
-) | {"Embedding", "LayerNorm", "Dropout", "ModuleList", "Linear", "GELUActivation", "Tanh"}
-"""Classes of the modules that it is made of; what adapters and hooks put in or around them is none of these."""
 
 _EMBEDDINGS = (
     "word_embeddings.weight",
@@ -91,59 +70,26 @@ def kernel() -> str | None:
 
 
 def not_understood(transformer: Any) -> str:
-    """Why a transformer is not computed here, in words; an empty text where it is.
-
-    Every module, every weight and every setting that changes values has to be known: another activation, relative positions, a decoder,
-    cross-attention, an adapter, a hook.
-    """
+    """Why a transformer is not computed here, in words; an empty text where it is."""
+    if not isinstance(transformer, Bert):
+        return f"the transformer is no plain BERT ({type(transformer).__name__})"
     config = transformer.config
-    kind = getattr(config, "model_type", "")
-    if kind not in KINDS:
-        return f"model_type is {kind!r}; {', '.join(KINDS)} are understood"
-    settings = {
-        "hidden_act": ("gelu", "gelu"),
-        "position_embedding_type": ("absolute", "absolute"),
-        "is_decoder": (False, False),
-        "add_cross_attention": (False, False),
-    }
-    for name, (known, default) in settings.items():
-        if getattr(config, name, default) != known:
-            return f"{name} is {getattr(config, name)!r}; only {known!r} is understood"
-    size, left = divmod(config.hidden_size, config.num_attention_heads)
-    if left or size % PANEL or config.intermediate_size % PANEL:
+    size = config.hidden_size // config.num_attention_heads
+    if size % PANEL or config.intermediate_size % PANEL:
         return (
             f"heads of {size} and an inner layer of {config.intermediate_size} numbers: only multiples of {PANEL} are understood"
         )
-    modules = [(name, module) for name, module in transformer.named_modules() if not name.startswith("pooler")]
-    strange = [name or "the model" for name, module in modules if type(module).__name__ not in PARTS or _hooked(module)]
-    weights = {name for name in transformer.state_dict() if not name.startswith("pooler.")}
-    strange += sorted(weights ^ set(_names(config.num_hidden_layers)))
-    if strange:
-        return f"it is no plain {kind}: {', '.join(strange[:3])}"
     return ""
 
 
-def _hooked(module: torch.nn.Module) -> bool:
-    hooks = (module._forward_hooks, module._forward_pre_hooks)
-    return any(hooks) or "forward" in vars(module)
-
-
-def _names(layers: int) -> Iterator[str]:
-    """Every weight that is used."""
-    yield from (f"embeddings.{name}" for name in _EMBEDDINGS)
-    for layer in range(layers):
-        yield from (f"encoder.layer.{layer}.{name}.weight" for names in _PRODUCTS for name in names)
-        yield from (f"encoder.layer.{layer}.{name}" for name in _VECTORS)
-
-
 class UnpaddedBert:
-    """A transformer's last hidden state, of texts padded at the end; any number of threads may ask at once.
+    """A transformer's last hidden state, of texts padded at the end; any number of threads may call it at once.
 
     Values are those of bfloat16 products added up in float32, everything else in float32. A text's do not depend on what else is computed, in what order, or by how many
     threads: they are equal to the last bit.
 
     Args:
-        transformer: in float32, on the CPU; its word embeddings are shared with it.
+        transformer: a :class:`~precompute.text.bert.Bert` in float32, on the CPU; its word embeddings are shared with it.
         kernel: ``amx``, ``avx512``, or ``plain``, which any CPU has, some hundred times slower.
 
     Raises:
@@ -198,7 +144,7 @@ class UnpaddedBert:
         return torch.from_numpy(hidden)
 
     def _positions(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Row of the table of places, int64 [B, T]; RoBERTa counts tokens that are no padding (``create_position_ids_from_input_ids`` of transformers)."""
+        """Row of the table of places, int64 [B, T]; RoBERTa counts tokens that are no padding (as :mod:`precompute.text.bert` does)."""
         if self._padding is None:
             return np.tile(np.arange(ids.shape[1], dtype=np.int64), (len(ids), 1))
         counted = ids != self._padding

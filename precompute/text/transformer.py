@@ -1,22 +1,19 @@
-"""Transformer: the model and tokenizer of a folder, by transformers: which are known to come out right, and what is to be known of them.
-And attention over texts laid end to end."""
+"""Transformer: the model and tokenizer of a folder: which are known to come out right, and what is to be known of them. A plain BERT is read by
+:mod:`precompute.text.bert` and :mod:`precompute.text.wordpiece`; what is anything else, by transformers."""
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModel, AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
 from precompute.store.errors import ConfigError, ModelError
-
-# a run has its own progress; this one ends up in logs
-transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+from precompute.text.bert import bert_config, load_bert
+from precompute.text.wordpiece import read_wordpiece
 
 ENCODERS = (
     "albert",
@@ -92,7 +89,7 @@ def model_type(file: Path) -> str:
 
 
 def load_transformer(folder: Path) -> tuple[Any, Any]:
-    """(transformer in float32, transformers' tokenizer).
+    """(transformer in float32, its tokenizer by transformers' names).
 
     Raises:
         ConfigError: the tokenizer works in a way that is not followed here.
@@ -101,30 +98,52 @@ def load_transformer(folder: Path) -> tuple[Any, Any]:
     try:
         # transformers makes up one from other files when this is damaged
         Tokenizer.from_file(str(folder / "tokenizer.json"))
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        transformer, loading = AutoModel.from_pretrained(
-            folder,
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            dtype=torch.float32,
-            output_loading_info=True,
-        )
+        tokenizer = read_wordpiece(folder) or _automatic_tokenizer(folder)
+        config = bert_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        if config is None:
+            transformer, missing = _automatic_model(folder)
+        else:
+            files = [path for name, path in model_files(folder).items() if name.endswith(".safetensors")]
+            transformer, missing = load_bert(config, {name: w for file in files for name, w in load_file(file).items()})
     except Exception as exc:
         # the tokenizers library raises a bare Exception, safetensors one of its own
         raise ModelError(f"text_encoder: {folder} does not load: {exc}") from exc
-    # transformers makes up what is missing, at random; only the pooler is not used here
-    missing = sorted(name for name in loading["missing_keys"] if not name.startswith("pooler."))
     if missing:
         raise ModelError(f"text_encoder: {folder} has no weights for {', '.join(missing[:3])}")
     if tokenizer.truncation_side != "right":
         raise ConfigError(
             f"text_encoder: {folder}/tokenizer_config.json: truncation_side is {tokenizer.truncation_side}; only right is understood"
         )
+    return transformer, tokenizer
+
+
+def _automatic_tokenizer(folder: Path) -> Any:
+    # 2.3 CPU seconds that a plain BERT does without
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def _automatic_model(folder: Path) -> tuple[Any, list[str]]:
+    """(transformers' own model in float32, names of the weights that are missing)."""
+    from transformers import AutoModel
+    from transformers.utils import logging
+
+    # a run has its own progress; this one ends up in logs
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformer, loading = AutoModel.from_pretrained(
+        folder,
+        local_files_only=True,
+        use_safetensors=True,
+        trust_remote_code=False,
+        dtype=torch.float32,
+        output_loading_info=True,
+    )
     if getattr(transformer.config, "use_cache", False):
         # nothing is generated
         transformer.config.use_cache = False
-    return transformer, tokenizer
+    # transformers makes up what is missing, at random; only the pooler is not used here
+    return transformer, sorted(name for name in loading["missing_keys"] if not name.startswith("pooler."))
 
 
 def longest_input(requested: int | None, folders: int | None, transformer: Any, tokenizer: Any) -> int:
@@ -176,82 +195,3 @@ def transformer_flops(transformer: Any) -> tuple[float, float]:
     # ALBERT's layers are one
     shared = config.num_hidden_layers // getattr(config, "num_hidden_groups", config.num_hidden_layers)
     return 2.0 * weights * shared, 4.0 * config.num_hidden_layers * width
-
-
-ATTENTION = "precompute_unpadded"
-"""What a transformers model is given as its ``attn_implementation``."""
-
-CAPABILITY = (8, 0)
-"""Of the GPUs that FlashAttention 2 has kernels for: Ampere's and later ones."""
-MOST_DIM = 256
-"""Of a head, in its kernels; and a multiple of 8."""
-
-
-def is_available(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
-    """Whether this GPU and this torch compute attention without padding, for heads of ``dim`` numbers; by trying it, too."""
-    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16) or dim > MOST_DIM or dim % 8:
-        return False
-    if torch.cuda.get_device_capability(device) < CAPABILITY:
-        return False
-    starts = torch.tensor([0, 3, 5], dtype=torch.int32, device=device)
-    query, key, value = torch.linspace(-1, 1, 3 * 5 * 2 * dim, device=device).to(dtype).reshape(3, 1, 2, 5, dim)
-    try:
-        found, _ = unpadded_attention(torch.nn.Identity(), query, key, value, None, starts=starts, longest=3)
-    except (ImportError, AttributeError, TypeError, RuntimeError):
-        # a build without it, or another signature: texts are padded
-        return False
-    return torch.allclose(found.float(), _text_by_text(query, key, value, starts, None).float(), atol=0.02)
-
-
-def unpadded_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    starts: torch.Tensor,
-    longest: int,
-    scaling: float | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """Softmax attention within each text (Vaswani et al. 2017; laid out as FlashAttention's ``varlen``, Dao 2023).
-
-    Args:
-        module: the layer; not used.
-        query: [1, heads, tokens, dim]; ``key`` and ``value`` likewise.
-        attention_mask: not used: there is no padding.
-        starts: int32 [texts + 1]: text ``i`` is tokens ``starts[i]`` to ``starts[i + 1]``.
-        longest: tokens of the longest text.
-        scaling: of the products; 1/√dim by default.
-
-    Returns:
-        ([1, tokens, heads, dim], None).
-    """
-    if not query.is_cuda:
-        return _text_by_text(query, key, value, starts, scaling), None
-    from torch.nn.attention.varlen import varlen_attn
-
-    q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))  # [tokens, heads, dim]
-    out = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scaling)
-    assert isinstance(out, torch.Tensor)
-    return out.unsqueeze(0), None
-
-
-def _text_by_text(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, scaling: float | None
-) -> torch.Tensor:
-    """[1, heads, tokens, dim] each → [1, tokens, heads, dim]."""
-    texts = [
-        torch.nn.functional.scaled_dot_product_attention(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], scale=scaling)
-        for a, b in itertools.pairwise(starts.tolist())
-    ]
-    return torch.cat(texts, dim=2).transpose(1, 2)
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    """transformers makes no mask where there is no padding."""
-
-
-AttentionInterface.register(ATTENTION, unpadded_attention)
-AttentionMaskInterface.register(ATTENTION, _no_mask)

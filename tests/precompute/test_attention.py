@@ -5,19 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import BertConfig, BertModel
 
 from precompute.models.text_encoder import Encoder, UnpaddedEncoder
+from precompute.text.bert import Bert, BertConfig, has_unpadded_attention, unpadded_attention
 from precompute.text.sentence_head import Head
-from precompute.text.transformer import is_available, unpadded_attention
 
 LENGTHS = [7, 1, 12, 3, 12]
 
 
-def bert() -> BertModel:
+def bert() -> Bert:
     torch.manual_seed(0)
-    config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
-    return BertModel(config, add_pooling_layer=False).eval()
+    return Bert(BertConfig("bert", 50, 16, 2, 2, 32, 512, 2, 0, 1e-12)).eval()
 
 
 def test_texts_laid_end_to_end_come_out_as_padded_ones() -> None:
@@ -35,8 +33,8 @@ def test_texts_laid_end_to_end_come_out_as_padded_ones() -> None:
 def test_each_text_attends_to_itself_only() -> None:
     q, k, v = torch.randn(3, 1, 2, sum(LENGTHS), 8, generator=torch.Generator().manual_seed(2))
     starts = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
-    found, _ = unpadded_attention(torch.nn.Identity(), q, k, v, None, starts=starts, longest=12, scaling=0.5)
-    scores = q @ k.transpose(-1, -2) * 0.5
+    found = unpadded_attention(q, k, v, starts, 12)
+    scores = q @ k.transpose(-1, -2) * 8**-0.5
     text = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     scores[..., text[:, None] != text[None, :]] = -torch.inf
     torch.testing.assert_close(found, (scores.softmax(-1) @ v).transpose(1, 2), atol=1e-6, rtol=0)
@@ -47,7 +45,7 @@ def test_torchs_own_takes_what_it_is_given_on_a_gpu() -> None:
     with FakeTensorMode():
         q = torch.empty(1, 2, sum(LENGTHS), 64, device="cuda", dtype=torch.bfloat16)
         starts = torch.empty(len(LENGTHS) + 1, device="cuda", dtype=torch.int32)
-        found, _ = unpadded_attention(torch.nn.Identity(), q, q, q, None, starts=starts, longest=12, scaling=0.125)
+        found = unpadded_attention(q, q, q, starts, 12)
         assert (found.shape, found.dtype, found.device.type) == ((1, sum(LENGTHS), 2, 64), torch.bfloat16, "cuda")
 
 
@@ -64,5 +62,5 @@ def test_what_its_kernels_do_not_compute_is_padded(
     capability: tuple[int, int], dtype: torch.dtype, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert not is_available(torch.device("cuda"), dtype, dim)
-    assert not is_available(torch.device("cpu"), torch.bfloat16, 64)
+    assert not has_unpadded_attention(torch.device("cuda"), dtype, dim)
+    assert not has_unpadded_attention(torch.device("cpu"), torch.bfloat16, 64)

@@ -18,7 +18,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pytest
 import torch
-from transformers import BertConfig, BertModel
 
 from precompute.model import Prepared
 from precompute.models.device import Device, PackedLinear
@@ -35,6 +34,7 @@ from precompute.techniques.per_row import PerRowLinear
 from precompute.techniques.table import TABLE, technique_name, words
 from precompute.techniques.technique import copied, technique
 from precompute.techniques.weight_only import Int4Linear, Int8Linear
+from precompute.text.bert import Bert, BertConfig
 from precompute.text.sentence_folder import Normalize, Pooling
 from precompute.text.sentence_head import Head
 from tests.faults.power_loss import recorded
@@ -87,15 +87,8 @@ def head(size: int = 8) -> Head:
 
 def bert(pooled: Callable[[int], Head] | None = None) -> Arithmetic:
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=50,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=16,
-    )
-    return Arithmetic(Encoder(BertModel(config), pooled and pooled(16)), Device("cpu"))
+    transformer = Bert(BertConfig("bert", 50, 16, 2, 2, 32, 16, 2, 0, 1e-12))
+    return Arithmetic(Encoder(transformer, pooled and pooled(16)), Device("cpu"))
 
 
 def poolings() -> Arithmetic:
