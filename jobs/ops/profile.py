@@ -82,7 +82,7 @@ def _check_fit(done: Outcome, view: str) -> None:
     ModelError: the model's answer fits the view for no row.
     """
     if done.rejections and not len(done.rows) and all(rejected.stage == MISFIT for rejected in done.rejections):
-        raise ModelError(f"view {view!r}: the model's answer fits for no row ({done.rejections[0].error})")
+        raise ModelError(f"view {view!r}: no row of the model's answer fits the view ({done.rejections[0].error})")
 
 
 def _sampled(opened: OpenView, rows: int, runner: Runner) -> Iterator[pa.RecordBatch]:

@@ -18,7 +18,7 @@ from precompute.jobs.process.job import Job
 from precompute.jobs.rows.chunks import Chunks
 from precompute.jobs.rows.compaction import compacted, merged, write_deletes
 from precompute.jobs.rows.open_view import OpenView, iso_us, open_view, read_source_at
-from precompute.jobs.rows.plan import Plan, is_damaged, make_plan, now_us, recipe_of
+from precompute.jobs.rows.plan import Plan, make_plan, mark_if_damaged, now_us, recipe_of
 from precompute.jobs.rows.replaced import Replaced, figures_of
 from precompute.store.clock import utc_now
 from precompute.store.errors import GateError, ModelError, RejectedError, SnapshotError, SourceError
@@ -51,7 +51,7 @@ def materialize(job: Job) -> Snapshot:
             stages = job.report.stages_s
             audit = Audit(job.config, opened, plan.diff.compute, sum(stages.values()) - stages["open"])
             chunks = _computed(job, opened, plan, accuracy, audit)
-            verdicts = accuracy.passed()
+            verdicts = accuracy.checked()
         with job.report.stage("audit"):
             verdicts += audit.verdicts(job.report.stages_s.get("model", 0.0))
         delta = _snapshot(job, opened, plan, chunks)
@@ -120,12 +120,12 @@ def _unchanged(job: Job, opened: OpenView, plan: Plan) -> Snapshot:
     report.snapshot, report.status = plan.parent.number, "current"
     report.counts = plain(Counts(plan.source_rows, 0, rejected, plan.source_rows - rejected))
     report.counts |= _nulls(plan.parent)
-    with _telling_damage(job, plan):
+    with _marking_damage(job, plan):
         return judged_again(job, opened, plan.parent)
 
 
 class _Accuracy:
-    """The verdict on the view's precision, where one is due: what is built on was computed in the same one, and was compared then.
+    """The verdict on the view's precision. None is due in float32, without rows, or over a parent, whose precision is the same and was judged then.
 
     Raises:
         GateError: it is refused, and nobody accepts that; nothing was computed.
@@ -143,7 +143,7 @@ class _Accuracy:
         if self._check.known:
             self._judge("computed")
 
-    def passed(self) -> list[Verdict]:
+    def checked(self) -> list[Verdict]:
         """The verdicts for the manifest, once they are known: before anything is written.
 
         Raises:
@@ -156,7 +156,7 @@ class _Accuracy:
         return self._verdicts
 
     def close(self) -> None:
-        """Nobody asks any more."""
+        """Let go of the measurement."""
         if self._check is not None:
             self._check.close()
 
@@ -180,7 +180,7 @@ def _computed(job: Job, opened: OpenView, plan: Plan, accuracy: _Accuracy, audit
     """Compute what the plan says; afterwards the parts are written, and the report's counts are known."""
     config, report, store = job.config, job.report, job.store
     store.journals.begin(report.run, plan.recipe, report.partition, full=job.options.full)
-    chunks = Chunks(job, opened, math.floor(plan.source_rows * config.max_rejected + 1e-9), accuracy.passed, audit.draw)
+    chunks = Chunks(job, opened, math.floor(plan.source_rows * config.max_rejected + 1e-9), accuracy.checked, audit.draw)
     chunks.take_over(plan)
     job.progress.begin(f"materialize {config.name}", plan.diff.compute)
     try:
@@ -202,12 +202,14 @@ def _computed(job: Job, opened: OpenView, plan: Plan, accuracy: _Accuracy, audit
 
 
 def _check_fit(job: Job, plan: Plan, chunks: Chunks, cause: RejectedError | None = None) -> None:
-    """Raises:
-    ModelError: the model's answer fits the view for no row: model or view is mistaken, and not the rows.
+    """Refuse a run in which no row of the model's answer fits the view.
+
+    Raises:
+        ModelError: so it is: model or view is mistaken, and not the rows.
     """
     if chunks.rejections.all_misfit and not chunks.fits and not plan.diff.unchanged + plan.diff.resumed:
         raise ModelError(
-            f"view {job.config.name!r}: the model's answer fits for no row ({chunks.rejections.reasons()}); nothing was published"
+            f"view {job.config.name!r}: no row of the model's answer fits the view ({chunks.rejections.reasons()}); nothing was published"
         ) from cause
 
 
@@ -261,15 +263,15 @@ def _judged(job: Job, opened: OpenView, plan: Plan, chunks: Chunks, delta: Snaps
     if plan.parent is not None:
         replaced = Replaced(job.store, plan.parent, delta, [*delta.view.entity, *delta.view.feature_names])
     if plan.compact:
-        with report.stage("compact"), _telling_damage(job, plan):
+        with report.stage("compact"), _marking_damage(job, plan):
             snapshot = compacted(job, opened, delta)
-    with report.stage("gates"), _telling_damage(job, plan):
+    with report.stage("gates"), _marking_damage(job, plan):
         if not plan.compact:
             snapshot = replace(snapshot, figures=figures_of(job.store, snapshot, chunks.figures, replaced))
     if plan.since is not None:
-        with report.stage("compact"), _telling_damage(job, plan):
+        with report.stage("compact"), _marking_damage(job, plan):
             snapshot = merged(job, snapshot, plan.since)
-    with report.stage("gates"), _telling_damage(job, plan):
+    with report.stage("gates"), _marking_damage(job, plan):
         snapshot = judged(job, opened, snapshot, accuracy, replaced)
     report.gates = list(snapshot.gates)
     report.counts |= _nulls(snapshot)
@@ -277,8 +279,8 @@ def _judged(job: Job, opened: OpenView, plan: Plan, chunks: Chunks, delta: Snaps
 
 
 @contextmanager
-def _telling_damage(job: Job, plan: Plan) -> Iterator[None]:
-    """Where what is built on turns out to be damaged it is marked bad, so that the next run builds on what is whole.
+def _marking_damage(job: Job, plan: Plan) -> Iterator[None]:
+    """Mark the snapshot that this run builds on bad where reading it fails because it is damaged, so that the next run builds on a whole one.
 
     Raises:
         SnapshotError: something cannot be read, and what to do.
@@ -286,7 +288,7 @@ def _telling_damage(job: Job, plan: Plan) -> Iterator[None]:
     try:
         yield
     except SnapshotError as exc:
-        if plan.parent is None or not is_damaged(job.store, plan.parent):
+        if plan.parent is None or not mark_if_damaged(job.store, plan.parent):
             raise
         raise SnapshotError(
             f"view {job.config.name!r}: snapshot {plan.parent.number}, which this run builds on, is damaged, and marked bad now. Nothing was "

@@ -156,7 +156,7 @@ def _compared(
             # Those that are not what they were are computed once more.
             if whole != finished:
                 finished = whole
-            elif parent is not None and is_damaged(store, parent):
+            elif parent is not None and mark_if_damaged(store, parent):
                 # It is marked bad now, so the one before is next.
                 continue
             elif finished:
@@ -204,8 +204,8 @@ def _diff(
         return compare(opened.source, before, parts, expired_before_us=expired_before_us)
 
 
-def is_damaged(store: ViewStore, snapshot: Snapshot) -> bool:
-    """Whether a snapshot's files are not what its manifest says; it is marked bad then."""
+def mark_if_damaged(store: ViewStore, snapshot: Snapshot) -> bool:
+    """Mark a snapshot bad if its files are not what its manifest says; returns whether they are not."""
     try:
         store.check_parts(snapshot)
     except SnapshotError as exc:

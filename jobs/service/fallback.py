@@ -61,7 +61,7 @@ class _Request(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """What is computed in one batch: requests of one model, whatever their views, either all for rows or all for what is searched by."""
+    """What is computed in one batch: requests of one model, whatever their views, either all for rows or all for vectors to search by (``query``)."""
 
     model: str
     query: bool
@@ -94,7 +94,7 @@ class _Opened(NamedTuple):
         )
 
 
-class _Wanted(NamedTuple):
+class _InputRows(NamedTuple):
     """Requests by their numbers, and a source row for each."""
 
     opened: _Opened
@@ -103,7 +103,7 @@ class _Wanted(NamedTuple):
 
 
 class _Postponed(NamedTuple):
-    """What was requested of one row that may end the process, while none stands by."""
+    """A request for a row that may end the process, put off until a spare stands by."""
 
     pointer: Pointer
     key: str
@@ -121,7 +121,7 @@ KEPT_PUBLISHINGS = 2
 """Publishings of a view that are left open: a request that began before a publishing is still answered by the model it saw."""
 
 REFUSED_S = 30.0
-"""How long a view is refused without looking once more, after its model was loaded and was not the live snapshot's: loading takes seconds."""
+"""How long a view is refused without loading its model again, once that was found not to be the live snapshot's: loading takes seconds."""
 
 _WARM_UP = ""
 """No entity has an empty key: the request that opens a view and computes a row of it."""
@@ -134,12 +134,12 @@ class ViewFallback(Fallback):
         store: where the snapshots are that the views read.
         folder: of the project that is served: where the relative paths and the modules of what is live are, wherever it was published.
         memory_mb: DuckDB's memory, for each view.
-        miss_cache: where rows that were computed are written, and which entities there are none of.
-        watch: called, before what may hang, by when (:func:`time.monotonic`) it should be done, and the hashes of the rows that are in hand; infinity once nothing
-            goes on.
+        miss_cache: where rows that were computed are written, and which keys are of no entity.
+        watch: called before anything that may hang, with the time (:func:`time.monotonic`) by which it should be done and the hashes of the rows in hand; with
+            infinity once nothing goes on.
         meter: counts.
         tell: as of :class:`precompute.store.telemetry.instruments.Batches`.
-        suspects: hashes of rows that a process may have ended by, and from when on (monotonic) each may be tried, alone; once it came through, it is as any.
+        suspects: hashes of rows that may have ended a process, and from when on (monotonic) each may be tried alone; one that came through is treated as any other.
         may_try: whether one may be tried now at all.
     """
 
@@ -155,8 +155,10 @@ class ViewFallback(Fallback):
         suspects: Mapping[int, float] | None = None,
         may_try: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._suspects, self._held, self._may_try = dict(suspects or {}), list[int](), may_try
-        """Rows that are left alone, or tried alone, and those in hand, or that lost the GPU."""
+        self._suspects, self._may_try = dict(suspects or {}), may_try
+        """Rows that are refused for now, or tried alone."""
+        self._held = list[int]()
+        """Rows in hand, or in hand when the GPU was lost."""
         self._postponed: deque[_Postponed] = deque()
         meter = meter or Meter()
         self._batches = Batches(meter, tell)
@@ -217,7 +219,7 @@ class ViewFallback(Fallback):
         return None
 
     def _keep(self, request: _Request, result: Computed | Miss) -> None:
-        """Of what a request brought a row is stored under that, and not that there is none."""
+        """Store a result for later requests: under its key, a row or why there is none; where inputs came with the request, under these, and only a row."""
         if self._writer is None or not request.key:
             return
         key, values, pointer, _ = request
@@ -236,7 +238,7 @@ class ViewFallback(Fallback):
         self.begin_warm(pointer, time.monotonic() + LOAD_S).exception()
 
     def begin_warm(self, pointer: Pointer, deadline: float) -> Future[Computed]:
-        """As :meth:`warm`, without waiting; the future always ends in an error, once it was tried or the deadline is over."""
+        """As :meth:`warm`, without waiting; the future never has a row: it ends in an error once opening was tried, or at the deadline."""
         flight = (pointer.view.name, pointer.publishing)
         return self._batcher.submit(_WARM_UP, flight, _Request(_WARM_UP, None, pointer), deadline, _WARM_UP)
 
@@ -269,11 +271,11 @@ class ViewFallback(Fallback):
         return one.future
 
     def open_pointers(self) -> list[Pointer]:
-        """The pointers of the same."""
+        """The pointers of all publishings for which :meth:`ready` is true."""
         return [opened.pointer for opened in list(self._opened.values())]
 
     def suspect(self, rows: Mapping[int, float]) -> None:
-        """Rows that another process may have ended by, as in the constructor."""
+        """Take over which rows may have ended another process, as in the constructor."""
         self._suspects = dict(rows)
 
     def refused(self) -> bool:
@@ -299,7 +301,7 @@ class ViewFallback(Fallback):
         of_view: dict[tuple[str, tuple[int, str]], list[int]] = {}
         for i, request in enumerate(requests):
             of_view.setdefault((request.pointer.view.name, request.pointer.publishing), []).append(i)
-        alike: dict[Hashable, list[_Wanted]] = {}
+        alike: dict[Hashable, list[_InputRows]] = {}
         query = isinstance(group, _Group) and group.query
         self._batches.begun([request.caller for request in requests])
         try:
@@ -345,7 +347,7 @@ class ViewFallback(Fallback):
         return results
 
     def _warm_up(self, opened: _Opened) -> None:
-        """Compute a row of the source, unseen by anybody: a model's first call in a thread takes several times as long as the next, which tells its pace."""
+        """Compute a row of the source twice, for nobody: the first call in a thread takes several times as long as the next, whose time is noted as the model's pace."""
         self._watch(time.monotonic() + LOAD_S, self._held)
         view = opened.view
         for batch in view.source.head(1).combine_chunks().to_batches():
@@ -392,8 +394,10 @@ class ViewFallback(Fallback):
         return opened
 
     def _open_as_live(self, pointer: Pointer) -> OpenView:
-        """Raises:
-        PrecomputeError: the model on disk is not the live snapshot's, or was not within the last :data:`REFUSED_S`; or no file of ours names it.
+        """Open the view as its live snapshot was computed, with the model converted.
+
+        Raises:
+            PrecomputeError: the model on disk is not the live snapshot's, or was found not to be within the last :data:`REFUSED_S`; or no file of ours names it.
         """
         publishing = (pointer.view.name, pointer.publishing)
         refused_at, refusal = self._refused.get(publishing, (-REFUSED_S, ""))
@@ -446,14 +450,14 @@ class ViewFallback(Fallback):
 
 def _wanted(
     opened: _Opened, requests: Sequence[_Request], numbers: Sequence[int], results: list[Computed | Exception]
-) -> list[_Wanted]:
-    """The source's rows for those of a view's requests that there are any for; what becomes of the others goes into ``results``."""
+) -> list[_InputRows]:
+    """The input rows of a view's requests, as far as there are any; inputs that do not fit go into ``results`` as misses."""
     wanted = _source_rows(opened, requests, numbers)
     for i in numbers:
         key, values, *_ = requests[i]
         if values is not None:
             try:
-                wanted.append(_Wanted(opened, [i], _input_row(opened.view, key, values)))
+                wanted.append(_InputRows(opened, [i], _input_row(opened.view, key, values)))
             except (pa.ArrowException, ValueError, TypeError, OverflowError) as exc:
                 # what it says has the values, which are a person's as often as not
                 results[i] = Miss(Reason.MODEL_ERROR, f"the inputs do not fit the source's columns ({type(exc).__name__})")
@@ -461,7 +465,7 @@ def _wanted(
 
 
 def _reads_key(opened: OpenView) -> bool:
-    """Whether a row may be another one for another key, though all else is the same."""
+    """Whether the model may read the key, so that equal inputs under two keys may give two rows."""
     return not isinstance(opened.model, ReadingModel) or not set(opened.view.entity).isdisjoint(opened.model.reads())
 
 
@@ -471,7 +475,7 @@ def _renamed(result: Computed | Miss, name: str, other: str) -> Computed | Miss:
 
 
 def _given(values: Mapping[str, Any] | None) -> str | None:
-    """Inputs that came with a request, so that equal ones are."""
+    """The inputs that came with a request as one JSON text, so that equal inputs give equal texts; None without any."""
     return None if values is None else json.dumps(values, sort_keys=True, default=str)
 
 
@@ -485,7 +489,7 @@ def _settled(result: Computed | Miss) -> Future[Computed]:
 
 
 def _end(future: Future[Computed], done: Future[Computed]) -> None:
-    """As another one ended."""
+    """End ``future`` as ``done`` ended: with its result, or its error."""
     # given up meanwhile
     with contextlib.suppress(InvalidStateError):
         if (error := done.exception()) is not None:
@@ -498,7 +502,7 @@ def _refusal(kind: Refusal) -> Exception:
     return Miss(Reason.SHED if kind == "shed" else Reason.DEADLINE)
 
 
-def _source_rows(opened: _Opened, requests: Sequence[_Request], numbers: Sequence[int]) -> list[_Wanted]:
+def _source_rows(opened: _Opened, requests: Sequence[_Request], numbers: Sequence[int]) -> list[_InputRows]:
     """The rows of the requests that came without inputs, as far as the source has them."""
     position = {requests[i][0]: i for i in numbers if requests[i][1] is None and requests[i][0]}
     if not position:
@@ -512,11 +516,11 @@ def _source_rows(opened: _Opened, requests: Sequence[_Request], numbers: Sequenc
             rows = opened.view.source.rows(list(position))
     if not rows.num_rows:
         return []
-    return [_Wanted(opened, [position[key] for key in rows.column("key").to_pylist()], rows.drop_columns(["key"]))]
+    return [_InputRows(opened, [position[key] for key in rows.column("key").to_pylist()], rows.drop_columns(["key"]))]
 
 
 def _input_row(opened: OpenView, key: str, inputs: Mapping[str, Any]) -> pa.Table:
-    """One source row from a request: the entity's columns from the key, inputs that were not given null."""
+    """One source row from a request: the entity's columns from the key, null for every input that was not given."""
     schema, entity = opened.source.schema, opened.view.entity
     values: dict[str, Any] = dict(inputs)
     for name, text in zip(entity, split_key(key, entity), strict=False):
@@ -525,7 +529,9 @@ def _input_row(opened: OpenView, key: str, inputs: Mapping[str, Any]) -> pa.Tabl
     return pa.Table.from_arrays([pa.array([values.get(f.name)], f.type) for f in schema], schema=schema)
 
 
-def _compute(wanted: Sequence[_Wanted], query: bool, requests: Sequence[_Request], results: list[Computed | Exception]) -> None:
+def _compute(
+    wanted: Sequence[_InputRows], query: bool, requests: Sequence[_Request], results: list[Computed | Exception]
+) -> None:
     """Put what the model makes of rows that are alike into ``results``."""
     opened = wanted[0].opened
     view, model = opened.view.view, opened.view.model

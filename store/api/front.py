@@ -87,8 +87,8 @@ class Front:
         await send({"type": "http.response.body", "body": body})
 
     def at_once(self, scope: Scope) -> Reply | None:
-        """The answer, headers without Content-Length and all of the body, where it needs no waiting: the gate refuses the request, or it is for a row that is at hand. Of the scope no ``path`` is needed. A server that has requested, and was reported
-        None, says so by :data:`ASKED` in the scope. Raises nothing."""
+        """The answer, headers without Content-Length and all of the body, where it needs no waiting: the gate refuses the request, or it is for a row that is at hand. Of the scope no ``path`` is needed. A server that called this, and
+        got None, says so by :data:`REQUESTED` in the scope. Raises nothing."""
         reply = self._gate(scope)
         if reply is not None:
             return reply

@@ -52,14 +52,14 @@ LARGEST_FLOAT16 = 65504.0
 
 _TRAINED_ROWS = 16_384
 _SIGN_AND_MAGNITUDE, _BIASES_APART = np.array(0x8FFFE000, np.uint32).view(np.int32), np.float32(2.0**112)
-"""Of a float16 that was shifted to where a float32's bits are: what it has of them; and what the two kinds' exponents differ by."""
+"""The bits that a float16, once shifted, has of a float32; and the factor between the two kinds' exponents."""
 _COUNT_AT = 8
 """Where a flat file's header has its row count (u64): after a word of four letters and the dimension (i32), as FAISS writes every index."""
 
 
 @contextlib.contextmanager
 def threads(count: int) -> Iterator[None]:
-    """FAISS computes in so many threads within, of the calling thread. A search takes one: a server has its own threads, and two teams of OpenMP
+    """Within, FAISS computes with ``count`` threads for the calling thread. A search takes one: a server has its own threads, and two teams of OpenMP
     on the same cores wait for each other."""
     before = faiss.omp_get_max_threads()
     faiss.omp_set_num_threads(count)
@@ -93,7 +93,7 @@ class FlatFile:
         self._file.write(self._header)
 
     def add(self, vectors: FLOAT) -> None:
-        """Append float32 [n, dim]. A float16 that would be infinite is one."""
+        """Append float32 [n, dim]. In a float16 file a number too large for it becomes infinity."""
         with np.errstate(over="ignore"):
             self._file.write(np.ascontiguousarray(vectors, self._dtype).data)
         self.rows += len(vectors)
@@ -158,8 +158,10 @@ def open_codes(path: Path) -> Any:
 
 
 def write_codes(index: Any, path: Path) -> None:
-    """Raises:
-    OSError, RuntimeError: the disk is full or refuses.
+    """Write the codes of an index to a file.
+
+    Raises:
+        OSError, RuntimeError: the disk is full or refuses.
     """
     # by Python: FAISS's own writer says nothing of what it could not flush at the end
     with path.open("wb") as file:
@@ -221,8 +223,8 @@ def gpus() -> int:
 
 
 class _OnGpu:
-    """A flat index in a GPU's memory, float16 or float32 as it is in its file; the file's own, from the first search on that the GPU fails. FAISS answers
-    one search at a time there."""
+    """A flat index copied to a GPU's memory, in the dtype of its file. Once a search fails there, the index on the CPU answers. FAISS answers one search at a
+    time there."""
 
     def __init__(self, flat: Any) -> None:
         self._flat = flat

@@ -53,8 +53,8 @@ _EXACT_VECTORS = "exact.faiss"
 def build_index(
     folder: Path, rows: Iterable[pa.RecordBatch], view: FeatureView, *, model: str, limits: Limits | None = None
 ) -> IndexFigures:
-    """Build the index of a snapshot; one that is there already is replaced. Memory holds a batch, the keys' hashes, and of an index with codes these, and of
-    its measurement some bits a row.
+    """Build the index of a snapshot; one that is there already is replaced. Memory holds one batch and the keys' hashes; for an index with codes
+    also the codes and, while it is measured, some bits for each row.
 
     Args:
         folder: where; its parent is created.
@@ -126,15 +126,15 @@ def build_overlay(
         dim, dtype, keys = _write_rows(temporary, rows, view)
         if dim != base.dim:
             raise VectorIndexError(f"the vector index {base_folder} is of {base.dim} numbers a vector, these have {dim}")
-        _keep_flat(temporary, dim, base.dtype if dtype == "float16" else "float32", l2=spec.metric == "l2")
+        stored_dtype = base.dtype if dtype == "float16" else "float32"
+        _keep_flat(temporary, dim, stored_dtype, l2=spec.metric == "l2")
         replaced = [base_rows.find_all(hashes_of(part), part) for part in (*keys, *removed)]
         _write_replaced(temporary, np.unique(np.concatenate(replaced)) if replaced else np.zeros(0, np.int64))
-        figures = replace_figures(base.figures, round(time.monotonic() - began, 3))
-        retained = base.dtype if dtype == "float16" else "float32"
-        return _sealed(temporary, IndexRecord(base.metric, dim, 0, retained, model, {}, figures, mark, name_of(folder)))
+        figures = overlay_figures(base.figures, round(time.monotonic() - began, 3))
+        return _sealed(temporary, IndexRecord(base.metric, dim, 0, stored_dtype, model, {}, figures, mark, name_of(folder)))
 
 
-def replace_figures(base: IndexFigures, build_s: float) -> IndexFigures:
+def overlay_figures(base: IndexFigures, build_s: float) -> IndexFigures:
     """An overlay's own figures: nothing is approximate in it, and what was promised is the base's."""
     return IndexFigures(
         promised=base.promised, build_s=build_s, why="the rows that changed since the base, compared with one by one"

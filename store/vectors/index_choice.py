@@ -33,8 +33,8 @@ def lower_bound(recall: float, queries: int, z: float = CONFIDENCE_Z) -> float:
     """What the recall of all queries is at least, by Wilson's score interval with each query as one trial (Wilson 1927).
 
     A query's recall is a share, not a coin: but nothing between 0 and 1 varies more than a coin with the same mean, so the bound holds whatever the ten
-    neighbours of one query have in common. Ten times as many trials, one for every neighbour, would not: a query that falls between two lists loses
-    several at once. A bootstrap over queries is tighter, and says 1.0 of a sample in which nothing was missed; this says 0.995 of 1,024.
+    neighbours of one query have in common. Ten times as many trials, one for every neighbour, would not: a query whose neighbours
+    are coded badly loses several at once. A bootstrap over queries is tighter, and says 1.0 of a sample in which nothing was missed; this says 0.995 of 1,024.
 
     Args:
         recall: the mean over the queries.
@@ -61,7 +61,7 @@ class Queries:
 
     Args:
         vectors: float32 [n, dim] of the index, perhaps mapped.
-        vectors_of: the queries, float32 [queries, dim].
+        queries: the queries, float32 [queries, dim].
         admitted: for each query which rows it may find.
         excluded: for each query which of these it may not, most often the row that asks.
         nearest: for each query the true nearest rows of those left, at least :data:`NEIGHBOURS` or all.
@@ -72,7 +72,7 @@ class Queries:
     def __init__(
         self,
         vectors: npt.NDArray[Any],
-        vectors_of: FLOAT,
+        queries: FLOAT,
         admitted: Sequence[Admitted],
         excluded: Sequence[ROWS],
         nearest: Sequence[ROWS],
@@ -80,18 +80,18 @@ class Queries:
         l2: bool,
         by: str | None = None,
     ) -> None:
-        self.queries_of, self.admitted, self.excluded, self.by = vectors_of, admitted, excluded, by
+        self.vectors, self.admitted, self.excluded, self.by = queries, admitted, excluded, by
         self._vectors, self._l2 = vectors, l2
         true = [self._scores(number, rows[:NEIGHBOURS]) for number, rows in enumerate(nearest)]
         self._worst = np.array([scores[-1] if len(scores) else np.inf for scores in true])
         self._possible = np.array([max(1, len(scores)) for scores in true])
 
     def __len__(self) -> int:
-        return len(self.queries_of)
+        return len(self.vectors)
 
     def search(self, rows: NearestRows, number: int) -> ROWS:
         """What one of them finds."""
-        return rows.nearest(self.queries_of[number], NEIGHBOURS, self.admitted[number], self.excluded[number])[1]
+        return rows.nearest(self.vectors[number], NEIGHBOURS, self.admitted[number], self.excluded[number])[1]
 
     def searched(self, rows: NearestRows) -> list[ROWS]:
         """What each of them finds, one after the other, by one thread."""
@@ -113,20 +113,20 @@ class Queries:
 
     def _scores(self, number: int, rows: ROWS) -> FLOAT:
         """How near some rows are to a query, more is nearer, the best first."""
-        vectors, queries_of = self._vectors[rows], self.queries_of[number]
-        scores: FLOAT = -np.square(vectors - queries_of).sum(axis=1) if self._l2 else vectors @ queries_of
+        vectors, queries = self._vectors[rows], self.vectors[number]
+        scores: FLOAT = -np.square(vectors - queries).sum(axis=1) if self._l2 else vectors @ queries
         return np.sort(scores)[::-1]
 
 
 SHARES = {"filter_50": 0.5, "filter_20": 0.2, "filter_5": 0.05, "filter_1": 0.01}
-"""Kinds whose filter admits about so many of the rows, by a scalar feature of the view where one does, else drawn at random."""
+"""Kinds whose filter admits about this share of the rows, by a scalar feature of the view where one does, else drawn at random."""
 EXCLUSIONS = {"exclude_10": 10, "exclude_100": 100}
-"""Kinds that leave out so many of a query's own nearest rows: "like this, but not what I have seen"."""
+"""Kinds that leave out this many of a query's own nearest rows: "like this, but not what I have seen"."""
 UNFILTERED = ("plain", *EXCLUSIONS, "noisy", "far")
 """Kinds that may find every row but what they exclude. ``plain`` are rows, without themselves; ``noisy`` are rows with half of their spread added as noise; ``far``
 has nothing of a row but the mean and the spread of all."""
 KINDS = (*UNFILTERED, *SHARES, "elsewhere")
-"""All. ``elsewhere`` admits about half of the rows, and of the regions that rows lie in: those that the query does not lie in, as of texts those in another language."""
+"""All kinds. ``elsewhere`` admits about half of the rows, those in regions where the query does not lie, such as texts in another language."""
 
 _REGIONS = 64
 _SAMPLED_VALUES = 65_536
@@ -147,7 +147,7 @@ class QueryKinds:
         self._all = Admitted(None, len(vectors))
         rng = np.random.default_rng(2)
         self._filters = {name: _predicate(scalars, share, rng) for name, share in SHARES.items()}
-        self._colours = self._regions(rng)
+        self._halves = self._regions(rng)
 
     def of(self, asking: ROWS, *, filtered: bool = True) -> Iterator[tuple[str, Queries]]:
         """Each kind and its queries, one after the other.
@@ -156,36 +156,36 @@ class QueryKinds:
             asking: the rows that ask; the queries of every kind are as many.
             filtered: whether those that may not find every row are wanted, too.
         """
-        queries_of = np.ascontiguousarray(self._vectors[asking])
-        yield from self._excluding(queries_of, asking)
+        queries = np.ascontiguousarray(self._vectors[asking])
+        yield from self._excluding(queries, asking)
         rng = np.random.default_rng(3)
-        mean, spread = queries_of.mean(axis=0), queries_of.std(axis=0)
-        noise = spread * rng.standard_normal(queries_of.shape, dtype=np.float32)
-        yield "noisy", self._plain(self._of_length_1(queries_of + noise / 2))
+        mean, spread = queries.mean(axis=0), queries.std(axis=0)
+        noise = spread * rng.standard_normal(queries.shape, dtype=np.float32)
+        yield "noisy", self._plain(self._of_length_1(queries + noise / 2))
         yield "far", self._plain(self._of_length_1(mean + noise))
         if not filtered:
             return
         for name, (mask, by) in self._filters.items():
-            yield name, self._filtered(queries_of, asking, [mask] * len(asking), by)
-        masks = [~self._colours, self._colours]
-        yield "elsewhere", self._filtered(queries_of, asking, [masks[int(self._colours[row])] for row in asking], None)
+            yield name, self._filtered(queries, asking, [mask] * len(asking), by)
+        masks = [~self._halves, self._halves]
+        yield "elsewhere", self._filtered(queries, asking, [masks[int(self._halves[row])] for row in asking], None)
 
-    def _excluding(self, queries_of: FLOAT, asking: ROWS) -> Iterator[tuple[str, Queries]]:
-        """Without the row that asks alone, and without its nearest besides: of one list of the nearest."""
+    def _excluding(self, queries: FLOAT, asking: ROWS) -> Iterator[tuple[str, Queries]]:
+        """The kinds ``plain`` and :data:`EXCLUSIONS`: each query leaves out its own row, the latter also that many of its nearest, all from one search."""
         most = min(len(self._vectors), max(EXCLUSIONS.values()) + NEIGHBOURS + 1)
-        order = nearest_of_some(self._vectors, None, queries_of, most, l2=self._l2)
+        order = nearest_of_some(self._vectors, None, queries, most, l2=self._l2)
         others = [found[found != row] for found, row in zip(order, asking, strict=True)]
         for name, left_out in {"plain": 0, **EXCLUSIONS}.items():
             excluded = [np.append(found[:left_out], row) for found, row in zip(others, asking, strict=True)]
             nearest = [found[left_out:] for found in others]
-            yield name, Queries(self._vectors, queries_of, [self._all] * len(queries_of), excluded, nearest, l2=self._l2)
+            yield name, Queries(self._vectors, queries, [self._all] * len(queries), excluded, nearest, l2=self._l2)
 
-    def _plain(self, queries_of: FLOAT) -> Queries:
-        nearest = nearest_of_some(self._vectors, None, queries_of, min(NEIGHBOURS, len(self._vectors)), l2=self._l2)
-        nobody = [np.zeros(0, np.int64)] * len(queries_of)
-        return Queries(self._vectors, queries_of, [self._all] * len(queries_of), nobody, list(nearest), l2=self._l2)
+    def _plain(self, queries: FLOAT) -> Queries:
+        nearest = nearest_of_some(self._vectors, None, queries, min(NEIGHBOURS, len(self._vectors)), l2=self._l2)
+        nobody = [np.zeros(0, np.int64)] * len(queries)
+        return Queries(self._vectors, queries, [self._all] * len(queries), nobody, list(nearest), l2=self._l2)
 
-    def _filtered(self, queries_of: FLOAT, asking: ROWS, masks: list[npt.NDArray[np.bool_]], by: str | None) -> Queries:
+    def _filtered(self, queries: FLOAT, asking: ROWS, masks: list[npt.NDArray[np.bool_]], by: str | None) -> Queries:
         """Each query with a mask of its own, of which only a few are different ones."""
         admitted: list[Admitted] = [self._all] * len(asking)
         nearest: list[ROWS] = [np.zeros(0, np.int64)] * len(asking)
@@ -193,35 +193,35 @@ class QueryKinds:
             rows = np.flatnonzero(mask)
             whose = [number for number, own in enumerate(masks) if own is mask]
             one = Admitted(np.packbits(mask, bitorder="little"), len(rows))
-            found = nearest_of_some(self._vectors, rows, queries_of[whose], min(NEIGHBOURS + 1, len(rows)), l2=self._l2)
+            found = nearest_of_some(self._vectors, rows, queries[whose], min(NEIGHBOURS + 1, len(rows)), l2=self._l2)
             for number, order in zip(whose, found, strict=True):
                 admitted[number], nearest[number] = one, order[order != asking[number]]
         excluded = [np.array([row]) for row in asking]
-        return Queries(self._vectors, queries_of, admitted, excluded, nearest, l2=self._l2, by=by)
+        return Queries(self._vectors, queries, admitted, excluded, nearest, l2=self._l2, by=by)
 
-    def _of_length_1(self, queries_of: FLOAT) -> FLOAT:
+    def _of_length_1(self, queries: FLOAT) -> FLOAT:
         if self._metric != "cosine":
-            return queries_of
-        lengths = np.linalg.norm(queries_of, axis=1, keepdims=True)
-        return np.asarray(queries_of / np.maximum(lengths, np.finfo(np.float32).tiny), np.float32)
+            return queries
+        lengths = np.linalg.norm(queries, axis=1, keepdims=True)
+        return np.asarray(queries / np.maximum(lengths, np.finfo(np.float32).tiny), np.float32)
 
     def _regions(self, rng: np.random.Generator) -> npt.NDArray[np.bool_]:
-        """Rows by the nearest of some of them: half of these are of one colour, and each row has that of its own. By distance, whatever the metric: of dot
-        products the longest would have them all."""
+        """Which half each row belongs to: that of the nearest of some rows drawn at random, which are halved. By distance, whatever the metric: of dot products the
+        longest would have them all."""
         rows = len(self._vectors)
         centres = np.ascontiguousarray(self._vectors[np.sort(rng.choice(rows, min(_REGIONS, rows), replace=False))])
-        colours = np.arange(len(centres)) % 2 == 0
+        halves = np.arange(len(centres)) % 2 == 0
         nearest = [
             nearest_of_some(centres, None, np.ascontiguousarray(self._vectors[start : start + 65536]), 1, l2=True)[:, 0]
             for start in range(0, rows, 65536)
         ]
-        found: npt.NDArray[np.bool_] = colours[np.concatenate(nearest)]
+        found: npt.NDArray[np.bool_] = halves[np.concatenate(nearest)]
         return found
 
 
 def _predicate(scalars: pa.Table, share: float, rng: np.random.Generator) -> tuple[npt.NDArray[np.bool_], str | None]:
-    """Rows that a filter by one feature admits, about so many of them, and the feature; of those that come nearly as near to ``share`` each kind has its turn. Where none does, rows
-    drawn at random."""
+    """A mask of the rows that a filter by one feature admits, about ``share`` of them, and the feature's name; where several come near enough, one of them drawn at random; where none
+    does, rows drawn at random, and None."""
     rows, found = scalars.num_rows, list[tuple[npt.NDArray[np.bool_], str]]()
     for name in scalars.column_names:
         mask = _admitting(scalars.column(name), share)
@@ -257,7 +257,7 @@ def _mask(admits: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
 
 
 _ROUNDING_QUERIES, _TUNING_QUERIES, _HELD_OUT_QUERIES, _LOOKS = 512, 128, 512, 3
-"""Rows that ask what float16 loses; those of them that codes are tuned by, one after the other; and those of each look at what came of it."""
+"""How many rows ask what float16 loses; how many of these tune codes; how many each look takes, held out; and how many looks there are."""
 _TIMED_EXACT = 8
 _RESCORED = tuple(20 * 2**power for power in range(8))
 """20 to 2,560 rows are compared again at first for 10 neighbours."""
@@ -270,8 +270,8 @@ _WORTH = 0.5
 class Limits:
     """What an index may cost.
 
-    ``memory_mb`` bounds the codes, which lie in memory in every process that searches; the vectors are mapped. Below ``small_rows``, and below ``small_numbers``
-    in all vectors together, nothing is measured and the index is exact: 8,192 × 384 take 0.2 ms, and a search by code takes 0.1.
+    ``memory_mb`` bounds the codes, which lie in memory in every process that searches; the vectors are mapped. With fewer rows than ``small_rows``, or fewer numbers in all vectors
+    together than ``small_numbers``, nothing is measured and the index is exact: 8,192 × 384 take 0.2 ms, and a search by code takes 0.1.
     """
 
     memory_mb: int = 1024
@@ -324,7 +324,7 @@ class Chooser:
         self._promised, self._metric, self._l2, self._limits = promised, metric, metric == "l2", limits
 
     def choose(self) -> Choice:
-        """The narrowest codes that keep the promise and pay; else float16, else the exact index."""
+        """The narrowest codes that can be tuned, if held-out queries confirm them; else float16, if they confirm that; else the exact index."""
         rows, numbers = len(self._vectors), self._vectors.size
         reachable = lower_bound(1.0, _HELD_OUT_QUERIES)
         if rows < self._limits.small_rows or numbers < self._limits.small_numbers:
@@ -380,12 +380,12 @@ class Chooser:
             yield codes, trained_codes(self._vectors, asking, codes, l2=self._l2)
 
     def _tuned(self, by: Callable[[Codes], NearestRows], codes: Codes, tuning: dict[str, Queries]) -> Codes | None:
-        """How far a search goes: as many compared again at first as cost plain queries least, and the least margin that is good enough for every kind. None where
-        none is, or where it does not pay."""
+        """The codes with their search tuned: first how many rows are compared again, as few as make plain queries cheapest, then the least margin that is good for
+        every kind. None where no margin is, or where it does not pay."""
         plain, everything = tuning["plain"], Admitted(None, len(self._vectors))
 
         def cost(tried: Codes) -> float:
-            return statistics.mean(by(tried).search(query, NEIGHBOURS + 1, everything)[2] for query in plain.queries_of)
+            return statistics.mean(by(tried).search(query, NEIGHBOURS + 1, everything)[2] for query in plain.vectors)
 
         def good(tried: Codes) -> bool:
             return all(self._is_good(queries.recall(queries.searched(by(tried)))) for queries in reversed(tuning.values()))
@@ -408,14 +408,14 @@ class Chooser:
 
     def _flat_us(self, flat: Any, queries: Queries) -> float:
         seconds = []
-        for query in queries.queries_of[:_TIMED_EXACT]:
+        for query in queries.vectors[:_TIMED_EXACT]:
             began = time.perf_counter()
             search_flat(flat, query, NEIGHBOURS + 1)
             seconds.append(time.perf_counter() - began)
         return _median_us(seconds)
 
     def _is_good(self, recall: Recall) -> bool:
-        """Whether held-out queries may be expected to agree: they will find as much, less twice what chance makes of it."""
+        """Whether held-out queries may be expected to keep the promise, were they to find two standard errors less."""
         return lower_bound(recall.mean - 2 * recall.error, _HELD_OUT_QUERIES) >= self._promised
 
     def _holds(self, measured: dict[str, QueryRecall]) -> bool:
@@ -423,7 +423,7 @@ class Chooser:
 
 
 def candidates(rows: int, dim: int, limits: Limits) -> list[Codes]:
-    """The codes that are tried, the narrowest first: of 4 and of 2 numbers each."""
+    """The codes that are tried, the narrowest first: of 4 and of 2 numbers each, or of 1 where the dimension is odd; none beyond the memory."""
     widths = sorted({width for width in (4, 2) if dim % width == 0} or {1}, reverse=True)
     found = [Codes(dim // width) for width in widths]
     return [codes for codes in found if rows * codes.bytes_a_row <= limits.memory_mb * 2**20]
@@ -434,14 +434,14 @@ def _exact(why: str) -> Choice:
 
 
 def _by_flat(flat: Any, kinds: dict[str, Queries]) -> dict[str, tuple[Recall, Queries]]:
-    """What comparing with every row of an index finds for queries that may find all but what they exclude: that loses by rounding alone, whatever is admitted."""
-    medians = {}
+    """Recall of a search that compares with every row, for each kind of query without a filter: it loses by rounding alone, so filters need no look of their own."""
+    recalls = {}
     for name, queries in kinds.items():
         most = max(len(excluded) for excluded in queries.excluded)
-        _, found = flat.search(queries.queries_of, min(flat.ntotal, NEIGHBOURS + most))
+        _, found = flat.search(queries.vectors, min(flat.ntotal, NEIGHBOURS + most))
         left = [rows[~np.isin(rows, excluded)] for rows, excluded in zip(found, queries.excluded, strict=True)]
-        medians[name] = (queries.recall(left), queries)
-    return medians
+        recalls[name] = (queries.recall(left), queries)
+    return recalls
 
 
 def _figures(recall: Recall, queries: Queries, query_us: float | None) -> QueryRecall:

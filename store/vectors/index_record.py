@@ -26,8 +26,10 @@ MOST_RESCORED = 16_384
 
 
 class Codes(NamedTuple):
-    """How vectors are coded and how far a search goes: ``quantizers`` codes of 4 bits for each row; how many of the best by code are ``rescored`` for 10
-    neighbours at first; and by how many standard deviations the last of these must be worse than the tenth (``margin``), lest more are."""
+    """How vectors are coded and how far a search goes.
+
+    ``quantizers``: codes of 4 bits for each row. ``rescored``: how many of the best by code are compared again at first, for 10 neighbours. ``margin``: by how many
+    standard deviations the last of these must be worse than the tenth; until then more are compared."""
 
     quantizers: int
     rescored: int = 20

@@ -45,8 +45,8 @@ class RowsWriter:
 
     def __init__(self, folder: Path, view: FeatureView) -> None:
         self._folder, self._view, self._types = folder, view, filterable(view)
-        retained = [pa.field(name, kind) for name, kind in self._types.items()]
-        self._schema = pa.schema([pa.field("key", pa.large_string()), pa.field("computed_at", pa.int64()), *retained])
+        scalars = [pa.field(name, kind) for name, kind in self._types.items()]
+        self._schema = pa.schema([pa.field("key", pa.large_string()), pa.field("computed_at", pa.int64()), *scalars])
         self._sink = pa.OSFile(str(folder / ROWS), "wb")
         self._writer = pa.ipc.new_file(self._sink, self._schema)
         self._waiting: list[pa.RecordBatch] = []
@@ -73,8 +73,8 @@ class RowsWriter:
         self._waiting = []
 
     def close(self) -> None:
-        """Write the rest, and the hashes of the keys, ascending, each with its row and, XORed with it, the row's time: whichever of the two times
-        loses a bit under a mapping, they are no longer the same.
+        """Write the rows that wait, then the hashes of all keys, ascending, each with its row number and the row's time XORed with the hash. The time is in both
+        files, so that a bit that changes in either is seen.
 
         Raises:
             OSError: the disk is full or refuses.

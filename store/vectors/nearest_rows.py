@@ -1,4 +1,4 @@
-"""The nearest of the rows that are admitted: by comparing with each of them, or by code first and then with so many of the best that no better one can be left."""
+"""The nearest of the rows that are admitted, found by comparing with each, or by scanning codes and comparing the best again until no row left can be better."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _FEW_EXCLUDED = 16
 """So many excluded rows are searched for besides, and dropped; more are marked in a bitmap."""
 _GROWTH = 4
 SCANNED, STREAMED = 1 / 100, 1 / 16
-"""What a row costs of those whose codes are read, and of those that are all compared one after the other, against one that is gathered and compared: 0.06 µs of
-64 numbers, 0.12 of 384 (Zen 5, 200,000 rows)."""
+"""The cost of reading one row's code, and of comparing one row in a scan of all, as shares of gathering a row and comparing it (0.06 µs at 64 numbers, 0.12 at 384;
+Zen 5, 200,000 rows)."""
 _LEAST_NEIGHBOURS, _LEAST_LATE = 10, 10
+"""How many neighbours, and how many of the last rows, :meth:`NearestRows._is_sure` judges by at least."""
 
 
 class Admitted(NamedTuple):
@@ -80,7 +81,7 @@ class NearestRows:
         return self._best(self._scores(query, rows), rows, k)
 
     def search(self, query: FLOAT, k: int, admitted: Admitted) -> tuple[FLOAT, ROWS, float]:
-        """The ``k`` nearest that are admitted, and what it cost: so many rows gathered and compared.
+        """The ``k`` nearest that are admitted, and the cost, as a number of rows gathered and compared.
 
         By code the best few are found, and compared again; those rows that come next by code are like the last ones that were compared. While these are
         not ``margin`` standard deviations worse than the k-th best, one beyond may be better than it, and four times as many are compared. That depends neither on which
@@ -99,7 +100,7 @@ class NearestRows:
         return scores, rows, cost + len(self._vectors) * STREAMED
 
     def _is_sure(self, scores: FLOAT, k: int, margin: float) -> bool:
-        """Whether the last quarter of the rows, by code, is that much worse than the k-th best."""
+        """Whether the last quarter of the rows, by code, is at least ``margin`` standard deviations worse than the k-th best."""
         near = -scores if self._l2 else scores
         count = max(k, _LEAST_NEIGHBOURS)
         if len(near) <= count:

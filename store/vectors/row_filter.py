@@ -41,15 +41,15 @@ class RowFilter:
     """
 
     def __init__(self, view: FeatureView, wanted: Mapping[str, Any]) -> None:
-        retained = filterable(view)
+        types = filterable(view)
         if not isinstance(wanted, Mapping) or len(wanted) > MOST_CONDITIONS:
             raise _refused(f"a filter is a mapping of up to {MOST_CONDITIONS} features to what they must be")
         self._conditions: list[tuple[str, Callable[[Any], Any]]] = []
         for name, condition in wanted.items():
-            if name not in retained:
-                have = ", ".join(retained) or "none"
+            if name not in types:
+                have = ", ".join(types) or "none"
                 raise _refused(f"view {view.name!r} has no scalar feature {str(name)[:80]!r} to filter by (it has: {have})")
-            self._conditions.append((name, _tests(name, retained[name], condition, half=view.feature(name).dtype == "float16")))
+            self._conditions.append((name, _tests(name, types[name], condition, half=view.feature(name).dtype == "float16")))
 
     def admits(self, table: pa.Table) -> npt.NDArray[np.bool_]:
         """Whether each row meets all conditions, bool [rows]."""
@@ -116,7 +116,7 @@ def _value(name: str, kind: pa.DataType, value: Any, *, half: bool) -> pa.Scalar
             return pa.scalar(value, kind)
         if isinstance(value, int) and pa.types.is_integer(kind):
             return pa.scalar(value, pa.int64())
-        # float16 0.1 is not the 0.1 that was requested, but that is what is meant
+        # float16 0.1 is not the 0.1 that was given, but that is what is meant
         with np.errstate(over="ignore"):
             number = float(np.float16(value)) if half else float(value)
         return pa.scalar(number, kind if pa.types.is_floating(kind) else pa.float64())

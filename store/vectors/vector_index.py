@@ -20,7 +20,7 @@ from precompute.store.vectors.row_filter import RowFilter
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class SearchLimits:
     """Which rows a search may answer with: not those of ``exclude``, only those of ``only`` where it is given, and of these what meets ``where``."""
 
     exclude: Collection[str] = ()
@@ -28,8 +28,8 @@ class Wanted:
     where: RowFilter | None = None
 
 
-class IndexPart:
-    """An index folder, mapped; every file is compared with its checksum, once, here.
+class IndexLayer:
+    """One layer of an index, a base or an overlay, mapped; opening it compares every file with its checksum.
 
     Args:
         folder: of a base or of an overlay.
@@ -61,15 +61,15 @@ class IndexPart:
         """A bit for each row, lowest first, set where no overlay replaced it; None: all of them. Made once: of 10 M rows a mask takes 10 ms."""
         self.living = len(self.rows)
 
-    def without(self, gone: ROWS) -> IndexPart:
-        """The same part, opened once, without some of its rows.
+    def without(self, gone: ROWS) -> IndexLayer:
+        """The same layer, opened once, without some of its rows.
 
         Raises:
             VectorIndexError: they are none of its rows.
         """
         if len(gone) and not 0 <= int(gone.min()) <= int(gone.max()) < len(self.rows):
             raise VectorIndexError("the overlay of a vector index names rows that its base has not: publish with --reload")
-        left = object.__new__(IndexPart)
+        left = object.__new__(IndexLayer)
         left.__dict__ |= self.__dict__
         mask = np.zeros(len(self.rows), np.bool_)
         mask[gone] = True
@@ -88,21 +88,21 @@ class IndexPart:
         """The vectors of some rows, float32 [n, dim]."""
         return self._nearest.vectors(rows)
 
-    def nearest(self, query: FLOAT, k: int, wanted: Wanted) -> tuple[FLOAT, ROWS]:
-        """Scores and rows of the ``k`` nearest that are wanted, best first.
+    def nearest(self, query: FLOAT, k: int, limits: SearchLimits) -> tuple[FLOAT, ROWS]:
+        """Scores and rows of the ``k`` nearest that are limits, best first.
 
         Args:
             query: float32 [dim], of length 1 for cosine.
             k: how many, at least 1.
-            wanted: which rows count.
+            limits: which rows count.
         """
-        excluded = self.rows.find(wanted.exclude)
-        if wanted.only is not None:
-            rows = np.setdiff1d(self.alive(self.rows.find(wanted.only)), excluded)
-            if wanted.where is not None:
-                rows = rows[wanted.where.admits(self.rows.table.take(pa.array(rows)))]
+        excluded = self.rows.find(limits.exclude)
+        if limits.only is not None:
+            rows = np.setdiff1d(self.alive(self.rows.find(limits.only)), excluded)
+            if limits.where is not None:
+                rows = rows[limits.where.admits(self.rows.table.take(pa.array(rows)))]
             return self._nearest.among(query, rows, k)
-        admitted = Admitted(self._left, self.living) if wanted.where is None else self._filtered(wanted.where)
+        admitted = Admitted(self._left, self.living) if limits.where is None else self._filtered(limits.where)
         return self._nearest.nearest(query, k, admitted, excluded)
 
     def _filtered(self, where: RowFilter) -> Admitted:
@@ -145,24 +145,23 @@ class VectorIndex:
     Args:
         folder: what :func:`precompute.store.vectors.index_build.build_index` wrote.
         overlay: what :func:`precompute.store.vectors.index_build.build_overlay` wrote over it, or None.
-
-        opened: an index that is open already: where it is of the very same base, that is not opened again.
+        opened: an index already open; its base is used again where it is the very same.
 
     Raises:
         VectorIndexError: missing, damaged, or an overlay of another base.
     """
 
     def __init__(self, folder: Path, overlay: Path | None = None, opened: VectorIndex | None = None) -> None:
-        base = IndexPart(folder) if opened is None or opened.base.mark != _mark(folder) else opened.base
+        base = IndexLayer(folder) if opened is None or opened.base.mark != _mark(folder) else opened.base
         if base.record.base is not None:
             raise VectorIndexError(f"the vector index {folder} is an overlay, and nothing by itself")
-        self.base: IndexPart = base
-        self._parts = [base]
+        self.base: IndexLayer = base
+        self._layers = [base]
         if overlay is not None:
-            over = IndexPart(overlay)
+            over = IndexLayer(overlay)
             if over.record.base != base.mark or over.replaced is None:
                 raise VectorIndexError(f"the vector index {overlay} lies over another base than {folder}: publish with --reload")
-            self._parts = [base.without(over.replaced), over]
+            self._layers = [base.without(over.replaced), over]
         self.metric: str = base.record.metric
         self.dim: int = base.record.dim
         self.dtype: str = base.record.dtype
@@ -170,7 +169,7 @@ class VectorIndex:
         self.figures: IndexFigures = base.record.figures
 
     def __len__(self) -> int:
-        return sum(part.living for part in self._parts)
+        return sum(layer.living for layer in self._layers)
 
     def find(self, key: str) -> Found | None:
         """The row of a key; None when it is not here, or its vector is null.
@@ -178,10 +177,10 @@ class VectorIndex:
         Raises:
             VectorIndexError: it is damaged.
         """
-        for part in reversed(self._parts):
-            rows = part.alive(part.rows.find([key]))
+        for layer in reversed(self._layers):
+            rows = layer.alive(layer.rows.find([key]))
             if len(rows):
-                return Found(part.vectors(rows)[0], int(part.rows.named(rows)[1][0]))
+                return Found(layer.vectors(rows)[0], int(layer.rows.named(rows)[1][0]))
         return None
 
     def search(
@@ -206,15 +205,15 @@ class VectorIndex:
             RequestError: another length than ``dim``, or not finite.
         """
         query = self._checked(vector)
-        wanted = Wanted(exclude, only, where)
-        found = [(part, *part.nearest(query, k, wanted)) for part in self._parts if part.living]
+        limits = SearchLimits(exclude, only, where)
+        found = [(layer, *layer.nearest(query, k, limits)) for layer in self._layers if layer.living]
         if not found:
             return Neighbours([], [], [])
         if len(found) == 1:
-            part, scores, rows = found[0]
-            keys, times = part.rows.named(rows)
+            layer, scores, rows = found[0]
+            keys, times = layer.rows.named(rows)
             return Neighbours(keys, scores.tolist(), times.tolist())
-        named = [part.rows.named(rows) for part, _, rows in found]
+        named = [layer.rows.named(rows) for layer, _, rows in found]
         keys = [key for texts, _ in named for key in texts]
         every = np.concatenate([scores for _, scores, _ in found])
         times = np.concatenate([computed_at_us for _, computed_at_us in named])

@@ -108,7 +108,8 @@ def test_a_model_whose_answer_fits_for_no_row_fails_the_run_in_words(make_projec
     """Model and view are at fault then; of an incremental run a row is, since the same model's answer fitted before."""
     project = make_project([(i, 3) for i in range(50)], view=MISSHAPEN | {"max_rejected": 1.0})
     with pytest.raises(
-        ModelError, match=r"fits for no row \(50× feature 'vector' .*: declared as a vector of 4, but .* shape \[1, 1\]"
+        ModelError,
+        match=r"of the model's answer fits the view \(50× feature 'vector' .*: declared as a vector of 4, but .* shape \[1, 1\]",
     ):
         project.run()
     assert make_project([(i, i + 30) for i in range(50)], view=MISSHAPEN).run().status == "published"

@@ -66,7 +66,7 @@ def test_no_mask_is_made_for_a_search_that_filters_nothing(tmp_path: Path, monke
     index, query = story.index(), overlapping(1, seed=7)[0]
     expected = story.true(query, 12)
     monkeypatch.setattr(nearest_rows, "FEW_ROWS", 100)
-    monkeypatch.delattr(index_part.IndexPart, "_filtered")
+    monkeypatch.delattr(index_part.IndexLayer, "_filtered")
     for _ in range(2):
         assert index.search(query, 12).keys == expected
         assert index.search(query, 7, exclude=expected[:5]).keys == expected[5:]

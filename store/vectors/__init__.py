@@ -1,0 +1,1 @@
+"""Vector indexes: FAISS files with their rows, built, chosen and searched."""
