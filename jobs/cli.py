@@ -19,6 +19,7 @@ from precompute.jobs.process.command_process import (
     end_signal,
     enduring_output,
     log_to_stderr,
+    report_error,
     spare_pandas,
     terminable,
 )
@@ -52,7 +53,7 @@ def _main(argv: Sequence[str] | None) -> int:
         number = end_signal()
         if number is None:
             return _failed(exc)
-        print(f"precompute: {described(number)}", file=sys.stderr)
+        report_error(described(number))
     if argv is None:
         # the process of its own command, which a library's thread must not keep from ending
         sys.stderr.flush()
@@ -63,15 +64,15 @@ def _main(argv: Sequence[str] | None) -> int:
 def _failed(exc: BaseException) -> int:
     """The exit status of a command that raised ``exc``, whose message is reported; what nobody foresaw is raised again."""
     if isinstance(exc, KeyboardInterrupt):
-        print("precompute: interrupted", file=sys.stderr)
+        report_error("interrupted")
         return 130
     if not isinstance(exc, PrecomputeError):
         limit = limit_of(exc)
         if limit is None:
             raise exc
-        print(f"precompute: {exc}: {limit}", file=sys.stderr)
+        report_error(f"{exc}: {limit}")
         return FAILED
-    print(f"precompute: {exc}", file=sys.stderr)
+    report_error(str(exc))
     if isinstance(exc, ConfigError) or (isinstance(exc, RequestError) and exc.status < 500):
         return BAD_USAGE
     return REJECTED if isinstance(exc, (RejectedError, GateError)) else FAILED

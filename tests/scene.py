@@ -6,9 +6,11 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
+
 from precompute.jobs.cli import main
 from precompute.jobs.config.project import Project
-from precompute.jobs.ops.status import view_status
+from precompute.jobs.ops.status import StatusLine, view_status
 from precompute.jobs.ops.verify import Check, verify
 from precompute.jobs.pipeline.rollback import rollback
 from precompute.jobs.pipeline.run import plan_view, run_view
@@ -121,9 +123,12 @@ class Scene(Project):
         return self.snapshot(self.live(view).snapshot, view)
 
     def status(self, view: str = "numbers") -> dict[str, Any]:
-        """Its line of ``status``."""
+        """Its line of ``status``, which is as its schema says."""
         with self.online_store() as store:
-            return view_status(self, self.offline.view(view), store)
+            line = view_status(self, self.offline.view(view), store)
+        msgspec.convert(line, StatusLine)
+        assert line.keys() == StatusLine.__annotations__.keys()
+        return line
 
     def faults(self, view: str = "numbers") -> list[Check]:
         """What ``verify`` finds wrong."""

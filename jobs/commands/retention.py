@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from precompute.jobs.commands.command import DONE, FAILED, Commands, project_of, table
 from precompute.jobs.commands.run import tell_report
+from precompute.jobs.process.command_process import report_error
 from precompute.jobs.process.progress import progress_for
 from precompute.store.errors import ConfigError
 from precompute.store.record import plain
@@ -78,7 +79,7 @@ def _gc(arguments: argparse.Namespace) -> int:
     project = project_of(arguments)
     garbage, failures = gc(project, forgotten=arguments.forget, dry_run=arguments.dry_run)
     for text in failures:
-        print(f"precompute: {text}", file=sys.stderr)
+        report_error(text)
     size = sum(item.size_bytes for item in garbage)
     if arguments.json:
         files = [{"path": str(item.path), "size_bytes": item.size_bytes, "why": item.why} for item in garbage]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from precompute.jobs.commands.command import DONE, FAILED, REJECTED, Commands, add_partition, partition_of, project_of
-from precompute.jobs.process.command_process import spare_pandas
+from precompute.jobs.process.command_process import report_error, spare_pandas
 from precompute.jobs.process.progress import progress_for
 from precompute.store.errors import ConfigError, PrecomputeError
 from precompute.store.record import plain
@@ -110,7 +109,7 @@ def _materialize_each(arguments: argparse.Namespace) -> int:
         try:
             run_view(project, arguments.view, progress_for(True), options, load=models)
         except PrecomputeError as exc:
-            print(f"precompute: {exc}", file=sys.stderr)
+            report_error(str(exc))
             status = FAILED
     return status
 

@@ -93,11 +93,20 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def add_schema(commands: Commands) -> None:
     """The command ``schema``."""
-    commands.add("schema", _schema, "JSON Schemas of project.yaml and views/*.yaml, for editors")
+    commands.add(
+        "schema",
+        _schema,
+        "JSON Schemas: of project.yaml and views/*.yaml for editors; of run reports and `status --json` for programs",
+    )
 
 
 def _schema(arguments: argparse.Namespace) -> int:
-    from precompute.jobs.config.project import json_schemas
+    import msgspec
 
-    print(json.dumps(json_schemas(), indent=None if arguments.json else 2))
+    from precompute.jobs.config.project import json_schemas
+    from precompute.jobs.ops.status import StatusLine
+    from precompute.store.offline.runs import Report
+
+    written = {"report": msgspec.json.schema(Report), "status": msgspec.json.schema(list[StatusLine])}
+    print(json.dumps(json_schemas() | written, indent=None if arguments.json else 2))
     return DONE

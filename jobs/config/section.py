@@ -17,7 +17,7 @@ from precompute.store.errors import ConfigError
 from precompute.store.feature_view import NAME
 
 PREFIX = "PRECOMPUTE_"
-OWN_VARIABLES = frozenset({"PRECOMPUTE_CONFIG", "PRECOMPUTE_CRASH"})
+OWN_VARIABLES = frozenset({"PRECOMPUTE_CONFIG", "PRECOMPUTE_CRASH", "PRECOMPUTE_LOG"})
 """Environment variables with our prefix that are no configuration values."""
 
 

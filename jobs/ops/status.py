@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from precompute.jobs.config.project import Project
 from precompute.jobs.ops.partitions import in_words as partitions_in_words
@@ -114,6 +114,45 @@ def in_words(behind: Mapping[str, Any]) -> str:
         f"computed from snapshot {behind['computed_from']} of {behind['input']}, of which {behind['live']} is live: "
         f"behind for {duration(behind['behind_s'])}"
     )
+
+
+class LastRun(TypedDict):
+    """The newest run of a view, in short; its whole report is ``runs/<run>.json``."""
+
+    run: str
+    command: str
+    status: str
+    started_at: str
+    seconds: float
+    partition: str | None
+    error: str | None
+
+
+class StatusLine(TypedDict):
+    """A view in ``status --json``. Ages and ``ttl_s`` in seconds, times ISO 8601 in UTC; null where it is not known, or there is none."""
+
+    view: str
+    status: Literal["fresh", "stale", "expired", "unpublished", "unconfigured", "unreadable"]
+    snapshot: int | None
+    partition: str | None
+    rows: int | None
+    age_s: float | None
+    ttl_s: float | None
+    source_at: str | None
+    source_age_s: float | None
+    coverage: float | None
+    rejected: int | None
+    online: bool | None
+    index: dict[str, Any] | None
+    held: str | None
+    last_run: LastRun | None
+    schedule: str | None
+    next_due: str | None
+    next_due_why: str | None
+    behind: list[dict[str, Any]] | None
+    partitions: dict[str, Any] | None
+    checked: str | None
+    attention: list[str]
 
 
 _ENDED_BADLY = ("failed", "killed", "rejected", "refused")
@@ -309,25 +348,4 @@ def _unconfigured(project: Project, online: OnlineStore) -> list[dict[str, Any]]
     return lines
 
 
-_UNREADABLE: dict[str, Any] = dict.fromkeys(
-    (
-        "snapshot",
-        "partition",
-        "rows",
-        "age_s",
-        "source_at",
-        "source_age_s",
-        "coverage",
-        "rejected",
-        "online",
-        "index",
-        "held",
-        "last_run",
-        "schedule",
-        "next_due",
-        "next_due_why",
-        "behind",
-        "partitions",
-        "checked",
-    )
-) | {"status": "unreadable"}
+_UNREADABLE: dict[str, Any] = dict.fromkeys(StatusLine.__annotations__) | {"status": "unreadable"}

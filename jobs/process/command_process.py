@@ -7,6 +7,7 @@ A call into C puts Python's own handlers off, so a thread hears of the signal th
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -14,11 +15,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from select import select
 from types import FrameType
 from typing import Any, TextIO
 
 from precompute.store.disk.lease import release_leases
+
+log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -137,7 +141,7 @@ def _watch(read: int) -> None:
     last = threading.Thread(target=_say_last_words, name="last words", daemon=True)
     last.start()
     last.join(LAST_WORDS_S)
-    print(f"precompute: {described(_State.end_signal)}, and did not end within {GRACE_S} s", file=sys.stderr)
+    report_error(f"{described(_State.end_signal)}, and did not end within {GRACE_S} s")
     sys.stderr.flush()
     os._exit(128 + _State.end_signal)
 
@@ -208,8 +212,54 @@ def spare_pandas() -> None:
         sys.meta_path.remove(_NoPandas)
 
 
+_run = ""
+
+
+@contextlib.contextmanager
+def logged_as(run: str) -> Iterator[None]:
+    """Meanwhile a run's id is on every line of a JSON log, whatever thread it comes from: a process has one run at a time."""
+    global _run
+    before, _run = _run, run
+    try:
+        yield
+    finally:
+        _run = before
+
+
+class _JsonLine(logging.Formatter):
+    """A record as one line of JSON: ``at`` (ISO 8601, UTC), ``level``, ``logger``, ``message``, ``pid``, of a run also ``run``, and ``error`` with the traceback where there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "at": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            "pid": record.process,
+        }
+        if _run:
+            line["run"] = _run
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+def logs_json() -> bool:
+    """Whether what is said on the standard error is to be lines of JSON."""
+    return os.environ.get("PRECOMPUTE_LOG") == "json"
+
+
 def log_to_stderr() -> None:
-    """Have the rooms' loggers say what is worth knowing, and those of libraries what went wrong."""
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    for room in ("jobs", "precompute", "store"):
-        logging.getLogger(room).setLevel(logging.INFO)
+    """Have our loggers say what is worth knowing, and those of libraries what went wrong; with ``PRECOMPUTE_LOG=json`` a line of JSON each."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonLine() if logs_json() else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.getLogger("precompute").setLevel(logging.INFO)
+
+
+def report_error(message: str) -> None:
+    """What ended a command, on the standard error, in the log's own format."""
+    if logs_json():
+        log.error(message)
+    else:
+        print(f"precompute: {message}", file=sys.stderr)

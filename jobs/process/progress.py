@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
-from typing import TYPE_CHECKING, Protocol, TextIO
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from precompute.jobs.process.command_process import logs_json
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
+
+log = logging.getLogger(__name__)
 
 LINE_EVERY_S = 5.0
 
@@ -62,15 +69,20 @@ class Bar(Progress):
 
 
 class Lines(Progress):
-    """A line every few seconds, for logs."""
+    """A line every few seconds, for logs.
 
-    def __init__(self, out: TextIO, every_s: float = LINE_EVERY_S) -> None:
-        self._out, self._every_s = out, every_s
+    Args:
+        say: given each line.
+        every_s: seconds between two of them.
+    """
+
+    def __init__(self, say: Callable[[str], None], every_s: float = LINE_EVERY_S) -> None:
+        self._say, self._every_s = say, every_s
 
     def begin(self, what: str, total: int) -> None:
         self._what, self._total, self._done = what, total, 0
         self._started = self._last = time.monotonic()
-        print(f"{what}: {total:,} rows", file=self._out, flush=True)
+        self._say(f"{what}: {total:,} rows")
 
     def advance(self, rows: int, retried: int = 0) -> None:
         self._done += rows
@@ -80,7 +92,7 @@ class Lines(Progress):
             rate = self._done / max(now - self._started, 1e-9)
             left = (self._total - self._done) / rate if rate else float("inf")
             line = f"{self._what}: {self._done:,} of {self._total:,} rows, {rate:,.0f} rows/s"
-            print(line + (_retrying(retried) or f", {left:,.0f} s left"), file=self._out, flush=True)
+            self._say(line + (_retrying(retried) or f", {left:,.0f} s left"))
 
     def end(self) -> None:
         pass
@@ -107,4 +119,6 @@ def progress_for(quiet: bool) -> Progress:
     """A bar when stderr is a terminal, lines when not, nothing when ``quiet``."""
     if quiet:
         return Silent()
-    return Bar() if sys.stderr.isatty() else Lines(sys.stderr)
+    if logs_json():
+        return Lines(log.info)
+    return Bar() if sys.stderr.isatty() else Lines(partial(print, file=sys.stderr, flush=True))

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from precompute.jobs.process.command_process import Terminated, described, end_signal, last_words
+from precompute.jobs.process.command_process import Terminated, described, end_signal, last_words, logged_as
 from precompute.store.clock import utc_now
 from precompute.store.errors import GateError, PrecomputeError, RejectedError
 from precompute.store.offline.runs import Report
@@ -50,7 +50,7 @@ def recorded(
         with contextlib.suppress(PrecomputeError):
             _write(store, report, started)
 
-    with last_words(lambda: closed(Terminated())):
+    with logged_as(run), last_words(lambda: closed(Terminated())):
         try:
             yield report
         except BaseException as exc:

@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import jsonschema_rs
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -360,7 +361,11 @@ def test_schema_is_json_for_people_and_programs(published: Scene, capsys: Captur
     schemas = report_of(capsys)
     assert published.cli("schema") == 0
     assert json.loads(capsys.readouterr().out) == schemas
-    assert set(schemas) == {"project", "view"}
+    assert set(schemas) == {"project", "view", "report", "status"}
+    (report,) = published.offline.view("numbers").runs.reports(1)
+    jsonschema_rs.validate(schemas["report"], plain(report))
+    assert published.cli("status", "--json") == 0
+    jsonschema_rs.validate(schemas["status"], report_of(capsys))
     assert main(["schema", "--json"]) == 0  # editors have no project
 
 
@@ -547,3 +552,16 @@ def test_a_report_in_words() -> None:
         "  seconds: open 0.10",
         "  gate zero: 50.0% are all zeros (limit 0.01)",
     ]
+
+
+def test_a_log_of_json_has_the_runs_id_on_each_of_its_lines(make_project: MakeProject) -> None:
+    bad = {"model": {"use": "tests.arithmetic:Doubler", "args": {"nan_on": 30.0}}, "max_rejected": 0.0}
+    project = make_project(ROWS, view=bad)
+    done = spawned("-c", str(project.home), "run", "numbers", "--full", PRECOMPUTE_LOG="json")
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert {"at", "level", "logger", "message", "pid"} <= set.intersection(*(set(line) for line in lines))
+    run = project.offline.view("numbers").runs.reports(1)[0].run
+    assert [line["message"] for line in lines if line.get("run") == run], done.stderr
+    assert done.returncode == 3
+    assert (lines[-1]["level"], lines[-1]["logger"]) == ("ERROR", "precompute.jobs.process.command_process")
+    assert "rejected" in lines[-1]["message"]

@@ -6,6 +6,7 @@ import io
 import os
 import re
 import sys
+from functools import partial
 
 import pytest
 
@@ -14,7 +15,7 @@ from precompute.jobs.process.progress import Bar, Lines, Silent, progress_for
 
 def test_lines_tell_the_total_and_how_far_it_is() -> None:
     out = io.StringIO()
-    lines = Lines(out, every_s=0)
+    lines = Lines(partial(print, file=out), every_s=0)
     lines.begin("load numbers", 3000)
     for _ in range(3):
         lines.advance(1000)
@@ -27,7 +28,7 @@ def test_lines_tell_the_total_and_how_far_it_is() -> None:
 
 def test_lines_are_silent_between_their_moments_and_at_the_end() -> None:
     out = io.StringIO()
-    lines = Lines(out, every_s=3600)
+    lines = Lines(partial(print, file=out), every_s=3600)
     for total in (10, 0):
         lines.begin("load", total)
         for _ in range(total):
@@ -38,7 +39,7 @@ def test_lines_are_silent_between_their_moments_and_at_the_end() -> None:
 
 def test_no_time_is_told_while_rows_are_tried_again() -> None:
     out = io.StringIO()
-    lines = Lines(out, every_s=0)
+    lines = Lines(partial(print, file=out), every_s=0)
     lines.begin("load", 4000)
     lines.advance(2999, 1000)
     lines.advance(1000, 1)
@@ -47,7 +48,7 @@ def test_no_time_is_told_while_rows_are_tried_again() -> None:
 
 def test_a_step_of_no_rows_is_a_step() -> None:
     out = io.StringIO()
-    lines = Lines(out, every_s=0)
+    lines = Lines(partial(print, file=out), every_s=0)
     lines.begin("load", 10)
     lines.advance(0)
     lines.advance(5)
@@ -56,7 +57,7 @@ def test_a_step_of_no_rows_is_a_step() -> None:
 
 def test_a_second_work_counts_from_zero() -> None:
     out = io.StringIO()
-    lines = Lines(out, every_s=0)
+    lines = Lines(partial(print, file=out), every_s=0)
     lines.begin("one", 2)
     lines.advance(2)
     lines.begin("two", 4)
