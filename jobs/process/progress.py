@@ -116,9 +116,9 @@ def _retrying(rows: int) -> str:
 
 
 def progress_for(quiet: bool) -> Progress:
-    """A bar when stderr is a terminal, lines when not, nothing when ``quiet``."""
-    if quiet:
-        return Silent()
+    """A bar when stderr is a terminal, lines when not, nothing when ``quiet``; in a log of JSON lines always, for it is apart from a report."""
     if logs_json():
         return Lines(log.info)
+    if quiet:
+        return Silent()
     return Bar() if sys.stderr.isatty() else Lines(partial(print, file=sys.stderr, flush=True))
