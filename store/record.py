@@ -27,6 +27,7 @@ __all__ = [
     "read_record",
     "record_of",
     "replace",
+    "schema_of",
     "sealed",
 ]
 
@@ -47,6 +48,11 @@ def sealed(record: Any, *, indent: int | None = None) -> bytes:
     ``json`` writes them."""
     body = plain(record)
     return json.dumps(body | {_SEAL: digest_of(json.dumps(body, sort_keys=True).encode())}, indent=indent).encode()
+
+
+def schema_of(kind: Any) -> dict[str, Any]:
+    """The JSON Schema of what :func:`plain` makes of a type: a record, or dicts and lists with types."""
+    return msgspec.json.schema(kind)
 
 
 def digest_of(data: bytes) -> str:

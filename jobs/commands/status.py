@@ -101,12 +101,11 @@ def add_schema(commands: Commands) -> None:
 
 
 def _schema(arguments: argparse.Namespace) -> int:
-    import msgspec
-
     from precompute.jobs.config.project import json_schemas
     from precompute.jobs.ops.status import StatusLine
     from precompute.store.offline.runs import Report
+    from precompute.store.record import schema_of
 
-    written = {"report": msgspec.json.schema(Report), "status": msgspec.json.schema(list[StatusLine])}
+    written = {"report": schema_of(Report), "status": schema_of(list[StatusLine])}
     print(json.dumps(json_schemas() | written, indent=None if arguments.json else 2))
     return DONE
