@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from precompute.jobs.commands import measure, retention, rows, run, service, status
+from precompute.jobs.commands import measure, retention, review, rows, run, run_all, service, status
 from precompute.jobs.commands.command import BAD_USAGE, FAILED, REJECTED, Commands
 from precompute.jobs.process.command_process import (
     described,
@@ -110,9 +110,11 @@ def _parser() -> argparse.ArgumentParser:
     for add in (
         run.add,
         run.add_backfill,
+        run_all.add_graph,
         retention.add_rollback,
         service.add,
         rows.add,
+        review.add,
         status.add_verify,
         retention.add,
         measure.add,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from precompute.jobs.commands.command import DONE, FAILED, REJECTED, Commands, add_partition, partition_of, project_of
+from precompute.jobs.commands.run_all import add_selection, is_one, run_several
 from precompute.jobs.process.command_process import spare_pandas
 from precompute.jobs.process.progress import progress_for
 from precompute.store.errors import ConfigError, PrecomputeError
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 def add(commands: Commands) -> None:
     """The commands ``run``, ``materialize`` and ``publish``."""
-    run = commands.add("run", _run, "materialize a view and publish it", view=True)
+    run = commands.add("run", _run, "materialize a view and publish it, or several in the order of what depends on what")
+    add_selection(run)
     materialize = commands.add(
         "materialize", _materialize, "compute a view into a new snapshot, without publishing it", view=True
     )
@@ -53,6 +55,8 @@ def add(commands: Commands) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if not is_one(arguments):
+        return run_several(arguments)
     # torch and faiss are loaded only by the commands that need them: `status` takes 0.8 s in all
     from precompute.jobs.pipeline.run import run_view
     from precompute.jobs.process.job import RunOptions
