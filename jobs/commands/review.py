@@ -41,6 +41,13 @@ def add(commands: Commands) -> None:
     export.add_argument("--to", type=Path, metavar="FILE", help="ends with .parquet or .csv (default: VIEW-SNAPSHOT.parquet)")
     export.add_argument("--snapshot", type=int, metavar="N", help="another one than the live one")
     export.add_argument("--replace", action="store_true", help="though there is such a file")
+    report = commands.add(
+        "report", _report, "one HTML file of a run: stages, rejections, figures beside what is live, a map", view=True
+    )
+    report.add_argument("--run", metavar="RUN", help="which (default: the last that did anything)")
+    report.add_argument(
+        "--to", type=Path, metavar="FILE", help="where (default: beside its snapshots, where the status page links it)"
+    )
 
 
 def _history(arguments: argparse.Namespace) -> int:
@@ -221,4 +228,14 @@ def _export(arguments: argparse.Namespace) -> int:
         )
     else:
         print(f"{done.path}: {done.rows:,} rows of snapshot {done.snapshot} of {done.view}, {done.size_bytes / 1e6:,.3f} MB")
+    return DONE
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from precompute.jobs.review.run_figures import write_report
+
+    path, report = write_report(project_of(arguments), arguments.view, arguments.run, arguments.to)
+    size = path.stat().st_size
+    line = {"view": report.view, "run": report.run, "snapshot": report.snapshot, "path": str(path), "size_bytes": size}
+    print(json.dumps(line) if arguments.json else f"{path}: run {report.run} of {report.view}, {size / 1e6:,.3f} MB")
     return DONE

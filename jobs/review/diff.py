@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from precompute.jobs.config.project import Project
-from precompute.jobs.review.feature_figures import Beside, beside, plain
 from precompute.precision.row_errors import MOST, row_errors
 from precompute.store.errors import ConfigError
 from precompute.store.feature_view import Feature
+from precompute.store.history.feature_figures import Beside, beside, plain
 from precompute.store.history.joined_rows import Joined, joined_rows
 from precompute.store.offline.snapshot import Snapshot
 
