@@ -7,6 +7,7 @@ from datetime import datetime
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from precompute.store.entity_key import key_column
 from precompute.store.feature_view import Feature
@@ -66,13 +67,13 @@ def _sample(
     if not snapshot.rows:
         return np.empty((0, feature.dim)), [], np.empty(0, np.int64)
     table = store.sample(snapshot, rows, [*snapshot.view.entity, feature.name, "computed_at"]).combine_chunks()
-    table = table.filter(pa.compute.is_valid(table.column(feature.name)))
+    table = table.filter(pc.is_valid(table.column(feature.name)))
     column = table.column(feature.name).combine_chunks()
     vectors = np.asarray(column.flatten(), np.float64).reshape(-1, feature.dim)
     finite = np.isfinite(vectors).all(axis=1)
-    keys = key_column(table, snapshot.view.entity).to_pylist()
+    keys = key_column(table, snapshot.view.entity).filter(pa.array(finite)).to_pylist()
     computed_us = np.asarray(table.column("computed_at").cast(pa.int64()))
-    return vectors[finite], [key for key, good in zip(keys, finite.tolist(), strict=True) if good], computed_us[finite]
+    return vectors[finite], keys, computed_us[finite]
 
 
 def principal_axes(vectors: _Floats) -> tuple[_Floats, _Floats, tuple[float, float]]:

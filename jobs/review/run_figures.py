@@ -25,7 +25,7 @@ from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.page.figures import REPORT, RUNS
-from precompute.store.page.run_page import Age, Bar, FeatureSection, RowMap, RunFigures, run_page
+from precompute.store.page.run_page import COMMONEST_VALUES, Age, Bar, FeatureSection, RowMap, RunFigures, run_page
 from precompute.store.record import plain
 from precompute.store.vectors.index_record import index_figures
 
@@ -160,7 +160,7 @@ def _bars(feature: Feature, snapshot: Snapshot, other: Snapshot | None) -> tuple
     common = [_common(feature, one) for one in (other, snapshot)]
     if len(common[1]) > 1 and sum(common[1].values()) > 0.5:
         names = sorted({*common[0], *common[1]}, key=lambda name: -max(of.get(name, 0.0) for of in common))[:COMMONEST]
-        return "commonest values", [Bar(name, common[0].get(name, 0.0), common[1].get(name, 0.0)) for name in names]
+        return COMMONEST_VALUES, [Bar(name, common[0].get(name, 0.0), common[1].get(name, 0.0)) for name in names]
     spreads = [_spread(feature, one) for one in (other, snapshot)]
     there = [spread for spread in spreads if len(spread)]
     if not len(spreads[1]):
@@ -172,8 +172,9 @@ def _bars(feature: Feature, snapshot: Snapshot, other: Snapshot | None) -> tuple
     shares = [np.histogram(spread, edges)[0] / max(len(spread), 1) for spread in spreads]
     bars = [Bar(f"{edge:.4g}", float(a), float(b)) for edge, a, b in zip(edges, *shares, strict=False)]
     if feature.dim is not None:
-        return "length", bars
-    return ("length" if feature.dtype == "string" or feature.max_items is not None else "value"), bars
+        # of vectors of one length there is nothing to see
+        return ("length", bars) if sum(bool(bar.first or bar.second) for bar in bars) > 2 else ("", [])
+    return ("items" if feature.max_items is not None else "letters" if feature.dtype == "string" else "value"), bars
 
 
 def _common(feature: Feature, snapshot: Snapshot | None) -> dict[str, float]:

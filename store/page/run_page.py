@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
@@ -13,8 +13,10 @@ from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.page.page import POLICY, render
 
-_WIDTH, _HEIGHT = 640.0, 200.0
-"""Of the line of ages, in SVG's units."""
+COMMONEST_VALUES = "commonest values"
+
+_HEIGHT = 160.0
+"""Of the line of ages, in pixels."""
 _MAP = 420.0
 """Of the map, either way."""
 
@@ -62,6 +64,11 @@ class FeatureSection:
     lines: Sequence[tuple[str, str, str]]
     bars: Sequence[Bar] = ()
     of: str = ""
+
+    @property
+    def named(self) -> bool:
+        """Whether each bar is a value of its own."""
+        return self.of == COMMONEST_VALUES
 
 
 class Age(NamedTuple):
@@ -119,13 +126,12 @@ _COUNTS = ("written", "unchanged", "rejected", "removed")
 
 
 class AgeLines(NamedTuple):
-    """The drawing of ages: ``lines`` (x1, y1, x2, y2, known), ``limits`` (y, words) that lie in it, and ``ticks`` (x, words); in a box of ``width`` by ``height``."""
+    """The drawing of ages: ``lines`` (x1, y1, x2, y2, known), ``limits`` (y, words) that lie in it, and ``ticks`` (x, words); x from 0 to 1, y in pixels of ``height``."""
 
     lines: Sequence[tuple[float, float, float, float, bool]]
     limits: Sequence[tuple[float, str]]
     ticks: Sequence[tuple[float, str]]
     top: str
-    width: float = _WIDTH
     height: float = _HEIGHT
 
 
@@ -138,7 +144,7 @@ def age_lines(figures: RunFigures) -> AgeLines | None:
     top_s = 1.1 * max(view.ttl_s if math.isfinite(view.ttl_s) else 0.0, *(age.last_s for age in figures.ages), 1.0)
 
     def x(at: float) -> float:
-        return round(_WIDTH * (at - begin) / (end - begin), 2)
+        return round((at - begin) / (end - begin), 4)
 
     def y(age_s: float) -> float:
         return round(_HEIGHT * (1 - min(age_s, top_s) / top_s), 2)
@@ -150,7 +156,7 @@ def age_lines(figures: RunFigures) -> AgeLines | None:
     return AgeLines(lines, limits, _ticks(begin, end, x), duration(top_s))
 
 
-def _ticks(begin: float, end: float, x: Any) -> list[tuple[float, str]]:
+def _ticks(begin: float, end: float, x: Callable[[float], float]) -> list[tuple[float, str]]:
     """Midnights, at most eight of them; of less than two days the ends alone."""
     first = datetime.fromtimestamp(begin, UTC)
     midnight = first.replace(hour=0, minute=0, second=0, microsecond=0) + timedelta(days=1)
@@ -159,4 +165,4 @@ def _ticks(begin: float, end: float, x: Any) -> list[tuple[float, str]]:
     while midnight.timestamp() < end and end - begin >= 2 * 86400:
         ticks.append((x(midnight.timestamp()), f"{midnight:%m-%d}"))
         midnight += timedelta(days=days)
-    return ticks or [(0.0, f"{first:%m-%d %H:%M}"), (_WIDTH, f"{datetime.fromtimestamp(end, UTC):%m-%d %H:%M}")]
+    return ticks or [(0.0, f"{first:%m-%d %H:%M}"), (1.0, f"{datetime.fromtimestamp(end, UTC):%m-%d %H:%M}")]

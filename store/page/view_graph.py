@@ -22,12 +22,9 @@ class Node(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """From a view to one that depends on it: by what it ``reads``, or by its schedule alone."""
+    """From a view to one that depends on it, as an SVG path: by what it ``reads``, or by its schedule alone."""
 
-    x1: int
-    y1: int
-    x2: int
-    y2: int
+    path: str
     reads: bool
     words: str
 
@@ -48,28 +45,53 @@ def graph(views: Sequence[ViewFigures]) -> Drawing | None:
     if not any(parents.values()):
         return None
     columns = _columns(parents)
-    nodes: dict[str, Node] = {}
+    lanes = _lanes(parents, columns)
+    nodes, edges = dict[str, Node](), list[Edge]()
+    ends: dict[tuple[str, int], tuple[int, int, int]] = {}
+    """(view or line, column) → x of its left and its right end, and y."""
     x = 2
-    for number in range(max(columns.values()) + 1):
-        names = sorted(name for name in status if columns[name] == number)
-        width = round(24 + _LETTER * max(map(len, names)))
-        for row, name in enumerate(names):
-            nodes[name] = Node(name, status[name], x, 2 + _ROW * row, width)
+    for number, lane in enumerate(lanes):
+        width = round(24 + _LETTER * max(len(name) for name in lane if name in status))
+        for row, name in enumerate(lane):
+            ends[name, number] = x, x + width, 17 + _ROW * row
+            if name in status:
+                nodes[name] = Node(name, status[name], x, 2 + _ROW * row, width)
         x += width + _GAP
-    edges = [
-        Edge(
-            nodes[parent].x + nodes[parent].width,
-            nodes[parent].y + 15,
-            nodes[name].x,
-            nodes[name].y + 15,
-            reads,
-            f"{name} {'reads' if reads else 'runs after'} {parent}",
-        )
-        for name, of in parents.items()
-        for parent, reads in of.items()
-    ]
-    height = max(node.y for node in nodes.values()) + 32
-    return Drawing(list(nodes.values()), edges, x - _GAP + 2, height)
+    for name, of in parents.items():
+        for parent, reads in of.items():
+            between = [ends[f"{parent} {name}", number] for number in range(columns[parent] + 1, columns[name])]
+            path = _path([ends[parent, columns[parent]], *between, ends[name, columns[name]]])
+            edges.append(Edge(path, reads, f"{name} {'reads' if reads else 'runs after'} {parent}"))
+    return Drawing(list(nodes.values()), edges, x - _GAP + 2, 2 + _ROW * max(map(len, lanes)))
+
+
+def _lanes(parents: Mapping[str, Mapping[str, bool]], columns: Mapping[str, int]) -> list[list[str]]:
+    """Of each column the views from top to bottom, near those that they depend on, and lines (two names) that pass between them."""
+    lanes: list[list[str]] = []
+    for number in range(max(columns.values()) + 1):
+        rows = {name: row for row, name in enumerate(lanes[-1])} if lanes else {}
+        height: dict[str, float] = {}
+        for name, of in parents.items():
+            passed = [parent for parent in of if columns[parent] < number]
+            if columns[name] == number:
+                near = [rows.get(parent, rows.get(f"{parent} {name}", 0)) for parent in passed]
+                height[name] = sum(near) / len(near) if near else 0.0
+            elif columns[name] > number:
+                for parent in passed:
+                    height[f"{parent} {name}"] = rows.get(parent, rows.get(f"{parent} {name}", 0))
+        lanes.append(sorted(height, key=lambda name: (height[name], name)))
+    return lanes
+
+
+def _path(ends: Sequence[tuple[int, int, int]]) -> str:
+    """A curve from the right end of the first, through the others, to the left end of the last."""
+    _, x, y = ends[0]
+    path = f"M{x} {y}"
+    for number, (left, right, at) in enumerate(ends[1:], 2):
+        middle = (x + left) / 2
+        path += f"C{middle:g} {y} {middle:g} {at} {left} {at}" + (f"H{right}" if number < len(ends) else "")
+        x, y = right, at
+    return path
 
 
 def _parents(view: ViewFigures, known: Mapping[str, str]) -> dict[str, bool]:
