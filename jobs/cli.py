@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from precompute.jobs.commands import measure, retention, review, rows, run, run_all, service, status
-from precompute.jobs.commands.command import BAD_USAGE, FAILED, REJECTED, Commands
+from precompute.jobs.commands.command import BAD_USAGE, FAILED, REJECTED, Commands, with_history
 from precompute.jobs.process.command_process import (
     described,
     end_signal,
@@ -71,7 +71,7 @@ def _failed(exc: BaseException) -> int:
             raise exc
         print(f"precompute: {exc}: {limit}", file=sys.stderr)
         return FAILED
-    print(f"precompute: {exc}", file=sys.stderr)
+    print(f"precompute: {with_history(str(exc))}", file=sys.stderr)
     if isinstance(exc, ConfigError) or (isinstance(exc, RequestError) and exc.status < 500):
         return BAD_USAGE
     return REJECTED if isinstance(exc, (RejectedError, GateError)) else FAILED

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from precompute.jobs.commands.command import DONE, Commands, project_of, table
-from precompute.store.clock import duration
 from precompute.store.errors import ConfigError
 from precompute.store.record import plain
 
@@ -88,7 +87,7 @@ def _snapshot_words(event: Mapping[str, Any]) -> str:
 def _run_words(event: Mapping[str, Any]) -> str:
     number = "" if event["snapshot"] is None else f", snapshot {event['snapshot']}"
     error = "" if event["error"] is None else f": {event['error'][:120]}"
-    return f"{event['run']}  {event['command']} {event['status']}{number}, {duration(event['seconds'])}{error}"
+    return f"{event['run']}  {event['command']} {event['status']}{number}, {event['seconds']:,.1f} s{error}"
 
 
 def _pointer_words(event: Mapping[str, Any]) -> str:
@@ -184,7 +183,7 @@ def _log_lines(report: Report, rejected: Mapping[str, Any] | None) -> Iterator[s
     number = "" if report.snapshot is None else f", snapshot {report.snapshot}"
     yield f"{report.run}: {report.command} of {report.view}, {report.status}{number}"
     facts = {
-        "began": f"{report.started_at[:19]}Z, took {duration(report.seconds)}" + (f", due {report.due}" if report.due else ""),
+        "began": f"{report.started_at[:19]}Z, took {report.seconds:,.1f} s" + (f", due {report.due}" if report.due else ""),
         "partition": report.partition,
         "backfill": report.backfill,
         "plan": report.plan,

@@ -140,6 +140,7 @@ def tell_report(arguments: argparse.Namespace) -> Callable[[Report], None]:
             print(json.dumps(plain(report)))
         elif report.error is None:
             print(describe_report(report))
+            print(f"  shown by: precompute log {report.run} · precompute history {report.view}")
 
     return tell
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from precompute.jobs.commands.command import DONE, Commands, project_of, table
-from precompute.store.clock import duration
 from precompute.store.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -78,12 +77,12 @@ def describe_summary(report: Mapping[str, Any]) -> str:
         return "nothing to run"
     rows = [("view", "status", "snapshot", "rows", "took", "")]
     for view in report["views"]:
-        took = "–" if view["exit_status"] is None else duration(view["seconds"])
+        took = "–" if view["exit_status"] is None else f"{view['seconds']:,.1f} s"
         number = "–" if view["snapshot"] is None else str(view["snapshot"])
         shown = "–" if view["rows"] is None else f"{view['rows']:,}"
         rows.append((view["view"], view["status"], number, shown, took, view["error"] or ""))
     counts = ", ".join(f"{n} {status}" for status, n in report["counts"].items())
-    lines = ["", *table(rows), f"{counts}, {duration(report['seconds'])}"]
+    lines = ["", *table(rows), f"{counts}, {report['seconds']:,.1f} s"]
     if report["exit_status"] != DONE:
         lines.append("what failed, and what waits for it, is run again by: precompute run --failed")
     return "\n".join(lines)

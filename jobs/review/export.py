@@ -48,7 +48,7 @@ def export(
         replace: a file that is there.
 
     Raises:
-        ConfigError: no such view, the file is there, or of another kind.
+        ConfigError: no such view, the file is there, or of another kind, or its folder is not.
         SnapshotError: no such snapshot, nothing is live, or a file is missing, damaged or cannot be written.
     """
     store = project.stored(view)
@@ -56,6 +56,8 @@ def export(
     path = Path(f"{view}-{snapshot.number}.parquet") if path is None else path
     if path.suffix not in _KINDS:
         raise ConfigError(f"--to {path}: name a file that ends with {' or '.join(_KINDS)}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--to {path}: no folder {str(path.parent)!r}; make it, or name another one")
     if path.exists() and not replace:
         raise ConfigError(f"--to {path}: there is such a file; name another one, or say --replace")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

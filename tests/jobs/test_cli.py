@@ -411,7 +411,6 @@ def test_a_view_that_was_never_run_says_what_to_do(make_project: MakeProject, ca
     [
         [],
         ["nonsense"],
-        ["run"],
         ["lookup", "numbers"],
         ["search", "numbers"],
         ["search", "numbers", "--key", "1", "--text", "x"],
