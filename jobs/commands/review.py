@@ -68,8 +68,11 @@ def describe_history(view: str, events: Sequence[Mapping[str, Any]], limit: int)
         at = "–" if event["at"] is None else event["at"][:19].replace("T", " ")
         rows.append((at, event["kind"], _EVENTS[event["kind"]](event)))
     more = ["", f"the newest {limit} of it; --limit N for more"] if len(events) == limit else []
-    numbers = [event["snapshot"] for event in events if event["kind"] == "snapshot"][:2]
-    told = [f"compare two snapshots: precompute diff {view} {numbers[1]} {numbers[0]}"] if len(numbers) == 2 else []
+    snapshots = [event for event in events if event["kind"] == "snapshot"]
+    # the live one beside what was live before it, where both are among them
+    both = [event for event in snapshots if event["live"] or event["previous"]]
+    numbers = sorted(event["snapshot"] for event in (both if len(both) == 2 else snapshots[:2]))
+    told = [f"compare two snapshots: precompute diff {view} {numbers[0]} {numbers[1]}"] if len(numbers) == 2 else []
     return "\n".join([*table(rows), *more, *told])
 
 
@@ -120,7 +123,7 @@ def describe_diff(found: SnapshotDiff) -> str:
         lines[-1] += f" ({found.recomputed:,} of them computed again)"
     if first.model != second.model:
         lines.append(
-            f"model: {first.model[:12]} → {second.model[:12]}: two fingerprints, whose values are not comparable where they are vectors"
+            f"model: {first.model[:12]} → {second.model[:12]}: another fingerprint: vectors are of another space, and how far they are off says little"
         )
     lines += [f"feature {name}: only in {first.number}, or of another type" for name in found.only_first]
     lines += [f"feature {name}: only in {second.number}, or of another type" for name in found.only_second]

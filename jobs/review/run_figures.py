@@ -208,7 +208,7 @@ def ages(store: ViewStore, now_s: float, days: float = DAYS) -> Iterator[Age]:
     publishings, since_s = store.refs.publishings(), now_s - days * 86400
     manifests = _manifests(store, publishings)
     ends = [*(parsed_time(entry.since) for entry in publishings[1:]), None]
-    for entry, end in zip(publishings, ends, strict=True):
+    for entry, end in zip(publishings, ends, strict=False):
         began, until_s = parsed_time(entry.since), now_s if end is None else end.timestamp()
         if entry.snapshot is None or began is None or until_s < since_s:
             continue
