@@ -25,7 +25,10 @@ from precompute.jobs.process.command_process import (
 from precompute.store.disk.durable_file import limit_of
 from precompute.store.errors import ConfigError, GateError, PrecomputeError, RejectedError, RequestError
 
-READS = frozenset({"drop", "explain", "gc", "lookup", "pin", "resume", "search", "snapshots", "status", "unpin"})
+READS = frozenset(
+    {"diff", "drop", "explain", "export", "gc", "graph", "history", "log", "lookup", "pin", "report", "resume", "search"}
+    | {"snapshots", "status", "unpin"}
+)
 """Commands that run no model, and so nobody else's code, but for a miss or a text's embedding where one is wanted."""
 
 

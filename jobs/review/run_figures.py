@@ -26,11 +26,13 @@ from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.page.figures import REPORT, RUNS
 from precompute.store.page.run_page import COMMONEST_VALUES, Age, Bar, FeatureSection, RowMap, RunFigures, run_page
-from precompute.store.record import plain
-from precompute.store.vectors.index_record import index_figures
+from precompute.store.record import plain, record_of
+from precompute.store.vectors.index_record import IndexFigures, index_figures
 
 DAYS = 14.0
 """Of freshness that are shown."""
+MAPS = 3
+"""Vectors that are drawn, the first ones: each takes a quarter of a megabyte."""
 BINS, COMMONEST = 24, 8
 """Of a feature's values that are plotted: bars of numbers, and values of texts, labels and items."""
 _STEPS = np.linspace(0.0025, 0.9975, 400)
@@ -98,7 +100,7 @@ def run_figures(store: ViewStore, report: Report) -> RunFigures:
         features = [_section(feature, snapshot, other) for feature in snapshot.view.features]
         began = parsed_time(report.started_at)
         vectors = [f for f in snapshot.view.features if f.dim is not None and f.dtype.startswith("float")]
-        for feature in vectors:
+        for feature in vectors[:MAPS]:
             drawn = row_map(store, snapshot, other, feature, began)
             maps += [] if drawn is None else [drawn]
     now_s = time.time()
@@ -133,7 +135,11 @@ def _compared(store: ViewStore, report: Report, manifest: Callable[[int | None],
 def _index(store: ViewStore, report: Report, snapshot: Snapshot | None) -> dict[str, Any] | None:
     """What was measured of the index: by the run, or of what is live, where that is its snapshot."""
     if report.index:
-        return dict(report.index)
+        try:
+            # what another version did not write has its default
+            return dict(plain(record_of(IndexFigures, report.index)))
+        except ValueError:
+            return None
     ref = store.refs.live()
     if snapshot is None or snapshot.view.index is None or ref is None or ref.snapshot != snapshot.number:
         return None

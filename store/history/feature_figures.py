@@ -47,7 +47,7 @@ def _of_vectors(vectors: VectorFigures) -> dict[str, float | str]:
 
 def _of_values(feature: Feature, values: ValueFigures) -> dict[str, float | str]:
     found: dict[str, float | str] = {"distinct": values.distinct}
-    if values.buckets:
+    if values.buckets and feature.dtype != "bool":
         found |= {"mean": values.mean, "spread": values.spread, "zero": values.zero}
         found |= dict(zip(_SHARES, values.quantiles([*_SHARES.values()]), strict=True))
     if feature.max_items is not None or feature.dtype == "string":
