@@ -9,7 +9,16 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from precompute.jobs.commands.command import DONE, FAILED, REJECTED, Commands, add_partition, partition_of, project_of
+from precompute.jobs.commands.command import (
+    DONE,
+    FAILED,
+    REJECTED,
+    Commands,
+    add_partition,
+    partition_of,
+    project_of,
+    with_history,
+)
 from precompute.jobs.commands.run_all import add_selection, is_one, run_several
 from precompute.jobs.process.command_process import spare_pandas
 from precompute.jobs.process.progress import progress_for
@@ -91,7 +100,7 @@ def _materialize(arguments: argparse.Namespace) -> int:
     partition = partition_of(project, arguments)
     options = RunOptions(partition=partition, full=arguments.full, retry_rejected=arguments.retry_rejected)
     plan = plan_view(project, arguments.view, options)
-    print(json.dumps(plan.to_json()) if arguments.json else f"{arguments.view}: {plan}")
+    print(json.dumps(plan.to_json()) if arguments.json else with_history(f"{arguments.view}: {plan}", arguments.view))
     return DONE
 
 

@@ -197,7 +197,7 @@ class Page:
             names = [str(view.details["view"]) for view in views]
             path = report_path(self._lookup.root, question.report) if question.report in names else None
             if path is not None:
-                return 200, path.read_text(encoding="utf-8")
+                return 200, path.read_text(encoding="utf-8", errors="replace")
         status, answer = answered(self._lookup, question)
         return status, status_page(gather(views, self._meter, self._lookup.root, answers), question, answer)
 
