@@ -128,7 +128,7 @@ WINGS = {
     "jobs/schedule": {"jobs/config", "jobs/pipeline", "jobs/process", "jobs/publish", "jobs/rows"},
     "jobs/ops": {"jobs/config", "jobs/pipeline", "jobs/process", "jobs/publish", "jobs/rows", "jobs/schedule"},
     # what was committed, looked at; nothing of it is computed
-    "jobs/review": {"jobs/config", "jobs/ops"},
+    "jobs/review": {"jobs/config", "jobs/ops", "jobs/process"},
     "jobs/commands": {
         "jobs/config",
         "jobs/ops",

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from precompute.jobs.config.project import Project
+from precompute.jobs.process.report import LEASED
 from precompute.jobs.review.history import find_run, rejections
 from precompute.jobs.review.row_map import row_map
 from precompute.store.clock import parsed_time
@@ -44,7 +45,7 @@ def write_report(project: Project, view: str, run: str | None = None, path: Path
     Args:
         project: the configuration; the view need not be in it any more.
         view: its name.
-        run: id of the run, or the beginning of it; by default the last that computed or published anything.
+        run: id of the run, or the beginning of it; by default the last that had something to compute.
         path: of the file; by default beside the view's snapshots, where the status page finds it.
 
     Returns:
@@ -72,7 +73,7 @@ def _newest(store: ViewStore) -> Report:
     reports = store.runs.reports()
     if not reports:
         raise ConfigError(f"view {store.name!r} has no run yet: precompute run {store.name}")
-    telling = (report for report in reports if report.status not in ("current", "running"))
+    telling = (report for report in reports if report.command in LEASED and report.status not in ("current", "running"))
     return next(telling, reports[0])
 
 
@@ -92,13 +93,14 @@ def run_figures(store: ViewStore, report: Report) -> RunFigures:
             return None
 
     ref = store.refs.live()
-    snapshot = manifest(report.snapshot)
     live = None if ref is None else ref.snapshot
-    other, compared_as = _compared(store, report, manifest)
+    # of a run that committed nothing: what is served meanwhile
+    snapshot = manifest(live if report.snapshot is None else report.snapshot)
+    other, compared_as = _compared(store, snapshot, manifest)
     features, maps = list[FeatureSection](), list[RowMap]()
     if snapshot is not None:
         features = [_section(feature, snapshot, other) for feature in snapshot.view.features]
-        began = parsed_time(report.started_at)
+        began = None if report.snapshot is None else parsed_time(report.started_at)
         vectors = [f for f in snapshot.view.features if f.dim is not None and f.dtype.startswith("float")]
         for feature in vectors[:MAPS]:
             drawn = row_map(store, snapshot, other, feature, began)
@@ -122,12 +124,14 @@ def run_figures(store: ViewStore, report: Report) -> RunFigures:
     )
 
 
-def _compared(store: ViewStore, report: Report, manifest: Callable[[int | None], Snapshot | None]) -> tuple[Snapshot | None, str]:
-    """The snapshot whose figures stand beside the run's: what is live, if that is another one; else what was live before it."""
+def _compared(
+    store: ViewStore, snapshot: Snapshot | None, manifest: Callable[[int | None], Snapshot | None]
+) -> tuple[Snapshot | None, str]:
+    """The snapshot whose figures stand beside those that are shown: what is live, if that is another one; else what was live before it."""
     ref = store.refs.live()
-    if report.snapshot is None or ref is None:
+    if snapshot is None or ref is None:
         return None, ""
-    if ref.snapshot != report.snapshot:
+    if ref.snapshot != snapshot.number:
         return manifest(ref.snapshot), "live"
     return (manifest(ref.previous), "before") if ref.previous in store.numbers() else (None, "")
 

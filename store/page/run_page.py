@@ -44,7 +44,7 @@ class RowMap:
         return {kind: n for kind in _KINDS if (n := sum(point.kind == kind for point in self.points))}
 
 
-_KINDS = {"before": "snapshot compared with", "kept": "unchanged", "new": "computed by this run"}
+_KINDS = ("before", "kept", "new")
 
 
 class Bar(NamedTuple):
@@ -83,7 +83,8 @@ class Age(NamedTuple):
 
 @dataclass(frozen=True)
 class RunFigures:
-    """All that the page of a run shows. ``compared`` is the snapshot whose figures stand beside its own, and ``compared_as`` what that is: ``live``, or ``before``."""
+    """All that the page of a run shows. ``snapshot`` is the run's, or what is live where it committed none; ``compared`` the one whose figures stand beside it, and ``compared_as`` what
+    that is: ``live``, or ``before``."""
 
     report: Report
     snapshot: Snapshot | None = None
@@ -116,10 +117,16 @@ def run_page(figures: RunFigures) -> str:
         stages_of_run=[(name, seconds) for name, seconds in stages if seconds >= 0.0005],
         counts={name: n for name in _COUNTS if (n := report.counts.get(name, 0))},
         ages=age_lines(figures),
-        kinds=_KINDS,
+        kinds={kind: _words(kind, figures) for kind in _KINDS},
         map_size=_MAP,
         as_of=f"{datetime.fromtimestamp(figures.at_s, UTC):%Y-%m-%d %H:%M:%S}",
     )
+
+
+def _words(kind: str, figures: RunFigures) -> str:
+    """What a point of the map stands for."""
+    kept = "live" if figures.report.snapshot is None else "unchanged"
+    return {"before": f"of snapshot {figures.compared}", "kept": kept, "new": "computed by this run"}[kind]
 
 
 _COUNTS = ("written", "unchanged", "rejected", "removed")
