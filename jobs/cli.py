@@ -12,8 +12,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from precompute.jobs.commands import measure, retention, rows, run, service, status
-from precompute.jobs.commands.command import BAD_USAGE, FAILED, REJECTED, Commands
+from precompute.jobs.commands import measure, retention, review, rows, run, run_all, service, status
+from precompute.jobs.commands.command import BAD_USAGE, FAILED, REJECTED, Commands, with_history
 from precompute.jobs.process.command_process import (
     described,
     end_signal,
@@ -26,7 +26,10 @@ from precompute.jobs.process.command_process import (
 from precompute.store.disk.durable_file import limit_of
 from precompute.store.errors import ConfigError, GateError, PrecomputeError, RejectedError, RequestError
 
-READS = frozenset({"drop", "explain", "gc", "lookup", "pin", "resume", "search", "snapshots", "status", "unpin"})
+READS = frozenset(
+    {"diff", "drop", "explain", "export", "gc", "graph", "history", "log", "lookup", "pin", "report", "resume", "search"}
+    | {"snapshots", "status", "unpin"}
+)
 """Commands that run no model, and so nobody else's code, but for a miss or a text's embedding where one is wanted."""
 
 
@@ -72,7 +75,7 @@ def _failed(exc: BaseException) -> int:
             raise exc
         report_error(f"{exc}: {limit}")
         return FAILED
-    report_error(str(exc))
+    report_error(with_history(str(exc)))
     if isinstance(exc, ConfigError) or (isinstance(exc, RequestError) and exc.status < 500):
         return BAD_USAGE
     return REJECTED if isinstance(exc, (RejectedError, GateError)) else FAILED
@@ -111,9 +114,11 @@ def _parser() -> argparse.ArgumentParser:
     for add in (
         run.add,
         run.add_backfill,
+        run_all.add_graph,
         retention.add_rollback,
         service.add,
         rows.add,
+        review.add,
         status.add_verify,
         retention.add,
         measure.add,

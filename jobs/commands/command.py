@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -84,3 +85,20 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """A line for each row, its cells below each other; the last column may be of any width."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     return ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]]).rstrip() for row in rows]
+
+
+_NAMED = re.compile(r"(?:view|of) '([a-z][a-z0-9_]*)'")
+
+
+def with_history(text: str, view: str | None = None) -> str:
+    """A message, and where it names a snapshot, the command that shows it.
+
+    Args:
+        text: the message.
+        view: whose snapshot it is; by default the one that the message names.
+    """
+    if view is None and (named := _NAMED.search(text)) is not None:
+        view = named[1]
+    if view is None or not re.search(r"snapshots? \d", text) or "precompute history" in text:
+        return text
+    return f"{text}; shown by: precompute history {view}"

@@ -8,7 +8,17 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from precompute.jobs.commands.command import DONE, FAILED, REJECTED, Commands, add_partition, partition_of, project_of
+from precompute.jobs.commands.command import (
+    DONE,
+    FAILED,
+    REJECTED,
+    Commands,
+    add_partition,
+    partition_of,
+    project_of,
+    with_history,
+)
+from precompute.jobs.commands.run_all import add_selection, is_one, run_several
 from precompute.jobs.process.command_process import report_error, spare_pandas
 from precompute.jobs.process.progress import progress_for
 from precompute.store.errors import ConfigError, PrecomputeError
@@ -21,7 +31,8 @@ if TYPE_CHECKING:
 
 def add(commands: Commands) -> None:
     """The commands ``run``, ``materialize`` and ``publish``."""
-    run = commands.add("run", _run, "materialize a view and publish it", view=True)
+    run = commands.add("run", _run, "materialize a view and publish it, or several in the order of what depends on what")
+    add_selection(run)
     materialize = commands.add(
         "materialize", _materialize, "compute a view into a new snapshot, without publishing it", view=True
     )
@@ -52,6 +63,8 @@ def add(commands: Commands) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if not is_one(arguments):
+        return run_several(arguments)
     # torch and faiss are loaded only by the commands that need them: `status` takes 0.8 s in all
     from precompute.jobs.pipeline.run import run_view
     from precompute.jobs.process.job import RunOptions
@@ -86,7 +99,7 @@ def _materialize(arguments: argparse.Namespace) -> int:
     partition = partition_of(project, arguments)
     options = RunOptions(partition=partition, full=arguments.full, retry_rejected=arguments.retry_rejected)
     plan = plan_view(project, arguments.view, options)
-    print(json.dumps(plan.to_json()) if arguments.json else f"{arguments.view}: {plan}")
+    print(json.dumps(plan.to_json()) if arguments.json else with_history(f"{arguments.view}: {plan}", arguments.view))
     return DONE
 
 
@@ -135,6 +148,7 @@ def tell_report(arguments: argparse.Namespace) -> Callable[[Report], None]:
             print(json.dumps(plain(report)))
         elif report.error is None:
             print(describe_report(report))
+            print(f"  shown by: precompute log {report.run} · precompute history {report.view}")
 
     return tell
 

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from precompute.jobs.commands.command import DONE, FAILED, Commands, project_of, table
+from precompute.jobs.commands.command import DONE, FAILED, Commands, project_of, table, with_history
 from precompute.store.clock import duration
 
 
@@ -29,8 +29,8 @@ def describe_status(lines: Sequence[Mapping[str, Any]]) -> str:
     """:func:`precompute.jobs.ops.status.project_status` as a table, and below it, what needs attention or is worth knowing."""
     from precompute.jobs.ops.status import notes
 
-    below = [f"{line['view']}: {'; '.join(line['attention'])}" for line in lines if line["attention"]]
-    below += [f"{line['view']}: {note}" for line in lines for note in notes(line)]
+    below = [with_history(f"{line['view']}: {'; '.join(line['attention'])}", line["view"]) for line in lines if line["attention"]]
+    below += [with_history(f"{line['view']}: {note}", line["view"]) for line in lines for note in notes(line)]
     below += [f"{line['view']}: {line['last_run']['error']}" for line in lines if line["last_run"] and line["last_run"]["error"]]
     return "\n".join(table([_HEAD, *map(_cells, lines)]) + (["", *below] if below else []))
 
@@ -87,7 +87,8 @@ def _verify(arguments: argparse.Namespace) -> int:
         print(json.dumps({"view": arguments.view, "ok": sound, "checks": lines}))
     else:
         for check in checks:
-            print(f"{'ok ' if check.ok else 'BAD'}  {check.check}: {check.found}")
+            found = check.found if check.ok else with_history(check.found, arguments.view)
+            print(f"{'ok ' if check.ok else 'BAD'}  {check.check}: {found}")
     return DONE if sound else FAILED
 
 

@@ -200,6 +200,17 @@ class Runs:
                 log.warning("the run's report %s cannot be read (%s); remove the file", self.folder / name, exc)
         return reports
 
+    def read(self, run: str) -> Report:
+        """One run's report.
+
+        Raises:
+            SnapshotError: there is none, or it cannot be read.
+        """
+        try:
+            return read_record(Report, self.path(run).read_bytes())
+        except (OSError, ValueError) as exc:
+            raise SnapshotError(f"the report of run {run!r} of view {self._view!r} cannot be read: {exc}") from exc
+
     def last(self) -> Report | None:
         """The newest run's report."""
         return next(iter(self.reports(1)), None)

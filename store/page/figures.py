@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,9 @@ from precompute.store.offline.runs import Report
 from precompute.store.offline.view_store import OfflineStore
 from precompute.store.telemetry.exposition import Totals, totals
 from precompute.store.telemetry.instruments import BUCKETS, Instrument, Meter
+
+REPORT = "report.html"
+"""Of a view, in its folder: the report of a run that was written last."""
 
 RUNS = 24
 """Of a view, the newest: what the line of its runs shows; the last few are reported in words."""
@@ -28,6 +31,8 @@ class ViewFigures:
     """False: what is live cannot be read now, and this is what was last known."""
     trouble: str | None = None
     """What of it is not whole, in words."""
+    report: bool = False
+    """Whether there is a report of one of its runs to be read."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +85,16 @@ def gather(views: Sequence[ViewFigures], meter: Meter, root: Path | None, store_
     """
     store = None if root is None else OfflineStore(root)
     with_runs = [
-        view if store is None else ViewFigures(view.details, _runs(store, str(view.details["view"])), view.readable, view.trouble)
-        for view in views
+        view if store is None else replace(view, runs=_runs(store, name), report=report_path(root, name) is not None)
+        for view, name in ((view, str(view.details["view"])) for view in views)
     ]
     return Figures(with_runs, totals(meter), store_answers, time.time())
+
+
+def report_path(root: Path | None, view: str) -> Path | None:
+    """The report of a view's run that was written last; None where there is none."""
+    path = None if root is None else OfflineStore(root).view(view).folder / REPORT
+    return path if path is not None and path.is_file() else None
 
 
 def _runs(store: OfflineStore, view: str) -> list[Report]:

@@ -20,7 +20,8 @@ from precompute.store.key_text import key_from_path
 from precompute.store.lookup import Lookup
 from precompute.store.lookup_options import LookupOptions
 from precompute.store.page import sections
-from precompute.store.page.figures import Figures, ViewFigures, gather
+from precompute.store.page.figures import Figures, ViewFigures, gather, report_path
+from precompute.store.page.view_graph import graph
 from precompute.store.search import text_column
 from precompute.store.telemetry.instruments import Meter
 
@@ -55,6 +56,8 @@ class Question:
     text: str = ""
     way: str = LOOKUP
     refresh_s: int = 0
+    report: str = ""
+    """A view whose report is to be shown, in place of the page."""
 
     @classmethod
     def of(cls, query: bytes) -> Question:
@@ -73,6 +76,7 @@ class Question:
             first("q"),
             way if way in _WAYS else LOOKUP,
             min(max(int(refresh), 2), 3600) if refresh.isascii() and refresh.isdigit() and len(refresh) < 5 else 0,
+            first("report"),
         )
 
     @property
@@ -187,9 +191,20 @@ class Page:
             OSError: what the processes counted cannot be read.
         """
         question = Question.of(query)
-        status, answer = answered(self._lookup, question)
         views, answers = self._look()
+        if question.report:
+            # by the names of views alone: no address leads to another file
+            names = [str(view.details["view"]) for view in views]
+            path = report_path(self._lookup.root, question.report) if question.report in names else None
+            if path is not None:
+                return 200, path.read_text(encoding="utf-8", errors="replace")
+        status, answer = answered(self._lookup, question)
         return status, status_page(gather(views, self._meter, self._lookup.root, answers), question, answer)
+
+
+def render(template: str, **shown: Any) -> str:
+    """One of the templates as HTML."""
+    return _TEMPLATES.get_template(template).render(**shown)
 
 
 _NOTHING = Question()
@@ -198,7 +213,8 @@ _NOTHING = Question()
 def status_page(figures: Figures, question: Question = _NOTHING, answer: Mapping[str, Any] | None = None) -> str:
     """The page as HTML; ``answer`` is that to what was ``requested``."""
     views = sorted(figures.views, key=sections.by_trouble)
-    return _TEMPLATES.get_template("page.html").render(
+    return render(
+        "page.html",
         figures=figures,
         views=views,
         question=question,
@@ -207,6 +223,7 @@ def status_page(figures: Figures, question: Question = _NOTHING, answer: Mapping
         summary=_summary(figures),
         as_of=f"{datetime.fromtimestamp(figures.at_s, UTC):%Y-%m-%d %H:%M:%S}",
         sections=sections.tables(figures),
+        graph=graph(figures.views),
     )
 
 
@@ -215,6 +232,9 @@ def _summary(figures: Figures) -> str:
     counts = {status: words.count(status) for status in ("fresh", "stale", "missing") if status in words}
     details = ", ".join(f"{count} {'expired' if status == 'missing' else status}" for status, count in counts.items())
     return f"{len(words)} view{'s' if len(words) > 1 else ''}: {details}; " if words else ""
+
+
+_COUNT_COLOURS = {"written": "s2", "unchanged": "s5", "rejected": "s4", "removed": "s1"}
 
 
 def _templates() -> Environment:
@@ -236,6 +256,10 @@ def _templates() -> Environment:
         "stage_colours": [f"s{i}" for i in range(6)],
         "status_colours": lambda rows: [f"f-{status}" for status in rows],
         "bad_ends": sections.BAD_ENDS,
+        "urlencode": urlencode,
+        "pair_most": lambda bars: max(max(bar.first, bar.second) for bar in bars) or 1.0,
+        "count_colours": lambda counts: [_COUNT_COLOURS.get(name, "rest") for name in counts],
+        "count_words": lambda counts: [f"{rows:,} {name}" for name, rows in counts.items()],
     }
     return made
 

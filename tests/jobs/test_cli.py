@@ -101,11 +101,12 @@ print(*sys.modules, file=sys.stderr)"""
     assert loaded & {"duckdb", "faiss", "pandas", "torch", "transformers"} == needed
 
 
-def test_run_says_what_it_did_in_three_lines(make_project: MakeProject, capsys: Captured) -> None:
+def test_run_says_what_it_did_in_four_lines(make_project: MakeProject, capsys: Captured) -> None:
     assert make_project([*ROWS, (4, None)], view=INDEXED).cli("run", "numbers") == 0
     captured = capsys.readouterr()
     assert captured.err == "materialize numbers: 4 rows\npublish numbers: 3 rows\n"
-    first, second, third = captured.out.splitlines()
+    first, second, third, fourth = captured.out.splitlines()
+    assert re.fullmatch(r"  shown by: precompute log \d{8}T[\d.]+Z-[0-9a-f]{6} · precompute history numbers", fourth)
     assert first.startswith("numbers: published, snapshot 1, 3 of 4 rows (1 rejected), ")
     assert re.fullmatch(r"  engine: [\d,]+ rows/s · 1 batch · peak [\d,]+ MiB", third)
     for stage in ("open", "source", "model", "write", "commit", "check", "load", "verify", "index", "flip"):
@@ -416,7 +417,6 @@ def test_a_view_that_was_never_run_says_what_to_do(make_project: MakeProject, ca
     [
         [],
         ["nonsense"],
-        ["run"],
         ["lookup", "numbers"],
         ["search", "numbers"],
         ["search", "numbers", "--key", "1", "--text", "x"],

@@ -115,7 +115,9 @@ def test_a_dry_run_writes_nothing_and_says_the_same_as_the_run(make_project: Mak
     project = make_project([(1, 10.0), *ROWS[1:]])
     before = sorted(project.root.rglob("*"))
     assert project.cli("materialize", "numbers", "--dry-run") == 0
-    assert capsys.readouterr().out == "numbers: delta: 1 of 8 rows to compute (1 changed), 7 unchanged; builds on snapshot 1\n"
+    assert capsys.readouterr().out == (
+        "numbers: delta: 1 of 8 rows to compute (1 changed), 7 unchanged; builds on snapshot 1; shown by: precompute history numbers\n"
+    )
     assert project.cli("materialize", "numbers", "--dry-run", "--json") == 0
     assert json.loads(capsys.readouterr().out)["changed"] == 1
     assert sorted(project.root.rglob("*")) == before

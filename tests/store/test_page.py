@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from precompute.store.feature_view import Feature
-from precompute.store.offline.runs import Report
+from precompute.store.offline.runs import Report, Runs
 from precompute.store.page.figures import Figures, Times, ViewFigures
-from precompute.store.page.page import LOOKUP, NEAR, POLICY, TEXT, Question, answered, shown, status_page, telling
+from precompute.store.page.page import LOOKUP, NEAR, POLICY, TEXT, Page, Question, answered, shown, status_page, telling
 from precompute.store.page.sections import age_mark, duration_ms, run_marks
 from precompute.store.telemetry import instruments as counted
 from precompute.store.telemetry.exposition import totals
@@ -382,3 +382,20 @@ def test_what_a_search_found_has_bars_from_0_and_what_a_person_knows_it_by(
 )
 def test_a_row_shows_its_texts_before_numbers_and_vectors_last(features: tuple[Feature, ...], details: list[str]) -> None:
     assert telling(features) == details
+
+
+def test_the_page_links_reports_and_shows_those_of_views_alone(tmp_path: Path) -> None:
+    world = World(tmp_path, {"a": 1.0}, fallback=False)
+    page = Page(world.lookup, Meter(), lambda: ([ViewFigures(TOLD | {"view": "things"}, RUNS)], True))
+    for folder in ("things", "others", "things/refs"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "report.html").write_text(f"<p>{folder}")
+    Runs(tmp_path / "things" / "runs", tmp_path / "running", "things").write(RUNS[2])
+    assert page.render(b"report=things") == (200, "<p>things")
+    for query in (b"", b"report=others", b"report=things/refs", b"report=../others", b"report=", b"report=%00"):
+        status, text = page.render(query)
+        assert status == 200
+        assert "?report=things" in [a["href"] for a in Parsed(text).all("a")], query
+    (tmp_path / "things" / "report.html").unlink()
+    harmless(shown := Parsed(page.render(b"report=things")[1]))
+    assert "precompute report things" in shown.text

@@ -1,0 +1,243 @@
+"""History, diff, log, export, report: what was done to a view, what its snapshots hold, and what one run did."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from precompute.jobs.commands.command import DONE, Commands, project_of, table
+from precompute.store.errors import ConfigError
+from precompute.store.record import plain
+
+if TYPE_CHECKING:
+    from precompute.jobs.review.diff import SnapshotDiff
+    from precompute.store.offline.runs import Report
+
+SHOWN_EVENTS = 30
+
+
+def add(commands: Commands) -> None:
+    """The commands ``history``, ``diff``, ``log``, ``export`` and ``report``."""
+    history = commands.add(
+        "history", _history, "what happened to a view: its snapshots, runs and moves of the live pointer", view=True
+    )
+    history.add_argument(
+        "--limit", type=int, default=SHOWN_EVENTS, metavar="N", help=f"how many events (default: {SHOWN_EVENTS})"
+    )
+    diff = commands.add(
+        "diff", _diff, "two snapshots of a view: rows changed, added, gone; figures of each feature; the worst rows", view=True
+    )
+    diff.add_argument("first", type=int, metavar="A", help="number of a snapshot: see `precompute history VIEW`")
+    diff.add_argument("second", type=int, metavar="B", help="of another one")
+    log = commands.add("log", _log, "one run: what it did, stage by stage, its gates, what it rejected, and how it ended")
+    log.add_argument(
+        "run", metavar="RUN", help="its id or the beginning of it, as `history` lists them; or a view, whose last run it is"
+    )
+    export = commands.add("export", _export, "the live snapshot as one file, its deltas merged", view=True)
+    export.add_argument("--to", type=Path, metavar="FILE", help="ends with .parquet or .csv (default: VIEW-SNAPSHOT.parquet)")
+    export.add_argument("--snapshot", type=int, metavar="N", help="another one than the live one")
+    export.add_argument("--replace", action="store_true", help="though there is such a file")
+    report = commands.add(
+        "report", _report, "one HTML file of a run: stages, rejections, figures beside what is live, a map", view=True
+    )
+    report.add_argument("--run", metavar="RUN", help="which (default: the last that did anything)")
+    report.add_argument(
+        "--to", type=Path, metavar="FILE", help="where (default: beside its snapshots, where the status page links it)"
+    )
+
+
+def _history(arguments: argparse.Namespace) -> int:
+    from precompute.jobs.review.history import history
+
+    if arguments.limit < 1:
+        raise ConfigError(f"--limit: {arguments.limit} is not at least 1")
+    events = history(project_of(arguments), arguments.view, arguments.limit)
+    print(json.dumps(events) if arguments.json else describe_history(arguments.view, events, arguments.limit))
+    return DONE
+
+
+def describe_history(view: str, events: Sequence[Mapping[str, Any]], limit: int) -> str:
+    """:func:`precompute.jobs.review.history.history` as a table."""
+    if not events:
+        return f"{view}: nothing happened yet; run `precompute run {view}`"
+    rows = [("at", "what", "")]
+    for event in events:
+        at = "–" if event["at"] is None else event["at"][:19].replace("T", " ")
+        rows.append((at, event["kind"], _EVENTS[event["kind"]](event)))
+    more = ["", f"the newest {limit} of it; --limit N for more"] if len(events) == limit else []
+    snapshots = [event for event in events if event["kind"] == "snapshot"]
+    # the live one beside what was live before it, where both are among them
+    both = [event for event in snapshots if event["live"] or event["previous"]]
+    numbers = sorted(event["snapshot"] for event in (both if len(both) == 2 else snapshots[:2]))
+    told = [f"compare two snapshots: precompute diff {view} {numbers[0]} {numbers[1]}"] if len(numbers) == 2 else []
+    return "\n".join([*table(rows), *more, *told])
+
+
+def _snapshot_words(event: Mapping[str, Any]) -> str:
+    if event["error"] is not None:
+        return f"{event['snapshot']}: {event['error']}"
+    kind = event["kind_of_snapshot"] if event["parent"] is None else f"{event['kind_of_snapshot']} of {event['parent']}"
+    words = [f"{event['snapshot']}: {kind}, {event['rows']:,} rows, model {event['model'][:12]}"]
+    words += [f"partition {event['partition'].partition('/')[0]}"] if event["partition"] else []
+    words += [f"refused by {', '.join(event['refused_by'])}"] if event["refused_by"] else []
+    words += [f"bad: {event['bad']}"] if event["bad"] else []
+    return ", ".join([*words, *(mark for mark in ("live", "previous", "pinned") if event[mark])])
+
+
+def _run_words(event: Mapping[str, Any]) -> str:
+    number = "" if event["snapshot"] is None else f", snapshot {event['snapshot']}"
+    error = "" if event["error"] is None else f": {event['error'][:120]}"
+    return f"{event['run']}  {event['command']} {event['status']}{number}, {event['seconds']:,.1f} s{error}"
+
+
+def _pointer_words(event: Mapping[str, Any]) -> str:
+    return f"to {'nothing' if event['snapshot'] is None else event['snapshot']}, epoch {event['epoch']}, by {event['reason']}"
+
+
+_EVENTS = {"snapshot": _snapshot_words, "run": _run_words, "pointer": _pointer_words}
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    from precompute.jobs.review.diff import diff
+
+    found = diff(project_of(arguments), arguments.view, arguments.first, arguments.second)
+    print(json.dumps(found.to_json()) if arguments.json else describe_diff(found))
+    return DONE
+
+
+def describe_diff(found: SnapshotDiff) -> str:
+    """Two snapshots beside each other, for people."""
+    from precompute.jobs.review.diff import figures_lines
+
+    first, second = found.first, found.second
+    lines = [
+        f"{found.view}: snapshot {first.number} ({first.created_at[:19]}Z) beside {second.number} ({second.created_at[:19]}Z)"
+    ]
+    lines.append(
+        f"rows: {first.rows:,} → {second.rows:,}: {found.changed:,} changed, {found.added:,} added, {found.gone:,} gone, {found.alike:,} alike"
+    )
+    if found.recomputed:
+        lines[-1] += f" ({found.recomputed:,} of them computed again)"
+    if first.model != second.model:
+        lines.append(
+            f"model: {first.model[:12]} → {second.model[:12]}: another fingerprint: vectors are of another space, and how far they are off says little"
+        )
+    lines += [f"feature {name}: only in {first.number}, or of another type" for name in found.only_first]
+    lines += [f"feature {name}: only in {second.number}, or of another type" for name in found.only_second]
+    rows = [("feature", "figure", str(first.number), str(second.number))]
+    for name, feature in found.features.items():
+        rows.append(
+            (
+                name,
+                "changed rows",
+                "",
+                f"{feature.changed:,}"
+                + (f", off by {feature.mean:.3g} on average, {feature.most:.3g} at most" if feature.changed else ""),
+            )
+        )
+        rows += [("", line.figure, _figure(line.first), _figure(line.second)) for of, line in figures_lines(found) if of == name]
+    lines += ["", *table(rows)]
+    if found.worst:
+        worst = [("key", "feature", "off by", str(first.number), str(second.number))]
+        worst += [(row.key, row.feature, f"{row.off:.3g}", _value(row.first), _value(row.second)) for row in found.worst]
+        lines += [
+            "",
+            "the rows that are furthest off:",
+            *table(worst),
+            "",
+            f"what a row was before: precompute explain {found.view} KEY",
+        ]
+    return "\n".join(lines)
+
+
+def _figure(value: float | str | None) -> str:
+    if value is None:
+        return "–"
+    return value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def _value(value: Any) -> str:
+    """A value in a few letters."""
+    if isinstance(value, (list, tuple)):
+        shown = ", ".join(_value(item) for item in value[:3])
+        return f"[{shown}{', …' if len(value) > 3 else ''}]"
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= 32 else f"{text[:31]}…"
+
+
+def _log(arguments: argparse.Namespace) -> int:
+    from precompute.jobs.review.history import find_run, rejections
+
+    store, report = find_run(project_of(arguments), arguments.run)
+    rejected = rejections(store, report.run)
+    if arguments.json:
+        print(json.dumps(plain(report) | {"rejections": rejected}))
+    else:
+        print("\n".join(_log_lines(report, rejected)))
+    return DONE
+
+
+def _log_lines(report: Report, rejected: Mapping[str, Any] | None) -> Iterator[str]:
+    from precompute.jobs.process.report import engine_line
+
+    number = "" if report.snapshot is None else f", snapshot {report.snapshot}"
+    yield f"{report.run}: {report.command} of {report.view}, {report.status}{number}"
+    facts = {
+        "began": f"{report.started_at[:19]}Z, took {report.seconds:,.1f} s" + (f", due {report.due}" if report.due else ""),
+        "partition": report.partition,
+        "backfill": report.backfill,
+        "plan": report.plan,
+        "rows": ", ".join(f"{count:,} {what}" for what, count in report.counts.items() if count),
+        "resumed": f"{report.resumed:,} rows of an interrupted run" if report.resumed else "",
+        "model": report.model,
+        "read": ", ".join(f"snapshot {used} of {name}" for name, used in report.inputs.items()),
+        "engine": engine_line(report.engine),
+        "index": report.index and f"{report.index.get('kind')}, recall@10 ≥ {report.index.get('recall_bound', 0.0):.1%}",
+        "late": ", ".join(report.late),
+        "error": report.error,
+        "attention": "; ".join(report.attention),
+    }
+    yield from (f"  {name.ljust(9)}  {value}" for name, value in facts.items() if value)
+    longest = sorted(report.stages_s.items(), key=lambda item: -item[1])
+    yield from (f"  {seconds:>9.3f} s  {stage}" for stage, seconds in longest if seconds >= 0.001)
+    for verdict in report.gates:
+        yield f"  gate {verdict.gate}: {'passed' if verdict.passed else 'REFUSED'}, {verdict.measured:.4g} of {verdict.limit:.4g}{': ' + verdict.message if verdict.message else ''}"
+    if rejected:
+        yield f"  {rejected['rows']:,} rejected, in {rejected['path']}"
+        yield from (f"    {count:,} × {reason}" for reason, count in rejected["reasons"].items())
+    shown = [f"precompute history {report.view}", f"precompute report {report.view} --run {report.run}"]
+    yield f"  see also: {' · '.join(shown)}"
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from precompute.jobs.review.export import export
+
+    done = export(project_of(arguments), arguments.view, arguments.to, number=arguments.snapshot, replace=arguments.replace)
+    if arguments.json:
+        print(
+            json.dumps(
+                {
+                    "view": done.view,
+                    "snapshot": done.snapshot,
+                    "rows": done.rows,
+                    "path": done.path,
+                    "size_bytes": done.size_bytes,
+                }
+            )
+        )
+    else:
+        print(f"{done.path}: {done.rows:,} rows of snapshot {done.snapshot} of {done.view}, {done.size_bytes / 1e6:,.3f} MB")
+    return DONE
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from precompute.jobs.review.run_figures import write_report
+
+    path, report = write_report(project_of(arguments), arguments.view, arguments.run, arguments.to)
+    size = path.stat().st_size
+    line = {"view": report.view, "run": report.run, "snapshot": report.snapshot, "path": str(path), "size_bytes": size}
+    print(json.dumps(line) if arguments.json else f"{path}: run {report.run} of {report.view}, {size / 1e6:,.3f} MB")
+    return DONE

@@ -1,0 +1,171 @@
+"""Run all: several views, each in a process of its own, in the order of what they depend on. One that fails stops only what depends on it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from precompute.jobs.config.project import Project
+from precompute.jobs.ops.status import project_status
+from precompute.jobs.schedule.dependencies import Dependencies
+from precompute.store.errors import ConfigError
+from precompute.store.offline.runs import Report
+from precompute.workers.process import ChildProcess, end_all, installed_module
+
+DONE, FAILED, BAD_USAGE, REFUSED = 0, 1, 2, 3
+_WORST = (BAD_USAGE, FAILED, REFUSED, DONE)
+"""Exit statuses of a run, the worst first."""
+
+STOP_GRACE_S = 10.0
+"""How long a run may take to end after a signal before it is killed."""
+
+FAILED_ENDS = ("failed", "killed", "cancelled", "rejected", "refused")
+
+Output = Literal["inherited", "captured"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one view. ``status`` is its run's, as reports have it; ``failed`` where it did not come to one; ``skipped`` where what it depends on was not done.
+    ``exit_status`` is that of ``run VIEW``, None where it did not run."""
+
+    view: str
+    status: str
+    exit_status: int | None
+    seconds: float = 0.0
+    run: str | None = None
+    snapshot: int | None = None
+    rows: int | None = None
+    error: str | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether what depends on it may run."""
+        return self.exit_status == DONE
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which views are to run, and how. ``selectors`` as :meth:`Dependencies.select` has them, none for all; ``stale`` and ``failed`` leave those, and what depends on
+    them, that are not fresh or whose last run went wrong; ``options`` of the command line go to each run."""
+
+    selectors: Sequence[str] = ()
+    stale: bool = False
+    failed: bool = False
+    options: Sequence[str] = field(default=())
+
+
+def selected(project: Project, selection: Selection) -> list[str]:
+    """The views to run, in order.
+
+    Raises:
+        ConfigError: a selector names no view.
+    """
+    dependencies = Dependencies(project)
+    chosen = dependencies.select(selection.selectors or project.names)
+    if not (selection.stale or selection.failed):
+        return chosen
+    wanted = set[str]()
+    for line in project_status(project):
+        name, last = line["view"], line["last_run"]
+        stale = selection.stale and (line["status"] != "fresh" or bool(line["behind"]))
+        if name in chosen and (stale or (selection.failed and last is not None and last["status"] in FAILED_ENDS)):
+            wanted |= {name} | dependencies.below(name)
+    return [name for name in chosen if name in wanted]
+
+
+def run_all(
+    project: Project,
+    names: Sequence[str],
+    options: Sequence[str] = (),
+    *,
+    output: Output = "inherited",
+    announce: Callable[[str], None] = lambda _: None,
+) -> list[Outcome]:
+    """Run views one after the other, each after those of them that it depends on.
+
+    Args:
+        project: the configuration.
+        names: in the order of :func:`selected`.
+        options: of ``run``, for each.
+        output: where their processes write: to ours, or nowhere, and their last words are in the outcomes.
+        announce: called with which view begins.
+
+    Returns:
+        an outcome for each, in order.
+    """
+    dependencies, outcomes = Dependencies(project), dict[str, Outcome]()
+    for number, name in enumerate(names, 1):
+        stopped = [parent for parent in dependencies.parents[name] if parent in outcomes and not outcomes[parent].done]
+        if stopped:
+            why = ", ".join(
+                f"{parent} {'was' if outcomes[parent].status != 'failed' else ''} {outcomes[parent].status}" for parent in stopped
+            )
+            outcomes[name] = Outcome(name, "skipped", None, error=f"not run: {' '.join(why.split())}")
+            announce(f"{name} ({number} of {len(names)}): {outcomes[name].error}")
+            continue
+        announce(f"{name} ({number} of {len(names)})")
+        outcomes[name] = _run(project, name, options, output)
+    return list(outcomes.values())
+
+
+def _run(project: Project, name: str, options: Sequence[str], output: Output) -> Outcome:
+    """One view, in a process of its own: what ends that, a model's crash or the kernel, ends no other view."""
+    try:
+        project.view(name)
+    except ConfigError as exc:
+        return Outcome(name, "failed", BAD_USAGE, error=str(exc))
+    store, started = project.offline.view(name), time.monotonic()
+    before = store.runs.last()
+    command = [*installed_module("precompute.jobs.cli"), "-c", str(project.folder), "run", name, *options]
+    try:
+        process = ChildProcess(command, output=output)
+    except OSError as exc:
+        return Outcome(name, "failed", FAILED, error=f"its process cannot be started: {exc.strerror or exc}")
+    try:
+        process.wait()
+    finally:
+        # what ends us ends it: its report says so
+        if not process.ended():
+            end_all([process], STOP_GRACE_S)
+    report = store.runs.last()
+    report = None if report is None or (before is not None and report.run <= before.run) else report
+    return _outcome(name, process, report, time.monotonic() - started)
+
+
+def _outcome(name: str, process: ChildProcess, report: Report | None, seconds: float) -> Outcome:
+    status = process.status
+    assert status is not None
+    code = status if status in _WORST else FAILED
+    if report is None:
+        words = process.last_words().removeprefix("precompute: ")
+        return Outcome(
+            name,
+            "current" if code == DONE else "failed",
+            code,
+            round(seconds, 3),
+            error=None if code == DONE else words or f"its process {process.how_it_ended()}",
+        )
+    error = report.error
+    if report.status == "running":
+        # killed: nobody wrote its end
+        report.status, error = "killed", f"its process {process.how_it_ended()}"
+    rows = report.counts["written"] + report.counts["unchanged"] if report.counts else None
+    return Outcome(name, report.status, code, round(seconds, 3), report.run, report.snapshot, rows, error)
+
+
+def worst(outcomes: Sequence[Outcome]) -> int:
+    """The exit status of all: 2 before 1 before 3 before 0."""
+    return next((status for status in _WORST if any(outcome.exit_status == status for outcome in outcomes)), DONE)
+
+
+def summary(outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:
+    """One report of all: ``exit_status``, ``seconds``, how many ended how (``counts``), and ``views``, an outcome each in the order they ran."""
+    counts: dict[str, int] = {}
+    for outcome in outcomes:
+        counts[outcome.status] = counts.get(outcome.status, 0) + 1
+    fields = ("view", "status", "exit_status", "seconds", "run", "snapshot", "rows", "error")
+    views = [{name: getattr(outcome, name) for name in fields} for outcome in outcomes]
+    return {"exit_status": worst(outcomes), "seconds": round(seconds, 3), "counts": counts, "views": views}
