@@ -127,6 +127,8 @@ WINGS = {
     "jobs/service": {"jobs/config", "jobs/process", "jobs/rows"},
     "jobs/schedule": {"jobs/config", "jobs/pipeline", "jobs/process", "jobs/publish", "jobs/rows"},
     "jobs/ops": {"jobs/config", "jobs/pipeline", "jobs/process", "jobs/publish", "jobs/rows", "jobs/schedule"},
+    # what a run did is shown in a notebook in the words of the command line
+    "jobs/notebook": {"jobs/commands"},
     "jobs/commands": {"jobs/config", "jobs/ops", "jobs/pipeline", "jobs/process", "jobs/rows", "jobs/schedule", "jobs/service"},
 }
 """Wing → the other wings of its room that it may import."""

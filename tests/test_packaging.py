@@ -29,7 +29,7 @@ EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
 USES = {
     "store": ["cpu", "otel"],
     "precompute": ["engine", "onnx"],
-    "jobs": ["engine"],
+    "jobs": ["engine", "notebook"],
     "demo": ["engine", "demo"],
     "tests": ["cpu", "demo", "dev"],
     "benchmarks": ["cpu", "demo", "bench"],
