@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -52,7 +53,7 @@ class OpenProject:
         elif path.is_file():
             raise ConfigError(f"{path}: a project is a folder with {FILE}; give that folder, or its {FILE}")
         self.folder = path.absolute()
-        self._stack = contextlib.ExitStack()
+        self._stack, self._lock = contextlib.ExitStack(), threading.Lock()
         self._online: OnlineStore | None = None
         self._plain: Lookup | None = None
         self._answering: Lookup | None = None
@@ -291,8 +292,9 @@ class OpenProject:
 
     def close(self) -> None:
         """Close the online store, and the models that were loaded; any later call opens them again."""
-        self._stack.close()
-        self._online = self._plain = self._answering = None
+        with self._lock:
+            self._stack.close()
+            self._online = self._plain = self._answering = None
 
     def __enter__(self) -> OpenProject:
         return self
@@ -312,6 +314,10 @@ class OpenProject:
         return Project(self.folder)
 
     def _lookup(self, fallback: bool = False) -> Lookup:
+        with self._lock:
+            return self._opened(fallback)
+
+    def _opened(self, fallback: bool) -> Lookup:
         if self._online is None or self._plain is None:
             project = self._project()
             self._online = open_online_store(project.online)
@@ -352,20 +358,20 @@ class OpenProject:
             return caption, [], [], [str(exc)]
         try:
             lookup = self._lookup()
-            live = {line["view"]: line for line in lookup.views()}
+            live, absent = {line["view"]: line for line in lookup.views()}, "not published"
         except PrecomputeError as exc:
-            live = {}
+            live, absent = {}, "unknown"
             notes.append(str(exc))
         head, rows = ["view", "key", "features", "status", "age_s", "ttl_s", "rows", "search"], list[list[Any]]()
         for name in sorted({*project.names, *live}):
             line = live.get(name)
             if name in project.broken:
                 notes.append(str(project.broken[name]))
-            rows.append([name, *_view_cells(project, name, line)])
+            rows.append([name, *_view_cells(project, name, line, absent)])
         return f"{caption}: {counted(len(project.names), 'view')}", head, rows, notes
 
 
-def _view_cells(project: Project, name: str, line: Mapping[str, Any] | None) -> list[Any]:
+def _view_cells(project: Project, name: str, line: Mapping[str, Any] | None, absent: str) -> list[Any]:
     if line is not None:
         kinds = [f"{f['name']} {f['dtype']}" + (f"[{f['dim']}]" if f.get("dim") else "") for f in line["features"]]
         status = "expired" if line["status"] == "missing" else line["status"]
@@ -374,7 +380,7 @@ def _view_cells(project: Project, name: str, line: Mapping[str, Any] | None) -> 
     if name in project.broken:
         return [None, None, "its file is wrong", None, None, None, ""]
     view = project.views[name].feature_view()
-    return [", ".join(view.entity), ", ".join(view.feature_names), "not published", None, view.ttl_s, None, ""]
+    return [", ".join(view.entity), ", ".join(view.feature_names), absent, None, view.ttl_s, None, ""]
 
 
 def _neighbours(rows: Sequence[Mapping[str, Any]], view: FeatureView, features: Sequence[str]) -> pa.Table:

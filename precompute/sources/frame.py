@@ -69,11 +69,11 @@ def write_frame(frame: Any, columns: Sequence[str], entity: Sequence[str], path:
         _check_columns(reader.schema, columns, entity)
         wanted = [names.index(column) for column in columns]
         rows, waiting = 0, list[pa.RecordBatch]()
-        schema = pa.schema([reader.schema.field(i).remove_metadata() for i in wanted])
+        schema = pa.schema([(names[i], _plain_type(reader.schema.field(i).type)) for i in wanted])
         with path.open("wb") as file:
             with pq.ParquetWriter(file, schema) as writer:
                 for batch in reader:
-                    waiting.append(pa.record_batch([batch.column(i) for i in wanted], schema=schema))
+                    waiting.append(pa.record_batch([_plain(batch.column(i)) for i in wanted], schema=schema))
                     rows += batch.num_rows
                     if sum(map(len, waiting)) >= GROUP_ROWS:
                         writer.write_table(pa.Table.from_batches(waiting))
@@ -104,6 +104,10 @@ def _reader(frame: Any, columns: Sequence[str]) -> pa.RecordBatchReader:
     ):
         # what is not wanted need not be anything that Arrow knows
         frame = frame[list(columns)]
+    for name, kind in zip(getattr(frame, "columns", ()), getattr(frame, "dtypes", ()), strict=False):
+        if str(kind) == "Object":
+            # polars gives their addresses away for what they are
+            raise SourceError(f"column {name!r} of the frame holds Python objects: make it text or numbers")
     return pa.RecordBatchReader.from_stream(frame)
 
 
@@ -117,6 +121,18 @@ def arrow_table(frame: Any) -> pa.Table:
         return reader.read_all()
 
 
+def _plain_type(kind: pa.DataType) -> pa.DataType:
+    """The type that a column is stored in: of categories their own, and text that polars calls string_view as any."""
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return pa.large_string() if pa.types.is_string_view(kind) else kind
+
+
+def _plain(column: pa.Array) -> pa.Array:
+    if not pa.types.is_dictionary(column.type):
+        return column.cast(_plain_type(column.type))
+    return column.dictionary.cast(_plain_type(column.type)).take(column.indices)
+
+
 def _check_columns(schema: pa.Schema, columns: Sequence[str], entity: Sequence[str]) -> None:
     for column in columns:
         count = schema.names.count(column)
@@ -125,9 +141,8 @@ def _check_columns(schema: pa.Schema, columns: Sequence[str], entity: Sequence[s
             what = "has no column" if not count else f"has {count} columns called"
             raise SourceError(f"the frame {what} {column!r}, which source.frame names (it has: {have})")
     for column in entity:
-        kind = schema.field(column).type
-        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-        text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+        kind = _plain_type(schema.field(column).type)
+        text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
         if not text and (not pa.types.is_integer(kind) or kind == pa.uint64()):
             gaps = f" (pandas makes floats of integers where one is missing: dropna, then astype({{{column!r}: 'int64'}}))"
             hint = gaps if pa.types.is_floating(kind) else ""
@@ -141,4 +156,6 @@ def _translated() -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as exc:
-        raise SourceError(f"the frame cannot be read as Arrow: {' '.join(str(exc).split())[:300]}") from exc
+        # half of a character, say, would break the report as well
+        text = str(exc).encode(errors="replace").decode()
+        raise SourceError(f"the frame cannot be read as Arrow: {' '.join(text.split())[:300]}") from exc

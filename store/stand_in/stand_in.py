@@ -58,16 +58,16 @@ class _View:
     def __init__(self, view: FeatureView, model: Model | None) -> None:
         self.view, self.model, self.codec = view, model, RowCodec(view)
         self.rows: dict[str, Mapping[str, Any]] = {}
+        self.values: dict[str, bytes] = {}
+        """The same, packed."""
         self.computed_at_us: dict[str, int] = {}
         self.damaged: set[str] = set()
 
     def batch(self) -> RowBatch:
         """Packed, for an online store."""
-        keys = list(self.rows)
-        packed = [self.packed(key, self.rows[key], self.computed_at_us[key]) for key in keys]
-        # a row that does not vouch for itself
-        rows = [row[:-1] + bytes([row[-1] ^ 1]) if key in self.damaged else row for key, row in zip(keys, packed, strict=True)]
-        names = Packed.of([key.encode() for key in keys])
+        # a damaged row does not vouch for itself
+        rows = [row[:-1] + bytes([row[-1] ^ 1]) if key in self.damaged else row for key, row in self.values.items()]
+        names = Packed.of([key.encode() for key in self.values])
         return RowBatch(names, Packed.of(rows), kernels.hashes(names))
 
     def packed(self, key: str, features: Mapping[str, Any], at_us: int, codec: RowCodec | None = None) -> bytes:
@@ -318,15 +318,15 @@ class StandIn(Fallback):
         name, now_us = of.view.name, int(self.now_s() * 1e6)
         at_us = now_us - int(age_s * 1e6)
         named = {key_text(key, of.view.entity): features for key, features in rows.items()}
-        for text, features in named.items():
-            # refused before any is anybody's row
-            of.packed(text, features or {}, at_us)
+        # refused before any is anybody's row
+        values = {text: of.packed(text, features or {}, at_us) for text, features in named.items()}
         for text, features in named.items():
             of.damaged.discard(text)
             if features is None:
                 of.rows.pop(text, None)
+                of.values.pop(text, None)
             else:
-                of.rows[text], of.computed_at_us[text] = dict(features), at_us
+                of.rows[text], of.values[text], of.computed_at_us[text] = dict(features), values[text], at_us
         self._views[name] = of
         before = self._store.live(name)
         epoch = 1 if before is None else before.epoch + 1

@@ -72,13 +72,21 @@ def test_a_frame_is_a_source_like_any_other(project: OpenProject, scene: Scene, 
     assert project.lookup("numbers", [1, 2, 3, 4])["double"].to_pylist() == [2.0, 10.0, None, 8.0]
 
 
+def keys_of(kind: pa.DataType) -> pa.Array:
+    keys = ["a b", "ü/%"]
+    if not pa.types.is_dictionary(kind):
+        return pa.array(keys, kind)
+    return pa.DictionaryArray.from_arrays(pa.array([0, 1], kind.index_type), pa.array(keys, kind.value_type))
+
+
 def test_a_frame_of_every_type(make_project: MakeProject) -> None:
     """The model gets what was given; keys of text, in whatever Arrow calls it."""
     scene = make_project(view={"source": {"frame": ["id", "x"]}, "entity": ["id"]})
-    for kind in (pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())):
+    texts = (pa.string(), pa.large_string(), pa.string_view())
+    for kind in (*texts, *(pa.dictionary(pa.int32(), text) for text in texts)):
         for number in (pa.float16(), pa.float32(), pa.int8(), pa.uint64()):
             x = pa.array(np.array([1, 2], number.to_pandas_dtype()), number)
-            table = pa.table({"id": pa.array(["a b", "ü/%"], pa.string()).cast(kind), "x": x})
+            table = pa.table({"id": keys_of(kind), "x": x})
             with pc.open(scene.folder / "project.yaml") as project:
                 project.run("numbers", frame=table, progress=False)
                 assert project.lookup("numbers", ["ü/%", "a b"])["double"].to_pylist() == [4.0, 2.0]
@@ -96,6 +104,7 @@ def test_what_is_no_frame_of_the_view_is_refused(project: OpenProject, scene: Sc
         ({"id": [1, 2], "x": [1, "a"]}, "the frame cannot be read as Arrow: .*'a'"),
         (twice, "the frame cannot be read as Arrow: Duplicate column names"),
         (lazy, r"got LazyFrame: collect\(\) it first"),
+        ({"id": [1, 2], "x": ["\ud800", "a"]}, r"cannot be read as Arrow: .*surrogates not allowed"),
         (7, r"a frame is a DataFrame of pandas or polars.*got int"),
         ({"id": [1, 1], "x": [1.0, 2.0]}, r"keys with more than one row and different values, for example 1 \(2 rows\)"),
         (pd.DataFrame(DATA).iloc[:0], "yielded no rows"),
@@ -105,6 +114,9 @@ def test_what_is_no_frame_of_the_view_is_refused(project: OpenProject, scene: Sc
             project.run("numbers", frame=frame, progress=False)
         assert scene.report().status == "failed"
     assert project.lookup("numbers", 3)["double"].to_pylist() == [6.0]
+    objects = pytest.importorskip("polars").Series([object(), object()])
+    with pytest.raises(pc.SourceError, match="column 'x' of the frame holds Python objects"):
+        project.run("numbers", frame=of_polars({"id": [1, 2], "x": objects}), progress=False)
     assert not list(scene.offline.view("numbers").folder.glob(".*.tmp"))
 
 
@@ -277,6 +289,13 @@ def test_what_a_notebook_shows(filled: OpenProject, scene: Scene) -> None:
     status = filled.status()
     assert {row["view"]: row["status"] for row in status} == {"broken": "unpublished", "new": "unpublished", "numbers": "fresh"}
     assert "broken.yaml" in repr(status)
+
+
+def test_a_store_that_is_gone_is_told(filled: OpenProject, scene: Scene) -> None:
+    (scene.folder / "project.yaml").write_text("root: ./var\nonline: redis://127.0.0.1:1/0\n")
+    filled.close()
+    assert "unknown" in repr(filled)
+    assert "Redis at redis://127.0.0.1:1/0 does not answer" in repr(filled)
 
 
 def test_a_project_that_is_gone_is_still_shown(filled: OpenProject, scene: Scene) -> None:
