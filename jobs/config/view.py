@@ -65,9 +65,7 @@ class SourceConfig(Section):
                 "write sql, or frame (the columns of a DataFrame that runs are given), and not "
                 + ("both" if "sql" in data else "neither")
             )
-        columns = data.get("frame")
-        named = isinstance(columns, list) and all(isinstance(column, str) for column in columns)
-        return {**data, "sql": frame_sql(columns)} if named and columns else data
+        return data
 
     @field_validator("sql")
     @classmethod
@@ -380,7 +378,7 @@ class ViewConfig(Section):
             raise ValueError(f"accuracy.features: {unknown[0]!r} is no feature (the features: {', '.join(self.features)})")
         self._check_default()
         self._check_frame()
-        wanted = parameters(self.source.sql)
+        wanted = parameters(self.sql)
         for name, query in model_queries(self.model.args).items():
             if not isinstance(query, str):
                 raise ValueError(f"model.args.{name}.sql: {query!r} is no text: write one SELECT")
@@ -415,6 +413,8 @@ class ViewConfig(Section):
             return
         if len(set(columns)) != len(columns):
             raise ValueError("source.frame: a column is named twice")
+        if any(not name or "\0" in name for name in columns):
+            raise ValueError("source.frame: a column has no name")
         lacks = [name for name in self.entity if name not in columns]
         if lacks:
             raise ValueError(f"source.frame: lacks {lacks[0]!r}, which the entity names: add it to the columns")
@@ -447,6 +447,11 @@ class ViewConfig(Section):
             default_row(view, RowCodec(view))
         except (ValueError, TypeError, pa.ArrowException) as exc:
             raise ValueError(f"fallback.default: {exc}") from exc
+
+    @property
+    def sql(self) -> str:
+        """The source's SQL; of a frame, that of its columns."""
+        return self.source.sql if self.source.frame is None else frame_sql(self.source.frame, self.name)
 
     @property
     def serves_all(self) -> bool:
@@ -488,7 +493,7 @@ class ViewConfig(Section):
             if self.semantic_cache is None
             else SemanticCacheSpec(self.semantic_cache.view, self.semantic_cache.threshold),
             definition=Definition(
-                source=self.source.sql,
+                source=self.sql,
                 model=ModelUse(**self.model.model_dump()),
                 bad_rows=self.bad_rows,
                 empty="publish" if self.partition is not None and self.partition.empty == "publish" else "keep",
@@ -497,7 +502,7 @@ class ViewConfig(Section):
 
     def inputs(self) -> list[str]:
         """Views whose live snapshot this one reads, in its source or its model's arguments."""
-        queries = [self.source.sql, *model_queries(self.model.args).values()]
+        queries = [self.sql, *model_queries(self.model.args).values()]
         return sorted({name for sql in queries for name in referenced_views(sql)})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,21 +16,16 @@ import pyarrow.parquet as pq
 from precompute.sources.database import quoted
 from precompute.store.errors import SourceError
 
-_TABLE = " FROM frame.rows"
+_TABLE = re.compile(r' FROM frame\."\w+"\Z')
 """What the SQL of a view reads in the file's stead: where that lies is no part of the view's definition, so that a root may be moved."""
 
 GROUP_ROWS = 1 << 16
 """Of the file's row groups, at least: what comes in small batches is put together."""
 
 
-def frame_sql(columns: Sequence[str]) -> str:
-    """SQL of these columns of the frame that a run was given."""
-    return f"SELECT {', '.join(map(quoted, columns))}{_TABLE}"
-
-
-def reads_frame(sql: str) -> bool:
-    """Whether SQL is that of :func:`frame_sql`."""
-    return sql.endswith(_TABLE)
+def frame_sql(columns: Sequence[str], view: str) -> str:
+    """SQL of these columns of the frame that a run of the view was given: no other view's, whose frame is another."""
+    return f"SELECT {', '.join(map(quoted, columns))} FROM frame.{quoted(view)}"
 
 
 def of_file(sql: str, path: Path) -> str:
@@ -38,14 +34,15 @@ def of_file(sql: str, path: Path) -> str:
     Raises:
         SourceError: no frame was given yet.
     """
-    if not reads_frame(sql):
+    table = _TABLE.search(sql)
+    if table is None:
         return sql
     if not path.is_file():
         raise SourceError(
             "it takes its rows from a DataFrame, and none was given yet: precompute.open(…).run(view, frame=df), in Python"
         )
     text = str(path).replace("'", "''")
-    return f"{sql.removesuffix(_TABLE)} FROM read_parquet('{text}')"
+    return f"{sql[: table.start()]} FROM read_parquet('{text}')"
 
 
 def write_frame(frame: Any, columns: Sequence[str], entity: Sequence[str], path: Path) -> int:

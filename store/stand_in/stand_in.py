@@ -62,6 +62,8 @@ class _View:
         """The same, packed."""
         self.computed_at_us: dict[str, int] = {}
         self.damaged: set[str] = set()
+        self.index: tuple[Pointer, VectorIndex] | None = None
+        """Made of the rows as they were under this pointer."""
 
     def batch(self) -> RowBatch:
         """Packed, for an online store."""
@@ -70,26 +72,31 @@ class _View:
         names = Packed.of([key.encode() for key in self.values])
         return RowBatch(names, Packed.of(rows), kernels.hashes(names))
 
-    def packed(self, key: str, features: Mapping[str, Any], at_us: int, codec: RowCodec | None = None) -> bytes:
-        """One row.
+    def packed(self, rows: Mapping[str, Mapping[str, Any]], at_us: int, codec: RowCodec | None = None) -> dict[str, bytes]:
+        """Rows, packed.
 
         Raises:
             ConfigError: a value is none of its feature's type, or a feature is not the view's.
         """
         view = self.view
-        unknown = [name for name in features if name not in view.feature_names]
-        if unknown:
-            raise ConfigError(f"view {view.name!r} has no feature {unknown[0]!r} (it has: {', '.join(view.feature_names)})")
+        for features in rows.values():
+            unknown = [name for name in features if name not in view.feature_names]
+            if unknown:
+                raise ConfigError(f"view {view.name!r} has no feature {unknown[0]!r} (it has: {', '.join(view.feature_names)})")
         columns = []
         for feature in view.features:
-            value = features.get(feature.name)
             try:
-                columns.append(pa.array([value if value is None else _plain(value)], feature.arrow_type))
+                columns.append(pa.array([features.get(feature.name) for features in rows.values()], feature.arrow_type))
             except (pa.ArrowException, TypeError, ValueError, OverflowError) as exc:
-                raise ConfigError(f"view {view.name!r}, key {key!r}: {feature.name}: {exc}") from exc
+                if len(rows) > 1:
+                    # says which
+                    for key, features in rows.items():
+                        self.packed({key: features}, at_us)
+                raise ConfigError(f"view {view.name!r}, key {next(iter(rows))!r}: {feature.name}: {exc}") from exc
         batch = pa.RecordBatch.from_arrays(columns, schema=view.feature_schema())
-        hashes = kernels.hashes(Packed.of([key.encode()]))
-        return (codec or self.codec).encode(batch, hashes, np.array([at_us], np.int64), _GENERATION).at(0)
+        hashes = kernels.hashes(Packed.of([key.encode() for key in rows]))
+        packed = (codec or self.codec).encode(batch, hashes, np.full(len(rows), at_us, np.int64), _GENERATION)
+        return dict(zip(rows, map(bytes, packed.strings()), strict=True))
 
 
 class StandIn(Fallback):
@@ -279,12 +286,16 @@ class StandIn(Fallback):
         """The rows of a view, to be searched."""
         with self._lock:
             of = self._views[pointer.view.name]
+            if of.index is not None and of.index[0] is pointer:
+                return of.index[1]
             whole = {
                 key: {name: features.get(name) for name in of.view.feature_names}
                 for key, features in of.rows.items()
                 if key not in of.damaged
             }
-            return MemoryIndex(of.view, pointer.model, whole, of.computed_at_us)
+            index = MemoryIndex(of.view, pointer.model, whole, of.computed_at_us)
+            of.index = pointer, index
+            return index
 
     def _computed(self, name: str, key: str, inputs: Mapping[str, Any] | None, query: bool) -> Computed:
         of = self._views[name]
@@ -295,7 +306,7 @@ class StandIn(Fallback):
                 raise Miss(Reason.UNKNOWN_ENTITY)
             codec = RowCodec(unpacked_view(of.view)) if query else of.codec
             at_us = int(self.now_s() * 1e6)
-            return Computed(of.packed(key, features, at_us, codec), at_us)
+            return Computed(of.packed({key: _plain(features)}, at_us, codec)[key], at_us)
         except Miss:
             raise
         except TimeoutError as exc:
@@ -317,16 +328,16 @@ class StandIn(Fallback):
     def _publish(self, of: _View, inputs: dict[str, str], rows: Mapping[Any, Mapping[str, Any] | None], age_s: float) -> None:
         name, now_us = of.view.name, int(self.now_s() * 1e6)
         at_us = now_us - int(age_s * 1e6)
-        named = {key_text(key, of.view.entity): features for key, features in rows.items()}
+        gone = {key_text(key, of.view.entity) for key, features in rows.items() if features is None}
+        come = {key_text(key, of.view.entity): _plain(features) for key, features in rows.items() if features is not None}
         # refused before any is anybody's row
-        values = {text: of.packed(text, features or {}, at_us) for text, features in named.items()}
-        for text, features in named.items():
-            of.damaged.discard(text)
-            if features is None:
-                of.rows.pop(text, None)
-                of.values.pop(text, None)
-            else:
-                of.rows[text], of.values[text], of.computed_at_us[text] = dict(features), values[text], at_us
+        of.values |= of.packed(come, at_us)
+        of.rows |= come
+        of.computed_at_us |= dict.fromkeys(come, at_us)
+        of.damaged -= gone | come.keys()
+        for text in gone:
+            of.rows.pop(text, None)
+            of.values.pop(text, None)
         self._views[name] = of
         before = self._store.live(name)
         epoch = 1 if before is None else before.epoch + 1
@@ -400,9 +411,9 @@ def _views_of(path: str, body: Any) -> list[str]:
     return [one["view"] for one in requests or ()]
 
 
-def _plain(value: Any) -> Any:
-    """A value of numpy as pyarrow takes it, in a list, too."""
-    return value.tolist() if hasattr(value, "tolist") else value
+def _plain(features: Mapping[str, Any]) -> dict[str, Any]:
+    """Features, those of numpy as Python's."""
+    return {name: value.tolist() if hasattr(value, "tolist") else value for name, value in features.items()}
 
 
 def _features(
@@ -416,7 +427,7 @@ def _features(
     first = next(iter(rows.values()), None)
     if first is None:
         raise ConfigError(f"view {view!r}: without a row its features are not known: give features={{name: {{'dtype': …}}}}")
-    return tuple(_feature(view, name, _plain(value)) for name, value in first.items())
+    return tuple(_feature(view, name, value) for name, value in _plain(first).items())
 
 
 def _feature(view: str, name: str, value: Any) -> Feature:

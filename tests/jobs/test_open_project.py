@@ -183,6 +183,7 @@ def test_the_model_behind_misses_reads_the_frame(project: OpenProject, scene: Sc
         ({"source": {"frame": ["id"], "sql": "SELECT 1 AS id"}}, "and not both"),
         ({"source": {"max_age": "1d"}}, "and not neither"),
         ({"source": {"frame": []}}, "source.frame"),
+        ({"source": {"frame": ["id", ""]}}, "source.frame: a column has no name"),
         ({"source": {"frame": "df"}}, "source.frame"),
         ({"source": {"frame": ["id", "x"]}, "partition": {"by": "day", "start": "2026-01-01"}}, "partition: a frame has none"),
         ({"source": {"frme": ["id", "x"]}}, "source.*frame"),
