@@ -285,10 +285,10 @@ class OpenProject:
         from precompute.jobs.ops.status import notes, project_status
 
         lines = project_status(self._project())
-        told = [f"{line['view']}: {'; '.join(line['attention'])}" for line in lines if line["attention"]]
-        told += [f"{line['view']}: {note}" for line in lines for note in notes(line)]
+        words = [f"{line['view']}: {'; '.join(line['attention'])}" for line in lines if line["attention"]]
+        words += [f"{line['view']}: {note}" for line in lines for note in notes(line)]
         hidden = [name for line in lines for name in line if name not in _STATUS_SHOWN]
-        return Rows.of(lines, f"{self.folder.name}: {counted(len(lines), 'view')}", hidden=hidden, notes=told)
+        return Rows.of(lines, f"{self.folder.name}: {counted(len(lines), 'view')}", hidden=hidden, notes=words)
 
     def close(self) -> None:
         """Close the online store, and the models that were loaded; any later call opens them again."""

@@ -72,7 +72,7 @@ _MODULES = {
 def open(project: "str | Path") -> "OpenProject":
     """A project, to run its views, look rows up and search them from Python: see :class:`precompute.jobs.open_project.OpenProject`.
 
-    Where there is no project but its online store, :meth:`precompute.Lookup.open` reads that, and :class:`precompute.Client` asks a server.
+    Where there is no project but its online store, :meth:`precompute.Lookup.open` reads that, and :class:`precompute.Client` reads from a server.
 
     Args:
         project: its folder, or the ``project.yaml`` in it.
@@ -85,7 +85,7 @@ def open(project: "str | Path") -> "OpenProject":
     scheme = str(project).partition(":")[0]
     if scheme in ("table", "redis", "rediss", "unix", "http", "https") or scheme.startswith("redis+"):
         raise ConfigError(
-            f"{scheme}: … is no project's folder: precompute.Lookup.open(url, root=…) reads an online store, precompute.Client(url) asks a server"
+            f"{scheme}: … is no project's folder: precompute.Lookup.open(url, root=…) reads an online store, precompute.Client(url) reads from a server"
         )
     try:
         from precompute.jobs.open_project import OpenProject
@@ -93,7 +93,7 @@ def open(project: "str | Path") -> "OpenProject":
         if (exc.name or "").partition(".")[0] == "precompute":
             raise
         raise ConfigError(
-            f"{exc.name} is not installed: a project is opened with pip install 'precompute-store[cpu]', or [gpu]; precompute.Client asks a server"
+            f"{exc.name} is not installed: a project is opened with pip install 'precompute-store[cpu]', or [gpu]; precompute.Client reads from a server"
         ) from exc
     return OpenProject(project)
 

@@ -112,7 +112,7 @@ class StandIn(Fallback):
         self._store, self._lock = MemoryStore(), threading.RLock()
         self._threads = ThreadPoolExecutor(8, "stand-in")
         self._lookup = _MemoryLookup(self)
-        # nothing encoded is kept: rows change under the same snapshot
+        # no encoded row is cached: rows change under the same snapshot
         self._app = create_app(self._lookup, fallback_ready=lambda _: True, cache_bytes=0)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="stand-in", daemon=True)
@@ -208,7 +208,7 @@ class StandIn(Fallback):
     # ---- what goes wrong
 
     def fail(self, error: PrecomputeError, *, times: int | None = None, view: str | None = None) -> None:
-        """Have requests fail so that the client raises this error, after asking again where it would.
+        """Have requests fail so that the client raises this error, after trying again where it would.
 
         Args:
             error: a :class:`NoAnswerError` (nobody is there), :class:`DeadlineError`, :class:`OverloadedError`, :class:`OnlineStoreError` (the server's store is gone),
@@ -233,7 +233,7 @@ class StandIn(Fallback):
         """Nothing that was on order goes wrong any more."""
         self._faults.clear()
 
-    # ---- who asks
+    # ---- clients
 
     def client(self, timeout_s: float = 10.0, **options: Any) -> StandInClient:
         """A :class:`precompute.Client` of it; ``options`` are that one's."""
