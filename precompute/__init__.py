@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from precompute.jobs.open_project import OpenProject
     from precompute.model import Model, digest
     from precompute.store.client import AsyncClient, Client, ViewLookupRequest
     from precompute.store.errors import (
@@ -43,6 +44,7 @@ __all__ = [
     "ModelError",
     "NoAnswerError",
     "OnlineStoreError",
+    "OpenProject",
     "OverloadedError",
     "PrecomputeError",
     "RejectedError",
@@ -63,18 +65,37 @@ _MODULES = {
     "Lookup": "precompute.store.lookup",
     "Model": "precompute.model",
     "digest": "precompute.model",
+    "OpenProject": "precompute.jobs.open_project",
 }
 
 
-def open(online: str, root: "str | Path | None" = None) -> "Lookup":
-    """A lookup over the store a URL names, as :meth:`precompute.store.lookup.Lookup.open`.
+def open(project: "str | Path") -> "OpenProject":
+    """A project, to run its views, look rows up and search them from Python: see :class:`precompute.jobs.open_project.OpenProject`.
+
+    Where there is no project but its online store, :meth:`precompute.Lookup.open` reads that, and :class:`precompute.Client` reads from a server.
+
+    Args:
+        project: its folder, or the ``project.yaml`` in it.
 
     Raises:
-        ConfigError: the URL names no store.
+        ConfigError: there is no project, its configuration is wrong, or what it needs is not installed.
     """
-    from precompute.store.lookup import Lookup
+    from precompute.store.errors import ConfigError
 
-    return Lookup.open(online, root)
+    scheme = str(project).partition(":")[0]
+    if scheme in ("table", "redis", "rediss", "unix", "http", "https") or scheme.startswith("redis+"):
+        raise ConfigError(
+            f"{scheme}: … is no project's folder: precompute.Lookup.open(url, root=…) reads an online store, precompute.Client(url) reads from a server"
+        )
+    try:
+        from precompute.jobs.open_project import OpenProject
+    except ModuleNotFoundError as exc:
+        if (exc.name or "").partition(".")[0] == "precompute":
+            raise
+        raise ConfigError(
+            f"{exc.name} is not installed: a project is opened with pip install 'precompute-store[cpu]', or [gpu]; precompute.Client reads from a server"
+        ) from exc
+    return OpenProject(project)
 
 
 def __getattr__(name: str) -> Any:

@@ -28,8 +28,8 @@ PROJECT: dict[str, Any] = tomllib.loads((REPOSITORY / "pyproject.toml").read_tex
 EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
 USES = {
     "store": ["cpu", "otel"],
-    "precompute": ["engine", "onnx"],
-    "jobs": ["engine"],
+    "precompute": ["engine", "onnx", "testing"],
+    "jobs": ["engine", "notebook"],
     "demo": ["engine", "demo"],
     "tests": ["cpu", "demo", "dev"],
     "benchmarks": ["cpu", "demo", "bench"],

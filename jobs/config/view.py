@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 from precompute.jobs.config.section import Duration, Name, Section, did_you_mean, parse_time
 from precompute.registry import check_use
 from precompute.sources.database import check_sql, parameters, referenced_views
+from precompute.sources.frame import frame_sql
 from precompute.store.answer import default_row
 from precompute.store.clock import Partition, containing, duration
 from precompute.store.errors import ConfigError
@@ -40,13 +41,31 @@ class SourceConfig(Section):
     """Where the rows come from."""
 
     sql: str = Field(
-        description="one SELECT yielding the entity's columns and the model's inputs; live.<view> is a view's live snapshot"
+        default="",
+        description="one SELECT yielding the entity's columns and the model's inputs; live.<view> is a view's live snapshot",
+    )
+    frame: list[str] | None = Field(
+        default=None,
+        min_length=1,
+        description="in place of sql: columns of the DataFrame that each run is given, in Python: `precompute.open(…).run(view, frame=df)`",
     )
     updated_at: str | None = Field(
         default=None,
         description="of the source: a date or timestamp (UTC) whose newest value tells its age; by default its files' modification times do",
     )
     max_age: Duration | None = Field(default=None, description="past which status asks for attention; none by default")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_of_two(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        if ("sql" in data) == ("frame" in data):
+            raise ValueError(
+                "write sql, or frame (the columns of a DataFrame that runs are given), and not "
+                + ("both" if "sql" in data else "neither")
+            )
+        return data
 
     @field_validator("sql")
     @classmethod
@@ -358,7 +377,8 @@ class ViewConfig(Section):
         if unknown:
             raise ValueError(f"accuracy.features: {unknown[0]!r} is no feature (the features: {', '.join(self.features)})")
         self._check_default()
-        wanted = parameters(self.source.sql)
+        self._check_frame()
+        wanted = parameters(self.sql)
         for name, query in model_queries(self.model.args).items():
             if not isinstance(query, str):
                 raise ValueError(f"model.args.{name}.sql: {query!r} is no text: write one SELECT")
@@ -387,6 +407,20 @@ class ViewConfig(Section):
                 )
         return self
 
+    def _check_frame(self) -> None:
+        columns = self.source.frame
+        if columns is None:
+            return
+        if len(set(columns)) != len(columns):
+            raise ValueError("source.frame: a column is named twice")
+        if any(not name or "\0" in name for name in columns):
+            raise ValueError("source.frame: a column has no name")
+        lacks = [name for name in self.entity if name not in columns]
+        if lacks:
+            raise ValueError(f"source.frame: lacks {lacks[0]!r}, which the entity names: add it to the columns")
+        if self.partition is not None:
+            raise ValueError("partition: a frame has none; write its rows to files, and read them by sql")
+
     def _check_served(self) -> None:
         partition = self.partition
         if partition is None or partition.serve == "newest":
@@ -413,6 +447,11 @@ class ViewConfig(Section):
             default_row(view, RowCodec(view))
         except (ValueError, TypeError, pa.ArrowException) as exc:
             raise ValueError(f"fallback.default: {exc}") from exc
+
+    @property
+    def sql(self) -> str:
+        """The source's SQL; of a frame, that of its columns."""
+        return self.source.sql if self.source.frame is None else frame_sql(self.source.frame, self.name)
 
     @property
     def serves_all(self) -> bool:
@@ -454,7 +493,7 @@ class ViewConfig(Section):
             if self.semantic_cache is None
             else SemanticCacheSpec(self.semantic_cache.view, self.semantic_cache.threshold),
             definition=Definition(
-                source=self.source.sql,
+                source=self.sql,
                 model=ModelUse(**self.model.model_dump()),
                 bad_rows=self.bad_rows,
                 empty="publish" if self.partition is not None and self.partition.empty == "publish" else "keep",
@@ -463,7 +502,7 @@ class ViewConfig(Section):
 
     def inputs(self) -> list[str]:
         """Views whose live snapshot this one reads, in its source or its model's arguments."""
-        queries = [self.source.sql, *model_queries(self.model.args).values()]
+        queries = [self.sql, *model_queries(self.model.args).values()]
         return sorted({name for sql in queries for name in referenced_views(sql)})
 
 

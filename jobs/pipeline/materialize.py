@@ -17,6 +17,7 @@ from precompute.jobs.pipeline.gates import judged, judged_again
 from precompute.jobs.process.job import Job
 from precompute.jobs.rows.chunks import Chunks
 from precompute.jobs.rows.compaction import compacted, merged, write_deletes
+from precompute.jobs.rows.given_frame import take_frame
 from precompute.jobs.rows.open_view import OpenView, iso_us, open_view, read_source_at
 from precompute.jobs.rows.plan import Plan, make_plan, mark_if_damaged, now_us, recipe_of
 from precompute.jobs.rows.replaced import Replaced, figures_of
@@ -78,6 +79,7 @@ def dry_run(job: Job) -> Plan:
 def _opened(job: Job) -> OpenView:
     view, offline, home = job.config.feature_view(), job.store.offline, job.project.home
     with job.report.stage("open"):
+        take_frame(job)
         return open_view(
             view,
             offline,

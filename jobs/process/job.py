@@ -32,6 +32,7 @@ class RunOptions:
         due: the schedule's time this run is for, ISO 8601 in UTC.
         backfill: id of the backfill this run is a part of.
         deadline_s: the kernel ends the process after this long, whatever it hangs in.
+        frame: the rows, of a view with ``source: {frame: …}``: see :func:`precompute.sources.frame.write_frame`.
     """
 
     command: str = "run"
@@ -45,6 +46,7 @@ class RunOptions:
     due: str | None = None
     backfill: str | None = None
     deadline_s: float | None = None
+    frame: Any = None
 
     @property
     def partition_text(self) -> str | None:

@@ -21,6 +21,7 @@ from precompute.project_module import absolute_arguments, starting_from
 from precompute.registry import MOST_NAMED_FILES, LoadedModel, Stamp, load_with_fingerprint, named_files, stamp_of
 from precompute.source import Files, Source
 from precompute.sources.database import referenced_views
+from precompute.sources.frame import of_file
 from precompute.store.clock import Partition
 from precompute.store.disk.durable_file import make_folder, replace_durably
 from precompute.store.errors import ConfigError, ModelError, SourceError
@@ -272,7 +273,8 @@ def open_source(
     live = {name: _files(offline.view(name), number) for name, number in inputs.items()}
     bounds = None if partition is None else (partition.start, partition.end)
     try:
-        return Source(sql, view.entity, live, bounds=bounds, folder=folder, memory_mb=memory_mb), inputs
+        text = of_file(sql, offline.view(view.name).frame.absolute())
+        return Source(text, view.entity, live, bounds=bounds, folder=folder, memory_mb=memory_mb), inputs
     except ConfigError as exc:
         raise ConfigError(f"view {view.name!r}: source.sql: {exc}") from exc
     except SourceError as exc:

@@ -44,8 +44,8 @@ from precompute.store.online.codec import RowCodec, rekeyed
 from precompute.store.online.online_store import Pointer
 from precompute.store.online.packed import Packed
 from precompute.store.status import Reason
+from precompute.store.telemetry.caller import Caller
 from precompute.store.telemetry.instruments import Batches, Meter, Tell
-from precompute.store.telemetry.tracing import Caller
 from precompute.techniques.table import REFERENCE
 
 log = logging.getLogger(__name__)

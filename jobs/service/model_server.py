@@ -31,8 +31,8 @@ from precompute.store.offline.view_store import OfflineStore
 from precompute.store.online.online_store import Pointer
 from precompute.store.online_url import open_miss_cache
 from precompute.store.status import Reason
+from precompute.store.telemetry.caller import TRACE
 from precompute.store.telemetry.instruments import Meter, Tell
-from precompute.store.telemetry.tracing import TRACE
 from precompute.workers.process import be_nicer
 from precompute.workers.worker import framed, read_message
 

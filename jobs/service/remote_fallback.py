@@ -20,8 +20,8 @@ from precompute.jobs.service.model_group import socket_path
 from precompute.store.fallback import CLIENT, Computed, Fallback, Miss, outcome_of, places
 from precompute.store.online.online_store import Pointer
 from precompute.store.status import Reason
+from precompute.store.telemetry.caller import TRACE
 from precompute.store.telemetry.instruments import BREAKER_OPEN, FALLBACK_QUEUE, FALLBACK_ROWS, Meter
-from precompute.store.telemetry.tracing import TRACE
 from precompute.workers.worker import framed, read_message
 
 LEAST_CALLS = 10

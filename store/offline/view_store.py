@@ -93,6 +93,11 @@ class ViewStore:
         return self.folder / "compiled"
 
     @property
+    def frame(self) -> Path:
+        """The rows that a run was given last, of a view that reads none by itself."""
+        return self.folder / "frame.parquet"
+
+    @property
     def leases(self) -> Path:
         """Folder of the leases: see :mod:`precompute.store.disk.lease`."""
         return self.refs.folder

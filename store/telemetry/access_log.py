@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from precompute.store.telemetry.tracing import route_of
+from precompute.store.telemetry.caller import route_of
 
 log = logging.getLogger(__name__)
 

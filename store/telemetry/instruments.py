@@ -23,7 +23,7 @@ from typing import Protocol
 
 from precompute.store.errors import PrecomputeError
 from precompute.store.record import Record, read_record, sealed
-from precompute.store.telemetry.tracing import Caller
+from precompute.store.telemetry.caller import Caller
 
 MAX_SLOTS = 1 << 17
 """Of a process: a file of 1 MiB. A series of a counter takes one, of a histogram twenty: labels come from closed sets, and views are few."""

@@ -1,5 +1,5 @@
 """Tracing: a span for each request, for OpenTelemetry, under its caller's where it came with a ``traceparent``, and spans of what was done for it below; imported
-only where it is configured. Under which span work of other threads and processes comes.
+only where it is configured.
 
 Spans go to the collector in a thread of the SDK's own, in batches; one that does not answer costs spans, and no request waits.
 """
@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
-from contextvars import ContextVar
-from typing import Any, NamedTuple
-from urllib.parse import unquote_to_bytes
+from typing import Any
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
@@ -20,42 +18,7 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import SpanKind, Status, StatusCode, get_current_span, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-TRACE: ContextVar[str | None] = ContextVar("trace", default=None)
-"""``traceparent`` (W3C Trace Context) of the request that is worked on."""
-
-
-class Caller(NamedTuple):
-    """For which request something was requested, and when (ns since 1970)."""
-
-    trace: str
-    at_ns: int
-
-    @classmethod
-    def now(cls) -> Caller | None:
-        """For the request that is worked on; None where it is not traced."""
-        trace = TRACE.get()
-        return None if trace is None else cls(trace, time.time_ns())
-
-
-_VIEWS = b"/v1/views/"
-_OF_A_VIEW = {b"lookup": "/v1/views/{view}/lookup", b"search": "/v1/views/{view}/search"}
-_FIXED = {path.encode(): path for path in ("/", "/v1/views", "/v1/lookup", "/livez", "/readyz", "/metrics", "/openapi.json")}
-OTHER = "other"
-"""What is no route of the API."""
-
-
-def route_of(scope: dict[str, Any]) -> tuple[str, str | None]:
-    """(route, view) of an ASGI scope: ``("/v1/views/{view}/rows/{key}", "numbers")``; the view as it was requested, cut at 63 characters."""
-    path: bytes = scope["raw_path"]
-    if not path.startswith(_VIEWS):
-        return _FIXED.get(path, OTHER), None
-    name, _, rest = path[len(_VIEWS) :].partition(b"/")
-    view = unquote_to_bytes(name).decode(errors="replace")[:63]
-    if rest.startswith(b"rows/"):
-        return "/v1/views/{view}/rows/{key}", view
-    route = _OF_A_VIEW.get(rest)
-    return (OTHER, None) if route is None else (route, view)
-
+from precompute.store.telemetry.caller import TRACE, route_of
 
 _Scope = dict[str, Any]
 _App = Callable[[_Scope, Any, Any], Awaitable[None]]
@@ -99,7 +62,7 @@ class Tracing:
 
     Args:
         app: answers. What it puts into ``scope["stages"]`` (name → seconds, one after the other) become spans of their own; whatever it has other threads and
-            processes do comes under a span named by :data:`precompute.store.telemetry.tracing.TRACE` .
+            processes do comes under a span named by :data:`precompute.store.telemetry.caller.TRACE` .
         spans: of this process.
     """
 

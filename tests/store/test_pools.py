@@ -20,7 +20,7 @@ from precompute.store.fallback import Computed, Miss
 from precompute.store.lookup import Lookup
 from precompute.store.online.online_store import Pointer
 from precompute.store.status import Reason
-from precompute.store.telemetry.tracing import TRACE
+from precompute.store.telemetry.caller import TRACE
 from tests.asgi import exchange, scope_of
 from tests.server import Reply
 from tests.store.test_http_freshness import ROW, SEARCH, World

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +15,9 @@ from typing import Any
 import pytest
 
 from precompute.store.telemetry.access_log import AccessLog
-from precompute.store.telemetry.tracing import MOST_ASKED_S, Spans, Tracing, route_of
+from precompute.store.telemetry.caller import route_of
+from precompute.store.telemetry.tracing import MOST_ASKED_S, Spans, Tracing
+from tests import REPOSITORY
 from tests.collector import collecting
 
 SECRETS = ["alice@example.com", "deadline_ms", "pct_secret"]
@@ -200,3 +204,18 @@ def test_a_collector_that_is_not_there_stops_nobody(caplog: pytest.LogCaptureFix
     tracing = Tracing(answering, made)
     ask(tracing, scope("/livez"))
     made.close()
+
+
+WITHOUT = """
+import sys
+sys.modules["opentelemetry"] = None
+import precompute.jobs.cli, precompute.jobs.service.lookup_worker, precompute.jobs.service.model_server, precompute.store.lookup
+"""
+
+
+def test_without_opentelemetry_all_else_is_there() -> None:
+    """It is an extra of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")

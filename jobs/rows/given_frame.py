@@ -1,0 +1,47 @@
+"""Given frame: the rows that a program hands to a run, stored where the view's SQL reads them; a run that is given none is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+from precompute.jobs.process.job import Job
+from precompute.sources.frame import write_frame
+from precompute.store.disk.durable_file import disk_message, make_folder, sync_folder
+from precompute.store.errors import ConfigError, SnapshotError
+
+
+def take_frame(job: Job) -> None:
+    """Store the frame of a run in place of the one before; the caller holds the run's lease. Readers of that go on with what they opened.
+
+    Raises:
+        ConfigError: the view takes a frame and none was given, or one was given and the view takes none.
+        SourceError: it lacks a column, or cannot be read.
+        SnapshotError: it cannot be written.
+    """
+    config, frame, path = job.config, job.options.frame, job.store.frame
+    name, columns = config.name, config.source.frame
+    if columns is None and frame is None:
+        return
+    if columns is None:
+        raise ConfigError(
+            f"view {name!r} reads SQL, so it takes no frame: leave it out, or write source: {{frame: [{', '.join(config.entity)}, …]}} "
+            f"in place of sql in {job.project.folder / 'views' / name}.yaml"
+        )
+    if frame is None:
+        raise ConfigError(
+            f"view {name!r} takes its rows from a DataFrame, and this run was given none; only Python gives one: "
+            f"precompute.open({str(job.project.folder)!r}).run({name!r}, frame=df). What a schedule or the command line is to run reads "
+            "source: {sql: …}"
+        )
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        make_folder(path.parent)
+        write_frame(frame, columns, config.entity, temporary)
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    except OSError as exc:
+        raise SnapshotError(disk_message(path, exc)) from exc
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)

@@ -1,0 +1,158 @@
+"""Frame: rows that a program hands to a run, as a DataFrame or whatever else speaks Arrow; stored as one Parquet file, which the view's SQL then reads as any other.
+So they are hashed, compared, resumed and read again by the model behind misses like the rows of a file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from precompute.sources.database import quoted
+from precompute.store.errors import SourceError
+
+_TABLE = re.compile(r' FROM frame\."\w+"\Z')
+"""What the SQL of a view reads in the file's stead: where that lies is no part of the view's definition, so that a root may be moved."""
+
+GROUP_ROWS = 1 << 16
+"""Of the file's row groups, at least: what comes in small batches is put together."""
+
+
+def frame_sql(columns: Sequence[str], view: str) -> str:
+    """SQL of these columns of the frame that a run of the view was given: no other view's, whose frame is another."""
+    return f"SELECT {', '.join(map(quoted, columns))} FROM frame.{quoted(view)}"
+
+
+def of_file(sql: str, path: Path) -> str:
+    """SQL of :func:`frame_sql` as DuckDB can run it, reading the file at ``path``, absolute; other SQL as it is.
+
+    Raises:
+        SourceError: no frame was given yet.
+    """
+    table = _TABLE.search(sql)
+    if table is None:
+        return sql
+    if not path.is_file():
+        raise SourceError(
+            "it takes its rows from a DataFrame, and none was given yet: precompute.open(…).run(view, frame=df), in Python"
+        )
+    text = str(path).replace("'", "''")
+    return f"{sql[: table.start()]} FROM read_parquet('{text}')"
+
+
+def write_frame(frame: Any, columns: Sequence[str], entity: Sequence[str], path: Path) -> int:
+    """Write the columns of a frame to a Parquet file, durably, in batches; the caller renames it.
+
+    Args:
+        frame: of pandas, polars or pyarrow, or whatever has ``__arrow_c_stream__``; a list of rows, or a mapping of columns.
+        columns: the columns wanted, of any order there; others are left out.
+        entity: those of them that are keys: text or integers.
+        path: the file.
+
+    Returns:
+        the rows written.
+
+    Raises:
+        SourceError: that is no frame, it lacks a column, or holds what Arrow has no type for.
+        OSError: the file cannot be written.
+    """
+    with _translated(), _reader(frame, columns) as reader:
+        names = reader.schema.names
+        _check_columns(reader.schema, columns, entity)
+        wanted = [names.index(column) for column in columns]
+        rows, waiting = 0, list[pa.RecordBatch]()
+        schema = pa.schema([(names[i], _plain_type(reader.schema.field(i).type)) for i in wanted])
+        with path.open("wb") as file:
+            with pq.ParquetWriter(file, schema) as writer:
+                for batch in reader:
+                    waiting.append(pa.record_batch([_plain(batch.column(i)) for i in wanted], schema=schema))
+                    rows += batch.num_rows
+                    if sum(map(len, waiting)) >= GROUP_ROWS:
+                        writer.write_table(pa.Table.from_batches(waiting))
+                        waiting = []
+                writer.write_table(pa.Table.from_batches(waiting, schema))
+            file.flush()
+            os.fsync(file.fileno())
+    return rows
+
+
+def _reader(frame: Any, columns: Sequence[str]) -> pa.RecordBatchReader:
+    if isinstance(frame, Mapping):
+        frame = pa.table(dict(frame))
+    elif isinstance(frame, (list, tuple)):
+        frame = pa.Table.from_pylist(list(frame))
+    if not hasattr(frame, "__arrow_c_stream__"):
+        lazy = ": collect() it first" if hasattr(frame, "collect") else ""
+        raise SourceError(
+            f"a frame is a DataFrame of pandas or polars, a pyarrow.Table, or what else has __arrow_c_stream__; got {type(frame).__name__}{lazy}"
+        )
+    if hasattr(frame, "reset_index") and any(name in columns for name in frame.index.names):
+        # pandas leaves an index out
+        frame = frame.reset_index()
+    if (
+        columns
+        and not isinstance(frame, (pa.Table, pa.RecordBatch))
+        and all(name in getattr(frame, "columns", ()) for name in columns)
+    ):
+        # what is not wanted need not be anything that Arrow knows
+        frame = frame[list(columns)]
+    for name, kind in zip(getattr(frame, "columns", ()), getattr(frame, "dtypes", ()), strict=False):
+        if str(kind) == "Object":
+            # polars gives their addresses away for what they are
+            raise SourceError(f"column {name!r} of the frame holds Python objects: make it text or numbers")
+    return pa.RecordBatchReader.from_stream(frame)
+
+
+def arrow_table(frame: Any) -> pa.Table:
+    """A frame, as of :func:`write_frame`, with all of its columns.
+
+    Raises:
+        SourceError: that is no frame, or holds what Arrow has no type for.
+    """
+    with _translated(), _reader(frame, ()) as reader:
+        return reader.read_all()
+
+
+def _plain_type(kind: pa.DataType) -> pa.DataType:
+    """The type that a column is stored in: of categories their own, and text that polars calls string_view as any."""
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return pa.large_string() if pa.types.is_string_view(kind) else kind
+
+
+def _plain(column: pa.Array) -> pa.Array:
+    if not pa.types.is_dictionary(column.type):
+        return column.cast(_plain_type(column.type))
+    return column.dictionary.cast(_plain_type(column.type)).take(column.indices)
+
+
+def _check_columns(schema: pa.Schema, columns: Sequence[str], entity: Sequence[str]) -> None:
+    for column in columns:
+        count = schema.names.count(column)
+        if count != 1:
+            have = ", ".join(schema.names) or "none"
+            what = "has no column" if not count else f"has {count} columns called"
+            raise SourceError(f"the frame {what} {column!r}, which source.frame names (it has: {have})")
+    for column in entity:
+        kind = _plain_type(schema.field(column).type)
+        text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+        if not text and (not pa.types.is_integer(kind) or kind == pa.uint64()):
+            gaps = f" (pandas makes floats of integers where one is missing: dropna, then astype({{{column!r}: 'int64'}}))"
+            hint = gaps if pa.types.is_floating(kind) else ""
+            raise SourceError(
+                f"key column {column!r} of the frame is {kind}: a key is text, or an integer of up to 64 bits, signed{hint}"
+            )
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as exc:
+        # half of a character, say, would break the report as well
+        text = str(exc).encode(errors="replace").decode()
+        raise SourceError(f"the frame cannot be read as Arrow: {' '.join(text.split())[:300]}") from exc

@@ -1,0 +1,21 @@
+"""Testing: what a service's own tests need of a lookup service, without one: see :class:`StandIn`, and docs/python.md.
+
+As a plugin of pytest, ``pytest_plugins = ["precompute.testing"]`` in a ``conftest.py`` brings the fixture ``stand_in``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from precompute.store.stand_in.stand_in import Request, StandIn
+
+__all__ = ["Request", "StandIn", "stand_in"]
+
+
+@pytest.fixture
+def stand_in() -> Iterator[StandIn]:
+    """A stand-in without views, for one test."""
+    with StandIn() as stand_in:
+        yield stand_in

@@ -1,0 +1,374 @@
+"""A project from Python: run, looked up, searched; rows from DataFrames, and answers as DataFrames."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+import precompute as pc
+from precompute.jobs.notebook.rows import Rows
+from precompute.jobs.open_project import OpenProject
+from tests import REPOSITORY
+from tests.conftest import MakeProject
+from tests.scene import Scene
+from tests.test_packaging import ABSENT, declared
+
+FRAME = {
+    "source": {"frame": ["id", "x"]},
+    "index": {"on": "vector", "metric": "l2"},
+    "fallback": {"enabled": True, "deadline": "20s", "spare": False},
+}
+DATA = {"x": [1.0, 2.0, 3.0], "id": [1, 2, 3], "junk": ["a", None, "ü"]}
+
+
+@pytest.fixture
+def scene(make_project: MakeProject) -> Scene:
+    return make_project(view=FRAME)
+
+
+@pytest.fixture
+def project(scene: Scene) -> Iterator[OpenProject]:
+    with pc.open(scene.folder) as project:
+        yield project
+
+
+def of_polars(data: dict[str, Any]) -> Any:
+    return pytest.importorskip("polars").DataFrame(data)
+
+
+FORMS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "pandas": pd.DataFrame,
+    "pandas, the key as its index": lambda data: pd.DataFrame(data).set_index("id"),
+    "pandas, beside what Arrow has no type for": lambda data: pd.DataFrame(data | {"junk": [1, "a", object()]}),
+    "polars": of_polars,
+    "Arrow": pa.table,
+    "Arrow in batches": lambda data: pa.Table.from_batches(pa.table(data).to_batches(max_chunksize=1)),
+    "a stream": lambda data: pa.table(data).to_reader(),
+    "rows": lambda data: pa.table(data).to_pylist(),
+    "columns": dict,
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
+def test_a_frame_is_a_source_like_any_other(project: OpenProject, scene: Scene, form: Callable[[dict[str, Any]], Any]) -> None:
+    """Whatever it comes as, the same content is the same rows; what changed is computed, what is gone is removed."""
+    first = project.run("numbers", frame=pd.DataFrame(DATA), progress=False)
+    assert (first.status, first.counts["written"]) == ("published", 3)
+    assert scene.doubles() == {1: 2.0, 2: 4.0, 3: 6.0}
+    again = project.run("numbers", frame=form(DATA), progress=False)
+    assert (again.status, again.snapshot) == ("current", 1)
+    changed = {"x": [1.0, 5.0, 4.0], "id": [1, 2, 4], "junk": [None, None, None]}
+    delta = project.run("numbers", frame=form(changed), accept=["rows"], progress=False)
+    assert delta.counts == {"source": 3, "written": 2, "unchanged": 1, "removed": 1, "rejected": 0, "duplicates": 0}
+    assert project.lookup("numbers", [1, 2, 3, 4])["double"].to_pylist() == [2.0, 10.0, None, 8.0]
+
+
+def keys_of(kind: pa.DataType) -> pa.Array:
+    keys = ["a b", "ü/%"]
+    if not pa.types.is_dictionary(kind):
+        return pa.array(keys, kind)
+    return pa.DictionaryArray.from_arrays(pa.array([0, 1], kind.index_type), pa.array(keys, kind.value_type))
+
+
+def test_a_frame_of_every_type(make_project: MakeProject) -> None:
+    """The model gets what was given; keys of text, in whatever Arrow calls it."""
+    scene = make_project(view={"source": {"frame": ["id", "x"]}, "entity": ["id"]})
+    texts = (pa.string(), pa.large_string(), pa.string_view())
+    for kind in (*texts, *(pa.dictionary(pa.int32(), text) for text in texts)):
+        for number in (pa.float16(), pa.float32(), pa.int8(), pa.uint64()):
+            x = pa.array(np.array([1, 2], number.to_pandas_dtype()), number)
+            table = pa.table({"id": keys_of(kind), "x": x})
+            with pc.open(scene.folder / "project.yaml") as project:
+                project.run("numbers", frame=table, progress=False)
+                assert project.lookup("numbers", ["ü/%", "a b"])["double"].to_pylist() == [4.0, 2.0]
+
+
+def test_what_is_no_frame_of_the_view_is_refused(project: OpenProject, scene: Scene) -> None:
+    project.run("numbers", frame=DATA, progress=False)
+    lazy = type("LazyFrame", (), {"collect": lambda self: None})()
+    twice = pd.DataFrame([[1, 1.0, 2.0]], columns=["id", "x", "x"])
+    cases: list[tuple[Any, str]] = [
+        (pd.DataFrame({"id": [1]}), r"the frame has no column 'x', which source\.frame names \(it has: id\)"),
+        (pd.DataFrame(), r"the frame has no column 'id'.*\(it has: none\)"),
+        ({"id": [1.0, None], "x": [1, 2]}, r"key column 'id' of the frame is double: .*pandas makes floats of integers.*dropna"),
+        ({"id": [b"a"], "x": [1]}, "key column 'id' of the frame is binary: a key is text, or an integer"),
+        ({"id": [1, 2], "x": [1, "a"]}, "the frame cannot be read as Arrow: .*'a'"),
+        (twice, "the frame cannot be read as Arrow: Duplicate column names"),
+        (lazy, r"got LazyFrame: collect\(\) it first"),
+        ({"id": [1, 2], "x": ["\ud800", "a"]}, r"cannot be read as Arrow: .*surrogates not allowed"),
+        (7, r"a frame is a DataFrame of pandas or polars.*got int"),
+        ({"id": [1, 1], "x": [1.0, 2.0]}, r"keys with more than one row and different values, for example 1 \(2 rows\)"),
+        (pd.DataFrame(DATA).iloc[:0], "yielded no rows"),
+    ]
+    for frame, message in cases:
+        with pytest.raises(pc.SourceError, match=message):
+            project.run("numbers", frame=frame, progress=False)
+        assert scene.report().status == "failed"
+    assert project.lookup("numbers", 3)["double"].to_pylist() == [6.0]
+    objects = pytest.importorskip("polars").Series([object(), object()])
+    with pytest.raises(pc.SourceError, match="column 'x' of the frame holds Python objects"):
+        project.run("numbers", frame=of_polars({"id": [1, 2], "x": objects}), progress=False)
+    assert not list(scene.offline.view("numbers").folder.glob(".*.tmp"))
+
+
+def test_a_run_without_a_frame_is_refused(
+    project: OpenProject, scene: Scene, make_project: MakeProject, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the command line and a schedule, too: what is live stays as old as it is, and does not pass for looked at."""
+    project.run("numbers", frame=DATA, progress=False)
+    live = scene.live()
+    why = "view 'numbers' takes its rows from a DataFrame, and this run was given none; only Python gives one: precompute.open"
+    with pytest.raises(pc.ConfigError, match=why):
+        project.run("numbers")
+    due = ["run", "numbers", "--due", "2026-01-01T00:00:00Z"]
+    for command in (["run", "numbers"], due, ["materialize", "numbers", "--dry-run"]):
+        assert scene.cli(*command) == 2
+        assert why in capsys.readouterr().err
+    assert (scene.report().status, scene.live()) == ("failed", live)
+    assert why in (scene.report().error or "")
+    make_project([(1, 1.0)], view={"source": {"sql": "SELECT * FROM read_parquet('data.parquet')"}})
+    with pytest.raises(pc.ConfigError, match=r"view 'numbers' reads SQL.*source: \{frame: \[id, …\]\}.*numbers\.yaml"):
+        project.run("numbers", frame=DATA)
+
+
+def test_what_samples_a_view_reads_the_frame_given_last(
+    project: OpenProject, scene: Scene, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert scene.cli("profile", "numbers") == 1
+    assert "none was given yet: precompute.open(…).run(view, frame=df)" in capsys.readouterr().err
+    project.run("numbers", frame=DATA, progress=False)
+    assert scene.cli("profile", "numbers") == 0
+    assert "numbers: 3 rows" in capsys.readouterr().out
+
+
+def test_a_frames_run_that_ended_goes_on(project: OpenProject, scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given once more, what was computed of it is taken over; what was changed meanwhile is not."""
+    with monkeypatch.context() as patch:
+        patch.setattr("precompute.jobs.pipeline.materialize._judged", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            project.run("numbers", frame=DATA, progress=False)
+    ran = project.run("numbers", frame=pd.DataFrame(DATA).assign(x=[1.0, 2.0, 9.0]), progress=False)
+    assert (ran.report.resumed, ran.counts["written"]) == (2, 3)
+    assert scene.doubles() == {1: 2.0, 2: 4.0, 3: 18.0}
+
+
+def test_the_model_behind_misses_reads_the_frame(project: OpenProject, scene: Scene) -> None:
+    project.run("numbers", frame=DATA, progress=False)
+    computed = project.lookup("numbers", [3, 9], max_age_s=0, fallback=True)
+    assert computed["status"].to_pylist() == ["computed", "missing"]
+    assert computed["double"].to_pylist() == [6.0, None]
+    given = project.lookup("numbers", 9, fallback=True, inputs={9: {"x": 2.5}})
+    assert given[0]["double"] == 5.0
+    # as a service of another process has it, wherever the root lies
+    moved = scene.folder.rename(scene.folder.with_name("elsewhere"))
+    with pc.open(moved) as elsewhere:
+        assert elsewhere.lookup("numbers", 3, max_age_s=0, fallback=True)["double"].to_pylist() == [6.0]
+        assert elsewhere.run("numbers", frame=DATA, progress=False).status == "current"
+
+
+@pytest.mark.parametrize(
+    ("view", "message"),
+    [
+        ({"source": {"frame": ["x"]}}, "source.frame: lacks 'id', which the entity names"),
+        ({"source": {"frame": ["id", "x", "x"]}}, "source.frame: a column is named twice"),
+        ({"source": {"frame": ["id"], "sql": "SELECT 1 AS id"}}, "and not both"),
+        ({"source": {"max_age": "1d"}}, "and not neither"),
+        ({"source": {"frame": []}}, "source.frame"),
+        ({"source": {"frame": ["id", ""]}}, "source.frame: a column has no name"),
+        ({"source": {"frame": "df"}}, "source.frame"),
+        ({"source": {"frame": ["id", "x"]}, "partition": {"by": "day", "start": "2026-01-01"}}, "partition: a frame has none"),
+        ({"source": {"frme": ["id", "x"]}}, "source.*frame"),
+    ],
+)
+def test_a_mistake_in_a_frame_is_told(make_project: MakeProject, view: dict[str, Any], message: str) -> None:
+    scene = make_project(view=view)
+    with pytest.raises(pc.ConfigError, match=message), pc.open(scene.folder) as project:
+        project.run("numbers", frame=DATA)
+
+
+# ---- answers
+
+
+@pytest.fixture
+def filled(project: OpenProject) -> OpenProject:
+    project.run("numbers", frame=DATA, progress=False)
+    project.run("numbers", frame=DATA | {"x": [1.0, 2.0, 7.0]}, accept=["shift", "moved"], progress=False)
+    return project
+
+
+def test_answers_are_those_of_a_lookup(filled: OpenProject, scene: Scene) -> None:
+    wanted = [3, 1, 77]
+    with scene.lookup() as lookup:
+        expected = lookup.get("numbers", wanted)
+        near = lookup.search("numbers", key=1, k=2, features=["double"])
+    timeless = [name for name in expected.column_names if name != "age_s"]
+    for keys in (wanted, np.array(wanted), pd.Series(wanted), pa.array(wanted), iter(wanted)):
+        assert filled.lookup("numbers", keys).table.select(timeless).equals(expected.select(timeless))
+    found = filled.search("numbers", key=1, k=2)
+    assert found["key"].to_pylist() == [row["key"] for row in near["rows"]] == ["2", "3"]
+    assert found["score"].to_pylist() == [row["score"] for row in near["rows"]]
+    assert found["double"].to_pylist() == [4.0, 14.0]
+    vectors = filled.search("numbers", inputs={"x": 6.9}, k=1, features=["vector"])
+    assert vectors.to_pylist()[0]["vector"] == [7.0, 8.0, 9.0, 10.0]
+    assert vectors["vector"].type == pa.list_(pa.float32(), 4)
+    # more than one request takes
+    many = filled.lookup("numbers", range(2500))
+    assert len(many) == 2500
+    assert sum(row["status"] == "fresh" for row in many) == 3
+    assert many[-1]["key"] == "2499"
+
+
+def test_history_and_training_sets(filled: OpenProject) -> None:
+    snapshots = filled.history("numbers")
+    assert [(row["snapshot"], row["kind"], row["live"]) for row in snapshots] == [(2, "delta", True), (1, "full", False)]
+    versions = filled.history("numbers", 3)
+    assert [(row["snapshot"], row["state"], row["double"]) for row in versions] == [(2, "live", 14.0), (1, "replaced", 6.0)]
+    between = versions[1]["served_until"]
+    assert between == versions[0]["served_from"]
+    before = filled.history("numbers", at=versions[1]["served_from"])
+    assert sorted(before["double"].to_pylist()) == [2.0, 4.0, 6.0]
+    times = pd.to_datetime([versions[1]["served_from"], datetime.now(UTC)])
+    training = filled.get_historical_features(pd.DataFrame({"id": [3, 3], "event_timestamp": times}), "numbers")
+    assert training["numbers__double"].to_pylist() == [6.0, 14.0]
+
+
+def test_answers_are_dataframes_of_any_library(filled: OpenProject) -> None:
+    rows = filled.lookup("numbers", [1, 9])
+    assert rows.to_arrow() is rows.table
+    assert pa.table(rows).equals(rows.table)
+    assert list(rows) == rows.to_pylist() == rows.table.to_pylist()
+    assert (rows[0]["key"], rows[-1]["status"], rows.columns) == ("1", "missing", rows.table.column_names)
+    assert rows.to_pandas()["double"].tolist()[:1] == [2.0]
+    polars = pytest.importorskip("polars")
+    assert polars.DataFrame(rows).equals(rows.to_polars())
+    assert rows.to_polars()["double"].to_list() == [2.0, None]
+    with pytest.raises(IndexError):
+        rows[2]
+
+
+def test_a_library_that_is_missing_is_named(filled: OpenProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "polars", None)
+    with pytest.raises(pc.ConfigError, match=r"polars is not installed: pip install polars, or take \.to_arrow\(\)"):
+        filled.lookup("numbers", 1).to_polars()
+
+
+def test_what_a_notebook_shows(filled: OpenProject, scene: Scene) -> None:
+    """What one needs, as text and as HTML: short, and whatever stands in it, no markup of its own."""
+    (scene.folder / "views" / "broken.yaml").write_text("name: broken\nentity: <b>\n")
+    (scene.folder / "views" / "new.yaml").write_text(
+        (scene.folder / "views" / "numbers.yaml").read_text().replace("name: numbers", "name: new")
+    )
+    text, html = repr(filled), filled._repr_html_()
+    assert text.splitlines()[0] == f"Precompute project project ({scene.folder}): 3 views"
+    assert [line.split("  ")[0] for line in text.splitlines()[2:5]] == ["broken", "new", "numbers"]
+    for shown in ("its file is wrong", "not published", "vector float32[4]", "fresh", "broken.yaml: entity"):
+        assert shown in text
+        assert shown in html
+    assert "<b>'" not in html
+    assert "&lt;b&gt;" in html
+    rows = filled.lookup("numbers", range(40))
+    assert "numbers: 40 rows, 37 of them missing" in repr(rows)
+    assert "[7, 8, 9, 10]" in rows._repr_html_()
+    assert repr(rows).splitlines()[-1] == "… 20 more"
+    assert rows._repr_html_().count("<tr>") == 21
+    odd = Rows.of([{"a": "<script>", "b": [1.5] * 9, "c": {"d": 1}}, {"a": 7, "b": None, "c": None}], "<odd>")
+    assert "<script>" not in odd._repr_html_()
+    assert "<odd>" not in odd._repr_html_()
+    assert "[1.5, 1.5, 1.5, 1.5, …] (9)" in repr(odd)
+    ran = filled.run("numbers", frame=DATA | {"x": [1.0, 2.0, 7.0]}, progress=False)
+    assert repr(ran).startswith("numbers: current, snapshot 2, 3 of 3 rows (3 unchanged)")
+    assert ran._repr_html_().startswith("<pre>numbers: current")
+    status = filled.status()
+    assert {row["view"]: row["status"] for row in status} == {"broken": "unpublished", "new": "unpublished", "numbers": "fresh"}
+    assert "broken.yaml" in repr(status)
+
+
+def test_a_store_that_is_gone_is_told(filled: OpenProject, scene: Scene) -> None:
+    (scene.folder / "project.yaml").write_text("root: ./var\nonline: redis://127.0.0.1:1/0\n")
+    filled.close()
+    assert "unknown" in repr(filled)
+    assert "Redis at redis://127.0.0.1:1/0 does not answer" in repr(filled)
+
+
+def test_a_project_that_is_gone_is_still_shown(filled: OpenProject, scene: Scene) -> None:
+    (scene.folder / "project.yaml").write_text("root: [")
+    assert "not valid YAML" in repr(filled)
+    (scene.folder / "project.yaml").unlink()
+    assert "no such file" in filled._repr_html_()
+
+
+def test_mistakes_are_told(filled: OpenProject, scene: Scene, tmp_path: Path) -> None:
+    view = scene.folder / "views" / "numbers.yaml"
+    cases: list[tuple[Callable[[], Any], type[Exception], str]] = [
+        (lambda: pc.open(tmp_path / "nowhere"), pc.ConfigError, "no folder"),
+        (lambda: pc.open(view), pc.ConfigError, r"numbers\.yaml: a project is a folder with project\.yaml"),
+        (lambda: pc.open("table:./var/online"), pc.ConfigError, r"precompute\.Lookup\.open\(url, root=…\) reads an online store"),
+        (lambda: pc.open("redis+cluster://h:1"), pc.ConfigError, "is no project's folder"),
+        (lambda: filled.run("numers"), pc.ConfigError, "no view 'numers'.*did you mean 'numbers'"),
+        (lambda: filled.lookup("numers", 1), pc.ConfigError, "no view 'numers'.*did you mean 'numbers'"),
+        (lambda: filled.lookup("numbers", []), pc.RequestError, "1 to 1000 keys, got 0"),
+        (lambda: filled.lookup("numbers", 1, features=["no"]), pc.RequestError, "has no feature 'no'"),
+        (lambda: filled.lookup("numbers", 1.5), pc.RequestError, "a list of keys"),
+        (lambda: filled.search("numbers"), pc.RequestError, "exactly one of key"),
+        (lambda: filled.search("numbers", text="a", inputs={"x": 1}), pc.RequestError, "exactly one of key, text"),
+        (lambda: filled.search("numbers", text="a"), pc.RequestError, "one text input column"),
+        (lambda: filled.history("numers"), pc.ConfigError, "did you mean 'numbers'"),
+        (lambda: filled.history("numbers", 99), pc.RequestError, "no history of key '99'"),
+        (lambda: filled.history("numbers", 1, at="2026-01-01"), pc.RequestError, "a key, or a time"),
+        (lambda: filled.history("numbers", at="yesterday"), pc.RequestError, "'yesterday': write a date or time"),
+        (lambda: filled.history("numbers", at="2020-01-01"), pc.SnapshotError, "nothing to read as of"),
+        (lambda: filled.run("numbers", frame=DATA, accept="shfit"), pc.ConfigError, "accept: 'shfit': there is no such gate"),
+        (lambda: filled.run("numbers", frame=DATA, partition="2026-01-01"), pc.ConfigError, "partition: view 'numbers' has none"),
+        (lambda: filled.get_historical_features({"id": [1]}, "numbers"), pc.RequestError, "no timestamp column"),
+        (lambda: filled.get_historical_features(7, "numbers"), pc.SourceError, "a frame is a DataFrame"),
+    ]
+    for call, kind, message in cases:
+        with pytest.raises(kind, match=message):
+            call()
+    view.rename(view.with_name("other.yaml")).write_text(
+        view.with_name("other.yaml").read_text().replace("name: numbers", "name: other")
+    )
+    with pytest.raises(pc.OnlineStoreError, match="view 'other' is not published yet"):
+        filled.lookup("other", 1)
+
+
+def test_it_is_opened_again_after_it_was_closed(filled: OpenProject) -> None:
+    filled.lookup("numbers", 1, fallback=True)
+    filled.close()
+    assert filled.lookup("numbers", 1)[0]["double"] == 2.0
+    assert filled.lookup("numbers", 1, fallback=True, max_age_s=0)[0]["status"] == "computed"
+
+
+# ---- what is imported
+
+LIGHT = """
+import sys
+before = set(sys.modules) | sys.stdlib_module_names
+def loaded():
+    return sorted(name for name in set(sys.modules) - before if name.partition(".")[0] not in sys.stdlib_module_names)
+import precompute
+print(*loaded())
+precompute.PrecomputeError, precompute.open
+print(*loaded())
+"""
+
+
+def test_to_import_it_loads_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", LIGHT], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == ("precompute\nprecompute precompute.store precompute.store.errors\n", "")
+
+
+def test_without_the_engine_it_says_what_to_install() -> None:
+    code = f"{ABSENT}\nimport precompute\ntry:\n    precompute.open('.')\nexcept precompute.ConfigError as exc:\n    print(exc)"
+    command = [sys.executable, "-c", code, " ".join(declared("client"))]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+    assert "is not installed: a project is opened with pip install 'precompute-store[cpu]'" in done.stdout, done.stderr
