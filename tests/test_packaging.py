@@ -65,10 +65,10 @@ def declared(*extras: str) -> set[str]:
 
 
 def outside_imports(folder: str) -> set[str]:
-    """Top-level modules that the folder's files import anywhere, but for Python's own and ours; peers have an environment of their own."""
+    """Top-level modules that the folder's files import anywhere, but for Python's own and ours; peers and orchestrators have an environment of their own."""
     found: set[str] = set()
     for path in (REPOSITORY / folder).rglob("*.py"):
-        if path.parent.name == "peers":
+        if path.parent.name in ("peers", "deploy"):
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
