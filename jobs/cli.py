@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from precompute.jobs.commands import measure, retention, rows, run, service, status
+from precompute.jobs.commands import measure, retention, rows, run, service, status, training
 from precompute.jobs.commands.command import BAD_USAGE, FAILED, REJECTED, Commands
 from precompute.jobs.process.command_process import (
     described,
@@ -25,7 +25,7 @@ from precompute.jobs.process.command_process import (
 from precompute.store.disk.durable_file import limit_of
 from precompute.store.errors import ConfigError, GateError, PrecomputeError, RejectedError, RequestError
 
-READS = frozenset({"drop", "explain", "gc", "lookup", "pin", "resume", "search", "snapshots", "status", "unpin"})
+READS = frozenset({"drop", "explain", "gc", "lookup", "pin", "resume", "search", "snapshots", "status", "training", "unpin"})
 """Commands that run no model, and so nobody else's code, but for a miss or a text's embedding where one is wanted."""
 
 
@@ -113,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         retention.add_rollback,
         service.add,
         rows.add,
+        training.add,
         status.add_verify,
         retention.add,
         measure.add,
