@@ -7,6 +7,7 @@ import sys
 
 SCRIPTS = (
     "serve_rows",
+    "serve_service",
     "serve_misses",
     "serve_neighbours",
     "serve_fair",

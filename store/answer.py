@@ -411,10 +411,10 @@ class Answer:
 
     def table(self) -> pa.Table:
         """The answer as Arrow: the columns of :data:`ANSWER_FIELDS`, then one per feature."""
-        return pa.Table.from_arrays(self.columns(), schema=self.plan.schema)
+        return pa.Table.from_arrays([self._key_column(), *self.columns()], schema=self.plan.schema)
 
     def columns(self) -> list[pa.Array]:
-        """The columns of :meth:`table`."""
+        """The columns of :meth:`table` behind the key's."""
         plan, rows = self.plan, len(self.keys)
         present = None
         if self._reasons:
@@ -431,7 +431,6 @@ class Answer:
             source = pa.array([self.source(i) for i in range(rows)], pa.string())
             reason = pa.array([self._reasons.get(i) for i in range(rows)], pa.string())
         return [
-            self._key_column(),
             status,
             source,
             reason,

@@ -15,7 +15,7 @@ from typing import Any
 from precompute.store.errors import ConfigError, RequestError
 from precompute.store.feature_view import NAME, FeatureView
 from precompute.store.key_text import join_key, key_columns, shown_key
-from precompute.store.lookup_options import MAX_DEADLINE_MS, MAX_KEYS, LookupOptions
+from precompute.store.lookup_options import MAX_DEADLINE_MS, MAX_KEYS
 from precompute.store.record import plain, record_of
 
 MAX_VIEWS = 32
@@ -122,11 +122,7 @@ class Service:
     def oldest_s(self, part: ServicePart, max_age_s: float | None = None) -> float | None:
         """The largest age of a row of a part that counts, by the part, else the service, and by who asks; None: the view's own limits hold alone."""
         own = self.max_age_s if part.max_age_s is None else part.max_age_s
-        return min((limit for limit in (own, max_age_s) if limit is not None), default=None)
-
-    def options_of(self, part: ServicePart, options: LookupOptions, left_ms: float | None) -> LookupOptions:
-        """A part's lookup, of what a request for the service says; ``left_ms`` of its deadline."""
-        return options._replace(max_age_s=self.oldest_s(part, options.max_age_s), deadline_ms=left_ms)
+        return max_age_s if own is None else own if max_age_s is None else min(own, max_age_s)
 
     def describe(self) -> dict[str, Any]:
         """What callers may know of it: its version, what a request brings, and what it gets."""

@@ -17,9 +17,9 @@ from precompute.store.lookup_options import LookupOptions
 from precompute.store.service import PART_FIELDS, EntityRows, Service, ServicePart, column_of
 from precompute.store.status import AnswerSource, Reason, Status
 
-_SAID = {name: kind for name, kind in ANSWER_FIELDS if name in PART_FIELDS}
-_SAID_AT = [number for number, (name, _) in enumerate(ANSWER_FIELDS) if name in PART_FIELDS]
-"""Of every view in a joined row, in the order of :data:`PART_FIELDS`; and where an answer has them."""
+_SAID = dict(ANSWER_FIELDS[1 : 1 + len(PART_FIELDS)])
+"""Of every view in a joined row: :data:`PART_FIELDS`, which are the first that an answer has behind its key, and their types."""
+assert tuple(_SAID) == PART_FIELDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +64,12 @@ class ServiceAnswer:
 
     def options_of(self, part: ServicePart) -> LookupOptions:
         """Those of one view's lookup: of the one deadline it has what is left."""
-        service, options = self.service, self.options
-        deadline_ms = service.deadline_ms if options.deadline_ms is None else options.deadline_ms
+        options, oldest_s = self.options, self.service.oldest_s(part, self.options.max_age_s)
+        deadline_ms = self.service.deadline_ms if options.deadline_ms is None else options.deadline_ms
+        if deadline_ms is None and oldest_s is None:
+            return options
         left_ms = None if deadline_ms is None else max(0.0, deadline_ms - (time.monotonic() - self.began) * 1e3)
-        return service.options_of(part, options, left_ms)
+        return options._replace(max_age_s=oldest_s, deadline_ms=left_ms)
 
     def check_entity(self, view: str, entity: tuple[str, ...]) -> None:
         """Refuse a view whose key the request's rows have not.
@@ -89,21 +91,22 @@ class ServiceAnswer:
                     answer.wait()
                 except PrecomputeError as exc:
                     self.parts[i] = Refused.by(exc)
-        self.settle()
+        self.check()
+        self.judge_again()
 
-    def settle(self) -> None:
-        """Once nothing is in flight any more: the first may have been read long before the last.
-
-        Raises:
-            OnlineStoreError: there is no view that the store could be read for.
+    def check(self) -> None:
+        """Raises:
+        OnlineStoreError: there is no view that the store could be read for.
         """
         failed = [part for part in self.parts if isinstance(part, Refused) and isinstance(part.error, OnlineStoreError)]
         if len(failed) == len(self.parts):
             raise failed[0].error
-        if len(self.parts) > 1:
-            for answer in self.parts:
-                if isinstance(answer, Answer):
-                    answer.judge_again()
+
+    def judge_again(self) -> None:
+        """Judge all rows by what time it is now: the first may have been read long before the last."""
+        for answer in self.parts:
+            if isinstance(answer, Answer):
+                answer.judge_again()
 
     def views(self) -> dict[str, Any]:
         """View → what all its rows share: snapshot, model and TTL, and the features that it has not, which are null; or the problem that it has."""
@@ -146,8 +149,8 @@ def _names(part: ServicePart, answer: Answer | Refused) -> list[str]:
 
 def _columns(part: ServicePart, answer: Answer) -> list[pa.Array]:
     columns, plan = answer.columns(), answer.plan
-    said = [columns[i] for i in _SAID_AT] + columns[len(ANSWER_FIELDS) : plan.own_columns]
-    features = columns[plan.own_columns :]
+    said = columns[: len(_SAID)] + columns[len(ANSWER_FIELDS) - 1 : plan.own_columns - 1]
+    features = columns[plan.own_columns - 1 :]
     there = plan.features or ()
     if len(there) == len(part.features):
         return said + features

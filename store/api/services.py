@@ -120,6 +120,7 @@ class ServiceRoutes:
             begun.answer.parts[number] = self._refused(error)
 
         await self._waits.all_landed(begun.answers, receive, failed)
+        begun.answer.judge_again()
         return self._reply(scope, begun)
 
     def _begun(self, scope: Scope, name: str, kind: str, body: bytes) -> _Begun:
@@ -170,19 +171,16 @@ class ServiceRoutes:
 
     def _reply(self, scope: Scope, begun: _Begun) -> Reply:
         answer, size, started = begun.answer, begun.size, begun.started
-        answer.settle()
-        kind_of = [ARROW_TYPE if size.as_arrow else JSON_TYPE, VARY]
-        rows = answer.entities.count
+        answer.check()
+        kind_of, rows = [ARROW_TYPE if size.as_arrow else JSON_TYPE, VARY], answer.entities.count
         if size.is_large:
             rows = max(1, rows * _PIECE_BYTES // size.total)
-            pieces = arrow.arrow_pieces(answer.table(), 8 * rows) if size.as_arrow else service_pieces(answer, rows)
+        pieces = arrow.arrow_pieces(answer.table(), 8 * rows) if size.as_arrow else service_pieces(answer, rows)
+        if size.is_large:
             self._room.take(size.total)
             reply = Reply(200, kind_of, Stream(pieces, partial(self._room.give, size.total)))
         else:
-            as_arrow = size.as_arrow
-            reply = Reply(
-                200, kind_of, arrow.encode_arrow(answer.table()) if as_arrow else b"".join(service_pieces(answer, rows))
-            )
+            reply = Reply(200, kind_of, list(pieces))
         seconds, stages = time.perf_counter() - started, Counter[str]()
         for one in begun.answers:
             if one is not None:
