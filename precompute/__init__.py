@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         VectorIndexError,
     )
     from precompute.store.lookup import Lookup
+    from precompute.store.service import Service, ServicePart
 
 __all__ = [
     "AsyncClient",
@@ -48,12 +49,15 @@ __all__ = [
     "RejectedError",
     "RequestError",
     "RowsLostError",
+    "Service",
+    "ServicePart",
     "SnapshotError",
     "SourceError",
     "VectorIndexError",
     "ViewLookupRequest",
     "digest",
     "open",
+    "services",
 ]
 
 _MODULES = {
@@ -61,6 +65,8 @@ _MODULES = {
     "Client": "precompute.store.client",
     "ViewLookupRequest": "precompute.store.client",
     "Lookup": "precompute.store.lookup",
+    "Service": "precompute.store.service",
+    "ServicePart": "precompute.store.service",
     "Model": "precompute.model",
     "digest": "precompute.model",
 }
@@ -75,6 +81,18 @@ def open(online: str, root: "str | Path | None" = None) -> "Lookup":
     from precompute.store.lookup import Lookup
 
     return Lookup.open(online, root)
+
+
+def services(folder: "str | Path") -> "dict[str, Service]":
+    """The services of a project's folder by their names, for a lookup or a training set.
+
+    Raises:
+        ConfigError: a file is wrong.
+    """
+    from precompute.jobs.config.project import Project
+
+    project = Project(folder)
+    return {name: project.service(name) for name in project.services}
 
 
 def __getattr__(name: str) -> Any:
