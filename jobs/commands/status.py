@@ -93,7 +93,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def add_schema(commands: Commands) -> None:
     """The command ``schema``."""
-    commands.add("schema", _schema, "JSON Schemas of project.yaml and views/*.yaml, for editors")
+    commands.add("schema", _schema, "JSON Schemas of project.yaml, views/*.yaml and services/*.yaml, for editors")
 
 
 def _schema(arguments: argparse.Namespace) -> int:

@@ -129,7 +129,7 @@ def get_historical_features(
     """
     if max_age_s is not None and not 0 <= max_age_s < math.inf:
         raise RequestError(f"max_age_s is a number of seconds, got {max_age_s}")
-    if (service is None) == (not views):
+    if service is not None and views:
         raise RequestError("features are those of views, or of a service: name the one or the other")
     result, requested_us = entity_table, _timestamps_us(entity_table, timestamp)
     for wanted in _of_views(views, max_age_s) if service is None else _of_service(service, max_age_s):
