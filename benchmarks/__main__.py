@@ -18,6 +18,7 @@ SCRIPTS = (
     "filtered_recall",
     "online_delta",
     "online_feast",
+    "service_feast",
     "engine_text",
     "engine_mlp",
     "engine_row",

@@ -63,19 +63,19 @@ class Made:
         return np.sin(x[:, None] * np.arange(1, shape["dim"] + 1)) if "dim" in shape else np.sin(x * number)
 
 
-def published(folder: Path, rows: int) -> None:
-    """A project of the four views, with their rows live, and the service over them."""
+def published(folder: Path, rows: int, views: dict[str, Shapes] = VIEWS) -> None:
+    """A project of these views, with their rows live, and the service over them."""
     pq.write_table(pa.table({"id": np.arange(rows), "x": np.random.default_rng(0).random(rows)}), folder / "rows.parquet")
     (folder / "project.yaml").write_text(yaml.safe_dump({"root": "./var", "online": "table:./var/online"}))
     for name in ("views", "services"):
         (folder / name).mkdir()
     sql = f"SELECT id, x FROM read_parquet('{folder}/rows.parquet')"
-    for name, shapes in VIEWS.items():
+    for name, shapes in views.items():
         model = {"use": "benchmarks.serve_service:Made", "args": {"shapes": shapes}}
         view = {"name": name, "entity": ["id"], "source": {"sql": sql}, "model": model, "features": shapes, "ttl": "1d"}
         (folder / "views" / f"{name}.yaml").write_text(yaml.safe_dump(view))
         assert run_view(Project(folder), name, Silent(), RunOptions()).status == "published"
-    service = {"name": SERVICE, "entity": ["id"], "views": {name: list(shapes) for name, shapes in VIEWS.items()}}
+    service = {"name": SERVICE, "entity": ["id"], "views": {name: list(shapes) for name, shapes in views.items()}}
     (folder / "services" / f"{SERVICE}.yaml").write_text(yaml.safe_dump(service))
 
 

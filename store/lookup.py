@@ -360,18 +360,14 @@ class Lookup:
         key = (pointer.view.name, None if features is None else tuple(features), base64, part)
         plan = self._plans.get(key)
         if plan is None or plan.pointer is not pointer:
-            if part is not None:
-                whole = self._plan(pointer, None)
-                plan = AnswerPlan(pointer, part.known(pointer.view), whole, base64=base64, defaults=part.defaults)
-                self._plans[key] = plan
-                return plan
-            if features is not None:
+            if part is None and features is not None:
                 check_features(pointer.view, features)
             # feature subsets come from requests: keep their number bounded
             if len(self._plans) > 1024:
                 self._plans.clear()
-            alike = None if features is None and not base64 else self._plan(pointer, None)
-            plan = self._plans[key] = AnswerPlan(pointer, key[1], alike, base64=base64)
+            alike = None if features is None and not base64 and part is None else self._plan(pointer, None)
+            chosen, defaults = (key[1], None) if part is None else (part.known(pointer.view), part.defaults)
+            plan = self._plans[key] = AnswerPlan(pointer, chosen, alike, base64=base64, defaults=defaults)
         return plan
 
     # ---- services

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -69,6 +71,18 @@ class _Begun:
         return [part if isinstance(part, Answer) else None for part in self.answer.parts]
 
 
+@contextlib.contextmanager
+def _given_up_if_refused(begun: _Begun) -> Iterator[None]:
+    """What is in flight for a request is given up where one of its views makes it too much."""
+    try:
+        yield
+    except BaseException:
+        for one in begun.answers:
+            if one is not None:
+                give_up(one)
+        raise
+
+
 class ServiceRoutes:
     """Routes over one lookup; the arguments as :class:`precompute.store.api.rows.RowRoutes` has them, with which it shares ``waits`` and ``room``."""
 
@@ -102,8 +116,9 @@ class ServiceRoutes:
         begun = self._begun(scope, name, body_kind(headers_of(scope), _BODIES), body)
         answer = begun.answer
         if answer.entities.count * len(answer.service.parts) <= _KEYS_AT_ONCE:
-            for part in answer.service.parts:
-                answer.parts.append(self._part(begun, part))
+            with _given_up_if_refused(begun):
+                for part in answer.service.parts:
+                    answer.parts.append(self._part(begun, part))
             if not begun.size.is_large and not any(one is not None and one.pending for one in begun.answers):
                 return self._reply(scope, begun)
         scope[_BEGUN] = begun
@@ -141,7 +156,7 @@ class ServiceRoutes:
         """Begin the views that were not begun yet: all before any is waited for, so that they have the one deadline side by side."""
         answer, readers = begun.answer, self._readers
         left = answer.service.parts[len(answer.parts) :]
-        try:
+        with _given_up_if_refused(begun):
             for at in range(0, len(left), 1 if readers is None else _READ_TOGETHER):
                 if readers is None:
                     answer.parts.append(self._part(begun, left[at]))
@@ -149,11 +164,6 @@ class ServiceRoutes:
                 else:
                     together = [readers.run(self._part, begun, part) for part in left[at : at + _READ_TOGETHER]]
                     answer.parts += await asyncio.gather(*together)
-        except BaseException:
-            for one in begun.answers:
-                if one is not None:
-                    give_up(one)
-            raise
 
     def _part(self, begun: _Begun, part: ServicePart) -> Answer | Refused:
         try:
