@@ -51,14 +51,6 @@ IMPOSSIBLE = b"\0"
 _DEFAULT = LookupOptions()
 
 
-class _RekeyedError(RequestError):
-    """Rows were read by another key than the view has, as it is live: ``entity`` is that."""
-
-    def __init__(self, entity: tuple[str, ...]) -> None:
-        super().__init__("the view is published with another key just now; try again", status=503, code="busy")
-        self.entity = entity
-
-
 class WholeRow(NamedTuple):
     """A row of the store, verified: packed, and when it was computed (µs since 1970); and the seconds that reading it took, and verifying it."""
 
@@ -401,7 +393,7 @@ class Lookup:
         answer = ServiceAnswer(named, EntityRows(named, entities), options)
         for part in named.parts:
             try:
-                answer.parts.append(self.begin_part(answer, part))
+                answer.parts.append(answer.begin(self, part))
             except PrecomputeError as exc:
                 answer.parts.append(Refused.by(exc))
         answer.wait()
@@ -418,48 +410,6 @@ class Lookup:
             have = ", ".join(self.services) or "none"
             raise RequestError(f"there is no service {name[:80]!r} here (there are: {have})", status=404, code="unknown_service")
         return service
-
-    def begin_part(
-        self,
-        answer: ServiceAnswer,
-        part: ServicePart,
-        cache_control: CacheControl | None = None,
-        admit: Callable[[AnswerPlan, FoundRows], None] | None = None,
-    ) -> Answer:
-        """A view's share of a service's answer, as :meth:`begin`; its pointer is read once.
-
-        Raises:
-            RequestError: no such view is live, or its key is not among the entity's columns.
-            OnlineStoreError: the store cannot be read.
-        """
-        entity = answer.service.entity
-        if len(entity) > 1:
-            entity = (self.online.known(part.view) or self._last.get(part.view) or self._live(part.view)).view.entity
-        try:
-            return self._begin_keyed(answer, part, entity, cache_control, admit)
-        except _RekeyedError as exc:
-            # published with another key since that was known
-            return self._begin_keyed(answer, part, exc.entity, cache_control, admit)
-
-    def _begin_keyed(
-        self,
-        answer: ServiceAnswer,
-        part: ServicePart,
-        entity: tuple[str, ...],
-        cache_control: CacheControl | None,
-        admit: Callable[[AnswerPlan, FoundRows], None] | None,
-    ) -> Answer:
-        def admitted(plan: AnswerPlan, found: FoundRows) -> None:
-            # by the pointer that the rows were read under
-            if plan.view.entity != entity:
-                answer.check_entity(part.view, plan.view.entity)
-                raise _RekeyedError(plan.view.entity)
-            if admit is not None:
-                admit(plan, found)
-
-        answer.check_entity(part.view, entity)
-        keys, options = answer.entities.keys(entity), answer.options_of(part)
-        return self.begin(part.view, keys, options, cache_control=cache_control, columnar=True, admit=admitted, part=part)
 
     # ---- views
 

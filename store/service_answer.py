@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import pyarrow as pa
 
 from precompute.store.answer import ANSWER_FIELDS, Answer, AnswerPlan
 from precompute.store.errors import OnlineStoreError, PrecomputeError, RequestError
-from precompute.store.lookup_options import LookupOptions
+from precompute.store.lookup_options import CacheControl, LookupOptions
+from precompute.store.online.found_rows import FoundRows
+from precompute.store.online.online_store import OnlineStore, Pointer
 from precompute.store.service import PART_FIELDS, EntityRows, Service, ServicePart, column_of
 from precompute.store.status import AnswerSource, Reason, Status
 
@@ -46,11 +48,43 @@ class Refused:
         return cls(reason, str(error), error)
 
 
+class Lookups(Protocol):
+    """What answers lookups: :class:`precompute.store.lookup.Lookup`."""
+
+    @property
+    def online(self) -> OnlineStore:
+        """The store it reads."""
+
+    def last(self, view: str) -> Pointer | None:
+        """What was live when it last read rows of a view."""
+
+    def begin(
+        self,
+        view: str,
+        keys: Sequence[Any],
+        options: LookupOptions,
+        *,
+        cache_control: CacheControl | None,
+        columnar: bool,
+        admit: Callable[[AnswerPlan, FoundRows], None],
+        part: ServicePart,
+    ) -> Answer:
+        """The lookup of a view, its rows perhaps in flight."""
+
+
+class _RekeyedError(RequestError):
+    """Rows were read by another key than the view has, as it is live: ``entity`` is that."""
+
+    def __init__(self, entity: tuple[str, ...]) -> None:
+        super().__init__("the view is published with another key just now; try again", status=503, code="busy")
+        self.entity = entity
+
+
 @dataclass(slots=True)
 class ServiceAnswer:
     """The answer of one request, some rows perhaps still in flight.
 
-    ``parts`` are the views', in the service's order, as :meth:`precompute.store.lookup.Lookup.begin_part` began them, or why one is refused.
+    ``parts`` are the views', in the service's order, as :meth:`begin` began them, or why one is refused.
     """
 
     service: Service
@@ -62,7 +96,49 @@ class ServiceAnswer:
     def __post_init__(self) -> None:
         self.options.check()
 
-    def options_of(self, part: ServicePart) -> LookupOptions:
+    def begin(
+        self,
+        lookup: Lookups,
+        part: ServicePart,
+        cache_control: CacheControl | None = None,
+        admit: Callable[[AnswerPlan, FoundRows], None] | None = None,
+    ) -> Answer:
+        """A view's share, as :meth:`precompute.store.lookup.Lookup.begin`: its rows are read once, and all under one pointer.
+
+        Raises:
+            RequestError: no such view is live, or its key is not among the entity's columns.
+            OnlineStoreError: the store cannot be read.
+        """
+        entity = self.service.entity
+        if len(entity) > 1:
+            # by the key that it had last; which it has is known with the rows
+            pointer = lookup.online.known(part.view) or lookup.last(part.view) or lookup.online.live(part.view)
+            entity = entity[:1] if pointer is None else pointer.view.entity
+        try:
+            return self._begin(lookup, part, entity, cache_control, admit)
+        except _RekeyedError as exc:
+            return self._begin(lookup, part, exc.entity, cache_control, admit)
+
+    def _begin(
+        self,
+        lookup: Lookups,
+        part: ServicePart,
+        entity: tuple[str, ...],
+        cache_control: CacheControl | None,
+        admit: Callable[[AnswerPlan, FoundRows], None] | None,
+    ) -> Answer:
+        def admitted(plan: AnswerPlan, found: FoundRows) -> None:
+            if plan.view.entity != entity:
+                self._check_entity(part.view, plan.view.entity)
+                raise _RekeyedError(plan.view.entity)
+            if admit is not None:
+                admit(plan, found)
+
+        self._check_entity(part.view, entity)
+        keys, options = self.entities.keys(entity), self._options_of(part)
+        return lookup.begin(part.view, keys, options, cache_control=cache_control, columnar=True, admit=admitted, part=part)
+
+    def _options_of(self, part: ServicePart) -> LookupOptions:
         """Those of one view's lookup: of the one deadline it has what is left."""
         options, oldest_s = self.options, self.service.oldest_s(part, self.options.max_age_s)
         deadline_ms = self.service.deadline_ms if options.deadline_ms is None else options.deadline_ms
@@ -71,7 +147,7 @@ class ServiceAnswer:
         left_ms = None if deadline_ms is None else max(0.0, deadline_ms - (time.monotonic() - self.began) * 1e3)
         return options._replace(max_age_s=oldest_s, deadline_ms=left_ms)
 
-    def check_entity(self, view: str, entity: tuple[str, ...]) -> None:
+    def _check_entity(self, view: str, entity: tuple[str, ...]) -> None:
         """Refuse a view whose key the request's rows have not.
 
         Raises:

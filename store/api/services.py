@@ -167,7 +167,7 @@ class ServiceRoutes:
 
     def _part(self, begun: _Begun, part: ServicePart) -> Answer | Refused:
         try:
-            return self._lookup.begin_part(begun.answer, part, begun.control, begun.admit)
+            return begun.answer.begin(self._lookup, part, begun.control, begun.admit)
         except PrecomputeError as exc:
             return self._refused(exc)
 
