@@ -3,7 +3,8 @@
     python -m benchmarks.serve_service [rows] [rounds]
 
 ``precompute serve`` over table files with one worker and a core of its own, the client on another; one connection, one request at a time, and all five take turns: by
-``Client``, from keys to a table, and by a socket alone, from a request's bytes to an answer's. Every value of the joined rows must be the lookup's.
+``Client``, from keys to a table, and by a socket alone, from a request's bytes to an answer's. And in process, where there is no round trip to share: what is computed, as CPU
+time. Every value of the joined rows must be the lookup's.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from precompute.jobs.config.project import Project
 from precompute.jobs.pipeline.run import run_view
 from precompute.jobs.process.job import RunOptions
 from precompute.jobs.process.progress import Silent
+from precompute.store.lookup import Lookup
 
 ROWS, ROUNDS, REQUESTS, KEYS = 20_000, 7, 200, 100
 SERVICE = "ranking"
@@ -94,24 +96,38 @@ def check_equal(joined: pa.Table, alone: dict[str, pa.Table]) -> None:
             assert joined[f"{view}__{name}"].equals(table[name]), (view, name)
 
 
-def timed(ask: dict[str, Callable[[int], Any]], rounds: int) -> dict[str, list[float]]:
+def timed(
+    ask: dict[str, Callable[[int], Any]], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
     """Side → the median time of a request in each round, ms; ``ask`` sends the request of a number."""
     medians: dict[str, list[float]] = {side: [] for side in ask}
     for _ in range(rounds):
         seconds: dict[str, list[float]] = {side: [] for side in ask}
         for number in range(REQUESTS):  # in turn, so that a noisy neighbour hits all of them
             for side, one in ask.items():
-                started = time.perf_counter()
+                started = clock()
                 one(number)
-                seconds[side].append(time.perf_counter() - started)
+                seconds[side].append(clock() - started)
         for side, times in seconds.items():
             medians[side].append(statistics.median(times) * 1e3)
     return medians
 
 
-def measured(port: int, rows: int, rounds: int) -> dict[str, dict[str, list[float]]]:
+def in_process(folder: Path, keys: list[list[str]], rounds: int) -> dict[str, list[float]]:
+    """Side → the median CPU time of a lookup in each round, ms."""
+    project = Project(folder)
+    with contextlib.closing(Lookup.open(project.online, project.root, [project.service(SERVICE)])) as lookup:
+
+        def one_of(side: str) -> Callable[[int], Any]:
+            if side == SERVICE:
+                return lambda number: lookup.service(SERVICE, {"id": keys[number]})
+            return lambda number: lookup.get(side, keys[number])
+
+        return timed({side: one_of(side) for side in (*VIEWS, SERVICE)}, rounds, time.process_time)
+
+
+def measured(port: int, keys: list[list[str]], rounds: int) -> dict[str, dict[str, list[float]]]:
     """How it is asked → side → the median time of a request in each round, ms."""
-    keys = np.random.default_rng(1).integers(0, rows, (REQUESTS, KEYS)).astype(str).tolist()
     requests = {side: requests_of(side, keys) for side in (*VIEWS, SERVICE)}
 
     def by_socket(side: str) -> Callable[[int], Any]:
@@ -135,10 +151,12 @@ def main() -> None:
     """Measure and report."""
     asked = [int(argument) for argument in sys.argv[1:]]
     rows, rounds = (asked + [ROWS, ROUNDS][len(asked) :])[:2]
+    keys = np.random.default_rng(1).integers(0, rows, (REQUESTS, KEYS)).astype(str).tolist()
     with tempfile.TemporaryDirectory() as name:
         published(Path(name), rows)
         with our_server(Path(name)) as port:
-            found = measured(port, rows, rounds)
+            found = measured(port, keys, rounds)
+        found["Lookup, CPU"] = in_process(Path(name), keys, rounds)
     lines = [
         f"{KEYS} of {rows:,} entities, Arrow, one connection; medians of {rounds} rounds of {REQUESTS}, in turn, and the ratios' range"
     ]

@@ -59,13 +59,13 @@ def said(process: subprocess.Popen[str]) -> Any:
 
 
 def measured(folder: Path, kind: str, redis: str, python: str, keys: list[list[int]]) -> dict[str, list[float]]:
-    """Side → seconds of each request."""
+    """Side → seconds of each request, and of CPU."""
     settings = {"root": "./var", "online": redis if kind == "Redis" else "table:./var/online"}
     (folder / "project.yaml").write_text(yaml.safe_dump(settings))
     project = Project(folder)
     for name in THREE:
         assert run_view(project, name, Silent(), RunOptions(command="publish", reload=True)).status in ("published", "unchanged")
-    seconds: dict[str, list[float]] = {"feast": [], "ours": []}
+    seconds: dict[str, list[float]] = {"feast": [], "ours": [], "feast CPU": [], "ours CPU": []}
     lookup = Lookup.open(project.online, project.root)
     service = project.service(SERVICE)
     feast = feast_of(folder, kind, redis, python)
@@ -80,10 +80,12 @@ def measured(folder: Path, kind: str, redis: str, python: str, keys: list[list[i
                 )
         for number, some in enumerate(keys):
             print(number, file=feast.stdin, flush=True)
-            seconds["feast"].append(said(feast))
-            started = time.perf_counter()
+            took_s, cpu_s = said(feast)
+            started, used = time.perf_counter(), time.process_time()
             lookup.service(service, {"id": some})
-            seconds["ours"].append(time.perf_counter() - started)
+            ours_s, ours_cpu_s = time.perf_counter() - started, time.process_time() - used
+            for side, value in zip(seconds, (took_s, ours_s, cpu_s, ours_cpu_s), strict=True):
+                seconds[side].append(value)
         feast.stdin.close()
     return seconds
 
@@ -92,7 +94,7 @@ def main() -> None:
     """Measure and report."""
     asked = [int(argument) for argument in sys.argv[1:]]
     rows, requests = (asked + [ROWS, REQUESTS][len(asked) :])[:2]
-    python, found = feast_python(), {}
+    python, found = feast_python(), dict[str, Any]()
     keys = np.random.default_rng(1).integers(0, rows, (requests, KEYS))
     lines = [
         f"{KEYS} of {rows:,} entities, three views of 384 and 64 float32 and 8 numbers; medians of {requests} requests, in turn"
@@ -105,9 +107,10 @@ def main() -> None:
             with RedisProcess(newest_redis(), folder) as redis:
                 seconds = measured(folder, kind, redis.url(), python, keys.tolist())
             ms = {side: statistics.median(times) * 1e3 for side, times in seconds.items()}
-            found[kind] = {"ms": ms, "ratio": ms["feast"] / ms["ours"]}
+            found[kind] = {"ms": ms, "ratio": ms["feast"] / ms["ours"], "cpu_ratio": ms["feast CPU"] / ms["ours CPU"]}
             lines.append(
-                f"{kind}: Lookup.service {ms['ours']:.3f} ms, Feast's get_online_features().to_dict() over {peer} {ms['feast']:.1f}: {ms['feast'] / ms['ours']:.1f} ×"
+                f"{kind}: Lookup.service {ms['ours']:.3f} ms, Feast's get_online_features().to_dict() over {peer} {ms['feast']:.1f}: {found[kind]['ratio']:.1f} ×, "
+                f"by CPU of the process {found[kind]['cpu_ratio']:.1f} × ({ms['feast CPU']:.2f} against {ms['ours CPU']:.3f})"
             )
     report("service_feast", lines, {"rows": rows, "requests": requests, "stores": found})
 

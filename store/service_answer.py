@@ -172,11 +172,12 @@ class ServiceAnswer:
 
     def check(self) -> None:
         """Raises:
-        OnlineStoreError: there is no view that the store could be read for.
+        OnlineStoreError: no view is answered, and of one at least the store could not be read: it may be soon.
         """
-        failed = [part for part in self.parts if isinstance(part, Refused) and isinstance(part.error, OnlineStoreError)]
-        if len(failed) == len(self.parts):
-            raise failed[0].error
+        refused = [part.error for part in self.parts if isinstance(part, Refused)]
+        failed = [error for error in refused if isinstance(error, OnlineStoreError)]
+        if failed and len(refused) == len(self.parts):
+            raise failed[0]
 
     def judge_again(self) -> None:
         """Judge all rows by what time it is now: the first may have been read long before the last."""

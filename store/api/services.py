@@ -147,6 +147,8 @@ class ServiceRoutes:
             entities: dict[str, Any] = dict(arrow.decode_arrow_keys(body, service.entity))
         else:
             wanted: wire.ServiceRequest = wire.decode(wire.decode_service, body)
+            # before the URL's take its place: of both the strictest holds
+            wanted.options().check()
             entities, options = wanted.entities, both(wanted.options(), options)
         answer = ServiceAnswer(service, EntityRows(service, entities), options)
         size = Measure(self._answer_bytes, wants_arrow(headers))

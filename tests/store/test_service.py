@@ -319,8 +319,10 @@ def test_each_view_is_read_once_and_a_store_that_fails_is_said(project: Scene) -
         assert said(row, "slow_a") == ("missing", None, "store_unavailable", None)
         assert said(row, "slow_b") == ("fresh", "store", None, 2.0)
         down = Lookup(Counted(store, frozenset({"numbers"})), services=services_of(project))  # type: ignore[arg-type]
-        with pytest.raises(OnlineStoreError, match="is down"):
-            down.service("one", {"id": [1]})
+        mixed = Service("mixed", ("id",), (ServicePart("numbers", ("double",)), ServicePart("renamed", ("double",))))
+        for service in ("one", mixed):
+            with pytest.raises(OnlineStoreError, match="is down"):
+                down.service(service, {"id": [1]})
 
 
 DEFINITION = Service("s", ("id",), (ServicePart("a", ("x", "y"), 60.0, {"x": 1.0}), ServicePart("b", ("x",))), 3600.0, 100.0)
