@@ -7,6 +7,7 @@ import sys
 
 SCRIPTS = (
     "serve_rows",
+    "serve_service",
     "serve_misses",
     "serve_neighbours",
     "serve_fair",
@@ -17,6 +18,7 @@ SCRIPTS = (
     "filtered_recall",
     "online_delta",
     "online_feast",
+    "service_feast",
     "engine_text",
     "engine_mlp",
     "engine_row",

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from precompute.jobs.commands import measure, retention, review, rows, run, run_all, service, status
+from precompute.jobs.commands import measure, retention, review, rows, run, run_all, service, status, training
 from precompute.jobs.commands.command import BAD_USAGE, FAILED, REJECTED, Commands, with_history
 from precompute.jobs.process.command_process import (
     described,
@@ -28,7 +28,7 @@ from precompute.store.errors import ConfigError, GateError, PrecomputeError, Rej
 
 READS = frozenset(
     {"diff", "drop", "explain", "export", "gc", "graph", "history", "log", "lookup", "pin", "report", "resume", "search"}
-    | {"snapshots", "status", "unpin"}
+    | {"snapshots", "status", "training", "unpin"}
 )
 """Commands that run no model, and so nobody else's code, but for a miss or a text's embedding where one is wanted."""
 
@@ -119,6 +119,7 @@ def _parser() -> argparse.ArgumentParser:
         service.add,
         rows.add,
         review.add,
+        training.add,
         status.add_verify,
         retention.add,
         measure.add,

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         VectorIndexError,
     )
     from precompute.store.lookup import Lookup
+    from precompute.store.service import Service, ServicePart
 
 __all__ = [
     "AsyncClient",
@@ -50,12 +51,15 @@ __all__ = [
     "RejectedError",
     "RequestError",
     "RowsLostError",
+    "Service",
+    "ServicePart",
     "SnapshotError",
     "SourceError",
     "VectorIndexError",
     "ViewLookupRequest",
     "digest",
     "open",
+    "services",
 ]
 
 _MODULES = {
@@ -63,6 +67,8 @@ _MODULES = {
     "Client": "precompute.store.client",
     "ViewLookupRequest": "precompute.store.client",
     "Lookup": "precompute.store.lookup",
+    "Service": "precompute.store.service",
+    "ServicePart": "precompute.store.service",
     "Model": "precompute.model",
     "digest": "precompute.model",
     "OpenProject": "precompute.jobs.open_project",
@@ -96,6 +102,18 @@ def open(project: "str | Path") -> "OpenProject":
             f"{exc.name} is not installed: a project is opened with pip install 'precompute-store[cpu]', or [gpu]; precompute.Client reads from a server"
         ) from exc
     return OpenProject(project)
+
+
+def services(folder: "str | Path") -> "dict[str, Service]":
+    """The services of a project's folder by their names, for a lookup or a training set.
+
+    Raises:
+        ConfigError: a file is wrong.
+    """
+    from precompute.jobs.config.project import Project
+
+    project = Project(folder)
+    return {name: project.service(name) for name in project.services}
 
 
 def __getattr__(name: str) -> Any:

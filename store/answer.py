@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,22 @@ def default_row(view: FeatureView, codec: RowCodec) -> bytes | None:
     values = [pa.array([view.fallback_default.get(feature.name)], feature.arrow_type) for feature in view.features]
     batch = pa.RecordBatch.from_arrays(values, schema=view.feature_schema())
     return codec.encode(batch, np.zeros(1, np.uint64), np.zeros(1, np.int64), 0).at(0)
+
+
+def fits(view: FeatureView, name: str, value: Any) -> bool:
+    """Whether a value may stand in for a feature that the view has."""
+    try:
+        default_row(replace(view, fallback_default={name: value}), RowCodec(view))
+    except (ValueError, TypeError, pa.ArrowException):
+        return False
+    return name in view.feature_names
+
+
+def fitting_row(view: FeatureView, codec: RowCodec, defaults: Mapping[str, Any]) -> bytes | None:
+    """As :func:`default_row`, of a service's defaults: one that does not fit the view as it is live is left out, since the rows that are there must be answered; None
+    where none is left."""
+    fitting = {name: value for name, value in defaults.items() if fits(view, name, value)}
+    return default_row(replace(view, fallback_default=fitting), codec) if fitting else None
 
 
 MAX_DEADLINE_S = MAX_DEADLINE_MS / 1000
@@ -70,11 +86,18 @@ class AnswerPlan:
         pointer: what is live.
         features: which, in which order; all by default.
         alike: a plan for the same pointer, whose codec and columns this one shares.
+        defaults: feature → value of what stands in for a missing row, in place of the view's own.
         base64: whether JSON has vectors of float16 and float32 as base64; their names and dtypes are :attr:`base64` then.
     """
 
     def __init__(
-        self, pointer: Pointer, features: tuple[str, ...] | None, alike: AnswerPlan | None = None, *, base64: bool = False
+        self,
+        pointer: Pointer,
+        features: tuple[str, ...] | None,
+        alike: AnswerPlan | None = None,
+        *,
+        base64: bool = False,
+        defaults: Mapping[str, Any] | None = None,
     ) -> None:
         view = pointer.view
         self.pointer = pointer
@@ -83,7 +106,10 @@ class AnswerPlan:
         self.snapshots = frozenset((*pointer.snapshots, pointer.snapshot))
         self.absent = Reason.NOT_IN_STORE if pointer.lossy or pointer.degraded else Reason.UNKNOWN_ENTITY
         self.features = features
-        self.default: bytes | None = default_row(view, self.codec) if alike is None else alike.default
+        if defaults is not None:
+            self.default: bytes | None = fitting_row(view, self.codec, defaults)
+        else:
+            self.default = default_row(view, self.codec) if alike is None else alike.default
         self.similar_fields = () if view.semantic_cache is None else SIMILAR_FIELDS
         self.own_columns = len(ANSWER_FIELDS) + len(self.similar_fields)
         """Of every answer, before the features."""
@@ -385,6 +411,10 @@ class Answer:
 
     def table(self) -> pa.Table:
         """The answer as Arrow: the columns of :data:`ANSWER_FIELDS`, then one per feature."""
+        return pa.Table.from_arrays([self._key_column(), *self.columns()], schema=self.plan.schema)
+
+    def columns(self) -> list[pa.Array]:
+        """The columns of :meth:`table` behind the key's."""
         plan, rows = self.plan, len(self.keys)
         present = None
         if self._reasons:
@@ -400,23 +430,19 @@ class Answer:
             status = pa.array([str(s) for s in self._statuses], pa.string())
             source = pa.array([self.source(i) for i in range(rows)], pa.string())
             reason = pa.array([self._reasons.get(i) for i in range(rows)], pa.string())
-        return pa.Table.from_arrays(
-            [
-                self._key_column(),
-                status,
-                source,
-                reason,
-                # from_buffers: pa.array() of a timestamp with a time zone costs 12 µs, this 1.3
-                pa.Array.from_buffers(_TIMESTAMP, rows, [valid, pa.py_buffer(times)]),
-                pa.Array.from_buffers(_FLOAT64, rows, [valid, pa.py_buffer(ages)]),
-                ttl,
-                snapshot,
-                model,
-                *self._similar_columns(),
-                *features,
-            ],
-            schema=plan.schema,
-        )
+        return [
+            status,
+            source,
+            reason,
+            # from_buffers: pa.array() of a timestamp with a time zone costs 12 µs, this 1.3
+            pa.Array.from_buffers(_TIMESTAMP, rows, [valid, pa.py_buffer(times)]),
+            pa.Array.from_buffers(_FLOAT64, rows, [valid, pa.py_buffer(ages)]),
+            ttl,
+            snapshot,
+            model,
+            *self._similar_columns(),
+            *features,
+        ]
 
     def _similar_columns(self) -> list[pa.Array]:
         """Of :data:`SIMILAR_FIELDS`, where the view has them."""

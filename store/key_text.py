@@ -103,6 +103,21 @@ def key_list(keys: Any) -> list[Any]:
     return list(held)
 
 
+def key_columns(columns: Any) -> dict[str, list[Any]]:
+    """Column → keys, of a mapping or of what pyarrow, pandas or polars hold as a table; each key is left as it is.
+
+    Raises:
+        RequestError: no columns, or one that is no list of keys.
+    """
+    names = columns if isinstance(columns, dict) else getattr(columns, "column_names", getattr(columns, "columns", None))
+    if names is None or callable(names):
+        raise RequestError(
+            f"entities are columns of keys, got {type(columns).__name__}: write {{column: [{_short(plain_key(columns))}]}}",
+            code="bad_entities",
+        )
+    return {str(name): key_list(columns[name]) for name in names}
+
+
 def plain_key(value: Any, level: int = 0) -> Any:
     """A key as JSON carries it: of a scalar or an array of numpy or Arrow its value, of what is null (NaN and NaT, too) None.
 

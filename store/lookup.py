@@ -42,6 +42,8 @@ from precompute.store.online_url import open_online_store
 from precompute.store.record import plain
 from precompute.store.search import Searches
 from precompute.store.semantic_cache import SemanticCache
+from precompute.store.service import EntityRows, Service, ServicePart
+from precompute.store.service_answer import Refused, ServiceAnswer
 
 IMPOSSIBLE = b"\0"
 """Looked up in place of a key no entity can have, and never found: keys with a NUL are not stored."""
@@ -72,6 +74,7 @@ class Lookup:
         miss_cache: rows that it computed before.
         clock: seconds since 1970; tests put their own here.
         monotonic: seconds of a clock that never jumps; likewise.
+        services: that :meth:`service` knows by their names.
     """
 
     def __init__(
@@ -82,13 +85,15 @@ class Lookup:
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
         miss_cache: MissCache | None = None,
+        services: Iterable[Service] = (),
     ) -> None:
         self.online = online
+        self.services = {service.name: service for service in services}
         self.fallback = fallback
         self.on_damaged: Callable[[str, int], None] = lambda view, rows: None
         """Reported of rows that do not vouch for themselves, by lookups and searches: the view, and how many."""
         self._clock, self._monotonic = clock, monotonic
-        self._plans: dict[tuple[str, tuple[str, ...] | None, bool], AnswerPlan] = {}
+        self._plans: dict[tuple[str, tuple[str, ...] | None, bool, ServicePart | None], AnswerPlan] = {}
         self._last: dict[str, Pointer] = {}
         self._seen: dict[str, tuple[Pointer, tuple[int, str, int], int | None, float]] = {}
         """View → its pointer and that one's version, when that was published (µs), and when it was first seen here, by the monotonic clock (s)."""
@@ -105,13 +110,13 @@ class Lookup:
         )
 
     @classmethod
-    def open(cls, online: str, root: str | Path | None = None) -> Lookup:
+    def open(cls, online: str, root: str | Path | None = None, services: Iterable[Service] = ()) -> Lookup:
         """A lookup over the store a URL names (``table:./var/movielens/online``, ``redis://…``), without a fallback.
 
         Raises:
             ConfigError: the URL names no store.
         """
-        return cls(open_online_store(online), root)
+        return cls(open_online_store(online), root, services=services)
 
     @property
     def root(self) -> Path | None:
@@ -175,6 +180,7 @@ class Lookup:
         cache_control: CacheControl | None = None,
         columnar: bool = False,
         admit: Callable[[AnswerPlan, FoundRows], None] | None = None,
+        part: ServicePart | None = None,
     ) -> Answer:
         """As :meth:`get`, without waiting: the answer may still have rows in flight, see :meth:`Answer.wait`.
 
@@ -185,6 +191,7 @@ class Lookup:
             cache_control: what a request over HTTP asks of stored rows.
             columnar: :meth:`Answer.table` or :meth:`Answer.whole_columns` is what will be requested of the answer: a third faster then, and slower for rows.
             admit: raises where so many rows of this kind are too many, before any is verified or computed.
+            part: of the service that wants the rows: its features, as far as the view has them, and its defaults are meant.
         """
         keys = key_list(keys)
         if not 0 < len(keys) <= MAX_KEYS:
@@ -206,7 +213,7 @@ class Lookup:
         if cache_control is not None:
             fallback = None if cache_control.only_if_cached else fallback
             oldest_s = cache_control.oldest_s(pointer.view, oldest_s, fallback is not None)
-        plan = self._plan(pointer, options.features, options.encoding_format == BASE64)
+        plan = self._plan(pointer, options.features, options.encoding_format == BASE64, part)
         if admit is not None:
             admit(plan, found)
         judging = time.perf_counter()
@@ -339,18 +346,70 @@ class Lookup:
         shown = view if len(view) <= 80 else view[:77] + "..."
         return RequestError(f"no view {shown!r} is live in the online store (live: {have})", status=404, code="unknown_view")
 
-    def _plan(self, pointer: Pointer, features: Sequence[str] | None, base64: bool = False) -> AnswerPlan:
-        key = (pointer.view.name, None if features is None else tuple(features), base64)
+    def _plan(
+        self, pointer: Pointer, features: Sequence[str] | None, base64: bool = False, part: ServicePart | None = None
+    ) -> AnswerPlan:
+        key = (pointer.view.name, None if features is None else tuple(features), base64, part)
         plan = self._plans.get(key)
         if plan is None or plan.pointer is not pointer:
-            if features is not None:
+            if part is None and features is not None:
                 check_features(pointer.view, features)
             # feature subsets come from requests: keep their number bounded
             if len(self._plans) > 1024:
                 self._plans.clear()
-            alike = None if features is None and not base64 else self._plan(pointer, None)
-            plan = self._plans[key] = AnswerPlan(pointer, key[1], alike, base64=base64)
+            alike = None if features is None and not base64 and part is None else self._plan(pointer, None)
+            chosen, defaults = (key[1], None) if part is None else (part.known(pointer.view), part.defaults)
+            plan = self._plans[key] = AnswerPlan(pointer, chosen, alike, base64=base64, defaults=defaults)
         return plan
+
+    # ---- services
+
+    def service(
+        self,
+        service: str | Service,
+        entities: Any,
+        *,
+        fallback: bool = True,
+        deadline_ms: float | None = None,
+        max_age_s: float | None = None,
+    ) -> pa.Table:
+        """The features of a service, several views joined to one row for each entity: the columns of :attr:`precompute.store.service.Service.columns`.
+
+        A view that cannot be answered keeps no other from it: its rows are ``missing``, with the reason. What each view answered from is in the schema's metadata (``views``).
+
+        Args:
+            service: one, or the name of one of :attr:`services`.
+            entities: column of the service's entity → values, a dict or a table: 1 to :data:`MAX_KEYS` rows.
+            fallback: False never runs a model.
+            deadline_ms: how long to wait for models, all views together; the service's by default.
+            max_age_s: older rows count as missing, whatever the service and the views say.
+
+        Raises:
+            RequestError: there is no such service, or the entities do not fit it.
+            OnlineStoreError: the store cannot be reached for any of the views.
+        """
+        named = self.service_of(service) if isinstance(service, str) else service
+        options = LookupOptions(fallback=fallback, deadline_ms=deadline_ms, max_age_s=max_age_s)
+        answer = ServiceAnswer(named, EntityRows(named, entities), options)
+        for part in named.parts:
+            try:
+                answer.parts.append(answer.begin(self, part))
+            except PrecomputeError as exc:
+                answer.parts.append(Refused.by(exc))
+        answer.wait()
+        return answer.table()
+
+    def service_of(self, name: str) -> Service:
+        """The service of a name.
+
+        Raises:
+            RequestError: 404, there is none.
+        """
+        service = self.services.get(name)
+        if service is None:
+            have = ", ".join(self.services) or "none"
+            raise RequestError(f"there is no service {name[:80]!r} here (there are: {have})", status=404, code="unknown_service")
+        return service
 
     # ---- views
 

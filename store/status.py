@@ -40,6 +40,12 @@ class Reason(_Word):
     DEADLINE = "deadline"
     SHED = "shed"
     MODEL_ERROR = "model_error"
+    # of all rows of a view that a service takes features of
+    UNKNOWN_VIEW = "unknown_view"
+    """No view of that name is live: it was never published, or has another name now."""
+    OTHER_ENTITY = "other_entity"
+    """Its key is not among the service's entity columns."""
+    STORE_UNAVAILABLE = "store_unavailable"
 
 
 class AnswerSource(_Word):

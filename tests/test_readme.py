@@ -21,8 +21,9 @@ from pydantic import BaseModel
 from precompute.jobs.cli import _parser, main
 from precompute.jobs.config.project import ProjectConfig
 from precompute.jobs.config.schedule import ScheduleConfig
+from precompute.jobs.config.service import ServiceConfig
 from precompute.jobs.config.view import FeatureConfig, GatesConfig, ViewConfig
-from precompute.store.api.wire import LookupRequest, SearchRequest
+from precompute.store.api.wire import LookupRequest, SearchRequest, ServiceRequest
 from precompute.store.feature_view import RESERVED
 from precompute.techniques.machine import has_bf16
 from precompute.text.encoder import kernel
@@ -305,13 +306,19 @@ def settings(model: type[BaseModel]) -> Iterator[str]:
 
 
 def test_the_reference_leaves_nothing_out() -> None:
-    """Every key of a view, a project and a request, every reserved name, every command, every gate."""
+    """Every key of a view, a service, a project and a request, every reserved name, every command, every gate."""
 
     def code(document: str) -> set[str]:
         return set(re.findall(r"\w+", " ".join(re.findall(r"`([^`\n]+)`", read(document)))))
 
-    requests = {*LookupRequest.__struct_fields__, *SearchRequest.__struct_fields__}
-    keys = {*settings(ViewConfig), *settings(ProjectConfig), *ScheduleConfig.model_fields, *FeatureConfig.model_fields}
+    requests = {*LookupRequest.__struct_fields__, *SearchRequest.__struct_fields__, *ServiceRequest.__struct_fields__}
+    keys = {
+        *settings(ViewConfig),
+        *settings(ServiceConfig),
+        *settings(ProjectConfig),
+        *ScheduleConfig.model_fields,
+        *FeatureConfig.model_fields,
+    }
     named = next(a.choices for a in _parser()._actions if isinstance(a.choices, dict))
     assert {*keys, *requests, *RESERVED, *named} - code("docs/reference.md") == set()
     assert set(GatesConfig.model_fields) - code("docs/operations.md") == set()

@@ -97,7 +97,7 @@ def add_schema(commands: Commands) -> None:
     commands.add(
         "schema",
         _schema,
-        "JSON Schemas: of project.yaml and views/*.yaml for editors; of run reports and `status --json` for programs",
+        "JSON Schemas: of project.yaml, views/*.yaml and services/*.yaml for editors; of run reports and `status --json` for programs",
     )
 
 

@@ -37,6 +37,7 @@ from precompute.store.online_url import table_folder
 
 if TYPE_CHECKING:
     from precompute.jobs.config.view import ViewConfig
+    from precompute.store.service import Service
 
 
 VERSION = 1
@@ -308,6 +309,45 @@ class Project:
             )
         return name
 
+    @cached_property
+    def services(self) -> Mapping[str, Service | ConfigError]:
+        """Name → each that has a file, or what is wrong with that: the others go on."""
+        from precompute.jobs.config.service import read_service
+
+        read: dict[str, Service | ConfigError] = {}
+        for path in sorted((self.folder / "services").glob("*.yaml")):
+            try:
+                read[path.stem] = read_service(path)
+            except ConfigError as exc:
+                read[path.stem] = exc
+        return read
+
+    def service(self, name: str) -> Service:
+        """One service.
+
+        Raises:
+            ConfigError: there is none of that name, or its file is wrong.
+        """
+        found = self.services.get(name)
+        if found is None:
+            have = ", ".join(self.services) or "none"
+            raise ConfigError(
+                f"no service {name!r} in {self.folder / 'services'}{did_you_mean(name, self.services)} (there are: {have})"
+            )
+        if isinstance(found, ConfigError):
+            raise found
+        return found
+
+    def service_mistakes(self) -> list[str]:
+        """A line for each mistake in the services' files: what keeps one from being served, and where one does not fit the views."""
+        from precompute.jobs.config.service import mistakes
+
+        lines = []
+        for name, found in self.services.items():
+            path = self.folder / "services" / f"{name}.yaml"
+            lines += [str(found)] if isinstance(found, ConfigError) else mistakes(found, self.views, self.names, path)
+        return lines
+
     @property
     def offline(self) -> OfflineStore:
         """Its offline store."""
@@ -363,7 +403,9 @@ class Project:
 
 
 def json_schemas() -> dict[str, Any]:
-    """JSON Schemas of both files, for editors: ``{"project": …, "view": …}``."""
+    """JSON Schemas of the files, for editors: ``{"project": …, "view": …, "service": …}``."""
+    from precompute.jobs.config.service import ServiceConfig
     from precompute.jobs.config.view import ViewConfig
 
-    return {"project": ProjectConfig.model_json_schema(), "view": ViewConfig.model_json_schema()}
+    kinds: dict[str, type[Section]] = {"project": ProjectConfig, "view": ViewConfig, "service": ServiceConfig}
+    return {name: kind.model_json_schema() for name, kind in kinds.items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import json
 import logging
 import math
 import os
@@ -44,6 +45,7 @@ from precompute.store.offline.view_store import OfflineStore
 from precompute.store.online.online_store import Pointer
 from precompute.store.online_url import open_miss_cache, open_online_store
 from precompute.store.record import replace
+from precompute.store.service import Service
 from precompute.store.telemetry.access_log import AccessLog
 from precompute.store.telemetry.instruments import Meter
 
@@ -251,7 +253,8 @@ def main() -> None:
     fallback = RemoteFallback(Path(spec["runtime"]), meter)
     with contextlib.closing(fallback), contextlib.closing(open_online_store(spec["online"])) as online:
         miss_cache = open_miss_cache(spec["online"], MissCacheLimits(**spec["miss_cache"]))
-        lookup = Lookup(online, Path(spec["root"]), fallback, miss_cache=miss_cache)
+        services = map(Service.from_json, json.loads(Path(spec["services"]).read_text()))
+        lookup = Lookup(online, Path(spec["root"]), fallback, miss_cache=miss_cache, services=services)
         warmer = Warmer(lookup, fallback, fallback.want, OfflineStore(Path(spec["root"])))
         fallback.on_lost = warmer.look
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import logging
 import os
 import select
@@ -28,6 +29,7 @@ from precompute.store.errors import ConfigError, PrecomputeError
 from precompute.store.guard.listener import Listener
 from precompute.store.guard.tls import tls_of, tokens_of
 from precompute.store.online_url import open_online_store
+from precompute.store.service import Service
 from precompute.store.telemetry.instruments import MODEL_SPARES, RESTARTS, Meter
 from precompute.workers.process import ChildProcess, end_all
 
@@ -239,6 +241,7 @@ def serve(project: Project, announce: Callable[[str], None], workers: int | None
             "limits": asdict(settings.limits.limits()),
             "caching": asdict(settings.caching()),
             "cache_bytes": settings.cache_mb * 2**20,
+            "services": str(_services_file(project, runtime.path)),
         }
         models = settings.models
         limits = ModelLimits(
@@ -256,6 +259,15 @@ def serve(project: Project, announce: Callable[[str], None], workers: int | None
         stack.callback(rounds.stop)
         announce(listeners[0].shown)
         supervisor.run()
+
+
+def _services_file(project: Project, runtime: Path) -> Path:
+    """What the workers serve by ``/v1/services``, in a file: a pipe may be too small. Mistakes are logged, and keep nothing else from being served."""
+    for line in project.service_mistakes():
+        log.warning("%s", line)
+    path = runtime / "services.json"
+    path.write_text(json.dumps([service.to_json() for service in project.services.values() if isinstance(service, Service)]))
+    return path
 
 
 def _access(project: Project) -> dict[str, Any]:

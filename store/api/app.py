@@ -20,6 +20,7 @@ from precompute.store.api.pools import Pool
 from precompute.store.api.reply import JSON_TYPE, NOT_STORED, Reply, Timing, json_reply, timed
 from precompute.store.api.request import STRANGER, Receive, Scope, headers_of, heard, no_query, read_body
 from precompute.store.api.rows import MOST_WAITING, RowRoutes
+from precompute.store.api.services import ServiceRoutes
 from precompute.store.encoding.answer_size import MAX_ANSWER_BYTES, Measure
 from precompute.store.encoding.http_freshness import PRIVATE, Caching
 from precompute.store.encoding.json_rows import search_json
@@ -219,9 +220,11 @@ def create_app(
     metrics = Metrics(lookup, meter, views, fallback_ready)
     readers = Pool("read", _READERS, _WAITING) if lookup.online.blocking else None
     rows = RowRoutes(lookup, metrics, readers, answer_bytes, cache_bytes, timing, waiting, caching)
+    services = ServiceRoutes(lookup, metrics, readers, rows.waits, rows.room, answer_bytes, timing)
     api = Api(lookup, metrics, warming, fallback_ready, readers, views, answer_bytes, asks, timing)
     fixed = {
         b"/v1/lookup": {"POST": rows.multi_lookup},
+        b"/v1/services": {"GET": services.services},
         b"/v1/views": {"GET": api.views},
         b"/livez": {"GET": api.livez},
         b"/readyz": {"GET": api.ready},
@@ -234,6 +237,8 @@ def create_app(
         rows.lookup_at_once,
         rows.row,
         {b"lookup": rows.lookup, b"search": api.search},
+        services.at_once,
+        services.service,
         fixed,
         metrics.refused,
         gate,

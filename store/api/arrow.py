@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -16,31 +16,40 @@ MAX_MESSAGES = 16
 """Of an Arrow body: schema, dictionaries and batches. Each batch has its whole dictionary looked through, and a dictionary that comes in pieces is copied for each."""
 
 
-def decode_arrow_keys(body: bytes) -> list[str | None]:
-    """The ``key`` column of an Arrow IPC stream: text or integers, at most :data:`precompute.store.lookup_options.MAX_KEYS` rows; a null is one bad key.
+def decode_arrow_keys(body: bytes, names: Sequence[str] = ("key",)) -> dict[str, list[str | None]]:
+    """The columns of an Arrow IPC stream: text or integers, at most :data:`precompute.store.lookup_options.MAX_KEYS` rows; a null is one bad key.
 
     Arrow trusts its input by default; every batch is validated in full before a value is read.
+
+    Args:
+        body: the stream.
+        names: of its columns, in whatever order.
 
     Raises:
         RequestError: broken, compressed, in too many pieces, another column or type, or too many rows.
     """
-    keys: list[str | None] = []
+    keys: dict[str, list[str | None]] = {name: [] for name in names}
     try:
         _refuse_what_takes_long(body)
         with pa.ipc.open_stream(pa.py_buffer(body)) as reader:
-            if reader.schema.names != ["key"]:
-                raise RequestError(f"the Arrow body has columns {reader.schema.names[:5]}, it takes one: key", code="bad_arrow")
-            kind = reader.schema.field("key").type
-            if not _is_key(kind.value_type if pa.types.is_dictionary(kind) else kind):
-                raise RequestError(
-                    f"the Arrow body's key column is {kind}, it takes string, large_string, string_view, an integer type, or a dictionary of one",
-                    code="bad_arrow",
-                )
+            if sorted(reader.schema.names) != sorted(names):
+                takes = "one: key" if names == ("key",) else ", ".join(names)
+                raise RequestError(f"the Arrow body has columns {reader.schema.names[:5]}, it takes {takes}", code="bad_arrow")
+            for name in names:
+                kind = reader.schema.field(name).type
+                if not _is_key(kind.value_type if pa.types.is_dictionary(kind) else kind):
+                    raise RequestError(
+                        f"the Arrow body's {name} column is {kind}, it takes string, large_string, string_view, an integer type, or a dictionary of one",
+                        code="bad_arrow",
+                    )
+            rows = 0
             for batch in reader:
-                if len(keys) + batch.num_rows > MAX_KEYS:
+                rows += batch.num_rows
+                if rows > MAX_KEYS:
                     raise RequestError(f"a request has 1 to {MAX_KEYS} keys", status=413, code="too_many_keys")
                 batch.validate(full=True)
-                keys.extend(_texts(batch.column(0), len(body)))
+                for name, values in keys.items():
+                    values.extend(_texts(batch.column(name), len(body)))
     except (pa.ArrowException, OSError, ValueError, UnicodeDecodeError) as exc:
         raise RequestError(f"the body is not an Arrow IPC stream: {str(exc)[:200]}", code="bad_arrow") from exc
     return keys

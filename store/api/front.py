@@ -24,7 +24,7 @@ Gate = Callable[[Scope], Reply | None]
 REQUESTED = "precompute.requested"
 """In a scope: :meth:`Front.at_once` was requested already."""
 
-_VIEWS = b"/v1/views/"
+_VIEWS, _SERVICES = b"/v1/views/", b"/v1/services/"
 _ROWS = b"rows/"
 
 
@@ -41,6 +41,8 @@ class Front:
         lookup_at_once: ``POST /v1/views/{view}/lookup``, of a body that is there; likewise.
         row: as ``row_at_once``, where something must be waited for.
         view_posts: what is posted to a view, by the word behind it: ``lookup``, ``search``.
+        service_at_once: ``POST /v1/services/{service}``, of a body that is there, where nothing must be waited for; else None.
+        service: the same, where something must be waited for.
         fixed: path → method → handler.
         refused: called with the code of each refusal.
         gate: who may pass; all by default.
@@ -52,11 +54,14 @@ class Front:
         lookup_at_once: Callable[[Scope, str, bytes], Reply | None],
         row: ViewHandler,
         view_posts: Mapping[bytes, ViewHandler],
+        service_at_once: Callable[[Scope, str, bytes], Reply | None],
+        service: ViewHandler,
         fixed: Mapping[bytes, Mapping[str, Handler]],
         refused: Callable[[str], None],
         gate: Gate = open_gate,
     ) -> None:
-        self._row_at_once, self._lookup_at_once = row_at_once, lookup_at_once
+        self._row_at_once, self._lookup_at_once, self._service_at_once = row_at_once, lookup_at_once, service_at_once
+        self._service = service
         self._row, self._view_posts, self._fixed, self._refused, self._gate = row, view_posts, fixed, refused, gate
         self.waits_until: Callable[[], float] = lambda: -math.inf
         """When the last of the requests that wait for a model will have an answer (:func:`time.monotonic`); minus infinity where none does."""
@@ -106,15 +111,19 @@ class Front:
         """As :meth:`at_once`, which had no answer, of a request whose whole body is there. A lookup that was begun, and must be waited for, goes on by :meth:`__call__`
         with the same scope."""
         path: bytes = scope["raw_path"]
+        name, at_once = b"", None
         if path.startswith(_VIEWS):
-            view, _, rest = path[len(_VIEWS) :].partition(b"/")
-            if rest == b"lookup":
-                CLIENT.set(client_of(scope))
-                try:
-                    return self._lookup_at_once(scope, _name(view), body)
-                except Exception as exc:
-                    return self._refusal(exc, scope)
-        return None
+            name, _, rest = path[len(_VIEWS) :].partition(b"/")
+            at_once = self._lookup_at_once if rest == b"lookup" else None
+        elif path.startswith(_SERVICES) and b"/" not in path[len(_SERVICES) :]:
+            name, at_once = path[len(_SERVICES) :], self._service_at_once
+        if at_once is None:
+            return None
+        CLIENT.set(client_of(scope))
+        try:
+            return at_once(scope, _name(name), body)
+        except Exception as exc:
+            return self._refusal(exc, scope)
 
     def _refusal(self, exc: Exception, scope: Scope) -> Reply:
         # as it was sent: a view's name may be a line of its own once it is decoded
@@ -135,6 +144,9 @@ class Front:
             posted = self._view_posts.get(rest)
             if posted is not None:
                 return posted(scope, receive, _name(view), b"") if method == "POST" else self._not_allowed(method, ("POST",))
+        if path.startswith(_SERVICES) and b"/" not in path[len(_SERVICES) :]:
+            name = _name(path[len(_SERVICES) :])
+            return self._service(scope, receive, name, b"") if method == "POST" else self._not_allowed(method, ("POST",))
         methods = self._fixed.get(path)
         if methods is None:
             raise RequestError("there is no such route: see /openapi.json", status=404, code="no_such_route")

@@ -46,11 +46,11 @@ class Metrics:
         self._routes: dict[str, Timer] = {}
         self._stages: dict[str, Timer] = {}
 
-    def answered(self, route: str, answer: Answer, seconds: float, *, encoded: bool = True) -> dict[str, float]:
+    def answered(self, route: str | None, answer: Answer, seconds: float, *, encoded: bool = True) -> dict[str, float]:
         """Count a lookup's rows by status, source and reason, its time and that of its stages, which are given back: one after the other, in seconds.
 
         Args:
-            route: of the API.
+            route: of the API; None where the request's time is counted apart from its answers.
             answer: what was found.
             seconds: from the request's head on.
             encoded: whether what no other stage took is its encoding.
@@ -68,7 +68,8 @@ class Metrics:
         future = answer.future_rows()
         if future:
             self.meter.counter(counted.FUTURE_ROWS, view).add(future)
-        self.timed(route, seconds)
+        if route is not None:
+            self.timed(route, seconds)
         stages = {"read": answer.read_s, "verify": answer.verify_s}
         if answer.wait_s:
             stages["wait"] = answer.wait_s

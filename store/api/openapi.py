@@ -108,6 +108,7 @@ _DEADLINE = _FROM_0 | {"maximum": MAX_DEADLINE_MS}
 _LIMITS: dict[str, dict[str, dict[str, Any]]] = {
     "LookupRequest": {"keys": _KEYS, "deadline_ms": _DEADLINE, "max_age_s": _FROM_0, "features": {"uniqueItems": True}},
     "MultiLookupRequest": {"requests": {"minItems": 1, "maxItems": wire.MAX_REQUESTS}},
+    "ServiceRequest": {"deadline_ms": _DEADLINE, "max_age_s": _FROM_0},
     "SearchRequest": {
         "k": {"type": "integer", "minimum": 1, "maximum": MAX_NEIGHBOURS},
         "only": {"maxItems": MAX_KEYS},
@@ -140,6 +141,11 @@ def _body(name: str, *, arrow: bool = False) -> dict[str, Any]:
 
 
 _ENCODING = "of vectors in JSON: lists of numbers, or base64 of float16 or float32, little-endian; `base64` of the answer names those that are"
+_SERVICE = (
+    f"Each of 1 to {MAX_KEYS} rows has, of each view, what a lookup says of its row. A view that cannot be answered keeps no other from it: its rows are missing, "
+    "for one of the reasons of a row or for `unknown_view`, `other_entity` or `store_unavailable`, and `views` has its problem. As Arrow the columns are the entity's, "
+    "then of each view `view__status`, `view__source`, `view__reason`, `view__computed_at`, `view__age_s` and `view__feature`; `views` is in the schema's metadata."
+)
 _VIEWS = (
     "Of each feature its name, dtype, dim of a vector or max_items of a list, and packed where the store keeps a vector as int8 or binary: "
     "rows have the dtype then, and numbers that are near the model's."
@@ -179,6 +185,9 @@ def _of_the_server(asks: Asks) -> dict[str, Any]:
         # without one there is no connection
         alive["security"] = [{_CERTIFICATE: []}]
     return {
+        "/v1/services": {
+            "get": {"summary": "The services, each with its version, entity, views and features", "responses": _responses(plain)}
+        },
         "/v1/views": {"get": {"summary": "The published views", "description": _VIEWS, "responses": _responses(plain)}},
         "/livez": {"get": alive},
         "/readyz": {"get": alive | {"summary": "Views are published and models loaded", "responses": ready}},
@@ -222,6 +231,17 @@ def _lookups() -> dict[str, Any]:
         "requestBody": _body("MultiLookupRequest"),
         "responses": _responses(_answered("MultiLookupAnswer"), _OF_A_BODY),
     }
+    service = {
+        "summary": "The features of a service: several views, joined to one row for each entity",
+        "description": _SERVICE,
+        "parameters": [
+            _parameter("service", "path", "string", "name of a service"),
+            *(option for option in options if option["name"] != "features"),
+            control,
+        ],
+        "requestBody": _body("ServiceRequest", arrow=True),
+        "responses": _responses(_answered("ServiceAnswer", arrow=True), _OF_A_BODY | {"404": "no such service"}),
+    }
     search = {
         "summary": "Nearest rows",
         "parameters": [view],
@@ -233,4 +253,5 @@ def _lookups() -> dict[str, Any]:
         "/v1/views/{view}/lookup": {"post": lookup},
         "/v1/lookup": {"post": multi_lookup},
         "/v1/views/{view}/search": {"post": search},
+        "/v1/services/{service}": {"post": service},
     }

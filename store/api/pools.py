@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from precompute.store.answer import Answer
 from precompute.store.api.request import Disconnected, Receive, hung_up
-from precompute.store.errors import RequestError
+from precompute.store.errors import PrecomputeError, RequestError
 from precompute.store.fallback import CLIENT, places
 from precompute.store.status import Reason
 
@@ -154,6 +154,27 @@ class Waits:
             raise Disconnected
         answer.settle()
         answer.wait_s += time.perf_counter() - began
+
+    async def all_landed(
+        self, answers: Sequence[Answer | None], receive: Receive, failed: Callable[[int, PrecomputeError], None]
+    ) -> None:
+        """:meth:`landed` of each of the answers to one request, whose deadlines run side by side; ``failed`` is called with the number of one that fails.
+
+        Raises:
+            Disconnected: the caller hung up, and the rows of all are given up.
+        """
+        for number, answer in enumerate(answers):
+            if answer is None:
+                continue
+            try:
+                await self.landed(answer, receive)
+            except PrecomputeError as exc:
+                failed(number, exc)
+            except Disconnected:
+                for other in answers:
+                    if other is not None:
+                        give_up(other)
+                raise
 
 
 def give_up(answer: Answer) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from precompute.store.answer import Answer, AnswerPlan
 from precompute.store.api import arrow, wire
 from precompute.store.api.metrics import Metrics
-from precompute.store.api.pools import Pool, Waits, give_up
+from precompute.store.api.pools import Pool, Waits
 from precompute.store.api.reply import (
     ARROW_TYPE,
     JSON_TYPE,
@@ -28,7 +28,6 @@ from precompute.store.api.reply import (
     timed,
 )
 from precompute.store.api.request import (
-    Disconnected,
     Receive,
     Scope,
     body_kind,
@@ -131,7 +130,7 @@ class RowRoutes:
         self._cache = RowCache(cache_bytes)
         self._serves_until: dict[str, tuple[Pointer, float]] = {}
         """View → the pointer under which its rows were cached last, and until when (s since 1970) the youngest of them may be served while the store fails."""
-        self._answer_bytes, self._room = answer_bytes, Room(answer_bytes)
+        self._answer_bytes, self.room = answer_bytes, Room(answer_bytes)
 
     def row_at_once(self, scope: Scope, view: str, raw_key: bytes) -> Reply | None:
         """``GET /v1/views/{view}/rows/{key}``, where the answer is a row of the store, as JSON, and nothing must be waited for: it is cached, and known to be live
@@ -339,7 +338,7 @@ class RowRoutes:
         """What begins a lookup of many keys, and what measures its answer then."""
         options = request.options
         if kind == wire.ARROW:
-            keys: list[Any] = arrow.decode_arrow_keys(body)
+            keys: list[Any] = arrow.decode_arrow_keys(body)["key"]
         else:
             wanted: wire.LookupRequest = wire.decode(wire.decode_lookup, body)
             keys, options = wanted.keys, both(wanted.options(), options)
@@ -365,8 +364,8 @@ class RowRoutes:
         return reply if self._timing is Timing.UNREPORTED else timed(scope, reply, stages, seconds, self._timing)
 
     def _streamed(self, headers: Headers, pieces: Iterator[bytes | memoryview], size_bytes: int) -> Reply:
-        self._room.take(size_bytes)
-        return Reply(200, headers, Stream(pieces, partial(self._room.give, size_bytes)))
+        self.room.take(size_bytes)
+        return Reply(200, headers, Stream(pieces, partial(self.room.give, size_bytes)))
 
     async def multi_lookup(self, scope: Scope, receive: Receive) -> Reply:
         """``POST /v1/lookup``: each view answers for itself, or says why it does not."""
@@ -406,17 +405,11 @@ class RowRoutes:
         may have been read long after the first."""
         if len(begun) == 1 and not (isinstance(begun[0], Answer) and begun[0].pending):
             return
-        for i, answer in enumerate(begun):
-            if isinstance(answer, Answer):
-                try:
-                    await self.waits.landed(answer, receive)
-                except PrecomputeError as exc:
-                    begun[i] = self._refused(exc)
-                except Disconnected:
-                    for other in begun:
-                        if isinstance(other, Answer):
-                            give_up(other)
-                    raise
+
+        def failed(number: int, error: PrecomputeError) -> None:
+            begun[number] = self._refused(error)
+
+        await self.waits.all_landed([one if isinstance(one, Answer) else None for one in begun], receive, failed)
         for answer in begun:
             if isinstance(answer, Answer):
                 answer.judge_again()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from datetime import datetime
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -193,6 +194,61 @@ class MultiLookupAnswer(msgspec.Struct):
     responses: list[ViewAnswer]
 
 
+class ServiceRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of ``POST /v1/services/{service}``."""
+
+    entities: Annotated[
+        dict[str, list[Any]],
+        msgspec.Meta(description="column of the service's entity → values, as many of each as there are rows"),
+    ]
+    fallback: bool = True
+    deadline_ms: Annotated[float | None, msgspec.Meta(description="how long to wait for models, all views together")] = None
+    max_age_s: float | None = None
+    encoding_format: EncodingFormat = "float"
+
+    def options(self) -> LookupOptions:
+        """What is requested beside the entities."""
+        return LookupOptions(None, self.fallback, self.deadline_ms, self.max_age_s, None, self.encoding_format)
+
+
+class ServiceView(msgspec.Struct):
+    """What all rows of a view of a service share, or the problem that it has: all its rows are missing then."""
+
+    snapshot: int | msgspec.UnsetType = msgspec.UNSET
+    model: str | msgspec.UnsetType = msgspec.UNSET
+    ttl_s: float | msgspec.UnsetType = msgspec.UNSET
+    base64: Base64Types = msgspec.UNSET
+    unknown_features: Annotated[
+        list[str] | msgspec.UnsetType, msgspec.Meta(description="that the view has not, as it is live: they are null")
+    ] = msgspec.UNSET
+    problem: Problem | msgspec.UnsetType = msgspec.UNSET
+
+
+class PartRow(Row, kw_only=True):
+    """A view's row in a joined one; of a view that has a problem there is less to say."""
+
+    key: str | None  # type: ignore[assignment]
+    ttl_s: float | None  # type: ignore[assignment]
+    snapshot: int | None  # type: ignore[assignment]
+    model: str | None  # type: ignore[assignment]
+
+
+class ServiceRow(msgspec.Struct):
+    """A joined row: the entity, and what each view has of it."""
+
+    entity: dict[str, str]
+    views: dict[str, PartRow]
+
+
+class ServiceAnswer(msgspec.Struct):
+    """Answer of ``POST /v1/services/{service}``: rows in the order of the entities."""
+
+    service: str
+    version: Annotated[str, msgspec.Meta(description="fingerprint of the service's definition")]
+    views: dict[str, ServiceView]
+    rows: list[ServiceRow]
+
+
 class Neighbour(Row, kw_only=True):
     """A row that a search found."""
 
@@ -218,6 +274,7 @@ class _Keys(msgspec.Struct):
     exclude: list[msgspec.Raw] = []
     key: msgspec.Raw = msgspec.Raw(b"null")
     requests: list[_Keys] = []
+    entities: dict[str, list[msgspec.Raw]] = {}
 
 
 _encoder = msgspec.json.Encoder()
@@ -227,6 +284,7 @@ encode = _encoder.encode
 decode_lookup = msgspec.json.Decoder(LookupRequest)
 decode_multi = msgspec.json.Decoder(MultiLookupRequest)
 decode_search = msgspec.json.Decoder(SearchRequest)
+decode_service = msgspec.json.Decoder(ServiceRequest)
 _decode_keys = msgspec.json.Decoder(_Keys).decode
 
 
@@ -272,7 +330,7 @@ def _check_keys(body: bytes) -> None:
         # reported by who decodes all of it
         return
     for one in (found, *found.requests):
-        for key in (*one.keys, *(one.only or ()), *one.exclude, one.key):
+        for key in (*one.keys, *(one.only or ()), *one.exclude, one.key, *chain.from_iterable(one.entities.values())):
             text = memoryview(key)
             if len(text) > MAX_KEY_JSON_BYTES and text[0] != ord('"'):
                 raise RequestError(
@@ -361,6 +419,7 @@ def _has_more_values(body: bytes, most: int) -> bool:
 
 def schemas() -> dict[str, Any]:
     """Name → JSON Schema of every body, for the OpenAPI document."""
-    bodies = [LookupRequest, MultiLookupRequest, SearchRequest, ViewRow, LookupAnswer, MultiLookupAnswer, SearchAnswer, Problem]
+    requests = [LookupRequest, MultiLookupRequest, SearchRequest, ServiceRequest]
+    bodies = [*requests, ViewRow, LookupAnswer, MultiLookupAnswer, SearchAnswer, ServiceAnswer, Problem]
     _, components = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
     return components

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Any
 from precompute.store.api.wire import ViewLookupRequest
 from precompute.store.client.attempts import Tls
 from precompute.store.client.blocking_client import Client
-from precompute.store.client.calls import LookupWords, RowWords, SearchWords
+from precompute.store.client.calls import LookupWords, RowWords, SearchWords, ServiceWords
 
 if TYPE_CHECKING:
     from precompute.store.client.async_client import AsyncClient
 
-__all__ = ["AsyncClient", "Client", "LookupWords", "RowWords", "SearchWords", "Tls", "ViewLookupRequest"]
+__all__ = ["AsyncClient", "Client", "LookupWords", "RowWords", "SearchWords", "ServiceWords", "Tls", "ViewLookupRequest"]
 
 
 def __getattr__(name: str) -> Any:

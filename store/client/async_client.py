@@ -14,7 +14,16 @@ import httpcore2
 from precompute.store.api import wire
 from precompute.store.client import calls
 from precompute.store.client.attempts import Address, Attempts, Failure, Outcome, Pause, Tls, address_of, passing
-from precompute.store.client.calls import Call, FreshnessWords, LookupWords, Reply, RowWords, SearchWords, check_timeout
+from precompute.store.client.calls import (
+    Call,
+    FreshnessWords,
+    LookupWords,
+    Reply,
+    RowWords,
+    SearchWords,
+    ServiceWords,
+    check_timeout,
+)
 from precompute.store.client.transport import ERRORS, IDLE_S, MOST_ANSWER_BYTES, MUCH_BYTES, AnswerEnd, Pooled
 
 if TYPE_CHECKING:
@@ -176,6 +185,14 @@ class AsyncClient:
     ) -> list[wire.ViewAnswer]:
         """As :meth:`precompute.store.client.Client.several`."""
         return await self._ask(calls.several(requests, timeout_s, words))
+
+    async def service(self, service: str, entities: Any, **words: Unpack[ServiceWords]) -> pa.Table:
+        """As :meth:`precompute.store.client.Client.service`."""
+        return await self._ask(calls.service_table(service, entities, words))
+
+    async def service_rows(self, service: str, entities: Any, **words: Unpack[ServiceWords]) -> wire.ServiceAnswer:
+        """As :meth:`precompute.store.client.Client.service_rows`."""
+        return await self._ask(calls.service_rows(service, entities, words))
 
     async def search(self, view: str, **words: Unpack[SearchWords]) -> wire.SearchAnswer:
         """As :meth:`precompute.store.client.Client.search`."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 from precompute.store.api import wire
 from precompute.store.client import calls
 from precompute.store.client.attempts import Attempts, Failure, Outcome, Pause, Tls, address_of, passing
-from precompute.store.client.calls import Call, FreshnessWords, LookupWords, RowWords, SearchWords, check_timeout
+from precompute.store.client.calls import Call, FreshnessWords, LookupWords, RowWords, SearchWords, ServiceWords, check_timeout
 from precompute.store.client.transport import BlockingTransport, Exchange
 
 if TYPE_CHECKING:
@@ -98,6 +98,18 @@ class Client:
         """Lookups of several views in one call, answered in their order: each has its ``rows``, or the ``problem`` that this view has;
         ``words`` hold for all of them."""
         return self._ask(calls.several(requests, timeout_s, words))
+
+    def service(self, service: str, entities: Any, **words: Unpack[ServiceWords]) -> pa.Table:
+        """As :meth:`precompute.store.lookup.Lookup.service`, over HTTP and Arrow; ``entities`` are columns, as a mapping or a table has them, all of which are sent.
+
+        Raises:
+            PrecomputeError: as :meth:`get`.
+        """
+        return self._ask(calls.service_table(service, entities, words))
+
+    def service_rows(self, service: str, entities: Any, **words: Unpack[ServiceWords]) -> wire.ServiceAnswer:
+        """As :meth:`service`, as typed rows in the order of the entities, without Arrow."""
+        return self._ask(calls.service_rows(service, entities, words))
 
     def search(self, view: str, **words: Unpack[SearchWords]) -> wire.SearchAnswer:
         """As :meth:`precompute.store.lookup.Lookup.search`."""

@@ -25,11 +25,11 @@ from precompute.store.errors import (
     PrecomputeError,
     RequestError,
 )
-from precompute.store.key_text import join_key, key_list, plain_key, shown_key
+from precompute.store.key_text import join_key, key_columns, key_list, plain_key, shown_key
 from precompute.store.lookup_options import BASE64, LookupOptions, SearchOptions, check_limits
 
 T = TypeVar("T")
-Answers = TypeVar("Answers", wire.LookupAnswer, wire.ViewRow, wire.SearchAnswer, wire.ViewAnswer)
+Answers = TypeVar("Answers", wire.LookupAnswer, wire.ViewRow, wire.SearchAnswer, wire.ViewAnswer, wire.ServiceView)
 
 
 class FreshnessWords(TypedDict, total=False):
@@ -59,6 +59,15 @@ class LookupWords(RowWords, total=False):
     """The same of a lookup of several."""
 
     inputs: Mapping[Any, Mapping[str, Any]] | None
+
+
+class ServiceWords(FreshnessWords, total=False):
+    """What a request for a service may say, as :meth:`precompute.store.lookup.Lookup.service` has it, and how long the whole call may take."""
+
+    fallback: bool
+    deadline_ms: float | None
+    max_age_s: float | None
+    timeout_s: float | None
 
 
 class SearchWords(TypedDict, total=False):
@@ -248,6 +257,53 @@ def row(view: str, key: Any, words: RowWords) -> Call[wire.ViewRow]:
     )
 
 
+def service_table(service: str, entities: Any, words: ServiceWords) -> Call[Any]:
+    """A service's features, answered as a ``pyarrow.Table``."""
+    return _service(service, entities, words, wire.ARROW, _read_table, _of_joined_table)
+
+
+def service_rows(service: str, entities: Any, words: ServiceWords) -> Call[wire.ServiceAnswer]:
+    """A service's features, answered as rows."""
+    return _service(service, entities, words, wire.JSON, _decode_service, _of_joined_rows)
+
+
+def _service(
+    service: str,
+    entities: Any,
+    words: ServiceWords,
+    accept: str,
+    read: Callable[[bytes], T],
+    answered: Callable[[T, list[str]], list[Answered]],
+) -> Call[T]:
+    sent = {name: value for name, value in words.items() if name not in _OF_THE_CALL}
+    if unknown := sent.keys() - ServiceWords.__annotations__.keys():
+        raise TypeError(f"a request for a service takes no {', '.join(sorted(unknown))}")
+    check_limits(deadline_ms=words.get("deadline_ms"), max_age_s=words.get("max_age_s"))
+    columns = {name: [plain_key(key) for key in keys] for name, keys in key_columns(entities).items()}
+    body = {"entities": {name: _spelled(values) for name, values in columns.items()}, **sent}
+    # each column of the entity as the keys of a view of that name
+    wanted = [(service, []), *columns.items()]
+    return Call(
+        f"service {service}",
+        f"/v1/services/{quote(service, safe='')}",
+        read,
+        lambda answer: strays(wanted, answered(answer, list(columns))),
+        encoded(body | ({} if accept == wire.ARROW else _BASE64)),
+        accept,
+        words.get("timeout_s"),
+        _cache_control(words),
+    )
+
+
+def _of_joined_rows(answer: wire.ServiceAnswer, names: list[str]) -> list[Answered]:
+    return [(answer.service, None), *((name, [row.entity[name] for row in answer.rows]) for name in names)]
+
+
+def _of_joined_table(table: Any, names: list[str]) -> list[Answered]:
+    service = (table.schema.metadata or {}).get(b"service", b"").decode()
+    return [(service, None), *((name, table.column(name).to_pylist()) for name in names)]
+
+
 def search(view: str, words: SearchWords) -> Call[wire.SearchAnswer]:
     """The nearest rows."""
     timeout_s = words.get("timeout_s")
@@ -378,6 +434,7 @@ def _of_table(table: Any) -> Answered:
 
 _of_lookup = msgspec.json.Decoder(wire.LookupAnswer).decode
 _of_row = msgspec.json.Decoder(wire.ViewRow).decode
+_of_service = msgspec.json.Decoder(wire.ServiceAnswer).decode
 _of_search = msgspec.json.Decoder(wire.SearchAnswer).decode
 _decode_several = msgspec.json.Decoder(wire.MultiLookupAnswer).decode
 _decode_problem = msgspec.json.Decoder(wire.Problem).decode
@@ -405,6 +462,13 @@ def _decode_search(content: bytes) -> wire.SearchAnswer:
 def _read_several(content: bytes) -> list[wire.ViewAnswer]:
     answers = _decode_several(content).responses
     return [_as_lists(one, [] if isinstance(one.rows, msgspec.UnsetType) else one.rows) for one in answers]
+
+
+def _decode_service(content: bytes) -> wire.ServiceAnswer:
+    answer = _of_service(content)
+    for name, view in answer.views.items():
+        _as_lists(view, [row.views[name] for row in answer.rows])
+    return answer
 
 
 def _as_lists(answer: Answers, rows: Sequence[wire.Row]) -> Answers:

@@ -18,6 +18,7 @@ from precompute.store.freshness import as_datetime
 from precompute.store.online.found_rows import WholeColumns
 from precompute.store.online.packed import Buffer
 from precompute.store.online.row_values import NUMPY_TYPES
+from precompute.store.service_answer import Refused, ServiceAnswer, refused_source, shared_of
 from precompute.store.status import AnswerSource, Status
 
 key_json = _dumps = orjson.dumps
@@ -88,15 +89,59 @@ def lookup_pieces(answer: Answer, rows: int) -> Iterator[bytes]:
         pointer.snapshot,
         _dumps(pointer.model),
     )
-    count, columns = len(answer.keys), answer.whole_columns()
-    if columns is not None and not (is_plain(answer.plan) and columns.has_no_nulls()):
-        columns = None
+    count, columns = len(answer.keys), _plain_columns(answer)
     for start in range(0, count, rows):
-        end = min(count, start + rows)
-        texts = [row_json(answer, i) for i in range(start, end)] if columns is None else _fresh_rows(answer, columns, start, end)
-        yield before + b",{".join(texts)
+        yield before + b",{".join(_rows(answer, columns, start, min(count, start + rows)))
         before = b",{"
     yield b"]}"
+
+
+def _plain_columns(answer: Answer) -> WholeColumns | None:
+    """The rows' columns, where JSON can be made of them one by one."""
+    columns = answer.whole_columns()
+    return columns if columns is not None and is_plain(answer.plan) and columns.has_no_nulls() else None
+
+
+def _rows(answer: Answer, columns: WholeColumns | None, start: int, end: int) -> list[bytes]:
+    """:func:`row_json` of these rows."""
+    return [row_json(answer, i) for i in range(start, end)] if columns is None else _fresh_rows(answer, columns, start, end)
+
+
+def service_pieces(answer: ServiceAnswer, rows: int) -> Iterator[bytes]:
+    """A service's answer in pieces of so many rows."""
+    service, entities = answer.service, answer.entities
+    head = b'{"service":%b,"version":%b,"views":%b,"rows":[{'
+    before = head % (_dumps(service.name), _dumps(service.fingerprint), _dumps(answer.views()))
+    columns = [_plain_columns(part) if isinstance(part, Answer) else None for part in answer.parts]
+    for start in range(0, entities.count, rows):
+        end = min(entities.count, start + rows)
+        named = [(_dumps(name), texts[start:end]) for name, texts in entities.texts.items()]
+        entity = [b",".join([b"%b:%b" % (name, _dumps(texts[i])) for name, texts in named]) for i in range(end - start)]
+        views = zip(*(_part_rows(answer, i, columns[i], start, end) for i in range(len(answer.parts))), strict=True)
+        joined = zip(entity, map(b",".join, views), strict=True)
+        yield before + b",{".join([b'"entity":{%b},"views":{%b}}' % row for row in joined])
+        before = b",{"
+    yield b"]}"
+
+
+def _part_rows(answer: ServiceAnswer, number: int, columns: WholeColumns | None, start: int, end: int) -> list[bytes]:
+    """A view's rows of a service's answer, its name before each."""
+    part, answered = answer.service.parts[number], answer.parts[number]
+    name = _dumps(part.view)
+    if isinstance(answered, Refused):
+        features = {feature: part.defaults.get(feature) for feature in part.features} if part.defaults else None
+        row = dict.fromkeys(("key", "status", "source", "reason", "computed_at", "age_s", "ttl_s", "snapshot", "model"))
+        row |= {"status": str(Status.MISSING), "source": refused_source(part), "reason": str(answered.reason)}
+        return [b"%b:%b" % (name, _dumps({**row, "features": features}))] * (end - start)
+    rows = _rows(answered, columns, start, end)
+    unknown = shared_of(part, answered.plan).get("unknown_features", ())
+    if unknown:
+        # as in Arrow: what a service names has its place, and is null
+        nulls = b",".join([b"%b:null" % _dumps(feature) for feature in unknown])
+        rows = [
+            row if row.endswith(b"null}") else row[:-2] + (b"" if row[-3:-2] == b"{" else b",") + nulls + b"}}" for row in rows
+        ]
+    return [b"%b:{%b" % (name, row) for row in rows]
 
 
 def _fresh_rows(answer: Answer, columns: WholeColumns, start: int, end: int) -> list[bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from precompute.store.answer import fits
+from precompute.store.entity_key import bad_keys, key_column
 from precompute.store.errors import RequestError, SnapshotError
 from precompute.store.feature_view import FeatureView
 from precompute.store.freshness import as_datetime, as_us, iso
@@ -19,6 +22,7 @@ from precompute.store.history.timeline import Period, Values, newest, timeline
 from precompute.store.history.versions import Versions, key_names, reading, rows_at
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import OfflineStore, ViewStore
+from precompute.store.service import Service, column_of
 
 
 def snapshot_at(store: ViewStore, as_of: datetime | None = None, *, values: Values = "served") -> Snapshot:
@@ -92,8 +96,9 @@ def _answering(store: ViewStore, as_of: datetime, values: Values) -> tuple[Perio
 def get_historical_features(
     offline: OfflineStore,
     entity_table: pa.Table,
-    views: Sequence[str] | Mapping[str, Sequence[str]],
+    views: Sequence[str] | Mapping[str, Sequence[str]] = (),
     *,
+    service: Service | None = None,
     timestamp: str = "event_timestamp",
     max_age_s: float | None = None,
     values: Values = "served",
@@ -105,6 +110,7 @@ def get_historical_features(
         offline: the offline store.
         entity_table: has the entity's columns of every view (text or integers) and the timestamp column, aware, of any unit.
         views: names, for all features; or name → features.
+        service: the features of its views, in place of ``views``, under its limits of age and with its defaults: what it would have been answered.
         timestamp: name of the timestamp column.
         max_age_s: values older than this at the row's time are null, by the age that a lookup would have reported; of ``best_known`` ones it counts from
             ``computed_at``, of a partitioned view from the partition's end.
@@ -121,26 +127,51 @@ def get_historical_features(
         RequestError: a column is missing or of a type that cannot be used, a feature is unknown, or there are no such values.
         SnapshotError: a view has no snapshot that counts, or a file is missing or damaged.
     """
-    chosen = views if isinstance(views, Mapping) else dict.fromkeys([views] if isinstance(views, str) else views)
     if max_age_s is not None and not 0 <= max_age_s < math.inf:
         raise RequestError(f"max_age_s is a number of seconds, got {max_age_s}")
-    requested_us = _timestamps_us(entity_table, timestamp)
-    result = entity_table
-    for name, features in chosen.items():
-        found = _features_at(offline.view(name), features, entity_table, requested_us, max_age_s, values, memory_mb)
+    if service is not None and views:
+        raise RequestError("features are those of views, or of a service: name the one or the other")
+    result, requested_us = entity_table, _timestamps_us(entity_table, timestamp)
+    for wanted in _of_views(views, max_age_s) if service is None else _of_service(service, max_age_s):
+        found = _features_at(offline.view(wanted.view), wanted, entity_table, requested_us, values, memory_mb)
         for column in found.column_names:
-            if f"{name}__{column}" in result.column_names:
-                raise RequestError(f"the entity table has a column {name}__{column} already: rename it")
-            result = result.append_column(f"{name}__{column}", found.column(column))
-    return result
+            name = column_of(wanted.view, column)
+            if name in result.column_names:
+                raise RequestError(f"the entity table has a column {name} already: rename it")
+            result = result.append_column(name, found.column(column))
+    if service is None:
+        return result
+    definition = {"service": service.name, "version": service.fingerprint}
+    return result.replace_schema_metadata({**(result.schema.metadata or {}), **definition})
+
+
+class _Wanted(NamedTuple):
+    """What is wanted of one view; ``features`` None for all, ``entity`` that of the service, if it is for one."""
+
+    view: str
+    features: Sequence[str] | None
+    oldest_s: float | None
+    entity: Sequence[str] | None = None
+    defaults: Mapping[str, Any] = {}
+
+
+def _of_views(views: Sequence[str] | Mapping[str, Sequence[str]], max_age_s: float | None) -> list[_Wanted]:
+    chosen = views if isinstance(views, Mapping) else dict.fromkeys([views] if isinstance(views, str) else views)
+    return [_Wanted(name, features, max_age_s) for name, features in chosen.items()]
+
+
+def _of_service(service: Service, max_age_s: float | None) -> list[_Wanted]:
+    return [
+        _Wanted(part.view, part.features, service.oldest_s(part, max_age_s), service.entity, part.defaults)
+        for part in service.parts
+    ]
 
 
 def _features_at(
     store: ViewStore,
-    features: Sequence[str] | None,
+    wanted: _Wanted,
     entity_table: pa.Table,
     requested_us: npt.NDArray[np.int64],
-    max_age_s: float | None,
     values: Values,
     memory_mb: int,
 ) -> pa.Table:
@@ -150,16 +181,37 @@ def _features_at(
     order = list({period.snapshot.number: period.snapshot for period in periods if period.snapshot is not None}.values())
     order.sort(key=lambda snapshot: snapshot.number)
     view = newest(periods).view
-    schema = _wanted(view, features)
+    if wanted.entity is not None and not set(view.entity) <= set(wanted.entity):
+        raise RequestError(
+            f"view {name!r} has the key {', '.join(view.entity)}, and the service the entity {', '.join(wanted.entity)}: its features are served as missing",
+            code="other_entity",
+        )
+    schema = _wanted(view, wanted.features)
     keys = [_key_values(entity_table, column, name) for column in view.entity]
     requested = pa.table(
         [*keys, pa.array(requested_us), pa.array(np.arange(len(requested_us)))], names=[*key_names(view.entity), "us", "i"]
     )
     with reading(name), Versions(store, order, manifests, requested, memory_mb) as versions:
-        matched = versions.known_at(periods, max_age_s)
+        matched = versions.known_at(periods, wanted.oldest_s)
         file = np.asarray(matched.column("f").fill_null(-1))
         row = np.asarray(matched.column("r").fill_null(-1))
-        return rows_at(versions.paths, file, row, schema)
+        found = rows_at(versions.paths, file, row, schema)
+    if not wanted.defaults:
+        return found
+    missing = file < 0
+    # what is no key has no row that anything could stand in for
+    missing[list(bad_keys(key_column(requested, key_names(view.entity))))] = False
+    return _with_defaults(found, {n: value for n, value in wanted.defaults.items() if fits(view, n, value)}, missing)
+
+
+def _with_defaults(table: pa.Table, defaults: Mapping[str, Any], missing: npt.NDArray[np.bool_]) -> pa.Table:
+    """The table with values that stand in where rows are missing, as a lookup has them."""
+    places = pa.array(np.where(missing, len(missing), np.arange(len(missing))))
+    for name, value in defaults.items():
+        column = table.column(name)
+        with_default = pa.chunked_array([*column.chunks, pa.array([value], column.type)], column.type)
+        table = table.set_column(table.column_names.index(name), name, with_default.take(places))
+    return table
 
 
 def _wanted(view: FeatureView, features: Sequence[str] | None) -> pa.Schema:

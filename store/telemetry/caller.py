@@ -27,14 +27,20 @@ class Caller(NamedTuple):
 
 _VIEWS = b"/v1/views/"
 _OF_A_VIEW = {b"lookup": "/v1/views/{view}/lookup", b"search": "/v1/views/{view}/search"}
-_FIXED = {path.encode(): path for path in ("/", "/v1/views", "/v1/lookup", "/livez", "/readyz", "/metrics", "/openapi.json")}
+_SERVICES = b"/v1/services/"
+_FIXED = {
+    path.encode(): path
+    for path in ("/", "/v1/views", "/v1/services", "/v1/lookup", "/livez", "/readyz", "/metrics", "/openapi.json")
+}
 OTHER = "other"
 """What is no route of the API."""
 
 
 def route_of(scope: dict[str, Any]) -> tuple[str, str | None]:
-    """(route, view) of an ASGI scope: ``("/v1/views/{view}/rows/{key}", "numbers")``; the view as it was requested, cut at 63 characters."""
+    """(route, view) of an ASGI scope: ``("/v1/views/{view}/rows/{key}", "numbers")``; the view, or the service, as it was requested, cut at 63 characters."""
     path: bytes = scope["raw_path"]
+    if path.startswith(_SERVICES) and b"/" not in (name := path[len(_SERVICES) :]):
+        return "/v1/services/{service}", unquote_to_bytes(name).decode(errors="replace")[:63]
     if not path.startswith(_VIEWS):
         return _FIXED.get(path, OTHER), None
     name, _, rest = path[len(_VIEWS) :].partition(b"/")

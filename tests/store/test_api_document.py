@@ -17,6 +17,7 @@ from precompute.store.api.openapi import Asks, openapi_document
 from precompute.store.guard.gate import Gate
 from precompute.store.guard.tokens import Tokens, make_token
 from precompute.store.lookup import Lookup
+from precompute.store.service import Service, ServicePart
 from precompute.store.telemetry.instruments import Meter
 from tests import REPOSITORY
 from tests.memory_store import MemoryStore
@@ -64,7 +65,7 @@ ANY, OF_A_VIEW, WITH_A_TOKEN = document_of(SERVED), document_of(SERVED, True), d
 
 @OF_A_VIEW.hook
 def map_path_parameters(_: Any, parameters: Any) -> Any:
-    return parameters | {"view": "things"} if parameters and "view" in parameters else parameters
+    return parameters and {name: "things" if name in ("view", "service") else value for name, value in parameters.items()}
 
 
 @OF_A_VIEW.hook
@@ -72,6 +73,8 @@ def map_body(_: Any, body: Any) -> Any:
     for one in body.get("requests") or () if isinstance(body, dict) else ():
         if isinstance(one, dict) and isinstance(one.get("view"), str):
             one["view"] = "things"
+    if isinstance(body, dict) and isinstance(entities := body.get("entities"), dict) and entities:
+        body["entities"] = {"id": next(iter(entities.values()))}
     return body
 
 
@@ -80,6 +83,9 @@ def token(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("world")
     world = World(folder, {"new": 1.0, "old": 9.0, "expired": 20.0})
     world.model.known = frozenset({"0", "a", "expired"})
+    world.lookup.services["things"] = Service(
+        "things", ("id",), (ServicePart("things", ("vector",)), ServicePart("others", ("x",)))
+    )
     SERVED.app = world.app
     token = make_token(folder / "tokens", "operator", "admin")
     gate = Gate(Meter(), Tokens(folder / "tokens"))

@@ -1,0 +1,188 @@
+"""``services/<service>.yaml``: what may stand there, what is wrong with it in one line each, and the training sets that are made by it."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import precompute
+from precompute.jobs.config.project import json_schemas
+from precompute.store.errors import ConfigError
+from precompute.store.service import Service
+from tests.scene import Scene
+from tests.server import make_folder
+
+HEAD = "name: ranking\nentity: [id]\n"
+GOOD = (
+    HEAD + "views: {numbers: [double], other: {features: [vector], max_age: 1h, defaults: {vector: [0, 0, 0, 1]}}}\nmax_age: 1d\n"
+)
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Scene:
+    return make_folder(tmp_path, {"numbers": {"fallback": None}, "other": {"fallback": None}})
+
+
+def written(scene: Scene, text: str, name: str = "ranking") -> Scene:
+    (scene.folder / "services").mkdir(exist_ok=True)
+    (scene.folder / "services" / f"{name}.yaml").write_text(text)
+    return scene.reread()
+
+
+def test_a_service_is_read_as_it_is_written(scene: Scene) -> None:
+    service = written(scene, GOOD).service("ranking")
+    assert json.loads(json.dumps(service.to_json())) == {
+        "name": "ranking",
+        "entity": ["id"],
+        "parts": [
+            {"view": "numbers", "features": ["double"], "max_age_s": None, "defaults": {}},
+            {"view": "other", "features": ["vector"], "max_age_s": 3600.0, "defaults": {"vector": [0, 0, 0, 1]}},
+        ],
+        "max_age_s": 86400.0,
+        "deadline_ms": None,
+    }
+    assert [service.oldest_s(part) for part in service.parts] == [86400.0, 3600.0]
+    assert precompute.services(scene.folder)["ranking"].fingerprint == service.fingerprint
+    assert scene.reread().service_mistakes() == []
+
+
+WRONG = [
+    (HEAD + "views: {numbers: [double]}\nmax_agee: 1h", "max_agee: unknown key; did you mean 'max_age'?"),
+    (
+        HEAD + "views: {numbers: {features: [double], default: {}}}",
+        "views.numbers.default: unknown key; did you mean 'defaults'?",
+    ),
+    (HEAD + "views: {numbers: {}}", "views.numbers.features: missing; it has no default"),
+    (HEAD + "views: {numbers: []}", "views.numbers.features"),
+    (HEAD + "views: {}", "views"),
+    (HEAD + "views: {numbers: [double]}\nmax_age: soon", "max_age: 'soon': write a number with a unit"),
+    (HEAD + "views: {numbers: [double]}\ndeadline: 2m", "deadline: '2m'"),
+    (HEAD + "views: {Numbers: [double]}", "'Numbers': a name has lower-case letters"),
+    (HEAD + "views: {numbers: [double, double]}", "two columns 'numbers__double'"),
+    (
+        HEAD + "views: {numbers: {features: [double], defaults: {vector: [1]}}}",
+        "defaults: 'vector' is no feature that 'ranking' takes of numbers",
+    ),
+    (
+        "name: rank\nentity: [id]\nviews: {numbers: [double]}",
+        "name: 'rank' differs from the file's name; call the file services/rank.yaml",
+    ),
+    ("- ranking", "holds list, not keys and values"),
+]
+
+
+@pytest.mark.parametrize(("text", "match"), WRONG)
+def test_a_file_that_is_wrong_is_told_and_keeps_no_other_from_being_served(scene: Scene, text: str, match: str) -> None:
+    project = written(written(scene, text), GOOD.replace("ranking", "good"), "good")
+    with pytest.raises(ConfigError) as raised:
+        project.service("ranking")
+    assert str(raised.value).startswith(str(scene.folder / "services" / "ranking.yaml"))
+    assert match in str(raised.value)
+    assert project.service_mistakes() == [str(raised.value)]
+    assert project.service("good").name == "good"
+
+
+MISFITS = [
+    ("views: {number: [double]}", "views.number: no such view; did you mean 'numbers'? (there are: numbers, other)"),
+    ("views: {numbers: [dubble]}", "views.numbers.features: it has no feature 'dubble'; did you mean 'double'?"),
+    (
+        "views: {numbers: {features: [double], defaults: {double: none}}}",
+        "views.numbers.defaults.double: 'none' is no float64 as the view declares it",
+    ),
+    (
+        "views: {numbers: {features: [vector], defaults: {vector: [1]}}}",
+        "views.numbers.defaults.vector: [1] is no float32 as the view declares it",
+    ),
+]
+
+
+@pytest.mark.parametrize(("views", "match"), MISFITS)
+def test_what_does_not_fit_the_views_is_told_and_served_all_the_same(scene: Scene, views: str, match: str) -> None:
+    project = written(scene, HEAD + views)
+    assert project.service_mistakes() == [f"{scene.folder / 'services' / 'ranking.yaml'}: {match}"]
+    scene.publish_all()
+    with project.lookup() as lookup:
+        (row,) = lookup.service(project.service("ranking"), {"id": [1]}).to_pylist()
+    assert set(row) == set(project.service("ranking").columns)
+
+
+def test_another_entity_is_told(scene: Scene) -> None:
+    project = written(scene, "name: ranking\nentity: [user]\nviews: {numbers: [double]}")
+    assert project.service_mistakes() == [
+        f"{scene.folder / 'services' / 'ranking.yaml'}: views.numbers: its key is id, and 'id' is not in `entity` (user)"
+    ]
+    with pytest.raises(ConfigError, match=r"no service 'rankin' in .*did you mean 'ranking'"):
+        project.service("rankin")
+
+
+def test_the_schema_is_exported() -> None:
+    schema = json_schemas()["service"]
+    assert set(schema["properties"]) == {"name", "entity", "views", "max_age", "deadline"}
+    assert schema["additionalProperties"] is False
+
+
+def test_a_training_set_is_made_on_the_command_line(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
+    project = written(scene, GOOD)
+    project.publish_all()
+    now, out, rows = datetime.now(UTC).isoformat(), scene.folder / "out.parquet", scene.folder / "rows.csv"
+    rows.write_text(f"id,label,event_timestamp\n1,0,{now}\n77,1,{now}\n2,0,2020-01-01\n")
+    assert project.cli("training", "ranking", str(rows), "--to", str(out)) == 0
+    assert capsys.readouterr().out == (
+        f"{out}: 3 rows by {project.service('ranking').version}\n"
+        "  numbers: 1 rows were there at their time, the others are null or have defaults\n"
+        "  other: 1 rows were there at their time, the others are null or have defaults\n"
+    )
+    table = pq.read_table(out)
+    assert table.select(["id", "label", "numbers__double", "other__vector"]).to_pylist() == [
+        {"id": 1, "label": 0, "numbers__double": 2.0, "other__vector": [1.0, 2.0, 3.0, 4.0]},
+        {"id": 77, "label": 1, "numbers__double": None, "other__vector": [0.0, 0.0, 0.0, 1.0]},
+        {"id": 2, "label": 0, "numbers__double": None, "other__vector": [0.0, 0.0, 0.0, 1.0]},
+    ]
+    pq.write_table(table.select(["id", "event_timestamp"]), scene.folder / "rows.parquet")
+    assert project.cli("training", "ranking", str(scene.folder / "rows.parquet"), "--to", str(out), "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told == {
+        "service": "ranking",
+        "version": project.service("ranking").fingerprint,
+        "rows": 3,
+        "known": {"numbers": 1, "other": 1},
+        "to": str(out),
+    }
+
+
+def test_a_training_set_that_cannot_be_made_is_refused_in_a_line(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
+    project = written(scene, GOOD)
+    rows, out = scene.folder / "rows.csv", scene.folder / "out.parquet"
+    rows.write_text("id,at\n1,yesterday\n")
+    (scene.folder / "nulls.csv").write_text("id,event_timestamp\n1,2026-01-01\n2,\n")
+    pq.write_table(pa.table({"id": [1]}), scene.folder / "bare.parquet")
+    for command, status, match in [
+        (["rankin", str(rows)], 2, "did you mean 'ranking'"),
+        (["ranking", "nowhere.csv"], 2, "nowhere.csv: cannot be read"),
+        (["ranking", str(rows)], 2, "has no timestamp column 'event_timestamp'"),
+        (["ranking", str(rows), "--timestamp", "at"], 2, "row 1: at: 'yesterday': write a date or time"),
+        (["ranking", str(scene.folder / "nulls.csv")], 2, "1 rows of the entity table have no 'event_timestamp'"),
+        (["ranking", str(scene.folder / "bare.parquet")], 2, "has no timestamp column"),
+    ]:
+        assert project.cli("training", *command, "--to", str(out)) == status, command
+        assert match in capsys.readouterr().err
+    rows.write_text(f"id,event_timestamp\n1,{datetime.now(UTC).isoformat()}\n")
+    assert project.cli("training", "ranking", str(rows), "--to", str(out)) == 1
+    assert "numbers" in capsys.readouterr().err
+    project.publish_all()
+    assert project.cli("training", "ranking", str(rows), "--to", str(scene.folder / "nowhere" / "out.parquet")) == 2
+    assert "--to: " in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_a_service_may_be_written_in_python(scene: Scene) -> None:
+    scene.publish_all()
+    service = precompute.Service("own", ("id",), (precompute.ServicePart("numbers", ("double",)),))
+    assert isinstance(service, Service)
+    with scene.lookup() as lookup:
+        assert lookup.service(service, {"id": [3]})["numbers__double"].to_pylist() == [6.0]
