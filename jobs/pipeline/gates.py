@@ -354,7 +354,6 @@ def judged(
     snapshot: Snapshot,
     before: Sequence[Verdict] = (),
     replaced: Replaced | None = None,
-    accept: Collection[str] | None = None,
 ) -> Snapshot:
     """The snapshot with its figures and the verdicts of the gates.
 
@@ -364,13 +363,11 @@ def judged(
         snapshot: its parts are written.
         before: verdicts on what it was computed by.
         replaced: the rows of its parent, if it has one, that are no rows of it.
-        accept: gates whose refusal is accepted; by default those that the job was given.
 
     Raises:
         SnapshotError, SourceError, ModelError: something cannot be read or computed.
     """
-    accept = job.options.accept if accept is None else accept
-    live = _measure(job, snapshot)
+    accept, live = job.options.accept, _measure(job, snapshot)
     if not snapshot.rows:
         return _judged_empty(job, snapshot, live, accept)
     verdicts = judge(job.config, opened, job.store, snapshot, live, replaced, _served(job))
@@ -424,8 +421,7 @@ def judged_again(job: Job, opened: OpenView, snapshot: Snapshot) -> Snapshot:
         opened.convert()
     # What was judged while its rows were computed.
     before = [verdict for verdict in snapshot.gates if verdict.gate in COMPUTING_GATES]
-    retained = {verdict.gate for verdict in before}.intersection(snapshot.accepted)
-    now = judged(job, opened, snapshot, before, accept={*job.options.accept, *retained})
+    now = judged(job, opened, snapshot, before)
     now = replace(now, accepted=tuple(sorted({*now.accepted, *_still_accepted(snapshot, now)})))
     report = job.report
     report.gates = list(now.gates)

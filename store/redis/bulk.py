@@ -225,12 +225,13 @@ def counted(links: Iterable[Link], layout: Layout, doing: str) -> int:
             keys = [key for key in found if not key.startswith(layout.prefix + LISTED)]
             of_each = [1] * len(keys)
             if layout.buckets is not None and keys:
-                # what went elsewhere meanwhile is met there
                 said = link.replies(packed(*[("HLEN", key) for key in keys]), len(keys), doing, SWEEP_S)
                 for reply in said:
                     if isinstance(reply, Refused) and reply.code not in ("MOVED", "ASK"):
                         raise refusal(link.where, doing, reply)
-                of_each = [size if isinstance(size, int) else 0 for size in said]
+                # what went elsewhere meanwhile is met, and counted, there
+                keys = [key for key, size in zip(keys, said, strict=True) if isinstance(size, int)]
+                of_each = [size for size in said if isinstance(size, int)]
             hashes.append(np.fromiter(map(hash, keys), np.int64, len(keys)))
             sizes.append(np.array(of_each, np.int64))
     _, first = np.unique(np.concatenate(hashes), return_index=True)

@@ -554,6 +554,20 @@ def test_a_damaged_manifest_holds_up_only_what_it_may_need(make_project: MakePro
     assert store.damage() == {}
 
 
+def test_a_manifest_that_is_damaged_meanwhile_holds_up_all_files(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look at what may go and the one at its files."""
+    project = published(make_project, [1.0, 2.0, 3.0])
+    before, torn = files(project), list[bytes]()
+    monkeypatch.setattr("precompute.store.offline.gc.crashpoint", lambda _: torn.append(damaged(project, 3, known=False)))
+    gone = gc(project)
+    assert [item.path.name for item in gone] == [f"{1:020d}.json"]
+    assert files(project) == before - {item.path for item in gone}
+    project.store.manifest_path(3).write_bytes(torn[0])
+    reads_well(project)
+
+
 def test_damage_is_told_by_gc_and_status_and_ended_by_forgetting(make_project: MakeProject, capsys: Captured) -> None:
     project = published(make_project, [1.0, 2.0, 3.0, 4.0], grace="0s", keep=4)
     damaged(project, 2, known=True)

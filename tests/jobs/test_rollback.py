@@ -461,6 +461,18 @@ def test_the_operators_command_is_told(versions: Versions, tmp_path: Path) -> No
     assert told.read_text().splitlines() == expected
 
 
+@pytest.mark.parametrize(("to", "goes_to"), [(None, 2), (2, 2), (1, 1)])
+def test_a_rollback_that_was_killed_is_finished_or_overruled(versions: Versions, to: int | None, goes_to: int) -> None:
+    project = versions(1.0, 10.0, 100.0)
+    crashpoint.arm("live.cas", mode="raise")
+    with pytest.raises(InjectedError):
+        project.rollback()
+    crashpoint.disarm()
+    report = project.rollback(to=to)
+    assert (report.status, report.snapshot) == ("published", goes_to)
+    assert served(project) == (goes_to, 10.0 ** (goes_to - 1))
+
+
 def test_a_run_of_a_held_view_finishes_what_a_killed_rollback_began(versions: Versions) -> None:
     project = versions(1.0, 10.0)
     crashpoint.arm("live.cas", mode="raise")

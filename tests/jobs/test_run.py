@@ -23,7 +23,7 @@ from benchmarks.store_history import add_past
 from precompute.jobs.process.report import close_dead
 from precompute.store.clock import containing
 from precompute.store.disk.lease import Lease, take
-from precompute.store.errors import ConfigError, ConflictError, FencedError, RejectedError
+from precompute.store.errors import ConfigError, ConflictError, FencedError, RejectedError, SourceError
 from precompute.store.offline.gc import SWEPT_FOLDERS
 from precompute.store.offline.journal import Journals
 from precompute.store.offline.refs import run_lease
@@ -425,6 +425,18 @@ def test_an_interrupted_run_is_reported_and_leaves_the_old_rows(
     report = project.report()
     assert (report.status, report.error) == ("cancelled", "KeyboardInterrupt")
     assert served(project) == OLD
+
+
+def test_a_time_of_the_schedule_is_run_for_until_a_run_of_it_is_done(make_project: MakeProject) -> None:
+    due = "2024-02-29T00:00:00Z"
+    with pytest.raises(SourceError):
+        make_project([(1, 1.0)], view={"source": {"sql": "SELECT 1 AS id, 1.0 AS x WHERE false"}}).run(due=due)
+    project = make_project([(1, 1.0)])
+    retried = project.run(due=due)
+    assert (retried.status, retried.due) == ("published", due)
+    # what a scheduler that was killed began is not begun again
+    assert project.run(due=due).run == retried.run
+    assert [(report.status, report.due) for report in project.store.runs.reports()] == [("published", due), ("failed", due)]
 
 
 def test_an_unknown_view_is_a_config_error(make_project: MakeProject) -> None:

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from precompute.jobs.ops.status import project_status, view_status
+from precompute.jobs.ops.status import inputs_behind, project_status, view_status
 from precompute.jobs.schedule.due import LEADER, Ledger
 from precompute.store.disk.lease import take
 from precompute.store.errors import PrecomputeError, SnapshotError
 from precompute.store.offline.refs import PUBLISH_LEASE, run_lease
 from precompute.store.offline.runs import Report
-from precompute.store.record import content_of, sealed
+from precompute.store.record import content_of, replace, sealed
 from tests.conftest import MakeProject
 from tests.scene import Scene
 
@@ -303,6 +303,22 @@ def test_a_view_behind_its_input_needs_attention_when_nothing_will_run_it(
     assert behind_and_attention(project) == ([("numbers", 1, 2)], attention)
     project.run("another")
     assert behind_and_attention(project) == ([], ["stale"] if ttl == "1ms" else [])
+
+
+def test_a_view_is_behind_since_its_input_has_other_rows(make_project: MakeProject) -> None:
+    for rows in (TWO, ONE, [(1, 3.0)]):
+        project = chained(make_project, rows)
+        project.run()
+        if rows == TWO:
+            project.run("another")
+    another = project.offline.view("another")
+    long_ago = replace(project.live_snapshot("another"), created_at="2020-01-01T00:00:00+00:00")
+    (found,) = inputs_behind(another, long_ago, [])
+    assert found["behind_s"] < 600
+    # the first one with other rows is gone, so it may have been there from the beginning
+    project.store.manifest_path(2).unlink()
+    (found,) = inputs_behind(another, long_ago, [])
+    assert found["behind_s"] > 365 * 86_400
 
 
 def test_views_that_read_each_other_end_the_search_for_what_runs_them(make_project: MakeProject) -> None:

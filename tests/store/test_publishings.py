@@ -114,3 +114,9 @@ def test_publishings_of_snapshots_that_are_gone_are_thinned(tmp_path: Path, monk
     assert lived(view) == [(1, 1), (2, 2), (4, 4), (5, 5), (7, 7)]
     published(view, 8, 8)
     assert lived(view)[-2:] == [(7, 7), (8, 8)]
+    view.end_live()
+    for epoch in (9, 10, 11):
+        published(view, epoch, epoch)
+    view.thin_log({7, 8, 11})
+    # one that is gone is not taken for the end of the view before it
+    assert lived(view)[-5:] == [(7, 7), (8, 8), (8, None), (9, 9), (11, 11)]

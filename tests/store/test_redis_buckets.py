@@ -411,6 +411,32 @@ def test_buckets_in_a_cluster_follow_slots_that_move_and_masters_that_go(
         assert (read(store, keys[:1]), store.doubts("scores")) == (expected(keys)[:1], [])
 
 
+def test_a_bucket_that_moves_while_rows_are_counted_counts_once(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is met where it was, and handed on before it was counted there."""
+    keys = ids(3000)
+    with RedisCluster(newest_redis(), tmp_path, replicas=False) as cluster:
+        store = open_store(cluster.url())
+        store.prepare("scores", Generation(1, 1), len(keys), 50 * len(keys), "", CODEC.fixed_bytes)
+        store.load("scores", Generation(1, 1), batches(keys))
+        (layout,), name = store._layouts("scores", [1], "count", 5.0), "precompute:{}scores:1:00000000"
+        source = cluster.master_of(name)
+        to = next(master for master in cluster.masters if master is not source)
+        links = sorted(store._servers.masters(), key=lambda link: str(source.port) not in link.where)
+        scanned, moved = bulk.scanned, list[str]()
+
+        def moving(*arguments: Any) -> Iterator[list[bytes]]:
+            for found in scanned(*arguments):
+                if name.encode() in found and not moved:
+                    moved.append(name)
+                    migrate(cluster, slot_of(name), source, to)
+                yield found
+
+        monkeypatch.setattr(bulk, "scanned", moving)
+        assert (bulk.counted(links, layout, "count"), moved) == (len(keys), [name])
+
+
 # ---- memory, and when it is buckets
 
 
