@@ -362,7 +362,7 @@ def test_schema_is_json_for_people_and_programs(published: Scene, capsys: Captur
     schemas = report_of(capsys)
     assert published.cli("schema") == 0
     assert json.loads(capsys.readouterr().out) == schemas
-    assert set(schemas) == {"project", "view", "report", "status"}
+    assert set(schemas) == {"project", "view", "service", "report", "status"}
     (report,) = published.offline.view("numbers").runs.reports(1)
     jsonschema_rs.validate(schemas["report"], plain(report))
     assert published.cli("status", "--json") == 0
