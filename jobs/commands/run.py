@@ -134,6 +134,7 @@ def tell_report(arguments: argparse.Namespace) -> Callable[[Report], None]:
         if arguments.json:
             # of a failed run too: that is when a program needs it
             print(json.dumps(plain(report)))
+            arguments.reported = True
         elif report.error is None:
             print(describe_report(report))
 
