@@ -127,7 +127,17 @@ WINGS = {
     "jobs/service": {"jobs/config", "jobs/process", "jobs/rows"},
     "jobs/schedule": {"jobs/config", "jobs/pipeline", "jobs/process", "jobs/publish", "jobs/rows"},
     "jobs/ops": {"jobs/config", "jobs/pipeline", "jobs/process", "jobs/publish", "jobs/rows", "jobs/schedule"},
-    "jobs/commands": {"jobs/config", "jobs/ops", "jobs/pipeline", "jobs/process", "jobs/rows", "jobs/schedule", "jobs/service"},
+    "jobs/setup": {"jobs/config", "jobs/pipeline", "jobs/rows"},
+    "jobs/commands": {
+        "jobs/config",
+        "jobs/ops",
+        "jobs/pipeline",
+        "jobs/process",
+        "jobs/rows",
+        "jobs/schedule",
+        "jobs/service",
+        "jobs/setup",
+    },
 }
 """Wing → the other wings of its room that it may import."""
 

@@ -14,6 +14,7 @@ from precompute.jobs.commands.command import BAD_USAGE, DONE, FAILED, PROJECT_FI
 from precompute.store.errors import ConfigError
 
 if TYPE_CHECKING:
+    from precompute.jobs.config.project import Project
     from precompute.jobs.setup.scaffold import Scaffold
 
 
@@ -110,30 +111,36 @@ def _next_commands(made: Scaffold, first: Sequence[str]) -> list[str]:
 def _validate(arguments: argparse.Namespace) -> int:
     from precompute.jobs.setup.validate import validate
 
-    checks = validate(project_of(arguments), arguments.views)
-    wrong = [check for check in checks if check.status == "bad"]
-    status = DONE if not wrong else BAD_USAGE if any(check.bad_config for check in wrong) else FAILED
+    checks = []
+    for check in validate(project_of(arguments), arguments.views):
+        checks.append(check)
+        if not arguments.json:
+            # as they come: a model may take seconds to load
+            print(f"{'ok ' if check.ok else 'BAD'}  {check.view}: {check.check}: {check.found}", flush=True)
+    wrong = [check for check in checks if not check.ok]
     if arguments.json:
-        lines = [{"view": c.view, "check": c.check, "ok": c.status != "bad", "found": c.found} for c in checks]
+        lines = [{"view": c.view, "check": c.check, "ok": c.ok, "found": c.found} for c in checks]
         print(json.dumps({"ok": not wrong, "checks": lines}))
-        return status
-    for check in checks:
-        print(f"{'BAD' if check.status == 'bad' else 'ok '}  {check.view}: {check.check}: {check.found}")
-    return status
+    return DONE if not wrong else BAD_USAGE if any(check.bad_config for check in wrong) else FAILED
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
     from precompute.jobs.setup.doctor import examine
 
-    folder = folder_of(arguments)
-    lines = examine(None if folder is None else project_of(arguments))
+    folder, lines = folder_of(arguments), []
+    try:
+        project: Project | ConfigError | None = None if folder is None else project_of(arguments)
+    except ConfigError as exc:
+        project = exc
+    for line in examine(project):
+        lines.append(line)
+        if not arguments.json:
+            print(f"{_MARKS[line.status]}  {line.check}: {line.found}{f'. → {line.remedy}' if line.remedy else ''}", flush=True)
     bad = any(line.status == "bad" for line in lines)
     if arguments.json:
         body = [{"check": x.check, "status": x.status, "found": x.found, "remedy": x.remedy} for x in lines]
         print(json.dumps({"ok": not bad, "checks": body}))
         return FAILED if bad else DONE
-    for line in lines:
-        print(f"{_MARKS[line.status]}  {line.check}: {line.found}{f'. → {line.remedy}' if line.remedy else ''}")
     if folder is None:
         print(f"there is no {PROJECT_FILE} here or above: disk, Redis and clock were not looked at (-c FOLDER names a project)")
     return FAILED if bad else DONE
@@ -165,7 +172,9 @@ compdef _precompute precompute
 
 def add_completion(commands: Commands) -> None:
     """The command ``completion``: of all commands added before."""
-    command = commands.add("completion", _completion, 'completes commands, options and views: eval "$(precompute completion bash)"')
+    command = commands.add(
+        "completion", _completion, 'completes commands, options and views: eval "$(precompute completion bash)"'
+    )
     command.add_argument("shell", choices=tuple(SHELLS), help="which shell")
     command.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     command.set_defaults(commands=commands)
@@ -174,7 +183,10 @@ def add_completion(commands: Commands) -> None:
 def _completion(arguments: argparse.Namespace) -> int:
     words = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
     if not words:
-        print(json.dumps({"script": SHELLS[arguments.shell]}) if arguments.json else SHELLS[arguments.shell], end="\n" if arguments.json else "")
+        print(
+            json.dumps({"script": SHELLS[arguments.shell]}) if arguments.json else SHELLS[arguments.shell],
+            end="\n" if arguments.json else "",
+        )
         return DONE
     found = completions(arguments.commands, words)
     print(json.dumps(found) if arguments.json else "\n".join(found))
@@ -184,7 +196,8 @@ def _completion(arguments: argparse.Namespace) -> int:
 def completions(commands: Commands, words: Sequence[str]) -> list[str]:
     """What may stand for the last of ``words``, which may be empty or begun: commands, options, their choices, and names of views."""
     *before, begun = words
-    parser, place, config = commands.parser, 0, None
+    place, config = 0, None
+    parser: argparse.ArgumentParser = commands.parser
     option: argparse.Action | None = None
     for word in before:
         if option is not None:

@@ -181,7 +181,11 @@ def _sums(name: str, kind: str) -> str:
     column, of = quoted(name), {"values": f"count({quoted(name)})"}
     if kind in _TEXTS:
         text = f"CAST({column} AS VARCHAR)"
-        of |= {"written": f"count(*) FILTER (trim({text}) <> '')", "letters": f"avg(length({text}))", "longest": f"max(strlen({text}))"}
+        of |= {
+            "written": f"count(*) FILTER (trim({text}) <> '')",
+            "letters": f"avg(length({text}))",
+            "longest": f"max(strlen({text}))",
+        }
     elif _NUMBERS.fullmatch(kind):
         number = f"CAST({column} AS DOUBLE)"
         of |= {k: f"{f}({number}) FILTER (isfinite({number}))" for k, f in (("mean", "avg"), ("spread", "stddev_pop"))}

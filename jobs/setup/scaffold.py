@@ -15,7 +15,9 @@ from precompute.store.disk.durable_file import disk_message
 from precompute.store.errors import ConfigError, PrecomputeError
 from precompute.store.feature_view import NAME
 
-HARMLESS = re.compile(r"\..*|(readme|license|licence|copying|changelog|notice)(\..*)?|.*\.(md|csv|tsv|parquet|gz)|(data|venv)", re.IGNORECASE)
+HARMLESS = re.compile(
+    r"\..*|(readme|license|licence|copying|changelog|notice)(\..*)?|.*\.(md|csv|tsv|parquet|gz)|(data|venv)", re.IGNORECASE
+)
 """Names of what may lie in a folder that becomes a project: nothing of it is read or written by one."""
 
 
@@ -78,7 +80,9 @@ def new_view(
         PrecomputeError: something cannot be written.
     """
     if not NAME.match(name):
-        raise ConfigError(f"view {name!r}: a name has lower-case letters, digits and _, starts with a letter, and is at most 63 long")
+        raise ConfigError(
+            f"view {name!r}: a name has lower-case letters, digits and _, starts with a letter, and is at most 63 long"
+        )
     made = _planned(project.folder, source, template, key, encoder, name)
     for view in made.views:
         if view.name in project.names:

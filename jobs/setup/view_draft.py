@@ -88,8 +88,12 @@ class _Shape:
         lines += [f"WHERE {' AND '.join(conditions)}"] if conditions else []
         if self.keys and self.data.distinct(self.keys) < self._rows_with_key:
             of = ", ".join(quoted(column.name) for column in self.keys)
-            lines.append(f"QUALIFY row_number() OVER (PARTITION BY {of} ORDER BY {self._order()}) = 1    -- of several rows of one key, one")
-            self.notes.append(f"{' and '.join(repr(c.name) for c in self.keys)} are the same in several rows: one of them is taken, see QUALIFY")
+            lines.append(
+                f"QUALIFY row_number() OVER (PARTITION BY {of} ORDER BY {self._order()}) = 1    -- of several rows of one key, one"
+            )
+            self.notes.append(
+                f"{' and '.join(repr(c.name) for c in self.keys)} are the same in several rows: one of them is taken, see QUALIFY"
+            )
         return "\n".join(lines)
 
     @property
@@ -159,7 +163,9 @@ def _shape(template: str, data: DataFile, key: Sequence[str]) -> _Shape:
         pair = data.pair()
         if pair is None:
             names = ", ".join(column.name for column in data.columns)
-            raise ConfigError(f"{data.path.name} has no two columns called like ids (it has: {names}): name them, --key user,item")
+            raise ConfigError(
+                f"{data.path.name} has no two columns called like ids (it has: {names}): name them, --key user,item"
+            )
         return _Shape(data, list(pair))
     found = data.key()
     if found is not None:
@@ -174,7 +180,9 @@ def _embeddings(shape: _Shape, project: Path, name: str, encoder: str | None) ->
     texts = texts or [column for column in shape.keys if column.is_text]
     if not texts:
         have = ", ".join(f"{column.name} {column.type}" for column in shape.data.columns)
-        raise ConfigError(f"{shape.data.path.name} has no column with text to embed (it has: {have}): --template scores takes numbers")
+        raise ConfigError(
+            f"{shape.data.path.name} has no column with text to embed (it has: {have}): --template scores takes numbers"
+        )
     titles = [column for column in texts[1:] if _TITLE.match(column.name)]
     chosen = [*titles[:1], texts[0]]
     shape.used |= {column.name: "in the text" for column in chosen}
@@ -198,7 +206,11 @@ def _text_model(project: Path, encoder: str | None) -> tuple[str, int, str | Non
         path = os.path.relpath(Path(encoder).expanduser().absolute(), project.absolute())
         encoder = str(Path(encoder).expanduser().absolute()) if path.startswith("../../..") else path
         encoder = encoder if encoder.startswith(("/", "../")) else f"./{encoder}"
-    return filled("model-text_encoder.yaml", {"path": json.dumps(encoder, ensure_ascii=False)}), encoder_dim(encoder, project), None
+    return (
+        filled("model-text_encoder.yaml", {"path": json.dumps(encoder, ensure_ascii=False)}),
+        encoder_dim(encoder, project),
+        None,
+    )
 
 
 def encoder_dim(path: str, project: Path) -> int:
@@ -234,7 +246,9 @@ def _scores(shape: _Shape, template: str, name: str) -> Draft:
     numbers = [column for column in shape.data.columns if column.is_number and column not in shape.keys]
     shape.used |= {column.name: "a number of the score" for column in numbers[:MOST_WEIGHTS]}
     # a null counts as the mean
-    inputs = {c.alias: (f"coalesce({quoted(c.name)}, {number_text(c.mean)})::DOUBLE", c.mean, c.spread) for c in numbers[:MOST_WEIGHTS]}
+    inputs = {
+        c.alias: (f"coalesce({quoted(c.name)}, {number_text(c.mean)})::DOUBLE", c.mean, c.spread) for c in numbers[:MOST_WEIGHTS]
+    }
     if not inputs:
         inputs = _counted(shape, template)
     weights = {name: 1 / len(inputs) / (spread or abs(mean) or 1.0) for name, (_, mean, spread) in inputs.items()}
@@ -258,9 +272,12 @@ def _counted(shape: _Shape, template: str) -> dict[str, tuple[str, float, float]
         shape.notes.append("there is no column of numbers: how often each id comes is scored")
         counts = {c: shape.data.rows / max(1, shape.data.distinct([c])) for c in shape.keys}
         return {
-            f"{c.alias}_rows": (f"(count(*) OVER (PARTITION BY {quoted(c.name)}))::DOUBLE", mean, 0.0) for c, mean in counts.items()
+            f"{c.alias}_rows": (f"(count(*) OVER (PARTITION BY {quoted(c.name)}))::DOUBLE", mean, 0.0)
+            for c, mean in counts.items()
         }
-    raise ConfigError(f"{shape.data.path.name} has no column beside its key ({', '.join(shape.names)}): there is nothing to score")
+    raise ConfigError(
+        f"{shape.data.path.name} has no column beside its key ({', '.join(shape.names)}): there is nothing to score"
+    )
 
 
 def _draft(
@@ -275,7 +292,13 @@ def _draft(
 ) -> Draft:
     example = shape.data.example(shape.keys) if shape.keys else ""
     noun = " and ".join(column.alias for column in shape.keys) if template == "pairs" else shape.noun
-    common = {"view": name, "noun": noun.replace("_", " "), "key": ", ".join(shape.names), "columns": shape.described(), "example": shlex.quote(example)}
+    common = {
+        "view": name,
+        "noun": noun.replace("_", " "),
+        "key": ", ".join(shape.names),
+        "columns": shape.described(),
+        "example": shlex.quote(example),
+    }
     notes = tuple(shape.notes) if after is None else ()
     return Draft(name, filled(f"{template}.yaml", common | values), module, after, example, searched, notes)
 
