@@ -25,6 +25,9 @@ READERS = {".parquet": "read_parquet", ".csv": "read_csv", ".tsv": "read_csv", "
 LONGEST_KEY = 200
 """Characters: what is longer is a text, and no key."""
 
+MOSTLY_DIFFERENT = 0.5
+"""Share of rows: a column that is called a key and has fewer values is another table's."""
+
 _KEY_NAME = re.compile(r"(?i)(^|.*[^a-z])(id|key|uuid|guid|code|sku|isbn|asin|slug|nr|no|number)$|.*[a-z](Id|ID|Key)$")
 _INTEGERS = ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "UTINYINT", "USMALLINT", "UINTEGER")
 _TEXTS = ("VARCHAR", "UUID")
@@ -109,13 +112,14 @@ class DataFile:
         return join_key(found[0], [column.alias for column in columns]) if found else ""
 
     def key(self) -> Column | None:
-        """The column that is most likely the key of a row: one that is called so, or else the first whose values are all different; None without any."""
-        called = [column for column in self.columns if column.may_be_key and column.is_called_key]
-        others = [column for column in self.columns if column.may_be_key and not column.is_called_key]
-        for column in (*called, *others):
-            if column.values == self.rows and self.distinct([column]) == self.rows:
-                return column
-        return called[0] if called else None
+        """The column that is most likely the key of a row: one that is called so, or else the first whose values are all different; None without any.
+        One that is called so and comes twice now and then is still it."""
+        called = {c: self.distinct([c]) for c in self.columns if c.may_be_key and c.is_called_key}
+        best = max(called, key=lambda c: called[c], default=None)
+        if best is not None and called[best] >= MOSTLY_DIFFERENT * self.rows:
+            return next(column for column in called if called[column] == called[best])
+        others = (column for column in self.columns if column.may_be_key and column not in called and column.values == self.rows)
+        return next((column for column in others if self.distinct([column]) == self.rows), best)
 
     def pair(self) -> tuple[Column, Column] | None:
         """The two columns that are most likely the key of a pair; None without two that are called so."""
@@ -149,6 +153,8 @@ def look_at(path: Path, project: Path) -> DataFile:
             # of a CSV, a value far down may not be of the type that those above have
             if option != options[-1] and isinstance(exc, SourceError):
                 continue
+            if "utf-8" in str(exc).lower():
+                raise ConfigError(f"{path}: is not UTF-8: convert it, as in iconv -f latin1 -t utf-8 FILE > NEW") from exc
             raise ConfigError(f"{path}: {exc}") from exc
     raise AssertionError("there is an option")
 

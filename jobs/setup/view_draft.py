@@ -92,7 +92,7 @@ class _Shape:
                 f"QUALIFY row_number() OVER (PARTITION BY {of} ORDER BY {self._order()}) = 1    -- of several rows of one key, one"
             )
             self.notes.append(
-                f"{' and '.join(repr(c.name) for c in self.keys)} are the same in several rows: one of them is taken, see QUALIFY"
+                f"several rows have the same {' and '.join(repr(c.name) for c in self.keys)}: one of them is taken, see QUALIFY"
             )
         return "\n".join(lines)
 
@@ -145,7 +145,8 @@ def suited(data: DataFile) -> str:
     """The template that a file is most likely meant for."""
     if any(column.is_text and column.letters > 20 for column in data.columns):
         return "embeddings"
-    if data.key() is None and data.pair() is not None:
+    pair = data.pair()
+    if pair is not None and all(data.distinct([column]) < data.rows for column in pair):
         return "pairs"
     return "scores" if any(column.is_number and column != data.key() for column in data.columns) else "embeddings"
 
