@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ STRANGE = {
 }
 
 
-def written(name: str, table: dict[str, list[Any]]) -> Write:
+def written(name: str, table: Mapping[str, Any]) -> Write:
     def write(folder: Path) -> Path:
         path, rows = folder / name, pa.table(table)
         pq.write_table(rows, path) if name.endswith("parquet") else pyarrow.csv.write_csv(rows, path)

@@ -172,7 +172,7 @@ def test_each_trouble_has_its_remedy(make_project: MakeProject, monkeypatch: pyt
     monkeypatch.setattr(os, "statvfs", lambda path: _Disk())
     monkeypatch.setattr(metadata, "version", lambda name: {"duckdb": "1.4.0", "xxhash": "5.0"}.get(name) or own(name))
     monkeypatch.setattr(
-        doctor.metadata,
+        metadata,
         "requires",
         lambda name: [*(needs or ()), "nowhere-to-be>=1; extra == 'engine'", "none-such; extra == 'dev'"],
     )
