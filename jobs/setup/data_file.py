@@ -63,6 +63,11 @@ class Column:
         return _NUMBERS.fullmatch(self.type) is not None and self.values > 0
 
     @property
+    def is_empty_somewhere(self) -> bool:
+        """Whether a text in it is empty, or spaces."""
+        return self.type == "VARCHAR" and self.written < self.values
+
+    @property
     def may_be_key(self) -> bool:
         """Whether its type and length are those of a key."""
         return self.values > 0 and (self.type in _INTEGERS or (self.type in _TEXTS and self.longest <= LONGEST_KEY))
@@ -200,7 +205,7 @@ def _sums(name: str, kind: str) -> str:
 
 def aliases(names: Iterable[str]) -> Iterator[str]:
     """For each column a name that a view may use: lower-case letters, digits and _; no two alike, and none that answers have themselves."""
-    taken = {*RESERVED, *SOURCE_RESERVED, "text", "embedding", "score", "seen", "related", "scores"}
+    taken = {*RESERVED, *SOURCE_RESERVED, "text", "embedding", "score", "seen", "related", "scores", "true", "false", "null"}
     for number, name in enumerate(names, 1):
         slug = slug_of(name) or f"column_{number}"
         alias = next(a for a in (slug, f"own_{slug}", *(f"{slug}_{n}" for n in range(2, 10**6))) if a not in taken)

@@ -260,7 +260,8 @@ def _online(project: Project) -> Iterator[Line]:
                 yield Line(
                     "Redis", "ok", f"{where}: {version}, {state.role}{used}, maxmemory-policy {state.policy or 'not known'}"
                 )
-                yield _clock_line("clock of Redis", ahead_s, f"at {where}")
+                if ahead_s is not None:
+                    yield _clock_line("clock of Redis", ahead_s, f"at {where}")
             for name in project.names:
                 store.check_writable(name, known_identity(project.root) or "without a name yet")
             yield Line(

@@ -81,7 +81,8 @@ class _Shape:
         lines = ["SELECT", *(f"  {line}," for line in (*keys, *(_as(sql, name) for name, sql in columns.items())))]
         lines[-1] = lines[-1].removesuffix(",")
         lines.append(f"FROM {self.data.read}")
-        there = [f"{quoted(column.name)} IS NOT NULL" for column in self.keys if column.values < self.data.rows]
+        # of a text that is empty there is no key either
+        there = [f"{quoted(c.name)} {_is_key(c)}" for c in self.keys if c.values < self.data.rows or c.is_empty_somewhere]
         if there:
             self.notes.append(f"rows without {' or '.join(repr(c.name) for c in self.keys)} are left out")
         conditions = [*there, *([wanted] if wanted else [])]
@@ -312,6 +313,10 @@ def filled(file: str, values: Mapping[str, str]) -> str:
         return indent + text.replace("\n", f"\n{indent}")
 
     return re.sub(r"(?m)(^ +)?\{\{(\w+)\}\}", value, (FOLDER / file).read_text(encoding="utf-8"))
+
+
+def _is_key(column: Column) -> str:
+    return "<> ''" if column.type == "VARCHAR" else "IS NOT NULL"
 
 
 def _as(sql: str, name: str, own: str | None = None) -> str:

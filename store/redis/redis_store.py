@@ -267,18 +267,18 @@ class RedisStore(OnlineStore):
             else:
                 return
 
-    def servers(self) -> list[tuple[str, ServerState, float]]:
-        """Each master: where it is, what it says of itself, and by how many seconds its clock is ahead of this machine's.
+    def servers(self) -> list[tuple[str, ServerState, float | None]]:
+        """Each master: where it is, what it says of itself, and by how many seconds its clock is ahead of this machine's; None where the user may not know.
 
         Raises:
             OnlineStoreError: one does not answer.
         """
-        doing, found = "look at it", []
+        doing, found = "look at it", list[tuple[str, ServerState, float | None]]()
         for link, state in self._servers.states(doing, ADMIN_S).items():
             sent = time.time()
             (at,) = link.replies(packed(("TIME",)), 1, doing, ADMIN_S)
-            seconds = int(at[0]) + int(at[1]) / 1e6 - (sent + time.time()) / 2
-            found.append((link.where, state, seconds))
+            ahead_s = None if isinstance(at, Refused) else int(at[0]) + int(at[1]) / 1e6 - (sent + time.time()) / 2
+            found.append((link.where, state, ahead_s))
         return found
 
     def load(self, view: str, generation: Generation, rows: Rows, rows_done: int = 0) -> int:

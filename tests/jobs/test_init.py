@@ -164,6 +164,26 @@ def test_of_rows_with_one_key_one_is_taken(tmp_path: Path, capsys: Captured) -> 
     assert json.loads(capsys.readouterr().out)["counts"]["written"] == 2
 
 
+def test_names_that_are_words_of_sql_or_yaml(tmp_path: Path, capsys: Captured, no_encoder: None) -> None:
+    table = {
+        "order": [1, 2],
+        "select": ["a ship", "a garden"],
+        "null": [1.0, 2.0],
+        "text": ["", "x"],
+        "embedding": [3, 4],
+        "key": ["", "k"],
+    }
+    path = written("given.parquet", table)(tmp_path)
+    for template, key in (("top-k", "order"), ("scores", "select,order"), ("scores", "key")):
+        folder = tmp_path / f"{template} {key}"
+        assert main(["init", str(folder), "--from", str(path), "--template", template, "--key", key, "--json"]) == 0
+        for view in json.loads(capsys.readouterr().out)["views"]:
+            assert main(["-c", str(folder), "run", view, "--json"]) == 0
+            # of the empty key there is no row
+            counts = json.loads(capsys.readouterr().out)["counts"]
+            assert (counts["source"], counts["written"]) == (1, 1) if key == "key" else (2, 2)
+
+
 REFUSED: dict[str, tuple[str, bytes | None, list[str], str]] = {
     "no such file": ("itmes.csv", None, [], "items.csv: no such file; did you mean 'itmes.csv'?"),
     "no bytes": ("items.csv", b"", [], "items.csv: is empty: .*one row at least"),
