@@ -22,6 +22,7 @@ from precompute.store.clock import Partition
 from precompute.store.disk.durable_file import disk_message
 from precompute.store.errors import ConfigError, GateError, ModelError, PrecomputeError, SnapshotError, SourceError
 from precompute.store.feature_view import Feature
+from precompute.techniques.table import REFERENCE
 
 ROWS = 10
 """Computed of each view."""
@@ -129,6 +130,7 @@ def _computed(project: Project, config: ViewConfig) -> str:
             f"it computes none of the first {head.num_rows} rows: {done.rejections[0].stage}: {done.rejections[0].error}"
         )
     some = f"; {rejected} rejected ({done.rejections[0].error})" if rejected else ""
+    some += "" if opened.variant == REFERENCE else f"; in float32, where a run computes by {opened.variant}"
     return f"loaded in {loaded_s:.1f} s, {head.num_rows - rejected} of {head.num_rows} rows computed in {seconds:.2f} s{some}"
 
 

@@ -246,6 +246,8 @@ def _top_k(shape: _Shape, name: str, base: str) -> Draft:
 
 def _scores(shape: _Shape, template: str, name: str) -> Draft:
     numbers = [column for column in shape.data.columns if column.is_number and column not in shape.keys]
+    # another table's key is a number that measures nothing
+    numbers = [column for column in numbers if not column.is_called_key] or numbers
     shape.used |= {column.name: "a number of the score" for column in numbers[:MOST_WEIGHTS]}
     # a null counts as the mean
     inputs = {
