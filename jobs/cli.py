@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Sequence
 
-from precompute.jobs.commands import measure, retention, review, rows, run, run_all, service, status, training
-from precompute.jobs.commands.command import BAD_USAGE, FAILED, REJECTED, Commands, with_history
+from precompute.jobs.commands import measure, retention, review, rows, run, run_all, service, setup, status, training
+from precompute.jobs.commands.command import BAD_USAGE, FAILED, REJECTED, BadUsage, Commands, Parser, with_history
 from precompute.jobs.process.command_process import (
     described,
     end_signal,
@@ -41,7 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str] | None) -> int:
     parser = _parser()
-    arguments = parser.parse_args(argv)
+    try:
+        arguments = parser.parse_args(argv)
+    except BadUsage as exc:
+        if "--json" in (sys.argv[1:] if argv is None else argv):
+            print(json.dumps(_refusal("BadUsage", exc.message, BAD_USAGE)))
+        raise
     log_to_stderr()
     computes = getattr(arguments, "fallback", False) or getattr(arguments, "text", None) is not None
     arguments.own_process = argv is None
@@ -55,30 +61,41 @@ def _main(argv: Sequence[str] | None) -> int:
     except BaseException as exc:
         number = end_signal()
         if number is None:
-            return _failed(exc)
-        report_error(described(number))
+            return _failed(arguments, exc)
+        _report(arguments, "Terminated", described(number), 128 + number)
     if argv is None:
         # the process of its own command, which a library's thread must not keep from ending
+        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(128 + number)
     return 128 + number
 
 
-def _failed(exc: BaseException) -> int:
+def _failed(arguments: argparse.Namespace, exc: BaseException) -> int:
     """The exit status of a command that raised ``exc``, whose message is reported; what nobody foresaw is raised again."""
     if isinstance(exc, KeyboardInterrupt):
-        report_error("interrupted")
-        return 130
+        return _report(arguments, "Terminated", "interrupted", 130)
     if not isinstance(exc, PrecomputeError):
         limit = limit_of(exc)
         if limit is None:
             raise exc
-        report_error(f"{exc}: {limit}")
-        return FAILED
-    report_error(with_history(str(exc)))
+        return _report(arguments, type(exc).__name__, f"{exc}: {limit}", FAILED)
+    status = REJECTED if isinstance(exc, (RejectedError, GateError)) else FAILED
     if isinstance(exc, ConfigError) or (isinstance(exc, RequestError) and exc.status < 500):
-        return BAD_USAGE
-    return REJECTED if isinstance(exc, (RejectedError, GateError)) else FAILED
+        status = BAD_USAGE
+    return _report(arguments, type(exc).__name__, with_history(str(exc)), status)
+
+
+def _report(arguments: argparse.Namespace, kind: str, message: str, status: int) -> int:
+    """Say what ended a command: for people on stderr and, with ``--json``, on stdout unless a report stands there already. Returns the exit status."""
+    if arguments.json and not getattr(arguments, "reported", False):
+        print(json.dumps(_refusal(kind, message, status)))
+    report_error(message)
+    return status
+
+
+def _refusal(kind: str, message: str, status: int) -> dict[str, object]:
+    return {"error": {"kind": kind, "message": message}, "exit_status": status}
 
 
 class _Version(argparse.Action):
@@ -98,8 +115,8 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="precompute", description="Run models ahead of time and answer with a key lookup that tells how fresh it is."
     )
     parser.add_argument(
@@ -107,11 +124,12 @@ def _parser() -> argparse.ArgumentParser:
         "--config",
         default=os.environ.get("PRECOMPUTE_CONFIG"),
         metavar="FOLDER",
-        help="the project's folder (default: $PRECOMPUTE_CONFIG)",
+        help="the project's folder, before or after the command (default: $PRECOMPUTE_CONFIG, or that of the nearest project.yaml, here or above)",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and end")
     commands = Commands(parser)
     for add in (
+        setup.add,
         run.add,
         run.add_backfill,
         run_all.add_graph,
@@ -125,6 +143,7 @@ def _parser() -> argparse.ArgumentParser:
         measure.add,
         status.add,
         status.add_schema,
+        setup.add_completion,
     ):
         add(commands)
     return parser

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 
@@ -15,9 +16,11 @@ def main() -> int:
     except ModuleNotFoundError as exc:
         if (exc.name or "").partition(".")[0] == "precompute":
             raise
-        print(
-            f"precompute: {exc.name} is not installed: what is here asks a server (`from precompute import Client`); "
-            "the command comes with pip install 'precompute-store[cpu]', or [gpu]",
-            file=sys.stderr,
+        message = (
+            f"{exc.name} is not installed: what is here asks a server (`from precompute import Client`); "
+            "the command comes with pip install 'precompute-store[cpu]', or [gpu]"
         )
+        if "--json" in sys.argv:
+            print(json.dumps({"error": {"kind": "ConfigError", "message": message}, "exit_status": 2}))
+        print(f"precompute: {message}", file=sys.stderr)
         return 2

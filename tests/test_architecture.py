@@ -143,6 +143,7 @@ WINGS = {
     "jobs/notebook": {"jobs/commands"},
     # what was committed, looked at; nothing of it is computed
     "jobs/review": {"jobs/config", "jobs/ops", "jobs/process"},
+    "jobs/setup": {"jobs/config", "jobs/pipeline", "jobs/rows"},
     "jobs/commands": {
         "jobs/config",
         "jobs/ops",
@@ -152,6 +153,7 @@ WINGS = {
         "jobs/rows",
         "jobs/schedule",
         "jobs/service",
+        "jobs/setup",
     },
 }
 """Wing → the other wings of its room that it may import."""

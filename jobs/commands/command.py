@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 from precompute.store.clock import Partition, containing
 from precompute.store.errors import ConfigError
@@ -16,11 +19,35 @@ if TYPE_CHECKING:
 DONE, FAILED, BAD_USAGE, REJECTED = 0, 1, 2, 3
 """Exit status."""
 
+PROJECT_FILE = "project.yaml"
+
+
+class BadUsage(SystemExit):
+    """The command line is none that can be run: its usage was printed, and ``message`` is what is wrong."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(BAD_USAGE)
+        self.message = message
+
+
+class Parser(argparse.ArgumentParser):
+    """As argparse's own, but that what is wrong can be reported to programs, too."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises:
+        BadUsage: always.
+        """
+        self.print_usage(sys.stderr)
+        print(f"{self.prog}: error: {message}", file=sys.stderr)
+        raise BadUsage(message)
+
 
 class Commands:
     """The commands of a parser, to which each file of this wing adds its own."""
 
-    def __init__(self, parser: argparse.ArgumentParser) -> None:
+    def __init__(self, parser: Parser) -> None:
+        self.parser, self.named = parser, dict[str, argparse.ArgumentParser]()
+        """That of the whole command line; those of commands by their names."""
         self._parsers = parser.add_subparsers(metavar="COMMAND", required=True)
 
     def add(
@@ -37,23 +64,54 @@ class Commands:
         command = self._parsers.add_parser(name, help=what, description=what)
         if view:
             command.add_argument("view", metavar="VIEW")
-        command.add_argument("--json", action="store_true", help="one machine-readable report on stdout, nothing else")
+        # after the command, too; what stands before it is not overwritten by a default
+        command.add_argument("-c", "--config", default=argparse.SUPPRESS, metavar="FOLDER", help=argparse.SUPPRESS)
+        command.add_argument(
+            "--json", action="store_true", help="one machine-readable document on stdout, of a refusal too, and nothing else"
+        )
         command.set_defaults(call=call, command=name)
+        self.named[name] = command
         return command
 
 
-def project_of(arguments: argparse.Namespace) -> Project:
-    """The project that ``--config`` names.
+def folder_of(arguments: argparse.Namespace) -> str | None:
+    """The project's folder: what ``--config`` or the environment names, or else that of the nearest ``project.yaml``, from the working directory upwards;
+    None where there is none.
 
     Raises:
-        ConfigError: none is named, or its configuration is wrong.
+        ConfigError: the nearest one above is another user's.
     """
-    if not arguments.config:
-        raise ConfigError("which project? Give its folder: precompute -c configs/movielens …, or set PRECOMPUTE_CONFIG")
+    if arguments.config:
+        return str(arguments.config)
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:
+        return None
+    for folder in (here, *here.parents):
+        if (folder / PROJECT_FILE).is_file():
+            # a project's models are run: one that somebody left in /tmp is not to be run by whoever works below
+            if folder != here and (folder / PROJECT_FILE).stat().st_uid not in (os.geteuid(), 0):
+                raise ConfigError(f"{folder / PROJECT_FILE} belongs to another user: if it is the one, name it, -c {folder}")
+            return os.path.relpath(folder, here)
+    return None
+
+
+def project_of(arguments: argparse.Namespace) -> Project:
+    """The project of :func:`folder_of`.
+
+    Raises:
+        ConfigError: there is none, or its configuration is wrong.
+    """
+    folder = folder_of(arguments)
+    if folder is None:
+        raise ConfigError(
+            f"which project? There is no {PROJECT_FILE} here or above: give its folder, precompute -c configs/movielens …, set PRECOMPUTE_CONFIG, or make "
+            "a new one, precompute init NAME"
+        )
     # pydantic and pyarrow are loaded by the commands that need a project: `--help` took 0.5 s with them
     from precompute.jobs.config.project import Project
 
-    return Project(arguments.config)
+    return Project(folder)
 
 
 def add_partition(command: argparse.ArgumentParser) -> None:

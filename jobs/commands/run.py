@@ -48,10 +48,11 @@ def add(commands: Commands) -> None:
     materialize.add_argument("--partitions", help=argparse.SUPPRESS)
     publish = commands.add("publish", _run, "load a snapshot into the online store and make it live", view=True)
     publish.add_argument("--snapshot", type=int, metavar="N", help="which one (default: the newest that may be published)")
-    publish.add_argument(
-        "--take-over", action="store_true", help="publish it, though another project publishes the view in the online store"
-    )
     publish.add_argument("--reload", action="store_true", help="load it again, though the online store seems to hold it")
+    for command in (run, publish):
+        command.add_argument(
+            "--take-over", action="store_true", help="publish it, though another project publishes the view in the online store"
+        )
     for command in (run, materialize, publish):
         command.add_argument(
             "--accept",
@@ -146,6 +147,7 @@ def tell_report(arguments: argparse.Namespace) -> Callable[[Report], None]:
         if arguments.json:
             # of a failed run too: that is when a program needs it
             print(json.dumps(plain(report)))
+            arguments.reported = True
         elif report.error is None:
             print(describe_report(report))
             print(f"  shown by: precompute log {report.run} · precompute history {report.view}")

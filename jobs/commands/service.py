@@ -37,7 +37,10 @@ def _schedule(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f'{project.folder / "project.yaml"}: schedule: empty; add a line such as `{project.names[0]}: "0 2 * * *"`'
         )
-    Scheduler(project, announce=lambda line: print(line, flush=True)).run()
+    stream = sys.stderr if arguments.json else sys.stdout
+    Scheduler(project, announce=lambda line: print(line, file=stream, flush=True)).run()
+    if arguments.json:
+        print(json.dumps({"status": "ended"}))
     return DONE
 
 
@@ -47,7 +50,12 @@ def _serve(arguments: argparse.Namespace) -> int:
 
     if arguments.workers is not None and not 1 <= arguments.workers <= MOST_WORKERS:
         raise ConfigError(f"--workers: {arguments.workers} is not from 1 to {MOST_WORKERS}")
-    serve(project_of(arguments), lambda address: print(f"serving on {address}", flush=True), arguments.workers)
+
+    def announce(address: str) -> None:
+        print(json.dumps({"address": address}) if arguments.json else f"serving on {address}", flush=True)
+        arguments.reported = True
+
+    serve(project_of(arguments), announce, arguments.workers)
     return DONE
 
 

@@ -370,7 +370,7 @@ def judged(
     accept, live = job.options.accept, _measure(job, snapshot)
     if not snapshot.rows:
         return _judged_empty(job, snapshot, live, accept)
-    verdicts = judge(job.config, opened, job.store, snapshot, live, replaced, _served(job))
+    verdicts = judge(job.config, opened, job.store, snapshot, live, replaced, served_snapshot(job.store))
     counted = {"returned": verdicts.returned, "excused": verdicts.excused}
     snapshot = replace(snapshot, quality=verdicts.quality, gates=(*before, *verdicts.all), **counted)
     return replace(snapshot, accepted=tuple(sorted({verdict.gate for verdict in snapshot.failed}.intersection(accept))))
@@ -379,20 +379,24 @@ def judged(
 def _measure(job: Job, snapshot: Snapshot) -> Snapshot | None:
     """What a snapshot is measured by: what is live, or, of a partition, its newest one; None when there is none, or it is damaged."""
     # Another day's rows are no measure of this one's.
-    live = _served(job) if snapshot.partition is None else Standing(job.store).newest(snapshot.partition, refused=False)
+    live = (
+        served_snapshot(job.store)
+        if snapshot.partition is None
+        else Standing(job.store).newest(snapshot.partition, refused=False)
+    )
     return None if live is not None and live.number == snapshot.number else live
 
 
-def _served(job: Job) -> Snapshot | None:
+def served_snapshot(store: ViewStore) -> Snapshot | None:
     """What is live; None when nothing is, or it is damaged: a reason to replace it, not to keep it."""
-    ref = job.store.refs.readable_live()
+    ref = store.refs.readable_live()
     if ref is None:
         return None
     try:
-        live = job.store.snapshot(ref.snapshot)
-        job.store.layers(live)
-        marks = job.store.refs.bad()
-        damaged = any(layer.number in marks and not marks[layer.number].rows for layer in job.store.chain(live))
+        live = store.snapshot(ref.snapshot)
+        store.layers(live)
+        marks = store.refs.bad()
+        damaged = any(layer.number in marks and not marks[layer.number].rows for layer in store.chain(live))
     except SnapshotError:
         return None
     return None if damaged else live

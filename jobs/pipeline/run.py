@@ -19,6 +19,7 @@ from precompute.jobs.config.view import ViewConfig
 from precompute.jobs.pipeline.assembling import assembled
 from precompute.jobs.pipeline.gates import accepted
 from precompute.jobs.pipeline.materialize import dry_run, materialize
+from precompute.jobs.pipeline.preflight import check_before
 from precompute.jobs.process.job import Job, RunOptions
 from precompute.jobs.process.notify import notify
 from precompute.jobs.process.progress import Progress, Silent
@@ -159,6 +160,8 @@ def run_view(
         held.enter_context(_ended_by_kernel(options.deadline_s))
         held.callback(progress.end)
         job = Job(project, config, store, options, report, progress, lease, load)
+        if options.command == "run":
+            check_before(project, name, options.partition_text, accept=options.accept, take_over=options.take_over)
         snapshot = materialize(job) if computes else _named(job)
         if options.command != "materialize":
             _publish(job, snapshot)

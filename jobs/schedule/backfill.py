@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from statistics import median
 
 from precompute.jobs.config.project import Project
+from precompute.jobs.pipeline.preflight import check_before
 from precompute.jobs.process.job import RunOptions
 from precompute.jobs.process.progress import Silent
 from precompute.jobs.schedule.backfill_plan import (
@@ -470,6 +471,8 @@ def run_backfill(
     first, last = range_of(options.first, options.last)
     plans = plan_backfill(project, name, first, last, reprocess=options.reprocess, check_inputs=options.check_inputs, now=now)
     items = [Item(str(plan.partition), plan.why) for plan in plans if plan.action != "skip"]
+    if options.publish and items:
+        check_before(project, name, max(item.partition for item in items))
     state = Backfill(f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}", name, options, items)
     with contextlib.ExitStack() as held:
         with one_begins(store):

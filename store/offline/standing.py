@@ -128,6 +128,10 @@ class Standing:
         does."""
         if keeps_live(snapshot):
             return f"partition {snapshot.partition} has no rows: it is done, and what is live stays"
+        return self.why_stays(snapshot.partition)
+
+    def why_stays(self, partition: str | None) -> str | None:
+        """Why what is live stays, whatever a run of this partition (None: of a view that has none) computes; None where it does not."""
         ref = self._store.refs.readable_live()
         if ref is None:
             return None
@@ -138,8 +142,8 @@ class Standing:
         except SnapshotError:
             # What is live is lost: a reason to replace it.
             return None
-        if live.partition is not None and snapshot.partition is not None and live.partition > snapshot.partition:
-            return f"partition {snapshot.partition} is older than the live {live.partition}"
+        if live.partition is not None and partition is not None and live.partition > partition:
+            return f"partition {partition} is older than the live {live.partition}"
         return None
 
     # ---- one of all

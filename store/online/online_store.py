@@ -132,6 +132,20 @@ class OnlineStore(ABC):
     blocking: ClassVar[bool] = False
     """True when a read waits for a network: an event loop must hand it to a thread."""
 
+    def check_writable(self, view: str, owner: str) -> None:
+        """Whether the store is there, and can be written by this project: found out by using it, before anything is computed for it. Nothing of the view is changed.
+
+        Args:
+            view: its name.
+            owner: as of :meth:`prepare`.
+
+        Raises:
+            OnlineStoreError, ConflictError: it cannot; says why and what to do.
+        """
+        # a pointer that is damaged says nobody's name, and is about to be rewritten
+        with contextlib.suppress(DamagedPointerError):
+            check_owner(self.live(view), view, owner)
+
     def prepare(
         self, view: str, generation: Generation, rows: int, size_bytes: int, owner: str, row_bytes: int | None = None
     ) -> Terms:
@@ -148,9 +162,7 @@ class OnlineStore(ABC):
         Raises:
             OnlineStoreError: it cannot: no room, no right, a policy that loses rows, somebody else's; says which and what to do.
         """
-        # a pointer that is damaged says nobody's name, and is about to be rewritten
-        with contextlib.suppress(DamagedPointerError):
-            check_owner(self.live(view), view, owner)
+        self.check_writable(view, owner)
         return Terms()
 
     def doubts(self, view: str) -> list[str]:
@@ -301,7 +313,7 @@ def foreign_view(view: str, theirs: str, ours: str) -> ConflictError:
     """The error of publishing a view that is another project's."""
     return ConflictError(
         f"view {view!r} in the online store is published by another project ({theirs}, this one is {ours}): give this one an online store or a "
-        f"prefix of its own; where that project is gone, or its root was lost, `precompute publish {view} --take-over`"
+        f"prefix of its own; where that project is gone, or its root was lost, `precompute run {view} --take-over` (or `publish`)"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import shutil
+import tempfile
 import threading
 import weakref
 from collections.abc import Sequence
@@ -102,6 +103,16 @@ class TableStore(OnlineStore):
             return seen.pointer
         opened = self._pointer(view)
         return None if opened is None else opened[1]
+
+    def check_writable(self, view: str, owner: str) -> None:
+        super().check_writable(view, owner)
+        own = self.folder / view
+        there = next(folder for folder in (own, *own.absolute().parents) if folder.exists())
+        try:
+            # in a folder that is made by the first load if need be; a file without a name leaves nothing behind
+            tempfile.TemporaryFile(dir=there).close()
+        except OSError as exc:
+            raise OnlineStoreError(disk_message(own, exc)) from exc
 
     def known(self, view: str) -> Pointer | None:
         seen = self._live.get(view)

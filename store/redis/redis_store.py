@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, ClassVar
@@ -24,7 +24,7 @@ from precompute.store.redis.buckets import FEW, Buckets, bucket_cost_bytes, buck
 from precompute.store.redis.bulk import Acknowledged, Throttle, sweep
 from precompute.store.redis.cluster import Cluster
 from precompute.store.redis.key_list import KeyList, remove
-from precompute.store.redis.link import Budget, Command, Link, RedisOptions
+from precompute.store.redis.link import Budget, Command, Link, RedisOptions, packed
 from precompute.store.redis.meta import EVERYTHING, Loaded, Loading, Meta, Names, read_pointer, script
 from precompute.store.redis.preflight import (
     ServerState,
@@ -185,23 +185,14 @@ class RedisStore(OnlineStore):
         self, view: str, generation: Generation, rows: int, size_bytes: int, owner: str, row_bytes: int | None = None
     ) -> Terms:
         doing = f"prepare for {view!r}"
-        states = self._servers.states(doing, ADMIN_S)
-        lossy = [
-            check_server(state, link.where, cluster=self._servers.cluster, allow_eviction=self._options.allow_eviction)
-            for link, state in states.items()
-        ]
-        self._check_rights(view, states)
-        meta = self._meta(view)
-        for theirs in (meta.owner, *(loading.owner for loading in meta.loading.values())):
-            if theirs and owner and theirs != owner:
-                raise foreign_view(view, theirs, owner)
+        states, lossy, meta = self._checked(view, owner, doing)
         started = {
             n: loading
             for n, loading in meta.loading.items()
             if loading.layout == FORMAT_VERSION
             and loading.generation == replace(generation, number=n)
             # one server holds the note behind the rows it counts; in a cluster another one may have lost them since
-            and (not self._servers.cluster or loading.server == identity_of(states.values()) != "")
+            and (not self._servers.cluster or loading.server == identity_of(states) != "")
         }
         number = max(started, key=lambda n: started[n].done, default=None)
         unwanted = {str(n) for n in (*meta.loading, *meta.unreadable) if n != number and n not in meta.live} | meta.dropping
@@ -218,7 +209,24 @@ class RedisStore(OnlineStore):
         row_cost = bucket_cost_bytes(len(prefix), row_bytes or 0) if buckets else plain_bytes
         self._check_room(int(max(0, rows - done) * row_cost), bool(unwanted))
         self._plans[view, generation.number if number is None else number] = _Plan(owner, buckets)
-        return Terms(any(lossy), number, done)
+        return Terms(lossy, number, done)
+
+    def _checked(self, view: str, owner: str, doing: str) -> tuple[Collection[ServerState], bool, Meta]:
+        """The servers' states, whether rows may be lost there, and the view's meta data; refuses as :meth:`check_writable` does."""
+        states = self._servers.states(doing, ADMIN_S)
+        lossy = [
+            check_server(state, link.where, cluster=self._servers.cluster, allow_eviction=self._options.allow_eviction)
+            for link, state in states.items()
+        ]
+        self._check_rights(view, states)
+        meta = self._meta(view)
+        for theirs in (meta.owner, *(loading.owner for loading in meta.loading.values())):
+            if theirs and owner and theirs != owner:
+                raise foreign_view(view, theirs, owner)
+        return states.values(), any(lossy), meta
+
+    def check_writable(self, view: str, owner: str) -> None:
+        self._checked(view, owner, f"look whether {view!r} can be published")
 
     def _check_rights(self, view: str, states: Mapping[Link, ServerState]) -> None:
         """Use every command that loading, flipping, dropping and reading need, on keys of our prefix that nobody reads."""
@@ -258,6 +266,20 @@ class RedisStore(OnlineStore):
                 time.sleep(0.1)
             else:
                 return
+
+    def servers(self) -> list[tuple[str, ServerState, float | None]]:
+        """Each master: where it is, what it says of itself, and by how many seconds its clock is ahead of this machine's; None where the user may not know.
+
+        Raises:
+            OnlineStoreError: one does not answer.
+        """
+        doing, found = "look at it", list[tuple[str, ServerState, float | None]]()
+        for link, state in self._servers.states(doing, ADMIN_S).items():
+            sent = time.time()
+            (at,) = link.replies(packed(("TIME",)), 1, doing, ADMIN_S)
+            ahead_s = None if isinstance(at, Refused) else int(at[0]) + int(at[1]) / 1e6 - (sent + time.time()) / 2
+            found.append((link.where, state, ahead_s))
+        return found
 
     def load(self, view: str, generation: Generation, rows: Rows, rows_done: int = 0) -> int:
         number, doing = generation.number, f"load generation {generation.number} of {view!r}"

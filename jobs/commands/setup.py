@@ -1,0 +1,242 @@
+"""Init, new, validate, doctor, completion: from nothing to a project that runs, and whether it would."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from precompute.jobs.commands.command import BAD_USAGE, DONE, FAILED, PROJECT_FILE, Commands, folder_of, project_of
+from precompute.store.errors import ConfigError
+
+if TYPE_CHECKING:
+    from precompute.jobs.config.project import Project
+    from precompute.jobs.setup.scaffold import Scaffold
+
+
+def add(commands: Commands) -> None:
+    """The commands ``init``, ``new``, ``validate`` and ``doctor``."""
+    init = commands.add("init", _init, "make a project that runs at once, over a file of yours or a sample")
+    init.add_argument("folder", metavar="NAME", help="folder of the project; made if it is not there")
+    new = commands.add("new", _new, "add a view to the project, over a file of yours or a sample")
+    new.add_argument("what", choices=("view",), help="what is added")
+    new.add_argument("name", metavar="NAME", help="of the view")
+    for command in (init, new):
+        command.add_argument("--from", dest="source", metavar="FILE", help="CSV or Parquet (default: a sample is written)")
+        command.add_argument(
+            "--template", metavar="KIND", help="embeddings, scores, top-k or pairs (default: what suits the file's columns)"
+        )
+        command.add_argument("--key", metavar="A,B", help="the columns that make the key (default: found in the file)")
+        command.add_argument("--encoder", metavar="FOLDER", help="a sentence-transformers folder, for embeddings and top-k")
+    validate = commands.add(
+        "validate", _validate, "check views in seconds: configuration, SQL, model, ten rows, online store; nothing is published"
+    )
+    validate.add_argument("views", nargs="*", metavar="VIEW", help="which (default: all)")
+    commands.add("doctor", _doctor, "look at the machine, the installation and the project's stores: each line with its remedy")
+
+
+def _init(arguments: argparse.Namespace) -> int:
+    from precompute.jobs.setup.scaffold import new_project
+
+    made = new_project(Path(arguments.folder), **_wanted(arguments))
+    if arguments.json:
+        print(json.dumps(_as_json(made)))
+        return DONE
+    print(f"{made.folder}: a project over {made.data} ({made.rows:,} rows), template {made.template}")
+    _print_files(made)
+    print("\nNext:")
+    for line in _next_commands(made, ["cd " + shlex.quote(str(made.folder))] if os.path.relpath(made.folder) != "." else []):
+        print(f"  {line}")
+    return DONE
+
+
+def _new(arguments: argparse.Namespace) -> int:
+    from precompute.jobs.setup.scaffold import new_view, schedule_of
+
+    project = project_of(arguments)
+    made = new_view(project, arguments.name, **_wanted(arguments))
+    lines = [line for view in made.views if (line := schedule_of(project, view)) is not None]
+    if arguments.json:
+        print(json.dumps(_as_json(made) | {"schedule": lines}))
+        return DONE
+    print(f"{arguments.name}: a view over {made.data} ({made.rows:,} rows), template {made.template}")
+    _print_files(made)
+    print("\nNext:")
+    for line in (*_next_commands(made, []), *(f"add to schedule in {PROJECT_FILE}:  {line}" for line in lines)):
+        print(f"  {line}")
+    return DONE
+
+
+def _wanted(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "source": None if arguments.source is None else Path(arguments.source),
+        "template": arguments.template,
+        "key": [] if arguments.key is None else arguments.key.split(","),
+        "encoder": arguments.encoder,
+    }
+
+
+def _as_json(made: Scaffold) -> dict[str, Any]:
+    return {
+        "project": str(made.folder),
+        "data": made.data,
+        "rows": made.rows,
+        "template": made.template,
+        "views": [view.name for view in made.views],
+        "files": list(made.files),
+        "notes": made.notes,
+    }
+
+
+def _print_files(made: Scaffold) -> None:
+    width = max(len(name) for name in made.files)
+    for name, what in sorted(made.files.items()):
+        print(f"  {name.ljust(width)}  {what}")
+    for note in made.notes:
+        print(f"  note: {note}")
+
+
+def _next_commands(made: Scaffold, first: Sequence[str]) -> list[str]:
+    lines, last = [*first, "precompute validate"], made.views[-1]
+    lines += [f"precompute run {view.name}" for view in made.views]
+    lines += [f"precompute lookup {view.name} {shlex.quote(view.example)}" for view in made.views[-1:] if view.example]
+    lines += [f'precompute search {view.name} --text "…" -k 3' for view in made.views if view.searched]
+    return [*lines, f"precompute serve    # curl -s http://127.0.0.1:8080/v1/views/{last.name}/rows/{last.example or '…'}"]
+
+
+def _validate(arguments: argparse.Namespace) -> int:
+    from precompute.jobs.setup.validate import validate
+
+    checks = []
+    for check in validate(project_of(arguments), arguments.views):
+        checks.append(check)
+        if not arguments.json:
+            # as they come: a model may take seconds to load
+            print(f"{'ok ' if check.ok else 'BAD'}  {check.view}: {check.check}: {check.found}", flush=True)
+    wrong = [check for check in checks if not check.ok]
+    if arguments.json:
+        lines = [{"view": c.view, "check": c.check, "ok": c.ok, "found": c.found} for c in checks]
+        print(json.dumps({"ok": not wrong, "checks": lines}))
+    return DONE if not wrong else BAD_USAGE if any(check.bad_config for check in wrong) else FAILED
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from precompute.jobs.setup.doctor import examine
+
+    folder, lines = folder_of(arguments), []
+    try:
+        project: Project | ConfigError | None = None if folder is None else project_of(arguments)
+    except ConfigError as exc:
+        project = exc
+    for line in examine(project):
+        lines.append(line)
+        if not arguments.json:
+            print(f"{_MARKS[line.status]}  {line.check}: {line.found}{f'. → {line.remedy}' if line.remedy else ''}", flush=True)
+    bad = any(line.status == "bad" for line in lines)
+    if arguments.json:
+        body = [{"check": x.check, "status": x.status, "found": x.found, "remedy": x.remedy} for x in lines]
+        print(json.dumps({"ok": not bad, "checks": body}))
+        return FAILED if bad else DONE
+    if folder is None:
+        print(f"there is no {PROJECT_FILE} here or above: disk, Redis and clock were not looked at (-c FOLDER names a project)")
+    return FAILED if bad else DONE
+
+
+_MARKS = {"ok": "ok  ", "slow": "slow", "bad": "BAD "}
+
+
+SHELLS = {
+    "bash": """_precompute() {
+    local IFS=$'\\n'
+    COMPREPLY=($(precompute completion bash -- "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null))
+}
+complete -o default -F _precompute precompute
+""",
+    "zsh": """#compdef precompute
+_precompute() {
+    local -a found
+    found=("${(@f)$(precompute completion zsh -- "${(@)words[2,CURRENT]}" 2>/dev/null)}")
+    [[ -n "$found" ]] && compadd -a found || _files
+}
+compdef _precompute precompute
+""",
+    "fish": """complete -c precompute -f -a '(precompute completion fish -- (commandline -opc)[2..] (commandline -ct) 2>/dev/null)'
+""",
+}
+"""Shell → what it runs to complete our command lines, which calls us with the words so far."""
+
+
+def add_completion(commands: Commands) -> None:
+    """The command ``completion``: of all commands added before."""
+    command = commands.add(
+        "completion", _completion, 'completes commands, options and views: eval "$(precompute completion bash)"'
+    )
+    command.add_argument("shell", choices=tuple(SHELLS), help="which shell")
+    command.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    command.set_defaults(commands=commands)
+
+
+def _completion(arguments: argparse.Namespace) -> int:
+    words = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
+    if not words:
+        print(
+            json.dumps({"script": SHELLS[arguments.shell]}) if arguments.json else SHELLS[arguments.shell],
+            end="\n" if arguments.json else "",
+        )
+        return DONE
+    found = completions(arguments.commands, words)
+    print(json.dumps(found) if arguments.json else "\n".join(found))
+    return DONE
+
+
+def completions(commands: Commands, words: Sequence[str]) -> list[str]:
+    """What may stand for the last of ``words``, which may be empty or begun: commands, options, their choices, and names of views."""
+    *before, begun = words
+    place, config = 0, None
+    parser: argparse.ArgumentParser = commands.parser
+    option: argparse.Action | None = None
+    for word in before:
+        if option is not None:
+            config = word if option.dest == "config" else config
+            option = None
+        elif word.startswith("-"):
+            named = parser._option_string_actions.get(word)
+            option = named if named is not None and named.nargs != 0 else None
+        elif parser is commands.parser:
+            parser = commands.named.get(word, parser)
+        else:
+            place += 1
+    if option is not None:
+        found = [str(choice) for choice in option.choices or ()]
+    elif begun.startswith("-"):
+        found = [name for action in parser._actions if action.help != argparse.SUPPRESS for name in action.option_strings]
+    elif parser is commands.parser:
+        found = list(commands.named)
+    else:
+        found = _at_place(parser, place, config)
+    return [name for name in found if name.startswith(begun)]
+
+
+def _at_place(parser: argparse.ArgumentParser, place: int, config: str | None) -> list[str]:
+    actions = [action for action in parser._actions if not action.option_strings]
+    if not actions:
+        return []
+    action = actions[min(place, len(actions) - 1)]
+    if place >= len(actions) and action.nargs is None:
+        return []
+    if action.dest in ("view", "views"):
+        return _views(config)
+    return [str(choice) for choice in action.choices or ()]
+
+
+def _views(config: str | None) -> list[str]:
+    """By their files' names: to read them would take longer than a key stroke may."""
+    try:
+        folder = folder_of(argparse.Namespace(config=config or os.environ.get("PRECOMPUTE_CONFIG")))
+    except ConfigError:
+        return []
+    return [] if folder is None else sorted(path.stem for path in (Path(folder) / "views").glob("*.yaml"))

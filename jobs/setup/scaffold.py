@@ -1,0 +1,171 @@
+"""Scaffold: the files of a new project, or of a new view, written from templates over data that somebody brings, or over a sample. Nothing is overwritten."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from precompute.jobs.config.project import Project
+from precompute.jobs.config.section import did_you_mean, read_yaml
+from precompute.jobs.setup.data_file import look_at
+from precompute.jobs.setup.view_draft import FOLDER, SAMPLES, TEMPLATES, Draft, drafts, filled, suited
+from precompute.store.disk.durable_file import disk_message
+from precompute.store.errors import ConfigError, PrecomputeError
+from precompute.store.feature_view import NAME
+
+HARMLESS = re.compile(
+    r"\..*|(readme|license|licence|copying|changelog|notice)(\..*)?|.*\.(md|csv|tsv|parquet|gz)|(data|venv)", re.IGNORECASE
+)
+"""Names of what may lie in a folder that becomes a project: nothing of it is read or written by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scaffold:
+    """What was written: ``files`` below ``folder``, each with what it is; the views in the order in which they run."""
+
+    folder: Path
+    data: str
+    rows: int
+    template: str
+    views: tuple[Draft, ...]
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def notes(self) -> list[str]:
+        """What somebody should know who did not look at the data."""
+        return list(dict.fromkeys(note for view in self.views for note in view.notes))
+
+
+def new_project(
+    folder: Path, *, source: Path | None = None, template: str | None = None, key: Sequence[str] = (), encoder: str | None = None
+) -> Scaffold:
+    """Write a project that can be run at once.
+
+    Args:
+        folder: made where there is none; what lies in it must be harmless.
+        source: a CSV or Parquet file; a sample is written where there is none.
+        template: one of :data:`TEMPLATES`; by default the one that suits the file.
+        key: the columns that make the key; found where none is named.
+        encoder: a sentence-transformers folder, for embeddings.
+
+    Raises:
+        ConfigError: the folder has something in it, or the file cannot be used.
+        PrecomputeError: something cannot be written.
+    """
+    check_folder(folder, source)
+    made = _planned(folder, source, template, key, encoder)
+    schedule = [f'{view.name}: "0 2 * * *"' if view.after is None else f"{view.name}: after {view.after}" for view in made.views]
+    files = _files(made, source)
+    files[".gitignore"] = ((FOLDER / "gitignore").read_text(encoding="utf-8"), "what git leaves out")
+    # last: a folder without it is no project yet
+    files["project.yaml"] = (filled("project.yaml", {"schedule": "\n".join(schedule)}), "where results lie, and when views run")
+    return _written(made, files)
+
+
+def new_view(
+    project: Project,
+    name: str,
+    *,
+    source: Path | None = None,
+    template: str | None = None,
+    key: Sequence[str] = (),
+    encoder: str | None = None,
+) -> Scaffold:
+    """Write a view into a project that is there; arguments as of :func:`new_project`.
+
+    Raises:
+        ConfigError: the name is none of a view, or there is one of that name; or the file cannot be used.
+        PrecomputeError: something cannot be written.
+    """
+    if not NAME.match(name):
+        raise ConfigError(
+            f"view {name!r}: a name has lower-case letters, digits and _, starts with a letter, and is at most 63 long"
+        )
+    made = _planned(project.folder, source, template, key, encoder, name)
+    for view in made.views:
+        if view.name in project.names:
+            raise ConfigError(f"{project.folder / 'views' / view.name}.yaml is there: give the new view another name")
+    return _written(made, _files(made, source))
+
+
+def check_folder(folder: Path, source: Path | None) -> None:
+    """Raises:
+    ConfigError: something of it could be in a project's way.
+    """
+    if not folder.exists() and not folder.is_symlink():
+        return
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: is a file; give a folder that is empty or not there yet")
+    if (folder / "project.yaml").exists():
+        raise ConfigError(f"{folder}: is a project; add a view to it: precompute -c {folder} new view NAME")
+    own = None if source is None else source.absolute()
+    found = sorted(p.name for p in folder.iterdir() if not HARMLESS.fullmatch(p.name) and p.absolute() != own)
+    if found:
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        raise ConfigError(f"{folder}: is not empty ({', '.join(found[:3])}{more}); give a folder that is empty or not there yet")
+
+
+def _planned(
+    folder: Path, source: Path | None, template: str | None, key: Sequence[str], encoder: str | None, name: str | None = None
+) -> Scaffold:
+    """What will be written; nothing is yet."""
+    if template is not None and template not in TEMPLATES:
+        raise ConfigError(f"--template {template}: is not one of {', '.join(TEMPLATES)}{did_you_mean(template, TEMPLATES)}")
+    if source is None:
+        template = template or "embeddings"
+        sample = FOLDER / SAMPLES.get(template, "books.csv")
+        # as it will lie in the project
+        data = look_at(sample, sample.parent)
+    else:
+        data = look_at(source, folder)
+        template = template or suited(data)
+    if encoder is not None and template not in ("embeddings", "top-k"):
+        raise ConfigError(f"--encoder: template {template} embeds no text; leave it out")
+    views = drafts(template, data, folder, key=key, name=name, encoder=encoder)
+    return Scaffold(folder, str(source or data.path.name), data.rows, template, tuple(views))
+
+
+def _files(made: Scaffold, source: Path | None) -> dict[str, tuple[str, str]]:
+    """File → its text, and what it is."""
+    files: dict[str, tuple[str, str]] = {}
+    if source is None:
+        files[made.data] = ((FOLDER / made.data).read_text(encoding="utf-8"), f"sample data, {made.rows} rows")
+    for view in made.views:
+        if view.module is not None:
+            files[view.module] = ((FOLDER / view.module).read_text(encoding="utf-8"), "the model, yours to change")
+        what = "what is computed from what" if view.after is None else f"what is computed from {view.after}"
+        files[f"views/{view.name}.yaml"] = (view.text, what)
+    return files
+
+
+def _written(made: Scaffold, files: Mapping[str, tuple[str, str]]) -> Scaffold:
+    """Raises:
+    ConfigError: a file is there, and has another text.
+    PrecomputeError: one cannot be written.
+    """
+    new = {}
+    for name, (text, what) in files.items():
+        path = made.folder / name
+        if path.exists() and path.name == ".gitignore":
+            continue
+        if path.exists() and (path.is_dir() or path.read_bytes() != text.encode()):
+            raise ConfigError(f"{path} is there, and is another one: move it, or use another folder")
+        if not path.exists():
+            new[name] = (text, what)
+    try:
+        (made.folder / "views").mkdir(parents=True, exist_ok=True)
+        for name, (text, _) in new.items():
+            with (made.folder / name).open("x", encoding="utf-8") as file:
+                file.write(text)
+    except OSError as exc:
+        raise PrecomputeError(disk_message(made.folder, exc, "nothing else was changed")) from exc
+    return Scaffold(made.folder, made.data, made.rows, made.template, made.views, {name: what for name, (_, what) in new.items()})
+
+
+def schedule_of(project: Project, view: Draft) -> str | None:
+    """The line to add to the project's schedule; None where it has one."""
+    if view.name in read_yaml(project.folder / "project.yaml").get("schedule", {}):
+        return None
+    return f'{view.name}: "0 2 * * *"' if view.after is None else f"{view.name}: after {view.after}"

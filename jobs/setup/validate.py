@@ -1,0 +1,182 @@
+"""Validate: what a run of a view would need, tried in seconds: its file, its SQL, its model over ten rows, its index and its online store. Nothing is published."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pyarrow as pa
+
+from precompute.engine.runner import Runner
+from precompute.jobs.config.project import Project
+from precompute.jobs.config.section import did_you_mean
+from precompute.jobs.config.view import ViewConfig
+from precompute.jobs.pipeline.preflight import check_index, check_online, contract_verdict
+from precompute.jobs.rows.open_view import open_source, open_view
+from precompute.model import ReadingModel
+from precompute.store.clock import Partition
+from precompute.store.disk.durable_file import disk_message
+from precompute.store.errors import ConfigError, GateError, ModelError, PrecomputeError, SnapshotError, SourceError
+from precompute.store.feature_view import Feature
+from precompute.techniques.table import REFERENCE
+
+ROWS = 10
+"""Computed of each view."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Of one view: what was tried, whether it is as it should be, and what was found; ``bad_config`` where a file or value of the project is wrong."""
+
+    view: str
+    check: str
+    ok: bool
+    found: str
+    bad_config: bool = False
+
+
+def validate(project: Project, names: Sequence[str] = ()) -> Iterator[Check]:
+    """Try views, one after the other; what depends on something that is wrong is not tried.
+
+    Args:
+        project: the configuration.
+        names: of the views; all by default.
+
+    Yields:
+        each check once it is made.
+
+    Raises:
+        ConfigError: there is no view of such a name.
+    """
+    wanted = [project.named(name) for name in names] or project.names
+    for name in wanted:
+        yield from _of_view(project, name)
+
+
+def _of_view(project: Project, name: str) -> Iterator[Check]:
+    def tried(what: str, attempt: Callable[[], str]) -> Check:
+        try:
+            return Check(name, what, True, attempt())
+        except PrecomputeError as exc:
+            return Check(name, what, False, str(exc), isinstance(exc, ConfigError))
+
+    yield (check := tried("configuration", lambda: _configured(project.view(name))))
+    if not check.ok:
+        return
+    config = project.view(name)
+    yield (check := tried("source", lambda: _read(project, config)))
+    if check.ok:
+        yield tried("model", lambda: _computed(project, config))
+    if config.index is not None:
+        yield tried("index", lambda: _indexed(config))
+    yield tried("contract", lambda: _contract(project, config))
+    yield tried("root", lambda: _root(project.root))
+    yield tried("online store", lambda: _online(project, name))
+
+
+def _configured(config: ViewConfig) -> str:
+    features = config.feature_view().features
+    return f"key {', '.join(config.entity)}; {', '.join(map(_described, features))}; model {config.model.use}"
+
+
+def _described(feature: Feature) -> str:
+    shape = (
+        f"[{feature.dim}]" if feature.dim is not None else f"[up to {feature.max_items}]" if feature.max_items is not None else ""
+    )
+    return f"{feature.name} {feature.dtype}{shape}"
+
+
+def _partition(config: ViewConfig) -> Partition | None:
+    return config.partition_at(datetime.now(UTC))
+
+
+def _read(project: Project, config: ViewConfig) -> str:
+    """The first rows: a partition may have none yet, and nothing else."""
+    source, _ = open_source(
+        config.feature_view(), project.offline, project.home, partition=_partition(config), memory_mb=project.settings.source_mb
+    )
+    with source:
+        if config.source.updated_at is not None:
+            source.check_time(config.source.updated_at, "source.updated_at")
+        head = source.head(ROWS)
+    columns = ", ".join(f"{field.name} {field.type}" for field in head.schema)
+    if not head.num_rows and config.partition is None:
+        raise SourceError(f"the source yields no rows (its columns: {columns}): a run would fail, and what is live stays")
+    return f"{head.num_rows} {'row' if head.num_rows == 1 else 'rows'} read: {columns}"
+
+
+def _computed(project: Project, config: ViewConfig) -> str:
+    """What the model makes of the first rows, in float32."""
+    view, began = config.feature_view(), time.monotonic()
+    with open_view(
+        view, project.offline, project.home, partition=_partition(config), memory_mb=project.settings.source_mb
+    ) as opened:
+        head = opened.source.head(ROWS).combine_chunks()
+        model = opened.model
+        loaded_s = time.monotonic() - began
+        if isinstance(model, ReadingModel):
+            _check_reads(model.reads(), head)
+        if not head.num_rows:
+            return f"loaded in {loaded_s:.1f} s; there is no row to compute"
+        began = time.monotonic()
+        done = Runner(model, view).compute(head.to_batches()[0])
+    seconds, rejected = time.monotonic() - began, len(done.rejections)
+    if rejected == head.num_rows:
+        raise ModelError(
+            f"it computes none of the first {head.num_rows} rows: {done.rejections[0].stage}: {done.rejections[0].error}"
+        )
+    some = f"; {rejected} rejected ({done.rejections[0].error})" if rejected else ""
+    some += "" if opened.variant == REFERENCE else f"; in float32, where a run computes by {opened.variant}"
+    return f"loaded in {loaded_s:.1f} s, {head.num_rows - rejected} of {head.num_rows} rows computed in {seconds:.2f} s{some}"
+
+
+def _check_reads(wanted: Collection[str], head: pa.Table) -> None:
+    """Raises:
+    ConfigError: the source yields no such column.
+    """
+    for name in wanted:
+        if name not in head.schema.names:
+            raise ConfigError(
+                f"the model reads a column {name!r}, which the source does not yield{did_you_mean(name, head.schema.names)} (it yields: "
+                f"{', '.join(head.schema.names)}): add it to source.sql, or name it with AS"
+            )
+
+
+def _indexed(config: ViewConfig) -> str:
+    check_index(config)
+    assert config.index is not None
+    return f"of {config.index.on} by {config.index.metric}, recall of at least {config.index.recall_at_10:g}"
+
+
+def _contract(project: Project, config: ViewConfig) -> str:
+    verdict = contract_verdict(config, project.offline.view(config.name))
+    if verdict is not None and not verdict.passed:
+        raise GateError(f"{verdict.message}. If this is as it should be: precompute run {config.name} --accept contract")
+    if verdict is None:
+        return "nothing is live that could break" if config.gates.contract else "gates.contract is switched off"
+    return verdict.message
+
+
+def _root(root: Path) -> str:
+    there = next(folder for folder in (root, *root.parents) if folder.exists())
+    try:
+        # a file without a name leaves nothing behind
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as exc:
+        raise SnapshotError(disk_message(root, exc)) from exc
+    return f"{root} can be written"
+
+
+def _online(project: Project, name: str) -> str:
+    check_online(project, name)
+    return f"{shown_url(project.online)} is there, and can be written"
+
+
+def shown_url(online: str) -> str:
+    """An online store's URL without what may be a password."""
+    scheme, separator, rest = online.partition("?")[0].partition("//")
+    return scheme + separator + rest.rpartition("@")[2]

