@@ -162,7 +162,7 @@ class Endpoint:
         self.counts = Counts()
         self.limits = limits
         self._url, self._key, self._spending = url, key, spending
-        self._transport = Transport(url, [(b"Authorization", b"Bearer " + key.encode())] if key else [])
+        self._transport = Transport(url, [("Authorization", f"Bearer {key}")] if key else [])
         self._slots = asyncio.Semaphore(limits.in_flight)
         self._requests, self._tokens = Rate(limits.requests_per_minute), Rate(limits.tokens_per_minute)
         self._held_until = 0.0
