@@ -19,13 +19,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Answer:
-    """What is answered: a status, headers and a body; ``cut`` ends the connection after so many bytes of it, ``delay_s`` is waited before."""
+    """What is answered: a status, headers and a body; ``cut`` ends the connection after so many bytes of it, ``delay_s`` is waited before, and
+    ``framed`` is how its end is told: by its length, in chunks, or by the connection's end."""
 
     body: Any
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
     delay_s: float = 0.0
     cut: int | None = None
+    framed: str = "length"
 
 
 def chat(content: Any, usage: Any = "honest", ended: str = "stop", prompt: str = "", **choice: Any) -> dict[str, Any]:
@@ -128,14 +130,16 @@ class StandIn:
         finally:
             self.in_flight -= 1
         content = answer.body.encode() if isinstance(answer.body, str) else json.dumps(answer.body).encode()
-        lines = [f"HTTP/1.1 {answer.status} Stand-in", f"Content-Length: {len(content)}", "Content-Type: application/json"]
-        lines += [f"{name}: {value}" for name, value in answer.headers.items()]
+        length = {"length": [f"Content-Length: {len(content)}"], "chunks": ["Transfer-Encoding: chunked"], "end": []}[answer.framed]
+        lines = [f"HTTP/1.1 {answer.status} Stand-in", *length, *(f"{name}: {value}" for name, value in answer.headers.items())]
+        if answer.framed == "chunks":
+            content = b"%x\r\n%b\r\n3\r\n%b\r\n0\r\n\r\n" % (len(content) - 3, content[:-3], content[-3:])
         writer.write("\r\n".join([*lines, "", ""]).encode() + content[: answer.cut])
         await writer.drain()
         if answer.cut is not None:
             return False
         self.answered.update(inputs)
-        return True
+        return answer.framed != "end"
 
 
 @contextmanager

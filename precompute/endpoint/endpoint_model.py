@@ -173,12 +173,15 @@ class EndpointModel(ABC):
         for outcome in outcomes:
             if isinstance(outcome, ModelError):
                 self._session.stop(outcome)
-                kept = f"{self.endpoint.counts.answers:,} requests were answered and are kept: the next run pays for none of them again"
-                raise ModelError(f"{outcome}. {kept}") from outcome
+                raise ModelError(f"{outcome}{self._kept()}") from outcome
         for outcome in outcomes:
             if not isinstance(outcome, bytes):
                 raise outcome
         return self.features([outcome for outcome in outcomes if isinstance(outcome, bytes)])
+
+    def _kept(self) -> str:
+        answers = self.endpoint.counts.answers
+        return f". {answers:,} requests were answered and are kept: the next run pays for none of them again" if answers else ""
 
     def compute(self, batch: pa.RecordBatch) -> Features:
         """All stages of one batch."""
