@@ -130,7 +130,9 @@ class StandIn:
         finally:
             self.in_flight -= 1
         content = answer.body.encode() if isinstance(answer.body, str) else json.dumps(answer.body).encode()
-        length = {"length": [f"Content-Length: {len(content)}"], "chunks": ["Transfer-Encoding: chunked"], "end": []}[answer.framed]
+        length = {"length": [f"Content-Length: {len(content)}"], "chunks": ["Transfer-Encoding: chunked"], "end": []}[
+            answer.framed
+        ]
         lines = [f"HTTP/1.1 {answer.status} Stand-in", *length, *(f"{name}: {value}" for name, value in answer.headers.items())]
         if answer.framed == "chunks":
             content = b"%x\r\n%b\r\n3\r\n%b\r\n0\r\n\r\n" % (len(content) - 3, content[:-3], content[-3:])

@@ -70,6 +70,8 @@ SEAMS = {
     },
     "yaml": {"jobs/config/section.py"},
     "rich": {"jobs/process/progress.py"},
+    "httptools": {"precompute/endpoint/transport.py", "store/guard/protocol.py"},
+    "jsonschema_rs": {"precompute/endpoint/answer_schema.py"},
 }
 """Outside library → the only files that may import it, the demo apart."""
 
@@ -112,6 +114,8 @@ WINGS = {
     "store/guard": {"store/api", "store/disk", "store/telemetry"},
     "store/client": {"store/api"},
     "precompute/engine": set[str](),
+    # what computes elsewhere has nothing of torch, and overlaps its stages as any other model
+    "precompute/endpoint": set[str](),
     "precompute/models": {"precompute/engine", "precompute/text"},
     "precompute/workers": {"precompute/engine", "precompute/precision"},
     "precompute/precision": {"precompute/engine", "precompute/models", "precompute/techniques"},

@@ -77,6 +77,8 @@ class ChatEndpoint(EndpointModel):
         self._body = {name: value for name, value in (body | dict(params or {})).items() if value is not None}
         most = self._body.get("max_completion_tokens", self._body.get("max_tokens"))
         self._most_output = most if isinstance(most, int) else None
+        # some put the schema into the prompt, and bill it
+        self._own_tokens = TEMPLATE_TOKENS + len(json.dumps(self._body.get("response_format", "")).encode())
         self._recipe = json.dumps([CODE_VERSION, self.url, PATH, self._system, self._body], sort_keys=True, default=str)
 
     @property
@@ -110,7 +112,7 @@ class ChatEndpoint(EndpointModel):
         system = [{"role": "system", "content": self._system}] if self._system else []
         body = {**self._body, "messages": [*system, {"role": "user", "content": one.text}]}
         prompt_bytes = len(one.text.encode(errors="replace")) + len(self._system.encode(errors="replace"))
-        most = Tokens(prompt_bytes + TEMPLATE_TOKENS, self._most_output or 0)
+        most = Tokens(prompt_bytes + self._own_tokens, self._most_output or 0)
         try:
             content = await self.endpoint.request(PATH, body, most, lambda envelope: self._read(envelope, prompt_bytes))
         except BadAnswer as exc:
@@ -143,7 +145,7 @@ class ChatEndpoint(EndpointModel):
 
     def _used(self, usage: Mapping[str, Any], prompt_bytes: int, answer_bytes: int) -> Tokens:
         """What the endpoint says was used, where that can be true, else what is likely."""
-        prompt = credible(usage.get("prompt_tokens"), prompt_bytes, prompt_bytes + 16 * TEMPLATE_TOKENS)
+        prompt = credible(usage.get("prompt_tokens"), prompt_bytes, prompt_bytes + 16 * self._own_tokens)
         answer = credible(usage.get("completion_tokens"), answer_bytes, self._most_output)
         if prompt is None or answer is None:
             self.spending.estimates += 1
