@@ -42,7 +42,7 @@ SEAMS = {
     "onnx": {"precompute/techniques/onnx.py"},
     "onnxruntime": {"precompute/techniques/onnx.py"},
     "transformers": {"precompute/text/transformer.py"},
-    "tokenizers": {"precompute/text/tokens.py", "precompute/text/transformer.py"},
+    "tokenizers": {"precompute/text/chunker.py", "precompute/text/tokens.py", "precompute/text/transformer.py"},
     "safetensors": {"precompute/text/sentence_head.py", "precompute/models/torch_module.py", "precompute/models/two_tower.py"},
     "duckdb": {"precompute/sources/database.py", "store/history/versions.py", "store/sql.py"},
     "httpcore2": {"store/client/async_client.py", "store/client/transport.py"},

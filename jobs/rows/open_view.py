@@ -272,7 +272,8 @@ def open_source(
     live = {name: _files(offline.view(name), number) for name, number in inputs.items()}
     bounds = None if partition is None else (partition.start, partition.end)
     try:
-        return Source(sql, view.entity, live, bounds=bounds, folder=folder, memory_mb=memory_mb), inputs
+        chunk = view.definition.chunk
+        return Source(sql, view.entity, live, bounds=bounds, folder=folder, memory_mb=memory_mb, chunk=chunk), inputs
     except ConfigError as exc:
         raise ConfigError(f"view {view.name!r}: source.sql: {exc}") from exc
     except SourceError as exc:
