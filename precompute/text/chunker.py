@@ -47,16 +47,17 @@ class Chunker:
         """The chunks of each text, numbered from 0, as :data:`CHUNK_TYPE`; of a null, and of a blank text, one of what it is."""
         made: list[list[dict[str, object]]] = []
         for text in texts:
-            pieces = [text.as_py()] if not text.is_valid else list(self.pieces(text.as_py()))
+            whole = text.as_py()
+            pieces = [whole] if whole is None else [whole[start:end] for start, end in self.spans(whole)]
             made.append([{"chunk": number, "piece": piece} for number, piece in enumerate(pieces)])
         return pa.array(made, CHUNK_TYPE)
 
-    def pieces(self, text: str) -> Iterator[str]:
-        """The chunks of one text; the text itself where it has no tokens."""
+    def spans(self, text: str) -> Iterator[tuple[int, int]]:
+        """Characters from and to of each chunk of a text; all of it where it has no tokens."""
         starts, ends, words = self._tokens(text)
         first, count = 0, len(starts)
         if not count:
-            yield text
+            yield 0, len(text)
             return
         while True:
             stop = min(first + self._most, count)
@@ -64,7 +65,7 @@ class Chunker:
                 # the last word that begins within, or, of text without blanks, wherever a token ends
                 word = int(words[np.searchsorted(words, stop, side="right") - 1])
                 stop = word if word > first + self._most // 2 else stop
-            yield text[starts[first] : ends[stop - 1]]
+            yield int(starts[first]), int(ends[stop - 1])
             if stop >= count:
                 return
             at = np.searchsorted(words, stop - self._overlap)
