@@ -56,7 +56,7 @@ SEAMS = {
     "orjson": {"store/encoding/json_rows.py"},
     "pybase64": {"store/encoding/json_rows.py"},
     # the client writes what it asks, and reads what the API answered
-    "msgspec": {"store/api/wire.py", "store/client/calls.py", "store/record.py"},
+    "msgspec": {"precompute/endpoint/endpoint.py", "store/api/wire.py", "store/client/calls.py", "store/record.py"},
     "prometheus_client": {"store/telemetry/exposition.py"},
     "jinja2": {"store/page/page.py"},
     # imported only where traces are configured

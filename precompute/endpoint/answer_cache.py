@@ -34,7 +34,7 @@ class Answer:
 
 
 class AnswerCache:
-    """A folder with one file, which several views and processes may share. An answer is safe from the end of its process when :meth:`put`
+    """A folder with one file, which several views and processes may share; one thread of each reads and one writes. An answer is safe from the end of its process when :meth:`put`
     returns, and from the machine's within a second or so.
 
     Args:
@@ -47,22 +47,24 @@ class AnswerCache:
 
     def __init__(self, folder: Path, days: float) -> None:
         self._path = folder / NAME
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            # for one thread, that of the event loop; it is made in another
-            self._connection = sqlite3.connect(self._path, timeout=WAIT_S, check_same_thread=False, isolation_level=None)
+        with contextlib.ExitStack() as opened:
             try:
-                self._connection.execute("PRAGMA journal_mode = WAL")
-                self._connection.execute("PRAGMA synchronous = NORMAL")
-                self._connection.execute(_TABLE)
-                self._connection.execute("DELETE FROM answers WHERE at < ?", (int(time.time() - days * 86400),))
-            except BaseException:
-                self._connection.close()
-                raise
-        except (OSError, sqlite3.Error) as exc:
-            raise ModelError(
-                f"the answers' cache {self._path} cannot be opened: {exc}; name a folder that can be written to: cache: ./…"
-            ) from exc
+                folder.mkdir(parents=True, exist_ok=True)
+                # one for each thread: who reads waits for nobody who writes
+                self._writing = opened.enter_context(contextlib.closing(self._connected()))
+                self._writing.execute("PRAGMA journal_mode = WAL")
+                self._writing.execute("PRAGMA synchronous = NORMAL")
+                self._writing.execute(_TABLE)
+                self._writing.execute("DELETE FROM answers WHERE at < ?", (int(time.time() - days * 86400),))
+                self._reading = opened.enter_context(contextlib.closing(self._connected()))
+            except (OSError, sqlite3.Error) as exc:
+                raise ModelError(
+                    f"the answers' cache {self._path} cannot be opened: {exc}; name a folder that can be written to: cache: ./…"
+                ) from exc
+            self._opened = opened.pop_all()
+
+    def _connected(self) -> sqlite3.Connection:
+        return sqlite3.connect(self._path, timeout=WAIT_S, check_same_thread=False, isolation_level=None)
 
     def get(self, keys: Sequence[bytes]) -> dict[bytes, Answer]:
         """Those of the keys that are there.
@@ -75,28 +77,32 @@ class AnswerCache:
             for first in range(0, len(keys), MOST_KEYS):
                 part = keys[first : first + MOST_KEYS]
                 query = f"SELECT key, tries, wrong, answer, sum FROM answers WHERE key IN ({','.join('?' * len(part))})"
-                for key, tries, wrong, content, checksum in self._connection.execute(query, part):
+                for key, tries, wrong, content, checksum in self._reading.execute(query, part):
                     # what does not vouch for itself is requested again
                     if checksum == _sum(key, tries, wrong, content):
                         found[key] = Answer(content, wrong, tries)
         return found
 
-    def put(self, key: bytes, answer: Answer) -> None:
-        """Keep an answer; it is committed when this returns.
+    def put(self, answers: Sequence[tuple[bytes, Answer]]) -> None:
+        """Keep answers, by key; they are committed when this returns.
 
         Raises:
-            ModelError: it cannot be written: what is answered from now on would be paid again.
+            ModelError: they cannot be written: what is answered from now on would be paid again.
         """
-        row = (key, int(time.time()), answer.tries, answer.wrong, answer.content)
+        now = int(time.time())
+        rows = [(key, now, a.tries, a.wrong, a.content, _sum(key, a.tries, a.wrong, a.content)) for key, a in answers]
         with self._trouble():
-            self._connection.execute(
-                "INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?, ?)",
-                (*row, _sum(key, answer.tries, answer.wrong, answer.content)),
-            )
+            self._writing.execute("BEGIN IMMEDIATE")
+            try:
+                self._writing.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?, ?)", rows)
+            except BaseException:
+                self._writing.execute("ROLLBACK")
+                raise
+            self._writing.execute("COMMIT")
 
     def close(self) -> None:
         """Close the file."""
-        self._connection.close()
+        self._opened.close()
 
     @contextlib.contextmanager
     def _trouble(self) -> Iterator[None]:

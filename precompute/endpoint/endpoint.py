@@ -14,6 +14,8 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+import msgspec
+
 from precompute.endpoint.spending import Spending, Tokens
 from precompute.endpoint.transport import LostError, Reply, Transport
 from precompute.store.errors import ConfigError, ModelError
@@ -194,7 +196,7 @@ class Endpoint:
             BadAnswer: this request has no answer.
             ModelError: the endpoint, or the run's budget, has none for any.
         """
-        content, tries = json.dumps(body, ensure_ascii=False).encode(errors="replace"), 0
+        content, tries = msgspec.json.encode(body), 0
         while True:
             async with self._slots:
                 await self._turn(most)
@@ -250,9 +252,9 @@ class Endpoint:
                 used = Tokens()
                 return self._refused(reply)
             self.counts.answers += 1
-            used, answer = read(json.loads(reply.body, parse_constant=_no_number))
+            used, answer = read(msgspec.json.decode(reply.body))
             return answer
-        except (ValueError, RecursionError) as exc:
+        except (ValueError, RecursionError, msgspec.DecodeError) as exc:
             return _Failed(f"its answer cannot be read: {self._shown(str(exc))}")
         except LostError as exc:
             if not exc.sent:
@@ -265,8 +267,8 @@ class Endpoint:
         """Raises:
         ModelError: it is no request's fault, and will not pass.
         """
-        status, said = reply.status, self._said(reply)
-        where = f"{self._url} answered {status}{said}"
+        status, said = reply.status, f"answered {reply.status}{self._said(reply)}"
+        where = f"{self._url} {said}"
         if status == 401 or status == 403:
             how = (
                 "the key in the variable that api_key_env names" if self._key else "api_key_env: NAME of a variable with the key"
@@ -276,10 +278,10 @@ class Endpoint:
             raise ModelError(f"{where}: check url, model and account")
         retry_after_s = _retry_after_s(reply)
         if status == 429 or (status == 503 and retry_after_s is not None):
-            return _Failed(where, retry_after_s or 0.0)
+            return _Failed(said, retry_after_s or 0.0)
         if status >= 500 or status in (408, 409, 425):
-            return _Failed(where)
-        return BadAnswer(f"the endpoint answered {status}{said}")
+            return _Failed(said)
+        return BadAnswer(f"the endpoint {said}")
 
     def _hold(self, refusal: _Failed, asked_s: float) -> None:
         """Send nothing for as long as it says; where it does not say, longer each time.
@@ -294,7 +296,7 @@ class Endpoint:
         hold_s = asked_s or max(_pause_s(1), min(LONGEST_PAUSE_S, now - self._refused_since))
         if now + hold_s - self._refused_since > self.limits.patience_s:
             waited = f"nothing was answered for {now - self._refused_since:.0f} s, and it is to wait for {hold_s:.0f} s more"
-            raise ModelError(f"{refusal}: {waited}, beyond patience_s ({self.limits.patience_s:g})")
+            raise ModelError(f"{self._url} {refusal}: {waited}, beyond patience_s ({self.limits.patience_s:g})")
         # they do not all come back at once
         self._held_until = max(self._held_until, now + hold_s + random.uniform(0, 0.1 * hold_s))  # noqa: S311
 
@@ -356,7 +358,3 @@ def _retry_after_s(reply: Reply) -> float | None:
         except (ValueError, TypeError, OverflowError):
             return None
     return max(0.0, seconds) if seconds < float("inf") else None
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")

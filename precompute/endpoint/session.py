@@ -8,7 +8,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,9 @@ class Session:
         self._failed = OrderedDict[bytes, tuple[float, BadAnswer]]()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._cache: AnswerCache
+        self._writer = ThreadPoolExecutor(1, "answers")
+        self._unwritten: tuple[list[tuple[bytes, Answer]], asyncio.Future[None]] | None = None
+        self._writes: asyncio.Task[None] | None = None
         self._starting = threading.Lock()
 
     def contents(self, inputs: Sequence[Input], answers: Answers) -> Future[list[bytes | BaseException]]:
@@ -75,7 +78,7 @@ class Session:
                 loop = self._loop = asyncio.new_event_loop()
                 thread = threading.Thread(target=loop.run_forever, name="endpoint", daemon=True)
                 thread.start()
-                weakref.finalize(self, _close, loop, thread, self.endpoint, self._cache)
+                weakref.finalize(self, _close, loop, thread, self.endpoint, self._cache, self._writer)
             return self._loop
 
     async def _stop(self, why: ModelError) -> None:
@@ -150,21 +153,54 @@ class Session:
     ) -> dict[bytes, bytes | BaseException]:
         outcomes, left = dict[bytes, bytes | BaseException](), list(inputs)
         while left:
-            again = set[bytes]()
+            again, paid = set[bytes](), list[tuple[bytes, Answer]]()
             for key, outcome in (await answers(left)).items():
                 outcomes[key] = outcome
                 if isinstance(outcome, bytes):
-                    self._cache.put(key, Answer(outcome))
+                    paid.append((key, Answer(outcome)))
                 elif outcome.content is not None:
                     tried[key] = tried.get(key, 0) + 1
-                    self._cache.put(key, Answer(outcome.content, str(outcome), tried[key]))
+                    paid.append((key, Answer(outcome.content, str(outcome), tried[key])))
                     if tried[key] < self.endpoint.limits.answer_tries:
                         again.add(key)
+            if paid:
+                await self._keep(paid)
             left = [i for i in left if i.key in again]
         return outcomes
 
+    def _keep(self, answers: Sequence[tuple[bytes, Answer]]) -> asyncio.Future[None]:
+        """Done when they are committed, together with all that came while those before were."""
+        loop = asyncio.get_running_loop()
+        if self._unwritten is None:
+            self._unwritten = ([], loop.create_future())
+        rows, written = self._unwritten
+        rows.extend(answers)
+        if self._writes is None:
+            self._writes = loop.create_task(self._write())
+        return written
 
-def _close(loop: asyncio.AbstractEventLoop, thread: threading.Thread, endpoint: Endpoint, cache: AnswerCache) -> None:
+    async def _write(self) -> None:
+        try:
+            while self._unwritten is not None:
+                (rows, written), self._unwritten = self._unwritten, None
+                try:
+                    await asyncio.get_running_loop().run_in_executor(self._writer, self._cache.put, rows)
+                except Exception as exc:
+                    # it belongs to those who wait
+                    written.set_exception(exc)
+                else:
+                    written.set_result(None)
+        finally:
+            self._writes = None
+
+
+def _close(
+    loop: asyncio.AbstractEventLoop,
+    thread: threading.Thread,
+    endpoint: Endpoint,
+    cache: AnswerCache,
+    writer: ThreadPoolExecutor,
+) -> None:
     """End what is under way, and close all."""
     if thread is threading.current_thread():
         # the last to hold the session was one of its own tasks, which is the last
@@ -174,6 +210,7 @@ def _close(loop: asyncio.AbstractEventLoop, thread: threading.Thread, endpoint: 
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
+    writer.shutdown()
     cache.close()
 
 
