@@ -398,9 +398,10 @@ class Source:
         return self.database.query_aside(sql, given)
 
     def cached(self) -> CachedSource:
-        """What may have rows by key without asking DuckDB."""
+        """What may have rows by key without asking DuckDB; of chunks none, since all texts would be cut for it."""
+        files = self._files if self._whole is None else []
         return CachedSource(
-            self.database, f'SELECT {self.key_text_sql()} AS "key", * FROM ({self._sql}\n)', dict(self._given), self._files
+            self.database, f'SELECT {self.key_text_sql()} AS "key", * FROM ({self._sql}\n)', dict(self._given), files
         )
 
     def key_text_sql(self) -> str:

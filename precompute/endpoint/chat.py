@@ -72,7 +72,9 @@ class ChatEndpoint(EndpointModel):
         self._output, self._prompt, self._system = output, prompt, system
         body: dict[str, Any] = {"model": model, "max_tokens": max_tokens, "temperature": 0}
         if schema is not None:
-            wanted = {"name": "answer", "schema": schema, "strict": True}
+            # OpenAI takes no open schema as a strict one
+            closed = schema.get("additionalProperties") is False and set(schema.get("required", ())) == set(schema["properties"])
+            wanted = {"name": "answer", "schema": schema, "strict": closed}
             body["response_format"] = {"type": "json_schema", "json_schema": wanted}
         self._body = {name: value for name, value in (body | dict(params or {})).items() if value is not None}
         most = self._body.get("max_completion_tokens", self._body.get("max_tokens"))

@@ -47,12 +47,12 @@ MakeLabels = Callable[..., Scene]
 
 @pytest.fixture
 def labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeLabels:
-    """Makes a project with a view of labels."""
+    """Makes a project with a view of labels; its workers compute none of them."""
     monkeypatch.setenv("STAND_IN_KEY", KEY)
 
     def make(stand_in: StandIn, rows: int = ROWS, tokens: int = 10**9) -> Scene:
         (tmp_path / "views").mkdir(exist_ok=True)
-        (tmp_path / "project.yaml").write_text("root: ./var/root\nonline: table:./var/online\n")
+        (tmp_path / "project.yaml").write_text("root: ./var/root\nonline: table:./var/online\nengine: {workers: 2}\n")
         (tmp_path / "views" / "labels.yaml").write_text(VIEW.format(url=stand_in.url, rows=rows, tokens=tokens))
         return Scene(tmp_path, {})
 

@@ -290,6 +290,21 @@ def test_a_summary_is_the_whole_answer(labels: Any) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("schema", "strict"),
+    [
+        (SCHEMA, False),
+        (SCHEMA | {"additionalProperties": False}, False),
+        (SCHEMA | {"additionalProperties": False, "required": ["score", "label"]}, True),
+    ],
+)
+def test_a_schema_is_sent_and_strict_where_it_is_closed(labels: Any, schema: dict[str, Any], strict: bool) -> None:
+    with StandIn() as stand_in:
+        assert compute(labels(stand_in, schema=schema), LABELS, rows("a")).done == 1
+    wanted = {"name": "answer", "schema": schema, "strict": strict}
+    assert stand_in.requests[0]["response_format"] == {"type": "json_schema", "json_schema": wanted}
+
+
 def test_a_prompt_has_columns_of_any_type_and_braces(labels: Any) -> None:
     batch = pa.record_batch({"n": [1, None, 3], "when": pa.array([0, 1, 2], pa.date32()), "raw": [b"caf\xc3\xa9", b"x", b"\xff"]})
     with StandIn() as stand_in:
