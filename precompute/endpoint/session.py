@@ -7,11 +7,10 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from precompute.endpoint.answer_cache import Answer, AnswerCache
 from precompute.endpoint.endpoint import BadAnswer, Endpoint
@@ -62,14 +61,13 @@ class Session:
         Raises:
             ModelError: the answers' cache cannot be opened.
         """
-        return self._submit(self._contents(inputs, answers), self._running())
+        loop = self._running()
+        return asyncio.run_coroutine_threadsafe(self._contents(inputs, answers), loop)
 
     def stop(self, why: ModelError) -> None:
         """Send nothing more, wait for what is in flight, which is paid, and be ready for another try."""
-        self._submit(self._stop(why), self._running()).result()
-
-    def _submit(self, work: Coroutine[Any, Any, Any], loop: asyncio.AbstractEventLoop) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(work, loop)
+        loop = self._running()
+        asyncio.run_coroutine_threadsafe(self._stop(why), loop).result()
 
     def _running(self) -> asyncio.AbstractEventLoop:
         with self._starting:

@@ -127,6 +127,7 @@ GOOD = {
     "in Markdown": chat('```json\n{"label": "long", "score": 1}\n```'),
     "in chunks": Answer(chat({"label": "long", "score": 1}), framed="chunks"),
     "until the end": Answer(chat({"label": "long", "score": 1}), framed="end"),
+    "closed": Answer(chat({"label": "long", "score": 1}), headers={"Connection": "close"}),
     "once lost": [Answer("", cut=0), chat({"label": "long", "score": 1})],
     "half a body": [Answer(chat({"label": "long", "score": 1}), cut=40), chat({"label": "long", "score": 1})],
     "half an envelope": [Answer('{"choices": [{"mess'), chat({"label": "long", "score": 1})],
@@ -215,6 +216,20 @@ def test_what_is_damaged_is_sent_for_again_and_what_misfits_may_be(labels: Any, 
         outcome = compute(labels(stand_in, limits={"answer_tries": 3}), LABELS, rows("a", "half"))
         assert computed(outcome) == {0: length_label("Label: a"), 1: {"label": "long", "score": 7}}
         assert stand_in.seen == {"Label: a": 2, "Label: half": 3}
+
+
+@pytest.mark.parametrize("what", ["no folder", "no database"])
+def test_nothing_is_sent_where_no_answer_can_be_kept(labels: Any, tmp_path: Path, what: str) -> None:
+    folder = tmp_path / "answers"
+    if what == "no folder":
+        folder.write_text("")
+    else:
+        folder.mkdir()
+        (folder / NAME).write_text("nothing that SQLite knows, and long enough to be looked at" * 100)
+    with StandIn() as stand_in:
+        with pytest.raises(ModelError, match="cannot be opened"):
+            compute(labels(stand_in), LABELS, rows("a"))
+        assert stand_in.requests == []
 
 
 USAGES: list[tuple[Any, bool]] = [
