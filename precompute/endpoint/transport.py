@@ -9,6 +9,7 @@ import asyncio
 import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -72,8 +73,8 @@ class _Connection(asyncio.Protocol):
     # ---- what asyncio calls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's, where a server made it the process's, inherits nothing of asyncio's
+        self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         if self._waiting is None or self._waiting.done():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import gc
 import re
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import uvloop
 
 from precompute.endpoint import endpoint as endpoint_module
 from precompute.endpoint.answer_cache import NAME
@@ -141,7 +143,9 @@ GOOD = {
 """What comes to a good answer, after a while."""
 
 
-def test_what_may_pass_is_tried_again(labels: Any) -> None:
+@pytest.mark.parametrize("loop", [asyncio, uvloop])
+def test_what_may_pass_is_tried_again(labels: Any, monkeypatch: pytest.MonkeyPatch, loop: Any) -> None:
+    monkeypatch.setattr("precompute.endpoint.session.asyncio.new_event_loop", loop.new_event_loop)
     with StandIn(behave=told(GOOD)) as stand_in:
         outcome = compute(labels(stand_in, limits={"timeout_s": 0.3}), LABELS, rows(*GOOD))
         assert outcome.rejections == []
