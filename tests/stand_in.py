@@ -20,7 +20,7 @@ from typing import Any
 @dataclass(frozen=True)
 class Answer:
     """What is answered: a status, headers and a body; ``cut`` ends the connection after so many bytes of it, ``delay_s`` is waited before, and
-    ``framed`` is how its end is told: by its length, in chunks, or by the connection's end."""
+    ``framed`` is how it ends: by its length, in chunks, or by the connection's end."""
 
     body: Any
     status: int = 200

@@ -84,7 +84,7 @@ class AnswerCache:
         return found
 
     def put(self, answers: Sequence[tuple[bytes, Answer]]) -> None:
-        """Keep answers, by key; they are committed when this returns.
+        """Store answers, by key; they are committed when this returns.
 
         Raises:
             ModelError: they cannot be written: what is answered from now on would be paid again.

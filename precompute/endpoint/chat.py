@@ -37,7 +37,7 @@ class ChatEndpoint(EndpointModel):
     Args:
         url, model, params, api_key_env, limits, budget, price, cache, cache_days: as of :class:`EndpointModel`.
         prompt: with columns as ``{title}``; ``{{`` is a brace.
-        system: what the model is told before it.
+        system: the system message before it.
         schema: of the answer.
         output: name of the feature without one.
         max_tokens: of an answer; one that is cut there is none.

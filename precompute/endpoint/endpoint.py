@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from precompute.endpoint.spending import Spending, Tokens
+from precompute.endpoint.spending import Spending, Tokens, estimated
 from precompute.endpoint.transport import LostError, Reply, Transport
 from precompute.store.errors import ConfigError, ModelError
 
@@ -112,7 +112,7 @@ class Limits:
     tries: int = 5
     """Of a request that fails: an error of the service, no answer in time, a lost connection."""
     patience_s: float = 600.0
-    """With an endpoint that only asks to wait."""
+    """With an endpoint that answers nothing but to wait."""
     answer_tries: int = 1
     """Of an input whose answer does not fit; each is paid."""
 
@@ -220,7 +220,7 @@ class Endpoint:
         self._check_stopped()
         await self._spending.reserve(most)
         try:
-            await self._sleep(max(self._requests.wait_s(1), self._tokens.wait_s(most.count)))
+            await self._sleep(max(self._requests.wait_s(1), self._tokens.wait_s(estimated(most.input) + most.output)))
             while (wait_s := self._held_until - time.monotonic()) > 0:
                 await self._sleep(wait_s)
             self._check_stopped()
@@ -283,7 +283,7 @@ class Endpoint:
             return _Failed(said)
         return BadAnswer(f"the endpoint {said}")
 
-    def _hold(self, refusal: _Failed, asked_s: float) -> None:
+    def _hold(self, refusal: _Failed, wanted_s: float) -> None:
         """Send nothing for as long as it says; where it does not say, longer each time.
 
         Raises:
@@ -293,7 +293,7 @@ class Endpoint:
         now = time.monotonic()
         if self._refused_since is None:
             self._refused_since = now
-        hold_s = asked_s or max(_pause_s(1), min(LONGEST_PAUSE_S, now - self._refused_since))
+        hold_s = wanted_s or max(_pause_s(1), min(LONGEST_PAUSE_S, now - self._refused_since))
         if now + hold_s - self._refused_since > self.limits.patience_s:
             waited = f"nothing was answered for {now - self._refused_since:.0f} s, and it is to wait for {hold_s:.0f} s more"
             raise ModelError(f"{self._url} {refusal}: {waited}, beyond patience_s ({self.limits.patience_s:g})")
@@ -330,7 +330,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """No answer for now, and why; ``hold_s`` is how long it asks to be left alone, 0 where it does not say."""
+    """No answer for now, and why; ``hold_s`` is how long to send nothing, 0 where it does not say."""
 
     reason: str
     hold_s: float | None = None
@@ -346,7 +346,7 @@ def _pause_s(tries: int) -> float:
 
 
 def _retry_after_s(reply: Reply) -> float | None:
-    """Seconds that an answer asks to wait: as a number, or as a date."""
+    """Seconds to wait, by an answer: as a number, or as a date."""
     value = reply.headers.get("retry-after")
     if value is None:
         return None

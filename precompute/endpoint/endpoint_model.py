@@ -67,7 +67,7 @@ class EndpointModel(ABC):
         limits: as of :class:`Limits`: how much at once, how often, how long.
         budget, price: as of :class:`precompute.endpoint.spending.Spending`, for one run.
         cache: folder of the answers; by default :data:`CACHE` in the project's folder.
-        cache_days: how long an answer is kept.
+        cache_days: how long an answer is stored.
         group: inputs of one request.
 
     Raises:
@@ -100,12 +100,12 @@ class EndpointModel(ABC):
             raise ConfigError(f"cache_days is {cache_days!r}: give a number above 0")
         if not isinstance(group, int) or isinstance(group, bool) or not 1 <= group <= 2048:
             raise ConfigError(f"texts_per_request is {group!r}: give a whole number from 1 to 2048")
-        kept, self.spending = Limits.of(limits), Spending(budget, price)
-        self.endpoint = Endpoint(self.url, key_from(api_key_env), kept, self.spending)
+        bounds, self.spending = Limits.of(limits), Spending(budget, price)
+        self.endpoint = Endpoint(self.url, key_from(api_key_env), bounds, self.spending)
         folder = absolute_path(CACHE if cache is None else cache).absolute()
         self._session = Session(self.endpoint, folder, cache_days, group)
         # a batch is small, so that a bad row of it is soon found
-        self.start_cost = self.max_cost = group * -(-kept.in_flight // 4)
+        self.start_cost = self.max_cost = group * -(-bounds.in_flight // 4)
         self.device = Elsewhere()
 
     @property
@@ -173,15 +173,15 @@ class EndpointModel(ABC):
         for outcome in outcomes:
             if isinstance(outcome, ModelError):
                 self._session.stop(outcome)
-                raise ModelError(f"{outcome}{self._kept()}") from outcome
+                raise ModelError(f"{outcome}{self._cached()}") from outcome
         for outcome in outcomes:
             if not isinstance(outcome, bytes):
                 raise outcome
         return self.features([outcome for outcome in outcomes if isinstance(outcome, bytes)])
 
-    def _kept(self) -> str:
+    def _cached(self) -> str:
         answers = self.endpoint.counts.answers
-        return f". {answers:,} requests were answered and are kept: the next run pays for none of them again" if answers else ""
+        return f". {answers:,} requests were answered and are cached: the next run pays for none of them again" if answers else ""
 
     def compute(self, batch: pa.RecordBatch) -> Features:
         """All stages of one batch."""

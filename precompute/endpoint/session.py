@@ -1,4 +1,4 @@
-"""Session: inputs on their way to an endpoint, each once whoever wants it, from a thread of its own; what is answered is cached as it comes."""
+"""Session: inputs on their way to an endpoint, each sent once, from a thread of its own; what is answered is cached as it comes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Session:
     Args:
         endpoint: where they go.
         cache_folder: of the answers.
-        cache_days: how long one is kept.
+        cache_days: how long one is stored.
         group: inputs of one request.
     """
 
@@ -96,7 +96,7 @@ class Session:
             cached = self._cache.get(list(unknown))
         except ModelError as exc:
             return [exc] * len(inputs)
-        known = {key: kept for key, answer in cached.items() if (kept := self._kept(answer)) is not None}
+        known = {key: outcome for key, answer in cached.items() if (outcome := self._outcome(answer)) is not None}
         self.endpoint.counts.cached += len(known)
         self._send([i for i in unknown.values() if i.key not in known], cached, answers)
         waited = {i.key: self._under_way[i.key] for i in inputs if i.key not in known and i.key not in failed}
@@ -110,7 +110,7 @@ class Session:
         while self._failed and (len(self._failed) > MOST_FAILED or next(iter(self._failed.values()))[0] < oldest):
             self._failed.popitem(last=False)
 
-    def _kept(self, answer: Answer) -> bytes | BadAnswer | None:
+    def _outcome(self, answer: Answer) -> bytes | BadAnswer | None:
         """A cached answer as an outcome; None of one that did not fit and may be tried again."""
         if answer.wrong is None:
             return answer.content

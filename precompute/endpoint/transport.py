@@ -78,7 +78,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._waiting is None or self._waiting.done():
-            # nobody asked for it: whatever comes next would be another one's too
+            # no request is open for it: whatever comes next would be another one's too
             self.close()
             return
         try:
@@ -196,5 +196,5 @@ class Transport:
         for connection in self._idle:
             connection.close()
         self._idle.clear()
-        # their ends are told by the loop
+        # the loop calls connection_lost
         await asyncio.sleep(0)

@@ -67,7 +67,7 @@ def expected(rows: int = ROWS) -> dict[int, dict[str, Any]]:
     return {i: length_label(f"Label: number {i}") for i in range(rows)}
 
 
-def kept(scene: Scene) -> int:
+def cached_answers(scene: Scene) -> int:
     """Answers in the cache."""
     file = scene.folder / "var" / "answers" / NAME
     if not file.exists():
@@ -88,12 +88,12 @@ def test_a_killed_run_pays_for_no_answer_twice(labels: MakeLabels) -> None:
         command = [sys.executable, "-m", "precompute.jobs.cli", "-c", str(scene.folder), "run", "labels"]
         for wanted in (100, 300):
             run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            while run.poll() is None and kept(scene) < wanted:
+            while run.poll() is None and cached_answers(scene) < wanted:
                 time.sleep(0.005)
             os.kill(run.pid, signal.SIGKILL)
             assert run.wait() == -signal.SIGKILL
-            assert wanted <= kept(scene) < ROWS
-        before, paid = kept(scene), stand_in.seen.total()
+            assert wanted <= cached_answers(scene) < ROWS
+        before, paid = cached_answers(scene), stand_in.seen.total()
         # each kill lost what was in flight, and nothing that had been answered before
         assert before <= paid <= before + 2 * 16
         report = scene.run("labels")
@@ -111,7 +111,7 @@ def test_a_run_out_of_budget_says_so_and_is_taken_up_again(labels: MakeLabels, c
         assert labels(stand_in, tokens=9_000).cli("run", "labels") == 1
         said = capfd.readouterr().err
         assert "the run's budget of 9,000 tokens is spent" in said
-        assert "are kept: the next run pays for none of them again" in said
+        assert "are cached: the next run pays for none of them again" in said
         assert "Traceback" not in said
         first = stand_in.seen.total()
         assert 100 < first < ROWS

@@ -51,7 +51,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> I
 
 @pytest.fixture
 def labels(tmp_path: Path) -> Callable[..., ChatEndpoint]:
-    """Makes a model of labels that asks a stand-in."""
+    """Makes a model of labels that sends to a stand-in."""
 
     def make(stand_in: StandIn, **args: Any) -> ChatEndpoint:
         args = {"model": "small", "prompt": "Label: {text}", "schema": SCHEMA, "cache": str(tmp_path / "answers")} | args
@@ -68,7 +68,7 @@ def computed(outcome: Outcome) -> dict[int, dict[str, Any]]:
     return dict(zip(outcome.rows.tolist(), outcome.features.to_pylist(), strict=True))
 
 
-def told(behave: dict[str, Any]) -> Behaviour:
+def scripted(behave: dict[str, Any]) -> Behaviour:
     """Answers by the end of the text; a list is a turn for each time it comes."""
 
     def answer(text: str, seen: int) -> Answer | None:
@@ -104,7 +104,7 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 def test_what_is_wrong_with_an_answer_is_one_bad_row(labels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STAND_IN_KEY", KEY)
-    with StandIn(behave=told({name: answer for name, (answer, _) in WRONG.items()})) as stand_in:
+    with StandIn(behave=scripted({name: answer for name, (answer, _) in WRONG.items()})) as stand_in:
         model = labels(stand_in, api_key_env="STAND_IN_KEY", limits={"in_flight": 12})
         texts = [text for name in WRONG for text in (name, f"{name}, then a good one")]
         outcome = compute(model, LABELS, rows(*texts, None, " \n"))
@@ -146,7 +146,7 @@ GOOD = {
 @pytest.mark.parametrize("loop", [asyncio, uvloop])
 def test_what_may_pass_is_tried_again(labels: Any, monkeypatch: pytest.MonkeyPatch, loop: Any) -> None:
     monkeypatch.setattr("precompute.endpoint.session.asyncio.new_event_loop", loop.new_event_loop)
-    with StandIn(behave=told(GOOD)) as stand_in:
+    with StandIn(behave=scripted(GOOD)) as stand_in:
         outcome = compute(labels(stand_in, limits={"timeout_s": 0.3}), LABELS, rows(*GOOD))
         assert outcome.rejections == []
         assert computed(outcome) == {i: {"label": "long", "score": 1} for i in range(len(GOOD))}
@@ -207,7 +207,7 @@ def test_each_input_is_sent_once_and_no_more_at_once_than_allowed(labels: Any) -
 
 def test_what_is_damaged_is_sent_for_again_and_what_misfits_may_be(labels: Any, tmp_path: Path) -> None:
     half = {"half": [chat("{"), chat("{"), chat({"label": "long", "score": 7})]}
-    with StandIn(behave=told(half)) as stand_in:
+    with StandIn(behave=scripted(half)) as stand_in:
         outcomes = [
             compute(labels(stand_in, limits={"answer_tries": tries}), LABELS, rows("a", "half")) for tries in (1, 1, 2, 2)
         ]
@@ -288,7 +288,7 @@ def test_a_budget_that_is_spent_ends_the_run_and_the_next_one_goes_on(labels: An
             if isinstance(outcome, Outcome):
                 break
             assert re.search(said, str(outcome))
-            assert f"{figures['answers']} requests were answered and are kept" in str(outcome)
+            assert f"{figures['answers']} requests were answered and are cached" in str(outcome)
         assert runs > 2
         assert len(computed(outcome)) == 200
         assert set(stand_in.seen.values()) == {1}
@@ -348,7 +348,7 @@ def embedder(stand_in: StandIn, folder: Path, **args: Any) -> EmbeddingEndpoint:
 
 def test_embeddings_are_those_of_their_texts_and_a_bad_text_is_one_bad_row(tmp_path: Path) -> None:
     texts = [f"text {i}" for i in range(37)] + ["too long", "text 3"]
-    with StandIn(behave=told({"too long": Answer("too long", 413)})) as stand_in:
+    with StandIn(behave=scripted({"too long": Answer("too long", 413)})) as stand_in:
         model = embedder(stand_in, tmp_path)
         outcome = compute(model, VECTORS, rows(*texts))
         assert computed(outcome) == {i: {"embedding": vector_of(text)} for i, text in enumerate(texts) if text != "too long"}
