@@ -25,6 +25,7 @@ SCRIPTS = (
     "engine_top_k",
     "engine_gpu",
     "engine_kill",
+    "endpoint_rate",
     "accuracy_audit",
     "gates_table",
     "account",

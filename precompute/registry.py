@@ -17,6 +17,8 @@ BUILT_IN = {
     "two_tower": "precompute.models.two_tower:TwoTower",
     "top_k": "precompute.models.top_k:TopK",
     "torch_module": "precompute.models.torch_module:TorchModule",
+    "chat_endpoint": "precompute.endpoint.chat:ChatEndpoint",
+    "embedding_endpoint": "precompute.endpoint.embedding:EmbeddingEndpoint",
 }
 """Name in a view's ``model.use`` → class."""
 

@@ -94,14 +94,29 @@ class ModelUse:
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkSpec:
+    """How a column of long texts is cut: each source row becomes rows of its key and a chunk's number, :data:`CHUNK`, from 0."""
+
+    column: str
+    tokens: int
+    overlap: int
+    tokenizer: str
+
+
+CHUNK = "chunk"
+"""The last column of a chunked view's key."""
+
+
+@dataclass(frozen=True, slots=True)
 class Definition:
-    """How a view's rows come about, as configured: source SQL, model, what becomes of bad rows (``reject``, ``null``, ``fail``), and whether a
-    partition without rows goes live (``publish``) or what is live stays (``keep``)."""
+    """How a view's rows come about, as configured: source SQL, model, what becomes of bad rows (``reject``, ``null``, ``fail``), whether a
+    partition without rows goes live (``publish``) or what is live stays (``keep``), and how a long text becomes several rows."""
 
     source: str = ""
     model: ModelUse = field(default_factory=ModelUse)
     bad_rows: str = "reject"
     empty: str = "keep"
+    chunk: ChunkSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -90,7 +91,11 @@ class Searches:
             if query is None:
                 continue
             try:
-                found = index.search(query, options.k, exclude=exclude, only=only, where=where)
+                if pointer.view.definition.chunk is None:
+                    found = index.search(query, options.k, exclude=exclude, only=only, where=where)
+                else:
+                    own = None if options.key is None else _parent(key_text(options.key, entity))
+                    found = _best_chunks(partial(index.search, query, exclude=exclude, only=only, where=where), options.k, own)
             except VectorIndexError:
                 self._note(view)
                 raise
@@ -226,6 +231,31 @@ class Searches:
                 }
                 about.append(row)
         return about
+
+
+CHUNKS_A_PARENT = 4
+"""Rows looked for at first, for each parent that is wanted; then four times as many, until there are enough."""
+
+
+def _best_chunks(search: Callable[[int], Neighbours], k: int, own: str | None) -> Neighbours:
+    """Of each of the ``k`` nearest long texts its nearest chunk; ``own`` is left out."""
+    wanted = CHUNKS_A_PARENT * k
+    while True:
+        found = search(wanted)
+        best: dict[str, int] = {}
+        for at, key in enumerate(found.keys):
+            if (parent := _parent(key)) != own:
+                best.setdefault(parent, at)
+        if len(best) >= k or len(found.keys) < wanted:
+            rows = list(best.values())[:k]
+            keys, scores, times = found
+            return Neighbours([keys[row] for row in rows], [scores[row] for row in rows], [times[row] for row in rows])
+        wanted *= CHUNKS_A_PARENT
+
+
+def _parent(key: str) -> str:
+    """Key text of the long text that a chunk is of."""
+    return key.rpartition("/")[0]
 
 
 def _not_searchable(pointer: Pointer, key: Any, reason: Any) -> RequestError:

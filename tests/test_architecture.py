@@ -43,7 +43,12 @@ SEAMS = {
     "onnx": {"precompute/techniques/onnx.py"},
     "onnxruntime": {"precompute/techniques/onnx.py"},
     "transformers": {"precompute/text/transformer.py"},
-    "tokenizers": {"precompute/text/tokens.py", "precompute/text/transformer.py", "precompute/text/wordpiece.py"},
+    "tokenizers": {
+        "precompute/text/chunker.py",
+        "precompute/text/tokens.py",
+        "precompute/text/transformer.py",
+        "precompute/text/wordpiece.py",
+    },
     "safetensors": {
         "precompute/text/sentence_head.py",
         "precompute/text/transformer.py",
@@ -62,7 +67,13 @@ SEAMS = {
     "orjson": {"store/encoding/json_rows.py"},
     "pybase64": {"store/encoding/json_rows.py"},
     # the client writes what it asks, and reads what the API answered
-    "msgspec": {"store/api/wire.py", "store/client/calls.py", "store/record.py", "store/stand_in/stand_in.py"},
+    "msgspec": {
+        "precompute/endpoint/endpoint.py",
+        "store/api/wire.py",
+        "store/client/calls.py",
+        "store/record.py",
+        "store/stand_in/stand_in.py",
+    },
     "prometheus_client": {"store/telemetry/exposition.py"},
     "jinja2": {"store/page/page.py"},
     # imported only where traces are configured
@@ -77,6 +88,8 @@ SEAMS = {
     },
     "yaml": {"jobs/config/section.py"},
     "rich": {"jobs/process/progress.py"},
+    "httptools": {"precompute/endpoint/transport.py", "store/guard/protocol.py"},
+    "jsonschema_rs": {"precompute/endpoint/answer_schema.py"},
 }
 """Outside library → the only files that may import it, the demo apart."""
 
@@ -124,6 +137,8 @@ WINGS = {
     # the server's own application over rows in memory, and the clients without connections
     "store/stand_in": {"store/api", "store/client", "store/online", "store/vectors"},
     "precompute/engine": set[str](),
+    # what computes elsewhere has nothing of torch, and overlaps its stages as any other model
+    "precompute/endpoint": set[str](),
     "precompute/models": {"precompute/engine", "precompute/text"},
     "precompute/workers": {"precompute/engine", "precompute/precision"},
     "precompute/precision": {"precompute/engine", "precompute/models", "precompute/techniques"},

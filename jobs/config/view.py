@@ -17,8 +17,10 @@ from precompute.store.answer import default_row
 from precompute.store.clock import Partition, containing, duration
 from precompute.store.errors import ConfigError
 from precompute.store.feature_view import (
+    CHUNK,
     RESERVED,
     SIMILAR_FIELDS,
+    ChunkSpec,
     Definition,
     Feature,
     FeatureView,
@@ -80,7 +82,9 @@ class SourceConfig(Section):
 class ModelConfig(Section):
     """What turns rows into features."""
 
-    use: str = Field(description="text_encoder, two_tower, top_k, torch_module, or a class of yours as package.module:Class")
+    use: str = Field(
+        description="text_encoder, two_tower, top_k, torch_module, chat_endpoint, embedding_endpoint, or a class of yours as package.module:Class"
+    )
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments; {sql: SELECT …} becomes an Arrow table")
     precision: Precision = Field(
         default="auto", description="of the model's numbers; auto is what `precompute tune` picked, or fp32"
@@ -121,6 +125,17 @@ class FeatureConfig(Section):
         if self.packed is not None and (self.dim is None or self.dtype not in ("float16", "float32")):
             raise ValueError(f"packed: {self.packed} is for vectors (dim) of float16 or float32")
         return self
+
+
+class ChunkConfig(Section):
+    """Cuts a column of long texts: each row of the source becomes rows of its key and the chunk's number, ``chunk``; a search answers with the best chunk of each."""
+
+    column: str = Field(default="text", description="of the source: the text that is cut")
+    tokens: int = Field(default=256, ge=8, le=1_000_000, description="of a chunk at most, a model's special ones included")
+    overlap: int = Field(default=0, ge=0, description="tokens that a chunk has in common with the one before, at most")
+    tokenizer: str | None = Field(
+        default=None, description="a tokenizer.json, or a folder that has one; by default the path of a text_encoder"
+    )
 
 
 class IndexConfig(Section):
@@ -324,6 +339,7 @@ class ViewConfig(Section):
     name: Name
     entity: list[Name] = Field(min_length=1, max_length=8)
     source: SourceConfig
+    chunk: ChunkConfig | None = None
     model: ModelConfig
     features: dict[Name, FeatureConfig] = Field(min_length=1, max_length=512)
     ttl: Duration
@@ -373,6 +389,7 @@ class ViewConfig(Section):
             raise ValueError(
                 f"semantic_cache: answers have a column {beside[0]!r} of their own then; call the feature or key something else"
             )
+        self._check_chunk()
         unknown = [name for name in self.accuracy.features if name not in self.features]
         if unknown:
             raise ValueError(f"accuracy.features: {unknown[0]!r} is no feature (the features: {', '.join(self.features)})")
@@ -438,6 +455,28 @@ class ViewConfig(Section):
                 f"partition.keep: rows of {duration(partition.keep)} ago are to be served, and ttl lets them expire after {duration(self.ttl)}: make ttl as long"
             )
 
+    def _check_chunk(self) -> None:
+        if self.chunk is None:
+            return
+        if CHUNK in self.features or CHUNK in self.entity:
+            raise ValueError(f"chunk: {CHUNK!r} is the name of a chunk's number; call the feature or key column something else")
+        if self.chunk.overlap > self.chunk.tokens // 2:
+            raise ValueError(f"chunk.overlap: {self.chunk.overlap} is more than half of {self.chunk.tokens} tokens")
+        if self._chunk_tokenizer() is None:
+            raise ValueError(
+                f"chunk.tokenizer: model {self.model.use!r} names none; name a tokenizer.json, or a folder that has one"
+            )
+
+    def _chunk_tokenizer(self) -> str | None:
+        assert self.chunk is not None
+        own = self.model.args.get("path") if self.model.use == "text_encoder" else None
+        return self.chunk.tokenizer or own
+
+    def _chunk_spec(self) -> ChunkSpec | None:
+        if self.chunk is None or (tokenizer := self._chunk_tokenizer()) is None:
+            return None
+        return ChunkSpec(self.chunk.column, self.chunk.tokens, self.chunk.overlap, tokenizer)
+
     def _check_default(self) -> None:
         for name in self.fallback.default or ():
             if name not in self.features:
@@ -478,7 +517,7 @@ class ViewConfig(Section):
         """The view as the other rooms know it."""
         return FeatureView(
             name=self.name,
-            entity=tuple(self.entity),
+            entity=(*self.entity, *(() if self.chunk is None else (CHUNK,))),
             features=tuple(Feature(n, f.dtype, f.dim, f.max_items, f.packed) for n, f in self.features.items()),
             ttl_s=self.ttl,
             stale_for_s=self.stale_for,
@@ -497,6 +536,7 @@ class ViewConfig(Section):
                 model=ModelUse(**self.model.model_dump()),
                 bad_rows=self.bad_rows,
                 empty="publish" if self.partition is not None and self.partition.empty == "publish" else "keep",
+                chunk=self._chunk_spec(),
             ),
         )
 

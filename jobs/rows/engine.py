@@ -60,7 +60,8 @@ def _devices(opened: OpenView, config: EngineConfig) -> list[str | None]:
     """One for each worker; empty for none."""
     gpus = _gpus(opened)
     if not gpus:
-        return [None] * config.workers
+        # what counts rates and a budget counts them in one process
+        return [] if getattr(opened.model, "in_run_process", False) else [None] * config.workers
     # never the run's own process: what breaks a GPU's context breaks it for its process
     return [gpus[n % len(gpus)] for n in range(config.workers or len(gpus))]
 

@@ -273,8 +273,8 @@ def open_source(
     live = {name: _files(offline.view(name), number) for name, number in inputs.items()}
     bounds = None if partition is None else (partition.start, partition.end)
     try:
-        text = of_file(sql, offline.view(view.name).frame.absolute())
-        return Source(text, view.entity, live, bounds=bounds, folder=folder, memory_mb=memory_mb), inputs
+        text, chunk = of_file(sql, offline.view(view.name).frame.absolute()), view.definition.chunk
+        return Source(text, view.entity, live, bounds=bounds, folder=folder, memory_mb=memory_mb, chunk=chunk), inputs
     except ConfigError as exc:
         raise ConfigError(f"view {view.name!r}: source.sql: {exc}") from exc
     except SourceError as exc:

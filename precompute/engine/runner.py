@@ -253,6 +253,9 @@ class Runner:
         # of a forward that is played back where shapes repeat
         if counts := getattr(getattr(self._staged, "forward", None), "counts", None):
             figures["graphs"] = dict(counts)
+        # of a model that computes elsewhere: what was sent, and what it cost
+        if self._staged is not None and (own := getattr(self._staged, "figures", None)) is not None:
+            figures[self._staged.device.name] = own()
         return figures if self._staged is None else figures | {"device_peak_memory_bytes": self._staged.device.peak_bytes()}
 
     def device_figures(self, *, peak: bool = True) -> dict[str, Any]:

@@ -10,12 +10,13 @@ import re
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import duckdb
 import pyarrow as pa
+from duckdb.func import FunctionNullHandling, PythonUDFType
 
 from precompute.store.disk.spill_folder import SpillFolder
 from precompute.store.errors import ConfigError, SourceError
@@ -241,6 +242,13 @@ class Database:
         """What a SELECT yields, at most so many rows at a time."""
         with _translated():
             yield from self._connection.sql(sql).to_arrow_reader(batch_rows)
+
+    def add_function(self, name: str, function: Callable[[pa.Array], pa.Array], takes: str, gives: str) -> None:
+        """A function of SQL: a column of type ``takes``, nulls too, to one of type ``gives``, both by DuckDB's names."""
+        with _translated():
+            self._connection.create_function(
+                name, function, [takes], gives, type=PythonUDFType.ARROW, null_handling=FunctionNullHandling.SPECIAL
+            )
 
     def syntax_tree(self, sql: str) -> Any:
         """DuckDB's syntax tree of one SELECT."""

@@ -1,0 +1,155 @@
+"""Runs of views that an endpoint computes: killed, out of budget, with bad rows; and the model behind a miss."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from precompute.endpoint.answer_cache import NAME
+from precompute.store.errors import ModelError
+from tests.scene import Scene
+from tests.stand_in import Answer, StandIn, chat, length_label
+
+ROWS = 600
+KEY = "sk-very-secret-0123"
+VIEW = """
+name: labels
+entity: [id]
+source: {{sql: "SELECT i AS id, 'number ' || i AS text FROM range({rows}) t(i)"}}
+model:
+  use: chat_endpoint
+  args:
+    url: {url}
+    model: small
+    prompt: "Label: {{text}}"
+    schema: {{type: object, properties: {{label: {{enum: [long, short]}}, score: {{type: number}}}}, required: [label, score]}}
+    api_key_env: STAND_IN_KEY
+    limits: {{in_flight: 16}}
+    budget: {{tokens: {tokens}}}
+features: {{label: {{dtype: string}}, score: {{dtype: float64}}}}
+ttl: 26h
+max_rejected: 0.02
+gates: {{constant: null}}
+fallback: {{enabled: true, deadline: 5s}}
+"""
+
+MakeLabels = Callable[..., Scene]
+
+
+@pytest.fixture
+def labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeLabels:
+    """Makes a project with a view of labels; its workers compute none of them."""
+    monkeypatch.setenv("STAND_IN_KEY", KEY)
+
+    def make(stand_in: StandIn, rows: int = ROWS, tokens: int = 10**9) -> Scene:
+        (tmp_path / "views").mkdir(exist_ok=True)
+        (tmp_path / "project.yaml").write_text("root: ./var/root\nonline: table:./var/online\nengine: {workers: 2}\n")
+        (tmp_path / "views" / "labels.yaml").write_text(VIEW.format(url=stand_in.url, rows=rows, tokens=tokens))
+        return Scene(tmp_path, {})
+
+    return make
+
+
+def values(scene: Scene) -> dict[int, dict[str, Any]]:
+    return {row["id"]: {"label": row["label"], "score": row["score"]} for row in scene.rows(view="labels")}
+
+
+def expected(rows: int = ROWS) -> dict[int, dict[str, Any]]:
+    return {i: length_label(f"Label: number {i}") for i in range(rows)}
+
+
+def cached_answers(scene: Scene) -> int:
+    """Answers in the cache."""
+    file = scene.folder / "var" / "answers" / NAME
+    if not file.exists():
+        return 0
+    connection = sqlite3.connect(file)
+    try:
+        return int(connection.execute("SELECT count(*) FROM answers").fetchone()[0])
+    except sqlite3.OperationalError:
+        # not made yet
+        return 0
+    finally:
+        connection.close()
+
+
+def test_a_killed_run_pays_for_no_answer_twice(labels: MakeLabels) -> None:
+    with StandIn(delay_s=0.04) as stand_in:
+        scene = labels(stand_in)
+        command = [sys.executable, "-m", "precompute.jobs.cli", "-c", str(scene.folder), "run", "labels"]
+        for wanted in (100, 300):
+            run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            while run.poll() is None and cached_answers(scene) < wanted:
+                time.sleep(0.005)
+            os.kill(run.pid, signal.SIGKILL)
+            assert run.wait() == -signal.SIGKILL
+            assert wanted <= cached_answers(scene) < ROWS
+        before, paid = cached_answers(scene), stand_in.seen.total()
+        # each kill lost what was in flight, and nothing that had been answered before
+        assert before <= paid <= before + 2 * 16
+        report = scene.run("labels")
+        assert (report.status, report.counts["written"]) == ("published", ROWS)
+        assert values(scene) == expected()
+        assert stand_in.seen.total() - paid == ROWS - before
+        assert sum(count - 1 for count in stand_in.seen.values()) <= 2 * 16
+        # nor does anybody pay for what is computed once more
+        assert scene.run("labels", full=True).status == "published"
+        assert stand_in.seen.total() - paid == ROWS - before
+
+
+def test_a_run_out_of_budget_says_so_and_is_taken_up_again(labels: MakeLabels, capfd: pytest.CaptureFixture[str]) -> None:
+    with StandIn() as stand_in:
+        assert labels(stand_in, tokens=9_000).cli("run", "labels") == 1
+        said = capfd.readouterr().err
+        assert "the run's budget of 9,000 tokens is spent" in said
+        assert "are cached: the next run pays for none of them again" in said
+        assert "Traceback" not in said
+        first = stand_in.seen.total()
+        assert 100 < first < ROWS
+        report = labels(stand_in).run("labels")
+        assert report.engine["endpoint"]["requests"] == ROWS - first
+        assert report.engine["endpoint"]["from_cache"] + report.resumed == first
+        scene = labels(stand_in)
+        assert values(scene) == expected()
+        assert set(stand_in.seen.values()) == {1}
+        written = [path for path in scene.folder.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
+        assert written == []
+
+
+def test_bad_rows_are_bad_rows_and_a_miss_is_answered(labels: MakeLabels) -> None:
+    def behave(text: str, seen: int) -> Answer | None:
+        return Answer(chat("{")) if text.endswith(("13", "299")) else None
+
+    with StandIn(behave=behave) as stand_in:
+        scene = labels(stand_in)
+        bad = {i for i in range(ROWS) if str(i).endswith(("13", "299"))}
+        report = scene.run("labels")
+        assert (report.status, report.counts["rejected"]) == ("published", len(bad))
+        assert values(scene) == {i: row for i, row in expected().items() if i not in bad}
+        assert set(stand_in.seen.values()) == {1}
+        with scene.answering() as lookup:
+            answer = lookup.get("labels", [1, 13]).to_pylist()
+        assert [(row["status"], row["label"], row["reason"]) for row in answer] == [
+            ("fresh", "short", None),
+            ("missing", None, "model_error"),
+        ]
+        assert stand_in.seen["Label: number 13"] == 1
+
+
+def test_an_endpoint_that_is_down_changes_nothing_that_is_live(labels: MakeLabels) -> None:
+    with StandIn() as stand_in:
+        scene = labels(stand_in, rows=20)
+        assert scene.run("labels").status == "published"
+        stand_in.behave = lambda text, seen: Answer({"error": {"message": "no such key"}}, 401)
+        with pytest.raises(ModelError, match=r"no such key.*it wants another key"):
+            labels(stand_in, rows=30).run("labels")
+        assert values(scene) == expected(20)

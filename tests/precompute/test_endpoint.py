@@ -1,0 +1,451 @@
+"""Endpoints: rows answered by a service: what it answers is checked, cached, counted and paid once, and what is wrong with it is one bad row."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gc
+import re
+import socket
+import sqlite3
+import struct
+from collections.abc import Callable, Iterator
+from email.utils import formatdate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import uvloop
+
+from precompute.endpoint import endpoint as endpoint_module
+from precompute.endpoint.answer_cache import NAME
+from precompute.endpoint.chat import ChatEndpoint
+from precompute.endpoint.embedding import EmbeddingEndpoint
+from precompute.engine.runner import Runner, compute
+from precompute.engine.window import Outcome
+from precompute.registry import load_model
+from precompute.store.errors import ConfigError, ModelError
+from precompute.store.feature_view import Feature, FeatureView
+from tests.stand_in import Answer, Behaviour, StandIn, chat, embeddings, length_label, vector_of
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"label": {"enum": ["long", "short"]}, "score": {"type": "number"}},
+    "required": ["label"],
+}
+LABELS = FeatureView("labels", ("id",), (Feature("label", "string"), Feature("score", "float64")), ttl_s=86400, stale_for_s=0)
+TEXTS = FeatureView("texts", ("id",), (Feature("text", "string"),), ttl_s=86400, stale_for_s=0)
+VECTORS = FeatureView("vectors", ("id",), (Feature("embedding", "float32", 4),), ttl_s=86400, stale_for_s=0)
+KEY = "sk-very-secret-0123"
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Nobody waits for long, and what was open is closed."""
+    monkeypatch.setattr(endpoint_module, "FIRST_PAUSE_S", 0.01)
+    yield
+    gc.collect()
+
+
+@pytest.fixture
+def labels(tmp_path: Path) -> Callable[..., ChatEndpoint]:
+    """Makes a model of labels that sends to a stand-in."""
+
+    def make(stand_in: StandIn, **args: Any) -> ChatEndpoint:
+        args = {"model": "small", "prompt": "Label: {text}", "schema": SCHEMA, "cache": str(tmp_path / "answers")} | args
+        return ChatEndpoint(stand_in.url, **args)
+
+    return make
+
+
+def rows(*texts: Any) -> pa.RecordBatch:
+    return pa.record_batch({"text": pa.array(texts, pa.string())})
+
+
+def computed(outcome: Outcome) -> dict[int, dict[str, Any]]:
+    return dict(zip(outcome.rows.tolist(), outcome.features.to_pylist(), strict=True))
+
+
+def scripted(behave: dict[str, Any]) -> Behaviour:
+    """Answers by the end of the text; a list is a turn for each time it comes."""
+
+    def answer(text: str, seen: int) -> Answer | None:
+        found = next((given for end, given in behave.items() if text.endswith(end)), None)
+        if isinstance(found, list):
+            found = found[seen] if seen < len(found) else None
+        return found if found is None or isinstance(found, Answer) else Answer(found)
+
+    return answer
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "half": (chat('{"label": "lo'), "the answer is no JSON"),
+    "other schema": (chat({"label": "medium", "score": 1}), 'label: "medium" is not one of "long" or "short"'),
+    "no object": (chat([1, 2]), 'is not of type "object"'),
+    "missing": (chat({"score": 1}), '"label" is a required property'),
+    "not finite": (chat('{"label": "long", "score": NaN}'), "NaN is no number"),
+    "deep": (chat("[" * 100_000), "the answer is no JSON"),
+    "empty": (chat("  "), "the answer is empty"),
+    "nothing": (chat(None), "the answer is empty"),
+    "parts": (chat("", parts=[{"type": "text", "text": "{}"}]), "the answer is empty"),
+    "cut": (chat('{"label": "long"', ended="length"), "raise max_tokens"),
+    "refused": (chat(None, refusal="I must not"), "the model refuses: I must not"),
+    "filtered": (chat("x", ended="content_filter"), "the model refuses: content_filter"),
+    "too long": (
+        Answer({"error": {"message": "maximum context length is 512"}}, 400),
+        "answered 400 (maximum context length is 512)",
+    ),
+    "echo": (Answer({"error": f"bad \x1b[31m{KEY} " + "x" * 1000}, 422), "answered 422 (bad  [31m*** xxx"),
+}
+"""What is answered, and what its row's rejection says of it."""
+
+
+def test_what_is_wrong_with_an_answer_is_one_bad_row(labels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAND_IN_KEY", KEY)
+    with StandIn(behave=scripted({name: answer for name, (answer, _) in WRONG.items()})) as stand_in:
+        model = labels(stand_in, api_key_env="STAND_IN_KEY", limits={"in_flight": 12})
+        texts = [text for name in WRONG for text in (name, f"{name}, then a good one")]
+        outcome = compute(model, LABELS, rows(*texts, None, " \n"))
+    good = {2 * i + 1: length_label(f"Label: {name}, then a good one") for i, name in enumerate(WRONG)}
+    assert computed(outcome) == good
+    rejected = {r.row: (r.stage, r.error) for r in outcome.rejections}
+    assert sorted(rejected) == [*range(0, 2 * len(WRONG), 2), 2 * len(WRONG), 2 * len(WRONG) + 1]
+    for i, (name, (_, reason)) in enumerate(WRONG.items()):
+        stage, error = rejected[2 * i]
+        assert stage == "model", name
+        assert reason in error, name
+        assert KEY not in error
+        assert len(error) < 600
+    assert rejected[2 * len(WRONG)] == ("input", "text is null")
+    assert rejected[2 * len(WRONG) + 1] == ("input", "text is empty")
+    # halves of a batch are looked through for the bad row, and nothing is sent for that
+    assert set(stand_in.seen.values()) == {1}
+    assert all(headers["authorization"] == f"Bearer {KEY}" for headers in stand_in.headers)
+
+
+GOOD = {
+    "in Markdown": chat('```json\n{"label": "long", "score": 1}\n```'),
+    "in chunks": Answer(chat({"label": "long", "score": 1}), framed="chunks"),
+    "until the end": Answer(chat({"label": "long", "score": 1}), framed="end"),
+    "closed": Answer(chat({"label": "long", "score": 1}), headers={"Connection": "close"}),
+    "once lost": [Answer("", cut=0), chat({"label": "long", "score": 1})],
+    "half a body": [Answer(chat({"label": "long", "score": 1}), cut=40), chat({"label": "long", "score": 1})],
+    "half an envelope": [Answer('{"choices": [{"mess'), chat({"label": "long", "score": 1})],
+    "no envelope": [Answer('{"hello": 1}'), Answer("[]"), chat({"label": "long", "score": 1})],
+    "broken": [Answer("oops", 500), Answer("<html>", 502), chat({"label": "long", "score": 1})],
+    "slow": [Answer("", delay_s=30), chat({"label": "long", "score": 1})],
+    "busy": [Answer("", 429, {"Retry-After": "0.05"}), Answer("", 429), chat({"label": "long", "score": 1})],
+    "until a time": [Answer("", 429, {"Retry-After": formatdate(0, usegmt=True)}), chat({"label": "long", "score": 1})],
+    "loading": [Answer("", 503, {"retry-after": "0.01"})] * 7 + [chat({"label": "long", "score": 1})],
+}
+"""What comes to a good answer, after a while."""
+
+
+@pytest.mark.parametrize("loop", [asyncio, uvloop])
+def test_what_may_pass_is_tried_again(labels: Any, monkeypatch: pytest.MonkeyPatch, loop: Any) -> None:
+    monkeypatch.setattr("precompute.endpoint.session.asyncio.new_event_loop", loop.new_event_loop)
+    with StandIn(behave=scripted(GOOD)) as stand_in:
+        outcome = compute(labels(stand_in, limits={"timeout_s": 0.3}), LABELS, rows(*GOOD))
+        assert outcome.rejections == []
+        assert computed(outcome) == {i: {"label": "long", "score": 1} for i in range(len(GOOD))}
+        assert {text.removeprefix("Label: "): seen for text, seen in stand_in.seen.items()} == {
+            name: len(answers) if isinstance(answers, list) else 1 for name, answers in GOOD.items()
+        }
+
+
+FATAL = {
+    "another key": (
+        Answer({"error": {"message": f"Incorrect API key provided: {KEY}"}}, 401),
+        "answered 401 (Incorrect API key provided: ***)",
+    ),
+    "no such model": (Answer({"error": {"message": "The model `small` does not exist"}}, 404), "does not exist"),
+    "moved": (Answer("", 308, {"Location": "http://elsewhere/"}), "answered 308"),
+    "no money": (Answer({"error": {"code": "insufficient_quota", "message": "You exceeded"}}, 429), "You exceeded"),
+    "for hours": (Answer("", 429, {"Retry-After": "7200"}), "it is to wait for 7200 s more, beyond patience_s (600)"),
+    "broken": (Answer("", 500), "answered 500, the last of 5 tries"),
+}
+
+
+@pytest.mark.parametrize("name", FATAL)
+def test_what_will_not_pass_ends_the_run(labels: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    answer, said = FATAL[name]
+    monkeypatch.setenv("STAND_IN_KEY", KEY)
+    with StandIn(behave=lambda text, seen: answer) as stand_in:
+        with pytest.raises(ModelError) as raised:
+            compute(labels(stand_in, api_key_env="STAND_IN_KEY"), LABELS, rows(*(f"{i}" for i in range(40))))
+        assert said in str(raised.value)
+        assert stand_in.url in str(raised.value)
+        assert KEY not in str(raised.value)
+
+
+def test_an_endpoint_that_is_not_there_ends_the_run(labels: Any) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        stand_in = StandIn()
+        stand_in.port = taken.getsockname()[1]
+        with pytest.raises(ModelError, match=r"no answer from http://127.0.0.1:.*Connect call failed.*the last of 2 tries$"):
+            compute(labels(stand_in, limits={"tries": 2}), LABELS, rows("a"))
+
+
+def test_each_input_is_sent_once_and_no_more_at_once_than_allowed(labels: Any) -> None:
+    texts = [f"number {i % 500}" for i in range(1500)]
+    with StandIn(delay_s=0.005) as stand_in:
+        model = labels(stand_in, limits={"in_flight": 8})
+        windows, done = [rows(*texts[:700]), rows(*texts[700:])], dict[int, dict[str, Any]]()
+        for _, piece in Runner(model, LABELS).stream(windows):
+            done |= {700 * piece.window + row: features for row, features in computed(piece).items()}
+        assert done == dict(enumerate(length_label(f"Label: {text}") for text in texts))
+        assert set(stand_in.seen.values()) == {1}
+        assert stand_in.most_in_flight == 8
+        # another process, or another day
+        again = labels(stand_in)
+        assert computed(compute(again, LABELS, rows(*texts[:500]))) == computed(compute(model, LABELS, rows(*texts[:500])))
+        assert (len(stand_in.requests), again.figures()["from_cache"], again.figures()["requests"]) == (500, 500, 0)
+
+
+def test_what_is_damaged_is_sent_for_again_and_what_misfits_may_be(labels: Any, tmp_path: Path) -> None:
+    half = {"half": [chat("{"), chat("{"), chat({"label": "long", "score": 7})]}
+    with StandIn(behave=scripted(half)) as stand_in:
+        outcomes = [
+            compute(labels(stand_in, limits={"answer_tries": tries}), LABELS, rows("a", "half")) for tries in (1, 1, 2, 2)
+        ]
+        assert [len(outcome.rejections) for outcome in outcomes] == [1, 1, 1, 1]
+        assert stand_in.seen == {"Label: a": 1, "Label: half": 2}
+        gc.collect()
+        with sqlite3.connect(tmp_path / "answers" / NAME) as file:
+            file.execute("UPDATE answers SET answer = CAST(replace(answer, 'short', 'long') AS BLOB) WHERE wrong IS NULL")
+        file.close()
+        outcome = compute(labels(stand_in, limits={"answer_tries": 3}), LABELS, rows("a", "half"))
+        assert computed(outcome) == {0: length_label("Label: a"), 1: {"label": "long", "score": 7}}
+        assert stand_in.seen == {"Label: a": 2, "Label: half": 3}
+
+
+@pytest.mark.parametrize("what", ["no folder", "no database"])
+def test_nothing_is_sent_where_no_answer_can_be_kept(labels: Any, tmp_path: Path, what: str) -> None:
+    folder = tmp_path / "answers"
+    if what == "no folder":
+        folder.write_text("")
+    else:
+        folder.mkdir()
+        (folder / NAME).write_text("nothing that SQLite knows, and long enough to be looked at" * 100)
+    with StandIn() as stand_in:
+        with pytest.raises(ModelError, match="cannot be opened"):
+            compute(labels(stand_in), LABELS, rows("a"))
+        assert stand_in.requests == []
+
+
+USAGES: list[tuple[Any, bool]] = [
+    ({"prompt_tokens": 12, "completion_tokens": 9}, True),
+    (None, False),
+    ("many", False),
+    ({"prompt_tokens": 0, "completion_tokens": 0}, False),
+    ({"prompt_tokens": -5, "completion_tokens": 9}, False),
+    ({"prompt_tokens": "12", "completion_tokens": True}, False),
+    ({"prompt_tokens": 10**12, "completion_tokens": 9}, False),
+    ({"prompt_tokens": 12, "completion_tokens": 10**9}, False),
+]
+"""What an endpoint says of its tokens, and whether it can be true."""
+
+
+@pytest.mark.parametrize(("usage", "credible"), USAGES)
+def test_tokens_are_counted_whatever_the_endpoint_says(labels: Any, usage: Any, credible: bool) -> None:
+    with StandIn(behave=lambda text, seen: Answer(chat(length_label(text), usage=usage))) as stand_in:
+        model = labels(stand_in, price={"input": 2, "output": 10})
+        assert len(computed(compute(model, LABELS, rows("something")))) == 1
+    figures = model.figures()
+    assert figures["estimated_usage"] == (0 if credible else 1)
+    # "Label: something" has 16 bytes and its answer 34
+    assert 12 <= figures["input_tokens"] <= 80
+    assert 9 <= figures["output_tokens"] <= 12
+    assert figures["money"] == pytest.approx((2 * figures["input_tokens"] + 10 * figures["output_tokens"]) / 1e6, abs=1e-6)
+
+
+BUDGETS = [
+    ({"tokens": 2000}, None, r"budget of 2,000 tokens is spent: 1,\d\d\d are used"),
+    ({"money": 0.01}, {"input": 10.0}, r"budget of 0.01 \(money\) is spent: 0.00\d+ are used"),
+]
+
+
+def attempt(model: ChatEndpoint, batch: pa.RecordBatch) -> Outcome | ModelError:
+    try:
+        return compute(model, LABELS, batch)
+    except ModelError as exc:
+        return exc
+
+
+@pytest.mark.parametrize(("budget", "price", "said"), BUDGETS)
+def test_a_budget_that_is_spent_ends_the_run_and_the_next_one_goes_on(labels: Any, budget: Any, price: Any, said: str) -> None:
+    batch = rows(*(f"number {i}" for i in range(200)))
+    with StandIn(delay_s=0.002) as stand_in:
+        runs = 0
+        while True:
+            model, runs = labels(stand_in, budget=budget, price=price, max_tokens=50), runs + 1
+            outcome, figures = attempt(model, batch), model.figures()
+            assert figures["input_tokens"] + figures["output_tokens"] <= budget.get("tokens", 10**9)
+            assert figures["money"] <= budget.get("money", 0)
+            if isinstance(outcome, Outcome):
+                break
+            assert re.search(said, str(outcome))
+            assert f"{figures['answers']} requests were answered and are cached" in str(outcome)
+        assert runs > 2
+        assert len(computed(outcome)) == 200
+        assert set(stand_in.seen.values()) == {1}
+
+
+def test_a_summary_is_the_whole_answer(labels: Any) -> None:
+    with StandIn(behave=lambda text, seen: Answer(chat(f" About {text}\n"))) as stand_in:
+        model = labels(stand_in, schema=None, system="Be brief.", params={"temperature": None, "seed": 1, "max_tokens": 99})
+        assert computed(compute(model, TEXTS, rows("dogs", "größer 猫"))) == {
+            0: {"text": "About Label: dogs"},
+            1: {"text": "About Label: größer 猫"},
+        }
+    assert stand_in.requests[0] == {
+        "model": "small",
+        "max_tokens": 99,
+        "seed": 1,
+        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Label: dogs"}],
+    }
+
+
+@pytest.mark.parametrize(
+    ("schema", "strict"),
+    [
+        (SCHEMA, False),
+        (SCHEMA | {"additionalProperties": False}, False),
+        (SCHEMA | {"additionalProperties": False, "required": ["score", "label"]}, True),
+    ],
+)
+def test_a_schema_is_sent_and_strict_where_it_is_closed(labels: Any, schema: dict[str, Any], strict: bool) -> None:
+    with StandIn() as stand_in:
+        assert compute(labels(stand_in, schema=schema), LABELS, rows("a")).done == 1
+    wanted = {"name": "answer", "schema": schema, "strict": strict}
+    assert stand_in.requests[0]["response_format"] == {"type": "json_schema", "json_schema": wanted}
+
+
+def test_a_prompt_has_columns_of_any_type_and_braces(labels: Any) -> None:
+    batch = pa.record_batch({"n": [1, None, 3], "when": pa.array([0, 1, 2], pa.date32()), "raw": [b"caf\xc3\xa9", b"x", b"\xff"]})
+    with StandIn() as stand_in:
+        outcome = compute(labels(stand_in, prompt="{{{n}}} of {when}: {raw}"), LABELS, batch)
+        assert list(stand_in.seen) == ["{1} of 1970-01-01: café"]
+        assert [r.error for r in outcome.rejections] == ["n is null", "raw is not UTF-8: invalid start byte at byte 0"]
+        with pytest.raises(ModelError, match="the source has no column 'text'; it has n, when, raw"):
+            compute(labels(stand_in), LABELS, batch)
+
+
+def test_a_rate_spreads_requests_over_the_minute() -> None:
+    rate = endpoint_module.Rate(6)
+    assert [round(rate.wait_s(1)) for _ in range(4)] == [0, 9, 19, 29]
+    assert round(rate.wait_s(0.5)) == 39
+    assert round(rate.wait_s(1)) == 44
+    assert endpoint_module.Rate(None).wait_s(10**9) == 0
+
+
+def embedder(stand_in: StandIn, folder: Path, **args: Any) -> EmbeddingEndpoint:
+    return EmbeddingEndpoint(stand_in.url, "small", cache=str(folder), **args)
+
+
+def test_embeddings_are_those_of_their_texts_and_a_bad_text_is_one_bad_row(tmp_path: Path) -> None:
+    texts = [f"text {i}" for i in range(37)] + ["too long", "text 3"]
+    with StandIn(behave=scripted({"too long": Answer("too long", 413)})) as stand_in:
+        model = embedder(stand_in, tmp_path)
+        outcome = compute(model, VECTORS, rows(*texts))
+        assert computed(outcome) == {i: {"embedding": vector_of(text)} for i, text in enumerate(texts) if text != "too long"}
+        assert [(r.row, r.error) for r in outcome.rejections] == [(37, "BadAnswer: the endpoint answered 413 (too long)")]
+        assert [len(body["input"]) for body in stand_in.requests[:2]] == [16, 16]
+        queries = embedder(stand_in, tmp_path, prompt="passage: ", query_prompt="query: ").for_queries()
+        assert computed(compute(queries, VECTORS, rows("cats"))) == {0: {"embedding": vector_of("query: cats")}}
+        assert queries.for_queries() is queries
+
+
+ODD: dict[str, Any] = {
+    "one short": lambda texts: embeddings(texts[:-1]),
+    "twice": lambda texts: {"data": embeddings(texts)["data"] * 2},
+    "a hole": lambda texts: {"data": [{"index": 0, "embedding": [1.0, None, 2.0, 3.0]}]},
+    "text": lambda texts: {"data": [{"index": 0, "embedding": "no base64!"}]},
+    "no vector": lambda texts: {"data": [{"index": 0, "embedding": []}]},
+    "too large": lambda texts: {"data": [{"index": 0, "embedding": [1e300, 0.0, 0.0, 0.0]}]},
+    "another length": lambda texts: {"data": [{"index": 0, "embedding": [1.0, 2.0]}]},
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_an_embedding_that_is_none_is_a_bad_row(tmp_path: Path, name: str) -> None:
+    with StandIn(behave=lambda text, seen: Answer(ODD[name](["bad"])) if text == "bad" else None) as stand_in:
+        outcome = compute(embedder(stand_in, tmp_path, texts_per_request=2), VECTORS, rows("good", "bad", "fine"))
+        assert computed(outcome) == {0: {"embedding": vector_of("good")}, 2: {"embedding": vector_of("fine")}}
+        assert [r.row for r in outcome.rejections] == [1]
+
+
+def test_embeddings_in_base64_are_the_same(tmp_path: Path) -> None:
+    packed = base64.b64encode(struct.pack("<4f", 1, 2, 3, 0.1)).decode()
+    with StandIn(behave=lambda text, seen: Answer({"data": [{"index": 0, "embedding": packed}]})) as stand_in:
+        outcome = compute(embedder(stand_in, tmp_path, params={"encoding_format": "base64", "dimensions": 4}), VECTORS, rows("a"))
+        assert computed(outcome) == {0: {"embedding": np.array([1, 2, 3, 0.1], np.float32).tolist()}}
+        assert stand_in.requests == [{"model": "small", "input": ["a"], "encoding_format": "base64", "dimensions": 4}]
+
+
+CHAT: dict[str, Any] = {"url": "http://host:1/v1", "model": "m", "prompt": "{text}", "schema": SCHEMA}
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"url": "host:1"}, "url is 'host:1'"),
+    ({"url": "http://me:secret@host/v1"}, "a key comes from the environment alone"),
+    ({"url": "http://host/v1?key=secret"}, "a key comes from the environment alone"),
+    ({"url": "http://host/v1/chat/completions"}, "give the API's base without it: http://host/v1"),
+    ({"model": ""}, "model is ''"),
+    ({"api_key_env": "NO_SUCH_KEY"}, "the environment has no NO_SUCH_KEY"),
+    ({"prompt": "Which genre?"}, "names no column"),
+    ({"prompt": "{text.__class__}"}, "the source has no column"),
+    ({"prompt": "{text!r:>10}"}, "the name of a column and nothing else"),
+    ({"prompt": "{text"}, "expected '}'"),
+    ({"schema": {"type": "array"}}, "give a JSON Schema of an object"),
+    ({"schema": {"type": "object", "properties": {"a": {"type": "txt"}}}}, "schema is no JSON Schema"),
+    ({"schema": {"type": "object", "properties": {"a": {"$ref": "http://127.0.0.1:9/a.json"}}}}, "Retrieval is disabled"),
+    ({"max_tokens": 0}, "max_tokens is 0"),
+    ({"limits": {"in_flights": 3}}, "it takes answer_tries, in_flight, "),
+    ({"limits": {"in_flight": 0}}, "limits.in_flight is 0"),
+    ({"limits": {"timeout_s": float("nan")}}, "limits.timeout_s is nan"),
+    ({"budget": {"euros": 3}}, "it takes tokens and money"),
+    ({"budget": {"money": 3}}, "budget.money without a price"),
+    ({"budget": {"tokens": -1}}, "budget.tokens is -1"),
+    ({"cache_days": 0}, "cache_days is 0"),
+]
+
+
+@pytest.mark.parametrize(("args", "said"), MISTAKES)
+def test_a_mistake_is_reported_before_anything_is_sent(args: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises((ConfigError, ModelError)) as raised:
+        compute(load_model("chat_endpoint", {**CHAT, "cache": str(tmp_path), **args}), LABELS, rows("a"))
+    assert said in str(raised.value)
+    assert "secret" not in str(raised.value)
+
+
+def test_the_fingerprint_is_of_what_makes_the_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def chat_of(**args: Any) -> str:
+        return load_model("chat_endpoint", {**CHAT, **args}).fingerprint()
+
+    monkeypatch.setenv("STAND_IN_KEY", KEY)
+    same: list[dict[str, Any]] = [
+        {"url": "http://HOST:1/v1/"},
+        {"api_key_env": "STAND_IN_KEY"},
+        {"limits": {"in_flight": 3}},
+        {"budget": {"tokens": 1}},
+        {"cache": str(tmp_path)},
+        {"params": {"temperature": 0}},
+    ]
+    others: list[dict[str, Any]] = [
+        {},
+        {"url": "http://host:2/v1"},
+        {"model": "n"},
+        {"prompt": "{text}."},
+        {"system": "x"},
+        {"schema": {**SCHEMA, "required": []}},
+        {"schema": None},
+        {"max_tokens": 3},
+        {"params": {"temperature": 1}},
+    ]
+    assert {chat_of(**args) for args in same} == {chat_of()}
+    assert len({chat_of(**args) for args in others}) == len(others)
+    own: list[dict[str, Any]] = [{}, {"prompt": "a"}, {"query_prompt": "a"}, {"column": "title"}, {"params": {"dimensions": 3}}]
+    embedding: dict[str, Any] = {"url": "http://host/v1", "model": "m"}
+    assert len({load_model("embedding_endpoint", embedding | args).fingerprint() for args in own}) == len(own)
