@@ -135,7 +135,7 @@ def test_a_run_without_a_frame_is_refused(
         assert why in capsys.readouterr().err
     assert (scene.report().status, scene.live()) == ("failed", live)
     assert why in (scene.report().error or "")
-    make_project([(1, 1.0)], view={"source": {"sql": "SELECT * FROM read_parquet('data.parquet')"}})
+    make_project([(1, 1.0)], view={"source": {"sql": "SELECT * FROM read_parquet('data.parquet')"}, "gates": {"contract": False}})
     with pytest.raises(pc.ConfigError, match=r"view 'numbers' reads SQL.*source: \{frame: \[id, …\]\}.*numbers\.yaml"):
         project.run("numbers", frame=DATA)
 
