@@ -17,6 +17,9 @@ BUILT_IN = {
     "two_tower": "precompute.models.two_tower:TwoTower",
     "top_k": "precompute.models.top_k:TopK",
     "torch_module": "precompute.models.torch_module:TorchModule",
+    "lightgbm": "precompute.tabular.lightgbm_model:LightGbm",
+    "xgboost": "precompute.tabular.xgboost_model:XgBoost",
+    "catboost": "precompute.tabular.catboost_model:CatBoost",
 }
 """Name in a view's ``model.use`` → class."""
 

@@ -41,6 +41,9 @@ SEAMS = {
     },
     "onnx": {"precompute/techniques/onnx.py"},
     "onnxruntime": {"precompute/techniques/onnx.py"},
+    "lightgbm": {"precompute/tabular/lightgbm_model.py"},
+    "xgboost": {"precompute/tabular/xgboost_model.py"},
+    "catboost": {"precompute/tabular/catboost_model.py"},
     "transformers": {"precompute/text/transformer.py"},
     "tokenizers": {"precompute/text/tokens.py", "precompute/text/transformer.py"},
     "safetensors": {"precompute/text/sentence_head.py", "precompute/models/torch_module.py", "precompute/models/two_tower.py"},
@@ -113,6 +116,8 @@ WINGS = {
     "store/client": {"store/api"},
     "precompute/engine": set[str](),
     "precompute/models": {"precompute/engine", "precompute/text"},
+    # over plain columns, by other libraries than torch
+    "precompute/tabular": {"precompute/engine"},
     "precompute/workers": {"precompute/engine", "precompute/precision"},
     "precompute/precision": {"precompute/engine", "precompute/models", "precompute/techniques"},
     "precompute/sources": set[str](),

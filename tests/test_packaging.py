@@ -28,7 +28,7 @@ PROJECT: dict[str, Any] = tomllib.loads((REPOSITORY / "pyproject.toml").read_tex
 EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
 USES = {
     "store": ["cpu", "otel"],
-    "precompute": ["engine", "onnx"],
+    "precompute": ["engine", "onnx", "lightgbm", "xgboost", "catboost"],
     "jobs": ["engine"],
     "demo": ["engine", "demo"],
     "tests": ["cpu", "demo", "dev"],

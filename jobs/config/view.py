@@ -61,7 +61,9 @@ class SourceConfig(Section):
 class ModelConfig(Section):
     """What turns rows into features."""
 
-    use: str = Field(description="text_encoder, two_tower, top_k, or a class of yours as package.module:Class")
+    use: str = Field(
+        description="a built-in (text_encoder, top_k, lightgbm, …: docs/models.md), or a class of yours as package.module:Class"
+    )
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments; {sql: SELECT …} becomes an Arrow table")
     precision: Precision = Field(
         default="auto", description="of the model's numbers; auto is what `precompute tune` picked, or fp32"
