@@ -20,6 +20,7 @@ BUILT_IN = {
     "lightgbm": "precompute.tabular.lightgbm_model:LightGbm",
     "xgboost": "precompute.tabular.xgboost_model:XgBoost",
     "catboost": "precompute.tabular.catboost_model:CatBoost",
+    "onnx": "precompute.tabular.onnx_model:OnnxModel",
 }
 """Name in a view's ``model.use`` → class."""
 
