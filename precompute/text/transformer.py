@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModel, AutoTokenizer
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from precompute.project_module import described
 from precompute.store.errors import ConfigError, ModelError
 
 # a run has its own progress; this one ends up in logs
@@ -41,7 +42,7 @@ comes after all that can see it, and a decoder's positions are relative: nothing
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.txt")
 
 
-def model_files(folder: Path) -> dict[str, Path]:
+def model_files(folder: Path, use: str = "text_encoder") -> dict[str, Path]:
     """The transformer's and the tokenizer's files, by name.
 
     Raises:
@@ -54,19 +55,19 @@ def model_files(folder: Path) -> dict[str, Path]:
         try:
             weights = [index.name, *sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))]
         except (ValueError, KeyError, AttributeError, TypeError) as exc:
-            raise ModelError(f"text_encoder: {index} is damaged: {exc}") from exc
+            raise ModelError(f"{use}: {index} is damaged: {exc}") from exc
     needed = ["config.json", *weights, "tokenizer.json"]
     for name in needed:
         if not (folder / name).is_file():
-            raise ConfigError(f"text_encoder: {folder} has no {name}; give the folder of a model saved with safetensors")
+            raise ConfigError(f"{use}: {folder} has no {name}; give the folder of a model saved with safetensors")
     if (folder / "adapter_config.json").is_file():
         raise ConfigError(
-            f"text_encoder: {folder} is an adapter (adapter_config.json) on another model: merge the two and save the result"
+            f"{use}: {folder} is an adapter (adapter_config.json) on another model: merge the two and save the result"
         )
     return {name: folder / name for name in (*needed, *TOKENIZER_FILES) if (folder / name).is_file()}
 
 
-def model_type(file: Path) -> str:
+def model_type(file: Path, use: str = "text_encoder") -> str:
     """The ``model_type`` of a ``config.json``.
 
     Raises:
@@ -76,16 +77,16 @@ def model_type(file: Path) -> str:
         config = json.loads(file.read_text(encoding="utf-8"))
         kind = str(config["model_type"])
     except (ValueError, KeyError, TypeError) as exc:
-        raise ModelError(f"text_encoder: {file} is damaged: it names no model_type ({exc})") from exc
+        raise ModelError(f"{use}: {file} is damaged: it names no model_type ({exc})") from exc
     # transformers' own code for the same model_type may be another model
     if "AutoModel" in (config.get("auto_map") or {}):
         raise ConfigError(
-            f"text_encoder: {file}: the model's own code (auto_map: {config['auto_map']['AutoModel']}) is never run: write a model class of your own, "
+            f"{use}: {file}: the model's own code (auto_map: {config['auto_map']['AutoModel']}) is never run: write a model class of your own, "
             f"or remove auto_map where transformers' own {kind!r} is meant"
         )
     if kind not in (*ENCODERS, *DECODERS):
         raise ConfigError(
-            f"text_encoder: {file}: model_type {kind!r} is not known to come out right in batches; {', '.join((*ENCODERS, *DECODERS))} are: "
+            f"{use}: {file}: model_type {kind!r} is not known to come out right in batches; {', '.join((*ENCODERS, *DECODERS))} are: "
             "write a model class of your own"
         )
     return kind
@@ -98,11 +99,21 @@ def load_transformer(folder: Path) -> tuple[Any, Any]:
         ConfigError: the tokenizer works in a way that is not followed here.
         ModelError: a file is damaged, or weights are missing.
     """
+    # transformers makes up what is missing, at random; only the pooler is not used here
+    return _loaded(folder, AutoModel, "text_encoder", "pooler.")
+
+
+def load_classifier(folder: Path) -> tuple[Any, Any]:
+    """:func:`load_transformer` of one with a head that gives a logit for each label."""
+    return _loaded(folder, AutoModelForSequenceClassification, "text_classifier")
+
+
+def _loaded(folder: Path, kind: Any, use: str, unused: str | None = None) -> tuple[Any, Any]:
     try:
         # transformers makes up one from other files when this is damaged
         Tokenizer.from_file(str(folder / "tokenizer.json"))
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        transformer, loading = AutoModel.from_pretrained(
+        transformer, loading = kind.from_pretrained(
             folder,
             local_files_only=True,
             use_safetensors=True,
@@ -112,14 +123,13 @@ def load_transformer(folder: Path) -> tuple[Any, Any]:
         )
     except Exception as exc:
         # the tokenizers library raises a bare Exception, safetensors one of its own
-        raise ModelError(f"text_encoder: {folder} does not load: {exc}") from exc
-    # transformers makes up what is missing, at random; only the pooler is not used here
-    missing = sorted(name for name in loading["missing_keys"] if not name.startswith("pooler."))
+        raise ModelError(f"{use}: {folder} does not load: {described(exc)}") from exc
+    missing = sorted(name for name in loading["missing_keys"] if unused is None or not name.startswith(unused))
     if missing:
-        raise ModelError(f"text_encoder: {folder} has no weights for {', '.join(missing[:3])}")
+        raise ModelError(f"{use}: {folder} has no weights for {', '.join(missing[:3])}")
     if tokenizer.truncation_side != "right":
         raise ConfigError(
-            f"text_encoder: {folder}/tokenizer_config.json: truncation_side is {tokenizer.truncation_side}; only right is understood"
+            f"{use}: {folder}/tokenizer_config.json: truncation_side is {tokenizer.truncation_side}; only right is understood"
         )
     if getattr(transformer.config, "use_cache", False):
         # nothing is generated
@@ -127,7 +137,7 @@ def load_transformer(folder: Path) -> tuple[Any, Any]:
     return transformer, tokenizer
 
 
-def longest_input(requested: int | None, folders: int | None, transformer: Any, tokenizer: Any) -> int:
+def longest_input(requested: int | None, folders: int | None, transformer: Any, tokenizer: Any, use: str = "text_encoder") -> int:
     """The longest input: as requested; else as the folder says; else as ``sentence_transformers…Transformer`` finds it.
 
     Raises:
@@ -139,7 +149,7 @@ def longest_input(requested: int | None, folders: int | None, transformer: Any, 
     if requested is not None:
         most = table or max(declared, folders or 0)
         if not 2 < requested <= most:
-            raise ConfigError(f"text_encoder: max_tokens is {requested}, this model takes 3 to {most}")
+            raise ConfigError(f"{use}: max_tokens is {requested}, this model takes 3 to {most}")
         return requested
     longest = folders
     if longest is None:
@@ -148,7 +158,7 @@ def longest_input(requested: int | None, folders: int | None, transformer: Any, 
     # transformers writes 1e30 for none
     if not 2 < longest < 2**24:
         raise ConfigError(
-            f"text_encoder: the folder names no longest input that can be used ({longest}): set max_tokens in the model's args"
+            f"{use}: the folder names no longest input that can be used ({longest}): set max_tokens in the model's args"
         )
     return int(longest)
 
