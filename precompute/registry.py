@@ -15,6 +15,7 @@ from precompute.store.errors import ConfigError, ModelError, PrecomputeError
 BUILT_IN = {
     "text_encoder": "precompute.models.text_encoder:TextEncoder",
     "text_classifier": "precompute.models.text_classifier:TextClassifier",
+    "static_embedding": "precompute.models.static_embedding:StaticEmbedding",
     "two_tower": "precompute.models.two_tower:TwoTower",
     "top_k": "precompute.models.top_k:TopK",
     "torch_module": "precompute.models.torch_module:TorchModule",

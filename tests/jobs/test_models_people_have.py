@@ -198,7 +198,24 @@ def text_classifier(folder: Path) -> Made:
     return Made(args, features, table, expected, bad, "reviews/model.safetensors", others)
 
 
+def static_embedding(folder: Path) -> Made:
+    from model2vec import StaticModel
+
+    from tests.precompute.test_static_embedding import saved
+
+    saved(folder / "static")
+    table = texts()
+    expected = StaticModel.from_pretrained(folder / "static", force_download=False).encode(
+        [text or "" for text in table["text"].to_pylist()]
+    )
+    bad = {3: "text is null", 5: "text is empty"}
+    args = {"path": "./static", "device": "cpu"}
+    features = {"embedding": {"dtype": "float32", "dim": 6}}
+    return Made(args, features, table, {"embedding": expected}, bad, "static/model.safetensors", [{"normalize": False}])
+
+
 CASES: dict[str, Callable[[Path], Made]] = {
+    "static_embedding": static_embedding,
     "text_classifier": text_classifier,
     "lightgbm": lightgbm,
     "xgboost": xgboost,
