@@ -16,6 +16,7 @@ BUILT_IN = {
     "text_encoder": "precompute.models.text_encoder:TextEncoder",
     "text_classifier": "precompute.models.text_classifier:TextClassifier",
     "static_embedding": "precompute.models.static_embedding:StaticEmbedding",
+    "image_encoder": "precompute.images.image_encoder:ImageEncoder",
     "two_tower": "precompute.models.two_tower:TwoTower",
     "top_k": "precompute.models.top_k:TopK",
     "torch_module": "precompute.models.torch_module:TorchModule",

@@ -16,6 +16,8 @@ FILES = sorted(str(path.relative_to(REPOSITORY)) for folder in (*ROOMS, "demo") 
 
 SEAMS = {
     "torch": {
+        "precompute/images/image_encoder.py",
+        "precompute/images/vision_tower.py",
         "precompute/models/device.py",
         "precompute/models/exported_program.py",
         "precompute/models/graphs.py",
@@ -46,7 +48,8 @@ SEAMS = {
     "lightgbm": {"precompute/tabular/lightgbm_model.py"},
     "xgboost": {"precompute/tabular/xgboost_model.py"},
     "catboost": {"precompute/tabular/catboost_model.py"},
-    "transformers": {"precompute/text/transformer.py"},
+    "PIL": {"precompute/images/image_file.py"},
+    "transformers": {"precompute/images/vision_tower.py", "precompute/text/transformer.py"},
     "tokenizers": {
         "precompute/models/static_embedding.py",
         "precompute/text/pair_tokens.py",
@@ -128,6 +131,8 @@ WINGS = {
     "store/client": {"store/api"},
     "precompute/engine": set[str](),
     "precompute/models": {"precompute/engine", "precompute/text"},
+    # a torch model of pictures
+    "precompute/images": {"precompute/engine", "precompute/models"},
     # over plain columns, by other libraries than torch
     "precompute/tabular": {"precompute/engine"},
     "precompute/workers": {"precompute/engine", "precompute/precision"},

@@ -28,7 +28,7 @@ PROJECT: dict[str, Any] = tomllib.loads((REPOSITORY / "pyproject.toml").read_tex
 EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
 USES = {
     "store": ["cpu", "otel"],
-    "precompute": ["engine", "onnx", "lightgbm", "xgboost", "catboost"],
+    "precompute": ["engine", "onnx", "lightgbm", "xgboost", "catboost", "images"],
     "jobs": ["engine"],
     "demo": ["engine", "demo"],
     "tests": ["cpu", "demo", "dev"],

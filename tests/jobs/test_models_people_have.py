@@ -214,7 +214,24 @@ def static_embedding(folder: Path) -> Made:
     return Made(args, features, table, {"embedding": expected}, bad, "static/model.safetensors", [{"normalize": False}])
 
 
+def image_encoder(folder: Path) -> Made:
+    """Pictures in the table, one of them cut."""
+    from tests.precompute.test_image_encoder import encoded, expected, picture, saved
+
+    model, processor = saved(folder / "clip")
+    images = [picture(row % 10, 40 + row, 50) for row in range(ROWS)]
+    contents = [encoded(image) for image in images]
+    contents[4] = contents[4][:200]
+    table = pa.table({"id": range(ROWS), "image": pa.array(contents)})
+    args = {"path": "./clip", "device": "cpu"}
+    features = {"embedding": {"dtype": "float32", "dim": 8}}
+    values = {"embedding": expected(model, processor, images)}
+    bad = {4: "image is a broken picture: OSError: image file is truncated"}
+    return Made(args, features, table, values, bad, "clip/model.safetensors", [{"normalize": False}])
+
+
 CASES: dict[str, Callable[[Path], Made]] = {
+    "image_encoder": image_encoder,
     "static_embedding": static_embedding,
     "text_classifier": text_classifier,
     "lightgbm": lightgbm,
