@@ -4,7 +4,7 @@ checked, judged by the gates, written durably) against ``Booster.predict`` of th
 Two models of 20 features: 500 trees of 63 leaves, and 100 of 31. Both sides take turns in one process, with all cores; a warm-up of each is not counted. Beside
 times stands the processor's time. All scores of both sides are compared.
 
-    python -m benchmarks.engine_trees [pairs]
+    python -m benchmarks.engine_trees [pairs] [rounds] [trees]
 """
 
 from __future__ import annotations
@@ -124,13 +124,14 @@ def main() -> None:
     """Measure and report."""
     pairs = int(sys.argv[1]) if len(sys.argv) > 1 else PAIRS
     rounds = int(sys.argv[2]) if len(sys.argv) > 2 else ROUNDS
+    chosen = {name: sizes for name, sizes in MODELS.items() if sys.argv[3:] in ([], [str(sizes[0])])}
     lines, figures = (
         [f"{pairs:,} pairs, {FEATURES} features, {rounds} rounds; all scores equal Booster.predict's"],
         dict[str, Any](),
     )
     with tempfile.TemporaryDirectory() as name:
         project = write_project(Path(name), pairs)
-        for model, (trees, leaves) in MODELS.items():
+        for model, (trees, leaves) in chosen.items():
             write_model(Path(name) / "model.txt", trees, leaves)
             figures[model] = found = measured(Path(name), project, pairs, rounds)
             s = found["seconds"]

@@ -27,7 +27,7 @@ with warnings.catch_warnings():
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
     from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-VISION = {
+VISION: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 24,
     "num_hidden_layers": 2,
