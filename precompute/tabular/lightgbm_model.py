@@ -39,6 +39,8 @@ class LightGbm(TreeModel):
 
     def scores(self, matrix: Matrix, threads: int) -> npt.NDArray[Any]:
         """Probabilities, or what else the objective makes of the trees' sum: float64."""
+        # for a miss or two, waking the others takes longer than the trees
+        threads = min(threads, 1 + len(matrix) // 64)
         return np.asarray(self._booster.predict(matrix, raw_score=self._raw, num_threads=threads))
 
 
