@@ -23,6 +23,7 @@ SCRIPTS = (
     "engine_mlp",
     "engine_row",
     "engine_top_k",
+    "engine_trees",
     "engine_gpu",
     "engine_kill",
     "endpoint_rate",

@@ -62,12 +62,13 @@ class SizedModel(Model, Protocol):
 class Prepared:
     """Rows made ready for a device: their ``costs``, int64 [rows] and at least 1, and whatever the model needs to make inputs of them.
 
-    ``bad`` are rows found unusable only now: position → reason.
+    ``bad`` are rows found unusable only now: position → reason. ``size_bytes`` is the payload's, where it is much larger than its rows were.
     """
 
     costs: npt.NDArray[np.int64]
     payload: Any = None
     bad: Mapping[int, str] = field(default_factory=dict)
+    size_bytes: int = 0
 
 
 class ComputeDevice(Protocol):

@@ -14,11 +14,18 @@ from precompute.store.errors import ConfigError, ModelError, PrecomputeError
 
 BUILT_IN = {
     "text_encoder": "precompute.models.text_encoder:TextEncoder",
+    "text_classifier": "precompute.models.text_classifier:TextClassifier",
+    "static_embedding": "precompute.models.static_embedding:StaticEmbedding",
+    "image_encoder": "precompute.images.image_encoder:ImageEncoder",
     "two_tower": "precompute.models.two_tower:TwoTower",
     "top_k": "precompute.models.top_k:TopK",
     "torch_module": "precompute.models.torch_module:TorchModule",
     "chat_endpoint": "precompute.endpoint.chat:ChatEndpoint",
     "embedding_endpoint": "precompute.endpoint.embedding:EmbeddingEndpoint",
+    "lightgbm": "precompute.tabular.lightgbm_model:LightGbm",
+    "xgboost": "precompute.tabular.xgboost_model:XgBoost",
+    "catboost": "precompute.tabular.catboost_model:CatBoost",
+    "onnx": "precompute.tabular.onnx_model:OnnxModel",
 }
 """Name in a view's ``model.use`` → class."""
 

@@ -16,9 +16,13 @@ FILES = sorted(str(path.relative_to(REPOSITORY)) for folder in (*ROOMS, "demo") 
 
 SEAMS = {
     "torch": {
+        "precompute/images/image_encoder.py",
+        "precompute/images/vision_tower.py",
         "precompute/models/device.py",
         "precompute/models/exported_program.py",
         "precompute/models/graphs.py",
+        "precompute/models/static_embedding.py",
+        "precompute/models/text_classifier.py",
         "precompute/models/text_encoder.py",
         "precompute/models/top_k.py",
         "precompute/models/torch_model.py",
@@ -40,16 +44,23 @@ SEAMS = {
         "precompute/text/encoder.py",
         "precompute/text/sentence_head.py",
     },
-    "onnx": {"precompute/techniques/onnx.py"},
-    "onnxruntime": {"precompute/techniques/onnx.py"},
-    "transformers": {"precompute/text/transformer.py"},
+    "onnx": {"precompute/tabular/onnx_model.py", "precompute/techniques/onnx.py"},
+    "onnxruntime": {"precompute/tabular/onnx_model.py", "precompute/techniques/onnx.py"},
+    "lightgbm": {"precompute/tabular/lightgbm_model.py"},
+    "xgboost": {"precompute/tabular/xgboost_model.py"},
+    "catboost": {"precompute/tabular/catboost_model.py"},
+    "PIL": {"precompute/images/image_file.py"},
+    "transformers": {"precompute/images/vision_tower.py", "precompute/text/transformer.py"},
     "tokenizers": {
+        "precompute/models/static_embedding.py",
         "precompute/text/chunker.py",
+        "precompute/text/pair_tokens.py",
         "precompute/text/tokens.py",
         "precompute/text/transformer.py",
         "precompute/text/wordpiece.py",
     },
     "safetensors": {
+        "precompute/models/static_embedding.py",
         "precompute/text/sentence_head.py",
         "precompute/text/transformer.py",
         "precompute/models/torch_module.py",
@@ -140,6 +151,10 @@ WINGS = {
     # what computes elsewhere has nothing of torch, and overlaps its stages as any other model
     "precompute/endpoint": set[str](),
     "precompute/models": {"precompute/engine", "precompute/text"},
+    # a torch model of pictures
+    "precompute/images": {"precompute/engine", "precompute/models"},
+    # over plain columns, by other libraries than torch
+    "precompute/tabular": {"precompute/engine"},
     "precompute/workers": {"precompute/engine", "precompute/precision"},
     "precompute/precision": {"precompute/engine", "precompute/models", "precompute/techniques"},
     "precompute/sources": set[str](),

@@ -28,7 +28,7 @@ PROJECT: dict[str, Any] = tomllib.loads((REPOSITORY / "pyproject.toml").read_tex
 EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
 USES = {
     "store": ["cpu", "otel"],
-    "precompute": ["engine", "endpoint", "onnx", "testing"],
+    "precompute": ["engine", "endpoint", "onnx", "testing", "lightgbm", "xgboost", "catboost", "images"],
     "jobs": ["engine", "notebook"],
     "demo": ["engine", "demo"],
     "tests": ["cpu", "demo", "dev"],

@@ -83,7 +83,7 @@ class ModelConfig(Section):
     """What turns rows into features."""
 
     use: str = Field(
-        description="text_encoder, two_tower, top_k, torch_module, chat_endpoint, embedding_endpoint, or a class of yours as package.module:Class"
+        description="a built-in (text_encoder, top_k, lightgbm, chat_endpoint, …: docs/reference.md), or a class of yours as package.module:Class"
     )
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments; {sql: SELECT …} becomes an Arrow table")
     precision: Precision = Field(

@@ -125,10 +125,12 @@ class Preparation:
         """Prepared windows of batches, each as it came and as the model sees it; several of one that takes longer than :data:`PREPARE_S`."""
         paced = (self._staged or self._sized or self._checking) is not None
         pace = Pace(START_WINDOW_ROWS if paced else None, PREPARE_S)
+        # a model whose rows become large, such as pictures, says how many it takes at once
+        most = getattr(self._staged, "prepared_rows", None)
         for number, (batch, shown) in enumerate(batches):
             first = 0
             while True:
-                part = shown.slice(first, pace.limit)
+                part = shown.slice(first, pace.limit if most is None else min(most, pace.limit))
                 started = time.monotonic()
                 window = self.window(Window(batch, part, number, first, first + part.num_rows >= batch.num_rows))
                 if part.num_rows:

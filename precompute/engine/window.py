@@ -98,8 +98,9 @@ class Window:
         return made
 
     def prepared_bytes(self) -> int:
-        """Held before it is computed: what was made of the rows is of their size, more or less."""
-        return 2 * int(self.shown.nbytes)
+        """Held before it is computed: what was made of the rows is of their size, more or less, unless the model says so."""
+        made = 0 if self.prepared is None else self.prepared.size_bytes
+        return int(self.shown.nbytes) + max(made, int(self.shown.nbytes))
 
     def computed_bytes(self) -> int:
         """Held after it was computed."""

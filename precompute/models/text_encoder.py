@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 
 from precompute.model import Prepared, Verbatim, digest, resolve_path
@@ -23,10 +22,11 @@ from precompute.models.device import Device
 from precompute.models.graphs import Graphed, bucketed_length
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.project_module import absolute_path
-from precompute.store.errors import ConfigError, ModelError
+from precompute.store.errors import ConfigError
 from precompute.text.bert import Bert, has_unpadded_attention
 from precompute.text.sentence_folder import SentenceFolder, read_sentence_folder
 from precompute.text.sentence_head import Head
+from precompute.text.text_column import text_column, texts, unusable_texts
 from precompute.text.tokens import TextTokenizer, TokenCache, Tokens
 from precompute.text.transformer import (
     DECODERS,
@@ -206,30 +206,7 @@ class TextEncoder(TorchModel):
 
     def unusable(self, batch: pa.RecordBatch) -> Mapping[int, str]:
         """Null, empty and not UTF-8 texts."""
-        column = self._text(batch)
-        bad: dict[int, str] = {}
-        if pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type):
-            for row, value in enumerate(column.to_pylist()):
-                if value is not None:
-                    try:
-                        if not value.decode().strip():
-                            bad[row] = f"{self._column} is empty"
-                    except UnicodeDecodeError as exc:
-                        bad[row] = f"{self._column} is not UTF-8: {exc.reason} at byte {exc.start}"
-        elif not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
-            raise ModelError(
-                f"text_encoder: column {self._column!r} is {column.type}, not text: CAST it AS VARCHAR in the source"
-            )
-        # Of one text that begins with a letter, that is seen in a sixtieth of the time that the rest takes.
-        elif all(text and "!" <= text[0] <= "~" for text in column.to_pylist()):
-            return bad
-        else:
-            blank = pc.equal(pc.utf8_length(pc.utf8_trim_whitespace(column)), 0)
-            for row in pc.indices_nonzero(pc.fill_null(blank, False)).to_pylist():
-                bad[row] = f"{self._column} is empty"
-        for row in pc.indices_nonzero(column.is_null()).to_pylist():
-            bad[row] = f"{self._column} is null"
-        return bad
+        return unusable_texts(self._text(batch), self._column, "text_encoder")
 
     def use(self, forward: Callable[..., torch.Tensor | Tensors], dtype: torch.dtype = torch.float32) -> None:
         """On a GPU in half precision, texts are laid end to end instead of padded, if it can; by graphs, they are padded to few lengths."""
@@ -246,8 +223,7 @@ class TextEncoder(TorchModel):
 
     def prepare(self, batch: pa.RecordBatch) -> Prepared:
         """Token ids; a row costs its tokens."""
-        texts = [self._prefix + (t.decode() if isinstance(t, bytes) else t) for t in self._text(batch).to_pylist()]
-        ids, lengths = self._tokenized(texts)
+        ids, lengths = self._tokenized([self._prefix + text for text in texts(self._text(batch))])
         # a text that is refused for its length was stored as one token more than any may have
         bad = {
             int(row): f"{self._column} has more than {self.max_tokens} tokens"
@@ -305,12 +281,7 @@ class TextEncoder(TorchModel):
         return float(per_token * int(lengths.sum()) + per_pair * int(lengths @ lengths))
 
     def _text(self, batch: pa.RecordBatch) -> pa.Array:
-        if self._column not in batch.schema.names:
-            raise ModelError(
-                f"text_encoder: the input has no column {self._column!r} (it has: {', '.join(batch.schema.names)}); "
-                "name it in the source with AS, or set `column` in the model's args"
-            )
-        return batch.column(self._column)
+        return text_column(batch, self._column, "text_encoder")
 
 
 def _head(recipe: SentenceFolder, hidden_size: int, truncate_dim: int | None) -> Head:

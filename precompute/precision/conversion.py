@@ -29,7 +29,7 @@ from precompute.store.feature_view import FeatureView
 from precompute.techniques.table import REFERENCE, TABLE
 from precompute.techniques.technique import Technique, elements, technique
 
-NOT_TORCH = "this model computes in its own way; only torch models (text_encoder, top_k, torch_module) have other precisions"
+NOT_TORCH = "this model computes in its own way; only torch models (text_encoder, text_classifier, image_encoder, top_k, torch_module) have other precisions"
 
 
 def use_variant(model: Model, variant: str, sample: Callable[[], pa.Table], folder: Path | None) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+from precompute.project_module import described
 from precompute.store.errors import ConfigError, ModelError
 from precompute.text.bert import bert_config, load_bert
 from precompute.text.wordpiece import read_wordpiece
@@ -38,7 +40,7 @@ comes after all that can see it, and a decoder's positions are relative: nothing
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.txt")
 
 
-def model_files(folder: Path) -> dict[str, Path]:
+def model_files(folder: Path, use: str = "text_encoder") -> dict[str, Path]:
     """The transformer's and the tokenizer's files, by name.
 
     Raises:
@@ -51,19 +53,19 @@ def model_files(folder: Path) -> dict[str, Path]:
         try:
             weights = [index.name, *sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))]
         except (ValueError, KeyError, AttributeError, TypeError) as exc:
-            raise ModelError(f"text_encoder: {index} is damaged: {exc}") from exc
+            raise ModelError(f"{use}: {index} is damaged: {exc}") from exc
     needed = ["config.json", *weights, "tokenizer.json"]
     for name in needed:
         if not (folder / name).is_file():
-            raise ConfigError(f"text_encoder: {folder} has no {name}; give the folder of a model saved with safetensors")
+            raise ConfigError(f"{use}: {folder} has no {name}; give the folder of a model saved with safetensors")
     if (folder / "adapter_config.json").is_file():
         raise ConfigError(
-            f"text_encoder: {folder} is an adapter (adapter_config.json) on another model: merge the two and save the result"
+            f"{use}: {folder} is an adapter (adapter_config.json) on another model: merge the two and save the result"
         )
     return {name: folder / name for name in (*needed, *TOKENIZER_FILES) if (folder / name).is_file()}
 
 
-def model_type(file: Path) -> str:
+def model_type(file: Path, use: str = "text_encoder") -> str:
     """The ``model_type`` of a ``config.json``.
 
     Raises:
@@ -73,16 +75,16 @@ def model_type(file: Path) -> str:
         config = json.loads(file.read_text(encoding="utf-8"))
         kind = str(config["model_type"])
     except (ValueError, KeyError, TypeError) as exc:
-        raise ModelError(f"text_encoder: {file} is damaged: it names no model_type ({exc})") from exc
+        raise ModelError(f"{use}: {file} is damaged: it names no model_type ({exc})") from exc
     # transformers' own code for the same model_type may be another model
     if "AutoModel" in (config.get("auto_map") or {}):
         raise ConfigError(
-            f"text_encoder: {file}: the model's own code (auto_map: {config['auto_map']['AutoModel']}) is never run: write a model class of your own, "
+            f"{use}: {file}: the model's own code (auto_map: {config['auto_map']['AutoModel']}) is never run: write a model class of your own, "
             f"or remove auto_map where transformers' own {kind!r} is meant"
         )
     if kind not in (*ENCODERS, *DECODERS):
         raise ConfigError(
-            f"text_encoder: {file}: model_type {kind!r} is not known to come out right in batches; {', '.join((*ENCODERS, *DECODERS))} are: "
+            f"{use}: {file}: model_type {kind!r} is not known to come out right in batches; {', '.join((*ENCODERS, *DECODERS))} are: "
             "write a model class of your own"
         )
     return kind
@@ -95,26 +97,49 @@ def load_transformer(folder: Path) -> tuple[Any, Any]:
         ConfigError: the tokenizer works in a way that is not followed here.
         ModelError: a file is damaged, or weights are missing.
     """
+    return _loaded(folder, "text_encoder", _encoder)
+
+
+def load_classifier(folder: Path) -> tuple[Any, Any]:
+    """:func:`load_transformer` of one with a head that gives a logit for each label."""
+    return _loaded(folder, "text_classifier", _classifier)
+
+
+def _loaded(folder: Path, use: str, load: Callable[[Path], tuple[Any, Any, list[str]]]) -> tuple[Any, Any]:
     try:
         # transformers makes up one from other files when this is damaged
         Tokenizer.from_file(str(folder / "tokenizer.json"))
-        tokenizer = read_wordpiece(folder) or _automatic_tokenizer(folder)
-        config = bert_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-        if config is None:
-            transformer, missing = _automatic_model(folder)
-        else:
-            files = [path for name, path in model_files(folder).items() if name.endswith(".safetensors")]
-            transformer, missing = load_bert(config, {name: w for file in files for name, w in load_file(file).items()})
+        tokenizer, transformer, missing = load(folder)
     except Exception as exc:
         # the tokenizers library raises a bare Exception, safetensors one of its own
-        raise ModelError(f"text_encoder: {folder} does not load: {exc}") from exc
+        raise ModelError(f"{use}: {folder} does not load: {described(exc)}") from exc
     if missing:
-        raise ModelError(f"text_encoder: {folder} has no weights for {', '.join(missing[:3])}")
+        raise ModelError(f"{use}: {folder} has no weights for {', '.join(missing[:3])}")
     if tokenizer.truncation_side != "right":
         raise ConfigError(
-            f"text_encoder: {folder}/tokenizer_config.json: truncation_side is {tokenizer.truncation_side}; only right is understood"
+            f"{use}: {folder}/tokenizer_config.json: truncation_side is {tokenizer.truncation_side}; only right is understood"
         )
     return transformer, tokenizer
+
+
+def _encoder(folder: Path) -> tuple[Any, Any, list[str]]:
+    """(tokenizer, transformer, names of the weights that are missing)."""
+    tokenizer = read_wordpiece(folder) or _automatic_tokenizer(folder)
+    config = bert_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    if config is not None:
+        files = [path for name, path in model_files(folder).items() if name.endswith(".safetensors")]
+        return tokenizer, *load_bert(config, {name: w for file in files for name, w in load_file(file).items()})
+    from transformers import AutoModel
+
+    transformer, missing = _automatic_model(folder, AutoModel)
+    # transformers makes up what is missing, at random; only the pooler is not used here
+    return tokenizer, transformer, [name for name in missing if not name.startswith("pooler.")]
+
+
+def _classifier(folder: Path) -> tuple[Any, Any, list[str]]:
+    from transformers import AutoModelForSequenceClassification
+
+    return _automatic_tokenizer(folder), *_automatic_model(folder, AutoModelForSequenceClassification)
 
 
 def _automatic_tokenizer(folder: Path) -> Any:
@@ -124,14 +149,13 @@ def _automatic_tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
-def _automatic_model(folder: Path) -> tuple[Any, list[str]]:
+def _automatic_model(folder: Path, kind: Any) -> tuple[Any, list[str]]:
     """(transformers' own model in float32, names of the weights that are missing)."""
-    from transformers import AutoModel
     from transformers.utils import logging
 
     # a run has its own progress; this one ends up in logs
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    transformer, loading = AutoModel.from_pretrained(
+    transformer, loading = kind.from_pretrained(
         folder,
         local_files_only=True,
         use_safetensors=True,
@@ -142,11 +166,10 @@ def _automatic_model(folder: Path) -> tuple[Any, list[str]]:
     if getattr(transformer.config, "use_cache", False):
         # nothing is generated
         transformer.config.use_cache = False
-    # transformers makes up what is missing, at random; only the pooler is not used here
-    return transformer, sorted(name for name in loading["missing_keys"] if not name.startswith("pooler."))
+    return transformer, sorted(loading["missing_keys"])
 
 
-def longest_input(requested: int | None, folders: int | None, transformer: Any, tokenizer: Any) -> int:
+def longest_input(requested: int | None, folders: int | None, transformer: Any, tokenizer: Any, use: str = "text_encoder") -> int:
     """The longest input: as requested; else as the folder says; else as ``sentence_transformers…Transformer`` finds it.
 
     Raises:
@@ -158,7 +181,7 @@ def longest_input(requested: int | None, folders: int | None, transformer: Any, 
     if requested is not None:
         most = table or max(declared, folders or 0)
         if not 2 < requested <= most:
-            raise ConfigError(f"text_encoder: max_tokens is {requested}, this model takes 3 to {most}")
+            raise ConfigError(f"{use}: max_tokens is {requested}, this model takes 3 to {most}")
         return requested
     longest = folders
     if longest is None:
@@ -167,7 +190,7 @@ def longest_input(requested: int | None, folders: int | None, transformer: Any, 
     # transformers writes 1e30 for none
     if not 2 < longest < 2**24:
         raise ConfigError(
-            f"text_encoder: the folder names no longest input that can be used ({longest}): set max_tokens in the model's args"
+            f"{use}: the folder names no longest input that can be used ({longest}): set max_tokens in the model's args"
         )
     return int(longest)
 

@@ -105,8 +105,10 @@ def tokenizer(kind: str) -> PreTrainedTokenizerFast:
         made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     first, pad, last = ("<s>", "<pad>", "</s>") if "<s>" in special else ("[CLS]", "[PAD]", "[SEP]")
     single = f"$A {last}" if kind in DECODERS else f"{first} $A {last}"
+    # one more between two texts, as RoBERTa's kind has it, or segments as BERT's
+    pair = f"{first} $A {last} {last} $B {last}" if "<s>" in special else f"{first} $A {last} $B:1 {last}:1"
     made.post_processor = processors.TemplateProcessing(
-        single=single, special_tokens=[(t, made.token_to_id(t)) for t in (first, last)]
+        single=single, pair=pair, special_tokens=[(t, made.token_to_id(t)) for t in (first, last)]
     )
     side = "left" if kind in DECODERS else "right"
     names = {"unk_token": special[3], "mask_token": special[4], "pad_token": pad, "eos_token": last}
@@ -115,14 +117,14 @@ def tokenizer(kind: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made, padding_side=side, model_max_length=40, **names)
 
 
-def transformer(folder: Path, kind: str, **changes: Any) -> Path:
+def transformer(folder: Path, kind: str, auto: Any = AutoModel, **changes: Any) -> Path:
     """A plain transformers model, saved in ``folder``."""
     torch.manual_seed(0)
     words = tokenizer(kind)
     config = AutoConfig.for_model(
         kind, **{**SHAPES[kind], "vocab_size": len(words), "pad_token_id": words.pad_token_id, **changes}
     )
-    model = AutoModel.from_config(config).eval()
+    model = auto.from_config(config).eval()
     with torch.no_grad():  # weights of 0.02, as they are made, would leave a token's neighbours without influence
         for name, weights in model.named_parameters():
             if weights.dim() > 1:

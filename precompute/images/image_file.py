@@ -1,0 +1,152 @@
+"""Image file: the bytes of a picture → pixels as a vision tower takes them, by Pillow; what cannot be taken is said in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from precompute.store.errors import ConfigError
+
+with contextlib.suppress(ImportError):
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""Formats that are read: of all that Pillow knows, those that are pictures alone."""
+
+MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX")
+"""Pixels that are grey or red, green and blue, of eight bits."""
+
+MOST_PIXELS = 50_000_000
+"""Of a picture, before it is decoded, or on its way to the tower's size."""
+
+
+class UnusableImage(Exception):
+    """Why a picture has no pixels; the message is the row's reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What becomes of a picture: resized to ``size`` (height, width), or so that its shorter edge is ``shortest``; the middle of ``crop`` (height, width) cut out;
+    and of each colour, from 0 to 1, the ``mean`` subtracted and the rest divided by ``std``."""
+
+    size: tuple[int, int] | None
+    shortest: int | None
+    crop: tuple[int, int] | None
+    resample: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    scale: float
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of what comes out: height, width."""
+        if self.crop is not None:
+            return self.crop
+        assert self.size is not None
+        return self.size
+
+
+def check_installed() -> None:
+    """Raises:
+    ConfigError: Pillow is not there.
+    """
+    if "Image" not in globals():
+        raise ConfigError("image_encoder needs Pillow: pip install 'precompute-store[images]'")
+
+
+def pixels(content: bytes, recipe: Recipe) -> npt.NDArray[np.uint8]:
+    """uint8 [3, height, width].
+
+    Raises:
+        UnusableImage: the picture is broken, too large, animated, or in colours that depend on a profile.
+    """
+    try:
+        image = Image.open(io.BytesIO(content), formats=FORMATS)
+        _check(image)
+        image = _upright(image).convert("RGB")
+        return _fitted(image, recipe)
+    except UnusableImage:
+        raise
+    except UnidentifiedImageError as exc:
+        raise UnusableImage(f"is no picture in {', '.join(FORMATS)}") from exc
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as exc:
+        raise UnusableImage(f"has too many pixels: {exc}") from exc
+    except Exception as exc:
+        # a damaged picture may end in any of Pillow's, struct's and zlib's errors
+        raise UnusableImage(f"is a broken picture: {type(exc).__name__}: {exc}"[:300]) from exc
+
+
+def _check(image: Any) -> None:
+    """By what stands in the head, before a pixel is decoded."""
+    width, height = image.size
+    if width * height > MOST_PIXELS:
+        raise UnusableImage(f"has {width:,} × {height:,} pixels, more than {MOST_PIXELS:,}")
+    # a second frame of a photo (MPO) is its preview
+    frames = getattr(image, "n_frames", 1) if image.format != "MPO" else 1
+    if frames > 1:
+        raise UnusableImage(f"is animated, or has several pages ({frames}): take one of them")
+    if image.mode not in MODES:
+        raise UnusableImage(
+            f"has colours of mode {image.mode}, which depend on a profile or have more than 8 bits: convert it to RGB"
+        )
+
+
+def _upright(image: Any) -> Any:
+    """As the camera's note says that it was held; without one that can be read, as it is."""
+    image.load()
+    try:
+        return ImageOps.exif_transpose(image)
+    except Exception:
+        return image
+
+
+def _fitted(image: Any, recipe: Recipe) -> npt.NDArray[np.uint8]:
+    width, height = image.size
+    if recipe.size is not None:
+        height, width = recipe.size
+    elif recipe.shortest is not None:
+        short, long = sorted(image.size)
+        rest = int(recipe.shortest * long / short)
+        height, width = (rest, recipe.shortest) if width <= height else (recipe.shortest, rest)
+    if width * height > MOST_PIXELS:
+        raise UnusableImage(f"has {image.size[0]:,} × {image.size[1]:,} pixels: too narrow to resize")
+    made: npt.NDArray[np.uint8] = np.asarray(image.resize((width, height), resample=recipe.resample))
+    if recipe.crop is not None:
+        rows, columns = recipe.crop
+        top, left = (height - rows) // 2, (width - columns) // 2
+        made = made[top : top + rows, left : left + columns]
+    return np.ascontiguousarray(made.transpose(2, 0, 1))
+
+
+def read_recipe(of: Mapping[str, Any]) -> Recipe:
+    """What a folder's ``preprocessor_config.json`` says.
+
+    Raises:
+        ValueError: it says what is not done here.
+    """
+    if not all(of.get(step, True) for step in ("do_resize", "do_rescale", "do_normalize")):
+        raise ValueError("it leaves out resizing, rescaling or normalising")
+    size = of.get("size", {})
+    size = {"shortest_edge": size} if isinstance(size, int) else size
+    both = (int(size["height"]), int(size["width"])) if "height" in size else None
+    shortest = int(size["shortest_edge"]) if both is None else None
+    crop = of.get("crop_size") if of.get("do_center_crop", "crop_size" in of) else None
+    cut = (crop, crop) if isinstance(crop, int) else None if crop is None else (int(crop["height"]), int(crop["width"]))
+    edges = both if both is not None else (shortest or 0, shortest or 0)
+    if cut is None and both is None:
+        raise ValueError("its pictures have several sizes: it neither crops them nor names height and width")
+    if min(edges) < 1 or max(edges) > 4096 or (cut is not None and not all(1 <= a <= b for a, b in zip(cut, edges, strict=True))):
+        raise ValueError(f"it resizes to {size} and crops to {crop}")
+    mean, std = (tuple(float(number) for number in of[name]) for name in ("image_mean", "image_std"))
+    if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
+        raise ValueError("its image_mean or image_std are not three numbers")
+    resample = int(of.get("resample", 3))
+    if resample not in range(6):
+        raise ValueError(f"resample {resample} is none")
+    return Recipe(both, shortest, cut, resample, mean, std, float(of.get("rescale_factor", 1 / 255)))

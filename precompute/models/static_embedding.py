@@ -1,0 +1,209 @@
+"""Static embedding: text → the mean of its tokens' vectors, which are rows of a table: a model2vec folder, or a ``StaticEmbedding`` of sentence-transformers. It costs
+a hundredth of a transformer.
+
+A model2vec folder is computed as model2vec computes it: unknown tokens left out, cut at its longest input, normalised where it says so; one of sentence-transformers as that does: every
+token, of any length.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+
+from precompute.model import Prepared, digest, resolve_path
+from precompute.models.device import Device
+from precompute.models.torch_model import Tensors, TorchModel
+from precompute.project_module import described
+from precompute.store.errors import ConfigError, ModelError
+from precompute.text.text_column import text_column, texts, unusable_texts
+
+CODE_VERSION = 1
+"""Raised by anyone who changes the values this code computes; part of the fingerprint."""
+
+MAX_LENGTH = 512
+"""model2vec's own, of a folder that names none."""
+
+
+class TableMean(torch.nn.Module):
+    """Token ids → vectors [B, D].
+
+    Args:
+        table: float32 [vocabulary, D].
+        normalize: whether vectors have the norm 1.
+    """
+
+    def __init__(self, table: torch.Tensor, normalize: bool) -> None:
+        super().__init__()
+        self.bag, self.normalize = torch.nn.EmbeddingBag.from_pretrained(table, mode="mean"), normalize
+
+    def forward(self, ids: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        """``ids`` int64 [tokens] of all texts in a row, ``starts`` int64 [B]."""
+        mean: torch.Tensor = self.bag(ids, starts)
+        return mean / (mean.norm(dim=1, keepdim=True) + 1e-32) if self.normalize else mean
+
+
+@dataclass(slots=True)
+class _Folder:
+    """What was read of one."""
+
+    table: torch.Tensor
+    tokenizer: Tokenizer
+    normalize: bool
+    max_length: int | None
+    unknown: int | None
+    files: dict[str, Path]
+
+
+class StaticEmbedding(TorchModel):
+    """Embeds one text column.
+
+    Args:
+        path: the folder; ``package:name/folder`` inside a package.
+        column: the source's text column: string, or binary holding UTF-8.
+        output: name of the feature.
+        normalize: whether vectors have the norm 1; by default what the folder says.
+        device: ``cpu``, ``cuda`` or ``cuda:1``; by default a GPU where there is one.
+
+    Raises:
+        ConfigError: no such folder or file.
+        ModelError: a file of it is damaged, or tables of other sizes than its vocabulary.
+    """
+
+    cost_unit = "tokens"
+    start_cost = 16384
+    concurrent = True
+
+    def __init__(
+        self, path: str, column: str = "text", output: str = "embedding", normalize: bool | None = None, device: str | None = None
+    ) -> None:
+        if normalize not in (None, True, False):
+            raise ConfigError(f"static_embedding: normalize is true or false, got {normalize!r}")
+        folder = resolve_path(path)
+        try:
+            read = _read(folder)
+        except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, SafetensorError) as exc:
+            raise ModelError(f"static_embedding: {folder} is damaged: {described(exc)}") from exc
+        self._column, self._output, self._files = column, output, read.files
+        self._tokenizer, self._unknown, self._max_length = read.tokenizer, read.unknown, read.max_length
+        # a text is cut by its characters first, as model2vec does
+        vocabulary = [len(token) for token in read.tokenizer.get_vocab()]
+        self._most_chars = None if read.max_length is None else read.max_length * int(np.median(vocabulary))
+        self._normalize = read.normalize if normalize is None else normalize
+        super().__init__(TableMean(read.table, self._normalize), Device(device))
+
+    def fingerprint(self) -> str:
+        """Table, tokenizer, what the folder says, normalising and code version."""
+        return digest(code=CODE_VERSION, files=self._files, column=self._column, normalize=self._normalize)
+
+    def reads(self) -> tuple[str]:
+        """Its text column."""
+        return (self._column,)
+
+    def unusable(self, batch: pa.RecordBatch) -> Mapping[int, str]:
+        """Null, empty and not UTF-8 texts."""
+        return unusable_texts(text_column(batch, self._column, "static_embedding"), self._column, "static_embedding")
+
+    def prepare(self, batch: pa.RecordBatch) -> Prepared:
+        """Token ids; a row costs its tokens. Bad is a text of which no token is known: it has no direction."""
+        rows = [text[: self._most_chars] for text in texts(text_column(batch, self._column, "static_embedding"))]
+        lists = [one.ids for one in self._tokenizer.encode_batch_fast(rows, add_special_tokens=False)]
+        if self._unknown is not None:
+            lists = [[token for token in ids if token != self._unknown] if self._unknown in ids else ids for ids in lists]
+        lengths = np.fromiter(map(len, lists), np.int64, len(lists))
+        ids = np.fromiter(itertools.chain.from_iterable(lists), np.int64, int(lengths.sum()))
+        bad = {int(row): f"{self._column} has no token that the model knows" for row in np.flatnonzero(lengths == 0)}
+        return Prepared(np.maximum(lengths, 1), (ids, np.cumsum(lengths) - lengths, lengths), bad)
+
+    def tensors(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> Tensors:
+        """What :class:`TableMean` takes."""
+        ids, starts, lengths = prepared.payload
+        taken = lengths[rows]
+        begin = np.cumsum(taken) - taken
+        at = np.arange(int(taken.sum())) + np.repeat(starts[rows] - begin, taken)
+        return torch.from_numpy(ids[at]), torch.from_numpy(begin)
+
+    def features(self, outputs: Sequence[npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+        """``output`` → float32 [rows, dim]."""
+        return {self._output: outputs[0]}
+
+
+def _read(folder: Path) -> _Folder:
+    """Raises:
+    ConfigError: it lacks a file.
+    Exception: whatever a damaged file brings up.
+    """
+    inner = folder / "0_StaticEmbedding"
+    inner = inner if inner.is_dir() else folder
+    own = (folder / "config_sentence_transformers.json").is_file()
+    named = {"model.safetensors": inner, "tokenizer.json": inner, ("modules.json" if own else "config.json"): folder}
+    files = {name: place / name for name, place in named.items()}
+    for file in files.values():
+        if not file.is_file():
+            raise ConfigError(
+                f"static_embedding: {folder} has no {file.name}; give a folder that model2vec or sentence-transformers saved"
+            )
+    tensors = load_file(files["model.safetensors"])
+    tokenizer = _tokenizer(files["tokenizer.json"])
+    size = max(tokenizer.get_vocab().values()) + 1
+    table = _table(tensors, size)
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    if own:
+        kinds = [str(one["type"]).rpartition(".")[2] for one in json.loads(files["modules.json"].read_text(encoding="utf-8"))]
+        if kinds not in (["StaticEmbedding"], ["StaticEmbedding", "Normalize"]):
+            raise ConfigError(
+                f"static_embedding: {folder}/modules.json has {', '.join(kinds)}: StaticEmbedding, and Normalize after it, are computed"
+            )
+        return _Folder(table, tokenizer, len(kinds) == 2, None, None, files)
+    config = json.loads(files["config.json"].read_text(encoding="utf-8"))
+    longest = config.get("max_length", MAX_LENGTH)
+    if longest is not None:
+        tokenizer.enable_truncation(int(longest))
+    model = json.loads(tokenizer.to_str())["model"]
+    token = model.get("unk_token")
+    unknown = model.get("unk_id") if token is None else tokenizer.token_to_id(token)
+    return _Folder(table, tokenizer, bool(config.get("normalize", False)), longest, unknown, files)
+
+
+def _tokenizer(file: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as exc:
+        # a bare Exception is all that the library raises
+        raise ValueError(str(exc)) from exc
+
+
+def _table(tensors: Mapping[str, torch.Tensor], size: int) -> torch.Tensor:
+    """Float32 [vocabulary, dim]: a row for each token, of a table that several tokens may share, times the token's weight.
+
+    Raises:
+        ValueError: it has not a row for each token, or a number that is none.
+    """
+    table = tensors["embedding.weight"] if "embedding.weight" in tensors else tensors["embeddings"]
+    if table.dim() != 2:
+        raise ValueError(f"its table has the shape {list(table.shape)}")
+    table = table.float()
+    if "mapping" in tensors:
+        mapping = tensors["mapping"].long()
+        if mapping.dim() != 1 or (len(mapping) and not 0 <= int(mapping.min()) <= int(mapping.max()) < len(table)):
+            raise ValueError("its mapping names rows that are not there")
+        table = table[mapping]
+    if "weights" in tensors:
+        table = table * tensors["weights"].float().reshape(-1, 1)
+    if len(table) < size:
+        raise ValueError(f"its table has {len(table)} rows, its tokenizer {size} tokens")
+    if not bool(torch.isfinite(table).all()):
+        raise ValueError("its table has a number that is not finite")
+    return table.contiguous()

@@ -1,0 +1,195 @@
+"""Text classifier: a text, or a pair of them, → scores and a label, by a transformer with a classification head: sentiment, topics, and cross-encoders that rerank.
+
+A folder is computed as transformers computes ``AutoModelForSequenceClassification``, and a cross-encoder's as sentence-transformers computes ``CrossEncoder``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+
+from precompute.model import Prepared, Verbatim, digest, resolve_path
+from precompute.models.device import Device
+from precompute.models.torch_model import Tensors, TorchModel
+from precompute.store.errors import ConfigError
+from precompute.text.pair_tokens import PairTokenizer, PairTokens
+from precompute.text.text_column import text_column, texts, unusable_texts
+from precompute.text.transformer import ENCODERS, load_classifier, longest_input, model_files, model_type, transformer_flops
+
+CODE_VERSION = 1
+"""Raised by anyone who changes the values this code computes; part of the fingerprint."""
+
+ACTIVATIONS = ("none", "sigmoid", "softmax")
+
+NAMED = {"torch.nn.modules.linear.Identity": "none", "torch.nn.modules.activation.Sigmoid": "sigmoid"}
+"""What a cross-encoder's folder names → one of these."""
+
+START_TOKENS = {"cpu": 1024, "cuda": 16384}
+
+
+class Classifier(torch.nn.Module):
+    """Token ids → scores [B, labels], float32, or [B] of one label.
+
+    Args:
+        transformer: its output has ``logits``.
+        activation: one of :data:`ACTIVATIONS`.
+    """
+
+    def __init__(self, transformer: Any, activation: str) -> None:
+        super().__init__()
+        self.transformer, self.activation = transformer, activation
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor, types: torch.Tensor | None = None) -> torch.Tensor:
+        """Padded at the end: ``ids``, ``mask`` (1 where there is a token) and ``types`` (of which text a token is) int64 [B, T]."""
+        more = {} if types is None else {"token_type_ids": types}
+        logits: torch.Tensor = self.transformer(input_ids=ids, attention_mask=mask, **more).logits.float()
+        if self.activation == "sigmoid":
+            logits = logits.sigmoid()
+        elif self.activation == "softmax":
+            logits = logits.softmax(-1)
+        return logits.squeeze(-1) if logits.shape[-1] == 1 else logits
+
+
+class TextClassifier(TorchModel):
+    """Scores one text column, or two as a pair.
+
+    Args:
+        path: folder with ``config.json``, ``model.safetensors`` and ``tokenizer.json``; ``package:name/folder`` inside a package.
+        columns: the source's text column, or a list of two: a query and a document.
+        output: name of the feature: a number of a model of one label, else a vector of as many as there are labels, in the folder's order.
+        label: name of a second feature: the label with the highest score, as the folder names it (``id2label``).
+        activation: ``none``, ``sigmoid`` or ``softmax`` of the logits; by default what a cross-encoder's folder names, else the sigmoid of one label or of several
+            that may hold at once (``problem_type``), nothing of a regression, and the softmax of all others.
+        max_tokens: longest input, special tokens included; by default what the folder says.
+        max_cost: tokens in one batch; by default what the engine finds best.
+        device: ``cpu``, ``cuda`` or ``cuda:1``; by default a GPU where there is one.
+
+    Raises:
+        ConfigError: no such folder or file, a model that is none of these, or an argument out of bounds.
+        ModelError: the weights do not load.
+    """
+
+    cost_unit = "tokens"
+    concurrent = True
+
+    def __init__(
+        self,
+        path: str,
+        columns: str | Sequence[str] = "text",
+        output: str = "score",
+        label: str | None = None,
+        activation: str | None = None,
+        max_tokens: int | None = None,
+        max_cost: int | None = None,
+        device: str | None = None,
+    ) -> None:
+        self._columns = (columns,) if isinstance(columns, str) else tuple(columns)
+        if len(self._columns) not in (1, 2) or not all(isinstance(name, str) for name in self._columns):
+            raise ConfigError(f"text_classifier: columns is a text column, or a list of two, got {columns!r}")
+        if activation not in (None, *ACTIVATIONS):
+            raise ConfigError(f"text_classifier: activation is {', '.join(ACTIVATIONS)}, got {activation!r}")
+        if label == output:
+            raise ConfigError(f"text_classifier: label and output are both {output!r}: give them two names")
+        folder = resolve_path(path)
+        self._files = model_files(folder, "text_classifier")
+        kind = model_type(folder / "config.json", "text_classifier")
+        if kind not in ENCODERS:
+            raise ConfigError(
+                f"text_classifier: {folder} is a decoder ({kind}), whose last token is looked at: {', '.join(ENCODERS)} are computed"
+            )
+        transformer, tokenizer = load_classifier(folder)
+        config = transformer.config
+        self.max_tokens = longest_input(max_tokens, None, transformer, tokenizer, "text_classifier")
+        self._tokenizer = PairTokenizer(tokenizer, self.max_tokens)
+        self._types = (
+            "token_type_ids" in tokenizer.model_input_names
+            and "token_type_ids" in inspect.signature(transformer.forward).parameters
+        )
+        self._labels = pa.array([str(config.id2label[n]) for n in range(config.num_labels)], pa.string())
+        if label is not None and config.num_labels == 1:
+            raise ConfigError(f"text_classifier: {folder} has one label, which is a score: leave out `label`")
+        self._output, self._label, self.max_cost = output, label, max_cost
+        chosen = activation or _activation(config)
+        self._facts = {
+            "activation": chosen,
+            "max_tokens": self.max_tokens,
+            "columns": Verbatim(self._columns),
+            "label": Verbatim(label),
+        }
+        self._flops = transformer_flops(transformer)
+        super().__init__(Classifier(transformer, chosen), Device(device))
+        self.start_cost = START_TOKENS[self.device.torch.type]
+
+    def fingerprint(self) -> str:
+        """Weights, config, tokenizer, activation, columns, length limit and code version."""
+        return digest(code=CODE_VERSION, recipe=self._facts, files=self._files)
+
+    def reads(self) -> tuple[str, ...]:
+        """Its text columns."""
+        return self._columns
+
+    def unusable(self, batch: pa.RecordBatch) -> Mapping[int, str]:
+        """Null, empty and not UTF-8 texts."""
+        bad: dict[int, str] = {}
+        for name in reversed(self._columns):
+            bad |= unusable_texts(text_column(batch, name, "text_classifier"), name, "text_classifier")
+        return bad
+
+    def prepare(self, batch: pa.RecordBatch) -> Prepared:
+        """Token ids; a row costs its tokens."""
+        columns = [texts(text_column(batch, name, "text_classifier")) for name in self._columns]
+        tokens = self._tokenizer.tokenized(columns[0] if len(columns) == 1 else list(zip(*columns, strict=True)))
+        return Prepared(tokens.lengths, tokens)
+
+    def tensors(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> Tensors:
+        """What :class:`Classifier` takes."""
+        tokens: PairTokens = prepared.payload
+        lengths = tokens.lengths[rows]
+        row = np.repeat(np.arange(len(rows)), lengths)
+        place = np.arange(int(lengths.sum())) - (np.cumsum(lengths) - lengths)[row]
+        at = tokens.starts[rows][row] + place
+        shape = len(rows), int(lengths.max())
+        made = [np.full(shape, self._tokenizer.padding, np.int64), np.zeros(shape, np.int64)]
+        made[0][row, place], made[1][row, place] = tokens.ids[at], 1
+        if self._types:
+            made.append(np.zeros(shape, np.int64))
+            made[2][row, place] = tokens.types[at]
+        return tuple([torch.from_numpy(one) for one in made])
+
+    def features(self, outputs: Sequence[npt.NDArray[Any]]) -> dict[str, Any]:
+        """``output`` → float32 [rows] or [rows, labels]; and the label's name, a text for each row."""
+        scores = outputs[0]
+        if self._label is None:
+            return {self._output: scores}
+        return {self._output: scores, self._label: self._labels.take(pa.array(scores.argmax(1)))}
+
+    def flops(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> float:
+        """Of the matrix products: per token 2 for each weight of a linear layer, and 4 · length · width of attention in each layer."""
+        lengths = prepared.payload.lengths[rows]
+        per_token, per_pair = self._flops
+        return float(per_token * int(lengths.sum()) + per_pair * int(lengths @ lengths))
+
+
+def _activation(config: Any) -> str:
+    """What a folder says, or what its kind of labels wants.
+
+    Raises:
+        ConfigError: it names one that is not known here.
+    """
+    own = getattr(config, "sentence_transformers", None) or {}
+    named = own.get("activation_fn") or getattr(config, "sbert_ce_default_activation_function", None)
+    if named is not None:
+        if named not in NAMED:
+            raise ConfigError(
+                f"text_classifier: the folder names the activation {named!r}; {', '.join(NAMED)} are known: set `activation`"
+            )
+        return NAMED[named]
+    if config.problem_type == "regression":
+        return "none"
+    return "sigmoid" if config.num_labels == 1 or config.problem_type == "multi_label_classification" else "softmax"

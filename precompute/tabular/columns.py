@@ -1,0 +1,176 @@
+"""Columns: a source's columns as the matrix of numbers that models of trees take, in the order of their features."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from precompute.store.errors import ConfigError, ModelError
+
+Matrix = npt.NDArray[np.float64]
+
+NAMED_CATEGORIES = 5
+"""That a rejection lists of those the model knows."""
+
+
+class Columns:
+    """Which column is which feature of a model, and the numbers of its categories.
+
+    Args:
+        model: the built-in's name, for messages.
+        features: the model's, in its order.
+        columns: a column for each feature, in that order, or feature → column; a feature that is not named there is the column of its own name.
+        categories: feature → its categories, of which the first has the code 0. Its column holds these values; all other columns hold numbers.
+        unknown: what becomes of a category that the model does not know: ``bad``, or ``missing`` to take it for a null, as the libraries do.
+        texts: features that a library takes as texts: their columns hold texts or whole numbers, and :meth:`matrix` leaves them out.
+
+    Raises:
+        ConfigError: ``columns`` does not fit the features, or ``unknown`` is another word.
+        ModelError: categories are no list of texts or of numbers.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        features: Sequence[str],
+        columns: Any,
+        categories: Mapping[str, Sequence[Any]],
+        unknown: str = "bad",
+        texts: Collection[str] = (),
+    ) -> None:
+        if unknown not in ("bad", "missing"):
+            raise ConfigError(f"{model}: unknown is bad or missing, got {unknown!r}")
+        self._model, self._features, self._missing = model, tuple(features), unknown == "missing"
+        self.names = self._named(columns)
+        """The source's columns, one for each feature."""
+        self.texts = tuple(name for feature, name in zip(features, self.names, strict=True) if feature in texts)
+        self._numbers = [(feature, name) for feature, name in zip(features, self.names, strict=True) if feature not in texts]
+        self._categories = {feature: self._known(feature, values) for feature, values in categories.items()}
+        self._checked: pa.Schema | None = None
+
+    def _named(self, columns: Any) -> tuple[str, ...]:
+        features, many = self._features, f"the model has {len(self._features)} features ({listed(self._features)})"
+        if columns is None:
+            return features
+        if isinstance(columns, Mapping):
+            strange = [name for name in columns if name not in features]
+            if strange:
+                raise ConfigError(f"{self._model}: columns names {strange[0]!r}{near(str(strange[0]), features)}; {many}")
+            return tuple(str(columns.get(name, name)) for name in features)
+        if not isinstance(columns, (list, tuple)) or not all(isinstance(name, str) for name in columns):
+            raise ConfigError(
+                f"{self._model}: columns is a list of columns, or a mapping of features to columns; got {columns!r}"
+            )
+        if len(columns) != len(features):
+            raise ConfigError(f"{self._model}: columns has {len(columns)} names, {many}")
+        return tuple(columns)
+
+    def _known(self, feature: str, values: Sequence[Any]) -> pa.Array:
+        try:
+            known = pa.array(list(values))
+        except (pa.ArrowInvalid, pa.ArrowTypeError) as exc:
+            raise ModelError(f"{self._model}: the categories of {feature!r} are neither texts nor numbers: {exc}") from exc
+        return known if pa.types.is_string(known.type) else known.cast(pa.float64())
+
+    def check(self, schema: pa.Schema) -> None:
+        """Raises:
+        ModelError: a column is not there, or is of a type that the model's feature is not.
+        """
+        if self._checked is not None and schema.equals(self._checked):
+            return
+        absent = [name for name in self.names if name not in schema.names]
+        if absent:
+            raise ModelError(
+                f"{self._model}: the input has no column {listed(absent)}{near(absent[0], schema.names)} (it has: {', '.join(schema.names)}); "
+                "name it in the source with AS, or set `columns` in the model's args"
+            )
+        for name in self.texts:
+            kind = value_type(schema.field(name).type)
+            if not (is_text(kind) or pa.types.is_integer(kind) or pa.types.is_null(kind)):
+                raise ModelError(
+                    f"{self._model}: column {name!r} is {kind}, and the model's feature a category: texts or whole numbers"
+                )
+        for feature, name in self._numbers:
+            kind = value_type(schema.field(name).type)
+            known = self._categories.get(feature)
+            if known is not None and pa.types.is_string(known.type):
+                if not (is_text(kind) or pa.types.is_null(kind)):
+                    raise ModelError(
+                        f"{self._model}: column {name!r} is {kind}, and the model's feature {feature!r} has categories that are texts "
+                        f"({shown(known)}): CAST it AS VARCHAR in the source"
+                    )
+            elif not is_number(kind):
+                what = "a number" if known is None else f"categories that are numbers ({shown(known)})"
+                raise ModelError(f"{self._model}: column {name!r} is {kind}, and the model's feature {feature!r} is {what}")
+        self._checked = schema
+
+    def matrix(self, batch: pa.RecordBatch) -> tuple[Matrix, dict[int, str]]:
+        """Float64 [rows, features], a null as NaN and a category as its code; and the rows that have a category which the model does not know."""
+        self.check(batch.schema)
+        made = np.empty((batch.num_rows, len(self._numbers)))
+        bad: dict[int, str] = {}
+        for place, (feature, name) in enumerate(self._numbers):
+            column = batch.column(name)
+            if isinstance(column.type, pa.DictionaryType):
+                column = column.cast(column.type.value_type)
+            known = self._categories.get(feature)
+            made[:, place] = numbers(column) if known is None else self._codes(name, column, known, bad)
+        return made, bad
+
+    def _codes(self, name: str, column: pa.Array, known: pa.Array, bad: dict[int, str]) -> Matrix:
+        codes = pc.index_in(column.cast(known.type), known)
+        if not self._missing and codes.null_count > column.null_count:
+            for row in pc.indices_nonzero(pc.and_(codes.is_null(), column.is_valid())).to_pylist():
+                value = column[row].as_py()
+                # how a number that is missing is written in data frames
+                if value == value:
+                    bad[row] = f"{name} is {value!r:.80}, which is none of the categories that the model knows ({shown(known)})"
+        return numbers(codes)
+
+
+def numbers(column: pa.Array) -> Matrix:
+    """Float64 [rows]; a null is NaN."""
+    if column.type != pa.float64():
+        column = column.cast(pa.float64(), safe=False)
+    made: Matrix = column.to_numpy(zero_copy_only=False)
+    return made
+
+
+def value_type(kind: pa.DataType) -> pa.DataType:
+    """Of a dictionary its values', else itself."""
+    return kind.value_type if isinstance(kind, pa.DictionaryType) else kind
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Whether a column of this type holds texts."""
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def is_number(kind: pa.DataType) -> bool:
+    """Whether a column of this type holds numbers; one of nothing but nulls may."""
+    kinds = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_decimal, pa.types.is_null)
+    return any(check(kind) for check in kinds)
+
+
+def shown(known: pa.Array) -> str:
+    """The first categories, for a message."""
+    more = ", …" if len(known) > NAMED_CATEGORIES else ""
+    texts = [f"{value:g}" if isinstance(value, float) else f"{value:.40}" for value in known[:NAMED_CATEGORIES].to_pylist()]
+    return ", ".join(texts) + more
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """Some names for a message, the first ones of many."""
+    return ", ".join(map(repr, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def near(name: str, names: Sequence[str]) -> str:
+    """The nearest of some names, if one is near, for the middle of a message."""
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,0 +1,63 @@
+"""Host: the CPU as a device of models that libraries other than torch compute."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+
+from precompute.engine.cores import allowed, usable_threads
+from precompute.engine.memory import ResidentPeak, available_bytes
+from precompute.store.errors import ConfigError
+
+
+class Host:
+    """A :class:`precompute.model.ComputeDevice`: launching means computing, with as many threads as the process may use, or fewer in a lane."""
+
+    name = "cpu"
+    depth = 0
+
+    def __init__(self) -> None:
+        self._resident = ResidentPeak()
+        self._lane = threading.local()
+
+    def free_bytes(self) -> int:
+        """Memory that can still be taken."""
+        return available_bytes()
+
+    def peak_bytes(self, reset: bool = False) -> int:
+        """The largest memory of the process."""
+        return self._resident.lap() if reset else self._resident.bytes()
+
+    def release(self) -> None:
+        """Nothing is retained."""
+
+    def threads(self) -> int:
+        """That the calling thread computes with: its lane's, or what ``OMP_NUM_THREADS`` says, or one for each CPU."""
+        said = os.environ.get("OMP_NUM_THREADS", "")
+        return getattr(self._lane, "threads", None) or usable_threads(int(said) if said.isdigit() and int(said) else allowed())
+
+    def compute_with(self, threads: int) -> None:
+        """Let the calling thread compute with so many."""
+        self._lane.threads = threads
+
+    def peak_flops(self) -> float:
+        """Unknown: what these models compute is no matrix product."""
+        return 0.0
+
+
+@contextlib.contextmanager
+def installed(extra: str) -> Iterator[None]:
+    """Around the import of what an extra brings.
+
+    Raises:
+        ConfigError: it is not installed, or does not load.
+    """
+    try:
+        yield
+    except ImportError as exc:
+        raise ConfigError(f"{extra}: {exc}: pip install 'precompute-store[{extra}]'") from exc
+    except OSError as exc:
+        # of a library in C that it needs, such as OpenMP's
+        raise ConfigError(f"{extra} is installed, and does not load: {exc}") from exc

@@ -1,0 +1,266 @@
+"""ONNX: any graph, such as a scikit-learn pipeline by skl2onnx, over columns of numbers, texts and vectors, computed by ONNX Runtime on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from precompute.model import Features, Prepared, Verbatim, digest, resolve_path
+from precompute.store.errors import ConfigError, ModelError, PrecomputeError
+from precompute.tabular.columns import is_number, is_text, listed, near, value_type
+from precompute.tabular.host import Host, installed
+from precompute.tabular.onnx_input import NUMBERS, Input
+
+CODE_VERSION = 1
+"""Raised by anyone who changes the values this code computes; part of the fingerprint."""
+
+EXTERNAL = 1
+"""``TensorProto.EXTERNAL``: weights in a file beside the graph's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A feature: an output of the graph by its name, or one column of it."""
+
+    feature: str
+    name: str
+    column: int | None = None
+
+
+class OnnxModel:
+    """Runs a graph over columns; a :class:`precompute.model.StagedModel`.
+
+    Args:
+        path: the ``.onnx`` file.
+        outputs: feature → name of one of the graph's outputs, or ``{output: name, column: 1}`` for one number of each row. [rows] and [rows, 1] are one value a
+            row, [rows, dim] is a vector; a map of classes to probabilities, as skl2onnx makes by default, is a vector in the order of the classes.
+        inputs: the graph's input → a column, or a list of columns, side by side; by default the column of its name. A column may be a vector.
+        nulls: what becomes of a null number: ``bad``, or ``nan`` where the graph knows what to do with one.
+
+    Raises:
+        ConfigError: no such file, ONNX Runtime is not installed, or an argument that does not fit the graph.
+        ModelError: the file is damaged, or a graph that cannot be computed here.
+    """
+
+    cost_unit = "rows"
+    start_cost = 1024
+    max_cost: int | None = None
+    concurrent = True
+
+    def __init__(
+        self, path: str, outputs: Mapping[str, Any], inputs: Mapping[str, Any] | None = None, nulls: str = "bad"
+    ) -> None:
+        self._path = resolve_path(path)
+        self.device = Host()
+        if nulls not in ("bad", "nan"):
+            raise ConfigError(f"onnx: nulls is bad or nan, got {nulls!r}")
+        self._beside, self._session = _loaded(self._path)
+        self._inputs = _inputs(self._session.get_inputs(), inputs or {}, nulls == "nan")
+        self._outputs = _outputs([output.name for output in self._session.get_outputs()], outputs)
+        self._wanted = list(dict.fromkeys(output.name for output in self._outputs))
+        self._facts = {
+            "inputs": Verbatim({i.name: list(i.columns) for i in self._inputs}),
+            "outputs": Verbatim(outputs),
+            "nulls": nulls,
+        }
+        self._checked: pa.Schema | None = None
+
+    def fingerprint(self) -> str:
+        """The file and those of its weights, which column is which input and which output which feature, and the code version."""
+        return digest(self._path, *self._beside, code=CODE_VERSION, **self._facts)
+
+    def reads(self) -> list[str]:
+        """The columns of all inputs."""
+        return list(dict.fromkeys(name for one in self._inputs for name in one.columns))
+
+    def prepare(self, batch: pa.RecordBatch) -> Prepared:
+        """An array for each input; each row costs 1. Bad are those with a null, or a vector of another length.
+
+        Raises:
+            ModelError: a column is missing, or of a type that its input does not take.
+        """
+        self._check(batch.schema)
+        bad: dict[int, str] = {}
+        made = {one.name: one.array(batch, bad) for one in self._inputs}
+        return Prepared(np.ones(batch.num_rows, np.int64), made, bad)
+
+    def inputs(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
+        """These rows of each."""
+        return {name: values[rows] for name, values in prepared.payload.items()}
+
+    def launch(self, inputs: Mapping[str, npt.NDArray[Any]]) -> list[Any]:
+        """What the graph gives for the wanted outputs."""
+        return list(self._session.run(self._wanted, inputs))
+
+    def land(self, launched: list[Any]) -> Features:
+        """Each feature, of the graph's own type.
+
+        Raises:
+            ModelError: an output of another shape.
+        """
+        given = dict(zip(self._wanted, map(_array, self._wanted, launched), strict=True))
+        return {output.feature: _feature(output, given[output.name]) for output in self._outputs}
+
+    def flops(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> float:
+        """Unknown."""
+        return 0.0
+
+    def compute(self, batch: pa.RecordBatch) -> Features:
+        """All rows of a batch at once; one that cannot be used raises ValueError."""
+        prepared = self.prepare(batch)
+        for reason in prepared.bad.values():
+            raise ValueError(reason)
+        return self.land(self.launch(prepared.payload))
+
+    def _check(self, schema: pa.Schema) -> None:
+        if self._checked is not None and schema.equals(self._checked):
+            return
+        absent = [name for name in self.reads() if name not in schema.names]
+        if absent:
+            raise ModelError(
+                f"onnx: the input has no column {listed(absent)}{near(absent[0], schema.names)} (it has: {', '.join(schema.names)}); "
+                "name it in the source with AS, or set `inputs` in the model's args"
+            )
+        for one in self._inputs:
+            for name in one.columns:
+                kind = value_type(schema.field(name).type)
+                item = kind.value_type if hasattr(kind, "value_type") else kind
+                fits = pa.types.is_null(item) or (is_text(item) if one.is_text else is_number(item))
+                if one.is_whole:
+                    fits = fits and not (pa.types.is_floating(item) or pa.types.is_decimal(item))
+                if not fits:
+                    raise ModelError(
+                        f"onnx: column {name!r} is {kind}, and the graph's input {one.name!r} takes {one.kind}: CAST it in the source"
+                    )
+            scalars = sum(not hasattr(value_type(schema.field(name).type), "value_type") for name in one.columns)
+            if one.width is not None and scalars == len(one.columns) != one.width:
+                raise ModelError(
+                    f"onnx: the graph's input {one.name!r} takes {one.width} numbers a row, and {listed(one.columns)} are {scalars}: name them in "
+                    "`inputs`, or a column of vectors"
+                )
+        self._checked = schema
+
+
+def _loaded(path: Path) -> tuple[list[Path], Any]:
+    """(files of weights beside it, a session).
+
+    Raises:
+        ModelError: it is damaged, or names files that are not beside it.
+    """
+    with installed("onnx"):
+        import onnx
+        import onnxruntime
+    if not path.is_file():
+        raise ConfigError(f"onnx: path {str(path)!r} is a folder: name the .onnx file")
+    options = onnxruntime.SessionOptions()
+    # lanes are what computes beside each other
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.log_severity_level = 4
+    try:
+        content = path.read_bytes()
+        graph = onnx.load_model_from_string(content)
+        beside = _beside(path, graph)
+        session = onnxruntime.InferenceSession(str(path) if beside else content, options, providers=["CPUExecutionProvider"])
+    except PrecomputeError:
+        raise
+    except Exception as exc:
+        # both libraries' errors have no common class
+        reason = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
+        raise ModelError(f"onnx: {path} is damaged or cannot be computed by ONNX Runtime: {reason[:300]}") from exc
+    return beside, session
+
+
+def _beside(path: Path, model: Any) -> list[Path]:
+    """Files of weights that the graph names: in its folder, or below."""
+    named = set[str]()
+    todo = [model.graph]
+    while todo:
+        graph = todo.pop()
+        tensors = [*graph.initializer, *(t for one in graph.sparse_initializer for t in (one.values, one.indices))]
+        for node in graph.node:
+            for attribute in node.attribute:
+                tensors += [attribute.t, *attribute.tensors]
+                todo += [inner for inner in (attribute.g, *attribute.graphs) if inner.node]
+        named |= {
+            entry.value for t in tensors if t.data_location == EXTERNAL for entry in t.external_data if entry.key == "location"
+        }
+    files = [path.parent / name for name in sorted(named)]
+    for file in files:
+        if not file.resolve().is_relative_to(path.parent.resolve()):
+            raise ModelError(f"onnx: {path} names weights at {str(file)!r}, which is outside its folder")
+        if not file.is_file():
+            raise ModelError(f"onnx: {path} names weights at {str(file)!r}, where there is nothing")
+    return files
+
+
+def _inputs(given: Sequence[Any], named: Mapping[str, Any], nan: bool) -> list[Input]:
+    names = [one.name for one in given]
+    if not isinstance(named, Mapping):
+        raise ConfigError(f"onnx: inputs maps the graph's inputs ({listed(names)}) to columns, got {named!r}")
+    if strange := [name for name in named if name not in names]:
+        raise ConfigError(f"onnx: inputs names {strange[0]!r}{near(str(strange[0]), names)}; the graph takes {listed(names)}")
+    found = []
+    for one in given:
+        if one.type not in NUMBERS:
+            raise ModelError(f"onnx: the graph's input {one.name!r} is {one.type}, of which there is no column")
+        if len(one.shape) not in (1, 2) or isinstance(one.shape[0], int):
+            raise ModelError(
+                f"onnx: the graph's input {one.name!r} has the shape {one.shape}: export it as [None] or [None, columns], for any number of rows"
+            )
+        columns = named.get(one.name, one.name)
+        columns = [columns] if isinstance(columns, str) else columns
+        if not isinstance(columns, list) or not columns or not all(isinstance(name, str) for name in columns):
+            raise ConfigError(f"onnx: inputs.{one.name} is a column or a list of columns, got {columns!r}")
+        width = one.shape[1] if len(one.shape) == 2 else None
+        if len(columns) > 1 and (len(one.shape) == 1 or (isinstance(width, int) and len(columns) > width)):
+            raise ConfigError(f"onnx: inputs.{one.name} names {len(columns)} columns, and the graph takes {width or 1}")
+        found.append(Input(one.name, tuple(columns), one.type, len(one.shape), width if isinstance(width, int) else None, nan))
+    return found
+
+
+def _outputs(names: Sequence[str], outputs: Any) -> list[Output]:
+    if not isinstance(outputs, Mapping) or not outputs:
+        raise ConfigError(f"onnx: outputs maps features to the graph's outputs ({listed(names)}), got {outputs!r}")
+    found = []
+    for feature, wanted in outputs.items():
+        of = {"output": wanted} if isinstance(wanted, str) else wanted
+        if not isinstance(of, Mapping) or not set(of) <= {"output", "column"} or not isinstance(of.get("output"), str):
+            raise ConfigError(f"onnx: outputs.{feature} is the name of an output, or {{output: name, column: 1}}; got {wanted!r}")
+        if of["output"] not in names:
+            raise ConfigError(
+                f"onnx: outputs.{feature} names {of['output']!r}{near(of['output'], names)}; the graph gives {listed(names)}"
+            )
+        column = of.get("column")
+        if column is not None and (type(column) is not int or column < 0):
+            raise ConfigError(f"onnx: outputs.{feature}.column is a whole number from 0, got {column!r}")
+        found.append(Output(feature, of["output"], column))
+    return found
+
+
+def _array(name: str, given: Any) -> npt.NDArray[Any]:
+    """A tensor, or a matrix of what skl2onnx gives as maps of classes to probabilities."""
+    if isinstance(given, list) and given and isinstance(given[0], dict):
+        return np.array([list(row.values()) for row in given], np.float32)
+    if not isinstance(given, np.ndarray):
+        raise ModelError(f"onnx: output {name!r} is a {type(given).__name__}, neither a tensor nor maps of classes")
+    return given
+
+
+def _feature(output: Output, values: npt.NDArray[Any]) -> Any:
+    if values.ndim not in (1, 2):
+        raise ModelError(f"onnx: output {output.name!r} has the shape {list(values.shape)}, not [rows] or [rows, dim]")
+    if output.column is not None:
+        if values.ndim == 1 or output.column >= values.shape[1]:
+            raise ModelError(
+                f"onnx: outputs.{output.feature} takes column {output.column} of {output.name!r}, which has the shape {list(values.shape)}"
+            )
+        values = values[:, output.column]
+    if values.ndim == 2 and values.shape[1] == 1:
+        values = values[:, 0]
+    return pa.array(values.tolist(), pa.string()) if values.dtype.kind in "OU" and values.ndim == 1 else values

@@ -1,0 +1,149 @@
+"""ONNX graphs: inputs of every kind from columns, outputs as features, weights beside the file; what does not fit is named."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pyarrow as pa
+import pytest
+from onnx import TensorProto, helper
+
+from precompute.registry import load_model
+from precompute.store.errors import ConfigError, ModelError
+
+TYPES = {
+    "float": TensorProto.FLOAT,
+    "double": TensorProto.DOUBLE,
+    "int8": TensorProto.INT8,
+    "bool": TensorProto.BOOL,
+    "string": TensorProto.STRING,
+}
+
+
+def identity(folder: Path, kind: str, shape: list[Any], **save: Any) -> str:
+    """A graph that gives its input ``x`` back as ``y``, and as ``z`` twice side by side."""
+    given, *made = (helper.make_tensor_value_info(name, TYPES[kind], shape if name == "x" else None) for name in "xyz")
+    nodes = [helper.make_node("Identity", ["x"], ["y"]), helper.make_node("Concat", ["x", "x"], ["z"], axis=len(shape) - 1)]
+    graph = helper.make_graph(nodes, "identity", [given], made)
+    path = folder / "model.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), str(path), **save)
+    return str(path)
+
+
+def loaded(path: str, outputs: Any = {"y": "y"}, **args: Any) -> Any:  # noqa: B006
+    return load_model("onnx", {"path": path, "outputs": outputs, **args})
+
+
+VECTORS = pa.array([[1, 2], None, [3], [4, None], [5, 6]], pa.list_(pa.int64()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "columns", "expected", "bad"),
+    [
+        ("float", [None], {"x": [1, 2, None]}, [1.0, 2.0], {2: "x is null"}),
+        ("float", [None, 1], {"x": pa.array(["1.5", "2"]).cast(pa.decimal128(5, 2))}, [1.5, 2.0], {}),
+        ("double", [None, 2], {"a": [1, 2], "b": [0.5, None]}, [[1.0, 0.5]], {1: "b is null"}),
+        ("double", [None, 2], {"a": VECTORS}, [[1, 2], [5, 6]], {1: "a is null", 2: "a has 1 values, not 2", 3: "a is null"}),
+        (
+            "double",
+            [None, "n"],
+            {"a": VECTORS, "b": [9, 9, 9, 9, 9]},
+            [[1, 2, 9], [5, 6, 9]],
+            {1: "a is null", 2: "a has 1 values, not 2", 3: "a is null"},
+        ),
+        ("int8", [None, 1], {"x": [1, 300, -128]}, [1, -128], {1: "x is 300, and the graph's input 'x' takes -128 to 127"}),
+        ("bool", [None, 1], {"x": [True, None, False]}, [True, False], {1: "x is null"}),
+        ("string", [None, 1], {"x": pa.array(["a", None, "ü"]).dictionary_encode()}, ["a", "ü"], {1: "x is null"}),
+    ],
+)
+def test_columns_become_the_graphs_inputs(
+    tmp_path: Path, kind: str, shape: list[Any], columns: dict[str, Any], expected: list[Any], bad: dict[int, str]
+) -> None:
+    batch = pa.record_batch(columns)
+    inputs = {} if list(columns) == ["x"] else {"inputs": {"x": list(columns)}}
+    model = loaded(identity(tmp_path, kind, shape), **inputs)
+    prepared = model.prepare(batch)
+    assert prepared.bad == bad
+    good = np.array([row for row in range(batch.num_rows) if row not in bad])
+    assert model.land(model.launch(model.inputs(prepared, good)))["y"].tolist() == expected
+    assert model.compute(batch.take(pa.array(good)))["y"].tolist() == expected
+
+
+def test_an_output_is_a_vector_or_one_of_its_numbers(tmp_path: Path) -> None:
+    model = loaded(identity(tmp_path, "float", [None, 1]), {"both": "z", "second": {"output": "z", "column": 1}, "one": "y"})
+    made = model.compute(pa.record_batch({"x": [1.0, 2.0]}))
+    assert {name: values.tolist() for name, values in made.items()} == {"both": [[1, 1], [2, 2]], "second": [1, 2], "one": [1, 2]}
+
+
+def test_a_null_number_is_nan_where_the_graph_knows_it(tmp_path: Path) -> None:
+    model = loaded(identity(tmp_path, "float", [None, 1]), nulls="nan")
+    prepared = model.prepare(pa.record_batch({"x": [1.0, None]}))
+    assert prepared.bad == {}
+    assert np.array_equal(prepared.payload["x"][:, 0], [1.0, np.nan], equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"outputs": {}}, "outputs maps features to the graph's outputs ('y', 'z'), got {}"),
+        ({"outputs": {"a": "yy"}}, "outputs.a names 'yy' (did you mean 'y'?); the graph gives 'y', 'z'"),
+        ({"outputs": {"a": {"output": "z", "at": 1}}}, "outputs.a is the name of an output, or {output: name, column: 1}"),
+        ({"outputs": {"a": {"output": "z", "column": -1}}}, "outputs.a.column is a whole number from 0, got -1"),
+        ({"inputs": {"xx": "a"}}, "inputs names 'xx' (did you mean 'x'?); the graph takes 'x'"),
+        ({"inputs": {"x": ["a", "b", "c"]}}, "inputs.x names 3 columns, and the graph takes 2"),
+        ({"inputs": {"x": 3}}, "inputs.x is a column or a list of columns, got 3"),
+        ({"nulls": "zero"}, "nulls is bad or nan, got 'zero'"),
+        ({"path": "."}, "path '.' is a folder: name the .onnx file"),
+    ],
+)
+def test_an_argument_that_does_not_fit_is_named(tmp_path: Path, args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"onnx: {message}")):
+        loaded(**{"path": identity(tmp_path, "float", [None, 2])} | args)
+
+
+def test_what_the_graph_does_not_take_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=re.escape("input 'x' has the shape [1, 2]: export it as [None] or [None, columns]")):
+        loaded(identity(tmp_path, "float", [1, 2]))
+    model = loaded(identity(tmp_path, "int8", [None, 2]), inputs={"x": ["a", "b"]})
+    for columns, message in (
+        ({"a": [1]}, "the input has no column 'b' (it has: a); name it in the source with AS, or set `inputs`"),
+        ({"a": [1], "b": [0.5]}, "column 'b' is double, and the graph's input 'x' takes tensor(int8): CAST it in the source"),
+        ({"a": [1], "b": ["c"]}, "column 'b' is string, and the graph's input 'x' takes tensor(int8)"),
+    ):
+        with pytest.raises(ModelError, match=re.escape(f"onnx: {message}")):
+            model.prepare(pa.record_batch(columns))
+    alone = loaded(identity(tmp_path, "float", [None, 2]), inputs={"x": ["a"]})
+    with pytest.raises(ModelError, match=re.escape("input 'x' takes 2 numbers a row, and 'a' are 1")):
+        alone.prepare(pa.record_batch({"a": [1]}))
+
+
+def with_weights(folder: Path, name: str) -> str:
+    """A graph that adds weights which lie in a file beside it."""
+    folder.mkdir()
+    tensor = onnx.numpy_helper.from_array(np.arange(300, dtype=np.float32), "w")
+    given, made = (helper.make_tensor_value_info(one, TensorProto.FLOAT, [None, 300]) for one in "xy")
+    graph = helper.make_graph([helper.make_node("Add", ["x", "w"], ["y"])], "add", [given], [made], [tensor])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, str(folder / "model.onnx"), save_as_external_data=True, location="weights.bin", size_threshold=0)
+    if name != "weights.bin":
+        graph = onnx.load(str(folder / "model.onnx"), load_external_data=False)
+        graph.graph.initializer[0].external_data[0].value = name
+        (folder / "model.onnx").write_bytes(graph.SerializeToString())
+    return str(folder / "model.onnx")
+
+
+def test_weights_beside_the_file_count_and_none_from_elsewhere(tmp_path: Path) -> None:
+    path = with_weights(tmp_path / "whole", "weights.bin")
+    model = loaded(path)
+    rows = pa.record_batch({"x": pa.array([[1.0] * 300])})
+    assert model.compute(rows)["y"].tolist() == [[1.0 + n for n in range(300)]]
+    before = model.fingerprint()
+    (tmp_path / "whole" / "weights.bin").write_bytes(np.ones(300, np.float32).tobytes())
+    assert loaded(path).fingerprint() != before
+    for number, name in enumerate(("../whole/weights.bin", "/etc/hostname", "none.bin")):
+        with pytest.raises(ModelError, match=r"names weights at .*, (which is outside its folder|where there is nothing)"):
+            loaded(with_weights(tmp_path / str(number), name))

@@ -1,0 +1,217 @@
+"""Trees: which column is which feature of the model, and what is said where they do not fit; files of every shape, whole and damaged."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightgbm
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+import xgboost
+
+from precompute.model import Model, StagedModel
+from precompute.registry import load_model
+from precompute.store.errors import ConfigError, ModelError, PrecomputeError
+
+ROWS = pa.record_batch({"age": [31.0, None], "genre": ["drama", "comedy"], "year": pa.array([1990, 2000], pa.int16())})
+
+
+@pytest.fixture(scope="module")
+def books(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model of a number, a category of texts and one of numbers."""
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame(
+        {"age": rng.integers(0, 80, 500), "genre": rng.choice(["comedy", "drama"], 500), "year": rng.choice([1990, 2000], 500)}
+    )
+    frame = frame.astype({"genre": "category", "year": "category"})
+    target = frame["age"] + 9 * (frame["genre"] == "drama") + (frame["year"] == 1990)
+    path = str(tmp_path_factory.mktemp("books") / "model.txt")
+    lightgbm.train({"verbose": -1, "num_leaves": 4}, lightgbm.Dataset(frame, target), 3).save_model(path)
+    return path
+
+
+def loaded(path: str, **args: Any) -> Any:
+    model = load_model("lightgbm", {"path": path, **args})
+    assert isinstance(model, StagedModel)
+    return model
+
+
+def test_columns_are_named_in_order_or_by_feature(books: str) -> None:
+    expected = loaded(books).compute(ROWS)["score"].tolist()
+    renamed = ROWS.rename_columns(["a", "b", "year"])
+    for columns in (["a", "b", "year"], {"age": "a", "genre": "b"}):
+        model = loaded(books, columns=columns)
+        assert model.reads() == ["a", "b", "year"]
+        assert model.compute(renamed)["score"].tolist() == expected
+    coded = ROWS.set_column(1, "genre", ROWS.column("genre").dictionary_encode())
+    assert loaded(books).compute(coded)["score"].tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"columns": ["age"]}, "columns has 1 names, the model has 3 features ('age', 'genre', 'year')"),
+        ({"columns": {"gener": "g"}}, "columns names 'gener' (did you mean 'genre'?); the model has 3 features"),
+        ({"columns": 3}, "columns is a list of columns, or a mapping of features to columns; got 3"),
+        ({"unknown": "null"}, "unknown is bad or missing, got 'null'"),
+        ({"raw": "yes"}, "raw is true or false, got 'yes'"),
+        ({"label": "l"}, "label needs `classes`, the names of the model's 2 classes in its order; got None"),
+        ({"label": "score", "classes": ["a", "b"]}, "label and output are both 'score': give them two names"),
+        ({"classes": ["a", "b"]}, "classes names what `label` is made of: set `label`"),
+        ({"path": "."}, "path '.' is a folder: name the model's file"),
+    ],
+)
+def test_an_argument_that_does_not_fit_is_named(books: str, args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"lightgbm: {message}")):
+        loaded(**{"path": books} | args)
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "message"),
+    [
+        ("genre", None, "the input has no column 'genre' (it has: age, year); name it in the source with AS, or set `columns`"),
+        ("age", ["old", "young"], "column 'age' is string, and the model's feature 'age' is a number"),
+        (
+            "genre",
+            [1, 2],
+            "column 'genre' is int64, and the model's feature 'genre' has categories that are texts (comedy, drama): CAST it AS VARCHAR",
+        ),
+        (
+            "year",
+            ["1990", "2000"],
+            "column 'year' is string, and the model's feature 'year' is categories that are numbers (1990, 2000)",
+        ),
+    ],
+)
+def test_a_source_of_other_columns_ends_the_run(books: str, column: str, values: Any, message: str) -> None:
+    place = ROWS.schema.get_field_index(column)
+    rows = ROWS.drop_columns([column]) if values is None else ROWS.set_column(place, column, pa.array(values))
+    with pytest.raises(ModelError, match=re.escape(f"lightgbm: {message}")):
+        loaded(books).prepare(rows)
+
+
+def test_a_category_that_is_unknown_is_a_bad_row_or_a_missing_value(books: str) -> None:
+    rows = ROWS.set_column(2, "year", pa.array([1985, 2000]))
+    reason = "year is 1985, which is none of the categories that the model knows (1990, 2000)"
+    assert loaded(books).prepare(rows).bad == {0: reason}
+    missing = rows.set_column(2, "year", pa.array([None, 2000], pa.int64()))
+    as_missing = loaded(books, unknown="missing")
+    assert as_missing.compute(rows)["score"].tolist() == loaded(books).compute(missing)["score"].tolist()
+
+
+def shapes_of_lightgbm(folder: Path) -> dict[str, Callable[[Any], Any]]:
+    """Files of every kind of model, and what the library makes of rows by each."""
+    rng = np.random.default_rng(0)
+    x, y = rng.random((600, 4)), rng.integers(0, 3, 600)
+    codes = np.c_[x[:, :3], rng.integers(0, 40, 600)]
+    sets: dict[str, tuple[dict[str, Any], Any]] = {
+        "multi": ({"objective": "multiclass", "num_class": 3}, lightgbm.Dataset(x, y)),
+        "rank": ({"objective": "lambdarank"}, lightgbm.Dataset(x, y, group=[60] * 10)),
+        "linear": ({"linear_tree": True}, lightgbm.Dataset(x, x[:, 0])),
+        "forest": (
+            {"objective": "binary", "boosting": "rf", "bagging_freq": 1, "bagging_fraction": 0.5},
+            lightgbm.Dataset(x, y > 0),
+        ),
+        "constant": ({}, lightgbm.Dataset(x, np.ones(600))),
+        "codes": ({}, lightgbm.Dataset(codes, y, feature_name=["größe", "b", "c", "d"], categorical_feature=[3])),
+    }
+    found = dict[str, Callable[[Any], Any]]()
+    for name, (settings, data) in sets.items():
+        lightgbm.train({"num_leaves": 5, "verbose": -1, **settings}, data, 3).save_model(folder / f"{name}.lightgbm")
+        found[f"{name}.lightgbm"] = lightgbm.Booster(model_file=folder / f"{name}.lightgbm").predict
+    return found
+
+
+def xgboost_scores(booster: xgboost.Booster, rows: Any) -> Any:
+    return booster.inplace_predict(rows.astype(np.float32))
+
+
+def shapes_of_xgboost(folder: Path) -> dict[str, Callable[[Any], Any]]:
+    """The same of XGBoost."""
+    rng = np.random.default_rng(0)
+    x, y = rng.random((600, 4)), rng.integers(0, 3, 600)
+    sets: dict[str, tuple[dict[str, Any], Any]] = {
+        "softmax": ({"objective": "multi:softmax", "num_class": 3}, y),
+        "dart": ({"booster": "dart", "rate_drop": 0.5, "objective": "binary:logistic"}, y > 0),
+        "pruned": ({"tree_method": "exact", "gamma": 2, "objective": "binary:logistic"}, y > 0),
+        "forest": ({"num_parallel_tree": 3, "subsample": 0.5}, y),
+    }
+    found = dict[str, Callable[[Any], Any]]()
+    for name, (settings, target) in sets.items():
+        booster = xgboost.train({"max_depth": 3, "nthread": 1, **settings}, xgboost.DMatrix(x, target), 3)
+        booster.save_model(folder / f"{name}.json")
+        (folder / f"{name}.json").rename(folder / f"{name}.xgboost")
+        found[f"{name}.xgboost"] = partial(xgboost_scores, booster)
+    return found
+
+
+@pytest.mark.parametrize("shapes", [shapes_of_lightgbm, shapes_of_xgboost])
+def test_files_of_every_shape_give_the_librarys_own_scores(
+    tmp_path: Path, shapes: Callable[[Path], dict[str, Callable[[Any], Any]]]
+) -> None:
+    rows = np.random.default_rng(1).random((50, 4))
+    rows[:, 3] = np.arange(50)
+    rows[3, 1] = np.nan
+    for file, predict in shapes(tmp_path).items():
+        model: Model = load_model(file.rpartition(".")[2], {"path": str(tmp_path / file), "columns": list("abcd")})
+        batch = pa.record_batch({name: rows[:, place] for place, name in enumerate("abcd")})
+        assert np.array_equal(model.compute(batch)["score"], predict(rows)), file
+
+
+@pytest.mark.parametrize("shapes", [shapes_of_lightgbm, shapes_of_xgboost])
+def test_a_file_with_a_flaw_is_refused_or_computes(
+    tmp_path: Path, shapes: Callable[[Path], dict[str, Callable[[Any], Any]]]
+) -> None:
+    """Read by the libraries themselves, most of these end the process."""
+    drawn = random.Random(0)
+    refused = list[str]()
+    for file in shapes(tmp_path):
+        content = (tmp_path / file).read_bytes()
+        for _ in range(25):
+            flawed = bytearray(content)
+            at = drawn.randrange(len(flawed))
+            numbers = list(re.finditer(rb"(?<=[,=\[ \"])-?\d+(?=[,\] \"\n])", content))
+            number = drawn.choice(numbers)
+            match drawn.randrange(4):
+                case 0:
+                    flawed[at] ^= 1 << drawn.randrange(8)
+                case 1:
+                    del flawed[at : at + drawn.randrange(1, 200)]
+                case _:
+                    flawed[number.start() : number.end()] = str(drawn.choice([-1, 0, 5, 99_999, 10**12])).encode()
+            (tmp_path / "flawed").write_bytes(flawed)
+            try:
+                model: Any = load_model(file.rpartition(".")[2], {"path": str(tmp_path / "flawed")})
+                model.launch(np.full((3, len(model.reads())), 0.5))
+            except PrecomputeError as exc:
+                refused.append(str(exc))
+    assert len(refused) > 20
+    assert not [message for message in refused if "failed to load" in message], "an error of the library that nobody translated"
+
+
+def test_the_best_round_is_the_last_that_counts(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    data = xgboost.DMatrix(rng.random((300, 2)), rng.random(300))
+    booster = xgboost.train(
+        {"nthread": 1},
+        data,
+        30,
+        evals=[(xgboost.DMatrix(rng.random((50, 2)), rng.random(50)), "v")],
+        early_stopping_rounds=3,
+        verbose_eval=False,
+    )
+    booster.save_model(tmp_path / "model.json")
+    best = int(json.loads((tmp_path / "model.json").read_text())["learner"]["attributes"]["best_iteration"])
+    rows = rng.random((20, 2))
+    model: Any = load_model("xgboost", {"path": str(tmp_path / "model.json")})
+    expected = booster.inplace_predict(rows.astype(np.float32), iteration_range=(0, best + 1))
+    assert best < booster.num_boosted_rounds() - 1
+    assert np.array_equal(model.launch(rows), expected)
