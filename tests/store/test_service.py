@@ -41,7 +41,7 @@ EVERYTHING = {
         "limited": {"features": ["double"], "max_age": "1ms"},
         "expired": {"features": ["double", "vector"], "defaults": {"vector": [0, 0, 0, 1]}},
         "spoilt": ["double"],
-        "grown": {"features": ["double", "gone"], "defaults": {"gone": 1.0}},
+        "grown": {"features": ["gone", "vector", "double"], "defaults": {"gone": 1.0}},
         "gone_only": ["gone"],
         "pairs": ["double"],
         "keyed": {"features": ["double"], "defaults": {"double": 7.0}},
