@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from precompute.jobs.commands.command import DONE, Commands, project_of
 from precompute.store.errors import ConfigError
-from precompute.store.service import column_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -38,6 +37,7 @@ def add(commands: Commands) -> None:
 
 def _training(arguments: argparse.Namespace) -> int:
     from precompute.store.history import get_historical_features
+    from precompute.store.service import column_of
 
     project = project_of(arguments)
     service = project.service(arguments.service)

@@ -360,7 +360,7 @@ def test_schema_is_json_for_people_and_programs(published: Scene, capsys: Captur
     schemas = report_of(capsys)
     assert published.cli("schema") == 0
     assert json.loads(capsys.readouterr().out) == schemas
-    assert set(schemas) == {"project", "view"}
+    assert set(schemas) == {"project", "view", "service"}
     assert main(["schema", "--json"]) == 0  # editors have no project
 
 
