@@ -82,7 +82,7 @@ def published(folder: Path, rows: int, views: dict[str, Shapes] = VIEWS) -> None
 
 
 def requests_of(side: str, keys: list[list[str]]) -> list[bytes]:
-    """What is asked of a view, or of the service."""
+    """Requests to a view, or of the service."""
     if side == SERVICE:
         return [_post(f"/v1/services/{SERVICE}", {"entities": {"id": some}}, ARROW) for some in keys]
     return [_post(f"/v1/views/{side}/lookup", {"keys": some}, ARROW) for some in keys]
@@ -127,7 +127,7 @@ def in_process(folder: Path, keys: list[list[str]], rounds: int) -> dict[str, li
 
 
 def measured(port: int, keys: list[list[str]], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """How it is asked → side → the median time of a request in each round, ms."""
+    """How it is requested → side → the median time of a request in each round, ms."""
     requests = {side: requests_of(side, keys) for side in (*VIEWS, SERVICE)}
 
     def by_socket(side: str) -> Callable[[int], Any]:
@@ -149,8 +149,8 @@ def measured(port: int, keys: list[list[str]], rounds: int) -> dict[str, dict[st
 
 def main() -> None:
     """Measure and report."""
-    asked = [int(argument) for argument in sys.argv[1:]]
-    rows, rounds = (asked + [ROWS, ROUNDS][len(asked) :])[:2]
+    given = [int(argument) for argument in sys.argv[1:]]
+    rows, rounds = (given + [ROWS, ROUNDS][len(given) :])[:2]
     keys = np.random.default_rng(1).integers(0, rows, (REQUESTS, KEYS)).astype(str).tolist()
     with tempfile.TemporaryDirectory() as name:
         published(Path(name), rows)

@@ -92,8 +92,8 @@ def measured(folder: Path, kind: str, redis: str, python: str, keys: list[list[i
 
 def main() -> None:
     """Measure and report."""
-    asked = [int(argument) for argument in sys.argv[1:]]
-    rows, requests = (asked + [ROWS, REQUESTS][len(asked) :])[:2]
+    given = [int(argument) for argument in sys.argv[1:]]
+    rows, requests = (given + [ROWS, REQUESTS][len(given) :])[:2]
     python, found = feast_python(), dict[str, Any]()
     keys = np.random.default_rng(1).integers(0, rows, (requests, KEYS))
     lines = [

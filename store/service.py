@@ -194,6 +194,10 @@ def _texts(values: list[Any]) -> tuple[list[str], list[Any]]:
         "".join(values).encode()
         return values, values
     except (TypeError, UnicodeEncodeError):
+        if set(map(type, values)) == {int} and min(values) >= -(2**63) and max(values) < 2**64:
+            # as quick, for the other common case
+            texts = list(map(str, values))
+            return texts, texts
         shown, keys = [], []
     for value in values:
         key = _joined([value], ("key",))

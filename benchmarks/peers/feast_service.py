@@ -52,7 +52,7 @@ def opened(folder: Path, views: dict[str, Any], online: dict[str, Any]) -> tuple
 
 
 def main() -> None:
-    """Materialize, then answer as asked."""
+    """Materialize, then answer request by request."""
     folder = Path(sys.argv[1])
     store, service = opened(folder, json.loads(sys.argv[2]), json.loads(sys.argv[3]))
     now = datetime.now(UTC)

@@ -77,7 +77,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("text", "match"), WRONG)
-def test_a_file_that_is_wrong_is_told_and_keeps_no_other_from_being_served(scene: Scene, text: str, match: str) -> None:
+def test_a_wrong_file_is_reported_and_the_others_are_served(scene: Scene, text: str, match: str) -> None:
     project = written(written(scene, text), GOOD.replace("ranking", "good"), "good")
     with pytest.raises(ConfigError) as raised:
         project.service("ranking")
@@ -102,7 +102,7 @@ MISFITS = [
 
 
 @pytest.mark.parametrize(("views", "match"), MISFITS)
-def test_what_does_not_fit_the_views_is_told_and_served_all_the_same(scene: Scene, views: str, match: str) -> None:
+def test_what_does_not_fit_the_views_is_reported_and_served_all_the_same(scene: Scene, views: str, match: str) -> None:
     project = written(scene, HEAD + views)
     assert project.service_mistakes() == [f"{scene.folder / 'services' / 'ranking.yaml'}: {match}"]
     scene.publish_all()
@@ -111,7 +111,7 @@ def test_what_does_not_fit_the_views_is_told_and_served_all_the_same(scene: Scen
     assert set(row) == set(project.service("ranking").columns)
 
 
-def test_another_entity_is_told(scene: Scene) -> None:
+def test_another_entity_is_reported(scene: Scene) -> None:
     project = written(scene, "name: ranking\nentity: [user]\nviews: {numbers: [double]}")
     assert project.service_mistakes() == [
         f"{scene.folder / 'services' / 'ranking.yaml'}: views.numbers: its key is id, and 'id' is not in `entity` (user)"
@@ -145,8 +145,8 @@ def test_a_training_set_is_made_on_the_command_line(scene: Scene, capsys: pytest
     ]
     pq.write_table(table.select(["id", "event_timestamp"]), scene.folder / "rows.parquet")
     assert project.cli("training", "ranking", str(scene.folder / "rows.parquet"), "--to", str(out), "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told == {
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == {
         "service": "ranking",
         "version": project.service("ranking").fingerprint,
         "rows": 3,

@@ -17,11 +17,13 @@ import pytest
 import yaml
 
 from precompute.store.api import wire
+from precompute.store.api.app import create_app
 from precompute.store.client import Client
 from precompute.store.errors import ConfigError, OnlineStoreError, PrecomputeError, RequestError
 from precompute.store.history import get_historical_features
 from precompute.store.lookup import MAX_KEYS, Lookup
 from precompute.store.service import PART_FIELDS, Service, ServicePart
+from tests.asgi import call
 from tests.asking import opened
 from tests.scene import Scene
 from tests.server import Server, damage_row, make_folder, slow, write_numbers
@@ -39,7 +41,7 @@ EVERYTHING = {
         "limited": {"features": ["double"], "max_age": "1ms"},
         "expired": {"features": ["double", "vector"], "defaults": {"vector": [0, 0, 0, 1]}},
         "spoilt": ["double"],
-        "grown": {"features": ["double", "gone"], "defaults": {"gone": 1.0}},
+        "grown": {"features": ["gone", "vector", "double"], "defaults": {"gone": 1.0}},
         "gone_only": ["gone"],
         "pairs": ["double"],
         "keyed": {"features": ["double"], "defaults": {"double": 7.0}},
@@ -136,10 +138,10 @@ def of_table(table: pa.Table) -> list[dict[str, Any]]:
 def of_rows(answer: Any, service: Service) -> list[dict[str, Any]]:
     """The same of an answer in JSON, which has the features of a view that is missing only where something stands in for them."""
     rows = []
-    for told in answer["rows"]:
-        row = dict(told["entity"])
+    for reply in answer["rows"]:
+        row = dict(reply["entity"])
         for part in service.parts:
-            view = told["views"][part.view]
+            view = reply["views"][part.view]
             at = view["computed_at"]
             said = {name: view.get(name) for name in PART_FIELDS} | {
                 "computed_at": None if at is None else datetime.fromisoformat(at)
@@ -164,11 +166,11 @@ def test_all_paths_answer_alike(lookup: Lookup, server: Server, client: Client, 
     table = lookup.service("everything", entities)
     assert tuple(table.column_names) == service.columns
     alike = of_table(table)
-    told = server.post("/v1/services/everything", {"entities": entities})
-    assert told.status == 200, told
-    assert of_rows(told.json, service) == alike
-    asked = server.post("/v1/services/everything", {"entities": entities}, accept=wire.ARROW)
-    assert of_table(asked.arrow) == alike
+    reply = server.post("/v1/services/everything", {"entities": entities})
+    assert reply.status == 200, reply
+    assert of_rows(reply.json, service) == alike
+    streamed = server.post("/v1/services/everything", {"entities": entities}, accept=wire.ARROW)
+    assert of_table(streamed.arrow) == alike
     by_client = client.service("everything", entities)
     assert of_table(by_client) == alike
     assert by_client.schema.equals(table.schema)
@@ -281,10 +283,10 @@ def test_large_answers_come_in_pieces(server: Server, lookup: Lookup, client: Cl
     alike = of_table(lookup.service("everything", entities))
     assert of_rows(server.post("/v1/services/everything", {"entities": entities}).json, lookup.services["everything"]) == alike
     wide = {"id": ["1", "2", "3"] * 5}
-    told = server.post("/v1/services/wide", {"entities": wide})
-    assert len(told.body) > 256 * 1024
+    reply = server.post("/v1/services/wide", {"entities": wide})
+    assert len(reply.body) > 256 * 1024
     assert (
-        of_rows(told.json, lookup.services["wide"])
+        of_rows(reply.json, lookup.services["wide"])
         == of_table(client.service("wide", wide))
         == of_table(lookup.service("wide", wide))
     )
@@ -376,12 +378,12 @@ def test_a_training_set_is_what_was_served(project: Scene, tmp_path: Path) -> No
     )
     service = Service("both", ("id",), parts, 3500.0)
     ids = [1, 2, 3, 4, 77, None]
-    served, asked = list[pa.Table](), list[datetime]()
+    served, times = list[pa.Table](), list[datetime]()
 
     def serve() -> None:
         with scene.lookup() as lookup:
             served.append(lookup.service(service, {"id": ids}))
-        asked.append(datetime.now(UTC))
+        times.append(datetime.now(UTC))
 
     scene.publish_all()
     serve()
@@ -395,8 +397,8 @@ def test_a_training_set_is_what_was_served(project: Scene, tmp_path: Path) -> No
     serve()
     rows = pa.table(
         {
-            "id": pa.array(ids * len(asked)),
-            "event_timestamp": pa.array([at for at in asked for _ in ids], pa.timestamp("us", "UTC")),
+            "id": pa.array(ids * len(times)),
+            "event_timestamp": pa.array([at for at in times for _ in ids], pa.timestamp("us", "UTC")),
         }
     )
     trained = get_historical_features(scene.offline, rows, service=service)
@@ -410,7 +412,7 @@ def test_a_training_set_is_what_was_served(project: Scene, tmp_path: Path) -> No
     assert len({str(row) for row in trained.select(columns).to_pylist()}) > 8
 
     # a row of an hour ago was not there; nor is one that is too old for the service
-    late = pa.table({"id": [1], "event_timestamp": pa.array([asked[-1] + timedelta(seconds=3200)], pa.timestamp("us", "UTC"))})
+    late = pa.table({"id": [1], "event_timestamp": pa.array([times[-1] + timedelta(seconds=3200)], pa.timestamp("us", "UTC"))})
     (row,) = get_historical_features(scene.offline, late, service=service).to_pylist()
     assert (row["numbers__double"], row["plain__double"], row["plain__computed_at"]) == (2.0, 0.5, None)
 
@@ -430,3 +432,21 @@ def test_a_training_set_that_would_lack_a_feature_is_refused(project: Scene, ser
         get_historical_features(project.offline, rows, service=service)
     with pytest.raises(RequestError, match="name the one or the other"), contextlib.nullcontext():
         get_historical_features(project.offline, rows, ["numbers"], service=service)
+
+
+def test_over_redis_views_are_read_at_once_and_it_is_the_same(tmp_path: Path, redis_url: str) -> None:
+    views = {f"v{i}": PLAIN for i in range(6)} | {"pairs": PLAIN | {"entity": ["id", "item"], "source": PAIRS}}
+    scene = make_folder(tmp_path, views, online=redis_url)
+    scene.publish_all()
+    parts = tuple(ServicePart(name, ("double",)) for name in (*views, "unpublished"))
+    with scene.lookup(services=[Service("wide", ("id", "item"), parts)]) as lookup:
+        entities = {"id": [1, 2, None], "item": ["50%", "x", "y"]}
+        table = lookup.service("wide", entities)
+        assert table["v5__double"].to_pylist() == [2.0, 4.0, None]
+        assert table["pairs__double"].to_pylist() == [2.0, None, None]
+        app = create_app(lookup)
+        for accept in (wire.ARROW, wire.JSON):
+            reply = call(app, "POST", "/v1/services/wide", {"entities": entities}, accept=accept)
+            assert reply.status == 200
+            alike = of_table(reply.arrow) if accept == wire.ARROW else of_rows(reply.json, lookup.services["wide"])
+            assert alike == of_table(table)
