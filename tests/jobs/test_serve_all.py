@@ -275,6 +275,20 @@ def test_another_model_goes_live_once_every_served_partition_is_of_it(corpus: Co
     assert corpus.served() == {0: 1.0, 1: 1.0, 2: 1.0, 9: 2.0}
 
 
+def test_what_is_live_is_made_of_stays_while_another_model_is_computed(corpus: Corpus) -> None:
+    first = corpus.write(0, {0: 1.0}).view("numbers").model.model_dump(exclude_unset=True)
+    for day in range(2):
+        corpus.run(day, {day: 1.0})
+    corpus.write(model={"use": "tests.arithmetic:Doubler", "args": {"version": 2}})
+    corpus.run(0)
+    collect(corpus.scene.store, keep=1, grace_s=-1.0)
+    assert set(corpus.scene.live_snapshot().members.values()) <= set(corpus.scene.numbers())
+    # the first one after all
+    corpus.write(model=first)
+    corpus.run(2, {2: 1.0})
+    assert corpus.served() == {0: 1.0, 1: 1.0, 2: 1.0}
+
+
 def test_rows_of_another_model_alone_only_where_an_operator_says_so(corpus: Corpus) -> None:
     for day in range(2):
         corpus.run(day, {day: 1.0})

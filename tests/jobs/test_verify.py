@@ -15,7 +15,10 @@ import pytest
 from precompute.jobs.ops.verify import Check, verify
 from precompute.store.disk.lease import take
 from precompute.store.offline.refs import PUBLISH_LEASE
+from precompute.store.offline.runs import Report
+from precompute.store.online.online_store import OnlineStore
 from precompute.store.online.table_file import TableWriter
+from precompute.store.online_url import open_online_store
 from precompute.store.record import plain, replace
 from tests.conftest import MakeProject
 from tests.online import batch_of, put_into_redis
@@ -87,6 +90,23 @@ def test_vectors_that_are_all_alike_verify(make_project: MakeProject) -> None:
         )
         project.run(full=True)
         assert bad(project) == {}
+
+
+def test_what_was_published_while_it_was_verified_is_verified_again(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = make_project([(1, 1.0)])
+    project.run()
+    published = list[Report]()
+
+    def opened(url: Any) -> OnlineStore:
+        if not published:
+            published.append(make_project([(1, 2.0)]).run())
+        return open_online_store(url)
+
+    monkeypatch.setattr("precompute.jobs.ops.verify.open_online_store", opened)
+    assert bad(project) == {}
+    assert [report.snapshot for report in published] == [2]
 
 
 def test_a_pointer_that_is_about_to_follow_the_other_is_waited_for(make_project: MakeProject) -> None:

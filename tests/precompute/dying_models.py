@@ -30,11 +30,11 @@ class Dying(Doubler):
         how: name of a method.
         on: value of x.
         once: a file that is made the first time; there is no second time.
-        sleep_s: take this long for each batch.
+        arguments: the Doubler's.
     """
 
-    def __init__(self, how: str, on: float | None = None, once: str | None = None, sleep_s: float = 0.0) -> None:
-        super().__init__(sleep_s=sleep_s)
+    def __init__(self, how: str, on: float | None = None, once: str | None = None, **arguments: Any) -> None:
+        super().__init__(**arguments)
         self.how, self.on, self.once = how, on, once
 
     def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:

@@ -22,6 +22,7 @@ from precompute.engine.prepare import WINDOW_ROWS, Preparation, joined
 from precompute.engine.runner import AHEAD_BATCHES, BATCH_S, HAND_ON_S, Runner
 from precompute.engine.window import Batch
 from precompute.model import Prepared
+from precompute.models.device import LAUNCHED_AHEAD
 from precompute.store.feature_view import Feature, FeatureView
 
 VIEW = FeatureView("simulated", ("id",), (Feature("y", "float32"),), 60.0, 60.0)
@@ -44,7 +45,7 @@ class SimulatedDevice:
 
     speed: Speed
     name: str = "cuda"
-    depth: int = 2
+    depth: int = LAUNCHED_AHEAD
     now: float = 0.0
     free_at: float = 0.0
     busy_s: float = 0.0

@@ -18,6 +18,7 @@ from precompute.precision.accuracy import (
     Accuracy,
     FeatureAccuracy,
     compare,
+    judged_rows,
     least,
     mean_overlap,
     neighbour_recall,
@@ -25,7 +26,7 @@ from precompute.precision.accuracy import (
     rank_correlation,
     row_cosines,
 )
-from precompute.precision.row_errors import MOST, Limits, row_errors, share_between
+from precompute.precision.row_errors import MOST, Limits, RowFigures, row_errors, share_between
 from precompute.store.feature_view import Feature, FeatureView, IndexSpec
 
 LIMITS = Limits(0.999, 0.985)
@@ -209,6 +210,18 @@ def test_a_score_is_off_by_the_spread_and_by_its_distance_from_the_median() -> N
     assert errors([nan, 1.0, None, 2.0], [nan, nan, 3.0, 2.0]) == [0, MOST, MOST, 0]
 
 
+def test_one_row_of_few_is_no_evidence_of_many() -> None:
+    """Beyond the bound: its share is above the limit, and what many rows' share may be is not."""
+    allowed = Limits(0.999, 0.985, {}, {"score": {"share": 0.03}}).of(VIEW.feature("score"))
+    judged = {beyond: judged_rows("score", RowFigures(20, 0.0, beyond, 0.0), allowed)[1] for beyond in (0, 1, 2, 5)}
+    assert {beyond: (round(one.measured, 2), one.room >= 0) for beyond, one in judged.items()} == {
+        0: (0.0, True),
+        1: (0.05, True),
+        2: (0.1, True),
+        5: (0.25, False),
+    }
+
+
 @pytest.mark.parametrize(("seen", "rows"), [(0, 1), (0, 5000), (1, 512), (7, 90), (20, 20)])
 def test_bounds_of_a_share_are_those_of_the_binomial_distribution(seen: int, rows: int) -> None:
     low, high = share_between(seen, rows)
@@ -327,6 +340,7 @@ def test_rank_correlation_with_ties_by_hand() -> None:
     assert rank_correlation(np.array([1.0, 2, 2, 3]), np.array([5.0, 5, 6, 9])) == pytest.approx(3.75 / 4.5)
     assert rank_correlation(np.array([1.0, 2, 3]), np.array([7.0, 7, 7])) == 0.0
     assert rank_correlation(np.array([1.0, 2, 3]), np.array([1.0, 2, np.nan])) == pytest.approx(-0.5)
+    assert rank_correlation(np.array([-1.0, -2, -3]), np.array([-1.0, -2, np.nan])) == pytest.approx(1.0)
 
 
 def test_overlap_of_lists() -> None:

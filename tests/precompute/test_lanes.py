@@ -82,6 +82,8 @@ def test_batches_are_computed_at_once_and_come_out_in_order() -> None:
     assert 2 <= module.most_at_once <= 3
     assert set(module.threads) <= {"lane_0", "lane_1", "lane_2"}
     assert runner.state_figures()["lanes"]["count"] == 3
+    # the search gives no size up for batches that are still in a lane, or wait for one
+    assert runner.budget.under_way == 2 * 3
     assert runner.meter.batches == sum(-(-min(60, 500 - at) // 8) for at in range(0, 500, 60))
     assert runner.meter.forward_s > 0
     assert lane_threads() == []

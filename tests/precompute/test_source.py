@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from precompute.diff import Diff, compare, find_deletes, refused_rows, returned_rows
@@ -533,6 +533,8 @@ def write_past(folder: Path, name: str, history: History, parts: list[list[Past]
 
 @settings(max_examples=60, deadline=None)
 @given(histories(), st.integers(1, 9))
+# what an interrupted run computed, and is past its time by now
+@example(History(("i",), [((1,), 0)], [], [[Past((1,), 0, -1, False)]], [], 0), 9)
 def test_a_diff_is_what_comparing_row_by_row_gives(history: History, block_rows: int) -> None:
     with tempfile.TemporaryDirectory() as name, ExitStack() as opened, pytest.MonkeyPatch.context() as patch:
         patch.setattr("precompute.diff.BLOCK_ROWS", block_rows)

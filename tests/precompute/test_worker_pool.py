@@ -177,16 +177,16 @@ def test_a_device_that_is_batches_ahead_keeps_nobody_waiting(count: int) -> None
     assert figures["mfu"] == round(90.0 * count / (ours.forward_s + ours.landing_s) / 1e8, 4) > 0
 
 
-def test_what_is_computed_is_handed_on_during_the_window(tmp_path: Path) -> None:
-    """Its worker dies at the last row, when other rows are out already."""
+@pytest.mark.parametrize("args", [{}, {"fail_on": 1.0}], ids=["", "rejected"])
+def test_what_is_computed_is_handed_on_during_the_window(tmp_path: Path, args: dict[str, Any]) -> None:
+    """Its worker dies at the last row, when other rows are out already, or rejected; none is so twice."""
     given = list(windows(1, 40))
-    stream = pool(DYING, {"how": "leave", "on": 39.0, "sleep_s": 0.4, "once": str(tmp_path / "once")}).stream(
-        given, hidden=["input_hash"]
-    )
+    dying = {"how": "leave", "on": 39.0, "sleep_s": 0.4, "once": str(tmp_path / "once")}
+    stream = pool(DYING, dying | args).stream(given, hidden=["input_hash"])
     pieces = list(stream)
     assert [done.last for _, done in pieces] == [False] * (len(pieces) - 1) + [True]
     assert sum(done.done for _, done in pieces) == 40
-    assert everything(pieces) == as_one_process(DOUBLER, {}, given)
+    assert everything(pieces) == as_one_process(DOUBLER, args, given)
     assert len(pieces) > 1
 
 

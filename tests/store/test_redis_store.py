@@ -26,7 +26,7 @@ from precompute.store.online.packed import Packed, RowBatch, Rows
 from precompute.store.online_url import open_online_store
 from precompute.store.redis import bulk, redis_store
 from precompute.store.redis.link import Breaker
-from precompute.store.redis.preflight import key_cost_bytes
+from precompute.store.redis.preflight import ServerState, check_room, key_cost_bytes
 from precompute.store.redis.redis_store import WARM_CONNECTIONS, RedisStore
 from precompute.store.redis.resp import MSET_KEYS, blocks
 from precompute.store.redis.servers import SingleServer
@@ -526,6 +526,25 @@ def test_a_store_is_shared_by_threads_and_carried_over_a_fork(server: RedisProce
         thread.join()
     assert os.waitpid(child, 0)[1] == 0
     assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("used", "limit", "machine", "needed", "fits"),
+    [
+        (500, 1000, 9000, 454, True),
+        (500, 1000, 9000, 456, False),
+        (500, 0, 1000, 454, True),
+        (500, None, 1000, 456, False),
+        (500, None, None, 10**9, True),
+        (None, 1000, 1000, 10**9, True),
+    ],
+)
+def test_a_tenth_more_than_is_reckoned_must_be_free(
+    used: int | None, limit: int | None, machine: int | None, needed: int, fits: bool
+) -> None:
+    state = ServerState((7,), "master", "standalone", used_bytes=used, limit_bytes=limit, machine_bytes=machine)
+    with contextlib.nullcontext() if fits else pytest.raises(OnlineStoreError, match="has no room"):
+        check_room(state, "there", needed)
 
 
 def test_a_full_server_refuses_the_load_before_it_begins(store: RedisStore, raw: redis.Redis) -> None:
