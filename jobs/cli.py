@@ -23,7 +23,7 @@ from precompute.jobs.process.command_process import (
     terminable,
 )
 from precompute.store.disk.durable_file import limit_of
-from precompute.store.errors import ConfigError, GateError, PrecomputeError, RejectedError, RequestError
+from precompute.store.errors import ConfigError, GateError, MissingFileError, PrecomputeError, RejectedError, RequestError
 
 READS = frozenset({"drop", "explain", "gc", "lookup", "pin", "resume", "search", "snapshots", "status", "unpin"})
 """Commands that run no model, and so nobody else's code, but for a miss or a text's embedding where one is wanted."""
@@ -51,7 +51,7 @@ def _main(argv: Sequence[str] | None) -> int:
     except BaseException as exc:
         number = end_signal()
         if number is None:
-            return _failed(exc)
+            return _failed(exc, again=getattr(arguments, "due", None) is not None)
         print(f"precompute: {described(number)}", file=sys.stderr)
     if argv is None:
         # the process of its own command, which a library's thread must not keep from ending
@@ -60,8 +60,9 @@ def _main(argv: Sequence[str] | None) -> int:
     return 128 + number
 
 
-def _failed(exc: BaseException) -> int:
-    """The exit status of a command that raised ``exc``, whose message is reported; what nobody foresaw is raised again."""
+def _failed(exc: BaseException, *, again: bool) -> int:
+    """The exit status of a command that raised ``exc``, whose message is reported; what nobody foresaw is raised again. ``again``: a scheduler runs it, which
+    tries again what failed, and not what is wrongly configured: a file that is not there may only be late."""
     if isinstance(exc, KeyboardInterrupt):
         print("precompute: interrupted", file=sys.stderr)
         return 130
@@ -72,7 +73,9 @@ def _failed(exc: BaseException) -> int:
         print(f"precompute: {exc}: {limit}", file=sys.stderr)
         return FAILED
     print(f"precompute: {exc}", file=sys.stderr)
-    if isinstance(exc, ConfigError) or (isinstance(exc, RequestError) and exc.status < 500):
+    if isinstance(exc, ConfigError) or (isinstance(exc, MissingFileError) and not again):
+        return BAD_USAGE
+    if isinstance(exc, RequestError) and exc.status < 500:
         return BAD_USAGE
     return REJECTED if isinstance(exc, (RejectedError, GateError)) else FAILED
 

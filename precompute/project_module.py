@@ -65,6 +65,17 @@ def module_exists(name: str, folder: Path | None) -> bool:
         return importlib.util.find_spec(f"{_package(folder)}.{name}") is not None
 
 
+def modules_beside(name: str, folder: Path | None) -> list[str]:
+    """Dotted names of the modules where one of a dotted name would lie in a project's folder: what may be meant where there is none."""
+    if folder is None:
+        return []
+    *above, _ = name.split(".")
+    beside = folder.joinpath(*above)
+    files = {path.stem for path in beside.glob("*.py") if path.stem != "__init__"}
+    packages = {path.parent.name for path in beside.glob("*/*.py")}
+    return [".".join((*above, found)) for found in sorted(files | packages)]
+
+
 def import_module(name: str, folder: Path | None) -> ModuleType:
     """The module of a dotted name: of the folder, as its files are now, or else an installed one.
 
@@ -89,7 +100,8 @@ def described(exc: BaseException, longest: int = 500) -> str:
     characters."""
     text = plain_name(f"{type(exc).__name__}: {exc}").removesuffix(": ")
     lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(exc.__traceback__)]
-    theirs = [(file, line) for file, line in lines if not file.startswith((*_OURS, *_OTHERS, "<"))]
+    # a library's compiled Cython names its files relatively
+    theirs = [(file, line) for file, line in lines if os.path.isabs(file) and not file.startswith((*_OURS, *_OTHERS))]
     where = f" ({Path(theirs[-1][0]).name}:{theirs[-1][1]})" if theirs else ""
     return text[: longest - len(where)] + where
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from precompute.model import Model, files_in, files_read, resolve_path
-from precompute.project_module import described, import_module, module_exists, plain_name, starting_from
-from precompute.store.errors import ConfigError, ModelError, PrecomputeError
+from precompute.project_module import described, import_module, module_exists, modules_beside, plain_name, starting_from
+from precompute.store.errors import ConfigError, ModelError, PrecomputeError, did_you_mean
 
 BUILT_IN = {
     "text_encoder": "precompute.models.text_encoder:TextEncoder",
@@ -38,8 +40,10 @@ def check_use(use: str, folder: Path | None = None) -> None:
         return
     module, _, attribute = use.partition(":")
     if not module or not attribute:
+        above, _, last = use.rpartition(".")
+        near = did_you_mean(use, [f"{above}:{last}"] if above else BUILT_IN)
         raise ConfigError(
-            f"unknown model {use!r}: write one of {', '.join(BUILT_IN)}, or a class of yours as package.module:Class"
+            f"unknown model {use!r}: write the name of a built-in one, or a class of yours as package.module:Class{near}"
         )
     try:
         exists = module_exists(module, folder)
@@ -54,9 +58,10 @@ def check_use(use: str, folder: Path | None = None) -> None:
         # finding a module inside a package runs the package's own code
         raise ConfigError(f"model {use!r} cannot be imported: {described(exc)}") from exc
     if not exists:
+        near = did_you_mean(module, modules_beside(module, folder))
         raise ConfigError(
-            f"unknown model {use!r}: there is no module {module!r} on the Python path or in the project's folder (install its package, "
-            "or set PYTHONPATH)"
+            f"unknown model {use!r}: there is no module {module!r} on the Python path (install its package, or set PYTHONPATH) or in the "
+            f"project's folder{near}"
         )
 
 
@@ -80,23 +85,45 @@ def load_model(use: str, args: Mapping[str, Any], folder: Path | None = None) ->
         # a user's module may fail in any way, a syntax error included
         raise ConfigError(f"model {use!r} cannot be imported: {described(exc)}") from exc
     factory = getattr(imported, attribute, None)
-    if factory is None:
-        raise ConfigError(f"unknown model {use!r}: module {module!r} has no class {attribute!r}")
+    if not callable(factory):
+        near = did_you_mean(attribute, _classes(imported))
+        raise ConfigError(f"unknown model {use!r}: module {module!r} has no class {attribute!r}{near}")
     try:
         with starting_from(folder):
             model = factory(**args)
     except TypeError as exc:
-        raise ConfigError(
-            f"model {use!r} does not take these args ({', '.join(args) or 'none'}): {plain_name(str(exc))}"
-        ) from exc
+        why = _misfit(factory, args) or f"cannot be made with these args ({', '.join(args) or 'none'}): {described(exc)}"
+        raise ConfigError(f"model {use!r} {why}") from exc
     except PrecomputeError:
         raise
     except (Exception, SystemExit) as exc:
         # a user's class may raise anything
         raise ModelError(f"model {use!r} failed to load: {described(exc)}") from exc
     if not isinstance(model, Model):
-        raise ConfigError(f"model {use!r} has no fingerprint() and compute(batch) methods: see 'your own model' in the README")
+        lacks = [call for call in ("fingerprint()", "compute(batch)") if not hasattr(model, call.partition("(")[0])]
+        raise ConfigError(f"model {use!r} has no method {' and no '.join(lacks)}: see 'your own model' in the README")
     return model
+
+
+def _classes(module: ModuleType) -> list[str]:
+    """Names of a module's classes: of those that are models, where there are any."""
+    classes = {name: value for name, value in vars(module).items() if isinstance(value, type) and not name.startswith("_")}
+    models = [name for name, value in classes.items() if hasattr(value, "fingerprint") and hasattr(value, "compute")]
+    return [name for name in models or classes if classes[name] is not Model]
+
+
+def _misfit(factory: Any, args: Mapping[str, Any]) -> str | None:
+    """Which argument a class does not take, or lacks; None where its signature does not tell, or all of them are right."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    takes = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    unknown = [name for name in args if name not in takes]
+    if unknown and all(p.kind is not p.VAR_KEYWORD for p in parameters):
+        return f"takes no argument {unknown[0]!r}{did_you_mean(unknown[0], takes) or ', or any other'}"
+    lacks = [p.name for p in parameters if p.name in takes and p.default is p.empty and p.name not in args]
+    return f"needs the argument {lacks[0]!r}: add it to args" if lacks else None
 
 
 class LoadedModel(NamedTuple):

@@ -21,7 +21,7 @@ import pyarrow as pa
 from precompute.sources.cached_source import CachedSource
 from precompute.sources.database import BOUNDS, Database, content_sql, hash_kind, hash_sql, parameters, quoted, statement
 from precompute.sources.file_names import absolute_sql, is_remote
-from precompute.store.errors import ConfigError, SourceError
+from precompute.store.errors import ConfigError, SourceError, did_you_mean
 from precompute.store.sql import parquet_sql
 
 KEY_TYPES = (pa.string(), pa.large_string(), pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32())
@@ -130,7 +130,7 @@ class Source:
         names = self.schema.names
         missing = [column for column in self.entity if column not in names]
         if missing:
-            raise ConfigError(f"the source has no column {missing[0]!r}, which the entity names (it has: {', '.join(names)})")
+            raise ConfigError(f"entity: the source yields no column {missing[0]!r}{did_you_mean(missing[0], names)}")
         if len(set(names)) != len(names):
             raise ConfigError(f"the source yields two columns of one name ({', '.join(names)}): rename one with AS")
         taken = [name for name in names if name.lower() in RESERVED]
@@ -139,7 +139,7 @@ class Source:
         for column in self.entity:
             if self.schema.field(column).type not in KEY_TYPES:
                 raise ConfigError(
-                    f"key column {column!r} is {self.schema.field(column).type}: a key is text or an integer, so CAST({column} AS VARCHAR)"
+                    f"entity: key column {column!r} is {self.schema.field(column).type}: a key is text or an integer, so CAST({column} AS VARCHAR)"
                 )
 
     def _make_keys_plain(self) -> None:
@@ -158,11 +158,12 @@ class Source:
 
     # ---- all rows
 
-    def load(self, within: str | None = None) -> int:
+    def load(self, within: str | None = None, key: str = "partition.column") -> int:
         """Run the SQL into the temporary table; returns its rows, exact repetitions folded into one.
 
         Args:
             within: a column whose values must lie in the partition: SQL that forgot to bind ``$start`` and ``$end`` shows here.
+            key: of the view's file, that names it.
 
         Raises:
             ConfigError: a key starts with the project's folder.
@@ -173,7 +174,7 @@ class Source:
             f"CREATE TEMP TABLE input AS SELECT {columns}, {self._hash_sql()} AS input_hash FROM ({self._sql}\n)", self._given
         )
         if within is not None:
-            self._check_within(within)
+            self._check_within(within, key)
         self._check_moves()
         self.loaded = True
         keys = ", ".join(quoted(name) for name in self.entity)
@@ -231,7 +232,7 @@ class Source:
             ConfigError: the source has no such column, or it is of another type.
         """
         if column not in self.schema.names:
-            raise ConfigError(f"{key}: the source yields no {column!r} (it yields: {', '.join(self.schema.names)})")
+            raise ConfigError(f"{key}: the source yields no column {column!r}{did_you_mean(column, self.schema.names)}")
         kind = self.schema.field(column).type
         if not (pa.types.is_date(kind) or pa.types.is_timestamp(kind)):
             raise ConfigError(f"{key}: {column!r} is {kind}, no date or timestamp: leave it out, or CAST it in the source")
@@ -268,8 +269,8 @@ class Source:
                     newest = max(newest or 0, Path(file).stat().st_mtime_ns // 1000)
         return newest
 
-    def _check_within(self, column: str) -> None:
-        self.check_time(column, "partition.column")
+    def _check_within(self, column: str, key: str) -> None:
+        self.check_time(column, key)
         name = quoted(column)
         outside = self.database.query(
             f"SELECT count(*) AS n, min({name})::VARCHAR AS low, max({name})::VARCHAR AS high FROM input "

@@ -4,6 +4,8 @@ seam that imports the library, always ``from exc``. A message says what went wro
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class PrecomputeError(Exception):
     """Base of everything raised on purpose; ``str(error)`` is a message for the operator.
@@ -11,6 +13,7 @@ class PrecomputeError(Exception):
     PrecomputeError                 something the operator or caller can act on
     ├── ConfigError                 a file, key or value of the configuration is wrong       (exit status 2)
     ├── SourceError                 the source cannot be read, or its rows cannot be used
+    │   └── MissingFileError        a file that it names is not there                        (exit status 2)
     ├── ModelError                  the model cannot be loaded, or breaks its contract
     ├── RejectedError               too many rows rejected: nothing was published            (exit status 3)
     ├── GateError                   a gate refused to publish the snapshot                   (exit status 3)
@@ -37,6 +40,10 @@ class ConfigError(PrecomputeError):
 
 class SourceError(PrecomputeError):
     """The source failed: its files, its rows or its keys."""
+
+
+class MissingFileError(SourceError):
+    """A file that the source names is not there: its name is wrong, or it is late."""
 
 
 class ModelError(PrecomputeError):
@@ -118,3 +125,20 @@ class DeniedError(RequestError):
 
 class MissingRowError(RequestError):
     """The client: the one row that was requested is missing; ``code`` is the reason, as in a row of a batch."""
+
+
+MOST_NAMED = 20
+"""Names that a message lists at most."""
+
+
+def did_you_mean(name: str, names: Iterable[str], *, listed: bool = True) -> str:
+    """The end of a message about a name that is unknown: the nearest of those there are; where none is near, all of them, if ``listed``."""
+    # only a message needs it
+    from difflib import get_close_matches
+
+    plain = {known.lower(): known for known in names}
+    if near := get_close_matches(name.lower(), plain, n=1, cutoff=0.6):
+        return f"; did you mean {plain[near[0]]!r}?"
+    if not listed or not plain:
+        return ""
+    return f" (there are: {', '.join([*list(plain.values())[:MOST_NAMED], *(['…'] if len(plain) > MOST_NAMED else [])])})"

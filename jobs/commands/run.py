@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from precompute.jobs.commands.command import DONE, FAILED, REJECTED, Commands, add_partition, partition_of, project_of
 from precompute.jobs.process.command_process import spare_pandas
 from precompute.jobs.process.progress import progress_for
-from precompute.store.errors import ConfigError, PrecomputeError
+from precompute.store.errors import ConfigError, PrecomputeError, did_you_mean
 from precompute.store.record import plain
 
 if TYPE_CHECKING:
@@ -123,7 +123,8 @@ def _check_gates(names: Sequence[str]) -> None:
 
     for name in names:
         if name not in GATES:
-            raise ConfigError(f"--accept {name}: there is no such gate; it is one of {', '.join(GATES)}")
+            near = did_you_mean(name, GATES, listed=False)
+            raise ConfigError(f"--accept {name}: there is no such gate; it is one of {', '.join(GATES)}{near}")
 
 
 def tell_report(arguments: argparse.Namespace) -> Callable[[Report], None]:
