@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from precompute.model import Model, files_in, files_read, resolve_path
-from precompute.project_module import described, import_module, module_exists, modules_beside, plain_name, starting_from
+from precompute.project_module import (
+    classes_of,
+    described,
+    import_module,
+    module_exists,
+    modules_beside,
+    plain_name,
+    starting_from,
+    unfit_argument,
+)
 from precompute.store.errors import ConfigError, ModelError, PrecomputeError, did_you_mean
 
 BUILT_IN = {
@@ -86,13 +93,13 @@ def load_model(use: str, args: Mapping[str, Any], folder: Path | None = None) ->
         raise ConfigError(f"model {use!r} cannot be imported: {described(exc)}") from exc
     factory = getattr(imported, attribute, None)
     if not callable(factory):
-        near = did_you_mean(attribute, _classes(imported))
+        near = did_you_mean(attribute, classes_of(imported, ("fingerprint", "compute")))
         raise ConfigError(f"unknown model {use!r}: module {module!r} has no class {attribute!r}{near}")
     try:
         with starting_from(folder):
             model = factory(**args)
     except TypeError as exc:
-        why = _misfit(factory, args) or f"cannot be made with these args ({', '.join(args) or 'none'}): {described(exc)}"
+        why = unfit_argument(factory, args) or f"cannot be made with these args ({', '.join(args) or 'none'}): {described(exc)}"
         raise ConfigError(f"model {use!r} {why}") from exc
     except PrecomputeError:
         raise
@@ -103,27 +110,6 @@ def load_model(use: str, args: Mapping[str, Any], folder: Path | None = None) ->
         lacks = [call for call in ("fingerprint()", "compute(batch)") if not hasattr(model, call.partition("(")[0])]
         raise ConfigError(f"model {use!r} has no method {' and no '.join(lacks)}: see 'your own model' in the README")
     return model
-
-
-def _classes(module: ModuleType) -> list[str]:
-    """Names of a module's classes: of those that are models, where there are any."""
-    classes = {name: value for name, value in vars(module).items() if isinstance(value, type) and not name.startswith("_")}
-    models = [name for name, value in classes.items() if hasattr(value, "fingerprint") and hasattr(value, "compute")]
-    return [name for name in models or classes if classes[name] is not Model]
-
-
-def _misfit(factory: Any, args: Mapping[str, Any]) -> str | None:
-    """Which argument a class does not take, or lacks; None where its signature does not tell, or all of them are right."""
-    try:
-        parameters = inspect.signature(factory).parameters.values()
-    except (TypeError, ValueError):
-        return None
-    takes = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    unknown = [name for name in args if name not in takes]
-    if unknown and all(p.kind is not p.VAR_KEYWORD for p in parameters):
-        return f"takes no argument {unknown[0]!r}{did_you_mean(unknown[0], takes) or ', or any other'}"
-    lacks = [p.name for p in parameters if p.name in takes and p.default is p.empty and p.name not in args]
-    return f"needs the argument {lacks[0]!r}: add it to args" if lacks else None
 
 
 class LoadedModel(NamedTuple):
