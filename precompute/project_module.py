@@ -126,6 +126,7 @@ def described(exc: BaseException, longest: int = 500) -> str:
     lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(exc.__traceback__)]
     # a library's compiled Cython names its files relatively
     theirs = [(file, line) for file, line in lines if os.path.isabs(file) and not file.startswith((*_OURS, *_OTHERS))]
+    theirs = [(file, line) for file, line in theirs if not {"site-packages", "dist-packages"} & set(Path(file).parts)]
     where = f" ({Path(theirs[-1][0]).name}:{theirs[-1][1]})" if theirs else ""
     return text[: longest - len(where)] + where
 

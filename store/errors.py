@@ -5,6 +5,7 @@ seam that imports the library, always ``from exc``. A message says what went wro
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 
 
 class PrecomputeError(Exception):
@@ -127,8 +128,8 @@ class MissingRowError(RequestError):
     """The client: the one row that was requested is missing; ``code`` is the reason, as in a row of a batch."""
 
 
-MOST_NAMED = 20
-"""Names that a message lists at most."""
+MOST_NAMED, MOST_COMPARED = 20, 10_000
+"""Names that a message lists at most, and of how many the nearest is looked for."""
 
 
 def did_you_mean(name: str, names: Iterable[str], *, listed: bool = True) -> str:
@@ -136,7 +137,7 @@ def did_you_mean(name: str, names: Iterable[str], *, listed: bool = True) -> str
     # only a message needs it
     from difflib import get_close_matches
 
-    plain = {known.lower(): known for known in names}
+    plain = {known.lower(): known for known in islice(names, MOST_COMPARED)}
     if near := get_close_matches(name.lower(), plain, n=1, cutoff=0.6):
         return f"; did you mean {plain[near[0]]!r}?"
     if not listed or not plain:

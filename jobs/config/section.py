@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -121,10 +122,9 @@ def _yaml_problem(exc: Exception, text: str) -> tuple[int | None, str]:
 def line_of(path: Path, location: Sequence[int | str]) -> int | None:
     """The line of a file, counted from 1, on which the key at a location stands, or the deepest above it that is there; None without any."""
     try:
-        node: yaml.Node | None = yaml.compose(path.read_text(encoding="utf-8"), _UniqueKeyLoader)
+        node, line = _composed(path.read_text(encoding="utf-8")), None
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
         return None
-    line = None
     for part in location:
         found: tuple[yaml.Node, yaml.Node] | None = None
         if isinstance(node, yaml.MappingNode):
@@ -134,6 +134,13 @@ def line_of(path: Path, location: Sequence[int | str]) -> int | None:
         if found is not None:
             line, node = found[0].start_mark.line + 1, found[1]
     return line
+
+
+@lru_cache(2)
+def _composed(text: str) -> yaml.Node | None:
+    """What stands where in a file; a file may have hundreds of mistakes."""
+    node: yaml.Node | None = yaml.compose(text, _UniqueKeyLoader)
+    return node
 
 
 def place(path: Path, location: Sequence[int | str]) -> str:

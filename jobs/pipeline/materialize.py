@@ -187,7 +187,7 @@ def _computed(job: Job, opened: OpenView, plan: Plan, accuracy: _Accuracy, audit
     job.progress.begin(f"materialize {config.name}", plan.diff.compute)
     try:
         chunks.compute()
-    except RejectedError as exc:
+    except (RejectedError, ModelError) as exc:
         _check_fit(job, opened, plan, chunks, exc)
         raise
     job.progress.end()
@@ -203,15 +203,16 @@ def _computed(job: Job, opened: OpenView, plan: Plan, accuracy: _Accuracy, audit
     return chunks
 
 
-def _check_fit(job: Job, opened: OpenView, plan: Plan, chunks: Chunks, cause: RejectedError | None = None) -> None:
+def _check_fit(job: Job, opened: OpenView, plan: Plan, chunks: Chunks, cause: RejectedError | ModelError | None = None) -> None:
     """Raises:
     ModelError: the model's answer fits the view for no row: model or view is mistaken, and not the rows.
     ConfigError: for every row the model looked for a column that the source does not yield: likewise.
     """
     if chunks.fits or plan.diff.unchanged + plan.diff.resumed:
         return
-    if error := chunks.rejections.all_lack_column(opened.source.schema.names):
-        raise ConfigError(f"{opened.place('source', 'sql')}: {error}") from cause
+    reason = str(cause) if isinstance(cause, ModelError) else chunks.rejections.only_reason
+    if reason is not None and (error := opened.lacks_column(reason)) is not None:
+        raise ConfigError(error) from cause
     if chunks.rejections.all_misfit:
         reasons = chunks.rejections.reasons()
         named = [name for name in job.config.features if re.search(rf"(feature|returned no) '{name}'", reasons)]

@@ -5,10 +5,9 @@ A chunk is a part and its rejected rows, durable and in the journal: what a kill
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +24,7 @@ from precompute.jobs.rows.engine import engine_of
 from precompute.jobs.rows.open_view import OpenView
 from precompute.jobs.rows.plan import Plan, now_us
 from precompute.store.entity_key import bad_keys, key_column
-from precompute.store.errors import RejectedError, did_you_mean
+from precompute.store.errors import RejectedError
 from precompute.store.offline.journal import Finished
 from precompute.store.offline.part_file import Layers
 from precompute.store.offline.row_figures import RowCounter, RowFigures, count
@@ -41,9 +40,6 @@ _SCHEMA = pa.schema(
         ("attempts", pa.int32()),
     ]
 )
-
-_NO_COLUMN = re.compile(r"""KeyError: (?:'Field "(.+?)" does not exist in schema'|'([^']+)'|"\['([^']+)'\] not in index")""")
-"""What Arrow, a dict and pandas raise for a column that is not there."""
 
 
 class Rejections:
@@ -130,17 +126,10 @@ class Rejections:
         """Whether there are any, and the model's answer fitted for none."""
         return 0 < self.count == self._misfits
 
-    def all_lack_column(self, columns: Sequence[str]) -> str | None:
-        """What is wrong where the model raised the same for all of them, the name of a column that is none of the source's; None otherwise."""
-        (reason, _), *others = self._reasons.most_common(2) or [("", 0)]
-        found = _NO_COLUMN.match(reason)
-        name = "" if found is None else next(group for group in found.groups() if group is not None)
-        if others or found is None or name in columns:
-            return None
-        return (
-            f"the model raised {reason} for every row, and the source yields no column {name!r}: name one so with AS, or "
-            f"correct the model{did_you_mean(name, columns)}"
-        )
+    @property
+    def only_reason(self) -> str | None:
+        """Why all of them were rejected, where that is one reason."""
+        return next(iter(self._reasons)) if len(self._reasons) == 1 else None
 
     @property
     def path(self) -> str:

@@ -99,6 +99,9 @@ class KnownModel:
         return None if len(named) >= MOST_NAMED_FILES else {str(path): stamp_of(path) for path in (*named, *code)}
 
 
+_NO_COLUMN = re.compile(r"""KeyError: (?:'Field "(.+?)" does not exist in schema'|'([^']+)'|"\['([^']+)'\] not in index")""")
+"""What Arrow, a dict and pandas raise for a column that is not there."""
+
 EXAMPLE_ROWS = 256
 """Of the source, that a conversion is shown: shapes to expect, and the scales of a static int8."""
 
@@ -158,6 +161,17 @@ class OpenView:
                 f"{self.place('source', 'sql')}: the source yields no column {lacks[0]!r}, which the model {self.view.definition.model.use} "
                 f"reads: name one so with AS, or another in model.args{did_you_mean(lacks[0], names)}"
             )
+
+    def lacks_column(self, error: str) -> str | None:
+        """What is wrong where the model raised this because the source yields no such column; None where it raised something else."""
+        names, found = self.source.schema.names, _NO_COLUMN.search(error)
+        name = None if found is None else next(group for group in found.groups() if group is not None)
+        if name is None or name in names:
+            return None
+        return (
+            f"{self.place('source', 'sql')}: the model raised {error.partition(' raised ')[2] or error}, and the source yields no column {name!r}: "
+            f"name one so with AS, or correct the model{did_you_mean(name, names)}"
+        )
 
     def place(self, *key: str) -> str:
         """Where a key of its file stands, for a message."""

@@ -314,7 +314,7 @@ def _translated() -> Iterator[None]:
             hint = "; read the column as BLOB (a Parquet file without the UTF8 annotation, or read_csv(…, encoding=…)) so that only its rows are rejected"
         raise SourceError(f"the source has unreadable data: {first_line(exc)}{hint}") from exc
     except duckdb.Error as exc:
-        if missing := re.search(r'No files found that match the pattern "(.+?)"', str(exc)):
+        if missing := re.search(r'No files found that match the pattern "(.+)"', str(exc)):
             raise MissingFileError(no_file(missing[1])) from exc
         if "No space left" in str(exc):
             raise SourceError(

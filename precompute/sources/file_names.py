@@ -98,6 +98,8 @@ def is_pattern(file: str) -> bool:
 
 def no_file(name: str) -> str:
     """What is to be reported of a file, or a pattern, for which nothing is there: with what there is in the deepest folder of it that exists."""
+    if is_remote(name):
+        return f"nothing matches {name}"
     file = path = Path(name)
     while not path.parent.is_dir() and path != path.parent:
         path = path.parent
