@@ -236,7 +236,7 @@ class Project:
             raise ConfigError(
                 f"environment {PREFIX}VIEWS__{unknown[0].upper()}…: no such view{did_you_mean(unknown[0], self.names)}"
             )
-        check_schedules(self.schedules(), self.names, project_file)
+        check_schedules(self.schedules(), self.names, project_file, over)
 
     @property
     def views(self) -> Mapping[str, ViewConfig]:

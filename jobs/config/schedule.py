@@ -16,7 +16,7 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError, available_timezones
 from cronsim import CronSim, CronSimError
 from pydantic import BeforeValidator, Field, model_validator
 
-from precompute.jobs.config.section import Duration, Name, Section, place
+from precompute.jobs.config.section import Duration, Name, Section, origin, place
 from precompute.store.errors import ConfigError, did_you_mean
 
 _FIELDS = ("minute", "hour", "day of the month", "month", "day of the week; 0 and 7 are Sunday, or write mon-fri")
@@ -215,14 +215,16 @@ def spelled_out(schedule: Mapping[str, ScheduleConfig], runs: RunsConfig, timezo
     }
 
 
-def check_schedules(schedules: Mapping[str, Schedule], views: Collection[str], project_file: Path) -> None:
-    """Refuse what only shows when all are seen together.
+def check_schedules(
+    schedules: Mapping[str, Schedule], views: Collection[str], project_file: Path, over: Mapping[str, Any]
+) -> None:
+    """Refuse what only shows when all are seen together; ``over`` are those of the values that came from the environment.
 
     Raises:
         ConfigError: of no view, no cron line, after a view that is not scheduled, or after itself.
     """
     for name, schedule in schedules.items():
-        where = f"{place(project_file, ('schedule', name))}: schedule.{name}: {schedule.when!r}"
+        where = f"{origin(project_file, ('schedule', name), over)}: schedule.{name}: {schedule.when!r}"
         if name not in views:
             raise ConfigError(f"{where}: no such view{did_you_mean(name, views)}")
         if schedule.cron is not None:

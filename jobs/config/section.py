@@ -306,7 +306,7 @@ def _told(
         words = [error for error in errors if error["type"] == "literal_error"] if len(errors) > 1 else []
         others = [error for error in errors if error not in words] or errors
         also = f", or {words[0]['ctx']['expected']}" if words and others is not errors else ""
-        lines += [f"{_origin(path, prefix, error, over)}: {_message(kind, error)}{also}" for error in others]
+        lines += [f"{origin(path, error['loc'], over, prefix)}: {_message(kind, error)}{also}" for error in others]
     return lines
 
 
@@ -329,9 +329,8 @@ def _locate(error: dict[str, Any], data: Any) -> None:
     error["loc"] = tuple(found)
 
 
-def _origin(path: Path, prefix: tuple[str, ...], error: Any, over: Mapping[str, Any]) -> str:
-    """The file the value stands in, and the line; or the environment variable."""
-    location = error["loc"]
+def origin(path: Path, location: tuple[int | str, ...], over: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> str:
+    """The file in which the value of a key stands, and the line; or the environment variable. Arguments as of :func:`checked`."""
     for end in range(len(location), 0, -1):
         node: Any = over
         for part in (*prefix, *location[:end]):

@@ -208,7 +208,7 @@ class OpenView:
             with starting_from(self.folder):
                 use_variant(model, self.variant, lambda: self.examples(self.variant), self.compiled)
         except ConfigError as exc:
-            raise ConfigError(f"{self.place('model', 'precision')}: {exc}") from exc
+            raise ConfigError(f"{self.place('model', 'precision')}: {str(exc).removeprefix('precision ')}") from exc
 
     def examples(self, variant: str) -> pa.Table:
         """Rows that a conversion is shown: from all over, where scales are taken from them; for shapes the first do, and cost no second reading of the source.
