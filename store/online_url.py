@@ -27,7 +27,8 @@ def table_folder(url: str) -> str | None:
         why = "no folder: write table:./folder"
     else:
         kinds = ("table", *(kind.removesuffix("://") for kind in _REDIS))
-        why = f"no online store: write table:./folder or redis://host:6379/0{did_you_mean(scheme, kinds)}"
+        near = "" if scheme in kinds else did_you_mean(scheme, kinds)
+        why = f"no online store: write table:./folder or redis://host:6379/0{near}"
     raise ConfigError(f"online: {shown_url(url)!r} names {why}")
 
 

@@ -413,13 +413,16 @@ def _keys_at(kind: type[BaseModel], location: tuple[int | str, ...]) -> list[str
 def _section_at(kind: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseModel] | None:
     """The section at a place in the file."""
     current: Any = kind
-    for part in location:
+    parts = iter(location)
+    for part in parts:
         field = current.model_fields.get(str(part)) if isinstance(current, type) and issubclass(current, BaseModel) else None
         if field is None:
-            # a key of a mapping, such as a feature's name: its values' model was taken already
             continue
         models = [t for t in _types(field.annotation) if isinstance(t, type) and issubclass(t, BaseModel)]
         current = models[0] if models else None
+        if getattr(field.annotation, "__origin__", None) is dict:
+            # a name, such as a feature's
+            next(parts, None)
     found: type[BaseModel] | None = current
     return found
 

@@ -329,19 +329,24 @@ def test_all_rows_rejected_is_a_refusal_even_where_all_are_allowed(make_project:
         (pa.table({"id": [1.5], "x": [1.0]}), {}, ConfigError, ["key column 'id' is double", "CAST(id AS VARCHAR)"]),
         (pa.table({"other": [1], "x": [1.0]}), {}, ConfigError, ["no column 'id'", "other, x"]),
         (None, {"source": {"sql": "SELECT * FROM read_parquet('${data}/nothing.parquet')"}}, SourceError, ["nothing.parquet"]),
-        (None, {"source": {"sql": "SELECT nope FROM read_parquet('${data}/data.parquet')"}}, ConfigError, ["'numbers'", "nope"]),
+        (
+            None,
+            {"source": {"sql": "SELECT nope FROM read_parquet('${data}/data.parquet')"}},
+            ConfigError,
+            ["numbers.yaml", "nope"],
+        ),
         (None, {"source": {"sql": "SELECT id, error('boom') AS x FROM range(2) t(id)"}}, SourceError, ["boom"]),
         (None, {"model": {"use": "tests.jobs.test_materialize:ShortVectors"}}, ModelError, ["'vector'", "4", "[1, 3]"]),
         (None, {"features": {"vector": {"dtype": "float32", "dim": 5}}}, ModelError, ["'vector'", "5", "[1, 4]"]),
         (None, {"features": {"triple": {"dtype": "float32"}}}, ModelError, ["'triple'", "double, vector"]),
         (None, {"features": {"double": {"dtype": "int8", "max_items": 3}}}, ModelError, ["'double'", "list"]),
-        (None, {"model": {"use": "tests.arithmetic:Doubler", "args": {"dimm": 4}}}, ConfigError, ["'numbers'", "dimm"]),
-        (None, {"model": {"use": "tests.arithmetic:Nope"}}, ConfigError, ["'numbers'", "Nope"]),
+        (None, {"model": {"use": "tests.arithmetic:Doubler", "args": {"dimm": 4}}}, ConfigError, ["numbers.yaml", "dimm"]),
+        (None, {"model": {"use": "tests.arithmetic:Nope"}}, ConfigError, ["numbers.yaml", "Nope"]),
         (
             None,
             {"model": {"use": "tests.arithmetic:Doubler", "args": {"dim": {"sql": "SELECT nope"}}}},
             ConfigError,
-            ["'numbers'", "dim", "nope"],
+            ["numbers.yaml", "dim", "nope"],
         ),
         (None, {"source": {"sql": "SELECT id, x FROM live.numbers"}}, SourceError, ["live.numbers", "never published"]),
     ],
@@ -358,7 +363,7 @@ def test_a_run_that_cannot_work_fails_in_words(
 def test_a_count_that_does_not_add_up_is_not_committed(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
     project = make_project([(1, 1.0), (2, 2.0)])
     load = Source.load
-    monkeypatch.setattr(Source, "load", lambda source, within: load(source, within) + 1)
+    monkeypatch.setattr(Source, "load", lambda source, *within: load(source, *within) + 1)
     report = refused(project, SnapshotError)
     assert "3 rows came from the source but 2 are accounted for" in (report.error or "")
 
