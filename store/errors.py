@@ -134,12 +134,19 @@ MOST_NAMED, MOST_COMPARED = 20, 10_000
 
 def did_you_mean(name: str, names: Iterable[str], *, listed: bool = True) -> str:
     """The end of a message about a name that is unknown: the nearest of those there are; where none is near, all of them, if ``listed``."""
+    known = list(islice(names, MOST_COMPARED))
+    if (near := nearest(name, known)) is not None:
+        return f"; did you mean {near!r}?"
+    if not listed or not known:
+        return ""
+    return f" (there are: {', '.join([*known[:MOST_NAMED], *(['…'] if len(known) > MOST_NAMED else [])])})"
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """The one of the names that is most like ``name``, capitals or not; None where none is like it."""
     # only a message needs it
     from difflib import get_close_matches
 
-    plain = {known.lower(): known for known in islice(names, MOST_COMPARED)}
-    if near := get_close_matches(name.lower(), plain, n=1, cutoff=0.6):
-        return f"; did you mean {plain[near[0]]!r}?"
-    if not listed or not plain:
-        return ""
-    return f" (there are: {', '.join([*list(plain.values())[:MOST_NAMED], *(['…'] if len(plain) > MOST_NAMED else [])])})"
+    plain = {known.lower(): known for known in names}
+    near = get_close_matches(name.lower(), plain, n=1, cutoff=0.6)
+    return plain[near[0]] if near else None

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
-from precompute.store.errors import ConfigError, did_you_mean
+from precompute.store.errors import ConfigError, did_you_mean, nearest
 from precompute.store.feature_view import NAME
 from precompute.store.online_url import shown_url
 
@@ -113,10 +113,10 @@ def _yaml_problem(exc: Exception, text: str) -> tuple[int | None, str]:
     if not isinstance(exc, yaml.MarkedYAMLError):
         return None, str(exc) or type(exc).__name__
     mark = exc.context_mark if exc.context in _BEGUN or exc.problem_mark is None else exc.problem_mark
-    said = ", ".join(part for part in (exc.context, exc.problem) if part)
-    remedy = next((f"; {remedy}" for words, remedy in _REMEDIES.items() if words in said), "")
+    problem = ", ".join(part for part in (exc.context, exc.problem) if part)
+    remedy = next((f"; {remedy}" for words, remedy in _REMEDIES.items() if words in problem), "")
     # the end of a file is its last line
-    return None if mark is None else min(mark.line + 1, len(text.rstrip().splitlines())), f"{said}{remedy}"
+    return None if mark is None else min(mark.line + 1, len(text.rstrip().splitlines())), f"{problem}{remedy}"
 
 
 def line_of(path: Path, location: Sequence[int | str]) -> int | None:
@@ -284,10 +284,10 @@ def checked(
     try:
         return kind.model_validate(data, context=folder)
     except ValidationError as exc:
-        raise ConfigError("\n".join(_told(kind, data, path, over, prefix, exc))) from exc
+        raise ConfigError("\n".join(_lines(kind, data, path, over, prefix, exc))) from exc
 
 
-def _told(
+def _lines(
     kind: type[BaseModel],
     data: Mapping[str, Any],
     path: Path,
@@ -297,8 +297,14 @@ def _told(
 ) -> list[str]:
     """A line for each mistake; what all kinds of values that a key may have say of one is one mistake."""
     mistakes: dict[Any, list[Any]] = {}
-    for error in map(dict, exc.errors()):
-        _locate(error, data)
+    located = [_located(error, data) for error in exc.errors()]
+    meant = [
+        (*error["loc"][:-1], nearest(str(error["loc"][-1]), _keys_at(kind, error["loc"][:-1])))
+        for error in located
+        if error["type"] == "extra_forbidden"
+    ]
+    # a key that is missing, and another one in its place, are one mistake
+    for error in (error for error in located if error["type"] != "missing" or error["loc"] not in meant):
         mistakes.setdefault(error["loc"], []).append(error)
     lines = []
     for errors in mistakes.values():
@@ -310,10 +316,11 @@ def _told(
     return lines
 
 
-def _locate(error: dict[str, Any], data: Any) -> None:
-    """Let a mistake say where it stands in the file, without what pydantic puts between, which kind of value was tried; and what stands there, as it is
+def _located(mistake: Any, data: Any) -> dict[str, Any]:
+    """A mistake that says where it stands in the file, without what pydantic puts between, which kind of value was tried; and what stands there, as it is
     written. What a check of a whole section says begins with the key that is wrong."""
-    found, error["msg"] = list[int | str](), error["msg"].removeprefix("Value error, ")
+    error, found = dict(mistake), list[int | str]()
+    error["msg"] = error["msg"].removeprefix("Value error, ")
     for number, part in enumerate(error["loc"]):
         inside = part in data if isinstance(data, Mapping) else isinstance(data, list) and isinstance(part, int)
         if inside:
@@ -326,7 +333,7 @@ def _locate(error: dict[str, Any], data: Any) -> None:
         found, error["msg"] = [*found, *parts], error["msg"][named.end() :]
     elif isinstance(error["input"], (int, float, str)) and isinstance(data, (int, float, str)):
         error["input"] = data
-    error["loc"] = tuple(found)
+    return error | {"loc": tuple(found)}
 
 
 def origin(path: Path, location: tuple[int | str, ...], over: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> str:

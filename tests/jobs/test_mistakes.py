@@ -193,10 +193,11 @@ MISTAKES = {
     "another name": Mistake(says("name: book"), "books/views/books.yaml:1: name: 'book' differs from the file's name; call the file views/book.yaml"),
     # ---- a view: keys
     "an unknown key": Mistake(says("tll: 1h"), "books/views/books.yaml:14: tll: unknown key; did you mean 'ttl'?"),
+    "a key that is needed, misspelt": Mistake(swap("ttl: 26h", "tll: 26h"), "books/views/books.yaml:11: tll: unknown key; did you mean 'ttl'?"),
     "an unknown key like none": Mistake(says("qqqq: 1"), "books/views/books.yaml:14: qqqq: unknown key (there are: name, entity, source, model, features, ttl, stale_for, index, fallback, semantic_cache, accuracy, max_rejected, bad_rows, renew_unchanged, partition, gates)"),
     "an unknown key in a section": Mistake(says("fallback: {enable: true}"), "books/views/books.yaml:13: fallback.enable: unknown key; did you mean 'enabled'?"),
     "an unknown key of a feature": Mistake(swap("dim: 2", "dimm: 2"), "books/views/books.yaml:10: features.vector.dimm: unknown key; did you mean 'dim'?"),
-    "an unknown key of a feature called dim": Mistake(swap("length: {dtype: float32}", "dim: {dtpye: float32}"), ("books/views/books.yaml:9: features.dim.dtype: missing; add it, for it has no default\n" "books/views/books.yaml:9: features.dim.dtpye: unknown key; did you mean 'dtype'?")),
+    "an unknown key of a feature called dim": Mistake(swap("length: {dtype: float32}", "dim: {dtpye: float32}"), "books/views/books.yaml:9: features.dim.dtpye: unknown key; did you mean 'dtype'?"),
     "an unknown gate": Mistake(says("gates: {drfit: 0.5}"), "books/views/books.yaml:14: gates.drfit: unknown key; did you mean 'drift'?"),
     "an unknown key of a partition": Mistake(says("partition: {by: day, start: 2026-01-01, colum: at}"), "books/views/books.yaml:14: partition.colum: unknown key; did you mean 'column'?"),
     "a missing key": Mistake(swap("ttl: 26h\n", ""), "books/views/books.yaml: ttl: missing; add it, for it has no default"),
