@@ -27,7 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from precompute.store.errors import did_you_mean
+from precompute.store.errors import nearest_or_all
 
 _PREFIX = "_project_"
 _PRIVATE = re.compile(rf"\b{_PREFIX}[0-9a-f]{{12}}_\d+\.")
@@ -95,7 +95,7 @@ def unfit_argument(factory: Any, args: Mapping[str, Any]) -> str | None:
     takes = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     unknown = [name for name in args if name not in takes]
     if unknown and all(p.kind is not p.VAR_KEYWORD for p in parameters):
-        return f"takes no argument {unknown[0]!r}{did_you_mean(unknown[0], takes) or ', nor any other'}"
+        return f"takes no argument {unknown[0]!r}{nearest_or_all(unknown[0], takes) or ', nor any other'}"
     lacks = [p.name for p in parameters if p.name in takes and p.default is p.empty and p.name not in args]
     return f"needs the argument {lacks[0]!r}: add it to args" if lacks else None
 

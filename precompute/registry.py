@@ -19,7 +19,7 @@ from precompute.project_module import (
     starting_from,
     unfit_argument,
 )
-from precompute.store.errors import ConfigError, ModelError, PrecomputeError, did_you_mean
+from precompute.store.errors import ConfigError, ModelError, PrecomputeError, nearest_or_all
 
 BUILT_IN = {
     "text_encoder": "precompute.models.text_encoder:TextEncoder",
@@ -48,7 +48,7 @@ def check_use(use: str, folder: Path | None = None) -> None:
     module, _, attribute = use.partition(":")
     if not module or not attribute:
         above, _, last = use.rpartition(".")
-        near = did_you_mean(use, [f"{above}:{last}"] if above else BUILT_IN)
+        near = nearest_or_all(use, [f"{above}:{last}"] if above else BUILT_IN)
         raise ConfigError(
             f"unknown model {use!r}: write the name of a built-in one, or a class of yours as package.module:Class{near}"
         )
@@ -65,7 +65,7 @@ def check_use(use: str, folder: Path | None = None) -> None:
         # finding a module inside a package runs the package's own code
         raise ConfigError(f"model {use!r} cannot be imported: {described(exc)}") from exc
     if not exists:
-        near = did_you_mean(module, modules_beside(module, folder))
+        near = nearest_or_all(module, modules_beside(module, folder))
         raise ConfigError(
             f"unknown model {use!r}: there is no module {module!r} on the Python path (install its package, or set PYTHONPATH) or in the "
             f"project's folder{near}"
@@ -93,7 +93,7 @@ def load_model(use: str, args: Mapping[str, Any], folder: Path | None = None) ->
         raise ConfigError(f"model {use!r} cannot be imported: {described(exc)}") from exc
     factory = getattr(imported, attribute, None)
     if not callable(factory):
-        near = did_you_mean(attribute, classes_of(imported, ("fingerprint", "compute")))
+        near = nearest_or_all(attribute, classes_of(imported, ("fingerprint", "compute")))
         raise ConfigError(f"unknown model {use!r}: module {module!r} has no class {attribute!r}{near}")
     try:
         with starting_from(folder):

@@ -21,7 +21,7 @@ import pyarrow as pa
 from precompute.sources.cached_source import CachedSource
 from precompute.sources.database import BOUNDS, Database, content_sql, hash_kind, hash_sql, parameters, quoted, statement
 from precompute.sources.file_names import absolute_sql, is_remote
-from precompute.store.errors import ConfigError, SourceError, did_you_mean
+from precompute.store.errors import ConfigError, SourceError, nearest_or_all
 from precompute.store.sql import parquet_sql
 
 KEY_TYPES = (pa.string(), pa.large_string(), pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32())
@@ -130,7 +130,7 @@ class Source:
         names = self.schema.names
         missing = [column for column in self.entity if column not in names]
         if missing:
-            raise ConfigError(f"entity: the source yields no column {missing[0]!r}{did_you_mean(missing[0], names)}")
+            raise ConfigError(f"entity: the source yields no column {missing[0]!r}{nearest_or_all(missing[0], names)}")
         if len(set(names)) != len(names):
             raise ConfigError(f"the source yields two columns of one name ({', '.join(names)}): rename one with AS")
         taken = [name for name in names if name.lower() in RESERVED]
@@ -232,7 +232,7 @@ class Source:
             ConfigError: the source has no such column, or it is of another type.
         """
         if column not in self.schema.names:
-            raise ConfigError(f"{key}: the source yields no column {column!r}{did_you_mean(column, self.schema.names)}")
+            raise ConfigError(f"{key}: the source yields no column {column!r}{nearest_or_all(column, self.schema.names)}")
         kind = self.schema.field(column).type
         if not (pa.types.is_date(kind) or pa.types.is_timestamp(kind)):
             raise ConfigError(f"{key}: {column!r} is {kind}, no date or timestamp: leave it out, or CAST it in the source")

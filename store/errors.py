@@ -132,14 +132,17 @@ MOST_NAMED, MOST_COMPARED = 20, 10_000
 """Names that a message lists at most, and of how many the nearest is looked for."""
 
 
-def did_you_mean(name: str, names: Iterable[str], *, listed: bool = True) -> str:
-    """The end of a message about a name that is unknown: the nearest of those there are; where none is near, all of them, if ``listed``."""
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """The end of a message about a name that is unknown: the nearest of those there are, if one is near."""
+    near = nearest(name, islice(names, MOST_COMPARED))
+    return "" if near is None else f"; did you mean {near!r}?"
+
+
+def nearest_or_all(name: str, names: Iterable[str]) -> str:
+    """The same; and where none is near, all there are, or the first few."""
     known = list(islice(names, MOST_COMPARED))
-    if (near := nearest(name, known)) is not None:
-        return f"; did you mean {near!r}?"
-    if not listed or not known:
-        return ""
-    return f" (there are: {', '.join([*known[:MOST_NAMED], *(['…'] if len(known) > MOST_NAMED else [])])})"
+    listed = ", ".join([*known[:MOST_NAMED], *(["…"] if len(known) > MOST_NAMED else [])])
+    return did_you_mean(name, known) or (f" (there are: {listed})" if listed else "")
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:

@@ -135,6 +135,6 @@ def check_inputs(pointer: Pointer, inputs: Any) -> None:
         if name not in columns:
             raise RequestError(
                 f"view {pointer.view.name!r} has no input column {str(name)[:80]!r} (it has: {', '.join(columns)})"
-                f"{did_you_mean(str(name)[:80], columns, listed=False)}",
+                f"{did_you_mean(str(name)[:80], columns)}",
                 code="bad_inputs",
             )

@@ -141,7 +141,7 @@ def check_features(view: FeatureView, features: Sequence[str]) -> None:
     unknown = next((name for name in features if name not in there), None)
     if unknown is not None:
         raise RequestError(
-            f"view {view.name!r} has no feature {str(unknown)[:80]!r} (it has: {', '.join(there)}){did_you_mean(str(unknown)[:80], there, listed=False)}",
+            f"view {view.name!r} has no feature {str(unknown)[:80]!r} (it has: {', '.join(there)}){did_you_mean(str(unknown)[:80], there)}",
             code="unknown_feature",
         )
     if len(set(features)) != len(features):

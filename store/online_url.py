@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from precompute.store.errors import ConfigError, did_you_mean
+from precompute.store.errors import ConfigError, nearest_or_all
 from precompute.store.miss_cache.miss_cache import MissCache, MissCacheLimits
 from precompute.store.online.online_store import OnlineStore
 
@@ -27,7 +27,7 @@ def table_folder(url: str) -> str | None:
         why = "no folder: write table:./folder"
     else:
         kinds = ("table", *(kind.removesuffix("://") for kind in _REDIS))
-        near = "" if scheme in kinds else did_you_mean(scheme, kinds)
+        near = "" if scheme in kinds else nearest_or_all(scheme, kinds)
         why = f"no online store: write table:./folder or redis://host:6379/0{near}"
     raise ConfigError(f"online: {shown_url(url)!r} names {why}")
 

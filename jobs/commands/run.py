@@ -123,7 +123,7 @@ def _check_gates(names: Sequence[str]) -> None:
 
     for name in names:
         if name not in GATES:
-            near = did_you_mean(name, GATES, listed=False)
+            near = did_you_mean(name, GATES)
             raise ConfigError(f"--accept {name}: there is no such gate; it is one of {', '.join(GATES)}{near}")
 
 

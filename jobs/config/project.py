@@ -30,7 +30,7 @@ from precompute.jobs.config.section import (
 )
 from precompute.jobs.config.serve import ServeConfig
 from precompute.store.disk.durable_file import make_folder, replace_durably
-from precompute.store.errors import ConfigError, did_you_mean
+from precompute.store.errors import ConfigError, nearest_or_all
 from precompute.store.feature_view import why_no_semantic_cache
 from precompute.store.offline.view_store import OfflineStore, ViewStore
 from precompute.store.online_url import table_folder
@@ -234,7 +234,7 @@ class Project:
             raise ConfigError(f"{self.folder / 'views'}: no view there{instead}")
         if unknown := [name for name in self._changes if name not in self.names]:
             raise ConfigError(
-                f"environment {PREFIX}VIEWS__{unknown[0].upper()}…: no such view{did_you_mean(unknown[0], self.names)}"
+                f"environment {PREFIX}VIEWS__{unknown[0].upper()}…: no such view{nearest_or_all(unknown[0], self.names)}"
             )
         check_schedules(self.schedules(), self.names, project_file, over)
 
@@ -316,7 +316,7 @@ class Project:
         names = sorted({*self.names, *retained})
         if name not in names:
             raise ConfigError(
-                f"no view {name!r} in {self.folder / 'views'}{self._other_suffix(name) or did_you_mean(name, names)}"
+                f"no view {name!r} in {self.folder / 'views'}{self._other_suffix(name) or nearest_or_all(name, names)}"
             )
         return name
 
@@ -353,7 +353,7 @@ class Project:
                 if other not in self.names:
                     where = place(self.folder / "views" / f"{name}.yaml", key)
                     read.broken[name] = ConfigError(
-                        f"{where}: {'.'.join(key)}: live.{other}: no such view{did_you_mean(other, self.names)}"
+                        f"{where}: {'.'.join(key)}: live.{other}: no such view{nearest_or_all(other, self.names)}"
                     )
                     read.right.pop(name, None)
         views = dict(read.right)
@@ -369,7 +369,7 @@ class Project:
         assert view.semantic_cache is not None
         by = view.semantic_cache.view
         if by not in self.names:
-            return f"no such view{did_you_mean(by, self.names)}"
+            return f"no such view{nearest_or_all(by, self.names)}"
         if by not in views:
             return None
         seen, named = {by}, views[by].semantic_cache

@@ -17,7 +17,7 @@ from cronsim import CronSim, CronSimError
 from pydantic import BeforeValidator, Field, model_validator
 
 from precompute.jobs.config.section import Duration, Name, Section, origin, place
-from precompute.store.errors import ConfigError, did_you_mean
+from precompute.store.errors import ConfigError, did_you_mean, nearest_or_all
 
 _FIELDS = ("minute", "hour", "day of the month", "month", "day of the week; 0 and 7 are Sunday, or write mon-fri")
 
@@ -111,7 +111,7 @@ def check_timezone(name: str) -> ZoneInfo:
     try:
         return ZoneInfo(name)
     except (ZoneInfoNotFoundError, ValueError, OSError) as exc:
-        near = did_you_mean(name, available_timezones(), listed=False)
+        near = did_you_mean(name, available_timezones())
         raise ValueError(f"no time zone {name!r}: write one such as Europe/Berlin{near}") from exc
 
 
@@ -226,7 +226,7 @@ def check_schedules(
     for name, schedule in schedules.items():
         where = f"{origin(project_file, ('schedule', name), over)}: schedule.{name}: {schedule.when!r}"
         if name not in views:
-            raise ConfigError(f"{where}: no such view{did_you_mean(name, views)}")
+            raise ConfigError(f"{where}: no such view{nearest_or_all(name, views)}")
         if schedule.cron is not None:
             try:
                 check_cron(schedule.cron, schedule.timezone)
@@ -234,7 +234,7 @@ def check_schedules(
                 raise ConfigError(f"{where}: {exc}") from exc
         for parent in schedule.parents:
             if parent not in schedules:
-                other = ": give it a line of its own" if parent in views else did_you_mean(parent, views)
+                other = ": give it a line of its own" if parent in views else nearest_or_all(parent, views)
                 raise ConfigError(f"{where}: {parent!r} is not scheduled itself{other}")
     for name in schedules:
         _check_circle(schedules, (name,), project_file)

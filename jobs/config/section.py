@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
-from precompute.store.errors import ConfigError, did_you_mean, nearest
+from precompute.store.errors import ConfigError, did_you_mean, nearest, nearest_or_all
 from precompute.store.feature_view import NAME
 from precompute.store.online_url import shown_url
 
@@ -196,7 +196,7 @@ def substituted(value: Any, variables: Mapping[str, str], path: Path, at: tuple[
         if name not in variables:
             raise ConfigError(
                 f"{place(path, at)}: {_dotted(at)}: ${{{name}}}: no such variable: add `vars: {{{name}: …}}` to project.yaml, or set "
-                f"{PREFIX}VARS__{name.upper()}{did_you_mean(name, variables)}"
+                f"{PREFIX}VARS__{name.upper()}{nearest_or_all(name, variables)}"
             )
         if "'" in variables[name] or '"' in variables[name]:
             project = path.parent.parent / "project.yaml"
@@ -356,14 +356,14 @@ def _message(kind: type[BaseModel], error: Any) -> str:
     if error["type"] == "extra_forbidden" and given is None and " " in where:
         return f"{where}: unknown key; inside {{ }} a comma ends a value, so put the text before it in quotes"
     if error["type"] == "extra_forbidden":
-        return f"{where}: unknown key{did_you_mean(str(error['loc'][-1]), _keys_at(kind, error['loc'][:-1]))}"
+        return f"{where}: unknown key{nearest_or_all(str(error['loc'][-1]), _keys_at(kind, error['loc'][:-1]))}"
     if error["type"] == "invalid_key":
         return f"{where}: a key is a text: write '{where}' in quotes"
     if error["type"] == "missing":
         return f"{where}: missing; add it, for it has no default"
     if error["type"] == "literal_error":
         allowed = re.findall(r"'([^']+)'", text)
-        near = did_you_mean(str(given), allowed, listed=False)
+        near = did_you_mean(str(given), allowed)
         return f"{where}: {str(given)!r} is not one of {', '.join(allowed)}{near}"
     value = _PLAIN.get(id(given), repr(given))
     if where == "online":

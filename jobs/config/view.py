@@ -14,7 +14,7 @@ from precompute.registry import check_use
 from precompute.sources.database import check_sql, parameters, referenced_views
 from precompute.store.answer import default_row
 from precompute.store.clock import Partition, containing, duration
-from precompute.store.errors import ConfigError, did_you_mean
+from precompute.store.errors import ConfigError, nearest_or_all
 from precompute.store.feature_view import (
     RESERVED,
     SIMILAR_FIELDS,
@@ -357,7 +357,7 @@ class ViewConfig(Section):
         unknown = [name for name in self.accuracy.features if name not in self.features]
         if unknown:
             raise ValueError(
-                f"accuracy.features.{unknown[0]}: {unknown[0]!r} is no feature{did_you_mean(unknown[0], self.features)}"
+                f"accuracy.features.{unknown[0]}: {unknown[0]!r} is no feature{nearest_or_all(unknown[0], self.features)}"
             )
         self._check_default()
         wanted = parameters(self.source.sql)
@@ -390,7 +390,7 @@ class ViewConfig(Section):
         if name in vectors:
             return
         if name not in self.features:
-            raise ValueError(f"index.on: there is no feature {name!r}{did_you_mean(name, vectors or self.features)}")
+            raise ValueError(f"index.on: there is no feature {name!r}{nearest_or_all(name, vectors or self.features)}")
         feature = self.features[name]
         kind = "vector" if feature.dim is not None else "list" if feature.max_items is not None else "single value"
         instead = f"name one ({', '.join(vectors)})" if vectors else "no feature is one"
@@ -418,7 +418,7 @@ class ViewConfig(Section):
     def _check_default(self) -> None:
         for name in self.fallback.default or ():
             if name not in self.features:
-                raise ValueError(f"fallback.default.{name}: there is no feature {name!r}{did_you_mean(name, self.features)}")
+                raise ValueError(f"fallback.default.{name}: there is no feature {name!r}{nearest_or_all(name, self.features)}")
         view = self.feature_view()
         try:
             default_row(view, RowCodec(view))

@@ -25,7 +25,7 @@ from precompute.source import Files, Source
 from precompute.sources.database import referenced_views
 from precompute.store.clock import Partition
 from precompute.store.disk.durable_file import make_folder, replace_durably
-from precompute.store.errors import ConfigError, MissingFileError, ModelError, SourceError, did_you_mean
+from precompute.store.errors import ConfigError, MissingFileError, ModelError, SourceError, nearest_or_all
 from precompute.store.feature_view import FeatureView, ModelUse
 from precompute.store.freshness import as_datetime, iso, microseconds
 from precompute.store.offline.part_file import Layers
@@ -159,7 +159,7 @@ class OpenView:
         if lacks and self.view.definition.model.use in BUILT_IN:
             raise ConfigError(
                 f"{self.place('source', 'sql')}: the source yields no column {lacks[0]!r}, which the model {self.view.definition.model.use} "
-                f"reads: name one so with AS, or another in model.args{did_you_mean(lacks[0], names)}"
+                f"reads: name one so with AS, or another in model.args{nearest_or_all(lacks[0], names)}"
             )
 
     def lacks_column(self, error: str) -> str | None:
@@ -170,7 +170,7 @@ class OpenView:
             return None
         return (
             f"{self.place('source', 'sql')}: the model raised {error.partition(' raised ')[2] or error}, and the source yields no column {name!r}: "
-            f"name one so with AS, or correct the model{did_you_mean(name, names)}"
+            f"name one so with AS, or correct the model{nearest_or_all(name, names)}"
         )
 
     def place(self, *key: str) -> str:

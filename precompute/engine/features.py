@@ -78,7 +78,7 @@ class Declared:
         for feature, kind in zip(view.features, self._types, strict=True):
             if feature.name not in features:
                 names = [str(name) for name in features]
-                near = did_you_mean(feature.name, names, listed=False)
+                near = did_you_mean(feature.name, names)
                 raise Misfit(
                     f"the model of view {view.name!r} returned no {feature.name!r} (it returned: {', '.join(names) or 'nothing'}){near}"
                 )

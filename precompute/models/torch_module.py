@@ -30,7 +30,7 @@ from precompute.project_module import (
     project_folder,
     unfit_argument,
 )
-from precompute.store.errors import ConfigError, ModelError, did_you_mean
+from precompute.store.errors import ConfigError, ModelError, did_you_mean, nearest_or_all
 
 CODE_VERSION = 1
 """Raised by anyone who changes the values this code computes; part of the fingerprint."""
@@ -287,10 +287,10 @@ def _constructed(path: str, args: Mapping[str, Any]) -> torch.nn.Module:
     except Exception as exc:
         # a user's module may fail in any way, a syntax error included
         beside = modules_beside(name, project_folder()) if isinstance(exc, ModuleNotFoundError) else []
-        near = did_you_mean(name, beside, listed=False)
+        near = did_you_mean(name, beside)
         raise ConfigError(f"torch_module: {path!r} cannot be imported: {described(exc)}{near}") from exc
     if not (isinstance(factory, type) and issubclass(factory, torch.nn.Module)):
-        near = did_you_mean(attribute, classes_of(imported, ("forward",)))
+        near = nearest_or_all(attribute, classes_of(imported, ("forward",)))
         what = f"module {name!r} has no class {attribute!r}{near}" if factory is None else "not a torch.nn.Module"
         raise ConfigError(f"torch_module: {path!r}: {what}")
     try:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from precompute.store.errors import ConfigError, did_you_mean
+from precompute.store.errors import ConfigError, nearest_or_all
 
 _NOT_RELATIVE = re.compile(r"/|~|[A-Za-z][A-Za-z0-9+.-]*:")
 """How an absolute path, one of the home folder, or a URL begins."""
@@ -109,7 +109,7 @@ def no_file(name: str) -> str:
         what = f"nothing matches {file}" if is_pattern(name) else f"there is no file {file}"
     with contextlib.suppress(OSError):
         beside = (other.name for other in sorted(path.parent.iterdir()) if other.is_dir() == (path != file))
-        return what + did_you_mean(path.name, (other for other in beside if not other.startswith(".")))
+        return what + nearest_or_all(path.name, (other for other in beside if not other.startswith(".")))
     return what
 
 

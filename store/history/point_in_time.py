@@ -168,7 +168,7 @@ def _wanted(view: FeatureView, features: Sequence[str] | None) -> pa.Schema:
         if name not in view.feature_names:
             raise RequestError(
                 f"view {view.name!r} has no feature {name!r} (it has: {', '.join(view.feature_names)})"
-                f"{did_you_mean(str(name)[:80], view.feature_names, listed=False)}",
+                f"{did_you_mean(str(name)[:80], view.feature_names)}",
                 code="unknown_feature",
             )
     return pa.schema([(name, view.feature(name).arrow_type) for name in names] + [("computed_at", pa.timestamp("us", "UTC"))])

@@ -48,7 +48,7 @@ class RowFilter:
         for name, condition in wanted.items():
             if name not in retained:
                 have = ", ".join(retained) or "none"
-                near = did_you_mean(str(name)[:80], retained, listed=False)
+                near = did_you_mean(str(name)[:80], retained)
                 raise _refused(f"view {view.name!r} has no scalar feature {str(name)[:80]!r} to filter by (it has: {have}){near}")
             self._conditions.append((name, _tests(name, retained[name], condition, half=view.feature(name).dtype == "float16")))
 

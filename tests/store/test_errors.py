@@ -17,6 +17,7 @@ from precompute.store.errors import (
     SnapshotError,
     SourceError,
     did_you_mean,
+    nearest_or_all,
 )
 
 ALL = {name: kind for name, kind in vars(errors).items() if inspect.isclass(kind) and kind.__module__ == errors.__name__}
@@ -59,5 +60,5 @@ def test_a_request_error_carries_a_status_and_a_word_for_programs() -> None:
     ],
 )
 def test_an_unknown_name_has_the_nearest_or_all_there_are(name: str, names: list[str], end: str) -> None:
-    assert did_you_mean(name, names) == end
-    assert did_you_mean(name, names, listed=False) == (end if end.startswith(";") else "")
+    assert nearest_or_all(name, names) == end
+    assert did_you_mean(name, names) == (end if end.startswith(";") else "")
