@@ -158,12 +158,11 @@ class Source:
 
     # ---- all rows
 
-    def load(self, within: str | None = None, key: str = "partition.column") -> int:
+    def load(self, within: str | None = None) -> int:
         """Run the SQL into the temporary table; returns its rows, exact repetitions folded into one.
 
         Args:
             within: a column whose values must lie in the partition: SQL that forgot to bind ``$start`` and ``$end`` shows here.
-            key: of the view's file, that names it.
 
         Raises:
             ConfigError: a key starts with the project's folder.
@@ -174,7 +173,7 @@ class Source:
             f"CREATE TEMP TABLE input AS SELECT {columns}, {self._hash_sql()} AS input_hash FROM ({self._sql}\n)", self._given
         )
         if within is not None:
-            self._check_within(within, key)
+            self._check_within(within)
         self._check_moves()
         self.loaded = True
         keys = ", ".join(quoted(name) for name in self.entity)
@@ -269,8 +268,8 @@ class Source:
                     newest = max(newest or 0, Path(file).stat().st_mtime_ns // 1000)
         return newest
 
-    def _check_within(self, column: str, key: str) -> None:
-        self.check_time(column, key)
+    def _check_within(self, column: str) -> None:
+        self.check_time(column, "partition.column")
         name = quoted(column)
         outside = self.database.query(
             f"SELECT count(*) AS n, min({name})::VARCHAR AS low, max({name})::VARCHAR AS high FROM input "

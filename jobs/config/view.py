@@ -423,7 +423,8 @@ class ViewConfig(Section):
         try:
             default_row(view, RowCodec(view))
         except (ValueError, TypeError, pa.ArrowException) as exc:
-            raise ValueError(f"fallback.default.{exc}") from exc
+            of_feature = str(exc).partition(": ")[0] in self.features
+            raise ValueError(f"fallback.default{'.' if of_feature else ': '}{exc}") from exc
 
     @property
     def serves_all(self) -> bool:

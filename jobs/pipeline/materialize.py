@@ -103,7 +103,9 @@ def _planned(job: Job, opened: OpenView) -> Plan:
         else:
             opened.source.check_time(updated_at, opened.place("source", "updated_at"))
         within = None if config.partition is None else config.partition.column
-        total = opened.source.load(within, opened.place("partition", "column"))
+        if within is not None:
+            opened.source.check_time(within, opened.place("partition", "column"))
+        total = opened.source.load(within)
         if updated_at is not None:
             report.source_at = iso_us(opened.source.newest_us(updated_at, read_at_us))
     if total == 0 and (config.partition is None or config.partition.empty == "fail"):

@@ -363,7 +363,7 @@ def test_a_run_that_cannot_work_fails_in_words(
 def test_a_count_that_does_not_add_up_is_not_committed(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
     project = make_project([(1, 1.0), (2, 2.0)])
     load = Source.load
-    monkeypatch.setattr(Source, "load", lambda source, *within: load(source, *within) + 1)
+    monkeypatch.setattr(Source, "load", lambda source, within: load(source, within) + 1)
     report = refused(project, SnapshotError)
     assert "3 rows came from the source but 2 are accounted for" in (report.error or "")
 
