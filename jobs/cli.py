@@ -25,7 +25,7 @@ from precompute.jobs.process.command_process import (
     terminable,
 )
 from precompute.store.disk.durable_file import limit_of
-from precompute.store.errors import ConfigError, GateError, PrecomputeError, RejectedError, RequestError
+from precompute.store.errors import ConfigError, GateError, MissingFileError, PrecomputeError, RejectedError, RequestError
 
 READS = frozenset(
     {"diff", "drop", "explain", "export", "gc", "graph", "history", "log", "lookup", "pin", "report", "resume", "search"}
@@ -81,7 +81,13 @@ def _failed(arguments: argparse.Namespace, exc: BaseException) -> int:
             raise exc
         return _report(arguments, type(exc).__name__, f"{exc}: {limit}", FAILED)
     status = REJECTED if isinstance(exc, (RejectedError, GateError)) else FAILED
-    if isinstance(exc, ConfigError) or (isinstance(exc, RequestError) and exc.status < 500):
+    # a scheduler tries again what failed, and not what is wrongly configured: a file that is not there may only be late
+    scheduled = getattr(arguments, "due", None) is not None
+    if (
+        isinstance(exc, ConfigError)
+        or (isinstance(exc, MissingFileError) and not scheduled)
+        or (isinstance(exc, RequestError) and exc.status < 500)
+    ):
         status = BAD_USAGE
     return _report(arguments, type(exc).__name__, with_history(str(exc)), status)
 

@@ -352,7 +352,7 @@ def _unknown(value: Any) -> Any:
             return [str(array.dtype), list(array.shape), content]
     if hasattr(value, "__array__") or re.search(r" at 0x[0-9a-fA-F]+>", str(value)):
         raise ConfigError(
-            f"digest: a fact is a {type(value).__name__}, of which nothing can be reports: give its texts and numbers"
+            f"digest: a fact is a {type(value).__name__}, of which nothing can be known: give its texts and numbers"
         )
     return plain_name(str(value))
 

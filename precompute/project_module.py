@@ -12,19 +12,22 @@ import contextlib
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import re
 import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from precompute.store.errors import nearest_or_all
 
 _PREFIX = "_project_"
 _PRIVATE = re.compile(rf"\b{_PREFIX}[0-9a-f]{{12}}_\d+\.")
@@ -65,6 +68,38 @@ def module_exists(name: str, folder: Path | None) -> bool:
         return importlib.util.find_spec(f"{_package(folder)}.{name}") is not None
 
 
+def modules_beside(name: str, folder: Path | None) -> list[str]:
+    """Dotted names of the modules where one of a dotted name would lie in a project's folder: what may be meant where there is none."""
+    if folder is None:
+        return []
+    *above, _ = name.split(".")
+    beside = folder.joinpath(*above)
+    files = {path.stem for path in beside.glob("*.py") if path.stem != "__init__"}
+    packages = {path.parent.name for path in beside.glob("*/*.py")}
+    return [".".join((*above, found)) for found in sorted(files | packages)]
+
+
+def classes_of(module: ModuleType, methods: Collection[str]) -> list[str]:
+    """Names of a module's classes that have these methods; of all its classes where none has."""
+    classes = {name: value for name, value in vars(module).items() if isinstance(value, type) and not name.startswith("_")}
+    able = [name for name, value in classes.items() if all(callable(getattr(value, method, None)) for method in methods)]
+    return able or list(classes)
+
+
+def unfit_argument(factory: Any, args: Mapping[str, Any]) -> str | None:
+    """Which argument a class does not take, or lacks; None where its signature does not tell, or all are right."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    takes = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    unknown = [name for name in args if name not in takes]
+    if unknown and all(p.kind is not p.VAR_KEYWORD for p in parameters):
+        return f"takes no argument {unknown[0]!r}{nearest_or_all(unknown[0], takes) or ', nor any other'}"
+    lacks = [p.name for p in parameters if p.name in takes and p.default is p.empty and p.name not in args]
+    return f"needs the argument {lacks[0]!r}: add it to args" if lacks else None
+
+
 def import_module(name: str, folder: Path | None) -> ModuleType:
     """The module of a dotted name: of the folder, as its files are now, or else an installed one.
 
@@ -89,7 +124,9 @@ def described(exc: BaseException, longest: int = 500) -> str:
     characters."""
     text = plain_name(f"{type(exc).__name__}: {exc}").removesuffix(": ")
     lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(exc.__traceback__)]
-    theirs = [(file, line) for file, line in lines if not file.startswith((*_OURS, *_OTHERS, "<"))]
+    # a library's compiled Cython names its files relatively
+    theirs = [(file, line) for file, line in lines if os.path.isabs(file) and not file.startswith((*_OURS, *_OTHERS))]
+    theirs = [(file, line) for file, line in theirs if not {"site-packages", "dist-packages"} & set(Path(file).parts)]
     where = f" ({Path(theirs[-1][0]).name}:{theirs[-1][1]})" if theirs else ""
     return text[: longest - len(where)] + where
 

@@ -9,8 +9,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from precompute.model import Model, files_in, files_read, resolve_path
-from precompute.project_module import described, import_module, module_exists, plain_name, starting_from
-from precompute.store.errors import ConfigError, ModelError, PrecomputeError
+from precompute.project_module import (
+    classes_of,
+    described,
+    import_module,
+    module_exists,
+    modules_beside,
+    plain_name,
+    starting_from,
+    unfit_argument,
+)
+from precompute.store.errors import ConfigError, ModelError, PrecomputeError, nearest_or_all
 
 BUILT_IN = {
     "text_encoder": "precompute.models.text_encoder:TextEncoder",
@@ -47,8 +56,10 @@ def check_use(use: str, folder: Path | None = None) -> None:
         return
     module, _, attribute = use.partition(":")
     if not module or not attribute:
+        above, _, last = use.rpartition(".")
+        near = nearest_or_all(use, [f"{above}:{last}"] if above else BUILT_IN)
         raise ConfigError(
-            f"unknown model {use!r}: write one of {', '.join(BUILT_IN)}, or a class of yours as package.module:Class"
+            f"unknown model {use!r}: write the name of a built-in one, or a class of yours as package.module:Class{near}"
         )
     try:
         exists = module_exists(module, folder)
@@ -63,9 +74,10 @@ def check_use(use: str, folder: Path | None = None) -> None:
         # finding a module inside a package runs the package's own code
         raise ConfigError(f"model {use!r} cannot be imported: {described(exc)}") from exc
     if not exists:
+        near = nearest_or_all(module, modules_beside(module, folder))
         raise ConfigError(
-            f"unknown model {use!r}: there is no module {module!r} on the Python path or in the project's folder (install its package, "
-            "or set PYTHONPATH)"
+            f"unknown model {use!r}: there is no module {module!r} on the Python path (install its package, or set PYTHONPATH) or in the "
+            f"project's folder{near}"
         )
 
 
@@ -89,22 +101,23 @@ def load_model(use: str, args: Mapping[str, Any], folder: Path | None = None) ->
         # a user's module may fail in any way, a syntax error included
         raise ConfigError(f"model {use!r} cannot be imported: {described(exc)}") from exc
     factory = getattr(imported, attribute, None)
-    if factory is None:
-        raise ConfigError(f"unknown model {use!r}: module {module!r} has no class {attribute!r}")
+    if not callable(factory):
+        near = nearest_or_all(attribute, classes_of(imported, ("fingerprint", "compute")))
+        raise ConfigError(f"unknown model {use!r}: module {module!r} has no class {attribute!r}{near}")
     try:
         with starting_from(folder):
             model = factory(**args)
     except TypeError as exc:
-        raise ConfigError(
-            f"model {use!r} does not take these args ({', '.join(args) or 'none'}): {plain_name(str(exc))}"
-        ) from exc
+        why = unfit_argument(factory, args) or f"cannot be made with these args ({', '.join(args) or 'none'}): {described(exc)}"
+        raise ConfigError(f"model {use!r} {why}") from exc
     except PrecomputeError:
         raise
     except (Exception, SystemExit) as exc:
         # a user's class may raise anything
         raise ModelError(f"model {use!r} failed to load: {described(exc)}") from exc
     if not isinstance(model, Model):
-        raise ConfigError(f"model {use!r} has no fingerprint() and compute(batch) methods: see 'your own model' in the README")
+        lacks = [call for call in ("fingerprint()", "compute(batch)") if not hasattr(model, call.partition("(")[0])]
+        raise ConfigError(f"model {use!r} has no method {' and no '.join(lacks)}: see 'your own model' in the README")
     return model
 
 

@@ -22,7 +22,7 @@ from precompute.project_module import starting_from
 from precompute.sources.cached_source import CachedSource
 from precompute.sources.database import BOUNDS, Database, content_sql, hash_kind, hash_sql, parameters, quoted, statement
 from precompute.sources.file_names import absolute_sql, is_remote
-from precompute.store.errors import ConfigError, SourceError
+from precompute.store.errors import ConfigError, SourceError, nearest_or_all
 from precompute.store.feature_view import CHUNK, ChunkSpec
 from precompute.store.sql import parquet_sql
 
@@ -170,7 +170,7 @@ class Source:
         names = self.schema.names
         missing = [column for column in self.entity if column not in names]
         if missing:
-            raise ConfigError(f"the source has no column {missing[0]!r}, which the entity names (it has: {', '.join(names)})")
+            raise ConfigError(f"entity: the source yields no column {missing[0]!r}{nearest_or_all(missing[0], names)}")
         if len(set(names)) != len(names):
             raise ConfigError(f"the source yields two columns of one name ({', '.join(names)}): rename one with AS")
         taken = [name for name in names if name.lower() in RESERVED]
@@ -179,7 +179,7 @@ class Source:
         for column in self.entity:
             if self.schema.field(column).type not in KEY_TYPES:
                 raise ConfigError(
-                    f"key column {column!r} is {self.schema.field(column).type}: a key is text or an integer, so CAST({column} AS VARCHAR)"
+                    f"entity: key column {column!r} is {self.schema.field(column).type}: a key is text or an integer, so CAST({column} AS VARCHAR)"
                 )
 
     def _make_keys_plain(self) -> None:
@@ -271,7 +271,7 @@ class Source:
             ConfigError: the source has no such column, or it is of another type.
         """
         if column not in self.schema.names:
-            raise ConfigError(f"{key}: the source yields no {column!r} (it yields: {', '.join(self.schema.names)})")
+            raise ConfigError(f"{key}: the source yields no column {column!r}{nearest_or_all(column, self.schema.names)}")
         kind = self.schema.field(column).type
         if not (pa.types.is_date(kind) or pa.types.is_timestamp(kind)):
             raise ConfigError(f"{key}: {column!r} is {kind}, no date or timestamp: leave it out, or CAST it in the source")

@@ -29,11 +29,19 @@ def default_row(view: FeatureView, codec: RowCodec) -> bytes | None:
     """The view's default values, packed, of no key, time or snapshot; features that it does not name are null. None for a view without.
 
     Raises:
-        ValueError, TypeError: a value is none of its feature's type.
+        ValueError: a value is none of its feature's type.
     """
     if view.fallback_default is None:
         return None
-    values = [pa.array([view.fallback_default.get(feature.name)], feature.arrow_type) for feature in view.features]
+    values = []
+    for feature in view.features:
+        value = view.fallback_default.get(feature.name)
+        try:
+            values.append(pa.array([value], feature.arrow_type))
+        except (ValueError, TypeError, pa.ArrowException) as exc:
+            kind = "" if feature.dim is None else f"a vector of {feature.dim} "
+            kind = "a list of " if feature.max_items is not None else kind
+            raise ValueError(f"{feature.name}: {str(value)[:80]} is not {kind}{feature.dtype}") from exc
     batch = pa.RecordBatch.from_arrays(values, schema=view.feature_schema())
     return codec.encode(batch, np.zeros(1, np.uint64), np.zeros(1, np.int64), 0).at(0)
 

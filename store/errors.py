@@ -4,6 +4,9 @@ seam that imports the library, always ``from exc``. A message says what went wro
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import islice
+
 
 class PrecomputeError(Exception):
     """Base of everything raised on purpose; ``str(error)`` is a message for the operator.
@@ -11,6 +14,7 @@ class PrecomputeError(Exception):
     PrecomputeError                 something the operator or caller can act on
     ├── ConfigError                 a file, key or value of the configuration is wrong       (exit status 2)
     ├── SourceError                 the source cannot be read, or its rows cannot be used
+    │   └── MissingFileError        a file that it names is not there                        (exit status 2)
     ├── ModelError                  the model cannot be loaded, or breaks its contract
     ├── RejectedError               too many rows rejected: nothing was published            (exit status 3)
     ├── GateError                   a gate refused to publish the snapshot                   (exit status 3)
@@ -37,6 +41,10 @@ class ConfigError(PrecomputeError):
 
 class SourceError(PrecomputeError):
     """The source failed: its files, its rows or its keys."""
+
+
+class MissingFileError(SourceError):
+    """A file that the source names is not there: its name is wrong, or it is late."""
 
 
 class ModelError(PrecomputeError):
@@ -118,3 +126,30 @@ class DeniedError(RequestError):
 
 class MissingRowError(RequestError):
     """The client: the one row that was requested is missing; ``code`` is the reason, as in a row of a batch."""
+
+
+MOST_NAMED, MOST_COMPARED = 20, 10_000
+"""Names that a message lists at most, and of how many the nearest is looked for."""
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """The end of a message about a name that is unknown: the nearest of those there are, if one is near."""
+    near = nearest(name, islice(names, MOST_COMPARED))
+    return "" if near is None else f"; did you mean {near!r}?"
+
+
+def nearest_or_all(name: str, names: Iterable[str]) -> str:
+    """The same; and where none is near, all there are, or the first few."""
+    known = list(islice(names, MOST_COMPARED))
+    listed = ", ".join([*known[:MOST_NAMED], *(["…"] if len(known) > MOST_NAMED else [])])
+    return did_you_mean(name, known) or (f" (there are: {listed})" if listed else "")
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """The one of the names that is most like ``name``, capitals or not; None where none is like it."""
+    # only a message needs it
+    from difflib import get_close_matches
+
+    plain = {known.lower(): known for known in names}
+    near = get_close_matches(name.lower(), plain, n=1, cutoff=0.6)
+    return plain[near[0]] if near else None

@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from precompute.store.errors import RequestError
+from precompute.store.errors import RequestError, did_you_mean
 from precompute.store.feature_view import FeatureView
 from precompute.store.online.online_store import Pointer
 from precompute.store.status import Reason, Status
@@ -134,6 +134,7 @@ def check_inputs(pointer: Pointer, inputs: Any) -> None:
     for name in inputs:
         if name not in columns:
             raise RequestError(
-                f"view {pointer.view.name!r} has no input column {str(name)[:80]!r} (it has: {', '.join(columns)})",
+                f"view {pointer.view.name!r} has no input column {str(name)[:80]!r} (it has: {', '.join(columns)})"
+                f"{did_you_mean(str(name)[:80], columns)}",
                 code="bad_inputs",
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from precompute.store.errors import RequestError
+from precompute.store.errors import RequestError, did_you_mean
 
 if TYPE_CHECKING:
     # it brings Arrow along, which who only asks over HTTP can do without
@@ -141,7 +141,10 @@ def check_features(view: FeatureView, features: Sequence[str]) -> None:
     unknown = next((name for name in features if name not in there), None)
     if unknown is not None:
         raise RequestError(
-            f"view {view.name!r} has no feature {str(unknown)[:80]!r} (it has: {', '.join(there)})", code="unknown_feature"
+            f"view {view.name!r} has no feature {str(unknown)[:80]!r} (it has: {', '.join(there)}){did_you_mean(str(unknown)[:80], there)}",
+            code="unknown_feature",
         )
     if len(set(features)) != len(features):
-        raise RequestError("a feature is named twice", code="bad_request")
+        # soon found: there are no more names than features
+        twice = next(name for place, name in enumerate(features) if name in features[:place])
+        raise RequestError(f"feature {twice!r} is named twice", code="bad_request")

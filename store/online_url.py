@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from precompute.store.errors import ConfigError
+from precompute.store.errors import ConfigError, nearest_or_all
 from precompute.store.miss_cache.miss_cache import MissCache, MissCacheLimits
 from precompute.store.online.online_store import OnlineStore
 
@@ -23,8 +23,18 @@ def table_folder(url: str) -> str | None:
         return rest
     if url.startswith(_REDIS):
         return None
-    shown = re.sub(r"//.*@", "//…@", url)
-    raise ConfigError(f"online: {shown!r} names no online store; write table:./folder or redis://host:6379/0")
+    if scheme == "table":
+        why = "no folder: write table:./folder"
+    else:
+        kinds = ("table", *(kind.removesuffix("://") for kind in _REDIS))
+        near = "" if scheme in kinds else nearest_or_all(scheme, kinds)
+        why = f"no online store: write table:./folder or redis://host:6379/0{near}"
+    raise ConfigError(f"online: {shown_url(url)!r} names {why}")
+
+
+def shown_url(url: str) -> str:
+    """A URL as it may be repeated: without what may be a password."""
+    return re.sub(r"//.*@", "//…@", url.partition("?")[0])
 
 
 def open_online_store(url: str, base: Path | None = None, memory_mb: int = 1024) -> OnlineStore:

@@ -21,7 +21,7 @@ from precompute.jobs.commands.command import (
 from precompute.jobs.commands.run_all import add_selection, is_one, run_several
 from precompute.jobs.process.command_process import report_error, spare_pandas
 from precompute.jobs.process.progress import progress_for
-from precompute.store.errors import ConfigError, PrecomputeError
+from precompute.store.errors import ConfigError, PrecomputeError, did_you_mean
 from precompute.store.record import plain
 
 if TYPE_CHECKING:
@@ -136,7 +136,8 @@ def _check_gates(names: Sequence[str]) -> None:
 
     for name in names:
         if name not in GATES:
-            raise ConfigError(f"--accept {name}: there is no such gate; it is one of {', '.join(GATES)}")
+            near = did_you_mean(name, GATES)
+            raise ConfigError(f"--accept {name}: there is no such gate; it is one of {', '.join(GATES)}{near}")
 
 
 def tell_report(arguments: argparse.Namespace) -> Callable[[Report], None]:

@@ -22,15 +22,15 @@ from precompute.jobs.config.section import (
     Name,
     Section,
     checked,
-    did_you_mean,
     merged,
     overrides,
+    place,
     read_yaml,
     substituted,
 )
 from precompute.jobs.config.serve import ServeConfig
 from precompute.store.disk.durable_file import make_folder, replace_durably
-from precompute.store.errors import ConfigError
+from precompute.store.errors import ConfigError, did_you_mean, nearest_or_all
 from precompute.store.feature_view import why_no_semantic_cache
 from precompute.store.offline.view_store import OfflineStore, ViewStore
 from precompute.store.online_url import table_folder
@@ -160,6 +160,14 @@ class ProjectConfig(Section):
         """The share of what a publishing sorts, when a run's other stages are over."""
         return max(32, self.memory_mb // 4)
 
+    @field_validator("vars")
+    @classmethod
+    def _fit_into_sql(cls, variables: dict[str, str]) -> dict[str, str]:
+        for name, value in variables.items():
+            if "'" in value or '"' in value:
+                raise ValueError(f"{name}: {value!r} holds a quote, which cannot stand inside SQL; use a path without")
+        return variables
+
     @field_validator("timezone")
     @classmethod
     def _zone(cls, timezone: str) -> str:
@@ -179,7 +187,7 @@ class ProjectConfig(Section):
         try:
             table_folder(online)
         except ConfigError as exc:
-            raise ValueError("write table:./folder or redis://host:6379/0") from exc
+            raise ValueError(str(exc).removeprefix("online: ")) from exc
         return online
 
 
@@ -223,10 +231,13 @@ class Project:
         self._vars = {name: {".": "./", "..": "../"}.get(value, value) for name, value in self.settings.vars.items()}
         self.names = sorted(path.stem for path in (self.folder / "views").glob("*.yaml"))
         if not self.names:
-            raise ConfigError(f"{self.folder / 'views'}: no view there; add views/<name>.yaml (see 'a view' in the README)")
+            instead = self._other_suffix("*") or "; add views/<name>.yaml (see 'a view' in the README)"
+            raise ConfigError(f"{self.folder / 'views'}: no view there{instead}")
         if unknown := [name for name in self._changes if name not in self.names]:
-            raise ConfigError(f"{PREFIX}VIEWS__{unknown[0].upper()}…: no such view{did_you_mean(unknown[0], self.names)}")
-        check_schedules(self.schedules(), self.names, project_file)
+            raise ConfigError(
+                f"environment {PREFIX}VIEWS__{unknown[0].upper()}…: no such view{nearest_or_all(unknown[0], self.names)}"
+            )
+        check_schedules(self.schedules(), self.names, project_file, over)
 
     @property
     def views(self) -> Mapping[str, ViewConfig]:
@@ -261,7 +272,8 @@ class Project:
         over = {"views": {path.stem: changes}}
         view = checked(ViewConfig, data, path, over, ("views", path.stem), self.home)
         if view.name != path.stem:
-            raise ConfigError(f"{path}: name: {view.name!r} differs from the file's name; call the file views/{view.name}.yaml")
+            named = f"environment {PREFIX}VIEWS__{path.stem.upper()}__NAME" if "name" in changes else place(path, ("name",))
+            raise ConfigError(f"{named}: name: {view.name!r} differs from the file's name; call the file views/{view.name}.yaml")
         models[view.name] = {"use": view.model.use, "args": written["model"].get("args", {})}
         return self._tuned(view, models[view.name])
 
@@ -305,7 +317,7 @@ class Project:
         names = sorted({*self.names, *retained})
         if name not in names:
             raise ConfigError(
-                f"no view {name!r} in {self.folder / 'views'}{did_you_mean(name, names)} (there are: {', '.join(names)})"
+                f"no view {name!r} in {self.folder / 'views'}{self._other_suffix(name) or nearest_or_all(name, names)}"
             )
         return name
 
@@ -348,6 +360,11 @@ class Project:
             lines += [str(found)] if isinstance(found, ConfigError) else mistakes(found, self.views, self.names, path)
         return lines
 
+    def _other_suffix(self, name: str) -> str:
+        """The end of a message about a view's file that ends as YAML's do elsewhere."""
+        found = next((path for path in (self.folder / "views").glob("*.yml") if name in ("*", path.stem)), None)
+        return "" if found is None else f"; rename {found.name} to {found.stem}.yaml"
+
     @property
     def offline(self) -> OfflineStore:
         """Its offline store."""
@@ -372,17 +389,19 @@ class Project:
 
     def _check_references(self, read: _Views) -> None:
         for name, view in list(read.right.items()):
-            for other in view.inputs():
+            for other, key in view.reads().items():
                 if other not in self.names:
+                    where = place(self.folder / "views" / f"{name}.yaml", key)
                     read.broken[name] = ConfigError(
-                        f"{self.folder / 'views' / name}.yaml: live.{other}: no such view{did_you_mean(other, self.names)}"
+                        f"{where}: {'.'.join(key)}: live.{other}: no such view{nearest_or_all(other, self.names)}"
                     )
                     read.right.pop(name, None)
         views = dict(read.right)
         for name, view in views.items():
             if view.semantic_cache is not None and (why := self._no_semantic_cache(view, views)) is not None:
                 by = view.semantic_cache.view
-                read.broken[name] = ConfigError(f"{self.folder / 'views' / name}.yaml: semantic_cache.view: {by!r}: {why}")
+                where = place(self.folder / "views" / f"{name}.yaml", ("semantic_cache", "view"))
+                read.broken[name] = ConfigError(f"{where}: semantic_cache.view: {by!r}: {why}")
                 del read.right[name]
 
     def _no_semantic_cache(self, view: ViewConfig, views: Mapping[str, ViewConfig]) -> str | None:
@@ -390,7 +409,7 @@ class Project:
         assert view.semantic_cache is not None
         by = view.semantic_cache.view
         if by not in self.names:
-            return f"no such view{did_you_mean(by, self.names)}"
+            return f"no such view{nearest_or_all(by, self.names)}"
         if by not in views:
             return None
         seen, named = {by}, views[by].semantic_cache

@@ -11,13 +11,13 @@ from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError, available_timezones
 
 from cronsim import CronSim, CronSimError
 from pydantic import BeforeValidator, Field, model_validator
 
-from precompute.jobs.config.section import Duration, Name, Section, did_you_mean
-from precompute.store.errors import ConfigError
+from precompute.jobs.config.section import Duration, Name, Section, origin, place
+from precompute.store.errors import ConfigError, did_you_mean, nearest_or_all
 
 _FIELDS = ("minute", "hour", "day of the month", "month", "day of the week; 0 and 7 are Sunday, or write mon-fri")
 
@@ -111,7 +111,8 @@ def check_timezone(name: str) -> ZoneInfo:
     try:
         return ZoneInfo(name)
     except (ZoneInfoNotFoundError, ValueError, OSError) as exc:
-        raise ValueError(f"no time zone {name!r}; write one such as Europe/Berlin") from exc
+        near = did_you_mean(name, available_timezones())
+        raise ValueError(f"no time zone {name!r}: write one such as Europe/Berlin{near}") from exc
 
 
 def check_cron(line: str, timezone: str) -> None:
@@ -214,16 +215,18 @@ def spelled_out(schedule: Mapping[str, ScheduleConfig], runs: RunsConfig, timezo
     }
 
 
-def check_schedules(schedules: Mapping[str, Schedule], views: Collection[str], project_file: Path) -> None:
-    """Refuse what only shows when all are seen together.
+def check_schedules(
+    schedules: Mapping[str, Schedule], views: Collection[str], project_file: Path, over: Mapping[str, Any]
+) -> None:
+    """Refuse what only shows when all are seen together; ``over`` are those of the values that came from the environment.
 
     Raises:
         ConfigError: of no view, no cron line, after a view that is not scheduled, or after itself.
     """
     for name, schedule in schedules.items():
-        where = f"{project_file}: schedule.{name}: {schedule.when!r}"
+        where = f"{origin(project_file, ('schedule', name), over)}: schedule.{name}: {schedule.when!r}"
         if name not in views:
-            raise ConfigError(f"{where}: no such view{did_you_mean(name, views)}")
+            raise ConfigError(f"{where}: no such view{nearest_or_all(name, views)}")
         if schedule.cron is not None:
             try:
                 check_cron(schedule.cron, schedule.timezone)
@@ -231,7 +234,8 @@ def check_schedules(schedules: Mapping[str, Schedule], views: Collection[str], p
                 raise ConfigError(f"{where}: {exc}") from exc
         for parent in schedule.parents:
             if parent not in schedules:
-                raise ConfigError(f"{where}: {parent!r} is not scheduled itself{did_you_mean(parent, schedules)}")
+                other = ": give it a line of its own" if parent in views else nearest_or_all(parent, views)
+                raise ConfigError(f"{where}: {parent!r} is not scheduled itself{other}")
     for name in schedules:
         _check_circle(schedules, (name,), project_file)
 
@@ -243,6 +247,6 @@ def _check_circle(schedules: Mapping[str, Schedule], path: tuple[str, ...], proj
     for parent in schedules[path[-1]].parents:
         if parent in path:
             raise ConfigError(
-                f"{project_file}: schedule: {' after '.join((*path, parent))} goes round in a circle; give one of them a cron line"
+                f"{place(project_file, ('schedule', parent))}: schedule: {' after '.join((*path, parent))} goes round in a circle; give one of them a cron line"
             )
         _check_circle(schedules, (*path, parent), project_file)

@@ -3,18 +3,19 @@ Files are YAML, with environment overrides and ``${name}`` put in."""
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
-from precompute.store.errors import ConfigError
+from precompute.store.errors import ConfigError, did_you_mean, nearest, nearest_or_all
 from precompute.store.feature_view import NAME
+from precompute.store.online_url import shown_url
 
 PREFIX = "PRECOMPUTE_"
 OWN_VARIABLES = frozenset({"PRECOMPUTE_CONFIG", "PRECOMPUTE_CRASH", "PRECOMPUTE_LOG"})
@@ -27,10 +28,14 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 def _mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    keys = [loader.construct_object(key) for key, _ in node.value]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", node.start_mark)
+    lines: dict[Any, int] = {}
+    for key_node, _ in node.value:
+        # one that cannot be a key is refused below
+        key = loader.construct_object(key_node) if isinstance(key_node, yaml.ScalarNode) else key_node
+        if key in lines:
+            twice = f"key {key!r} is given twice, the first time on line {lines[key]}: remove one"
+            raise yaml.constructor.ConstructorError(None, None, twice, key_node.start_mark)
+        lines[key] = key_node.start_mark.line + 1
     return loader.construct_mapping(node, deep=True)
 
 
@@ -55,16 +60,93 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as exc:
-        raise ConfigError(f"{path}: no such file; a project is a folder with project.yaml and views/<name>.yaml") from exc
-    except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"{path}: cannot be read: {exc}") from exc
+        other = path.with_suffix(".yml")
+        instead = f"; rename {other.name} to {path.name}" if other.is_file() else ""
+        raise ConfigError(
+            f"{path}: no such file; a project is a folder with project.yaml and views/<name>.yaml{instead}"
+        ) from exc
+    except UnicodeDecodeError as exc:
+        line = exc.object.count(b"\n", 0, exc.start) + 1
+        raise ConfigError(f"{path}:{line}: not UTF-8: byte 0x{exc.object[exc.start]:02x}; save it as UTF-8") from exc
+    except OSError as exc:
+        raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
     try:
         data = yaml.load(text, _UniqueKeyLoader)  # noqa: S506  # a SafeLoader
     except (yaml.YAMLError, ValueError, RecursionError) as exc:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(exc).split())}") from exc
+        at, problem = _yaml_problem(exc, text)
+        raise ConfigError(f"{path}{'' if at is None else f':{at}'}: not valid YAML: {problem}") from exc
     if not isinstance(data, dict):
-        raise ConfigError(f"{path}: holds {type(data).__name__}, not keys and values")
+        held = "nothing" if data is None else "a list" if isinstance(data, list) else repr(data)
+        raise ConfigError(f"{path}: holds {held}, not keys and values as in `name: value`")
     return data
+
+
+_REMEDIES = {
+    "character '\\t'": "indent with spaces",
+    "cannot start any token": "put a text that begins with it in quotes",
+    "mapping values are not allowed": "put a text with a colon in quotes, and give keys of one section one indentation",
+    "expected <block end>": "give keys of one section one indentation",
+    "could not find expected ':'": "write `key: value`, with a space",
+    "while scanning a quoted scalar": "close the quote",
+    "while parsing a flow": "close the bracket, and put a text with a comma or colon in quotes",
+    "undefined alias": "put a text that begins with * in quotes",
+    "recursive": "an alias cannot stand inside what it names",
+    "unhashable key": "a key is a text",
+    "for the tag": "write the value alone, without a tag (!…)",
+    "single document": "a file is one view, or the project: remove the line ---",
+}
+"""A part of YAML's words → what to do."""
+
+_BEGUN = (
+    "while scanning a quoted scalar",
+    "while scanning a simple key",
+    "while parsing a flow mapping",
+    "while parsing a flow sequence",
+)
+"""What is wrong where it began, and not where YAML sees it."""
+
+
+def _yaml_problem(exc: Exception, text: str) -> tuple[int | None, str]:
+    """The line, counted from 1, and what is wrong there."""
+    if isinstance(exc, yaml.reader.ReaderError):
+        return text.count("\n", 0, exc.position) + 1, f"{exc.reason} (#x{ord(text[exc.position]):04x})"
+    if not isinstance(exc, yaml.MarkedYAMLError):
+        return None, str(exc) or type(exc).__name__
+    mark = exc.context_mark if exc.context in _BEGUN or exc.problem_mark is None else exc.problem_mark
+    problem = ", ".join(part for part in (exc.context, exc.problem) if part)
+    remedy = next((f"; {remedy}" for words, remedy in _REMEDIES.items() if words in problem), "")
+    # the end of a file is its last line
+    return None if mark is None else min(mark.line + 1, len(text.rstrip().splitlines())), f"{problem}{remedy}"
+
+
+def line_of(path: Path, location: Sequence[int | str]) -> int | None:
+    """The line of a file, counted from 1, on which the key at a location stands, or the deepest above it that is there; None without any."""
+    try:
+        node, line = _composed(path.read_text(encoding="utf-8")), None
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        return None
+    for part in location:
+        found: tuple[yaml.Node, yaml.Node] | None = None
+        if isinstance(node, yaml.MappingNode):
+            found = next((pair for pair in node.value if pair[0].value == str(part)), None)
+        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+            found = (node.value[part], node.value[part])
+        if found is not None:
+            line, node = found[0].start_mark.line + 1, found[1]
+    return line
+
+
+@lru_cache(2)
+def _composed(text: str) -> yaml.Node | None:
+    """What stands where in a file; a file may have hundreds of mistakes."""
+    node: yaml.Node | None = yaml.compose(text, _UniqueKeyLoader)
+    return node
+
+
+def place(path: Path, location: Sequence[int | str]) -> str:
+    """``path:line`` of a key, for a message."""
+    line = line_of(path, location)
+    return str(path) if line is None else f"{path}:{line}"
 
 
 def overrides(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -100,12 +182,12 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def substituted(value: Any, variables: Mapping[str, str], path: Path) -> Any:
-    """``${name}`` replaced throughout; a value with a quote is refused, since it ends up inside SQL."""
+def substituted(value: Any, variables: Mapping[str, str], path: Path, at: tuple[int | str, ...] = ()) -> Any:
+    """``${name}`` replaced throughout; ``at`` is where the value stands in a view's file."""
     if isinstance(value, dict):
-        return {k: substituted(v, variables, path) for k, v in value.items()}
+        return {k: substituted(v, variables, path, (*at, k)) for k, v in value.items()}
     if isinstance(value, list):
-        return [substituted(v, variables, path) for v in value]
+        return [substituted(v, variables, path, (*at, number)) for number, v in enumerate(value)]
     if not isinstance(value, str):
         return value
 
@@ -113,11 +195,14 @@ def substituted(value: Any, variables: Mapping[str, str], path: Path) -> Any:
         name = match[1]
         if name not in variables:
             raise ConfigError(
-                f"{path}: ${{{name}}}: no such variable; add `vars: {{{name}: …}}` to project.yaml or set {PREFIX}VARS__{name.upper()}"
+                f"{place(path, at)}: {_dotted(at)}: ${{{name}}}: no such variable: add `vars: {{{name}: …}}` to project.yaml, or set "
+                f"{PREFIX}VARS__{name.upper()}{nearest_or_all(name, variables)}"
             )
         if "'" in variables[name] or '"' in variables[name]:
+            project = path.parent.parent / "project.yaml"
             raise ConfigError(
-                f"project.yaml: vars.{name}: {variables[name]!r} holds a quote, which cannot stand inside SQL; use a path without"
+                f"{place(project, ('vars', name))}: vars.{name}: {variables[name]!r} holds a quote, which cannot stand inside SQL; use a "
+                "path without"
             )
         return variables[name]
 
@@ -199,49 +284,154 @@ def checked(
     try:
         return kind.model_validate(data, context=folder)
     except ValidationError as exc:
-        lines = [f"{_origin(path, (*prefix, *error['loc']), over)}{_message(kind, error)}" for error in exc.errors()]
-        raise ConfigError("\n".join(lines)) from exc
+        raise ConfigError("\n".join(_lines(kind, data, path, over, prefix, exc))) from exc
 
 
-def _origin(path: Path, location: tuple[int | str, ...], over: Mapping[str, Any]) -> str:
-    """The file the value stands in, or the environment variable."""
-    node: Any = over
-    for part in location:
-        node = node.get(part) if isinstance(node, Mapping) else None
-    return f"{path}: " if node is None or node == {} else f"environment {PREFIX}{'__'.join(map(str, location)).upper()}: "
+def _lines(
+    kind: type[BaseModel],
+    data: Mapping[str, Any],
+    path: Path,
+    over: Mapping[str, Any],
+    prefix: tuple[str, ...],
+    exc: ValidationError,
+) -> list[str]:
+    """A line for each mistake; what all kinds of values that a key may have say of one is one mistake."""
+    mistakes: dict[Any, list[Any]] = {}
+    located = [_located(error, data) for error in exc.errors()]
+    meant = [
+        (*error["loc"][:-1], nearest(str(error["loc"][-1]), _keys_at(kind, error["loc"][:-1])))
+        for error in located
+        if error["type"] == "extra_forbidden"
+    ]
+    # a key that is missing, and another one in its place, are one mistake
+    for error in (error for error in located if error["type"] != "missing" or error["loc"] not in meant):
+        mistakes.setdefault(error["loc"], []).append(error)
+    lines = []
+    for errors in mistakes.values():
+        # the only value of a literal is no reason to list them
+        words = [error for error in errors if error["type"] == "literal_error"] if len(errors) > 1 else []
+        others = [error for error in errors if error not in words] or errors
+        also = f", or {words[0]['ctx']['expected']}" if words and others is not errors else ""
+        lines += [f"{origin(path, error['loc'], over, prefix)}: {_message(kind, error)}{also}" for error in others]
+    return lines
+
+
+def _located(mistake: Any, data: Any) -> dict[str, Any]:
+    """A mistake that says where it stands in the file, without what pydantic puts between, which kind of value was tried; and what stands there, as it is
+    written. What a check of a whole section says begins with the key that is wrong."""
+    error, found = dict(mistake), list[int | str]()
+    error["msg"] = error["msg"].removeprefix("Value error, ")
+    for number, part in enumerate(error["loc"]):
+        inside = part in data if isinstance(data, Mapping) else isinstance(data, list) and isinstance(part, int)
+        if inside:
+            data = data[part]
+        if inside or (number + 1 == len(error["loc"]) and error["type"] in ("missing", "invalid_key")):
+            found.append(part)
+    named = re.match(r"([a-z_0-9]+(?:\.[A-Za-z_0-9]+)*): (?=.)", error["msg"])
+    parts = [] if named is None else named[1].split(".")
+    if named is not None and isinstance(data, Mapping) and parts[0] in data:
+        found, error["msg"] = [*found, *parts], error["msg"][named.end() :]
+    elif isinstance(error["input"], (int, float, str)) and isinstance(data, (int, float, str)):
+        error["input"] = data
+    return error | {"loc": tuple(found)}
+
+
+def origin(path: Path, location: tuple[int | str, ...], over: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> str:
+    """The file in which the value of a key stands, and the line; or the environment variable. Arguments as of :func:`checked`."""
+    for end in range(len(location), 0, -1):
+        node: Any = over
+        for part in (*prefix, *location[:end]):
+            node = node.get(part) if isinstance(node, Mapping) else None
+        if node is not None and node != {} and (end == len(location) or not isinstance(node, Mapping)):
+            return f"environment {PREFIX}{_dotted((*prefix, *location[:end]), '__').upper()}"
+    return place(path, location)
+
+
+def _dotted(location: Sequence[int | str], separator: str = ".") -> str:
+    return separator.join(text if (text := str(part)).isprintable() else repr(part) for part in location)
 
 
 def _message(kind: type[BaseModel], error: Any) -> str:
-    where = ".".join(str(part) for part in error["loc"] if part != "[key]")
-    text = error["msg"].removeprefix("Value error, ")
+    where, given, text = _dotted(error["loc"]), error["input"], error["msg"]
+    if error["type"] == "extra_forbidden" and given is None and " " in where:
+        return f"{where}: unknown key; inside {{ }} a comma ends a value, so put the text before it in quotes"
     if error["type"] == "extra_forbidden":
-        return f"{where}: unknown key{did_you_mean(str(error['loc'][-1]), _keys_at(kind, error['loc'][:-1]))}"
+        return f"{where}: unknown key{nearest_or_all(str(error['loc'][-1]), _keys_at(kind, error['loc'][:-1]))}"
+    if error["type"] == "invalid_key":
+        return f"{where}: a key is a text: write '{where}' in quotes"
     if error["type"] == "missing":
-        return f"{where}: missing; it has no default"
+        return f"{where}: missing; add it, for it has no default"
     if error["type"] == "literal_error":
-        value = str(error["input"])
         allowed = re.findall(r"'([^']+)'", text)
-        return f"{where}: {value!r} is not one of {', '.join(allowed)}{did_you_mean(value, allowed)}"
-    value = repr(error["input"])
+        near = did_you_mean(str(given), allowed)
+        return f"{where}: {str(given)!r} is not one of {', '.join(allowed)}{near}"
+    value = _PLAIN.get(id(given), repr(given))
     if where == "online":
-        # without what may be a password
-        scheme, separator, rest = str(error["input"]).partition("?")[0].partition("//")
-        value = repr(scheme + separator + rest.rpartition("@")[2])
-    shown = "" if isinstance(error["input"], dict) else f" {value if len(value) <= 120 else value[:117] + '...'}:"
-    return f"{where}{':' if where else ''}{shown} {text[0].lower() + text[1:] if text.startswith('Input') else text}".lstrip()
+        value = repr(shown_url(str(given)))
+    if error["type"] == "list_type" and isinstance(given, str):
+        text = f"write a list, [{', '.join(re.split('[ ,]+', given))}]"
+    elif error["type"] in ("model_type", "dict_type"):
+        text = f"write keys and values{_as_section(kind, error)}"
+    elif error["type"] in _WORDS:
+        text = _WORDS[error["type"]].format(**error.get("ctx", {}))
+    value = "" if isinstance(given, dict) or value in text else f" {value if len(value) <= 120 else value[:117] + '...'}:"
+    return f"{where}{':' if where else ''}{value} {text[0].lower() + text[1:] if text.startswith('Input') else text}".lstrip()
+
+
+_WORDS = {
+    "bool_type": "write true or false",
+    "float_type": "write a number",
+    "int_type": "write a whole number",
+    "string_type": "write a text, in quotes where it looks like something else",
+    "list_type": "write a list, as in [a, b]",
+    "finite_number": "write a finite number",
+    "greater_than_equal": "must be at least {ge:g}",
+    "less_than_equal": "must be at most {le:g}",
+    "greater_than": "must be more than {gt:g}",
+    "too_short": "needs at least {min_length}",
+    "too_long": "has at most {max_length}",
+}
+"""Pydantic's name of a mistake → what to do about it."""
+
+_PLAIN = {id(None): "null", id(True): "true", id(False): "false"}
+
+
+def _as_section(kind: type[BaseModel], error: Any) -> str:
+    """How a value would be written that stands where a section is expected: under the section's one key that must be there, if that is all it has to have."""
+    section, given = _section_at(kind, error["loc"]), error["input"]
+    if section is None:
+        return ""
+    keys = [name for name, field in section.model_fields.items() if field.is_required()]
+    if isinstance(given, bool) and "enabled" in section.model_fields:
+        keys, given = ["enabled"], _PLAIN[id(given)]
+    if error["type"] == "dict_type":
+        return f", for each name {{{', '.join(f'{key}: …' for key in keys)}}}"
+    if len(keys) == 1 and isinstance(given, (str, int)):
+        return f", {{{keys[0]}: {given}}}"
+    return f" (the keys: {', '.join(section.model_fields)})"
 
 
 def _keys_at(kind: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
     """The keys allowed at a place in the file."""
+    section = _section_at(kind, location)
+    return list(section.model_fields) if section is not None else []
+
+
+def _section_at(kind: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseModel] | None:
+    """The section at a place in the file."""
     current: Any = kind
-    for part in location:
+    parts = iter(location)
+    for part in parts:
         field = current.model_fields.get(str(part)) if isinstance(current, type) and issubclass(current, BaseModel) else None
         if field is None:
-            # a key of a mapping, such as a feature's name: its values' model was taken already
             continue
         models = [t for t in _types(field.annotation) if isinstance(t, type) and issubclass(t, BaseModel)]
         current = models[0] if models else None
-    return list(current.model_fields) if current is not None else []
+        if getattr(field.annotation, "__origin__", None) is dict:
+            # a name, such as a feature's
+            next(parts, None)
+    found: type[BaseModel] | None = current
+    return found
 
 
 def _types(annotation: Any) -> Iterator[Any]:
@@ -251,9 +441,3 @@ def _types(annotation: Any) -> Iterator[Any]:
     else:
         for argument in arguments:
             yield from _types(argument)
-
-
-def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """The end of a message about a name that is unknown: the nearest of those there are, if one is near."""
-    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""

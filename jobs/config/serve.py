@@ -21,7 +21,16 @@ MOST_WORKERS = 64
 """Processes that answer."""
 _ADDRESS = re.compile(r"\A(unix:.+|\[?[0-9A-Za-z.:_-]+\]?:\d{1,5})\Z")
 
-Host = Annotated[str, Field(pattern=r"^[0-9A-Za-z_-]+(\.[0-9A-Za-z_-]+)*$"), AfterValidator(str.lower)]
+_HOST = re.compile(r"\A[0-9A-Za-z_-]+(\.[0-9A-Za-z_-]+)*\Z")
+
+
+def _host(name: str) -> str:
+    if not _HOST.match(name):
+        raise ValueError("write a host's name or address, without a port")
+    return name.lower()
+
+
+Host = Annotated[str, AfterValidator(_host)]
 """A name without a port."""
 
 

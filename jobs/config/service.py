@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from precompute.jobs.config.section import Duration, Name, Section, checked, did_you_mean, read_yaml
-from precompute.store.errors import ConfigError
+from precompute.jobs.config.section import Duration, Name, Section, checked, read_yaml
+from precompute.store.errors import ConfigError, did_you_mean
 from precompute.store.lookup_options import MAX_DEADLINE_MS
 from precompute.store.service import MAX_VIEWS, Service, ServicePart
 

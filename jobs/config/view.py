@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 import pyarrow as pa
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from precompute.jobs.config.section import Duration, Name, Section, did_you_mean, parse_time
+from precompute.jobs.config.section import Duration, Name, Section, parse_time
 from precompute.registry import check_use
 from precompute.sources.database import check_sql, parameters, referenced_views
 from precompute.sources.frame import frame_sql
 from precompute.store.answer import default_row
 from precompute.store.clock import Partition, containing, duration
-from precompute.store.errors import ConfigError
+from precompute.store.errors import ConfigError, nearest_or_all
 from precompute.store.feature_view import (
     CHUNK,
     RESERVED,
@@ -176,7 +176,7 @@ class FallbackConfig(Section):
         own = sorted(self.model_fields_set & {"deadline", "keep", "keep_missing", "spare"})
         if own and "enabled" not in self.model_fields_set:
             raise ValueError(
-                f"{', '.join(own)} is of a fallback, and there is none unless it is enabled: write enabled: true, or enabled: false"
+                f"without `enabled` there is no fallback that {' and '.join(own)} could be of: write enabled: true, or enabled: false"
             )
         return self
 
@@ -381,7 +381,7 @@ class ViewConfig(Section):
         taken = [name for name in self.features if name in RESERVED or name in self.entity]
         if taken:
             raise ValueError(
-                f"features: {taken[0]!r} is the name of an answer's own column; call the feature something else "
+                f"features.{taken[0]}: {taken[0]!r} is the name of an answer's own column; call the feature something else "
                 f"(taken: {', '.join(sorted({*RESERVED, *self.entity}))})"
             )
         beside = [name for name, _ in SIMILAR_FIELDS if name in self.features or name in self.entity]
@@ -392,7 +392,9 @@ class ViewConfig(Section):
         self._check_chunk()
         unknown = [name for name in self.accuracy.features if name not in self.features]
         if unknown:
-            raise ValueError(f"accuracy.features: {unknown[0]!r} is no feature (the features: {', '.join(self.features)})")
+            raise ValueError(
+                f"accuracy.features.{unknown[0]}: {unknown[0]!r} is no feature{nearest_or_all(unknown[0], self.features)}"
+            )
         self._check_default()
         self._check_frame()
         wanted = parameters(self.sql)
@@ -417,11 +419,7 @@ class ViewConfig(Section):
             )
         self._check_served()
         if self.index is not None:
-            indexed = self.features.get(self.index.on)
-            if indexed is None or indexed.dim is None or not indexed.dtype.startswith("float"):
-                raise ValueError(
-                    f"index.on: {self.index.on!r} is no feature with a float dtype and a dim{did_you_mean(self.index.on, self.features)}"
-                )
+            self._check_indexed(self.index.on)
         return self
 
     def _check_frame(self) -> None:
@@ -437,6 +435,19 @@ class ViewConfig(Section):
             raise ValueError(f"source.frame: lacks {lacks[0]!r}, which the entity names: add it to the columns")
         if self.partition is not None:
             raise ValueError("partition: a frame has none; write its rows to files, and read them by sql")
+
+    def _check_indexed(self, name: str) -> None:
+        vectors = [other for other, f in self.features.items() if f.dim is not None and f.dtype.startswith("float")]
+        if name in vectors:
+            return
+        if name not in self.features:
+            raise ValueError(f"index.on: there is no feature {name!r}{nearest_or_all(name, vectors or self.features)}")
+        feature = self.features[name]
+        kind = "vector" if feature.dim is not None else "list" if feature.max_items is not None else "single value"
+        instead = f"name one ({', '.join(vectors)})" if vectors else "no feature is one"
+        raise ValueError(
+            f"index.on: {name!r} is a {kind} of {feature.dtype}, and what is searched is a vector of float16, float32 or float64: {instead}, or give it a dim"
+        )
 
     def _check_served(self) -> None:
         partition = self.partition
@@ -480,12 +491,13 @@ class ViewConfig(Section):
     def _check_default(self) -> None:
         for name in self.fallback.default or ():
             if name not in self.features:
-                raise ValueError(f"fallback.default: there is no feature {name!r}{did_you_mean(name, self.features)}")
+                raise ValueError(f"fallback.default.{name}: there is no feature {name!r}{nearest_or_all(name, self.features)}")
         view = self.feature_view()
         try:
             default_row(view, RowCodec(view))
         except (ValueError, TypeError, pa.ArrowException) as exc:
-            raise ValueError(f"fallback.default: {exc}") from exc
+            of_feature = str(exc).partition(": ")[0] in self.features
+            raise ValueError(f"fallback.default{'.' if of_feature else ': '}{exc}") from exc
 
     @property
     def sql(self) -> str:
@@ -542,8 +554,14 @@ class ViewConfig(Section):
 
     def inputs(self) -> list[str]:
         """Views whose live snapshot this one reads, in its source or its model's arguments."""
-        queries = [self.sql, *model_queries(self.model.args).values()]
-        return sorted({name for sql in queries for name in referenced_views(sql)})
+        return sorted(self.reads())
+
+    def reads(self) -> dict[str, tuple[str, ...]]:
+        """The same views, each with the key of the file under which it is read."""
+        queries: dict[tuple[str, ...], str] = {("source", "sql"): self.sql}
+        queries |= {("model", "args", name, "sql"): sql for name, sql in model_queries(self.model.args).items()}
+        # the source's own comes first
+        return {name: key for key, sql in reversed(queries.items()) for name in referenced_views(sql)}
 
 
 def model_queries(args: Mapping[str, Any]) -> dict[str, str]:

@@ -14,7 +14,7 @@ from precompute.jobs.config.project import Project
 from precompute.store.disk.identity import known_identity
 from precompute.store.disk.lease import holder, is_held, take
 from precompute.store.disk.reserve import spending_reserve
-from precompute.store.errors import ConfigError, ConflictError, DamagedPointerError, SnapshotError
+from precompute.store.errors import ConfigError, ConflictError, DamagedPointerError, SnapshotError, nearest_or_all
 from precompute.store.feature_view import NAME
 from precompute.store.offline.gc import Garbage, collect, damage, forget
 from precompute.store.offline.refs import DROP_LEASE, PUBLISH_LEASE
@@ -53,8 +53,8 @@ def look(project: Project, name: str, *, data: bool = False) -> Dropped:
     folders = [store.folder, *([store.removed_folder] if data else [])]
     exists = NAME.match(name) is not None and (served or configured or any(folder.is_dir() for folder in folders))
     if not exists:
-        names = ", ".join(sorted({*offline.views(), *project.names})) or "none"
-        raise ConfigError(f"no view {name!r}: neither configured, nor served, nor under {offline.root} (there are: {names})")
+        near = nearest_or_all(name, sorted({*offline.views(), *project.names}))
+        raise ConfigError(f"no view {name!r}: neither configured, nor served, nor under {offline.root}{near}")
     readers = _readers(project, store)
     if readers:
         raise ConfigError(f"view {name!r} is read by {', '.join(readers)}, as live.{name}: change and run, or drop, these first")

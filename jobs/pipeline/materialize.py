@@ -7,6 +7,7 @@ manifest; a run that dies leaves the old snapshot as it was, and its finished ch
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ from precompute.jobs.rows.open_view import OpenView, iso_us, open_view, read_sou
 from precompute.jobs.rows.plan import Plan, make_plan, mark_if_damaged, now_us, recipe_of
 from precompute.jobs.rows.replaced import Replaced, figures_of
 from precompute.store.clock import utc_now
-from precompute.store.errors import GateError, ModelError, RejectedError, SnapshotError, SourceError
+from precompute.store.errors import ConfigError, GateError, ModelError, RejectedError, SnapshotError, SourceError
 from precompute.store.offline.snapshot import Counts, Snapshot, Verdict
 from precompute.store.record import plain, replace
 from precompute.techniques.table import REFERENCE
@@ -102,8 +103,11 @@ def _planned(job: Job, opened: OpenView) -> Plan:
         if updated_at is None:
             report.source_at = read_source_at(opened, job.store.offline)
         else:
-            opened.source.check_time(updated_at, "source.updated_at")
-        total = opened.source.load(None if config.partition is None else config.partition.column)
+            opened.source.check_time(updated_at, opened.place("source", "updated_at"))
+        within = None if config.partition is None else config.partition.column
+        if within is not None:
+            opened.source.check_time(within, opened.place("partition", "column"))
+        total = opened.source.load(within)
         if updated_at is not None:
             report.source_at = iso_us(opened.source.newest_us(updated_at, read_at_us))
     if total == 0 and (config.partition is None or config.partition.empty == "fail"):
@@ -187,14 +191,14 @@ def _computed(job: Job, opened: OpenView, plan: Plan, accuracy: _Accuracy, audit
     job.progress.begin(f"materialize {config.name}", plan.diff.compute)
     try:
         chunks.compute()
-    except RejectedError as exc:
-        _check_fit(job, plan, chunks, exc)
+    except (RejectedError, ModelError) as exc:
+        _check_fit(job, opened, plan, chunks, exc)
         raise
     job.progress.end()
     report.counts = plain(_counts(opened, plan, chunks))
     if chunks.written + plan.diff.unchanged == 0 and plan.source_rows:
         rejections = chunks.rejections
-        _check_fit(job, plan, chunks)
+        _check_fit(job, opened, plan, chunks)
         raise RejectedError(
             f"view {config.name!r}: all {plan.source_rows} rows were rejected ({rejections.reasons()}); see {rejections.path}"
         )
@@ -203,15 +207,23 @@ def _computed(job: Job, opened: OpenView, plan: Plan, accuracy: _Accuracy, audit
     return chunks
 
 
-def _check_fit(job: Job, plan: Plan, chunks: Chunks, cause: RejectedError | None = None) -> None:
+def _check_fit(job: Job, opened: OpenView, plan: Plan, chunks: Chunks, cause: RejectedError | ModelError | None = None) -> None:
     """Refuse a run in which no row of the model's answer fits the view.
 
     Raises:
         ModelError: so it is: model or view is mistaken, and not the rows.
+        ConfigError: for every row the model looked for a column that the source does not yield: likewise.
     """
-    if chunks.rejections.all_misfit and not chunks.fits and not plan.diff.unchanged + plan.diff.resumed:
+    if chunks.fits or plan.diff.unchanged + plan.diff.resumed:
+        return
+    reason = str(cause) if isinstance(cause, ModelError) else chunks.rejections.only_reason
+    if reason is not None and (error := opened.lacks_column(reason)) is not None:
+        raise ConfigError(error) from cause
+    if chunks.rejections.all_misfit:
+        reasons = chunks.rejections.reasons()
+        named = [name for name in job.config.features if re.search(rf"(feature|returned no) '{name}'", reasons)]
         raise ModelError(
-            f"view {job.config.name!r}: no row of the model's answer fits the view ({chunks.rejections.reasons()}); nothing was published"
+            f"{opened.place('features', *named[:1])}: no row of the model's answer fits the view ({reasons}); nothing was published"
         ) from cause
 
 

@@ -127,6 +127,11 @@ class Rejections:
         return 0 < self.count == self._misfits
 
     @property
+    def only_reason(self) -> str | None:
+        """Why all of them were rejected, where that is one reason."""
+        return next(iter(self._reasons)) if len(self._reasons) == 1 else None
+
+    @property
     def path(self) -> str:
         """Where :meth:`write` writes them."""
         return str(self._job.store.data / self._job.report.run / "rejected.parquet")

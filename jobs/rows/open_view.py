@@ -5,8 +5,9 @@ both have the same SQL, the same inputs and the same model.
 from __future__ import annotations
 
 import contextlib
+import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +16,17 @@ from typing import Any
 import pyarrow as pa
 
 import precompute.model
+from precompute.jobs.config.section import place
 from precompute.jobs.config.view import model_queries
-from precompute.model import Model, StagedModel, model_fingerprint, on_host
+from precompute.model import Model, ReadingModel, StagedModel, model_fingerprint, on_host
 from precompute.project_module import absolute_arguments, starting_from
-from precompute.registry import MOST_NAMED_FILES, LoadedModel, Stamp, load_with_fingerprint, named_files, stamp_of
+from precompute.registry import BUILT_IN, MOST_NAMED_FILES, LoadedModel, Stamp, load_with_fingerprint, named_files, stamp_of
 from precompute.source import Files, Source
 from precompute.sources.database import referenced_views
 from precompute.sources.frame import of_file
 from precompute.store.clock import Partition
 from precompute.store.disk.durable_file import make_folder, replace_durably
-from precompute.store.errors import ConfigError, ModelError, SourceError
+from precompute.store.errors import ConfigError, MissingFileError, ModelError, SourceError, nearest_or_all
 from precompute.store.feature_view import FeatureView, ModelUse
 from precompute.store.freshness import as_datetime, iso, microseconds
 from precompute.store.offline.part_file import Layers
@@ -98,6 +100,9 @@ class KnownModel:
         return None if len(named) >= MOST_NAMED_FILES else {str(path): stamp_of(path) for path in (*named, *code)}
 
 
+_NO_COLUMN = re.compile(r"""KeyError: (?:'Field "(.+?)" does not exist in schema'|'([^']+)'|"\['([^']+)'\] not in index")""")
+"""What Arrow, a dict and pandas raise for a column that is not there."""
+
 EXAMPLE_ROWS = 256
 """Of the source, that a conversion is shown: shapes to expect, and the scales of a static int8."""
 
@@ -138,12 +143,40 @@ class OpenView:
         if self._model is None:
             try:
                 loaded = self.load()
-            except ConfigError as exc:
-                raise ConfigError(f"view {self.view.name!r}: model: {exc}") from exc
+            except (ConfigError, ModelError) as exc:
+                raise _of_model(exc, self.view, self.folder) from exc
             if loaded.fingerprint != self.own:
                 raise ModelError(f"view {self.view.name!r}: the model's files were replaced since the run began: run again")
             self._model = loaded.model
+            self.check_columns(loaded.model)
         return self._model
+
+    def check_columns(self, model: Model) -> None:
+        """Raises:
+        ConfigError: a built-in model reads a column that the source does not yield. Of one's own it is known once it was called.
+        """
+        names = self.source.schema.names
+        lacks = [name for name in model.reads() if name not in names] if isinstance(model, ReadingModel) else []
+        if lacks and self.view.definition.model.use in BUILT_IN:
+            raise ConfigError(
+                f"{self.place('source', 'sql')}: the source yields no column {lacks[0]!r}, which the model {self.view.definition.model.use} "
+                f"reads: name one so with AS, or another in model.args{nearest_or_all(lacks[0], names)}"
+            )
+
+    def lacks_column(self, error: str) -> str | None:
+        """What is wrong where the model raised this because the source yields no such column; None where it raised something else."""
+        names, found = self.source.schema.names, _NO_COLUMN.search(error)
+        name = None if found is None else next(group for group in found.groups() if group is not None)
+        if name is None or name in names:
+            return None
+        return (
+            f"{self.place('source', 'sql')}: the model raised {error.partition(' raised ')[2] or error}, and the source yields no column {name!r}: "
+            f"name one so with AS, or correct the model{nearest_or_all(name, names)}"
+        )
+
+    def place(self, *key: str) -> str:
+        """Where a key of its file stands, for a message."""
+        return place_of(self.view, self.folder, key)
 
     def fingerprint_by(self, technique: str) -> str:
         """The fingerprint of the same model by another technique."""
@@ -176,7 +209,7 @@ class OpenView:
             with starting_from(self.folder):
                 use_variant(model, self.variant, lambda: self.examples(self.variant), self.compiled)
         except ConfigError as exc:
-            raise ConfigError(f"view {self.view.name!r}: model: {exc}") from exc
+            raise ConfigError(f"{self.place('model', 'precision')}: {str(exc).removeprefix('precision ')}") from exc
 
     def examples(self, variant: str) -> pa.Table:
         """Rows that a conversion is shown: from all over, where scales are taken from them; for shapes the first do, and cost no second reading of the source.
@@ -227,7 +260,7 @@ def open_view(
     queries = model_queries(model.args)
     variant = variant_name(model)
     try:
-        tables = {name: _table(view, source, name, text) for name, text in queries.items()}
+        tables = {name: _table(view, source, folder, name, text) for name, text in queries.items()}
         arguments = {**absolute_arguments(model.args, folder), **tables}
         use, compiled = model.use, offline.view(view.name).compiled
 
@@ -243,12 +276,15 @@ def open_view(
                 if known is not None:
                     known.remember(own)
             fingerprint = model_fingerprint(own, use, variant.removesuffix("-eager"), tables)
-        except ConfigError as exc:
-            raise ConfigError(f"view {view.name!r}: model: {exc}") from exc
+        except (ConfigError, ModelError) as exc:
+            raise _of_model(exc, view, folder) from exc
+        opened = OpenView(view, folder, source, fingerprint, inputs, tables, variant, compiled, own, loaded, held, made)
+        if made is not None:
+            opened.check_columns(made)
+        return opened
     except BaseException:
         source.close()
         raise
-    return OpenView(view, folder, source, fingerprint, inputs, tables, variant, compiled, own, loaded, held, made)
 
 
 def open_source(
@@ -275,10 +311,35 @@ def open_source(
     try:
         text, chunk = of_file(sql, offline.view(view.name).frame.absolute()), view.definition.chunk
         return Source(text, view.entity, live, bounds=bounds, folder=folder, memory_mb=memory_mb, chunk=chunk), inputs
-    except ConfigError as exc:
-        raise ConfigError(f"view {view.name!r}: source.sql: {exc}") from exc
+    except (ConfigError, MissingFileError) as exc:
+        text = str(exc).removeprefix("entity: ")
+        raise type(exc)(f"{place_of(view, folder, ('source', 'sql') if text == str(exc) else ('entity',))}: {text}") from exc
     except SourceError as exc:
         raise SourceError(f"view {view.name!r}: {exc}") from exc
+
+
+def place_of(view: FeatureView, folder: Path, key: Sequence[str]) -> str:
+    """Where a key of a view's file stands, for a message: ``books/views/scores.yaml:6: source.sql``; of one that has no file there, ``view 'scores': source.sql``."""
+    path = folder / "views" / f"{view.name}.yaml"
+    if not path.is_file():
+        return f"view {view.name!r}: {'.'.join(key)}"
+    # of a working directory that is gone
+    with contextlib.suppress(OSError, ValueError):
+        path = path.relative_to(Path.cwd())
+    return f"{place(path, key)}: {'.'.join(key)}"
+
+
+def _of_model(exc: ConfigError | ModelError, view: FeatureView, folder: Path) -> ConfigError | ModelError:
+    """The same, with the place of the argument that it names, or else of the model."""
+    use, args = view.definition.model.use, view.definition.model.args
+    text = str(exc).replace(f"model {use!r}", "")
+    named = [
+        name
+        for name, value in args.items()
+        if re.search(rf"\b{re.escape(name)}\b", text) or (isinstance(value, str) and repr(value) in text)
+    ]
+    key = ("args", named[0]) if named else ("use",)
+    return type(exc)(f"{place_of(view, folder, ('model', *key))}: {exc}")
 
 
 class SharedModels:
@@ -318,12 +379,12 @@ def _files(store: ViewStore, number: int) -> Files:
     return files_of(store.layers(store.snapshot(number)))
 
 
-def _table(view: FeatureView, source: Source, name: str, sql: str) -> pa.Table:
+def _table(view: FeatureView, source: Source, folder: Path, name: str, sql: str) -> pa.Table:
     """One of the model's arguments that is given as SQL."""
     try:
         return source.table(sql)
-    except ConfigError as exc:
-        raise ConfigError(f"view {view.name!r}: model.args.{name}.sql: {exc}") from exc
+    except (ConfigError, MissingFileError) as exc:
+        raise type(exc)(f"{place_of(view, folder, ('model', 'args', name, 'sql'))}: {exc}") from exc
 
 
 def variant_name(model: ModelUse) -> str:

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from precompute.jobs.config.section import did_you_mean
 from precompute.source import RESERVED as SOURCE_RESERVED
 from precompute.sources.database import Database, quoted
-from precompute.store.errors import ConfigError, SourceError
+from precompute.store.errors import ConfigError, SourceError, did_you_mean
 from precompute.store.feature_view import RESERVED
 from precompute.store.key_text import join_key
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from precompute.jobs.config.project import Project
-from precompute.jobs.config.section import did_you_mean, read_yaml
+from precompute.jobs.config.section import read_yaml
 from precompute.jobs.setup.data_file import look_at
 from precompute.jobs.setup.view_draft import FOLDER, SAMPLES, TEMPLATES, Draft, drafts, filled, suited
 from precompute.store.disk.durable_file import disk_message
-from precompute.store.errors import ConfigError, PrecomputeError
+from precompute.store.errors import ConfigError, PrecomputeError, did_you_mean
 from precompute.store.feature_view import NAME
 
 HARMLESS = re.compile(

@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from precompute.engine.window import Outcome, Rows
 from precompute.model import Features
+from precompute.store.errors import did_you_mean
 from precompute.store.feature_view import SCALAR_TYPES, Feature, FeatureView
 
 
@@ -76,8 +77,10 @@ class Declared:
         columns = []
         for feature, kind in zip(view.features, self._types, strict=True):
             if feature.name not in features:
+                names = [str(name) for name in features]
+                near = did_you_mean(feature.name, names)
                 raise Misfit(
-                    f"the model of view {view.name!r} returned no {feature.name!r} (it returned: {', '.join(map(str, features)) or 'nothing'})"
+                    f"the model of view {view.name!r} returned no {feature.name!r} (it returned: {', '.join(names) or 'nothing'}){near}"
                 )
             try:
                 # Copied in the thread that computed: a model may use its memory again. And one that outlives its batch lies between the activations of

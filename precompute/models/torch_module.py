@@ -21,8 +21,16 @@ from precompute.model import Prepared, Verbatim, digest, resolve_path
 from precompute.models.device import Device, Fetch
 from precompute.models.exported_program import Columns, is_list, is_pure, load_program, parse_inputs, program_flops, takes
 from precompute.models.torch_model import Tensors, TorchModel
-from precompute.project_module import described, import_module, plain_name, project_folder
-from precompute.store.errors import ConfigError, ModelError
+from precompute.project_module import (
+    classes_of,
+    described,
+    import_module,
+    modules_beside,
+    plain_name,
+    project_folder,
+    unfit_argument,
+)
+from precompute.store.errors import ConfigError, ModelError, did_you_mean, nearest_or_all
 
 CODE_VERSION = 1
 """Raised by anyone who changes the values this code computes; part of the fingerprint."""
@@ -274,19 +282,21 @@ def _constructed(path: str, args: Mapping[str, Any]) -> torch.nn.Module:
     if not name or not attribute:
         raise ConfigError(f"torch_module: module is package.module:Class or a file ending in .pt2, got {path!r}")
     try:
-        factory = getattr(import_module(name, project_folder()), attribute, None)
+        imported = import_module(name, project_folder())
+        factory = getattr(imported, attribute, None)
     except Exception as exc:
         # a user's module may fail in any way, a syntax error included
-        raise ConfigError(f"torch_module: {path!r} cannot be imported: {described(exc)}") from exc
+        beside = modules_beside(name, project_folder()) if isinstance(exc, ModuleNotFoundError) else []
+        near = did_you_mean(name, beside)
+        raise ConfigError(f"torch_module: {path!r} cannot be imported: {described(exc)}{near}") from exc
     if not (isinstance(factory, type) and issubclass(factory, torch.nn.Module)):
-        raise ConfigError(
-            f"torch_module: {path!r}: "
-            + (f"module {name!r} has no class {attribute!r}" if factory is None else "not a torch.nn.Module")
-        )
+        near = nearest_or_all(attribute, classes_of(imported, ("forward",)))
+        what = f"module {name!r} has no class {attribute!r}{near}" if factory is None else "not a torch.nn.Module"
+        raise ConfigError(f"torch_module: {path!r}: {what}")
     try:
         inspect.signature(factory).bind(**args)
     except TypeError as exc:
-        raise ConfigError(f"torch_module: {path} does not take these args ({', '.join(args) or 'none'}): {exc}") from exc
+        raise ConfigError(f"torch_module: args: {path} {unfit_argument(factory, args) or exc}") from exc
     try:
         return factory(**args)
     except Exception as exc:

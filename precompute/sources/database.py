@@ -18,8 +18,9 @@ import duckdb
 import pyarrow as pa
 from duckdb.func import FunctionNullHandling, PythonUDFType
 
+from precompute.sources.file_names import no_file
 from precompute.store.disk.spill_folder import SpillFolder
-from precompute.store.errors import ConfigError, SourceError
+from precompute.store.errors import ConfigError, MissingFileError, SourceError
 from precompute.store.sql import memory_wanted, open_duckdb
 
 BOUNDS = ("start", "end")
@@ -35,11 +36,13 @@ def check_sql(sql: str) -> None:
     try:
         # half of a character is a TypeError to DuckDB
         sql.encode()
-        statements = duckdb.extract_statements(sql)
+        # of the statements nothing stays in this frame, which an error holds until Python ends: DuckDB would then report them as leaks
+        kinds = [one.type for one in duckdb.extract_statements(sql)]
     except (duckdb.Error, UnicodeEncodeError) as exc:
         raise ConfigError(f"not valid SQL: {first_line(exc)}") from exc
-    if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
-        raise ConfigError("a source is exactly one SELECT statement")
+    if kinds != [duckdb.StatementType.SELECT]:
+        found = "; ".join(kind.name for kind in kinds) or "nothing"
+        raise ConfigError(f"a source is exactly one SELECT statement, and this is {found}: leave one SELECT, with no ; inside")
     unknown = sorted(parameters(sql).difference(BOUNDS))
     if unknown:
         raise ConfigError(f"the SQL takes a parameter ${unknown[0]}; there are $start and $end, of a view with a partition")
@@ -205,6 +208,7 @@ class Database:
 
     Raises:
         ConfigError: (from every method that takes SQL) the SQL is wrong.
+        MissingFileError: (so, too) a file that it names is not there.
         SourceError: (so, too) what it reads cannot be read.
     """
 
@@ -306,6 +310,11 @@ def _translated() -> Iterator[None]:
     try:
         yield
     except _BAD_SQL as exc:
+        if table := re.search(r"Table with name (.+?) does not exist", str(exc)):
+            # what DuckDB offers are tables of its own
+            raise ConfigError(
+                f"there is no table {table[1]!r}: read a file by read_csv('…') or read_parquet('…'), or what is live of a view by live.<view>"
+            ) from exc
         raise ConfigError(f"the source SQL cannot be run: {first_line(exc)}") from exc
     except duckdb.InvalidInputException as exc:
         hint = ""
@@ -313,6 +322,8 @@ def _translated() -> Iterator[None]:
             hint = "; read the column as BLOB (a Parquet file without the UTF8 annotation, or read_csv(…, encoding=…)) so that only its rows are rejected"
         raise SourceError(f"the source has unreadable data: {first_line(exc)}{hint}") from exc
     except duckdb.Error as exc:
+        if missing := re.search(r'No files found that match the pattern "(.+)"', str(exc)):
+            raise MissingFileError(no_file(missing[1])) from exc
         if "No space left" in str(exc):
             raise SourceError(
                 f"no space left in {tempfile.gettempdir()}, where DuckDB puts what does not fit in memory_mb: free some, or point TMPDIR at a "

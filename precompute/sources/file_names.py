@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from precompute.store.errors import ConfigError
+from precompute.store.errors import ConfigError, nearest_or_all
 
 _NOT_RELATIVE = re.compile(r"/|~|[A-Za-z][A-Za-z0-9+.-]*:")
 """How an absolute path, one of the home folder, or a URL begins."""
@@ -93,6 +94,23 @@ def _absolute_call(function: dict[str, Any], folder: Path, evaluate: Callable[[A
 def is_pattern(file: str) -> bool:
     """Whether a file's name stands for all that match it."""
     return _PATTERN.search(file) is not None
+
+
+def no_file(name: str) -> str:
+    """What is to be reported of a file, or a pattern, for which nothing is there: with what there is in the deepest folder of it that exists."""
+    if is_remote(name):
+        return f"nothing matches {name}"
+    file = path = Path(name)
+    while not path.parent.is_dir() and path != path.parent:
+        path = path.parent
+    if path != file:
+        what = f"there is no {file}, for there is no folder {path}"
+    else:
+        what = f"nothing matches {file}" if is_pattern(name) else f"there is no file {file}"
+    with contextlib.suppress(OSError):
+        beside = (other.name for other in sorted(path.parent.iterdir()) if other.is_dir() == (path != file))
+        return what + nearest_or_all(path.name, (other for other in beside if not other.startswith(".")))
+    return what
 
 
 def is_remote(file: str) -> bool:

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from precompute.store.answer import fits
 from precompute.store.entity_key import bad_keys, key_column
-from precompute.store.errors import RequestError, SnapshotError
+from precompute.store.errors import RequestError, SnapshotError, did_you_mean
 from precompute.store.feature_view import FeatureView
 from precompute.store.freshness import as_datetime, as_us, iso
 from precompute.store.history.timeline import Period, Values, newest, timeline
@@ -219,7 +219,9 @@ def _wanted(view: FeatureView, features: Sequence[str] | None) -> pa.Schema:
     for name in names:
         if name not in view.feature_names:
             raise RequestError(
-                f"view {view.name!r} has no feature {name!r} (it has: {', '.join(view.feature_names)})", code="unknown_feature"
+                f"view {view.name!r} has no feature {name!r} (it has: {', '.join(view.feature_names)})"
+                f"{did_you_mean(str(name)[:80], view.feature_names)}",
+                code="unknown_feature",
             )
     return pa.schema([(name, view.feature(name).arrow_type) for name in names] + [("computed_at", pa.timestamp("us", "UTC"))])
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from precompute.store.errors import RequestError
+from precompute.store.errors import RequestError, did_you_mean
 from precompute.store.feature_view import FeatureView
 from precompute.store.vectors.index_rows import filterable
 
@@ -48,7 +48,8 @@ class RowFilter:
         for name, condition in wanted.items():
             if name not in types:
                 have = ", ".join(types) or "none"
-                raise _refused(f"view {view.name!r} has no scalar feature {str(name)[:80]!r} to filter by (it has: {have})")
+                near = did_you_mean(str(name)[:80], types)
+                raise _refused(f"view {view.name!r} has no scalar feature {str(name)[:80]!r} to filter by (it has: {have}){near}")
             self._conditions.append((name, _tests(name, types[name], condition, half=view.feature(name).dtype == "float16")))
 
     def admits(self, table: pa.Table) -> npt.NDArray[np.bool_]:
@@ -67,7 +68,7 @@ def _tests(name: str, kind: pa.DataType, condition: Any, *, half: bool) -> Calla
 
     if isinstance(condition, Mapping):
         if not condition or not set(condition) <= set(_BOUNDS):
-            raise _refused(f"filter: the bounds of {name!r} are some of {', '.join(_BOUNDS)}")
+            raise _refused(f"filter: the bounds of {name!r} are some of {', '.join(_BOUNDS)}, got {str(list(condition))[:80]}")
         if pa.types.is_boolean(kind):
             raise _refused(f"filter: {name!r} is true or false, it has no bounds")
         values = {bound: value_of(value) for bound, value in condition.items()}

@@ -16,7 +16,7 @@ from tests.jobs.test_cli import INDEXED, ROWS, report_of
 from tests.scene import Scene
 from tests.server import Server
 
-MESSAGE = "views/broken.yaml: ttl: 'soon': write a number with a unit"
+MESSAGE = "views/broken.yaml:11: ttl: 'soon': write a number with a unit"
 BROKEN = {
     "entity": ["id"],
     "source": {"sql": "SELECT 1 AS id, 1.0 AS x"},
@@ -137,7 +137,7 @@ def test_a_broken_view_may_be_read_by_others_and_reads_what_there_is(make_projec
 def test_a_broken_project_refuses_everything(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "project.yaml").write_text("root: 7")
     assert [call(folder, *said) for said in (["status"], ["lookup", "numbers", "1"], ["gc"], ["run", "numbers"])] == [2] * 4
-    assert "project.yaml: root" in capsys.readouterr().err
+    assert "project.yaml:1: root" in capsys.readouterr().err
 
 
 def test_an_override_that_spoils_a_view_is_that_views_mistake(folder: Path) -> None:

@@ -83,43 +83,6 @@ def day(n: int) -> str:
     return DAYS[n].date().isoformat()
 
 
-# ---- the configuration
-
-
-@pytest.mark.parametrize(
-    ("view", "message"),
-    [
-        ({"partition": None}, r"source\.sql: takes \$end, which only a view with a partition has; add partition"),
-        ({"source": {"sql": "SELECT 1 AS id, 2 AS x"}}, r"names neither \$start nor \$end; bind them"),
-        ({"source": {"sql": "SELECT 1 AS id, $stop AS x"}}, r"takes a parameter \$stop; there are \$start and \$end"),
-        ({"source": {"sql": "SELECT 1 AS id, ? AS x"}}, r"takes a parameter"),
-        (
-            {"partition": {"by": "days", "start": "2026-01-01"}},
-            r"partition\.by: 'days' is not one of hour, day, week, month.*did you mean 'day'",
-        ),
-        ({"partition": {"by": "day"}}, r"partition\.start: missing"),
-        ({"partition": {"by": "day", "start": "yesterday"}}, r"partition\.start: 'yesterday': write a date or time"),
-        ({"partition": {"by": "day", "start": "0001-01-01T00:00+05:00"}}, r"partition\.start: .*write a date or time"),
-        ({"partition": {"by": "day", "start": "2026-01-01", "colum": "at"}}, r"unknown key; did you mean 'column'"),
-    ],
-)
-def test_mistakes_are_told(make_project: MakeProject, view: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make(make_project, **view).view("numbers")
-
-
-def test_a_partition_column_the_source_does_not_have(make_project: MakeProject) -> None:
-    project = make(make_project, partition={"by": "day", "start": day(0), "column": "tt"})
-    with pytest.raises(ConfigError, match=r"partition\.column: the source yields no 'tt' \(it yields: id, x\)"):
-        run(project)
-
-
-def test_a_model_table_that_takes_a_bound_of_a_view_without_partitions(make_project: MakeProject) -> None:
-    model = {"use": "tests.arithmetic:Doubler", "args": {"version": {"sql": "SELECT $start"}}}
-    with pytest.raises(ConfigError, match=r"\$start"):
-        make_project([(1, 1.0)], view={"model": model}).run()
-
-
 # ---- what the SQL is given
 
 

@@ -10,7 +10,6 @@ import pyarrow as pa
 import pytest
 
 from precompute.source import Source
-from precompute.store.errors import ConfigError
 from precompute.store.freshness import iso
 from precompute.store.offline.runs import Report
 from tests.conftest import MakeProject
@@ -112,19 +111,6 @@ def test_a_column_tells_it_better_than_a_file(make_project: MakeProject, column:
     report = project.run()
     assert told(project, report) == (newest, newest, newest)
     assert project.store.snapshot(1).input_columns.keys() == {"x", "at"}
-
-
-@pytest.mark.parametrize(
-    ("column", "message"),
-    [
-        ("att", r"source\.updated_at: the source yields no 'att' \(it yields: id, x\)"),
-        ("x", r"source\.updated_at: 'x' is double, no date or timestamp"),
-    ],
-)
-def test_a_column_that_tells_no_time_is_refused(make_project: MakeProject, column: str, message: str) -> None:
-    project = make_project([(1, 1.0)], view={"source": {"sql": FILE, "updated_at": column}})
-    with pytest.raises(ConfigError, match=message):
-        project.run()
 
 
 def test_a_view_of_another_view_is_as_old_as_what_that_one_read(make_project: MakeProject) -> None:

