@@ -401,7 +401,10 @@ def _as_section(kind: type[BaseModel], error: Any) -> str:
     section, given = _section_at(kind, error["loc"]), error["input"]
     if section is None:
         return ""
-    keys = [name for name, field in section.model_fields.items() if field.is_required()]
+    # of a source the text is most likely its SQL, though a frame may take its place
+    keys = [
+        name for name, field in section.model_fields.items() if field.is_required() or (name == "sql" and isinstance(given, str))
+    ]
     if isinstance(given, bool) and "enabled" in section.model_fields:
         keys, given = ["enabled"], _PLAIN[id(given)]
     if error["type"] == "dict_type":

