@@ -73,11 +73,11 @@ def put(model: Path, project: Scene) -> None:
 @pytest.fixture(autouse=True)
 def fine_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system's step is that of the kernel's clock here."""
-    monkeypatch.setattr(known_model, "SETTLED_NS", 100_000_000)
+    monkeypatch.setattr(known_model, "SETTLED_NS", 1_000_000_000)
 
 
 def settle() -> None:
-    time.sleep(0.15)
+    time.sleep(1.1)
 
 
 def test_a_run_that_computes_nothing_loads_no_model_that_is_known(project: Scene, loads: list[str]) -> None:
