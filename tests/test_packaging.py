@@ -31,6 +31,7 @@ USES = {
     "precompute": ["engine", "onnx"],
     "jobs": ["engine"],
     "demo": ["engine", "demo"],
+    "docs": ["engine", "docs"],
     "tests": ["cpu", "demo", "dev"],
     "benchmarks": ["cpu", "demo", "bench"],
     "examples": ["client"],
