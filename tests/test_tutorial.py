@@ -115,4 +115,4 @@ def test_the_tutorial_prints_what_is_printed_there(
     finally:
         if reader.server is not None:
             assert reader.server.end() == 0
-    assert (seen.count("console"), seen.count("json"), seen.count("yaml")) == (10, 2, 2)
+    assert (seen.count("console"), seen.count("json"), seen.count("yaml")) == (11, 2, 2)
