@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CONFIG ?= configs/movielens
 
-.PHONY: help setup demo serve test test-fast check bench page-shots clean
+.PHONY: help setup demo serve test test-fast check docs bench page-shots clean
 
 help:
 	@echo "make demo       install, compute and publish the demo's views, print what came out"
@@ -13,6 +13,7 @@ help:
 	@echo "make test       install and run the tests"
 	@echo "make test-fast  the quick ones, in three minutes"
 	@echo "make check      lint, format and types"
+	@echo "make docs       the documents as a site, in var/site"
 	@echo "make bench      the speed claims, as ratios measured side by side"
 
 setup: $(VENV)/.demo
@@ -47,6 +48,11 @@ check: $(VENV)/.base
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# opened from the disk, with no server; strict: a link that leads nowhere, or a document that the navigation lacks, fails
+# not --quiet: that would quiet what --strict counts
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # what the benchmarks compare with
 $(VENV)/.bench: $(VENV)/.demo

@@ -31,6 +31,7 @@ USES = {
     "precompute": ["engine", "endpoint", "onnx", "testing", "lightgbm", "xgboost", "catboost", "images"],
     "jobs": ["engine", "notebook"],
     "demo": ["engine", "demo"],
+    "docs": ["engine", "docs"],
     "tests": ["cpu", "demo", "dev"],
     "benchmarks": ["cpu", "demo", "bench"],
     "examples": ["client"],

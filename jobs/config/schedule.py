@@ -147,10 +147,10 @@ class ScheduleConfig(Section):
     after: Annotated[list[Name] | None, BeforeValidator(_names, json_schema_input_type=str | list[str] | None)] = Field(
         default=None, description="views; runs when a new snapshot of one of them is live"
     )
-    catch_up: CatchUp | None = None
-    retries: int | None = Field(default=None, ge=0, le=20)
-    retry_after: Duration | None = None
-    deadline: Duration | None = Field(default=None, gt=0)
+    catch_up: CatchUp | None = Field(default=None, description="as `runs.catch_up`, of this view")
+    retries: int | None = Field(default=None, ge=0, le=20, description="as `runs.retries`")
+    retry_after: Duration | None = Field(default=None, description="as `runs.retry_after`")
+    deadline: Duration | None = Field(default=None, gt=0, description="as `runs.deadline`")
 
     @model_validator(mode="after")
     def _one_of_both(self) -> ScheduleConfig:

@@ -106,7 +106,9 @@ class ModelConfig(Section):
 class FeatureConfig(Section):
     """One named output."""
 
-    dtype: Literal["float16", "float32", "float64", "int8", "int16", "int32", "int64", "bool", "string"]
+    dtype: Literal["float16", "float32", "float64", "int8", "int16", "int32", "int64", "bool", "string"] = Field(
+        description="of a value, or of each number of a vector or item of a list"
+    )
     dim: int | None = Field(default=None, ge=1, le=65536, description="length of a vector")
     max_items: int | None = Field(default=None, ge=1, le=65536, description="longest list, for a top-k list")
     packed: Literal["int8", "binary"] | None = Field(
@@ -141,8 +143,8 @@ class ChunkConfig(Section):
 class IndexConfig(Section):
     """Makes one vector feature searchable."""
 
-    on: str
-    metric: Literal["cosine", "dot", "l2"] = "cosine"
+    on: str = Field(description="the feature: a vector of floats")
+    metric: Literal["cosine", "dot", "l2"] = Field(default="cosine", description="what nearness is measured by")
     recall_at_10: float = Field(
         default=0.95,
         gt=0,
@@ -154,7 +156,7 @@ class IndexConfig(Section):
 class FallbackConfig(Section):
     """Runs the model for a miss."""
 
-    enabled: bool = False
+    enabled: bool = Field(default=False, description="whether a miss is computed")
     deadline: Duration = Field(default=0.1, description="how long a lookup waits for the model")
     keep: Duration = Field(default=600.0, description="how long a computed row is stored, for the snapshot it was computed under")
     keep_missing: Duration = Field(default=30.0, description="how long it is remembered that the source has no such entity")
@@ -216,7 +218,7 @@ class AccuracyConfig(Section):
 class PartitionConfig(Section):
     """Makes a view of intervals of data time: each run computes one, with ``$start`` and ``$end`` bound in the SQL."""
 
-    by: Literal["hour", "day", "week", "month"] = "day"
+    by: Literal["hour", "day", "week", "month"] = Field(default="day", description="length of a partition; weeks start on Monday")
     column: str | None = Field(
         default=None, description="of the source: a date or timestamp (UTC) that must lie in the partition"
     )
@@ -336,13 +338,13 @@ GATES = (*COMPUTING_GATES, *(name for name in GatesConfig.model_fields if name !
 class ViewConfig(Section):
     """``views/<view>.yaml``: what is computed."""
 
-    name: Name
-    entity: list[Name] = Field(min_length=1, max_length=8)
+    name: Name = Field(description="as the file is called")
+    entity: list[Name] = Field(min_length=1, max_length=8, description="columns of the key: text or integers")
     source: SourceConfig
     chunk: ChunkConfig | None = None
     model: ModelConfig
-    features: dict[Name, FeatureConfig] = Field(min_length=1, max_length=512)
-    ttl: Duration
+    features: dict[Name, FeatureConfig] = Field(min_length=1, max_length=512, description="what the model computes, by name")
+    ttl: Duration = Field(description="how long a row is fresh after the run that computed it, or found its input unchanged")
     stale_for: Duration = Field(default=7 * 86400.0, description="past ttl, still served, as stale")
     index: IndexConfig | None = None
     fallback: FallbackConfig = FallbackConfig()
