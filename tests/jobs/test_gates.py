@@ -870,7 +870,10 @@ class Values:
         ids, day = np.asarray(batch.column("id")).tolist(), float(batch.column("x")[0].as_py())
         values: dict[str, list[Any]] = {name: [of(i) for i in ids] for name, of in SOUND.items()}
         values["score"] = [v + 0.05 * np.cos(i * day) for i, v in zip(ids, values["score"], strict=True)]
-        if self.fault is not None:
+        if self.fault is not None and self.fault.endswith("labels are one"):
+            others = [i for i in range(200) if SOUND["label"](i) != "b"][: int(self.fault.split()[0])]
+            values["label"] = ["b" if i in others else label for i, label in zip(ids, values["label"], strict=True)]
+        elif self.fault is not None:
             feature, become, _ = FAULTS[self.fault]
             values[feature] = become(values[feature])
         return values
@@ -893,6 +896,16 @@ def test_what_became_of_values_is_refused_and_what_drifts_a_little_is_not(make_p
         seen[fault] = failed(project.snapshot())
     assert {fault: gate for fault, (_, _, gate) in FAULTS.items() if gate not in seen[fault]} == {}
     assert live(project) == (2, 2)
+
+
+@pytest.mark.parametrize(("changed", "passes"), [(50, True), (51, False)])
+def test_a_shift_that_may_be_chance_passes(make_project: MakeProject, changed: int, passes: bool) -> None:
+    """Of 200 rows: 0.1, and what chance does to one view in a hundred, 0.152."""
+    gates = {"gates": {"shift": 0.1} | dict.fromkeys(("agreement", "moved", "mass", "constant"))}
+    make_project([(i, 1.0) for i in range(200)], view=values_view() | gates).run()
+    project = make_project([(i, 1.0) for i in range(200)], view=values_view(fault=f"{changed} labels are one") | gates)
+    assert project.cli("run", "numbers", "--full") == (0 if passes else 3)
+    assert failed(project.snapshot()) == ([] if passes else ["shift"])
 
 
 def test_another_model_may_change_everything_and_it_is_told(make_project: MakeProject) -> None:

@@ -19,6 +19,7 @@ from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.codec import schema_tag
 from precompute.store.online.online_store import Generation, Terms
 from precompute.store.online.table_store import TableStore
+from precompute.store.record import replace
 from precompute.store.vectors.vector_index import VectorIndex
 from tests.conftest import MakeProject
 from tests.jobs.test_materialize import interrupted
@@ -261,6 +262,28 @@ def test_a_store_that_may_drop_rows_gets_no_overlay(make_project: MakeProject, m
     assert ("load" in project.publish(number=1).stages_s, project.live().place) == (False, Place(1, 1, lossy=True))
     with project.lookup() as lookup:
         assert lookup.row("numbers", 999)["reason"] == "not_in_store"
+
+
+def test_deltas_that_lie_under_no_overlay_are_merged(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a base of its own where rows may be dropped, so no chain is lengthened for what is loaded there."""
+    monkeypatch.setattr(TableStore, "prepare", lambda *_: Terms(lossy=True))
+    for x in range(1, MOST_OVERLAYS + 5):
+        project = make_project([(i, -1.0 if i == x else float(i)) for i in range(ROWS)], view=UNJUDGED)
+        project.run()
+    assert len(project.store.chain(project.live_snapshot())) <= MOST_OVERLAYS + 1
+
+
+def test_a_base_of_another_run_lies_under_no_overlay(published: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same number, as where the root was restored from an older copy."""
+    with published(BASE).online_store() as online:
+        store = type(online)
+    generations = store.generations
+
+    def of_another(self: Any, view: str) -> list[Generation]:
+        return [replace(generation, run="another") for generation in generations(self, view)]
+
+    monkeypatch.setattr(store, "generations", of_another)
+    assert published(BASE | {1: -1.0}).live().place == Place(2, 2)
 
 
 def test_an_overlay_of_a_view_with_other_features_is_a_base(published: Any) -> None:

@@ -20,6 +20,8 @@ from precompute.diff import Diff
 from precompute.jobs.ops.status import project_status
 from precompute.jobs.rows import chunks, plan
 from precompute.jobs.rows.plan import Plan
+from precompute.store.disk import crashpoint
+from precompute.store.disk.crashpoint import InjectedError
 from precompute.store.errors import PrecomputeError, RejectedError, SnapshotError
 from precompute.store.offline.view_store import ViewStore
 from tests.arithmetic import Doubler
@@ -517,6 +519,22 @@ def test_without_renewal_rows_past_their_ttl_are_computed(make_project: MakeProj
     project.run()
     assert sorted(computed) == [x for _, x in ROWS[1:]]
     assert looked_up(project, 4000, [1, 2]) == [("fresh", 20), ("fresh", 0)]
+
+
+def test_rows_past_their_ttl_that_an_interrupted_run_computed_are_published(
+    make_project: MakeProject, clock: Callable[[float], None]
+) -> None:
+    """All of them: there is nothing left to compute, and something to do."""
+    project = make_project(ROWS, view=COUNTING | {"renew_unchanged": False})
+    project.run()
+    clock(4000)
+    crashpoint.arm("manifest.write", mode="raise")
+    with pytest.raises(InjectedError):
+        project.run()
+    crashpoint.disarm()
+    computed.clear()
+    assert (project.plan().diff.resumed, project.plan().diff.compute, project.run().status) == (8, 0, "published")
+    assert (computed, looked_up(project, 4000, [1])) == ([], [("fresh", 0)])
 
 
 def test_going_back_to_computing_at_ttl_computes_what_was_only_renewed(

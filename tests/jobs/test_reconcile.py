@@ -316,6 +316,7 @@ def test_other_damage_waits_for_no_attempt_at_what_was_lost_before(make_project:
     copy = project.root / ".identity-copy.json"
     copy.write_bytes(copy.read_bytes()[:-1])
     assert [attempts(), attempts()] == [2, 2]
+    assert {line.rpartition("; ")[2] for line in announced if "once more in" in line} == {"once more in 2 min"}
     # what comes and goes is no other thing
     copy.unlink()
     assert attempts() == 2

@@ -10,12 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
 from precompute.jobs.ops.verify import Check, verify
 from precompute.store.disk.lease import take
 from precompute.store.offline.refs import PUBLISH_LEASE
 from precompute.store.offline.runs import Report
+from precompute.store.online.codec import RowCodec
 from precompute.store.online.online_store import OnlineStore
 from precompute.store.online.table_file import TableWriter
 from precompute.store.online_url import open_online_store
@@ -247,6 +250,20 @@ def test_a_changed_online_row_is_found_and_named(make_project: MakeProject, onli
             )
         put(project, key, right)
     assert bad(project) == {}
+
+
+def test_an_online_row_of_another_time_is_found(make_project: MakeProject, online: str) -> None:
+    """Its values are right, and its checksum is: readers would take it for younger than it is."""
+    project = chain(make_project, online)
+    base = project.snapshot(1)
+    (table,) = project.store.batches(base)
+    later = pc.add(table.column("computed_at"), pa.scalar(1_000_000, pa.duration("us")))
+    rows = RowCodec(base.view).row_batch(
+        table.set_column(table.schema.get_field_index("computed_at"), "computed_at", later), base.view.entity, base.number
+    )
+    at = table.column("id").to_pylist().index(17)
+    put(project, b"17", bytes(rows.rows.at(at)))
+    assert list(bad(project)) == ["online rows"]
 
 
 def test_a_missing_online_row_is_found_and_named(make_project: MakeProject, online: str) -> None:

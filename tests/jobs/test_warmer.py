@@ -85,6 +85,18 @@ def test_an_unreadable_view_keeps_no_other_from_being_opened(
     assert all(models == BOTH for models in wanted)
 
 
+def test_indexes_are_opened_before_they_are_searched(
+    house: House, models: Models, wanted: list[set[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pointer, opened = house.publish({"a": Row(1.0)}, name="left"), list[Pointer]()
+    monkeypatch.setattr(Lookup, "warm", lambda _, pointer: opened.append(pointer))
+    warmer = Warmer(Lookup(house.online), models, wanted.append, OfflineStore(house.root))
+    try:
+        eventually(lambda: pointer in opened)
+    finally:
+        warmer.stop()
+
+
 def test_a_failure_that_nobody_foresaw_does_not_end_it(warmer: Warmer, house: House, models: Models) -> None:
     eventually(lambda: {("left", 2), ("right", 2)} <= set(models.opened))
     models.failing = "left"
