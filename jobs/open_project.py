@@ -156,6 +156,24 @@ class OpenProject:
             hidden=hidden,
         )
 
+    def service(self, name: str, entities: Any, *, fallback: bool = False, max_age_s: float | None = None) -> Rows:
+        """The features of a feature service, several views joined to one row for each entity, each view with its status and age.
+
+        Args:
+            name: of a file in ``services/``.
+            entities: column of the service's entity → values, a dict or a table of up to 1,000 rows.
+            fallback: whether the views' models are loaded, once, and compute what is missing.
+            max_age_s: rows older than this count as missing.
+
+        Raises:
+            ConfigError: the service's file is wrong, or there is none.
+            RequestError: the entities do not fit it.
+            OnlineStoreError: the online store does not answer for any of its views.
+        """
+        service = self._project().service(name)
+        table = self._lookup(fallback).service(service, entities, fallback=fallback, deadline_ms=DEADLINE_MS, max_age_s=max_age_s)
+        return Rows(table, f"{name}: {counted(table.num_rows, 'row')}")
+
     def search(
         self,
         view: str,

@@ -39,7 +39,7 @@ class Check:
 
 
 def validate(project: Project, names: Sequence[str] = ()) -> Iterator[Check]:
-    """Try views, one after the other; what depends on something that is wrong is not tried.
+    """Try views, one after the other, and where none is named the services, too; what depends on something that is wrong is not tried.
 
     Args:
         project: the configuration.
@@ -54,6 +54,8 @@ def validate(project: Project, names: Sequence[str] = ()) -> Iterator[Check]:
     wanted = [project.named(name) for name in names] or project.names
     for name in wanted:
         yield from _of_view(project, name)
+    for mistake in () if names else project.service_mistakes():
+        yield Check("services", "configuration", False, mistake, True)
 
 
 def _of_view(project: Project, name: str) -> Iterator[Check]:

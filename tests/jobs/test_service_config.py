@@ -186,3 +186,24 @@ def test_a_service_may_be_written_in_python(scene: Scene) -> None:
     assert isinstance(service, Service)
     with scene.lookup() as lookup:
         assert lookup.service(service, {"id": [3]})["numbers__double"].to_pylist() == [6.0]
+
+
+def test_a_project_from_python_answers_a_service_and_validate_reports_on_one(
+    scene: Scene, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(scene, GOOD)
+    for view in ("numbers", "other"):
+        assert scene.cli("run", view) == 0
+    with precompute.open(scene.folder) as project:
+        rows = project.service("ranking", {"id": [2, 99]}).to_pylist()
+        assert [(row["id"], row["numbers__double"], row["numbers__status"]) for row in rows] == [
+            (2, 4.0, "fresh"),
+            (99, None, "missing"),
+        ]
+        with pytest.raises(ConfigError, match=r"no service 'rankin' in .*did you mean 'ranking'"):
+            project.service("rankin", {"id": [2]})
+    capsys.readouterr()
+    assert scene.cli("validate") == 0
+    written(scene, HEAD + "views: {numbers: [dubble]}\n")
+    assert scene.cli("validate") == 2
+    assert "dubble" in capsys.readouterr().out
