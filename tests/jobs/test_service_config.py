@@ -197,8 +197,8 @@ def test_a_project_from_python_answers_a_service_and_validate_reports_on_one(
     with precompute.open(scene.folder) as project:
         rows = project.service("ranking", {"id": [2, 99]}).to_pylist()
         assert [(row["id"], row["numbers__double"], row["numbers__status"]) for row in rows] == [
-            (2, 4.0, "fresh"),
-            (99, None, "missing"),
+            ("2", 4.0, "fresh"),
+            ("99", None, "missing"),
         ]
         with pytest.raises(ConfigError, match=r"no service 'rankin' in .*did you mean 'ranking'"):
             project.service("rankin", {"id": [2]})
