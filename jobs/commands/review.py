@@ -72,8 +72,8 @@ def describe_history(view: str, events: Sequence[Mapping[str, Any]], limit: int)
     # the live one beside what was live before it, where both are among them
     both = [event for event in snapshots if event["live"] or event["previous"]]
     numbers = sorted(event["snapshot"] for event in (both if len(both) == 2 else snapshots[:2]))
-    told = [f"compare two snapshots: precompute diff {view} {numbers[0]} {numbers[1]}"] if len(numbers) == 2 else []
-    return "\n".join([*table(rows), *more, *told])
+    next_step = [f"compare two snapshots: precompute diff {view} {numbers[0]} {numbers[1]}"] if len(numbers) == 2 else []
+    return "\n".join([*table(rows), *more, *next_step])
 
 
 def _snapshot_words(event: Mapping[str, Any]) -> str:

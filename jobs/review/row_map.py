@@ -46,7 +46,7 @@ def row_map(
     middle, axes, shares = principal_axes(vectors)
     places = (vectors - middle) @ axes
     began_us = None if began is None else as_us(began)
-    kinds = ["new" if began_us is not None and at >= began_us else "kept" for at in computed_us.tolist()]
+    kinds = ["new" if began_us is not None and at >= began_us else "unchanged" for at in computed_us.tolist()]
     if other is not None and other.model == snapshot.model and feature in other.view.features:
         before, keys_before, _ = _sample(store, other, feature, ROWS_BEFORE)
         places = np.concatenate([(before - middle) @ axes, places])

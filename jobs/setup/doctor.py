@@ -241,7 +241,7 @@ def _disk(project: Project) -> Iterator[Line]:
                 f"inodes ({name})",
                 "bad",
                 f"{left.f_favail:,} free at {there}",
-                "remove small files, or make the file system anew with more",
+                "remove small files, or make the file system again with more",
             )
         elif left.f_files:
             yield Line(f"inodes ({name})", "ok", f"{left.f_favail:,} free")

@@ -219,7 +219,7 @@ def encoder_dim(path: str, project: Path) -> int:
     """The length of the vectors of an encoder, by its files.
 
     Raises:
-        ConfigError: there is none, or it cannot be told.
+        ConfigError: there is none, or it is not clear which.
     """
     try:
         with starting_from(project):

@@ -22,7 +22,7 @@ _MAP = 420.0
 
 
 class Point(NamedTuple):
-    """A row on the map: where, from 0 to 1, of which ``kind`` (``new``: computed by the run; ``kept``; ``before``: of the other snapshot), and its key."""
+    """A row on the map: where, from 0 to 1, of which ``kind`` (``new``: computed by the run; ``unchanged``; ``before``: of the other snapshot), and its key."""
 
     x: float
     y: float
@@ -44,7 +44,7 @@ class RowMap:
         return {kind: n for kind in _KINDS if (n := sum(point.kind == kind for point in self.points))}
 
 
-_KINDS = ("before", "kept", "new")
+_KINDS = ("before", "unchanged", "new")
 
 
 class Bar(NamedTuple):
@@ -125,8 +125,8 @@ def run_page(figures: RunFigures) -> str:
 
 def _words(kind: str, figures: RunFigures) -> str:
     """What a point of the map stands for."""
-    kept = "live" if figures.report.snapshot is None else "unchanged"
-    return {"before": f"of snapshot {figures.compared}", "kept": kept, "new": "computed by this run"}[kind]
+    unchanged = "live" if figures.report.snapshot is None else "unchanged"
+    return {"before": f"of snapshot {figures.compared}", "unchanged": unchanged, "new": "computed by this run"}[kind]
 
 
 _COUNTS = ("written", "unchanged", "rejected", "removed")
