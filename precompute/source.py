@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -136,6 +137,11 @@ class Source:
             scan = self.scan(files, f"live {name}", "*", ordered=True)
             self.database.execute(f"CREATE VIEW live.{quoted(name)} AS {scan}")
 
+    def piece(self, text: str, number: int) -> str | None:
+        """A chunk of a text that did not come from the source, cut as the source's are; None where it has no such chunk."""
+        spans = itertools.islice(self._chunker.spans(text), number, number + 1) if number >= 0 else ()
+        return next((text[start:end] for start, end in spans), None)
+
     def _cut(self, chunk: ChunkSpec) -> None:
         """Let the SQL yield a row for each chunk of what it yields.
 
@@ -157,6 +163,7 @@ class Source:
             raise ConfigError(f"chunk.column: {chunk.column!r} of the source {has}")
         with starting_from(self._folder):
             chunker = Chunker(chunk.tokenizer, chunk.tokens, chunk.overlap)
+        self._chunker = chunker
         self.database.add_function(CHUNKS, chunker.column, "VARCHAR", f"STRUCT({CHUNK} BIGINT, piece VARCHAR)[]")
         self._whole = self._sql
         columns = ", ".join("c.piece AS " + quoted(n) if n == chunk.column else quoted(n) for n in schema.names)

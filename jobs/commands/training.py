@@ -41,6 +41,11 @@ def _training(arguments: argparse.Namespace) -> int:
 
     project = project_of(arguments)
     service = project.service(arguments.service)
+    defaults = [
+        mistake for mistake in project.service_mistakes() if f"/{service.name}.yaml: " in mistake and ".defaults." in mistake
+    ]
+    if defaults:
+        raise ConfigError("; ".join(defaults))
     table = get_historical_features(
         project.offline,
         _entities(arguments.entities, arguments.timestamp),

@@ -194,7 +194,8 @@ def _common(feature: Feature, snapshot: Snapshot | None) -> dict[str, float]:
     figures = snapshot.figures.values.get(feature.name)
     if figures is None or not figures.looked_at:
         return {}
-    return {value: times / figures.looked_at for value, times in [*figures.common.items()][:COMMONEST]}
+    ranked = sorted(figures.common.items(), key=lambda item: -item[1])
+    return {value: times / figures.looked_at for value, times in ranked[:COMMONEST]}
 
 
 def _spread(feature: Feature, snapshot: Snapshot | None) -> Any:

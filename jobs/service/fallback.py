@@ -36,6 +36,7 @@ from precompute.sources.cached_source import CachedSource
 from precompute.store.clock import Partition
 from precompute.store.errors import PrecomputeError, SourceError
 from precompute.store.fallback import CLIENT, Computed, Fallback, Miss, unpacked_view
+from precompute.store.feature_view import CHUNK
 from precompute.store.key_text import split_key
 from precompute.store.miss_cache.miss_cache import MissCache, MissCacheWriter, input_names
 from precompute.store.offline.view_store import OfflineStore
@@ -457,7 +458,11 @@ def _wanted(
         key, values, *_ = requests[i]
         if values is not None:
             try:
-                wanted.append(_InputRows(opened, [i], _input_row(opened.view, key, values)))
+                row = _input_row(opened.view, key, values)
+                if row is None:
+                    results[i] = Miss(Reason.UNKNOWN_ENTITY)
+                else:
+                    wanted.append(_InputRows(opened, [i], row))
             except (pa.ArrowException, ValueError, TypeError, OverflowError) as exc:
                 # what it says has the values, which are a person's as often as not
                 results[i] = Miss(Reason.MODEL_ERROR, f"the inputs do not fit the source's columns ({type(exc).__name__})")
@@ -519,13 +524,20 @@ def _source_rows(opened: _Opened, requests: Sequence[_Request], numbers: Sequenc
     return [_InputRows(opened, [position[key] for key in rows.column("key").to_pylist()], rows.drop_columns(["key"]))]
 
 
-def _input_row(opened: OpenView, key: str, inputs: Mapping[str, Any]) -> pa.Table:
-    """One source row from a request: the entity's columns from the key, null for every input that was not given."""
+def _input_row(opened: OpenView, key: str, inputs: Mapping[str, Any]) -> pa.Table | None:
+    """One source row from a request; None where its text has no such chunk: the entity's columns from the key, null for every input that was not given."""
     schema, entity = opened.source.schema, opened.view.entity
     values: dict[str, Any] = dict(inputs)
     for name, text in zip(entity, split_key(key, entity), strict=False):
         integer = pa.types.is_integer(schema.field(name).type)
         values[name] = (int(text) if text.lstrip("-").isdigit() else None) if integer else text
+    chunk = opened.view.definition.chunk
+    # a search has no key, and its text is one query
+    if chunk is not None and key and isinstance(values.get(chunk.column), str):
+        piece = opened.source.piece(values[chunk.column], values.get(CHUNK) or 0)
+        if piece is None:
+            return None
+        values[chunk.column] = piece
     return pa.Table.from_arrays([pa.array([values.get(f.name)], f.type) for f in schema], schema=schema)
 
 

@@ -55,7 +55,7 @@ def _of_values(feature: Feature, values: ValueFigures) -> dict[str, float | str]
     if feature.max_items is not None and values.rows:
         found["mean items"] = values.items / values.rows
     if values.common:
-        value, times = next(iter(values.common.items()))
+        value, times = max(values.common.items(), key=lambda item: item[1])
         found["commonest"] = f"{value} ({times / max(values.looked_at, 1):.1%})"
     return found
 

@@ -30,6 +30,7 @@ from precompute.store.online.codec import RowCodec
 from precompute.store.online.online_store import Generation, Pointer
 from precompute.store.online.packed import Packed, RowBatch
 from precompute.store.search import Searches
+from precompute.store.service import Service
 from precompute.store.stand_in.clients import StandInAsyncClient, StandInClient, exchanged
 from precompute.store.stand_in.faults import Fault, Faults, outcome_of
 from precompute.store.stand_in.memory_index import MemoryIndex
@@ -172,6 +173,10 @@ class StandIn(Fallback):
         _check(view)
         with self._lock:
             self._publish(_View(view, model), dict(inputs or {}), held, age_s)
+
+    def service(self, service: Service) -> None:
+        """A feature service over its views, as ``precompute.services("project")["ranking"]`` reads it; a view that is not there is missing, as in a server."""
+        self._lookup.services[service.name] = service
 
     def put(self, view: str, key: Any, features: Mapping[str, Any], *, age_s: float = 0.0) -> None:
         """Add or replace a row; features that are not named are null.
@@ -360,13 +365,24 @@ class StandIn(Fallback):
 
     def _serve(self, call: Call[Any], headers: list[tuple[bytes, bytes]]) -> Future[Outcome]:
         body = None if call.body is None else msgspec.json.decode(call.body)
-        request = Request(call.method.decode(), call.path, _views_of(call.path, body), body)
+        request = Request(call.method.decode(), call.path, self._views_of(call.path, body), body)
         self.requests.append(request)
         if self._loop.is_closed():
             over: Future[Outcome] = Future()
             over.set_result(Failure(NoAnswerError("no answer: the stand-in is closed"), final=True))
             return over
         return asyncio.run_coroutine_threadsafe(self._answered(call, headers, request.views), self._loop)
+
+    def _views_of(self, path: str, body: Any) -> list[str]:
+        """Names of the views that a request is for."""
+        parts = path.partition("?")[0].split("/")
+        if len(parts) > 3 and parts[2] == "views":
+            return [unquote(parts[3])]
+        if len(parts) > 3 and parts[2] == "services":
+            service = self._lookup.services.get(unquote(parts[3]))
+            return [] if service is None else [part.view for part in service.parts]
+        requests = body.get("requests") if isinstance(body, dict) else None
+        return [one["view"] for one in requests or ()]
 
     async def _answered(self, call: Call[Any], headers: list[tuple[bytes, bytes]], views: list[str]) -> Outcome:
         delay_s, error = self._faults.next(views)
@@ -400,15 +416,6 @@ class _MemoryLookup(Lookup):
     def __init__(self, stand_in: StandIn) -> None:
         super().__init__(stand_in._store, None, stand_in, stand_in.now_s, stand_in.monotonic)
         self._searches = _MemorySearches(stand_in, self)
-
-
-def _views_of(path: str, body: Any) -> list[str]:
-    """Names of the views that a request is for."""
-    parts = path.partition("?")[0].split("/")
-    if len(parts) > 3 and parts[2] == "views":
-        return [unquote(parts[3])]
-    requests = body.get("requests") if isinstance(body, dict) else None
-    return [one["view"] for one in requests or ()]
 
 
 def _plain(features: Mapping[str, Any]) -> dict[str, Any]:
