@@ -521,7 +521,7 @@ def test_without_renewal_rows_past_their_ttl_are_computed(make_project: MakeProj
     assert looked_up(project, 4000, [1, 2]) == [("fresh", 20), ("fresh", 0)]
 
 
-def test_rows_past_their_ttl_that_an_interrupted_run_computed_are_published(
+def test_expired_rows_that_an_interrupted_run_computed_are_published(
     make_project: MakeProject, clock: Callable[[float], None]
 ) -> None:
     """All of them: there is nothing left to compute, and something to do."""
