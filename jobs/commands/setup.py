@@ -66,7 +66,10 @@ def _new(arguments: argparse.Namespace) -> int:
     print(f"{arguments.name}: a view over {made.data} ({made.rows:,} rows), template {made.template}")
     _print_files(made)
     print("\nNext:")
-    for line in (*_next_commands(made, []), *(f"add to schedule in {PROJECT_FILE}:  {line}" for line in lines)):
+    for line in (
+        *_next_commands(made, [], project.settings.serve.bind),
+        *(f"add to schedule in {PROJECT_FILE}:  {line}" for line in lines),
+    ):
         print(f"  {line}")
     return DONE
 
@@ -100,12 +103,12 @@ def _print_files(made: Scaffold) -> None:
         print(f"  note: {note}")
 
 
-def _next_commands(made: Scaffold, first: Sequence[str]) -> list[str]:
+def _next_commands(made: Scaffold, first: Sequence[str], address: str = "127.0.0.1:8080") -> list[str]:
     lines, last = [*first, "precompute validate"], made.views[-1]
     lines += [f"precompute run {view.name}" for view in made.views]
     lines += [f"precompute lookup {view.name} {shlex.quote(view.example)}" for view in made.views[-1:] if view.example]
     lines += [f'precompute search {view.name} --text "…" -k 3' for view in made.views if view.searched]
-    return [*lines, f"precompute serve    # curl -s http://127.0.0.1:8080/v1/views/{last.name}/rows/{last.example or '…'}"]
+    return [*lines, f"precompute serve    # curl -s http://{address}/v1/views/{last.name}/rows/{last.example or '…'}"]
 
 
 def _validate(arguments: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class PartConfig(Section):
     """What is taken of one view; a plain list is its features."""
 
-    features: list[Name] = Field(min_length=1, max_length=512)
+    features: list[Name] = Field(min_length=1, max_length=512, description="those that are taken, in this order")
     max_age: Duration | None = Field(default=None, gt=0, description="older rows of this view count as missing")
     defaults: dict[Name, Any] = Field(default={}, description="feature → value that stands in where the row is missing")
 
@@ -34,7 +34,7 @@ Part = Annotated[
 class ServiceConfig(Section):
     """``services/<service>.yaml``: features of several views, joined to one row for each entity."""
 
-    name: Name
+    name: Name = Field(description="the file's name")
     entity: list[Name] = Field(
         min_length=1, max_length=8, description="columns that a request brings for each row; the key of each view is some of them"
     )

@@ -7,7 +7,7 @@ import os
 
 from precompute.jobs.process.job import Job
 from precompute.sources.frame import write_frame
-from precompute.store.disk.durable_file import disk_message, make_folder, sync_folder
+from precompute.store.disk.durable_file import disk_message, make_folder
 from precompute.store.errors import ConfigError, SnapshotError
 
 
@@ -39,7 +39,6 @@ def take_frame(job: Job) -> None:
         make_folder(path.parent)
         write_frame(frame, columns, config.entity, temporary)
         os.replace(temporary, path)
-        sync_folder(path.parent)
     except OSError as exc:
         raise SnapshotError(disk_message(path, exc)) from exc
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from precompute.jobs.service.fallback import ViewFallback
 from precompute.store.errors import ConfigError
 from tests.conftest import MakeProject
 from tests.scene import Scene
@@ -141,3 +143,17 @@ def test_a_chunk_that_is_none_is_a_mistake(documents: MakeDocuments, view: dict[
     with pytest.raises(ConfigError) as raised:
         documents({"a": "b"}, **view).run()
     assert said in str(raised.value)
+
+
+def test_the_text_of_a_request_is_cut_as_the_runs_are(documents: MakeDocuments) -> None:
+    """The same text gives the same chunk by key and number, and none past its last."""
+    text = text_of("a", 40)
+    scene = documents({"a": text})
+    scene.run()
+    number = chunks(scene)["a"]
+    with contextlib.closing(ViewFallback(scene.offline, scene.home, memory_mb=64)) as fallback, scene.lookup(fallback) as lookup:
+        inputs = {f"new/{n}": {"text": text} for n in range(number + 1)}
+        got = lookup.get("numbers", [*inputs], inputs=inputs, deadline_ms=10_000).to_pylist()
+    stored = {row["chunk"]: row["letters"] for row in scene.rows()}
+    assert [row["letters"] for row in got[:-1]] == [stored[n] for n in range(number)]
+    assert (got[-1]["status"], got[-1]["reason"]) == ("missing", "unknown_entity")

@@ -270,7 +270,7 @@ def test_what_a_notebook_shows(filled: OpenProject, scene: Scene) -> None:
     text, html = repr(filled), filled._repr_html_()
     assert text.splitlines()[0] == f"Precompute project project ({scene.folder}): 3 views"
     assert [line.split("  ")[0] for line in text.splitlines()[2:5]] == ["broken", "new", "numbers"]
-    for shown in ("its file is wrong", "not published", "vector float32[4]", "fresh", "broken.yaml: entity"):
+    for shown in ("its file is wrong", "not published", "vector float32[4]", "fresh", "broken.yaml:2: entity"):
         assert shown in text
         assert shown in html
     assert "<b>'" not in html

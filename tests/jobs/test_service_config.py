@@ -57,8 +57,8 @@ WRONG = [
         HEAD + "views: {numbers: {features: [double], default: {}}}",
         "views.numbers.default: unknown key; did you mean 'defaults'?",
     ),
-    (HEAD + "views: {numbers: {}}", "views.numbers.features: missing; it has no default"),
-    (HEAD + "views: {numbers: []}", "views.numbers.features"),
+    (HEAD + "views: {numbers: {}}", "views.numbers.features: missing; add it, for it has no default"),
+    (HEAD + "views: {numbers: []}", "views.numbers: []: needs at least 1"),
     (HEAD + "views: {}", "views"),
     (HEAD + "views: {numbers: [double]}\nmax_age: soon", "max_age: 'soon': write a number with a unit"),
     (HEAD + "views: {numbers: [double]}\ndeadline: 2m", "deadline: '2m'"),
@@ -72,7 +72,7 @@ WRONG = [
         "name: rank\nentity: [id]\nviews: {numbers: [double]}",
         "name: 'rank' differs from the file's name; call the file services/rank.yaml",
     ),
-    ("- ranking", "holds list, not keys and values"),
+    ("- ranking", "holds a list, not keys and values"),
 ]
 
 
@@ -188,9 +188,7 @@ def test_a_service_may_be_written_in_python(scene: Scene) -> None:
         assert lookup.service(service, {"id": [3]})["numbers__double"].to_pylist() == [6.0]
 
 
-def test_a_project_from_python_answers_a_service_and_validate_reports_on_one(
-    scene: Scene, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_service_from_python_and_as_validate_reports_it(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
     written(scene, GOOD)
     for view in ("numbers", "other"):
         assert scene.cli("run", view) == 0

@@ -88,6 +88,9 @@ def test_the_words_of_an_answer_are_the_contracts() -> None:
         "deadline",
         "shed",
         "model_error",
+        "unknown_view",
+        "other_entity",
+        "store_unavailable",
     ]
     assert {"store", "fallback"} <= {str(s) for s in AnswerSource}
 
