@@ -251,8 +251,9 @@ class Endpoint:
             if reply.status != 200:
                 used = Tokens()
                 return self._refused(reply)
-            self.counts.answers += 1
             used, answer = read(msgspec.json.decode(reply.body))
+            # one that was cut off on its way is paid for and cannot be cached
+            self.counts.answers += 1
             return answer
         except (ValueError, RecursionError, msgspec.DecodeError) as exc:
             return _Failed(f"its answer cannot be read: {self._shown(str(exc))}")
