@@ -58,13 +58,13 @@ class Selection:
 
 
 def selected(project: Project, selection: Selection) -> list[str]:
-    """The views to run, in order.
+    """The views to run, in order. Of all those that take a DataFrame are left out, which only Python gives.
 
     Raises:
         ConfigError: a selector names no view.
     """
     dependencies = Dependencies(project)
-    chosen = dependencies.select(selection.selectors or project.names)
+    chosen = dependencies.select(selection.selectors or [name for name in project.names if not _takes_frame(project, name)])
     if not (selection.stale or selection.failed):
         return chosen
     wanted = set[str]()
@@ -74,6 +74,10 @@ def selected(project: Project, selection: Selection) -> list[str]:
         if name in chosen and (stale or (selection.failed and last is not None and last["status"] in FAILED_ENDS)):
             wanted |= {name} | dependencies.below(name)
     return [name for name in chosen if name in wanted]
+
+
+def _takes_frame(project: Project, name: str) -> bool:
+    return name not in project.broken and project.view(name).source.frame is not None
 
 
 def run_all(

@@ -17,6 +17,7 @@ import pytest
 import precompute as pc
 from precompute.jobs.notebook.rows import Rows
 from precompute.jobs.open_project import OpenProject
+from precompute.jobs.ops.run_all import Selection, selected
 from tests import REPOSITORY
 from tests.conftest import MakeProject
 from tests.scene import Scene
@@ -372,3 +373,22 @@ def test_without_the_engine_it_says_what_to_install() -> None:
     command = [sys.executable, "-c", code, " ".join(declared("client"))]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
     assert "is not installed: a project is opened with pip install 'precompute-store[cpu]'" in done.stdout, done.stderr
+
+
+def test_a_project_that_is_not_closed_ends_in_silence(make_project: MakeProject) -> None:
+    scene = make_project([(1, 1.0)], view={"fallback": {"enabled": True}})
+    scene.run()
+    code = f"import precompute as pc; p = pc.open({str(scene.folder)!r}); print(p.lookup('numbers', [1, 99], fallback=True).to_pylist()[1]['status'])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("missing\n", "")
+
+
+def test_all_views_are_those_that_need_no_frame(scene: Scene) -> None:
+    """What only Python can run is no failed run of `run --all`; by name it is refused as ever."""
+    views = scene.folder / "views"
+    (views / "plain.yaml").write_text(
+        "name: plain\nentity: [id]\nsource: {sql: SELECT 1 AS id, 2.0 AS x}\nmodel: {use: 'tests.arithmetic:Doubler'}\n"
+        "features: {double: {dtype: float64}}\nttl: 1h\n"
+    )
+    assert selected(scene.reread(), Selection()) == ["plain"]
+    assert selected(scene.reread(), Selection(("numbers",))) == ["numbers"]
