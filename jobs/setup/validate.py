@@ -80,8 +80,9 @@ def _of_view(project: Project, name: str) -> Iterator[Check]:
 
 
 def _configured(config: ViewConfig) -> str:
-    features = config.feature_view().features
-    return f"key {', '.join(config.entity)}; {', '.join(map(_described, features))}; model {config.model.use}"
+    view = config.feature_view()
+    features = view.features
+    return f"key {', '.join(view.entity)}; {', '.join(map(_described, features))}; model {config.model.use}"
 
 
 def _described(feature: Feature) -> str:
