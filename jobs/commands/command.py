@@ -89,7 +89,7 @@ def folder_of(arguments: argparse.Namespace) -> str | None:
         return None
     for folder in (here, *here.parents):
         if (folder / PROJECT_FILE).is_file():
-            # a project's models are run: one that somebody left in a shared folder is not to be run by whoever works below
+            # a project's models are run: one that somebody left in a shared folder is not to be run by anybody who works below
             if folder != here and (folder / PROJECT_FILE).stat().st_uid not in (os.geteuid(), 0):
                 raise ConfigError(f"{folder / PROJECT_FILE} belongs to another user: if it is the one, name it, -c {folder}")
             return os.path.relpath(folder, here)

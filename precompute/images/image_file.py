@@ -71,7 +71,8 @@ def pixels(content: bytes, recipe: Recipe) -> npt.NDArray[np.uint8]:
         _check(image)
         image = _upright(image).convert("RGB")
         return _fitted(image, recipe)
-    except UnusableImage:
+    except (UnusableImage, MemoryError):
+        # without memory it is the machine that is at fault, and not the picture: the engine tries fewer rows at once
         raise
     except UnidentifiedImageError as exc:
         raise UnusableImage(f"is no picture in {', '.join(FORMATS)}") from exc
@@ -102,7 +103,11 @@ def _upright(image: Any) -> Any:
     image.load()
     try:
         return ImageOps.exif_transpose(image)
+    except MemoryError:
+        # as it lies it would be another picture, and nobody would know
+        raise
     except Exception:
+        # a note of a camera may be broken in as many ways as a picture
         return image
 
 

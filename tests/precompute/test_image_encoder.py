@@ -15,8 +15,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
+from precompute.images.image_file import Recipe, pixels
 from precompute.registry import load_model
 from precompute.store.errors import ConfigError, ModelError
 
@@ -164,6 +165,20 @@ def test_a_picture_that_cannot_be_taken_is_one_bad_row(tmp_path: Path) -> None:
     assert prepared.size_bytes == rows.num_rows * 3 * 32 * 32
     made = encoder.land(encoder.launch(encoder.inputs(prepared, np.array([0, rows.num_rows - 1]))))["embedding"]
     np.testing.assert_allclose(made[0], made[1], atol=1e-6)
+
+
+@pytest.mark.parametrize("step", ["open", "exif_transpose"])
+def test_a_machine_without_memory_is_no_bad_picture(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """It was rejected as broken, or embedded as it lay instead of as it was held."""
+
+    def full(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    content = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(content, "PNG")
+    monkeypatch.setattr(Image if step == "open" else ImageOps, step, full)
+    with pytest.raises(MemoryError):
+        pixels(content.getvalue(), Recipe((8, 8), None, None, 3, (0.5,) * 3, (0.5,) * 3, 1 / 255))
 
 
 def test_of_files_only_those_in_the_folder_are_read(tmp_path: Path) -> None:
