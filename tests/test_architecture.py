@@ -17,6 +17,7 @@ FILES = sorted(str(path.relative_to(REPOSITORY)) for folder in (*ROOMS, "demo") 
 SEAMS = {
     "torch": {
         "precompute/images/image_encoder.py",
+        "precompute/images/open_clip_folder.py",
         "precompute/images/vision_tower.py",
         "precompute/models/device.py",
         "precompute/models/exported_program.py",
@@ -60,6 +61,7 @@ SEAMS = {
         "precompute/text/wordpiece.py",
     },
     "safetensors": {
+        "precompute/images/open_clip_folder.py",
         "precompute/models/static_embedding.py",
         "precompute/text/sentence_head.py",
         "precompute/text/transformer.py",

@@ -33,7 +33,8 @@ class UnusableImage(Exception):
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """What becomes of a picture: resized to ``size`` (height, width), or so that its shorter edge is ``shortest``; the middle of ``crop`` (height, width) cut out;
-    and of each colour, from 0 to 1, the ``mean`` subtracted and the rest divided by ``std``."""
+    and of each colour, from 0 to 1, the ``mean`` subtracted and the rest divided by ``std``. Half a pixel beside the middle is rounded down, or
+    ``to_even``, as torchvision does."""
 
     size: tuple[int, int] | None
     shortest: int | None
@@ -42,6 +43,7 @@ class Recipe:
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     scale: float
+    to_even: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -124,7 +126,8 @@ def _fitted(image: Any, recipe: Recipe) -> npt.NDArray[np.uint8]:
     made: npt.NDArray[np.uint8] = np.asarray(image.resize((width, height), resample=recipe.resample))
     if recipe.crop is not None:
         rows, columns = recipe.crop
-        top, left = (height - rows) // 2, (width - columns) // 2
+        whole = round if recipe.to_even else int
+        top, left = whole((height - rows) / 2), whole((width - columns) / 2)
         made = made[top : top + rows, left : left + columns]
     return np.ascontiguousarray(made.transpose(2, 0, 1))
 

@@ -1,4 +1,4 @@
-"""Vision tower: the part of a CLIP or SigLIP folder that embeds pictures, by transformers."""
+"""Vision tower: the part of a CLIP or SigLIP folder that embeds pictures, by transformers, whether they or open_clip wrote it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from transformers import AutoConfig, CLIPVisionModelWithProjection, SiglipVision
 from transformers.utils import logging as transformers_logging
 
 from precompute.images.image_file import Recipe, read_recipe
+from precompute.images.open_clip_folder import CONFIG, PICKLE, WEIGHTS, is_open_clip, read_open_clip
 from precompute.project_module import described
 from precompute.store.errors import ConfigError, ModelError
 
@@ -61,7 +62,14 @@ def tower_files(folder: Path) -> dict[str, Path]:
         ConfigError: one is missing.
     """
     names = ["config.json", "model.safetensors", next((n for n in PREPROCESSORS if (folder / n).is_file()), PREPROCESSORS[0])]
+    if is_open_clip(folder):
+        names = [CONFIG, WEIGHTS]
     for name in names:
+        if name == WEIGHTS and not (folder / name).is_file() and (folder / PICKLE).is_file():
+            raise ConfigError(
+                f"image_encoder: {folder} has {PICKLE}, a pickle, which may run code when it is read, and no {name}: write that once by "
+                f"safetensors.torch.save_file(torch.load({PICKLE!r}, weights_only=True), {name!r})"
+            )
         if not (folder / name).is_file():
             raise ConfigError(
                 f"image_encoder: {folder} has no {name}; give the folder of a CLIP or SigLIP model saved with safetensors"
@@ -77,23 +85,19 @@ def load_tower(folder: Path, files: dict[str, Path]) -> tuple[Any, Recipe]:
         ModelError: a file is damaged, or weights are missing.
     """
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        of = json.loads(files[list(files)[-1]].read_text(encoding="utf-8"))
-        recipe = read_recipe(of.get("image_processor", of))
-        if (kind := config.model_type) not in KINDS:
-            raise ConfigError(f"image_encoder: {folder} is a {kind}: {', '.join(KINDS)} are computed")
-        own = getattr(config, "vision_config", config)
-        if kind == "clip":
-            # of both towers, which the pictures' own does not say
-            own.projection_dim = config.projection_dim
-        tower, loading = _quietly(KINDS[kind], folder, own)
+        tower, recipe, loading = (_of_open_clip if WEIGHTS in files else _of_transformers)(folder, files)
     except ConfigError:
         raise
     except Exception as exc:
         # safetensors and transformers raise whatever they like of a damaged file
-        raise ModelError(f"image_encoder: {folder} does not load: {described(exc)}") from exc
-    if missing := sorted([*loading["missing_keys"], *(name for name, *_ in loading["mismatched_keys"])]):
+        reason = f"{exc} is missing" if isinstance(exc, KeyError) else described(exc)
+        raise ModelError(f"image_encoder: {folder} does not load: {reason}") from exc
+    if missing := sorted(loading["missing_keys"]):
         raise ModelError(f"image_encoder: {folder} has no weights for {', '.join(missing[:3])}")
+    for name, shape, wanted in sorted(loading["mismatched_keys"]):
+        raise ModelError(f"image_encoder: {folder} has {tuple(shape)} weights for {name}, and its configuration {tuple(wanted)}")
+    if more := sorted(name for name in loading["unexpected_keys"] if "encoder.layers" in name and "text_model" not in name):
+        raise ModelError(f"image_encoder: {folder} has weights that its configuration has no place for: {', '.join(more[:3])}")
     if recipe.shape != (tower.config.image_size,) * 2:
         raise ModelError(
             f"image_encoder: {folder} makes pictures of {recipe.shape}, and its tower takes {tower.config.image_size} pixels a side"
@@ -101,7 +105,27 @@ def load_tower(folder: Path, files: dict[str, Path]) -> tuple[Any, Recipe]:
     return tower, recipe
 
 
-def _quietly(kind: Any, folder: Path, config: Any) -> Any:
+def _of_transformers(folder: Path, files: dict[str, Path]) -> tuple[Any, Recipe, Any]:
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    of = json.loads(files[list(files)[-1]].read_text(encoding="utf-8"))
+    recipe = read_recipe(of.get("image_processor", of))
+    if (kind := config.model_type) not in KINDS:
+        raise ConfigError(f"image_encoder: {folder} is a {kind}: {', '.join(KINDS)} are computed")
+    own = getattr(config, "vision_config", config)
+    if kind == "clip":
+        # of both towers, which the pictures' own does not say
+        own.projection_dim = config.projection_dim
+    tower, loading = _quietly(KINDS[kind], folder, own)
+    return tower, recipe, loading
+
+
+def _of_open_clip(folder: Path, files: dict[str, Path]) -> tuple[Any, Recipe, Any]:
+    kind, settings, weights, recipe = read_open_clip(files[CONFIG], files[WEIGHTS])
+    tower, loading = _quietly(KINDS[kind], None, KINDS[kind].config_class(**settings), state_dict=weights)
+    return tower, recipe, loading
+
+
+def _quietly(kind: Any, folder: Path | None, config: Any, **given: Any) -> Any:
     """Without a report of the other tower's weights, which are not wanted."""
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -114,6 +138,9 @@ def _quietly(kind: Any, folder: Path, config: Any) -> Any:
             trust_remote_code=False,
             dtype=torch.float32,
             output_loading_info=True,
+            # said by name below, and not on a terminal
+            ignore_mismatched_sizes=True,
+            **given,
         )
     finally:
         transformers_logging.set_verbosity(before)
