@@ -166,10 +166,10 @@ class Source:
         self._chunker = chunker
         self.database.add_function(CHUNKS, chunker.column, "VARCHAR", f"STRUCT({CHUNK} BIGINT, piece VARCHAR)[]")
         self._whole = self._sql
-        columns = ", ".join("c.piece AS " + quoted(n) if n == chunk.column else quoted(n) for n in schema.names)
+        columns = ", ".join(f"{CHUNKS}.piece AS " + quoted(n) if n == chunk.column else quoted(n) for n in schema.names)
         self._chunked = (
-            f"SELECT {columns}, c.{CHUNK} AS {CHUNK} FROM (SELECT * EXCLUDE ({quoted(chunk.column)}), "
-            f"unnest({CHUNKS}({quoted(chunk.column)})) AS c FROM ({{}}\n))"
+            f"SELECT {columns}, {CHUNKS}.{CHUNK} AS {CHUNK} FROM (SELECT * EXCLUDE ({quoted(chunk.column)}), "
+            f"unnest({CHUNKS}({quoted(chunk.column)})) AS {CHUNKS} FROM ({{}}\n))"
         )
         self._sql = self._chunked.replace("{}", self._sql)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 from precompute.store.clock import duration
@@ -24,7 +24,7 @@ def shown(value: Any, column: str = "") -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, datetime):
-        return f"{value:%Y-%m-%d %H:%M:%S}"
+        return f"{value:%Y-%m-%d %H:%M:%S}" if value.tzinfo is None else f"{value.astimezone(UTC):%Y-%m-%d %H:%M:%S}Z"
     if isinstance(value, (list, tuple)):
         first = ", ".join(map(shown, value[:MOST_NUMBERS]))
         return f"[{first}, …] ({len(value)})" if len(value) > MOST_NUMBERS else f"[{first}]"

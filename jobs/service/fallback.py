@@ -470,8 +470,11 @@ def _wanted(
 
 
 def _reads_key(opened: OpenView) -> bool:
-    """Whether the model may read the key, so that equal inputs under two keys may give two rows."""
-    return not isinstance(opened.model, ReadingModel) or not set(opened.view.entity).isdisjoint(opened.model.reads())
+    """Whether the model may read the key, or the key says which chunk of a text is meant, so that equal inputs under two keys may give two rows."""
+    model, view = opened.model, opened.view
+    return (
+        not isinstance(model, ReadingModel) or view.definition.chunk is not None or not set(view.entity).isdisjoint(model.reads())
+    )
 
 
 def _renamed(result: Computed | Miss, name: str, other: str) -> Computed | Miss:

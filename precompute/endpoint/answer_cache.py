@@ -19,7 +19,7 @@ MOST_KEYS = 500
 """Of one query."""
 
 _TABLE = (
-    "CREATE TABLE IF NOT EXISTS answers (key BLOB PRIMARY KEY, at INTEGER, tries INTEGER, wrong TEXT, answer BLOB, sum INTEGER)"
+    "CREATE TABLE IF NOT EXISTS answers (key BLOB PRIMARY KEY, until INTEGER, tries INTEGER, wrong TEXT, answer BLOB, sum INTEGER)"
     " WITHOUT ROWID"
 )
 
@@ -34,28 +34,28 @@ class Answer:
 
 
 class AnswerCache:
-    """A folder with one file, which several views and processes may share; one thread of each reads and one writes. An answer is safe from the end of its process when :meth:`put`
-    returns, and from the machine's within a second or so.
+    """A folder with one file, which several views and processes may share; one thread of each reads and one writes. An answer is safe from the end of its process and
+    the machine's when :meth:`put` returns.
 
     Args:
         folder: made where there is none.
-        days: an answer is let go of so long after it came.
+        days: an answer that is put here expires so long after it came.
 
     Raises:
         ModelError: the folder or file cannot be made, or is none of ours.
     """
 
     def __init__(self, folder: Path, days: float) -> None:
-        self._path = folder / NAME
+        self._path, self._days = folder / NAME, days
         with contextlib.ExitStack() as opened:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 # one for each thread: who reads waits for nobody who writes
                 self._writing = opened.enter_context(contextlib.closing(self._connected()))
                 self._writing.execute("PRAGMA journal_mode = WAL")
-                self._writing.execute("PRAGMA synchronous = NORMAL")
+                self._writing.execute("PRAGMA synchronous = FULL")
                 self._writing.execute(_TABLE)
-                self._writing.execute("DELETE FROM answers WHERE at < ?", (int(time.time() - days * 86400),))
+                self._writing.execute("DELETE FROM answers WHERE until < ?", (int(time.time()),))
                 self._reading = opened.enter_context(contextlib.closing(self._connected()))
             except (OSError, sqlite3.Error) as exc:
                 raise ModelError(
@@ -72,12 +72,12 @@ class AnswerCache:
         Raises:
             ModelError: the file cannot be read.
         """
-        found = dict[bytes, Answer]()
+        found, now = dict[bytes, Answer](), int(time.time())
         with self._trouble():
             for first in range(0, len(keys), MOST_KEYS):
                 part = keys[first : first + MOST_KEYS]
-                query = f"SELECT key, tries, wrong, answer, sum FROM answers WHERE key IN ({','.join('?' * len(part))})"
-                for key, tries, wrong, content, checksum in self._reading.execute(query, part):
+                query = f"SELECT key, tries, wrong, answer, sum FROM answers WHERE until >= ? AND key IN ({','.join('?' * len(part))})"
+                for key, tries, wrong, content, checksum in self._reading.execute(query, (now, *part)):
                     # what does not vouch for itself is requested again
                     if checksum == _sum(key, tries, wrong, content):
                         found[key] = Answer(content, wrong, tries)
@@ -89,16 +89,12 @@ class AnswerCache:
         Raises:
             ModelError: they cannot be written: what is answered from now on would be paid again.
         """
-        now = int(time.time())
-        rows = [(key, now, a.tries, a.wrong, a.content, _sum(key, a.tries, a.wrong, a.content)) for key, a in answers]
-        with self._trouble():
+        until = int(time.time() + self._days * 86400)
+        rows = [(key, until, a.tries, a.wrong, a.content, _sum(key, a.tries, a.wrong, a.content)) for key, a in answers]
+        # the connection commits at the end, or rolls back what has not ended by itself
+        with self._trouble(), self._writing:
             self._writing.execute("BEGIN IMMEDIATE")
-            try:
-                self._writing.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?, ?)", rows)
-            except BaseException:
-                self._writing.execute("ROLLBACK")
-                raise
-            self._writing.execute("COMMIT")
+            self._writing.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?, ?)", rows)
 
     def close(self) -> None:
         """Close the file."""

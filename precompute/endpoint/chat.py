@@ -79,13 +79,14 @@ class ChatEndpoint(EndpointModel):
         self._body = {name: value for name, value in (body | dict(params or {})).items() if value is not None}
         most = self._body.get("max_completion_tokens", self._body.get("max_tokens"))
         self._most_output = most if isinstance(most, int) else None
-        # some put the schema into the prompt, and bill it
-        self._own_tokens = TEMPLATE_TOKENS + len(json.dumps(self._body.get("response_format", "")).encode())
-        self._recipe = json.dumps([CODE_VERSION, self.url, PATH, self._system, self._body], sort_keys=True, default=str)
+        # tools, documents and, for some, the schema are part of the prompt, and billed
+        self._own_tokens = TEMPLATE_TOKENS + len(json.dumps(self._body, default=str).encode())
+        sent = [CODE_VERSION, self.url, PATH, self._system, self._body, schema]
+        self._recipe = json.dumps(sent, sort_keys=True, default=str)
 
     @property
     def recipe(self) -> str:
-        """URL, system prompt and the request's body."""
+        """URL, system prompt, the request's body, and the schema that its answer is held against."""
         return self._recipe
 
     def fingerprint(self) -> str:

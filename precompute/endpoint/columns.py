@@ -29,8 +29,8 @@ def check_columns(model: str, batch: pa.RecordBatch, columns: Sequence[str]) -> 
     bad, blank = dict[int, str](), [True] * batch.num_rows
     for name in columns:
         for row, value in enumerate(batch.column(name).to_pylist()):
-            if value is None:
-                bad.setdefault(row, f"{name} is null")
+            if value is None or value != value:
+                bad.setdefault(row, f"{name} is {'null' if value is None else 'NaN'}")
                 continue
             try:
                 blank[row] &= not text_of(value).strip()

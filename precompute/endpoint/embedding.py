@@ -18,6 +18,7 @@ from precompute.endpoint.endpoint_model import EndpointModel
 from precompute.endpoint.session import Input
 from precompute.endpoint.spending import Tokens, credible, estimated
 from precompute.model import Features, Verbatim, digest
+from precompute.store.errors import ModelError
 
 CODE_VERSION = 1
 """Raised by anyone who changes the values this code computes; part of the fingerprint."""
@@ -97,7 +98,7 @@ class EmbeddingEndpoint(EndpointModel):
         """The text of each row, behind its prompt."""
         return [self._prefix + text_of(value) for value in batch.column(self._column).to_pylist()]
 
-    async def answers(self, inputs: Sequence[Input]) -> Mapping[bytes, bytes | BadAnswer]:
+    async def answers(self, inputs: Sequence[Input]) -> Mapping[bytes, bytes | BadAnswer | ModelError]:
         """In one request; of one that has no answer for all, the texts are sent again by halves, until the bad one stands alone."""
         body = {**self._body, "input": [one.text for one in inputs]}
         size_bytes = sum(len(one.text.encode(errors="replace")) for one in inputs)
@@ -110,7 +111,12 @@ class EmbeddingEndpoint(EndpointModel):
             if len(inputs) == 1:
                 return {inputs[0].key: exc}
             middle = len(inputs) // 2
-            return {**await self.answers(inputs[:middle]), **await self.answers(inputs[middle:])}
+            first = await self.answers(inputs[:middle])
+            try:
+                return {**first, **await self.answers(inputs[middle:])}
+            except ModelError as exc:
+                # the first half is paid
+                return {**first, **dict.fromkeys([one.key for one in inputs[middle:]], exc)}
         return {one.key: vector for one, vector in zip(inputs, vectors, strict=True)}
 
     def _read(self, envelope: Any, count: int, size_bytes: int) -> tuple[Tokens, list[bytes] | BadAnswer]:

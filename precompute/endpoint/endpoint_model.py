@@ -118,7 +118,7 @@ class EndpointModel(ABC):
         """What each row sends."""
 
     @abstractmethod
-    async def answers(self, inputs: Sequence[Input]) -> Mapping[bytes, bytes | BadAnswer]:
+    async def answers(self, inputs: Sequence[Input]) -> Mapping[bytes, bytes | BadAnswer | ModelError]:
         """What the endpoint answers to the inputs of one request, by key: checked, and as it is cached."""
 
     @abstractmethod
@@ -180,8 +180,8 @@ class EndpointModel(ABC):
         return self.features([outcome for outcome in outcomes if isinstance(outcome, bytes)])
 
     def _cached(self) -> str:
-        answers = self.endpoint.counts.answers
-        return f". {answers:,} requests were answered and are cached: the next run pays for none of them again" if answers else ""
+        answers = self._session.committed
+        return f". {answers:,} answers of this run are cached: the next one pays for none of them again" if answers else ""
 
     def compute(self, batch: pa.RecordBatch) -> Features:
         """All stages of one batch."""

@@ -28,7 +28,7 @@ class Input:
     text: str
 
 
-Answers = Callable[[Sequence[Input]], Awaitable[Mapping[bytes, bytes | BadAnswer]]]
+Answers = Callable[[Sequence[Input]], Awaitable[Mapping[bytes, bytes | BadAnswer | ModelError]]]
 """Sends the inputs of one request → what is answered to each, by key: checked, and as it is cached."""
 
 
@@ -45,6 +45,8 @@ class Session:
     def __init__(self, endpoint: Endpoint, cache_folder: Path, cache_days: float, group: int) -> None:
         self.endpoint = endpoint
         self._cache_folder, self._cache_days, self._group = cache_folder, cache_days, group
+        self.committed = 0
+        """Answers that are in the cache since this began."""
         self._under_way = dict[bytes, asyncio.Future[bytes]]()
         self._groups = set[asyncio.Task[None]]()
         self._failed = OrderedDict[bytes, tuple[float, BadAnswer]]()
@@ -156,13 +158,14 @@ class Session:
                 outcomes[key] = outcome
                 if isinstance(outcome, bytes):
                     paid.append((key, Answer(outcome)))
-                elif outcome.content is not None:
+                elif isinstance(outcome, BadAnswer) and outcome.content is not None:
                     tried[key] = tried.get(key, 0) + 1
                     paid.append((key, Answer(outcome.content, str(outcome), tried[key])))
                     if tried[key] < self.endpoint.limits.answer_tries:
                         again.add(key)
             if paid:
                 await self._keep(paid)
+                self.committed += len(paid)
             left = [i for i in left if i.key in again]
         return outcomes
 

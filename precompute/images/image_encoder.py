@@ -15,7 +15,7 @@ import torch
 from precompute.engine.cores import allowed, usable_threads
 from precompute.images.image_file import UnusableImage, check_installed, pixels
 from precompute.images.vision_tower import Tower, load_tower, tower_files
-from precompute.model import Prepared, digest, resolve_path
+from precompute.model import Prepared, Verbatim, digest, resolve_path
 from precompute.models.device import Device
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.store.errors import ConfigError, ModelError
@@ -64,7 +64,7 @@ class ImageEncoder(TorchModel):
             raise ConfigError(f"image_encoder: normalize is true or false, got {normalize!r}")
         folder = resolve_path(path)
         self._files = tower_files(folder)
-        self._root = None if files is None else resolve_path(files).resolve()
+        self._named_root, self._root = files, None if files is None else resolve_path(files).resolve()
         tower, self._recipe = load_tower(folder, self._files)
         self._column, self._output, self._normalize = column, output, normalize
         self._flops: float = 2.0 * _weights(tower) * int(tower.config.image_size // tower.config.patch_size) ** 2
@@ -73,8 +73,9 @@ class ImageEncoder(TorchModel):
         self.start_cost = START_IMAGES[self.device.torch.type]
 
     def fingerprint(self) -> str:
-        """Weights, config, how pictures are made ready, normalising and code version."""
-        return digest(code=CODE_VERSION, files=self._files, column=self._column, normalize=self._normalize)
+        """Weights, config, how pictures are made ready, the folder they are named in, normalising and code version."""
+        facts = {"column": self._column, "normalize": self._normalize, "root": Verbatim(self._named_root)}
+        return digest(code=CODE_VERSION, files=self._files, **facts)
 
     def reads(self) -> tuple[str]:
         """Its column."""

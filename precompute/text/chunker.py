@@ -85,6 +85,8 @@ class Chunker:
                 # a word is what a blank stands before, which is part of the token for some
                 blank = np.isin(np.frombuffer(part.encode("utf-32-le", "replace"), np.uint32), _BLANKS)
                 begins = (own[:, 0] == 0) | blank[own[:, 0] - 1] | blank[np.minimum(own[:, 0], len(part) - 1)]
+                # also behind what has no token, as a byte order mark
+                begins[:1] = True
                 starts.append(own[:, 0] + first)
                 ends.append(own[:, 1] + first)
                 words.append(np.flatnonzero(begins) + count)

@@ -12,6 +12,9 @@ import pytest
 
 from precompute.jobs.service.fallback import ViewFallback
 from precompute.store.errors import ConfigError
+from precompute.store.lookup import Lookup
+from precompute.store.miss_cache.file_cache import MissCacheFile
+from precompute.store.miss_cache.miss_cache import MissCacheLimits
 from tests.conftest import MakeProject
 from tests.scene import Scene
 
@@ -21,6 +24,9 @@ import numpy as np
 class Letters:
     def fingerprint(self):
         return "letters"
+
+    def reads(self):
+        return ["text"]
 
     def compute(self, batch):
         texts = batch.column("text").to_pylist()
@@ -145,15 +151,21 @@ def test_a_chunk_that_is_none_is_a_mistake(documents: MakeDocuments, view: dict[
     assert said in str(raised.value)
 
 
-def test_the_text_of_a_request_is_cut_as_the_runs_are(documents: MakeDocuments) -> None:
-    """The same text gives the same chunk by key and number, and none past its last."""
-    text = text_of("a", 40)
+def test_the_text_of_a_request_is_cut_as_the_runs_are(documents: MakeDocuments, tmp_path: Path) -> None:
+    """The same text gives the same chunk by key and number, and none past its last; also where the rows of misses are cached by their inputs."""
+    text = " ".join(f"{letter}{n}" for letter in "abcd" for n in range(10))
     scene = documents({"a": text})
     scene.run()
     number = chunks(scene)["a"]
-    with contextlib.closing(ViewFallback(scene.offline, scene.home, memory_mb=64)) as fallback, scene.lookup(fallback) as lookup:
-        inputs = {f"new/{n}": {"text": text} for n in range(number + 1)}
-        got = lookup.get("numbers", [*inputs], inputs=inputs, deadline_ms=10_000).to_pylist()
+    inputs = {f"new/{n}": {"text": text} for n in range(number + 1)}
+    with contextlib.ExitStack() as opened:
+        cache = opened.enter_context(contextlib.closing(MissCacheFile(tmp_path / "misses", MissCacheLimits())))
+        fallback = opened.enter_context(
+            contextlib.closing(ViewFallback(scene.offline, scene.home, memory_mb=64, miss_cache=cache))
+        )
+        lookup = opened.enter_context(contextlib.closing(Lookup(scene.open_online(), None, fallback, miss_cache=cache)))
+        # one after the other, so that each could find what the one before left
+        got = [lookup.get("numbers", [key], inputs=inputs, deadline_ms=10_000).to_pylist()[0] for key in inputs]
     stored = {row["chunk"]: row["letters"] for row in scene.rows()}
     assert [row["letters"] for row in got[:-1]] == [stored[n] for n in range(number)]
     assert (got[-1]["status"], got[-1]["reason"]) == ("missing", "unknown_entity")

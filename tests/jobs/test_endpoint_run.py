@@ -111,7 +111,7 @@ def test_a_run_out_of_budget_says_so_and_is_taken_up_again(labels: MakeLabels, c
         assert labels(stand_in, tokens=9_000).cli("run", "labels") == 1
         said = capfd.readouterr().err
         assert "the run's budget of 9,000 tokens is spent" in said
-        assert "are cached: the next run pays for none of them again" in said
+        assert "answers of this run are cached: the next one pays for none of them again" in said
         assert "Traceback" not in said
         first = stand_in.seen.total()
         assert 100 < first < ROWS

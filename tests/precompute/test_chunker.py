@@ -54,6 +54,15 @@ def test_chunks_cover_a_text_and_are_no_longer_than_they_may_be(name: str, token
     assert [start for start, _ in spans] == sorted({start for start, _ in spans})
 
 
+@pytest.mark.parametrize("text", ["\ufeff" + "猫" * 40, "\ufeff" + "猫" * 120 + " alpha beta " + prose(30)])
+def test_a_text_that_begins_without_a_token_is_cut_as_others_are(text: str) -> None:
+    chunker = Chunker(MINILM, 12, 2)
+    pieces = [text[start:end] for start, end in chunker.spans(text)]
+    assert max(len(chunker._tokenizer.encode(piece).ids) for piece in pieces) <= 12
+    assert pieces[0].strip("\ufeff").startswith("猫")
+    assert pieces[-1].endswith(text[-4:])
+
+
 def test_a_text_without_words_is_a_chunk_as_it_is() -> None:
     column = Chunker(MINILM, 16, 0).column(pa.array(["", " \n", None, "a"]))
     assert column.to_pylist() == [[{"chunk": 0, "piece": text}] for text in ("", " \n", None, "a")]

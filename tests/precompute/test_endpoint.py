@@ -9,6 +9,7 @@ import re
 import socket
 import sqlite3
 import struct
+import time
 from collections.abc import Callable, Iterator
 from email.utils import formatdate
 from pathlib import Path
@@ -19,6 +20,7 @@ import pyarrow as pa
 import pytest
 import uvloop
 
+from precompute.endpoint import answer_cache
 from precompute.endpoint import endpoint as endpoint_module
 from precompute.endpoint.answer_cache import NAME
 from precompute.endpoint.chat import ChatEndpoint
@@ -288,10 +290,53 @@ def test_a_budget_that_is_spent_ends_the_run_and_the_next_one_goes_on(labels: An
             if isinstance(outcome, Outcome):
                 break
             assert re.search(said, str(outcome))
-            assert f"{figures['answers']} requests were answered and are cached" in str(outcome)
+            assert f"{figures['answers']} answers of this run are cached" in str(outcome)
         assert runs > 2
         assert len(computed(outcome)) == 200
         assert set(stand_in.seen.values()) == {1}
+
+
+def test_a_budget_counts_all_that_is_sent(labels: Any) -> None:
+    """Tools, too, which an honest endpoint bills."""
+    tools = [{"type": "function", "function": {"name": "look", "description": "x" * 3_000}}]
+    with StandIn(
+        behave=lambda text, seen: Answer(chat(length_label(text), usage={"prompt_tokens": 900, "completion_tokens": 9}))
+    ) as stand_in:
+        model = labels(stand_in, budget={"tokens": 20_000}, max_tokens=50, params={"tools": tools}, limits={"in_flight": 1})
+        assert isinstance(attempt(model, rows(*map(str, range(40)))), ModelError)
+        figures = model.figures()
+        assert figures["input_tokens"] == 900 * len(stand_in.requests) <= 20_000
+        assert figures["estimated_usage"] == 0
+
+
+def test_an_answer_expires_as_the_view_said_that_paid_it(labels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with StandIn() as stand_in:
+        compute(labels(stand_in, cache_days=365), LABELS, rows("long"))
+        compute(labels(stand_in, cache_days=30), LABELS, rows("short"))
+        day = time.time() + 40 * 86400
+        monkeypatch.setattr(answer_cache.time, "time", lambda: day)
+        for days in (30, 365):
+            compute(labels(stand_in, cache_days=days), LABELS, rows("long", "short"))
+        assert stand_in.seen == {"Label: long": 1, "Label: short": 2}
+
+
+def test_a_half_that_was_answered_is_cached_though_the_other_ends_the_run(tmp_path: Path) -> None:
+    def behave(text: str, seen: int) -> Answer | None:
+        # 400 for all 16 texts, an answer for the first half, then no money
+        return {
+            "0": (Answer({"error": "no"}, 400), None)[min(seen, 1)],
+            "8": Answer({"error": "pay"}, (400, 402)[min(seen, 1)]),
+        }.get(text)
+
+    batch = rows(*map(str, range(16)))
+    with StandIn(behave=behave) as stand_in:
+        model = EmbeddingEndpoint(stand_in.url, "small", cache=str(tmp_path))
+        with pytest.raises(ModelError, match="8 answers of this run are cached"):
+            compute(model, VECTORS, batch)
+        again = EmbeddingEndpoint(stand_in.url, "small", cache=str(tmp_path))
+        with pytest.raises(ModelError):
+            compute(again, VECTORS, batch)
+        assert again.figures()["from_cache"] == 8
 
 
 def test_a_summary_is_the_whole_answer(labels: Any) -> None:
@@ -443,6 +488,8 @@ def test_the_fingerprint_is_of_what_makes_the_answers(tmp_path: Path, monkeypatc
         {"schema": None},
         {"max_tokens": 3},
         {"params": {"temperature": 1}},
+        {"params": {"response_format": None}},
+        {"params": {"response_format": None}, "schema": {**SCHEMA, "required": []}},
     ]
     assert {chat_of(**args) for args in same} == {chat_of()}
     assert len({chat_of(**args) for args in others}) == len(others)

@@ -193,6 +193,9 @@ def test_of_files_only_those_in_the_folder_are_read(tmp_path: Path) -> None:
     assert sorted(bad) == [1, 2, 3, 4, 5, 6]
     for row, reason in enumerate(reasons, 1):
         assert reason in bad[row], bad[row]
+    # other pictures of the same names, in another folder
+    roots = [None, str(tmp_path / "pictures"), str(tmp_path / "model")]
+    assert len({loaded(tmp_path / "model", files=root).fingerprint() for root in roots}) == 3
     with pytest.raises(ModelError, match="column 'image' has names of files: set `files` to the folder"):
         loaded(tmp_path / "model").prepare(pa.record_batch({"image": names}))
     with pytest.raises(ModelError, match="column 'image' is int64, neither bytes nor names"):
