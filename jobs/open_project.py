@@ -18,7 +18,7 @@ from precompute.jobs.notebook.display import counted, table_html, table_text
 from precompute.jobs.notebook.ran import Ran
 from precompute.jobs.notebook.rows import Rows
 from precompute.store.answer import ANSWER_FIELDS
-from precompute.store.clock import Partition, containing
+from precompute.store.clock import Partition, containing, shown_time
 from precompute.store.errors import ConfigError, ConflictError, OnlineStoreError, PrecomputeError, RequestError
 from precompute.store.feature_view import FeatureView
 from precompute.store.key_text import key_list
@@ -241,9 +241,7 @@ class OpenProject:
         project = self._project()
         if at is not None:
             when = _time(at)
-            return Rows(
-                read(project.stored(view), as_of=when), f"{view} as of {when:%Y-%m-%d %H:%M:%S} UTC", hidden=["input_hash"]
-            )
+            return Rows(read(project.stored(view), as_of=when), f"{view} as of {shown_time(when)}", hidden=["input_hash"])
         if key is not None:
             past = explain(project.stored(view), key, memory_mb=project.settings.memory_mb)
             versions = [_version(version) for version in past.versions]

@@ -23,6 +23,12 @@ def parsed_time(text: str | None) -> datetime | None:
     return at.replace(tzinfo=UTC) if at.tzinfo is None else at.astimezone(UTC)
 
 
+def shown_time(at: str | datetime | None) -> str:
+    """A time as people read it everywhere: ISO 8601 in UTC to the second, with a ``Z``; a dash where there is none, or none that can be read."""
+    when = at if isinstance(at, datetime) else parsed_time(at)
+    return "–" if when is None else f"{when.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"
+
+
 def doubled_s(first_s: float, doublings: int, longest_s: float) -> float:
     """What is waited before something is tried again: ``first_s``, twice as long each time, at most ``longest_s``, however often that was."""
     # 2 ** 1024 is no float any more: what fails every half minute comes there in nine hours

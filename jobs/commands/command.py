@@ -8,10 +8,10 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from precompute.store.clock import Partition, containing
-from precompute.store.errors import ConfigError
+from precompute.store.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from precompute.jobs.config.project import Project
@@ -31,7 +31,31 @@ class BadUsage(SystemExit):
 
 
 class Parser(argparse.ArgumentParser):
-    """As argparse's own, but that what is wrong can be reported to programs, too."""
+    """As argparse's own, but that what is wrong can be reported to programs, too, and of an unknown word the nearest that is known is named."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """As argparse's, which would say that something is missing before it says that an option is unknown.
+
+        Raises:
+            BadUsage: an option is unknown, or anything else is wrong.
+        """
+        words = list(sys.argv[1:] if args is None else args)
+        for before, word in zip(["", *words], words[: words.index("--") if "--" in words else None], strict=False):
+            # up to the command, whose parser is another one
+            if self._subparsers is not None and not word.startswith("-") and before not in ("-c", "--config"):
+                break
+            name = word.partition("=")[0]
+            if re.fullmatch(r"--[\w-]+", name) and name not in self._option_string_actions:
+                after = self._subparsers is not None and name == "--json"
+                near = ": it stands after COMMAND" if after else did_you_mean(name, self._option_string_actions)
+                self.error(f"no option {name!r}{near}")
+        return super().parse_known_args(words, namespace)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = [str(choice) for choice in action.choices]
+            near = did_you_mean(str(value), known) or f" (there are: {', '.join(known)})"
+            self.error(f"no {str(action.metavar or action.dest).lower()} {value!r}{near}")
 
     def error(self, message: str) -> NoReturn:
         """Raises:
@@ -51,7 +75,7 @@ class Commands:
         self._parsers = parser.add_subparsers(metavar="COMMAND", required=True)
 
     def add(
-        self, name: str, call: Callable[[argparse.Namespace], int], what: str, *, view: bool = False
+        self, name: str, call: Callable[[argparse.Namespace], int], what: str, *, view: bool = False, only: bool = False
     ) -> argparse.ArgumentParser:
         """Add one, for its own options to be added to.
 
@@ -60,10 +84,13 @@ class Commands:
             call: what it does; returns the exit status.
             what: that, for people.
             view: whether it takes the name of a view.
+            only: whether that may be left out where the project has one view: of commands that change nothing that is live.
         """
-        command = self._parsers.add_parser(name, help=what, description=what)
+        # an option's beginning would mean another one as soon as there is another that begins so
+        command = self._parsers.add_parser(name, help=what, description=what, allow_abbrev=False)
         if view:
-            command.add_argument("view", metavar="VIEW")
+            optional: dict[str, Any] = {"nargs": "?", "help": "default: the project's only one"} if only else {}
+            command.add_argument("view", metavar="VIEW", **optional)
         # after the command, too; what stands before it is not overwritten by a default
         command.add_argument("-c", "--config", default=argparse.SUPPRESS, metavar="FOLDER", help=argparse.SUPPRESS)
         command.add_argument(
@@ -97,10 +124,10 @@ def folder_of(arguments: argparse.Namespace) -> str | None:
 
 
 def project_of(arguments: argparse.Namespace) -> Project:
-    """The project of :func:`folder_of`.
+    """The project of :func:`folder_of`; its only view is what ``arguments`` mean where they name none.
 
     Raises:
-        ConfigError: there is none, or its configuration is wrong.
+        ConfigError: there is none, its configuration is wrong, or no view is named and there are several.
     """
     folder = folder_of(arguments)
     if folder is None:
@@ -111,7 +138,12 @@ def project_of(arguments: argparse.Namespace) -> Project:
     # pydantic and pyarrow are loaded by the commands that need a project: `--help` took 0.5 s with them
     from precompute.jobs.config.project import Project
 
-    return Project(folder)
+    project = Project(folder)
+    if getattr(arguments, "view", "") is None:
+        if len(project.names) != 1:
+            raise ConfigError(f"which view? There are: {', '.join(project.names)}")
+        (arguments.view,) = project.names
+    return project
 
 
 def add_partition(command: argparse.ArgumentParser) -> None:

@@ -41,13 +41,17 @@ PACE = {
 def add(commands: Commands) -> None:
     """The commands ``profile``, ``tune`` and ``thresholds``."""
     profile = commands.add(
-        "profile", _profile, "run a sample of a view and tell where the time goes; nothing is written", view=True
+        "profile", _profile, "run a sample of a view and tell where the time goes; nothing is written", view=True, only=True
     )
     profile.add_argument("--rows", type=int, default=4096, metavar="N", help="size of the sample (default: 4096)")
     add_partition(profile)
     profile.add_argument("--trace", metavar="FILE", help="write a trace of one window for chrome://tracing or ui.perfetto.dev")
     tune = commands.add(
-        "tune", _tune, "measure precisions and back ends on a view's rows, and pick the fastest that is accurate", view=True
+        "tune",
+        _tune,
+        "measure precisions and back ends on a view's rows, and pick the fastest that is accurate",
+        view=True,
+        only=True,
     )
     tune.add_argument("--rows", type=int, default=1024, metavar="N", help="size of the sample (default: 1024)")
     add_partition(tune)
@@ -66,6 +70,7 @@ def add(commands: Commands) -> None:
         _thresholds,
         "measure on a view's rows what a semantic cache would save and cost, and suggest its threshold",
         view=True,
+        only=True,
     )
     cache.add_argument("--by", metavar="VIEW", help="embeds the same text (default: the one that semantic_cache names)")
     cache.add_argument("--rows", type=int, default=1000, metavar="N", help="size of the sample (default: 1000)")

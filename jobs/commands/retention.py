@@ -12,6 +12,7 @@ from precompute.jobs.commands.command import DONE, FAILED, Commands, project_of,
 from precompute.jobs.commands.run import tell_report
 from precompute.jobs.process.command_process import report_error
 from precompute.jobs.process.progress import progress_for
+from precompute.store.clock import shown_time
 from precompute.store.errors import ConfigError
 from precompute.store.record import plain
 
@@ -114,7 +115,9 @@ def add_rollback(commands: Commands) -> None:
     rollback = commands.add("rollback", _rollback, "make an earlier snapshot live and mark the present one bad", view=True)
     rollback.add_argument("--to", type=int, metavar="N", help="which one (default: the one that was live before)")
     rollback.add_argument("--hold", action="store_true", help="runs publish nothing until `publish` or `resume`")
-    commands.add("snapshots", _snapshots, "a view's snapshots: when, how many rows, which model, live, bad, pinned", view=True)
+    commands.add(
+        "snapshots", _snapshots, "a view's snapshots: when, how many rows, which model, live, bad, pinned", view=True, only=True
+    )
     commands.add("resume", _resume, "let runs publish again after `rollback --hold`", view=True)
     commands.add("reconcile", _reconcile, "load again what the online store lost of what is live", view=True)
 
@@ -179,7 +182,7 @@ def _snapshot_cells(snapshot: Mapping[str, Any], partitioned: bool) -> list[str]
     gates += [f"accepted {', '.join(snapshot['accepted'])}"] if snapshot["accepted"] else []
     return [
         number,
-        snapshot["created_at"][:19].replace("T", " "),
+        shown_time(snapshot["created_at"]),
         snapshot["kind"] if snapshot["parent"] is None else f"{snapshot['kind']} of {snapshot['parent']}",
         *([(snapshot["partition"] or "all").partition("/")[0]] if partitioned else []),
         f"{snapshot['rows']:,}",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from precompute.jobs.commands.command import DONE, Commands, project_of, table
+from precompute.store.clock import shown_time
 from precompute.store.errors import ConfigError
 from precompute.store.record import plain
 
@@ -22,26 +23,39 @@ SHOWN_EVENTS = 30
 def add(commands: Commands) -> None:
     """The commands ``history``, ``diff``, ``log``, ``export`` and ``report``."""
     history = commands.add(
-        "history", _history, "what happened to a view: its snapshots, runs and moves of the live pointer", view=True
+        "history", _history, "what happened to a view: its snapshots, runs and moves of the live pointer", view=True, only=True
     )
     history.add_argument(
         "--limit", type=int, default=SHOWN_EVENTS, metavar="N", help=f"how many events (default: {SHOWN_EVENTS})"
     )
     diff = commands.add(
-        "diff", _diff, "two snapshots of a view: rows changed, added, gone; figures of each feature; the worst rows", view=True
+        "diff",
+        _diff,
+        "two snapshots of a view: rows changed, added, gone; figures of each feature; the worst rows",
+        view=True,
+        only=True,
     )
-    diff.add_argument("first", type=int, metavar="A", help="number of a snapshot: see `precompute history VIEW`")
-    diff.add_argument("second", type=int, metavar="B", help="of another one")
+    diff.add_argument(
+        "first",
+        nargs="?",
+        type=int,
+        metavar="A",
+        help="see `precompute history VIEW` (default: what was live before the live one)",
+    )
+    diff.add_argument("second", nargs="?", type=int, metavar="B", help="of another one (default: the live one)")
     log = commands.add("log", _log, "one run: what it did, stage by stage, its gates, what it rejected, and how it ended")
     log.add_argument(
-        "run", metavar="RUN", help="its id or the beginning of it, as `history` lists them; or a view, whose last run it is"
+        "run",
+        nargs="?",
+        metavar="RUN",
+        help="its id or the beginning of it, as `history` lists them; or a view, whose last run it is (default: the last of all)",
     )
-    export = commands.add("export", _export, "the live snapshot as one file, its deltas merged", view=True)
+    export = commands.add("export", _export, "the live snapshot as one file, its deltas merged", view=True, only=True)
     export.add_argument("--to", type=Path, metavar="FILE", help="ends with .parquet or .csv (default: VIEW-SNAPSHOT.parquet)")
     export.add_argument("--snapshot", type=int, metavar="N", help="another one than the live one")
     export.add_argument("--replace", action="store_true", help="though there is such a file")
     report = commands.add(
-        "report", _report, "one HTML file of a run: stages, rejections, figures beside what is live, a map", view=True
+        "report", _report, "one HTML file of a run: stages, rejections, figures beside what is live, a map", view=True, only=True
     )
     report.add_argument("--run", metavar="RUN", help="which (default: the last that did anything)")
     report.add_argument(
@@ -65,8 +79,7 @@ def describe_history(view: str, events: Sequence[Mapping[str, Any]], limit: int)
         return f"{view}: nothing happened yet; run `precompute run {view}`"
     rows = [("at", "what", "")]
     for event in events:
-        at = "–" if event["at"] is None else event["at"][:19].replace("T", " ")
-        rows.append((at, event["kind"], _EVENTS[event["kind"]](event)))
+        rows.append((shown_time(event["at"]), event["kind"], _EVENTS[event["kind"]](event)))
     more = ["", f"the newest {limit} of it; --limit N for more"] if len(events) == limit else []
     snapshots = [event for event in events if event["kind"] == "snapshot"]
     # the live one beside what was live before it, where both are among them
@@ -114,7 +127,7 @@ def describe_diff(found: SnapshotDiff) -> str:
 
     first, second = found.first, found.second
     lines = [
-        f"{found.view}: snapshot {first.number} ({first.created_at[:19]}Z) beside {second.number} ({second.created_at[:19]}Z)"
+        f"{found.view}: snapshot {first.number} ({shown_time(first.created_at)}) beside {second.number} ({shown_time(second.created_at)})"
     ]
     lines.append(
         f"rows: {first.rows:,} → {second.rows:,}: {found.changed:,} changed, {found.added:,} added, {found.gone:,} gone, {found.alike:,} alike"
@@ -186,7 +199,7 @@ def _log_lines(report: Report, rejected: Mapping[str, Any] | None) -> Iterator[s
     number = "" if report.snapshot is None else f", snapshot {report.snapshot}"
     yield f"{report.run}: {report.command} of {report.view}, {report.status}{number}"
     facts = {
-        "began": f"{report.started_at[:19]}Z, took {report.seconds:,.1f} s" + (f", due {report.due}" if report.due else ""),
+        "began": f"{shown_time(report.started_at)}, took {report.seconds:,.1f} s" + (f", due {report.due}" if report.due else ""),
         "partition": report.partition,
         "backfill": report.backfill,
         "plan": report.plan,

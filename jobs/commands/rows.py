@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from precompute.jobs.commands.command import DONE, FAILED, Commands, project_of
-from precompute.store.clock import duration
+from precompute.store.clock import duration, shown_time
 from precompute.store.errors import OnlineStoreError
 from precompute.store.key_text import key_from_path
 from precompute.store.lookup_options import LookupOptions
@@ -31,7 +31,7 @@ def add(commands: Commands) -> None:
     lookup.add_argument("keys", nargs="+", metavar="KEY", help="entity keys; parts of a composite one separated by /")
     lookup.add_argument("--features", metavar="A,B", help="only these")
     lookup.add_argument("--fallback", action="store_true", help="load the model and run it for a miss")
-    search = commands.add("search", _search, "the nearest rows of a view's vector index", view=True)
+    search = commands.add("search", _search, "the nearest rows of a view's vector index", view=True, only=True)
     what = search.add_mutually_exclusive_group(required=True)
     what.add_argument("--key", help="neighbours of this row")
     what.add_argument("--text", help="neighbours of this text, embedded now by the view's model")
@@ -185,17 +185,14 @@ def describe_explanation(explanation: Explanation) -> str:
 
 def _times(served: Sequence[tuple[datetime, datetime | None]]) -> str:
     """From and until when, the last three of them."""
-    times = [
-        f"{since:%Y-%m-%dT%H:%M:%SZ} to {'now' if until is None else f'{until:%Y-%m-%dT%H:%M:%SZ}'}"
-        for since, until in served[-3:]
-    ]
+    times = [f"{shown_time(since)} to {'now' if until is None else shown_time(until)}" for since, until in served[-3:]]
     return ", ".join([*([f"{len(served) - 3} times before"] if len(served) > 3 else []), *times])
 
 
 def _version_lines(version: Version) -> list[str]:
     state = "live" if version.live else version.void or "replaced"
     if version.removed_in is not None and version.void is None:
-        state = f"removed in snapshot {version.removed_in}, {str(version.removed_at)[:19]}Z"
+        state = f"removed in snapshot {version.removed_in}, {shown_time(version.removed_at)}"
     facts = {"run": version.run or "unknown", "model": version.model[:12], "input": str(version.input_hash)}
     if version.served:
         facts["served"] = _times(version.served)
@@ -206,7 +203,7 @@ def _version_lines(version: Version) -> list[str]:
         facts[name] = _short(value) + (f"  (was {_short(before[name])})" if name in before else "")
     width = max(map(len, facts))
     return [
-        f"{version.computed_at:%Y-%m-%dT%H:%M:%SZ}  snapshot {version.snapshot} ({state})",
+        f"{shown_time(version.computed_at)}  snapshot {version.snapshot} ({state})",
         *(f"  {name.ljust(width)}  {value}" for name, value in facts.items()),
     ]
 

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
+from datetime import UTC, datetime
 
 from precompute.jobs.commands.command import DONE, FAILED, Commands, project_of
+from precompute.jobs.process.command_process import logs_json
+from precompute.store.clock import shown_time
 from precompute.store.errors import ConfigError, PrecomputeError
 from precompute.store.guard.tokens import SCOPES, make_token, remove_tokens
+
+log = logging.getLogger(__name__)
 
 SERVICES = ("serve", "schedule")
 """The commands of this file that run so."""
@@ -38,7 +44,14 @@ def _schedule(arguments: argparse.Namespace) -> int:
             f'{project.folder / "project.yaml"}: schedule: empty; add a line such as `{project.names[0]}: "0 2 * * *"`'
         )
     stream = sys.stderr if arguments.json else sys.stdout
-    Scheduler(project, announce=lambda line: print(line, file=stream, flush=True)).run()
+
+    def announce(line: str) -> None:
+        if logs_json():
+            log.info(line)
+        else:
+            print(f"{shown_time(datetime.now(UTC))} {line}", file=stream, flush=True)
+
+    Scheduler(project, announce=announce).run()
     if arguments.json:
         print(json.dumps({"status": "ended"}))
     return DONE

@@ -23,7 +23,7 @@ def add(commands: Commands) -> None:
     init = commands.add("init", _init, "make a project that runs at once, over a file of yours or a sample")
     init.add_argument("folder", metavar="NAME", help="folder of the project; made if it is not there")
     new = commands.add("new", _new, "add a view to the project, over a file of yours or a sample")
-    new.add_argument("what", choices=("view",), help="what is added")
+    new.add_argument("what", choices=("view",), metavar="KIND", help="what is added: view")
     new.add_argument("name", metavar="NAME", help="of the view")
     for command in (init, new):
         command.add_argument("--from", dest="source", metavar="FILE", help="CSV or Parquet (default: a sample is written)")

@@ -67,28 +67,30 @@ def _cells(line: Mapping[str, Any]) -> tuple[str, ...]:
         "–" if line["rejected"] is None else f"{line['rejected']:,}",
         {True: "yes", False: "NO", None: "–"}[line["online"]],
         "–" if last is None else last["status"],
-        "–" if line["next_due"] is None else line["next_due"][:16].replace("T", " "),
+        "–" if line["next_due"] is None else f"{line['next_due'][:16]}Z",
         line["schedule"] or "–",
     )
 
 
 def add_verify(commands: Commands) -> None:
     """The command ``verify``."""
-    commands.add("verify", _verify, "re-read what is live: checksums, counts, online rows, index", view=True)
+    verify = commands.add("verify", _verify, "re-read what is live: checksums, counts, online rows, index")
+    verify.add_argument("views", nargs="*", metavar="VIEW", help="which (default: all)")
 
 
 def _verify(arguments: argparse.Namespace) -> int:
     from precompute.jobs.ops.verify import verify
 
-    checks = verify(project_of(arguments), arguments.view)
-    sound = all(check.ok for check in checks)
+    project, lines = project_of(arguments), list[dict[str, Any]]()
+    for view in arguments.views or project.names:
+        for check in verify(project, view):
+            lines.append({"view": view, "check": check.check, "ok": check.ok, "found": check.found})
+            if not arguments.json:
+                found = check.found if check.ok else with_history(check.found, view)
+                print(f"{'ok ' if check.ok else 'BAD'}  {view}: {check.check}: {found}", flush=True)
+    sound = all(line["ok"] for line in lines)
     if arguments.json:
-        lines = [{"check": check.check, "ok": check.ok, "found": check.found} for check in checks]
-        print(json.dumps({"view": arguments.view, "ok": sound, "checks": lines}))
-    else:
-        for check in checks:
-            found = check.found if check.ok else with_history(check.found, arguments.view)
-            print(f"{'ok ' if check.ok else 'BAD'}  {check.check}: {found}")
+        print(json.dumps({"ok": sound, "checks": lines}))
     return DONE if sound else FAILED
 
 

@@ -523,7 +523,7 @@ class ViewConfig(Section):
         latest = containing(self.partition.by, current.start - timedelta(microseconds=1))
         if latest.end <= self.partition.start:
             raise ConfigError(
-                f"view {self.name!r}: its first partition, of {self.partition.start:%Y-%m-%d %H:%M}, is not over yet"
+                f"view {self.name!r}: its first partition, of {self.partition.start:%Y-%m-%dT%H:%MZ}, is not over yet"
             )
         return latest
 

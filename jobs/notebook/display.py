@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 
-from precompute.store.clock import duration
+from precompute.store.clock import duration, shown_time
 
 MOST_ROWS, MOST_NUMBERS, MOST_CHARACTERS = 20, 4, 60
 """Of what is shown: rows of a table, numbers of a vector, characters of a text."""
@@ -24,7 +24,7 @@ def shown(value: Any, column: str = "") -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, datetime):
-        return f"{value:%Y-%m-%d %H:%M:%S}" if value.tzinfo is None else f"{value.astimezone(UTC):%Y-%m-%d %H:%M:%S}Z"
+        return shown_time(value) if value.tzinfo else f"{value:%Y-%m-%d %H:%M:%S}"
     if isinstance(value, (list, tuple)):
         first = ", ".join(map(shown, value[:MOST_NUMBERS]))
         return f"[{first}, …] ({len(value)})" if len(value) > MOST_NUMBERS else f"[{first}]"

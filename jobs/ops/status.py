@@ -17,7 +17,7 @@ from precompute.jobs.rows.open_view import REPORTS, known_source_at
 from precompute.jobs.schedule.due import outlook
 from precompute.store.account.account import read_account
 from precompute.store.account.checker import LOOK_S, look
-from precompute.store.clock import duration, parsed_time
+from precompute.store.clock import duration, parsed_time, shown_time
 from precompute.store.disk.lease import is_held
 from precompute.store.errors import OnlineStoreError, PrecomputeError, SnapshotError
 from precompute.store.freshness import AHEAD_US, Sighting, age_s, as_datetime, iso, microseconds, status_of
@@ -159,15 +159,15 @@ _ENDED_BADLY = ("failed", "killed", "rejected", "refused")
 
 
 def view_status(project: Project, store: ViewStore, online: OnlineStore) -> dict[str, Any]:
-    """One view: ``status`` is fresh, stale, expired or unpublished; ``online`` whether the online store serves what is live; ``attention``
-    what an operator should look at, empty when all is well.
+    """One view: ``status`` is fresh, stale, expired or unpublished; ``online`` whether the online store serves what is live, None where it does not
+    answer; ``attention`` what an operator should look at, empty when all is well.
 
     Raises:
-        SnapshotError, OnlineStoreError: something cannot be read.
+        SnapshotError: something cannot be read.
     """
     name = store.name
     broken = project.broken.get(name)
-    ref, pointer, reports = store.refs.live(), online.live(name), store.runs.reports(REPORTS)
+    ref, reports = store.refs.live(), store.runs.reports(REPORTS)
     last, next_run = _last_run(store, reports), outlook(project, store, datetime.now(UTC))
     schedule = project.schedules().get(name)
     line: dict[str, Any] = {
@@ -193,19 +193,20 @@ def view_status(project: Project, store: ViewStore, online: OnlineStore) -> dict
         "partitions": None,
         "checked": None,
     }
-    attention = [] if next_run.trouble is None else [next_run.trouble]
+    attention, answers, pointer = [] if next_run.trouble is None else [next_run.trouble], True, None
     try:
+        pointer = online.live(name)
         account = look(store, online, budget_s=LOOK_S / len(project.names))
     except PrecomputeError as exc:
-        account = read_account(store.refs.folder, name)
-        attention.append(str(exc))
+        account, answers = read_account(store.refs.folder, name), not isinstance(exc, OnlineStoreError)
+        attention.append(str(exc) if answers else f"whether it is served is not known: {exc}")
     line["checked"] = account.looked_at(time.time_ns() // 1000)
     attention += _ahead({f"run {report.run} began": microseconds(report.started_at) for report in reports})
     if ref is not None:
         snapshot = store.snapshot(ref.snapshot)
         dated = {"its newest row was computed": snapshot.computed_at_max, "it was published": microseconds(ref.at)}
         attention += _ahead(dated | {"it was found unchanged": ref.renewed_at})
-        line |= _live(snapshot, ref) | {"online": pointer is not None and pointer.epoch == ref.epoch}
+        line |= _live(snapshot, ref) | {"online": pointer is not None and pointer.epoch == ref.epoch if answers else None}
         line["index"] = _index(store, snapshot, ref)
         line |= _source(known_source_at(snapshot, reports))
         line["partitions"] = None if name in project.broken else partitions_served(project.view(name), store, snapshot, reports)
@@ -263,7 +264,7 @@ def _ahead(times_us: Mapping[str, int | None]) -> list[str]:
     if at_us <= now_us + AHEAD_US:
         return []
     return [
-        f"{what} {duration((at_us - now_us) / 1e6)} ahead of this clock, {as_datetime(at_us):%Y-%m-%dT%H:%M:%SZ}: a clock jumped, or was wrong"
+        f"{what} {duration((at_us - now_us) / 1e6)} ahead of this clock, {shown_time(as_datetime(at_us))}: a clock jumped, or was wrong"
     ]
 
 

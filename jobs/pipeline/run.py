@@ -216,7 +216,9 @@ def partition_of(config: ViewConfig, partition: Partition | None) -> Partition |
         return config.partition_at(now)
     if partition.end <= config.partition.start or partition.end > now:
         when = (
-            "is not over yet" if partition.end > now else f"lies before the view's start, {config.partition.start:%Y-%m-%d %H:%M}"
+            "is not over yet"
+            if partition.end > now
+            else f"lies before the view's start, {config.partition.start:%Y-%m-%dT%H:%MZ}"
         )
         raise ConfigError(f"view {config.name!r}: partition {partition} {when}")
     return partition

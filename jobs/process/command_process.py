@@ -20,6 +20,7 @@ from select import select
 from types import FrameType
 from typing import Any, TextIO
 
+from precompute.store.clock import shown_time
 from precompute.store.disk.lease import release_leases
 
 log = logging.getLogger(__name__)
@@ -244,6 +245,13 @@ class _JsonLine(logging.Formatter):
         return json.dumps(line, ensure_ascii=False)
 
 
+class _TextLine(logging.Formatter):
+    """A record as a line for people: when, how grave, whose, and what."""
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        return shown_time(datetime.fromtimestamp(record.created, UTC))
+
+
 def logs_json() -> bool:
     """Whether what is said on the standard error is to be lines of JSON."""
     return os.environ.get("PRECOMPUTE_LOG") == "json"
@@ -252,7 +260,7 @@ def logs_json() -> bool:
 def log_to_stderr() -> None:
     """Have our loggers say what is worth knowing, and those of libraries what went wrong; with ``PRECOMPUTE_LOG=json`` a line of JSON each."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonLine() if logs_json() else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(_JsonLine() if logs_json() else _TextLine("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("precompute").setLevel(logging.INFO)
 

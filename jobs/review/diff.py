@@ -88,20 +88,29 @@ class SnapshotDiff:
         }
 
 
-def diff(project: Project, view: str, first: int, second: int) -> SnapshotDiff:
+def diff(project: Project, view: str, first: int | None = None, second: int | None = None) -> SnapshotDiff:
     """Compare two snapshots of a view.
 
     Args:
         project: the configuration; the view need not be in it any more.
         view: its name.
-        first: number of the one that is compared with.
-        second: number of the other.
+        first: number of the one that is compared with; by default the one that was live before the live one.
+        second: number of the other; by default the live one.
 
     Raises:
-        ConfigError: no such view, or the two have not the same key.
+        ConfigError: no such view, nothing live or nothing before it where that is meant, or the two have not the same key.
         SnapshotError: no such snapshot, or a file of it is missing or damaged.
     """
     store = project.stored(view)
+    if first is None or second is None:
+        ref = store.refs.live()
+        first = ref.previous if first is None and ref is not None else first
+        if ref is None or first is None:
+            what = "nothing of it is live" if ref is None else f"nothing was live before snapshot {ref.snapshot}"
+            raise ConfigError(
+                f"view {view!r}: {what}: name two snapshots of `precompute history {view}`, as in precompute diff {view} 1 2"
+            )
+        second = ref.snapshot
     one, two = store.snapshot(first), store.snapshot(second)
     if one.view.entity != two.view.entity:
         keys = " and ".join(", ".join(snapshot.view.entity) for snapshot in (one, two))

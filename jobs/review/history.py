@@ -62,13 +62,19 @@ def history(project: Project, view: str, limit: int) -> list[dict[str, Any]]:
 _OF_RUN = ("run", "command", "status", "seconds", "snapshot", "partition", "error")
 
 
-def find_run(project: Project, run: str) -> tuple[ViewStore, Report]:
-    """A run's report, by its id or the beginning of it, wherever its view is configured; or by the name of a view, whose last run it is.
+def find_run(project: Project, run: str | None) -> tuple[ViewStore, Report]:
+    """A run's report, by its id or the beginning of it, wherever its view is configured; or by the name of a view, whose last run it is;
+    of None the last of all.
 
     Raises:
         ConfigError: there is none, or there are several.
     """
     stores = [project.offline.view(name) for name in dict.fromkeys((*project.names, *project.offline.views()))]
+    if run is None:
+        newest = max((path.stem for store in stores for path in store.runs.folder.glob("*.json")), default=None)
+        if newest is None:
+            raise ConfigError("no view has a run yet: precompute run VIEW")
+        run = newest
     for store in stores:
         if store.name == run:
             last = store.runs.last()

@@ -312,20 +312,18 @@ def _chosen(config: ViewConfig, first: datetime, last: datetime, now: datetime) 
         raise ConfigError(
             f"view {config.name!r} has no partitions: add partition: {{by: day, start: …}} to it, or `precompute run` it"
         )
-    requested = f"view {config.name!r}: no partition from {first:%Y-%m-%d %H:%M} to {last:%Y-%m-%d %H:%M}"
+    requested = f"view {config.name!r}: no partition from {first:%Y-%m-%dT%H:%MZ} to {last:%Y-%m-%dT%H:%MZ}"
     if last < first:
         raise ConfigError(f"{requested}: the end is before the beginning")
     begin = containing(own.by, own.start).start
     if last < begin:
-        raise ConfigError(f"{requested}: its first one begins at {begin:%Y-%m-%d %H:%M} (partition.start)")
+        raise ConfigError(f"{requested}: its first one begins at {begin:%Y-%m-%dT%H:%MZ} (partition.start)")
     latest = containing(own.by, now)
     if first < latest.start:
         over = list(partitions(own.by, max(first, begin), min(containing(own.by, min(last, now)).end, now)))
         if over:
             return over
-    raise ConfigError(
-        f"{requested} is over yet: the one by {own.by} that lasts until {latest.end:%Y-%m-%d %H:%M} UTC is going on"
-    )
+    raise ConfigError(f"{requested} is over yet: the one by {own.by} that lasts until {latest.end:%Y-%m-%dT%H:%MZ} is going on")
 
 
 class Past:

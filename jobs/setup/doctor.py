@@ -19,7 +19,7 @@ from typing import Literal
 
 from precompute.jobs.config.project import Project
 from precompute.jobs.setup.validate import shown_url
-from precompute.store.clock import parsed_time
+from precompute.store.clock import parsed_time, shown_time
 from precompute.store.disk.identity import known_identity
 from precompute.store.errors import ConfigError, ConflictError, PrecomputeError
 from precompute.store.online import kernels
@@ -278,7 +278,7 @@ def _online(project: Project) -> Iterator[Line]:
 def _clock(project: Project) -> Iterator[Line]:
     now = datetime.now(UTC)
     if now.year < 2024:
-        yield Line("clock", "bad", f"it says {now:%Y-%m-%d %H:%M} UTC", "set it: timedatectl set-ntp true")
+        yield Line("clock", "bad", f"it says {shown_time(now)}", "set it: timedatectl set-ntp true")
         return
     there = next(folder for folder in (project.root, *project.root.parents) if folder.exists())
     with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=there) as file:
@@ -294,11 +294,11 @@ def _clock(project: Project) -> Iterator[Line]:
             yield Line(
                 "clock",
                 "bad",
-                f"it says {now:%Y-%m-%d %H:%M:%S} UTC, and a run ended at {latest:%Y-%m-%d %H:%M:%S}",
+                f"it says {shown_time(now)}, and a run ended at {shown_time(latest)}",
                 "it was set back: timedatectl set-ntp true",
             )
             return
-    yield Line("clock", "ok", f"{now:%Y-%m-%d %H:%M:%S} UTC")
+    yield Line("clock", "ok", shown_time(now))
 
 
 def _clock_line(check: str, ahead_s: float, where: str) -> Line:

@@ -13,7 +13,7 @@ from urllib.parse import parse_qs, urlencode
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from precompute.store.clock import duration
+from precompute.store.clock import duration, shown_time
 from precompute.store.errors import OnlineStoreError, PrecomputeError, RequestError, VectorIndexError
 from precompute.store.feature_view import Feature
 from precompute.store.key_text import key_from_path
@@ -221,7 +221,7 @@ def status_page(figures: Figures, question: Question = _NOTHING, answer: Mapping
         answer=answer,
         forms=forms([view.details for view in figures.views], question),
         summary=_summary(figures),
-        as_of=f"{datetime.fromtimestamp(figures.at_s, UTC):%Y-%m-%d %H:%M:%S}",
+        as_of=shown_time(datetime.fromtimestamp(figures.at_s, UTC)),
         sections=sections.tables(figures),
         graph=graph(figures.views),
     )
@@ -244,6 +244,7 @@ def _templates() -> Environment:
         "style": STYLE,
         "shown": shown,
         "duration": duration,
+        "shown_time": shown_time,
         "duration_ms": sections.duration_ms,
         "percent": sections.percent,
         "age_mark": sections.age_mark,

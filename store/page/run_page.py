@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
-from precompute.store.clock import duration
+from precompute.store.clock import duration, shown_time
 from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.page.page import POLICY, render
@@ -119,7 +119,7 @@ def run_page(figures: RunFigures) -> str:
         ages=age_lines(figures),
         kinds={kind: _words(kind, figures) for kind in _KINDS},
         map_size=_MAP,
-        as_of=f"{datetime.fromtimestamp(figures.at_s, UTC):%Y-%m-%d %H:%M:%S}",
+        as_of=shown_time(datetime.fromtimestamp(figures.at_s, UTC)),
     )
 
 
@@ -172,4 +172,4 @@ def _ticks(begin: float, end: float, x: Callable[[float], float]) -> list[tuple[
     while midnight.timestamp() < end and end - begin >= 2 * 86400:
         ticks.append((x(midnight.timestamp()), f"{midnight:%m-%d}"))
         midnight += timedelta(days=days)
-    return ticks or [(0.0, f"{first:%m-%d %H:%M}"), (1.0, f"{datetime.fromtimestamp(end, UTC):%m-%d %H:%M}")]
+    return ticks or [(0.0, f"{first:%m-%dT%H:%MZ}"), (1.0, f"{datetime.fromtimestamp(end, UTC):%m-%dT%H:%MZ}")]

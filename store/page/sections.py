@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from precompute.store.clock import duration, parsed_time
+from precompute.store.clock import duration, parsed_time, shown_time
 from precompute.store.offline.runs import Report
 from precompute.store.page.figures import Figures, Times, ViewFigures
 from precompute.store.telemetry import instruments as counted
@@ -74,7 +74,7 @@ def run_marks(runs: Sequence[Report], now_s: float) -> tuple[list[Mark], float]:
     for began, run in reversed(dated):
         went_live = "stale" if run.command == "rollback" else "fresh"
         quiet = "other" if run.status in ("current", "committed", "running") else "missing"
-        words = f"{run.started_at[:19]} {run.command}: {run.status}" + (
+        words = f"{shown_time(run.started_at)} {run.command}: {run.status}" + (
             "" if run.snapshot is None else f", snapshot {run.snapshot}"
         )
         marks.append(Mark(0.01 + 0.97 * (began - first) / span_s, went_live if run.status == "published" else quiet, words))

@@ -328,7 +328,7 @@ def test_status_before_and_after_a_run(make_project: MakeProject, capsys: Captur
 
     def table(code: int) -> list[str]:
         assert project.cli("status") == code
-        due = r"\d{4}-\d\d-\d\d 0?\d+:\d\d"
+        due = r"\d{4}-\d\d-\d\dT\d\d:\d\dZ"
         lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
         assert re.search(due, lines[1])
         return [re.sub(r"fresh \d+ s 60 min \d+ s", "fresh AGE 60 min AGE", re.sub(due, "DUE", line)) for line in lines]

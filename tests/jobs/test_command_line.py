@@ -84,7 +84,14 @@ REFUSALS = [
     (["init", "project"], 2, "ConfigError", "is a project"),
     (["new", "view", "numbers"], 2, "ConfigError", "is there"),
     (["explain", "numbers", ""], 1, "", ""),
-    (["nonsense"], 2, "BadUsage", "invalid choice"),
+    (["nonsense"], 2, "BadUsage", "no command 'nonsense' (there are: init, new, "),
+    (["rnu"], 2, "BadUsage", "no command 'rnu'; did you mean 'run'?"),
+    (["run", "numbers", "--ful"], 2, "BadUsage", "no option '--ful'; did you mean '--full'?"),
+    (["search", "numbers", "--texxt=a b"], 2, "BadUsage", "no option '--texxt'; did you mean '--text'?"),
+    (["--json", "status"], 2, "BadUsage", "no option '--json': it stands after COMMAND"),
+    (["token", "me", "--scope", "reed"], 2, "BadUsage", "no scope 'reed'; did you mean 'read'?"),
+    (["diff"], 2, "ConfigError", "view 'numbers': nothing of it is live"),
+    (["log"], 2, "ConfigError", "no view has a run yet"),
     (["publish", "numbers", "--snapshot", "x"], 2, "BadUsage", "invalid int"),
 ]
 

@@ -81,6 +81,10 @@ def test_a_difference_names_its_rows_and_figures(project: Scene, capsys: Capture
     told = capsys.readouterr().out
     for words in ("rows: 40 → 40: 1 changed, 1 added, 1 gone, 38 alike", "precompute explain numbers KEY", "changed rows"):
         assert words in told
+    # of the only view: what was live before the live one; what was named, beside the live one
+    for given, beside in (((), "snapshot 2 "), (("numbers", "1"), "snapshot 1 ")):
+        assert project.cli("diff", *given) == 0
+        assert re.match(rf"numbers: {beside}\(\d{{4}}-\d\d-\d\dT\d\d:\d\d:\d\dZ\) beside 3 ", capsys.readouterr().out)
     assert project.cli("diff", "numbers", "1", "9") == 1
     assert "has no snapshot 9" in (error := capsys.readouterr().err)
     assert error.endswith("; shown by: precompute history numbers\n")

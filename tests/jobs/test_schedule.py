@@ -511,7 +511,8 @@ class Process:
 
     def _read(self) -> None:
         assert self.popen.stdout is not None
-        self.said.extend(line.rstrip() for line in self.popen.stdout)
+        # each line with its time; what a run prints itself has none
+        self.said.extend(re.sub(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ (?=\S)", "", line.rstrip()) for line in self.popen.stdout)
 
     def await_said(self, line: str) -> None:
         eventually(lambda: any(re.fullmatch(line, said) for said in list(self.said)), lambda: f"{line} not in {self.said}")

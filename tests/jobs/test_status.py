@@ -140,6 +140,15 @@ def test_an_online_store_that_serves_something_else_shows(make_project: MakeProj
     assert (line["online"], line["attention"]) == (True, [])
 
 
+def test_what_the_files_know_shows_though_the_online_store_is_down(make_project: MakeProject) -> None:
+    project = make_project([(1, 1.0)])
+    project.run()
+    (known,), (line,) = project_status(project), project_status(make_project(project={"online": "redis://127.0.0.1:1/0"}))
+    assert line["attention"][0].startswith("whether it is served is not known: Redis at redis://127.0.0.1:1/0 does not answer")
+    differing = {"age_s": line["age_s"], "source_age_s": line["source_age_s"], "attention": line["attention"]}
+    assert line == known | differing | {"online": None}
+
+
 def test_every_view_has_its_line(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)], views={"another": OTHER})
     project.run()

@@ -57,18 +57,19 @@ def test_all_is_well(make_project: MakeProject, online: str, capsys: pytest.Capt
     capsys.readouterr()
     assert project.cli("verify", "numbers") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "ok   manifest: snapshot 3, epoch 3; chain: 1 (full), 2 (delta), 3 (delta)"
-    assert lines[1].startswith("ok   checksums: 3 parts, ")
+    assert lines[0] == "ok   numbers: manifest: snapshot 3, epoch 3; chain: 1 (full), 2 (delta), 3 (delta)"
+    assert lines[1].startswith("ok   numbers: checksums: 3 parts, ")
     assert lines[2:4] == [
-        "ok   rows: 60 rows, as the manifest says",
-        "ok   online pointer: snapshot 3, epoch 3, generation 1, overlay 2, overlay 3",
+        "ok   numbers: rows: 60 rows, as the manifest says",
+        "ok   numbers: online pointer: snapshot 3, epoch 3, generation 1, overlay 2, overlay 3",
     ]
-    found_themselves = re.fullmatch(r"ok   index: 60 vectors; (\d+) sampled ones find themselves", lines[5])
+    found_themselves = re.fullmatch(r"ok   numbers: index: 60 vectors; (\d+) sampled ones find themselves", lines[5])
     assert found_themselves
     assert 16 <= int(found_themselves[1]) <= 32  # of the part of two rows, both may be drawn once more
-    assert project.cli("verify", "numbers", "--json") == 0
+    # of all views where none is named
+    assert project.cli("verify", "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["view"], found["ok"], [c["check"] for c in found["checks"]]) == ("numbers", True, CHECKS)
+    assert (found["ok"], [(c["view"], c["check"]) for c in found["checks"]]) == (True, [("numbers", check) for check in CHECKS])
 
 
 def test_a_view_without_an_index_and_one_with_texts(make_project: MakeProject) -> None:
@@ -137,7 +138,7 @@ def test_exit_status_and_json_for_alerting(make_project: MakeProject, capsys: py
     assert found["ok"] is False
     assert next(c["check"] for c in found["checks"] if not c["ok"]) == "checksums"
     assert project.cli("verify", "numbers") == 1
-    assert "BAD  checksums: " in capsys.readouterr().out
+    assert "BAD  numbers: checksums: " in capsys.readouterr().out
     assert project.cli("verify", "nothing") == 2
 
 

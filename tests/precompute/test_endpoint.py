@@ -20,7 +20,6 @@ import pyarrow as pa
 import pytest
 import uvloop
 
-from precompute.endpoint import answer_cache
 from precompute.endpoint import endpoint as endpoint_module
 from precompute.endpoint.answer_cache import NAME
 from precompute.endpoint.chat import ChatEndpoint
@@ -314,7 +313,7 @@ def test_an_answer_expires_as_the_view_said_that_paid_it(labels: Any, monkeypatc
         compute(labels(stand_in, cache_days=365), LABELS, rows("long"))
         compute(labels(stand_in, cache_days=30), LABELS, rows("short"))
         day = time.time() + 40 * 86400
-        monkeypatch.setattr(answer_cache.time, "time", lambda: day)
+        monkeypatch.setattr("precompute.endpoint.answer_cache.time.time", lambda: day)
         for days in (30, 365):
             compute(labels(stand_in, cache_days=days), LABELS, rows("long", "short"))
         assert stand_in.seen == {"Label: long": 1, "Label: short": 2}

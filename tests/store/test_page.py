@@ -133,9 +133,9 @@ def test_it_shows_a_view_its_runs_and_what_was_asked_of_it() -> None:
         "50.0% of the source",
         "recall@10 ≥ 97.1% by codes, 55 µs",
         "90 fresh 10 missing (deadline 10)",
-        "last run 2026-11-21 02:00 run failed : 0 rows written, 0 rejected, 1.5 s",
+        "last run 2026-11-21T02:00:00Z run failed : 0 rows written, 0 rejected, 1.5 s",
         "2 more before it",
-        "2026-11-19 02:00 run published , snapshot 7: 1,234 rows written, 3 rejected, 65 s",
+        "2026-11-19T02:00:00Z run published , snapshot 7: 1,234 rows written, 3 rejected, 65 s",
         "the source <b>cannot</b> be read",
         "model 60 s write 4 s",
         "row 3 250 µs 25 ms",
@@ -229,7 +229,7 @@ def test_runs_stand_in_their_time_and_by_what_came_of_them() -> None:
         ("other", 0.495),
         ("missing", 0.7375),
     ]
-    assert (marks[1].words, span_s) == ("2026-11-19T02:00:00 run: published, snapshot 7", 4 * 86400)
+    assert (marks[1].words, span_s) == ("2026-11-19T02:00:00Z run: published, snapshot 7", 4 * 86400)
     page = Parsed(status_page(Figures([ViewFigures(TOLD, RUNS)], at_s=NOW_S)))
     assert [mark["class"] for mark in page.all("circle")] == ["f-fresh", "f-other"]
     assert run_marks([], NOW_S)[0] == []
