@@ -321,6 +321,7 @@ def _scores(shape: _Shape, template: str, name: str) -> Draft:
     # another table's key is a number that measures nothing
     numbers = [column for column in numbers if not column.is_called_key] or numbers
     shape.used |= {column.name: "a number of the score" for column in numbers[:MOST_WEIGHTS]}
+    shape.renamed = {column.name for column in numbers[:MOST_WEIGHTS]}
     shape.note_nulls(numbers[:MOST_WEIGHTS], "count as the mean of their column")
     inputs = {
         c.alias: (f"coalesce({c.finite_sql}, {number_text(c.mean)})::DOUBLE", c.mean, c.spread) for c in numbers[:MOST_WEIGHTS]
