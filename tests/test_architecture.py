@@ -50,7 +50,7 @@ SEAMS = {
     "lightgbm": {"precompute/tabular/lightgbm_model.py"},
     "xgboost": {"precompute/tabular/xgboost_model.py"},
     "catboost": {"precompute/tabular/catboost_model.py"},
-    "PIL": {"precompute/images/image_file.py"},
+    "PIL": {"jobs/setup/templates/image_colors.py", "precompute/images/image_file.py"},
     "transformers": {"precompute/images/vision_tower.py", "precompute/text/transformer.py"},
     "tokenizers": {
         "precompute/models/static_embedding.py",

@@ -29,7 +29,7 @@ EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
 USES = {
     "store": ["cpu", "otel"],
     "precompute": ["engine", "endpoint", "onnx", "testing", "lightgbm", "xgboost", "catboost", "images"],
-    "jobs": ["engine", "notebook"],
+    "jobs": ["engine", "notebook", "images"],
     "demo": ["engine", "demo"],
     "docs": ["engine", "docs"],
     "tests": ["cpu", "demo", "dev"],

@@ -15,7 +15,7 @@ from precompute.store.errors import ConfigError
 
 if TYPE_CHECKING:
     from precompute.jobs.config.project import Project
-    from precompute.jobs.setup.scaffold import Scaffold
+    from precompute.jobs.setup.scaffold import Scaffold, Wanted
 
 
 def add(commands: Commands) -> None:
@@ -26,12 +26,22 @@ def add(commands: Commands) -> None:
     new.add_argument("what", choices=("view",), metavar="KIND", help="what is added: view")
     new.add_argument("name", metavar="NAME", help="of the view")
     for command in (init, new):
-        command.add_argument("--from", dest="source", metavar="FILE", help="CSV or Parquet (default: a sample is written)")
         command.add_argument(
-            "--template", metavar="KIND", help="embeddings, scores, top-k or pairs (default: what suits the file's columns)"
+            "--from",
+            dest="source",
+            metavar="FILE",
+            help="CSV or Parquet, or a folder with pictures (default: a sample is written)",
+        )
+        command.add_argument(
+            "--template",
+            metavar="KIND",
+            help="embeddings, scores, top-k, pairs, features, model, images or endpoint (default: what suits the file's columns)",
         )
         command.add_argument("--key", metavar="A,B", help="the columns that make the key (default: found in the file)")
-        command.add_argument("--encoder", metavar="FOLDER", help="a sentence-transformers folder, for embeddings and top-k")
+        command.add_argument(
+            "--encoder", metavar="FOLDER", help="a sentence-transformers folder, or of images CLIP's or SigLIP's"
+        )
+        command.add_argument("--model", metavar="FILE", help="a LightGBM, XGBoost, CatBoost or ONNX file, for the template model")
     validate = commands.add(
         "validate", _validate, "check views in seconds: configuration, SQL, model, ten rows, online store; nothing is published"
     )
@@ -42,7 +52,7 @@ def add(commands: Commands) -> None:
 def _init(arguments: argparse.Namespace) -> int:
     from precompute.jobs.setup.scaffold import new_project
 
-    made = new_project(Path(arguments.folder), **_wanted(arguments))
+    made = new_project(Path(arguments.folder), _wanted(arguments))
     if arguments.json:
         print(json.dumps(_as_json(made)))
         return DONE
@@ -58,7 +68,7 @@ def _new(arguments: argparse.Namespace) -> int:
     from precompute.jobs.setup.scaffold import new_view, schedule_of
 
     project = project_of(arguments)
-    made = new_view(project, arguments.name, **_wanted(arguments))
+    made = new_view(project, arguments.name, _wanted(arguments))
     lines = [line for view in made.views if (line := schedule_of(project, view)) is not None]
     if arguments.json:
         print(json.dumps(_as_json(made) | {"schedule": lines}))
@@ -74,13 +84,11 @@ def _new(arguments: argparse.Namespace) -> int:
     return DONE
 
 
-def _wanted(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "source": None if arguments.source is None else Path(arguments.source),
-        "template": arguments.template,
-        "key": [] if arguments.key is None else arguments.key.split(","),
-        "encoder": arguments.encoder,
-    }
+def _wanted(arguments: argparse.Namespace) -> Wanted:
+    from precompute.jobs.setup.scaffold import Wanted
+
+    source, model = (None if given is None else Path(given) for given in (arguments.source, arguments.model))
+    return Wanted(source, arguments.template, [] if arguments.key is None else arguments.key.split(","), arguments.encoder, model)
 
 
 def _as_json(made: Scaffold) -> dict[str, Any]:
@@ -107,7 +115,7 @@ def _next_commands(made: Scaffold, first: Sequence[str], address: str = "127.0.0
     lines, last = [*first, "precompute validate"], made.views[-1]
     lines += [f"precompute run {view.name}" for view in made.views]
     lines += [f"precompute lookup {view.name} {shlex.quote(view.example)}" for view in made.views[-1:] if view.example]
-    lines += [f'precompute search {view.name} --text "…" -k 3' for view in made.views if view.searched]
+    lines += [f"precompute search {view.name} {view.searched} -k 3" for view in made.views if view.searched]
     return [*lines, f"precompute serve    # curl -s http://{address}/v1/views/{last.name}/rows/{last.example or '…'}"]
 
 

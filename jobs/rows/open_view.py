@@ -156,11 +156,14 @@ class OpenView:
         ConfigError: a built-in model reads a column that the source does not yield. Of one's own it is known once it was called.
         """
         names = self.source.schema.names
-        lacks = [name for name in model.reads() if name not in names] if isinstance(model, ReadingModel) else []
-        if lacks and self.view.definition.model.use in BUILT_IN:
+        use = self.view.definition.model.use
+        # what `columns` hands on is the features themselves
+        reads = self.view.feature_names if use == "columns" else model.reads() if isinstance(model, ReadingModel) else ()
+        lacks = [name for name in reads if name not in names]
+        if lacks and use in BUILT_IN:
             raise ConfigError(
-                f"{self.place('source', 'sql')}: the source yields no column {lacks[0]!r}, which the model {self.view.definition.model.use} "
-                f"reads: name one so with AS, or another in model.args{nearest_or_all(lacks[0], names)}"
+                f"{self.place('source', 'sql')}: the source yields no column {lacks[0]!r}, which the model {use} "
+                f"reads: name one so with AS, or {'correct features' if use == 'columns' else 'another in model.args'}{nearest_or_all(lacks[0], names)}"
             )
 
     def lacks_column(self, error: str) -> str | None:

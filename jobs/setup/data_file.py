@@ -30,6 +30,7 @@ MOSTLY_DIFFERENT = 0.5
 _KEY_NAME = re.compile(r"(?i)(^|.*[^a-z])(id|key|uuid|guid|code|sku|isbn|asin|slug|nr|no|number)$|.*[a-z](Id|ID|Key)$")
 _INTEGERS = ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "UTINYINT", "USMALLINT", "UINTEGER")
 _TEXTS = ("VARCHAR", "UUID")
+_COMMA = "[+-]?[0-9.]+,[0-9]"
 _NUMBERS = re.compile(r"(U?(TINY|SMALL|BIG|HUGE)INT|U?INTEGER|FLOAT|DOUBLE|BOOLEAN|DECIMAL\(.*\))")
 
 
@@ -38,7 +39,9 @@ class Column:
     """One column: its name in the file and the one it gets in the view, DuckDB's name of its type, and what it holds.
 
     ``values`` are those that are not null, ``letters`` the mean length of a text, ``longest`` the greatest, ``mean`` and ``spread`` (the standard
-    deviation) those of finite numbers; ``written`` are texts with something else than spaces.
+    deviation) those of finite numbers, ``odd`` how many are not finite; ``written`` are texts with something else than spaces, ``numeric`` and
+    ``commas`` those of them that are numbers, with a decimal point or a comma; ``items`` and ``shortest`` are the
+    lengths of the longest and the shortest list.
     """
 
     name: str
@@ -50,6 +53,11 @@ class Column:
     longest: int = 0
     mean: float = 0.0
     spread: float = 0.0
+    odd: int = 0
+    numeric: int = 0
+    commas: int = 0
+    items: int = 0
+    shortest: int = 0
 
     @property
     def is_text(self) -> bool:
@@ -65,6 +73,12 @@ class Column:
     def is_empty_somewhere(self) -> bool:
         """Whether a text in it is empty, or spaces."""
         return self.type == "VARCHAR" and self.written < self.values
+
+    @property
+    def finite_sql(self) -> str:
+        """SQL of its value; a number that is not finite is null."""
+        column = quoted(self.name)
+        return f"CASE WHEN isfinite({column}) THEN {column} END" if self.odd else column
 
     @property
     def may_be_key(self) -> bool:
@@ -99,6 +113,10 @@ class DataFile:
                 return column
         names = [column.name for column in self.columns]
         raise ConfigError(f"{self.path.name} has no column {name!r}{did_you_mean(name, names)} (it has: {', '.join(names)})")
+
+    def absolute(self, sql: str) -> str:
+        """SQL over the file, for a project whose folder is not there yet."""
+        return sql.replace(self.read, self._from)
 
     def distinct(self, columns: Sequence[Column]) -> int:
         """How many values some columns have together, rows with a null among them not counted."""
@@ -145,14 +163,21 @@ def look_at(path: Path, project: Path) -> DataFile:
         ConfigError: it is not there, of another kind, has no rows, or cannot be read; or its name cannot stand in SQL.
     """
     suffix = _checked(path)
-    name = _name_from(path, project)
+    name = name_from(path, project)
     options = [""] if suffix == ".parquet" else [", header = true", ", header = true, sample_size = -1"]
     # DuckDB would take a folder like day=1 for a column
     more = ", hive_partitioning = false" if "=" in str(path.absolute()) else ""
     for option in options:
         call = f"{READERS[suffix]}({{}}{option}{more})"
         try:
-            return _looked(path, call.format(_literal(name)), call.format(_literal(str(path.absolute()))))
+            found = _looked(path, call.format(literal(name)), call.format(literal(str(path.absolute()))))
+            if any(0 < column.commas == column.written for column in found.columns) and suffix != ".parquet":
+                call = call.removesuffix(")") + ", decimal_separator = ',')"
+                other = _looked(path, call.format(literal(name)), call.format(literal(str(path.absolute()))))
+                # where some columns have points, the comma is the others' and theirs would be texts
+                if {c.name for c in found.columns if c.is_number} < {c.name for c in other.columns if c.is_number}:
+                    return other
+            return found
         except (SourceError, ConfigError) as exc:
             # of a CSV, a value far down may not be of the type that those above have
             if option != options[-1] and isinstance(exc, SourceError):
@@ -195,10 +220,17 @@ def _sums(name: str, kind: str) -> str:
             "written": f"count(*) FILTER (trim({text}) <> '')",
             "letters": f"avg(length({text}))",
             "longest": f"max(strlen({text}))",
+            "numeric": f"count(TRY_CAST(trim({text}) AS DOUBLE))",
+            # 1,234 alone may be a thousand
+            "commas": f"count(*) FILTER (regexp_full_match(trim({text}), '{_COMMA}+')) * "
+            f"coalesce(bool_or(regexp_full_match(trim({text}), '{_COMMA}{{1,2}}'))::INTEGER, 0)",
         }
     elif _NUMBERS.fullmatch(kind):
         number = f"CAST({column} AS DOUBLE)"
         of |= {k: f"{f}({number}) FILTER (isfinite({number}))" for k, f in (("mean", "avg"), ("spread", "stddev_pop"))}
+        of["odd"] = f"count(*) FILTER (NOT isfinite({number}))"
+    elif kind.endswith("[]"):
+        of |= {"items": f"max(len({column}))", "shortest": f"min(len({column}))"}
     return "{" + ", ".join(f"'{key}': {sql}" for key, sql in of.items()) + "}"
 
 
@@ -238,7 +270,7 @@ def _checked(path: Path) -> str:
     return suffix
 
 
-def _name_from(path: Path, project: Path) -> str:
+def name_from(path: Path, project: Path) -> str:
     """The file's name as the SQL has it: relative where both lie near each other, so that they can be moved together.
 
     Raises:
@@ -255,7 +287,8 @@ def _name_from(path: Path, project: Path) -> str:
     return name
 
 
-def _literal(text: str) -> str:
+def literal(text: str) -> str:
+    """A text as SQL has it."""
     return "'" + text.replace("'", "''") + "'"
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from precompute.jobs.config.project import Project
 from precompute.jobs.config.section import read_yaml
 from precompute.jobs.setup.data_file import look_at
-from precompute.jobs.setup.view_draft import FOLDER, SAMPLES, TEMPLATES, Draft, drafts, filled, suited
+from precompute.jobs.setup.picture_folder import look_at_pictures, painted
+from precompute.jobs.setup.view_draft import FOLDER, SAMPLES, TEMPLATES, Draft, drafts, filled, image_draft, suited
 from precompute.store.disk.durable_file import disk_message
 from precompute.store.errors import ConfigError, PrecomputeError, did_you_mean
 from precompute.store.feature_view import NAME
@@ -38,59 +39,65 @@ class Scaffold:
         return list(dict.fromkeys(note for view in self.views for note in view.notes))
 
 
-def new_project(
-    folder: Path, *, source: Path | None = None, template: str | None = None, key: Sequence[str] = (), encoder: str | None = None
-) -> Scaffold:
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a draft is made of.
+
+    ``source`` is a CSV or Parquet file, or a folder with pictures; a sample is written where there is none. ``template`` is one of :data:`TEMPLATES`, by default
+    the one that suits the source. ``key`` are the columns that make the key, found where none is named; ``encoder`` is a sentence-transformers folder for
+    texts, one of CLIP or SigLIP for pictures, and ``model`` the file of the template ``model``.
+    """
+
+    source: Path | None = None
+    template: str | None = None
+    key: Sequence[str] = ()
+    encoder: str | None = None
+    model: Path | None = None
+
+
+def new_project(folder: Path, wanted: Wanted) -> Scaffold:
     """Write a project that can be run at once.
 
     Args:
         folder: made where there is none; what lies in it must be harmless.
-        source: a CSV or Parquet file; a sample is written where there is none.
-        template: one of :data:`TEMPLATES`; by default the one that suits the file.
-        key: the columns that make the key; found where none is named.
-        encoder: a sentence-transformers folder, for embeddings.
+        wanted: what it is made of.
 
     Raises:
-        ConfigError: the folder has something in it, or the file cannot be used.
+        ConfigError: the folder has something in it, or the source cannot be used.
         PrecomputeError: something cannot be written.
     """
-    check_folder(folder, source)
-    made = _planned(folder, source, template, key, encoder)
+    check_folder(folder, wanted)
+    made = _planned(folder, wanted)
     schedule = [f'{view.name}: "0 2 * * *"' if view.after is None else f"{view.name}: after {view.after}" for view in made.views]
-    files = _files(made, source)
-    files[".gitignore"] = ((FOLDER / "gitignore").read_text(encoding="utf-8"), "what git leaves out")
+    files = _files(made, wanted)
+    files[".gitignore"] = ((FOLDER / "gitignore").read_bytes(), "what git leaves out")
     # last: a folder without it is no project yet
-    files["project.yaml"] = (filled("project.yaml", {"schedule": "\n".join(schedule)}), "where results lie, and when views run")
+    files["project.yaml"] = (
+        filled("project.yaml", {"schedule": "\n".join(schedule)}).encode(),
+        "where results lie, and when views run",
+    )
     return _written(made, files)
 
 
-def new_view(
-    project: Project,
-    name: str,
-    *,
-    source: Path | None = None,
-    template: str | None = None,
-    key: Sequence[str] = (),
-    encoder: str | None = None,
-) -> Scaffold:
-    """Write a view into a project that is there; arguments as of :func:`new_project`.
+def new_view(project: Project, name: str, wanted: Wanted) -> Scaffold:
+    """Write a view into a project that is there.
 
     Raises:
-        ConfigError: the name is none of a view, or there is one of that name; or the file cannot be used.
+        ConfigError: the name is none of a view, or there is one of that name; or the source cannot be used.
         PrecomputeError: something cannot be written.
     """
     if not NAME.match(name):
         raise ConfigError(
             f"view {name!r}: a name has lower-case letters, digits and _, starts with a letter, and is at most 63 long"
         )
-    made = _planned(project.folder, source, template, key, encoder, name)
+    made = _planned(project.folder, wanted, name)
     for view in made.views:
         if view.name in project.names:
             raise ConfigError(f"{project.folder / 'views' / view.name}.yaml is there: give the new view another name")
-    return _written(made, _files(made, source))
+    return _written(made, _files(made, wanted))
 
 
-def check_folder(folder: Path, source: Path | None) -> None:
+def check_folder(folder: Path, wanted: Wanted) -> None:
     """Raises:
     ConfigError: something of it could be in a project's way.
     """
@@ -100,65 +107,83 @@ def check_folder(folder: Path, source: Path | None) -> None:
         raise ConfigError(f"{folder}: is a file; give a folder that is empty or not there yet")
     if (folder / "project.yaml").exists():
         raise ConfigError(f"{folder}: is a project; add a view to it: precompute -c {folder} new view NAME")
-    own = None if source is None else source.absolute()
-    found = sorted(p.name for p in folder.iterdir() if not HARMLESS.fullmatch(p.name) and p.absolute() != own)
+    own = {Path(path).absolute() for path in (wanted.source, wanted.model, wanted.encoder) if path is not None}
+    found = sorted(p.name for p in folder.iterdir() if not HARMLESS.fullmatch(p.name) and p.absolute() not in own)
     if found:
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         raise ConfigError(f"{folder}: is not empty ({', '.join(found[:3])}{more}); give a folder that is empty or not there yet")
 
 
-def _planned(
-    folder: Path, source: Path | None, template: str | None, key: Sequence[str], encoder: str | None, name: str | None = None
-) -> Scaffold:
+def _planned(folder: Path, wanted: Wanted, name: str | None = None) -> Scaffold:
     """What will be written; nothing is yet."""
+    source, template, encoder, model = wanted.source, wanted.template, wanted.encoder, wanted.model
     if template is not None and template not in TEMPLATES:
         raise ConfigError(f"--template {template}: is not one of {', '.join(TEMPLATES)}{did_you_mean(template, TEMPLATES)}")
+    template = template or ("model" if model else "images" if source and source.is_dir() else None)
+    if encoder is not None and template not in (None, "embeddings", "top-k", "images"):
+        raise ConfigError(f"--encoder: template {template} embeds nothing; leave it out")
+    if model is not None and template != "model":
+        raise ConfigError(f"--model: template {template} takes no model file; leave it out, or take --template model")
+    if template == "images":
+        if wanted.key:
+            raise ConfigError("--key: the key of a picture is its file's name; leave it out")
+        pictures = look_at_pictures(folder / "photos" if source is None else source, folder, sample=source is None)
+        view = image_draft(pictures, folder, name=name, encoder=encoder)
+        return Scaffold(folder, str(source or "photos"), pictures.pictures, template, (view,))
+    if template == "model" and (source is None) != (model is None):
+        lacks = (
+            "--model FILE, or neither for a sample"
+            if model is None
+            else "--from FILE, whose rows have the columns that the model reads"
+        )
+        raise ConfigError(f"--template model: give {lacks}, too")
     if source is None:
         template = template or "embeddings"
         sample = FOLDER / SAMPLES.get(template, "books.csv")
         # as it will lie in the project
-        data = look_at(sample, sample.parent)
+        data, model = look_at(sample, sample.parent), FOLDER / "book_price.txt"
     else:
         data = look_at(source, folder)
         template = template or suited(data)
-    if encoder is not None and template not in ("embeddings", "top-k"):
-        raise ConfigError(f"--encoder: template {template} embeds no text; leave it out")
-    views = drafts(template, data, folder, key=key, name=name, encoder=encoder)
+    views = drafts(template, data, folder, key=wanted.key, name=name, encoder=encoder, model=model)
     return Scaffold(folder, str(source or data.path.name), data.rows, template, tuple(views))
 
 
-def _files(made: Scaffold, source: Path | None) -> dict[str, tuple[str, str]]:
-    """File → its text, and what it is."""
-    files: dict[str, tuple[str, str]] = {}
-    if source is None:
-        files[made.data] = ((FOLDER / made.data).read_text(encoding="utf-8"), f"sample data, {made.rows} rows")
+def _files(made: Scaffold, wanted: Wanted) -> dict[str, tuple[bytes, str]]:
+    """File → its content, and what it is."""
+    files: dict[str, tuple[bytes, str]] = {}
+    if wanted.source is None and made.template == "images":
+        files |= {name: (content, "a sample picture") for name, content in painted().items()}
+    elif wanted.source is None:
+        files[made.data] = ((FOLDER / made.data).read_bytes(), f"sample data, {made.rows} rows")
     for view in made.views:
         if view.module is not None:
-            files[view.module] = ((FOLDER / view.module).read_text(encoding="utf-8"), "the model, yours to change")
+            files[view.module] = ((FOLDER / view.module).read_bytes(), "the model, yours to change")
         what = "what is computed from what" if view.after is None else f"what is computed from {view.after}"
-        files[f"views/{view.name}.yaml"] = (view.text, what)
+        files[f"views/{view.name}.yaml"] = (view.text.encode(), what)
     return files
 
 
-def _written(made: Scaffold, files: Mapping[str, tuple[str, str]]) -> Scaffold:
+def _written(made: Scaffold, files: Mapping[str, tuple[bytes, str]]) -> Scaffold:
     """Raises:
     ConfigError: a file is there, and has another text.
     PrecomputeError: one cannot be written.
     """
     new = {}
-    for name, (text, what) in files.items():
+    for name, (content, what) in files.items():
         path = made.folder / name
         if path.exists() and path.name == ".gitignore":
             continue
-        if path.exists() and (path.is_dir() or path.read_bytes() != text.encode()):
+        if path.exists() and (path.is_dir() or path.read_bytes() != content):
             raise ConfigError(f"{path} is there, and is another one: move it, or use another folder")
         if not path.exists():
-            new[name] = (text, what)
+            new[name] = (content, what)
     try:
         (made.folder / "views").mkdir(parents=True, exist_ok=True)
-        for name, (text, _) in new.items():
-            with (made.folder / name).open("x", encoding="utf-8") as file:
-                file.write(text)
+        for name, (content, _) in new.items():
+            (made.folder / name).parent.mkdir(exist_ok=True)
+            with (made.folder / name).open("xb") as file:
+                file.write(content)
     except OSError as exc:
         raise PrecomputeError(disk_message(made.folder, exc, "nothing else was changed")) from exc
     return Scaffold(made.folder, made.data, made.rows, made.template, made.views, {name: what for name, (_, what) in new.items()})

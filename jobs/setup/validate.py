@@ -69,8 +69,18 @@ def _of_view(project: Project, name: str) -> Iterator[Check]:
     if not check.ok:
         return
     config = project.view(name)
-    yield (check := tried("source", lambda: _read(project, config)))
-    if check.ok:
+    if waits := [
+        other for other in config.inputs() if other in project.names and project.offline.view(other).refs.live() is None
+    ]:
+        yield Check(
+            name,
+            "source",
+            True,
+            f"not tried: it reads live.{waits[0]}, which is not published yet: precompute run {waits[0]} first",
+        )
+    else:
+        yield (check := tried("source", lambda: _read(project, config)))
+    if check.ok and not waits:
         yield tried("model", lambda: _computed(project, config))
     if config.index is not None:
         yield tried("index", lambda: _indexed(config))

@@ -12,14 +12,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from precompute.jobs.setup.data_file import Column, DataFile, number_text, slug_of
+from precompute.jobs.setup.model_file import look_at_model
+from precompute.jobs.setup.picture_folder import PictureFolder, image_dim
 from precompute.model import resolve_path
 from precompute.project_module import starting_from
 from precompute.sources.database import quoted
 from precompute.store.errors import ConfigError, ModelError
+from precompute.store.feature_view import RESERVED
 from precompute.text.sentence_folder import Dense, read_sentence_folder
 
 FOLDER = Path(__file__).with_name("templates")
-TEMPLATES = ("embeddings", "scores", "top-k", "pairs")
+TEMPLATES = ("embeddings", "scores", "top-k", "pairs", "features", "model", "images", "endpoint")
 SAMPLES = {"pairs": "readings.csv"}
 """Template → the data that a project gets which brings none; of all others ``books.csv``."""
 
@@ -36,8 +39,8 @@ _TITLE = re.compile(r"(?i).*(title|titel|name|subject|headline|heading|label)")
 class Draft:
     """A view that is to be written.
 
-    ``module`` is the template that its model's class lies in, None of a built-in; ``after`` the view it reads, ``example`` a key of the data, ``notes`` what
-    somebody should know who did not look at the data.
+    ``module`` is the template that its model's class lies in, or the model itself, None of a built-in; ``after`` the view it reads, ``example`` a key of the data, ``searched`` what a search of it names,
+    ``notes`` what somebody should know who did not look at the data.
     """
 
     name: str
@@ -45,7 +48,7 @@ class Draft:
     module: str | None = None
     after: str | None = None
     example: str = ""
-    searched: bool = False
+    searched: str = ""
     notes: tuple[str, ...] = ()
 
 
@@ -58,6 +61,8 @@ class _Shape:
     made_key: bool = False
     used: dict[str, str] = field(default_factory=dict)
     """Column → what becomes of it."""
+    renamed: set[str] = field(default_factory=set)
+    """Columns that stand in the SELECT by the names that they get in the view."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -105,20 +110,59 @@ class _Shape:
         """So that it is the same row in every run."""
         return ", ".join(quoted(column.name) for column in self.data.columns if column not in self.keys) or "1"
 
+    @property
+    def summary(self) -> list[str]:
+        """What was made of the file's columns, in a line; and of which names others were made."""
+        columns = self.data.columns
+        uses = {column.name: self._use(column) for column in columns} | {
+            n: f"left out ({w})" for n, w in self.data.unusable.items()
+        }
+        parts = [f"{use}: {', '.join(name for name in uses if uses[name] == use)}" for use in dict.fromkeys(uses.values())]
+        lines = [f"{len(uses)} columns: {'; '.join(parts)}"]
+        made = {c.name: c.alias for c in columns if c.name != c.alias and (c in self.keys or c.name in self.renamed)}
+        return lines + [f"names for SQL and answers: {', '.join(f'{n!r} is {a}' for n, a in made.items())}"] * bool(made)
+
+    def note_texts(self) -> None:
+        """Of numbers that the file has as texts."""
+        for column in self.data.columns:
+            name, others = column.name, column.written - column.numeric
+            if column.commas and column not in self.keys:
+                self.notes.append(
+                    f"{name!r} has decimal commas, so it is text here: replace(replace({quoted(name)}, '.', ''), ',', '.')::DOUBLE reads it"
+                )
+            elif 0 < others <= column.written / 2 and column not in self.keys:
+                self.notes.append(
+                    f"{name!r} is text, since {others} of its {column.written} values are no numbers: TRY_CAST({quoted(name)} AS DOUBLE) makes them null"
+                )
+
+    def note_nulls(self, columns: Sequence[Column], become: str) -> None:
+        """Of those of ``columns`` that have no value somewhere."""
+        empty = {c.name: self.data.rows - c.values + c.odd for c in columns}
+        some = ", ".join(f"{name} ({count:,} of {self.data.rows:,})" for name, count in empty.items() if count)
+        self.notes += [f"empty values {become}: {some}"] if some else []
+
     def described(self) -> str:
-        """The file and its columns, as comments."""
+        """The file and its columns, as comments, and what was noted of them."""
         head = f"{self.data.path.name}: {self.data.rows:,} {'row' if self.data.rows == 1 else 'rows'}"
         rows = [(column.name, column.type, self._use(column)) for column in self.data.columns]
         rows += [(name, "", f"left out: {why}") for name, why in self.data.unusable.items()]
         widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
-        return "\n".join([f"# {head}", *(f"#   {a.ljust(widths[0])}  {b.ljust(widths[1])}  {c}".rstrip() for a, b, c in rows)])
+        lines = [f"#   {a.ljust(widths[0])}  {b.ljust(widths[1])}  {c}".rstrip() for a, b, c in rows]
+        return "\n".join([f"# {head}", *lines, *(f"# note: {note}" for note in self.notes)])
 
     def _use(self, column: Column) -> str:
         return "the key" if column in self.keys else self.used.get(column.name, "not used")
 
 
 def drafts(
-    template: str, data: DataFile, project: Path, *, key: Sequence[str] = (), name: str | None = None, encoder: str | None = None
+    template: str,
+    data: DataFile,
+    project: Path,
+    *,
+    key: Sequence[str] = (),
+    name: str | None = None,
+    encoder: str | None = None,
+    model: Path | None = None,
 ) -> list[Draft]:
     """The views of a template over a file, in the order in which they run.
 
@@ -129,17 +173,44 @@ def drafts(
         key: the columns that make the key; found where none is named.
         name: of the last view; by default after what a row is about.
         encoder: a sentence-transformers folder, or ``package:name/folder``.
+        model: of the template ``model``, its file.
 
     Raises:
         ConfigError: the file has not what the template needs, or the encoder is none.
     """
     shape = _shape(template, data, key)
+    shape.note_texts()
+    if template == "features":
+        return [_features(shape, name or f"{shape.noun}_features")]
+    if template == "model":
+        assert model is not None
+        return [_model(shape, project, name or f"{shape.noun}_score", model)]
+    if template == "endpoint":
+        return [_endpoint(shape, name or f"{shape.noun}_label")]
     if template == "embeddings":
         return [_embeddings(shape, project, name or f"{shape.noun}_embedding", encoder)]
     if template == "top-k":
         base = _embeddings(shape, project, f"{name or shape.noun}_embedding", encoder)
         return [base, _top_k(shape, name or f"{shape.noun}_related", base.name)]
     return [_scores(shape, template, name or f"{shape.noun}_score")]
+
+
+def image_draft(pictures: PictureFolder, project: Path, *, name: str | None = None, encoder: str | None = None) -> Draft:
+    """The view of the template ``images``; arguments as of :func:`drafts`, ``encoder`` a CLIP or SigLIP folder."""
+    stem = slug_of(pictures.path.absolute().name) or "photo"
+    noun = stem.removesuffix("s") if len(stem) > 3 and not stem.endswith("ss") else stem
+    name, model, dim = name or f"{noun}_embedding", filled("model-image_colors.yaml", {}), 64
+    module = "image_colors.py" if encoder is None else None
+    if encoder is not None:
+        path = json.dumps(path_from(Path(encoder), project), ensure_ascii=False)
+        model, dim = filled("model-image_encoder.yaml", {"path": path}), image_dim(Path(encoder))
+    sql = f"SELECT\n  parse_filename(filename) AS {noun}_id,\n  content AS image\nFROM {pictures.read}"
+    values = {"view": name, "noun": noun.replace("_", " "), "key": f"{noun}_id", "model": model, "dim": str(dim), "sql": sql}
+    values |= {"example": shlex.quote(pictures.example), "columns": f"# {pictures.path.name}: {pictures.pictures:,} pictures"}
+    notes = (f"{pictures.others:,} files that are no pictures by their names are not read",) if pictures.others else ()
+    return Draft(
+        name, filled("images.yaml", values), module, None, pictures.example, f"--key {shlex.quote(pictures.example)}", notes
+    )
 
 
 def suited(data: DataFile) -> str:
@@ -176,17 +247,20 @@ def _shape(template: str, data: DataFile, key: Sequence[str]) -> _Shape:
     return _Shape(data, [], made_key=True, notes=[note])
 
 
-def _embeddings(shape: _Shape, project: Path, name: str, encoder: str | None) -> Draft:
+def _texts(shape: _Shape) -> list[Column]:
+    """The columns that say what a row is: the longest text, and before it a title where there is one."""
     texts = sorted((c for c in shape.data.columns if c.is_text and c not in shape.keys), key=lambda c: c.letters, reverse=True)
     # a table of words, say, whose only text is the key
     texts = texts or [column for column in shape.keys if column.is_text]
     if not texts:
         have = ", ".join(f"{column.name} {column.type}" for column in shape.data.columns)
-        raise ConfigError(
-            f"{shape.data.path.name} has no column with text to embed (it has: {have}): --template scores takes numbers"
-        )
+        raise ConfigError(f"{shape.data.path.name} has no column with text (it has: {have}): --template scores takes numbers")
     titles = [column for column in texts[1:] if _TITLE.match(column.name)]
-    chosen = [*titles[:1], texts[0]]
+    return [*titles[:1], texts[0]]
+
+
+def _embeddings(shape: _Shape, project: Path, name: str, encoder: str | None) -> Draft:
+    chosen = _texts(shape)
     shape.used |= {column.name: "in the text" for column in chosen}
     sql = quoted(chosen[0].name) if len(chosen) == 1 else f"concat_ws(': ', {', '.join(quoted(c.name) for c in chosen)})"
     empty = max(column.written for column in chosen) < shape.data.rows
@@ -195,7 +269,7 @@ def _embeddings(shape: _Shape, project: Path, name: str, encoder: str | None) ->
         shape.notes.append("rows without text are left out")
     model, dim, module = _text_model(project, encoder)
     values = {"sql": shape.select({"text": sql}, wanted), "model": model, "dim": str(dim)}
-    return _draft("embeddings", name, shape, values, module=module, searched=True)
+    return _draft("embeddings", name, shape, values, module=module, searched='--text "…"')
 
 
 def _text_model(project: Path, encoder: str | None) -> tuple[str, int, str | None]:
@@ -205,9 +279,7 @@ def _text_model(project: Path, encoder: str | None) -> tuple[str, int, str | Non
     if encoder is None:
         return filled("model-hashed_text.yaml", {"dim": str(HASHED_DIM)}), HASHED_DIM, "hashed_text.py"
     if not encoder.startswith("package:"):
-        path = os.path.relpath(Path(encoder).expanduser().absolute(), project.absolute())
-        encoder = str(Path(encoder).expanduser().absolute()) if path.startswith("../../..") else path
-        encoder = encoder if encoder.startswith(("/", "../")) else f"./{encoder}"
+        encoder = path_from(Path(encoder), project)
     return (
         filled("model-text_encoder.yaml", {"path": json.dumps(encoder, ensure_ascii=False)}),
         encoder_dim(encoder, project),
@@ -249,9 +321,10 @@ def _scores(shape: _Shape, template: str, name: str) -> Draft:
     # another table's key is a number that measures nothing
     numbers = [column for column in numbers if not column.is_called_key] or numbers
     shape.used |= {column.name: "a number of the score" for column in numbers[:MOST_WEIGHTS]}
-    # a null counts as the mean
+    shape.renamed = {column.name for column in numbers[:MOST_WEIGHTS]}
+    shape.note_nulls(numbers[:MOST_WEIGHTS], "count as the mean of their column")
     inputs = {
-        c.alias: (f"coalesce({quoted(c.name)}, {number_text(c.mean)})::DOUBLE", c.mean, c.spread) for c in numbers[:MOST_WEIGHTS]
+        c.alias: (f"coalesce({c.finite_sql}, {number_text(c.mean)})::DOUBLE", c.mean, c.spread) for c in numbers[:MOST_WEIGHTS]
     }
     if not inputs:
         inputs = _counted(shape, template)
@@ -284,6 +357,105 @@ def _counted(shape: _Shape, template: str) -> dict[str, tuple[str, float, float]
     )
 
 
+_TYPES = {"TINYINT": "int8", "SMALLINT": "int16", "INTEGER": "int32", "UTINYINT": "int16", "USMALLINT": "int32"}
+_TYPES |= dict.fromkeys(("BIGINT", "UINTEGER", "UBIGINT", "HUGEINT", "UHUGEINT"), "int64")
+_TYPES |= {"FLOAT": "float32", "DOUBLE": "float64", "DECIMAL": "float64", "VARCHAR": "string", "UUID": "string", "ENUM": "string"}
+_ALONE = {"BOOLEAN": "bool"} | dict.fromkeys(("DATE", "TIME", "TIMESTAMP", "TIMESTAMP WITH TIME ZONE"), "string")
+_ALONE |= dict.fromkeys(("TIMESTAMP_S", "TIMESTAMP_MS", "TIMESTAMP_NS"), "string")
+"""DuckDB's name of a type → the feature's; of those in the last two no lists."""
+
+
+def _feature(column: Column, rows: int) -> str | None:
+    """What a view declares of a column; None of a type that no feature has."""
+    found = re.fullmatch(r"([A-Z_ ]+)(\(.*\))?(\[(\d*)\])?", column.type, re.DOTALL)
+    if found is None:
+        return None
+    kind, is_list, dim = found[1], found[3] is not None, found[4]
+    dtype = _TYPES.get(kind) if is_list else _TYPES.get(kind) or _ALONE.get(kind)
+    if dtype is None:
+        return None
+    # a vector is never null; Parquet's own have no length in their type
+    dim = dim or (column.items if is_list and column.shortest == column.items > 1 and "float" in dtype else "")
+    if dim and dtype != "string" and column.values == rows:
+        return f"{{dtype: {dtype}, dim: {dim}}}"
+    return f"{{dtype: {dtype}, max_items: {dim or max(10, 2 * column.items)}}}" if is_list else f"{{dtype: {dtype}}}"
+
+
+def _features(shape: _Shape, name: str) -> Draft:
+    data = shape.data
+    declared = {c.name: kind for c in data.columns if c not in shape.keys and (kind := _feature(c, data.rows))}
+    chosen = [column for column in data.columns if column.name in declared]
+    if not chosen:
+        raise ConfigError(f"{data.path.name} has no column beside its key ({', '.join(shape.names)}): there is nothing to serve")
+    shape.used |= {column.name: "a feature" for column in chosen}
+    shape.used |= {c.name: f"left out (no feature is {c.type})" for c in data.columns if c not in (*shape.keys, *chosen)}
+    shape.note_nulls(chosen, "are null")
+    if times := [c.name for c in chosen if _ALONE.get(c.type) == "string"]:
+        shape.notes.append(f"dates and times are texts (epoch_ms(…) in the SQL makes an int64 of one): {', '.join(times)}")
+    names: dict[str, Column] = {}
+    for column in chosen:
+        # of the names that other templates' features have
+        own = column.alias.removeprefix("own_")
+        names[column.alias if own in (*RESERVED, *shape.names, *names) or own != slug_of(column.name) else own] = column
+    if other := [f"{column.name!r} is {alias}" for alias, column in names.items() if alias != column.name]:
+        shape.notes.append(f"names for SQL and answers: {', '.join(other)}")
+    values = {
+        "sql": shape.select({alias: column.finite_sql for alias, column in names.items()}),
+        "features": "\n".join(f"{alias}: {declared[column.name]}" for alias, column in names.items()),
+    }
+    return _draft("features", name, shape, values)
+
+
+def _model(shape: _Shape, project: Path, name: str, path: Path) -> Draft:
+    file = look_at_model(path)
+    chosen = file.columns_of(shape.data, shape.keys)
+    columns = list(dict.fromkeys(chosen.values()))
+    shape.used |= {column.name: "the model's" for column in columns}
+    shape.renamed = {column.name for column in columns}
+    if all(name not in (column.name, column.alias) for name, column in chosen.items()):
+        shape.notes.append(
+            "the model's inputs have no names of columns: columns of numbers stand for them in the file's order; look whether it is theirs"
+        )
+    shape.note_nulls(columns, "count as the mean of their column" if file.use == "onnx" else "are missing values to the model")
+    sql = shape.select({c.alias: file.sql_of(c, shape.data.rows) for c in columns if c not in shape.keys})
+    args = {"path": f"./{path.name}" if path.parent == FOLDER else path_from(path, project)} | file.args(chosen)
+    features = file.features(args, shape.data.absolute(sql), shape.names)
+    values = {
+        "sql": sql,
+        "use": file.use,
+        "args": "\n".join(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in args.items()),
+        "features": "\n".join(f"{feature}: {kind}" for feature, kind in features.items()),
+        # scores of classes are no embeddings
+        "gates": "gates: {duplicates: null}     # rows that are alike to the model have the very same scores"
+        if any("dim:" in kind for kind in features.values())
+        else "",
+    }
+    return _draft("model", name, shape, values, module=path.name if path.parent == FOLDER else None)
+
+
+def _endpoint(shape: _Shape, name: str) -> Draft:
+    chosen = _texts(shape)
+    shape.used |= {column.name: "in the prompt" for column in chosen}
+    shape.renamed = {column.name for column in chosen}
+    there = " OR ".join(f"trim({quoted(column.name)}) <> ''" for column in chosen)
+    empty = max(column.written for column in chosen) < shape.data.rows
+    if empty:
+        shape.notes.append("rows without text are left out")
+    texts = {
+        c.alias: f"coalesce({quoted(c.name)}, '')" if c.values < shape.data.rows else quoted(c.name)
+        for c in chosen
+        if c not in shape.keys
+    }
+    shape.notes.append(
+        "url and model in the view are examples: put in those of your service, and its key in the environment, before `precompute validate`"
+    )
+    values = {
+        "sql": shape.select(texts, f"({there})" if empty else None),
+        "prompt": "\n".join(f"{column.alias}: {{{column.alias}}}" for column in chosen),
+    }
+    return _draft("endpoint", name, shape, values)
+
+
 def _draft(
     template: str,
     name: str,
@@ -292,7 +464,7 @@ def _draft(
     *,
     module: str | None = None,
     after: str | None = None,
-    searched: bool = False,
+    searched: str = "",
 ) -> Draft:
     example = shape.data.example(shape.keys) if shape.keys else ""
     noun = " and ".join(column.alias for column in shape.keys) if template == "pairs" else shape.noun
@@ -303,8 +475,15 @@ def _draft(
         "columns": shape.described(),
         "example": shlex.quote(example),
     }
-    notes = tuple(shape.notes) if after is None else ()
+    notes = (*shape.summary, *shape.notes) if after is None else ()
     return Draft(name, filled(f"{template}.yaml", common | values), module, after, example, searched, notes)
+
+
+def path_from(path: Path, project: Path) -> str:
+    """A file or folder as a view of the project names it: relative where both lie near each other, so that they can be moved together."""
+    absolute = str(path.expanduser().absolute())
+    relative = os.path.relpath(absolute, project.absolute())
+    return absolute if relative.startswith("../../..") else relative if relative.startswith("../") else f"./{relative}"
 
 
 def filled(file: str, values: Mapping[str, str]) -> str:

@@ -147,6 +147,19 @@ class OnnxModel:
         self._checked = schema
 
 
+def names_of(path: Path) -> tuple[dict[str, int], list[str]]:
+    """Of a graph its inputs, each with how many columns it takes (1 where that is open), and its outputs.
+
+    Raises:
+        ConfigError, ModelError: as of :class:`OnnxModel`.
+    """
+    _, session = _loaded(path)
+    widths = {one.name: one.shape[1] if len(one.shape) == 2 else 1 for one in session.get_inputs()}
+    return {name: width if isinstance(width, int) else 1 for name, width in widths.items()}, [
+        one.name for one in session.get_outputs()
+    ]
+
+
 def _loaded(path: Path) -> tuple[list[Path], Any]:
     """(files of weights beside it, a session).
 

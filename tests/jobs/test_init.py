@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
@@ -71,7 +74,7 @@ FILES: dict[str, tuple[Write | None, int]] = {
 
 @pytest.mark.usefixtures("no_encoder")
 @pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("template", ["embeddings", "scores", "top-k", "pairs", "features"])
 def test_each_template_runs_at_once_over_any_file(tmp_path: Path, capsys: Captured, template: str, file: str) -> None:
     write, rows = FILES[file]
     folder = tmp_path / "neu – new"
@@ -157,6 +160,7 @@ def test_of_rows_with_one_key_one_is_taken(tmp_path: Path, capsys: Captured) -> 
     path = written("given.csv", table)(tmp_path)
     assert main(["init", str(tmp_path / "p"), "--from", str(path), "--template", "scores", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["notes"] == [
+        "2 columns: the key: id; a number of the score: x",
         "rows without 'id' are left out",
         "several rows have the same 'id': one of them is taken, see QUALIFY",
     ]
@@ -225,11 +229,18 @@ REFUSED: dict[str, tuple[str, bytes | None, list[str], str]] = {
         ["--encoder", ".", "--template", "embeddings"],
         "is no sentence-transformers folder",
     ),
+    "a model file without data of its own": (
+        "items.csv",
+        b"id,x\n1,0.5\n",
+        ["--template", "model"],
+        "give --model FILE, or neither for a sample, too",
+    ),
+    "no folder of pictures": ("items.csv", b"id,x\n1,0.5\n", ["--template", "images"], "is no folder: --template images takes"),
     "an encoder for scores": (
         "items.csv",
         b"id,x\n1,0.5\n",
         ["--encoder", ".", "--template", "scores"],
-        "template scores embeds no text",
+        "template scores embeds nothing",
     ),
 }
 
@@ -314,6 +325,102 @@ def test_an_encoder_that_is_there_is_used(tmp_path: Path, capsys: Captured) -> N
     assert main(["-c", str(tmp_path / "b"), "validate", "--json"]) == 0
     checks = {check["check"]: check["found"] for check in json.loads(capsys.readouterr().out)["checks"]}
     assert "10 of 10 rows computed" in checks["model"]
+
+
+@pytest.mark.parametrize("template", ["model", "images", "features", "top-k"])
+def test_a_sample_is_green_before_the_first_run_and_published_by_it(tmp_path: Path, capsys: Captured, template: str) -> None:
+    """Of top-k, whose second view reads what the first will publish, too."""
+    if template == "model":
+        pytest.importorskip("lightgbm")
+    folder = tmp_path / "p"
+    assert main(["init", str(folder), "--template", template, "--json"]) == 0
+    views = json.loads(capsys.readouterr().out)["views"]
+    assert main(["-c", str(folder), "validate", "--json"]) == 0
+    found = [check["found"] for check in json.loads(capsys.readouterr().out)["checks"] if check["view"] == views[-1]]
+    assert ("not published yet: precompute run book_embedding first" in found[1]) == (template == "top-k")
+    for view in views:
+        assert main(["-c", str(folder), "run", view, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["counts"]["rejected"] == 0
+
+
+def test_a_model_file_is_matched_with_the_columns(tmp_path: Path, capsys: Captured) -> None:
+    """By name, whatever the name is in SQL; what it reads and the file has not is one message, and nothing is written."""
+    pytest.importorskip("lightgbm")
+    model = FOLDER / "book_price.txt"
+    data = {"id": [1, 2, 3], "Jahr": [1900, 1950, None], "pages": [100.0, 600.0, 300.0], "name": ["a", "b", "c"]}
+    (tmp_path / "m.txt").write_text(model.read_text().replace("pages year", "pages Jahr"))
+    path, folder = written("items.csv", data)(tmp_path), tmp_path / "p"
+    given = ["init", str(folder), "--from", str(path), "--json", "--model"]
+    assert main([*given, str(model)]) == 2
+    assert (
+        "book_price.txt reads 'year', and items.csv has no such column" in json.loads(capsys.readouterr().out)["error"]["message"]
+    )
+    assert main([*given, str(path)]) == 2
+    assert "pickles are never read" in json.loads(capsys.readouterr().out)["error"]["message"]
+    assert not folder.exists()
+    assert main([*given, str(tmp_path / "m.txt")]) == 0
+    assert "empty values are missing values to the model: Jahr (1 of 3)" in json.loads(capsys.readouterr().out)["notes"]
+    view = Project(folder).view("item_score")
+    assert (view.model.use, view.model.args) == ("lightgbm", {"path": "../m.txt", "columns": {"Jahr": "jahr"}})
+    assert main(["-c", str(folder), "run", "item_score", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["counts"]["written"] == 3
+
+
+def test_an_endpoint_that_is_not_there_is_one_message(tmp_path: Path, capsys: Captured) -> None:
+    assert main(["init", str(tmp_path / "p"), "--template", "endpoint"]) == 0
+    assert "url and model in the view are examples" in capsys.readouterr().out
+    view = tmp_path / "p" / "views" / "book_label.yaml"
+    view.write_text(
+        view.read_text().replace("localhost:11434/v1  ", "127.0.0.1:1/v1").replace("limits: {", "limits: {tries: 1, ")
+    )
+    assert main(["-c", str(tmp_path / "p"), "validate", "--json"]) == 1
+    bad = [check for check in json.loads(capsys.readouterr().out)["checks"] if not check["ok"]]
+    assert [check["check"] for check in bad] == ["model"]
+    assert "no answer from http://127.0.0.1:1/v1" in bad[0]["found"]
+
+
+def test_numbers_as_they_are_written_elsewhere(tmp_path: Path, capsys: Captured) -> None:
+    """Decimal commas are read; texts among numbers, what is empty and NaN are noted, and the project runs."""
+    path = tmp_path / "w.csv"
+    path.write_text("id;preis;menge;x\n1;1,50;3;nan\n2;12,25;n/a;1\n3;;4;2\n")
+    assert main(["init", str(tmp_path / "p"), "--from", str(path), "--template", "scores", "--json"]) == 0
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert "empty values count as the mean of their column: preis (1 of 3), x (1 of 3)" in notes, notes
+    assert any("'menge' is text, since 1 of its 3 values are no numbers" in note for note in notes), notes
+    assert main(["-c", str(tmp_path / "p"), "run", "w_score", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["counts"]["written"] == 3
+
+
+def test_columns_are_served_as_they_are(tmp_path: Path, capsys: Captured) -> None:
+    moment = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    rows = {
+        "n": [1, None],
+        "x": [0.5, math.nan],
+        "flag": [True, False],
+        "at": [moment, None],
+        "tags": [["a"], None],
+        "text": ["t", ""],
+    }
+    path = written("users.parquet", {"user_id": ["a", "b"]} | rows | {"vector": [[1.0, 2.0], [3.0, 4.0]], "odd": [{"a": 1}] * 2})(
+        tmp_path
+    )
+    assert main(["init", str(tmp_path / "p"), "--from", str(path), "--template", "features", "--json"]) == 0
+    assert "left out (no feature is STRUCT(a BIGINT)): odd" in json.loads(capsys.readouterr().out)["notes"][0]
+    assert main(["-c", str(tmp_path / "p"), "run", "user_features"]) == 0
+    project = Project(tmp_path / "p")
+    with contextlib.closing(Lookup.open(project.online, root=project.root)) as lookup:
+        served = [lookup.row("user_features", key)["features"] for key in "ab"]
+    vectors = [np.asarray(row.pop("vector")).tolist() for row in served]
+    assert vectors == [[1.0, 2.0], [3.0, 4.0]]
+    assert served == [
+        {"n": 1, "x": 0.5, "flag": True, "at": "2026-01-02T03:04:05.000000Z", "tags": ["a"], "text": "t"},
+        {"n": None, "x": None, "flag": False, "at": None, "tags": None, "text": ""},
+    ]
+    view = tmp_path / "p" / "views" / "user_features.yaml"
+    view.write_text(view.read_text().replace("  flag: {", "  flagg: {"))
+    capsys.readouterr()
+    assert main(["-c", str(tmp_path / "p"), "validate"]) == 2
+    assert "the source yields no column 'flagg', which the model columns reads" in capsys.readouterr().out
 
 
 def test_templates_are_files_that_the_wheel_takes() -> None:

@@ -81,7 +81,6 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], int, str, str]] = {
         "reads a column 'xx'.*did you mean 'x'.*it yields: id, x",
     ),
     "a feature": ({"features": {"treble": {"dtype": "float64"}}}, {}, 1, "model", "computes none of the first 10 rows.*treble"),
-    "a view that was never run": ({"source": {"sql": "SELECT * FROM live.other"}}, {}, 1, "source", "precompute run other"),
     "Redis": ({}, {"online": "redis://:secret@127.0.0.1:1/0"}, 1, "online store", "is it running"),
     "the root": ({}, {"root": "/proc/var"}, 1, "root", "/proc/var"),
 }
