@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -81,9 +82,8 @@ class Service:
             )
         if len({part.view for part in self.parts}) < len(self.parts):
             raise ConfigError(f"service {self.name!r} names a view twice: put its features together")
-        columns = list(self.columns)
-        twice = next((column for column in columns if columns.count(column) > 1), None)
-        if twice is not None:
+        twice, count = Counter(self.columns).most_common(1)[0]
+        if count > 1:
             raise ConfigError(f"service {self.name!r} has two columns {twice!r} in its rows")
         for part in self.parts:
             for name in part.defaults:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -76,6 +77,19 @@ def read_service(path: Path) -> Service:
         raise ConfigError(f"{path}: {exc}") from exc
 
 
+def fitted(service: Service, views: Mapping[str, ViewConfig]) -> Service:
+    """A service whose defaults are of the types that its views declare, without those that fit none: they stand in while a view is not live, too."""
+    parts = [replace(part, defaults=_fitting(views[part.view], part)) if part.view in views else part for part in service.parts]
+    return replace(service, parts=tuple(parts)) if any(part.defaults for part in service.parts) else service
+
+
+def _fitting(view: ViewConfig, part: ServicePart) -> dict[str, Any]:
+    import pyarrow as pa
+
+    kinds = {name: view.feature_view().feature(name).arrow_type for name in part.defaults if name in view.features}
+    return {name: pa.scalar(value, kinds[name]).as_py() for name, value in part.defaults.items() if _fits(view, name, value)}
+
+
 def mistakes(service: Service, views: Mapping[str, ViewConfig], names: list[str], path: Path) -> list[str]:
     """Where a service does not fit the views as they are configured, a line each with file and key. It is served all the same: what it names and is not there, is missing.
 
@@ -106,6 +120,7 @@ def mistakes(service: Service, views: Mapping[str, ViewConfig], names: list[str]
 
 
 def _fits(view: ViewConfig, name: str, value: Any) -> bool:
+    # only a service with defaults needs Arrow here
     from precompute.store.answer import fits
 
     return fits(view.feature_view(), name, value)

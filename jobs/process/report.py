@@ -127,6 +127,10 @@ def engine_line(engine: dict[str, Any]) -> str:
         said.append(f"{engine['flops_per_s'] / 1e9:,.0f} GFLOP/s, MFU {engine['mfu']:.0%} of {engine['peak_flops'] / 1e9:,.0f}")
     if engine.get("peak_memory_bytes"):
         said.append(f"peak {engine['peak_memory_bytes'] / 2**20:,.0f} MiB")
+    if endpoint := engine.get("endpoint"):
+        said.append(f"{endpoint['requests']:,} requests, {endpoint['from_cache']:,} answers from the cache")
+        said.append(f"{endpoint['input_tokens']:,} tokens in, {endpoint['output_tokens']:,} out")
+        said += [f"{endpoint['money']:g} money"] if endpoint["money"] else []
     if engine.get("workers"):
         said.append(str(engine["device"]))
     for count, what in (

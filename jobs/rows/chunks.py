@@ -138,7 +138,8 @@ class Rejections:
 
     def reasons(self) -> str:
         """The commonest reasons, with counts."""
-        return "; ".join(f"{n}× {reason}" for reason, n in self._reasons.most_common(3))
+        more = f"; and {len(self._reasons) - 3} more" if len(self._reasons) > 3 else ""
+        return "; ".join(f"{n}× {reason}" for reason, n in self._reasons.most_common(3)) + more
 
     def _check_count(self) -> None:
         if self.count > self._allowed:

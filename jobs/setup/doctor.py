@@ -185,7 +185,10 @@ def _project(project: Project) -> Iterator[Line]:
     broken = project.broken
     for exc in broken.values():
         yield Line("configuration", "bad", str(exc), "mend the file")
-    if not broken:
+    mistakes = project.service_mistakes()
+    for mistake in mistakes:
+        yield Line("configuration", "bad", mistake, "mend the file")
+    if not broken and not mistakes:
         yield Line("configuration", "ok", f"{project.folder / 'project.yaml'}, views: {', '.join(project.names)}")
     memory = _available_bytes()
     wanted = project.settings.memory_mb * 2**20

@@ -143,7 +143,7 @@ class ChatEndpoint(EndpointModel):
         try:
             self._value(content)
         except ValueError as exc:
-            return used, BadAnswer(str(exc), content)
+            return used, BadAnswer(f"{exc} (with limits: {{answer_tries: 2}} it is sent once more)", content)
         return used, content
 
     def _used(self, usage: Mapping[str, Any], prompt_bytes: int, answer_bytes: int) -> Tokens:

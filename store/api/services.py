@@ -165,7 +165,12 @@ class ServiceRoutes:
                     await asyncio.sleep(0)
                 else:
                     together = [readers.run(self._part, begun, part) for part in left[at : at + _READ_TOGETHER]]
-                    answer.parts += await asyncio.gather(*together)
+                    done = await asyncio.gather(*together, return_exceptions=True)
+                    # all of them first, so that those that were begun are given up with the one that raised
+                    answer.parts += [one for one in done if isinstance(one, (Answer, Refused))]
+                    for one in done:
+                        if isinstance(one, BaseException):
+                            raise one
 
     def _part(self, begun: _Begun, part: ServicePart) -> Answer | Refused:
         try:
