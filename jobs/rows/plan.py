@@ -140,12 +140,21 @@ def _compared(
     """What to build on, why on nothing, how the source differs from it, and the chunks taken over: each as far as its files are whole."""
     store, full, partition = job.store, job.options.full, job.options.partition_text
     while True:
-        previous = None if full else Standing(store).newest(partition)
+        newest = None if full else Standing(store).newest(partition)
+        # of what a gate refused the rows are right, but those before may be nearer to what comes now
+        passed = Standing(store).newest(partition, refused=False) if newest is not None and newest.refused_by else None
+        bases: list[Snapshot | None] = [base for base in (newest, passed) if base is not None and base.recipe == recipe]
         first = not store.numbers() or partition is not None
-        why_full = "every row was requested" if full else _why_full(previous, opened, recipe, first=first)
-        parent = previous if why_full is None else None
+        why_full = "every row was requested" if full else _why_full(newest, opened, recipe, first=first)
+        parent = bases[0] if bases else None
         try:
             diff = _diff(job, opened, parent, finished, source_rows, expired_before_us)
+            if diff.compute and len(bases) > 1:
+                of_refused, parent = diff.compute, bases[1]
+                diff = _diff(job, opened, parent, finished, source_rows, expired_before_us)
+                if of_refused <= diff.compute:
+                    parent = bases[0]
+                    diff = _diff(job, opened, parent, finished, source_rows, expired_before_us)
             whole = store.journals.whole(finished) if diff.resumed else finished
             if whole == finished:
                 return parent, why_full or "", diff, finished
