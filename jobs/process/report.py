@@ -20,9 +20,12 @@ from typing import Any
 
 from precompute.jobs.process.command_process import Terminated, described, end_signal, last_words, logged_as
 from precompute.store.clock import utc_now
+from precompute.store.disk.lease import is_held
 from precompute.store.errors import ConflictError, GateError, PrecomputeError, RejectedError, SnapshotError
+from precompute.store.offline.refs import PUBLISH_LEASE
 from precompute.store.offline.runs import Report
 from precompute.store.offline.view_store import ViewStore
+from precompute.store.record import replace
 
 LEASED = ("run", "materialize")
 """Commands that hold the lease of their partition while they go on."""
@@ -104,6 +107,18 @@ def close_dead(
             store.runs.write(report)
             closed.append(report.run)
     return closed
+
+
+def as_it_ended(store: ViewStore, report: Report) -> Report:
+    """The report, whose end is told truly: a run that was killed could not write it. One that goes on is ``running``."""
+    if report.status != "running":
+        return report
+    publishing = report.command in PUBLISHING and is_held(store.leases, PUBLISH_LEASE)
+    if publishing or (report.command in LEASED and store.running(report.partition)):
+        return report
+    return replace(
+        report, status="killed", error="the process ended without a word: killed, out of memory, or the machine went down"
+    )
 
 
 def _write(store: ViewStore, report: Report, started: float) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -248,8 +249,7 @@ def open_view(
         snapshot: its own whose frame is read, of a view that takes one; by default the frame given last.
         partition: of a partitioned view: what ``$start`` and ``$end`` stand for.
         memory_mb: DuckDB's memory.
-        load: makes the model from ``use``, args (their paths absolute) and the name of its precision; a server passes one that shares models
-            between views.
+        load: makes the model from ``use``, args (their paths absolute) and the name of its precision; a server's shares models between views.
         held: keep the model off the GPUs, for workers to compute there (:mod:`precompute.jobs.rows.engine`): the context of one that breaks ends with its process.
 
     Raises:
@@ -257,12 +257,10 @@ def open_view(
         SourceError: a file is missing, or a view it reads was never published.
         ModelError: the model failed to load, or its files are being replaced.
     """
-    source, inputs = open_source(
-        view, offline, folder, pinned=pinned, snapshot=snapshot, partition=partition, memory_mb=memory_mb
-    )
+    reads = partial(open_source, pinned=pinned, snapshot=snapshot, partition=partition, memory_mb=memory_mb)
+    source, inputs = reads(view, offline, folder)
     model = view.definition.model
-    queries = model_queries(model.args)
-    variant = variant_name(model)
+    queries, variant = model_queries(model.args), variant_name(model)
     try:
         tables = {name: _table(view, source, folder, name, text) for name, text in queries.items()}
         arguments = {**absolute_arguments(model.args, folder), **tables}

@@ -261,10 +261,19 @@ def _why_full(previous: Snapshot | None, opened: OpenView, recipe: str, *, first
     policies = [v.definition.bad_rows for v in (previous.view, view)]
     if policies[0] != policies[1] and "null" in policies:
         changed.append(f"policy for bad rows changed, {' → '.join(policies)}")
-    columns = {name: str(opened.source.schema.field(name).type) for name in opened.source.input_columns}
-    if not changed and dict(previous.input_columns) == columns:
+    columns = {name: str(opened.source.schema.field(name).type) for name in opened.source.schema.names}
+    types = [
+        f"{name!r}, {was} → {columns[name]}" for name, was in previous.input_columns.items() if columns.get(name, was) != was
+    ]
+    if types:
+        changed.append(f"type of a column changed: {'; '.join(types)} (cast it to what it was, and nothing is computed again)")
+    elif not changed and previous.computation == recipe_of(opened, hashed=False):
         changed.append("way rows are hashed changed, by another version of DuckDB")
-    return "every row, since the " + ", and the ".join(changed or ["source's column types changed"])
+    # of keys no manifest has the types
+    keys = ", ".join(f"{name!r}, {columns[name]} now" for name in view.entity)
+    return "every row, since the " + ", and the ".join(
+        changed or [f"type or order of columns changed, of the key perhaps: {keys}"]
+    )
 
 
 def now_us() -> int:
