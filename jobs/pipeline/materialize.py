@@ -182,8 +182,7 @@ class _Accuracy:
             job.store.journals.end(job.report.run)
             raise GateError(
                 f"view {name!r}: {verdict.message}. Nothing was {what}; choose another precision (`precompute tune "
-                f"{name}` measures them all), change the view's `accuracy`, or accept it: precompute run {name} "
-                "--accept accuracy"
+                f"{name}` measures them all), change the view's `accuracy`, or accept it: {job.config.accepting('accuracy')}"
             )
         self._verdicts = [verdict]
 

@@ -177,7 +177,9 @@ def test_a_refused_frame_changes_nothing_of_what_is_live(
     bad = {"id": good["id"], "x": [x * 1000 + 5 for x in good["x"]]}
     project.run("numbers", frame=good, progress=False)
     for written in (200, 0):
-        with pytest.raises(pc.GateError, match="snapshot 2 is not published"):
+        with pytest.raises(
+            pc.GateError, match=r"snapshot 2 is not published.*: mend the frame that the run is given or the model.*full=True"
+        ):
             project.run("numbers", frame=bad, progress=False)
         assert scene.report().counts["written"] == written
     with pytest.raises(pc.SourceError, match="more than one row"):
