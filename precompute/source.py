@@ -249,8 +249,8 @@ class Source:
                 "/".join(str(row[c]) for c in self.entity) + f" ({row['n']} rows)" for row in doubled if row["versions"] > 1
             )
             raise SourceError(
-                f"keys with more than one row and different values, for example {examples}: make ({', '.join(self.entity)}) unique in the "
-                "source, with GROUP BY or QUALIFY row_number() OVER (…) = 1"
+                f"keys with more than one row and different values, for example {examples}: make ({', '.join(self.entity)}) unique: in "
+                "SQL with GROUP BY or QUALIFY row_number() OVER (…) = 1, in a DataFrame with drop_duplicates or unique"
             )
         if doubled:
             # min(rowid) and not row_number(): the window over rowid is an internal error in DuckDB 2.0.0

@@ -103,7 +103,11 @@ def _snapshot_words(event: Mapping[str, Any]) -> str:
 def _run_words(event: Mapping[str, Any]) -> str:
     number = "" if event["snapshot"] is None else f", snapshot {event['snapshot']}"
     error = "" if event["error"] is None else f": {event['error'][:120]}"
-    return f"{event['run']}  {event['command']} {event['status']}{number}, {event['seconds']:,.1f} s{error}"
+    return f"{event['run']}  {event['command']} {event['status']}{number}, {_took(event['seconds'])}{error}"
+
+
+def _took(seconds: float | None) -> str:
+    return f"{seconds:,.1f} s" if seconds else "–"
 
 
 def _pointer_words(event: Mapping[str, Any]) -> str:
@@ -199,7 +203,7 @@ def _log_lines(report: Report, rejected: Mapping[str, Any] | None) -> Iterator[s
     number = "" if report.snapshot is None else f", snapshot {report.snapshot}"
     yield f"{report.run}: {report.command} of {report.view}, {report.status}{number}"
     facts = {
-        "began": f"{shown_time(report.started_at)}, took {report.seconds:,.1f} s" + (f", due {report.due}" if report.due else ""),
+        "began": f"{shown_time(report.started_at)}, took {_took(report.seconds)}" + (f", due {report.due}" if report.due else ""),
         "partition": report.partition,
         "backfill": report.backfill,
         "plan": report.plan,

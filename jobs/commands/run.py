@@ -163,6 +163,7 @@ def describe_report(report: Report) -> str:
     head = f"{report.view}: {report.status}, snapshot {report.snapshot}"
     if report.command == "rollback" and report.status == "published":
         head = f"{report.view}: rolled back, snapshot {report.snapshot} is live"
+    head += f" ({report.plan})" if report.command == "publish" and report.plan else ""
     head += f", partition {report.partition}" if report.partition else ""
     if report.counts:
         counts = report.counts

@@ -506,6 +506,12 @@ class ViewConfig(Section):
         """The source's SQL; of a frame, that of its columns."""
         return self.source.sql if self.source.frame is None else frame_sql(self.source.frame, self.name)
 
+    def accepting(self, gate: str) -> str:
+        """What to type for a run that accepts a gate's refusal."""
+        if self.source.frame is None:
+            return f"precompute run {self.name} --accept {gate}"
+        return f"precompute.open(…).run({self.name!r}, frame=df, accept=[{gate!r}])"
+
     @property
     def serves_all(self) -> bool:
         """Whether all partitions are live at once."""

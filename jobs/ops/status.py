@@ -12,23 +12,22 @@ from typing import Any, Literal, TypedDict
 from precompute.jobs.config.project import Project
 from precompute.jobs.ops.partitions import in_words as partitions_in_words
 from precompute.jobs.ops.partitions import partitions_served
-from precompute.jobs.process.report import LEASED, PUBLISHING
+from precompute.jobs.process.report import as_it_ended
 from precompute.jobs.rows.open_view import REPORTS, known_source_at
 from precompute.jobs.schedule.due import outlook
 from precompute.store.account.account import read_account
 from precompute.store.account.checker import LOOK_S, look
 from precompute.store.clock import duration, parsed_time, shown_time
-from precompute.store.disk.lease import is_held
 from precompute.store.errors import OnlineStoreError, PrecomputeError, SnapshotError
 from precompute.store.freshness import AHEAD_US, Sighting, age_s, as_datetime, iso, microseconds, status_of
 from precompute.store.offline.gc import damage
-from precompute.store.offline.refs import PUBLISH_LEASE, LiveRef
+from precompute.store.offline.refs import LiveRef
 from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.online_store import OnlineStore
 from precompute.store.online_url import open_online_store
-from precompute.store.record import plain, replace
+from precompute.store.record import plain
 from precompute.store.status import Status
 from precompute.store.vectors.index_record import index_figures
 
@@ -246,15 +245,7 @@ _LAST_RUN = ("run", "command", "status", "started_at", "seconds", "partition", "
 def _last_run(store: ViewStore, reports: Sequence[Report]) -> Report | None:
     """The newest run's report, whose end is reported truly: one that was killed could not write it."""
     last = next(iter(reports), None)
-    if last is None or last.status != "running":
-        return last
-    if last.command in PUBLISHING:
-        if is_held(store.leases, PUBLISH_LEASE):
-            return last
-    elif last.command not in LEASED or store.running(last.partition):
-        return last
-    error = "the process ended without a word: killed, out of memory, or the machine went down"
-    return replace(last, status="killed", error=error)
+    return None if last is None else as_it_ended(store, last)
 
 
 def _ahead(times_us: Mapping[str, int | None]) -> list[str]:

@@ -451,4 +451,7 @@ def accepted(job: Job, snapshot: Snapshot) -> Snapshot:
     names = tuple(sorted({*snapshot.accepted, *set(snapshot.refused_by).intersection(job.options.accept)}))
     if names == tuple(sorted(snapshot.accepted)):
         return snapshot
-    return job.store.commit(replace(snapshot, accepted=names, run=job.report.run, created_at=utc_now()))
+    again = job.store.commit(replace(snapshot, accepted=names, run=job.report.run, created_at=utc_now()))
+    told = f"snapshot {again.number} is snapshot {snapshot.number} once more, with {', '.join(names)} accepted"
+    job.report.plan = job.report.plan or told
+    return again

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from precompute.jobs.pipeline.accuracy import AccuracyCheck
@@ -25,6 +25,7 @@ from precompute.jobs.rows.replaced import Replaced, figures_of
 from precompute.store.clock import utc_now
 from precompute.store.errors import ConfigError, GateError, ModelError, RejectedError, SnapshotError, SourceError
 from precompute.store.offline.snapshot import Counts, Snapshot, Verdict
+from precompute.store.offline.view_store import FRAME
 from precompute.store.record import plain, replace
 from precompute.techniques.table import REFERENCE
 
@@ -127,7 +128,12 @@ def _unchanged(job: Job, opened: OpenView, plan: Plan) -> Snapshot:
     report.counts = plain(Counts(plan.source_rows, 0, rejected, plan.source_rows - rejected))
     report.counts |= _nulls(plan.parent)
     with _marking_damage(job, plan):
-        return judged_again(job, opened, plan.parent)
+        snapshot = judged_again(job, opened, plan.parent)
+    if snapshot.frame is not None:
+        # it holds what this run's holds
+        with suppress(OSError):
+            (job.store.data / report.run / FRAME).unlink()
+    return snapshot
 
 
 class _Accuracy:
@@ -176,8 +182,7 @@ class _Accuracy:
             job.store.journals.end(job.report.run)
             raise GateError(
                 f"view {name!r}: {verdict.message}. Nothing was {what}; choose another precision (`precompute tune "
-                f"{name}` measures them all), change the view's `accuracy`, or accept it: precompute run {name} "
-                "--accept accuracy"
+                f"{name}` measures them all), change the view's `accuracy`, or accept it: {job.config.accepting('accuracy')}"
             )
         self._verdicts = [verdict]
 
@@ -262,6 +267,7 @@ def _snapshot(job: Job, opened: OpenView, plan: Plan, chunks: Chunks) -> Snapsho
         parent=None if plan.parent is None else plan.parent.number,
         deletes=deletes,
         own_deletes=own_deletes,
+        frame=None if job.config.source.frame is None else f"data/{report.run}/{FRAME}",
         recipe=plan.recipe,
         computation=recipe_of(opened, hashed=False),
         content=plan.content,

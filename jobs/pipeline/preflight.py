@@ -46,7 +46,7 @@ def check_before(
         if verdict is not None and not verdict.passed:
             raise GateError(
                 f"view {name!r}: nothing was computed, the live snapshot stays. contract: {verdict.message}. If this is as it should be: "
-                f"precompute run {name} --accept contract"
+                f"{config.accepting('contract')}"
             )
     check_online(project, name, take_over=take_over)
 

@@ -78,7 +78,7 @@ def rollback(
             # The last one, killed half-way.
             report.snapshot, report.epoch, report.status = ref.snapshot, ref.epoch, "published"
         else:
-            target = _target(store, ref, to)
+            target = report.snapshot = _target(store, ref, to)
             _mark_left(store, ref.snapshot, target)
             reason = f"rollback from {ref.snapshot}"
             publisher.publish(target, reason=reason, held=f"{reason}, with --hold" if hold else None)

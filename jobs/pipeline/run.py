@@ -293,7 +293,10 @@ def _all_partitions(job: Job, snapshot: Snapshot, lease: Lease) -> Snapshot:
         raise SnapshotError(
             f"view {store.name!r} serves all partitions, and of {snapshot.partition} snapshot {own or 'none'}: publish without --snapshot, or go back with `rollback`"
         )
-    return accepted(job, every)
+    every = accepted(job, every)
+    if job.options.number is not None and every.number != job.options.number:
+        job.report.plan = f"snapshot {every.number} is of all partitions, with snapshot {job.options.number} among them"
+    return every
 
 
 def _go_live(job: Job, snapshot: Snapshot, publisher: Publisher, nothing_new: bool) -> None:

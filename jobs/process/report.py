@@ -20,15 +20,23 @@ from typing import Any
 
 from precompute.jobs.process.command_process import Terminated, described, end_signal, last_words, logged_as
 from precompute.store.clock import utc_now
-from precompute.store.errors import GateError, PrecomputeError, RejectedError
+from precompute.store.disk.lease import is_held
+from precompute.store.errors import ConflictError, GateError, PrecomputeError, RejectedError, SnapshotError
+from precompute.store.offline.refs import PUBLISH_LEASE
 from precompute.store.offline.runs import Report
 from precompute.store.offline.view_store import ViewStore
+from precompute.store.record import replace
 
 LEASED = ("run", "materialize")
 """Commands that hold the lease of their partition while they go on."""
 
 PUBLISHING = ("publish", "rollback", "reconcile")
 """Commands that hold the publishing lease, and no other."""
+
+BY_HAND = ("publish", "rollback")
+"""Commands that report which snapshot they are about once they may change something: refused before, they are no run that failed."""
+
+_REFUSALS = (ConflictError, GateError, SnapshotError)
 
 VERSIONED = ("precompute-store", "torch", "pyarrow", "duckdb", "transformers", "faiss-cpu", "numpy")
 
@@ -38,7 +46,7 @@ def recorded(
     store: ViewStore, command: str, finished: Callable[[Report], None] = lambda _: None, **known: Any
 ) -> Iterator[Report]:
     """A run from start to end: its report is written when it begins, and when it succeeds, fails or is interrupted; then it is given to
-    ``finished``. ``known`` are fields of it that are known at the start."""
+    ``finished``. Of a command by hand that was refused and changed nothing none stays. ``known`` are fields of it that are known at the start."""
     run = f"{store.runs.stamp()}-{secrets.token_hex(3)}"
     report = Report(run, store.name, command, started_at=utc_now(), versions=dict(versions()), pid=os.getpid(), **known)
     started = time.monotonic()
@@ -55,6 +63,8 @@ def recorded(
             yield report
         except BaseException as exc:
             closed(exc)
+            if command in BY_HAND and report.backfill is None and report.snapshot is None and isinstance(exc, _REFUSALS):
+                store.runs.withdraw(report)
             finished(report)
             raise
         _write(store, report, started)
@@ -97,6 +107,18 @@ def close_dead(
             store.runs.write(report)
             closed.append(report.run)
     return closed
+
+
+def as_it_ended(store: ViewStore, report: Report) -> Report:
+    """The report, whose end is told truly: a run that was killed could not write it. One that goes on is ``running``."""
+    if report.status != "running":
+        return report
+    publishing = report.command in PUBLISHING and is_held(store.leases, PUBLISH_LEASE)
+    if publishing or (report.command in LEASED and store.running(report.partition)):
+        return report
+    return replace(
+        report, status="killed", error="the process ended without a word: killed, out of memory, or the machine went down"
+    )
 
 
 def _write(store: ViewStore, report: Report, started: float) -> None:

@@ -108,7 +108,6 @@ class Publisher:
         standing = Standing(store)
         number = standing.newest_publishable() if number is None else number
         snapshot = store.snapshot(number)
-        report.snapshot, report.model = number, snapshot.model
         mended = self.mend()
         ref, current = store.refs.readable_live(), self._current()
         epoch = 0 if current is None else current.epoch
@@ -118,8 +117,10 @@ class Publisher:
         if ref is not None and ref.snapshot == number and not reload and not damaged and ref.epoch >= epoch:
             pointer = self._stays(snapshot, ref, mended or act is Act.POINT)
             if pointer is not None:
+                report.snapshot, report.model = number, snapshot.model
                 return pointer
         standing.check_publishable(snapshot)
+        report.snapshot, report.model = number, snapshot.model
         # Past both pointers: the root may have been restored, or the online store emptied, behind each other's back.
         expected = 0 if ref is None else ref.epoch
         epoch = store.refs.claim_epoch(max(epoch, *(g.number for g in online.generations(view)), 0))

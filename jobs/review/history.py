@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 
 from precompute.jobs.config.project import Project
 from precompute.jobs.ops.retention import list_snapshots
+from precompute.jobs.process.report import as_it_ended
 from precompute.store.clock import parsed_time
 from precompute.store.errors import ConfigError
 from precompute.store.history.versions import reading
@@ -32,7 +33,7 @@ def history(project: Project, view: str, limit: int) -> list[dict[str, Any]]:
 
     Returns:
         of each event ``at`` (ISO 8601 in UTC; None where it cannot be read), ``kind``, and what is known of it: a ``snapshot`` as ``snapshots`` lists it; a ``run`` with id, command, status,
-        seconds, snapshot and error; a ``pointer`` that moved to a snapshot (None: the view was dropped), with epoch and reason.
+        seconds (None of one that goes on, or was killed), snapshot and error; a ``pointer`` that moved to a snapshot (None: the view was dropped), with epoch and reason.
 
     Raises:
         ConfigError: no such view, neither configured nor in the offline store.
@@ -45,8 +46,11 @@ def history(project: Project, view: str, limit: int) -> list[dict[str, Any]]:
         for line in list_snapshots(project, view)
     ]
     events += [
-        {"at": report.started_at, "kind": RUN} | {field: getattr(report, field) for field in _OF_RUN}
-        for report in store.runs.reports(limit)
+        {"at": report.started_at, "kind": RUN}
+        | {field: getattr(report, field) for field in _OF_RUN}
+        # of one that goes on, or could not write its end, nobody knows how long it took
+        | {"seconds": report.seconds or None}
+        for report in (as_it_ended(store, report) for report in store.runs.reports(limit))
     ]
     moves = [entry for entry in store.refs.publishings() if entry.since == entry.published_at or entry.snapshot is None]
     events += [
@@ -80,14 +84,14 @@ def find_run(project: Project, run: str | None) -> tuple[ViewStore, Report]:
             last = store.runs.last()
             if last is None:
                 raise ConfigError(f"view {run!r} has no run yet: precompute run {run}")
-            return store, last
+            return store, as_it_ended(store, last)
     found = [(store, path.stem) for store in stores for path in store.runs.folder.glob("*.json") if path.stem.startswith(run)]
     exact = [(store, name) for store, name in found if name == run] or found
     if len(exact) != 1 or not run:
         which = f"{len(exact)} runs begin so: write more of it" if exact else "`precompute history VIEW` lists a view's runs"
         raise ConfigError(f"no run {run!r}: {which}" if not exact else f"run {run!r}: {which}")
     store, name = exact[0]
-    return store, store.runs.read(name)
+    return store, as_it_ended(store, store.runs.read(name))
 
 
 def rejections(store: ViewStore, run: str) -> dict[str, Any] | None:

@@ -7,19 +7,21 @@ import os
 
 from precompute.jobs.process.job import Job
 from precompute.sources.frame import write_frame
-from precompute.store.disk.durable_file import disk_message, make_folder
+from precompute.store.disk.durable_file import disk_message, make_folder, sync_folder
 from precompute.store.errors import ConfigError, SnapshotError
+from precompute.store.offline.view_store import FRAME
 
 
 def take_frame(job: Job) -> None:
-    """Store the frame of a run in place of the one before; the caller holds the run's lease. Readers of that go on with what they opened.
+    """Store the frame of a run among its files; the caller holds the run's lease. Only a snapshot names it, so that what is live goes on with its own.
 
     Raises:
         ConfigError: the view takes a frame and none was given, or one was given and the view takes none.
         SourceError: it lacks a column, or cannot be read.
         SnapshotError: it cannot be written.
     """
-    config, frame, path = job.config, job.options.frame, job.store.frame
+    config, frame = job.config, job.options.frame
+    path = job.store.data / job.report.run / FRAME
     name, columns = config.name, config.source.frame
     if columns is None and frame is None:
         return
@@ -34,11 +36,12 @@ def take_frame(job: Job) -> None:
             f"precompute.open({str(job.project.folder)!r}).run({name!r}, frame=df). What a schedule or the command line is to run reads "
             "source: {sql: …}"
         )
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
         make_folder(path.parent)
         write_frame(frame, columns, config.entity, temporary)
         os.replace(temporary, path)
+        sync_folder(path.parent)
     except OSError as exc:
         raise SnapshotError(disk_message(path, exc)) from exc
     finally:

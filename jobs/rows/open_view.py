@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,7 @@ def open_view(
     folder: Path,
     *,
     pinned: Mapping[str, int] | None = None,
+    snapshot: int | None = None,
     partition: Partition | None = None,
     memory_mb: int = 1024,
     load: Callable[[str, Mapping[str, Any], str], LoadedModel] | None = None,
@@ -247,10 +249,10 @@ def open_view(
         offline: where other views' snapshots are.
         folder: the project's, absolute: where relative paths start from and modules of one's own lie, wherever the view was defined or published.
         pinned: snapshot numbers of the views it reads, as a manifest recorded them; the live ones by default.
+        snapshot: its own whose frame is read, of a view that takes one; by default the frame given last.
         partition: of a partitioned view: what ``$start`` and ``$end`` stand for.
         memory_mb: DuckDB's memory.
-        load: makes the model from ``use``, args (their paths absolute) and the name of its precision; a server passes one that shares models
-            between views.
+        load: makes the model from ``use``, args (their paths absolute) and the name of its precision; a server's shares models between views.
         held: keep the model off the GPUs, for workers to compute there (:mod:`precompute.jobs.rows.engine`): the context of one that breaks ends with its process.
 
     Raises:
@@ -258,10 +260,10 @@ def open_view(
         SourceError: a file is missing, or a view it reads was never published.
         ModelError: the model failed to load, or its files are being replaced.
     """
-    source, inputs = open_source(view, offline, folder, pinned=pinned, partition=partition, memory_mb=memory_mb)
+    reads = partial(open_source, pinned=pinned, snapshot=snapshot, partition=partition, memory_mb=memory_mb)
+    source, inputs = reads(view, offline, folder)
     model = view.definition.model
-    queries = model_queries(model.args)
-    variant = variant_name(model)
+    queries, variant = model_queries(model.args), variant_name(model)
     try:
         tables = {name: _table(view, source, folder, name, text) for name, text in queries.items()}
         arguments = {**absolute_arguments(model.args, folder), **tables}
@@ -296,6 +298,7 @@ def open_source(
     folder: Path,
     *,
     pinned: Mapping[str, int] | None = None,
+    snapshot: int | None = None,
     partition: Partition | None = None,
     memory_mb: int = 1024,
 ) -> tuple[Source, dict[str, int]]:
@@ -312,7 +315,7 @@ def open_source(
     live = {name: _files(offline.view(name), number) for name, number in inputs.items()}
     bounds = None if partition is None else (partition.start, partition.end)
     try:
-        text, chunk = of_file(sql, offline.view(view.name).frame.absolute()), view.definition.chunk
+        text, chunk = of_file(sql, lambda: offline.view(view.name).frame(snapshot)), view.definition.chunk
         return Source(text, view.entity, live, bounds=bounds, folder=folder, memory_mb=memory_mb, chunk=chunk), inputs
     except (ConfigError, MissingFileError) as exc:
         text = str(exc).removeprefix("entity: ")

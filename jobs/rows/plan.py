@@ -140,12 +140,21 @@ def _compared(
     """What to build on, why on nothing, how the source differs from it, and the chunks taken over: each as far as its files are whole."""
     store, full, partition = job.store, job.options.full, job.options.partition_text
     while True:
-        previous = None if full else Standing(store).newest(partition)
+        newest = None if full else Standing(store).newest(partition)
+        # of what a gate refused the rows are right, but those before may be nearer to what comes now
+        passed = Standing(store).newest(partition, refused=False) if newest is not None and newest.refused_by else None
+        bases: list[Snapshot | None] = [base for base in (newest, passed) if base is not None and base.recipe == recipe]
         first = not store.numbers() or partition is not None
-        why_full = "every row was requested" if full else _why_full(previous, opened, recipe, first=first)
-        parent = previous if why_full is None else None
+        why_full = "every row was requested" if full else _why_full(newest, opened, recipe, first=first)
+        parent = bases[0] if bases else None
         try:
             diff = _diff(job, opened, parent, finished, source_rows, expired_before_us)
+            if diff.compute and len(bases) > 1:
+                of_refused, parent = diff.compute, bases[1]
+                diff = _diff(job, opened, parent, finished, source_rows, expired_before_us)
+                if of_refused <= diff.compute:
+                    parent = bases[0]
+                    diff = _diff(job, opened, parent, finished, source_rows, expired_before_us)
             whole = store.journals.whole(finished) if diff.resumed else finished
             if whole == finished:
                 return parent, why_full or "", diff, finished
@@ -252,10 +261,19 @@ def _why_full(previous: Snapshot | None, opened: OpenView, recipe: str, *, first
     policies = [v.definition.bad_rows for v in (previous.view, view)]
     if policies[0] != policies[1] and "null" in policies:
         changed.append(f"policy for bad rows changed, {' → '.join(policies)}")
-    columns = {name: str(opened.source.schema.field(name).type) for name in opened.source.input_columns}
-    if not changed and dict(previous.input_columns) == columns:
+    columns = {name: str(opened.source.schema.field(name).type) for name in opened.source.schema.names}
+    types = [
+        f"{name!r}, {was} → {columns[name]}" for name, was in previous.input_columns.items() if columns.get(name, was) != was
+    ]
+    if types:
+        changed.append(f"type of a column changed: {'; '.join(types)} (cast it to what it was, and nothing is computed again)")
+    elif not changed and previous.computation == recipe_of(opened, hashed=False):
         changed.append("way rows are hashed changed, by another version of DuckDB")
-    return "every row, since the " + ", and the ".join(changed or ["source's column types changed"])
+    # of keys no manifest has the types
+    keys = ", ".join(f"{name!r}, {columns[name]} now" for name in view.entity)
+    return "every row, since the " + ", and the ".join(
+        changed or [f"type or order of columns changed, of the key perhaps: {keys}"]
+    )
 
 
 def now_us() -> int:

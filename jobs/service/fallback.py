@@ -412,6 +412,7 @@ class ViewFallback(Fallback):
                 self._store,
                 self._folder,
                 pinned=pointer.inputs,
+                snapshot=pointer.snapshot,
                 partition=None if pointer.partition is None else Partition.parse(pointer.partition),
                 memory_mb=self._memory_mb,
                 load=self._model,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
 import math
 import os
 import re
@@ -164,13 +166,15 @@ def look_at(path: Path, project: Path) -> DataFile:
     """
     suffix = _checked(path)
     name = name_from(path, project)
-    options = [""] if suffix == ".parquet" else [", header = true", ", header = true, sample_size = -1"]
+    options = [""] if suffix == ".parquet" else [", header = true, skip = 0", ", header = true, skip = 0, sample_size = -1"]
     # DuckDB would take a folder like day=1 for a column
     more = ", hive_partitioning = false" if "=" in str(path.absolute()) else ""
     for option in options:
         call = f"{READERS[suffix]}({{}}{option}{more})"
         try:
             found = _looked(path, call.format(literal(name)), call.format(literal(str(path.absolute()))))
+            if suffix != ".parquet" and len(found.columns) == 1 and (line := _ragged(path)):
+                raise ConfigError(line)
             if any(0 < column.commas == column.written for column in found.columns) and suffix != ".parquet":
                 call = call.removesuffix(")") + ", decimal_separator = ',')"
                 other = _looked(path, call.format(literal(name)), call.format(literal(str(path.absolute()))))
@@ -184,8 +188,22 @@ def look_at(path: Path, project: Path) -> DataFile:
                 continue
             if "utf-8" in str(exc).lower():
                 raise ConfigError(f"{path}: is not UTF-8: convert it, as in iconv -f latin1 -t utf-8 FILE > NEW") from exc
-            raise ConfigError(f"{path}: {exc}") from exc
+            raise ConfigError(f"{path}: {('' if suffix == '.parquet' else _ragged(path)) or exc}") from exc
     raise AssertionError("there is an option")
+
+
+def _ragged(path: Path) -> str:
+    """The first line of a CSV that has more or fewer values than its header; empty where all have as many."""
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8", errors="replace", newline="") as file:
+        head = file.readline()
+        file.seek(0)
+        rows = csv.reader(file, delimiter=max(",;\t|", key=head.count))
+        wanted = len(next(rows, []))
+        for row in rows:
+            if row and len(row) != wanted:
+                return f"the row that ends on line {rows.line_num} has {len(row)} values, and the header {wanted}: mend that line"
+    return ""
 
 
 def _looked(path: Path, read: str, absolute: str) -> DataFile:

@@ -167,7 +167,7 @@ def _indexed(config: ViewConfig) -> str:
 def _contract(project: Project, config: ViewConfig) -> str:
     verdict = contract_verdict(config, project.offline.view(config.name))
     if verdict is not None and not verdict.passed:
-        raise GateError(f"{verdict.message}. If this is as it should be: precompute run {config.name} --accept contract")
+        raise GateError(f"{verdict.message}. If this is as it should be: {config.accepting('contract')}")
     if verdict is None:
         return "nothing is live that could break" if config.gates.contract else "gates.contract is switched off"
     return verdict.message

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ def frame_sql(columns: Sequence[str], view: str) -> str:
     return f"SELECT {', '.join(map(quoted, columns))} FROM frame.{quoted(view)}"
 
 
-def of_file(sql: str, path: Path) -> str:
-    """SQL of :func:`frame_sql` as DuckDB can run it, reading the file at ``path``, absolute; other SQL as it is.
+def of_file(sql: str, frame: Callable[[], Path | None]) -> str:
+    """SQL of :func:`frame_sql` as DuckDB can run it, reading the file that ``frame`` names; other SQL as it is.
 
     Raises:
         SourceError: no frame was given yet.
@@ -37,11 +37,12 @@ def of_file(sql: str, path: Path) -> str:
     table = _TABLE.search(sql)
     if table is None:
         return sql
-    if not path.is_file():
+    path = frame()
+    if path is None:
         raise SourceError(
             "it takes its rows from a DataFrame, and none was given yet: precompute.open(…).run(view, frame=df), in Python"
         )
-    text = str(path).replace("'", "''")
+    text = str(path.absolute()).replace("'", "''")
     return f"{sql[: table.start()]} FROM read_parquet('{text}')"
 
 

@@ -30,7 +30,7 @@ Stamp = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What choosing and removing snapshots takes of a manifest. ``files`` are the paths of parts, deletes and rejected rows, from the view's folder."""
+    """What choosing and removing snapshots takes of a manifest. ``files`` are the paths of parts, deletes, rejected rows and a given frame, from the view's folder."""
 
     number: int
     run: str
@@ -49,6 +49,7 @@ class Entry:
     def of(cls, number: int, snapshot: Snapshot) -> Entry:
         """What the manifest of this number says."""
         files = tuple(part.path for part in (*snapshot.parts, snapshot.deletes, snapshot.rejected) if part is not None)
+        files += () if snapshot.frame is None else (snapshot.frame,)
         refused = tuple(snapshot.refused_by)
         members = tuple(sorted(snapshot.members.values()))
         of = (

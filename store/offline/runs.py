@@ -162,6 +162,12 @@ class Runs:
             with contextlib.suppress(OSError):
                 marker.unlink(missing_ok=True)
 
+    def withdraw(self, report: Report) -> None:
+        """Remove the report of a command that was refused and changed nothing."""
+        for path in (self.path(report.run), self._running / report.run):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
     def unended(self) -> list[Report]:
         """Reports of the runs that did not write their end: they go on, or died."""
         unended = []

@@ -111,6 +111,8 @@ class Snapshot(Record, frozen=True):
     """Of a compacted one, and of a delta that took the place of others: the snapshots whose rows it copied."""
     base_losses: int | None = None
     """Rows that those of ``bases`` removed or rejected, so that a key may have none any more; None where that was not counted."""
+    frame: str | None = None
+    """The file, from the view's folder, of the rows that a program handed to its run; it lies there as long as the manifest."""
     deletes: Part | None = None
     """Which rows of this and earlier parts are no rows of this snapshot: see :data:`DELETES_SCHEMA`."""
     own_deletes: int = 0

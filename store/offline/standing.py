@@ -26,6 +26,16 @@ def keeps_live(snapshot: Snapshot) -> bool:
     return snapshot.partition is not None and not snapshot.rows and snapshot.view.definition.empty != "publish"
 
 
+def _if_wrong(snapshot: Snapshot) -> str:
+    """What to do about a snapshot that a gate refused with reason, by where its rows come from."""
+    full, model = "--full" if snapshot.frame is None else "full=True", snapshot.view.definition.model
+    what = "source" if snapshot.frame is None else "frame that the run is given"
+    text = f"If the rows are wrong: mend the {what} or the model, then run the view again. Until then every run is refused as this one was"
+    if model.use.endswith("_endpoint"):
+        return f"{text}, with {full} too, since the answers are cached: new ones for the same inputs need another `cache` in model.args, and {full}"
+    return f"{text}, with {full} too; {full} is for what was mended where neither input nor fingerprint shows it"
+
+
 def are_alike(one: Snapshot, other: Snapshot) -> bool:
     """Whether rows of both can be served as one set: of one model, entity and features."""
     return one.model == other.model and one.view.entity == other.view.entity and one.view.features == other.view.features
@@ -119,8 +129,7 @@ class Standing:
             accept = " ".join(f"--accept {name}" for name in snapshot.refused_by)
             raise GateError(
                 f"view {self._store.name!r}: snapshot {number} is not published, the live one stays. {said}. If this is as it should be: "
-                f"precompute publish {self._store.name} --snapshot {number} {accept}. If the rows are wrong: mend what made them, then precompute run "
-                f"{self._store.name} --full, since rows whose input and fingerprint stay are not computed again"
+                f"precompute publish {self._store.name} --snapshot {number} {accept}. {_if_wrong(snapshot)}"
             )
 
     def why_unpublished(self, snapshot: Snapshot) -> str | None:

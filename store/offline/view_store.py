@@ -35,6 +35,9 @@ from precompute.store.record import replace
 
 log = logging.getLogger(__name__)
 
+FRAME = "frame.parquet"
+"""Among a run's files: the rows that a program handed to it."""
+
 
 class OfflineStore:
     """Snapshots of all views under one root folder.
@@ -91,11 +94,6 @@ class ViewStore:
     def compiled(self) -> Path:
         """Folder of converted models, so that each is made once."""
         return self.folder / "compiled"
-
-    @property
-    def frame(self) -> Path:
-        """The rows that a run was given last, of a view that reads none by itself."""
-        return self.folder / "frame.parquet"
 
     @property
     def leases(self) -> Path:
@@ -157,6 +155,17 @@ class ViewStore:
         except OSError as exc:
             raise SnapshotError(f"{path} cannot be read: {exc.strerror or exc}") from exc
         return Snapshot.from_bytes(data, str(path))
+
+    def frame(self, number: int | None = None) -> Path | None:
+        """The file of the rows that the run of a snapshot was given, of a view that reads none by itself; by default of those given last, whatever became of that run.
+
+        Raises:
+            SnapshotError: there is no such snapshot, or its manifest is torn.
+        """
+        if number is None:
+            return max(self.data.glob(f"*/{FRAME}"), default=None)
+        given = self.snapshot(number).frame
+        return None if given is None else self.folder / given
 
     def chain(self, snapshot: Snapshot) -> list[Snapshot]:
         """The snapshot and all it builds on, the full one first.

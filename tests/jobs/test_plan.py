@@ -190,7 +190,9 @@ class WithTable(Doubler):
 def test_another_column_type_computes_every_row(make_project: MakeProject) -> None:
     make_project(pa.table({"id": [1, 2], "x": pa.array([1, 2], pa.int32())})).materialize()
     project = make_project(pa.table({"id": [1, 2], "x": pa.array([1, 2], pa.int64())}))
-    assert project.plan().reason == "every row, since the source's column types changed"
+    assert project.plan().reason.startswith("every row, since the type of a column changed: 'x', int32 → int64 (cast it")
+    project = make_project(pa.table({"id": pa.array([1, 2], pa.int16()), "x": pa.array([1, 2], pa.int32())}))
+    assert "since the type or order of columns changed, of the key perhaps: 'id', int16 now" in project.plan().reason
 
 
 def test_two_changes_are_both_said(make_project: MakeProject) -> None:

@@ -22,6 +22,7 @@ from precompute.store.errors import SnapshotError
 from precompute.store.feature_view import Feature
 from precompute.store.page.figures import REPORT, ViewFigures, report_path
 from precompute.store.page.view_graph import graph
+from precompute.store.record import replace
 from tests.arithmetic import Doubler
 from tests.conftest import MakeProject
 from tests.scene import Scene
@@ -121,12 +122,15 @@ def test_history_has_snapshots_runs_and_moves(project: Scene, capsys: Captured) 
     project.rollback()
     with pytest.raises(SnapshotError):
         project.run(number=99, command="publish")
+    stamp = project.store.runs.stamp()
+    begun = replace(project.report(), run=f"{stamp}-f00000", status="running", command="run", seconds=0.0)
+    project.store.runs.write(begun)
     assert project.cli("history", "numbers", "--json") == 0
     events = json.loads(capsys.readouterr().out)
     assert [event["at"] for event in events] == sorted((event["at"] for event in events), reverse=True)
     of = {kind: [event for event in events if event["kind"] == kind] for kind in ("run", "snapshot", "pointer")}
     assert [(e["command"], e["status"]) for e in of["run"]] == [
-        ("publish", "failed"),
+        ("run", "killed"),
         ("rollback", "published"),
         *[("run", "published")] * 3,
     ]
@@ -134,7 +138,7 @@ def test_history_has_snapshots_runs_and_moves(project: Scene, capsys: Captured) 
     assert [e["snapshot"] for e in of["pointer"]] == [2, 3, 2, 1]
     assert project.cli("history", "numbers", "--limit", "2") == 0
     told = capsys.readouterr().out
-    assert ("publish failed" in told, "--limit N for more" in told) == (True, True)
+    assert ("run killed, snapshot 2, –: the process ended without a word" in told, "--limit N for more" in told) == (True, True)
     assert project.cli("drop", "numbers", "--yes") == 0
     capsys.readouterr()
     assert project.cli("history", "numbers") == 0

@@ -100,9 +100,13 @@ def test_what_cannot_be_gone_back_to_is_told_and_nothing_is_marked(versions: Ver
     with pytest.raises(SnapshotError, match=r"snapshot 2 .* is live already.*1, 2"):
         project.rollback(to=2)
     assert project.store.refs.bad() == {}
+    with pytest.raises(SnapshotError, match="no snapshot 9"):
+        project.publish(number=9)
     assert served(project) == (2, 10.0)
-    report = project.report()
-    assert (report.command, report.status) == ("rollback", "failed")
+    # what was refused before it changed anything is no run that failed
+    assert project.report().command == "run"
+    assert project.store.runs.unended() == []
+    assert project.cli("status") == 0
 
 
 def test_a_collected_snapshot_is_told_with_those_there_are(versions: Versions) -> None:
