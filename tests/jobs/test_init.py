@@ -116,7 +116,7 @@ def test_a_view_says_what_it_was_made_of(tmp_path: Path, capsys: Captured, no_en
         "SELECT",
         '  "item_id",',
         '  "title" AS text',
-        "FROM read_csv('../items.csv', header = true)",
+        "FROM read_csv('../items.csv', header = true, skip = 0)",
         "WHERE trim(coalesce(\"title\", '')) <> ''",
         "",
     ]
