@@ -95,16 +95,12 @@ class ModelUse:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSpec:
-    """How a column of long texts is cut: each source row becomes rows of its key and a chunk's number, :data:`CHUNK`, from 0."""
+    """How a column of long texts is cut: each source row becomes rows of its key and a chunk's number, :data:`precompute.store.key_text.CHUNK`, from 0."""
 
     column: str
     tokens: int
     overlap: int
     tokenizer: str
-
-
-CHUNK = "chunk"
-"""The last column of a chunked view's key."""
 
 
 @dataclass(frozen=True, slots=True)

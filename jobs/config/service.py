@@ -14,6 +14,7 @@ from precompute.store.lookup_options import MAX_DEADLINE_MS
 from precompute.store.service import MAX_VIEWS, Service, ServicePart
 
 if TYPE_CHECKING:
+    from precompute.jobs.config.project import Project
     from precompute.jobs.config.view import ViewConfig
 
 
@@ -74,6 +75,21 @@ def read_service(path: Path) -> Service:
         return config.service()
     except ConfigError as exc:
         raise ConfigError(f"{path}: {exc}") from exc
+
+
+class Services(dict[str, Service]):
+    """The services of a project whose files are right, by their names; any other name raises what is wrong with it.
+
+    Args:
+        project: whose they are.
+    """
+
+    def __init__(self, project: Project) -> None:
+        super().__init__({name: one for name, one in project.services.items() if isinstance(one, Service)})
+        self._project = project
+
+    def __missing__(self, name: str) -> Service:
+        return self._project.service(name)
 
 
 def mistakes(service: Service, views: Mapping[str, ViewConfig], names: list[str], path: Path) -> list[str]:
