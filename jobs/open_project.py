@@ -299,6 +299,8 @@ class OpenProject:
         from precompute.store.history import get_historical_features
 
         project = self._project()
+        if not views and service is None:
+            raise RequestError("no features are named: give views, or a service")
         of = project.service(service) if isinstance(service, str) else service
         named = [views] if isinstance(views, str) else views
         for name in named if of is None else [part.view for part in of.parts]:

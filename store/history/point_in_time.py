@@ -131,8 +131,6 @@ def get_historical_features(
         raise RequestError(f"max_age_s is a number of seconds, got {max_age_s}")
     if service is not None and views:
         raise RequestError("features are those of views, or of a service: name the one or the other")
-    if service is None and not views:
-        raise RequestError("no features are named: give views, or a service")
     result, requested_us = entity_table, _timestamps_us(entity_table, timestamp)
     for wanted in _of_views(views, max_age_s) if service is None else _of_service(service, max_age_s):
         found = _features_at(offline.view(wanted.view), wanted, entity_table, requested_us, values, memory_mb)

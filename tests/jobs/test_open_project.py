@@ -167,8 +167,8 @@ def test_the_model_behind_misses_reads_the_frame(project: OpenProject, scene: Sc
     computed = project.lookup("numbers", [3, 9], max_age_s=0, fallback=True)
     assert computed["status"].to_pylist() == ["computed", "missing"]
     assert computed["double"].to_pylist() == [6.0, None]
-    for words in ({}, {"fallback": True}):
-        assert project.lookup("numbers", 9, inputs={9: {"x": 2.5}}, **words)[0]["double"] == 5.0
+    for fallback in (None, True):
+        assert project.lookup("numbers", 9, inputs={9: {"x": 2.5}}, fallback=fallback)[0]["double"] == 5.0
     assert project.lookup("numbers", 9, inputs={9: {"x": 2.5}}, fallback=False)[0]["reason"] == "unknown_entity"
     # as a service of another process has it, wherever the root lies
     moved = scene.folder.rename(scene.folder.with_name("elsewhere"))
