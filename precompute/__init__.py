@@ -113,7 +113,8 @@ def services(folder: "str | Path") -> "dict[str, Service]":
     from precompute.jobs.config.project import Project
     from precompute.jobs.config.service import Services
 
-    return Services(Project(folder))
+    project = Project(folder)
+    return Services(project.services, project.service)
 
 
 def __getattr__(name: str) -> Any:

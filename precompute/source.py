@@ -24,8 +24,7 @@ from precompute.sources.cached_source import CachedSource
 from precompute.sources.database import BOUNDS, Database, content_sql, hash_kind, hash_sql, parameters, quoted, statement
 from precompute.sources.file_names import absolute_sql, is_remote
 from precompute.store.errors import ConfigError, SourceError, nearest_or_all
-from precompute.store.feature_view import ChunkSpec
-from precompute.store.key_text import CHUNK
+from precompute.store.feature_view import CHUNK, ChunkSpec
 from precompute.store.sql import parquet_sql
 
 KEY_TYPES = (pa.string(), pa.large_string(), pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32())

@@ -15,6 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from precompute.store.key_text import CHUNK as CHUNK
 from precompute.store.record import plain, record_of
 
 NAME = re.compile(r"\A[a-z][a-z0-9_]{0,62}\Z")
@@ -95,7 +96,7 @@ class ModelUse:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSpec:
-    """How a column of long texts is cut: each source row becomes rows of its key and a chunk's number, :data:`precompute.store.key_text.CHUNK`, from 0."""
+    """How a column of long texts is cut: each source row becomes rows of its key and a chunk's number, :data:`CHUNK`, from 0."""
 
     column: str
     tokens: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +14,6 @@ from precompute.store.lookup_options import MAX_DEADLINE_MS
 from precompute.store.service import MAX_VIEWS, Service, ServicePart
 
 if TYPE_CHECKING:
-    from precompute.jobs.config.project import Project
     from precompute.jobs.config.view import ViewConfig
 
 
@@ -81,15 +80,16 @@ class Services(dict[str, Service]):
     """The services of a project whose files are right, by their names; any other name raises what is wrong with it.
 
     Args:
-        project: whose they are.
+        read: name → each that has a file, or what is wrong with that.
+        named: one by its name, or raises.
     """
 
-    def __init__(self, project: Project) -> None:
-        super().__init__({name: one for name, one in project.services.items() if isinstance(one, Service)})
-        self._project = project
+    def __init__(self, read: Mapping[str, Service | ConfigError], named: Callable[[str], Service]) -> None:
+        super().__init__({name: one for name, one in read.items() if isinstance(one, Service)})
+        self._named = named
 
     def __missing__(self, name: str) -> Service:
-        return self._project.service(name)
+        return self._named(name)
 
 
 def mistakes(service: Service, views: Mapping[str, ViewConfig], names: list[str], path: Path) -> list[str]:

@@ -17,6 +17,7 @@ from precompute.store.answer import default_row
 from precompute.store.clock import Partition, containing, duration
 from precompute.store.errors import ConfigError, nearest_or_all
 from precompute.store.feature_view import (
+    CHUNK,
     RESERVED,
     SIMILAR_FIELDS,
     ChunkSpec,
@@ -27,7 +28,6 @@ from precompute.store.feature_view import (
     ModelUse,
     SemanticCacheSpec,
 )
-from precompute.store.key_text import CHUNK
 from precompute.store.online.codec import RowCodec
 from precompute.techniques.table import BACKENDS, PRECISIONS
 

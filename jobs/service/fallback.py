@@ -36,7 +36,8 @@ from precompute.sources.cached_source import CachedSource
 from precompute.store.clock import Partition
 from precompute.store.errors import PrecomputeError, SourceError
 from precompute.store.fallback import CLIENT, Computed, Fallback, Miss, unpacked_view
-from precompute.store.key_text import CHUNK, split_key
+from precompute.store.feature_view import CHUNK
+from precompute.store.key_text import split_key
 from precompute.store.miss_cache.miss_cache import MissCache, MissCacheWriter, input_names
 from precompute.store.offline.view_store import OfflineStore
 from precompute.store.online import kernels
