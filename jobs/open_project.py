@@ -17,14 +17,17 @@ from precompute.jobs.config.section import parse_time
 from precompute.jobs.notebook.display import counted, table_html, table_text
 from precompute.jobs.notebook.ran import Ran
 from precompute.jobs.notebook.rows import Rows
-from precompute.store.answer import ANSWER_FIELDS
+from precompute.store.answer import ANSWER_FIELDS, AnswerPlan
 from precompute.store.clock import Partition, containing, shown_time
 from precompute.store.errors import ConfigError, ConflictError, OnlineStoreError, PrecomputeError, RequestError
+from precompute.store.fallback import no_fallback
 from precompute.store.feature_view import FeatureView
-from precompute.store.key_text import key_list
-from precompute.store.lookup import MAX_KEYS, Lookup
+from precompute.store.key_text import is_table, key_columns, key_list
+from precompute.store.lookup import Lookup
+from precompute.store.lookup_options import MAX_KEYS, LookupOptions, check_features
 from precompute.store.online.online_store import OnlineStore
 from precompute.store.online_url import open_online_store
+from precompute.store.service import Service
 
 FILE = "project.yaml"
 DEADLINE_MS = 60_000
@@ -116,7 +119,7 @@ class OpenProject:
         keys: Any,
         *,
         features: Sequence[str] | None = None,
-        fallback: bool = False,
+        fallback: bool | None = None,
         inputs: Mapping[Any, Mapping[str, Any]] | None = None,
         max_age_s: float | None = None,
         deadline_ms: float | None = None,
@@ -125,29 +128,32 @@ class OpenProject:
 
         Args:
             view: of a published view.
-            keys: one text or integer, or any number of them, of a list, a Series or an array; lists of these for an entity of several columns.
+            keys: one text or integer, or any number of them, of a list, a Series or an array; lists of these for an entity of several columns. Of a DataFrame the
+                columns that the entity has.
             features: which, in which order; all by default.
-            fallback: whether the view's model is loaded, once, and computes what is missing.
+            fallback: whether the view's model is loaded, once, and computes what is missing; by default where ``inputs`` are given.
             inputs: key → input column → value: computes, by the fallback, an entity that the source does not know.
             max_age_s: rows older than this count as missing.
             deadline_ms: how long to wait for the model; a minute by default.
 
         Raises:
-            RequestError: there is no such view or feature.
+            RequestError: there is no such view or feature, the view has no fallback, or the keys are none.
             OnlineStoreError: the view was never published, or the online store does not answer.
         """
-        wanted = [keys] if isinstance(keys, (str, int)) else key_list(keys)
-        lookup = self._lookup(fallback)
-        self._published(view)
-        options: dict[str, Any] = {
-            "features": features,
-            "fallback": fallback,
-            "max_age_s": max_age_s,
-            "inputs": inputs,
-            "deadline_ms": DEADLINE_MS if deadline_ms is None else deadline_ms,
-        }
-        parts = [wanted[i : i + MAX_KEYS] for i in range(0, len(wanted), MAX_KEYS)] or [[]]
-        tables = [lookup.get(view, part, **options) for part in parts]
+        pointer = self._published(view)
+        wanted, compute = _keys(keys, pointer.view), bool(inputs) if fallback is None else fallback
+        if compute and not pointer.view.fallback:
+            raise no_fallback(pointer.view)
+        options = LookupOptions(features, compute, DEADLINE_MS if deadline_ms is None else deadline_ms, max_age_s, inputs)
+        lookup, tables, notes = self._lookup(compute), list[pa.Table](), list[str]()
+        for i in range(0, len(wanted), MAX_KEYS):
+            answer = lookup.begin(view, wanted[i : i + MAX_KEYS], options, columnar=True)
+            answer.wait()
+            tables.append(answer.table())
+            notes += answer.hints(lambda key: f"history({view!r}, {key!r})")
+        if not tables:
+            check_features(pointer.view, features or ())
+            tables = [AnswerPlan(pointer, None if features is None else tuple(features)).schema.empty_table()]
         if any(table.schema != tables[0].schema for table in tables):
             raise ConflictError(f"view {view!r} was published with other features meanwhile: look up once more")
         table = pa.concat_tables(tables)
@@ -157,15 +163,25 @@ class OpenProject:
             table,
             f"{view}: {counted(table.num_rows, 'row')}" + (f", {missing:,} of them missing" if missing else ""),
             hidden=hidden,
+            notes=notes[:3],
         )
 
-    def service(self, name: str, entities: Any, *, fallback: bool = False, max_age_s: float | None = None) -> Rows:
+    def service(
+        self,
+        name: str,
+        entities: Any,
+        *,
+        fallback: bool | None = None,
+        inputs: Mapping[str, Mapping[Any, Mapping[str, Any]]] | None = None,
+        max_age_s: float | None = None,
+    ) -> Rows:
         """The features of a feature service, several views joined to one row for each entity, each view with its status and age.
 
         Args:
             name: of a file in ``services/``.
             entities: column of the service's entity → values, a dict or a table of up to 1,000 rows.
-            fallback: whether the views' models are loaded, once, and compute what is missing.
+            fallback: whether the views' models are loaded, once, and compute what is missing; by default where ``inputs`` are given.
+            inputs: view → its key → input column → value, as of :meth:`lookup`.
             max_age_s: rows older than this count as missing.
 
         Raises:
@@ -173,8 +189,10 @@ class OpenProject:
             RequestError: the entities do not fit it.
             OnlineStoreError: the online store does not answer for any of its views.
         """
-        service = self._project().service(name)
-        table = self._lookup(fallback).service(service, entities, fallback=fallback, deadline_ms=DEADLINE_MS, max_age_s=max_age_s)
+        service, compute = self._project().service(name), bool(inputs) if fallback is None else fallback
+        table = self._lookup(compute).service(
+            service, entities, fallback=compute, deadline_ms=DEADLINE_MS, max_age_s=max_age_s, inputs=inputs
+        )
         return Rows(table, f"{name}: {counted(table.num_rows, 'row')}")
 
     def search(
@@ -201,17 +219,12 @@ class OpenProject:
             RequestError: the view is not searchable, or a bad argument.
             OnlineStoreError: the view was never published, or the online store does not answer.
         """
-        from precompute.store.search import text_column
-
         pointer = self._published(view)
-        if text is not None:
-            if inputs is not None:
-                raise RequestError("a search takes exactly one of key, text, vector and inputs")
-            inputs = {text_column(pointer): text}
         names = [f.name for f in pointer.view.features if f.dim is None] if features is None else list(features)
-        near = self._lookup(inputs is not None).search(
+        near = self._lookup(inputs is not None or text is not None).search(
             view,
             key=key,
+            text=text,
             vector=vector,
             inputs=inputs,
             k=k,
@@ -257,8 +270,9 @@ class OpenProject:
     def get_historical_features(
         self,
         frame: Any,
-        views: str | Sequence[str] | Mapping[str, Sequence[str]],
+        views: str | Sequence[str] | Mapping[str, Sequence[str]] = (),
         *,
+        service: str | Service | None = None,
         timestamp: str = "event_timestamp",
         max_age_s: float | None = None,
         values: str = "served",
@@ -269,11 +283,13 @@ class OpenProject:
         Args:
             frame: any that :meth:`run` takes, with the keys of every view and the times, with a time zone.
             views: names, for all features; or name → features.
+            service: the features of its views, in place of ``views``: its name, or one that is written in Python.
             timestamp: the column of the times.
             max_age_s: values older than this at the row's time are null.
             values: ``served``, or ``best_known``.
 
         Raises:
+            ConfigError: there is no such service.
             SourceError: that is no frame.
             RequestError, SnapshotError: as that function.
         """
@@ -281,19 +297,23 @@ class OpenProject:
         from precompute.store.history import get_historical_features
 
         project = self._project()
+        if not views and service is None:
+            raise RequestError("no features are named: give views, or a service")
+        of = project.service(service) if isinstance(service, str) else service
         named = [views] if isinstance(views, str) else views
-        for name in named:
+        for name in named if of is None else [part.view for part in of.parts]:
             project.stored(name)
         table = get_historical_features(
             project.offline,
             arrow_table(frame),
             named,
+            service=of,
             timestamp=timestamp,
             max_age_s=max_age_s,
             values=values,  # type: ignore[arg-type]  # checked there
             memory_mb=project.settings.memory_mb,
         )
-        return Rows(table, f"{', '.join(named)} at each row's {timestamp}")
+        return Rows(table, f"{', '.join(named) if of is None else of.name} at each row's {timestamp}")
 
     def status(self) -> Rows:
         """Each view's live snapshot, its age against the TTL, and what needs attention, as ``precompute status --json`` has it.
@@ -388,6 +408,26 @@ class OpenProject:
                 notes.append(str(project.broken[name]))
             rows.append([name, *_view_cells(project, name, line, absent)])
         return f"{caption}: {counted(len(project.names), 'view')}", head, rows, notes
+
+
+def _keys(keys: Any, view: FeatureView) -> list[Any]:
+    """The keys of a lookup: one, a list of them, or the entity's columns of a table.
+
+    Raises:
+        RequestError: none of these, or a column is missing.
+    """
+    if isinstance(keys, (str, int)):
+        return [keys]
+    if not is_table(keys):
+        return key_list(keys)
+    columns = key_columns(keys)
+    for name in view.entity:
+        if name not in columns:
+            raise RequestError(
+                f"keys are a DataFrame without the column {name!r}, the key of view {view.name!r} is {', '.join(view.entity)} "
+                f"(it has: {', '.join(columns)}): rename its column, or give frame[column]"
+            )
+    return key_list(columns[view.entity[0]]) if len(view.entity) == 1 else list(zip(*map(columns.get, view.entity), strict=True))
 
 
 def _view_cells(project: Project, name: str, line: Mapping[str, Any] | None, absent: str) -> list[Any]:

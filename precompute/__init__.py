@@ -105,15 +105,16 @@ def open(project: "str | Path") -> "OpenProject":
 
 
 def services(folder: "str | Path") -> "dict[str, Service]":
-    """The services of a project's folder by their names, for a lookup or a training set.
+    """The services of a project's folder by their names, for a lookup or a training set; to name one that is not there, or whose file is wrong, raises what is wrong with it.
 
     Raises:
-        ConfigError: a file is wrong.
+        ConfigError: there is no project, or its ``project.yaml`` is wrong.
     """
     from precompute.jobs.config.project import Project
+    from precompute.jobs.config.service import Services
 
     project = Project(folder)
-    return {name: project.service(name) for name in project.services}
+    return Services(project.services, project.service)
 
 
 def __getattr__(name: str) -> Any:

@@ -16,6 +16,7 @@ import pyarrow as pa
 from precompute.store.fallback import Computed, Likeness, Miss
 from precompute.store.feature_view import SIMILAR_FIELDS, Feature, FeatureView
 from precompute.store.freshness import AHEAD_US, Sighting, age_s, as_datetime, status_of
+from precompute.store.key_text import parts_hint
 from precompute.store.lookup_options import MAX_DEADLINE_MS, MAX_KEYS
 from precompute.store.online.codec import RowCodec, State
 from precompute.store.online.column_reader import ColumnReader
@@ -193,6 +194,8 @@ class Answer:
     """Number of a row that is another entity's → whose, and how near its input is."""
     _in_error: set[int] = field(default_factory=set)
     """Rows that have expired and are served, since the model failed."""
+    details: dict[int, str] = field(default_factory=dict)
+    """Number of a missing row → what its reason does not say: what the model said, which is for nobody over HTTP, or of how many parts a key is."""
     wanted: dict[int, Reason] = field(default_factory=dict)
     """Number of a row that the model computed → why it was requested."""
     damaged: int = 0
@@ -268,6 +271,13 @@ class Answer:
         self.damaged += state == State.DAMAGED
         return Status.MISSING
 
+    def of_all_parts(self, missing: Iterable[int]) -> list[int]:
+        """Those of ``missing`` whose key has as many parts as the view's; the others are bad keys: no entity can have them."""
+        for i in missing:
+            if hint := parts_hint(self.keys[i], self.plan.view.entity):
+                self._reasons[i], self.details[i] = Reason.BAD_KEY, hint
+        return [i for i in missing if i not in self.details]
+
     def damaged_keys(self) -> list[str]:
         """Keys of the rows that are damaged, before the fallback or what was cached stands in for them."""
         return [self.keys[i] for i, reason in self._reasons.items() if reason is Reason.DAMAGED]
@@ -338,6 +348,8 @@ class Answer:
                     raise error
                 if error.reason is Reason.UNKNOWN_ENTITY or not self._served_in_error(i):
                     self._reasons[i] = error.reason
+                    if str(error) != error.reason:
+                        self.details[i] = str(error)
                     self.retry_after_s = max(self.retry_after_s, error.retry_after_s)
                 continue
             computed = future.result()
@@ -369,6 +381,16 @@ class Answer:
     def reason(self, i: int) -> Reason | None:
         """Why row ``i`` is missing; None when it is not."""
         return self._reasons.get(i)
+
+    def hints(self, explained: Callable[[str], str]) -> list[str]:
+        """For people, of missing rows: what their reasons do not say, or what explains a key that is unknown; a line of each kind, up to three."""
+        lines: dict[str, str] = {}
+        for i, reason in self._reasons.items():
+            if i in self.details:
+                lines.setdefault(self.details[i], f"{self.keys[i]}: {self.details[i]}")
+            elif reason is Reason.UNKNOWN_ENTITY:
+                lines.setdefault("", f"whether {self.keys[i]} was rejected, or removed: {explained(self.keys[i])}")
+        return list(lines.values())[:3]
 
     def default_row(self, i: int) -> bytes | None:
         """What stands in for row ``i``, packed; None where it is there, or nothing does."""

@@ -122,6 +122,16 @@ def unpacked_view(view: FeatureView) -> FeatureView:
     return replace(view, features=tuple(replace(feature, packed=None) for feature in view.features))
 
 
+def no_fallback(view: FeatureView) -> RequestError:
+    """The refusal of what needs a model behind a view's misses, where there is none."""
+    remedy = "ask its server, or open its project with precompute.open"
+    if not view.fallback:
+        remedy = f"write `fallback: {{enabled: true}}` in views/{view.name}.yaml and run the view again"
+    return RequestError(
+        f"view {view.name!r} has no fallback here, so no model computes what it has not stored: {remedy}", code="no_fallback"
+    )
+
+
 def check_inputs(pointer: Pointer, inputs: Any) -> None:
     """Refuse what is no input of a view's model.
 

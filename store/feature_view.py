@@ -15,6 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from precompute.store.key_text import CHUNK as CHUNK
 from precompute.store.record import plain, record_of
 
 NAME = re.compile(r"\A[a-z][a-z0-9_]{0,62}\Z")
@@ -101,10 +102,6 @@ class ChunkSpec:
     tokens: int
     overlap: int
     tokenizer: str
-
-
-CHUNK = "chunk"
-"""The last column of a chunked view's key."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,8 @@ from urllib.parse import unquote_to_bytes
 
 from precompute.store.errors import RequestError
 
+CHUNK = "chunk"
+"""The last column of a key in a view of long texts: which of a text's chunks, from 0."""
 MAX_KEY_BYTES = 511
 """Longest entity key, in UTF-8 bytes: LMDB's compiled-in limit, retained for every store so that a view can move."""
 
@@ -38,13 +40,21 @@ def join_key(value: Any, entity: Sequence[str]) -> str:
         value = plain_key(value)
     if isinstance(value, (list, tuple)):
         if len(value) != len(entity):
-            raise RequestError(
-                f"a key of this view has {len(entity)} part(s) ({', '.join(entity)}), got {len(value)}: {shown_key(value)}",
-                code="bad_key",
-            )
+            raise RequestError(_other_parts(entity, len(value), shown_key(value)), code="bad_key")
         parts = [_part(part) for part in value]
         return parts[0] if len(parts) == 1 else "/".join(p.replace("%", "%25").replace("/", "%2F") for p in parts)
     return _part(value)
+
+
+def _other_parts(entity: Sequence[str], parts: int, shown: str) -> str:
+    chunk = f"; {CHUNK} counts the chunks of a text from 0, as in …/0" if entity[-1] == CHUNK else ""
+    return f"a key of this view has {len(entity)} part(s) ({', '.join(entity)}), got {parts}: {shown}{chunk}"
+
+
+def parts_hint(text: str, entity: Sequence[str]) -> str:
+    """Why a key text is none of this entity's, by the number of its parts; empty where that is right, as it is of one column's in any case."""
+    parts = text.count("/") + 1
+    return "" if len(entity) in (1, parts) else _other_parts(entity, parts, _short(text))
 
 
 def split_key(text: str, entity: Sequence[str]) -> list[str]:
@@ -92,6 +102,11 @@ def key_list(keys: Any) -> list[Any]:
     """
     if isinstance(keys, (list, tuple)):
         return list(keys)
+    if is_table(keys):
+        raise RequestError(
+            f"keys is a list of keys, got {type(keys).__name__}, whose columns are no keys: give one of them, frame[column]",
+            code="bad_key",
+        )
     # tolist would make integers of numpy's times, and these could be somebody's keys
     names = () if _holds_times(keys) else ("to_pylist", "tolist", "to_list")
     convert = next((getattr(keys, name) for name in names if hasattr(keys, name)), None)
@@ -103,14 +118,24 @@ def key_list(keys: Any) -> list[Any]:
     return list(held)
 
 
+def _column_names(value: Any) -> Any:
+    return value if isinstance(value, dict) else getattr(value, "column_names", getattr(value, "columns", None))
+
+
+def is_table(value: Any) -> bool:
+    """Whether a value is a mapping of columns, or a table of pyarrow, pandas or polars."""
+    names = _column_names(value)
+    return names is not None and not callable(names)
+
+
 def key_columns(columns: Any) -> dict[str, list[Any]]:
     """Column → keys, of a mapping or of what pyarrow, pandas or polars hold as a table; each key is left as it is.
 
     Raises:
         RequestError: no columns, or one that is no list of keys.
     """
-    names = columns if isinstance(columns, dict) else getattr(columns, "column_names", getattr(columns, "columns", None))
-    if names is None or callable(names):
+    names = _column_names(columns)
+    if not is_table(columns):
         raise RequestError(
             f"entities are columns of keys, got {type(columns).__name__}: write {{column: [{_short(plain_key(columns))}]}}",
             code="bad_entities",

@@ -18,7 +18,7 @@ import pyarrow as pa
 from precompute.store.account.sightings import LIVE, REFS, note
 from precompute.store.answer import ANSWER_FIELDS, Answer, AnswerPlan
 from precompute.store.errors import PrecomputeError, RequestError, RowsLostError
-from precompute.store.fallback import Computed, Fallback, Miss, Waiting, check_inputs
+from precompute.store.fallback import Computed, Fallback, Miss, Waiting, check_inputs, no_fallback
 from precompute.store.feature_view import NAME, FeatureView
 from precompute.store.freshness import Sighting, microseconds, status_of
 from precompute.store.key_text import MAX_KEY_BYTES, join_key, key_list, key_text, plain_key, shown_key
@@ -154,7 +154,7 @@ class Lookup:
             inputs: key → input column → value: computes a missing entity that the source does not know.
 
         Raises:
-            RequestError: unknown view or feature, bad or too many keys.
+            RequestError: unknown view or feature, bad or too many keys, or inputs where no fallback is.
             OnlineStoreError: the store cannot be reached; :class:`precompute.store.errors.RowsLostError`: it lost the view, which is live as the root has it.
         """
         answer = self.begin(view, keys, LookupOptions(features, fallback, deadline_ms, max_age_s, inputs), columnar=True)
@@ -206,8 +206,10 @@ class Lookup:
             raise self._nothing_live(view)
         pointer, found = read
         self._last[view] = pointer
-        inputs = _inputs_by_key(pointer, options.inputs) if options.inputs else {}
         behind = options.fallback and pointer.view.fallback
+        if options.inputs and options.fallback and (self.fallback is None or not behind):
+            raise no_fallback(pointer.view)
+        inputs = _inputs_by_key(pointer, options.inputs) if options.inputs else {}
         fallback = self.fallback if behind else None
         oldest_s = options.max_age_s
         if cache_control is not None:
@@ -219,6 +221,8 @@ class Lookup:
         judging = time.perf_counter()
         answer = Answer(plan, texts, found, *self.look(pointer), self.look, bad, oldest_s)
         missing = answer.judge(columnar)
+        if missing and len(pointer.view.entity) > 1:
+            missing = answer.of_all_parts(missing)
         answer.read_s, answer.verify_s = read_at - began, time.perf_counter() - judging
         if answer.damaged:
             self.on_damaged(view, answer.damaged)
@@ -372,6 +376,7 @@ class Lookup:
         fallback: bool = True,
         deadline_ms: float | None = None,
         max_age_s: float | None = None,
+        inputs: Mapping[str, Mapping[Any, Mapping[str, Any]]] | None = None,
     ) -> pa.Table:
         """The features of a service, several views joined to one row for each entity: the columns of :attr:`precompute.store.service.Service.columns`.
 
@@ -383,13 +388,14 @@ class Lookup:
             fallback: False never runs a model.
             deadline_ms: how long to wait for models, all views together; the service's by default.
             max_age_s: older rows count as missing, whatever the service and the views say.
+            inputs: view → its key → input column → value, as of :meth:`get`.
 
         Raises:
-            RequestError: there is no such service, or the entities do not fit it.
+            RequestError: there is no such service, or the entities or inputs do not fit it.
             OnlineStoreError: the store cannot be reached for any of the views.
         """
         named = self.service_of(service) if isinstance(service, str) else service
-        options = LookupOptions(fallback=fallback, deadline_ms=deadline_ms, max_age_s=max_age_s)
+        options = LookupOptions(None, fallback, deadline_ms, max_age_s, inputs)
         answer = ServiceAnswer(named, EntityRows(named, entities), options)
         for part in named.parts:
             try:
@@ -453,6 +459,7 @@ class Lookup:
         view: str,
         *,
         key: Any = None,
+        text: str | None = None,
         vector: Sequence[float] | None = None,
         inputs: Mapping[str, Any] | None = None,
         k: int = 10,
@@ -465,8 +472,8 @@ class Lookup:
     ) -> dict[str, Any]:
         """The ``k`` nearest rows of a view's vector index, best first, each with its score and freshness.
 
-        Exactly one of ``key`` (neighbours of a row, itself left out), ``vector`` or ``inputs`` (input columns the model turns into a
-        vector now).
+        Exactly one of ``key`` (neighbours of a row, itself left out), ``text`` (for the one input column that takes texts), ``vector`` or ``inputs`` (input columns);
+        the model turns a text or inputs into a vector now.
 
         Args:
             view: a published view with an index.
@@ -475,10 +482,11 @@ class Lookup:
             inputs: input column → value; an encoder with a prompt for queries puts it before them.
             k: 1 to :data:`MAX_NEIGHBOURS`.
             filter: scalar feature → a value it must have, a list of values it may have, or bounds (``gte``, ``gt``, ``lte``, ``lt``); all must hold.
-            only: the only keys that may be found.
-            exclude: keys to leave out.
+            only: the only keys that may be found; of a view of chunks a long text's key, too, which means all of its chunks. Where they are of one text, its chunks are
+                found one by one, and not the nearest alone.
+            exclude: keys to leave out; likewise.
             features: features to return with each neighbour; without any, the online store is not read.
-            deadline_ms: for the model, when ``inputs`` are given.
+            deadline_ms: for the model, when ``text`` or ``inputs`` are given.
             model: fingerprint of the model that made ``vector``: where another one made the rows, the search is refused.
 
         Returns:
@@ -489,7 +497,7 @@ class Lookup:
             VectorIndexError: the index is missing or damaged.
         """
         allowed, excluded = None if only is None else key_list(only), key_list(exclude)
-        options = SearchOptions(plain_key(key), vector, inputs, k, filter, allowed, excluded, features, deadline_ms, model)
+        options = SearchOptions(plain_key(key), text, vector, inputs, k, filter, allowed, excluded, features, deadline_ms, model)
         return self.find(view, options)[1]
 
     def find(

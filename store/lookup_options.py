@@ -81,21 +81,23 @@ class CacheControl(NamedTuple):
 
 
 class SearchOptions(NamedTuple):
-    """As :meth:`precompute.store.lookup.Lookup.search` has them: exactly one of ``key``, ``vector`` and ``inputs`` is searched by."""
+    """As :meth:`precompute.store.lookup.Lookup.search` has them: exactly one of ``key``, ``text``, ``vector`` and ``inputs`` is searched by."""
 
     key: Any = None
+    text: str | None = None
+    """For the one input column that takes texts, whatever its name."""
     vector: Sequence[float] | None = None
     inputs: Mapping[str, Any] | None = None
     k: int = 10
     filter: Mapping[str, Any] | None = None
     """Scalar feature → a value, a list of values, or bounds: ``gte``, ``gt``, ``lte``, ``lt``."""
     only: Sequence[Any] | None = None
-    """Keys that alone may be found."""
+    """Keys that alone may be found; of a view of chunks a long text's key, too, which means all of its chunks."""
     exclude: Sequence[Any] = ()
-    """Keys that are left out."""
+    """Keys that are left out; likewise."""
     features: Sequence[str] = ()
     deadline_ms: float | None = None
-    """Of the model, for ``inputs``."""
+    """Of the model, for ``text`` and ``inputs``."""
     model: str | None = None
     """Fingerprint of the model that made ``vector``."""
     encoding_format: str = FLOAT
@@ -107,8 +109,10 @@ class SearchOptions(NamedTuple):
         Raises:
             RequestError: names it.
         """
-        if (self.key is not None) + (self.vector is not None) + (self.inputs is not None) != 1:
-            raise RequestError("a search takes exactly one of key, vector and inputs")
+        if sum(given is not None for given in (self.key, self.text, self.vector, self.inputs)) != 1:
+            raise RequestError("a search takes exactly one of key, text, vector and inputs")
+        if self.text is not None and not isinstance(self.text, str):
+            raise RequestError(f"text is a text, got {type(self.text).__name__}: {str(self.text)[:80]}")
         if not 0 < self.k <= MAX_NEIGHBOURS:
             raise RequestError(f"k is 1 to {MAX_NEIGHBOURS}, got {self.k}")
         for name, keys in (("only", self.only or ()), ("exclude", self.exclude)):

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,10 +15,10 @@ import numpy.typing as npt
 from precompute.store.account.sightings import REFS, note
 from precompute.store.answer import Answer, AnswerPlan
 from precompute.store.errors import RequestError, VectorIndexError
-from precompute.store.fallback import Fallback, Miss, Waiting, check_inputs, unpacked_view
+from precompute.store.fallback import Fallback, Miss, Waiting, check_inputs, no_fallback, unpacked_view
 from precompute.store.feature_view import FeatureView
 from precompute.store.freshness import as_datetime, status_of
-from precompute.store.key_text import key_text
+from precompute.store.key_text import join_key, key_text, plain_key, split_key
 from precompute.store.lookup_options import LookupOptions, SearchOptions, check_features
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.found_rows import FoundRows
@@ -82,8 +83,10 @@ class Searches:
             check_features(pointer.view, options.features)
             _check_model(pointer, options.model)
             entity = pointer.view.entity
-            exclude = {key_text(key, entity) for key in options.exclude}
-            only = None if options.only is None else {key_text(key, entity) for key in options.only}
+            chunked = pointer.view.definition.chunk is not None
+            keys_of = partial(_chunks_of, index) if chunked else _keys_of
+            exclude = keys_of(options.exclude, entity)
+            only = None if options.only is None else keys_of(options.only, entity)
             where = None if options.filter is None else RowFilter(pointer.view, options.filter)
             if options.key is not None:
                 exclude.add(key_text(options.key, entity))
@@ -91,7 +94,7 @@ class Searches:
             if query is None:
                 continue
             try:
-                if pointer.view.definition.chunk is None:
+                if not chunked or (only is not None and len({_parent(key) for key in only}) == 1):
                     found = index.search(query, options.k, exclude=exclude, only=only, where=where)
                 else:
                     own = None if options.key is None else _parent(key_text(options.key, entity))
@@ -153,8 +156,9 @@ class Searches:
         """What is searched by: the vector given, or that of a row or of inputs; None when another snapshot was published before the row was read."""
         if options.vector is not None:
             return options.vector
-        if options.inputs is not None:
-            return _embedded(fallback, pointer, options.inputs, options.deadline_ms, waiting)
+        inputs = options.inputs if options.text is None else {text_column(pointer): options.text}
+        if inputs is not None:
+            return _embedded(fallback, pointer, inputs, options.deadline_ms, waiting)
         found = index.find(key_text(options.key, pointer.view.entity))
         if found is not None:
             if status_of(pointer.view, self._age_of(pointer)(found.computed_at_us)) is Status.MISSING:
@@ -177,7 +181,7 @@ class Searches:
             return
         row = answer.rows()[0]
         if row["features"] is None:
-            raise _not_searchable(pointer, key, row["reason"])
+            raise _not_searchable(pointer, key, row["reason"], answer.details.get(0))
         if row["features"][view.index.on] is None:
             raise RequestError(
                 f"key {key!r} of view {view.name!r} has no vector to search by: it is null, since the model could not take the row's input",
@@ -253,14 +257,58 @@ def _best_chunks(search: Callable[[int], Neighbours], k: int, own: str | None) -
         wanted *= CHUNKS_A_PARENT
 
 
+MOST_CHUNKS = 20_000
+"""Of all the long texts that a search names: each of them may be compared."""
+_CHUNKS_AT_ONCE = 64
+"""Numbers of a text's chunks that are looked for together; past as many that are not there it has no more, as it has gaps where chunks were rejected."""
+
+
+def _keys_of(keys: Sequence[Any], entity: Sequence[str]) -> set[str]:
+    return {key_text(key, entity) for key in keys}
+
+
+def _chunks_of(index: VectorIndex, keys: Sequence[Any], entity: Sequence[str]) -> set[str]:
+    """As :func:`_keys_of`, where a long text's key, which has no chunk's number, stands for all of its chunks.
+
+    Raises:
+        RequestError: no key, or 413: more than :data:`MOST_CHUNKS`.
+    """
+    plain = [plain_key(key) for key in keys]
+    found = {key_text(key, entity) for key in plain if _is_chunk(key, entity)}
+    texts = [split_key(key_text(key, entity[:-1]), entity[:-1]) for key in plain if not _is_chunk(key, entity)]
+    left, first = [join_key([*parts, ""], entity) for parts in texts], 0
+    while left:
+        numbered = {text: [f"{text}{number}" for number in range(first, first + _CHUNKS_AT_ONCE)] for text in left}
+        there = index.there(list(chain.from_iterable(numbered.values())))
+        left, first = [text for text in left if not there.isdisjoint(numbered[text])], first + _CHUNKS_AT_ONCE
+        found |= there
+        if len(found) > MOST_CHUNKS:
+            raise RequestError(
+                f"`only` and `exclude` name at most {MOST_CHUNKS:,} chunks each, and these texts have more: name fewer of them",
+                status=413,
+                code="too_many_keys",
+            )
+    return found
+
+
+def _is_chunk(key: Any, entity: Sequence[str]) -> bool:
+    """Whether a key names a chunk, and no long text: by its number of parts; a text of one column may have a / in it."""
+    if isinstance(key, list):
+        return len(key) != len(entity) - 1
+    text, slash, number = str(key).rpartition("/")
+    return bool(slash) and number.isdecimal() and text.count("/") == len(entity) - 2
+
+
 def _parent(key: str) -> str:
     """Key text of the long text that a chunk is of."""
     return key.rpartition("/")[0]
 
 
-def _not_searchable(pointer: Pointer, key: Any, reason: Any) -> RequestError:
+def _not_searchable(pointer: Pointer, key: Any, reason: Any, detail: str | None = None) -> RequestError:
+    status = 400 if reason == Reason.BAD_KEY else 404
+    why = reason if detail is None else f"{reason}, {detail}"
     return RequestError(
-        f"key {key!r} of view {pointer.view.name!r} has no vector to search by: {reason}", status=404, code=reason
+        f"key {key!r} of view {pointer.view.name!r} has no vector to search by: {why}", status=status, code=reason
     )
 
 
@@ -292,9 +340,7 @@ def _embedded(
     view = pointer.view
     assert view.index is not None
     if fallback is None or not view.fallback:
-        raise RequestError(
-            f"view {view.name!r} has no fallback here, so it cannot embed inputs: send a key or a vector", code="no_fallback"
-        )
+        raise no_fallback(view)
     check_inputs(pointer, inputs)
     wait_s = view.fallback_deadline_s if deadline_ms is None else deadline_ms / 1000
     deadline = time.monotonic() + wait_s
@@ -334,6 +380,7 @@ def text_column(pointer: Pointer) -> str:
     texts = [column for column, kind in pointer.input_columns.items() if kind == "string"]
     if len(texts) != 1:
         raise RequestError(
-            f"a text needs a view with one text input column, {pointer.view.name!r} has {texts or 'none'}: search by a key"
+            f"a text needs a view with one text input column, {pointer.view.name!r} has {texts or 'none'}: search by a key, or by "
+            f"inputs={{column: value}} (columns: {', '.join(pointer.input_columns) or 'none'})"
         )
     return texts[0]

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from precompute.store.answer import ANSWER_FIELDS, Answer, AnswerPlan
-from precompute.store.errors import OnlineStoreError, PrecomputeError, RequestError
+from precompute.store.errors import OnlineStoreError, PrecomputeError, RequestError, did_you_mean
 from precompute.store.lookup_options import CacheControl, LookupOptions
 from precompute.store.online.found_rows import FoundRows
 from precompute.store.online.online_store import OnlineStore, Pointer
@@ -37,11 +37,11 @@ class Refused:
         """What an error made of it; ``problem`` is its text.
 
         Raises:
-            RequestError: this very error, where all of the request is too much, and not one view.
+            RequestError: this very error, where all of the request is too much, or its inputs are wrong, and not one view.
         """
         if not isinstance(error, RequestError):
             reason = Reason.STORE_UNAVAILABLE
-        elif error.status == 413:
+        elif error.status == 413 or error.code in ("bad_inputs", "no_fallback"):
             raise error
         else:
             reason = Reason.SHED if error.status == 503 else Reason(error.code)
@@ -84,7 +84,7 @@ class _RekeyedError(RequestError):
 class ServiceAnswer:
     """The answer of one request, some rows perhaps still in flight.
 
-    ``parts`` are the views', in the service's order, as :meth:`begin` began them, or why one is refused.
+    ``options.inputs`` are by view: view → key → input column → value. ``parts`` are the views', in the service's order, as :meth:`begin` began them, or why one is refused.
     """
 
     service: Service
@@ -95,6 +95,14 @@ class ServiceAnswer:
 
     def __post_init__(self) -> None:
         self.options.check()
+        there = [part.view for part in self.service.parts]
+        for view in self.options.inputs or ():
+            if view not in there:
+                raise RequestError(
+                    f"inputs of a service are by view, {{view: {{key: {{column: value}}}}}}: service {self.service.name!r} has no view {str(view)[:80]!r} "
+                    f"(it has: {', '.join(there)}){did_you_mean(str(view)[:80], there)}",
+                    code="bad_inputs",
+                )
 
     def begin(
         self,
@@ -141,6 +149,8 @@ class ServiceAnswer:
     def _options_of(self, part: ServicePart) -> LookupOptions:
         """Those of one view's lookup: of the one deadline it has what is left."""
         options, oldest_s = self.options, self.service.oldest_s(part, self.options.max_age_s)
+        if options.inputs is not None:
+            options = options._replace(inputs=options.inputs.get(part.view))
         deadline_ms = self.service.deadline_ms if options.deadline_ms is None else options.deadline_ms
         if deadline_ms is None and oldest_s is None:
             return options

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import shlex
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 from precompute.jobs.commands.command import DONE, FAILED, Commands, project_of
 from precompute.store.clock import duration, shown_time
@@ -39,7 +42,12 @@ def add(commands: Commands) -> None:
     search.add_argument(
         "--filter", type=_conditions, metavar="JSON", help='which rows: \'{"lang": ["de", "en"], "price": {"lt": 10}}\''
     )
-    search.add_argument("--only", action="append", metavar="KEY", help="a key that alone may be found; may be given again")
+    search.add_argument(
+        "--only",
+        action="append",
+        metavar="KEY",
+        help="a key that alone may be found, or of chunks a text's, for all of its chunks; may be given again",
+    )
     search.add_argument("--exclude", action="append", metavar="KEY", default=[], help="a key to leave out; may be given again")
     explain = commands.add(
         "explain", _explain, "which run, snapshot, input and model made a row, and what it was before", view=True
@@ -51,6 +59,10 @@ def _lookup(arguments: argparse.Namespace) -> int:
     project = project_of(arguments)
     online = _online(project)
     view = _published(project, online, arguments.view).view
+    if arguments.fallback and not view.fallback:
+        from precompute.store.fallback import no_fallback
+
+        raise no_fallback(view)
     with _opened(project, online, fallback=arguments.fallback) as lookup:
         keys = [_key(text, view.entity) for text in arguments.keys]
         features = arguments.features.split(",") if arguments.features else None
@@ -65,6 +77,8 @@ def _lookup(arguments: argparse.Namespace) -> int:
     else:
         for row in rows:
             print(describe_row(row))
+        for hint in answer.hints(lambda key: f"precompute explain {view.name} {shlex.quote(key)}"):
+            print(hint, file=sys.stderr)
     return DONE if all(row["status"] != "missing" for row in rows) else FAILED
 
 
@@ -72,21 +86,17 @@ def _search(arguments: argparse.Namespace) -> int:
     project = project_of(arguments)
     online = _online(project)
     pointer = _published(project, online, arguments.view)
-    wanted: dict[str, Any] = {"key": arguments.key}
-    if arguments.text is not None:
-        from precompute.store.search import text_column
-
-        wanted = {"inputs": {text_column(pointer): arguments.text}}
     with _opened(project, online, fallback=arguments.text is not None) as lookup:
         only, exclude = arguments.only, arguments.exclude
         entity = pointer.view.entity
         neighbours = lookup.search(
             pointer.view.name,
-            **wanted,
+            key=arguments.key,
+            text=arguments.text,
             k=arguments.k,
             filter=arguments.filter,
-            only=None if only is None else [_key(text, entity) for text in only],
-            exclude=[_key(text, entity) for text in exclude],
+            only=None if only is None else [_parts(text, entity) for text in only],
+            exclude=[_parts(text, entity) for text in exclude],
             deadline_ms=DEADLINE_MS,
         )
     if arguments.json:
@@ -158,6 +168,11 @@ def _conditions(text: str) -> Any:
 def _key(text: str, entity: tuple[str, ...]) -> Any:
     """A key as it is written on the command line: the parts of a composite one are separated by /."""
     return key_from_path(text.encode(), entity) if len(entity) > 1 else text
+
+
+def _parts(text: str, entity: tuple[str, ...]) -> Any:
+    """As :func:`_key`, of any number of parts: of a view of chunks a long text's key has one part less."""
+    return [unquote(part) for part in text.split("/")] if len(entity) > 1 else text
 
 
 def describe_row(row: Mapping[str, Any]) -> str:

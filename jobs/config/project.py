@@ -323,7 +323,13 @@ class Project:
 
     @cached_property
     def services(self) -> Mapping[str, Service | ConfigError]:
-        """Name → each that has a file, or what is wrong with that: the others go on."""
+        """Name → each that has a file, or what is wrong with that: the others go on. Defaults that fit no feature as the view is configured are left out."""
+        from precompute.jobs.config.service import fitted
+
+        read = self._read_services()
+        return {name: one if isinstance(one, ConfigError) else fitted(one, self.views) for name, one in read.items()}
+
+    def _read_services(self) -> Mapping[str, Service | ConfigError]:
         from precompute.jobs.config.service import read_service
 
         read: dict[str, Service | ConfigError] = {}
@@ -355,7 +361,7 @@ class Project:
         from precompute.jobs.config.service import mistakes
 
         lines = []
-        for name, found in self.services.items():
+        for name, found in self._read_services().items():
             path = self.folder / "services" / f"{name}.yaml"
             lines += [str(found)] if isinstance(found, ConfigError) else mistakes(found, self.views, self.names, path)
         return lines

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -88,6 +88,22 @@ def _fitting(view: ViewConfig, part: ServicePart) -> dict[str, Any]:
 
     kinds = {name: view.feature_view().feature(name).arrow_type for name in part.defaults if name in view.features}
     return {name: pa.scalar(value, kinds[name]).as_py() for name, value in part.defaults.items() if _fits(view, name, value)}
+
+
+class Services(dict[str, Service]):
+    """The services of a project whose files are right, by their names; any other name raises what is wrong with it.
+
+    Args:
+        read: name → each that has a file, or what is wrong with that.
+        named: one by its name, or raises.
+    """
+
+    def __init__(self, read: Mapping[str, Service | ConfigError], named: Callable[[str], Service]) -> None:
+        super().__init__({name: one for name, one in read.items() if isinstance(one, Service)})
+        self._named = named
+
+    def __missing__(self, name: str) -> Service:
+        return self._named(name)
 
 
 def mistakes(service: Service, views: Mapping[str, ViewConfig], names: list[str], path: Path) -> list[str]:

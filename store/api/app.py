@@ -19,13 +19,13 @@ from precompute.store.api.openapi import Asks, openapi_document
 from precompute.store.api.pools import Pool
 from precompute.store.api.reply import JSON_TYPE, NOT_STORED, Reply, Timing, json_reply, timed
 from precompute.store.api.request import STRANGER, Receive, Scope, headers_of, heard, no_query, read_body
-from precompute.store.api.rows import MOST_WAITING, RowRoutes
+from precompute.store.api.rows import MOST_WAITING, NOT_LOADED, RowRoutes
 from precompute.store.api.services import ServiceRoutes
 from precompute.store.encoding.answer_size import MAX_ANSWER_BYTES, Measure
 from precompute.store.encoding.http_freshness import PRIVATE, Caching
 from precompute.store.encoding.json_rows import search_json
 from precompute.store.encoding.row_cache import MAX_CACHE_BYTES
-from precompute.store.errors import OnlineStoreError
+from precompute.store.errors import OnlineStoreError, RequestError
 from precompute.store.fallback import Waiting
 from precompute.store.lookup import Lookup
 from precompute.store.lookup_options import BASE64, SearchOptions
@@ -33,6 +33,7 @@ from precompute.store.online.online_store import Pointer
 from precompute.store.page.figures import ViewFigures
 from precompute.store.page.page import POLICY, Page
 from precompute.store.search import takes_text
+from precompute.store.status import Reason
 from precompute.store.telemetry.instruments import Meter
 
 _READERS, _SEARCHERS = 40, 8
@@ -107,7 +108,13 @@ class Api:
         return reply if self._timing is Timing.UNREPORTED else timed(scope, reply, {"search": seconds}, seconds, self._timing)
 
     def _searched(self, view: str, options: SearchOptions, waiting: Waiting) -> bytes:
-        searched, found = self._lookup.find(view, options, Measure(self._answer_bytes).add, waiting)
+        try:
+            searched, found = self._lookup.find(view, options, Measure(self._answer_bytes).add, waiting)
+        except RequestError as exc:
+            pointer = self._lookup.online.live(view) if exc.code == Reason.DEADLINE else None
+            if pointer is None or self._fallback_ready(pointer):
+                raise
+            raise RequestError(f"{exc}, {NOT_LOADED}", status=exc.status, code=exc.code) from exc
         return search_json(found, searched, options.features if options.encoding_format == BASE64 else None)
 
     def waits_until(self) -> float:
@@ -219,7 +226,7 @@ def create_app(
     views = LiveViews(lookup)
     metrics = Metrics(lookup, meter, views, fallback_ready)
     readers = Pool("read", _READERS, _WAITING) if lookup.online.blocking else None
-    rows = RowRoutes(lookup, metrics, readers, answer_bytes, cache_bytes, timing, waiting, caching)
+    rows = RowRoutes(lookup, metrics, readers, answer_bytes, cache_bytes, timing, waiting, caching, fallback_ready)
     services = ServiceRoutes(lookup, metrics, readers, rows.waits, rows.room, answer_bytes, timing)
     api = Api(lookup, metrics, warming, fallback_ready, readers, views, answer_bytes, asks, timing)
     fixed = {

@@ -118,7 +118,7 @@ _LIMITS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 """What is refused beside what does not fit the types: by body and field. One lookup of several is not refused, but answered with its problem."""
-_SEARCHED_BY = ("key", "vector", "inputs")
+_SEARCHED_BY = ("key", "text", "vector", "inputs")
 
 
 def _schemas() -> dict[str, Any]:
@@ -130,7 +130,7 @@ def _schemas() -> dict[str, Any]:
             if "type" in limits:
                 schema.pop("anyOf")
             schema |= limits
-    # exactly one of the three, and null is none
+    # exactly one of the four, and null is none
     there = [{"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in _SEARCHED_BY]
     schemas["SearchRequest"]["oneOf"] = there
     return schemas

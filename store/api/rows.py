@@ -68,6 +68,9 @@ _MISSING_STATUS = {Reason.DAMAGED: 500, Reason.DEADLINE: 504, Reason.SHED: 503, 
 MOST_WAITING = 666
 """Requests that wait for models, where nothing else is said: two thirds of the connections that there may be, 500 of them of one client at most."""
 
+NOT_LOADED = "since its model is not loaded yet: GET /readyz says when it is"
+"""Of what waits for a model that begins, or that cannot be loaded."""
+
 _PIECE_BYTES = 64 * 1024
 """Of a large answer, about: half a millisecond of work, while others wait."""
 _PIECE_ROWS = 16
@@ -110,6 +113,7 @@ class RowRoutes:
         timing: where it is reported what answers took.
         waiting: requests that may wait for models at once; what others miss is shed: a hit finds a connection, however slow a model is.
         caching: what caches in between may do with single rows.
+        ready: whether a view's model is loaded.
     """
 
     def __init__(
@@ -122,8 +126,9 @@ class RowRoutes:
         timing: Timing = Timing.UNREPORTED,
         waiting: int = MOST_WAITING,
         caching: Caching = PRIVATE,
+        ready: Callable[[Pointer], bool] = lambda _: True,
     ) -> None:
-        self.waits = Waits(waiting)
+        self.waits, self._ready = Waits(waiting), ready
         self._caching = caching
         self._timing = timing
         self._lookup, self._metrics, self._readers = lookup, metrics, readers
@@ -292,6 +297,10 @@ class RowRoutes:
             body = b"{%b%b" % (head_json(answer.plan), row_json(answer, 0))
             return Reply(200, [JSON_TYPE, *missing_headers(answer, reason)], body)
         detail = f"no row for key {answer.keys[0][:80]!r} in view {pointer.view.name!r}: {reason}"
+        if reason is Reason.BAD_KEY and 0 in answer.details:
+            detail += f", {answer.details[0]}"
+        elif reason is Reason.DEADLINE and not self._ready(pointer):
+            detail += f", {NOT_LOADED}"
         self._metrics.refused(reason)
         status = _MISSING_STATUS.get(reason, 404)
         if request is not None and request.only_if_cached:

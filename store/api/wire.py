@@ -91,9 +91,10 @@ def _condition(wanted: Scalar | list[Scalar] | Bounds) -> Any:
 
 
 class SearchRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of ``POST /v1/views/{view}/search``: exactly one of key, vector and inputs."""
+    """Body of ``POST /v1/views/{view}/search``: exactly one of key, text, vector and inputs."""
 
     key: Any = None
+    text: Annotated[str | None, msgspec.Meta(description="for the one input column that takes texts, whatever its name")] = None
     vector: list[float] | None = None
     inputs: dict[str, Any] | None = None
     # 10.0 is an integer too, says JSON Schema
@@ -102,8 +103,11 @@ class SearchRequest(msgspec.Struct, forbid_unknown_fields=True):
         dict[str, Scalar | list[Scalar] | Bounds] | None,
         msgspec.Meta(description="scalar feature → a value it must have, some that it may have, or bounds; all must hold"),
     ] = None
-    only: Annotated[list[Any] | None, msgspec.Meta(description="the only keys that may be found")] = None
-    exclude: Annotated[list[Any], msgspec.Meta(description="keys that are left out")] = []
+    only: Annotated[
+        list[Any] | None,
+        msgspec.Meta(description="the only keys that may be found; of a view of chunks a long text's key is all of its chunks"),
+    ] = None
+    exclude: Annotated[list[Any], msgspec.Meta(description="keys that are left out; likewise")] = []
     features: list[str] = []
     deadline_ms: float | None = None
     model: Annotated[
@@ -117,6 +121,7 @@ class SearchRequest(msgspec.Struct, forbid_unknown_fields=True):
         conditions = None if self.filter is None else {name: _condition(wanted) for name, wanted in self.filter.items()}
         return SearchOptions(
             self.key,
+            self.text,
             self.vector,
             self.inputs,
             int(self.k) if self.k % 1 == 0 else 0,
@@ -204,11 +209,14 @@ class ServiceRequest(msgspec.Struct, forbid_unknown_fields=True):
     fallback: bool = True
     deadline_ms: Annotated[float | None, msgspec.Meta(description="how long to wait for models, all views together")] = None
     max_age_s: float | None = None
+    inputs: Annotated[
+        dict[str, dict[str, dict[str, Any]]] | None, msgspec.Meta(description="view → its key → input column → value")
+    ] = None
     encoding_format: EncodingFormat = "float"
 
     def options(self) -> LookupOptions:
         """What is requested beside the entities."""
-        return LookupOptions(None, self.fallback, self.deadline_ms, self.max_age_s, None, self.encoding_format)
+        return LookupOptions(None, self.fallback, self.deadline_ms, self.max_age_s, self.inputs, self.encoding_format)
 
 
 class ServiceView(msgspec.Struct):

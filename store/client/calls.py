@@ -67,6 +67,7 @@ class ServiceWords(FreshnessWords, total=False):
     fallback: bool
     deadline_ms: float | None
     max_age_s: float | None
+    inputs: Mapping[str, Mapping[Any, Mapping[str, Any]]] | None
     timeout_s: float | None
 
 
@@ -74,6 +75,7 @@ class SearchWords(TypedDict, total=False):
     """What a search may say, as :meth:`precompute.store.lookup.Lookup.search` has it, and how long the whole call may take."""
 
     key: Any
+    text: str | None
     vector: Sequence[float] | None
     inputs: Mapping[str, Any] | None
     k: int

@@ -22,7 +22,6 @@ from precompute.store.lookup_options import LookupOptions
 from precompute.store.page import sections
 from precompute.store.page.figures import Figures, ViewFigures, gather, report_path
 from precompute.store.page.view_graph import graph
-from precompute.store.search import text_column
 from precompute.store.telemetry.instruments import Meter
 
 _FOLDER = Path(__file__).with_name("templates")
@@ -137,8 +136,7 @@ def _found(lookup: Lookup, question: Question) -> dict[str, Any]:
     if question.way == NEAR:
         found = lookup.search(question.view, key=_key(lookup, question), k=_K, features=features)
     else:
-        column = "text" if pointer is None else text_column(pointer)
-        found = lookup.search(question.view, inputs={column: question.text}, k=_K, deadline_ms=_PATIENCE_MS, features=features)
+        found = lookup.search(question.view, text=question.text, k=_K, deadline_ms=_PATIENCE_MS, features=features)
     # from 0, so that lengths are to each other as scores are: of a cosine to 1, else to the largest
     longest = 1.0 if found["metric"] == "cosine" else max((row["score"] for row in found["rows"]), default=0.0)
     rows = [

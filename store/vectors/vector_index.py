@@ -183,6 +183,14 @@ class VectorIndex:
                 return Found(layer.vectors(rows)[0], int(layer.rows.named(rows)[1][0]))
         return None
 
+    def there(self, keys: Collection[str]) -> set[str]:
+        """Those of some keys that have a row here.
+
+        Raises:
+            VectorIndexError: one is damaged.
+        """
+        return {key for layer in self._layers for key in layer.rows.named(layer.alive(layer.rows.find(keys)))[0]}
+
     def search(
         self,
         vector: npt.ArrayLike,

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from precompute.jobs.service.fallback import ViewFallback
-from precompute.store.errors import ConfigError
+from precompute.store.errors import ConfigError, RequestError
 from precompute.store.lookup import Lookup
 from precompute.store.miss_cache.file_cache import MissCacheFile
 from precompute.store.miss_cache.miss_cache import MissCacheLimits
@@ -119,8 +119,43 @@ def test_a_search_answers_with_the_best_chunk_of_each_document(documents: MakeDo
         assert sorted(row["key"].rpartition("/")[0] for row in every) == sorted(texts)
         beside = lookup.search("numbers", key=["a0", 1], k=3, features=["head"])["rows"]
         assert {row["key"].rpartition("/")[0] for row in beside} == {"a1", "a2", "a3"}
-        by_text = lookup.search("numbers", inputs={"text": "cc"}, k=4)["rows"]
-        assert {row["key"].rpartition("/")[0] for row in by_text} == {"c0", "c1", "c2", "c3"}
+        for query in ({"inputs": {"text": "cc"}}, {"text": "cc"}):
+            by_text = lookup.search("numbers", **query, k=4)["rows"]
+            assert {row["key"].rpartition("/")[0] for row in by_text} == {"c0", "c1", "c2", "c3"}
+
+
+def test_a_documents_key_stands_for_all_of_its_chunks(documents: MakeDocuments, capsys: pytest.CaptureFixture[str]) -> None:
+    # more of them than are looked for at once, and under an overlay
+    texts: dict[str, str | None] = {"a": text_of("a", 700), "b/x": text_of("b", 40), "c": text_of("c", 40), "d/7": "d d"}
+    documents(texts).run()
+    scene = documents(texts | {"c": text_of("c", 60)})
+    assert scene.run().status == "published"
+    counted = chunks(scene)
+    assert counted["a"] > 130
+    with scene.answering() as lookup:
+
+        def found(only: list[Any] | None = None, **words: Any) -> list[str]:
+            rows = lookup.search("numbers", vector=[1, 1, 1, 1], k=1000, only=only, **words)["rows"]
+            return sorted(row["key"] for row in rows)
+
+        for key in ("a", "b/x", "c"):
+            escaped = key.replace("/", "%2F")
+            assert found([key]) == found([[key]]) == sorted(f"{escaped}/{n}" for n in range(counted[key]))
+        # of several one each; of one text its chunks, however they are named
+        assert [key.rpartition("/")[0] for key in found(["b/x", "c"])] == ["b%2Fx", "c"]
+        assert found(["c/0", "c/1"]) == ["c/0", "c/1"]
+        # a text that looks like a chunk's key is named as a list
+        assert (found(["d/7"]), found([["d/7"]]), found(["nobody"])) == ([], ["d%2F7/0"], [])
+        assert [key.rpartition("/")[0] for key in found(exclude=["a", "c/0"])] == ["b%2Fx", "c", "d%2F7"]
+        within = lookup.search("numbers", key="c/0", only=["c"], k=1000)["rows"]
+        assert sorted(row["key"] for row in within) == sorted(f"c/{n}" for n in range(1, counted["c"]))
+        with pytest.raises(RequestError, match="chunk counts the chunks of a text from 0"):
+            lookup.search("numbers", key="a")
+        assert lookup.get("numbers", ["a", "a/0"])["reason"].to_pylist() == ["bad_key", None]
+    assert scene.cli("search", "numbers", "--key", "c/0", "--only", "c", "-k", "50") == 0
+    assert len(capsys.readouterr().out.splitlines()) == counted["c"] - 1
+    assert scene.cli("lookup", "numbers", "a") == 2
+    assert "chunk counts the chunks of a text from 0, as in …/0" in capsys.readouterr().err
 
 
 def test_a_bad_chunk_is_one_bad_row_and_a_document_without_words_too(documents: MakeDocuments) -> None:

@@ -205,8 +205,9 @@ def test_the_model_behind_misses_reads_the_frame(project: OpenProject, scene: Sc
     computed = project.lookup("numbers", [3, 9], max_age_s=0, fallback=True)
     assert computed["status"].to_pylist() == ["computed", "missing"]
     assert computed["double"].to_pylist() == [6.0, None]
-    given = project.lookup("numbers", 9, fallback=True, inputs={9: {"x": 2.5}})
-    assert given[0]["double"] == 5.0
+    for fallback in (None, True):
+        assert project.lookup("numbers", 9, inputs={9: {"x": 2.5}}, fallback=fallback)[0]["double"] == 5.0
+    assert project.lookup("numbers", 9, inputs={9: {"x": 2.5}}, fallback=False)[0]["reason"] == "unknown_entity"
     # as a service of another process has it, wherever the root lies
     moved = scene.folder.rename(scene.folder.with_name("elsewhere"))
     with pc.open(moved) as elsewhere:
@@ -250,7 +251,8 @@ def test_answers_are_those_of_a_lookup(filled: OpenProject, scene: Scene) -> Non
         expected = lookup.get("numbers", wanted)
         near = lookup.search("numbers", key=1, k=2, features=["double"])
     timeless = [name for name in expected.column_names if name != "age_s"]
-    for keys in (wanted, np.array(wanted), pd.Series(wanted), pa.array(wanted), iter(wanted)):
+    frame = pd.DataFrame({"x": [0, 0, 0], "id": wanted})
+    for keys in (wanted, np.array(wanted), pd.Series(wanted), pa.array(wanted), iter(wanted), frame, pa.Table.from_pandas(frame)):
         assert filled.lookup("numbers", keys).table.select(timeless).equals(expected.select(timeless))
     found = filled.search("numbers", key=1, k=2)
     assert found["key"].to_pylist() == [row["key"] for row in near["rows"]] == ["2", "3"]
@@ -259,6 +261,8 @@ def test_answers_are_those_of_a_lookup(filled: OpenProject, scene: Scene) -> Non
     vectors = filled.search("numbers", inputs={"x": 6.9}, k=1, features=["vector"])
     assert vectors.to_pylist()[0]["vector"] == [7.0, 8.0, 9.0, 10.0]
     assert vectors["vector"].type == pa.list_(pa.float32(), 4)
+    nothing = filled.lookup("numbers", [], features=["double"]).table
+    assert (nothing.num_rows, nothing.schema) == (0, expected.drop_columns(["vector"]).schema)
     # more than one request takes
     many = filled.lookup("numbers", range(2500))
     assert len(many) == 2500
@@ -276,8 +280,10 @@ def test_history_and_training_sets(filled: OpenProject) -> None:
     before = filled.history("numbers", at=versions[1]["served_from"])
     assert sorted(before["double"].to_pylist()) == [2.0, 4.0, 6.0]
     times = pd.to_datetime([versions[1]["served_from"], datetime.now(UTC)])
-    training = filled.get_historical_features(pd.DataFrame({"id": [3, 3], "event_timestamp": times}), "numbers")
-    assert training["numbers__double"].to_pylist() == [6.0, 14.0]
+    rows = pd.DataFrame({"id": [3, 3], "event_timestamp": times})
+    service = pc.Service("ranking", ("id",), (pc.ServicePart("numbers", ("double",)),))
+    for training in (filled.get_historical_features(rows, "numbers"), filled.get_historical_features(rows, service=service)):
+        assert training["numbers__double"].to_pylist() == [6.0, 14.0]
 
 
 def test_answers_are_dataframes_of_any_library(filled: OpenProject) -> None:
@@ -317,7 +323,7 @@ def test_what_a_notebook_shows(filled: OpenProject, scene: Scene) -> None:
     rows = filled.lookup("numbers", range(40))
     assert "numbers: 40 rows, 37 of them missing" in repr(rows)
     assert "[7, 8, 9, 10]" in rows._repr_html_()
-    assert repr(rows).splitlines()[-1] == "… 20 more"
+    assert repr(rows).splitlines()[-2:] == ["… 20 more", "whether 0 was rejected, or removed: history('numbers', '0')"]
     assert rows._repr_html_().count("<tr>") == 21
     odd = Rows.of([{"a": "<script>", "b": [1.5] * 9, "c": {"d": 1}}, {"a": 7, "b": None, "c": None}], "<odd>")
     assert "<script>" not in odd._repr_html_()
@@ -354,12 +360,17 @@ def test_mistakes_are_told(filled: OpenProject, scene: Scene, tmp_path: Path) ->
         (lambda: pc.open("redis+cluster://h:1"), pc.ConfigError, "is no project's folder"),
         (lambda: filled.run("numers"), pc.ConfigError, "no view 'numers'.*did you mean 'numbers'"),
         (lambda: filled.lookup("numers", 1), pc.ConfigError, "no view 'numers'.*did you mean 'numbers'"),
-        (lambda: filled.lookup("numbers", []), pc.RequestError, "1 to 1000 keys, got 0"),
+        (lambda: filled.lookup("numbers", [], features=["no"]), pc.RequestError, "has no feature 'no'"),
+        (lambda: filled.lookup("numbers", pd.DataFrame({"x": [1]})), pc.RequestError, r"without the column 'id'.*it has: x\)"),
         (lambda: filled.lookup("numbers", 1, features=["no"]), pc.RequestError, "has no feature 'no'"),
         (lambda: filled.lookup("numbers", 1.5), pc.RequestError, "a list of keys"),
         (lambda: filled.search("numbers"), pc.RequestError, "exactly one of key"),
         (lambda: filled.search("numbers", text="a", inputs={"x": 1}), pc.RequestError, "exactly one of key, text"),
-        (lambda: filled.search("numbers", text="a"), pc.RequestError, "one text input column"),
+        (
+            lambda: filled.search("numbers", text="a"),
+            pc.RequestError,
+            r"one text input column.*inputs=\{column: value\} \(columns: ",
+        ),
         (lambda: filled.history("numers"), pc.ConfigError, "did you mean 'numbers'"),
         (lambda: filled.history("numbers", 99), pc.RequestError, "no history of key '99'"),
         (lambda: filled.history("numbers", 1, at="2026-01-01"), pc.RequestError, "a key, or a time"),
@@ -369,6 +380,12 @@ def test_mistakes_are_told(filled: OpenProject, scene: Scene, tmp_path: Path) ->
         (lambda: filled.run("numbers", frame=DATA, partition="2026-01-01"), pc.ConfigError, "partition: view 'numbers' has none"),
         (lambda: filled.get_historical_features({"id": [1]}, "numbers"), pc.RequestError, "no timestamp column"),
         (lambda: filled.get_historical_features(7, "numbers"), pc.SourceError, "a frame is a DataFrame"),
+        (
+            lambda: filled.get_historical_features({"id": [1], "event_timestamp": [datetime.now(UTC)]}),
+            pc.RequestError,
+            "no features",
+        ),
+        (lambda: filled.get_historical_features({"id": [1]}, service="no"), pc.ConfigError, "no service 'no'"),
     ]
     for call, kind, message in cases:
         with pytest.raises(kind, match=message):

@@ -85,6 +85,12 @@ def test_a_wrong_file_is_reported_and_the_others_are_served(scene: Scene, text: 
     assert match in str(raised.value)
     assert project.service_mistakes() == [str(raised.value)]
     assert project.service("good").name == "good"
+    served = precompute.services(scene.folder)
+    assert list(served) == ["good"]
+    with pytest.raises(ConfigError, match=r"ranking\.yaml"):
+        served["ranking"]
+    with pytest.raises(ConfigError, match="did you mean 'good'"):
+        served["goood"]
 
 
 MISFITS = [

@@ -53,7 +53,7 @@ def test_no_value_that_json_can_have_changes_the_answer_of_another_key(world: Wo
     good = ['"new"', '"gone"', '"old"']
     alone = world.post(LOOKUP, f'{{"keys":[{",".join(good)}]}}'.encode()).json["rows"]
     mixed = f'"keys":[{",".join([*good[:at], bad, *good[at:]])}]'
-    inputs = f'"inputs":{{{bad}:{{"x":1}}}}' if bad.startswith('"') else '"inputs":null'
+    inputs = f'"fallback":false,"inputs":{{{bad}:{{"x":1}}}}' if bad.startswith('"') else '"inputs":null'
     several = f'{{"requests":[{{"view":"things",{mixed}}},{{"view":{json.dumps(bad)},{mixed}}},{{"view":"things",{mixed}}}]}}'
     table = world.post(LOOKUP, f"{{{mixed}}}".encode(), accept=wire.ARROW).arrow
     first, unknown, last = world.post("/v1/lookup", several.encode()).json["responses"]
@@ -97,7 +97,7 @@ def test_a_view_named_by_half_a_surrogate_pair_is_one_unknown_view(world: World)
 
 def test_a_body_of_very_many_values_is_read_once(world: World) -> None:
     numbers = b",".join([b"1"] * (wire.MAX_VALUES // 5))
-    body = b'{"keys":["new",%b],"inputs":{"new":{"x":[' + numbers + b"]}}}"
+    body = b'{"keys":["new",%b],"fallback":false,"inputs":{"new":{"x":[' + numbers + b"]}}}"
     assert world.post(LOOKUP, body % b'"\\u0000"').status == 200
     world.post(LOOKUP, body % rb'"\ud800"').check_problem(400, "bad_json")
 

@@ -71,7 +71,7 @@ class Model:
                 rows = RowCodec(pointer.view).row_batch(batch([key], [now_us]), ("id",), pointer.snapshot).rows
                 future.set_result(Computed(rows.at(0), now_us))
             else:
-                future.set_exception(Miss(Reason.UNKNOWN_ENTITY))
+                future.set_exception(Miss(Reason.DEADLINE if key == "late" or query else Reason.UNKNOWN_ENTITY))
             futures.append(future)
         return futures
 
@@ -332,6 +332,9 @@ def test_whether_the_model_is_loaded_is_told_to_who_looks(tmp_path: Path, loaded
     assert f'precompute_fallback_up{{view="things"}} {float(loaded)}'.encode() in world.get("/metrics").body
     assert shown.encode() in world.get("/").body
     assert world.get("/readyz").json["fallback"] == {"things": "ready" if loaded else "not ready"}
+    for late in (world.get(ROW + "late"), world.post(SEARCH, {"inputs": {"x": 1.0}})):
+        late.check_problem(504, "deadline")
+        assert ("its model is not loaded yet: GET /readyz" in late.json["detail"]) is not loaded
 
 
 def test_a_304_never_hides_that_a_row_has_become_stale(tmp_path: Path) -> None:

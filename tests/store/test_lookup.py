@@ -1000,6 +1000,8 @@ def test_a_search_that_cannot_be_answered_as_asked_is_refused(memory: House) -> 
         ({"vector": vector, "features": ["nothing"]}, "unknown_feature"),
         ({"vector": vector, "features": ["label", "label"]}, "bad_request"),
         ({"inputs": {"x": 1}}, "no_fallback"),
+        ({"text": "x", "inputs": {"x": 1}}, "bad_request"),
+        ({"text": 1}, "bad_request"),
     ]
     for arguments, code in refusals:
         assert refused(partial(lookup.search, "things", **arguments)) == (400, code), arguments
@@ -1007,6 +1009,9 @@ def test_a_search_that_cannot_be_answered_as_asked_is_refused(memory: House) -> 
     assert refused(lambda: lookup.search("plain", vector=vector)) == (400, "no_index")
     assert refused(lambda: lookup.search("nothing", vector=vector)) == (404, "unknown_view")
     assert refused(lambda: lookup.search("things", key="null"))[0] == 404
+    # as of a search, so of a lookup: what nothing would look at is refused, unless it is said that no model is wanted
+    assert refused(lambda: lookup.get("things", ["k1"], inputs={"k9": {"x": 1}})) == (400, "no_fallback")
+    assert lookup.get("things", ["k1"], inputs={"k9": {"x": 1}}, fallback=False)["status"].to_pylist() == ["fresh"]
 
 
 @pytest.mark.parametrize(

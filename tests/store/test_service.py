@@ -182,6 +182,17 @@ def test_all_paths_answer_alike(lookup: Lookup, server: Server, client: Client, 
             assert table[f"{part.view}__{name}"].to_pylist() == alone[name].to_pylist(), (part.view, name)
 
 
+def test_inputs_come_along_by_view(lookup: Lookup, server: Server, client: Client) -> None:
+    entities, inputs = {"id": [1, 500], "item": ["x", "x"]}, {"numbers": {"500": {"x": 2.5}}}
+    table = lookup.service("everything", entities, inputs=inputs, deadline_ms=20_000)
+    assert table["numbers__double"].to_pylist() == [2.0, 5.0]
+    by_client = client.service("everything", entities, inputs={"numbers": {500: {"x": 2.5}}}, deadline_ms=20_000)
+    assert of_table(by_client) == of_table(table)
+    assert table["numbers__status"].to_pylist() == ["fresh", "computed"]
+    row = server.post("/v1/services/everything", {"entities": entities, "inputs": inputs, "fallback": False}).json["rows"][1]
+    assert row["views"]["numbers"]["reason"] == "unknown_entity"
+
+
 def said(row: dict[str, Any], view: str) -> tuple[Any, ...]:
     return row[f"{view}__status"], row[f"{view}__source"], row[f"{view}__reason"], row.get(f"{view}__double")
 
@@ -244,6 +255,10 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     ("one", {"entities": {"id": [1]}, "max_age_s": -1}, 400, "bad_request"),
     ("one", {"entities": {"id": [1]}, "features": ["vector"]}, 422, "bad_request"),
     ("one", {"entities": {"id": 1}}, 422, "bad_request"),
+    ("one", {"entities": {"id": [1]}, "inputs": {"numbrs": {"1": {"x": 1}}}}, 400, "bad_inputs"),
+    ("one", {"entities": {"id": [1]}, "inputs": {"numbers": {"1": {"y": 1}}}}, 400, "bad_inputs"),
+    ("one", {"entities": {"id": [1]}, "inputs": {"1": {"x": 1}}}, 422, "bad_request"),
+    ("everything", {"entities": {"id": [1], "item": ["x"]}, "inputs": {"plain": {"1": {"x": 1}}}}, 400, "no_fallback"),
     ("one", b"no json", 400, "bad_json"),
     ("one?features=vector", {"entities": {"id": [1]}}, 400, "bad_request"),
     ("wide", {"entities": {"id": [1] * 900}}, 413, "answer_too_large"),
