@@ -78,16 +78,14 @@ def read_service(path: Path) -> Service:
 
 
 def fitted(service: Service, views: Mapping[str, ViewConfig]) -> Service:
-    """A service whose defaults are of the types that its views declare, without those that fit none: they stand in while a view is not live, too."""
-    parts = [replace(part, defaults=_fitting(views[part.view], part)) if part.view in views else part for part in service.parts]
+    """A service without defaults that fit no feature as its view is configured: they stand in while the view is not live, too, and no types are known."""
+    parts = [
+        replace(
+            part, defaults={n: v for n, v in part.defaults.items() if part.view not in views or _fits(views[part.view], n, v)}
+        )
+        for part in service.parts
+    ]
     return replace(service, parts=tuple(parts)) if any(part.defaults for part in service.parts) else service
-
-
-def _fitting(view: ViewConfig, part: ServicePart) -> dict[str, Any]:
-    import pyarrow as pa
-
-    kinds = {name: view.feature_view().feature(name).arrow_type for name in part.defaults if name in view.features}
-    return {name: pa.scalar(value, kinds[name]).as_py() for name, value in part.defaults.items() if _fits(view, name, value)}
 
 
 class Services(dict[str, Service]):

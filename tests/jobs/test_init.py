@@ -196,6 +196,18 @@ REFUSED: dict[str, tuple[str, bytes | None, list[str], str]] = {
     "another kind": ("items.json", b"[]", [], r"its name ends with none of \.parquet, \.csv"),
     "no Parquet": ("items.parquet", b"PAR1", [], "items.parquet: .*Parquet file"),
     "another encoding": ("items.csv", "id,title\n1,Größe\n".encode("latin-1"), [], "is not UTF-8: convert it, as in iconv"),
+    "a line cut short": (
+        "items.csv",
+        b"id,title\n1,a\n2\n3,c\n",
+        [],
+        "the row that ends on line 3 has 1 values, and the header 2",
+    ),
+    "longer lines below": (
+        "items.csv",
+        b"id,x\n1,2\n" + b"3,4,5\n" * 9,
+        [],
+        "the row that ends on line 3 has 3 values, and the header 2",
+    ),
     "a pattern": ("items[1].csv", b"id,title\n1,a\n", [], r"its name has '\[', which is no plain name to DuckDB: rename it"),
     "a column that is not there": (
         "items.csv",

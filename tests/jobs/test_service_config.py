@@ -115,6 +115,7 @@ def test_what_does_not_fit_the_views_is_reported_and_served_all_the_same(scene: 
     with project.lookup() as lookup:
         (row,) = lookup.service(project.service("ranking"), {"id": [1]}).to_pylist()
     assert set(row) == set(project.service("ranking").columns)
+    assert not any(part.defaults for part in project.service("ranking").parts)
 
 
 def test_another_entity_is_reported(scene: Scene) -> None:
