@@ -177,6 +177,20 @@ def test_the_history_of_the_reference_is_there(demo: tuple[dict[str, str], str])
     assert done.stdout.strip() == f"1682 {names} 1 0", done.stderr
 
 
+def test_documents_and_examples_import_what_is_public() -> None:
+    """As docs/reference.md lists it: the package itself, and a few modules by their whole names."""
+    public = next(line for line in read("docs/reference.md").splitlines() if line.startswith("`MissingRowError`"))
+    texts = {document: read(document) for document in DOCUMENTS}
+    texts |= {str(path): path.read_text(encoding="utf-8") for path in (REPOSITORY / "examples").rglob("*.py")}
+    imported = {
+        (name, module)
+        for name, text in texts.items()
+        for module in re.findall(r"^\s*(?:from|import) (precompute\.[\w.]+)", text, re.MULTILINE)
+    }
+    assert len(imported) > 4
+    assert [one for one in sorted(imported) if f"`{one[1]}`" not in public] == []
+
+
 # ---- the README's own project
 
 
