@@ -142,6 +142,15 @@ def numbers(column: pa.Array) -> Matrix:
     return made
 
 
+def unfit(names: Sequence[str], matrix: Matrix, kind: npt.DTypeLike) -> dict[int, str]:
+    """Rows of [rows, names] with a number that ``kind``, a type of floats, has none for: position → reason."""
+    rows, places = np.nonzero(np.abs(matrix) > np.finfo(kind).max)
+    return {
+        row: f"{names[place]} is {matrix[row, place]:g}, which is not finite in {np.dtype(kind).name}"
+        for row, place in zip(rows.tolist(), places.tolist(), strict=True)
+    }
+
+
 def value_type(kind: pa.DataType) -> pa.DataType:
     """Of a dictionary its values', else itself."""
     return kind.value_type if isinstance(kind, pa.DictionaryType) else kind

@@ -83,7 +83,7 @@ class OnnxModel:
         """An array for each input; each row costs 1. Bad are those with a null, or a vector of another length.
 
         Raises:
-            ModelError: a column is missing, or of a type that its input does not take.
+            ModelError: a column is missing, of a type that its input does not take, or a list whose length is not known.
         """
         self._check(batch.schema)
         bad: dict[int, str] = {}
@@ -138,12 +138,6 @@ class OnnxModel:
                     raise ModelError(
                         f"onnx: column {name!r} is {kind}, and the graph's input {one.name!r} takes {one.kind}: CAST it in the source"
                     )
-            scalars = sum(not hasattr(value_type(schema.field(name).type), "value_type") for name in one.columns)
-            if one.width is not None and scalars == len(one.columns) != one.width:
-                raise ModelError(
-                    f"onnx: the graph's input {one.name!r} takes {one.width} numbers a row, and {listed(one.columns)} are {scalars}: name them in "
-                    "`inputs`, or a column of vectors"
-                )
         self._checked = schema
 
 
@@ -217,9 +211,9 @@ def _inputs(given: Sequence[Any], named: Mapping[str, Any], nan: bool) -> list[I
         columns = [columns] if isinstance(columns, str) else columns
         if not isinstance(columns, list) or not columns or not all(isinstance(name, str) for name in columns):
             raise ConfigError(f"onnx: inputs.{one.name} is a column or a list of columns, got {columns!r}")
-        width = one.shape[1] if len(one.shape) == 2 else None
-        if len(columns) > 1 and (len(one.shape) == 1 or (isinstance(width, int) and len(columns) > width)):
-            raise ConfigError(f"onnx: inputs.{one.name} names {len(columns)} columns, and the graph takes {width or 1}")
+        width = one.shape[1] if len(one.shape) == 2 else 1
+        if isinstance(width, int) and len(columns) > width:
+            raise ConfigError(f"onnx: inputs.{one.name} names {len(columns)} columns, and the graph takes {width}")
         found.append(Input(one.name, tuple(columns), one.type, len(one.shape), width if isinstance(width, int) else None, nan))
     return found
 

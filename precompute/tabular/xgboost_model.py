@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from precompute.store.errors import ConfigError, ModelError
-from precompute.tabular.columns import Matrix
+from precompute.tabular.columns import Matrix, unfit
 from precompute.tabular.host import installed
 from precompute.tabular.tree_model import TreeModel, Trees
 from precompute.tabular.xgboost_json import read_json
@@ -47,11 +47,7 @@ class XgBoost(TreeModel):
 
     def unfit(self, matrix: Matrix) -> dict[int, str]:
         """Rows with a number that float32 has none for, which is what XGBoost computes in."""
-        rows, places = np.nonzero(np.abs(matrix) > np.finfo(np.float32).max)
-        return {
-            row: f"{self._columns.names[place]} is {matrix[row, place]:g}, which is not finite in float32"
-            for row, place in zip(rows.tolist(), places.tolist(), strict=True)
-        }
+        return unfit(self._columns.names, matrix, np.float32)
 
     def scores(self, matrix: Matrix, threads: int) -> npt.NDArray[Any]:
         """What the objective makes of the trees' sum: float32."""
