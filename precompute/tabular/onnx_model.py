@@ -17,7 +17,7 @@ from precompute.tabular.columns import is_number, is_text, listed, near, value_t
 from precompute.tabular.host import Host, installed
 from precompute.tabular.onnx_input import NUMBERS, Input
 
-CODE_VERSION = 1
+CODE_VERSION = 2
 """Raised by anyone who changes the values this code computes; part of the fingerprint."""
 
 EXTERNAL = 1

@@ -14,6 +14,9 @@ from precompute.tabular.host import installed
 from precompute.tabular.tree_model import TreeModel, Trees
 from precompute.tabular.xgboost_json import read_json
 
+MIDDLES = {"binary:logistic": 0.5, "reg:logistic": 0.5, "binary:hinge": 0.5, "binary:logitraw": 0.0}
+"""Objective of two classes → above which number a score is the second's; the trees' sum is that above 0."""
+
 
 class XgBoost(TreeModel):
     """Scores rows as ``Booster.predict`` does, to the bit; of a model that was stopped early, by the rounds up to the best, as scikit-learn's classes do. Categories
@@ -43,7 +46,9 @@ class XgBoost(TreeModel):
             )
         self._rounds = (0, known.rounds or 0)
         width = known.groups if self._raw or known.objective != "multi:softmax" else 1
-        return Trees(known.features, known.categories, width)
+        several = known.objective.startswith("multi:")
+        middle = MIDDLES.get(known.objective) if known.groups == 1 else 0.5 if several else None
+        return Trees(known.features, known.categories, width, known.objective, 0.0 if middle and self._raw else middle)
 
     def unfit(self, matrix: Matrix) -> dict[int, str]:
         """Rows with a number that float32 has none for, which is what XGBoost computes in."""
