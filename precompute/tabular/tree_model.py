@@ -13,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from precompute.engine.window import side_by_side
 from precompute.model import Features, Prepared, Verbatim, digest, resolve_path
 from precompute.store.errors import ConfigError
 from precompute.tabular.columns import Columns, Matrix
-from precompute.tabular.host import Host
+from precompute.tabular.host import Host, HostModel
 
 CODE_VERSION = 2
 """Raised by anyone who changes the values this code computes; part of the fingerprint."""
@@ -37,7 +38,7 @@ class Trees:
     texts: Sequence[str] = ()
 
 
-class TreeModel(ABC):
+class TreeModel(HostModel, ABC):
     """Scores rows by trees; a :class:`precompute.model.StagedModel`.
 
     Args:
@@ -56,10 +57,7 @@ class TreeModel(ABC):
 
     name: str
     """The built-in's, in a view's ``model.use``."""
-    cost_unit = "rows"
     start_cost = 2048
-    max_cost: int | None = None
-    concurrent = True
 
     def __init__(
         self,
@@ -129,7 +127,7 @@ class TreeModel(ABC):
         """The matrix of all rows; each costs 1. Bad are those with a category that the model does not know.
 
         Raises:
-            ModelError: a column is missing, or of a type that the model's feature is not.
+            ModelError: a column is of a type that the model's feature is not.
         """
         matrix, bad = self._columns.matrix(batch)
         return Prepared(np.ones(batch.num_rows, np.int64), matrix, self.unfit(matrix) | bad)
@@ -137,10 +135,8 @@ class TreeModel(ABC):
     def inputs(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> Matrix:
         """Rows of the matrix; neighbouring ones are a view of it."""
         matrix: Matrix = prepared.payload
-        first, last = int(rows[0]), int(rows[-1])
-        if last - first == len(rows) - 1 and bool((np.diff(rows) == 1).all()):
-            return matrix[first : last + 1]
-        return matrix[rows]
+        where = side_by_side(rows)
+        return matrix[rows if where is None else where]
 
     def launch(self, inputs: Matrix) -> npt.NDArray[Any]:
         """The scores."""
@@ -152,14 +148,3 @@ class TreeModel(ABC):
             return {self._output: launched}
         best = launched.argmax(1) if launched.ndim == 2 else (launched > self._middle).astype(np.int64)
         return {self._output: launched, self._label: self._classes.take(pa.array(best))}
-
-    def flops(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> float:
-        """None: comparisons are no such operations."""
-        return 0.0
-
-    def compute(self, batch: pa.RecordBatch) -> Features:
-        """All rows of a batch at once; one that cannot be used raises ValueError."""
-        prepared = self.prepare(batch)
-        for reason in prepared.bad.values():
-            raise ValueError(reason)
-        return self.land(self.launch(prepared.payload))
