@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from precompute.store.key_text import CHUNK as CHUNK
@@ -201,3 +202,30 @@ def why_no_semantic_cache(view: FeatureView, by: FeatureView) -> str | None:
                 f"view {one.name!r} has no fallback, so that no miss of it is computed: add `fallback: {{enabled: true}}` to it"
             )
     return None
+
+
+def find_bad(view: FeatureView, feature: Feature, column: pa.Array, bad: dict[int, str]) -> None:
+    """Put row → error into ``bad``: of those with NaN, infinities and, in a vector that is searched by cosine, zero norm. No vector may be null."""
+    if not feature.dtype.startswith("float"):
+        return
+    scalar = feature.dim is None and feature.max_items is None
+    if scalar and column.null_count:
+        column = column.fill_null(pa.scalar(0.0).cast(column.type))
+    numbers = np.asarray(column if scalar else column.flatten())
+    if view.index is not None and (view.index.on, view.index.metric) == (feature.name, "cosine"):
+        for row in np.flatnonzero(~numbers.reshape(len(column), -1).any(axis=1)).tolist():
+            bad.setdefault(row, f"{feature.name} is all zeros, which has no direction for cosine")
+    is_finite = np.isfinite(numbers)
+    # as good as always
+    if is_finite.all():
+        return
+    rows = np.flatnonzero(~is_finite)
+    if feature.dim is not None:
+        rows = np.unique(rows // feature.dim)
+    elif feature.max_items is not None:
+        # takes a while to import
+        import pyarrow.compute as pc
+
+        rows = np.unique(np.asarray(pc.list_parent_indices(column))[rows])
+    for row in rows.tolist():
+        bad.setdefault(row, f"{feature.name} is not finite")

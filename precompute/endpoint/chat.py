@@ -99,7 +99,7 @@ class ChatEndpoint(EndpointModel):
 
     def unusable(self, batch: pa.RecordBatch) -> Mapping[int, str]:
         """Rows with a null, with what is no text, or with nothing in any column."""
-        return check_columns("chat_endpoint", batch, self._columns)
+        return check_columns(batch, self._columns)
 
     def texts(self, batch: pa.RecordBatch) -> list[str]:
         """The prompt of each row."""

@@ -7,25 +7,14 @@ from typing import Any
 
 import pyarrow as pa
 
-from precompute.store.errors import ModelError
-
 
 def text_of(value: Any) -> str:
     """A value as text: bytes hold UTF-8."""
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-def check_columns(model: str, batch: pa.RecordBatch, columns: Sequence[str]) -> Mapping[int, str]:
-    """Row → reason, of those with a null in one of the columns, with bytes that are no UTF-8, or with white space alone in all of them.
-
-    Raises:
-        ModelError: the source has no such column.
-    """
-    missing = [name for name in columns if name not in batch.schema.names]
-    if missing:
-        raise ModelError(
-            f"{model}: the source has no column {', '.join(map(repr, missing))}; it has {', '.join(batch.schema.names)}"
-        )
+def check_columns(batch: pa.RecordBatch, columns: Sequence[str]) -> Mapping[int, str]:
+    """Row → reason, of those with a null in one of the columns, with bytes that are no UTF-8, or with white space alone in all of them."""
     bad, blank = dict[int, str](), [True] * batch.num_rows
     for name in columns:
         for row, value in enumerate(batch.column(name).to_pylist()):

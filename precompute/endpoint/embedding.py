@@ -92,7 +92,7 @@ class EmbeddingEndpoint(EndpointModel):
 
     def unusable(self, batch: pa.RecordBatch) -> Mapping[int, str]:
         """Null, empty and not UTF-8 texts."""
-        return check_columns("embedding_endpoint", batch, (self._column,))
+        return check_columns(batch, (self._column,))
 
     def texts(self, batch: pa.RecordBatch) -> list[str]:
         """The text of each row, behind its prompt."""

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from precompute.engine.window import Outcome, Rows
 from precompute.model import Features
 from precompute.store.errors import did_you_mean
-from precompute.store.feature_view import SCALAR_TYPES, Feature, FeatureView
+from precompute.store.feature_view import SCALAR_TYPES, Feature, FeatureView, find_bad
 
 
 def copied(values: Any) -> Any:
@@ -61,8 +61,6 @@ class Declared:
 
     def __init__(self, view: FeatureView) -> None:
         self._view, self._schema = view, view.feature_schema()
-        index = view.index
-        self._directed = index.on if index is not None and index.metric == "cosine" else None
         self._types = self._schema.types
 
     def columns(self, features: Features, rows: int) -> pa.RecordBatch:
@@ -94,31 +92,8 @@ class Declared:
         """Row → error of those with NaN, infinities and, in an indexed cosine vector, zero norm."""
         bad: dict[int, str] = {}
         for feature, column in zip(self._view.features, columns.columns, strict=True):
-            if feature.dtype.startswith("float"):
-                _find_bad(feature, column, feature.name == self._directed, bad)
+            find_bad(self._view, feature, column, bad)
         return bad
-
-
-def _find_bad(feature: Feature, column: pa.Array, directed: bool, bad: dict[int, str]) -> None:
-    """Put row → error into ``bad``."""
-    scalar = feature.dim is None and feature.max_items is None
-    if scalar and column.null_count:
-        column = pc.fill_null(column, pa.scalar(0.0).cast(column.type))
-    numbers = np.asarray(column if scalar else column.flatten())
-    if directed:
-        for row in np.flatnonzero(~numbers.reshape(len(column), -1).any(axis=1)).tolist():
-            bad.setdefault(row, f"{feature.name} is all zeros, which has no direction for cosine")
-    is_finite = np.isfinite(numbers)
-    # as good as always
-    if is_finite.all():
-        return
-    rows = np.flatnonzero(~is_finite)
-    if feature.dim is not None:
-        rows = np.unique(rows // feature.dim)
-    elif feature.max_items is not None:
-        rows = np.unique(np.asarray(pc.list_parent_indices(column))[rows])
-    for row in rows.tolist():
-        bad.setdefault(row, f"{feature.name} is not finite")
 
 
 def _own(values: Any) -> Any:

@@ -85,7 +85,7 @@ class ImageEncoder(TorchModel):
         """Pixels uint8 [rows, 3, height, width]; a row costs 1. Bad are pictures that are null, broken, too large, animated, or of other colours.
 
         Raises:
-            ModelError: there is no such column, or it holds something else.
+            ModelError: the column holds something else.
         """
         column = self._checked(batch)
         made = np.zeros((batch.num_rows, 3, *self._recipe.shape), np.uint8)
@@ -115,11 +115,6 @@ class ImageEncoder(TorchModel):
         return self._flops * len(rows)
 
     def _checked(self, batch: pa.RecordBatch) -> pa.Array:
-        if self._column not in batch.schema.names:
-            raise ModelError(
-                f"image_encoder: the input has no column {self._column!r} (it has: {', '.join(batch.schema.names)}); "
-                "name it in the source with AS, or set `column` in the model's args"
-            )
         column = batch.column(self._column)
         kind = column.type
         if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_null(kind):

@@ -55,11 +55,6 @@ NAMES = (
 Weights = dict[str, torch.Tensor]
 
 
-def is_open_clip(folder: Path) -> bool:
-    """Whether it is a folder of open_clip; with transformers' files besides it is taken for theirs."""
-    return (folder / CONFIG).is_file() and not (folder / "model.safetensors").is_file()
-
-
 def read_open_clip(config: Path, weights: Path) -> tuple[str, dict[str, Any], Weights, Recipe]:
     """(transformers' ``model_type``, its configuration, the vision tower's weights by transformers' names, what becomes of a picture before it).
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, CLIPVisionModelWithProjection, SiglipVision
 from transformers.utils import logging as transformers_logging
 
 from precompute.images.image_file import Recipe, read_recipe
-from precompute.images.open_clip_folder import CONFIG, PICKLE, WEIGHTS, is_open_clip, read_open_clip
+from precompute.images.open_clip_folder import CONFIG, PICKLE, WEIGHTS, read_open_clip
 from precompute.project_module import described
 from precompute.store.errors import ConfigError, ModelError
 
@@ -62,7 +62,8 @@ def tower_files(folder: Path) -> dict[str, Path]:
         ConfigError: one is missing.
     """
     names = ["config.json", "model.safetensors", next((n for n in PREPROCESSORS if (folder / n).is_file()), PREPROCESSORS[0])]
-    if is_open_clip(folder):
+    # timm's own weights are a model.safetensors, too, and transformers' preprocessor is not beside them
+    if (folder / CONFIG).is_file() and not all((folder / name).is_file() for name in names):
         names = [CONFIG, WEIGHTS]
     for name in names:
         if name == WEIGHTS and not (folder / name).is_file() and (folder / PICKLE).is_file():

@@ -157,14 +157,9 @@ class Input:
 
     def check(self, schema: pa.Schema) -> None:
         """Raises:
-        ModelError: a column is missing, or of a type that this input does not take.
+        ModelError: a column is of a type that this input does not take.
         """
         for name in self.columns:
-            if name not in schema.names:
-                raise ModelError(
-                    f"torch_module: the input has no column {name!r} (it has: {', '.join(schema.names)}); name it in the source with AS, or "
-                    f"correct inputs.{self.name}"
-                )
             kind = schema.field(name).type
             if problem := self._misfit(kind):
                 raise ModelError(f"torch_module: inputs.{self.name}: column {name!r} is {kind}{problem}")

@@ -27,7 +27,7 @@ from precompute.models.device import Device
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.project_module import described
 from precompute.store.errors import ConfigError, ModelError
-from precompute.text.text_column import text_column, texts, unusable_texts
+from precompute.text.text_column import texts, unusable_texts
 
 CODE_VERSION = 1
 """Raised by anyone who changes the values this code computes; part of the fingerprint."""
@@ -113,11 +113,11 @@ class StaticEmbedding(TorchModel):
 
     def unusable(self, batch: pa.RecordBatch) -> Mapping[int, str]:
         """Null, empty and not UTF-8 texts."""
-        return unusable_texts(text_column(batch, self._column, "static_embedding"), self._column, "static_embedding")
+        return unusable_texts(batch.column(self._column), self._column, "static_embedding")
 
     def prepare(self, batch: pa.RecordBatch) -> Prepared:
         """Token ids; a row costs its tokens. Bad is a text of which no token is known: it has no direction."""
-        rows = [text[: self._most_chars] for text in texts(text_column(batch, self._column, "static_embedding"))]
+        rows = [text[: self._most_chars] for text in texts(batch.column(self._column))]
         lists = [one.ids for one in self._tokenizer.encode_batch_fast(rows, add_special_tokens=False)]
         if self._unknown is not None:
             lists = [[token for token in ids if token != self._unknown] if self._unknown in ids else ids for ids in lists]

@@ -19,7 +19,7 @@ from precompute.models.device import Device
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.store.errors import ConfigError
 from precompute.text.pair_tokens import PairTokenizer, PairTokens
-from precompute.text.text_column import text_column, texts, unusable_texts
+from precompute.text.text_column import texts, unusable_texts
 from precompute.text.transformer import ENCODERS, load_classifier, longest_input, model_files, model_type, transformer_flops
 
 CODE_VERSION = 1
@@ -138,12 +138,12 @@ class TextClassifier(TorchModel):
         """Null, empty and not UTF-8 texts."""
         bad: dict[int, str] = {}
         for name in reversed(self._columns):
-            bad |= unusable_texts(text_column(batch, name, "text_classifier"), name, "text_classifier")
+            bad |= unusable_texts(batch.column(name), name, "text_classifier")
         return bad
 
     def prepare(self, batch: pa.RecordBatch) -> Prepared:
         """Token ids; a row costs its tokens."""
-        columns = [texts(text_column(batch, name, "text_classifier")) for name in self._columns]
+        columns = [texts(batch.column(name)) for name in self._columns]
         tokens = self._tokenizer.tokenized(columns[0] if len(columns) == 1 else list(zip(*columns, strict=True)))
         return Prepared(tokens.lengths, tokens)
 

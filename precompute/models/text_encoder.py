@@ -26,7 +26,7 @@ from precompute.store.errors import ConfigError
 from precompute.text.bert import Bert, has_unpadded_attention
 from precompute.text.sentence_folder import SentenceFolder, read_sentence_folder
 from precompute.text.sentence_head import Head
-from precompute.text.text_column import text_column, texts, unusable_texts
+from precompute.text.text_column import texts, unusable_texts
 from precompute.text.tokens import TextTokenizer, TokenCache, Tokens
 from precompute.text.transformer import (
     DECODERS,
@@ -206,7 +206,7 @@ class TextEncoder(TorchModel):
 
     def unusable(self, batch: pa.RecordBatch) -> Mapping[int, str]:
         """Null, empty and not UTF-8 texts."""
-        return unusable_texts(self._text(batch), self._column, "text_encoder")
+        return unusable_texts(batch.column(self._column), self._column, "text_encoder")
 
     def use(self, forward: Callable[..., torch.Tensor | Tensors], dtype: torch.dtype = torch.float32) -> None:
         """On a GPU in half precision, texts are laid end to end instead of padded, if it can; by graphs, they are padded to few lengths."""
@@ -223,7 +223,7 @@ class TextEncoder(TorchModel):
 
     def prepare(self, batch: pa.RecordBatch) -> Prepared:
         """Token ids; a row costs its tokens."""
-        ids, lengths = self._tokenized([self._prefix + text for text in texts(self._text(batch))])
+        ids, lengths = self._tokenized([self._prefix + text for text in texts(batch.column(self._column))])
         # a text that is refused for its length was stored as one token more than any may have
         bad = {
             int(row): f"{self._column} has more than {self.max_tokens} tokens"
@@ -279,9 +279,6 @@ class TextEncoder(TorchModel):
         lengths = prepared.payload.lengths[rows]
         per_token, per_pair = self._flops
         return float(per_token * int(lengths.sum()) + per_pair * int(lengths @ lengths))
-
-    def _text(self, batch: pa.RecordBatch) -> pa.Array:
-        return text_column(batch, self._column, "text_encoder")
 
 
 def _head(recipe: SentenceFolder, hidden_size: int, truncate_dim: int | None) -> Head:

@@ -325,10 +325,6 @@ class TopK(TorchModel):
         return before[np.append(0, np.cumsum(counts))], np.asarray(items.drop_null()).astype(np.int64)
 
     def _check(self, batch: pa.RecordBatch) -> None:
-        wanted = self.reads()
-        for name in wanted:
-            if name not in batch.schema.names:
-                raise ModelError(f"top_k: the input has no column {name!r} (it has: {', '.join(batch.schema.names)})")
         if self._exclude is not None:
             kind = batch.schema.field(self._exclude).type
             if not (_is_list(kind) or pa.types.is_null(kind)):

@@ -179,7 +179,7 @@ class TorchModule(TorchModel):
         different in every row.
 
         Raises:
-            ModelError: a column is missing, or of a type that its input does not take.
+            ModelError: a column is of a type that its input does not take.
         """
         columns = self._columns(batch)
         bad: dict[int, str] = {}

@@ -14,19 +14,21 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from precompute.model import Prepared
-from precompute.store.errors import ConfigError, ModelError
+from precompute.store.errors import ModelError
 from precompute.tabular.host import installed
 from precompute.tabular.tree_model import TreeModel, Trees
 
 Pair = tuple[npt.NDArray[np.float32], npt.NDArray[Any]]
 """Numbers float32 [rows, features], and categories as bytes [rows, features]."""
 
-EXPONENTS = ("Poisson", "Tweedie")
-"""Losses of whose sum CatBoost's own regressor takes the exponent."""
+KINDS = {"Poisson": "Exponent", "Tweedie": "Exponent", "RMSEWithUncertainty": "RMSEWithUncertainty"}
+"""Losses of whose sum CatBoost's own regressor makes something: of the last, the mean and the variance."""
+LABELS = ("MultiLogloss", "MultiCrossEntropy")
+"""Losses that give each class a probability of its own, and a row any number of them."""
 
 
 class CatBoost(TreeModel):
-    """Scores rows as CatBoost's classes do: of two classes the second one's probability, of more all. A category is a text or a whole number, of which the model takes
+    """Scores rows as CatBoost's classes do: of one score for two classes the second one's probability, of more all. A category is a text or a whole number, of which the model takes
     any; null is none, and its row a bad one. The arguments are those of :class:`TreeModel`, but for ``unknown``."""
 
     name = "catboost"
@@ -42,25 +44,37 @@ class CatBoost(TreeModel):
         try:
             model = json.loads(path.read_bytes())
             features, texts = checked(model)
+            info, width = model["model_info"], len(np.ravel(model["scale_and_bias"][1]))
+            loss = str(info.get("params", {}).get("loss_function", {}).get("type"))
+            threshold = np.float64(info.get("binclass_probability_threshold", 0.5))
+            if loss == "RMSEWithUncertainty" and width != 2:
+                raise ValueError("it has no variance")
             self._model = catboost.CatBoost()
             # the very content that was checked; from memory it reads its binary format alone
             with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
                 json.dump(model, file)
                 file.flush()
                 self._model.load_model(file.name, format="json")
-        except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError, catboost.CatBoostError) as exc:
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            IndexError,
+            AttributeError,
+            RecursionError,
+            catboost.CatBoostError,
+        ) as exc:
             reason = f"{exc!r} is missing" if isinstance(exc, KeyError) else str(exc).strip().splitlines()[0]
             raise ModelError(f"catboost: {path} is damaged or no CatBoost model in JSON: {reason}") from exc
         classes = list(self._model.classes_)
         self._numbers = [feature for feature in features if feature not in texts]
         self._texts = [feature for feature in features if feature in texts]
-        loss = model["model_info"].get("params", {}).get("loss_function", {}).get("type")
-        plain = "Exponent" if loss in EXPONENTS else "RawFormulaVal"
-        self._kind = "RawFormulaVal" if self._raw else "Probability" if classes else plain
-        width = len(np.ravel(model["scale_and_bias"][1]))
-        if self._label is not None and not classes:
-            raise ConfigError("catboost: label is of a classifier, and this model has no classes")
-        return Trees(features, {}, width, classes or None, texts)
+        self._kind = "RawFormulaVal" if self._raw else "Probability" if classes else KINDS.get(loss, "RawFormulaVal")
+        self._is_one = width == 1 and self._kind == "Probability"
+        with np.errstate(divide="ignore"):
+            middle = float(-np.log(1 / threshold - 1) if self._raw else threshold)
+        return Trees(features, {}, width, loss, middle if classes and loss not in LABELS else None, classes or None, texts)
 
     def prepare(self, batch: pa.RecordBatch) -> Prepared:
         """Numbers and categories of all rows; bad are those with a null for a category."""
@@ -95,7 +109,7 @@ class CatBoost(TreeModel):
                 self._library.FeaturesData(**given, **(names if self._numbers else {"cat_feature_names": self._texts}))
             )
         scores: npt.NDArray[Any] = self._model.predict(data, prediction_type=self._kind, thread_count=threads)
-        return scores[:, 1] if self._kind == "Probability" and scores.shape[1] == 2 else scores
+        return scores[:, 1] if self._is_one else scores
 
 
 def checked(model: Any) -> tuple[list[str], list[str]]:
@@ -123,7 +137,9 @@ def checked(model: Any) -> tuple[list[str], list[str]]:
         ):
             raise ValueError("its categories are not whole")
     classes = model["model_info"].get("class_params", {"class_names": [], "class_to_label": []})
-    if sorted(classes["class_to_label"]) != list(range(len(classes["class_names"]))):
+    labels, names = classes["class_to_label"], classes["class_names"]
+    # CrossEntropy's have no names
+    if sorted(labels) != list(range(len(labels))) or len(names) not in (0, len(labels)):
         raise ValueError("its classes are not whole")
     splits = sum(
         len(one.get(key, [])) for kind, key in ((kinds[0], "borders"), (kinds[1], "values"), (ctrs, "borders")) for one in kind

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from precompute.store.errors import ConfigError, ModelError
+from precompute.store.errors import ConfigError, ModelError, did_you_mean
 
 Matrix = npt.NDArray[np.float64]
 
@@ -61,7 +60,7 @@ class Columns:
         if isinstance(columns, Mapping):
             strange = [name for name in columns if name not in features]
             if strange:
-                raise ConfigError(f"{self._model}: columns names {strange[0]!r}{near(str(strange[0]), features)}; {many}")
+                raise ConfigError(f"{self._model}: columns names {strange[0]!r}; {many}{did_you_mean(str(strange[0]), features)}")
             return tuple(str(columns.get(name, name)) for name in features)
         if not isinstance(columns, (list, tuple)) or not all(isinstance(name, str) for name in columns):
             raise ConfigError(
@@ -80,16 +79,10 @@ class Columns:
 
     def check(self, schema: pa.Schema) -> None:
         """Raises:
-        ModelError: a column is not there, or is of a type that the model's feature is not.
+        ModelError: a column is of a type that the model's feature is not.
         """
         if self._checked is not None and schema.equals(self._checked):
             return
-        absent = [name for name in self.names if name not in schema.names]
-        if absent:
-            raise ModelError(
-                f"{self._model}: the input has no column {listed(absent)}{near(absent[0], schema.names)} (it has: {', '.join(schema.names)}); "
-                "name it in the source with AS, or set `columns` in the model's args"
-            )
         for name in self.texts:
             kind = value_type(schema.field(name).type)
             if not (is_text(kind) or pa.types.is_integer(kind) or pa.types.is_null(kind)):
@@ -142,6 +135,15 @@ def numbers(column: pa.Array) -> Matrix:
     return made
 
 
+def unfit(names: Sequence[str], matrix: Matrix, kind: npt.DTypeLike) -> dict[int, str]:
+    """Rows of [rows, names] with a number that ``kind``, a type of floats, has none for: position → reason."""
+    rows, places = np.nonzero(np.abs(matrix) > np.finfo(kind).max)
+    return {
+        row: f"{names[place]} is {matrix[row, place]:g}, which is not finite in {np.dtype(kind).name}"
+        for row, place in zip(rows.tolist(), places.tolist(), strict=True)
+    }
+
+
 def value_type(kind: pa.DataType) -> pa.DataType:
     """Of a dictionary its values', else itself."""
     return kind.value_type if isinstance(kind, pa.DictionaryType) else kind
@@ -168,9 +170,3 @@ def shown(known: pa.Array) -> str:
 def listed(names: Sequence[str], most: int = 8) -> str:
     """Some names for a message, the first ones of many."""
     return ", ".join(map(repr, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def near(name: str, names: Sequence[str]) -> str:
-    """The nearest of some names, if one is near, for the middle of a message."""
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -7,8 +7,13 @@ import os
 import threading
 from collections.abc import Iterator
 
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
 from precompute.engine.cores import allowed, usable_threads
 from precompute.engine.memory import ResidentPeak, available_bytes
+from precompute.model import Features, Prepared, StagedModel
 from precompute.store.errors import ConfigError
 
 
@@ -45,6 +50,25 @@ class Host:
     def peak_flops(self) -> float:
         """Unknown: what these models compute is no matrix product."""
         return 0.0
+
+
+class HostModel:
+    """What models have in common that such a library computes: a row costs 1, and lanes compute beside each other."""
+
+    cost_unit = "rows"
+    max_cost: int | None = None
+    concurrent = True
+
+    def flops(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> float:
+        """Unknown, or none: comparisons are no such operations."""
+        return 0.0
+
+    def compute(self: StagedModel, batch: pa.RecordBatch) -> Features:
+        """All rows of a batch at once; one that cannot be used raises ValueError."""
+        prepared = self.prepare(batch)
+        for reason in prepared.bad.values():
+            raise ValueError(reason)
+        return self.land(self.launch(prepared.payload))
 
 
 @contextlib.contextmanager

@@ -14,6 +14,9 @@ from precompute.tabular.host import installed
 from precompute.tabular.lightgbm_text import LightGbmText, read_text
 from precompute.tabular.tree_model import TreeModel, Trees
 
+PROBABILITIES = ("binary", "cross_entropy")
+"""What objectives of one score give one; it is 0.5 where the trees' sum is 0."""
+
 
 class LightGbm(TreeModel):
     """Scores rows as ``Booster.predict`` does, to the bit. Categories are pandas' values, as the file has them; without those a categorical feature takes its
@@ -35,7 +38,8 @@ class LightGbm(TreeModel):
             self._booster = lightgbm.Booster(model_str=known.text)
         except (OSError, ValueError, lightgbm.basic.LightGBMError) as exc:
             raise ModelError(f"lightgbm: {path} is damaged or no LightGBM model: {exc}") from exc
-        return Trees(known.features, _categories(path, known), known.width)
+        middle = (0.0 if self._raw else 0.5) if known.width > 1 or known.objective in PROBABILITIES else None
+        return Trees(known.features, _categories(path, known), known.width, known.objective, middle)
 
     def scores(self, matrix: Matrix, threads: int) -> npt.NDArray[Any]:
         """Probabilities, or what else the objective makes of the trees' sum: float64."""

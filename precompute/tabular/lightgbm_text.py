@@ -22,12 +22,13 @@ INTEGERS, FLOATS = (re.compile(f"(?:{one}(?: +{one})*)?") for one in (INTEGER, F
 @dataclass(frozen=True, slots=True)
 class LightGbmText:
     """What a file says of its model: features in their order, those of them that are categorical, pandas' lists of their values (None where it was trained
-    without), how many numbers a row's score has, and the ``text`` of what predicting needs."""
+    without), how many numbers a row's score has, the objective, and the ``text`` of what predicting needs."""
 
     features: tuple[str, ...]
     categorical: tuple[int, ...]
     pandas: list[list[Any]] | None
     width: int
+    objective: str
     text: str
 
 
@@ -121,7 +122,9 @@ def read_text(text: str) -> LightGbmText:
     if not text[end:].lstrip("\n").startswith("end of trees"):
         raise ValueError("it ends before the line 'end of trees'")
     written = f"tree\n{head.text()}tree_sizes={' '.join(str(len(tree)) for tree in trees)}\n\n{''.join(trees)}end of trees\n\npandas_categorical:null\n"
-    return LightGbmText(features, _categorical(text[end:], count), _pandas(text[end:]), width, written)
+    return LightGbmText(
+        features, _categorical(text[end:], count), _pandas(text[end:]), width, objective.partition(" ")[0], written
+    )
 
 
 def _trees(text: str, sizes: Numbers, features: int) -> Iterator[str]:

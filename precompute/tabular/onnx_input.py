@@ -10,6 +10,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from precompute.store.errors import ModelError
+from precompute.tabular.columns import listed, numbers, unfit, value_type
+
 NUMBERS: dict[str, Any] = {
     "tensor(float)": np.float32,
     "tensor(double)": np.float64,
@@ -27,7 +30,7 @@ NUMBERS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """An input of the graph: [rows] or [rows, width], of these columns side by side; ``width`` None is any. ``nan`` lets a null number be NaN."""
+    """An input of the graph: [rows] (``width`` 1) or [rows, width], of these columns side by side; ``width`` None is any. ``nan`` lets a null number be NaN."""
 
     name: str
     columns: tuple[str, ...]
@@ -45,36 +48,50 @@ class Input:
         return np.dtype(NUMBERS[self.kind]).kind in "iub"
 
     def array(self, batch: pa.RecordBatch, bad: dict[int, str]) -> npt.NDArray[Any]:
-        """The tensor of a batch; rows that have no place in it are added to ``bad``, and hold whatever they may."""
-        parts = [self._part(name, batch.column(name), bad) for name in self.columns]
+        """The tensor of a batch; rows that have no place in it are added to ``bad``, and hold whatever they may.
+
+        Raises:
+            ModelError: the columns' types do not tell how many values a row has, or tell another number than the graph takes.
+        """
+        sizes = self._sizes(batch.schema)
+        parts = [self._part(name, batch.column(name), size, bad) for name, size in zip(self.columns, sizes, strict=True)]
         made = parts[0] if len(parts) == 1 else np.concatenate(parts, 1)
-        if self.width is not None and made.shape[1] != self.width:
-            for row in range(len(made)):
-                bad.setdefault(
-                    row,
-                    f"{', '.join(self.columns)} are {made.shape[1]} values, and the graph's input {self.name!r} takes {self.width}",
-                )
-            return np.zeros((len(made), self.width), made.dtype)
         return made[:, 0] if self.ndim == 1 else made
 
-    def _part(self, name: str, column: pa.Array, bad: dict[int, str]) -> npt.NDArray[Any]:
-        """[rows, 1] of a scalar, [rows, length] of a vector."""
+    def _sizes(self, schema: pa.Schema) -> list[int]:
+        """How many values of a row each column holds: by the types, so that no row's neighbours decide."""
+        kinds = [value_type(schema.field(name).type) for name in self.columns]
+        sizes = [getattr(kind, "list_size", None if hasattr(kind, "value_type") else 1) for kind in kinds]
+        known, lists = sum(size or 0 for size in sizes), sizes.count(None)
+        if lists > (self.width is not None):
+            name, item = self.columns[sizes.index(None)], "VARCHAR" if self.is_text else "BIGINT" if self.is_whole else "DOUBLE"
+            raise ModelError(
+                f"onnx: how many values of column {name!r} the graph's input {self.name!r} takes is not known: "
+                f"CAST({name} AS {item}[n]) in the source"
+            )
+        rest = (self.width or 0) - known
+        if self.width is not None and (rest < 1 if lists else rest):
+            raise ModelError(
+                f"onnx: the graph's input {self.name!r} takes {self.width} numbers a row, and {listed(self.columns)} are {known}"
+                f"{' and a list' * lists}: name them in `inputs`, or a column of vectors"
+            )
+        return [rest if size is None else size for size in sizes]
+
+    def _part(self, name: str, column: pa.Array, size: int, bad: dict[int, str]) -> npt.NDArray[Any]:
+        """[rows, size]; 1 of a scalar."""
         if isinstance(column.type, pa.DictionaryType):
             column = column.cast(column.type.value_type)
-        if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type) or pa.types.is_fixed_size_list(column.type)):
+        if not hasattr(column.type, "value_type"):
             return self._values(name, column, bad)[:, None]
-        lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False).astype(np.int64)
-        rest = self.width if len(self.columns) == 1 else None
-        length = rest if rest is not None else int(np.bincount(lengths).argmax()) if len(lengths) else 0
-        for row in np.flatnonzero(lengths != length).tolist():
-            bad[row] = f"{name} is null" if not column[row].is_valid else f"{name} has {lengths[row]} values, not {length}"
-        good = np.flatnonzero(lengths == length)
+        lengths = pc.fill_null(pc.list_value_length(column), -1).to_numpy(zero_copy_only=False)
+        for row in np.flatnonzero(lengths != size).tolist():
+            bad[row] = f"{name} is null" if lengths[row] < 0 else f"{name} has {lengths[row]} values, not {size}"
+        good = np.flatnonzero(lengths == size)
         inner: dict[int, str] = {}
         values = self._values(name, column.take(pa.array(good)).flatten(), inner)
-        if length:
-            bad |= {int(good[place // length]): reason for place, reason in inner.items()}
-        made = np.zeros((len(column), length), values.dtype) if not self.is_text else np.full((len(column), length), "", object)
-        made[good] = values.reshape(len(good), length)
+        bad |= {int(good[place // size]): reason for place, reason in inner.items()}
+        made = np.zeros((len(column), size), values.dtype) if not self.is_text else np.full((len(column), size), "", object)
+        made[good] = values.reshape(len(good), size)
         return made
 
     def _values(self, name: str, column: pa.Array, bad: dict[int, str]) -> npt.NDArray[Any]:
@@ -86,13 +103,16 @@ class Input:
             texts: npt.NDArray[Any] = np.array(pc.fill_null(column.cast(pa.string()), "").to_pylist(), object)
             return texts
         if self.is_whole:
-            whole = pc.fill_null(column.cast(pa.int64(), safe=False), 0).to_numpy(zero_copy_only=False)
+            # as it is: of those that int64 has not, a cast would make others
+            column = column if pa.types.is_uint64(column.type) else column.cast(pa.int64())
+            whole = pc.fill_null(column, 0).to_numpy(zero_copy_only=False)
             if np.dtype(kind).kind != "b":
                 limits = np.iinfo(kind)
                 for row in np.flatnonzero((whole < limits.min) | (whole > limits.max)).tolist():
                     bad[row] = f"{name} is {whole[row]}, and the graph's input {self.name!r} takes {limits.min} to {limits.max}"
             made: npt.NDArray[Any] = whole.astype(kind)
             return made
+        floats = numbers(column)
+        bad |= unfit([name], floats[:, None], kind)
         with np.errstate(over="ignore"):
-            made = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False).astype(kind)
-        return made
+            return floats.astype(kind)

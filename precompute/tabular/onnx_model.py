@@ -12,12 +12,12 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from precompute.model import Features, Prepared, Verbatim, digest, resolve_path
-from precompute.store.errors import ConfigError, ModelError, PrecomputeError
-from precompute.tabular.columns import is_number, is_text, listed, near, value_type
-from precompute.tabular.host import Host, installed
+from precompute.store.errors import ConfigError, ModelError, PrecomputeError, did_you_mean
+from precompute.tabular.columns import is_number, is_text, listed, value_type
+from precompute.tabular.host import Host, HostModel, installed
 from precompute.tabular.onnx_input import NUMBERS, Input
 
-CODE_VERSION = 1
+CODE_VERSION = 2
 """Raised by anyone who changes the values this code computes; part of the fingerprint."""
 
 EXTERNAL = 1
@@ -33,7 +33,7 @@ class Output:
     column: int | None = None
 
 
-class OnnxModel:
+class OnnxModel(HostModel):
     """Runs a graph over columns; a :class:`precompute.model.StagedModel`.
 
     Args:
@@ -48,10 +48,7 @@ class OnnxModel:
         ModelError: the file is damaged, or a graph that cannot be computed here.
     """
 
-    cost_unit = "rows"
     start_cost = 1024
-    max_cost: int | None = None
-    concurrent = True
 
     def __init__(
         self, path: str, outputs: Mapping[str, Any], inputs: Mapping[str, Any] | None = None, nulls: str = "bad"
@@ -83,7 +80,7 @@ class OnnxModel:
         """An array for each input; each row costs 1. Bad are those with a null, or a vector of another length.
 
         Raises:
-            ModelError: a column is missing, or of a type that its input does not take.
+            ModelError: a column is of a type that its input does not take, or a list whose length is not known.
         """
         self._check(batch.schema)
         bad: dict[int, str] = {}
@@ -107,26 +104,9 @@ class OnnxModel:
         given = dict(zip(self._wanted, map(_array, self._wanted, launched), strict=True))
         return {output.feature: _feature(output, given[output.name]) for output in self._outputs}
 
-    def flops(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> float:
-        """Unknown."""
-        return 0.0
-
-    def compute(self, batch: pa.RecordBatch) -> Features:
-        """All rows of a batch at once; one that cannot be used raises ValueError."""
-        prepared = self.prepare(batch)
-        for reason in prepared.bad.values():
-            raise ValueError(reason)
-        return self.land(self.launch(prepared.payload))
-
     def _check(self, schema: pa.Schema) -> None:
         if self._checked is not None and schema.equals(self._checked):
             return
-        absent = [name for name in self.reads() if name not in schema.names]
-        if absent:
-            raise ModelError(
-                f"onnx: the input has no column {listed(absent)}{near(absent[0], schema.names)} (it has: {', '.join(schema.names)}); "
-                "name it in the source with AS, or set `inputs` in the model's args"
-            )
         for one in self._inputs:
             for name in one.columns:
                 kind = value_type(schema.field(name).type)
@@ -138,12 +118,6 @@ class OnnxModel:
                     raise ModelError(
                         f"onnx: column {name!r} is {kind}, and the graph's input {one.name!r} takes {one.kind}: CAST it in the source"
                     )
-            scalars = sum(not hasattr(value_type(schema.field(name).type), "value_type") for name in one.columns)
-            if one.width is not None and scalars == len(one.columns) != one.width:
-                raise ModelError(
-                    f"onnx: the graph's input {one.name!r} takes {one.width} numbers a row, and {listed(one.columns)} are {scalars}: name them in "
-                    "`inputs`, or a column of vectors"
-                )
         self._checked = schema
 
 
@@ -217,7 +191,9 @@ def _inputs(given: Sequence[Any], named: Mapping[str, Any], nan: bool) -> list[I
     if not isinstance(named, Mapping):
         raise ConfigError(f"onnx: inputs maps the graph's inputs ({listed(names)}) to columns, got {named!r}")
     if strange := [name for name in named if name not in names]:
-        raise ConfigError(f"onnx: inputs names {strange[0]!r}{near(str(strange[0]), names)}; the graph takes {listed(names)}")
+        raise ConfigError(
+            f"onnx: inputs names {strange[0]!r}; the graph takes {listed(names)}{did_you_mean(str(strange[0]), names)}"
+        )
     found = []
     for one in given:
         if one.type not in NUMBERS:
@@ -230,9 +206,9 @@ def _inputs(given: Sequence[Any], named: Mapping[str, Any], nan: bool) -> list[I
         columns = [columns] if isinstance(columns, str) else columns
         if not isinstance(columns, list) or not columns or not all(isinstance(name, str) for name in columns):
             raise ConfigError(f"onnx: inputs.{one.name} is a column or a list of columns, got {columns!r}")
-        width = one.shape[1] if len(one.shape) == 2 else None
-        if len(columns) > 1 and (len(one.shape) == 1 or (isinstance(width, int) and len(columns) > width)):
-            raise ConfigError(f"onnx: inputs.{one.name} names {len(columns)} columns, and the graph takes {width or 1}")
+        width = one.shape[1] if len(one.shape) == 2 else 1
+        if isinstance(width, int) and len(columns) > width:
+            raise ConfigError(f"onnx: inputs.{one.name} names {len(columns)} columns, and the graph takes {width}")
         found.append(Input(one.name, tuple(columns), one.type, len(one.shape), width if isinstance(width, int) else None, nan))
     return found
 
@@ -247,7 +223,7 @@ def _outputs(names: Sequence[str], outputs: Any) -> list[Output]:
             raise ConfigError(f"onnx: outputs.{feature} is the name of an output, or {{output: name, column: 1}}; got {wanted!r}")
         if of["output"] not in names:
             raise ConfigError(
-                f"onnx: outputs.{feature} names {of['output']!r}{near(of['output'], names)}; the graph gives {listed(names)}"
+                f"onnx: outputs.{feature} names {of['output']!r}; the graph gives {listed(names)}{did_you_mean(of['output'], names)}"
             )
         column = of.get("column")
         if column is not None and (type(column) is not int or column < 0):

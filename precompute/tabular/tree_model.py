@@ -13,28 +13,32 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from precompute.engine.window import side_by_side
 from precompute.model import Features, Prepared, Verbatim, digest, resolve_path
 from precompute.store.errors import ConfigError
 from precompute.tabular.columns import Columns, Matrix
-from precompute.tabular.host import Host
+from precompute.tabular.host import Host, HostModel
 
-CODE_VERSION = 1
+CODE_VERSION = 2
 """Raised by anyone who changes the values this code computes; part of the fingerprint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trees:
     """A model file as it was loaded: its features in their order, the categories of those that have some, how many numbers a row's score has (1: a scalar),
-    the classes' names where the file knows them, and the features that the library takes as texts."""
+    the objective, above which number one score is of the second of two classes (of a score for each class any number; None where scores are no classes'), the
+    classes' names where the file knows them, and the features that the library takes as texts."""
 
     features: Sequence[str]
     categories: Mapping[str, Sequence[Any]]
     width: int
+    objective: str
+    middle: float | None
     classes: Sequence[Any] | None = None
     texts: Sequence[str] = ()
 
 
-class TreeModel(ABC):
+class TreeModel(HostModel, ABC):
     """Scores rows by trees; a :class:`precompute.model.StagedModel`.
 
     Args:
@@ -53,10 +57,7 @@ class TreeModel(ABC):
 
     name: str
     """The built-in's, in a view's ``model.use``."""
-    cost_unit = "rows"
     start_cost = 2048
-    max_cost: int | None = None
-    concurrent = True
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class TreeModel(ABC):
             raise ConfigError(f"{self.name}: path {str(path)!r} is a folder: name the model's file")
         trees = self.loaded(self._path)
         self._columns = Columns(self.name, trees.features, columns, trees.categories, unknown, trees.texts)
-        self._classes = self._named_classes(trees, classes)
+        self._classes, self._middle = self._named_classes(trees, classes), trees.middle
         self._facts = {"columns": Verbatim(list(self._columns.names)), "raw": raw, "unknown": unknown}
         if label is not None:
             self._facts |= {"label": Verbatim([label, self._classes.to_pylist()])}
@@ -90,6 +91,10 @@ class TreeModel(ABC):
             return pa.array([], pa.string())
         if self._label == self._output:
             raise ConfigError(f"{self.name}: label and output are both {self._output!r}: give them two names")
+        if trees.middle is None:
+            raise ConfigError(
+                f"{self.name}: label is a row's class, and the objective {trees.objective!r} gives no score from which one follows: leave out `label`"
+            )
         named = classes if classes is not None else trees.classes
         count = max(2, trees.width)
         if named is None or isinstance(named, str) or len(named) != count:
@@ -122,7 +127,7 @@ class TreeModel(ABC):
         """The matrix of all rows; each costs 1. Bad are those with a category that the model does not know.
 
         Raises:
-            ModelError: a column is missing, or of a type that the model's feature is not.
+            ModelError: a column is of a type that the model's feature is not.
         """
         matrix, bad = self._columns.matrix(batch)
         return Prepared(np.ones(batch.num_rows, np.int64), matrix, self.unfit(matrix) | bad)
@@ -130,10 +135,8 @@ class TreeModel(ABC):
     def inputs(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> Matrix:
         """Rows of the matrix; neighbouring ones are a view of it."""
         matrix: Matrix = prepared.payload
-        first, last = int(rows[0]), int(rows[-1])
-        if last - first == len(rows) - 1 and bool((np.diff(rows) == 1).all()):
-            return matrix[first : last + 1]
-        return matrix[rows]
+        where = side_by_side(rows)
+        return matrix[rows if where is None else where]
 
     def launch(self, inputs: Matrix) -> npt.NDArray[Any]:
         """The scores."""
@@ -143,17 +146,5 @@ class TreeModel(ABC):
         """``output`` → the scores, float32 or float64 [rows] or [rows, classes]; and the label's name, a text for each row."""
         if self._label is None:
             return {self._output: launched}
-        middle = 0.0 if self._raw else 0.5
-        best = launched.argmax(1) if launched.ndim == 2 else (launched > middle).astype(np.int64)
+        best = launched.argmax(1) if launched.ndim == 2 else (launched > self._middle).astype(np.int64)
         return {self._output: launched, self._label: self._classes.take(pa.array(best))}
-
-    def flops(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> float:
-        """None: comparisons are no such operations."""
-        return 0.0
-
-    def compute(self, batch: pa.RecordBatch) -> Features:
-        """All rows of a batch at once; one that cannot be used raises ValueError."""
-        prepared = self.prepare(batch)
-        for reason in prepared.bad.values():
-            raise ValueError(reason)
-        return self.land(self.launch(prepared.payload))

@@ -9,10 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from precompute.store.errors import ConfigError, ModelError
-from precompute.tabular.columns import Matrix
+from precompute.tabular.columns import Matrix, unfit
 from precompute.tabular.host import installed
 from precompute.tabular.tree_model import TreeModel, Trees
 from precompute.tabular.xgboost_json import read_json
+
+MIDDLES = {"binary:logistic": 0.5, "reg:logistic": 0.5, "binary:hinge": 0.5, "binary:logitraw": 0.0}
+"""Objective of two classes → above which number a score is the second's; the trees' sum is that above 0."""
 
 
 class XgBoost(TreeModel):
@@ -43,15 +46,13 @@ class XgBoost(TreeModel):
             )
         self._rounds = (0, known.rounds or 0)
         width = known.groups if self._raw or known.objective != "multi:softmax" else 1
-        return Trees(known.features, known.categories, width)
+        several = known.objective.startswith("multi:")
+        middle = MIDDLES.get(known.objective) if known.groups == 1 else 0.5 if several else None
+        return Trees(known.features, known.categories, width, known.objective, 0.0 if middle and self._raw else middle)
 
     def unfit(self, matrix: Matrix) -> dict[int, str]:
         """Rows with a number that float32 has none for, which is what XGBoost computes in."""
-        rows, places = np.nonzero(np.abs(matrix) > np.finfo(np.float32).max)
-        return {
-            row: f"{self._columns.names[place]} is {matrix[row, place]:g}, which is not finite in float32"
-            for row, place in zip(rows.tolist(), places.tolist(), strict=True)
-        }
+        return unfit(self._columns.names, matrix, np.float32)
 
     def scores(self, matrix: Matrix, threads: int) -> npt.NDArray[Any]:
         """What the objective makes of the trees' sum: float32."""

@@ -8,20 +8,6 @@ import pyarrow.compute as pc
 from precompute.store.errors import ModelError
 
 
-def text_column(batch: pa.RecordBatch, name: str, use: str) -> pa.Array:
-    """A column of a batch, by its name; ``use`` is the built-in model's.
-
-    Raises:
-        ModelError: it is not there.
-    """
-    if name not in batch.schema.names:
-        raise ModelError(
-            f"{use}: the input has no column {name!r} (it has: {', '.join(batch.schema.names)}); "
-            "name it in the source with AS, or set `column` in the model's args"
-        )
-    return batch.column(name)
-
-
 def texts(column: pa.Array) -> list[str]:
     """As Python has them, of a column that was checked."""
     return [value.decode() if isinstance(value, bytes) else value for value in column.to_pylist()]

@@ -4,6 +4,7 @@ in memory, and its clients are the real ones but for their connections; so what 
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from urllib.parse import unquote
 import msgspec
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from precompute.store.answer import default_row
 from precompute.store.api.app import create_app
@@ -21,7 +23,7 @@ from precompute.store.client.attempts import Failure, Outcome
 from precompute.store.client.calls import Call
 from precompute.store.errors import ConfigError, NoAnswerError, PrecomputeError
 from precompute.store.fallback import Computed, Fallback, Miss, unpacked_view
-from precompute.store.feature_view import NAME, RESERVED, SCALAR_TYPES, Feature, FeatureView, IndexSpec
+from precompute.store.feature_view import NAME, RESERVED, SCALAR_TYPES, Feature, FeatureView, IndexSpec, find_bad
 from precompute.store.freshness import as_datetime, iso
 from precompute.store.key_text import key_text
 from precompute.store.lookup import Lookup
@@ -77,7 +79,7 @@ class _View:
         """Rows, packed.
 
         Raises:
-            ConfigError: a value is none of its feature's type, or a feature is not the view's.
+            ConfigError: a value is none of its feature's type, or that no model may return, or a feature is not the view's.
         """
         view = self.view
         for features in rows.values():
@@ -95,6 +97,8 @@ class _View:
                         self.packed({key: features}, at_us)
                 raise ConfigError(f"view {view.name!r}, key {next(iter(rows))!r}: {feature.name}: {exc}") from exc
         batch = pa.RecordBatch.from_arrays(columns, schema=view.feature_schema())
+        if (misfit := _misfit(view, batch)) is not None:
+            raise ConfigError(f"view {view.name!r}, key {list(rows)[misfit[0]]!r}: {misfit[1]}")
         hashes = kernels.hashes(Packed.of([key.encode() for key in rows]))
         packed = (codec or self.codec).encode(batch, hashes, np.full(len(rows), at_us, np.int64), _GENERATION)
         return dict(zip(rows, map(bytes, packed.strings()), strict=True))
@@ -158,7 +162,10 @@ class StandIn(Fallback):
             ConfigError: a name, a feature or a value that no view could have.
         """
         held = dict(rows or {})
-        spec = None if index is None else IndexSpec(index["on"], index.get("metric", "cosine"))
+        try:
+            spec = None if index is None else IndexSpec(**index)
+        except TypeError as exc:
+            raise ConfigError(f"view {name!r}: index: it has on and metric, got {index!r}") from exc
         view = FeatureView(
             name,
             tuple(entity),
@@ -179,7 +186,7 @@ class StandIn(Fallback):
         self._lookup.services[service.name] = service
 
     def put(self, view: str, key: Any, features: Mapping[str, Any], *, age_s: float = 0.0) -> None:
-        """Add or replace a row; features that are not named are null.
+        """Add or replace a row; features that are not named are null; a vector is so only beside nothing but nulls.
 
         Raises:
             ConfigError: there is no such view, or a value that it cannot have.
@@ -451,10 +458,34 @@ def _feature(view: str, name: str, value: Any) -> Feature:
     )
 
 
+def _misfit(view: FeatureView, batch: pa.RecordBatch) -> tuple[int, str] | None:
+    """The first row that no model may return, and why; one of nothing but nulls may be in a view."""
+    held = np.flatnonzero(~np.all([column.is_null() for column in batch.columns], axis=0))
+    for feature, column in zip(view.features, batch.take(pa.array(held)).columns, strict=True):
+        bad = dict[int, str]()
+        if feature.dim is not None:
+            bad = dict.fromkeys(pc.indices_nonzero(column.is_null()).to_pylist(), f"{feature.name} is null, and a vector")
+        elif feature.max_items is not None:
+            long = pc.fill_null(pc.greater(pc.list_value_length(column), feature.max_items), False)
+            bad = dict.fromkeys(pc.indices_nonzero(long).to_pylist(), f"{feature.name} has more than {feature.max_items} items")
+        if hasattr(column.type, "value_type"):
+            nulls = pc.list_parent_indices(column).filter(column.flatten().is_null())
+            bad |= dict.fromkeys(nulls.to_pylist(), f"{feature.name} holds a null")
+        if not bad:
+            find_bad(view, feature, column, bad)
+        if bad:
+            row, reason = min(bad.items())
+            return int(held[row]), reason
+    return None
+
+
 def _check(view: FeatureView) -> None:
     """Raises:
-    ConfigError: a name that no view could have, or an index on what is no vector.
+    ConfigError: a name, a time or a metric that no view could have, or an index on what is no vector of floats.
     """
+    for name, seconds in (("ttl_s", view.ttl_s), ("stale_for_s", view.stale_for_s), ("deadline_s", view.fallback_deadline_s)):
+        if not 0 <= seconds < math.inf:
+            raise ConfigError(f"view {view.name!r}: {name} is {seconds}: give seconds, 0 or more")
     for name in (view.name, *view.entity, *view.feature_names):
         if not NAME.match(name) or (name != view.name and name in RESERVED):
             raise ConfigError(f"view {view.name!r}: {name!r} is no name of a view, a key column or a feature")
@@ -462,8 +493,11 @@ def _check(view: FeatureView) -> None:
         if feature.dtype not in SCALAR_TYPES:
             raise ConfigError(f"view {view.name!r}: {feature.name}: {feature.dtype!r} is none of {', '.join(SCALAR_TYPES)}")
     on = None if view.index is None else view.index.on
-    if on is not None and (on not in view.feature_names or view.feature(on).dim is None):
-        raise ConfigError(f"view {view.name!r}: index.on: {on!r} is no vector")
+    vectors = [feature.name for feature in view.features if feature.dim is not None and feature.dtype.startswith("float")]
+    if on is not None and on not in vectors:
+        raise ConfigError(f"view {view.name!r}: index.on: {on!r} is no vector of floats")
+    if view.index is not None and view.index.metric not in ("cosine", "dot", "l2"):
+        raise ConfigError(f"view {view.name!r}: index.metric: {view.index.metric!r} is none of cosine, dot, l2")
     try:
         default_row(view, RowCodec(view))
     except (ValueError, TypeError, pa.ArrowException) as exc:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -15,8 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from precompute.precision.same_value import differing
-from precompute.registry import load_model
-from precompute.store.errors import ModelError, PrecomputeError
+from precompute.registry import BUILT_IN, load_model
+from precompute.store.errors import ConfigError, ModelError, PrecomputeError
 from tests.conftest import MakeProject
 
 ROWS = 40
@@ -296,6 +297,24 @@ def test_it_is_published_and_answers_misses_alike(make_project: MakeProject, tmp
     assert set(answers["status"].to_pylist()) == {"computed"}
     assert differing(rows.slice(0, 24), answers, snapshot.view, "fp32-eager") == {}
     assert [row["reason"] for row in bad] == ["model_error"] * len(bad)
+
+
+def test_a_column_that_the_source_lacks_is_named(make_project: MakeProject, tmp_path: Path, case: str) -> None:
+    (tmp_path / "project").mkdir()
+    made = CASES[case](tmp_path / "project")
+    column = made.table.column_names[-1]
+    lacking = made.table.rename_columns([*made.table.column_names[:-1], column.upper() + "S"])
+    with pytest.raises(
+        ConfigError,
+        match=rf"the source yields no column '{column}', which the model {case} reads.*; did you mean '{column.upper()}S'",
+    ):
+        make_project(lacking, view=view_of(case, made)).run()
+
+
+def test_every_built_in_says_what_it_reads() -> None:
+    for dotted in BUILT_IN.values():
+        module, _, name = dotted.partition(":")
+        assert callable(getattr(importlib.import_module(module), name).reads), dotted
 
 
 @pytest.mark.parametrize("damage", ["empty", "half", "foreign"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from precompute.store.errors import ConfigError, ModelError
 TYPES = {
     "float": TensorProto.FLOAT,
     "double": TensorProto.DOUBLE,
+    "int64": TensorProto.INT64,
     "int8": TensorProto.INT8,
     "bool": TensorProto.BOOL,
     "string": TensorProto.STRING,
@@ -51,9 +53,27 @@ VECTORS = pa.array([[1, 2], None, [3], [4, None], [5, 6]], pa.list_(pa.int64()))
         (
             "double",
             [None, "n"],
-            {"a": VECTORS, "b": [9, 9, 9, 9, 9]},
+            {"a": pa.array([[1, 2], None, [4, None], [5, 6]], pa.list_(pa.int64(), 2)), "b": [9, 9, 9, 9]},
             [[1, 2, 9], [5, 6, 9]],
-            {1: "a is null", 2: "a has 1 values, not 2", 3: "a is null"},
+            {1: "a is null", 2: "a is null"},
+        ),
+        # most rows of a batch are no measure of the others
+        ("double", [None, 2], {"a": [[3], [3], [1, 2]], "b": [9, 9, 9]}, [[3, 9], [3, 9]], {2: "a has 2 values, not 1"}),
+        ("float", [None], {"x": [[1.0], [1, 2], [1, 2]]}, [1], {1: "x has 2 values, not 1", 2: "x has 2 values, not 1"}),
+        ("float", [None, 1], {"x": [1.5, 1e300]}, [1.5], {1: "x is 1e+300, which is not finite in float32"}),
+        (
+            "float",
+            [None, 2],
+            {"a": [[1.0, -math.inf], [3e38, 2]]},
+            [[np.float32(3e38), 2]],
+            {0: "a is -inf, which is not finite in float32"},
+        ),
+        (
+            "int64",
+            [None, 1],
+            {"x": pa.array([2**64 - 1, 7], pa.uint64())},
+            [7],
+            {0: f"x is {2**64 - 1}, and the graph's input 'x' takes {-(2**63)} to {2**63 - 1}"},
         ),
         ("int8", [None, 1], {"x": [1, 300, -128]}, [1, -128], {1: "x is 300, and the graph's input 'x' takes -128 to 127"}),
         ("bool", [None, 1], {"x": [True, None, False]}, [True, False], {1: "x is null"}),
@@ -90,10 +110,10 @@ def test_a_null_number_is_nan_where_the_graph_knows_it(tmp_path: Path) -> None:
     ("args", "message"),
     [
         ({"outputs": {}}, "outputs maps features to the graph's outputs ('y', 'z'), got {}"),
-        ({"outputs": {"a": "yy"}}, "outputs.a names 'yy' (did you mean 'y'?); the graph gives 'y', 'z'"),
+        ({"outputs": {"a": "YY"}}, "outputs.a names 'YY'; the graph gives 'y', 'z'; did you mean 'y'?"),
         ({"outputs": {"a": {"output": "z", "at": 1}}}, "outputs.a is the name of an output, or {output: name, column: 1}"),
         ({"outputs": {"a": {"output": "z", "column": -1}}}, "outputs.a.column is a whole number from 0, got -1"),
-        ({"inputs": {"xx": "a"}}, "inputs names 'xx' (did you mean 'x'?); the graph takes 'x'"),
+        ({"inputs": {"xx": "a"}}, "inputs names 'xx'; the graph takes 'x'; did you mean 'x'?"),
         ({"inputs": {"x": ["a", "b", "c"]}}, "inputs.x names 3 columns, and the graph takes 2"),
         ({"inputs": {"x": 3}}, "inputs.x is a column or a list of columns, got 3"),
         ({"nulls": "zero"}, "nulls is bad or nan, got 'zero'"),
@@ -110,15 +130,25 @@ def test_what_the_graph_does_not_take_ends_the_run(tmp_path: Path) -> None:
         loaded(identity(tmp_path, "float", [1, 2]))
     model = loaded(identity(tmp_path, "int8", [None, 2]), inputs={"x": ["a", "b"]})
     for columns, message in (
-        ({"a": [1]}, "the input has no column 'b' (it has: a); name it in the source with AS, or set `inputs`"),
         ({"a": [1], "b": [0.5]}, "column 'b' is double, and the graph's input 'x' takes tensor(int8): CAST it in the source"),
         ({"a": [1], "b": ["c"]}, "column 'b' is string, and the graph's input 'x' takes tensor(int8)"),
     ):
         with pytest.raises(ModelError, match=re.escape(f"onnx: {message}")):
             model.prepare(pa.record_batch(columns))
-    alone = loaded(identity(tmp_path, "float", [None, 2]), inputs={"x": ["a"]})
-    with pytest.raises(ModelError, match=re.escape("input 'x' takes 2 numbers a row, and 'a' are 1")):
-        alone.prepare(pa.record_batch({"a": [1]}))
+    for width, lists, message in (
+        (2, {"a": [1]}, "the graph's input 'x' takes 2 numbers a row, and 'a' are 1: name them"),
+        (2, {"a": pa.array([[1, 2, 3]], pa.list_(pa.int64(), 3))}, "input 'x' takes 2 numbers a row, and 'a' are 3: name them"),
+        (3, {"a": pa.array([[1, 2, 3]], pa.list_(pa.int64(), 3)), "b": [[1]]}, "and 'a', 'b' are 3 and a list: name them"),
+        (
+            3,
+            {"a": [[1, 2]], "b": [[1]]},
+            "column 'a' the graph's input 'x' takes is not known: CAST(a AS BIGINT[n]) in the source",
+        ),
+        ("n", {"a": [[1, 2]]}, "column 'a' the graph's input 'x' takes is not known: CAST(a AS BIGINT[n]) in the source"),
+    ):
+        model = loaded(identity(tmp_path, "int8", [None, width]), inputs={"x": list(lists)})
+        with pytest.raises(ModelError, match=re.escape(message)):
+            model.prepare(pa.record_batch(lists))
 
 
 def with_weights(folder: Path, name: str) -> str:

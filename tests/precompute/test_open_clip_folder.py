@@ -167,6 +167,9 @@ def test_vectors_are_those_of_the_tower_by_hand(tmp_path: Path, kind: str) -> No
         name = SIGLIP["timm_model_name"] if act is gelu else "vit_base_patch32_siglip_256"
         saved(tmp_path, weights, {**SIGLIP, "timm_model_name": name}, SQUASHED, custom_text=True)
         forward = by_hand_siglip
+        # timm's own beside open_clip's
+        (tmp_path / "config.json").write_text('{"architecture": "vit_base_patch16_siglip_224"}')
+        save_file({"norm.bias": torch.zeros(24)}, tmp_path / "model.safetensors")
     expected = normalize(torch.cat([forward(weights, fitted(image, squash), act) for image in images]), dim=1)
     made = loaded(tmp_path).compute(pa.record_batch({"image": [encoded(image) for image in images]}))["embedding"]
     np.testing.assert_allclose(made, expected.numpy(), atol=1e-5)

@@ -309,8 +309,6 @@ def test_arguments_that_make_no_sense_are_refused_at_once(arguments: dict[str, A
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        (pa.record_batch({"other": [1]}), "no column 'vector'"),
-        (pa.record_batch({"vector": [[1.0]]}), "no column 'seen'"),
         (users([[1.0, 2.0]], [[1]]), "1 numbers"),
         (pa.record_batch({"vector": pa.array([[1.0, 2.0]], pa.list_(pa.float32(), 2)), "seen": [[1]]}), "vectors of 1"),
         (pa.record_batch({"vector": [1.0], "seen": [[1]]}), "'vector' is double"),

@@ -362,7 +362,6 @@ def test_a_class_that_fails_and_weights_that_do_not_fit(folder: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("spec", "column", "message"),
     [
-        ("w", [1], r"no column 'w' \(it has: v\)"),
         ("v", ["a"], "column 'v' is string, not numbers: give a vocabulary"),
         ("v", pa.array([0], pa.date32()), "is date32.*, not numbers: CAST it"),
         ("v", [[1.0]], "say how long it is, as in {column: v, dim: 64}"),

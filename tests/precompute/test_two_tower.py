@@ -100,11 +100,6 @@ def test_ids_may_be_text_or_numbers(trained: Path) -> None:
     np.testing.assert_array_equal(vectors(trained, "user", texts), vectors(trained, "user", USERS))
 
 
-def test_a_missing_column_is_a_model_error(trained: Path) -> None:
-    with pytest.raises(ModelError, match=r"no column 'genres' \(it has: item_id\)"):
-        TwoTower(str(trained), "item").compute(pa.record_batch({"item_id": [1]}))
-
-
 def test_the_fingerprint_is_of_the_files_bytes_and_the_tower(trained: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     copy.write_bytes(trained.read_bytes())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import subprocess
 import sys
 import time
@@ -346,8 +347,10 @@ def test_rows_change_age_and_break(stand_in: StandIn) -> None:
         assert client.search("numbers", vector=[8, 9, 10, 11], k=1).rows[0].key == "1"
         stand_in.put("numbers", 1, doubled(9.0), age_s=90_001)
         assert seen() == ("missing", None, "expired")
-        stand_in.put("numbers", 1, {"double": 1.0})
-        assert client.row("numbers", 1).features == {"double": 1.0, "vector": None}
+        stand_in.put("numbers", 1, {"vector": [1.0, 0, 0, 0]})
+        assert client.row("numbers", 1).features == {"double": None, "vector": [1.0, 0, 0, 0]}
+        stand_in.put("numbers", 1, {})
+        assert client.row("numbers", 1).features == {"double": None, "vector": None}
         stand_in.damage("numbers", 1)
         assert seen() == ("missing", None, "damaged")
         stand_in.remove("numbers", 1)
@@ -391,6 +394,21 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"features": {"a": {"dtype": "float"}}}, "'float' is none of"),
     ({"features": {"a": {"kind": "float32"}}}, "each has a dtype"),
     ({"rows": {1: {"a": 1}}, "index": {"on": "a"}}, "index.on: 'a' is no vector"),
+    ({"rows": {1: {"a": [1.0]}}, "index": {"on": "a", "metric": "cosin"}}, "index.metric: 'cosin' is none of cosine, dot, l2"),
+    ({"rows": {1: {"a": [1.0]}}, "index": {"metric": "l2"}}, "index: it has on and metric"),
+    ({"rows": {1: {"a": [1.0]}, 2: {}, 3: {"a": [0.0]}}, "index": {"on": "a"}}, "key '3': a is all zeros"),
+    ({"rows": {1: {"a": 1.0}, 2: {"a": math.nan}}}, "key '2': a is not finite"),
+    ({"rows": {1: {"a": [1.0]}, 2: {"a": [-math.inf]}}}, "key '2': a is not finite"),
+    ({"rows": {1: {"a": [1.0]}, 2: {"a": [1e300]}}}, "key '2': a is not finite"),
+    ({"rows": {1: {"a": [1.0], "b": 1}, 2: {"b": 1}}}, "key '2': a is null, and a vector"),
+    ({"rows": {1: {"a": [1.0]}, 2: {"a": [None]}}}, "key '2': a holds a null"),
+    (
+        {"rows": {1: {"a": ["x"]}, 2: {"a": ["x", "y"]}}, "features": {"a": {"dtype": "string", "max_items": 1}}},
+        "key '2': a has more than 1 items",
+    ),
+    ({"rows": {1: {"a": 1}}, "ttl_s": -1}, "ttl_s is -1.0: give seconds"),
+    ({"rows": {1: {"a": 1}}, "stale_for_s": math.nan}, "stale_for_s is nan"),
+    ({"rows": {1: {"a": 1}}, "deadline_s": -0.1}, "deadline_s is -0.1"),
     ({"rows": {1: {"a": 1}}, "default": {"a": "x"}}, "default: "),
 ]
 
