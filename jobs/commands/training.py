@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,19 +37,18 @@ def add(commands: Commands) -> None:
 
 
 def _training(arguments: argparse.Namespace) -> int:
+    from precompute.jobs.config.service import mistakes
     from precompute.store.history import get_historical_features
     from precompute.store.service import column_of
 
     project = project_of(arguments)
     service = project.service(arguments.service)
-    defaults = [
-        mistake for mistake in project.service_mistakes() if f"/{service.name}.yaml: " in mistake and ".defaults." in mistake
-    ]
-    if defaults:
+    path = project.folder / "services" / f"{service.name}.yaml"
+    if defaults := [line for line in mistakes(service, project.views, project.names, path) if ".defaults." in line]:
         raise ConfigError("; ".join(defaults))
     table = get_historical_features(
         project.offline,
-        _entities(arguments.entities, arguments.timestamp),
+        _entities(arguments.entities, service.entity, arguments.timestamp),
         service=service,
         timestamp=arguments.timestamp,
         values="best_known" if arguments.best_known else "served",
@@ -75,8 +75,8 @@ def _training(arguments: argparse.Namespace) -> int:
     return DONE
 
 
-def _entities(path: Path, timestamp: str) -> pa.Table:
-    """The rows of a file; a time that says no zone is UTC.
+def _entities(path: Path, entity: Sequence[str], timestamp: str) -> pa.Table:
+    """The rows of a file; a time that says no zone is UTC. Of a CSV keys are the text that stands there: as a number ``007`` is another key.
 
     Raises:
         ConfigError: it cannot be read.
@@ -87,7 +87,8 @@ def _entities(path: Path, timestamp: str) -> pa.Table:
     import pyarrow.parquet as pq
 
     try:
-        table = pq.read_table(path) if path.suffix == ".parquet" else pyarrow.csv.read_csv(path)
+        as_text = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(entity, pa.string()))
+        table = pq.read_table(path) if path.suffix == ".parquet" else pyarrow.csv.read_csv(path, convert_options=as_text)
     except (OSError, pa.ArrowException) as exc:
         raise ConfigError(f"{path}: cannot be read as {path.suffix.removeprefix('.') or 'CSV'}: {exc}") from exc
     if timestamp in table.column_names:

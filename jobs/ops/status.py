@@ -245,6 +245,10 @@ _LAST_RUN = ("run", "command", "status", "started_at", "seconds", "partition", "
 def _last_run(store: ViewStore, reports: Sequence[Report]) -> Report | None:
     """The newest run's report, whose end is reported truly: one that was killed could not write it."""
     last = next(iter(reports), None)
+    if last is not None and last.command in PUBLISHING and last.finished:
+        # what a run failed at is not done by publishing another snapshot than its own
+        run = next((report for report in reports if report.command in LEASED), last)
+        last = last if run.finished or run.snapshot == last.snapshot else run
     if last is None or last.status != "running":
         return last
     if last.command in PUBLISHING:

@@ -130,7 +130,7 @@ def test_a_training_set_is_made_on_the_command_line(scene: Scene, capsys: pytest
     project = written(scene, GOOD)
     project.publish_all()
     now, out, rows = datetime.now(UTC).isoformat(), scene.folder / "out.parquet", scene.folder / "rows.csv"
-    rows.write_text(f"id,label,event_timestamp\n1,0,{now}\n77,1,{now}\n2,0,2020-01-01\n")
+    rows.write_text(f"id,label,event_timestamp\n1,0,{now}\n077,1,{now}\n02,0,{now}\n")
     assert project.cli("training", "ranking", str(rows), "--to", str(out)) == 0
     assert capsys.readouterr().out == (
         f"{out}: 3 rows by {project.service('ranking').version}\n"
@@ -139,9 +139,9 @@ def test_a_training_set_is_made_on_the_command_line(scene: Scene, capsys: pytest
     )
     table = pq.read_table(out)
     assert table.select(["id", "label", "numbers__double", "other__vector"]).to_pylist() == [
-        {"id": 1, "label": 0, "numbers__double": 2.0, "other__vector": [1.0, 2.0, 3.0, 4.0]},
-        {"id": 77, "label": 1, "numbers__double": None, "other__vector": [0.0, 0.0, 0.0, 1.0]},
-        {"id": 2, "label": 0, "numbers__double": None, "other__vector": [0.0, 0.0, 0.0, 1.0]},
+        {"id": "1", "label": 0, "numbers__double": 2.0, "other__vector": [1.0, 2.0, 3.0, 4.0]},
+        {"id": "077", "label": 1, "numbers__double": None, "other__vector": [0.0, 0.0, 0.0, 1.0]},
+        {"id": "02", "label": 0, "numbers__double": None, "other__vector": [0.0, 0.0, 0.0, 1.0]},
     ]
     pq.write_table(table.select(["id", "event_timestamp"]), scene.folder / "rows.parquet")
     assert project.cli("training", "ranking", str(scene.folder / "rows.parquet"), "--to", str(out), "--json") == 0
