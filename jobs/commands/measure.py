@@ -45,7 +45,10 @@ def add(commands: Commands) -> None:
     )
     profile.add_argument("--rows", type=int, default=4096, metavar="N", help="size of the sample (default: 4096)")
     add_partition(profile)
-    profile.add_argument("--trace", metavar="FILE", help="write a trace of one window for chrome://tracing or ui.perfetto.dev")
+    profile.add_argument(
+        "--trace", type=Path, metavar="FILE.json", help="write a trace of one window for chrome://tracing or ui.perfetto.dev"
+    )
+    profile.add_argument("--replace", action="store_true", help="though there is such a file")
     tune = commands.add(
         "tune", _tune, "measure precisions and back ends on a view's rows, and pick the fastest that is accurate", view=True
     )
@@ -76,12 +79,14 @@ def add(commands: Commands) -> None:
 
 def _profile(arguments: argparse.Namespace) -> int:
     from precompute.jobs.ops.profile import profile
+    from precompute.jobs.review.export import checked_target
 
     project = project_of(arguments)
     _check_rows(arguments.rows)
-    trace = None if arguments.trace is None else Path(arguments.trace)
+    if arguments.trace is not None:
+        checked_target(arguments.trace, (".json",), arguments.replace, "--trace")
     partition = partition_of(project, arguments)
-    figures = profile(project, arguments.view, rows=arguments.rows, partition=partition, trace=trace)
+    figures = profile(project, arguments.view, rows=arguments.rows, partition=partition, trace=arguments.trace)
     print(json.dumps(figures) if arguments.json else describe_profile(figures))
     return DONE
 

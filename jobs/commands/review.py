@@ -45,8 +45,9 @@ def add(commands: Commands) -> None:
     )
     report.add_argument("--run", metavar="RUN", help="which (default: the last that did anything)")
     report.add_argument(
-        "--to", type=Path, metavar="FILE", help="where (default: beside its snapshots, where the status page links it)"
+        "--to", type=Path, metavar="FILE", help="ends with .html (default: beside its snapshots, where the status page links it)"
     )
+    report.add_argument("--replace", action="store_true", help="though there is such a file")
 
 
 def _history(arguments: argparse.Namespace) -> int:
@@ -234,8 +235,11 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
+    from precompute.jobs.review.export import checked_target
     from precompute.jobs.review.run_figures import write_report
 
+    if arguments.to is not None:
+        checked_target(arguments.to, (".html",), arguments.replace)
     path, report = write_report(project_of(arguments), arguments.view, arguments.run, arguments.to)
     size = path.stat().st_size
     line = {"view": report.view, "run": report.run, "snapshot": report.snapshot, "path": str(path), "size_bytes": size}

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from precompute.jobs.commands.command import DONE, Commands, project_of
-from precompute.store.errors import ConfigError
+from precompute.store.disk.durable_file import disk_message, replacing
+from precompute.store.errors import ConfigError, SnapshotError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -25,6 +26,7 @@ def add(commands: Commands) -> None:
         "entities", type=Path, metavar="FILE", help="CSV or Parquet: the service's entity columns and a time, and whatever else"
     )
     training.add_argument("--to", type=Path, required=True, metavar="FILE", help="the Parquet file to write")
+    training.add_argument("--replace", action="store_true", help="though there is such a file")
     training.add_argument(
         "--timestamp",
         default="event_timestamp",
@@ -37,10 +39,14 @@ def add(commands: Commands) -> None:
 
 
 def _training(arguments: argparse.Namespace) -> int:
+    import pyarrow.parquet as pq
+
     from precompute.jobs.config.service import mistakes
+    from precompute.jobs.review.export import checked_target
     from precompute.store.history import get_historical_features
     from precompute.store.service import column_of
 
+    checked_target(arguments.to, (".parquet",), arguments.replace)
     project = project_of(arguments)
     service = project.service(arguments.service)
     path = project.folder / "services" / f"{service.name}.yaml"
@@ -54,7 +60,11 @@ def _training(arguments: argparse.Namespace) -> int:
         values="best_known" if arguments.best_known else "served",
         memory_mb=project.settings.memory_mb,
     )
-    _write(table, arguments.to)
+    try:
+        with replacing(arguments.to) as temporary:
+            pq.write_table(table, temporary)
+    except OSError as exc:
+        raise SnapshotError(disk_message(arguments.to, exc, "nothing was written")) from exc
     known = {part.view: table.num_rows - table.column(column_of(part.view, "computed_at")).null_count for part in service.parts}
     if arguments.json:
         body = {
@@ -116,20 +126,3 @@ def _parsed(texts: list[str | None], path: Path, column: str) -> pa.Array:
         except ValueError as exc:
             raise ConfigError(f"{path}: row {number}: {column}: {text!r}: {exc}") from exc
     return pa.array(times, pa.timestamp("us", "UTC"))
-
-
-def _write(table: pa.Table, path: Path) -> None:
-    """The whole file, or none.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    import pyarrow.parquet as pq
-
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        pq.write_table(table, partial)
-        partial.replace(path)
-    except OSError as exc:
-        partial.unlink(missing_ok=True)
-        raise ConfigError(f"--to: {path} cannot be written: {exc}") from exc

@@ -15,7 +15,7 @@ from precompute.jobs.process.report import LEASED
 from precompute.jobs.review.history import find_run, rejections
 from precompute.jobs.review.row_map import row_map
 from precompute.store.clock import parsed_time
-from precompute.store.disk.durable_file import disk_message, make_folder, replace_undurably
+from precompute.store.disk.durable_file import disk_message, replace_undurably
 from precompute.store.errors import ConfigError, SnapshotError
 from precompute.store.feature_view import Feature
 from precompute.store.freshness import Sighting, microseconds
@@ -62,7 +62,6 @@ def write_report(project: Project, view: str, run: str | None = None, path: Path
     path = store.folder / REPORT if path is None else path
     page = run_page(run_figures(store, report)).encode()
     try:
-        make_folder(path.parent)
         replace_undurably(path, page)
     except OSError as exc:
         raise SnapshotError(disk_message(path, exc, "no report was written")) from exc

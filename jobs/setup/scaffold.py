@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from precompute.jobs.config.project import Project
 from precompute.jobs.config.section import read_yaml
 from precompute.jobs.setup.data_file import look_at
 from precompute.jobs.setup.view_draft import FOLDER, SAMPLES, TEMPLATES, Draft, drafts, filled, suited
-from precompute.store.disk.durable_file import disk_message
+from precompute.store.disk.durable_file import disk_message, replace_undurably
 from precompute.store.errors import ConfigError, PrecomputeError, did_you_mean
 from precompute.store.feature_view import NAME
 
@@ -154,13 +155,18 @@ def _written(made: Scaffold, files: Mapping[str, tuple[str, str]]) -> Scaffold:
             raise ConfigError(f"{path} is there, and is another one: move it, or use another folder")
         if not path.exists():
             new[name] = (text, what)
+    missing = [folder for folder in (made.folder / "views", made.folder) if not folder.exists()]
     try:
         (made.folder / "views").mkdir(parents=True, exist_ok=True)
         for name, (text, _) in new.items():
-            with (made.folder / name).open("x", encoding="utf-8") as file:
-                file.write(text)
+            replace_undurably(made.folder / name, text.encode())
     except OSError as exc:
-        raise PrecomputeError(disk_message(made.folder, exc, "nothing else was changed")) from exc
+        with contextlib.suppress(OSError):
+            for name in new:
+                (made.folder / name).unlink(missing_ok=True)
+            for folder in missing:
+                folder.rmdir()
+        raise PrecomputeError(disk_message(made.folder, exc, "nothing was changed")) from exc
     return Scaffold(made.folder, made.data, made.rows, made.template, made.views, {name: what for name, (_, what) in new.items()})
 
 

@@ -14,7 +14,7 @@ import precompute
 from precompute.jobs.config.project import json_schemas
 from precompute.store.errors import ConfigError
 from precompute.store.service import Service
-from tests.scene import Scene
+from tests.scene import Scene, files_of_at_most
 from tests.server import make_folder
 
 HEAD = "name: ranking\nentity: [id]\n"
@@ -144,7 +144,7 @@ def test_a_training_set_is_made_on_the_command_line(scene: Scene, capsys: pytest
         {"id": "02", "label": 0, "numbers__double": None, "other__vector": [0.0, 0.0, 0.0, 1.0]},
     ]
     pq.write_table(table.select(["id", "event_timestamp"]), scene.folder / "rows.parquet")
-    assert project.cli("training", "ranking", str(scene.folder / "rows.parquet"), "--to", str(out), "--json") == 0
+    assert project.cli("training", "ranking", str(scene.folder / "rows.parquet"), "--to", str(out), "--replace", "--json") == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == {
         "service": "ranking",
@@ -175,8 +175,18 @@ def test_a_training_set_that_cannot_be_made_is_refused_in_a_line(scene: Scene, c
     assert project.cli("training", "ranking", str(rows), "--to", str(out)) == 1
     assert "numbers" in capsys.readouterr().err
     project.publish_all()
-    assert project.cli("training", "ranking", str(rows), "--to", str(scene.folder / "nowhere" / "out.parquet")) == 2
-    assert "--to: " in capsys.readouterr().err
+    for name, match in [
+        ("nowhere/out.parquet", "no folder"),
+        ("out.csv", "name a file that ends with .parquet"),
+        ("bare.parquet", "there is such a file; name another one, or say --replace"),
+    ]:
+        assert project.cli("training", "ranking", str(rows), "--to", str(scene.folder / name)) == 2
+        assert match in capsys.readouterr().err
+    before = set(scene.folder.iterdir())
+    with files_of_at_most(100):
+        assert project.cli("training", "ranking", str(rows), "--to", str(out)) == 1
+    assert "no space left while writing" in capsys.readouterr().err
+    assert set(scene.folder.iterdir()) == before
     assert not out.exists()
 
 
