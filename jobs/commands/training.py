@@ -101,7 +101,7 @@ def _entities(path: Path, entity: Sequence[str], timestamp: str) -> pa.Table:
         table = pq.read_table(path) if path.suffix == ".parquet" else pyarrow.csv.read_csv(path, convert_options=as_text)
     except (OSError, pa.ArrowException) as exc:
         raise ConfigError(f"{path}: cannot be read as {path.suffix.removeprefix('.') or 'CSV'}: {exc}") from exc
-    if timestamp in table.column_names:
+    if table.column_names.count(timestamp) == 1:
         times = table.column(timestamp)
         if pa.types.is_string(times.type):
             times = _parsed(times.to_pylist(), path, timestamp)

@@ -159,6 +159,8 @@ def test_a_training_set_that_cannot_be_made_is_refused_in_a_line(scene: Scene, c
     project = written(scene, GOOD)
     rows, out = scene.folder / "rows.csv", scene.folder / "out.parquet"
     rows.write_text("id,at\n1,yesterday\n")
+    (scene.folder / "twice.csv").write_text("id,id,event_timestamp\n1,1,2026-01-01\n")
+    (scene.folder / "times.csv").write_text("id,at,at\n1,2026-01-01,2026-01-01\n")
     (scene.folder / "nulls.csv").write_text("id,event_timestamp\n1,2026-01-01\n2,\n")
     pq.write_table(pa.table({"id": [1]}), scene.folder / "bare.parquet")
     for command, status, match in [
@@ -168,6 +170,7 @@ def test_a_training_set_that_cannot_be_made_is_refused_in_a_line(scene: Scene, c
         (["ranking", str(rows), "--timestamp", "at"], 2, "row 1: at: 'yesterday': write a date or time"),
         (["ranking", str(scene.folder / "nulls.csv")], 2, "1 rows of the entity table have no 'event_timestamp'"),
         (["ranking", str(scene.folder / "bare.parquet")], 2, "has no timestamp column"),
+        (["ranking", str(scene.folder / "times.csv"), "--timestamp", "at"], 2, "has 2 timestamp columns 'at'"),
     ]:
         assert project.cli("training", *command, "--to", str(out)) == status, command
         assert match in capsys.readouterr().err
@@ -182,6 +185,8 @@ def test_a_training_set_that_cannot_be_made_is_refused_in_a_line(scene: Scene, c
     ]:
         assert project.cli("training", "ranking", str(rows), "--to", str(scene.folder / name)) == 2
         assert match in capsys.readouterr().err
+    assert project.cli("training", "ranking", str(scene.folder / "twice.csv"), "--to", str(out)) == 2
+    assert "the entity table has 2 columns 'id', a key column of view 'numbers'" in capsys.readouterr().err
     before = set(scene.folder.iterdir())
     with files_of_at_most(100):
         assert project.cli("training", "ranking", str(rows), "--to", str(out)) == 1
