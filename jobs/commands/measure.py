@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from precompute.jobs.commands.command import DONE, Commands, add_partition, partition_of, project_of
+from precompute.jobs.process.command_process import show
 from precompute.store.errors import ConfigError
 
 PACE = {
@@ -87,7 +88,7 @@ def _profile(arguments: argparse.Namespace) -> int:
         checked_target(arguments.trace, (".json",), arguments.replace, "--trace")
     partition = partition_of(project, arguments)
     figures = profile(project, arguments.view, rows=arguments.rows, partition=partition, trace=arguments.trace)
-    print(json.dumps(figures) if arguments.json else describe_profile(figures))
+    show(json.dumps(figures) if arguments.json else describe_profile(figures))
     return DONE
 
 
@@ -106,7 +107,7 @@ def _tune(arguments: argparse.Namespace) -> int:
         write=not arguments.dry_run,
         tell=(lambda _: None) if arguments.json else (lambda line: print(line, file=sys.stderr, flush=True)),
     )
-    print(json.dumps(tuning) if arguments.json else describe_tuning(tuning))
+    show(json.dumps(tuning) if arguments.json else describe_tuning(tuning))
     return DONE
 
 
@@ -118,7 +119,7 @@ def _thresholds(arguments: argparse.Namespace) -> int:
     if not 0 < arguments.agreement < 1:
         raise ConfigError(f"--agreement: {arguments.agreement:g}: between 0 and 1")
     measured = thresholds(project, arguments.view, by=arguments.by, rows=arguments.rows, agreement=arguments.agreement)
-    print(json.dumps(measured) if arguments.json else describe_thresholds(measured))
+    show(json.dumps(measured) if arguments.json else describe_thresholds(measured))
     return DONE
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from precompute.jobs.commands.command import DONE, Commands, project_of, table
+from precompute.jobs.process.command_process import show
 from precompute.store.errors import ConfigError
 from precompute.store.record import plain
 
@@ -56,7 +57,7 @@ def _history(arguments: argparse.Namespace) -> int:
     if arguments.limit < 1:
         raise ConfigError(f"--limit: {arguments.limit} is not at least 1")
     events = history(project_of(arguments), arguments.view, arguments.limit)
-    print(json.dumps(events) if arguments.json else describe_history(arguments.view, events, arguments.limit))
+    show(json.dumps(events) if arguments.json else describe_history(arguments.view, events, arguments.limit))
     return DONE
 
 
@@ -105,7 +106,7 @@ def _diff(arguments: argparse.Namespace) -> int:
     from precompute.jobs.review.diff import diff
 
     found = diff(project_of(arguments), arguments.view, arguments.first, arguments.second)
-    print(json.dumps(found.to_json()) if arguments.json else describe_diff(found))
+    show(json.dumps(found.to_json()) if arguments.json else describe_diff(found))
     return DONE
 
 
@@ -175,7 +176,7 @@ def _log(arguments: argparse.Namespace) -> int:
     store, report = find_run(project_of(arguments), arguments.run)
     rejected = rejections(store, report.run)
     if arguments.json:
-        print(json.dumps(plain(report) | {"rejections": rejected}))
+        show(json.dumps(plain(report) | {"rejections": rejected}))
     else:
         print("\n".join(_log_lines(report, rejected)))
     return DONE
@@ -218,7 +219,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
     done = export(project_of(arguments), arguments.view, arguments.to, number=arguments.snapshot, replace=arguments.replace)
     if arguments.json:
-        print(
+        show(
             json.dumps(
                 {
                     "view": done.view,
@@ -243,5 +244,5 @@ def _report(arguments: argparse.Namespace) -> int:
     path, report = write_report(project_of(arguments), arguments.view, arguments.run, arguments.to)
     size = path.stat().st_size
     line = {"view": report.view, "run": report.run, "snapshot": report.snapshot, "path": str(path), "size_bytes": size}
-    print(json.dumps(line) if arguments.json else f"{path}: run {report.run} of {report.view}, {size / 1e6:,.3f} MB")
+    show(json.dumps(line) if arguments.json else f"{path}: run {report.run} of {report.view}, {size / 1e6:,.3f} MB")
     return DONE

@@ -19,7 +19,7 @@ from precompute.jobs.commands.command import (
     with_history,
 )
 from precompute.jobs.commands.run_all import add_selection, is_one, run_several
-from precompute.jobs.process.command_process import report_error, spare_pandas
+from precompute.jobs.process.command_process import report_error, show, spare_pandas
 from precompute.jobs.process.progress import progress_for
 from precompute.store.errors import ConfigError, PrecomputeError, did_you_mean
 from precompute.store.record import plain
@@ -100,7 +100,7 @@ def _materialize(arguments: argparse.Namespace) -> int:
     partition = partition_of(project, arguments)
     options = RunOptions(partition=partition, full=arguments.full, retry_rejected=arguments.retry_rejected)
     plan = plan_view(project, arguments.view, options)
-    print(json.dumps(plan.to_json()) if arguments.json else with_history(f"{arguments.view}: {plan}", arguments.view))
+    show(json.dumps(plan.to_json()) if arguments.json else with_history(f"{arguments.view}: {plan}", arguments.view))
     return DONE
 
 
@@ -147,7 +147,7 @@ def tell_report(arguments: argparse.Namespace) -> Callable[[Report], None]:
     def tell(report: Report) -> None:
         if arguments.json:
             # of a failed run too: that is when a program needs it
-            print(json.dumps(plain(report)))
+            show(json.dumps(plain(report)))
             arguments.reported = True
         elif report.error is None:
             print(describe_report(report))
@@ -231,11 +231,11 @@ def _backfill(arguments: argparse.Namespace) -> int:
         if arguments.dry_run:
             first, last = range_of(options.first, options.last)
             plans = plan_backfill(project, name, first, last, reprocess=options.reprocess, check_inputs=options.check_inputs)
-            print(json.dumps(plans_json(plans, options)) if arguments.json else describe_plans(plans, options))
+            show(json.dumps(plans_json(plans, options)) if arguments.json else describe_plans(plans, options))
             return DONE
         state = run_backfill(project, name, options, announce=tell)
     if arguments.json:
-        print(json.dumps(plain(state)))
+        show(json.dumps(plain(state)))
     if state.signal is not None:
         return 128 + state.signal
     return DONE if state.status == "done" else REJECTED if state.only_refused else FAILED

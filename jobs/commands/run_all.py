@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from precompute.jobs.commands.command import DONE, Commands, project_of, table
+from precompute.jobs.process.command_process import show
 from precompute.store.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def run_several(arguments: argparse.Namespace) -> int:
     sys.stdout.flush()
     outcomes = run_all(project, names, options, output="captured" if arguments.json else "inherited", announce=say)
     report = summary(outcomes, time.monotonic() - started)
-    print(json.dumps(report) if arguments.json else describe_summary(report))
+    show(json.dumps(report) if arguments.json else describe_summary(report))
     return int(report["exit_status"])
 
 
@@ -106,7 +107,7 @@ def _graph(arguments: argparse.Namespace) -> int:
     if arguments.json:
         found = dependencies.to_json()
         views = {name: found["views"][name] for name in chosen}
-        print(json.dumps({"order": chosen, "views": views, "mermaid": dependencies.mermaid(chosen)}))
+        show(json.dumps({"order": chosen, "views": views, "mermaid": dependencies.mermaid(chosen)}))
     else:
         print(dependencies.mermaid(chosen) if arguments.mermaid else dependencies.text(chosen))
     return DONE

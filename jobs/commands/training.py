@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from precompute.jobs.commands.command import DONE, Commands, project_of
+from precompute.jobs.process.command_process import show
 from precompute.store.disk.durable_file import disk_message, replacing
 from precompute.store.errors import ConfigError, SnapshotError
 
@@ -74,7 +75,7 @@ def _training(arguments: argparse.Namespace) -> int:
             "known": known,
             "to": str(arguments.to),
         }
-        print(json.dumps(body))
+        show(json.dumps(body))
     else:
         print(f"{arguments.to}: {table.num_rows:,} rows by {service.version}")
         for view, rows in known.items():

@@ -459,6 +459,29 @@ def test_the_environment_names_the_project_and_json_alone_is_on_stdout(make_proj
     assert manifest["view"]["ttl_s"] == 300
 
 
+LOUD = """
+import os
+from tests.arithmetic import Doubler
+
+class Loud(Doubler):
+    def compute(self, batch):
+        print("said " * 40_000)
+        os.system("echo said by a library")
+        return super().compute(batch)
+"""
+
+
+@pytest.mark.parametrize(
+    "command", ["run numbers", "validate numbers", "profile numbers", "lookup numbers 1 --fallback", "run --all"]
+)
+def test_what_a_model_prints_is_no_part_of_the_document(make_project: MakeProject, command: str) -> None:
+    project = make_project(ROWS, view={"model": {"use": "loud:Loud"}})
+    (project.folder / "loud.py").write_text(LOUD)
+    process = spawned("-c", str(project.home), *command.split(), "--json")
+    assert process.returncode in (0, 1), process.stderr
+    assert isinstance(json.loads(process.stdout), dict)
+
+
 def test_a_reader_that_goes_away_gets_no_traceback() -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "precompute.jobs.cli", "schema"],
