@@ -44,13 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str] | None) -> int:
     parser = _parser()
+    log_to_stderr()
     try:
         arguments = parser.parse_args(argv)
     except BadUsage as exc:
         if "--json" in (sys.argv[1:] if argv is None else argv):
             print(json.dumps(_refusal("BadUsage", exc.message, BAD_USAGE)))
         raise
-    log_to_stderr()
     computes = getattr(arguments, "fallback", False) or getattr(arguments, "text", None) is not None
     arguments.own_process = argv is None
     with documents_alone(arguments.own_process) if arguments.json else contextlib.nullcontext():

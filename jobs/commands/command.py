@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from precompute.jobs.process.command_process import say
 from precompute.store.clock import Partition, containing
 from precompute.store.errors import ConfigError
 
@@ -37,8 +37,7 @@ class Parser(argparse.ArgumentParser):
         """Raises:
         BadUsage: always.
         """
-        self.print_usage(sys.stderr)
-        print(f"{self.prog}: error: {message}", file=sys.stderr)
+        say(f"{self.format_usage()}{self.prog}: error: {message}")
         raise BadUsage(message)
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from precompute.jobs.commands.command import DONE, Commands, add_partition, partition_of, project_of
-from precompute.jobs.process.command_process import show
+from precompute.jobs.process.command_process import say, show
 from precompute.store.errors import ConfigError
 
 PACE = {
@@ -105,7 +104,7 @@ def _tune(arguments: argparse.Namespace) -> int:
         only=arguments.only,
         within_s=_within_s(arguments.within),
         write=not arguments.dry_run,
-        tell=(lambda _: None) if arguments.json else (lambda line: print(line, file=sys.stderr, flush=True)),
+        tell=(lambda _: None) if arguments.json else say,
     )
     show(json.dumps(tuning) if arguments.json else describe_tuning(tuning))
     return DONE

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from precompute.jobs.commands.command import DONE, Commands, project_of, table
-from precompute.jobs.process.command_process import show
+from precompute.jobs.process.command_process import say, show
 from precompute.store.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -64,9 +64,14 @@ def run_several(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{given[0]} is of one view: run that one alone")
     options = [f"--{name.replace('_', '-')}" for name in ("full", "retry_rejected") if getattr(arguments, name)]
     names, started = selected(project, Selection(arguments.view, arguments.stale, arguments.failed)), time.monotonic()
-    say = (lambda _: None) if arguments.json else (lambda line: print(line, file=sys.stderr, flush=True))
     sys.stdout.flush()
-    outcomes = run_all(project, names, options, output="captured" if arguments.json else "inherited", announce=say)
+    outcomes = run_all(
+        project,
+        names,
+        options,
+        output="captured" if arguments.json else "inherited",
+        announce=(lambda _: None) if arguments.json else say,
+    )
     report = summary(outcomes, time.monotonic() - started)
     show(json.dumps(report) if arguments.json else describe_summary(report))
     return int(report["exit_status"])

@@ -7,7 +7,7 @@ import json
 import sys
 
 from precompute.jobs.commands.command import DONE, FAILED, Commands, project_of
-from precompute.jobs.process.command_process import show
+from precompute.jobs.process.command_process import say, show
 from precompute.store.errors import ConfigError, PrecomputeError
 from precompute.store.guard.tokens import SCOPES, make_token, remove_tokens
 
@@ -79,5 +79,5 @@ def _token(arguments: argparse.Namespace) -> int:
         show(json.dumps({"name": arguments.name, "scope": arguments.scope, "token": secret}))
     else:
         print(secret)
-        print(f"of {arguments.name!r}, scope {arguments.scope}; {path} has its hash, and this is reported once", file=sys.stderr)
+        say(f"of {arguments.name!r}, scope {arguments.scope}; {path} has its hash, and this is reported once")
     return DONE

@@ -292,6 +292,14 @@ def log_to_stderr() -> None:
     logging.getLogger("precompute").setLevel(logging.INFO)
 
 
+def say(message: str) -> None:
+    """What a command is at, on the standard error, in the log's own format."""
+    if logs_json():
+        log.info(message)
+    else:
+        print(message, file=sys.stderr, flush=True)
+
+
 def report_error(message: str) -> None:
     """What ended a command, on the standard error, in the log's own format."""
     if logs_json():

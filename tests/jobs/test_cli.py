@@ -573,3 +573,7 @@ def test_a_log_of_json_has_the_runs_id_on_each_of_its_lines(make_project: MakePr
     assert done.returncode == 3
     assert (lines[-1]["level"], lines[-1]["logger"]) == ("ERROR", "precompute.jobs.process.command_process")
     assert "rejected" in lines[-1]["message"]
+    # what no run says is, too
+    for command, said in (("run --all", "numbers (1 of 1)"), ("run --nonsense", "error: unrecognized arguments: --nonsense")):
+        process = spawned("-c", str(project.home), *command.split(), PRECOMPUTE_LOG="json")
+        assert said in " ".join(json.loads(line)["message"] for line in process.stderr.splitlines())
