@@ -112,7 +112,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 def describe_diff(found: SnapshotDiff) -> str:
     """Two snapshots beside each other, for people."""
-    from precompute.jobs.review.diff import figures_lines
+    from precompute.store.history.feature_figures import shown_figure
 
     first, second = found.first, found.second
     lines = [
@@ -140,7 +140,7 @@ def describe_diff(found: SnapshotDiff) -> str:
                 + (f", off by {feature.mean:.3g} on average, {feature.most:.3g} at most" if feature.changed else ""),
             )
         )
-        rows += [("", line.figure, _figure(line.first), _figure(line.second)) for of, line in figures_lines(found) if of == name]
+        rows += [("", line.figure, shown_figure(line.first), shown_figure(line.second)) for line in feature.figures]
     lines += ["", *table(rows)]
     if found.worst:
         worst = [("key", "feature", "off by", str(first.number), str(second.number))]
@@ -153,12 +153,6 @@ def describe_diff(found: SnapshotDiff) -> str:
             f"what a row was before: precompute explain {found.view} KEY",
         ]
     return "\n".join(lines)
-
-
-def _figure(value: float | str | None) -> str:
-    if value is None:
-        return "–"
-    return value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 def _value(value: Any) -> str:

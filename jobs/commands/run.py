@@ -21,7 +21,7 @@ from precompute.jobs.commands.command import (
 from precompute.jobs.commands.run_all import add_selection, is_one, run_several
 from precompute.jobs.process.command_process import report_error, show, spare_pandas
 from precompute.jobs.process.progress import progress_for
-from precompute.store.errors import ConfigError, PrecomputeError, did_you_mean
+from precompute.store.errors import ConfigError, PrecomputeError
 from precompute.store.record import plain
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if not is_one(arguments):
         return run_several(arguments)
     # torch and faiss are loaded only by the commands that need them: `status` takes 0.8 s in all
+    from precompute.jobs.config.view import check_gates
     from precompute.jobs.pipeline.run import run_view
     from precompute.jobs.process.job import RunOptions
     from precompute.registry import BUILT_IN
@@ -75,7 +76,7 @@ def _run(arguments: argparse.Namespace) -> int:
     view = project.views.get(arguments.view)
     if arguments.own_process and view is not None and view.model.use in BUILT_IN:
         spare_pandas()
-    _check_gates(arguments.accept)
+    check_gates(arguments.accept, "--accept")
     schedule = project.schedules().get(arguments.view)
     requested = ("command", "accept", "full", "retry_rejected", "due", "backfill", "reload", "take_over")
     options = RunOptions(
@@ -126,18 +127,6 @@ def _materialize_each(arguments: argparse.Namespace) -> int:
             report_error(str(exc))
             status = FAILED
     return status
-
-
-def _check_gates(names: Sequence[str]) -> None:
-    """Raises:
-    ConfigError: there is no gate of such a name.
-    """
-    from precompute.jobs.config.view import GATES
-
-    for name in names:
-        if name not in GATES:
-            near = did_you_mean(name, GATES)
-            raise ConfigError(f"--accept {name}: there is no such gate; it is one of {', '.join(GATES)}{near}")
 
 
 def tell_report(arguments: argparse.Namespace) -> Callable[[Report], None]:

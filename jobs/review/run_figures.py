@@ -19,7 +19,7 @@ from precompute.store.disk.durable_file import disk_message, replace_undurably
 from precompute.store.errors import ConfigError, SnapshotError
 from precompute.store.feature_view import Feature
 from precompute.store.freshness import Sighting, microseconds
-from precompute.store.history.feature_figures import beside, figures_of
+from precompute.store.history.feature_figures import beside, figures_of, shown_figure
 from precompute.store.offline.refs import Publishing
 from precompute.store.offline.row_figures import quantiles
 from precompute.store.offline.runs import Report
@@ -151,17 +151,11 @@ def _index(store: ViewStore, report: Report, snapshot: Snapshot | None) -> dict[
 
 
 def _section(feature: Feature, snapshot: Snapshot, other: Snapshot | None) -> FeatureSection:
-    lines = [(b.figure, _shown(b.first), _shown(b.second)) for b in beside(feature, other, snapshot)] if other else []
-    lines = lines or [(name, "", _shown(value)) for name, value in figures_of(feature, snapshot).items()]
+    lines = [(b.figure, shown_figure(b.first), shown_figure(b.second)) for b in beside(feature, other, snapshot)] if other else []
+    lines = lines or [(name, "", shown_figure(value)) for name, value in figures_of(feature, snapshot).items()]
     shape = f"[{feature.dim}]" if feature.dim is not None else f"[≤{feature.max_items}]" if feature.max_items is not None else ""
     of, bars = _bars(feature, snapshot, other)
     return FeatureSection(feature.name, f"{feature.dtype}{shape}", lines, bars, of)
-
-
-def _shown(value: float | str | None) -> str:
-    if value is None:
-        return "–"
-    return value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 def _bars(feature: Feature, snapshot: Snapshot, other: Snapshot | None) -> tuple[str, list[Bar]]:
