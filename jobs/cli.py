@@ -17,10 +17,12 @@ from precompute.jobs.commands import measure, retention, review, rows, run, run_
 from precompute.jobs.commands.command import BAD_USAGE, FAILED, REJECTED, BadUsage, Commands, Parser, with_history
 from precompute.jobs.process.command_process import (
     described,
+    documents_alone,
     end_signal,
     enduring_output,
     log_to_stderr,
     report_error,
+    show,
     spare_pandas,
     terminable,
 )
@@ -42,15 +44,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str] | None) -> int:
     parser = _parser()
+    log_to_stderr()
     try:
         arguments = parser.parse_args(argv)
     except BadUsage as exc:
         if "--json" in (sys.argv[1:] if argv is None else argv):
             print(json.dumps(_refusal("BadUsage", exc.message, BAD_USAGE)))
         raise
-    log_to_stderr()
     computes = getattr(arguments, "fallback", False) or getattr(arguments, "text", None) is not None
     arguments.own_process = argv is None
+    with documents_alone(arguments.own_process) if arguments.json else contextlib.nullcontext():
+        return _called(arguments, computes)
+
+
+def _called(arguments: argparse.Namespace, computes: bool) -> int:
     if arguments.own_process and arguments.command in READS and not computes:
         spare_pandas()
     try:
@@ -63,7 +70,7 @@ def _main(argv: Sequence[str] | None) -> int:
         if number is None:
             return _failed(arguments, exc)
         _report(arguments, "Terminated", described(number), 128 + number)
-    if argv is None:
+    if arguments.own_process:
         # the process of its own command, which a library's thread must not keep from ending
         sys.stdout.flush()
         sys.stderr.flush()
@@ -95,7 +102,7 @@ def _failed(arguments: argparse.Namespace, exc: BaseException) -> int:
 def _report(arguments: argparse.Namespace, kind: str, message: str, status: int) -> int:
     """Say what ended a command: for people on stderr and, with ``--json``, on stdout unless a report stands there already. Returns the exit status."""
     if arguments.json and not getattr(arguments, "reported", False):
-        print(json.dumps(_refusal(kind, message, status)))
+        show(json.dumps(_refusal(kind, message, status)))
     report_error(message)
     return status
 

@@ -99,6 +99,7 @@ class OpenProject:
             RejectedError, GateError: too many rows were rejected, or a gate refused: nothing was published.
             ConflictError: another run of the view is going on.
         """
+        from precompute.jobs.config.view import check_gates
         from precompute.jobs.pipeline.run import run_view
         from precompute.jobs.process.job import RunOptions
         from precompute.jobs.process.progress import progress_for
@@ -108,7 +109,7 @@ class OpenProject:
             frame=frame,
             full=full,
             retry_rejected=retry_rejected,
-            accept=_gates(accept),
+            accept=check_gates([accept] if isinstance(accept, str) else accept, "accept"),
             partition=None if partition is None else _partition(project, view, partition),
         )
         return Ran(run_view(project, view, progress_for(not progress), options))
@@ -461,16 +462,6 @@ def _version(version: Any) -> dict[str, Any]:
     facts |= {"served_from": version.served[0][0] if version.served else None, "served_until": last[1]}
     facts |= {name: getattr(version, name) for name in ("run", "partition", "input_hash", "removed_in", "removed_at")}
     return facts | dict(version.features)
-
-
-def _gates(names: Collection[str]) -> Collection[str]:
-    from precompute.jobs.config.view import GATES
-
-    named = [names] if isinstance(names, str) else names
-    for name in named:
-        if name not in GATES:
-            raise ConfigError(f"accept: {name!r}: there is no such gate; it is one of {', '.join(GATES)}")
-    return named
 
 
 def _time(at: str | datetime) -> datetime:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import reprlib
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import unquote_to_bytes
@@ -132,7 +133,7 @@ def key_columns(columns: Any) -> dict[str, list[Any]]:
     """Column → keys, of a mapping or of what pyarrow, pandas or polars hold as a table; each key is left as it is.
 
     Raises:
-        RequestError: no columns, or one that is no list of keys.
+        RequestError: no columns, two of one name, or one that is no list of keys.
     """
     names = _column_names(columns)
     if not is_table(columns):
@@ -140,6 +141,8 @@ def key_columns(columns: Any) -> dict[str, list[Any]]:
             f"entities are columns of keys, got {type(columns).__name__}: write {{column: [{_short(plain_key(columns))}]}}",
             code="bad_entities",
         )
+    if twice := [name for name, count in Counter(map(str, names)).items() if count > 1]:
+        raise RequestError(f"entities have several columns {twice[0][:80]!r}: leave one of them", code="bad_entities")
     return {str(name): key_list(columns[name]) for name in names}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -34,6 +35,17 @@ def values_of(pointer: Pointer, computed: Computed) -> dict[str, Any]:
     """The features of a row that a fallback made of no query."""
     columns = RowCodec(pointer.view).decode(Packed.of([computed.row])).columns
     return {name: column.to_pylist()[0] for name, column in zip(pointer.view.feature_names, columns, strict=True)}
+
+
+@contextlib.contextmanager
+def files_of_at_most(size_bytes: int) -> Iterator[None]:
+    """What a full disk is like: no larger file can be written."""
+    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
 
 
 class Scene(Project):

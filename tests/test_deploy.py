@@ -112,6 +112,12 @@ def test_a_run_from_an_orchestrator_reports_or_says_whether_to_try_again(
     monkeypatch.setenv("PRECOMPUTE_ROOT", "/dev/null/root")
     with pytest.raises(module.Failed, match="exit status 1: "):
         module.run_view(str(project.home), "numbers", log=log.append)
+    # more than a pipe holds
+    command = project.folder / "precompute"
+    command.write_text(f"#!{sys.executable}\nprint('[' + '0, ' * 100_000 + '1]')\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(project.folder))
+    assert len(module.run_view(str(project.home), "numbers")) == 100_001
 
 
 def test_airflow_and_dagster_call_it(make_project: MakeProject, deploy: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -36,27 +37,27 @@ def run_view(config: str, view: str, partition: str | None = None, *, log: Calla
     command = ["precompute", "-c", config, "run", view, "--json"]
     if partition is not None:
         command += ["--partition", partition]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PRECOMPUTE_LOG": "json"}
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    last = ""
-    # a report is a few kilobytes, which a pipe holds: it is read when the log has ended
-    try:
-        for line in process.stderr:
-            last = _message(line)
-            log(last)
-        output = process.stdout.read()
-        status = process.wait()
-    except BaseException:
-        # an orchestrator that stops the task: the run closes its report and lets go of its lease
-        process.terminate()
-        process.wait()
-        raise
-    finally:
-        process.stdout.close()
-        process.stderr.close()
+    # its report goes to a file: nobody reads a pipe of it until the log has ended
+    with (
+        tempfile.TemporaryFile("w+") as file,
+        subprocess.Popen(
+            command, stdout=file, stderr=subprocess.PIPE, text=True, env={**os.environ, "PRECOMPUTE_LOG": "json"}
+        ) as process,
+    ):
+        assert process.stderr is not None
+        last = ""
+        try:
+            for line in process.stderr:
+                last = _message(line)
+                log(last)
+            status = process.wait()
+        except BaseException:
+            # an orchestrator that stops the task: the run closes its report and lets go of its lease
+            process.terminate()
+            process.wait()
+            raise
+        file.seek(0)
+        output = file.read()
     if status == 0:
         report: dict[str, Any] = json.loads(output)
         return report

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from precompute.jobs.process.command_process import say
 from precompute.store.clock import Partition, containing
 from precompute.store.errors import ConfigError, did_you_mean
 
@@ -61,8 +62,7 @@ class Parser(argparse.ArgumentParser):
         """Raises:
         BadUsage: always.
         """
-        self.print_usage(sys.stderr)
-        print(f"{self.prog}: error: {message}", file=sys.stderr)
+        say(f"{self.format_usage()}{self.prog}: error: {message}")
         raise BadUsage(message)
 
 

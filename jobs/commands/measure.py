@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from precompute.jobs.commands.command import DONE, Commands, add_partition, partition_of, project_of
+from precompute.jobs.process.command_process import say, show
 from precompute.store.errors import ConfigError
 
 PACE = {
@@ -45,7 +45,10 @@ def add(commands: Commands) -> None:
     )
     profile.add_argument("--rows", type=int, default=4096, metavar="N", help="size of the sample (default: 4096)")
     add_partition(profile)
-    profile.add_argument("--trace", metavar="FILE", help="write a trace of one window for chrome://tracing or ui.perfetto.dev")
+    profile.add_argument(
+        "--trace", type=Path, metavar="FILE.json", help="write a trace of one window for chrome://tracing or ui.perfetto.dev"
+    )
+    profile.add_argument("--replace", action="store_true", help="though there is such a file")
     tune = commands.add(
         "tune",
         _tune,
@@ -81,13 +84,15 @@ def add(commands: Commands) -> None:
 
 def _profile(arguments: argparse.Namespace) -> int:
     from precompute.jobs.ops.profile import profile
+    from precompute.jobs.review.export import checked_target
 
     project = project_of(arguments)
     _check_rows(arguments.rows)
-    trace = None if arguments.trace is None else Path(arguments.trace)
+    if arguments.trace is not None:
+        checked_target(arguments.trace, (".json",), arguments.replace, "--trace")
     partition = partition_of(project, arguments)
-    figures = profile(project, arguments.view, rows=arguments.rows, partition=partition, trace=trace)
-    print(json.dumps(figures) if arguments.json else describe_profile(figures))
+    figures = profile(project, arguments.view, rows=arguments.rows, partition=partition, trace=arguments.trace)
+    show(json.dumps(figures) if arguments.json else describe_profile(figures))
     return DONE
 
 
@@ -104,9 +109,9 @@ def _tune(arguments: argparse.Namespace) -> int:
         only=arguments.only,
         within_s=_within_s(arguments.within),
         write=not arguments.dry_run,
-        tell=(lambda _: None) if arguments.json else (lambda line: print(line, file=sys.stderr, flush=True)),
+        tell=(lambda _: None) if arguments.json else say,
     )
-    print(json.dumps(tuning) if arguments.json else describe_tuning(tuning))
+    show(json.dumps(tuning) if arguments.json else describe_tuning(tuning))
     return DONE
 
 
@@ -118,7 +123,7 @@ def _thresholds(arguments: argparse.Namespace) -> int:
     if not 0 < arguments.agreement < 1:
         raise ConfigError(f"--agreement: {arguments.agreement:g}: between 0 and 1")
     measured = thresholds(project, arguments.view, by=arguments.by, rows=arguments.rows, agreement=arguments.agreement)
-    print(json.dumps(measured) if arguments.json else describe_thresholds(measured))
+    show(json.dumps(measured) if arguments.json else describe_thresholds(measured))
     return DONE
 
 

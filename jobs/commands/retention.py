@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from precompute.jobs.commands.command import DONE, FAILED, Commands, project_of, table
 from precompute.jobs.commands.run import tell_report
-from precompute.jobs.process.command_process import report_error
+from precompute.jobs.process.command_process import report_error, show
 from precompute.jobs.process.progress import progress_for
 from precompute.store.clock import shown_time
 from precompute.store.errors import ConfigError
@@ -54,7 +54,7 @@ def _drop(arguments: argparse.Namespace) -> int:
             print("nothing was done")
             return FAILED
     dropped = drop(project, arguments.view, data=arguments.data, take_over=arguments.take_over)
-    print(json.dumps(plain(dropped)) if arguments.json else describe_drop(dropped, done=True))
+    show(json.dumps(plain(dropped)) if arguments.json else describe_drop(dropped, done=True))
     return DONE
 
 
@@ -84,7 +84,7 @@ def _gc(arguments: argparse.Namespace) -> int:
     size = sum(item.size_bytes for item in garbage)
     if arguments.json:
         files = [{"path": str(item.path), "size_bytes": item.size_bytes, "why": item.why} for item in garbage]
-        print(json.dumps({"removed": not arguments.dry_run, "size_bytes": size, "files": files, "attention": failures}))
+        show(json.dumps({"removed": not arguments.dry_run, "size_bytes": size, "files": files, "attention": failures}))
     else:
         for item in garbage:
             print(f"{item.path.relative_to(project.root)}  {item.size_bytes:,} bytes  ({item.why})")
@@ -106,7 +106,7 @@ def _pin(arguments: argparse.Namespace) -> int:
         store.pin(number, "pinned by hand")
     pins = sorted(store.refs.pins())
     words = f"{store.name}: pinned: {', '.join(map(str, pins)) or 'none'}"
-    print(json.dumps({"view": store.name, "pins": pins}) if arguments.json else words)
+    show(json.dumps({"view": store.name, "pins": pins}) if arguments.json else words)
     return DONE
 
 
@@ -140,7 +140,7 @@ def _snapshots(arguments: argparse.Namespace) -> int:
     from precompute.jobs.ops.retention import list_snapshots
 
     snapshots = list_snapshots(project_of(arguments), arguments.view)
-    print(json.dumps(snapshots) if arguments.json else describe_snapshots(arguments.view, snapshots))
+    show(json.dumps(snapshots) if arguments.json else describe_snapshots(arguments.view, snapshots))
     return DONE
 
 
@@ -148,7 +148,7 @@ def _resume(arguments: argparse.Namespace) -> int:
     store = project_of(arguments).stored(arguments.view)
     ref = store.refs.resume_live()
     line = {"view": store.name, "snapshot": ref.snapshot, "held": ref.held}
-    print(json.dumps(line) if arguments.json else f"{store.name}: runs publish again")
+    show(json.dumps(line) if arguments.json else f"{store.name}: runs publish again")
     return DONE
 
 
@@ -159,7 +159,7 @@ def _reconcile(arguments: argparse.Namespace) -> int:
     report = reconcile(project, view, progress_for(arguments.json), finished=tell_report(arguments))
     if report is None:
         line = {"view": project.stored(view).name, "status": "current"}
-        print(json.dumps(line) if arguments.json else f"{line['view']}: nothing that is live is missing from the online store")
+        show(json.dumps(line) if arguments.json else f"{line['view']}: nothing that is live is missing from the online store")
     return DONE
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from precompute.jobs.commands.command import DONE, Commands, project_of, table
+from precompute.jobs.process.command_process import show
 from precompute.store.clock import shown_time
 from precompute.store.errors import ConfigError
 from precompute.store.record import plain
@@ -59,8 +60,9 @@ def add(commands: Commands) -> None:
     )
     report.add_argument("--run", metavar="RUN", help="which (default: the last that did anything)")
     report.add_argument(
-        "--to", type=Path, metavar="FILE", help="where (default: beside its snapshots, where the status page links it)"
+        "--to", type=Path, metavar="FILE", help="ends with .html (default: beside its snapshots, where the status page links it)"
     )
+    report.add_argument("--replace", action="store_true", help="though there is such a file")
 
 
 def _history(arguments: argparse.Namespace) -> int:
@@ -69,7 +71,7 @@ def _history(arguments: argparse.Namespace) -> int:
     if arguments.limit < 1:
         raise ConfigError(f"--limit: {arguments.limit} is not at least 1")
     events = history(project_of(arguments), arguments.view, arguments.limit)
-    print(json.dumps(events) if arguments.json else describe_history(arguments.view, events, arguments.limit))
+    show(json.dumps(events) if arguments.json else describe_history(arguments.view, events, arguments.limit))
     return DONE
 
 
@@ -121,13 +123,13 @@ def _diff(arguments: argparse.Namespace) -> int:
     from precompute.jobs.review.diff import diff
 
     found = diff(project_of(arguments), arguments.view, arguments.first, arguments.second)
-    print(json.dumps(found.to_json()) if arguments.json else describe_diff(found))
+    show(json.dumps(found.to_json()) if arguments.json else describe_diff(found))
     return DONE
 
 
 def describe_diff(found: SnapshotDiff) -> str:
     """Two snapshots beside each other, for people."""
-    from precompute.jobs.review.diff import figures_lines
+    from precompute.store.history.feature_figures import shown_figure
 
     first, second = found.first, found.second
     lines = [
@@ -155,7 +157,7 @@ def describe_diff(found: SnapshotDiff) -> str:
                 + (f", off by {feature.mean:.3g} on average, {feature.most:.3g} at most" if feature.changed else ""),
             )
         )
-        rows += [("", line.figure, _figure(line.first), _figure(line.second)) for of, line in figures_lines(found) if of == name]
+        rows += [("", line.figure, shown_figure(line.first), shown_figure(line.second)) for line in feature.figures]
     lines += ["", *table(rows)]
     if found.worst:
         worst = [("key", "feature", "off by", str(first.number), str(second.number))]
@@ -168,12 +170,6 @@ def describe_diff(found: SnapshotDiff) -> str:
             f"what a row was before: precompute explain {found.view} KEY",
         ]
     return "\n".join(lines)
-
-
-def _figure(value: float | str | None) -> str:
-    if value is None:
-        return "–"
-    return value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 def _value(value: Any) -> str:
@@ -191,7 +187,7 @@ def _log(arguments: argparse.Namespace) -> int:
     store, report = find_run(project_of(arguments), arguments.run)
     rejected = rejections(store, report.run)
     if arguments.json:
-        print(json.dumps(plain(report) | {"rejections": rejected}))
+        show(json.dumps(plain(report) | {"rejections": rejected}))
     else:
         print("\n".join(_log_lines(report, rejected)))
     return DONE
@@ -234,7 +230,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
     done = export(project_of(arguments), arguments.view, arguments.to, number=arguments.snapshot, replace=arguments.replace)
     if arguments.json:
-        print(
+        show(
             json.dumps(
                 {
                     "view": done.view,
@@ -251,10 +247,13 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
+    from precompute.jobs.review.export import checked_target
     from precompute.jobs.review.run_figures import write_report
 
+    if arguments.to is not None:
+        checked_target(arguments.to, (".html",), arguments.replace)
     path, report = write_report(project_of(arguments), arguments.view, arguments.run, arguments.to)
     size = path.stat().st_size
     line = {"view": report.view, "run": report.run, "snapshot": report.snapshot, "path": str(path), "size_bytes": size}
-    print(json.dumps(line) if arguments.json else f"{path}: run {report.run} of {report.view}, {size / 1e6:,.3f} MB")
+    show(json.dumps(line) if arguments.json else f"{path}: run {report.run} of {report.view}, {size / 1e6:,.3f} MB")
     return DONE

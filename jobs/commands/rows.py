@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from precompute.jobs.commands.command import DONE, FAILED, Commands, project_of
+from precompute.jobs.process.command_process import show
 from precompute.store.clock import duration, shown_time
 from precompute.store.errors import OnlineStoreError
 from precompute.store.key_text import key_from_path
@@ -73,7 +74,7 @@ def _lookup(arguments: argparse.Namespace) -> int:
     if arguments.json:
         pointer = answer.pointer
         body = {"view": view.name, "snapshot": pointer.snapshot, "model": pointer.model, "rows": rows}
-        print(json.dumps(body, default=_plain_text))
+        show(json.dumps(body, default=_plain_text))
     else:
         for row in rows:
             print(describe_row(row))
@@ -100,7 +101,7 @@ def _search(arguments: argparse.Namespace) -> int:
             deadline_ms=DEADLINE_MS,
         )
     if arguments.json:
-        print(json.dumps(neighbours, default=_plain_text))
+        show(json.dumps(neighbours, default=_plain_text))
     else:
         for row in neighbours["rows"]:
             print(f"{row['score']:.4f}  {row['key']}  ({row['status']}, {duration(row['age_s'])} old)")
@@ -115,7 +116,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     numbers = store.numbers()
     entity = store.snapshot(numbers[-1]).view.entity if numbers else ()
     explanation = explain(store, _key(arguments.key, entity), memory_mb=project.settings.memory_mb)
-    print(json.dumps(explanation.to_json()) if arguments.json else describe_explanation(explanation))
+    show(json.dumps(explanation.to_json()) if arguments.json else describe_explanation(explanation))
     return DONE
 
 

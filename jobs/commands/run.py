@@ -19,9 +19,9 @@ from precompute.jobs.commands.command import (
     with_history,
 )
 from precompute.jobs.commands.run_all import add_selection, is_one, run_several
-from precompute.jobs.process.command_process import report_error, spare_pandas
+from precompute.jobs.process.command_process import report_error, show, spare_pandas
 from precompute.jobs.process.progress import progress_for
-from precompute.store.errors import ConfigError, PrecomputeError, did_you_mean
+from precompute.store.errors import ConfigError, PrecomputeError
 from precompute.store.record import plain
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if not is_one(arguments):
         return run_several(arguments)
     # torch and faiss are loaded only by the commands that need them: `status` takes 0.8 s in all
+    from precompute.jobs.config.view import check_gates
     from precompute.jobs.pipeline.run import run_view
     from precompute.jobs.process.job import RunOptions
     from precompute.registry import BUILT_IN
@@ -75,7 +76,7 @@ def _run(arguments: argparse.Namespace) -> int:
     view = project.views.get(arguments.view)
     if arguments.own_process and view is not None and view.model.use in BUILT_IN:
         spare_pandas()
-    _check_gates(arguments.accept)
+    check_gates(arguments.accept, "--accept")
     schedule = project.schedules().get(arguments.view)
     requested = ("command", "accept", "full", "retry_rejected", "due", "backfill", "reload", "take_over")
     options = RunOptions(
@@ -100,7 +101,7 @@ def _materialize(arguments: argparse.Namespace) -> int:
     partition = partition_of(project, arguments)
     options = RunOptions(partition=partition, full=arguments.full, retry_rejected=arguments.retry_rejected)
     plan = plan_view(project, arguments.view, options)
-    print(json.dumps(plan.to_json()) if arguments.json else with_history(f"{arguments.view}: {plan}", arguments.view))
+    show(json.dumps(plan.to_json()) if arguments.json else with_history(f"{arguments.view}: {plan}", arguments.view))
     return DONE
 
 
@@ -128,18 +129,6 @@ def _materialize_each(arguments: argparse.Namespace) -> int:
     return status
 
 
-def _check_gates(names: Sequence[str]) -> None:
-    """Raises:
-    ConfigError: there is no gate of such a name.
-    """
-    from precompute.jobs.config.view import GATES
-
-    for name in names:
-        if name not in GATES:
-            near = did_you_mean(name, GATES)
-            raise ConfigError(f"--accept {name}: there is no such gate; it is one of {', '.join(GATES)}{near}")
-
-
 def tell_report(arguments: argparse.Namespace) -> Callable[[Report], None]:
     """What a run calls with its report once it is over."""
     from precompute.store.record import plain
@@ -147,7 +136,7 @@ def tell_report(arguments: argparse.Namespace) -> Callable[[Report], None]:
     def tell(report: Report) -> None:
         if arguments.json:
             # of a failed run too: that is when a program needs it
-            print(json.dumps(plain(report)))
+            show(json.dumps(plain(report)))
             arguments.reported = True
         elif report.error is None:
             print(describe_report(report))
@@ -232,11 +221,11 @@ def _backfill(arguments: argparse.Namespace) -> int:
         if arguments.dry_run:
             first, last = range_of(options.first, options.last)
             plans = plan_backfill(project, name, first, last, reprocess=options.reprocess, check_inputs=options.check_inputs)
-            print(json.dumps(plans_json(plans, options)) if arguments.json else describe_plans(plans, options))
+            show(json.dumps(plans_json(plans, options)) if arguments.json else describe_plans(plans, options))
             return DONE
         state = run_backfill(project, name, options, announce=tell)
     if arguments.json:
-        print(json.dumps(plain(state)))
+        show(json.dumps(plain(state)))
     if state.signal is not None:
         return 128 + state.signal
     return DONE if state.status == "done" else REJECTED if state.only_refused else FAILED

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from precompute.jobs.commands.command import DONE, Commands, project_of, table
+from precompute.jobs.process.command_process import say, show
 from precompute.store.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ VIEW+   it and what depends on it, in the order of `after` and live.<view>: see 
 
 Of several each has a process of its own; one that fails stops only what depends on it. Exit status is the worst of all: 2, then 1, 3, 0."""
 
-_OF_ONE = ("accept", "partition", "due", "backfill")
+_OF_ONE = ("accept", "partition", "due", "backfill", "take_over")
 """Options that make sense of one view alone."""
 
 
@@ -59,15 +60,20 @@ def run_several(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--all and {arguments.view[0]}: name views, or all of them")
     if not (arguments.view or arguments.all or arguments.stale or arguments.failed):
         raise ConfigError(f"run what? Name a view ({', '.join(project.names)}), or say --all, --stale or --failed")
-    if given := [f"--{name}" for name in _OF_ONE if getattr(arguments, name)]:
+    if given := [f"--{name.replace('_', '-')}" for name in _OF_ONE if getattr(arguments, name)]:
         raise ConfigError(f"{given[0]} is of one view: run that one alone")
     options = [f"--{name.replace('_', '-')}" for name in ("full", "retry_rejected") if getattr(arguments, name)]
     names, started = selected(project, Selection(arguments.view, arguments.stale, arguments.failed)), time.monotonic()
-    say = (lambda _: None) if arguments.json else (lambda line: print(line, file=sys.stderr, flush=True))
     sys.stdout.flush()
-    outcomes = run_all(project, names, options, output="captured" if arguments.json else "inherited", announce=say)
+    outcomes = run_all(
+        project,
+        names,
+        options,
+        output="captured" if arguments.json else "inherited",
+        announce=(lambda _: None) if arguments.json else say,
+    )
     report = summary(outcomes, time.monotonic() - started)
-    print(json.dumps(report) if arguments.json else describe_summary(report))
+    show(json.dumps(report) if arguments.json else describe_summary(report))
     return int(report["exit_status"])
 
 
@@ -83,8 +89,10 @@ def describe_summary(report: Mapping[str, Any]) -> str:
         rows.append((view["view"], view["status"], number, shown, took, view["error"] or ""))
     counts = ", ".join(f"{n} {status}" for status, n in report["counts"].items())
     lines = ["", *table(rows), f"{counts}, {report['seconds']:,.1f} s"]
-    if report["exit_status"] != DONE:
-        lines.append("what failed, and what waits for it, is run again by: precompute run --failed")
+    if failed := [view for view in report["views"] if view["exit_status"] not in (DONE, None)]:
+        # of what never began no report tells that it failed
+        again = "--failed" if all(view["run"] for view in failed) else " ".join(f"{view['view']}+" for view in failed)
+        lines.append(f"what failed, and what waits for it, is run again by: precompute run {again}")
     return "\n".join(lines)
 
 
@@ -104,7 +112,7 @@ def _graph(arguments: argparse.Namespace) -> int:
     if arguments.json:
         found = dependencies.to_json()
         views = {name: found["views"][name] for name in chosen}
-        print(json.dumps({"order": chosen, "views": views, "mermaid": dependencies.mermaid(chosen)}))
+        show(json.dumps({"order": chosen, "views": views, "mermaid": dependencies.mermaid(chosen)}))
     else:
         print(dependencies.mermaid(chosen) if arguments.mermaid else dependencies.text(chosen))
     return DONE

@@ -9,7 +9,7 @@ import sys
 from datetime import UTC, datetime
 
 from precompute.jobs.commands.command import DONE, FAILED, Commands, project_of
-from precompute.jobs.process.command_process import logs_json
+from precompute.jobs.process.command_process import logs_json, say, show
 from precompute.store.clock import shown_time
 from precompute.store.errors import ConfigError, PrecomputeError
 from precompute.store.guard.tokens import SCOPES, make_token, remove_tokens
@@ -53,7 +53,7 @@ def _schedule(arguments: argparse.Namespace) -> int:
 
     Scheduler(project, announce=announce).run()
     if arguments.json:
-        print(json.dumps({"status": "ended"}))
+        show(json.dumps({"status": "ended"}))
     return DONE
 
 
@@ -65,7 +65,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--workers: {arguments.workers} is not from 1 to {MOST_WORKERS}")
 
     def announce(address: str) -> None:
-        print(json.dumps({"address": address}) if arguments.json else f"serving on {address}", flush=True)
+        show(json.dumps({"address": address}) if arguments.json else f"serving on {address}")
         arguments.reported = True
 
     serve(project_of(arguments), announce, arguments.workers)
@@ -82,14 +82,14 @@ def _token(arguments: argparse.Namespace) -> int:
     try:
         if arguments.remove:
             removed = remove_tokens(path, arguments.name)
-            print(json.dumps({"name": arguments.name, "removed": removed}) if arguments.json else f"{removed} removed")
+            show(json.dumps({"name": arguments.name, "removed": removed}) if arguments.json else f"{removed} removed")
             return DONE if removed else FAILED
         secret = make_token(path, arguments.name, arguments.scope)
     except OSError as exc:
         raise PrecomputeError(f"{path} cannot be written: {exc}") from exc
     if arguments.json:
-        print(json.dumps({"name": arguments.name, "scope": arguments.scope, "token": secret}))
+        show(json.dumps({"name": arguments.name, "scope": arguments.scope, "token": secret}))
     else:
         print(secret)
-        print(f"of {arguments.name!r}, scope {arguments.scope}; {path} has its hash, and this is reported once", file=sys.stderr)
+        say(f"of {arguments.name!r}, scope {arguments.scope}; {path} has its hash, and this is reported once")
     return DONE

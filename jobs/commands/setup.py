@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from precompute.jobs.commands.command import BAD_USAGE, DONE, FAILED, PROJECT_FILE, Commands, folder_of, project_of
+from precompute.jobs.process.command_process import show
 from precompute.store.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def _init(arguments: argparse.Namespace) -> int:
 
     made = new_project(Path(arguments.folder), _wanted(arguments))
     if arguments.json:
-        print(json.dumps(_as_json(made)))
+        show(json.dumps(_as_json(made)))
         return DONE
     print(f"{made.folder}: a project over {made.data} ({made.rows:,} rows), template {made.template}")
     _print_files(made)
@@ -71,7 +72,7 @@ def _new(arguments: argparse.Namespace) -> int:
     made = new_view(project, arguments.name, _wanted(arguments))
     lines = [line for view in made.views if (line := schedule_of(project, view)) is not None]
     if arguments.json:
-        print(json.dumps(_as_json(made) | {"schedule": lines}))
+        show(json.dumps(_as_json(made) | {"schedule": lines}))
         return DONE
     print(f"{arguments.name}: a view over {made.data} ({made.rows:,} rows), template {made.template}")
     _print_files(made)
@@ -131,7 +132,7 @@ def _validate(arguments: argparse.Namespace) -> int:
     wrong = [check for check in checks if not check.ok]
     if arguments.json:
         lines = [{"view": c.view, "check": c.check, "ok": c.ok, "found": c.found} for c in checks]
-        print(json.dumps({"ok": not wrong, "checks": lines}))
+        show(json.dumps({"ok": not wrong, "checks": lines}))
     return DONE if not wrong else BAD_USAGE if any(check.bad_config for check in wrong) else FAILED
 
 
@@ -150,7 +151,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     bad = any(line.status == "bad" for line in lines)
     if arguments.json:
         body = [{"check": x.check, "status": x.status, "found": x.found, "remedy": x.remedy} for x in lines]
-        print(json.dumps({"ok": not bad, "checks": body}))
+        show(json.dumps({"ok": not bad, "checks": body}))
         return FAILED if bad else DONE
     if folder is None:
         print(f"there is no {PROJECT_FILE} here or above: disk, Redis and clock were not looked at (-c FOLDER names a project)")
@@ -194,13 +195,11 @@ def add_completion(commands: Commands) -> None:
 def _completion(arguments: argparse.Namespace) -> int:
     words = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
     if not words:
-        print(
-            json.dumps({"script": SHELLS[arguments.shell]}) if arguments.json else SHELLS[arguments.shell],
-            end="\n" if arguments.json else "",
-        )
+        script = SHELLS[arguments.shell]
+        show(json.dumps({"script": script}) if arguments.json else script.removesuffix("\n"))
         return DONE
     found = completions(arguments.commands, words)
-    print(json.dumps(found) if arguments.json else "\n".join(found))
+    show(json.dumps(found) if arguments.json else "\n".join(found))
     return DONE
 
 

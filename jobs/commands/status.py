@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from precompute.jobs.commands.command import DONE, FAILED, Commands, project_of, table, with_history
+from precompute.jobs.process.command_process import show
 from precompute.store.clock import duration
 
 
@@ -21,7 +22,7 @@ def _status(arguments: argparse.Namespace) -> int:
     from precompute.jobs.ops.status import project_status
 
     lines = project_status(project_of(arguments))
-    print(json.dumps(lines) if arguments.json else describe_status(lines))
+    show(json.dumps(lines) if arguments.json else describe_status(lines))
     return FAILED if any(line["attention"] for line in lines) else DONE
 
 
@@ -90,7 +91,7 @@ def _verify(arguments: argparse.Namespace) -> int:
                 print(f"{'ok ' if check.ok else 'BAD'}  {view}: {check.check}: {found}", flush=True)
     sound = all(line["ok"] for line in lines)
     if arguments.json:
-        print(json.dumps({"ok": sound, "checks": lines}))
+        show(json.dumps({"ok": sound, "checks": lines}))
     return DONE if sound else FAILED
 
 
@@ -110,5 +111,5 @@ def _schema(arguments: argparse.Namespace) -> int:
     from precompute.store.record import schema_of
 
     written = {"report": schema_of(Report), "status": schema_of(list[StatusLine])}
-    print(json.dumps(json_schemas() | written, indent=None if arguments.json else 2))
+    show(json.dumps(json_schemas() | written, indent=None if arguments.json else 2))
     return DONE

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from precompute.jobs.commands.command import DONE, Commands, project_of
-from precompute.store.errors import ConfigError
+from precompute.jobs.process.command_process import show
+from precompute.store.disk.durable_file import disk_message, replacing
+from precompute.store.errors import ConfigError, SnapshotError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -24,6 +27,7 @@ def add(commands: Commands) -> None:
         "entities", type=Path, metavar="FILE", help="CSV or Parquet: the service's entity columns and a time, and whatever else"
     )
     training.add_argument("--to", type=Path, required=True, metavar="FILE", help="the Parquet file to write")
+    training.add_argument("--replace", action="store_true", help="though there is such a file")
     training.add_argument(
         "--timestamp",
         default="event_timestamp",
@@ -36,25 +40,32 @@ def add(commands: Commands) -> None:
 
 
 def _training(arguments: argparse.Namespace) -> int:
+    import pyarrow.parquet as pq
+
+    from precompute.jobs.config.service import mistakes
+    from precompute.jobs.review.export import checked_target
     from precompute.store.history import get_historical_features
     from precompute.store.service import column_of
 
+    checked_target(arguments.to, (".parquet",), arguments.replace)
     project = project_of(arguments)
     service = project.service(arguments.service)
-    defaults = [
-        mistake for mistake in project.service_mistakes() if f"/{service.name}.yaml: " in mistake and ".defaults." in mistake
-    ]
-    if defaults:
+    path = project.folder / "services" / f"{service.name}.yaml"
+    if defaults := [line for line in mistakes(service, project.views, project.names, path) if ".defaults." in line]:
         raise ConfigError("; ".join(defaults))
     table = get_historical_features(
         project.offline,
-        _entities(arguments.entities, arguments.timestamp),
+        _entities(arguments.entities, service.entity, arguments.timestamp),
         service=service,
         timestamp=arguments.timestamp,
         values="best_known" if arguments.best_known else "served",
         memory_mb=project.settings.memory_mb,
     )
-    _write(table, arguments.to)
+    try:
+        with replacing(arguments.to) as temporary:
+            pq.write_table(table, temporary)
+    except OSError as exc:
+        raise SnapshotError(disk_message(arguments.to, exc, "nothing was written")) from exc
     known = {part.view: table.num_rows - table.column(column_of(part.view, "computed_at")).null_count for part in service.parts}
     if arguments.json:
         body = {
@@ -64,7 +75,7 @@ def _training(arguments: argparse.Namespace) -> int:
             "known": known,
             "to": str(arguments.to),
         }
-        print(json.dumps(body))
+        show(json.dumps(body))
     else:
         print(f"{arguments.to}: {table.num_rows:,} rows by {service.version}")
         for view, rows in known.items():
@@ -75,8 +86,8 @@ def _training(arguments: argparse.Namespace) -> int:
     return DONE
 
 
-def _entities(path: Path, timestamp: str) -> pa.Table:
-    """The rows of a file; a time that says no zone is UTC.
+def _entities(path: Path, entity: Sequence[str], timestamp: str) -> pa.Table:
+    """The rows of a file; a time that says no zone is UTC. Of a CSV keys are the text that stands there: as a number ``007`` is another key.
 
     Raises:
         ConfigError: it cannot be read.
@@ -87,10 +98,11 @@ def _entities(path: Path, timestamp: str) -> pa.Table:
     import pyarrow.parquet as pq
 
     try:
-        table = pq.read_table(path) if path.suffix == ".parquet" else pyarrow.csv.read_csv(path)
+        as_text = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(entity, pa.string()))
+        table = pq.read_table(path) if path.suffix == ".parquet" else pyarrow.csv.read_csv(path, convert_options=as_text)
     except (OSError, pa.ArrowException) as exc:
         raise ConfigError(f"{path}: cannot be read as {path.suffix.removeprefix('.') or 'CSV'}: {exc}") from exc
-    if timestamp in table.column_names:
+    if table.column_names.count(timestamp) == 1:
         times = table.column(timestamp)
         if pa.types.is_string(times.type):
             times = _parsed(times.to_pylist(), path, timestamp)
@@ -115,20 +127,3 @@ def _parsed(texts: list[str | None], path: Path, column: str) -> pa.Array:
         except ValueError as exc:
             raise ConfigError(f"{path}: row {number}: {column}: {text!r}: {exc}") from exc
     return pa.array(times, pa.timestamp("us", "UTC"))
-
-
-def _write(table: pa.Table, path: Path) -> None:
-    """The whole file, or none.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    import pyarrow.parquet as pq
-
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        pq.write_table(table, partial)
-        partial.replace(path)
-    except OSError as exc:
-        partial.unlink(missing_ok=True)
-        raise ConfigError(f"--to: {path} cannot be written: {exc}") from exc

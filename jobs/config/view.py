@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
@@ -15,7 +15,7 @@ from precompute.sources.database import check_sql, parameters, referenced_views
 from precompute.sources.frame import frame_sql
 from precompute.store.answer import default_row
 from precompute.store.clock import Partition, containing, duration
-from precompute.store.errors import ConfigError, nearest_or_all
+from precompute.store.errors import ConfigError, did_you_mean, nearest_or_all
 from precompute.store.feature_view import (
     CHUNK,
     RESERVED,
@@ -333,6 +333,19 @@ COMPUTING_GATES = ("accuracy", "batch")
 rows, that of ``gates.parity``."""
 GATES = (*COMPUTING_GATES, *(name for name in GatesConfig.model_fields if name != "moved_by"))
 """Every gate's name."""
+
+
+def check_gates(names: Collection[str], option: str) -> Collection[str]:
+    """``names`` themselves, as ``option`` has them.
+
+    Raises:
+        ConfigError: there is no gate of such a name.
+    """
+    for name in names:
+        if name not in GATES:
+            near = did_you_mean(name, GATES)
+            raise ConfigError(f"{option} {name}: there is no such gate; it is one of {', '.join(GATES)}{near}")
+    return names
 
 
 class ViewConfig(Section):

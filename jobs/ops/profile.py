@@ -21,7 +21,8 @@ from precompute.engine.window import MISFIT, Outcome
 from precompute.jobs.config.project import Project
 from precompute.jobs.rows.open_view import OpenView, open_view
 from precompute.store.clock import Partition
-from precompute.store.errors import ConfigError, ModelError, SourceError
+from precompute.store.disk.durable_file import disk_message, replacing
+from precompute.store.errors import ModelError, SnapshotError, SourceError
 from precompute.store.offline.view_store import OfflineStore
 
 WARM_UP_ROWS = 32
@@ -45,11 +46,10 @@ def profile(
         (:meth:`precompute.engine.runner.Runner.figures`).
 
     Raises:
-        ConfigError, SourceError, ModelError: as a run would; ConfigError too where the trace cannot be written.
+        ConfigError, SourceError, ModelError: as a run would.
+        SnapshotError: the trace cannot be written.
     """
     config = project.view(name)
-    if trace is not None:
-        _check_writable(trace)
     offline = project.offline
     if config.partition is not None and partition is None:
         partition = config.partition_at(datetime.now(UTC))
@@ -104,23 +104,13 @@ def _chained(first: pa.RecordBatch, rest: Iterator[pa.RecordBatch]) -> Iterator[
     yield from rest
 
 
-def _check_writable(path: Path) -> None:
-    """Before a model is loaded for it: torch's profiler says of a file that it cannot write nothing that a program would notice.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    try:
-        path.open("ab").close()
-    except OSError as exc:
-        raise ConfigError(
-            f"--trace: {str(path)!r} cannot be written: {exc.strerror}; give a file in a folder that exists"
-        ) from exc
-
-
 def _write_trace(opened: OpenView, window: pa.RecordBatch, path: Path) -> None:
     from precompute.models.device import traced
 
     # in this thread, where the profiler sees it: the stages one after the other
-    with traced(path):
-        Runner(opened.model, opened.view).compute(window)
+    try:
+        with replacing(path) as temporary, traced(temporary):
+            Runner(opened.model, opened.view).compute(window)
+    except OSError as exc:
+        # of what torch could not write it says nothing: its file is not there
+        raise SnapshotError(disk_message(path, exc, "no trace was written")) from exc

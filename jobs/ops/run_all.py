@@ -49,7 +49,7 @@ class Outcome:
 @dataclass(frozen=True, slots=True)
 class Selection:
     """Which views are to run, and how. ``selectors`` as :meth:`Dependencies.select` has them, none for all; ``stale`` and ``failed`` leave those, and what depends on
-    them, that are not fresh or whose last run went wrong; ``options`` of the command line go to each run."""
+    them, that are not fresh or whose last run went wrong, or whose file is; ``options`` of the command line go to each run."""
 
     selectors: Sequence[str] = ()
     stale: bool = False
@@ -71,7 +71,8 @@ def selected(project: Project, selection: Selection) -> list[str]:
     for line in project_status(project):
         name, last = line["view"], line["last_run"]
         stale = selection.stale and (line["status"] != "fresh" or bool(line["behind"]))
-        if name in chosen and (stale or (selection.failed and last is not None and last["status"] in FAILED_ENDS)):
+        failed = selection.failed and (name in project.broken or (last is not None and last["status"] in FAILED_ENDS))
+        if name in chosen and (stale or failed):
             wanted |= {name} | dependencies.below(name)
     return [name for name in chosen if name in wanted]
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypedDict
 from precompute.jobs.config.project import Project
 from precompute.jobs.ops.partitions import in_words as partitions_in_words
 from precompute.jobs.ops.partitions import partitions_served
-from precompute.jobs.process.report import as_it_ended
+from precompute.jobs.process.report import LEASED, PUBLISHING, as_it_ended
 from precompute.jobs.rows.open_view import REPORTS, known_source_at
 from precompute.jobs.schedule.due import outlook
 from precompute.store.account.account import read_account
@@ -245,6 +245,10 @@ _LAST_RUN = ("run", "command", "status", "started_at", "seconds", "partition", "
 def _last_run(store: ViewStore, reports: Sequence[Report]) -> Report | None:
     """The newest run's report, whose end is reported truly: one that was killed could not write it."""
     last = next(iter(reports), None)
+    if last is not None and last.command in PUBLISHING and last.finished:
+        # what a run failed at is not done by publishing another snapshot than its own
+        run = next((report for report in reports if report.command in LEASED), last)
+        last = last if run.finished or run.snapshot == last.snapshot else run
     return None if last is None else as_it_ended(store, last)
 
 

@@ -191,6 +191,41 @@ def enduring_output() -> Iterator[None]:
         sys.stdout, sys.stderr = streams
 
 
+_documents: Any = None
+
+
+@contextlib.contextmanager
+def documents_alone(for_good: bool) -> Iterator[None]:
+    """Within, what is printed goes to the standard error, by a model or its libraries in C, too, so that stdout has what is shown by :func:`show` alone.
+
+    Args:
+        for_good: afterwards, too: what ends with the process is written then.
+    """
+    global _documents
+    stdout, saved = sys.stdout, None
+    # a caller of main() may have put something in its place that is no file
+    with contextlib.suppress(OSError, AttributeError):
+        number = stdout.fileno()
+        stdout.flush()
+        saved = os.fdopen(os.dup(number), "w", encoding=stdout.encoding, errors=stdout.errors)
+        os.dup2(sys.stderr.fileno(), number)
+    _documents, sys.stdout = stdout if saved is None else Enduring(saved), sys.stderr
+    try:
+        yield
+    finally:
+        sys.stdout, _documents = stdout, None
+        if saved is not None:
+            stdout.flush()
+            if not for_good:
+                os.dup2(saved.fileno(), number)
+            saved.close()
+
+
+def show(text: str) -> None:
+    """Print a command's own answer."""
+    print(text, file=_documents or sys.stdout, flush=True)
+
+
 class _NoPandas:
     """A finder that finds no pandas, and leaves all else to those behind it."""
 
@@ -263,6 +298,14 @@ def log_to_stderr() -> None:
     handler.setFormatter(_JsonLine() if logs_json() else _TextLine("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("precompute").setLevel(logging.INFO)
+
+
+def say(message: str) -> None:
+    """What a command is at, on the standard error, in the log's own format."""
+    if logs_json():
+        log.info(message)
+    else:
+        print(message, file=sys.stderr, flush=True)
 
 
 def report_error(message: str) -> None:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from precompute.jobs.process.command_process import logs_json
+from precompute.jobs.process.command_process import logs_json, say
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
-
-log = logging.getLogger(__name__)
 
 LINE_EVERY_S = 5.0
 
@@ -117,8 +113,6 @@ def _retrying(rows: int) -> str:
 
 def progress_for(quiet: bool) -> Progress:
     """A bar when stderr is a terminal, lines when not, nothing when ``quiet``; in a log of JSON lines always, for it is apart from a report."""
-    if logs_json():
-        return Lines(log.info)
-    if quiet:
+    if quiet and not logs_json():
         return Silent()
-    return Bar() if sys.stderr.isatty() else Lines(partial(print, file=sys.stderr, flush=True))
+    return Bar() if sys.stderr.isatty() and not logs_json() else Lines(say)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -207,9 +206,3 @@ def _numbers_off(first: pa.Array, second: pa.Array, spread: float) -> npt.NDArra
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     with np.errstate(invalid="ignore", over="ignore"):
         return np.where(same, 0.0, np.minimum(np.nan_to_num(np.abs(a - b) / spread, nan=MOST, posinf=MOST), MOST))
-
-
-def figures_lines(found: SnapshotDiff) -> Iterator[tuple[str, Beside]]:
-    """Feature and figure, of all that are known."""
-    for name, feature in found.features.items():
-        yield from ((name, line) for line in feature.figures)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,14 +12,13 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from precompute.jobs.config.project import Project
-from precompute.store.disk.durable_file import disk_message
+from precompute.store.disk.durable_file import disk_message, replacing
 from precompute.store.errors import ConfigError, SnapshotError
 from precompute.store.history import snapshot_at
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
 
 WINDOW_ROWS = 65_536
-_KINDS = (".parquet", ".csv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,24 +50,29 @@ def export(
     """
     store = project.stored(view)
     snapshot = snapshot_at(store) if number is None else store.snapshot(number)
-    path = Path(f"{view}-{snapshot.number}.parquet") if path is None else path
-    if path.suffix not in _KINDS:
-        raise ConfigError(f"--to {path}: name a file that ends with {' or '.join(_KINDS)}")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--to {path}: no folder {str(path.parent)!r}; make it, or name another one")
-    if path.exists() and not replace:
-        raise ConfigError(f"--to {path}: there is such a file; name another one, or say --replace")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    path = checked_target(Path(f"{view}-{snapshot.number}.parquet") if path is None else path, (".parquet", ".csv"), replace)
+    write = _write_parquet if path.suffix == ".parquet" else _write_csv
     try:
-        write = _write_parquet if path.suffix == ".parquet" else _write_csv
-        rows = write(store, snapshot, temporary)
-        os.replace(temporary, path)
+        with replacing(path) as temporary:
+            rows = write(store, snapshot, temporary)
         return Exported(view, snapshot.number, rows, str(path), path.stat().st_size)
     except OSError as exc:
         raise SnapshotError(disk_message(path, exc, "nothing was exported")) from exc
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+
+
+def checked_target(path: Path, kinds: Sequence[str], replace: bool, option: str = "--to") -> Path:
+    """``path`` itself, where ``option`` of the command line may have a file written that ends with one of ``kinds``.
+
+    Raises:
+        ConfigError: it is of another kind, its folder is not there, or it is there and not to be replaced.
+    """
+    if path.suffix not in kinds:
+        raise ConfigError(f"{option} {path}: name a file that ends with {' or '.join(kinds)}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{option} {path}: no folder {str(path.parent)!r}; make it, or name another one")
+    if path.exists() and not replace:
+        raise ConfigError(f"{option} {path}: there is such a file; name another one, or say --replace")
+    return path
 
 
 def _schema(store: ViewStore, snapshot: Snapshot) -> pa.Schema:

@@ -16,9 +16,6 @@ from precompute.store.history.versions import reading
 from precompute.store.offline.runs import Report
 from precompute.store.offline.view_store import ViewStore
 
-SNAPSHOT, RUN, POINTER = "snapshot", "run", "pointer"
-"""Kinds of events."""
-
 MOST_REJECTED, SHOWN_REASONS, SHOWN_REJECTED = 100_000, 10, 20
 """Rejected rows whose reasons are counted; reasons and rows that are shown."""
 
@@ -42,11 +39,11 @@ def history(project: Project, view: str, limit: int) -> list[dict[str, Any]]:
     store = project.stored(view)
     events = [
         {name: value for name, value in line.items() if name != "created_at"}
-        | {"at": line["created_at"], "kind": SNAPSHOT, "kind_of_snapshot": line["kind"]}
+        | {"at": line["created_at"], "kind": "snapshot", "kind_of_snapshot": line["kind"]}
         for line in list_snapshots(project, view)
     ]
     events += [
-        {"at": report.started_at, "kind": RUN}
+        {"at": report.started_at, "kind": "run"}
         | {field: getattr(report, field) for field in _OF_RUN}
         # of one that goes on, or could not write its end, nobody knows how long it took
         | {"seconds": report.seconds or None}
@@ -54,12 +51,12 @@ def history(project: Project, view: str, limit: int) -> list[dict[str, Any]]:
     ]
     moves = [entry for entry in store.refs.publishings() if entry.since == entry.published_at or entry.snapshot is None]
     events += [
-        {"at": entry.since, "kind": POINTER, "epoch": entry.epoch, "snapshot": entry.snapshot, "reason": entry.reason}
+        {"at": entry.since, "kind": "pointer", "epoch": entry.epoch, "snapshot": entry.snapshot, "reason": entry.reason}
         for entry in moves[-limit:]
     ]
-    order = {RUN: 0, SNAPSHOT: 1, POINTER: 2}
+    order = ["run", "snapshot", "pointer"]
     # a snapshot that cannot be read has no time: it stands first, where it is seen
-    events.sort(key=lambda event: (event["at"] is None, str(parsed_time(event["at"])), order[event["kind"]]), reverse=True)
+    events.sort(key=lambda event: (event["at"] is None, str(parsed_time(event["at"])), order.index(event["kind"])), reverse=True)
     return events[:limit]
 
 

@@ -15,11 +15,11 @@ from precompute.jobs.process.report import LEASED
 from precompute.jobs.review.history import find_run, rejections
 from precompute.jobs.review.row_map import row_map
 from precompute.store.clock import parsed_time
-from precompute.store.disk.durable_file import disk_message, make_folder, replace_undurably
+from precompute.store.disk.durable_file import disk_message, replace_undurably
 from precompute.store.errors import ConfigError, SnapshotError
 from precompute.store.feature_view import Feature
 from precompute.store.freshness import Sighting, microseconds
-from precompute.store.history.feature_figures import beside, figures_of
+from precompute.store.history.feature_figures import beside, figures_of, shown_figure
 from precompute.store.offline.refs import Publishing
 from precompute.store.offline.row_figures import quantiles
 from precompute.store.offline.runs import Report
@@ -62,7 +62,6 @@ def write_report(project: Project, view: str, run: str | None = None, path: Path
     path = store.folder / REPORT if path is None else path
     page = run_page(run_figures(store, report)).encode()
     try:
-        make_folder(path.parent)
         replace_undurably(path, page)
     except OSError as exc:
         raise SnapshotError(disk_message(path, exc, "no report was written")) from exc
@@ -152,17 +151,11 @@ def _index(store: ViewStore, report: Report, snapshot: Snapshot | None) -> dict[
 
 
 def _section(feature: Feature, snapshot: Snapshot, other: Snapshot | None) -> FeatureSection:
-    lines = [(b.figure, _shown(b.first), _shown(b.second)) for b in beside(feature, other, snapshot)] if other else []
-    lines = lines or [(name, "", _shown(value)) for name, value in figures_of(feature, snapshot).items()]
+    lines = [(b.figure, shown_figure(b.first), shown_figure(b.second)) for b in beside(feature, other, snapshot)] if other else []
+    lines = lines or [(name, "", shown_figure(value)) for name, value in figures_of(feature, snapshot).items()]
     shape = f"[{feature.dim}]" if feature.dim is not None else f"[≤{feature.max_items}]" if feature.max_items is not None else ""
     of, bars = _bars(feature, snapshot, other)
     return FeatureSection(feature.name, f"{feature.dtype}{shape}", lines, bars, of)
-
-
-def _shown(value: float | str | None) -> str:
-    if value is None:
-        return "–"
-    return value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 def _bars(feature: Feature, snapshot: Snapshot, other: Snapshot | None) -> tuple[str, list[Bar]]:

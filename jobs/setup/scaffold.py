@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +14,7 @@ from precompute.jobs.config.section import read_yaml
 from precompute.jobs.setup.data_file import look_at
 from precompute.jobs.setup.picture_folder import look_at_pictures, painted
 from precompute.jobs.setup.view_draft import FOLDER, SAMPLES, TEMPLATES, Draft, drafts, filled, image_draft, suited
-from precompute.store.disk.durable_file import disk_message
+from precompute.store.disk.durable_file import disk_message, replace_undurably
 from precompute.store.errors import ConfigError, PrecomputeError, did_you_mean
 from precompute.store.feature_view import NAME
 
@@ -178,14 +180,19 @@ def _written(made: Scaffold, files: Mapping[str, tuple[bytes, str]]) -> Scaffold
             raise ConfigError(f"{path} is there, and is another one: move it, or use another folder")
         if not path.exists():
             new[name] = (content, what)
+    missing = [folder for folder in (made.folder / "views", made.folder) if not folder.exists()]
     try:
         (made.folder / "views").mkdir(parents=True, exist_ok=True)
         for name, (content, _) in new.items():
             (made.folder / name).parent.mkdir(exist_ok=True)
-            with (made.folder / name).open("xb") as file:
-                file.write(content)
+            replace_undurably(made.folder / name, content)
     except OSError as exc:
-        raise PrecomputeError(disk_message(made.folder, exc, "nothing else was changed")) from exc
+        with contextlib.suppress(OSError):
+            for name in new:
+                (made.folder / name).unlink(missing_ok=True)
+        for folder in missing:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise PrecomputeError(disk_message(made.folder, exc, "nothing was changed")) from exc
     return Scaffold(made.folder, made.data, made.rows, made.template, made.views, {name: what for name, (_, what) in new.items()})
 
 

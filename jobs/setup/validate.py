@@ -21,6 +21,7 @@ from precompute.store.clock import Partition
 from precompute.store.disk.durable_file import disk_message
 from precompute.store.errors import ConfigError, GateError, ModelError, PrecomputeError, SnapshotError, SourceError, did_you_mean
 from precompute.store.feature_view import Feature
+from precompute.store.online_url import shown_url
 from precompute.techniques.table import REFERENCE
 
 ROWS = 10
@@ -186,9 +187,3 @@ def _root(root: Path) -> str:
 def _online(project: Project, name: str) -> str:
     check_online(project, name)
     return f"{shown_url(project.online)} is there, and can be written"
-
-
-def shown_url(online: str) -> str:
-    """An online store's URL without what may be a password."""
-    scheme, separator, rest = online.partition("?")[0].partition("//")
-    return scheme + separator + rest.rpartition("@")[2]

@@ -82,7 +82,7 @@ class _Shape:
         """The SELECT: the key and ``columns``, name → SQL, of the rows for which ``wanted`` is true; one row of each key."""
         keys = [_as(quoted(column.name), column.alias, column.name) for column in self.keys]
         if self.made_key:
-            keys = [f"md5(concat_ws('|', {', '.join(quoted(c.name) for c in self.data.columns)})) AS row_id"]
+            keys = [f"md5(row({', '.join(quoted(c.name) for c in self.data.columns)})::VARCHAR) AS row_id"]
         lines = ["SELECT", *(f"  {line}," for line in (*keys, *(_as(sql, name) for name, sql in columns.items())))]
         lines[-1] = lines[-1].removesuffix(",")
         lines.append(f"FROM {self.data.read}")
@@ -467,13 +467,15 @@ def _draft(
     searched: str = "",
 ) -> Draft:
     example = shape.data.example(shape.keys) if shape.keys else ""
+    # a line break of the data would be one of the view's file
+    example = example if example.isprintable() else ""
     noun = " and ".join(column.alias for column in shape.keys) if template == "pairs" else shape.noun
     common = {
         "view": name,
         "noun": noun.replace("_", " "),
         "key": ", ".join(shape.names),
         "columns": shape.described(),
-        "example": shlex.quote(example),
+        "example": shlex.quote(example) if example else "…",
     }
     notes = (*shape.summary, *shape.notes) if after is None else ()
     return Draft(name, filled(f"{template}.yaml", common | values), module, after, example, searched, notes)

@@ -56,6 +56,19 @@ def _write(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary name beside ``path``: what the block writes there takes its place whole, and goes where the block raises."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
 def replace_durably(path: Path, data: bytes, *, point: str | None = None) -> None:
     """Replace ``path`` by ``data``: a reader sees the old or the new bytes, also after a crash or power loss.
 
@@ -64,16 +77,10 @@ def replace_durably(path: Path, data: bytes, *, point: str | None = None) -> Non
         data: its new content.
         point: prefix of the crash points ``<point>.write`` and ``<point>.cas``.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with replacing(path) as temporary:
         write_durably(temporary, data)
         if point is not None:
             crashpoint(f"{point}.write", temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
     sync_folder(path.parent)
     if point is not None:
         crashpoint(f"{point}.cas")
@@ -81,14 +88,8 @@ def replace_durably(path: Path, data: bytes, *, point: str | None = None) -> Non
 
 def replace_undurably(path: Path, data: bytes) -> None:
     """Replace ``path`` by ``data``, whole or not at all for readers now; a power loss may lose or tear it. For what can be derived again."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with replacing(path) as temporary:
         temporary.write_bytes(data)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
 
 
 def create_once(path: Path, data: bytes, temporary: Path, *, point: str | None = None) -> None:

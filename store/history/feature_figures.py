@@ -60,6 +60,13 @@ def _of_values(feature: Feature, values: ValueFigures) -> dict[str, float | str]
     return found
 
 
+def shown_figure(value: float | str | None) -> str:
+    """A figure for people, in a few letters."""
+    if value is None:
+        return "–"
+    return value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
 def buckets_of(feature: Feature, figures: RowFigures | None) -> Mapping[int, int]:
     """Bucket → rows of what is plotted of a feature: numbers; lengths of texts and lists; squared lengths of vectors."""
     if figures is None:

@@ -227,8 +227,9 @@ def _wanted(view: FeatureView, features: Sequence[str] | None) -> pa.Schema:
 
 
 def _key_values(table: pa.Table, column: str, view: str) -> pa.ChunkedArray:
-    if column not in table.column_names:
-        raise RequestError(f"the entity table has no column {column!r}, a key column of view {view!r}")
+    if (count := table.column_names.count(column)) != 1:
+        found = f"{count} columns" if count else "no column"
+        raise RequestError(f"the entity table has {found} {column!r}, a key column of view {view!r}")
     values = table.column(column)
     kind = values.type.value_type if pa.types.is_dictionary(values.type) else values.type
     if not (pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
@@ -238,8 +239,9 @@ def _key_values(table: pa.Table, column: str, view: str) -> pa.ChunkedArray:
 
 def _timestamps_us(table: pa.Table, column: str) -> npt.NDArray[np.int64]:
     """The column in µs since 1970, finer ones rounded down: so that what was known at ``t`` is what was known at the µs before it."""
-    if column not in table.column_names:
-        raise RequestError(f"the entity table has no timestamp column {column!r} (it has: {', '.join(table.column_names)})")
+    if (count := table.column_names.count(column)) != 1:
+        found = f"{count} timestamp columns" if count else "no timestamp column"
+        raise RequestError(f"the entity table has {found} {column!r} (it has: {', '.join(table.column_names)})")
     values = table.column(column)
     if not pa.types.is_timestamp(values.type) or values.type.tz is None:
         raise RequestError(

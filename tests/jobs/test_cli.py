@@ -273,7 +273,7 @@ def test_search_by_key_leaves_the_key_out(published: Scene, capsys: Captured) ->
     assert (found["view"], found["snapshot"], found["metric"]) == ("numbers", 1, "l2")
     assert [(r["key"], r["score"]) for r in found["rows"]] == [("2", 4.0), ("3", 3364.0)]
     assert published.cli("search", "numbers", "--key", "3", "-k", "1") == 0
-    assert capsys.readouterr().out == "3136.0000  2  (fresh, 0 s old)\n"
+    assert re.fullmatch(r"3136\.0000  2  \(fresh, \d s old\)\n", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(
@@ -459,6 +459,29 @@ def test_the_environment_names_the_project_and_json_alone_is_on_stdout(make_proj
     assert manifest["view"]["ttl_s"] == 300
 
 
+LOUD = """
+import os
+from tests.arithmetic import Doubler
+
+class Loud(Doubler):
+    def compute(self, batch):
+        print("said " * 40_000)
+        os.system("echo said by a library")
+        return super().compute(batch)
+"""
+
+
+@pytest.mark.parametrize(
+    "command", ["run numbers", "validate numbers", "profile numbers", "lookup numbers 1 --fallback", "run --all"]
+)
+def test_what_a_model_prints_is_no_part_of_the_document(make_project: MakeProject, command: str) -> None:
+    project = make_project(ROWS, view={"model": {"use": "loud:Loud"}})
+    (project.folder / "loud.py").write_text(LOUD)
+    process = spawned("-c", str(project.home), *command.split(), "--json")
+    assert process.returncode in (0, 1), process.stderr
+    assert isinstance(json.loads(process.stdout), dict)
+
+
 def test_a_reader_that_goes_away_gets_no_traceback() -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "precompute.jobs.cli", "schema"],
@@ -550,3 +573,7 @@ def test_a_log_of_json_has_the_runs_id_on_each_of_its_lines(make_project: MakePr
     assert done.returncode == 3
     assert (lines[-1]["level"], lines[-1]["logger"]) == ("ERROR", "precompute.jobs.process.command_process")
     assert "rejected" in lines[-1]["message"]
+    # what no run says is, too
+    for command, said in (("run --all", "numbers (1 of 1)"), ("run --nonsense", "error: no option '--nonsense'")):
+        process = spawned("-c", str(project.home), *command.split(), PRECOMPUTE_LOG="json")
+        assert said in " ".join(json.loads(line)["message"] for line in process.stderr.splitlines())

@@ -24,6 +24,7 @@ from precompute.jobs.setup import view_draft
 from precompute.jobs.setup.view_draft import FOLDER, TEMPLATES
 from precompute.model import resolve_path
 from precompute.store.lookup import Lookup
+from tests.scene import files_of_at_most
 
 Captured = pytest.CaptureFixture[str]
 Write = Callable[[Path], Path]
@@ -142,7 +143,9 @@ def test_a_view_says_what_it_was_made_of(tmp_path: Path, capsys: Captured, no_en
         ({"id": [1, 2], "about": ["a long text about the first of them", "and one about the second"]}, "embeddings", ["id"]),
         ({"name": ["a", "b", "b"], "number_of": [3, 4, 5], "sku": ["x", "y", "y"]}, "scores", ["sku"]),
         ({"word": ["sea", "ship"]}, "embeddings", ["word"]),
-        ({"x": [0.5, 0.5, 0.7], "y": [1.0, 2.0, 3.0]}, "scores", ["row_id"]),
+        # alike but for where the null is; and a key that would go on as the view's model
+        ({"x": [0.5, None, 0.7], "y": [None, 0.5, 3.0]}, "scores", ["row_id"]),
+        ({"user_id": ["a\nmodel: {use: os:system}\n#"] * 2 + ["b"], "item_id": [1, 2, 1]}, "pairs", ["user_id", "item_id"]),
     ],
 )
 def test_the_template_and_the_key_are_found(
@@ -295,6 +298,16 @@ def test_a_folder_with_something_in_it_is_refused_unless_harmless(tmp_path: Path
     assert main(["init", str(folder / "LICENSE")]) == 2
     assert "is a file" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.usefixtures("no_encoder")
+def test_on_a_full_disk_nothing_is_left_of_it(tmp_path: Path, capsys: Captured) -> None:
+    with files_of_at_most(1000):
+        assert main(["init", str(tmp_path / "p"), "--template", "scores"]) == 1
+    assert "no space left while writing" in (said := capsys.readouterr().err)
+    assert "(nothing was changed)" in said
+    assert list(tmp_path.iterdir()) == []
+    assert main(["init", str(tmp_path / "p"), "--template", "scores"]) == 0
 
 
 @pytest.mark.usefixtures("no_encoder")

@@ -376,7 +376,7 @@ def test_mistakes_are_told(filled: OpenProject, scene: Scene, tmp_path: Path) ->
         (lambda: filled.history("numbers", 1, at="2026-01-01"), pc.RequestError, "a key, or a time"),
         (lambda: filled.history("numbers", at="yesterday"), pc.RequestError, "'yesterday': write a date or time"),
         (lambda: filled.history("numbers", at="2020-01-01"), pc.SnapshotError, "nothing to read as of"),
-        (lambda: filled.run("numbers", frame=DATA, accept="shfit"), pc.ConfigError, "accept: 'shfit': there is no such gate"),
+        (lambda: filled.run("numbers", frame=DATA, accept="shfit"), pc.ConfigError, "accept shfit: there is no such gate"),
         (lambda: filled.run("numbers", frame=DATA, partition="2026-01-01"), pc.ConfigError, "partition: view 'numbers' has none"),
         (lambda: filled.get_historical_features({"id": [1]}, "numbers"), pc.RequestError, "no timestamp column"),
         (lambda: filled.get_historical_features(7, "numbers"), pc.SourceError, "a frame is a DataFrame"),

@@ -190,20 +190,24 @@ def test_a_trace_holds_what_torch_did_for_a_window(make_project: MakeProject, tm
     project, trace = make_project(ROWS, view=view), tmp_path / "trace.json"
     save_file({"weight": np.ones((4, 1), np.float32), "bias": np.zeros(4, np.float32)}, project.folder / "linear.safetensors")
     trace.write_text("of last week")
-    assert project.cli("profile", "numbers", "--trace", str(trace)) == 0
+    assert project.cli("profile", "numbers", "--trace", str(trace), "--replace") == 0
     assert "aten::linear" in {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
 
 
-@pytest.mark.parametrize(("where", "why"), [("nowhere/t.json", "No such file or directory"), (".", "Is a directory")])
+@pytest.mark.parametrize(
+    ("where", "why"),
+    [("nowhere/t.json", "no folder"), (".", "name a file that ends with .json"), ("project/there.json", "there is such a file")],
+)
 def test_a_trace_that_cannot_be_written_is_told_before_the_model_is_loaded(
     make_project: MakeProject, tmp_path: Path, capsys: Captured, where: str, why: str
 ) -> None:
     view = {"model": {"use": "tests.precompute.dying_models:Unloadable", "args": {"how": "raise"}}}
     path, before = tmp_path / where, files(tmp_path)
     project = make_project(ROWS, view=view)
+    (project.folder / "there.json").write_text("{}")
     assert project.cli("profile", "numbers", "--trace", str(path)) == 2
     captured = capsys.readouterr()
-    assert captured.err.startswith(f"precompute: --trace: {str(path)!r} cannot be written: {why}; ")
+    assert captured.err.startswith(f"precompute: --trace {path}: {why}")
     assert captured.out == ""
     assert {name for name in files(tmp_path) if not name.startswith("project")} == set(before)
 

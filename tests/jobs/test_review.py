@@ -235,6 +235,9 @@ def test_a_failed_run_has_a_page_too(project: Scene, make_project: MakeProject, 
     assert project.cli("run", "numbers") == 3
     capsys.readouterr()
     assert project.cli("report", "numbers", "--to", str(tmp_path / "page.html")) == 0
+    # a view's own file is none to write a page into
+    assert project.cli("report", "numbers", "--to", str(project.folder / "views" / "numbers.yaml")) == 2
+    assert project.cli("report", "numbers", "--to", str(tmp_path / "page.html")) == 2
     page = Parsed((tmp_path / "page.html").read_text(encoding="utf-8"))
     harmless(page)
     assert "run rejected" in page.text

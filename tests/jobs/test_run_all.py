@@ -117,6 +117,10 @@ def test_one_that_fails_stops_only_what_depends_on_it(make_project: MakeProject,
     assert (report["exit_status"], report["counts"]) == (2, {"failed": 1, "published": 2, "killed": 1, "skipped": 1})
 
     # what failed, and what waited for it, without the rest
+    assert selected(project, Selection(failed=True)) == ["alone", "middle", "leaf"]
+    assert project.cli("run", "alone+", "+late") == 2
+    # it has no report that tells that it failed
+    assert "run again by: precompute run alone+\n" in capsys.readouterr().out
     project = make(make_project)
     assert project.cli("run", "--failed", "--json") == 0
     assert [(line["view"], line["status"]) for line in json.loads(capsys.readouterr().out)["views"]] == [
@@ -148,6 +152,7 @@ def test_the_exit_status_is_the_worst(statuses: tuple[int | None, ...], expected
         (("--all", "numbers"), "--all and numbers: name views, or all of them"),
         (("numbers+", "--accept", "rows"), "--accept is of one view"),
         (("numbers", "late", "--partition", "2026-01-01"), "--partition is of one view"),
+        (("--all", "--take-over"), "--take-over is of one view"),
         (("nubers",), "did you mean 'numbers'"),
     ],
 )

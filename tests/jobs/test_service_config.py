@@ -14,7 +14,7 @@ import precompute
 from precompute.jobs.config.project import json_schemas
 from precompute.store.errors import ConfigError
 from precompute.store.service import Service
-from tests.scene import Scene
+from tests.scene import Scene, files_of_at_most
 from tests.server import make_folder
 
 HEAD = "name: ranking\nentity: [id]\n"
@@ -137,7 +137,7 @@ def test_a_training_set_is_made_on_the_command_line(scene: Scene, capsys: pytest
     project = written(scene, GOOD)
     project.publish_all()
     now, out, rows = datetime.now(UTC).isoformat(), scene.folder / "out.parquet", scene.folder / "rows.csv"
-    rows.write_text(f"id,label,event_timestamp\n1,0,{now}\n77,1,{now}\n2,0,2020-01-01\n")
+    rows.write_text(f"id,label,event_timestamp\n1,0,{now}\n077,1,{now}\n02,0,{now}\n")
     assert project.cli("training", "ranking", str(rows), "--to", str(out)) == 0
     assert capsys.readouterr().out == (
         f"{out}: 3 rows by {project.service('ranking').version}\n"
@@ -146,12 +146,12 @@ def test_a_training_set_is_made_on_the_command_line(scene: Scene, capsys: pytest
     )
     table = pq.read_table(out)
     assert table.select(["id", "label", "numbers__double", "other__vector"]).to_pylist() == [
-        {"id": 1, "label": 0, "numbers__double": 2.0, "other__vector": [1.0, 2.0, 3.0, 4.0]},
-        {"id": 77, "label": 1, "numbers__double": None, "other__vector": [0.0, 0.0, 0.0, 1.0]},
-        {"id": 2, "label": 0, "numbers__double": None, "other__vector": [0.0, 0.0, 0.0, 1.0]},
+        {"id": "1", "label": 0, "numbers__double": 2.0, "other__vector": [1.0, 2.0, 3.0, 4.0]},
+        {"id": "077", "label": 1, "numbers__double": None, "other__vector": [0.0, 0.0, 0.0, 1.0]},
+        {"id": "02", "label": 0, "numbers__double": None, "other__vector": [0.0, 0.0, 0.0, 1.0]},
     ]
     pq.write_table(table.select(["id", "event_timestamp"]), scene.folder / "rows.parquet")
-    assert project.cli("training", "ranking", str(scene.folder / "rows.parquet"), "--to", str(out), "--json") == 0
+    assert project.cli("training", "ranking", str(scene.folder / "rows.parquet"), "--to", str(out), "--replace", "--json") == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == {
         "service": "ranking",
@@ -166,6 +166,8 @@ def test_a_training_set_that_cannot_be_made_is_refused_in_a_line(scene: Scene, c
     project = written(scene, GOOD)
     rows, out = scene.folder / "rows.csv", scene.folder / "out.parquet"
     rows.write_text("id,at\n1,yesterday\n")
+    (scene.folder / "twice.csv").write_text("id,id,event_timestamp\n1,1,2026-01-01\n")
+    (scene.folder / "times.csv").write_text("id,at,at\n1,2026-01-01,2026-01-01\n")
     (scene.folder / "nulls.csv").write_text("id,event_timestamp\n1,2026-01-01\n2,\n")
     pq.write_table(pa.table({"id": [1]}), scene.folder / "bare.parquet")
     for command, status, match in [
@@ -175,6 +177,7 @@ def test_a_training_set_that_cannot_be_made_is_refused_in_a_line(scene: Scene, c
         (["ranking", str(rows), "--timestamp", "at"], 2, "row 1: at: 'yesterday': write a date or time"),
         (["ranking", str(scene.folder / "nulls.csv")], 2, "1 rows of the entity table have no 'event_timestamp'"),
         (["ranking", str(scene.folder / "bare.parquet")], 2, "has no timestamp column"),
+        (["ranking", str(scene.folder / "times.csv"), "--timestamp", "at"], 2, "has 2 timestamp columns 'at'"),
     ]:
         assert project.cli("training", *command, "--to", str(out)) == status, command
         assert match in capsys.readouterr().err
@@ -182,8 +185,20 @@ def test_a_training_set_that_cannot_be_made_is_refused_in_a_line(scene: Scene, c
     assert project.cli("training", "ranking", str(rows), "--to", str(out)) == 1
     assert "numbers" in capsys.readouterr().err
     project.publish_all()
-    assert project.cli("training", "ranking", str(rows), "--to", str(scene.folder / "nowhere" / "out.parquet")) == 2
-    assert "--to: " in capsys.readouterr().err
+    for name, match in [
+        ("nowhere/out.parquet", "no folder"),
+        ("out.csv", "name a file that ends with .parquet"),
+        ("bare.parquet", "there is such a file; name another one, or say --replace"),
+    ]:
+        assert project.cli("training", "ranking", str(rows), "--to", str(scene.folder / name)) == 2
+        assert match in capsys.readouterr().err
+    assert project.cli("training", "ranking", str(scene.folder / "twice.csv"), "--to", str(out)) == 2
+    assert "the entity table has 2 columns 'id', a key column of view 'numbers'" in capsys.readouterr().err
+    before = set(scene.folder.iterdir())
+    with files_of_at_most(100):
+        assert project.cli("training", "ranking", str(rows), "--to", str(out)) == 1
+    assert "no space left while writing" in capsys.readouterr().err
+    assert set(scene.folder.iterdir()) == before
     assert not out.exists()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from precompute.jobs.ops.run_all import Selection, selected
 from precompute.jobs.ops.status import inputs_behind, project_status, view_status
 from precompute.jobs.schedule.due import LEADER, Ledger
 from precompute.store.disk.lease import take
@@ -126,6 +127,10 @@ def test_a_failed_run_shows_beside_what_is_still_live(make_project: MakeProject)
     assert line["last_run"]["status"] == "failed"
     assert line["attention"] == ["the last run failed"]
     assert "unique" in line["last_run"]["error"]
+    # what is live, published once more, is not what failed
+    assert project.publish(reload=True).status == "published"
+    assert project.status()["last_run"] == line["last_run"]
+    assert selected(project, Selection(failed=True)) == ["numbers"]
 
 
 def test_an_online_store_that_serves_something_else_shows(make_project: MakeProject) -> None:

@@ -287,8 +287,16 @@ def test_entities_come_as_arrow_and_as_tables(lookup: Lookup, server: Server, cl
     for entities in (table, table.to_pandas(), {"id": np.array([1, 2]), "item": pd.Series(["50%", None])}):
         assert of_table(lookup.service("everything", entities)) == of_table(client.service("everything", entities)) == alike
     server.post("/v1/services/everything", arrow(["1"], "id"), content_type=wire.ARROW).check_problem(400, "bad_arrow")
+    twice = pa.table([[1], [2], ["x"]], names=["id", "id", "item"])
+    server.post("/v1/services/everything", arrow_table(twice), content_type=wire.ARROW).check_problem(400, "bad_arrow")
     for ask in (lookup.service, client.service):
-        for wrong in ([1, 2], "ada", {"id": "ada", "item": ["x"]}):
+        for wrong in (
+            [1, 2],
+            "ada",
+            {"id": "ada", "item": ["x"]},
+            twice,
+            pd.DataFrame([[1, 2, "x"]], columns=["id", "id", "item"]),
+        ):
             with pytest.raises(RequestError):
                 ask("everything", wrong)
 
