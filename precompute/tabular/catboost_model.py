@@ -42,7 +42,8 @@ class CatBoost(TreeModel):
 
         self._library = catboost
         try:
-            model = json.loads(path.read_bytes())
+            content = path.read_bytes()
+            model = json.loads(content, object_pairs_hook=_once)
             features, texts = checked(model)
             info, width = model["model_info"], len(np.ravel(model["scale_and_bias"][1]))
             loss = str(info.get("params", {}).get("loss_function", {}).get("type"))
@@ -50,9 +51,10 @@ class CatBoost(TreeModel):
             if loss == "RMSEWithUncertainty" and width != 2:
                 raise ValueError("it has no variance")
             self._model = catboost.CatBoost()
-            # the very content that was checked; from memory it reads its binary format alone
-            with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-                json.dump(model, file)
+            # The very content that was checked; from memory it reads its binary format alone. And as it was written: of the same number in fewer digits it reads another
+            # last bit.
+            with tempfile.NamedTemporaryFile(suffix=".json") as file:
+                file.write(content)
                 file.flush()
                 self._model.load_model(file.name, format="json")
         except (
@@ -110,6 +112,14 @@ class CatBoost(TreeModel):
             )
         scores: npt.NDArray[Any] = self._model.predict(data, prediction_type=self._kind, thread_count=threads)
         return scores[:, 1] if self._is_one else scores
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object, of whose keys another parser takes no others."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError("it has a key twice")
+    return made
 
 
 def checked(model: Any) -> tuple[list[str], list[str]]:
