@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from precompute.jobs.commands import measure, retention, review, rows, run, run_all, service, setup, status, training
+from precompute.jobs.commands import measure, retention, review, rows, run, run_all, serving, setup, status, training
 from precompute.jobs.commands.command import BAD_USAGE, FAILED, REJECTED, BadUsage, Commands, Parser, with_history
 from precompute.jobs.process.command_process import (
     described,
@@ -61,7 +61,7 @@ def _called(arguments: argparse.Namespace, computes: bool) -> int:
     if arguments.own_process and arguments.command in READS and not computes:
         spare_pandas()
     try:
-        with contextlib.nullcontext() if arguments.command in service.SERVICES else terminable():
+        with contextlib.nullcontext() if arguments.command in serving.SERVICES else terminable():
             ended: int = arguments.call(arguments)
             sys.stdout.flush()
             return ended
@@ -147,7 +147,7 @@ def _parser() -> Parser:
         run.add_backfill,
         run_all.add_graph,
         retention.add_rollback,
-        service.add,
+        serving.add,
         rows.add,
         review.add,
         training.add,
