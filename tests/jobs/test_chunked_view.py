@@ -204,3 +204,14 @@ def test_the_text_of_a_request_is_cut_as_the_runs_are(documents: MakeDocuments, 
     stored = {row["chunk"]: row["letters"] for row in scene.rows()}
     assert [row["letters"] for row in got[:-1]] == [stored[n] for n in range(number)]
     assert (got[-1]["status"], got[-1]["reason"]) == ("missing", "unknown_entity")
+
+
+def test_the_words_of_a_chunk_are_a_view_of_their_own(documents: MakeDocuments) -> None:
+    """As docs/reference.md has it: the same chunks, handed on as columns."""
+    words = {"model": {"use": "columns"}, "features": {"text": {"dtype": "string"}}, "index": None, "fallback": None, "gates": {}}
+    scene = documents({"a": text_of("a", 40), "b": "two words"}, **words)
+    assert scene.run().status == "published"
+    pieces = {(row["doc"], row["chunk"]): row["text"] for row in scene.rows()}
+    assert pieces["b", 0] == "two words"
+    assert pieces["a", 0].startswith("a0 a1")
+    assert len(pieces) > 3
