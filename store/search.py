@@ -367,8 +367,16 @@ def _embedded(
 
 def takes_text(pointer: Pointer) -> bool:
     """Whether a view can be searched by a text: it has an index, a model that embeds, and one column that a text goes in."""
-    texts = sum(kind == "string" for kind in pointer.input_columns.values())
-    return pointer.index is not None and pointer.view.fallback and texts == 1
+    return pointer.index is not None and pointer.view.fallback and len(_text_columns(pointer)) == 1
+
+
+def _text_columns(pointer: Pointer) -> list[str]:
+    """The text columns of the source; where there are several, the one alone that is cut into chunks or that a built-in model is said to read."""
+    texts = [column for column, kind in pointer.input_columns.items() if kind == "string"]
+    chunk, model = pointer.view.definition.chunk, pointer.view.definition.model
+    # `text` is what all of them read by default
+    named = chunk.column if chunk is not None else model.args.get("column", "text") if ":" not in model.use else None
+    return [named] if named in texts else texts
 
 
 def text_column(pointer: Pointer) -> str:
@@ -377,7 +385,7 @@ def text_column(pointer: Pointer) -> str:
     Raises:
         RequestError: there is none, or several.
     """
-    texts = [column for column, kind in pointer.input_columns.items() if kind == "string"]
+    texts = _text_columns(pointer)
     if len(texts) != 1:
         raise RequestError(
             f"a text needs a view with one text input column, {pointer.view.name!r} has {texts or 'none'}: search by a key, or by "

@@ -135,7 +135,10 @@ def _published(project: Project, online: OnlineStore, view: str) -> Pointer:
     """
     pointer = online.live(view)
     if pointer is None:
-        project.named(view)
+        if project.offline.view(project.named(view)).refs.live() is not None:
+            raise OnlineStoreError(
+                f"the online store has no pointer of view {view!r}, which is live: it was emptied, or another one took its place: precompute reconcile {view}"
+            )
         raise OnlineStoreError(f"view {view!r} is not published yet: precompute run {view}")
     return pointer
 

@@ -120,9 +120,10 @@ def mistakes(service: Service, views: Mapping[str, ViewConfig], names: list[str]
             if part.view not in names:
                 lines.append(f"{where}: no such view{did_you_mean(part.view, names)} (there are: {', '.join(names)})")
             continue
-        if other := [column for column in view.entity if column not in service.entity]:
+        key = view.feature_view().entity
+        if other := [column for column in key if column not in service.entity]:
             lines.append(
-                f"{where}: its key is {', '.join(view.entity)}, and {other[0]!r} is not in `entity` ({', '.join(service.entity)})"
+                f"{where}: its key is {', '.join(key)}, and {other[0]!r} is not in `entity` ({', '.join(service.entity)})"
             )
         for name in part.features:
             if name not in view.features:

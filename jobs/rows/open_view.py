@@ -154,7 +154,7 @@ class OpenView:
 
     def check_columns(self, model: Model) -> None:
         """Raises:
-        ConfigError: a built-in model reads a column that the source does not yield. Of one's own it is known once it was called.
+        ConfigError: a built-in model reads a column that the source does not yield, or gives no such feature. Of one's own it is known once it was called.
         """
         names = self.source.schema.names
         use = self.view.definition.model.use
@@ -165,6 +165,14 @@ class OpenView:
             raise ConfigError(
                 f"{self.place('source', 'sql')}: the source yields no column {lacks[0]!r}, which the model {use} "
                 f"reads: name one so with AS, or {'correct features' if use == 'columns' else 'another in model.args'}{nearest_or_all(lacks[0], names)}"
+            )
+        # of an endpoint's answers it would be known once they are paid
+        given: tuple[str, ...] = getattr(model, "gives", self.view.feature_names)
+        lacks = [name for name in self.view.feature_names if name not in given]
+        if lacks:
+            raise ConfigError(
+                f"{self.place('features', lacks[0])}: the model's answers have no {lacks[0]!r}{nearest_or_all(lacks[0], given)}: correct `features`, or "
+                "model.args"
             )
 
     def lacks_column(self, error: str) -> str | None:

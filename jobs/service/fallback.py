@@ -6,6 +6,7 @@ model must have the snapshot's fingerprint, or it is refused: two fingerprints a
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import logging
@@ -542,7 +543,13 @@ def _input_row(opened: OpenView, key: str, inputs: Mapping[str, Any]) -> pa.Tabl
         if piece is None:
             return None
         values[chunk.column] = piece
-    return pa.Table.from_arrays([pa.array([values.get(f.name)], f.type) for f in schema], schema=schema)
+    return pa.Table.from_arrays([pa.array([_of_json(values.get(f.name), f.type)], f.type) for f in schema], schema=schema)
+
+
+def _of_json(value: Any, kind: pa.DataType) -> Any:
+    """An input as its column takes it: bytes are base64 in JSON."""
+    binary = isinstance(value, str) and (pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
+    return base64.b64decode(value, validate=True) if binary else value
 
 
 def _compute(

@@ -45,7 +45,9 @@ def look_at_pictures(folder: Path, project: Path, *, sample: bool = False) -> Pi
     """
     check_installed()
     if not sample and not folder.is_dir():
-        raise ConfigError(f"{folder}: is no folder: --template images takes a folder with pictures ({', '.join(ENDINGS)})")
+        raise ConfigError(
+            f"{folder}: is no folder: --template images takes a folder with pictures ({', '.join(ENDINGS)}); for a table with their names see `files` of image_encoder"
+        )
     files = (
         sorted(f"{name}.png" for name in PAINTED) if sample else sorted(path.name for path in folder.iterdir() if path.is_file())
     )

@@ -15,6 +15,8 @@ from precompute.store.errors import ModelError
 NAME = "answers.sqlite"
 WAIT_S = 30.0
 """How long another process's write is waited for."""
+WRONG_S = 3600.0
+"""How long an answer that did not fit is cached: a service that answers nonsense is mended, and what a killed run has paid is known until the next."""
 MOST_KEYS = 500
 """Of one query."""
 
@@ -59,7 +61,7 @@ class AnswerCache:
                 self._reading = opened.enter_context(contextlib.closing(self._connected()))
             except (OSError, sqlite3.Error) as exc:
                 raise ModelError(
-                    f"the answers' cache {self._path} cannot be opened: {exc}; name a folder that can be written to: cache: ./…"
+                    f"the answers' cache {self._path} cannot be opened: {exc}; let it be written to, or name another folder (cache: ./…). If it is damaged, put a backup in its place: without it all is paid again"
                 ) from exc
             self._opened = opened.pop_all()
 
@@ -89,8 +91,12 @@ class AnswerCache:
         Raises:
             ModelError: they cannot be written: what is answered from now on would be paid again.
         """
-        until = int(time.time() + self._days * 86400)
-        rows = [(key, until, a.tries, a.wrong, a.content, _sum(key, a.tries, a.wrong, a.content)) for key, a in answers]
+        now = time.time()
+        until = {False: int(now + self._days * 86400), True: int(now + WRONG_S)}
+        rows = [
+            (key, until[a.wrong is not None], a.tries, a.wrong, a.content, _sum(key, a.tries, a.wrong, a.content))
+            for key, a in answers
+        ]
         # the connection commits at the end, or rolls back what has not ended by itself
         with self._trouble(), self._writing:
             self._writing.execute("BEGIN IMMEDIATE")

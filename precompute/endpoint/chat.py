@@ -26,6 +26,8 @@ TEMPLATE_TOKENS = 64
 """That an endpoint may put around a prompt's texts."""
 
 PATH = "/chat/completions"
+ONCE_MORE = "it is sent once more in an hour, or with limits: {answer_tries: 2}"
+"""What helps against an answer that came of a bad hour."""
 
 
 class ChatEndpoint(EndpointModel):
@@ -93,6 +95,11 @@ class ChatEndpoint(EndpointModel):
         """URL, model, prompt, schema, parameters and code version; no key, and nothing of rates, budgets and caches."""
         return digest(code=CODE_VERSION, recipe=Verbatim(self._recipe), prompt=Verbatim(self._prompt), output=self._output)
 
+    @property
+    def gives(self) -> tuple[str, ...]:
+        """The features that a view may name."""
+        return (self._output,) if self._schema is None else tuple(self._schema.properties)
+
     def reads(self) -> tuple[str, ...]:
         """The columns of its prompt."""
         return self._columns
@@ -139,11 +146,11 @@ class ChatEndpoint(EndpointModel):
         if message.get("refusal") or ended == "content_filter":
             return used, BadAnswer(f"the model refuses: {str(message.get('refusal') or ended)[:200]}", content)
         if not isinstance(text, str) or not text.strip():
-            return used, BadAnswer("the answer is empty", content)
+            return used, BadAnswer(f"the answer is empty ({ONCE_MORE})", content)
         try:
             self._value(content)
         except ValueError as exc:
-            return used, BadAnswer(f"{exc} (with limits: {{answer_tries: 2}} it is sent once more)", content)
+            return used, BadAnswer(f"{exc} ({ONCE_MORE})", content)
         return used, content
 
     def _used(self, usage: Mapping[str, Any], prompt_bytes: int, answer_bytes: int) -> Tokens:

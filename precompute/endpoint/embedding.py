@@ -86,6 +86,11 @@ class EmbeddingEndpoint(EndpointModel):
         prompts = Verbatim({"document": self._prompt, "query": self._query_prompt})
         return digest(code=CODE_VERSION, recipe=Verbatim(self._recipe), prompts=prompts, column=self._column, output=self._output)
 
+    @property
+    def gives(self) -> tuple[str]:
+        """The feature that a view may name."""
+        return (self._output,)
+
     def reads(self) -> tuple[str]:
         """Its text column."""
         return (self._column,)

@@ -8,6 +8,7 @@ import email.utils
 import json
 import os
 import random
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -75,6 +76,10 @@ def key_from(variable: str | None) -> str:
     """
     if variable is None:
         return ""
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", str(variable)):
+        raise ConfigError(
+            "api_key_env is no name of an environment variable (it is not shown here): name the variable that holds the key, not the key"
+        )
     key = os.environ.get(str(variable), "").strip()
     if not key:
         raise ConfigError(f"api_key_env: the environment has no {variable}: export {variable}=…")

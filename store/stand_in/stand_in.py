@@ -25,7 +25,7 @@ from precompute.store.errors import ConfigError, NoAnswerError, PrecomputeError
 from precompute.store.fallback import Computed, Fallback, Miss, unpacked_view
 from precompute.store.feature_view import NAME, RESERVED, SCALAR_TYPES, Feature, FeatureView, IndexSpec, find_bad
 from precompute.store.freshness import as_datetime, iso
-from precompute.store.key_text import key_text
+from precompute.store.key_text import key_text, split_key
 from precompute.store.lookup import Lookup
 from precompute.store.online import kernels
 from precompute.store.online.codec import RowCodec
@@ -89,7 +89,12 @@ class _View:
         columns = []
         for feature in view.features:
             try:
-                columns.append(pa.array([features.get(feature.name) for features in rows.values()], feature.arrow_type))
+                values = [features.get(feature.name) for features in rows.values()]
+                if feature.dtype.startswith(("int", "uint")) and any(isinstance(value, float) for value in values):
+                    raise TypeError(
+                        f"a value is a float, and the feature is {feature.dtype}: give features={{{feature.name!r}: {{'dtype': 'float64'}}}}"
+                    )
+                columns.append(pa.array(values, feature.arrow_type))
             except (pa.ArrowException, TypeError, ValueError, OverflowError) as exc:
                 if len(rows) > 1:
                     # says which
@@ -229,16 +234,20 @@ class StandIn(Fallback):
             view: only those for this view.
 
         Raises:
-            ConfigError: the client never raises it.
+            ConfigError: the client never raises it, or there is no such view yet.
         """
+        if view is not None:
+            self._named(view)
         self._faults.add(Fault(error=error, times=times, view=view))
 
     def delay(self, seconds: float, *, times: int | None = None, view: str | None = None) -> None:
         """Have answers come so much later, within the client's time limit or past it; arguments as of :meth:`fail`.
 
         Raises:
-            ConfigError: that is no time.
+            ConfigError: that is no time, or there is no such view yet.
         """
+        if view is not None:
+            self._named(view)
         self._faults.add(Fault(delay_s=seconds, times=times, view=view))
 
     def heal(self) -> None:
@@ -342,6 +351,8 @@ class StandIn(Fallback):
         at_us = now_us - int(age_s * 1e6)
         gone = {key_text(key, of.view.entity) for key, features in rows.items() if features is None}
         come = {key_text(key, of.view.entity): _plain(features) for key, features in rows.items() if features is not None}
+        if strange := [text for text in (*come, *gone) if len(split_key(text, of.view.entity)) != len(of.view.entity)]:
+            raise ConfigError(f"view {name!r}: the key {strange[0]!r} has not the parts of {', '.join(of.view.entity)}")
         # refused before any is anybody's row
         of.values |= of.packed(come, at_us)
         of.rows |= come

@@ -108,8 +108,9 @@ def test_a_changed_document_replaces_its_chunks_and_no_others(documents: MakeDoc
 
 
 def test_a_search_answers_with_the_best_chunk_of_each_document(documents: MakeDocuments) -> None:
+    """Also where other columns hold texts: what is cut is what is searched by."""
     texts = {f"{letter}{n}": text_of(letter, 60) + " " + text_of("d", n) for letter in "abc" for n in range(4)}
-    scene = documents(texts)
+    scene = documents(texts, source={"sql": "SELECT doc, 'a title' AS title, text FROM read_parquet('${data}/data.parquet')"})
     scene.run()
     with scene.answering() as lookup:
         found = lookup.search("numbers", vector=[1, 0, 0, 0], k=4)["rows"]

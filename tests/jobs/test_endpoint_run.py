@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -143,6 +144,21 @@ def test_bad_rows_are_bad_rows_and_a_miss_is_answered(labels: MakeLabels) -> Non
             ("missing", None, "model_error"),
         ]
         assert stand_in.seen["Label: number 13"] == 1
+
+
+def test_a_feature_that_no_answer_has_is_a_mistake_before_anything_is_sent(
+    labels: MakeLabels, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with StandIn() as stand_in:
+        scene = labels(stand_in)
+        path = scene.folder / "views" / "labels.yaml"
+        path.write_text(path.read_text().replace("score: {dtype: float64}", "scores: {dtype: float64}"))
+        assert scene.reread().cli("run", "labels") == 2
+        assert re.search(
+            r"labels\.yaml:\d+: features\.scores: the model's answers have no 'scores'; did you mean 'score'",
+            capfd.readouterr().err,
+        )
+        assert stand_in.requests == []
 
 
 def test_an_endpoint_that_is_down_changes_nothing_that_is_live(labels: MakeLabels) -> None:

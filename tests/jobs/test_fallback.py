@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import math
 import os
@@ -42,6 +43,16 @@ from tests.server import eventually
 
 FALLBACK = {"fallback": {"enabled": True, "deadline": "20s"}}
 HERE = "tests.jobs.test_fallback"
+
+
+class Size:
+    """How many bytes ``raw`` has."""
+
+    def fingerprint(self) -> str:
+        return "size"
+
+    def compute(self, batch: pa.RecordBatch) -> dict[str, Any]:
+        return {"double": [float(len(value)) for value in batch.column("raw").to_pylist()]}
 
 
 class Everything:
@@ -839,6 +850,18 @@ def test_inputs_of_a_request_need_no_source_and_missing_ones_are_null(make_proje
     assert lookup.get("numbers", ["500"], inputs={500: {"x": 7}})["double"].to_pylist() == [14.0]
     assert statuses(lookup, [500], inputs={"500": {"y": 7}}) == ["model_error"]
     assert statuses(lookup, [500]) == ["unknown_entity"]
+
+
+def test_bytes_of_a_requests_inputs_are_base64(make_project: MakeProject, open_lookup: OpenLookup) -> None:
+    """As JSON has them; in this process they may be bytes. What is neither is no input."""
+    sql = "SELECT id, encode('some') AS raw FROM read_parquet('${data}/data.parquet')"
+    columns = {"model": {"use": "tests.jobs.test_fallback:Size"}, "features": {"double": {"dtype": "float64"}}, "index": None}
+    project = make_project([(1, 1.0)], view=FALLBACK | {"source": {"sql": sql}} | columns)
+    project.publish_all()
+    lookup = open_lookup(project)
+    for raw in (b"12345", base64.b64encode(b"12345").decode()):
+        assert lookup.get("numbers", [500], inputs={"500": {"raw": raw}})["double"].to_pylist() == [5.0]
+    assert statuses(lookup, [501], inputs={"501": {"raw": "none!"}}) == ["model_error"]
 
 
 def test_the_same_key_with_other_inputs_is_another_computation(make_project: MakeProject) -> None:

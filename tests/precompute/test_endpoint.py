@@ -319,6 +319,19 @@ def test_an_answer_expires_as_the_view_said_that_paid_it(labels: Any, monkeypatc
         assert stand_in.seen == {"Label: long": 1, "Label: short": 2}
 
 
+def test_a_bad_hour_of_an_endpoint_is_over_in_an_hour(labels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was answered with nothing is sent once more then, and not before."""
+    with StandIn(behave=scripted({"a": [chat("")]})) as stand_in:
+        outcomes = [compute(labels(stand_in), LABELS, rows("a")) for _ in range(2)]
+        assert [outcome.rejections[0].error for outcome in outcomes] == [
+            "BadAnswer: the answer is empty (it is sent once more in an hour, or with limits: {answer_tries: 2})"
+        ] * 2
+        assert stand_in.seen == {"Label: a": 1}
+        later = time.time() + 3700
+        monkeypatch.setattr("precompute.endpoint.answer_cache.time.time", lambda: later)
+        assert computed(compute(labels(stand_in), LABELS, rows("a"))) == {0: length_label("Label: a")}
+
+
 def test_a_half_that_was_answered_is_cached_though_the_other_ends_the_run(tmp_path: Path) -> None:
     def behave(text: str, seen: int) -> Answer | None:
         # 400 for all 16 texts, an answer for the first half, then no money
@@ -436,6 +449,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"url": "http://host/v1/chat/completions"}, "give the API's base without it: http://host/v1"),
     ({"model": ""}, "model is ''"),
     ({"api_key_env": "NO_SUCH_KEY"}, "the environment has no NO_SUCH_KEY"),
+    ({"api_key_env": "sk-secret"}, "api_key_env is no name of an environment variable (it is not shown here)"),
     ({"prompt": "Which genre?"}, "names no column"),
     ({"prompt": "{text!r:>10}"}, "the name of a column and nothing else"),
     ({"prompt": "{text"}, "expected '}'"),

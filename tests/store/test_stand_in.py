@@ -406,6 +406,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"rows": {1: {"a": ["x"]}, 2: {"a": ["x", "y"]}}, "features": {"a": {"dtype": "string", "max_items": 1}}},
         "key '2': a has more than 1 items",
     ),
+    ({"rows": {1: {"a": 1}, 2: {"a": 0.5}}}, "key '2': a: a value is a float, and the feature is int64"),
+    ({"rows": {"007": {"a": 1}}, "entity": ["x", "y"]}, "the key '007' has not the parts of x, y"),
     ({"rows": {1: {"a": 1}}, "ttl_s": -1}, "ttl_s is -1.0: give seconds"),
     ({"rows": {1: {"a": 1}}, "stale_for_s": math.nan}, "stale_for_s is nan"),
     ({"rows": {1: {"a": 1}}, "deadline_s": -0.1}, "deadline_s is -0.1"),
@@ -420,6 +422,8 @@ def test_a_view_that_could_not_be_is_refused(stand_in: StandIn, options: dict[st
     for change in (stand_in.put, stand_in.remove):
         with pytest.raises(ConfigError, match="has no view 'numbers'"):
             change("numbers", 1, *([{}] if change == stand_in.put else []))
+    with pytest.raises(ConfigError, match="has no view 'numbers'"):
+        stand_in.delay(1.0, view="numbers")
 
 
 NEEDS = f"""import sysconfig
