@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-
 from precompute.jobs.process.job import Job
 from precompute.sources.frame import write_frame
-from precompute.store.disk.durable_file import disk_message, make_folder, sync_folder
+from precompute.store.disk.durable_file import disk_message, make_folder, replacing_durably
 from precompute.store.errors import ConfigError, SnapshotError
 from precompute.store.offline.view_store import FRAME
 
@@ -36,14 +33,9 @@ def take_frame(job: Job) -> None:
             f"precompute.open({str(job.project.folder)!r}).run({name!r}, frame=df). What a schedule or the command line is to run reads "
             "source: {sql: …}"
         )
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
         make_folder(path.parent)
-        write_frame(frame, columns, config.entity, temporary)
-        os.replace(temporary, path)
-        sync_folder(path.parent)
+        with replacing_durably(path) as temporary:
+            write_frame(frame, columns, config.entity, temporary)
     except OSError as exc:
         raise SnapshotError(disk_message(path, exc)) from exc
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)

@@ -69,6 +69,14 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
+@contextlib.contextmanager
+def replacing_durably(path: Path) -> Iterator[Path]:
+    """As :func:`replacing`, of what the block has synced: its name, too, is there after a loss of power."""
+    with replacing(path) as temporary:
+        yield temporary
+    sync_folder(path.parent)
+
+
 def replace_durably(path: Path, data: bytes, *, point: str | None = None) -> None:
     """Replace ``path`` by ``data``: a reader sees the old or the new bytes, also after a crash or power loss.
 
@@ -77,11 +85,10 @@ def replace_durably(path: Path, data: bytes, *, point: str | None = None) -> Non
         data: its new content.
         point: prefix of the crash points ``<point>.write`` and ``<point>.cas``.
     """
-    with replacing(path) as temporary:
+    with replacing_durably(path) as temporary:
         write_durably(temporary, data)
         if point is not None:
             crashpoint(f"{point}.write", temporary)
-    sync_folder(path.parent)
     if point is not None:
         crashpoint(f"{point}.cas")
 

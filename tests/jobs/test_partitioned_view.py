@@ -169,7 +169,7 @@ def test_a_run_takes_the_latest_that_is_over(make_project: MakeProject) -> None:
 
 def test_the_first_partition_must_be_over(make_project: MakeProject) -> None:
     project = make(make_project, partition={"by": "day", "start": day(4)})
-    with pytest.raises(ConfigError, match=f"its first partition, of {day(4)} 00:00, is not over yet"):
+    with pytest.raises(ConfigError, match=f"its first partition, of {day(4)}T00:00Z, is not over yet"):
         run(project)
     noon = (DAYS[3] + timedelta(hours=12)).isoformat()
     assert run(make(make_project, partition={"by": "day", "start": noon})).partition == f"{day(3)}T00:00Z/{day(4)}T00:00Z"

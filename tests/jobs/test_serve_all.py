@@ -383,7 +383,7 @@ def test_a_view_of_the_newest_partition_says_what_that_means(corpus: Corpus, cap
     assert corpus.scene.cli("status") == 0
     assert "numbers: all partitions: 3 served" in capsys.readouterr().out
     assert corpus.scene.cli("snapshots", "numbers") == 0
-    assert next(line.split()[4] for line in capsys.readouterr().out.splitlines()[1:]) == "all"
+    assert next(line.split()[3] for line in capsys.readouterr().out.splitlines()[1:]) == "all"
     assert corpus.scene.cli("explain", "numbers", "1") == 0
 
 

@@ -58,7 +58,7 @@ def test_the_table_says_what_can_be_gone_back_to(project: Scene, capsys: pytest.
     assert json.loads(capsys.readouterr().out) == found
     assert project.cli("snapshots", "numbers") == 0
     shown = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    when = {s["snapshot"]: s["created_at"][:19].replace("T", " ") for s in found}
+    when = {s["snapshot"]: f"{s['created_at'][:19]}Z" for s in found}
     model = found[0]["model"][:12]
     assert shown == [
         "snapshot created kind rows model gates",
