@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from precompute.jobs.commands.command import DONE, Commands, project_of, table
+from precompute.jobs.commands.command import DONE, Commands, project_of, table, with_history
 from precompute.jobs.process.command_process import show
 from precompute.store.clock import shown_time
 from precompute.store.errors import ConfigError
@@ -242,7 +242,8 @@ def _export(arguments: argparse.Namespace) -> int:
             )
         )
     else:
-        print(f"{done.path}: {done.rows:,} rows of snapshot {done.snapshot} of {done.view}, {done.size_bytes / 1e6:,.3f} MB")
+        said = f"{done.path}: {done.rows:,} rows of snapshot {done.snapshot} of {done.view}, {done.size_bytes / 1e6:,.3f} MB"
+        print(with_history(said, done.view))
     return DONE
 
 

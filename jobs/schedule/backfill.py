@@ -424,7 +424,7 @@ class Conductor:
         kinds = ", ".join(f"{n} {what}" for what, n in counted.items()) or "nothing to do"
         self.announce(f"backfill {state.id} of {state.view}: {state.status} ({kinds}), {time.monotonic() - self._began:.1f} s")
         if state.published is not None:
-            self.announce(f"published snapshot {state.published}")
+            self.announce(f"published snapshot {state.published}; shown by: precompute history {state.view}")
         elif state.not_published is not None:
             self.announce(f"nothing was published: {state.not_published}")
         if state.status == "failed":
