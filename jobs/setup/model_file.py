@@ -121,7 +121,7 @@ def _kind(path: Path) -> str:
     if head.startswith(b"tree"):
         return "lightgbm"
     if head.lstrip().startswith(b"{"):
-        for use, word in (("xgboost", b'"learner"'), ("catboost", b'"features_info"')):
+        for use, word in (("xgboost", b'"learner"'), ("catboost", b'"features_info"'), ("catboost", b'"ctr_data"')):
             if word in head:
                 return use
     raise ConfigError(
