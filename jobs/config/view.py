@@ -252,7 +252,9 @@ class GatesConfig(Section):
     """What a new snapshot must look like to be published; null switches one off."""
 
     rows: float | None = Field(
-        default=0.2, ge=0, description="largest share by which the row count may differ from the live one's"
+        default=0.2,
+        ge=0,
+        description="largest share by which the row count may differ from the live one's; of the live keys half may be gone, or as many where it is more",
     )
     coverage: Share | Literal["auto"] | None = Field(
         default="auto", description="least share of source rows with a value; auto is 1 - max_rejected"

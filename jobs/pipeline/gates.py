@@ -24,6 +24,7 @@ from precompute.jobs.pipeline.value_gates import (
     Verdicts,
     judge_contract,
     judge_duplicates,
+    judge_keys,
     judge_lengths,
     judge_moves,
     judge_packed,
@@ -291,6 +292,8 @@ def _judge_features(
     gates, view = config.gates, snapshot.view
     before = None if live is None else _live_figures(store, live)
     moves = None if live is None else moves_of(store, snapshot, live, replaced)
+    if live is not None and moves is not None:
+        judge_keys(live, moves, gates.rows, verdicts)
     same_model = live is not None and live.model == snapshot.model
     then, judged, wider = before, same_model, 1.0
     if live is None and served is not None and served.model == snapshot.model:

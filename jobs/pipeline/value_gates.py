@@ -104,6 +104,18 @@ class Moves:
     then: pa.Table
 
 
+MOST_GONE = 0.5
+"""Share of the live keys: beyond it, as many rows under other keys (ids padded with zeros, or of another table) answer nobody who comes with the live ones."""
+
+
+def judge_keys(live: Snapshot, moves: Moves, limit: float | None, verdicts: Verdicts) -> None:
+    """The gate ``rows`` of keys, where it refuses: too few of the live ones come again."""
+    gone = 1 - (moves.same + moves.changed) / max(1, live.rows)
+    if limit is not None and live.rows >= JUDGED_ROWS and gone > max(MOST_GONE, limit):
+        message = f"{gone:.0%} of the keys of snapshot {live.number} are gone, in place of which others came"
+        verdicts.add("rows", gone, max(MOST_GONE, limit), False, message)
+
+
 def judge_lengths(
     feature: Feature,
     figures: RowFigures,

@@ -470,6 +470,23 @@ def test_fewer_than_twenty_rows_make_no_statistics(make_project: MakeProject) ->
     assert snapshot.quality["drift"] < 0.8
 
 
+@pytest.mark.parametrize(("gone", "refused"), [(40, False), (60, True), (100, True)])
+def test_as_many_rows_under_other_keys_are_other_rows(make_project: MakeProject, gone: int, refused: bool) -> None:
+    """Ids that were padded with zeros, or taken from another table, look like nothing else: all values are as they were. The next run is refused as well."""
+    rows = first(100)
+    make_project(list(rows.items()), view=view(ALONE | {"rows": 0.2})).run()
+    moved = {i + 1000 if i < gone else i: x for i, x in rows.items()}
+    for _ in range(2):
+        project = make_project(list(moved.items()), view=view(ALONE | {"rows": 0.2}))
+        if refused:
+            with pytest.raises(GateError, match=f"rows: {gone}% of the keys of snapshot 1 are gone"):
+                project.run()
+        else:
+            assert project.run().status in ("published", "current")
+    assert project.pointer().snapshot == (1 if refused else 2)
+    assert make_project(list(moved.items()), view=view(ALONE | {"rows": None})).run().status == "published" or not refused
+
+
 def test_half_of_a_view_lost_is_noticed_though_under_twenty_are_left(make_project: MakeProject) -> None:
     make_project(list(GOOD.items()), view=view()).run()
     with pytest.raises(GateError, match=r"10 rows, -75\.0% against the 40 of snapshot 1"):
