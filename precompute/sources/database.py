@@ -318,6 +318,11 @@ def _translated() -> Iterator[None]:
         raise ConfigError(f"the source SQL cannot be run: {first_line(exc)}") from exc
     except duckdb.InvalidInputException as exc:
         hint = ""
+        if file := re.search(r'Error when sniffing file "(.+?)"', str(exc)):
+            raise SourceError(
+                f"{file[1]} is no CSV as it stands: its rows have different numbers of values, a quote is not closed, or lines end in two ways; was it cut off, or "
+                "appended to? For the line give its form, as in read_csv(…, header = true, delim = ',', quote = '\"')"
+            ) from exc
         if "UTF" in str(exc).upper() or "unicode" in str(exc):
             hint = "; read the column as BLOB (a Parquet file without the UTF8 annotation, or read_csv(…, encoding=…)) so that only its rows are rejected"
         raise SourceError(f"the source has unreadable data: {first_line(exc)}{hint}") from exc

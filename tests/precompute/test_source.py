@@ -399,6 +399,14 @@ def bad_text(folder: Path) -> str:
     return values_sql(folder, pa.table({"id": [1, 2], "text": text}))
 
 
+def test_a_csv_that_was_cut_off_is_no_question_of_its_encoding(tmp_path: Path) -> None:
+    path = tmp_path / "cut.csv"
+    path.write_text("id,text\n" + "".join(f'{i},"text, {i}"\n' for i in range(9_000)) + '9000,"ope')
+    with pytest.raises(SourceError, match=r"is no CSV as it stands: .*was it cut off") as raised:
+        Source(f"SELECT * FROM read_csv('{path}')", ("id",), {})
+    assert "BLOB" not in str(raised.value)
+
+
 def test_invalid_utf8_in_parquet_is_a_source_error_with_a_remedy(tmp_path: Path) -> None:
     with Source(bad_text(tmp_path), ("id",), {}) as source, pytest.raises(SourceError, match=r"(?i)utf.*BLOB"):
         source.load()
