@@ -13,11 +13,12 @@ from precompute.jobs.commands.run import tell_report
 from precompute.jobs.process.command_process import report_error, show
 from precompute.jobs.process.progress import progress_for
 from precompute.store.clock import shown_time
-from precompute.store.errors import ConfigError
+from precompute.store.errors import ConfigError, PrecomputeError
 from precompute.store.record import plain
 
 if TYPE_CHECKING:
     from precompute.jobs.ops.retention import Dropped
+    from precompute.store.offline.runs import Report
 
 
 def add(commands: Commands) -> None:
@@ -119,7 +120,8 @@ def add_rollback(commands: Commands) -> None:
         "snapshots", _snapshots, "a view's snapshots: when, how many rows, which model, live, bad, pinned", view=True, only=True
     )
     commands.add("resume", _resume, "let runs publish again after `rollback --hold`", view=True)
-    commands.add("reconcile", _reconcile, "load again what the online store lost of what is live", view=True)
+    reconcile = commands.add("reconcile", _reconcile, "load again what the online store lost of what is live")
+    reconcile.add_argument("views", nargs="*", metavar="VIEW", help="which (default: all)")
 
 
 def _rollback(arguments: argparse.Namespace) -> int:
@@ -153,13 +155,35 @@ def _resume(arguments: argparse.Namespace) -> int:
 
 
 def _reconcile(arguments: argparse.Namespace) -> int:
+    """Of several views each, though one of them fails."""
     from precompute.jobs.pipeline.rollback import reconcile
 
-    project, view = project_of(arguments), arguments.view
-    report = reconcile(project, view, progress_for(arguments.json), finished=tell_report(arguments))
-    if report is None:
-        line = {"view": project.stored(view).name, "status": "current"}
-        show(json.dumps(line) if arguments.json else f"{line['view']}: nothing that is live is missing from the online store")
+    project, documents, errors = project_of(arguments), list[dict[str, Any]](), list[PrecomputeError]()
+    names, tell = arguments.views or project.names, tell_report(arguments)
+
+    def finished(report: Report) -> None:
+        documents.append(plain(report))
+        if not arguments.json:
+            tell(report)
+
+    for view in names:
+        before = len(documents)
+        try:
+            if reconcile(project, view, progress_for(arguments.json), finished=finished) is None:
+                documents.append({"view": project.stored(view).name, "status": "current"})
+                if not arguments.json:
+                    print(f"{documents[-1]['view']}: nothing that is live is missing from the online store", flush=True)
+        except PrecomputeError as exc:
+            errors.append(exc)
+            if len(names) > 1 and len(documents) == before:
+                documents.append({"view": view, "status": "failed", "error": str(exc)})
+    if arguments.json and documents:
+        show(json.dumps(documents if len(names) > 1 else documents[0]))
+        arguments.reported = True
+    for error in errors[1:]:
+        report_error(str(error))
+    if errors:
+        raise errors[0]
     return DONE
 
 

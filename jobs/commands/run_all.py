@@ -92,7 +92,7 @@ def describe_summary(report: Mapping[str, Any]) -> str:
     if failed := [view for view in report["views"] if view["exit_status"] not in (DONE, None)]:
         # of what never began no report tells that it failed
         again = "--failed" if all(view["run"] for view in failed) else " ".join(f"{view['view']}+" for view in failed)
-        lines.append(f"what failed, and what waits for it, is run again by: precompute run {again}")
+        lines.append(f"once it is mended, what failed, and what waits for it, is run by: precompute run {again}")
     return "\n".join(lines)
 
 

@@ -301,7 +301,7 @@ def _attention(line: dict[str, Any]) -> list[str]:
     if line["status"] != "fresh":
         attention.append(line["status"])
     if line["online"] is False:
-        attention.append("the online store does not serve what is live")
+        attention.append(f"the online store does not serve what is live: precompute reconcile {line['view']}")
     if line["held"] is not None:
         attention.append(f"held: {line['held']}")
     last = line["last_run"]

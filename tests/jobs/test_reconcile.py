@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import shutil
 import threading
 import time
@@ -96,7 +97,9 @@ def test_what_was_lost_is_told_and_brought_back(project: Scene, loss: str) -> No
     assert wrong is not None
     assert "numbers" in wrong
     line = project.status()
-    assert line["attention"] == [wrong if line["online"] else "the online store does not serve what is live"]
+    assert line["attention"] == [
+        wrong if line["online"] else "the online store does not serve what is live: precompute reconcile numbers"
+    ]
     report = reconcile(project, "numbers", Silent())
     assert report is not None
     assert (report.command, report.status, report.snapshot, report.attention) == ("reconcile", "published", 2, [wrong])
@@ -262,6 +265,25 @@ def test_the_command_says_what_it_did(project: Scene, capsys: pytest.CaptureFixt
     lose_all(project)
     assert project.cli("reconcile", "numbers") == 0
     assert "numbers: published, snapshot 2" in capsys.readouterr().out
+
+
+def test_all_views_are_reconciled_though_one_cannot_be(
+    make_project: MakeProject, online: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After a loss there is one command, and one document."""
+    project = make_project(ROWS, project={"online": online})
+    others = yaml.safe_load((project.folder / "views" / "numbers.yaml").read_text())
+    project = make_project(ROWS, project={"online": online}, views={"others": others | {"name": "others"}})
+    project.publish_all()
+    lose_all(project)
+    capsys.readouterr()
+    shutil.rmtree(project.store.data)
+    assert project.cli("reconcile", "--json") == 3
+    done = {one["view"]: (one["status"], one.get("error")) for one in json.loads(capsys.readouterr().out)}
+    assert done["others"] == ("published", None)
+    assert done["numbers"][0] == "refused"
+    assert done["numbers"][1]
+    assert project.pointer("others").snapshot == 1
 
 
 def test_the_scheduler_brings_back_what_was_lost(make_project: MakeProject, online: str) -> None:

@@ -120,7 +120,7 @@ def test_one_that_fails_stops_only_what_depends_on_it(make_project: MakeProject,
     assert selected(project, Selection(failed=True)) == ["alone", "middle", "leaf"]
     assert project.cli("run", "alone+", "+late") == 2
     # it has no report that tells that it failed
-    assert "run again by: precompute run alone+\n" in capsys.readouterr().out
+    assert "is run by: precompute run alone+\n" in capsys.readouterr().out
     project = make(make_project)
     assert project.cli("run", "--failed", "--json") == 0
     assert [(line["view"], line["status"]) for line in json.loads(capsys.readouterr().out)["views"]] == [

@@ -139,7 +139,7 @@ def test_an_online_store_that_serves_something_else_shows(make_project: MakeProj
     shutil.rmtree(project.root / "online")
     line = project.status()
     assert (line["status"], line["online"]) == ("fresh", False)
-    assert line["attention"] == ["the online store does not serve what is live"]
+    assert line["attention"] == ["the online store does not serve what is live: precompute reconcile numbers"]
     project.publish()
     line = project.status()
     assert (line["online"], line["attention"]) == (True, [])
