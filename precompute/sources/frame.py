@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from precompute.sources.database import quoted
 from precompute.store.errors import SourceError
+from precompute.store.sql import parquet_sql
 
 _TABLE = re.compile(r' FROM frame\."\w+"\Z')
 """What the SQL of a view reads in the file's stead: where that lies is no part of the view's definition, so that a root may be moved."""
@@ -42,8 +43,7 @@ def of_file(sql: str, frame: Callable[[], Path | None]) -> str:
         raise SourceError(
             "it takes its rows from a DataFrame, and none was given yet: precompute.open(…).run(view, frame=df), in Python"
         )
-    text = str(path.absolute()).replace("'", "''")
-    return f"{sql[: table.start()]} FROM read_parquet('{text}')"
+    return f"{sql[: table.start()]} FROM {parquet_sql([path.absolute()])}"
 
 
 def write_frame(frame: Any, columns: Sequence[str], entity: Sequence[str], path: Path) -> int:

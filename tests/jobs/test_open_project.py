@@ -93,6 +93,14 @@ def test_a_frame_of_every_type(make_project: MakeProject) -> None:
                 assert project.lookup("numbers", ["ü/%", "a b"])["double"].to_pylist() == [4.0, 2.0]
 
 
+def test_a_folder_above_the_root_is_no_column_of_a_frame(make_project: MakeProject) -> None:
+    """``x=9`` is a partition's name to DuckDB."""
+    scene = make_project(view={"source": {"frame": ["id", "x"]}}, project={"root": "./x=9/var"})
+    with pc.open(scene.folder / "project.yaml") as project:
+        project.run("numbers", frame=DATA, progress=False)
+        assert project.lookup("numbers", [1, 2, 3])["double"].to_pylist() == [2.0, 4.0, 6.0]
+
+
 def test_what_is_no_frame_of_the_view_is_refused(project: OpenProject, scene: Scene) -> None:
     project.run("numbers", frame=DATA, progress=False)
     lazy = type("LazyFrame", (), {"collect": lambda self: None})()
