@@ -455,6 +455,6 @@ def accepted(job: Job, snapshot: Snapshot) -> Snapshot:
     if names == tuple(sorted(snapshot.accepted)):
         return snapshot
     again = job.store.commit(replace(snapshot, accepted=names, run=job.report.run, created_at=utc_now()))
-    told = f"snapshot {again.number} is snapshot {snapshot.number} once more, with {', '.join(names)} accepted"
-    job.report.plan = job.report.plan or told
+    text = f"snapshot {again.number} is snapshot {snapshot.number} once more, with {', '.join(names)} accepted"
+    job.report.plan = job.report.plan or text
     return again

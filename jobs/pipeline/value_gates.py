@@ -112,7 +112,7 @@ def judge_keys(live: Snapshot, moves: Moves, limit: float | None, verdicts: Verd
     """The gate ``rows`` of keys, where it refuses: too few of the live ones come again."""
     gone = 1 - (moves.same + moves.changed) / max(1, live.rows)
     if limit is not None and live.rows >= JUDGED_ROWS and gone > max(MOST_GONE, limit):
-        message = f"{gone:.0%} of the keys of snapshot {live.number} are gone, in place of which others came"
+        message = f"{gone:.0%} of the keys of snapshot {live.number} are gone"
         verdicts.add("rows", gone, max(MOST_GONE, limit), False, message)
 
 
