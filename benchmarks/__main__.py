@@ -43,4 +43,9 @@ SCRIPTS = (
 )
 
 if __name__ == "__main__":
-    sys.exit(max(subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=False).returncode for name in SCRIPTS))
+    sys.exit(
+        max(
+            subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=False).returncode
+            for name in SCRIPTS
+        )
+    )

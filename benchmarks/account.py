@@ -1,4 +1,5 @@
-"""What looking at all that is live costs: looks a minute apart for an hour, of a view of 10⁷ scores.
+"""What looking at all that is live costs: looks a minute apart for an hour, of a view of 10⁷
+scores.
 
 python -m benchmarks.account [rows] [online]
 """
@@ -45,8 +46,11 @@ def main() -> None:
                     assert not account.trouble, account.trouble
     share = sum(seconds) / (EVERY_S * len(seconds))
     lines = [
-        f"{rows:,} rows, {account.files_bytes / 1e6:,.0f} MB in {len(account.files)} files, {HOURS} hours of looks each {EVERY_S:g} s: {share:.2%} of a core; "
-        f"a look {sum(seconds) / len(seconds):.2f} CPU s, the longest {max(seconds):.2f}",
+        (
+            f"{rows:,} rows, {account.files_bytes / 1e6:,.0f} MB in {len(account.files)} files,"
+            f" {HOURS} hours of looks each {EVERY_S:g} s: {share:.2%} of a core; a look"
+            f" {sum(seconds) / len(seconds):.2f} CPU s, the longest {max(seconds):.2f}"
+        ),
         f"after half an hour: {told[len(told) // (2 * HOURS)]}; at last: {told[-1]}",
     ]
     report("account", lines, {"rows": rows, "share": share, "seconds": seconds, "told": told[-1]})

@@ -1,8 +1,11 @@
-"""Which broken rows the accuracy audit sees, and what it takes: 10⁶ scores of an MLP in bfloat16, of which 1 in 1,000 is off by half their spread.
+"""Which broken rows the accuracy audit sees, and what it takes: 10⁶ scores of an MLP in bfloat16,
+of which 1 in 1,000 is off by half their spread.
 
-The model is that of :mod:`benchmarks.engine_mlp`. In each of 20 runs other rows are broken, chosen by the seed. The comparison before a run, which sees some of them too, is
-accepted whatever it says: what counts is the audit's verdict. The share is the audit's time of the run's, from its source to its manifest, loading the model apart; and that of
-drawing rows, in the thread that takes them, is in it. Smaller views say what so many rows can say.
+The model is that of :mod:`benchmarks.engine_mlp`. In each of 20 runs other rows are broken, chosen
+by the seed. The comparison before a run, which sees some of them too, is accepted whatever it says:
+what counts is the audit's verdict. The share is the audit's time of the run's, from its source to
+its manifest, loading the model apart; and that of drawing rows, in the thread that takes them, is
+in it. Smaller views say what so many rows can say.
 """
 
 from __future__ import annotations
@@ -36,8 +39,8 @@ ONE_IN = 1000
 
 
 class Broken(Scorer):
-    """Row numbers and item ids, int64 [rows] → scores float32 [rows, 1]; in bfloat16, those of one row in :data:`ONE_IN` are off by half their spread, which
-    puts none of them at an end."""
+    """Row numbers and item ids, int64 [rows] → scores float32 [rows, 1]; in bfloat16, those of one
+    row in :data:`ONE_IN` are off by half their spread, which puts none of them at an end."""
 
     seed = 0
 
@@ -61,18 +64,31 @@ def main() -> None:
         whole = _run(folder, rows, None)
         smaller = {size: _run(folder, size, None) for size in SMALLER}
     seen, shares = sum(not run["passed"] for run in runs), sorted(run["share"] for run in runs)
-    figures = {"rows": rows, "seeds": SEEDS, "seen": seen, "share": statistics.median(shares), "shares": shares, "runs": runs}
+    figures = {
+        "rows": rows,
+        "seeds": SEEDS,
+        "seen": seen,
+        "share": statistics.median(shares),
+        "shares": shares,
+        "runs": runs,
+    }
     figures |= {"whole": whole, "smaller": {str(size): run for size, run in smaller.items()}}
     lines = [
-        f"a fault in 1 of {ONE_IN:,} rows of {rows:,}: seen in {seen} of {SEEDS} runs; {figures['share']:.1%} of the run's time "
-        f"[{shares[0]:.1%}–{shares[-1]:.1%}]",
-        *(f"no fault, {size:,} rows, {run['share']:.1%}: {run['message']}" for size, run in ({rows: whole} | smaller).items()),
+        (
+            f"a fault in 1 of {ONE_IN:,} rows of {rows:,}: seen in {seen} of {SEEDS} runs;"
+            f" {figures['share']:.1%} of the run's time [{shares[0]:.1%}–{shares[-1]:.1%}]"
+        ),
+        *(
+            f"no fault, {size:,} rows, {run['share']:.1%}: {run['message']}"
+            for size, run in ({rows: whole} | smaller).items()
+        ),
     ]
     report("accuracy_audit", lines, figures)
 
 
 def _run(folder: Path, rows: int, seed: int | None) -> dict[str, Any]:
-    """Whether the audit of one run ``passed``, its ``message``, its ``share`` of the run's seconds, and these."""
+    """Whether the audit of one run ``passed``, its ``message``, its ``share`` of the run's seconds,
+    and these."""
     project, drawn_s = _project(folder, rows, seed), 0.0
     Broken.seed = seed or 0
     draw = Audit.draw
@@ -89,11 +105,15 @@ def _run(folder: Path, rows: int, seed: int | None) -> dict[str, Any]:
         with recorded(store, "materialize") as run:
             began = time.perf_counter()
             options = RunOptions(full=True, accept=("accuracy",))
-            snapshot = materialize(Job(project, project.view("scores"), store, options, run, Silent()))
+            snapshot = materialize(
+                Job(project, project.view("scores"), store, options, run, Silent())
+            )
             seconds = time.perf_counter() - began - run.stages_s["open"]
     finally:
         Audit.draw = draw  # type: ignore[method-assign]
-    said = [gate for gate in snapshot.gates if gate.gate == "accuracy" and "of the run" in gate.message]
+    said = [
+        gate for gate in snapshot.gates if gate.gate == "accuracy" and "of the run" in gate.message
+    ]
     share = (drawn_s + run.stages_s["audit"]) / seconds
     passed, message = (said[0].passed, said[0].message) if said else (True, "nothing")
     return {
@@ -109,9 +129,14 @@ def _project(folder: Path, rows: int, seed: int | None) -> Project:
     own = folder / f"rows{rows}-{seed}"
     own.mkdir()
     item = np.random.default_rng(0).integers(0, IDS, rows)
-    pq.write_table(pa.table({"id": np.arange(rows), "item": item, "row": np.arange(rows)}), own / "items.parquet")
+    pq.write_table(
+        pa.table({"id": np.arange(rows), "item": item, "row": np.arange(rows)}),
+        own / "items.parquet",
+    )
     module, inputs = (
-        ("engine_mlp:Scorer", {"item": "item"}) if seed is None else ("accuracy_audit:Broken", {"item": "item", "row": "row"})
+        ("engine_mlp:Scorer", {"item": "item"})
+        if seed is None
+        else ("accuracy_audit:Broken", {"item": "item", "row": "row"})
     )
     args = {
         "module": f"benchmarks.{module}",
@@ -130,7 +155,9 @@ def _project(folder: Path, rows: int, seed: int | None) -> Project:
     }
     (own / "views").mkdir()
     (own / "views" / "scores.yaml").write_text(yaml.safe_dump(view))
-    (own / "project.yaml").write_text(yaml.safe_dump({"root": "./var", "online": "table:./var/online", "vars": {"data": "./"}}))
+    (own / "project.yaml").write_text(
+        yaml.safe_dump({"root": "./var", "online": "table:./var/online", "vars": {"data": "./"}})
+    )
     return Project(own, {})
 
 

@@ -1,4 +1,5 @@
-"""What a backfill of small partitions takes: 60 of 100 rows, by a model that doubles a number; in all, and beside one run of each by a process of its own, as a cron line would."""
+"""What a backfill of small partitions takes: 60 of 100 rows, by a model that doubles a number; in
+all, and beside one run of each by a process of its own, as a cron line would."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ features: {{double: {{dtype: float64}}}}
 ttl: 90d
 partition: {{by: day, start: 2024-01-01}}
 gates: {{shift: null, moved: null}}
-"""
+"""  # noqa: E501
 
 
 def main() -> None:
@@ -39,7 +40,12 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--partitions", type=int, default=60)
     arguments.add_argument("--rows", type=int, default=100)
-    arguments.add_argument("--alone", type=int, default=5, help="partitions that are run by a process of their own, to compare")
+    arguments.add_argument(
+        "--alone",
+        type=int,
+        default=5,
+        help="partitions that are run by a process of their own, to compare",
+    )
     asked = arguments.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -48,15 +54,34 @@ def main() -> None:
         (folder / "views" / "daily.yaml").write_text(VIEW.format(rows=asked.rows))
         (folder / "project.yaml").write_text("root: ./var\nonline: table:./var/online\n")
         command = [sys.executable, "-P", "-m", "precompute.jobs.cli", "-c", str(folder)]
-        first, last = "2024-01-01", time.strftime("%Y-%m-%d", time.gmtime(1704067200 + (asked.partitions - 1) * 86400))
+        first, last = (
+            "2024-01-01",
+            time.strftime("%Y-%m-%d", time.gmtime(1704067200 + (asked.partitions - 1) * 86400)),
+        )
         before, began = os.times(), time.monotonic()
-        subprocess.run([*command, "backfill", "daily", "--from", first, "--to", last, "--json"], check=True, capture_output=True)
+        subprocess.run(
+            [*command, "backfill", "daily", "--from", first, "--to", last, "--json"],
+            check=True,
+            capture_output=True,
+        )
         seconds, after = time.monotonic() - began, os.times()
-        cpu_s = after.children_user + after.children_system - before.children_user - before.children_system
+        cpu_s = (
+            after.children_user
+            + after.children_system
+            - before.children_user
+            - before.children_system
+        )
         began = time.monotonic()
         for day in range(asked.alone):
             subprocess.run(
-                [*command, "materialize", "daily", "--full", "--partition", f"2024-01-{day + 1:02d}"],
+                [
+                    *command,
+                    "materialize",
+                    "daily",
+                    "--full",
+                    "--partition",
+                    f"2024-01-{day + 1:02d}",
+                ],
                 check=True,
                 capture_output=True,
             )
@@ -65,10 +90,21 @@ def main() -> None:
     report(
         "backfill",
         [
-            f"{asked.partitions} partitions of {asked.rows} rows: {seconds:.1f} s, {cpu_s / asked.partitions:.3f} CPU s each",
-            f"a process for each: {alone_s:.2f} s; the backfill takes {ratio:.3f} of {asked.partitions} of them",
+            (
+                f"{asked.partitions} partitions of {asked.rows} rows: {seconds:.1f} s,"
+                f" {cpu_s / asked.partitions:.3f} CPU s each"
+            ),
+            (
+                f"a process for each: {alone_s:.2f} s; the backfill takes {ratio:.3f} of"
+                f" {asked.partitions} of them"
+            ),
         ],
-        {"seconds": seconds, "cpu_s_each": cpu_s / asked.partitions, "alone_s": alone_s, "ratio": ratio},
+        {
+            "seconds": seconds,
+            "cpu_s_each": cpu_s / asked.partitions,
+            "alone_s": alone_s,
+            "ratio": ratio,
+        },
     )
 
 

@@ -24,7 +24,9 @@ RESULTS = Path(__file__).parent / "results"
 ROWS = 100_000
 DIM = 384
 
-VIEW = FeatureView("vectors", ("id",), (Feature("vector", "float32", DIM),), ttl_s=86400, stale_for_s=86400)
+VIEW = FeatureView(
+    "vectors", ("id",), (Feature("vector", "float32", DIM),), ttl_s=86400, stale_for_s=86400
+)
 
 
 def fill(store: OnlineStore, rows: int = ROWS) -> None:
@@ -69,20 +71,29 @@ LIMITS = (
 
 
 def cpu() -> str:
-    """The capability that torch uses here, what else the CPU has that decides a figure, and what keeps it from being used."""
+    """The capability that torch uses here, what else the CPU has that decides a figure, and what
+    keeps it from being used."""
     import torch
 
     info = Path("/proc/cpuinfo")
-    known = set(info.read_text().partition("flags")[2].partition("\n")[0].split()) if info.is_file() else set()
+    known = (
+        set(info.read_text().partition("flags")[2].partition("\n")[0].split())
+        if info.is_file()
+        else set()
+    )
     names = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8")
     flags = " ".join(name for name in names if name in known)
     limits = " ".join(f"{name}={os.environ[name]}" for name in LIMITS if name in os.environ)
     only = f", of which no more is used than {limits} allows" if limits else ""
-    return f"{torch.backends.cpu.get_cpu_capability()}; {flags or 'flags unknown'}{only}; {os.cpu_count()} cores"
+    return (
+        f"{torch.backends.cpu.get_cpu_capability()}; {flags or 'flags unknown'}{only};"
+        f" {os.cpu_count()} cores"
+    )
 
 
 def cpu_s() -> float:
-    """Seconds that this process has computed, in all its threads: what other processes take of the machine does not count."""
+    """Seconds that this process has computed, in all its threads: what other processes take of the
+    machine does not count."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
@@ -94,5 +105,9 @@ def report(name: str, lines: Sequence[str], figures: dict[str, Any]) -> None:
         print(f"  {line}")
     print(f"  CPU: {cpu()}")
     RESULTS.mkdir(exist_ok=True)
-    figures |= {"machine": platform.processor() or platform.machine(), "cpu": cpu(), "python": platform.python_version()}
+    figures |= {
+        "machine": platform.processor() or platform.machine(),
+        "cpu": cpu(),
+        "python": platform.python_version(),
+    }
     (RESULTS / f"{name}.json").write_text(json.dumps(figures, indent=1))

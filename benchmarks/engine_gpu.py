@@ -1,7 +1,9 @@
-"""A GPU's share: a BERT-base-size encoder without padding, the model alone by every technique that the GPU has, and the whole engine with tokens at hand.
+"""A GPU's share: a BERT-base-size encoder without padding, the model alone by every technique that
+the GPU has, and the whole engine with tokens at hand.
 
-The weights are random, which is fine for speed. It runs unattended, for ten minutes at most, and says what it left out; ``results/engine_gpu.json`` has all of it.
-Prints ``skipped: no GPU`` where there is none.
+The weights are random, which is fine for speed. It runs unattended, for ten minutes at most, and
+says what it left out; ``results/engine_gpu.json`` has all of it. Prints ``skipped: no GPU`` where
+there is none.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ BAD = 10
 def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=LIMIT_S / 60, help="what is not begun by then is left out")
+    parser.add_argument(
+        "--minutes", type=float, default=LIMIT_S / 60, help="what is not begun by then is left out"
+    )
     arguments = parser.parse_args()
     if not gpu_count():
         print("\nengine_gpu\n  skipped: no GPU")
@@ -110,14 +114,20 @@ def measure(
     with tempfile.TemporaryDirectory() as folder:
         write_encoder(Path(folder) / "model", layers, dim)
         encoder = TextEncoder(
-            str(Path(folder) / "model"), max_tokens=512, token_cache=str(Path(folder) / "tokens"), device=device
+            str(Path(folder) / "model"),
+            max_tokens=512,
+            token_cache=str(Path(folder) / "tokens"),
+            device=device,
         )
         rng = np.random.default_rng(0)
-        batch = pa.record_batch({"text": [" ".join(rng.choice(WORDS, n)) for n in rng.integers(4, longest, texts)]})
+        batch = pa.record_batch(
+            {"text": [" ".join(rng.choice(WORDS, n)) for n in rng.integers(4, longest, texts)]}
+        )
         convert_to(encoder, PRECISION, batch)
         unpadded = isinstance(encoder.forward, UnpaddedEncoder)
         prepared, peak = encoder.prepare(batch), encoder.device.peak_flops()
-        # a pass over all of them takes a sixtieth of the time at most, at a share of the peak that any GPU reaches
+        # a pass over all of them takes a sixtieth of the time at most, at a share of the peak that
+        # any GPU reaches
         share = limit_s / 60 * SHARE * peak / encoder.flops(prepared, np.arange(texts))
         if share < 1:
             texts = max(EXAMPLES, int(texts * share))
@@ -132,17 +142,33 @@ def measure(
         # some ten workers, one after the other: before what time is left for
         lost = blamed(device)
         # float32 takes ten times as long
-        tried, left_out = by_technique(encoder, batch.slice(0, -(-texts // 4)), min(bare, key=bare.__getitem__), until)
+        tried, left_out = by_technique(
+            encoder, batch.slice(0, -(-texts // 4)), min(bare, key=bare.__getitem__), until
+        )
     landing = engine["model_s"]["landing"] / seconds
     lines = [
-        f"{machine(encoder.device)['name']}: {texts:,} texts, {tokens:,} tokens; a large product makes {peak / 1e12:.0f} TFLOP/s",
-        f"model only, {PRECISION}: {tokens / best / 1e6:.2f} M tokens/s, MFU {flops / best / peak:.1%} (budgets: "
+        (
+            f"{machine(encoder.device)['name']}: {texts:,} texts, {tokens:,} tokens; a large"
+            f" product makes {peak / 1e12:.0f} TFLOP/s"
+        ),
+        f"model only, {PRECISION}: {tokens / best / 1e6:.2f} M tokens/s, MFU"
+        f" {flops / best / peak:.1%} (budgets: "
         + ", ".join(f"{b} {tokens / s / 1e6:.2f}" for b, s in bare.items())
         + ")",
-        f"whole engine, tokens at hand: {tokens / seconds / 1e6:.2f} M tokens/s, {best / seconds:.3f} of model only; budget {engine['budget']:,}",
-        f"waiting for copies back: {landing:.1%} of the time; stages {json.dumps(engine['stages'])}",
-        "by technique, tokens/s: " + ", ".join(f"{name} {found['tokens_per_s']:,.0f}" for name, found in tried.items()),
-        f"left out: {', '.join(left_out) or 'nothing'}; a row that its table has no place for: {lost}",
+        (
+            f"whole engine, tokens at hand: {tokens / seconds / 1e6:.2f} M tokens/s,"
+            f" {best / seconds:.3f} of model only; budget {engine['budget']:,}"
+        ),
+        (
+            f"waiting for copies back: {landing:.1%} of the time; stages"
+            f" {json.dumps(engine['stages'])}"
+        ),
+        "by technique, tokens/s: "
+        + ", ".join(f"{name} {found['tokens_per_s']:,.0f}" for name, found in tried.items()),
+        (
+            f"left out: {', '.join(left_out) or 'nothing'}; a row that its table has no place for:"
+            f" {lost}"
+        ),
     ]
     figures = {
         "gpu": machine(encoder.device),
@@ -164,7 +190,10 @@ def machine(device: Device) -> dict[str, Any]:
     """Which GPU, and by which driver."""
     if not device.is_cuda:
         return {"name": device.name, "torch": torch.__version__}
-    driver, found = Path("/proc/driver/nvidia/version"), torch.cuda.get_device_properties(device.torch)
+    driver, found = (
+        Path("/proc/driver/nvidia/version"),
+        torch.cuda.get_device_properties(device.torch),
+    )
     return {
         "name": found.name,
         "capability": f"{found.major}.{found.minor}",
@@ -184,7 +213,9 @@ def bare_s(encoder: TextEncoder, prepared: Prepared, budget: int, rounds: int) -
     """Seconds of the model alone, over batches that are on the device."""
     order = np.argsort(-prepared.costs, kind="stable")
     bounds = np.flatnonzero(np.diff(np.cumsum(prepared.costs[order]) // budget)) + 1
-    inputs = [encoder.device.put(encoder.inputs(prepared, rows)) for rows in np.split(order, bounds)]
+    inputs = [
+        encoder.device.put(encoder.inputs(prepared, rows)) for rows in np.split(order, bounds)
+    ]
     times = []
     for _ in range(rounds + 1):
         synchronize(encoder.device)
@@ -197,23 +228,30 @@ def bare_s(encoder: TextEncoder, prepared: Prepared, budget: int, rounds: int) -
     return statistics.median(times[1:])
 
 
-def engine_s(encoder: TextEncoder, batch: pa.RecordBatch, dim: int, rounds: int) -> tuple[float, dict[str, Any]]:
+def engine_s(
+    encoder: TextEncoder, batch: pa.RecordBatch, dim: int, rounds: int
+) -> tuple[float, dict[str, Any]]:
     """Seconds of the whole engine, and what it says of itself."""
     view = FeatureView("docs", ("id",), (Feature("embedding", "float16", dim),), 60.0, 60.0)
     times = []
     for _ in range(rounds + 1):
         runner = Runner(encoder, view)
         started = time.perf_counter()
-        done = sum(len(computed.rows) for _, computed in runner.stream(joined(windows(batch), runner.window_rows)))
+        done = sum(
+            len(computed.rows)
+            for _, computed in runner.stream(joined(windows(batch), runner.window_rows))
+        )
         times.append(time.perf_counter() - started)
         assert done == batch.num_rows, f"{done} of {batch.num_rows} rows were computed"
     seconds = statistics.median(times[1:])
     return seconds, runner.figures(seconds)
 
 
-def by_technique(encoder: TextEncoder, batch: pa.RecordBatch, budget: int, until: float) -> tuple[dict[str, Any], list[str]]:
-    """Tokens a second, and how far it is from float32, of each that this machine has, what is expected to gain most first; and those there was no time
-    for, or that do not work."""
+def by_technique(
+    encoder: TextEncoder, batch: pa.RecordBatch, budget: int, until: float
+) -> tuple[dict[str, Any], list[str]]:
+    """Tokens a second, and how far it is from float32, of each that this machine has, what is
+    expected to gain most first; and those there was no time for, or that do not work."""
     tried: dict[str, Any] = {}
     left_out: list[str] = []
     some = batch.slice(0, min(COMPARED, batch.num_rows))
@@ -247,12 +285,20 @@ def by_technique(encoder: TextEncoder, batch: pa.RecordBatch, budget: int, until
 def blamed(device: str) -> str:
     """What becomes of a row that breaks the context of a GPU, while its neighbours are computed."""
     view = FeatureView("asserting", ("id",), (Feature("y", "float32", 4),), 60.0, 60.0)
-    spec = WorkerSpec(f"{Asserting.__module__}:{Asserting.__name__}".replace("__main__", "benchmarks.engine_gpu"), {}, {}, view)
+    spec = WorkerSpec(
+        f"{Asserting.__module__}:{Asserting.__name__}".replace("__main__", "benchmarks.engine_gpu"),
+        {},
+        {},
+        view,
+    )
     given = pa.record_batch({"x": [n % BAD if n != 37 else BAD for n in range(64)]})
     outcomes = [done for _, done in WorkerPool(spec, Meter(), [device]).stream([given])]
     (rejection,) = [rejection for done in outcomes for rejection in done.rejections]
     computed = sum(len(done.rows) for done in outcomes)
-    return f"row {rejection.row} rejected at stage {rejection.stage!r}, {computed} others computed: {rejection.error}"
+    return (
+        f"row {rejection.row} rejected at stage {rejection.stage!r}, {computed} others computed:"
+        f" {rejection.error}"
+    )
 
 
 def windows(batch: pa.RecordBatch, rows: int = 8192) -> Iterator[pa.RecordBatch]:
@@ -272,7 +318,10 @@ def write_encoder(folder: Path, layers: int, dim: int, heads: int | None = None)
 
     torch.manual_seed(0)
     config = BertConfig(
-        hidden_size=dim, num_hidden_layers=layers, num_attention_heads=heads or dim // 64, intermediate_size=4 * dim
+        hidden_size=dim,
+        num_hidden_layers=layers,
+        num_attention_heads=heads or dim // 64,
+        intermediate_size=4 * dim,
     )
     BertModel(config, add_pooling_layer=False).save_pretrained(folder, safe_serialization=True)
     shutil.copy(resolve_path(MINILM) / "tokenizer.json", folder)

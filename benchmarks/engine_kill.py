@@ -1,5 +1,6 @@
-"""What a kill costs a run of a slow model: 20 rows a second, 1,200 rows, SIGKILL after 40 s of computing. Seconds of work that the next run has to
-do again, in the run's own process and with a worker. Before chunks ended by time it was all of it.
+"""What a kill costs a run of a slow model: 20 rows a second, 1,200 rows, SIGKILL after 40 s of
+computing. Seconds of work that the next run has to do again, in the run's own process and with a
+worker. Before chunks ended by time it was all of it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ class Slow:
 def lost_s(folder: Path, workers: int) -> float:
     """Seconds of a killed run's computing that the next one cannot take over."""
     (folder / "views").mkdir(parents=True)
-    pq.write_table(pa.table({"id": np.arange(ROWS), "x": np.arange(ROWS, dtype=np.float64)}), folder / "items.parquet")
+    pq.write_table(
+        pa.table({"id": np.arange(ROWS), "x": np.arange(ROWS, dtype=np.float64)}),
+        folder / "items.parquet",
+    )
     log = folder / "computed"
     view = {
         "name": "items",
@@ -61,12 +65,27 @@ def lost_s(folder: Path, workers: int) -> float:
     }
     (folder / "views" / "items.yaml").write_text(yaml.safe_dump(view))
     engine = {"engine": {"workers": workers}} if workers else {}
-    (folder / "project.yaml").write_text(yaml.safe_dump({"root": "./var", "online": "table:./var/online", **engine}))
-    command = [sys.executable, "-m", "precompute.jobs.cli", "-c", str(folder), "materialize", "items", "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    (folder / "project.yaml").write_text(
+        yaml.safe_dump({"root": "./var", "online": "table:./var/online", **engine})
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "precompute.jobs.cli",
+        "-c",
+        str(folder),
+        "materialize",
+        "items",
+        "--json",
+    ]
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
     while not log.exists():
         if process.poll() is not None:
-            raise SystemExit(f"the run ended before its first row, with status {process.returncode}")
+            raise SystemExit(
+                f"the run ended before its first row, with status {process.returncode}"
+            )
         time.sleep(0.05)
     time.sleep(KILL_AFTER_S)
     os.killpg(process.pid, signal.SIGKILL)
@@ -80,11 +99,15 @@ def lost_s(folder: Path, workers: int) -> float:
 def main() -> None:
     """Measure and report."""
     with tempfile.TemporaryDirectory() as name:
-        found = {kind: lost_s(Path(name) / kind, workers) for kind, workers in (("own_process", 0), ("worker", 1))}
+        found = {
+            kind: lost_s(Path(name) / kind, workers)
+            for kind, workers in (("own_process", 0), ("worker", 1))
+        }
     report(
         "engine_kill",
         [
-            f"killed after {KILL_AFTER_S:.0f} s at 20 rows/s, {kind.replace('_', ' ')}: {s:.1f} s of work lost"
+            f"killed after {KILL_AFTER_S:.0f} s at 20 rows/s, {kind.replace('_', ' ')}: {s:.1f} s"
+            " of work lost"
             for kind, s in found.items()
         ],
         {"killed_after_s": KILL_AFTER_S, **{f"lost_s_{kind}": s for kind, s in found.items()}},

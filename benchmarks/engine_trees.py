@@ -1,8 +1,11 @@
-"""Pairs of users and items → scores of LightGBM, 1 M pairs or as many as its argument says: the whole ``materialize`` (Parquet read and hashed, planned, scored,
-checked, judged by the gates, written durably) against ``Booster.predict`` of the same columns alone, a matrix in memory of which nothing is retained.
+"""Pairs of users and items → scores of LightGBM, 1 M pairs or as many as its argument says: the
+whole ``materialize`` (Parquet read and hashed, planned, scored, checked, judged by the gates,
+written durably) against ``Booster.predict`` of the same columns alone, a matrix in memory of which
+nothing is retained.
 
-Two models of 20 features: 500 trees of 63 leaves, and 100 of 31. Both sides take turns in one process, with all cores; a warm-up of each is not counted. Beside
-times stands the processor's time. All scores of both sides are compared.
+Two models of 20 features: 500 trees of 63 leaves, and 100 of 31. Both sides take turns in one
+process, with all cores; a warm-up of each is not counted. Beside times stands the processor's time.
+All scores of both sides are compared.
 
     python -m benchmarks.engine_trees [pairs] [rounds] [trees]
 """
@@ -46,17 +49,23 @@ def write_model(path: Path, trees: int, leaves: int) -> None:
     clicked = x[:, 0] * x[:, 1] + np.sin(6 * x[:, 2]) / 2 + x[:, 3:8].sum(1) / 5 + noise > 0.9
     names = [f"f{number}" for number in range(FEATURES)]
     data = lightgbm.Dataset(x, clicked, feature_name=names)
-    lightgbm.train({"objective": "binary", "num_leaves": leaves, "learning_rate": 0.05, "verbose": -1}, data, trees).save_model(
-        path
-    )
+    lightgbm.train(
+        {"objective": "binary", "num_leaves": leaves, "learning_rate": 0.05, "verbose": -1},
+        data,
+        trees,
+    ).save_model(path)
 
 
 def write_project(folder: Path, pairs: int) -> Project:
     """A view of pairs, whose features lie in one Parquet file as float32."""
-    columns = ", ".join(f"CAST(hash(i, {number}) / 18446744073709551616 AS FLOAT) AS f{number}" for number in range(FEATURES))
+    columns = ", ".join(
+        f"CAST(hash(i, {number}) / 18446744073709551616 AS FLOAT) AS f{number}"
+        for number in range(FEATURES)
+    )
     with duckdb.connect() as connection:
         connection.execute(
-            f"COPY (SELECT i // {ITEMS} AS user_id, i % {ITEMS} AS item_id, {columns} FROM range({pairs}) t(i)) TO '{folder}/pairs.parquet'"
+            f"COPY (SELECT i // {ITEMS} AS user_id, i % {ITEMS} AS item_id, {columns} FROM"
+            f" range({pairs}) t(i)) TO '{folder}/pairs.parquet'"
         )
     view = {
         "name": "pair_score",
@@ -73,15 +82,21 @@ def write_project(folder: Path, pairs: int) -> Project:
     return Project(folder)
 
 
-def predicted(booster: lightgbm.Booster, matrix: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+def predicted(
+    booster: lightgbm.Booster, matrix: npt.NDArray[np.float32]
+) -> npt.NDArray[np.float32]:
     """Scores of all rows, as the view declares them."""
-    parts = [booster.predict(matrix[start : start + SLICE]) for start in range(0, len(matrix), SLICE)]
+    parts = [
+        booster.predict(matrix[start : start + SLICE]) for start in range(0, len(matrix), SLICE)
+    ]
     return np.concatenate([np.asarray(part, np.float32) for part in parts])
 
 
 def measured(folder: Path, project: Project, pairs: int, rounds: int) -> dict[str, Any]:
     """Both sides in turn."""
-    table = pq.read_table(folder / "pairs.parquet", columns=[f"f{number}" for number in range(FEATURES)])
+    table = pq.read_table(
+        folder / "pairs.parquet", columns=[f"f{number}" for number in range(FEATURES)]
+    )
     matrix = np.empty((pairs, FEATURES), np.float32)
     for number, column in enumerate(table.columns):
         matrix[:, number] = column.to_numpy()
@@ -96,7 +111,9 @@ def measured(folder: Path, project: Project, pairs: int, rounds: int) -> dict[st
         took["alone"].append(time.perf_counter() - started)
         took["alone_cpu"].append(cpu_s() - before)
         before, started = cpu_s(), time.perf_counter()
-        run = run_view(project, "pair_score", Silent(), RunOptions(command="materialize", full=True))
+        run = run_view(
+            project, "pair_score", Silent(), RunOptions(command="materialize", full=True)
+        )
         took["ours"].append(time.perf_counter() - started)
         took["ours_cpu"].append(cpu_s() - before)
         assert run.counts["written"] == pairs, run
@@ -104,8 +121,12 @@ def measured(folder: Path, project: Project, pairs: int, rounds: int) -> dict[st
             assert run.snapshot is not None
             view = project.offline.view("pair_score")
             for batch in view.batches(view.snapshot(run.snapshot)):
-                places = batch.column("user_id").to_numpy() * ITEMS + batch.column("item_id").to_numpy()
-                assert np.array_equal(batch.column("score").to_numpy(), alone[places]), "other scores than Booster.predict's"
+                places = (
+                    batch.column("user_id").to_numpy() * ITEMS + batch.column("item_id").to_numpy()
+                )
+                assert np.array_equal(batch.column("score").to_numpy(), alone[places]), (
+                    "other scores than Booster.predict's"
+                )
         engine = dict(run.stages_s)
     seconds = {name: statistics.median(values) for name, values in took.items()}
     ratios = [a / b for a, b in zip(took["alone"], took["ours"], strict=True)]
@@ -124,9 +145,14 @@ def main() -> None:
     """Measure and report."""
     pairs = int(sys.argv[1]) if len(sys.argv) > 1 else PAIRS
     rounds = int(sys.argv[2]) if len(sys.argv) > 2 else ROUNDS
-    chosen = {name: sizes for name, sizes in MODELS.items() if sys.argv[3:] in ([], [str(sizes[0])])}
+    chosen = {
+        name: sizes for name, sizes in MODELS.items() if sys.argv[3:] in ([], [str(sizes[0])])
+    }
     lines, figures = (
-        [f"{pairs:,} pairs, {FEATURES} features, {rounds} rounds; all scores equal Booster.predict's"],
+        [
+            f"{pairs:,} pairs, {FEATURES} features, {rounds} rounds; all scores equal"
+            " Booster.predict's"
+        ],
         dict[str, Any](),
     )
     with tempfile.TemporaryDirectory() as name:
@@ -137,9 +163,18 @@ def main() -> None:
             s = found["seconds"]
             ratios = ", ".join(f"{ratio:.2f}" for ratio in found["ratios"])
             lines += [
-                f"{model}: {found['ratio']:.2f} times Booster.predict's rate ({ratios}; goal {GOAL}): {pairs / s['ours']:,.0f} pairs/s",
-                f"  {s['ours']:.2f} s of clock and {s['ours_cpu']:.2f} s of processor, against {s['alone']:.2f} and {s['alone_cpu']:.2f}",
-                "  " + ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in found["stages_s"].items()),
+                (
+                    f"{model}: {found['ratio']:.2f} times Booster.predict's rate ({ratios}; goal"
+                    f" {GOAL}): {pairs / s['ours']:,.0f} pairs/s"
+                ),
+                (
+                    f"  {s['ours']:.2f} s of clock and {s['ours_cpu']:.2f} s of processor, against"
+                    f" {s['alone']:.2f} and {s['alone_cpu']:.2f}"
+                ),
+                "  "
+                + ", ".join(
+                    f"{stage} {seconds:.2f}" for stage, seconds in found["stages_s"].items()
+                ),
             ]
     report("engine_trees", lines, figures)
 

@@ -1,9 +1,12 @@
-"""What searches find of the true neighbours under every way to leave rows out, and what a filter costs: an index that a build chose against comparing with every row.
+"""What searches find of the true neighbours under every way to leave rows out, and what a filter
+costs: an index that a build chose against comparing with every row.
 
-Two sets of clustered rows (each row a centre of standard normal numbers and a third as much noise) with two scalar features: a number drawn at random, and a language that
-half of the clusters have. 50,000 rows of 400 clusters tell recall, by each metric: a query is a row, without itself, and with what stands in its line
-besides; the truth is float64, of every row. 200,000 rows of 1,600 clusters tell time: a filter that admits 20 %, by the index and by one that compares every row, both of the same rows
-and through the same search; they take turns, and a ratio is the median of the rounds'.
+Two sets of clustered rows (each row a centre of standard normal numbers and a third as much noise)
+with two scalar features: a number drawn at random, and a language that half of the clusters have.
+50,000 rows of 400 clusters tell recall, by each metric: a query is a row, without itself, and with
+what stands in its line besides; the truth is float64, of every row. 200,000 rows of 1,600 clusters
+tell time: a filter that admits 20 %, by the index and by one that compares every row, both of the
+same rows and through the same search; they take turns, and a ratio is the median of the rounds'.
 """
 
 from __future__ import annotations
@@ -48,7 +51,9 @@ class Rows(NamedTuple):
         return pa.record_batch(
             {
                 "id": [f"k{row}" for row in range(count)],
-                "vector": pa.FixedSizeListArray.from_arrays(pa.array(self.vectors.reshape(-1)), DIM),
+                "vector": pa.FixedSizeListArray.from_arrays(
+                    pa.array(self.vectors.reshape(-1)), DIM
+                ),
                 "computed_at": np.zeros(count, np.int64),
                 "number": self.number,
                 "language": np.where(self.cluster % 2, "de", "en").tolist(),
@@ -57,7 +62,8 @@ class Rows(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """A kind of query: of a row, what is searched by, which rows are admitted, which excluded, and the filter."""
+    """A kind of query: of a row, what is searched by, which rows are admitted, which excluded, and
+    the filter."""
 
     vector: Callable[[int], Numbers]
     admitted: Callable[[int], npt.NDArray[np.bool_]]
@@ -81,16 +87,30 @@ def main() -> None:
             figures[metric] = found | {"index": told}
             least = min(found, key=lambda kind: found[kind])
             lines.append(
-                f"{metric}: {arguments.rows:,} rows, {told}; recall@10 at least {found[least]:.3f} ({least}), promised {PROMISED}"
+                f"{metric}: {arguments.rows:,} rows, {told}; recall@10 at least {found[least]:.3f}"
+                f" ({least}), promised {PROMISED}"
             )
-            lines.append("  " + " · ".join(f"{kind} {recall:.3f}" for kind, recall in found.items()))
-        timed = speed(Path(folder), clustered(arguments.timed_rows, arguments.timed_rows // 125), arguments.rounds)
+            lines.append(
+                "  " + " · ".join(f"{kind} {recall:.3f}" for kind, recall in found.items())
+            )
+        timed = speed(
+            Path(folder),
+            clustered(arguments.timed_rows, arguments.timed_rows // 125),
+            arguments.rounds,
+        )
     figures["speed"] = timed
     lines.append(
-        f"{arguments.timed_rows:,} rows, a filter that admits 20 %: {timed['filtered_us']:.0f} µs against {timed['filtered_exact_us']:.0f} by comparing with all that it admits: "
-        f"{timed['filtered_ratio']:.1f} × [{timed['filtered_lowest']:.1f}–{timed['filtered_highest']:.1f}]; without a filter {timed['plain_us']:.0f} against {timed['plain_exact_us']:.0f}: {timed['plain_ratio']:.1f} ×"
+        f"{arguments.timed_rows:,} rows, a filter that admits 20 %: {timed['filtered_us']:.0f} µs"
+        f" against {timed['filtered_exact_us']:.0f} by comparing with all that it admits:"
+        f" {timed['filtered_ratio']:.1f} ×"
+        f" [{timed['filtered_lowest']:.1f}–{timed['filtered_highest']:.1f}]; without a filter"
+        f" {timed['plain_us']:.0f} against {timed['plain_exact_us']:.0f}:"
+        f" {timed['plain_ratio']:.1f} ×"
     )
-    lines.append(f"  built in {timed['build_s']:.1f} s, {timed['unmeasured_s']:.1f} s of an index that needs no measuring")
+    lines.append(
+        f"  built in {timed['build_s']:.1f} s, {timed['unmeasured_s']:.1f} s of an index that needs"
+        " no measuring"
+    )
     report("filtered_recall", lines, figures)
 
 
@@ -106,8 +126,14 @@ def clustered(count: int, clusters: int) -> Rows:
 
 def view_of(metric: str) -> FeatureView:
     """The view of :class:`Rows`."""
-    features = (Feature("vector", "float32", DIM), Feature("number", "float64"), Feature("language", "string"))
-    return FeatureView("rows", ("id",), features, 86400, 86400, IndexSpec("vector", metric, PROMISED))
+    features = (
+        Feature("vector", "float32", DIM),
+        Feature("number", "float64"),
+        Feature("language", "string"),
+    )
+    return FeatureView(
+        "rows", ("id",), features, 86400, 86400, IndexSpec("vector", metric, PROMISED)
+    )
 
 
 def kinds_of(rows: Rows) -> dict[str, Kind]:
@@ -126,7 +152,9 @@ def kinds_of(rows: Rows) -> dict[str, Kind]:
 
     def noisy(row: int, noise: float) -> Numbers:
         drawn = np.random.default_rng(row).standard_normal(DIM)
-        found: Numbers = (rows.vectors[row] + noise * drawn / np.linalg.norm(drawn)).astype(np.float32)
+        found: Numbers = (rows.vectors[row] + noise * drawn / np.linalg.norm(drawn)).astype(
+            np.float32
+        )
         return found
 
     def at_most(share: float) -> Kind:
@@ -142,8 +170,12 @@ def kinds_of(rows: Rows) -> dict[str, Kind]:
         lambda row: {"language": "en" if rows.cluster[row] % 2 else "de"},
     )
     for count in (10, 100, 990):
-        kinds[f"{count} nearest excluded"] = Kind(itself, lambda row: every, partial(nearest, count=count))
-    kinds["own cluster excluded"] = Kind(itself, lambda row: every, lambda row: np.flatnonzero(rows.cluster == rows.cluster[row]))
+        kinds[f"{count} nearest excluded"] = Kind(
+            itself, lambda row: every, partial(nearest, count=count)
+        )
+    kinds["own cluster excluded"] = Kind(
+        itself, lambda row: every, lambda row: np.flatnonzero(rows.cluster == rows.cluster[row])
+    )
     for noise in (0.5, 1.0, 100.0):
         kinds[f"noise {noise:g}"] = Kind(partial(noisy, noise=noise), lambda row: every, alone)
     return kinds
@@ -180,17 +212,30 @@ def speed(folder: Path, rows: Rows, rounds: int) -> dict[str, Any]:
         build_index(folder / name, [rows.batch()], view, model="m", limits=limits)
         seconds.append(time.monotonic() - began)
     chosen, exact = VectorIndex(folder / "chosen"), VectorIndex(folder / "exact")
-    asked = list(rows.vectors[np.random.default_rng(2).choice(len(rows.vectors), 60, replace=False)])
+    asked = list(
+        rows.vectors[np.random.default_rng(2).choice(len(rows.vectors), 60, replace=False)]
+    )
     where = RowFilter(view, {"number": {"lt": 0.2}})
-    told: dict[str, Any] = {"build_s": seconds[0], "unmeasured_s": seconds[1], "kind": chosen.figures.kind}
+    told: dict[str, Any] = {
+        "build_s": seconds[0],
+        "unmeasured_s": seconds[1],
+        "kind": chosen.figures.kind,
+    }
     for name, wanted in (("filtered", where), ("plain", None)):
         ours, theirs = [], []
         for _ in range(rounds):
             ours.append(median_us(partial(chosen.search, k=K, where=wanted), asked))
             theirs.append(median_us(partial(exact.search, k=K, where=wanted), asked[:20]))
         ratios = sorted(slow / quick for slow, quick in zip(theirs, ours, strict=True))
-        told |= {f"{name}_us": statistics.median(ours), f"{name}_exact_us": statistics.median(theirs)}
-        told |= {f"{name}_ratio": statistics.median(ratios), f"{name}_lowest": ratios[0], f"{name}_highest": ratios[-1]}
+        told |= {
+            f"{name}_us": statistics.median(ours),
+            f"{name}_exact_us": statistics.median(theirs),
+        }
+        told |= {
+            f"{name}_ratio": statistics.median(ratios),
+            f"{name}_lowest": ratios[0],
+            f"{name}_highest": ratios[-1],
+        }
     return told
 
 

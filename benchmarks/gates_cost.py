@@ -1,4 +1,5 @@
-"""What figures and gates take of a run: 10⁷ scores by a model that costs next to nothing, computed again over a live version and published, with all of them and without any.
+"""What figures and gates take of a run: 10⁷ scores by a model that costs next to nothing, computed
+again over a live version and published, with all of them and without any.
 
 python -m benchmarks.gates_cost [rows]
 """
@@ -64,8 +65,12 @@ def write_project(folder: Path, rows: int) -> Project:
 
 def write_items(folder: Path, rows: int, day: int) -> None:
     """The same items with numbers that drifted a little."""
-    x = np.random.default_rng(0).standard_normal(rows) + 0.05 * np.random.default_rng(100 + day).standard_normal(rows)
-    pq.write_table(pa.table({"id": np.arange(rows), "x": x.astype(np.float32)}), folder / "items.parquet")
+    x = np.random.default_rng(0).standard_normal(rows) + 0.05 * np.random.default_rng(
+        100 + day
+    ).standard_normal(rows)
+    pq.write_table(
+        pa.table({"id": np.arange(rows), "x": x.astype(np.float32)}), folder / "items.parquet"
+    )
 
 
 @contextlib.contextmanager
@@ -80,13 +85,17 @@ def without_any() -> Iterator[None]:
 
 
 def timed(project: Project) -> dict[str, Any]:
-    """CPU seconds of computing every row and of publishing them, the stages' seconds, and the gates that judged."""
+    """CPU seconds of computing every row and of publishing them, the stages' seconds, and the gates
+    that judged."""
     begun = cpu_s()
     done = run_view(project, "scores", Silent(), RunOptions("materialize", full=True))
     computed = cpu_s()
     assert run_view(project, "scores", Silent(), RunOptions("publish")).status == "published"
     figures: dict[str, Any] = {"computed_s": computed - begun, "published_s": cpu_s() - computed}
-    return figures | {"stages_s": dict(done.stages_s), "gates": sorted({verdict.gate for verdict in done.gates})}
+    return figures | {
+        "stages_s": dict(done.stages_s),
+        "gates": sorted({verdict.gate for verdict in done.gates}),
+    }
 
 
 def main() -> None:
@@ -110,8 +119,11 @@ def main() -> None:
     whole = with_all + min(run["published_s"] for run in judged)
     share = (with_all - without) / whole
     lines = [
-        f"{rows:,} scores, computed and published: {whole:.2f} CPU s, of which figures and gates {with_all - without:.2f}, {share:.1%} "
-        f"(computed {with_all:.2f}, without any {without:.2f}; least of {ROUNDS})",
+        (
+            f"{rows:,} scores, computed and published: {whole:.2f} CPU s, of which figures and"
+            f" gates {with_all - without:.2f}, {share:.1%} (computed {with_all:.2f}, without any"
+            f" {without:.2f}; least of {ROUNDS})"
+        ),
         f"gates: {', '.join(judged[-1]['gates'])}; seconds: "
         + " · ".join(f"{stage} {seconds:.2f}" for stage, seconds in judged[-1]["stages_s"].items()),
     ]

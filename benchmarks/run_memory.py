@@ -1,4 +1,5 @@
-"""What a run and its publishing take in memory, by `memory_mb`: of 10⁵ and of 10⁷ scores, each in a process of its own, looked at every 10 ms.
+"""What a run and its publishing take in memory, by `memory_mb`: of 10⁵ and of 10⁷ scores, each in a
+process of its own, looked at every 10 ms.
 
 python -m benchmarks.run_memory [memory_mb]
 """
@@ -25,7 +26,8 @@ _CHILD = "--child"
 
 
 def resident_mb() -> tuple[int, int]:
-    """What this process has in memory now: its own, and pages of files, which the system takes back when it wants to."""
+    """What this process has in memory now: its own, and pages of files, which the system takes back
+    when it wants to."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     own, files = (int(status[name].split()[0]) // 1024 for name in ("RssAnon", "RssFile"))
     return own, files
@@ -45,7 +47,15 @@ def child(folder: Path, memory_mb: int) -> None:
     assert run_view(project, "scores", Silent(), RunOptions()).status == "published"
     over.set()
     thread.join()
-    print(json.dumps({"first_mb": first, "own_mb": max(own for own, _ in looks), "files_mb": max(files for _, files in looks)}))
+    print(
+        json.dumps(
+            {
+                "first_mb": first,
+                "own_mb": max(own for own, _ in looks),
+                "files_mb": max(files for _, files in looks),
+            }
+        )
+    )
 
 
 def main() -> None:
@@ -60,12 +70,19 @@ def main() -> None:
             write_project(Path(name), 1)
             write_items(Path(name), rows, 0)
             command = [sys.executable, "-m", "benchmarks.run_memory", _CHILD, name, str(memory_mb)]
-            figures[rows] = found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+            figures[rows] = found = json.loads(
+                subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            )
         lines.append(
-            f"{rows:,} scores at memory_mb {memory_mb}: {found['own_mb']} MB of its own at most, {found['own_mb'] - memory_mb:+} MB ({sum(found['first_mb'])} MB with "
-            f"imports before the first row); pages of files besides: {found['files_mb']} MB"
+            f"{rows:,} scores at memory_mb {memory_mb}: {found['own_mb']} MB of its own at most,"
+            f" {found['own_mb'] - memory_mb:+} MB ({sum(found['first_mb'])} MB with imports before"
+            f" the first row); pages of files besides: {found['files_mb']} MB"
         )
-    report("run_memory", lines, {"memory_mb": memory_mb, "rows": {str(rows): found for rows, found in figures.items()}})
+    report(
+        "run_memory",
+        lines,
+        {"memory_mb": memory_mb, "rows": {str(rows): found for rows, found in figures.items()}},
+    )
 
 
 if __name__ == "__main__":

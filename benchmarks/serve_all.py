@@ -1,4 +1,5 @@
-"""A view that serves all of its partitions: a new day, computed and published over the 59 before it, against computing and publishing all 60 at once.
+"""A view that serves all of its partitions: a new day, computed and published over the 59 before
+it, against computing and publishing all 60 at once.
 
 python -m benchmarks.serve_all [rows of a day]
 """
@@ -30,11 +31,15 @@ FIRST = TODAY - timedelta(days=DAYS)
 
 
 def write_project(folder: Path, rows: int, partitioned: bool) -> Project:
-    """Documents by day, each day's in a file of its own, and a model that costs next to nothing: the worst case for what is done besides."""
+    """Documents by day, each day's in a file of its own, and a model that costs next to nothing:
+    the worst case for what is done besides."""
     (folder / "views").mkdir(parents=True)
     for day in range(DAYS):
         keys = np.arange(day * rows, (day + 1) * rows)
-        at = pa.array(np.full(rows, (FIRST + timedelta(days=day)).timestamp() * 1e6, np.int64), pa.timestamp("us", "UTC"))
+        at = pa.array(
+            np.full(rows, (FIRST + timedelta(days=day)).timestamp() * 1e6, np.int64),
+            pa.timestamp("us", "UTC"),
+        )
         pq.write_table(
             pa.table({"id": keys, "x": np.random.default_rng(day).standard_normal(rows), "t": at}),
             folder / f"day-{day:02}.parquet",
@@ -95,8 +100,12 @@ def main() -> None:
     """Measure and report."""
     found = measured(int(sys.argv[1]) if len(sys.argv) > 1 else ROWS)
     lines = [
-        f"{found['rows']:,} rows of {DIM} floats and a number, in {DAYS} days: a new day, run and published, {found['new_day']['seconds']:.2f} s "
-        f"({found['new_day']['cpu_s']:.2f} s of CPU); all of them at once {found['all']['seconds']:.2f} s ({found['all']['cpu_s']:.2f})",
+        (
+            f"{found['rows']:,} rows of {DIM} floats and a number, in {DAYS} days: a new day, run"
+            f" and published, {found['new_day']['seconds']:.2f} s ({found['new_day']['cpu_s']:.2f}"
+            f" s of CPU); all of them at once {found['all']['seconds']:.2f} s"
+            f" ({found['all']['cpu_s']:.2f})"
+        ),
         f"ratio {found['ratio']:.3f}, by CPU {found['cpu_ratio']:.3f}",
     ]
     report("serve_all", lines, found)

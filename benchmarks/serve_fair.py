@@ -1,7 +1,9 @@
-"""Lone misses of polite clients beside one client that asks for a thousand keys at a time, under ``precompute serve``.
+"""Lone misses of polite clients beside one client that asks for a thousand keys at a time, under
+``precompute serve``.
 
-The model sleeps 10 ms a row: 100 rows/s, whatever else the machine does. The flood asks for 1,000 keys with inputs and a second's time, over two connections, again and
-again; from other addresses come single misses, one after the other. Without shares the flood's rows stood before all others.
+The model sleeps 10 ms a row: 100 rows/s, whatever else the machine does. The flood asks for 1,000
+keys with inputs and a second's time, over two connections, again and again; from other addresses
+come single misses, one after the other. Without shares the flood's rows stood before all others.
 """
 
 from __future__ import annotations
@@ -54,7 +56,12 @@ def make_project(folder: Path) -> None:
     """One view of that model; two rows are published."""
     (folder / "views").mkdir()
     (folder / "mine.py").write_text(MINE)
-    project = {"root": "./var", "online": "table:./online", "vars": {"data": "./"}, "serve": {"bind": "127.0.0.1:0"}}
+    project = {
+        "root": "./var",
+        "online": "table:./online",
+        "vars": {"data": "./"},
+        "serve": {"bind": "127.0.0.1:0"},
+    }
     (folder / "project.yaml").write_text(yaml.safe_dump(project))
     view = {
         "name": "slow",
@@ -73,7 +80,9 @@ class Client:
     """One address's connection, with keys that nobody else asks for."""
 
     def __init__(self, port: int, address: str, first: int) -> None:
-        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60, source_address=(address, 0))
+        self._connection = http.client.HTTPConnection(
+            "127.0.0.1", port, timeout=60, source_address=(address, 0)
+        )
         self._next = first
 
     def ask(self, keys: int) -> Counter[str]:
@@ -82,7 +91,9 @@ class Client:
         self._next += keys
         inputs = {str(key): {"x": float(key)} for key in some}
         body = json.dumps({"keys": list(inputs), "inputs": inputs, "deadline_ms": DEADLINE_MS})
-        self._connection.request("POST", "/v1/views/slow/lookup", body, {"Content-Type": "application/json"})
+        self._connection.request(
+            "POST", "/v1/views/slow/lookup", body, {"Content-Type": "application/json"}
+        )
         rows = json.loads(self._connection.getresponse().read())["rows"]
         for row in rows:
             if row["status"] == "computed" and row["features"]["double"] != 2.0 * float(row["key"]):
@@ -146,13 +157,25 @@ def main() -> None:
     """Measure and report."""
     with tempfile.TemporaryDirectory() as name:
         make_project(Path(name))
-        subprocess.run([sys.executable, "-m", "precompute.jobs.cli", "-c", name, "run", "slow"], check=True, capture_output=True)
+        subprocess.run(
+            [sys.executable, "-m", "precompute.jobs.cli", "-c", name, "run", "slow"],
+            check=True,
+            capture_output=True,
+        )
         with Served(Path(name), workers=2) as served:
             figures = measure(served.port)
     lines = [
-        f"beside a flood of {FLOOD_KEYS}-key requests {figures['lone'].get('computed', 0)} of {LONE} lone misses are given within {DEADLINE_MS} ms (goal {LONE}), "
-        f"at the median in {statistics.median(figures['lone_ms']):.0f} ms, {figures['lone_idle_ms']:.0f} ms where there is none",
-        f"the flood gets {figures['flood_per_s']:.0f} rows/s, {figures['flood_share']:.2f} of the model's rate (goal 0.7), {figures['flood_alone_per_s']:.0f} alone: {figures['flood']}",
+        (
+            f"beside a flood of {FLOOD_KEYS}-key requests {figures['lone'].get('computed', 0)} of"
+            f" {LONE} lone misses are given within {DEADLINE_MS} ms (goal {LONE}), at the median in"
+            f" {statistics.median(figures['lone_ms']):.0f} ms, {figures['lone_idle_ms']:.0f} ms"
+            " where there is none"
+        ),
+        (
+            f"the flood gets {figures['flood_per_s']:.0f} rows/s, {figures['flood_share']:.2f} of"
+            f" the model's rate (goal 0.7), {figures['flood_alone_per_s']:.0f} alone:"
+            f" {figures['flood']}"
+        ),
     ]
     report("serve_fair", lines, figures)
 

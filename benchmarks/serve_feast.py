@@ -1,10 +1,14 @@
-"""Feast 0.67's own server beside ours: the rows of one committed snapshot, asked for over HTTP, 1, 100 and 500 keys at a time. Both over one Redis, then Feast over SQLite and
-we over table files. Feast has JSON only; we are asked for JSON, and for Arrow where it is many keys. Every value of the answers must be equal bit by bit.
+"""Feast 0.67's own server beside ours: the rows of one committed snapshot, asked for over HTTP, 1,
+100 and 500 keys at a time. Both over one Redis, then Feast over SQLite and we over table files.
+Feast has JSON only; we are asked for JSON, and for Arrow where it is many keys. Every value of the
+answers must be equal bit by bit.
 
     python -m benchmarks.serve_feast [rows] [rounds]
 
-Each server has one worker and a core of its own, the client and Redis the other one. One connection, one request at a time; the sides take turns. Rows that we keep encoded
-are off (``cache_mb: 0``), since Feast keeps none. Feast runs by the interpreter that :mod:`benchmarks.online_feast` names.
+Each server has one worker and a core of its own, the client and Redis the other one. One
+connection, one request at a time; the sides take turns. Rows that we keep encoded are off
+(``cache_mb: 0``), since Feast keeps none. Feast runs by the interpreter that
+:mod:`benchmarks.online_feast` names.
 """
 
 from __future__ import annotations
@@ -92,7 +96,10 @@ def _joined(body: bytes) -> bytes:
 
 def _post(path: str, body: dict[str, Any], accept: str = JSON) -> bytes:
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAccept: {accept}\r\nContent-Type: {JSON}\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAccept: {accept}\r\nContent-Type:"
+        f" {JSON}\r\nContent-Length: {len(data)}\r\n\r\n"
+    )
     return head.encode() + data
 
 
@@ -104,18 +111,26 @@ def requests_of(side: str, keys: list[list[int]]) -> list[bytes]:
     """What is asked of a side: ``feast``, ``json`` or ``arrow``."""
     if side == "feast":
         names = [f"items:{name}" for name in FEATURES]
-        return [_post("/get-online-features", {"features": names, "entities": {"id": some}}) for some in keys]
+        return [
+            _post("/get-online-features", {"features": names, "entities": {"id": some}})
+            for some in keys
+        ]
     if side == "json" and len(keys[0]) == 1:
         return [_get(f"/v1/views/items/rows/{key}") for (key,) in keys]
     accept = ARROW if side == "arrow" else JSON
-    return [_post("/v1/views/items/lookup", {"keys": list(map(str, some))}, accept) for some in keys]
+    return [
+        _post("/v1/views/items/lookup", {"keys": list(map(str, some))}, accept) for some in keys
+    ]
 
 
 def values_of(side: str, body: bytes) -> Values:
     """float32 [rows, DIM + 3]: the vector and the numbers."""
     if side == "arrow":
         table = pa.ipc.open_stream(pa.py_buffer(body)).read_all()
-        columns = [np.asarray(table[name].combine_chunks().flatten() if name == "vector" else table[name]) for name in FEATURES]
+        columns = [
+            np.asarray(table[name].combine_chunks().flatten() if name == "vector" else table[name])
+            for name in FEATURES
+        ]
     elif side == "json":
         told = json.loads(body)
         rows = [row["features"] for row in told.get("rows", [told])]
@@ -125,7 +140,12 @@ def values_of(side: str, body: bytes) -> Values:
         found = dict(zip(told["metadata"]["feature_names"], told["results"], strict=True))
         assert all(status == "PRESENT" for name in FEATURES for status in found[name]["statuses"])
         columns = [np.array(found[name]["values"], np.float32) for name in FEATURES]
-    return np.hstack([column.reshape(-1, DIM if name == "vector" else 1) for name, column in zip(FEATURES, columns, strict=True)])
+    return np.hstack(
+        [
+            column.reshape(-1, DIM if name == "vector" else 1)
+            for name, column in zip(FEATURES, columns, strict=True)
+        ]
+    )
 
 
 @contextlib.contextmanager
@@ -139,7 +159,10 @@ def _running(command: list[str], port: int, log: Path) -> Iterator[int]:
     try:
         limit = time.monotonic() + START_S
         while True:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection(("127.0.0.1", port), timeout=1),
+            ):
                 break
             if process.poll() is not None or time.monotonic() > limit:
                 sys.exit(f"{command} does not listen: {log.read_text()}")
@@ -152,10 +175,25 @@ def _running(command: list[str], port: int, log: Path) -> Iterator[int]:
 
 
 def feast_server(folder: Path, python: str) -> contextlib.AbstractContextManager[int]:
-    """``feast serve`` as it comes, without its access log, and without the new process that it starts every 1,000 requests."""
+    """``feast serve`` as it comes, without its access log, and without the new process that it
+    starts every 1,000 requests."""
     port = free_port()
-    options = ["--port", str(port), "--workers", "1", "--no-access-log", "--max-requests", "0", "--registry_ttl_sec", "300"]
-    return _running([str(Path(python).with_name("feast")), "--chdir", str(folder), "serve", *options], port, folder / "feast.log")
+    options = [
+        "--port",
+        str(port),
+        "--workers",
+        "1",
+        "--no-access-log",
+        "--max-requests",
+        "0",
+        "--registry_ttl_sec",
+        "300",
+    ]
+    return _running(
+        [str(Path(python).with_name("feast")), "--chdir", str(folder), "serve", *options],
+        port,
+        folder / "feast.log",
+    )
 
 
 def our_server(folder: Path) -> contextlib.AbstractContextManager[int]:
@@ -164,7 +202,11 @@ def our_server(folder: Path) -> contextlib.AbstractContextManager[int]:
     port = free_port()
     serve = {"bind": f"127.0.0.1:{port}", "workers": 1, "cache_mb": 0}
     (folder / "project.yaml").write_text(yaml.safe_dump(settings | {"serve": serve}))
-    return _running([sys.executable, "-m", "precompute.jobs.cli", "--config", str(folder), "serve"], port, folder / "ours.log")
+    return _running(
+        [sys.executable, "-m", "precompute.jobs.cli", "--config", str(folder), "serve"],
+        port,
+        folder / "ours.log",
+    )
 
 
 def loaded(folder: Path, parts: Path, kind: str, redis: str, python: str) -> None:
@@ -177,7 +219,10 @@ def loaded(folder: Path, parts: Path, kind: str, redis: str, python: str) -> Non
     settings = yaml.safe_load((folder / "project.yaml").read_text())
     url = redis if kind == "Redis" else "table:./var/online"
     (folder / "project.yaml").write_text(yaml.safe_dump(settings | {"online": url}))
-    assert run_view(Project(folder), "items", Silent(), RunOptions(command="publish")).status == "published"
+    assert (
+        run_view(Project(folder), "items", Silent(), RunOptions(command="publish")).status
+        == "published"
+    )
 
 
 def timed(connection: Connection, requests: list[bytes]) -> list[float]:
@@ -191,14 +236,20 @@ def timed(connection: Connection, requests: list[bytes]) -> list[float]:
 
 
 def compare(feast: int, ours: int, rows: int, rounds: int) -> dict[str, Any]:
-    """Keys → side → times in ms and requests a second, and Feast's p50 as a multiple of ours in each round; the answers' values are equal."""
+    """Keys → side → times in ms and requests a second, and Feast's p50 as a multiple of ours in
+    each round; the answers' values are equal."""
     rng, figures = np.random.default_rng(2), {}
     connections = {"feast": Connection(feast), "json": Connection(ours), "arrow": Connection(ours)}
     for count, asked in REQUESTS.items():
         keys = rng.integers(0, rows, (asked, count)).tolist()
-        requests = {side: requests_of(side, keys) for side in connections if (side, count) != ("arrow", 1)}
+        requests = {
+            side: requests_of(side, keys) for side in connections if (side, count) != ("arrow", 1)
+        }
         for number in range(min(CHECKED, asked)):
-            answers = [values_of(side, connections[side].ask(some[number])) for side, some in requests.items()]
+            answers = [
+                values_of(side, connections[side].ask(some[number]))
+                for side, some in requests.items()
+            ]
             assert answers[0].shape == (count, DIM + len(FEATURES) - 1)
             for answer in answers[1:]:
                 np.testing.assert_array_equal(answer.view(np.uint32), answers[0].view(np.uint32))
@@ -213,9 +264,13 @@ def compare(feast: int, ours: int, rows: int, rounds: int) -> dict[str, Any]:
 
 
 def told(rounds: list[list[float]], feast: list[list[float]]) -> dict[str, Any]:
-    """Of all rounds p50 and p99 in ms; the median of their requests a second; what Feast's p50 is of theirs, round by round."""
+    """Of all rounds p50 and p99 in ms; the median of their requests a second; what Feast's p50 is
+    of theirs, round by round."""
     p50_ms, p99_ms = np.percentile(np.concatenate(rounds), [50, 99]) * 1e3
-    ratios = [statistics.median(theirs) / statistics.median(mine) for mine, theirs in zip(rounds, feast, strict=True)]
+    ratios = [
+        statistics.median(theirs) / statistics.median(mine)
+        for mine, theirs in zip(rounds, feast, strict=True)
+    ]
     per_s = statistics.median(len(one) / sum(one) for one in rounds)
     return {"p50_ms": float(p50_ms), "p99_ms": float(p99_ms), "per_s": per_s, "ratios": ratios}
 
@@ -236,16 +291,26 @@ def main() -> None:
                 with feast_server(folder, python) as feast, our_server(folder) as ours:
                     found[kind] = compare(feast, ours, rows, rounds)
     lines = [
-        f"{rows:,} rows of {DIM} float32 and 3 more, one connection; p50 / p99 ms, requests/s; Feast's p50 as a multiple of ours, median of {rounds} rounds [range]"
+        f"{rows:,} rows of {DIM} float32 and 3 more, one connection; p50 / p99 ms, requests/s;"
+        f" Feast's p50 as a multiple of ours, median of {rounds} rounds [range]"
     ]
     for kind, figures in found.items():
         for count, sides in figures.items():
-            lines.append(f"{count} key{'s' * (count != '1')}: Feast over {STORES[kind]} " + _times(sides["feast"]))
+            lines.append(
+                f"{count} key{'s' * (count != '1')}: Feast over {STORES[kind]} "
+                + _times(sides["feast"])
+            )
             for side, of in sides.items():
                 if side == "feast":
                     continue
-                shown = f"{statistics.median(of['ratios']):.1f} × [{min(of['ratios']):.1f} to {max(of['ratios']):.1f}]"
-                lines.append(f"  we over {kind}, {'Arrow' if side == 'arrow' else 'JSON'} {_times(of)}: {shown}")
+                shown = (
+                    f"{statistics.median(of['ratios']):.1f} × [{min(of['ratios']):.1f} to"
+                    f" {max(of['ratios']):.1f}]"
+                )
+                lines.append(
+                    f"  we over {kind}, {'Arrow' if side == 'arrow' else 'JSON'} {_times(of)}:"
+                    f" {shown}"
+                )
     report("serve_feast", lines, {"rows": rows, "rounds": rounds, "stores": found})
 
 

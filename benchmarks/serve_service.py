@@ -1,10 +1,13 @@
-"""A service of four views, 100 entities as Arrow in one request, against the lookups of its four views alone, one of which is the slowest.
+"""A service of four views, 100 entities as Arrow in one request, against the lookups of its four
+views alone, one of which is the slowest.
 
     python -m benchmarks.serve_service [rows] [rounds]
 
-``precompute serve`` over table files with one worker and a core of its own, the client on another; one connection, one request at a time, and all five take turns: by
-``Client``, from keys to a table, and by a socket alone, from a request's bytes to an answer's. And in process, where there is no round trip to share: what is computed, as CPU
-time. Every value of the joined rows must be the lookup's.
+``precompute serve`` over table files with one worker and a core of its own, the client on another;
+one connection, one request at a time, and all five take turns: by ``Client``, from keys to a table,
+and by a socket alone, from a request's bytes to an answer's. And in process, where there is no
+round trip to share: what is computed, as CPU time. Every value of the joined rows must be the
+lookup's.
 """
 
 from __future__ import annotations
@@ -39,7 +42,10 @@ VIEWS: dict[str, Shapes] = {
     "embedding": {"vector": {"dtype": "float32", "dim": 384}},
     "taste": {"vector": {"dtype": "float32", "dim": 64}},
     "profile": {f"n{i}": {"dtype": "float32"} for i in range(8)},
-    "picks": {"items": {"dtype": "int64", "max_items": 20}, "scores": {"dtype": "float32", "max_items": 20}},
+    "picks": {
+        "items": {"dtype": "int64", "max_items": 20},
+        "scores": {"dtype": "float32", "max_items": 20},
+    },
 }
 """View → its features: vectors, numbers, lists."""
 
@@ -57,34 +63,61 @@ class Made:
     def compute(self, batch: pa.RecordBatch) -> dict[str, Any]:
         """See :class:`precompute.model.Model`."""
         x = np.asarray(batch.column("x"), np.float64)
-        return {name: self._values(x, number, shape) for number, (name, shape) in enumerate(self._shapes.items(), 1)}
+        return {
+            name: self._values(x, number, shape)
+            for number, (name, shape) in enumerate(self._shapes.items(), 1)
+        }
 
     def _values(self, x: np.ndarray[Any, Any], number: int, shape: dict[str, Any]) -> Any:
         if "max_items" in shape:
-            return list((np.floor(x * 1e6)[:, None] + np.arange(shape["max_items"])).astype(shape["dtype"]))
-        return np.sin(x[:, None] * np.arange(1, shape["dim"] + 1)) if "dim" in shape else np.sin(x * number)
+            return list(
+                (np.floor(x * 1e6)[:, None] + np.arange(shape["max_items"])).astype(shape["dtype"])
+            )
+        return (
+            np.sin(x[:, None] * np.arange(1, shape["dim"] + 1))
+            if "dim" in shape
+            else np.sin(x * number)
+        )
 
 
 def published(folder: Path, rows: int, views: dict[str, Shapes] = VIEWS) -> None:
     """A project of these views, with their rows live, and the service over them."""
-    pq.write_table(pa.table({"id": np.arange(rows), "x": np.random.default_rng(0).random(rows)}), folder / "rows.parquet")
-    (folder / "project.yaml").write_text(yaml.safe_dump({"root": "./var", "online": "table:./var/online"}))
+    pq.write_table(
+        pa.table({"id": np.arange(rows), "x": np.random.default_rng(0).random(rows)}),
+        folder / "rows.parquet",
+    )
+    (folder / "project.yaml").write_text(
+        yaml.safe_dump({"root": "./var", "online": "table:./var/online"})
+    )
     for name in ("views", "services"):
         (folder / name).mkdir()
     sql = f"SELECT id, x FROM read_parquet('{folder}/rows.parquet')"
     for name, shapes in views.items():
         model = {"use": "benchmarks.serve_service:Made", "args": {"shapes": shapes}}
-        view = {"name": name, "entity": ["id"], "source": {"sql": sql}, "model": model, "features": shapes, "ttl": "1d"}
+        view = {
+            "name": name,
+            "entity": ["id"],
+            "source": {"sql": sql},
+            "model": model,
+            "features": shapes,
+            "ttl": "1d",
+        }
         (folder / "views" / f"{name}.yaml").write_text(yaml.safe_dump(view))
         assert run_view(Project(folder), name, Silent(), RunOptions()).status == "published"
-    service = {"name": SERVICE, "entity": ["id"], "views": {name: list(shapes) for name, shapes in views.items()}}
+    service = {
+        "name": SERVICE,
+        "entity": ["id"],
+        "views": {name: list(shapes) for name, shapes in views.items()},
+    }
     (folder / "services" / f"{SERVICE}.yaml").write_text(yaml.safe_dump(service))
 
 
 def requests_of(side: str, keys: list[list[str]]) -> list[bytes]:
     """Requests to a view, or of the service."""
     if side == SERVICE:
-        return [_post(f"/v1/services/{SERVICE}", {"entities": {"id": some}}, ARROW) for some in keys]
+        return [
+            _post(f"/v1/services/{SERVICE}", {"entities": {"id": some}}, ARROW) for some in keys
+        ]
     return [_post(f"/v1/views/{side}/lookup", {"keys": some}, ARROW) for some in keys]
 
 
@@ -97,9 +130,12 @@ def check_equal(joined: pa.Table, alone: dict[str, pa.Table]) -> None:
 
 
 def timed(
-    ask: dict[str, Callable[[int], Any]], rounds: int, clock: Callable[[], float] = time.perf_counter
+    ask: dict[str, Callable[[int], Any]],
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Side → the median time of a request in each round, ms; ``ask`` sends the request of a number."""
+    """Side → the median time of a request in each round, ms; ``ask`` sends the request of a
+    number."""
     medians: dict[str, list[float]] = {side: [] for side in ask}
     for _ in range(rounds):
         seconds: dict[str, list[float]] = {side: [] for side in ask}
@@ -116,7 +152,9 @@ def timed(
 def in_process(folder: Path, keys: list[list[str]], rounds: int) -> dict[str, list[float]]:
     """Side → the median CPU time of a lookup in each round, ms."""
     project = Project(folder)
-    with contextlib.closing(Lookup.open(project.online, project.root, [project.service(SERVICE)])) as lookup:
+    with contextlib.closing(
+        Lookup.open(project.online, project.root, [project.service(SERVICE)])
+    ) as lookup:
 
         def one_of(side: str) -> Callable[[int], Any]:
             if side == SERVICE:
@@ -158,23 +196,34 @@ def main() -> None:
             found = measured(port, keys, rounds)
         found["Lookup, CPU"] = in_process(Path(name), keys, rounds)
     lines = [
-        f"{KEYS} of {rows:,} entities, Arrow, one connection; medians of {rounds} rounds of {REQUESTS}, in turn, and the ratios' range"
+        f"{KEYS} of {rows:,} entities, Arrow, one connection; medians of {rounds} rounds of"
+        f" {REQUESTS}, in turn, and the ratios' range"
     ]
     ratios = {}
     for how, medians in found.items():
         ms = {side: statistics.median(times) for side, times in medians.items()}
         slowest = max(VIEWS, key=ms.__getitem__)
         ratios[how] = {
-            "of_slowest": [joined / alone for joined, alone in zip(medians[SERVICE], medians[slowest], strict=True)],
-            "of_all_four": [joined / sum(medians[view][i] for view in VIEWS) for i, joined in enumerate(medians[SERVICE])],
+            "of_slowest": [
+                joined / alone
+                for joined, alone in zip(medians[SERVICE], medians[slowest], strict=True)
+            ],
+            "of_all_four": [
+                joined / sum(medians[view][i] for view in VIEWS)
+                for i, joined in enumerate(medians[SERVICE])
+            ],
         }
         of_slowest, of_all = (ratios[how][name] for name in ("of_slowest", "of_all_four"))
         lines += [
             f"{how}: lookups alone "
             + ", ".join(f"{view} {ms[view]:.3f} ms" for view in VIEWS)
             + f"; the service {ms[SERVICE]:.3f}",
-            f"  {statistics.median(of_slowest):.2f} × the slowest, {slowest} [{min(of_slowest):.2f} to {max(of_slowest):.2f}]; "
-            f"{statistics.median(of_all):.2f} × all four one after the other [{min(of_all):.2f} to {max(of_all):.2f}]",
+            (
+                f"  {statistics.median(of_slowest):.2f} × the slowest, {slowest}"
+                f" [{min(of_slowest):.2f} to {max(of_slowest):.2f}];"
+                f" {statistics.median(of_all):.2f} × all four one after the other"
+                f" [{min(of_all):.2f} to {max(of_all):.2f}]"
+            ),
         ]
     report("serve_service", lines, {"rows": rows, "rounds": rounds, "ms": found, "ratios": ratios})
 

@@ -1,5 +1,7 @@
-"""A service of three views, 100 entities, in process: ours against Feast 0.67's by its SDK, over the rows of the same committed snapshots. Both over one Redis, then Feast over
-SQLite and we over table files. The two take turns, request by request, each in a process of its own; every value must be equal bit by bit.
+"""A service of three views, 100 entities, in process: ours against Feast 0.67's by its SDK, over
+the rows of the same committed snapshots. Both over one Redis, then Feast over SQLite and we over
+table files. The two take turns, request by request, each in a process of its own; every value must
+be equal bit by bit.
 
     python -m benchmarks.service_feast [rows] [requests]
 
@@ -41,12 +43,21 @@ def feast_of(folder: Path, kind: str, redis: str, python: str) -> subprocess.Pop
     views = {}
     for name, shapes in THREE.items():
         (parts,) = (folder / "var" / name / "data").iterdir()
-        views[name] = {"parts": str(parts), "features": {feature: shape.get("dim", 0) for feature, shape in shapes.items()}}
+        views[name] = {
+            "parts": str(parts),
+            "features": {feature: shape.get("dim", 0) for feature, shape in shapes.items()},
+        }
     online: dict[str, Any] = {"type": "sqlite", "path": str(folder / "feast.db")}
     if kind == "Redis":
-        online = {"type": "redis", "connection_string": redis.removeprefix("redis://").partition("/")[0], "skip_dedup": True}
+        online = {
+            "type": "redis",
+            "connection_string": redis.removeprefix("redis://").partition("/")[0],
+            "skip_dedup": True,
+        }
     command = [python, str(PEER), str(folder), json.dumps(views), json.dumps(online)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
 
 
 def said(process: subprocess.Popen[str]) -> Any:
@@ -58,13 +69,17 @@ def said(process: subprocess.Popen[str]) -> Any:
     sys.exit("Feast's process ended without an answer")
 
 
-def measured(folder: Path, kind: str, redis: str, python: str, keys: list[list[int]]) -> dict[str, list[float]]:
+def measured(
+    folder: Path, kind: str, redis: str, python: str, keys: list[list[int]]
+) -> dict[str, list[float]]:
     """Side → seconds of each request, and of CPU."""
     settings = {"root": "./var", "online": redis if kind == "Redis" else "table:./var/online"}
     (folder / "project.yaml").write_text(yaml.safe_dump(settings))
     project = Project(folder)
     for name in THREE:
-        assert run_view(project, name, Silent(), RunOptions(command="publish", reload=True)).status in ("published", "unchanged")
+        assert run_view(
+            project, name, Silent(), RunOptions(command="publish", reload=True)
+        ).status in ("published", "unchanged")
     seconds: dict[str, list[float]] = {"feast": [], "ours": [], "feast CPU": [], "ours CPU": []}
     lookup = Lookup.open(project.online, project.root)
     service = project.service(SERVICE)
@@ -76,7 +91,8 @@ def measured(folder: Path, kind: str, redis: str, python: str, keys: list[list[i
             for name in shapes:
                 mine = np.array(ours[f"{view}__{name}"].to_pylist(), np.float32)
                 np.testing.assert_array_equal(
-                    np.array(theirs[f"{view}__{name}"], np.float32).view(np.uint32), mine.view(np.uint32)
+                    np.array(theirs[f"{view}__{name}"], np.float32).view(np.uint32),
+                    mine.view(np.uint32),
                 )
         for number, some in enumerate(keys):
             print(number, file=feast.stdin, flush=True)
@@ -97,7 +113,8 @@ def main() -> None:
     python, found = feast_python(), dict[str, Any]()
     keys = np.random.default_rng(1).integers(0, rows, (requests, KEYS))
     lines = [
-        f"{KEYS} of {rows:,} entities, three views of 384 and 64 float32 and 8 numbers; medians of {requests} requests, in turn"
+        f"{KEYS} of {rows:,} entities, three views of 384 and 64 float32 and 8 numbers; medians of"
+        f" {requests} requests, in turn"
     ]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -107,10 +124,17 @@ def main() -> None:
             with RedisProcess(newest_redis(), folder) as redis:
                 seconds = measured(folder, kind, redis.url(), python, keys.tolist())
             ms = {side: statistics.median(times) * 1e3 for side, times in seconds.items()}
-            found[kind] = {"ms": ms, "ratio": ms["feast"] / ms["ours"], "cpu_ratio": ms["feast CPU"] / ms["ours CPU"]}
+            found[kind] = {
+                "ms": ms,
+                "ratio": ms["feast"] / ms["ours"],
+                "cpu_ratio": ms["feast CPU"] / ms["ours CPU"],
+            }
             lines.append(
-                f"{kind}: Lookup.service {ms['ours']:.3f} ms, Feast's get_online_features().to_dict() over {peer} {ms['feast']:.1f}: {found[kind]['ratio']:.1f} ×, "
-                f"by CPU of the process {found[kind]['cpu_ratio']:.1f} × ({ms['feast CPU']:.2f} against {ms['ours CPU']:.3f})"
+                f"{kind}: Lookup.service {ms['ours']:.3f} ms, Feast's"
+                f" get_online_features().to_dict() over {peer} {ms['feast']:.1f}:"
+                f" {found[kind]['ratio']:.1f} ×, by CPU of the process"
+                f" {found[kind]['cpu_ratio']:.1f} × ({ms['feast CPU']:.2f} against"
+                f" {ms['ours CPU']:.3f})"
             )
     report("service_feast", lines, {"rows": rows, "requests": requests, "stores": found})
 

@@ -1,4 +1,5 @@
-"""Whether the past is what was served: random histories of real runs, what lookups were answered meanwhile, and what is told of it afterwards, key by key."""
+"""Whether the past is what was served: random histories of real runs, what lookups were answered
+meanwhile, and what is told of it afterwards, key by key."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ class Double:
 
     def unusable(self, batch: pa.RecordBatch) -> dict[int, str]:
         """Rows without an input."""
-        return {row: "it has no x" for row, x in enumerate(batch.column("x").to_pylist()) if x is None}
+        return {
+            row: "it has no x" for row, x in enumerate(batch.column("x").to_pylist()) if x is None
+        }
 
     def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
         """Twice the input."""
@@ -59,7 +62,8 @@ class Double:
 
 @dataclass
 class Recorded:
-    """What lookups answered at one time (µs since 1970), by key; keys without a row in the store are not there."""
+    """What lookups answered at one time (µs since 1970), by key; keys without a row in the store
+    are not there."""
 
     at_us: int
     rows: dict[int, Value]
@@ -67,7 +71,8 @@ class Recorded:
 
 @dataclass
 class History:
-    """A project, and what is done to its one view: random, but for the clock's time the same with each ``seed``."""
+    """A project, and what is done to its one view: random, but for the clock's time the same with
+    each ``seed``."""
 
     folder: Path
     seed: int
@@ -78,7 +83,9 @@ class History:
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
         self.partitioned = self.seed % 2 == 1
-        self.days: dict[int, dict[int, float | None]] = {0: {key: float(key) for key in range(KEYS)}}
+        self.days: dict[int, dict[int, float | None]] = {
+            0: {key: float(key) for key in range(KEYS)}
+        }
         (self.folder / "views").mkdir(parents=True)
         settings = {
             "root": "./var",
@@ -100,7 +107,11 @@ class History:
             "max_rejected": 1.0,
             "bad_rows": self.random.choice(["reject", "null"]),
             "gates": {"coverage": None, "rows": None, "drift": None},
-            **({"partition": {"by": "day", "start": f"{FIRST_DAY:%Y-%m-%d}", "empty": empty}} if self.partitioned else {}),
+            **(
+                {"partition": {"by": "day", "start": f"{FIRST_DAY:%Y-%m-%d}", "empty": empty}}
+                if self.partitioned
+                else {}
+            ),
         }
         (self.folder / "project.yaml").write_text(yaml.safe_dump(settings))
         (self.folder / "views" / f"{VIEW}.yaml").write_text(yaml.safe_dump(view))
@@ -121,18 +132,37 @@ class History:
                     self.recorded.append(looked_up(online))
 
     def _steps(self) -> Sequence[Callable[[], object]]:
-        partitioned = (self._next_day, self._next_day, self._empty_day, self._earlier_day) if self.partitioned else ()
-        again = (self._again, self._again, self._rollback, self._publish, self._materialize, self._reload, self._drop, self._full)
+        partitioned = (
+            (self._next_day, self._next_day, self._empty_day, self._earlier_day)
+            if self.partitioned
+            else ()
+        )
+        again = (
+            self._again,
+            self._again,
+            self._rollback,
+            self._publish,
+            self._materialize,
+            self._reload,
+            self._drop,
+            self._full,
+        )
         return (self._changed, self._changed, self._changed, *partitioned, *again)
 
     def _run(self, day: int | None = None, **options: object) -> None:
         day = max(self.days) if day is None else day
-        rows = [(key, x, number) for number, of_day in self.days.items() for key, x in of_day.items()]
+        rows = [
+            (key, x, number) for number, of_day in self.days.items() for key, x in of_day.items()
+        ]
         columns = {
             "id": pa.array([key for key, _, _ in rows], pa.int64()),
             "x": pa.array([x for _, x, _ in rows], pa.float64()),
             "day": pa.array(
-                [(FIRST_DAY + timedelta(days=number)).replace(tzinfo=None) for _, _, number in rows], pa.timestamp("us")
+                [
+                    (FIRST_DAY + timedelta(days=number)).replace(tzinfo=None)
+                    for _, _, number in rows
+                ],
+                pa.timestamp("us"),
             ),
         }
         pq.write_table(pa.table(columns), self.folder / "data.parquet")
@@ -180,12 +210,20 @@ class History:
 
     def _publish(self) -> None:
         run_view(
-            self.project, VIEW, Silent(), RunOptions(command="publish", number=self.random.choice(self.store.numbers() or [1]))
+            self.project,
+            VIEW,
+            Silent(),
+            RunOptions(command="publish", number=self.random.choice(self.store.numbers() or [1])),
         )
 
     def _reload(self) -> None:
         ref = self.store.refs.live()
-        run_view(self.project, VIEW, Silent(), RunOptions(command="publish", number=ref.snapshot if ref else None, reload=True))
+        run_view(
+            self.project,
+            VIEW,
+            Silent(),
+            RunOptions(command="publish", number=ref.snapshot if ref else None, reload=True),
+        )
 
     def _drop(self) -> None:
         if self.random.random() < 0.3:
@@ -198,12 +236,16 @@ class History:
         return len(self.recorded) * KEYS
 
     def differences(self) -> Iterator[str]:
-        """What reading, joining or explaining tells otherwise than lookups were answered, in words."""
+        """What reading, joining or explaining tells otherwise than lookups were answered, in
+        words."""
         asked = [(recorded, key) for recorded in self.recorded for key in range(KEYS)]
         for way, told in (("join", self._joined(asked)), ("read", self._read(asked))):
             for (recorded, key), value in zip(asked, told, strict=True):
                 if value != recorded.rows.get(key):
-                    yield f"{way}: key {key} at {recorded.at_us}: {value}, and a lookup was answered {recorded.rows.get(key)}"
+                    yield (
+                        f"{way}: key {key} at {recorded.at_us}: {value}, and a lookup was answered"
+                        f" {recorded.rows.get(key)}"
+                    )
         for key in range(EXPLAINED):
             yield from self._explained(key)
 
@@ -216,7 +258,10 @@ class History:
             return [None] * len(asked)
         computed = found[f"{VIEW}__computed_at"].to_pylist()
         doubles = found[f"{VIEW}__double"].to_pylist()
-        return [None if at is None else (double, at) for double, at in zip(doubles, computed, strict=True)]
+        return [
+            None if at is None else (double, at)
+            for double, at in zip(doubles, computed, strict=True)
+        ]
 
     def _read(self, asked: Sequence[tuple[Recorded, int]]) -> list[Value | None]:
         tables: dict[int, dict[int, Value]] = {}
@@ -225,7 +270,9 @@ class History:
                 rows = read(self.store, as_datetime(recorded.at_us)).to_pylist()
             except SnapshotError:
                 rows = []
-            tables[recorded.at_us] = {row["id"]: (row["double"], row["computed_at"]) for row in rows}
+            tables[recorded.at_us] = {
+                row["id"]: (row["double"], row["computed_at"]) for row in rows
+            }
         return [tables[recorded.at_us].get(key) for recorded, key in asked]
 
     def _explained(self, key: int) -> Iterator[str]:
@@ -238,10 +285,15 @@ class History:
             told = [
                 (version.features["double"], version.computed_at)
                 for version in versions
-                if any(since <= at and (until is None or at < until) for since, until in version.served)
+                if any(
+                    since <= at and (until is None or at < until) for since, until in version.served
+                )
             ]
             if told != [value for value in [recorded.rows.get(key)] if value is not None]:
-                yield f"explain: key {key} at {recorded.at_us}: {told}, and a lookup was answered {recorded.rows.get(key)}"
+                yield (
+                    f"explain: key {key} at {recorded.at_us}: {told}, and a lookup was answered"
+                    f" {recorded.rows.get(key)}"
+                )
 
 
 def looked_up(online: object) -> Recorded:
@@ -254,12 +306,20 @@ def looked_up(online: object) -> Recorded:
 
     lookup = Lookup(online, clock=clock)  # type: ignore[arg-type]
     try:
-        answer = lookup.get(VIEW, list(range(KEYS))).select(["key", "status", "double", "computed_at"]).to_pylist()
+        answer = (
+            lookup.get(VIEW, list(range(KEYS)))
+            .select(["key", "status", "double", "computed_at"])
+            .to_pylist()
+        )
     except RequestError:
         # no such view
         clock()
         answer = []
-    rows = {int(row["key"]): (row["double"], row["computed_at"]) for row in answer if row["status"] != "missing"}
+    rows = {
+        int(row["key"]): (row["double"], row["computed_at"])
+        for row in answer
+        if row["status"] != "missing"
+    }
     return Recorded(int(last[0] * 1e6), rows)
 
 
@@ -275,14 +335,23 @@ def main() -> None:
             found = list(history.differences())
             questions, differ = questions + history.questions(), differ + len(found)
             missing += sum(KEYS - len(recorded.rows) for recorded in history.recorded)
-            done = {name: done.get(name, 0) + history.done.get(name, 0) for name in done | history.done}
+            done = {
+                name: done.get(name, 0) + history.done.get(name, 0) for name in done | history.done
+            }
             for line in found[:5]:
                 print(f"seed {seed}: {line}")
     report(
         "store_as_of",
         [
-            f"{questions:,} questions of {HISTORIES} random histories, {missing / questions:.0%} answered with no row: {differ:,} are told otherwise afterwards",
-            f"what was done: {', '.join(f'{name} {count}' for name, count in sorted(done.items()))}",
+            (
+                f"{questions:,} questions of {HISTORIES} random histories,"
+                f" {missing / questions:.0%} answered with no row: {differ:,} are told otherwise"
+                " afterwards"
+            ),
+            (
+                "what was done:"
+                f" {', '.join(f'{name} {count}' for name, count in sorted(done.items()))}"
+            ),
         ],
         {"questions": questions, "missing": missing, "differ": differ, "done": done},
     )

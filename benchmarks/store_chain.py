@@ -1,4 +1,5 @@
-"""Reading a live view of 1 M × 384 float16 through a chain of eight deltas of 1 %, against the same rows compacted."""
+"""Reading a live view of 1 M × 384 float16 through a chain of eight deltas of 1 %, against the same
+rows compacted."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ DELTAS = 8
 DELTA_ROWS = ROWS // 100
 ROUNDS = 3
 
-VIEW = FeatureView("vectors", ("id",), (Feature("vector", "float16", DIM),), ttl_s=86400, stale_for_s=86400)
+VIEW = FeatureView(
+    "vectors", ("id",), (Feature("vector", "float16", DIM),), ttl_s=86400, stale_for_s=86400
+)
 
 
 def rows(ids: np.ndarray, rng: np.random.Generator) -> pa.Table:
@@ -58,13 +61,24 @@ def chained(store: ViewStore, rng: np.random.Generator) -> Snapshot:
     for number in range(DELTAS):
         ids = at[number :: ROWS // DELTA_ROWS][:DELTA_ROWS]
         part = store.write_part(f"delta{number}", "part-00000.parquet", rows(ids, rng))
-        names = pa.DictionaryArray.from_arrays(pa.array(ids // PART_ROWS, pa.int32()), pa.array([p.path for p in parts]))
+        names = pa.DictionaryArray.from_arrays(
+            pa.array(ids // PART_ROWS, pa.int32()), pa.array([p.path for p in parts])
+        )
         table = pa.Table.from_arrays(
-            [names, pa.array(ids % PART_ROWS), pa.repeat(False, len(ids)), pa.array(ids)], names=[*DELETES_SCHEMA.names, "key_id"]
+            [names, pa.array(ids % PART_ROWS), pa.repeat(False, len(ids)), pa.array(ids)],
+            names=[*DELETES_SCHEMA.names, "key_id"],
         )
         deletes = store.write_part(f"delta{number}", "deletes.parquet", table)
         counts = Counts(ROWS, DELTA_ROWS, unchanged=ROWS - DELTA_ROWS)
-        last = commit(store, f"delta{number}", [part], counts=counts, kind="delta", parent=last.number, deletes=deletes)
+        last = commit(
+            store,
+            f"delta{number}",
+            [part],
+            counts=counts,
+            kind="delta",
+            parent=last.number,
+            deletes=deletes,
+        )
     return last
 
 
@@ -81,7 +95,10 @@ def compacted(store: ViewStore, chain: Snapshot) -> Snapshot:
         if gathered:
             yield pa.Table.from_batches(gathered)
 
-    parts = [store.write_part("compact", f"part-{i:05d}.parquet", table) for i, table in enumerate(tables())]
+    parts = [
+        store.write_part("compact", f"part-{i:05d}.parquet", table)
+        for i, table in enumerate(tables())
+    ]
     return commit(store, "compact", parts, counts=Counts(ROWS, ROWS))
 
 
@@ -103,8 +120,8 @@ def main() -> None:
     report(
         "store_chain",
         [
-            f"{ROWS:,} × {DIM} float16 through {DELTAS} deltas: {ROWS / through:,.0f} rows/s; compacted: {ROWS / alone:,.0f} rows/s; "
-            f"ratio {alone / through:.2f}"
+            f"{ROWS:,} × {DIM} float16 through {DELTAS} deltas: {ROWS / through:,.0f} rows/s;"
+            f" compacted: {ROWS / alone:,.0f} rows/s; ratio {alone / through:.2f}"
         ],
         {"chain_s": through, "compacted_s": alone, "ratio": alone / through},
     )

@@ -1,4 +1,5 @@
-"""What a run costs besides its rows, after 1,000 snapshots against after 2; and the manifests a partition's run reads after 4,000 partitions."""
+"""What a run costs besides its rows, after 1,000 snapshots against after 2; and the manifests a
+partition's run reads after 4,000 partitions."""
 
 from __future__ import annotations
 
@@ -49,7 +50,12 @@ class Double:
 def project(folder: Path, partitioned: bool) -> Project:
     """A view of :data:`ROWS` rows."""
     (folder / "views").mkdir(parents=True)
-    settings = {"root": "./var", "online": "table:./var/online", "vars": {"data": "./"}, "retention": {"keep": 3, "grace": "1d"}}
+    settings = {
+        "root": "./var",
+        "online": "table:./var/online",
+        "vars": {"data": "./"},
+        "retention": {"keep": 3, "grace": "1d"},
+    }
     day = " WHERE $start < $end" if partitioned else ""
     view = {
         "name": VIEW,
@@ -81,11 +87,20 @@ def add_past(store: ViewStore, snapshot: Snapshot, count: int, partitions: bool)
         run = f"2010{snapshot.number + number:011d}.000000Z-abcdef"
         folder = store.data / run
         folder.mkdir()
-        parts = tuple(replace(part, path=f"data/{run}/{Path(part.path).name}") for part in snapshot.parts)
+        parts = tuple(
+            replace(part, path=f"data/{run}/{Path(part.path).name}") for part in snapshot.parts
+        )
         for old, new in zip(snapshot.parts, parts, strict=True):
             os.link(store.folder / old.path, store.folder / new.path)
         day = str(containing("day", FIRST_DAY + timedelta(days=number))) if partitions else None
-        made = replace(snapshot, number=snapshot.number + 1 + number, run=run, parts=parts, partition=day, created_at=utc_now())
+        made = replace(
+            snapshot,
+            number=snapshot.number + 1 + number,
+            run=run,
+            parts=parts,
+            partition=day,
+            created_at=utc_now(),
+        )
         # Not by store.commit: thousands of fsyncs would take minutes.
         store.manifest_path(made.number).write_bytes(made.to_bytes())
         store.runs.path(run).write_bytes(sealed(replace(last, run=run, partition=day)))
@@ -102,7 +117,8 @@ def bookkeeping_s(project: Project, changed: int) -> float:
 
 
 def of_a_run() -> tuple[float, float]:
-    """Median bookkeeping after :data:`FEW` and after :data:`MANY` snapshots, the runs taken in turn."""
+    """Median bookkeeping after :data:`FEW` and after :data:`MANY` snapshots, the runs taken in
+    turn."""
     with tempfile.TemporaryDirectory() as folder:
         projects = []
         for count in (FEW, MANY):
@@ -113,13 +129,16 @@ def of_a_run() -> tuple[float, float]:
             add_past(store, store.snapshot(first), count - 1, partitions=False)
             bookkeeping_s(made, 1)  # the newest is its own again, and what is derived is there
             projects.append(made)
-        times = [[bookkeeping_s(made, 2 + changed) for made in projects] for changed in range(ROUNDS)]
+        times = [
+            [bookkeeping_s(made, 2 + changed) for made in projects] for changed in range(ROUNDS)
+        ]
     few, many = (statistics.median(t[i] for t in times) for i in (0, 1))
     return few, many
 
 
 def of_a_partition() -> tuple[int, float]:
-    """Manifests that the run of one more partition reads after :data:`PARTITIONS` others, and its bookkeeping in seconds."""
+    """Manifests that the run of one more partition reads after :data:`PARTITIONS` others, and its
+    bookkeeping in seconds."""
     with tempfile.TemporaryDirectory() as folder:
         made = project(Path(folder) / "days", partitioned=True)
         store = made.offline.view(VIEW)
@@ -139,9 +158,18 @@ def of_a_partition() -> tuple[int, float]:
                 started = time.perf_counter()
                 at = FIRST_DAY + timedelta(days=PARTITIONS + day)
                 done = run_view(
-                    made, VIEW, Silent(), RunOptions(command="materialize", partition=Partition.parse(str(containing("day", at))))
+                    made,
+                    VIEW,
+                    Silent(),
+                    RunOptions(
+                        command="materialize", partition=Partition.parse(str(containing("day", at)))
+                    ),
                 )
-                seconds = time.perf_counter() - started - sum(done.stages_s.get(stage, 0.0) for stage in OF_ROWS)
+                seconds = (
+                    time.perf_counter()
+                    - started
+                    - sum(done.stages_s.get(stage, 0.0) for stage in OF_ROWS)
+                )
     return len(seen), seconds
 
 
@@ -152,10 +180,22 @@ def main() -> None:
     report(
         "store_history",
         [
-            f"a run besides its rows: after {FEW} snapshots {few * 1e3:.1f} ms, after {MANY:,} {many * 1e3:.1f} ms; ratio {many / few:.2f}",
-            f"one more partition after {PARTITIONS:,}: reads {manifests:,} manifests, {seconds * 1e3:.1f} ms besides its rows",
+            (
+                f"a run besides its rows: after {FEW} snapshots {few * 1e3:.1f} ms, after {MANY:,}"
+                f" {many * 1e3:.1f} ms; ratio {many / few:.2f}"
+            ),
+            (
+                f"one more partition after {PARTITIONS:,}: reads {manifests:,} manifests,"
+                f" {seconds * 1e3:.1f} ms besides its rows"
+            ),
         ],
-        {"few_s": few, "many_s": many, "ratio": many / few, "manifests_read": manifests, "partition_s": seconds},
+        {
+            "few_s": few,
+            "many_s": many,
+            "ratio": many / few,
+            "manifests_read": manifests,
+            "partition_s": seconds,
+        },
     )
 
 

@@ -1,5 +1,6 @@
-"""A delta of 1 %: 10 M cheap rows, and 3 M rows whose feature is a vector of 64 floats. What planning takes (seconds, peak memory of its process), and what the
-whole delta takes as a share of the full run, by the clock and by the CPU.
+"""A delta of 1 %: 10 M cheap rows, and 3 M rows whose feature is a vector of 64 floats. What
+planning takes (seconds, peak memory of its process), and what the whole delta takes as a share of
+the full run, by the clock and by the CPU.
 
     python -m benchmarks.store_plan [cheap | floats] [rows]
 """
@@ -45,7 +46,8 @@ class Half:
 
 
 class Spread:
-    """``x`` → ``vector``, :data:`DIM` float32: a model that costs little more than the memory it fills."""
+    """``x`` → ``vector``, :data:`DIM` float32: a model that costs little more than the memory it
+    fills."""
 
     def fingerprint(self) -> str:
         """See :class:`precompute.model.Model`."""
@@ -53,19 +55,28 @@ class Spread:
 
     def compute(self, batch: pa.RecordBatch) -> dict[str, Any]:
         """See :class:`precompute.model.Model`."""
-        x = np.asarray(batch.column("x"), np.float32) + np.asarray(batch.column("price"), np.float32)
+        x = np.asarray(batch.column("x"), np.float32) + np.asarray(
+            batch.column("price"), np.float32
+        )
         return {"vector": np.sin(x[:, None] * np.arange(1, DIM + 1, dtype=np.float32))}
 
 
-def write_project(folder: Path, rows: int, changed: float, case: str = "cheap", step: int = 1) -> Project:
-    """A project over ``rows`` generated rows, of which a share has another value than at the step before; at each step others, until all had their turn."""
+def write_project(
+    folder: Path, rows: int, changed: float, case: str = "cheap", step: int = 1
+) -> Project:
+    """A project over ``rows`` generated rows, of which a share has another value than at the step
+    before; at each step others, until all had their turn."""
     (folder / "views").mkdir(exist_ok=True)
     view = {
         "name": "items",
         "entity": ["id"],
         "source": {"sql": "SELECT * FROM read_parquet('${data}/items.parquet')"},
         "model": {"use": f"benchmarks.store_plan:{'Half' if case == 'cheap' else 'Spread'}"},
-        "features": {"half": {"dtype": "float32"}} if case == "cheap" else {"vector": {"dtype": "float32", "dim": DIM}},
+        "features": (
+            {"half": {"dtype": "float32"}}
+            if case == "cheap"
+            else {"vector": {"dtype": "float32", "dim": DIM}}
+        ),
         "ttl": "1d",
     }
     (folder / "views" / "items.yaml").write_text(yaml.safe_dump(view))
@@ -75,8 +86,8 @@ def write_project(folder: Path, rows: int, changed: float, case: str = "cheap", 
     bump = f"greatest(0, ({step - 1} - i % {turns} + {turns}) // {turns})" if changed else "0"
     with duckdb.connect() as connection:
         connection.execute(
-            f"COPY (SELECT i AS id, 'title of item ' || i AS title, i % 1000 + {bump} AS x, i / 7.0 AS price "
-            f"FROM range({rows}) t(i)) TO '{folder}/items.parquet'"
+            f"COPY (SELECT i AS id, 'title of item ' || i AS title, i % 1000 + {bump} AS x, i / 7.0"
+            f" AS price FROM range({rows}) t(i)) TO '{folder}/items.parquet'"
         )
     return Project(folder)
 
@@ -103,7 +114,9 @@ def measured(case: str, rows: int) -> dict[str, Any]:
         full, full_cpu_s = ran(write_project(folder, rows, 0.0, case))
         project = write_project(folder, rows, CHANGED, case)
         command = [sys.executable, "-m", "benchmarks.store_plan", "--plan", name]
-        plan = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        plan = json.loads(
+            subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        )
         assert plan["changed"] == rows * CHANGED, plan
         delta, delta_cpu_s = ran(project)
     return {
@@ -129,8 +142,12 @@ def main() -> None:
     lines = []
     for case, m in found.items():
         lines += [
-            f"{case}, {m['rows']:,} rows, {CHANGED:.0%} changed: the delta takes {m['ratio']:.2f} of the full run ({m['delta_s']:.1f} s of {m['full_s']:.1f}), "
-            f"{m['cpu_ratio']:.2f} of its CPU ({m['delta_cpu_s']:.1f} s of {m['full_cpu_s']:.1f})",
+            (
+                f"{case}, {m['rows']:,} rows, {CHANGED:.0%} changed: the delta takes"
+                f" {m['ratio']:.2f} of the full run ({m['delta_s']:.1f} s of {m['full_s']:.1f}),"
+                f" {m['cpu_ratio']:.2f} of its CPU ({m['delta_cpu_s']:.1f} s of"
+                f" {m['full_cpu_s']:.1f})"
+            ),
             f"  planning alone: {m['plan_s']:.1f} s, {m['peak_bytes'] / 1e9:.2f} GB at its peak",
             "  full: " + ", ".join(f"{stage} {s:.2f}" for stage, s in m["full_stages_s"].items()),
             "  delta: " + ", ".join(f"{stage} {s:.2f}" for stage, s in m["delta_stages_s"].items()),

@@ -1,5 +1,5 @@
-"""How long a run takes until it computes its first row when 10,000 chunks of an interrupted one are there to be taken over, against the same
-start with none.
+"""How long a run takes until it computes its first row when 10,000 chunks of an interrupted one are
+there to be taken over, against the same start with none.
 """
 
 from __future__ import annotations
@@ -28,8 +28,20 @@ def start_s(project: Project) -> tuple[float, int]:
     """(seconds the plan takes beside reading the source, rows taken over)."""
     made = Report("", "items", "plan")
     started = time.perf_counter()
-    plan = dry_run(Job(project, project.view("items"), project.offline.view("items"), RunOptions(), made, Silent()))
-    return time.perf_counter() - started - made.stages_s["source"] - made.stages_s["open"], plan.diff.resumed
+    plan = dry_run(
+        Job(
+            project,
+            project.view("items"),
+            project.offline.view("items"),
+            RunOptions(),
+            made,
+            Silent(),
+        )
+    )
+    return (
+        time.perf_counter() - started - made.stages_s["source"] - made.stages_s["open"],
+        plan.diff.resumed,
+    )
 
 
 def main() -> None:
@@ -38,13 +50,20 @@ def main() -> None:
         project = write_project(Path(name), CHUNKS * CHUNK_ROWS + 1, 0.0)
         without, _ = start_s(project)
         small = patch.multiple("precompute.jobs.rows.chunks", PART_BYTES=1, WINDOW_ROWS=CHUNK_ROWS)
-        with small, patch.object(ViewStore, "commit", _interrupted), contextlib.suppress(KeyboardInterrupt):
+        with (
+            small,
+            patch.object(ViewStore, "commit", _interrupted),
+            contextlib.suppress(KeyboardInterrupt),
+        ):
             run_view(project, "items", Silent(), RunOptions(command="materialize"))
         resumed, rows = start_s(project)
     assert rows == CHUNKS * CHUNK_ROWS + 1
     report(
         "store_resume",
-        [f"planning with {CHUNKS:,} finished chunks ({rows:,} rows): {resumed:.2f} s; with none: {without:.2f} s"],
+        [
+            f"planning with {CHUNKS:,} finished chunks ({rows:,} rows): {resumed:.2f} s; with none:"
+            f" {without:.2f} s"
+        ],
         {"resume_s": resumed, "without_s": without, "chunks": CHUNKS},
     )
 

@@ -1,4 +1,5 @@
-"""Writing Parquet parts durably, checksums included, against pyarrow's own ``ParquetWriter`` on the same batches with the same settings."""
+"""Writing Parquet parts durably, checksums included, against pyarrow's own ``ParquetWriter`` on the
+same batches with the same settings."""
 
 from __future__ import annotations
 
@@ -29,18 +30,31 @@ def main() -> None:
         folder = Path(name)
         store = OfflineStore(folder).view("vectors")
         for number in range(ROUNDS):
-            peer.append(timed(lambda n=number: write_with_pyarrow(tables, folder / f"peer-{n}", sync=False)))
+            peer.append(
+                timed(lambda n=number: write_with_pyarrow(tables, folder / f"peer-{n}", sync=False))
+            )
             ours.append(timed(lambda n=number: write_parts(store, tables, n)))
-            synced.append(timed(lambda n=number: write_with_pyarrow(tables, folder / f"synced-{n}", sync=True)))
+            synced.append(
+                timed(
+                    lambda n=number: write_with_pyarrow(tables, folder / f"synced-{n}", sync=True)
+                )
+            )
     mb = sum(t.nbytes for t in tables) / 1e6
     times = [statistics.median(t) for t in (ours, peer, synced)]
     report(
         "store_write",
         [
-            f"parts of {PART_ROWS:,} × {DIM} float16, hashed and fsynced: {mb / times[0]:,.0f} MB/s; ParquetWriter, neither: "
-            f"{mb / times[1]:,.0f} MB/s, with fsync: {mb / times[2]:,.0f} MB/s; ratio {times[1] / times[0]:.2f}, with fsync {times[2] / times[0]:.2f}"
+            f"parts of {PART_ROWS:,} × {DIM} float16, hashed and fsynced: {mb / times[0]:,.0f}"
+            f" MB/s; ParquetWriter, neither: {mb / times[1]:,.0f} MB/s, with fsync:"
+            f" {mb / times[2]:,.0f} MB/s; ratio {times[1] / times[0]:.2f}, with fsync"
+            f" {times[2] / times[0]:.2f}"
         ],
-        {"ours_s": times[0], "peer_s": times[1], "peer_synced_s": times[2], "ratio": times[1] / times[0]},
+        {
+            "ours_s": times[0],
+            "peer_s": times[1],
+            "peer_synced_s": times[2],
+            "ratio": times[1] / times[0],
+        },
     )
 
 
@@ -63,7 +77,9 @@ def write_with_pyarrow(tables: list[pa.Table], folder: Path, *, sync: bool) -> N
     folder.mkdir()
     for i, table in enumerate(tables):
         path = folder / f"part-{i:05d}.parquet"
-        with pq.ParquetWriter(path, table.schema, compression="zstd", compression_level=1, use_dictionary=[]) as writer:
+        with pq.ParquetWriter(
+            path, table.schema, compression="zstd", compression_level=1, use_dictionary=[]
+        ) as writer:
             writer.write_table(table)
         if sync:
             with path.open("rb+") as file:

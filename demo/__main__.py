@@ -1,4 +1,5 @@
-"""The demo: real users, items and documents, pre-computed, published and looked up. ``make demo`` runs it."""
+"""The demo: real users, items and documents, pre-computed, published and looked up. ``make demo``
+runs it."""
 
 from __future__ import annotations
 
@@ -32,7 +33,14 @@ from precompute.store.online_url import open_online_store
 from precompute.techniques.machine import has_bf16
 from precompute.text.encoder import kernel
 
-VIEWS = ("item_embedding", "item_labels", "user_vector", "item_vector", "user_recommendations", "doc_embedding")
+VIEWS = (
+    "item_embedding",
+    "item_labels",
+    "user_vector",
+    "item_vector",
+    "user_recommendations",
+    "doc_embedding",
+)
 TUNED_ROWS = 128
 USER = 42
 SENTENCE = "read a file line by line"
@@ -50,7 +58,10 @@ def main() -> int:
         help="a miniature: N users and items (at least 50), a third as many documents, one epoch",
     )
     parser.add_argument(
-        "--documents", type=int, metavar="N", help="the first N documents instead of all: most of its time is theirs"
+        "--documents",
+        type=int,
+        metavar="N",
+        help="the first N documents instead of all: most of its time is theirs",
     )
     arguments = parser.parse_args()
     if arguments.limit is not None and arguments.limit < 50:
@@ -73,39 +84,50 @@ def main() -> int:
         print(f"demo: {exc}", file=sys.stderr)
         return 1
     print(
-        f"\nAll of it took {time.monotonic() - started:.0f} s. `make serve` keeps the answers up at http://{project.settings.serve.bind}/"
+        f"\nAll of it took {time.monotonic() - started:.0f} s. `make serve` keeps the answers up at"
+        f" http://{project.settings.serve.bind}/"
     )
     return 0
 
 
 def tuned(project: Project) -> Project:
-    """The project, its documents computed in the fastest precision that keeps their neighbours: what `precompute tune` does, with those
-    candidates that compile nothing."""
-    only = ["fp32-onednn", *(["bf16-onednn"] if has_bf16() else []), *(["bf16-encoder"] if has_bf16() and kernel() else [])]
+    """The project, its documents computed in the fastest precision that keeps their neighbours:
+    what `precompute tune` does, with those candidates that compile nothing."""
+    only = [
+        "fp32-onednn",
+        *(["bf16-onednn"] if has_bf16() else []),
+        *(["bf16-encoder"] if has_bf16() and kernel() else []),
+    ]
     print(describe_tuning(tune(project, "doc_embedding", rows=TUNED_ROWS, only=only)))
     return Project(project.folder)
 
 
 def prepare(data: Path, limit: int | None = None, documents: int | None = None) -> None:
-    """Write the input files and train the two-tower; with a limit, of so many users and items, and for one epoch."""
+    """Write the input files and train the two-tower; with a limit, of so many users and items, and
+    for one epoch."""
     heading("Input")
     started = time.monotonic()
     counts = write_movielens(data, limit)
     documents = write_docstrings(data, documents)
     print(
-        f"MovieLens-100k: {counts['users']:,} users, {counts['items']:,} items, {counts['ratings']:,} ratings to train on and "
-        f"{counts['held_out']:,} held out (each user's latest); standard library: {documents:,} docstrings; {time.monotonic() - started:.1f} s"
+        f"MovieLens-100k: {counts['users']:,} users, {counts['items']:,} items,"
+        f" {counts['ratings']:,} ratings to train on and {counts['held_out']:,} held out (each"
+        f" user's latest); standard library: {documents:,} docstrings;"
+        f" {time.monotonic() - started:.1f} s"
     )
     started = time.monotonic()
     with duckdb.connect() as connection:
         read = f"FROM read_parquet('{data}/{{}}.parquet')"
         users = connection.sql(
-            f"SELECT user_id, age // 5 AS age_group, gender, occupation {read.format('users')} ORDER BY user_id"
+            f"SELECT user_id, age // 5 AS age_group, gender, occupation {read.format('users')}"
+            " ORDER BY user_id"
         ).to_arrow_table()
         items = connection.sql(
             f"SELECT item_id, genres, year // 5 AS lustrum {read.format('items')} ORDER BY item_id"
         ).to_arrow_table()
-        ratings = connection.sql(f"SELECT user_id, item_id {read.format('ratings')}").to_arrow_table()
+        ratings = connection.sql(
+            f"SELECT user_id, item_id {read.format('ratings')}"
+        ).to_arrow_table()
     losses: list[float] = []
     train_two_tower(
         data / "two_tower.safetensors",
@@ -117,7 +139,10 @@ def prepare(data: Path, limit: int | None = None, documents: int | None = None) 
         epochs=20 if limit is None else 1,
         progress=lambda _, loss: losses.append(loss),
     )
-    print(f"two-tower: {len(losses)} epochs, loss {losses[0]:.3f} → {losses[-1]:.3f}; {time.monotonic() - started:.1f} s")
+    print(
+        f"two-tower: {len(losses)} epochs, loss {losses[0]:.3f} → {losses[-1]:.3f};"
+        f" {time.monotonic() - started:.1f} s"
+    )
 
 
 def pairs(users: pa.Table, items: pa.Table, ratings: pa.Table) -> npt.NDArray[np.int64]:
@@ -132,17 +157,23 @@ def pairs(users: pa.Table, items: pa.Table, ratings: pa.Table) -> npt.NDArray[np
 
 
 def ask(project: Project, data: Path, trained: bool = True) -> None:
-    """Look things up and print the answers; a two-tower that was trained must beat the most popular items."""
+    """Look things up and print the answers; a two-tower that was trained must beat the most popular
+    items."""
     items = pq.read_table(data / "items.parquet")
     titles = {
-        i: f"{t} ({y})" if y else t for i, t, y in zip(*(items[c].to_pylist() for c in ("item_id", "title", "year")), strict=True)
+        i: f"{t} ({y})" if y else t
+        for i, t, y in zip(
+            *(items[c].to_pylist() for c in ("item_id", "title", "year")), strict=True
+        )
     }
     fallback = ViewFallback(project.offline, project.home)
     lookup = Lookup(open_online_store(project.online), project.root, fallback)
     try:
         heading(f"Ten recommendations for user {USER}")
         row = lookup.row("user_recommendations", USER)
-        for rank, (item, score) in enumerate(zip(row["features"]["items"][:10], row["features"]["scores"], strict=False), 1):
+        for rank, (item, score) in enumerate(
+            zip(row["features"]["items"][:10], row["features"]["scores"], strict=False), 1
+        ):
             print(f"{rank:>2}. {titles[item]:<45} {score:6.2f}")
         heading(f"Documents nearest to {SENTENCE!r}")
         answer = lookup.search("doc_embedding", inputs={"text": SENTENCE}, k=5, deadline_ms=60_000)
@@ -154,16 +185,22 @@ def ask(project: Project, data: Path, trained: bool = True) -> None:
         best = sorted(row["features"].items(), key=lambda pair: -pair[1])[:4]
         print(f"{titles[50]}: " + ", ".join(f"{label} {score:.2f}" for label, score in best))
         heading("A fallback: an item that was never in the source, its inputs in the request")
-        computed = lookup.begin("item_embedding", list(NEW_ITEM), LookupOptions(inputs=NEW_ITEM, deadline_ms=60_000))
+        computed = lookup.begin(
+            "item_embedding", list(NEW_ITEM), LookupOptions(inputs=NEW_ITEM, deadline_ms=60_000)
+        )
         computed.wait()
         print(describe_row(computed.rows()[0]))
         print(describe_row(lookup.row("item_embedding", 8888)))
         heading("Hit rate@10, leave-one-out over all items")
         ours, baseline = evaluate(lookup, data)
-        print(f"two-tower, as served: {ours:.4f}   most popular: {baseline:.4f}   → {ours / baseline:.2f} times the baseline")
+        print(
+            f"two-tower, as served: {ours:.4f}   most popular: {baseline:.4f}   →"
+            f" {ours / baseline:.2f} times the baseline"
+        )
         if trained and ours <= baseline:
             raise PrecomputeError(
-                "the two-tower does not beat the most popular items: something is wrong with training or serving"
+                "the two-tower does not beat the most popular items: something is wrong with"
+                " training or serving"
             )
     finally:
         fallback.close()

@@ -1,7 +1,8 @@
-"""The command line: ``precompute -c configs/<project> COMMAND``. Each command has the name of the function it calls.
+"""The command line: ``precompute -c configs/<project> COMMAND``. Each command has the name of the
+function it calls.
 
-Exit status: 0 done · 1 failed, or something needs attention (status, verify) · 2 bad usage or configuration · 3 rows were rejected past the
-threshold or a gate refused: nothing was published.
+Exit status: 0 done · 1 failed, or something needs attention (status, verify) · 2 bad usage or
+configuration · 3 rows were rejected past the threshold or a gate refused: nothing was published.
 """
 
 from __future__ import annotations
@@ -13,8 +14,27 @@ import os
 import sys
 from collections.abc import Sequence
 
-from precompute.jobs.commands import measure, retention, review, rows, run, run_all, serving, setup, status, training
-from precompute.jobs.commands.command import BAD_USAGE, FAILED, REJECTED, BadUsage, Commands, Parser, with_history
+from precompute.jobs.commands import (
+    measure,
+    retention,
+    review,
+    rows,
+    run,
+    run_all,
+    serving,
+    setup,
+    status,
+    training,
+)
+from precompute.jobs.commands.command import (
+    BAD_USAGE,
+    FAILED,
+    REJECTED,
+    BadUsage,
+    Commands,
+    Parser,
+    with_history,
+)
 from precompute.jobs.process.command_process import (
     described,
     documents_alone,
@@ -27,13 +47,35 @@ from precompute.jobs.process.command_process import (
     terminable,
 )
 from precompute.store.disk.durable_file import limit_of
-from precompute.store.errors import ConfigError, GateError, MissingFileError, PrecomputeError, RejectedError, RequestError
+from precompute.store.errors import (
+    ConfigError,
+    GateError,
+    MissingFileError,
+    PrecomputeError,
+    RejectedError,
+    RequestError,
+)
 
 READS = frozenset(
-    {"diff", "drop", "explain", "export", "gc", "graph", "history", "log", "lookup", "pin", "report", "resume", "search"}
+    {
+        "diff",
+        "drop",
+        "explain",
+        "export",
+        "gc",
+        "graph",
+        "history",
+        "log",
+        "lookup",
+        "pin",
+        "report",
+        "resume",
+        "search",
+    }
     | {"snapshots", "status", "training", "unpin"}
 )
-"""Commands that run no model, and so nobody else's code, but for a miss or a text's embedding where one is wanted."""
+"""Commands that run no model, and so nobody else's code, but for a miss or a text's embedding where
+one is wanted."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,7 +121,8 @@ def _called(arguments: argparse.Namespace, computes: bool) -> int:
 
 
 def _failed(arguments: argparse.Namespace, exc: BaseException) -> int:
-    """The exit status of a command that raised ``exc``, whose message is reported; what nobody foresaw is raised again."""
+    """The exit status of a command that raised ``exc``, whose message is reported; what nobody
+    foresaw is raised again."""
     if isinstance(exc, KeyboardInterrupt):
         return _report(arguments, "Terminated", "interrupted", 130)
     if not isinstance(exc, PrecomputeError):
@@ -88,7 +131,8 @@ def _failed(arguments: argparse.Namespace, exc: BaseException) -> int:
             raise exc
         return _report(arguments, type(exc).__name__, f"{exc}: {limit}", FAILED)
     status = REJECTED if isinstance(exc, (RejectedError, GateError)) else FAILED
-    # a scheduler tries again what failed, and not what is wrongly configured: a file that is not there may only be late
+    # a scheduler tries again what failed, and not what is wrongly configured: a file that is not
+    # there may only be late
     scheduled = getattr(arguments, "due", None) is not None
     if (
         isinstance(exc, ConfigError)
@@ -100,7 +144,8 @@ def _failed(arguments: argparse.Namespace, exc: BaseException) -> int:
 
 
 def _report(arguments: argparse.Namespace, kind: str, message: str, status: int) -> int:
-    """Say what ended a command: for people on stderr and, with ``--json``, on stdout unless a report stands there already. Returns the exit status."""
+    """Say what ended a command: for people on stderr and, with ``--json``, on stdout unless a
+    report stands there already. Returns the exit status."""
     if arguments.json and not getattr(arguments, "reported", False):
         show(json.dumps(_refusal(kind, message, status)))
     report_error(message)
@@ -122,7 +167,10 @@ class _Version(argparse.Action):
         built = (
             ""
             if kernels.COMPILED
-            else ", without its C extension: install it with a C compiler, lookups of many keys are slower by numpy alone"
+            else (
+                ", without its C extension: install it with a C compiler, lookups of many keys are"
+                " slower by numpy alone"
+            )
         )
         print(f"precompute {metadata.version('precompute-store')}{built}")
         parser.exit()
@@ -130,14 +178,20 @@ class _Version(argparse.Action):
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="precompute", description="Run models ahead of time and answer with a key lookup that tells how fresh it is."
+        prog="precompute",
+        description=(
+            "Run models ahead of time and answer with a key lookup that tells how fresh it is."
+        ),
     )
     parser.add_argument(
         "-c",
         "--config",
         default=os.environ.get("PRECOMPUTE_CONFIG"),
         metavar="FOLDER",
-        help="the project's folder, before or after the command (default: $PRECOMPUTE_CONFIG, or that of the nearest project.yaml, here or above)",
+        help=(
+            "the project's folder, before or after the command (default: $PRECOMPUTE_CONFIG, or"
+            " that of the nearest project.yaml, here or above)"
+        ),
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and end")
     commands = Commands(parser)

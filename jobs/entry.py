@@ -1,4 +1,5 @@
-"""Entry: what the command ``precompute`` calls. Where only the client was installed there is no command line, and that is reported without a traceback."""
+"""Entry: what the command ``precompute`` calls. Where only the client was installed there is no
+command line, and that is reported without a traceback."""
 
 from __future__ import annotations
 
@@ -11,16 +12,19 @@ def main() -> int:
     try:
         from precompute.jobs.cli import main as command_line
 
-        # what a command needs is imported by it; a user's own module that is missing is a ConfigError
+        # what a command needs is imported by it; a user's own module that is missing is a
+        # ConfigError
         return command_line()
     except ModuleNotFoundError as exc:
         if (exc.name or "").partition(".")[0] == "precompute":
             raise
         message = (
-            f"{exc.name} is not installed: what is here asks a server (`from precompute import Client`); "
-            "the command comes with pip install 'precompute-store[cpu]', or [gpu]"
+            f"{exc.name} is not installed: what is here asks a server (`from precompute import"
+            " Client`); the command comes with pip install 'precompute-store[cpu]', or [gpu]"
         )
         if "--json" in sys.argv:
-            print(json.dumps({"error": {"kind": "ConfigError", "message": message}, "exit_status": 2}))
+            print(
+                json.dumps({"error": {"kind": "ConfigError", "message": message}, "exit_status": 2})
+            )
         print(f"precompute: {message}", file=sys.stderr)
         return 2

@@ -1,4 +1,5 @@
-"""Open project: a project from Python, a notebook or a script: run a view, look rows up, search, see what was and how things stand."""
+"""Open project: a project from Python, a notebook or a script: run a view, look rows up, search,
+see what was and how things stand."""
 
 from __future__ import annotations
 
@@ -19,7 +20,13 @@ from precompute.jobs.notebook.ran import Ran
 from precompute.jobs.notebook.rows import Rows
 from precompute.store.answer import ANSWER_FIELDS, AnswerPlan
 from precompute.store.clock import Partition, containing, shown_time
-from precompute.store.errors import ConfigError, ConflictError, OnlineStoreError, PrecomputeError, RequestError
+from precompute.store.errors import (
+    ConfigError,
+    ConflictError,
+    OnlineStoreError,
+    PrecomputeError,
+    RequestError,
+)
 from precompute.store.fallback import no_fallback
 from precompute.store.feature_view import FeatureView
 from precompute.store.key_text import is_table, key_columns, key_list
@@ -35,13 +42,25 @@ DEADLINE_MS = 60_000
 
 _SAME = ("source", "reason", "computed_at", "ttl_s", "snapshot", "model")
 """Columns of an answer that are not shown; ``reason`` is where a row is missing."""
-_STATUS_SHOWN = ("view", "status", "age_s", "ttl_s", "snapshot", "rows", "coverage", "online", "next_due")
+_STATUS_SHOWN = (
+    "view",
+    "status",
+    "age_s",
+    "ttl_s",
+    "snapshot",
+    "rows",
+    "coverage",
+    "online",
+    "next_due",
+)
 
 
 class OpenProject:
-    """A project's folder, opened by :func:`precompute.open`. Share it between threads; close it at the end, or use it as a context manager.
+    """A project's folder, opened by :func:`precompute.open`. Share it between threads; close it at
+    the end, or use it as a context manager.
 
-    The configuration is read again by every call that needs it, so that a view edited meanwhile is run as it is now; what is looked up is what is live.
+    The configuration is read again by every call that needs it, so that a view edited meanwhile is
+    run as it is now; what is looked up is what is live.
 
     Args:
         project: the folder with ``project.yaml``, or that file.
@@ -55,7 +74,9 @@ class OpenProject:
         if path.name == FILE and not path.is_dir():
             path = path.parent
         elif path.is_file():
-            raise ConfigError(f"{path}: a project is a folder with {FILE}; give that folder, or its {FILE}")
+            raise ConfigError(
+                f"{path}: a project is a folder with {FILE}; give that folder, or its {FILE}"
+            )
         self.folder = path.absolute()
         self._stack, self._lock = contextlib.ExitStack(), threading.Lock()
         # a notebook closes nothing: without it DuckDB reports 40 lines of leaks as Python ends
@@ -81,12 +102,15 @@ class OpenProject:
         partition: str | datetime | None = None,
         progress: bool = True,
     ) -> Ran:
-        """Materialize a view and publish it, as ``precompute run``, in this process; killed at any moment it leaves what is live as it was, and the next run goes on.
+        """Materialize a view and publish it, as ``precompute run``, in this process; killed at any
+        moment it leaves what is live as it was, and the next run goes on.
 
         Args:
             view: its name.
-            frame: the rows, of a view with ``source: {frame: [columns]}``, all of them each time: those with the content they had are not computed again, and those that
-                are not there any more are removed. A DataFrame of pandas or polars, a ``pyarrow.Table``, a list of rows, a mapping of columns.
+            frame: the rows, of a view with ``source: {frame: [columns]}``, all of them each time:
+                those with the content they had are not computed again, and those that are not there
+                any more are removed. A DataFrame of pandas or polars, a ``pyarrow.Table``, a list
+                of rows, a mapping of columns.
             full: compute every row, changed or not.
             retry_rejected: compute rejected rows again, though their input is the same.
             accept: names of gates whose refusal is accepted.
@@ -94,9 +118,11 @@ class OpenProject:
             progress: a bar on stderr where that is a terminal, else a line now and then.
 
         Raises:
-            ConfigError: the view is not there, its file is wrong, or it takes a frame and none was given.
+            ConfigError: the view is not there, its file is wrong, or it takes a frame and none was
+                given.
             SourceError, ModelError: the source or the frame, or the model, failed.
-            RejectedError, GateError: too many rows were rejected, or a gate refused: nothing was published.
+            RejectedError, GateError: too many rows were rejected, or a gate refused: nothing was
+                published.
             ConflictError: another run of the view is going on.
         """
         from precompute.jobs.config.view import check_gates
@@ -129,23 +155,33 @@ class OpenProject:
 
         Args:
             view: of a published view.
-            keys: one text or integer, or any number of them, of a list, a Series or an array; lists of these for an entity of several columns. Of a DataFrame the
-                columns that the entity has.
+            keys: one text or integer, or any number of them, of a list, a Series or an array; lists
+                of these for an entity of several columns. Of a DataFrame the columns that the
+                entity has.
             features: which, in which order; all by default.
-            fallback: whether the view's model is loaded, once, and computes what is missing; by default where ``inputs`` are given.
-            inputs: key → input column → value: computes, by the fallback, an entity that the source does not know.
+            fallback: whether the view's model is loaded, once, and computes what is missing; by
+                default where ``inputs`` are given.
+            inputs: key → input column → value: computes, by the fallback, an entity that the source
+                does not know.
             max_age_s: rows older than this count as missing.
             deadline_ms: how long to wait for the model; a minute by default.
 
         Raises:
-            RequestError: there is no such view or feature, the view has no fallback, or the keys are none.
+            RequestError: there is no such view or feature, the view has no fallback, or the keys
+                are none.
             OnlineStoreError: the view was never published, or the online store does not answer.
         """
         pointer = self._published(view)
         wanted, compute = _keys(keys, pointer.view), bool(inputs) if fallback is None else fallback
         if compute and not pointer.view.fallback:
             raise no_fallback(pointer.view)
-        options = LookupOptions(features, compute, DEADLINE_MS if deadline_ms is None else deadline_ms, max_age_s, inputs)
+        options = LookupOptions(
+            features,
+            compute,
+            DEADLINE_MS if deadline_ms is None else deadline_ms,
+            max_age_s,
+            inputs,
+        )
         lookup, tables, notes = self._lookup(compute), list[pa.Table](), list[str]()
         for i in range(0, len(wanted), MAX_KEYS):
             answer = lookup.begin(view, wanted[i : i + MAX_KEYS], options, columnar=True)
@@ -154,15 +190,22 @@ class OpenProject:
             notes += answer.hints(lambda key: f"history({view!r}, {key!r})")
         if not tables:
             check_features(pointer.view, features or ())
-            tables = [AnswerPlan(pointer, None if features is None else tuple(features)).schema.empty_table()]
+            tables = [
+                AnswerPlan(
+                    pointer, None if features is None else tuple(features)
+                ).schema.empty_table()
+            ]
         if any(table.schema != tables[0].schema for table in tables):
-            raise ConflictError(f"view {view!r} was published with other features meanwhile: look up once more")
+            raise ConflictError(
+                f"view {view!r} was published with other features meanwhile: look up once more"
+            )
         table = pa.concat_tables(tables)
         missing = table.num_rows - table.column("reason").null_count
         hidden = [name for name in _SAME if name != "reason" or not missing]
         return Rows(
             table,
-            f"{view}: {counted(table.num_rows, 'row')}" + (f", {missing:,} of them missing" if missing else ""),
+            f"{view}: {counted(table.num_rows, 'row')}"
+            + (f", {missing:,} of them missing" if missing else ""),
             hidden=hidden,
             notes=notes[:3],
         )
@@ -176,12 +219,15 @@ class OpenProject:
         inputs: Mapping[str, Mapping[Any, Mapping[str, Any]]] | None = None,
         max_age_s: float | None = None,
     ) -> Rows:
-        """The features of a feature service, several views joined to one row for each entity, each view with its status and age.
+        """The features of a feature service, several views joined to one row for each entity, each
+        view with its status and age.
 
         Args:
             name: of a file in ``services/``.
-            entities: column of the service's entity → values, a dict or a table of up to 1,000 rows.
-            fallback: whether the views' models are loaded, once, and compute what is missing; by default where ``inputs`` are given.
+            entities: column of the service's entity → values, a dict or a table of up to 1,000
+                rows.
+            fallback: whether the views' models are loaded, once, and compute what is missing; by
+                default where ``inputs`` are given.
             inputs: view → its key → input column → value, as of :meth:`lookup`.
             max_age_s: rows older than this count as missing.
 
@@ -190,9 +236,17 @@ class OpenProject:
             RequestError: the entities do not fit it.
             OnlineStoreError: the online store does not answer for any of its views.
         """
-        service, compute = self._project().service(name), bool(inputs) if fallback is None else fallback
+        service, compute = (
+            self._project().service(name),
+            bool(inputs) if fallback is None else fallback,
+        )
         table = self._lookup(compute).service(
-            service, entities, fallback=compute, deadline_ms=DEADLINE_MS, max_age_s=max_age_s, inputs=inputs
+            service,
+            entities,
+            fallback=compute,
+            deadline_ms=DEADLINE_MS,
+            max_age_s=max_age_s,
+            inputs=inputs,
         )
         return Rows(table, f"{name}: {counted(table.num_rows, 'row')}")
 
@@ -210,8 +264,10 @@ class OpenProject:
         exclude: Iterable[Any] = (),
         features: Sequence[str] | None = None,
     ) -> Rows:
-        """The ``k`` nearest rows of a view's vector index, the best first, by exactly one of ``key``, ``text``, ``vector`` and ``inputs``; the others as of
-        :meth:`precompute.store.lookup.Lookup.search`. A text goes in the one input column that takes texts, and the model embeds it now.
+        """The ``k`` nearest rows of a view's vector index, the best first, by exactly one of
+        ``key``, ``text``, ``vector`` and ``inputs``; the others as of
+        :meth:`precompute.store.lookup.Lookup.search`. A text goes in the one input column that
+        takes texts, and the model embeds it now.
 
         Args:
             features: those returned with each row; by default all that are no vectors.
@@ -221,7 +277,11 @@ class OpenProject:
             OnlineStoreError: the view was never published, or the online store does not answer.
         """
         pointer = self._published(view)
-        names = [f.name for f in pointer.view.features if f.dim is None] if features is None else list(features)
+        names = (
+            [f.name for f in pointer.view.features if f.dim is None]
+            if features is None
+            else list(features)
+        )
         near = self._lookup(inputs is not None or text is not None).search(
             view,
             key=key,
@@ -237,11 +297,14 @@ class OpenProject:
         )
         table = _neighbours(near["rows"], pointer.view, names)
         hidden = (*_SAME, *([] if names else ["features"]))
-        return Rows(table, f"{view}: the {len(near['rows'])} nearest by {near['metric']}", hidden=hidden)
+        return Rows(
+            table, f"{view}: the {len(near['rows'])} nearest by {near['metric']}", hidden=hidden
+        )
 
     def history(self, view: str, key: Any = None, *, at: str | datetime | None = None) -> Rows:
-        """What was: the view's snapshots, the newest first; with ``key``, the versions of that row, with when each was served and what made it; with ``at``, all rows
-        that a lookup at that time (UTC) would have been answered from the store.
+        """What was: the view's snapshots, the newest first; with ``key``, the versions of that row,
+        with when each was served and what made it; with ``at``, all rows that a lookup at that time
+        (UTC) would have been answered from the store.
 
         Raises:
             ConfigError: there is no such view.
@@ -255,17 +318,33 @@ class OpenProject:
         project = self._project()
         if at is not None:
             when = _time(at)
-            return Rows(read(project.stored(view), as_of=when), f"{view} as of {shown_time(when)}", hidden=["input_hash"])
+            return Rows(
+                read(project.stored(view), as_of=when),
+                f"{view} as of {shown_time(when)}",
+                hidden=["input_hash"],
+            )
         if key is not None:
             past = explain(project.stored(view), key, memory_mb=project.settings.memory_mb)
             versions = [_version(version) for version in past.versions]
-            notes = [f"rejected by run {one.run}, stage {one.stage}: {one.error}" for one in past.rejections]
+            notes = [
+                f"rejected by run {one.run}, stage {one.stage}: {one.error}"
+                for one in past.rejections
+            ]
             shown = f"{view} {past.key}: {counted(len(versions), 'version')}"
-            return Rows.of(versions, shown, notes=notes, hidden=["input_hash", "run", "removed_at", "removed_in", "partition"])
+            return Rows.of(
+                versions,
+                shown,
+                notes=notes,
+                hidden=["input_hash", "run", "removed_at", "removed_in", "partition"],
+            )
         from precompute.jobs.ops.retention import list_snapshots
 
         snapshots = list_snapshots(project, view)
-        empty = [name for name in (snapshots[0] if snapshots else ()) if all(one[name] in (None, [], False) for one in snapshots)]
+        empty = [
+            name
+            for name in (snapshots[0] if snapshots else ())
+            if all(one[name] in (None, [], False) for one in snapshots)
+        ]
         return Rows.of(snapshots, f"{view}: {counted(len(snapshots), 'snapshot')}", hidden=empty)
 
     def get_historical_features(
@@ -278,13 +357,15 @@ class OpenProject:
         max_age_s: float | None = None,
         values: str = "served",
     ) -> Rows:
-        """A training set: the frame's rows, each with the features that a lookup at its time would have been answered, as
-        :func:`precompute.store.history.get_historical_features`.
+        """A training set: the frame's rows, each with the features that a lookup at its time would
+        have been answered, as :func:`precompute.store.history.get_historical_features`.
 
         Args:
-            frame: any that :meth:`run` takes, with the keys of every view and the times, with a time zone.
+            frame: any that :meth:`run` takes, with the keys of every view and the times, with a
+                time zone.
             views: names, for all features; or name → features.
-            service: the features of its views, in place of ``views``: its name, or one that is written in Python.
+            service: the features of its views, in place of ``views``: its name, or one that is
+                written in Python.
             timestamp: the column of the times.
             max_age_s: values older than this at the row's time are null.
             values: ``served``, or ``best_known``.
@@ -314,10 +395,13 @@ class OpenProject:
             values=values,  # type: ignore[arg-type]  # checked there
             memory_mb=project.settings.memory_mb,
         )
-        return Rows(table, f"{', '.join(named) if of is None else of.name} at each row's {timestamp}")
+        return Rows(
+            table, f"{', '.join(named) if of is None else of.name} at each row's {timestamp}"
+        )
 
     def status(self) -> Rows:
-        """Each view's live snapshot, its age against the TTL, and what needs attention, as ``precompute status --json`` has it.
+        """Each view's live snapshot, its age against the TTL, and what needs attention, as
+        ``precompute status --json`` has it.
 
         Raises:
             ConfigError: the project's file is wrong.
@@ -325,13 +409,18 @@ class OpenProject:
         from precompute.jobs.ops.status import notes, project_status
 
         lines = project_status(self._project())
-        words = [f"{line['view']}: {'; '.join(line['attention'])}" for line in lines if line["attention"]]
+        words = [
+            f"{line['view']}: {'; '.join(line['attention'])}" for line in lines if line["attention"]
+        ]
         words += [f"{line['view']}: {note}" for line in lines for note in notes(line)]
         hidden = [name for line in lines for name in line if name not in _STATUS_SHOWN]
-        return Rows.of(lines, f"{self.folder.name}: {counted(len(lines), 'view')}", hidden=hidden, notes=words)
+        return Rows.of(
+            lines, f"{self.folder.name}: {counted(len(lines), 'view')}", hidden=hidden, notes=words
+        )
 
     def close(self) -> None:
-        """Close the online store, and the models that were loaded; any later call opens them again."""
+        """Close the online store, and the models that were loaded; any later call opens them
+        again."""
         with self._lock:
             self._stack.close()
             self._online = self._plain = self._answering = None
@@ -386,11 +475,15 @@ class OpenProject:
             lost = self._lookup().is_lost(view)
             self._project().named(view)
             todo = f"precompute reconcile {view}" if lost else f"run({view!r})"
-            raise OnlineStoreError(f"view {view!r} is not {'in the online store any more' if lost else 'published yet'}: {todo}")
+            raise OnlineStoreError(
+                f"view {view!r} is not"
+                f" {'in the online store any more' if lost else 'published yet'}: {todo}"
+            )
         return pointer
 
     def _shown(self) -> tuple[str, list[str], list[list[Any]], list[str]]:
-        """Caption, head, rows and notes: what is configured, what is live of it, what is wrong. Nothing is raised: it is called by who looks."""
+        """Caption, head, rows and notes: what is configured, what is live of it, what is wrong.
+        Nothing is raised: it is called by who looks."""
         caption, notes = f"Precompute project {self.folder.name} ({self.folder})", list[str]()
         try:
             project = self._project()
@@ -402,7 +495,10 @@ class OpenProject:
         except PrecomputeError as exc:
             live, absent = {}, "unknown"
             notes.append(str(exc))
-        head, rows = ["view", "key", "features", "status", "age_s", "ttl_s", "rows", "search"], list[list[Any]]()
+        head, rows = (
+            ["view", "key", "features", "status", "age_s", "ttl_s", "rows", "search"],
+            list[list[Any]](),
+        )
         for name in sorted({*project.names, *live}):
             line = live.get(name)
             if name in project.broken:
@@ -425,42 +521,86 @@ def _keys(keys: Any, view: FeatureView) -> list[Any]:
     for name in view.entity:
         if name not in columns:
             raise RequestError(
-                f"keys are a DataFrame without the column {name!r}, the key of view {view.name!r} is {', '.join(view.entity)} "
-                f"(it has: {', '.join(columns)}): rename its column, or give frame[column]"
+                f"keys are a DataFrame without the column {name!r}, the key of view {view.name!r}"
+                f" is {', '.join(view.entity)} (it has: {', '.join(columns)}): rename its column,"
+                " or give frame[column]"
             )
-    return key_list(columns[view.entity[0]]) if len(view.entity) == 1 else list(zip(*map(columns.get, view.entity), strict=True))
+    return (
+        key_list(columns[view.entity[0]])
+        if len(view.entity) == 1
+        else list(zip(*map(columns.get, view.entity), strict=True))
+    )
 
 
-def _view_cells(project: Project, name: str, line: Mapping[str, Any] | None, absent: str) -> list[Any]:
+def _view_cells(
+    project: Project, name: str, line: Mapping[str, Any] | None, absent: str
+) -> list[Any]:
     if line is not None:
-        kinds = [f"{f['name']} {f['dtype']}" + (f"[{f['dim']}]" if f.get("dim") else "") for f in line["features"]]
+        kinds = [
+            f"{f['name']} {f['dtype']}" + (f"[{f['dim']}]" if f.get("dim") else "")
+            for f in line["features"]
+        ]
         status = "expired" if line["status"] == "missing" else line["status"]
-        cells = [", ".join(line["entity"]), ", ".join(kinds), status, line["age_s"], line["ttl_s"], line["rows"]]
+        cells = [
+            ", ".join(line["entity"]),
+            ", ".join(kinds),
+            status,
+            line["age_s"],
+            line["ttl_s"],
+            line["rows"],
+        ]
         return [*cells, "yes" if line["searchable"] else ""]
     if name in project.broken:
         return [None, None, "its file is wrong", None, None, None, ""]
     view = project.views[name].feature_view()
-    return [", ".join(view.entity), ", ".join(view.feature_names), absent, None, view.ttl_s, None, ""]
+    return [
+        ", ".join(view.entity),
+        ", ".join(view.feature_names),
+        absent,
+        None,
+        view.ttl_s,
+        None,
+        "",
+    ]
 
 
-def _neighbours(rows: Sequence[Mapping[str, Any]], view: FeatureView, features: Sequence[str]) -> pa.Table:
+def _neighbours(
+    rows: Sequence[Mapping[str, Any]], view: FeatureView, features: Sequence[str]
+) -> pa.Table:
     """What a search found, a column for each feature."""
     names = dict(ANSWER_FIELDS)
     fields = [("key", names["key"]), ("score", pa.float64())]
     fields += [(name, kind) for name, kind in ANSWER_FIELDS if name not in ("key", "reason")]
     columns = {name: pa.array([row[name] for row in rows], kind) for name, kind in fields}
     for name in features:
-        columns[name] = pa.array([row["features"][name] for row in rows], view.feature(name).arrow_type)
+        columns[name] = pa.array(
+            [row["features"][name] for row in rows], view.feature(name).arrow_type
+        )
     return pa.table(columns)
 
 
 def _version(version: Any) -> dict[str, Any]:
     """A version of a row as a flat dict: what it is, then its features."""
-    state = "live" if version.live else version.void or ("removed" if version.removed_in is not None else "replaced")
+    state = (
+        "live"
+        if version.live
+        else version.void or ("removed" if version.removed_in is not None else "replaced")
+    )
     last = version.served[-1] if version.served else (None, None)
-    facts = {"snapshot": version.snapshot, "state": state, "computed_at": version.computed_at, "model": version.model}
-    facts |= {"served_from": version.served[0][0] if version.served else None, "served_until": last[1]}
-    facts |= {name: getattr(version, name) for name in ("run", "partition", "input_hash", "removed_in", "removed_at")}
+    facts = {
+        "snapshot": version.snapshot,
+        "state": state,
+        "computed_at": version.computed_at,
+        "model": version.model,
+    }
+    facts |= {
+        "served_from": version.served[0][0] if version.served else None,
+        "served_until": last[1],
+    }
+    facts |= {
+        name: getattr(version, name)
+        for name in ("run", "partition", "input_hash", "removed_in", "removed_at")
+    }
     return facts | dict(version.features)
 
 
@@ -474,5 +614,7 @@ def _time(at: str | datetime) -> datetime:
 def _partition(project: Project, view: str, at: str | datetime) -> Partition:
     by = project.view(view).partition
     if by is None:
-        raise ConfigError(f"partition: view {view!r} has none; add partition: {{by: day, start: …}} to it")
+        raise ConfigError(
+            f"partition: view {view!r} has none; add partition: {{by: day, start: …}} to it"
+        )
     return containing(by.by, _time(at))

@@ -1,4 +1,5 @@
-"""Precompute: what its users import. Everything here is public and loaded when it is first used; every other module is private."""
+"""Precompute: what its users import. Everything here is public and loaded when it is first used;
+every other module is private."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -76,22 +77,28 @@ _MODULES = {
 
 
 def open(project: "str | Path") -> "OpenProject":
-    """A project, to run its views, look rows up and search them from Python: see :class:`precompute.jobs.open_project.OpenProject`.
+    """A project, to run its views, look rows up and search them from Python: see
+    :class:`precompute.jobs.open_project.OpenProject`.
 
-    Where there is no project but its online store, :meth:`precompute.Lookup.open` reads that, and :class:`precompute.Client` reads from a server.
+    Where there is no project but its online store, :meth:`precompute.Lookup.open` reads that, and
+    :class:`precompute.Client` reads from a server.
 
     Args:
         project: its folder, or the ``project.yaml`` in it.
 
     Raises:
-        ConfigError: there is no project, its configuration is wrong, or what it needs is not installed.
+        ConfigError: there is no project, its configuration is wrong, or what it needs is not
+            installed.
     """
     from precompute.store.errors import ConfigError
 
     scheme = str(project).partition(":")[0]
-    if scheme in ("table", "redis", "rediss", "unix", "http", "https") or scheme.startswith("redis+"):
+    if scheme in ("table", "redis", "rediss", "unix", "http", "https") or scheme.startswith(
+        "redis+"
+    ):
         raise ConfigError(
-            f"{scheme}: … is no project's folder: precompute.Lookup.open(url, root=…) reads an online store, precompute.Client(url) reads from a server"
+            f"{scheme}: … is no project's folder: precompute.Lookup.open(url, root=…) reads an"
+            " online store, precompute.Client(url) reads from a server"
         )
     try:
         from precompute.jobs.open_project import OpenProject
@@ -99,13 +106,15 @@ def open(project: "str | Path") -> "OpenProject":
         if (exc.name or "").partition(".")[0] == "precompute":
             raise
         raise ConfigError(
-            f"{exc.name} is not installed: a project is opened with pip install 'precompute-store[cpu]', or [gpu]; precompute.Client reads from a server"
+            f"{exc.name} is not installed: a project is opened with pip install"
+            " 'precompute-store[cpu]', or [gpu]; precompute.Client reads from a server"
         ) from exc
     return OpenProject(project)
 
 
 def services(folder: "str | Path") -> "dict[str, Service]":
-    """The services of a project's folder by their names, for a lookup or a training set; to name one that is not there, or whose file is wrong, raises what is wrong with it.
+    """The services of a project's folder by their names, for a lookup or a training set; to name
+    one that is not there, or whose file is wrong, raises what is wrong with it.
 
     Raises:
         ConfigError: there is no project, or its ``project.yaml`` is wrong.

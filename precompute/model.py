@@ -1,6 +1,8 @@
-"""Model: input columns to features. What every model does, what some do besides, and what goes into a fingerprint.
+"""Model: input columns to features. What every model does, what some do besides, and what goes into
+a fingerprint.
 
-A user's own model is a class with the two methods of :class:`Model`, named by dotted path (``mypackage.models:Ranker``): docs/reference.md.
+A user's own model is a class with the two methods of :class:`Model`, named by dotted path
+(``mypackage.models:Ranker``): docs/reference.md.
 """
 
 from __future__ import annotations
@@ -29,28 +31,34 @@ Features = Mapping[str, npt.NDArray[Any] | pa.Array]
 
 @runtime_checkable
 class Model(Protocol):
-    """What every model does. One object serves the batch job and the fallback, so both compute the same values."""
+    """What every model does. One object serves the batch job and the fallback, so both compute the
+    same values."""
 
     def fingerprint(self) -> str:
-        """A text that changes whenever any output may: weights, tokenizer, pooling, code version. See :func:`digest`."""
+        """A text that changes whenever any output may: weights, tokenizer, pooling, code version.
+        See :func:`digest`."""
 
     def compute(self, batch: pa.RecordBatch) -> Features:
         """Features of a batch.
 
         Args:
-            batch: the source's columns for 1 or more rows, without nulls the model declared unusable.
+            batch: the source's columns for 1 or more rows, without nulls the model declared
+                unusable.
 
         Returns:
-            feature name → numpy array [rows] or [rows, dim], or an Arrow array [rows]. For a feature with ``max_items``, a list for each row: a list
-            of lists, tuples or arrays, an object array of them, a matrix, or an Arrow array of lists; they may differ in length, and None is a
-            null. A row must not depend on its neighbours. The mapping, its arrays, numpy's and Arrow's, and its lists are copied before the
-            next call, and may be used again.
+            feature name → numpy array [rows] or [rows, dim], or an Arrow array [rows]. For a
+            feature with ``max_items``, a list for each row: a list of lists, tuples or arrays, an
+            object array of them, a matrix, or an Arrow array of lists; they may differ in length,
+            and None is a null. A row must not depend on its neighbours. The mapping, its arrays,
+            numpy's and Arrow's, and its lists are copied before the next call, and may be used
+            again.
         """
 
 
 @runtime_checkable
 class SizedModel(Model, Protocol):
-    """A model whose rows cost differently: rows of like cost are batched together, up to ``max_cost`` a batch."""
+    """A model whose rows cost differently: rows of like cost are batched together, up to
+    ``max_cost`` a batch."""
 
     max_cost: int
 
@@ -60,9 +68,11 @@ class SizedModel(Model, Protocol):
 
 @dataclass(slots=True)
 class Prepared:
-    """Rows made ready for a device: their ``costs``, int64 [rows] and at least 1, and whatever the model needs to make inputs of them.
+    """Rows made ready for a device: their ``costs``, int64 [rows] and at least 1, and whatever the
+    model needs to make inputs of them.
 
-    ``bad`` are rows found unusable only now: position → reason. ``size_bytes`` is the payload's, where it is much larger than its rows were.
+    ``bad`` are rows found unusable only now: position → reason. ``size_bytes`` is the payload's,
+    where it is much larger than its rows were.
     """
 
     costs: npt.NDArray[np.int64]
@@ -99,10 +109,11 @@ class ComputeDevice(Protocol):
 
 @runtime_checkable
 class StagedModel(Model, Protocol):
-    """A model in stages, so that the engine overlaps them and chooses the batches: see :class:`precompute.models.torch_model.TorchModel`.
+    """A model in stages, so that the engine overlaps them and chooses the batches: see
+    :class:`precompute.models.torch_model.TorchModel`.
 
-    ``cost_unit`` names what a cost counts (tokens, rows); ``start_cost`` is the budget of the first batches, from which the best is searched;
-    ``max_cost`` fixes it.
+    ``cost_unit`` names what a cost counts (tokens, rows); ``start_cost`` is the budget of the first
+    batches, from which the best is searched; ``max_cost`` fixes it.
     """
 
     cost_unit: str
@@ -114,10 +125,12 @@ class StagedModel(Model, Protocol):
         """Where it runs."""
 
     def prepare(self, batch: pa.RecordBatch) -> Prepared:
-        """Tokenise, encode, convert: all that needs no device. Runs in a thread of its own, beside the other stages."""
+        """Tokenise, encode, convert: all that needs no device. Runs in a thread of its own, beside
+        the other stages."""
 
     def inputs(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> Any:
-        """The inputs of one batch: these positions of the prepared rows, at least one. In the same thread as :meth:`prepare`."""
+        """The inputs of one batch: these positions of the prepared rows, at least one. In the same
+        thread as :meth:`prepare`."""
 
     def launch(self, inputs: Any) -> Any:
         """Begin to compute; returns what :meth:`land` waits for."""
@@ -139,33 +152,42 @@ class CheckingModel(Model, Protocol):
 
 @runtime_checkable
 class ReadingModel(Model, Protocol):
-    """A model that says which columns it reads. Where the entity key's are not among them, its rows are functions of their inputs alone, and one that was computed from
-    a request's inputs answers the next request that brings the same, for whatever key."""
+    """A model that says which columns it reads. Where the entity key's are not among them, its rows
+    are functions of their inputs alone, and one that was computed from a request's inputs answers
+    the next request that brings the same, for whatever key."""
 
     def reads(self) -> Collection[str]:
-        """The source columns that may make a difference to any output: all others may hold what they will."""
+        """The source columns that may make a difference to any output: all others may hold what
+        they will."""
 
 
 @runtime_checkable
 class QueryModel(Model, Protocol):
-    """A model that treats what is searched by otherwise than what is found, in one space: an encoder with a prompt for each."""
+    """A model that treats what is searched by otherwise than what is found, in one space: an
+    encoder with a prompt for each."""
 
     def for_queries(self) -> Model:
-        """The same model for the inputs of a search, its weights, precision and device shared: requested again after a conversion."""
+        """The same model for the inputs of a search, its weights, precision and device shared:
+        requested again after a conversion."""
 
 
 def model_fingerprint(own: str, use: str, precision: str, tables: Mapping[str, pa.Table]) -> str:
-    """The fingerprint that the manifest records (SHA-256, hex): the model's own, its class, the precision, and the content of the tables
-    it was given, in their order (which decides ties). Paths do not count."""
+    """The fingerprint that the manifest records (SHA-256, hex): the model's own, its class, the
+    precision, and the content of the tables it was given, in their order (which decides ties).
+    Paths do not count."""
     contents = {name: table_digest(table) for name, table in tables.items()}
     return digest(use=use, precision=precision, model=own, tables=contents)
 
 
 def table_digest(table: pa.Table) -> str:
-    """SHA-256 (hex) of a table's schema and rows, in their order; how they lie in memory does not count."""
+    """SHA-256 (hex) of a table's schema and rows, in their order; how they lie in memory does not
+    count."""
     sha = hashlib.sha256(str(table.schema.remove_metadata()).encode())
-    # take() writes the rows again, with zeros under nulls, whatever was there and around them before
-    plain = table.combine_chunks().take(pa.array(range(table.num_rows), pa.int64())).combine_chunks()
+    # take() writes the rows again, with zeros under nulls, whatever was there and around them
+    # before
+    plain = (
+        table.combine_chunks().take(pa.array(range(table.num_rows), pa.int64())).combine_chunks()
+    )
     for batch in plain.to_batches():
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, batch.schema.remove_metadata()) as writer:
@@ -179,7 +201,8 @@ _ON_HOST: ContextVar[bool] = ContextVar("on_host", default=False)
 
 @contextlib.contextmanager
 def on_host() -> Iterator[None]:
-    """Models that are loaded within, in this thread, stay on the CPU: they are read for what they are, and compute in processes of their own."""
+    """Models that are loaded within, in this thread, stay on the CPU: they are read for what they
+    are, and compute in processes of their own."""
     token = _ON_HOST.set(True)
     try:
         yield
@@ -218,21 +241,28 @@ def digest(*paths: str | Path, **facts: Any) -> str:
 
         return digest(self.weights, version=2, scale=self.scale)
 
-    What names a file counts with the file's content and not with its name, and what names a folder with every file in it (by name, but for
-    hidden ones and ``__pycache__``). That is: each of ``paths``; a :class:`~pathlib.Path` anywhere in the facts; a view's argument that was
-    written ``./…`` or ``../…``; a fact called ``path`` or ``paths``, or with a name that ends so; and any text that is the absolute path of a file
-    there is. Every other text stands for itself, as does what is inside a :class:`Verbatim`; but of a model of a project one that looks like a relative path
-    (it has a ``/`` or a suffix) and names something there is refused. An array counts with its type, shape and values.
+    What names a file counts with the file's content and not with its name, and what names a folder
+    with every file in it (by name, but for hidden ones and ``__pycache__``). That is: each of
+    ``paths``; a :class:`~pathlib.Path` anywhere in the facts; a view's argument that was written
+    ``./…`` or ``../…``; a fact called ``path`` or ``paths``, or with a name that ends so; and any
+    text that is the absolute path of a file there is. Every other text stands for itself, as does
+    what is inside a :class:`Verbatim`; but of a model of a project one that looks like a relative
+    path (it has a ``/`` or a suffix) and names something there is refused. An array counts with its
+    type, shape and values.
 
     Raises:
-        ConfigError: a path where there is nothing, or that cannot be read; a text that is the absolute path of a folder, or a relative one of
-            something in the project, of which it cannot be known whether its content is meant; a fact without a text of its own; or a mapping whose keys are no texts and numbers.
+        ConfigError: a path where there is nothing, or that cannot be read; a text that is the
+            absolute path of a folder, or a relative one of something in the project, of which it
+            cannot be known whether its content is meant; a fact without a text of its own; or a
+            mapping whose keys are no texts and numbers.
     """
     resolved = {name: _fact(name, value) for name, value in facts.items()}
     if paths:
         # no keyword's name
         resolved["*"] = [_content(path) for path in paths]
-    return hashlib.sha256(json.dumps(resolved, sort_keys=True, default=_unknown).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(resolved, sort_keys=True, default=_unknown).encode()
+    ).hexdigest()
 
 
 def _fact(name: str, value: Any) -> Any:
@@ -253,8 +283,8 @@ def _fact(name: str, value: Any) -> Any:
             # os.path takes any text, a NUL in it or too long for a name
             if os.path.isdir(value) and path != path.parent:
                 raise ConfigError(
-                    f"digest: {name}={value!r} names a folder: give it as digest({name}_path=…), so that its files count, or as "
-                    "Verbatim(…), so that its name does"
+                    f"digest: {name}={value!r} names a folder: give it as digest({name}_path=…), so"
+                    " that its files count, or as Verbatim(…), so that its name does"
                 )
             return _content(path) if os.path.isfile(value) else value
         case Mapping():
@@ -268,14 +298,21 @@ def _fact(name: str, value: Any) -> Any:
 
 def _check_no_file(name: str, text: str) -> None:
     """Raises:
-    ConfigError: it looks like a path and names something of the project whose model is being made. To count its content would make another
-        fingerprint of a text that happens to name a file by now; to count the text keeps rows that other weights computed.
+    ConfigError: it looks like a path and names something of the project whose model is being made.
+        To count its content would make another fingerprint of a text that happens to name a file by
+        now; to count the text keeps rows that other weights computed.
     """
     project = project_folder()
-    if project is not None and ("/" in text or os.path.splitext(text)[1]) and os.path.exists(os.path.join(project, text)):
+    if (
+        project is not None
+        and ("/" in text or os.path.splitext(text)[1])
+        and os.path.exists(os.path.join(project, text))
+    ):
         raise ConfigError(
-            f"digest: {name}={text!r} names what lies in the project's folder, and would count as a text, whatever is put there: give it as "
-            f"digest({name}_path=…) or Path(…), or write ./{text.removeprefix('./')} in the view, so that its content counts; or as Verbatim(…), so that its name does"
+            f"digest: {name}={text!r} names what lies in the project's folder, and would count as a"
+            f" text, whatever is put there: give it as digest({name}_path=…) or Path(…), or write"
+            f" ./{text.removeprefix('./')} in the view, so that its content counts; or as"
+            " Verbatim(…), so that its name does"
         )
 
 
@@ -286,18 +323,21 @@ def _verbatim(value: Any) -> Any:
 
 
 def _with_keys(made: dict[Any, Any]) -> dict[Any, Any]:
-    """A mapping that JSON can sort: with the texts that keys have there, where numbers stand beside texts."""
+    """A mapping that JSON can sort: with the texts that keys have there, where numbers stand beside
+    texts."""
     for key in made:
         if not isinstance(key, str | int | float | None):
             raise ConfigError(
-                f"digest: a mapping has the key {key!r:.80}, a {type(key).__name__}: give texts or numbers as keys, or a list of pairs"
+                f"digest: a mapping has the key {key!r:.80}, a {type(key).__name__}: give texts or"
+                " numbers as keys, or a list of pairs"
             )
     if len({str if isinstance(key, str) else None if key is None else float for key in made}) < 2:
         return made
     texts = {key if isinstance(key, str) else json.dumps(key): value for key, value in made.items()}
     if len(texts) < len(made):
         raise ConfigError(
-            f"digest: the keys {', '.join(f'{key!r:.80}' for key in made)} of a mapping are not distinguished as texts"
+            f"digest: the keys {', '.join(f'{key!r:.80}' for key in made)} of a mapping are not"
+            " distinguished as texts"
         )
     return texts
 
@@ -352,14 +392,15 @@ def _unknown(value: Any) -> Any:
             return [str(array.dtype), list(array.shape), content]
     if hasattr(value, "__array__") or re.search(r" at 0x[0-9a-fA-F]+>", str(value)):
         raise ConfigError(
-            f"digest: a fact is a {type(value).__name__}, of which nothing can be known: give its texts and numbers"
+            f"digest: a fact is a {type(value).__name__}, of which nothing can be known: give its"
+            " texts and numbers"
         )
     return plain_name(str(value))
 
 
 def resolve_path(path: str) -> Path:
-    """A model's folder or file; ``package:some_package/model`` is a path inside an installed package, and a relative one starts from the
-    project's folder.
+    """A model's folder or file; ``package:some_package/model`` is a path inside an installed
+    package, and a relative one starts from the project's folder.
 
     Raises:
         ConfigError: the package is not installed, or nothing is there.
@@ -371,7 +412,9 @@ def resolve_path(path: str) -> Path:
         except (ImportError, ValueError):
             spec = None
         if spec is None or not spec.submodule_search_locations:
-            raise ConfigError(f"model path {path!r}: package {package!r} is not installed in this environment")
+            raise ConfigError(
+                f"model path {path!r}: package {package!r} is not installed in this environment"
+            )
         resolved = Path(spec.submodule_search_locations[0]) / inner
     else:
         resolved = absolute_path(path)

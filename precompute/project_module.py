@@ -1,8 +1,9 @@
 """Project module: Python that lies in a project's folder, as ``mine.py`` beside the views does.
 And what a relative path means, in SQL and in arguments.
 
-It is imported under a name of its own and read again when a file of it has changed; it imports its neighbours by their plain names or relatively. Each
-reading is another package, so that a model which goes on under the code it was made of never sees the new one.
+It is imported under a name of its own and read again when a file of it has changed; it imports its
+neighbours by their plain names or relatively. Each reading is another package, so that a model
+which goes on under the code it was made of never sees the new one.
 """
 
 from __future__ import annotations
@@ -34,30 +35,38 @@ _PRIVATE = re.compile(rf"\b{_PREFIX}[0-9a-f]{{12}}_\d+\.")
 
 _lock = threading.RLock()
 _readings: dict[str, int] = {}
-"""Project, by the beginning of its packages' names → how often it was read; the last is what the newest package's name ends with."""
+"""Project, by the beginning of its packages' names → how often it was read; the last is what the
+newest package's name ends with."""
 _sources: dict[str, dict[Path, str]] = {}
-"""Package of a project → the files its modules were read from, with the SHA-256 of what was in them."""
+"""Package of a project → the files its modules were read from, with the SHA-256 of what was in
+them."""
 _sources_lock = threading.Lock()
-"""Of :data:`_sources`, to which anyone who computes adds by an import inside a function. Nothing else is requested under it: such a thread holds Python's
-lock of a module, for which an import under :data:`_lock` may be waiting."""
+"""Of :data:`_sources`, to which anyone who computes adds by an import inside a function. Nothing
+else is requested under it: such a thread holds Python's lock of a module, for which an import under
+:data:`_lock` may be waiting."""
 
 _OURS = (f"{Path(__file__).parent}{os.sep}",)
-_OTHERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_OTHERS = tuple(
+    {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
 
 
 def is_own(name: str, folder: Path | None) -> bool:
-    """Whether a module, by its dotted name, lies in a project's folder: ``mine.py``, or a package ``mine/``."""
+    """Whether a module, by its dotted name, lies in a project's folder: ``mine.py``, or a package
+    ``mine/``."""
     top = name.partition(".")[0]
     if folder is None or not top.isidentifier():
         return False
     if (folder / f"{top}.py").is_file() or (folder / top / "__init__.py").is_file():
         return True
-    # a folder of data is no package, and a folder without __init__.py is one only where nothing else is called so
+    # a folder of data is no package, and a folder without __init__.py is one only where nothing
+    # else is called so
     return next((folder / top).glob("*.py"), None) is not None and not _is_installed(top)
 
 
 def module_exists(name: str, folder: Path | None) -> bool:
-    """Whether there is a module of that dotted name, in the folder or installed; packages above it are imported.
+    """Whether there is a module of that dotted name, in the folder or installed; packages above it
+    are imported.
 
     Raises:
         Exception: whatever such a package raises.
@@ -69,7 +78,8 @@ def module_exists(name: str, folder: Path | None) -> bool:
 
 
 def modules_beside(name: str, folder: Path | None) -> list[str]:
-    """Dotted names of the modules where one of a dotted name would lie in a project's folder: what may be meant where there is none."""
+    """Dotted names of the modules where one of a dotted name would lie in a project's folder: what
+    may be meant where there is none."""
     if folder is None:
         return []
     *above, _ = name.split(".")
@@ -81,13 +91,22 @@ def modules_beside(name: str, folder: Path | None) -> list[str]:
 
 def classes_of(module: ModuleType, methods: Collection[str]) -> list[str]:
     """Names of a module's classes that have these methods; of all its classes where none has."""
-    classes = {name: value for name, value in vars(module).items() if isinstance(value, type) and not name.startswith("_")}
-    able = [name for name, value in classes.items() if all(callable(getattr(value, method, None)) for method in methods)]
+    classes = {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, type) and not name.startswith("_")
+    }
+    able = [
+        name
+        for name, value in classes.items()
+        if all(callable(getattr(value, method, None)) for method in methods)
+    ]
     return able or list(classes)
 
 
 def unfit_argument(factory: Any, args: Mapping[str, Any]) -> str | None:
-    """Which argument a class does not take, or lacks; None where its signature does not tell, or all are right."""
+    """Which argument a class does not take, or lacks; None where its signature does not tell, or
+    all are right."""
     try:
         parameters = inspect.signature(factory).parameters.values()
     except (TypeError, ValueError):
@@ -95,8 +114,15 @@ def unfit_argument(factory: Any, args: Mapping[str, Any]) -> str | None:
     takes = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     unknown = [name for name in args if name not in takes]
     if unknown and all(p.kind is not p.VAR_KEYWORD for p in parameters):
-        return f"takes no argument {unknown[0]!r}{nearest_or_all(unknown[0], takes) or ', nor any other'}"
-    lacks = [p.name for p in parameters if p.name in takes and p.default is p.empty and p.name not in args]
+        return (
+            "takes no argument"
+            f" {unknown[0]!r}{nearest_or_all(unknown[0], takes) or ', nor any other'}"
+        )
+    lacks = [
+        p.name
+        for p in parameters
+        if p.name in takes and p.default is p.empty and p.name not in args
+    ]
     return f"needs the argument {lacks[0]!r}: add it to args" if lacks else None
 
 
@@ -119,14 +145,25 @@ def plain_name(name: str) -> str:
 
 
 def described(exc: BaseException, longest: int = 500) -> str:
-    """What a user's code raised, and where: ``ValueError: no such word (mine_models.py:17)``, by the innermost line that is neither ours nor
-    a library's; without one, the exception alone. Modules of the project's folder have the names that it knows them by. At most ``longest``
+    """What a user's code raised, and where: ``ValueError: no such word (mine_models.py:17)``, by
+    the innermost line that is neither ours nor a library's; without one, the exception alone.
+    Modules of the project's folder have the names that it knows them by. At most ``longest``
     characters."""
     text = plain_name(f"{type(exc).__name__}: {exc}").removesuffix(": ")
-    lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(exc.__traceback__)]
+    lines = [
+        (frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(exc.__traceback__)
+    ]
     # a library's compiled Cython names its files relatively
-    theirs = [(file, line) for file, line in lines if os.path.isabs(file) and not file.startswith((*_OURS, *_OTHERS))]
-    theirs = [(file, line) for file, line in theirs if not {"site-packages", "dist-packages"} & set(Path(file).parts)]
+    theirs = [
+        (file, line)
+        for file, line in lines
+        if os.path.isabs(file) and not file.startswith((*_OURS, *_OTHERS))
+    ]
+    theirs = [
+        (file, line)
+        for file, line in theirs
+        if not {"site-packages", "dist-packages"} & set(Path(file).parts)
+    ]
     where = f" ({Path(theirs[-1][0]).name}:{theirs[-1][1]})" if theirs else ""
     return text[: longest - len(where)] + where
 
@@ -139,8 +176,8 @@ def _is_installed(top: str) -> bool:
 
 
 def _package(folder: Path) -> str:
-    """The package that stands for a folder as its files are now: another one once a file that was read has changed. Those before stay, for the
-    models made of them."""
+    """The package that stands for a folder as its files are now: another one once a file that was
+    read has changed. Those before stay, for the models made of them."""
     project = _PREFIX + hashlib.sha256(str(folder).encode()).hexdigest()[:12]
     package = f"{project}_{_readings.get(project, 0)}"
     with _sources_lock:
@@ -164,14 +201,20 @@ def _digest(path: Path) -> str | None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules of projects' packages, by the file system as it is now: the ordinary finder remembers what was there."""
+    """Finds the modules of projects' packages, by the file system as it is now: the ordinary finder
+    remembers what was there."""
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if not fullname.startswith(_PREFIX) or path is None:
             return None
         for entry in path:
             stem = Path(entry) / fullname.rpartition(".")[2]
-            for file, inside in ((stem / "__init__.py", [str(stem)]), (stem.with_suffix(".py"), None)):
+            for file, inside in (
+                (stem / "__init__.py", [str(stem)]),
+                (stem.with_suffix(".py"), None),
+            ):
                 if file.is_file():
                     loader = _Loader(fullname, str(file))
                     return importlib.util.spec_from_file_location(
@@ -186,8 +229,8 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(SourceFileLoader):
-    """Reads a module from its source, never from bytecode, which is distinguished from an older one by whole seconds and the size alone; imports of
-    neighbours get the package's name."""
+    """Reads a module from its source, never from bytecode, which is distinguished from an older one
+    by whole seconds and the size alone; imports of neighbours get the package's name."""
 
     def get_code(self, fullname: str) -> Any:
         data, package = self.get_data(self.path), self.name.partition(".")[0]
@@ -199,7 +242,8 @@ class _Loader(SourceFileLoader):
 
 
 class _Neighbours(ast.NodeTransformer):
-    """``import mine`` → ``import <package>.mine as mine``, ``from mine import x`` → ``from <package>.mine import x``, for what lies in the folder."""
+    """``import mine`` → ``import <package>.mine as mine``, ``from mine import x`` → ``from
+    <package>.mine import x``, for what lies in the folder."""
 
     def __init__(self, package: str, folder: Path) -> None:
         self._package, self._folder = package, folder
@@ -213,9 +257,17 @@ class _Neighbours(ast.NodeTransformer):
             top = alias.name.partition(".")[0]
             # `import a.b` loads a.b, and gives the name a
             if alias.asname is None and top != alias.name:
-                made.append(ast.copy_location(ast.Import([ast.alias(f"{self._package}.{alias.name}")]), node))
+                made.append(
+                    ast.copy_location(
+                        ast.Import([ast.alias(f"{self._package}.{alias.name}")]), node
+                    )
+                )
             name = alias.name if alias.asname else top
-            made.append(ast.copy_location(ast.Import([ast.alias(f"{self._package}.{name}", alias.asname or top)]), node))
+            made.append(
+                ast.copy_location(
+                    ast.Import([ast.alias(f"{self._package}.{name}", alias.asname or top)]), node
+                )
+            )
         return made
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.ImportFrom:
@@ -228,19 +280,22 @@ _FOLDER: ContextVar[Path | None] = ContextVar("project_folder", default=None)
 
 
 class ProjectPath(str):
-    """A path of a model's argument, absolute. A text for anyone who takes it; :func:`precompute.model.digest` knows it for a path."""
+    """A path of a model's argument, absolute. A text for anyone who takes it;
+    :func:`precompute.model.digest` knows it for a path."""
 
     __slots__ = ()
 
 
 def project_folder() -> Path | None:
-    """The folder of the project whose model is being made; None outside, where paths start from the working directory."""
+    """The folder of the project whose model is being made; None outside, where paths start from the
+    working directory."""
     return _FOLDER.get()
 
 
 @contextlib.contextmanager
 def starting_from(folder: Path | None) -> Iterator[None]:
-    """Within, in this thread, relative paths and modules of one's own are those of a project's folder."""
+    """Within, in this thread, relative paths and modules of one's own are those of a project's
+    folder."""
     token = _FOLDER.set(folder)
     try:
         yield
@@ -249,19 +304,26 @@ def starting_from(folder: Path | None) -> Iterator[None]:
 
 
 def absolute_path(path: str | Path) -> Path:
-    """A path that is relative starts from the project's folder, where a model of one is being made."""
+    """A path that is relative starts from the project's folder, where a model of one is being
+    made."""
     return (_FOLDER.get() or Path()) / path
 
 
 def is_path(text: str) -> bool:
-    """Whether a model's argument is a path relative to the project's folder: it starts with ``./`` or ``../``."""
+    """Whether a model's argument is a path relative to the project's folder: it starts with ``./``
+    or ``../``."""
     return text.startswith(("./", "../"))
 
 
 def absolute_arguments(value: Any, folder: Path) -> Any:
-    """A model's arguments, at any depth, with each text that :func:`is_path` made a :class:`ProjectPath`. Queries (``{sql: …}``) stay."""
+    """A model's arguments, at any depth, with each text that :func:`is_path` made a
+    :class:`ProjectPath`. Queries (``{sql: …}``) stay."""
     if isinstance(value, Mapping):
-        return value if set(value) == {"sql"} else {k: absolute_arguments(v, folder) for k, v in value.items()}
+        return (
+            value
+            if set(value) == {"sql"}
+            else {k: absolute_arguments(v, folder) for k, v in value.items()}
+        )
     if isinstance(value, list):
         return [absolute_arguments(v, folder) for v in value]
     return ProjectPath(folder / value) if isinstance(value, str) and is_path(value) else value

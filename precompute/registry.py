@@ -1,4 +1,5 @@
-"""Registry: from a view's ``model.use`` to a loaded model, and the fingerprint of exactly what was loaded."""
+"""Registry: from a view's ``model.use`` to a loaded model, and the fingerprint of exactly what was
+loaded."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ def check_use(use: str, folder: Path | None = None) -> None:
         above, _, last = use.rpartition(".")
         near = nearest_or_all(use, [f"{above}:{last}"] if above else BUILT_IN)
         raise ConfigError(
-            f"unknown model {use!r}: write the name of a built-in one, or a class of yours as package.module:Class{near}"
+            f"unknown model {use!r}: write the name of a built-in one, or a class of yours as"
+            f" package.module:Class{near}"
         )
     try:
         exists = module_exists(module, folder)
@@ -77,8 +79,8 @@ def check_use(use: str, folder: Path | None = None) -> None:
     if not exists:
         near = nearest_or_all(module, modules_beside(module, folder))
         raise ConfigError(
-            f"unknown model {use!r}: there is no module {module!r} on the Python path (install its package, or set PYTHONPATH) or in the "
-            f"project's folder{near}"
+            f"unknown model {use!r}: there is no module {module!r} on the Python path (install its"
+            f" package, or set PYTHONPATH) or in the project's folder{near}"
         )
 
 
@@ -87,8 +89,10 @@ def load_model(use: str, args: Mapping[str, Any], folder: Path | None = None) ->
 
     Args:
         use: built-in name or dotted path.
-        args: keyword arguments of the class; ``{sql: …}`` arguments are Arrow tables by now, and relative paths absolute.
-        folder: the project's, absolute: a module that lies there is this project's own, and read again when it has changed.
+        args: keyword arguments of the class; ``{sql: …}`` arguments are Arrow tables by now, and
+            relative paths absolute.
+        folder: the project's, absolute: a module that lies there is this project's own, and read
+            again when it has changed.
 
     Raises:
         ConfigError: the class is not there, is no model, or refuses the arguments.
@@ -104,12 +108,17 @@ def load_model(use: str, args: Mapping[str, Any], folder: Path | None = None) ->
     factory = getattr(imported, attribute, None)
     if not callable(factory):
         near = nearest_or_all(attribute, classes_of(imported, ("fingerprint", "compute")))
-        raise ConfigError(f"unknown model {use!r}: module {module!r} has no class {attribute!r}{near}")
+        raise ConfigError(
+            f"unknown model {use!r}: module {module!r} has no class {attribute!r}{near}"
+        )
     try:
         with starting_from(folder):
             model = factory(**args)
     except TypeError as exc:
-        why = unfit_argument(factory, args) or f"cannot be made with these args ({', '.join(args) or 'none'}): {described(exc)}"
+        why = (
+            unfit_argument(factory, args)
+            or f"cannot be made with these args ({', '.join(args) or 'none'}): {described(exc)}"
+        )
         raise ConfigError(f"model {use!r} {why}") from exc
     except PrecomputeError:
         raise
@@ -117,24 +126,36 @@ def load_model(use: str, args: Mapping[str, Any], folder: Path | None = None) ->
         # a user's class may raise anything
         raise ModelError(f"model {use!r} failed to load: {described(exc)}") from exc
     if not isinstance(model, Model):
-        lacks = [call for call in ("fingerprint()", "compute(batch)") if not hasattr(model, call.partition("(")[0])]
-        raise ConfigError(f"model {use!r} has no method {' and no '.join(lacks)}: see 'your own model' in the README")
+        lacks = [
+            call
+            for call in ("fingerprint()", "compute(batch)")
+            if not hasattr(model, call.partition("(")[0])
+        ]
+        raise ConfigError(
+            f"model {use!r} has no method {' and no '.join(lacks)}: see 'your own model' in the"
+            " README"
+        )
     return model
 
 
 class LoadedModel(NamedTuple):
-    """A model, and its own fingerprint: that of the files it was loaded from, which may be others by now."""
+    """A model, and its own fingerprint: that of the files it was loaded from, which may be others
+    by now."""
 
     model: Model
     fingerprint: str
 
 
-def load_with_fingerprint(use: str, args: Mapping[str, Any], folder: Path | None = None) -> LoadedModel:
-    """:func:`load_model`, and the fingerprint of what was loaded: a model loads its files first and has them hashed then, and in between another
-    may take the place of one, so that the old values would have the fingerprint of the new ones.
+def load_with_fingerprint(
+    use: str, args: Mapping[str, Any], folder: Path | None = None
+) -> LoadedModel:
+    """:func:`load_model`, and the fingerprint of what was loaded: a model loads its files first and
+    has them hashed then, and in between another may take the place of one, so that the old values
+    would have the fingerprint of the new ones.
 
-    Where a file may have changed meanwhile (or is so new that its times do not tell), the model is loaded once more. What it was loaded from then
-    lies between two readings for a fingerprint, which must be the same.
+    Where a file may have changed meanwhile (or is so new that its times do not tell), the model is
+    loaded once more. What it was loaded from then lies between two readings for a fingerprint,
+    which must be the same.
 
     Raises:
         ConfigError, ModelError: as :func:`load_model` does.
@@ -155,14 +176,16 @@ def load_with_fingerprint(use: str, args: Mapping[str, Any], folder: Path | None
     with starting_from(folder):
         if model.fingerprint() != fingerprint:
             raise ModelError(
-                f"model {use!r}: its files were replaced while it was loaded, and again when it was loaded once more: run again once all are in their "
-                "place (or its fingerprint() is another one for each object)"
+                f"model {use!r}: its files were replaced while it was loaded, and again when it was"
+                " loaded once more: run again once all are in their place (or its fingerprint() is"
+                " another one for each object)"
             )
     return LoadedModel(model, fingerprint)
 
 
 class Stamp(NamedTuple):
-    """What tells a file from another in its place, and from itself after it was written to; times in ns."""
+    """What tells a file from another in its place, and from itself after it was written to; times
+    in ns."""
 
     device: int
     inode: int
@@ -177,21 +200,30 @@ def stamp_of(path: Path) -> Stamp | None:
         file, link = path.stat(), path.lstat()
     except (OSError, ValueError):
         return None
-    return Stamp(file.st_dev, file.st_ino, file.st_size, file.st_mtime_ns, max(file.st_ctime_ns, link.st_ctime_ns))
+    return Stamp(
+        file.st_dev,
+        file.st_ino,
+        file.st_size,
+        file.st_mtime_ns,
+        max(file.st_ctime_ns, link.st_ctime_ns),
+    )
 
 
 def _may_have_changed(path: Path, before: Mapping[Path, Stamp | None], began_ns: int) -> bool:
-    """Since ``began_ns``, when the stamps ``before`` had been taken: of a file that is not among them the times alone tell."""
+    """Since ``began_ns``, when the stamps ``before`` had been taken: of a file that is not among
+    them the times alone tell."""
     now = stamp_of(path)
     if now is None or before.get(path, now) != now:
         return True
-    # What changes within a step of the file system's clock has no other time: the kernel's tick, or two seconds where times are whole seconds.
+    # What changes within a step of the file system's clock has no other time: the kernel's tick, or
+    # two seconds where times are whole seconds.
     step_ns = 50_000_000 if now.changed % 1_000_000_000 else 2_000_000_000
     return now.changed > began_ns - step_ns
 
 
 def named_files(value: Any) -> Iterator[Path]:
-    """The files that a model's arguments name, at any depth, and those in the folders that they name."""
+    """The files that a model's arguments name, at any depth, and those in the folders that they
+    name."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, (list, tuple)):

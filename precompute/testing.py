@@ -1,6 +1,8 @@
-"""Testing: what a service's own tests need of a lookup service, without one: see :class:`StandIn`, and docs/python.md.
+"""Testing: what a service's own tests need of a lookup service, without one: see :class:`StandIn`,
+and docs/python.md.
 
-As a plugin of pytest, ``pytest_plugins = ["precompute.testing"]`` in a ``conftest.py`` brings the fixture ``stand_in``.
+As a plugin of pytest, ``pytest_plugins = ["precompute.testing"]`` in a ``conftest.py`` brings the
+fixture ``stand_in``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Answer: the rows of one request, each with its status, source, age and snapshot; as an Arrow table or as plain Python."""
+"""Answer: the rows of one request, each with its status, source, age and snapshot; as an Arrow
+table or as plain Python."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from precompute.store.status import AnswerSource, Reason, Status
 
 
 def default_row(view: FeatureView, codec: RowCodec) -> bytes | None:
-    """The view's default values, packed, of no key, time or snapshot; features that it does not name are null. None for a view without.
+    """The view's default values, packed, of no key, time or snapshot; features that it does not
+    name are null. None for a view without.
 
     Raises:
         ValueError: a value is none of its feature's type.
@@ -42,7 +44,9 @@ def default_row(view: FeatureView, codec: RowCodec) -> bytes | None:
         except (ValueError, TypeError, pa.ArrowException) as exc:
             kind = "" if feature.dim is None else f"a vector of {feature.dim} "
             kind = "a list of " if feature.max_items is not None else kind
-            raise ValueError(f"{feature.name}: {str(value)[:80]} is not {kind}{feature.dtype}") from exc
+            raise ValueError(
+                f"{feature.name}: {str(value)[:80]} is not {kind}{feature.dtype}"
+            ) from exc
     batch = pa.RecordBatch.from_arrays(values, schema=view.feature_schema())
     return codec.encode(batch, np.zeros(1, np.uint64), np.zeros(1, np.int64), 0).at(0)
 
@@ -57,8 +61,8 @@ def fits(view: FeatureView, name: str, value: Any) -> bool:
 
 
 def fitting_row(view: FeatureView, codec: RowCodec, defaults: Mapping[str, Any]) -> bytes | None:
-    """As :func:`default_row`, of a service's defaults: one that does not fit the view as it is live is left out, since the rows that are there must be answered; None
-    where none is left."""
+    """As :func:`default_row`, of a service's defaults: one that does not fit the view as it is live
+    is left out, since the rows that are there must be answered; None where none is left."""
     fitting = {name: value for name, value in defaults.items() if fits(view, name, value)}
     return default_row(replace(view, fallback_default=fitting), codec) if fitting else None
 
@@ -89,14 +93,16 @@ _STRING = pa.string()
 
 
 class AnswerPlan:
-    """What every request for the same pointer and features shares: codec, schema, and columns that hold one value throughout.
+    """What every request for the same pointer and features shares: codec, schema, and columns that
+    hold one value throughout.
 
     Args:
         pointer: what is live.
         features: which, in which order; all by default.
         alike: a plan for the same pointer, whose codec and columns this one shares.
         defaults: feature → value of what stands in for a missing row, in place of the view's own.
-        base64: whether JSON has vectors of float16 and float32 as base64; their names and dtypes are :attr:`base64` then.
+        base64: whether JSON has vectors of float16 and float32 as base64; their names and dtypes
+            are :attr:`base64` then.
     """
 
     def __init__(
@@ -113,7 +119,9 @@ class AnswerPlan:
         self.view = view
         self.codec: RowCodec = RowCodec(view) if alike is None else alike.codec
         self.snapshots = frozenset((*pointer.snapshots, pointer.snapshot))
-        self.absent = Reason.NOT_IN_STORE if pointer.lossy or pointer.degraded else Reason.UNKNOWN_ENTITY
+        self.absent = (
+            Reason.NOT_IN_STORE if pointer.lossy or pointer.degraded else Reason.UNKNOWN_ENTITY
+        )
         self.features = features
         if defaults is not None:
             self.default: bytes | None = fitting_row(view, self.codec, defaults)
@@ -130,13 +138,17 @@ class AnswerPlan:
             # so that a client can tell whose answer it is
             {"view": view.name},
         )
-        self.reader = ColumnReader(self.codec, self.snapshots, features) if self.codec.exact else None
-        """What reads the features as columns in one pass; None where they have strings or lists among them, or beside them."""
+        self.reader = (
+            ColumnReader(self.codec, self.snapshots, features) if self.codec.exact else None
+        )
+        """What reads the features as columns in one pass; None where they have strings or lists
+        among them, or beside them."""
         self._longest: list[pa.Array] = _constants(pointer) if alike is None else alike._longest
         self._cut: tuple[int, list[pa.Array]] = MAX_KEYS, self._longest
 
     def constants(self, rows: int) -> list[pa.Array]:
-        """Columns of one value, for an answer of ``rows`` rows: fresh, store, no reason, TTL, snapshot, model."""
+        """Columns of one value, for an answer of ``rows`` rows: fresh, store, no reason, TTL,
+        snapshot, model."""
         cut = self._cut
         if cut[0] != rows:
             # of the last row count alone: all that is cached is as long as one answer
@@ -145,8 +157,11 @@ class AnswerPlan:
 
 
 def base64_types(features: Iterable[Feature]) -> dict[str, str]:
-    """Feature → dtype, of those that JSON can have as base64: vectors of float16 and float32. Lists and other types stay as they are."""
-    return {f.name: f.dtype for f in features if f.dim is not None and f.dtype in ("float16", "float32")}
+    """Feature → dtype, of those that JSON can have as base64: vectors of float16 and float32. Lists
+    and other types stay as they are."""
+    return {
+        f.name: f.dtype for f in features if f.dim is not None and f.dtype in ("float16", "float32")
+    }
 
 
 def _constants(pointer: Pointer) -> list[pa.Array]:
@@ -165,8 +180,9 @@ def _constants(pointer: Pointer) -> list[pa.Array]:
 class Answer:
     """The rows of one request, some perhaps still in flight.
 
-    ``sighting`` is what bounds the rows' ages; ``look`` gives both again, for a pointer. ``bad`` are the numbers of the keys that no entity can have. ``pending``
-    maps a row's number to the future that computes it; :meth:`wait` settles them.
+    ``sighting`` is what bounds the rows' ages; ``look`` gives both again, for a pointer. ``bad``
+    are the numbers of the keys that no entity can have. ``pending`` maps a row's number to the
+    future that computes it; :meth:`wait` settles them.
     """
 
     plan: AnswerPlan
@@ -195,15 +211,18 @@ class Answer:
     _in_error: set[int] = field(default_factory=set)
     """Rows that have expired and are served, since the model failed."""
     details: dict[int, str] = field(default_factory=dict)
-    """Number of a missing row → what its reason does not say: what the model said, which is for nobody over HTTP, or of how many parts a key is."""
+    """Number of a missing row → what its reason does not say: what the model said, which is for
+    nobody over HTTP, or of how many parts a key is."""
     wanted: dict[int, Reason] = field(default_factory=dict)
     """Number of a row that the model computed → why it was requested."""
     damaged: int = 0
     """Rows that the store has, and that do not vouch for themselves."""
     retry_after_s: float = 0.0
-    """Before then it is in vain to ask again for what the fallback did not compute; 0 where nobody knows."""
+    """Before then it is in vain to ask again for what the fallback did not compute; 0 where nobody
+    knows."""
     read_s: float = 0.0
-    """Seconds that the store took for the packed rows; then to verify and judge them; then, for who waits on a loop, for those in flight."""
+    """Seconds that the store took for the packed rows; then to verify and judge them; then, for who
+    waits on a loop, for those in flight."""
     verify_s: float = 0.0
     wait_s: float = 0.0
 
@@ -213,10 +232,12 @@ class Answer:
         return self.plan.pointer
 
     def judge(self, columnar: bool = False) -> list[int]:
-        """Verify every row, give it its status and drop what has expired; returns the numbers of the rows that are missing and could be had.
+        """Verify every row, give it its status and drop what has expired; returns the numbers of
+        the rows that are missing and could be had.
 
         Args:
-            columnar: :meth:`table` or :meth:`whole_columns` will be requested: the rows' values are read on the way.
+            columnar: :meth:`table` or :meth:`whole_columns` will be requested: the rows' values are
+                read on the way.
         """
         plan = self.plan
         states: Sequence[int]
@@ -246,7 +267,8 @@ class Answer:
         return [i for i in missing if i not in self.bad] if self.bad else missing
 
     def judge_again(self) -> None:
-        """Judge the stored rows by what time it is now: since they were read, others were waited for."""
+        """Judge the stored rows by what time it is now: since they were read, others were waited
+        for."""
         self.now_us, self.sighting = self.look(self.pointer)
         if self._statuses is None:
             if self._all_fresh(min(self._computed_at)):
@@ -272,14 +294,16 @@ class Answer:
         return Status.MISSING
 
     def of_all_parts(self, missing: Iterable[int]) -> list[int]:
-        """Those of ``missing`` whose key has as many parts as the view's; the others are bad keys: no entity can have them."""
+        """Those of ``missing`` whose key has as many parts as the view's; the others are bad keys:
+        no entity can have them."""
         for i in missing:
             if hint := parts_hint(self.keys[i], self.plan.view.entity):
                 self._reasons[i], self.details[i] = Reason.BAD_KEY, hint
         return [i for i in missing if i not in self.details]
 
     def damaged_keys(self) -> list[str]:
-        """Keys of the rows that are damaged, before the fallback or what was cached stands in for them."""
+        """Keys of the rows that are damaged, before the fallback or what was cached stands in for
+        them."""
         return [self.keys[i] for i, reason in self._reasons.items() if reason is Reason.DAMAGED]
 
     def stale_rows(self) -> list[int]:
@@ -287,8 +311,9 @@ class Answer:
         return [i for i, status in enumerate(self._statuses or ()) if status is Status.STALE]
 
     def take_cached(self, i: int, row: bytes | None) -> bool:
-        """Answer row ``i``, which is missing or stale, by what was cached of it, if that is whole, fresher, and as young as the request wants it; None: there
-        is no such entity. Returns whether that settles the row."""
+        """Answer row ``i``, which is missing or stale, by what was cached of it, if that is whole,
+        fresher, and as young as the request wants it; None: there is no such entity. Returns
+        whether that settles the row."""
         assert self._statuses is not None
         if row is None:
             # it may be that old, and a request may want to know better
@@ -309,7 +334,9 @@ class Answer:
         return status is Status.FRESH
 
     def _verified(self, i: int, row: bytes) -> tuple[State, int]:
-        return self.plan.codec.verify_one(FoundRows([self.found.keys[i]], [row]), self.plan.snapshots)
+        return self.plan.codec.verify_one(
+            FoundRows([self.found.keys[i]], [row]), self.plan.snapshots
+        )
 
     def _judged_by(self, i: int, age_s: float) -> Status:
         status = status_of(self.plan.view, age_s, self.oldest_s)
@@ -318,9 +345,14 @@ class Answer:
         return status
 
     def _served_in_error(self, i: int) -> bool:
-        """Whether row ``i``, which has expired and could not be computed again, is served as stale all the same."""
+        """Whether row ``i``, which has expired and could not be computed again, is served as stale
+        all the same."""
         view, at_us = self.plan.view, self._computed_at[i]
-        old = self._reasons.get(i) is Reason.EXPIRED and view.stale_if_error_s > 0 and self.oldest_s is None
+        old = (
+            self._reasons.get(i) is Reason.EXPIRED
+            and view.stale_if_error_s > 0
+            and self.oldest_s is None
+        )
         if not old or self._age_s(at_us) > view.ttl_s + view.stale_for_s + view.stale_if_error_s:
             return False
         self._in_error.add(i)
@@ -336,11 +368,18 @@ class Answer:
             self.settle()
 
     def settle(self, not_done: Reason = Reason.DEADLINE) -> None:
-        """Take what the futures hold now, and judge all rows by the time it is now; a row that is not done is missing for that reason."""
+        """Take what the futures hold now, and judge all rows by the time it is now; a row that is
+        not done is missing for that reason."""
         assert self._statuses is not None or not self.pending
         for i, future in self.pending.items():
-            error = future.exception() if future.done() and not future.cancelled() else Miss(not_done)
-            if error is None and future.result().like is None and self._verified(i, future.result().row)[0] != _WHOLE:
+            error = (
+                future.exception() if future.done() and not future.cancelled() else Miss(not_done)
+            )
+            if (
+                error is None
+                and future.result().like is None
+                and self._verified(i, future.result().row)[0] != _WHOLE
+            ):
                 # the pointer is not what the model was opened for: another one wrote it
                 error = Miss(Reason.MODEL_ERROR, "the model makes other rows than the pointer says")
             if error is not None:
@@ -370,7 +409,8 @@ class Answer:
         if self._statuses is None:
             return None
         labels = (
-            (str(status), str(self.source(i) or ""), str(self._reasons.get(i, ""))) for i, status in enumerate(self._statuses)
+            (str(status), str(self.source(i) or ""), str(self._reasons.get(i, "")))
+            for i, status in enumerate(self._statuses)
         )
         return dict(Counter(labels))
 
@@ -383,13 +423,17 @@ class Answer:
         return self._reasons.get(i)
 
     def hints(self, explained: Callable[[str], str]) -> list[str]:
-        """For people, of missing rows: what their reasons do not say, or what explains a key that is unknown; a line of each kind, up to three."""
+        """For people, of missing rows: what their reasons do not say, or what explains a key that
+        is unknown; a line of each kind, up to three."""
         lines: dict[str, str] = {}
         for i, reason in self._reasons.items():
             if i in self.details:
                 lines.setdefault(self.details[i], f"{self.keys[i]}: {self.details[i]}")
             elif reason is Reason.UNKNOWN_ENTITY:
-                lines.setdefault("", f"whether {self.keys[i]} was rejected, or removed: {explained(self.keys[i])}")
+                lines.setdefault(
+                    "",
+                    f"whether {self.keys[i]} was rejected, or removed: {explained(self.keys[i])}",
+                )
         return list(lines.values())[:3]
 
     def default_row(self, i: int) -> bytes | None:
@@ -436,7 +480,8 @@ class Answer:
         return self._computed_at[i]
 
     def whole_columns(self) -> WholeColumns | None:
-        """The rows' values as columns, where all rows are fresh ones of the store, and were read so."""
+        """The rows' values as columns, where all rows are fresh ones of the store, and were read
+        so."""
         return self._columns if self._statuses is None else None
 
     def table(self) -> pa.Table:
@@ -485,7 +530,10 @@ class Answer:
             [None if like is None else like.similarity for like in likes],
             [None if like is None else like.key for like in likes],
         )
-        return [pa.array(values, kind) for values, (_, kind) in zip(found, self.plan.similar_fields, strict=True)]
+        return [
+            pa.array(values, kind)
+            for values, (_, kind) in zip(found, self.plan.similar_fields, strict=True)
+        ]
 
     def _key_column(self) -> pa.Array:
         keys = self.found.keys
@@ -493,33 +541,51 @@ class Answer:
             return pa.array(self.keys, _STRING)
         # a quarter of pa.array's time
         offsets = pa.py_buffer(keys.packed.offsets.astype(np.int32))
-        return pa.Array.from_buffers(_STRING, len(keys), [None, offsets, pa.py_buffer(keys.packed.data)])
+        return pa.Array.from_buffers(
+            _STRING, len(keys), [None, offsets, pa.py_buffer(keys.packed.data)]
+        )
 
-    def _values(self, present: npt.NDArray[np.bool_] | None) -> tuple[npt.NDArray[np.int64], list[pa.Array]]:
-        """When each row was computed, int64 [n] µs, 0 for a missing one; and its features' columns."""
+    def _values(
+        self, present: npt.NDArray[np.bool_] | None
+    ) -> tuple[npt.NDArray[np.int64], list[pa.Array]]:
+        """When each row was computed, int64 [n] µs, 0 for a missing one; and its features'
+        columns."""
         plan, columns = self.plan, self._columns
         made = self._computed
         if plan.default is not None and self._reasons and present is not None:
-            made = made | {i: row for i in self._reasons if (row := self.default_row(i)) is not None}
+            made = made | {
+                i: row for i in self._reasons if (row := self.default_row(i)) is not None
+            }
             present = present.copy()
             present[list(made)] = True
         if columns is None or plan.reader is None or made:
             packed = self.found.packed
             if made:
-                packed = Packed.of([made.get(i, value) or b"" for i, value in enumerate(self.found.values)])
+                packed = Packed.of(
+                    [made.get(i, value) or b"" for i, value in enumerate(self.found.values)]
+                )
             decoded = plan.codec.decode(packed, present, plan.features)
             return decoded.computed_at_us, decoded.columns
-        times = columns.computed_at_us if present is None else np.where(present, columns.computed_at_us, 0)
+        times = (
+            columns.computed_at_us
+            if present is None
+            else np.where(present, columns.computed_at_us, 0)
+        )
         return times, plan.reader.arrays(columns, present)
 
     def rows(self) -> list[dict[str, Any]]:
-        """The answer as plain Python, one dict a row, the features under ``features``: the JSON of the HTTP API."""
+        """The answer as plain Python, one dict a row, the features under ``features``: the JSON of
+        the HTTP API."""
         return [self._row(i) for i in range(len(self.keys))]
 
     def _row(self, i: int) -> dict[str, Any]:
         plan = self.plan
         source, default = self.source(i), self.default_row(i)
-        row: dict[str, Any] = {"key": self.keys[i], "status": str(self.status(i)), "source": source and str(source)}
+        row: dict[str, Any] = {
+            "key": self.keys[i],
+            "status": str(self.status(i)),
+            "source": source and str(source),
+        }
         if i in self._reasons:
             row |= {"reason": str(self._reasons[i]), "computed_at": None, "age_s": None}
             features = None if default is None else plan.codec.decode_one(default, plan.features)[1]
@@ -530,5 +596,10 @@ class Answer:
             if (like := self.likes.get(i)) is not None:
                 row |= {"similarity": like.similarity, "nearest": like.key}
             row |= {"computed_at": as_datetime(us), "age_s": self.age_s(i)}
-        row |= {"ttl_s": plan.view.ttl_s, "snapshot": plan.pointer.snapshot, "model": plan.pointer.model, "features": features}
+        row |= {
+            "ttl_s": plan.view.ttl_s,
+            "snapshot": plan.pointer.snapshot,
+            "model": plan.pointer.model,
+            "features": features,
+        }
         return row

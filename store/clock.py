@@ -1,4 +1,5 @@
-"""Clock: times as they are written and read, ISO 8601 in UTC. Partitions are intervals of data time."""
+"""Clock: times as they are written and read, ISO 8601 in UTC. Partitions are intervals of data
+time."""
 
 from __future__ import annotations
 
@@ -24,13 +25,15 @@ def parsed_time(text: str | None) -> datetime | None:
 
 
 def shown_time(at: str | datetime | None) -> str:
-    """A time as people read it everywhere: ISO 8601 in UTC to the second, with a ``Z``; a dash where there is none, or none that can be read."""
+    """A time as people read it everywhere: ISO 8601 in UTC to the second, with a ``Z``; a dash
+    where there is none, or none that can be read."""
     when = at if isinstance(at, datetime) else parsed_time(at)
     return "–" if when is None else f"{when.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
 def doubled_s(first_s: float, doublings: int, longest_s: float) -> float:
-    """What is waited before something is tried again: ``first_s``, twice as long each time, at most ``longest_s``, however often that was."""
+    """What is waited before something is tried again: ``first_s``, twice as long each time, at most
+    ``longest_s``, however often that was."""
     # 2 ** 1024 is no float any more: what fails every half minute comes there in nine hours
     return min(longest_s, first_s * 2.0 ** min(doublings, 64))
 
@@ -68,7 +71,10 @@ class Partition:
     @classmethod
     def parse(cls, text: str) -> Partition:
         """What :meth:`__str__` wrote."""
-        start, end = (datetime.strptime(part, "%Y-%m-%dT%H:%MZ").replace(tzinfo=UTC) for part in text.split("/"))
+        start, end = (
+            datetime.strptime(part, "%Y-%m-%dT%H:%MZ").replace(tzinfo=UTC)
+            for part in text.split("/")
+        )
         return cls(start, end)
 
 

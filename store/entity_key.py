@@ -1,4 +1,5 @@
-"""Entity keys: of whole columns, vectorised, to the texts that :mod:`precompute.store.key_text` tells of."""
+"""Entity keys: of whole columns, vectorised, to the texts that :mod:`precompute.store.key_text`
+tells of."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def key_column(batch: pa.RecordBatch | pa.Table, entity: Sequence[str]) -> pa.Ar
 
 
 def bad_keys(keys: pa.Array) -> dict[int, str]:
-    """Row number → reason, for keys no store could hold: null, empty, too long or with a NUL byte."""
+    """Row number → reason, for keys no store could hold: null, empty, too long or with a NUL
+    byte."""
     reasons: dict[int, str] = {}
     length = pc.binary_length(keys)
     for reason, mask in (

@@ -1,5 +1,6 @@
-"""Every error this project raises on purpose, as one small tree. Foreign exceptions (duckdb, redis, lmdb, pyarrow, OSError) are translated at the
-seam that imports the library, always ``from exc``. A message says what went wrong, with which value, and what to do.
+"""Every error this project raises on purpose, as one small tree. Foreign exceptions (duckdb, redis,
+lmdb, pyarrow, OSError) are translated at the seam that imports the library, always ``from exc``. A
+message says what went wrong, with which value, and what to do.
 """
 
 from __future__ import annotations
@@ -11,27 +12,27 @@ from itertools import islice
 class PrecomputeError(Exception):
     """Base of everything raised on purpose; ``str(error)`` is a message for the operator.
 
-    PrecomputeError                 something the operator or caller can act on
-    ├── ConfigError                 a file, key or value of the configuration is wrong       (exit status 2)
-    ├── SourceError                 the source cannot be read, or its rows cannot be used
-    │   └── MissingFileError        a file that it names is not there                        (exit status 2)
-    ├── ModelError                  the model cannot be loaded, or breaks its contract
-    ├── RejectedError               too many rows rejected: nothing was published            (exit status 3)
-    ├── GateError                   a gate refused to publish the snapshot                   (exit status 3)
-    ├── SnapshotError               a snapshot is missing, incomplete or damaged
-    │   └── UnreadableError         a file of it cannot be read by this process, and may be whole
-    ├── ConflictError               somebody else moved the pointer, or holds the lease
-    │   └── FencedError             this process's lease was taken over while it slept
-    ├── OnlineStoreError            the online store cannot be reached, or refused a command
-    │   ├── DamagedPointerError     its pointer cannot be read; publishing mends it
-    │   ├── RowsLostError           it answers, and has not what was loaded
-    │   └── NoAnswerError           of the client: no answer from the service, or none that can be read
-    │       ├── DeadlineError       none in the time that was given
-    │       └── OverloadedError     it refuses for now; says for how long                       (HTTP 429, 503)
-    ├── VectorIndexError            the vector index is missing, damaged or does not fit
-    └── RequestError                a lookup or search that cannot be answered as requested     (HTTP 4xx)
-        ├── DeniedError             of the client: no token, or not one for this            (HTTP 401, 403)
-        └── MissingRowError         of the client: the one row that was requested is missing
+    PrecomputeError                 something the operator or caller can act on ├── ConfigError
+    a file, key or value of the configuration is wrong       (exit status 2) ├── SourceError
+    the source cannot be read, or its rows cannot be used │   └── MissingFileError        a file
+    that it names is not there                        (exit status 2) ├── ModelError
+    the model cannot be loaded, or breaks its contract ├── RejectedError               too many rows
+    rejected: nothing was published            (exit status 3) ├── GateError                   a
+    gate refused to publish the snapshot                   (exit status 3) ├── SnapshotError
+    a snapshot is missing, incomplete or damaged │   └── UnreadableError         a file of it cannot
+    be read by this process, and may be whole ├── ConflictError               somebody else moved
+    the pointer, or holds the lease │   └── FencedError             this process's lease was taken
+    over while it slept ├── OnlineStoreError            the online store cannot be reached, or
+    refused a command │   ├── DamagedPointerError     its pointer cannot be read; publishing mends
+    it │   ├── RowsLostError           it answers, and has not what was loaded │   └── NoAnswerError
+    of the client: no answer from the service, or none that can be read │       ├── DeadlineError
+    none in the time that was given │       └── OverloadedError     it refuses for now; says for how
+    long                       (HTTP 429, 503) ├── VectorIndexError            the vector index is
+    missing, damaged or does not fit └── RequestError                a lookup or search that cannot
+    be answered as requested     (HTTP 4xx)
+        ├── DeniedError             of the client: no token, or not one for this            (HTTP
+        401, 403) └── MissingRowError         of the client: the one row that was requested is
+        missing
     """
 
 
@@ -52,11 +53,13 @@ class ModelError(PrecomputeError):
 
 
 class RejectedError(PrecomputeError):
-    """More rows were rejected than the view allows, or one bad row under ``bad_rows: fail``; the snapshot was not committed."""
+    """More rows were rejected than the view allows, or one bad row under ``bad_rows: fail``; the
+    snapshot was not committed."""
 
 
 class GateError(PrecomputeError):
-    """A gate refused to publish a snapshot; it is committed, and can be published by accepting the gate by name."""
+    """A gate refused to publish a snapshot; it is committed, and can be published by accepting the
+    gate by name."""
 
 
 class SnapshotError(PrecomputeError):
@@ -64,7 +67,8 @@ class SnapshotError(PrecomputeError):
 
 
 class UnreadableError(SnapshotError):
-    """A file of a snapshot cannot be read by this process, which is short of rights, handles, threads or memory: nothing is known of the file."""
+    """A file of a snapshot cannot be read by this process, which is short of rights, handles,
+    threads or memory: nothing is known of the file."""
 
 
 class ConflictError(PrecomputeError):
@@ -80,15 +84,18 @@ class OnlineStoreError(PrecomputeError):
 
 
 class DamagedPointerError(OnlineStoreError):
-    """What the online store holds as a view's pointer cannot be read; publishing the view rewrites it."""
+    """What the online store holds as a view's pointer cannot be read; publishing the view rewrites
+    it."""
 
 
 class RowsLostError(OnlineStoreError):
-    """The online store answers, and does not have what was loaded into it: rows, or a generation, are gone or damaged."""
+    """The online store answers, and does not have what was loaded into it: rows, or a generation,
+    are gone or damaged."""
 
 
 class NoAnswerError(OnlineStoreError):
-    """The client: no answer came from the lookup service, or none that can be read. The message names the server."""
+    """The client: no answer came from the lookup service, or none that can be read. The message
+    names the server."""
 
 
 class DeadlineError(NoAnswerError):
@@ -96,7 +103,8 @@ class DeadlineError(NoAnswerError):
 
 
 class OverloadedError(NoAnswerError):
-    """The client: the service refuses for now. ``retry_after_s`` is what it asks to wait; None where it does not say."""
+    """The client: the service refuses for now. ``retry_after_s`` is what it asks to wait; None
+    where it does not say."""
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -110,8 +118,8 @@ class VectorIndexError(PrecomputeError):
 class RequestError(PrecomputeError):
     """A request that cannot be answered as requested.
 
-    ``status`` is the HTTP status, ``code`` a stable word for programs: ``unknown_view``, ``unknown_feature``, ``bad_key``,
-    ``too_many_keys``, ``bad_request`` …
+    ``status`` is the HTTP status, ``code`` a stable word for programs: ``unknown_view``,
+    ``unknown_feature``, ``bad_key``, ``too_many_keys``, ``bad_request`` …
     """
 
     def __init__(self, message: str, *, status: int = 400, code: str = "bad_request") -> None:
@@ -125,7 +133,8 @@ class DeniedError(RequestError):
 
 
 class MissingRowError(RequestError):
-    """The client: the one row that was requested is missing; ``code`` is the reason, as in a row of a batch."""
+    """The client: the one row that was requested is missing; ``code`` is the reason, as in a row of
+    a batch."""
 
 
 MOST_NAMED, MOST_COMPARED = 20, 10_000
@@ -133,7 +142,8 @@ MOST_NAMED, MOST_COMPARED = 20, 10_000
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """The end of a message about a name that is unknown: the nearest of those there are, if one is near."""
+    """The end of a message about a name that is unknown: the nearest of those there are, if one is
+    near."""
     near = nearest(name, islice(names, MOST_COMPARED))
     return "" if near is None else f"; did you mean {near!r}?"
 
@@ -146,7 +156,8 @@ def nearest_or_all(name: str, names: Iterable[str]) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The one of the names that is most like ``name``, capitals or not; None where none is like it."""
+    """The one of the names that is most like ``name``, capitals or not; None where none is like
+    it."""
     # only a message needs it
     from difflib import get_close_matches
 

@@ -16,20 +16,24 @@ from precompute.store.online.online_store import Pointer
 from precompute.store.status import Reason, Status
 
 CLIENT: ContextVar[str] = ContextVar("client", default="")
-"""On whose account rows are computed that the request that is worked on misses: its client's, by token or address; empty where there is none to tell from others."""
+"""On whose account rows are computed that the request that is worked on misses: its client's, by
+token or address; empty where there is none to tell from others."""
 
 SHARE = 3
-"""A client may have so many times as many places as are left for others: of 500 one alone has 375, and 20 are left beside eight that want all."""
+"""A client may have so many times as many places as are left for others: of 500 one alone has 375,
+and 20 are left beside eight that want all."""
 
 
 def places(free: int, mine: int) -> int:
-    """How many more places a client may take that has ``mine``, where ``free`` are left: there is always one for who has none, as long as one is free."""
+    """How many more places a client may take that has ``mine``, where ``free`` are left: there is
+    always one for who has none, as long as one is free."""
     return max(0, min(free, (SHARE * free - mine) // (SHARE + 1) + 1))
 
 
 @dataclass(frozen=True, slots=True)
 class Likeness:
-    """Whose stored row it is, and how near that entity's input is to what was requested: a cosine."""
+    """Whose stored row it is, and how near that entity's input is to what was requested: a
+    cosine."""
 
     key: str
     similarity: float
@@ -37,8 +41,11 @@ class Likeness:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """One row the model made now, packed as the online store would hold it, and when (µs since 1970); what a view is searched by is packed as a row of
-    :func:`unpacked_view`. With ``like``, no model made it now: it is the stored row of another entity (:mod:`precompute.store.semantic_cache`)."""
+    """One row the model made now, packed as the online store would hold it, and when (µs since
+    1970); what a view is searched by is packed as a row of :func:`unpacked_view`. With ``like``, no
+    model made it now: it is the stored row of another entity
+    (:mod:`precompute.store.semantic_cache`).
+    """
 
     row: bytes
     computed_at_us: int
@@ -46,17 +53,25 @@ class Computed:
 
 
 class Miss(Exception):
-    """Why a fallback gave no row; carried by its future. ``broken``: not this row is to blame, but the model; None: that says
-    nothing of either. ``retry_after_s``: before then, asking
-    again is in vain; 0: nobody knows."""
+    """Why a fallback gave no row; carried by its future. ``broken``: not this row is to blame, but
+    the model; None: that says nothing of either. ``retry_after_s``: before then, asking again is in
+    vain; 0: nobody knows."""
 
-    def __init__(self, reason: Reason, detail: str = "", *, broken: bool | None = False, retry_after_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        reason: Reason,
+        detail: str = "",
+        *,
+        broken: bool | None = False,
+        retry_after_s: float = 0.0,
+    ) -> None:
         super().__init__(detail or reason)
         self.reason, self.broken, self.retry_after_s = reason, broken, retry_after_s
 
 
 def outcome_of(future: Future[Computed]) -> str:
-    """What became of a row, once that is known: ``computed``, why it is missing, or ``given_up`` by the caller."""
+    """What became of a row, once that is known: ``computed``, why it is missing, or ``given_up`` by
+    the caller."""
     if future.cancelled():
         return "given_up"
     error = future.exception()
@@ -77,27 +92,32 @@ class Fallback(Protocol):
         *,
         query: bool = False,
     ) -> list[Future[Computed]]:
-        """Begin to compute ``keys`` under the model of ``pointer``, on the account of :data:`CLIENT`; returns at once.
+        """Begin to compute ``keys`` under the model of ``pointer``, on the account of
+        :data:`CLIENT`; returns at once.
 
         Args:
             pointer: names the view, the snapshot and the model fingerprint the rows must belong to.
             keys: key texts.
             inputs: key → input column → value, for keys whose inputs come with the request.
             deadline: :func:`time.monotonic` time after which nobody waits any more.
-            query: the inputs are what the view is searched by, and none of its rows: an encoder may have another prompt for them.
+            query: the inputs are what the view is searched by, and none of its rows: an encoder may
+                have another prompt for them.
 
         Returns:
-            a future per key, the caller's own: a :class:`Computed`, or :class:`Miss` raised. To cancel it is to give the row up: it is computed only where somebody
-            else waits for it, or where that has begun.
+            a future per key, the caller's own: a :class:`Computed`, or :class:`Miss` raised. To
+            cancel it is to give the row up: it is computed only where somebody else waits for it,
+            or where that has begun.
         """
 
 
 class Waiting:
-    """What one request waits for, in whatever thread, so that others may end that, and know when it will be over."""
+    """What one request waits for, in whatever thread, so that others may end that, and know when it
+    will be over."""
 
     def __init__(self) -> None:
         self.until = -math.inf
-        """When it has no patience any more (:func:`time.monotonic`); minus infinity where it waits for no model."""
+        """When it has no patience any more (:func:`time.monotonic`); minus infinity where it waits
+        for no model."""
         self._futures: list[Future[Computed]] = []
         self._lock, self._over = threading.Lock(), False
 
@@ -126,9 +146,13 @@ def no_fallback(view: FeatureView) -> RequestError:
     """The refusal of what needs a model behind a view's misses, where there is none."""
     remedy = "ask its server, or open its project with precompute.open"
     if not view.fallback:
-        remedy = f"write `fallback: {{enabled: true}}` in views/{view.name}.yaml and run the view again"
+        remedy = (
+            f"write `fallback: {{enabled: true}}` in views/{view.name}.yaml and run the view again"
+        )
     return RequestError(
-        f"view {view.name!r} has no fallback here, so no model computes what it has not stored: {remedy}", code="no_fallback"
+        f"view {view.name!r} has no fallback here, so no model computes what it has not stored:"
+        f" {remedy}",
+        code="no_fallback",
     )
 
 
@@ -136,15 +160,19 @@ def check_inputs(pointer: Pointer, inputs: Any) -> None:
     """Refuse what is no input of a view's model.
 
     Raises:
-        RequestError: no mapping of input columns to values, or a column that the view's source has not.
+        RequestError: no mapping of input columns to values, or a column that the view's source has
+            not.
     """
     columns = pointer.input_columns
     if not isinstance(inputs, Mapping) or not inputs:
-        raise RequestError(f"inputs are a mapping of input columns to values (columns: {', '.join(columns)})", code="bad_inputs")
+        raise RequestError(
+            f"inputs are a mapping of input columns to values (columns: {', '.join(columns)})",
+            code="bad_inputs",
+        )
     for name in inputs:
         if name not in columns:
             raise RequestError(
-                f"view {pointer.view.name!r} has no input column {str(name)[:80]!r} (it has: {', '.join(columns)})"
-                f"{did_you_mean(str(name)[:80], columns)}",
+                f"view {pointer.view.name!r} has no input column {str(name)[:80]!r} (it has:"
+                f" {', '.join(columns)}){did_you_mean(str(name)[:80], columns)}",
                 code="bad_inputs",
             )

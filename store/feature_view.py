@@ -1,7 +1,8 @@
-"""FeatureView: named features of one entity, made by one model from one source, with a time to live.
+"""FeatureView: named features of one entity, made by one model from one source, with a time to
+live.
 
-Frozen, no I/O. It travels: the config builds it, the manifest stores it, the online pointer carries it, so a reader needs
-no configuration to know what it reads.
+Frozen, no I/O. It travels: the config builds it, the manifest stores it, the online pointer carries
+it, so a reader needs no configuration to know what it reads.
 """
 
 from __future__ import annotations
@@ -20,14 +21,27 @@ from precompute.store.key_text import CHUNK as CHUNK
 from precompute.store.record import plain, record_of
 
 NAME = re.compile(r"\A[a-z][a-z0-9_]{0,62}\Z")
-"""Views, features and entity columns: one allow-list, so that no name can leave its folder or its key space."""
+"""Views, features and entity columns: one allow-list, so that no name can leave its folder or its
+key space."""
 
 RESERVED = frozenset(
-    {"key", "status", "source", "computed_at", "age_s", "ttl_s", "snapshot", "model", "reason", "input_hash"}
+    {
+        "key",
+        "status",
+        "source",
+        "computed_at",
+        "age_s",
+        "ttl_s",
+        "snapshot",
+        "model",
+        "reason",
+        "input_hash",
+    }
     | {"filename", "file_index", "file_row_number"}
 )
-"""Columns every answer or snapshot has beside its features, and those by which DuckDB tells where in a Parquet file a row is; no feature
-and no key column may take one of these names. A search's ``score`` is none of them: it stands beside ``features``, not among them."""
+"""Columns every answer or snapshot has beside its features, and those by which DuckDB tells where
+in a Parquet file a row is; no feature and no key column may take one of these names. A search's
+``score`` is none of them: it stands beside ``features``, not among them."""
 
 SCALAR_TYPES: dict[str, pa.DataType] = {
     "float16": pa.float16(),
@@ -46,11 +60,13 @@ SCALAR_TYPES: dict[str, pa.DataType] = {
 class Feature:
     """One named output of a view.
 
-    A scalar (``dim`` and ``max_items`` unset), a vector of exactly ``dim`` numbers (Arrow FixedSizeList), or a list of at most
-    ``max_items`` values (Arrow List), which is how a top-k list is stored.
+    A scalar (``dim`` and ``max_items`` unset), a vector of exactly ``dim`` numbers (Arrow
+    FixedSizeList), or a list of at most ``max_items`` values (Arrow List), which is how a top-k
+    list is stored.
 
-    ``packed`` is how the online store keeps a vector of float16 or float32: ``int8`` or ``binary`` with a scale a row, None as it is. Parquet and the vector
-    index have the full values whatever it says, and readers get the declared dtype.
+    ``packed`` is how the online store keeps a vector of float16 or float32: ``int8`` or ``binary``
+    with a scale a row, None as it is. Parquet and the vector index have the full values whatever it
+    says, and readers get the declared dtype.
     """
 
     name: str
@@ -70,7 +86,8 @@ class Feature:
 
 @dataclass(frozen=True, slots=True)
 class IndexSpec:
-    """Which vector feature is searchable, by which metric, and the recall the index must reach; an exact one reaches 1."""
+    """Which vector feature is searchable, by which metric, and the recall the index must reach; an
+    exact one reaches 1."""
 
     on: str
     metric: str = "cosine"
@@ -79,7 +96,8 @@ class IndexSpec:
 
 @dataclass(frozen=True, slots=True)
 class SemanticCacheSpec:
-    """Whose vector index finds, for a miss, the nearest stored input, and from which cosine on the row of that one is the answer."""
+    """Whose vector index finds, for a miss, the nearest stored input, and from which cosine on the
+    row of that one is the answer."""
 
     view: str
     threshold: float
@@ -87,7 +105,8 @@ class SemanticCacheSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelUse:
-    """Which model and how, as configured: a name or dotted path, its arguments, the precision and back end it computes in."""
+    """Which model and how, as configured: a name or dotted path, its arguments, the precision and
+    back end it computes in."""
 
     use: str = ""
     args: Mapping[str, Any] = field(default_factory=dict)
@@ -97,7 +116,8 @@ class ModelUse:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSpec:
-    """How a column of long texts is cut: each source row becomes rows of its key and a chunk's number, :data:`CHUNK`, from 0."""
+    """How a column of long texts is cut: each source row becomes rows of its key and a chunk's
+    number, :data:`CHUNK`, from 0."""
 
     column: str
     tokens: int
@@ -107,8 +127,10 @@ class ChunkSpec:
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """How a view's rows come about, as configured: source SQL, model, what becomes of bad rows (``reject``, ``null``, ``fail``), whether a
-    partition without rows goes live (``publish``) or what is live stays (``keep``), and how a long text becomes several rows."""
+    """How a view's rows come about, as configured: source SQL, model, what becomes of bad rows
+    (``reject``, ``null``, ``fail``), whether a partition without rows goes live (``publish``) or
+    what is live stays (``keep``), and how a long text becomes several rows.
+    """
 
     source: str = ""
     model: ModelUse = field(default_factory=ModelUse)
@@ -121,7 +143,8 @@ class Definition:
 class FeatureView:
     """What is computed and how long it is good for; nothing about when or where.
 
-    Durations are seconds. ``entity_types`` are Arrow type names (``int64`` or ``string``), known once the source was read.
+    Durations are seconds. ``entity_types`` are Arrow type names (``int64`` or ``string``), known
+    once the source was read.
     """
 
     name: str
@@ -176,18 +199,27 @@ class FeatureView:
         return record_of(cls, data)
 
     def fingerprint(self) -> str:
-        """SHA-256 (hex) over the whole definition: two views with one fingerprint are the same view."""
+        """SHA-256 (hex) over the whole definition: two views with one fingerprint are the same
+        view."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
 
 
-SIMILAR_FIELDS: tuple[tuple[str, pa.DataType], ...] = (("similarity", pa.float64()), ("nearest", pa.string()))
-"""Columns that answers of a view with a semantic cache have besides: of a row that is another entity's, the cosine of both inputs, and that entity's key."""
+SIMILAR_FIELDS: tuple[tuple[str, pa.DataType], ...] = (
+    ("similarity", pa.float64()),
+    ("nearest", pa.string()),
+)
+"""Columns that answers of a view with a semantic cache have besides: of a row that is another
+entity's, the cosine of both inputs, and that entity's key."""
 
 
 def why_no_semantic_cache(view: FeatureView, by: FeatureView) -> str | None:
-    """What keeps ``by``, a view that embeds what another view's model takes, from answering that one's misses; None where nothing does."""
+    """What keeps ``by``, a view that embeds what another view's model takes, from answering that
+    one's misses; None where nothing does."""
     if by.name == view.name:
-        return "a view cannot be looked up in its own stead: name the one that embeds the same text cheaply"
+        return (
+            "a view cannot be looked up in its own stead: name the one that embeds the same text"
+            " cheaply"
+        )
     if by.entity != view.entity:
         return f"its key is {', '.join(by.entity)}, and this view's {', '.join(view.entity)}"
     if by.index is None:
@@ -195,17 +227,22 @@ def why_no_semantic_cache(view: FeatureView, by: FeatureView) -> str | None:
     if by.index.metric != "cosine":
         return f"its index compares by {by.index.metric}, and a threshold is a cosine"
     if by.feature(by.index.on).packed == "binary":
-        return f"its {by.index.on} is packed as binary, which says too little of how near two inputs are"
+        return (
+            f"its {by.index.on} is packed as binary, which says too little of how near two"
+            " inputs are"
+        )
     for one in (view, by):
         if not one.fallback:
             return (
-                f"view {one.name!r} has no fallback, so that no miss of it is computed: add `fallback: {{enabled: true}}` to it"
+                f"view {one.name!r} has no fallback, so that no miss of it is computed: add"
+                " `fallback: {enabled: true}` to it"
             )
     return None
 
 
 def find_bad(view: FeatureView, feature: Feature, column: pa.Array, bad: dict[int, str]) -> None:
-    """Put row → error into ``bad``: of those with NaN, infinities and, in a vector that is searched by cosine, zero norm. No vector may be null."""
+    """Put row → error into ``bad``: of those with NaN, infinities and, in a vector that is searched
+    by cosine, zero norm. No vector may be null."""
     if not feature.dtype.startswith("float"):
         return
     scalar = feature.dim is None and feature.max_items is None

@@ -1,7 +1,9 @@
-"""Lookup: keys → answers, each with its freshness. In process; the HTTP API and the command line are thin covers of it.
+"""Lookup: keys → answers, each with its freshness. In process; the HTTP API and the command line
+are thin covers of it.
 
-One request reads the live pointer once, so all its rows are of one snapshot. A row past its TTL is served as stale while
-``stale_for`` lasts, then it is missing; behind a miss stands the fallback, where the view has one.
+One request reads the live pointer once, so all its rows are of one snapshot. A row past its TTL is
+served as stale while ``stale_for`` lasts, then it is missing; behind a miss stands the fallback,
+where the view has one.
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ from precompute.store.errors import PrecomputeError, RequestError, RowsLostError
 from precompute.store.fallback import Computed, Fallback, Miss, Waiting, check_inputs, no_fallback
 from precompute.store.feature_view import NAME, FeatureView
 from precompute.store.freshness import Sighting, microseconds, status_of
-from precompute.store.key_text import MAX_KEY_BYTES, join_key, key_list, key_text, plain_key, shown_key
+from precompute.store.key_text import (
+    MAX_KEY_BYTES,
+    join_key,
+    key_list,
+    key_text,
+    plain_key,
+    shown_key,
+)
 from precompute.store.lookup_options import (
     BASE64,
     MAX_KEYS,
@@ -46,13 +55,15 @@ from precompute.store.service import EntityRows, Service, ServicePart
 from precompute.store.service_answer import Refused, ServiceAnswer
 
 IMPOSSIBLE = b"\0"
-"""Looked up in place of a key no entity can have, and never found: keys with a NUL are not stored."""
+"""Looked up in place of a key no entity can have, and never found: keys with a NUL are not
+stored."""
 
 _DEFAULT = LookupOptions()
 
 
 class WholeRow(NamedTuple):
-    """A row of the store, verified: packed, and when it was computed (µs since 1970); and the seconds that reading it took, and verifying it."""
+    """A row of the store, verified: packed, and when it was computed (µs since 1970); and the
+    seconds that reading it took, and verifying it."""
 
     plan: AnswerPlan
     key: str
@@ -65,7 +76,8 @@ class WholeRow(NamedTuple):
 class Lookup:
     """Answers lookups and searches from an online store.
 
-    Open it once per process and share it between threads; a new snapshot is picked up by the next request.
+    Open it once per process and share it between threads; a new snapshot is picked up by the next
+    request.
 
     Args:
         online: the store to read.
@@ -91,27 +103,42 @@ class Lookup:
         self.services = {service.name: service for service in services}
         self.fallback = fallback
         self.on_damaged: Callable[[str, int], None] = lambda view, rows: None
-        """Reported of rows that do not vouch for themselves, by lookups and searches: the view, and how many."""
+        """Reported of rows that do not vouch for themselves, by lookups and searches: the view, and
+        how many."""
         self._clock, self._monotonic = clock, monotonic
-        self._plans: dict[tuple[str, tuple[str, ...] | None, bool, ServicePart | None], AnswerPlan] = {}
+        self._plans: dict[
+            tuple[str, tuple[str, ...] | None, bool, ServicePart | None], AnswerPlan
+        ] = {}
         self._last: dict[str, Pointer] = {}
         self._seen: dict[str, tuple[Pointer, tuple[int, str, int], int | None, float]] = {}
-        """View → its pointer and that one's version, when that was published (µs), and when it was first seen here, by the monotonic clock (s)."""
+        """View → its pointer and that one's version, when that was published (µs), and when it was
+        first seen here, by the monotonic clock (s)."""
         self.miss_reports = MissReports()
-        self._searches = Searches(None if root is None else Path(root), self._live, self.begin, self._age_of)
+        self._searches = Searches(
+            None if root is None else Path(root), self._live, self.begin, self._age_of
+        )
         self._misses = (
-            None if fallback is None else Misses(fallback, miss_cache, self._semantic_cache(fallback), self.miss_reports)
+            None
+            if fallback is None
+            else Misses(fallback, miss_cache, self._semantic_cache(fallback), self.miss_reports)
         )
 
     def _semantic_cache(self, fallback: Fallback) -> SemanticCache:
         # who listens is known later
         return SemanticCache(
-            fallback, self._live, self._searches.index_of, self.begin, lambda *seen: self.miss_reports.semantic(*seen)
+            fallback,
+            self._live,
+            self._searches.index_of,
+            self.begin,
+            lambda *seen: self.miss_reports.semantic(*seen),
         )
 
     @classmethod
-    def open(cls, online: str, root: str | Path | None = None, services: Iterable[Service] = ()) -> Lookup:
-        """A lookup over the store a URL names (``table:./var/movielens/online``, ``redis://…``), without a fallback.
+    def open(
+        cls, online: str, root: str | Path | None = None, services: Iterable[Service] = ()
+    ) -> Lookup:
+        """A lookup over the store a URL names (``table:./var/movielens/online``, ``redis://…``),
+        without a fallback.
 
         Raises:
             ConfigError: the URL names no store.
@@ -142,27 +169,41 @@ class Lookup:
         max_age_s: float | None = None,
         inputs: Mapping[Any, Mapping[str, Any]] | None = None,
     ) -> pa.Table:
-        """The rows of ``keys``, in their order: the columns of :data:`ANSWER_FIELDS`, then one per feature.
+        """The rows of ``keys``, in their order: the columns of :data:`ANSWER_FIELDS`, then one per
+        feature.
 
         Args:
             view: name of a published view.
-            keys: 1 to :data:`MAX_KEYS` keys: strings or integers, or lists of these for an entity of several columns; of numpy, pandas or pyarrow too.
+            keys: 1 to :data:`MAX_KEYS` keys: strings or integers, or lists of these for an entity
+                of several columns; of numpy, pandas or pyarrow too.
             features: which features, in which order; all by default.
             fallback: False never runs the model.
             deadline_ms: how long to wait for the fallback; the view's own deadline by default.
             max_age_s: rows older than this count as missing, whatever the view's TTL.
-            inputs: key → input column → value: computes a missing entity that the source does not know.
+            inputs: key → input column → value: computes a missing entity that the source does not
+                know.
 
         Raises:
-            RequestError: unknown view or feature, bad or too many keys, or inputs where no fallback is.
-            OnlineStoreError: the store cannot be reached; :class:`precompute.store.errors.RowsLostError`: it lost the view, which is live as the root has it.
+            RequestError: unknown view or feature, bad or too many keys, or inputs where no fallback
+                is.
+            OnlineStoreError: the store cannot be reached;
+                :class:`precompute.store.errors.RowsLostError`: it lost the view, which is live as
+                the root has it.
         """
-        answer = self.begin(view, keys, LookupOptions(features, fallback, deadline_ms, max_age_s, inputs), columnar=True)
+        answer = self.begin(
+            view,
+            keys,
+            LookupOptions(features, fallback, deadline_ms, max_age_s, inputs),
+            columnar=True,
+        )
         answer.wait()
         return answer.table()
 
-    def row(self, view: str, key: Any, *, features: Sequence[str] | None = None, fallback: bool = True) -> dict[str, Any]:
-        """One row as a plain dict, as the HTTP API gives it: 4 times as fast as :meth:`get` for a single key.
+    def row(
+        self, view: str, key: Any, *, features: Sequence[str] | None = None, fallback: bool = True
+    ) -> dict[str, Any]:
+        """One row as a plain dict, as the HTTP API gives it: 4 times as fast as :meth:`get` for a
+        single key.
 
         Raises:
             RequestError, OnlineStoreError: as :meth:`get`.
@@ -182,21 +223,29 @@ class Lookup:
         admit: Callable[[AnswerPlan, FoundRows], None] | None = None,
         part: ServicePart | None = None,
     ) -> Answer:
-        """As :meth:`get`, without waiting: the answer may still have rows in flight, see :meth:`Answer.wait`.
+        """As :meth:`get`, without waiting: the answer may still have rows in flight, see
+        :meth:`Answer.wait`.
 
         Args:
             view: as :meth:`get`.
             keys: likewise.
             options: likewise.
             cache_control: what a request over HTTP asks of stored rows.
-            columnar: :meth:`Answer.table` or :meth:`Answer.whole_columns` is what will be requested of the answer: a third faster then, and slower for rows.
-            admit: raises where so many rows of this kind are too many, before any is verified or computed.
-            part: of the service that wants the rows: its features, as far as the view has them, and its defaults are meant.
+            columnar: :meth:`Answer.table` or :meth:`Answer.whole_columns` is what will be requested
+                of the answer: a third faster then, and slower for rows.
+            admit: raises where so many rows of this kind are too many, before any is verified or
+                computed.
+            part: of the service that wants the rows: its features, as far as the view has them, and
+                its defaults are meant.
         """
         keys = key_list(keys)
         if not 0 < len(keys) <= MAX_KEYS:
             code = "too_many_keys" if keys else "no_keys"
-            raise RequestError(f"a request has 1 to {MAX_KEYS} keys, got {len(keys)}", status=413 if keys else 400, code=code)
+            raise RequestError(
+                f"a request has 1 to {MAX_KEYS} keys, got {len(keys)}",
+                status=413 if keys else 400,
+                code=code,
+            )
         options.check()
         texts, raw, bad = self._keys(view, keys)
         began = time.perf_counter()
@@ -233,7 +282,8 @@ class Lookup:
         return answer
 
     def whole_row(self, view: str, key: str, options: LookupOptions) -> WholeRow | None:
-        """One row of a store that is not waited for; None where there is more to say of it than its values, as :meth:`begin` does: it is missing, or damaged, or there is no such view.
+        """One row of a store that is not waited for; None where there is more to say of it than its
+        values, as :meth:`begin` does: it is missing, or damaged, or there is no such view.
 
         Args:
             view: its name.
@@ -256,7 +306,9 @@ class Lookup:
         value = found.values[0]
         if state is not State.WHOLE or value is None:
             return None
-        return WholeRow(plan, key, value, computed_at_us, read_at - began, time.perf_counter() - read_at)
+        return WholeRow(
+            plan, key, value, computed_at_us, read_at - began, time.perf_counter() - read_at
+        )
 
     def look(self, pointer: Pointer) -> tuple[int, Sighting]:
         """What time it is, in µs since 1970, and what bounds the ages of a pointer's rows now."""
@@ -267,20 +319,26 @@ class Lookup:
         return self._clock()
 
     def last(self, view: str) -> Pointer | None:
-        """What was live when this process last read rows of a view; None where it has not, or there was no such view."""
+        """What was live when this process last read rows of a view; None where it has not, or there
+        was no such view."""
         return self._last.get(view)
 
     def _sighting(self, pointer: Pointer) -> Sighting:
         first, now_s = self._seen.get(pointer.view.name), self._monotonic()
         if first is None or first[0] is not pointer:
             version = (*pointer.publishing, pointer.renewed_at_us)
-            published_us, seen_s = (microseconds(pointer.at), now_s) if first is None or first[1] != version else first[2:]
+            published_us, seen_s = (
+                (microseconds(pointer.at), now_s)
+                if first is None or first[1] != version
+                else first[2:]
+            )
             first = self._seen[pointer.view.name] = (pointer, version, published_us, seen_s)
         _, _, published_us, seen_s = first
         return Sighting(published_us, pointer.renewed_at_us, int((now_s - seen_s) * 1e6))
 
     def _keys(self, view: str, keys: list[Any]) -> tuple[list[str], Sequence[bytes], list[int]]:
-        """Key texts; what is looked up for each: its UTF-8, or :data:`IMPOSSIBLE` for what no entity can have as a key; and the numbers of those.
+        """Key texts; what is looked up for each: its UTF-8, or :data:`IMPOSSIBLE` for what no
+        entity can have as a key; and the numbers of those.
 
         Raises:
             RequestError: 404, there is no such view.
@@ -330,8 +388,13 @@ class Lookup:
         return lambda computed_at_us: sighting.age_us(computed_at_us, now_us) / 1e6
 
     def is_lost(self, view: str) -> bool:
-        """Whether a view that the online store has no pointer of is live all the same, as the root has it: it was flushed, or another server took its place."""
-        return self.root is not None and NAME.match(view) is not None and (self.root / view / REFS / LIVE).exists()
+        """Whether a view that the online store has no pointer of is live all the same, as the root
+        has it: it was flushed, or another server took its place."""
+        return (
+            self.root is not None
+            and NAME.match(view) is not None
+            and (self.root / view / REFS / LIVE).exists()
+        )
 
     def lost(self, there: Collection[str]) -> list[str]:
         """Views that are lost, of all under the root but those that are ``there``."""
@@ -342,16 +405,25 @@ class Lookup:
         """The error of a view that the online store has no pointer of."""
         if self.is_lost(view):
             return RowsLostError(
-                f"the online store has no pointer of view {view!r}, which is live: it was emptied, or another one took its place; "
-                f"the scheduler brings it back, or `precompute reconcile {view}`"
+                f"the online store has no pointer of view {view!r}, which is live: it was emptied,"
+                " or another one took its place; the scheduler brings it back, or `precompute"
+                f" reconcile {view}`"
             )
         self._last.pop(view, None)
         have = ", ".join(self.online.views()) or "none"
         shown = view if len(view) <= 80 else view[:77] + "..."
-        return RequestError(f"no view {shown!r} is live in the online store (live: {have})", status=404, code="unknown_view")
+        return RequestError(
+            f"no view {shown!r} is live in the online store (live: {have})",
+            status=404,
+            code="unknown_view",
+        )
 
     def _plan(
-        self, pointer: Pointer, features: Sequence[str] | None, base64: bool = False, part: ServicePart | None = None
+        self,
+        pointer: Pointer,
+        features: Sequence[str] | None,
+        base64: bool = False,
+        part: ServicePart | None = None,
     ) -> AnswerPlan:
         key = (pointer.view.name, None if features is None else tuple(features), base64, part)
         plan = self._plans.get(key)
@@ -361,9 +433,17 @@ class Lookup:
             # feature subsets come from requests: keep their number bounded
             if len(self._plans) > 1024:
                 self._plans.clear()
-            alike = None if features is None and not base64 and part is None else self._plan(pointer, None)
-            chosen, defaults = (key[1], None) if part is None else (part.known(pointer.view), part.defaults)
-            plan = self._plans[key] = AnswerPlan(pointer, chosen, alike, base64=base64, defaults=defaults)
+            alike = (
+                None
+                if features is None and not base64 and part is None
+                else self._plan(pointer, None)
+            )
+            chosen, defaults = (
+                (key[1], None) if part is None else (part.known(pointer.view), part.defaults)
+            )
+            plan = self._plans[key] = AnswerPlan(
+                pointer, chosen, alike, base64=base64, defaults=defaults
+            )
         return plan
 
     # ---- services
@@ -378,13 +458,16 @@ class Lookup:
         max_age_s: float | None = None,
         inputs: Mapping[str, Mapping[Any, Mapping[str, Any]]] | None = None,
     ) -> pa.Table:
-        """The features of a service, several views joined to one row for each entity: the columns of :attr:`precompute.store.service.Service.columns`.
+        """The features of a service, several views joined to one row for each entity: the columns
+        of :attr:`precompute.store.service.Service.columns`.
 
-        A view that cannot be answered keeps no other from it: its rows are ``missing``, with the reason. What each view answered from is in the schema's metadata (``views``).
+        A view that cannot be answered keeps no other from it: its rows are ``missing``, with the
+        reason. What each view answered from is in the schema's metadata (``views``).
 
         Args:
             service: one, or the name of one of :attr:`services`.
-            entities: column of the service's entity → values, a dict or a table: 1 to :data:`MAX_KEYS` rows.
+            entities: column of the service's entity → values, a dict or a table: 1 to
+                :data:`MAX_KEYS` rows.
             fallback: False never runs a model.
             deadline_ms: how long to wait for models, all views together; the service's by default.
             max_age_s: older rows count as missing, whatever the service and the views say.
@@ -414,13 +497,18 @@ class Lookup:
         service = self.services.get(name)
         if service is None:
             have = ", ".join(self.services) or "none"
-            raise RequestError(f"there is no service {name[:80]!r} here (there are: {have})", status=404, code="unknown_service")
+            raise RequestError(
+                f"there is no service {name[:80]!r} here (there are: {have})",
+                status=404,
+                code="unknown_service",
+            )
         return service
 
     # ---- views
 
     def views(self) -> list[dict[str, Any]]:
-        """Each live view: entity, features, snapshot, model, rows, TTL, age of the oldest row and coverage of the source."""
+        """Each live view: entity, features, snapshot, model, rows, TTL, age of the oldest row and
+        coverage of the source."""
         pointers = [self.online.live(name) for name in self.online.views()]
         return [self.describe(pointer) for pointer in pointers if pointer is not None]
 
@@ -436,7 +524,9 @@ class Lookup:
         return {
             "view": view.name,
             "entity": list(view.entity),
-            "features": [{k: v for k, v in plain(f).items() if v is not None} for f in view.features],
+            "features": [
+                {k: v for k, v in plain(f).items() if v is not None} for f in view.features
+            ],
             "snapshot": pointer.snapshot,
             "published_at": pointer.at,
             "model": pointer.model,
@@ -470,10 +560,12 @@ class Lookup:
         deadline_ms: float | None = None,
         model: str | None = None,
     ) -> dict[str, Any]:
-        """The ``k`` nearest rows of a view's vector index, best first, each with its score and freshness.
+        """The ``k`` nearest rows of a view's vector index, best first, each with its score and
+        freshness.
 
-        Exactly one of ``key`` (neighbours of a row, itself left out), ``text`` (for the one input column that takes texts), ``vector`` or ``inputs`` (input columns);
-        the model turns a text or inputs into a vector now.
+        Exactly one of ``key`` (neighbours of a row, itself left out), ``text`` (for the one input
+        column that takes texts), ``vector`` or ``inputs`` (input columns); the model turns a text
+        or inputs into a vector now.
 
         Args:
             view: a published view with an index.
@@ -481,23 +573,40 @@ class Lookup:
             vector: [dim] numbers.
             inputs: input column → value; an encoder with a prompt for queries puts it before them.
             k: 1 to :data:`MAX_NEIGHBOURS`.
-            filter: scalar feature → a value it must have, a list of values it may have, or bounds (``gte``, ``gt``, ``lte``, ``lt``); all must hold.
-            only: the only keys that may be found; of a view of chunks a long text's key, too, which means all of its chunks. Where they are of one text, its chunks are
-                found one by one, and not the nearest alone.
+            filter: scalar feature → a value it must have, a list of values it may have, or bounds
+                (``gte``, ``gt``, ``lte``, ``lt``); all must hold.
+            only: the only keys that may be found; of a view of chunks a long text's key, too, which
+                means all of its chunks. Where they are of one text, its chunks are found one by
+                one, and not the nearest alone.
             exclude: keys to leave out; likewise.
-            features: features to return with each neighbour; without any, the online store is not read.
+            features: features to return with each neighbour; without any, the online store is not
+                read.
             deadline_ms: for the model, when ``text`` or ``inputs`` are given.
-            model: fingerprint of the model that made ``vector``: where another one made the rows, the search is refused.
+            model: fingerprint of the model that made ``vector``: where another one made the rows,
+                the search is refused.
 
         Returns:
-            ``view``, ``snapshot``, ``model``, ``metric``, ``rows``; rows that have expired are left out.
+            ``view``, ``snapshot``, ``model``, ``metric``, ``rows``; rows that have expired are left
+                out.
 
         Raises:
             RequestError: not searchable, or a bad argument; 504 when the model was too slow.
             VectorIndexError: the index is missing or damaged.
         """
         allowed, excluded = None if only is None else key_list(only), key_list(exclude)
-        options = SearchOptions(plain_key(key), text, vector, inputs, k, filter, allowed, excluded, features, deadline_ms, model)
+        options = SearchOptions(
+            plain_key(key),
+            text,
+            vector,
+            inputs,
+            k,
+            filter,
+            allowed,
+            excluded,
+            features,
+            deadline_ms,
+            model,
+        )
         return self.find(view, options)[1]
 
     def find(
@@ -507,8 +616,9 @@ class Lookup:
         admit: Callable[[AnswerPlan, FoundRows], None] | None = None,
         waiting: Waiting | None = None,
     ) -> tuple[FeatureView, dict[str, Any]]:
-        """As :meth:`search`, and the view as it was searched; ``admit`` raises where features of so many rows are too many, before any is read as a value; ``waiting`` is
-        called with what is waited for."""
+        """As :meth:`search`, and the view as it was searched; ``admit`` raises where features of so
+        many rows are too many, before any is read as a value; ``waiting`` is called with what is
+        waited for."""
         return self._searches.search(view, options, self.fallback, admit, waiting)
 
     def warm(self, pointer: Pointer) -> None:
@@ -521,8 +631,11 @@ class Lookup:
             self._searches.index_of(pointer)
 
 
-def _inputs_by_key(pointer: Pointer, inputs: Mapping[Any, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Key text → input column → value. Those of what no key can be are passed over: whose row it would be is a bad key, and fails no other.
+def _inputs_by_key(
+    pointer: Pointer, inputs: Mapping[Any, Mapping[str, Any]]
+) -> dict[str, Mapping[str, Any]]:
+    """Key text → input column → value. Those of what no key can be are passed over: whose row it
+    would be is a bad key, and fails no other.
 
     Raises:
         RequestError: no input of the view's model.
@@ -535,4 +648,13 @@ def _inputs_by_key(pointer: Pointer, inputs: Mapping[Any, Mapping[str, Any]]) ->
     return by_key
 
 
-__all__ = ["ANSWER_FIELDS", "MAX_KEYS", "MAX_NEIGHBOURS", "Answer", "Computed", "Fallback", "Lookup", "Miss"]
+__all__ = [
+    "ANSWER_FIELDS",
+    "MAX_KEYS",
+    "MAX_NEIGHBOURS",
+    "Answer",
+    "Computed",
+    "Fallback",
+    "Lookup",
+    "Miss",
+]

@@ -1,4 +1,5 @@
-"""Options: what a lookup may ask for beside its keys, and what a search may; one value on its way from the command line, the wire or Python to the answer."""
+"""Options: what a lookup may ask for beside its keys, and what a search may; one value on its way
+from the command line, the wire or Python to the answer."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ MAX_DEADLINE_MS = 60_000
 MAX_NEIGHBOURS = 1000
 """Neighbours in one search."""
 FLOAT, BASE64 = "float", "base64"
-"""How JSON has vectors (``encoding_format``, as APIs of embeddings name it): as lists of numbers, or as base64 of their bytes, little-endian."""
+"""How JSON has vectors (``encoding_format``, as APIs of embeddings name it): as lists of numbers,
+or as base64 of their bytes, little-endian."""
 
 
 class LookupOptions(NamedTuple):
@@ -49,7 +51,8 @@ class LookupOptions(NamedTuple):
 
 
 class CacheControl(NamedTuple):
-    """What a request's ``Cache-Control`` asks of the rows that are stored (RFC 9111 §5.2.1), ages in seconds. A directive that is not there is None or False."""
+    """What a request's ``Cache-Control`` asks of the rows that are stored (RFC 9111 §5.2.1), ages
+    in seconds. A directive that is not there is None or False."""
 
     max_age_s: float | None = None
     """No older than this."""
@@ -58,12 +61,16 @@ class CacheControl(NamedTuple):
     max_stale_s: float | None = None
     """Stale for no longer."""
     no_cache: bool = False
-    """Not without asking the origin: where a model may be called, it is; where none may, the store is the origin itself."""
+    """Not without asking the origin: where a model may be called, it is; where none may, the store
+    is the origin itself."""
     only_if_cached: bool = False
     """Nothing but what is stored: never the model."""
 
-    def oldest_s(self, view: FeatureView, max_age_s: float | None, model_may_be_asked: bool) -> float | None:
-        """The largest age that a stored row may have, or None: all limits hold; below 0, none is good enough.
+    def oldest_s(
+        self, view: FeatureView, max_age_s: float | None, model_may_be_asked: bool
+    ) -> float | None:
+        """The largest age that a stored row may have, or None: all limits hold; below 0, none is
+        good enough.
 
         Args:
             view: whose TTL counts.
@@ -81,7 +88,8 @@ class CacheControl(NamedTuple):
 
 
 class SearchOptions(NamedTuple):
-    """As :meth:`precompute.store.lookup.Lookup.search` has them: exactly one of ``key``, ``text``, ``vector`` and ``inputs`` is searched by."""
+    """As :meth:`precompute.store.lookup.Lookup.search` has them: exactly one of ``key``, ``text``,
+    ``vector`` and ``inputs`` is searched by."""
 
     key: Any = None
     text: str | None = None
@@ -92,7 +100,8 @@ class SearchOptions(NamedTuple):
     filter: Mapping[str, Any] | None = None
     """Scalar feature → a value, a list of values, or bounds: ``gte``, ``gt``, ``lte``, ``lt``."""
     only: Sequence[Any] | None = None
-    """Keys that alone may be found; of a view of chunks a long text's key, too, which means all of its chunks."""
+    """Keys that alone may be found; of a view of chunks a long text's key, too, which means all of
+    its chunks."""
     exclude: Sequence[Any] = ()
     """Keys that are left out; likewise."""
     features: Sequence[str] = ()
@@ -112,17 +121,24 @@ class SearchOptions(NamedTuple):
         if sum(given is not None for given in (self.key, self.text, self.vector, self.inputs)) != 1:
             raise RequestError("a search takes exactly one of key, text, vector and inputs")
         if self.text is not None and not isinstance(self.text, str):
-            raise RequestError(f"text is a text, got {type(self.text).__name__}: {str(self.text)[:80]}")
+            raise RequestError(
+                f"text is a text, got {type(self.text).__name__}: {str(self.text)[:80]}"
+            )
         if not 0 < self.k <= MAX_NEIGHBOURS:
             raise RequestError(f"k is 1 to {MAX_NEIGHBOURS}, got {self.k}")
         for name, keys in (("only", self.only or ()), ("exclude", self.exclude)):
             if len(keys) > MAX_KEYS:
-                raise RequestError(f"{name} takes at most {MAX_KEYS} keys, got {len(keys)}", status=413, code="too_many_keys")
+                raise RequestError(
+                    f"{name} takes at most {MAX_KEYS} keys, got {len(keys)}",
+                    status=413,
+                    code="too_many_keys",
+                )
         check_limits(deadline_ms=self.deadline_ms)
 
 
 def check_limits(**limits: float | None) -> None:
-    """Refuse a deadline or an age that is negative, infinite or no number, and a deadline past :data:`MAX_DEADLINE_MS`.
+    """Refuse a deadline or an age that is negative, infinite or no number, and a deadline past
+    :data:`MAX_DEADLINE_MS`.
 
     Raises:
         RequestError: names it.
@@ -145,7 +161,8 @@ def check_features(view: FeatureView, features: Sequence[str]) -> None:
     unknown = next((name for name in features if name not in there), None)
     if unknown is not None:
         raise RequestError(
-            f"view {view.name!r} has no feature {str(unknown)[:80]!r} (it has: {', '.join(there)}){did_you_mean(str(unknown)[:80], there)}",
+            f"view {view.name!r} has no feature {str(unknown)[:80]!r} (it has:"
+            f" {', '.join(there)}){did_you_mean(str(unknown)[:80], there)}",
             code="unknown_feature",
         )
     if len(set(features)) != len(features):

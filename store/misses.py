@@ -1,4 +1,5 @@
-"""Misses: what becomes of rows that the store has not, or has too old: cached rows answer, then the model; and stale rows are computed again behind their answers."""
+"""Misses: what becomes of rows that the store has not, or has too old: cached rows answer, then the
+model; and stale rows are computed again behind their answers."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ MOST_REFRESHED = 256
 """Rows of a view that are computed behind answers at once; others are at a later request."""
 
 AGAIN_S = 5.0
-"""Before a stale row is computed behind an answer once more: nobody hammers a model that fails, or whose rows are not cached."""
+"""Before a stale row is computed behind an answer once more: nobody hammers a model that fails, or
+whose rows are not cached."""
 
 MOST_REMEMBERED = 4096
 """Rows of a view of which that is known; 800 can be computed a second."""
@@ -33,21 +35,27 @@ MOST_REMEMBERED = 4096
 
 @dataclass(slots=True)
 class _Behind:
-    """Rows of a view that are computed behind answers, or were: publishing and key → until when (monotonic) they are not begun again."""
+    """Rows of a view that are computed behind answers, or were: publishing and key → until when
+    (monotonic) they are not begun again."""
 
     until: dict[tuple[tuple[int, str], str], float] = field(default_factory=dict)
     under_way: int = 0
 
 
 class MissReports:
-    """Who counts what becomes of rows that the store has not, or has too old; nobody, until somebody takes a place here.
+    """Who counts what becomes of rows that the store has not, or has too old; nobody, until
+    somebody takes a place here.
 
-    ``semantic`` learns what :class:`precompute.store.semantic_cache.SemanticCache` tells; ``cache_read`` how many rows were looked for among cached ones, and how many of them found;
-    ``refreshed`` of a stale row that was computed behind its answer: its view, and what became of it, as :func:`precompute.store.fallback.outcome_of` has it.
+    ``semantic`` learns what :class:`precompute.store.semantic_cache.SemanticCache` tells;
+    ``cache_read`` how many rows were looked for among cached ones, and how many of them found;
+    ``refreshed`` of a stale row that was computed behind its answer: its view, and what became of
+    it, as :func:`precompute.store.fallback.outcome_of` has it.
     """
 
     def __init__(self) -> None:
-        self.semantic: Callable[[str, Counter[str], float], None] = lambda view, outcomes, similarity: None
+        self.semantic: Callable[[str, Counter[str], float], None] = (
+            lambda view, outcomes, similarity: None
+        )
         self.cache_read: Callable[[int, int], None] = lambda requested, found: None
         self.refreshed: Callable[[str, str], None] = lambda view, outcome: None
 
@@ -57,13 +65,25 @@ class Misses:
 
     Args:
         fallback: computes rows.
-        miss_cache: rows that were computed before, and written by who computes; None where none are cached, and stale rows stay so.
+        miss_cache: rows that were computed before, and written by who computes; None where none are
+            cached, and stale rows stay so.
         semantic: answers misses of views that want it by rows of other entities.
         reports: of what becomes of rows on the way.
     """
 
-    def __init__(self, fallback: Fallback, miss_cache: MissCache | None, semantic: SemanticCache, reports: MissReports) -> None:
-        self._fallback, self._miss_cache, self._semantic, self._reports = fallback, miss_cache, semantic, reports
+    def __init__(
+        self,
+        fallback: Fallback,
+        miss_cache: MissCache | None,
+        semantic: SemanticCache,
+        reports: MissReports,
+    ) -> None:
+        self._fallback, self._miss_cache, self._semantic, self._reports = (
+            fallback,
+            miss_cache,
+            semantic,
+            reports,
+        )
         self._lock = threading.Lock()
         self._behind: dict[str, _Behind] = {}
         """By view: none waits for another's."""
@@ -110,18 +130,37 @@ class Misses:
             self._refresh(pointer, [answer.keys[i] for i in stale])
 
     def _answered(
-        self, answer: Answer, missing: Sequence[int], stale: Sequence[int], inputs: Mapping[str, Any]
+        self,
+        answer: Answer,
+        missing: Sequence[int],
+        stale: Sequence[int],
+        inputs: Mapping[str, Any],
     ) -> tuple[list[int], list[int]]:
         """The numbers of those that are still missing, and of those that are still stale."""
         if self._miss_cache is None:
             return list(missing), []
         keys = answer.keys
-        named: dict[int, tuple[str, ...]] = {i: (keys[i],) for i in (*missing, *stale) if keys[i] not in inputs}
+        named: dict[int, tuple[str, ...]] = {
+            i: (keys[i],) for i in (*missing, *stale) if keys[i] not in inputs
+        }
         # a row of the source that is stale is no matter of what a request brings
-        named |= {i: names for i in missing if keys[i] in inputs and (names := input_names(inputs[keys[i]], keys[i]))}
-        found = self._miss_cache.read(answer.pointer, [name for names in named.values() for name in names]) if named else {}
+        named |= {
+            i: names
+            for i in missing
+            if keys[i] in inputs and (names := input_names(inputs[keys[i]], keys[i]))
+        }
+        found = (
+            self._miss_cache.read(
+                answer.pointer, [name for names in named.values() for name in names]
+            )
+            if named
+            else {}
+        )
         settled = {
-            i for i, names in named.items() for name in names if name in found and self._takes(answer, i, name, found[name])
+            i
+            for i, names in named.items()
+            for name in names
+            if name in found and self._takes(answer, i, name, found[name])
         }
         self._reports.cache_read(len(named), len(settled))
         # what was cached may be stale in its turn
@@ -150,9 +189,13 @@ class Misses:
         if begun:
             futures = self._fallback.submit(pointer, begun, {}, now + REFRESH_S)
             for key, future in zip(begun, futures, strict=True):
-                future.add_done_callback(partial(self._done, pointer.view.name, behind, (pointer.publishing, key)))
+                future.add_done_callback(
+                    partial(self._done, pointer.view.name, behind, (pointer.publishing, key))
+                )
 
-    def _done(self, view: str, behind: _Behind, row: tuple[tuple[int, str], str], future: Future[Computed]) -> None:
+    def _done(
+        self, view: str, behind: _Behind, row: tuple[tuple[int, str], str], future: Future[Computed]
+    ) -> None:
         with self._lock:
             behind.until[row] = time.monotonic() + AGAIN_S
             behind.under_way -= 1

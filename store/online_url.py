@@ -1,4 +1,5 @@
-"""Which online store a URL names: ``table:./folder``, ``redis://…``, ``rediss://…``, ``unix://…``, ``redis+cluster://…`` or ``rediss+cluster://…``."""
+"""Which online store a URL names: ``table:./folder``, ``redis://…``, ``rediss://…``, ``unix://…``,
+``redis+cluster://…`` or ``rediss+cluster://…``."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def open_online_store(url: str, base: Path | None = None, memory_mb: int = 1024)
         ConfigError: the URL names no store known here.
     """
     folder = table_folder(url)
-    # Each store is imported only where it is used: a service on table files needs no Redis client, and the other way round.
+    # Each store is imported only where it is used: a service on table files needs no Redis client,
+    # and the other way round.
     if folder is not None:
         from precompute.store.online.table_store import TableStore
 

@@ -1,4 +1,5 @@
-"""Record: what is written as JSON with a checksum (its seal) and read again. One codec for all of them.
+"""Record: what is written as JSON with a checksum (its seal) and read again. One codec for all of
+them.
 
 Fields that a newer version added are not looked at; those that have defaults may be missing.
 """
@@ -32,26 +33,31 @@ __all__ = [
 ]
 
 Record = msgspec.Struct
-"""What a record inherits from: fields with types, as a dataclass has them; ``frozen=True`` where it never changes."""
+"""What a record inherits from: fields with types, as a dataclass has them; ``frozen=True`` where it
+never changes."""
 
 _R = TypeVar("_R")
 _SEAL = "seal"
 
 
 def plain(record: Any) -> Any:
-    """A record, or anything made of records, dataclasses and mappings, as dicts, lists and scalars that JSON knows."""
+    """A record, or anything made of records, dataclasses and mappings, as dicts, lists and scalars
+    that JSON knows."""
     return msgspec.to_builtins(record, str_keys=True, enc_hook=_plain)
 
 
 def sealed(record: Any, *, indent: int | None = None) -> bytes:
-    """A record as JSON with a seal: its checksum, so that a reader finds any changed bit. Floats that are not finite stand as Python's
-    ``json`` writes them."""
+    """A record as JSON with a seal: its checksum, so that a reader finds any changed bit. Floats
+    that are not finite stand as Python's ``json`` writes them."""
     body = plain(record)
-    return json.dumps(body | {_SEAL: digest_of(json.dumps(body, sort_keys=True).encode())}, indent=indent).encode()
+    return json.dumps(
+        body | {_SEAL: digest_of(json.dumps(body, sort_keys=True).encode())}, indent=indent
+    ).encode()
 
 
 def schema_of(kind: Any) -> dict[str, Any]:
-    """The JSON Schema of what :func:`plain` makes of a type: a record, or dicts and lists with types."""
+    """The JSON Schema of what :func:`plain` makes of a type: a record, or dicts and lists with
+    types."""
     return msgspec.json.schema(kind)
 
 

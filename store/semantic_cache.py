@@ -1,7 +1,9 @@
-"""Semantic cache: a miss whose input is near to a stored entity's is answered by that one's row, and no expensive model is called.
+"""Semantic cache: a miss whose input is near to a stored entity's is answered by that one's row,
+and no expensive model is called.
 
-What is near is found by another view, which embeds the same text cheaply: its model makes the vector, its index finds the nearest. Whatever is amiss on
-the way, the view's own model computes the row, as without.
+What is near is found by another view, which embeds the same text cheaply: its model makes the
+vector, its index finds the nearest. Whatever is amiss on the way, the view's own model computes the
+row, as without.
 """
 
 from __future__ import annotations
@@ -30,10 +32,12 @@ from precompute.store.vectors.vector_index import VectorIndex
 log = logging.getLogger(__name__)
 
 NEAREST = 4
-"""Entities that are looked at for one miss: the nearest may have no row in this view, or one that has expired."""
+"""Entities that are looked at for one miss: the nearest may have no row in this view, or one that
+has expired."""
 
 AT_ONCE = 8
-"""Requests that are looked into at a time; of others the model computes the misses at once. Most of the time each waits for the encoder."""
+"""Requests that are looked into at a time; of others the model computes the misses at once. Most of
+the time each waits for the encoder."""
 
 TIME_SHARE = 0.5
 """Of the time that is left to a request: what looking may take at most. The rest is the model's."""
@@ -45,7 +49,8 @@ _Vector = Sequence[float]
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What one request misses. ``oldest_s`` is the largest age of a row that counts, whatever the TTL says."""
+    """What one request misses. ``oldest_s`` is the largest age of a row that counts, whatever the
+    TTL says."""
 
     pointer: Pointer
     keys: Sequence[str]
@@ -63,9 +68,10 @@ class SemanticCache:
         live: a view's pointer; raises where there is none.
         index_of: the index that was published with a pointer; raises where there is none.
         begin: looks rows up.
-        tell: called with a view, and how many of its misses came to what: ``hit``; ``far``: none is near enough; ``no_row``: the near ones have no row here;
-            ``no_vector``: the encoder did not answer, or the inputs are not all that it takes; ``unusable``: its view or index is not as it must be; ``busy``; and the
-            sum of the similarities of the hits.
+        tell: called with a view, and how many of its misses came to what: ``hit``; ``far``: none is
+            near enough; ``no_row``: the near ones have no row here; ``no_vector``: the encoder did
+            not answer, or the inputs are not all that it takes; ``unusable``: its view or index is
+            not as it must be; ``busy``; and the sum of the similarities of the hits.
     """
 
     def __init__(
@@ -76,7 +82,13 @@ class SemanticCache:
         begin: Begin,
         tell: Callable[[str, Counter[str], float], None],
     ) -> None:
-        self._fallback, self._live, self._index_of, self._begin, self._tell = fallback, live, index_of, begin, tell
+        self._fallback, self._live, self._index_of, self._begin, self._tell = (
+            fallback,
+            live,
+            index_of,
+            begin,
+            tell,
+        )
         self._room = threading.Semaphore(AT_ONCE)
         self._threads = ThreadPoolExecutor(AT_ONCE, "semantic cache")
         self._codec: tuple[Pointer, RowCodec] | None = None
@@ -94,7 +106,8 @@ class SemanticCache:
         deadline: float,
         oldest_s: float | None,
     ) -> list[Future[Computed]]:
-        """As :meth:`precompute.store.fallback.Fallback.submit`; what a future holds may be another entity's row then, ``like`` it.
+        """As :meth:`precompute.store.fallback.Fallback.submit`; what a future holds may be another
+        entity's row then, ``like`` it.
 
         Args:
             pointer: of a view with a semantic cache.
@@ -108,9 +121,14 @@ class SemanticCache:
             return self._fallback.submit(pointer, keys, inputs, deadline)
         futures: list[Future[Computed]] = [Future() for _ in keys]
         try:
-            self._threads.submit(copy_context().run, self._answer, _Request(pointer, keys, inputs, deadline, oldest_s, futures))
+            self._threads.submit(
+                copy_context().run,
+                self._answer,
+                _Request(pointer, keys, inputs, deadline, oldest_s, futures),
+            )
         except RuntimeError:
-            # closed meanwhile; or the system has no thread, and one that comes to it later has nothing to do for it
+            # closed meanwhile; or the system has no thread, and one that comes to it later has
+            # nothing to do for it
             self._room.release()
             futures.clear()
             return self._fallback.submit(pointer, keys, inputs, deadline)
@@ -134,13 +152,28 @@ class SemanticCache:
         finally:
             self._room.release()
         try:
-            self._tell(name, outcomes, sum(computed.like.similarity for computed in near.values() if computed.like is not None))
+            self._tell(
+                name,
+                outcomes,
+                sum(
+                    computed.like.similarity
+                    for computed in near.values()
+                    if computed.like is not None
+                ),
+            )
         finally:
             for i, computed in near.items():
                 # given up meanwhile
                 with contextlib.suppress(InvalidStateError):
                     request.futures[i].set_result(computed)
-            self._compute(request, [i for i, future in enumerate(request.futures) if i not in near and not future.cancelled()])
+            self._compute(
+                request,
+                [
+                    i
+                    for i, future in enumerate(request.futures)
+                    if i not in near and not future.cancelled()
+                ],
+            )
 
     def _compute(self, request: _Request, numbers: Sequence[int]) -> None:
         """Have the model compute the rest."""
@@ -172,12 +205,18 @@ class SemanticCache:
         if why is not None:
             raise RequestError(f"view {spec.view!r}: {why}", code="bad_request")
         index, now = self._index_of(encoder), time.monotonic()
-        done_by = now + min(encoder.view.fallback_deadline_s, TIME_SHARE * max(0.0, request.deadline - now))
+        done_by = now + min(
+            encoder.view.fallback_deadline_s, TIME_SHARE * max(0.0, request.deadline - now)
+        )
         vectors = self._vectors(request, encoder, done_by)
         outcomes["no_vector"] += len(request.keys) - len(vectors)
         near: dict[int, list[Likeness]] = {}
         for i, vector in vectors.items():
-            found = _nearest(index, vector, request.keys[i], spec.threshold) if time.monotonic() < done_by else []
+            found = (
+                _nearest(index, vector, request.keys[i], spec.threshold)
+                if time.monotonic() < done_by
+                else []
+            )
             if found:
                 near[i] = found
         outcomes["far"] += len(vectors) - len(near)
@@ -186,10 +225,12 @@ class SemanticCache:
         return rows
 
     def _vectors(self, request: _Request, encoder: Pointer, done_by: float) -> dict[int, _Vector]:
-        """The vectors that the encoder makes of the inputs now, as far as it does, by the keys' numbers.
+        """The vectors that the encoder makes of the inputs now, as far as it does, by the keys'
+        numbers.
 
-        Inputs come from the request, or from the source; from there only where both views have the same one: else the encoder's would decide which entities
-        there are, and a row would be answered for one that the view's own source has not.
+        Inputs come from the request, or from the source; from there only where both views have the
+        same one: else the encoder's would decide which entities there are, and a row would be
+        answered for one that the view's own source has not.
         """
         one_source = _has_one_source(request.pointer, encoder)
         wanted, given = [], dict[str, dict[str, Any]]()
@@ -222,8 +263,11 @@ class SemanticCache:
         vector: _Vector | None = retained[1].decode_one(row, [on])[1][on]
         return vector
 
-    def _rows(self, request: _Request, near: Mapping[int, Sequence[Likeness]]) -> dict[int, Computed]:
-        """Of each key the row of the nearest that has one, and none that is too old; nothing where the view was published again meanwhile."""
+    def _rows(
+        self, request: _Request, near: Mapping[int, Sequence[Likeness]]
+    ) -> dict[int, Computed]:
+        """Of each key the row of the nearest that has one, and none that is too old; nothing where
+        the view was published again meanwhile."""
         keys = list(dict.fromkeys(like.key for likes in near.values() for like in likes))
         options = LookupOptions(fallback=False, max_age_s=request.oldest_s)
         found: dict[str, tuple[bytes, int]] = {}
@@ -259,12 +303,16 @@ def _nearest(index: VectorIndex, vector: _Vector, key: str, threshold: float) ->
         # a vector without a direction
         return []
     # a float16 is rounded: of two that are the same the cosine may be a bit above 1
-    likes = [Likeness(other, min(1.0, score)) for other, score in zip(found.keys, found.scores, strict=True)]
+    likes = [
+        Likeness(other, min(1.0, score))
+        for other, score in zip(found.keys, found.scores, strict=True)
+    ]
     return [like for like in likes if like.similarity >= threshold]
 
 
 def _has_one_source(own: Pointer, other: Pointer) -> bool:
-    """Whether both views have the same rows: of one SQL, one partition, and the same snapshots of the views that they read."""
+    """Whether both views have the same rows: of one SQL, one partition, and the same snapshots of
+    the views that they read."""
     inputs = own.inputs.keys() & other.inputs.keys()
     return (
         own.view.definition.source == other.view.definition.source

@@ -1,4 +1,5 @@
-"""Service answer: what a service's views answered for the rows of one request, joined to one row for each entity."""
+"""Service answer: what a service's views answered for the rows of one request, joined to one row
+for each entity."""
 
 from __future__ import annotations
 
@@ -20,13 +21,15 @@ from precompute.store.service import PART_FIELDS, EntityRows, Service, ServicePa
 from precompute.store.status import AnswerSource, Reason, Status
 
 _SAID = dict(ANSWER_FIELDS[1 : 1 + len(PART_FIELDS)])
-"""Of every view in a joined row: :data:`PART_FIELDS`, which are the first that an answer has behind its key, and their types."""
+"""Of every view in a joined row: :data:`PART_FIELDS`, which are the first that an answer has behind
+its key, and their types."""
 assert tuple(_SAID) == PART_FIELDS
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A view that could not be answered at all: all its rows are missing for ``reason``, and ``problem`` says more (a member of the answer's ``views``)."""
+    """A view that could not be answered at all: all its rows are missing for ``reason``, and
+    ``problem`` says more (a member of the answer's ``views``)."""
 
     reason: Reason
     problem: Any
@@ -37,7 +40,8 @@ class Refused:
         """What an error made of it; ``problem`` is its text.
 
         Raises:
-            RequestError: this very error, where all of the request is too much, or its inputs are wrong, and not one view.
+            RequestError: this very error, where all of the request is too much, or its inputs are
+                wrong, and not one view.
         """
         if not isinstance(error, RequestError):
             reason = Reason.STORE_UNAVAILABLE
@@ -76,7 +80,9 @@ class _RekeyedError(RequestError):
     """Rows were read by another key than the view has, as it is live: ``entity`` is that."""
 
     def __init__(self, entity: tuple[str, ...]) -> None:
-        super().__init__("the view is published with another key just now; try again", status=503, code="busy")
+        super().__init__(
+            "the view is published with another key just now; try again", status=503, code="busy"
+        )
         self.entity = entity
 
 
@@ -84,7 +90,8 @@ class _RekeyedError(RequestError):
 class ServiceAnswer:
     """The answer of one request, some rows perhaps still in flight.
 
-    ``options.inputs`` are by view: view → key → input column → value. ``parts`` are the views', in the service's order, as :meth:`begin` began them, or why one is refused.
+    ``options.inputs`` are by view: view → key → input column → value. ``parts`` are the views', in
+    the service's order, as :meth:`begin` began them, or why one is refused.
     """
 
     service: Service
@@ -99,8 +106,9 @@ class ServiceAnswer:
         for view in self.options.inputs or ():
             if view not in there:
                 raise RequestError(
-                    f"inputs of a service are by view, {{view: {{key: {{column: value}}}}}}: service {self.service.name!r} has no view {str(view)[:80]!r} "
-                    f"(it has: {', '.join(there)}){did_you_mean(str(view)[:80], there)}",
+                    "inputs of a service are by view, {view: {key: {column: value}}}:"
+                    f" service {self.service.name!r} has no view {str(view)[:80]!r} (it has:"
+                    f" {', '.join(there)}){did_you_mean(str(view)[:80], there)}",
                     code="bad_inputs",
                 )
 
@@ -111,7 +119,8 @@ class ServiceAnswer:
         cache_control: CacheControl | None = None,
         admit: Callable[[AnswerPlan, FoundRows], None] | None = None,
     ) -> Answer:
-        """A view's share, as :meth:`precompute.store.lookup.Lookup.begin`: its rows are read once, and all under one pointer.
+        """A view's share, as :meth:`precompute.store.lookup.Lookup.begin`: its rows are read once,
+        and all under one pointer.
 
         Raises:
             RequestError: no such view is live, or its key is not among the entity's columns.
@@ -120,7 +129,11 @@ class ServiceAnswer:
         entity = self.service.entity
         if len(entity) > 1:
             # by the key that it had last; which it has is known with the rows
-            pointer = lookup.online.known(part.view) or lookup.last(part.view) or lookup.online.live(part.view)
+            pointer = (
+                lookup.online.known(part.view)
+                or lookup.last(part.view)
+                or lookup.online.live(part.view)
+            )
             entity = entity[:1] if pointer is None else pointer.view.entity
         try:
             return self._begin(lookup, part, entity, cache_control, admit)
@@ -144,17 +157,31 @@ class ServiceAnswer:
 
         self._check_entity(part.view, entity)
         keys, options = self.entities.keys(entity), self._options_of(part)
-        return lookup.begin(part.view, keys, options, cache_control=cache_control, columnar=True, admit=admitted, part=part)
+        return lookup.begin(
+            part.view,
+            keys,
+            options,
+            cache_control=cache_control,
+            columnar=True,
+            admit=admitted,
+            part=part,
+        )
 
     def _options_of(self, part: ServicePart) -> LookupOptions:
         """Those of one view's lookup: of the one deadline it has what is left."""
         options, oldest_s = self.options, self.service.oldest_s(part, self.options.max_age_s)
         if options.inputs is not None:
             options = options._replace(inputs=options.inputs.get(part.view))
-        deadline_ms = self.service.deadline_ms if options.deadline_ms is None else options.deadline_ms
+        deadline_ms = (
+            self.service.deadline_ms if options.deadline_ms is None else options.deadline_ms
+        )
         if deadline_ms is None and oldest_s is None:
             return options
-        left_ms = None if deadline_ms is None else max(0.0, deadline_ms - (time.monotonic() - self.began) * 1e3)
+        left_ms = (
+            None
+            if deadline_ms is None
+            else max(0.0, deadline_ms - (time.monotonic() - self.began) * 1e3)
+        )
         return options._replace(max_age_s=oldest_s, deadline_ms=left_ms)
 
     def _check_entity(self, view: str, entity: tuple[str, ...]) -> None:
@@ -165,12 +192,14 @@ class ServiceAnswer:
         """
         if not self.entities.has(entity):
             raise RequestError(
-                f"view {view!r} has the key {', '.join(entity)}, and service {self.service.name!r} the entity {', '.join(self.service.entity)}",
+                f"view {view!r} has the key {', '.join(entity)}, and service {self.service.name!r}"
+                f" the entity {', '.join(self.service.entity)}",
                 code=Reason.OTHER_ENTITY,
             )
 
     def wait(self) -> None:
-        """Wait for the rows in flight, of all views until the one deadline, and judge all by what time it is then."""
+        """Wait for the rows in flight, of all views until the one deadline, and judge all by what
+        time it is then."""
         for i, answer in enumerate(self.parts):
             if isinstance(answer, Answer):
                 try:
@@ -182,7 +211,8 @@ class ServiceAnswer:
 
     def check(self) -> None:
         """Raises:
-        OnlineStoreError: no view is answered, and of one at least the store could not be read: it may be soon.
+        OnlineStoreError: no view is answered, and of one at least the store could not be read: it
+            may be soon.
         """
         refused = [part.error for part in self.parts if isinstance(part, Refused)]
         failed = [error for error in refused if isinstance(error, OnlineStoreError)]
@@ -190,38 +220,59 @@ class ServiceAnswer:
             raise failed[0]
 
     def judge_again(self) -> None:
-        """Judge all rows by what time it is now: the first may have been read long before the last."""
+        """Judge all rows by what time it is now: the first may have been read long before the
+        last."""
         for answer in self.parts:
             if isinstance(answer, Answer):
                 answer.judge_again()
 
     def views(self) -> dict[str, Any]:
-        """View → what all its rows share: snapshot, model and TTL, and the features that it has not, which are null; or the problem that it has."""
+        """View → what all its rows share: snapshot, model and TTL, and the features that it has
+        not, which are null; or the problem that it has."""
         answers = zip(self.service.parts, self.parts, strict=True)
         return {
-            part.view: {"problem": answer.problem} if isinstance(answer, Refused) else shared_of(part, answer.plan)
+            part.view: (
+                {"problem": answer.problem}
+                if isinstance(answer, Refused)
+                else shared_of(part, answer.plan)
+            )
             for part, answer in answers
         }
 
     def table(self) -> pa.Table:
-        """The joined rows as Arrow, with :attr:`Service.columns`; the entity's are text. A feature of a view that is not live has no type, and is null."""
+        """The joined rows as Arrow, with :attr:`Service.columns`; the entity's are text. A feature
+        of a view that is not live has no type, and is null."""
         rows = self.entities.count
         arrays = [pa.array(self.entities.texts[name], pa.string()) for name in self.service.entity]
         for part, answer in zip(self.service.parts, self.parts, strict=True):
-            arrays += _refused_columns(part, answer, rows) if isinstance(answer, Refused) else _columns(part, answer)
+            arrays += (
+                _refused_columns(part, answer, rows)
+                if isinstance(answer, Refused)
+                else _columns(part, answer)
+            )
         plans = tuple(answer.plan for answer in self.parts if isinstance(answer, Answer))
         if len(plans) == len(self.parts):
             return pa.Table.from_arrays(arrays, schema=_schema(self.service, plans))
-        names = [name for part, answer in zip(self.service.parts, self.parts, strict=True) for name in _names(part, answer)]
+        names = [
+            name
+            for part, answer in zip(self.service.parts, self.parts, strict=True)
+            for name in _names(part, answer)
+        ]
         fields = zip([*self.service.entity, *names], (array.type for array in arrays), strict=True)
-        return pa.Table.from_arrays(arrays, schema=pa.schema(list(fields), _metadata(self.service, self.views())))
+        return pa.Table.from_arrays(
+            arrays, schema=pa.schema(list(fields), _metadata(self.service, self.views()))
+        )
 
 
 @lru_cache(1024)
 def shared_of(part: ServicePart, plan: AnswerPlan) -> dict[str, Any]:
     """What all rows of a view share, as JSON has it."""
     pointer, there = plan.pointer, plan.features or ()
-    shared: dict[str, Any] = {"snapshot": pointer.snapshot, "model": pointer.model, "ttl_s": float(plan.view.ttl_s)}
+    shared: dict[str, Any] = {
+        "snapshot": pointer.snapshot,
+        "model": pointer.model,
+        "ttl_s": float(plan.view.ttl_s),
+    }
     if plan.base64:
         shared["base64"] = plan.base64
     if unknown := [name for name in part.features if name not in there]:
@@ -231,7 +282,10 @@ def shared_of(part: ServicePart, plan: AnswerPlan) -> dict[str, Any]:
 
 def _names(part: ServicePart, answer: Answer | Refused) -> list[str]:
     similar = () if isinstance(answer, Refused) else answer.plan.similar_fields
-    return [column_of(part.view, name) for name in (*PART_FIELDS, *(name for name, _ in similar), *part.features)]
+    return [
+        column_of(part.view, name)
+        for name in (*PART_FIELDS, *(name for name, _ in similar), *part.features)
+    ]
 
 
 def _columns(part: ServicePart, answer: Answer) -> list[pa.Array]:
@@ -241,17 +295,25 @@ def _columns(part: ServicePart, answer: Answer) -> list[pa.Array]:
     there = plan.features or ()
     if len(there) == len(part.features):
         return said + features
-    return said + [features[there.index(name)] if name in there else pa.nulls(len(answer.keys)) for name in part.features]
+    return said + [
+        features[there.index(name)] if name in there else pa.nulls(len(answer.keys))
+        for name in part.features
+    ]
 
 
 def _refused_columns(part: ServicePart, answer: Refused, rows: int) -> list[pa.Array]:
-    said = {"status": str(Status.MISSING), "reason": str(answer.reason), "source": refused_source(part)}
+    said = {
+        "status": str(Status.MISSING),
+        "reason": str(answer.reason),
+        "source": refused_source(part),
+    }
     columns = [pa.array([said.get(name)] * rows, kind) for name, kind in _SAID.items()]
     return columns + [pa.array([part.defaults.get(name)] * rows) for name in part.features]
 
 
 def refused_source(part: ServicePart) -> str | None:
-    """Where the features of a view that is refused come from: the service's defaults, or nowhere."""
+    """Where the features of a view that is refused come from: the service's defaults, or
+    nowhere."""
     return str(AnswerSource.DEFAULT) if part.defaults else None
 
 
@@ -261,8 +323,14 @@ def _schema(service: Service, plans: tuple[AnswerPlan, ...]) -> pa.Schema:
     fields, views = [(name, pa.string()) for name in service.entity], {}
     for part, plan in zip(service.parts, plans, strict=True):
         views[part.view], there = shared_of(part, plan), plan.features or ()
-        kinds = [(name, plan.schema.field(name).type if name in there else pa.null()) for name in part.features]
-        fields += [(column_of(part.view, name), kind) for name, kind in (*_SAID.items(), *plan.similar_fields, *kinds)]
+        kinds = [
+            (name, plan.schema.field(name).type if name in there else pa.null())
+            for name in part.features
+        ]
+        fields += [
+            (column_of(part.view, name), kind)
+            for name, kind in (*_SAID.items(), *plan.similar_fields, *kinds)
+        ]
     return pa.schema(fields, _metadata(service, views))
 
 

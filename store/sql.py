@@ -24,18 +24,23 @@ _SETTINGS = (
 )
 
 
-def open_duckdb(spill: SpillFolder, memory_mb: int, threads: int | None = None) -> duckdb.DuckDBPyConnection:
+def open_duckdb(
+    spill: SpillFolder, memory_mb: int, threads: int | None = None
+) -> duckdb.DuckDBPyConnection:
     """A DuckDB of its own, with settings that are locked.
 
     Args:
-        spill: where it puts what does not fit; to be closed after the connection. Closed here where there is none.
+        spill: where it puts what does not fit; to be closed after the connection. Closed here where
+            there is none.
         memory_mb: its memory limit.
         threads: of its own; one per core by default.
     """
     config: dict[str, Any] = {"memory_limit": f"{memory_mb}MB", "temp_directory": str(spill.path)}
     try:
         with memory_wanted():
-            connection = duckdb.connect(config=config if threads is None else config | {"threads": threads})
+            connection = duckdb.connect(
+                config=config if threads is None else config | {"threads": threads}
+            )
             for setting in _SETTINGS:
                 connection.execute(f"SET {setting}")
             return connection
@@ -55,10 +60,13 @@ def memory_wanted() -> Iterator[None]:
         yield
     except (duckdb.OutOfMemoryException, MemoryError) as exc:
         limit = limit_of(MemoryError())
-        raise PrecomputeError(f"DuckDB cannot be opened ({str(exc).partition(chr(10))[0]}): {limit}") from exc
+        raise PrecomputeError(
+            f"DuckDB cannot be opened ({str(exc).partition(chr(10))[0]}): {limit}"
+        ) from exc
 
 
 def parquet_sql(paths: Sequence[Path]) -> str:
-    """DuckDB's SQL for the columns that files of ours have: a folder above them, ``env=prod``, is no partition."""
+    """DuckDB's SQL for the columns that files of ours have: a folder above them, ``env=prod``, is
+    no partition."""
     listed = ", ".join("'" + str(path).replace("'", "''") + "'" for path in paths)
     return f"read_parquet([{listed}], hive_partitioning = false)"

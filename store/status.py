@@ -1,4 +1,5 @@
-"""Status: what one row of an answer is, why it is missing, and where it came from. Words alone: the client imports them, and little else."""
+"""Status: what one row of an answer is, why it is missing, and where it came from. Words alone: the
+client imports them, and little else."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ from enum import StrEnum
 
 
 class _Word(StrEnum):
-    """One of a few words, or one that a newer server knows: an older client takes it as it is, rather than fail on the whole answer."""
+    """One of a few words, or one that a newer server knows: an older client takes it as it is,
+    rather than fail on the whole answer."""
 
     @classmethod
     def _missing_(cls, value: object) -> _Word | None:
@@ -31,7 +33,8 @@ class Reason(_Word):
 
     UNKNOWN_ENTITY = "unknown_entity"
     NOT_IN_STORE = "not_in_store"
-    """The store drops rows by itself when it is full, or was seen to have lost some: nobody can tell an unknown entity from a lost row."""
+    """The store drops rows by itself when it is full, or was seen to have lost some: nobody can
+    tell an unknown entity from a lost row."""
     DAMAGED = "damaged"
     """What the store holds for the key does not vouch for itself."""
     EXPIRED = "expired"

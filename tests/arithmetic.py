@@ -12,7 +12,8 @@ import pyarrow as pa
 
 
 def raised_at(file: str, text: str) -> str:
-    """`` (file:line)`` of the first line of a file that holds ``text``: what an error of a model's says after its own words."""
+    """`` (file:line)`` of the first line of a file that holds ``text``: what an error of a model's
+    says after its own words."""
     line = next(n for n, line in enumerate(Path(file).read_text().splitlines(), 1) if text in line)
     return f" ({Path(file).name}:{line})"
 
@@ -74,7 +75,8 @@ class Counting(Doubler):
 
     Args:
         path: the file.
-        sleep_s: then takes this long, for each batch with an x above 3, so that publishing and warming up cost no time.
+        sleep_s: then takes this long, for each batch with an x above 3, so that publishing and
+            warming up cost no time.
     """
 
     def __init__(self, path: str, sleep_s: float = 0.0) -> None:

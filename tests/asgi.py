@@ -1,4 +1,5 @@
-"""An ASGI application called without a server: what a request gets, with no socket and no clock of its own."""
+"""An ASGI application called without a server: what a request gets, with no socket and no clock of
+its own."""
 
 from __future__ import annotations
 
@@ -13,13 +14,19 @@ from tests.server import Reply
 
 
 def call(app: Any, method: str, path: str, body: Any = None, **headers: str) -> Reply:
-    """One request; a body that is not bytes is sent as JSON. ``content_type="…"`` becomes ``content-type``."""
+    """One request; a body that is not bytes is sent as JSON. ``content_type="…"`` becomes
+    ``content-type``."""
     return asyncio.run(exchange(app, *scope_of(method, path, body, **headers)))
 
 
-def scope_of(method: str, path: str, body: Any = None, **headers: str) -> tuple[dict[str, Any], bytes]:
+def scope_of(
+    method: str, path: str, body: Any = None, **headers: str
+) -> tuple[dict[str, Any], bytes]:
     """What a server hands an application for a request: the scope, and the body."""
-    lines = [(name.replace("_", "-").encode(), value.encode("latin-1")) for name, value in headers.items()]
+    lines = [
+        (name.replace("_", "-").encode(), value.encode("latin-1"))
+        for name, value in headers.items()
+    ]
     if body is not None and "content_type" not in headers:
         lines.append((b"content-type", wire.JSON.encode()))
     sent = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
@@ -35,8 +42,11 @@ def scope_of(method: str, path: str, body: Any = None, **headers: str) -> tuple[
     return scope, sent
 
 
-async def exchange(app: Any, scope: Mapping[str, Any], body: bytes, hangs_up: asyncio.Event | None = None) -> Reply:
-    """One request; ``pieces`` among the reply's headers is how many messages the body came in. Its status is 0 where nothing was answered to a caller who hung up."""
+async def exchange(
+    app: Any, scope: Mapping[str, Any], body: bytes, hangs_up: asyncio.Event | None = None
+) -> Reply:
+    """One request; ``pieces`` among the reply's headers is how many messages the body came in. Its
+    status is 0 where nothing was answered to a caller who hung up."""
     messages: list[Mapping[str, Any]] = []
     unread = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -54,5 +64,7 @@ async def exchange(app: Any, scope: Mapping[str, Any], body: bytes, hangs_up: as
         return Reply(0, {}, b"")
     start, *parts = messages
     check_documented(scope["method"], scope["raw_path"].decode("latin-1"), start["status"])
-    headers = {name.decode(): value.decode("latin-1") for name, value in start["headers"]} | {"pieces": str(len(parts))}
+    headers = {name.decode(): value.decode("latin-1") for name, value in start["headers"]} | {
+        "pieces": str(len(parts))
+    }
     return Reply(start["status"], headers, b"".join(bytes(part["body"]) for part in parts))

@@ -13,7 +13,8 @@ from precompute.store.client import AsyncClient, Client
 
 
 class Awaited:
-    """An async client in a loop of its own thread, each call waited for; any thread may ask, as of a blocking one."""
+    """An async client in a loop of its own thread, each call waited for; any thread may ask, as of
+    a blocking one."""
 
     def __init__(self, url: str, **arguments: Any) -> None:
         self.client = AsyncClient(url, **arguments)

@@ -21,7 +21,9 @@ def collecting() -> Iterator[tuple[str, Callable[[], list[Any]]]]:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
             assert self.path == "/v1/traces"
-            bodies.append(gzip.decompress(body) if self.headers.get("content-encoding") == "gzip" else body)
+            bodies.append(
+                gzip.decompress(body) if self.headers.get("content-encoding") == "gzip" else body
+            )
             self.send_response(200)
             self.send_header("content-length", "0")
             self.end_headers()
@@ -35,7 +37,13 @@ def collecting() -> Iterator[tuple[str, Callable[[], list[Any]]]]:
 
         def spans() -> list[Any]:
             requests = [ExportTraceServiceRequest.FromString(body) for body in bodies]
-            return [s for r in requests for resource in r.resource_spans for within in resource.scope_spans for s in within.spans]
+            return [
+                s
+                for r in requests
+                for resource in r.resource_spans
+                for within in resource.scope_spans
+                for s in within.spans
+            ]
 
         try:
             yield f"http://127.0.0.1:{server.server_address[1]}", spans

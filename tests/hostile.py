@@ -12,10 +12,18 @@ Behaviour = Callable[["Visit"], None]
 
 
 class Visit:
-    """One request that came: the ``number`` of it over all connections, from 0, its head and body, and the connection, by the client's ``port``."""
+    """One request that came: the ``number`` of it over all connections, from 0, its head and body,
+    and the connection, by the client's ``port``."""
 
-    def __init__(self, server: Hostile, number: int, request: bytes, connection: socket.socket) -> None:
-        self.server, self.number, self.request, self.connection = server, number, request, connection
+    def __init__(
+        self, server: Hostile, number: int, request: bytes, connection: socket.socket
+    ) -> None:
+        self.server, self.number, self.request, self.connection = (
+            server,
+            number,
+            request,
+            connection,
+        )
         self.port: int = connection.getpeername()[1] if connection.family == socket.AF_INET else 0
 
     def send(self, data: bytes) -> None:
@@ -45,18 +53,29 @@ class Visit:
 
 
 class Hostile:
-    """Listens on a port of its own, or a Unix socket at ``path``, and answers each request as ``behaviour`` does; a context manager."""
+    """Listens on a port of its own, or a Unix socket at ``path``, and answers each request as
+    ``behaviour`` does; a context manager."""
 
-    def __init__(self, behaviour: Behaviour, tls: ssl.SSLContext | None = None, path: str | None = None) -> None:
+    def __init__(
+        self, behaviour: Behaviour, tls: ssl.SSLContext | None = None, path: str | None = None
+    ) -> None:
         self._behaviour, self._tls = behaviour, tls
-        self._listener = socket.create_server(("127.0.0.1", 0)) if path is None else socket.socket(socket.AF_UNIX)
+        self._listener = (
+            socket.create_server(("127.0.0.1", 0))
+            if path is None
+            else socket.socket(socket.AF_UNIX)
+        )
         if path is not None:
             self._listener.bind(path)
             self._listener.listen()
         self._lock, self._threads = threading.Lock(), list[threading.Thread]()
         self.over = threading.Event()
         where = self._listener.getsockname()
-        self.url = f"unix:{path}" if path is not None else f"{'http' if tls is None else 'https'}://127.0.0.1:{where[1]}"
+        self.url = (
+            f"unix:{path}"
+            if path is not None
+            else f"{'http' if tls is None else 'https'}://127.0.0.1:{where[1]}"
+        )
         self.requests: list[bytes] = []
         self.open, self.most_open = set[socket.socket](), 0
         self._accepting = threading.Thread(target=self._accept)
@@ -122,7 +141,12 @@ def _read_request(connection: socket.socket) -> bytes:
         data += part
     head, _, body = data.partition(b"\r\n\r\n")
     length = next(
-        (int(line.partition(b":")[2]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")), 0
+        (
+            int(line.partition(b":")[2])
+            for line in head.split(b"\r\n")
+            if line.lower().startswith(b"content-length:")
+        ),
+        0,
     )
     while len(body) < length:
         part = connection.recv(65536)

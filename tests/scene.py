@@ -1,4 +1,5 @@
-"""Scene: a small real project of a test, and what tests do with it: run, publish, roll back, serve, read."""
+"""Scene: a small real project of a test, and what tests do with it: run, publish, roll back, serve,
+read."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ from precompute.store.online_url import open_online_store
 def values_of(pointer: Pointer, computed: Computed) -> dict[str, Any]:
     """The features of a row that a fallback made of no query."""
     columns = RowCodec(pointer.view).decode(Packed.of([computed.row])).columns
-    return {name: column.to_pylist()[0] for name, column in zip(pointer.view.feature_names, columns, strict=True)}
+    return {
+        name: column.to_pylist()[0]
+        for name, column in zip(pointer.view.feature_names, columns, strict=True)
+    }
 
 
 @contextlib.contextmanager
@@ -62,7 +66,8 @@ class Scene(Project):
     # ---- what is done to a view
 
     def run(self, view: str = "numbers", **options: Any) -> Report:
-        """Compute it and publish it; ``options`` as of :func:`precompute.jobs.pipeline.run.run_view`."""
+        """Compute it and publish it; ``options`` as of
+        :func:`precompute.jobs.pipeline.run.run_view`."""
         return run_view(self, view, Silent(), RunOptions(**options))
 
     def materialize(self, view: str = "numbers", **options: Any) -> Report:
@@ -99,7 +104,9 @@ class Scene(Project):
 
     def snapshot(self, number: int | None = None, view: str = "numbers") -> Snapshot:
         """The newest one, or the one of this number."""
-        return self.offline.view(view).snapshot(self.numbers(view)[-1] if number is None else number)
+        return self.offline.view(view).snapshot(
+            self.numbers(view)[-1] if number is None else number
+        )
 
     def snapshot_of(self, report: Report) -> Snapshot:
         """The one that a run committed or published."""
@@ -171,7 +178,10 @@ class Scene(Project):
     @contextlib.contextmanager
     def answering(self) -> Iterator[Lookup]:
         """A reader with the model behind every miss; both are closed afterwards."""
-        with contextlib.closing(ViewFallback(self.offline, self.home, memory_mb=64)) as fallback, self.lookup(fallback) as lookup:
+        with (
+            contextlib.closing(ViewFallback(self.offline, self.home, memory_mb=64)) as fallback,
+            self.lookup(fallback) as lookup,
+        ):
             yield lookup
 
     def pointer(self, view: str = "numbers") -> Pointer:
@@ -181,7 +191,9 @@ class Scene(Project):
         assert pointer is not None
         return pointer
 
-    def served(self, keys: Sequence[Any] = (1, 2, 3), view: str = "numbers") -> tuple[int, list[float | None]]:
+    def served(
+        self, keys: Sequence[Any] = (1, 2, 3), view: str = "numbers"
+    ) -> tuple[int, list[float | None]]:
         """(snapshot, double of each key), all of one snapshot."""
         with self.lookup() as lookup:
             table = lookup.get(view, keys)

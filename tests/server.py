@@ -1,4 +1,5 @@
-"""Server: ``precompute serve`` over a small project in a process of its own, and what it answers."""
+"""Server: ``precompute serve`` over a small project in a process of its own, and what it
+answers."""
 
 from __future__ import annotations
 
@@ -37,15 +38,22 @@ NUMBERS: View = {
     "ttl": "1h",
     "stale_for": "1d",
     "index": {"on": "vector", "metric": "l2"},
-    # nothing is kept: a miss is one each time it is asked for; and no process stands by, which begins in the midst of what a test looks at
+    # nothing is kept: a miss is one each time it is asked for; and no process stands by, which
+    # begins in the midst of what a test looks at
     "fallback": {"enabled": True, "deadline": "20s", "keep": 0, "keep_missing": 0, "spare": False},
 }
 
 
 def make_folder(folder: Path, views: dict[str, View], **settings: Any) -> Scene:
-    """A project's files, its data (id = x = 1, 2, 3) and, per view, what differs from :data:`NUMBERS` (None leaves a key out)."""
+    """A project's files, its data (id = x = 1, 2, 3) and, per view, what differs from
+    :data:`NUMBERS` (None leaves a key out)."""
     (folder / "views").mkdir(parents=True, exist_ok=True)
-    project = {"root": "./var", "online": "table:./var/online", "vars": {"data": "./"}, "serve": {"bind": "127.0.0.1:0"}}
+    project = {
+        "root": "./var",
+        "online": "table:./var/online",
+        "vars": {"data": "./"},
+        "serve": {"bind": "127.0.0.1:0"},
+    }
     replace_text(folder / "project.yaml", yaml.safe_dump(project | settings))
     for name, over in views.items():
         view = {k: v for k, v in ({"name": name} | NUMBERS | over).items() if v is not None}
@@ -63,7 +71,12 @@ def replace_text(path: Path, text: str) -> None:
 
 def write_numbers(folder: Path, ids: Sequence[int], x: float | None = None) -> None:
     """The source's file, replaced as a whole: x = id, unless one is given for all rows."""
-    table = pa.table({"id": pa.array(ids, pa.int64()), "x": pa.array([float(i if x is None else x) for i in ids])})
+    table = pa.table(
+        {
+            "id": pa.array(ids, pa.int64()),
+            "x": pa.array([float(i if x is None else x) for i in ids]),
+        }
+    )
     pq.write_table(table, folder / ".data.tmp")
     os.replace(folder / ".data.tmp", folder / "data.parquet")
 
@@ -96,19 +109,27 @@ class Reply:
 
     def check_problem(self, status: int, code: str | None = None) -> None:
         """RFC 9457: the content type, and the fields with the status inside."""
-        assert (self.status, self.headers["content-type"]) == (status, "application/problem+json"), self
+        assert (self.status, self.headers["content-type"]) == (
+            status,
+            "application/problem+json",
+        ), self
         problem = self.json
-        assert all(isinstance(problem[field], str) and problem[field] for field in ("type", "title", "detail"))
+        assert all(
+            isinstance(problem[field], str) and problem[field]
+            for field in ("type", "title", "detail")
+        )
         assert problem["status"] == status
         if code is not None:
             assert problem["type"] == f"urn:precompute:problem:{code}"
 
 
 class Server:
-    """``precompute serve`` over a project's folder; a context manager that ends it, and asserts that nothing went wrong inside. ``first``: Python
-    that its supervisor runs before all else."""
+    """``precompute serve`` over a project's folder; a context manager that ends it, and asserts
+    that nothing went wrong inside. ``first``: Python that its supervisor runs before all else."""
 
-    def __init__(self, folder: Path, bind: str = "127.0.0.1:0", *, ready: bool = True, first: str = "") -> None:
+    def __init__(
+        self, folder: Path, bind: str = "127.0.0.1:0", *, ready: bool = True, first: str = ""
+    ) -> None:
         self.log = folder / f"serve-{time.monotonic_ns()}.log"
         start = (
             ["-c", f"{first}\nimport sys; from precompute.jobs.cli import main; sys.exit(main())"]
@@ -119,7 +140,12 @@ class Server:
         environment = os.environ | {"PRECOMPUTE_SERVE__BIND": bind}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=log, text=True
+                command,
+                cwd=REPOSITORY,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
             )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
@@ -127,7 +153,10 @@ class Server:
         self.url = line.removeprefix("serving on ").strip()
         self._local = threading.local()
         if ready:
-            eventually(lambda: self.get("/readyz").status == 200, lambda: f"{self.get('/readyz')}\n{self.log.read_text()}")
+            eventually(
+                lambda: self.get("/readyz").status == 200,
+                lambda: f"{self.get('/readyz')}\n{self.log.read_text()}",
+            )
 
     def __enter__(self) -> Server:
         return self
@@ -166,14 +195,20 @@ class Server:
             return read_reply(connection)
 
     def request(self, method: str, path: str, body: Any = None, **headers: str) -> Reply:
-        """One request; a body that is not bytes is sent as JSON. ``content_type="…"`` becomes ``content-type``."""
+        """One request; a body that is not bytes is sent as JSON. ``content_type="…"`` becomes
+        ``content-type``."""
         lines = {name.replace("_", "-"): value for name, value in headers.items()}
         if body is not None:
             lines.setdefault("content-type", wire.JSON)
         connection = http.client.HTTPConnection("localhost")
         connection.sock = self.connect()
         with contextlib.closing(connection):
-            connection.request(method, path, body if body is None or isinstance(body, bytes) else json.dumps(body), lines)
+            connection.request(
+                method,
+                path,
+                body if body is None or isinstance(body, bytes) else json.dumps(body),
+                lines,
+            )
             reply = _reply(connection.getresponse())
         check_documented(method, path, reply.status)
         return reply
@@ -201,10 +236,16 @@ def read_reply(connection: socket.socket) -> Reply:
 
 def _reply(response: http.client.HTTPResponse) -> Reply:
     with response:
-        return Reply(response.status, {name.lower(): value for name, value in response.getheaders()}, response.read())
+        return Reply(
+            response.status,
+            {name.lower(): value for name, value in response.getheaders()},
+            response.read(),
+        )
 
 
-def eventually(holds: Callable[[], bool], why: Callable[[], str] = lambda: "", seconds: float = 20.0) -> None:
+def eventually(
+    holds: Callable[[], bool], why: Callable[[], str] = lambda: "", seconds: float = 20.0
+) -> None:
     """Poll until something holds."""
     limit = time.monotonic() + seconds
     while not holds():

@@ -1,4 +1,5 @@
-"""Which tests are slow: those whose cases took more than a second together, by the durations that ``make test`` recorded.
+"""Which tests are slow: those whose cases took more than a second together, by the durations that
+``make test`` recorded.
 
 python -m tests.slow var/tests.xml > tests/slow.txt
 """
@@ -27,7 +28,9 @@ def slow(recorded: Path) -> list[str]:
         module, *classes = case.attrib["classname"].partition(".Test")
         path = module.replace(".", "/") + ".py"
         owner = [f"Test{classes[1]}"] if classes[1] else []
-        seconds[name_of("::".join([path, *owner, case.attrib["name"]]))] += float(case.attrib["time"])
+        seconds[name_of("::".join([path, *owner, case.attrib["name"]]))] += float(
+            case.attrib["time"]
+        )
     return sorted(name for name, taken in seconds.items() if taken > LIMIT_S)
 
 

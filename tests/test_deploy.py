@@ -1,4 +1,5 @@
-"""The files of examples/deploy: their commands, settings, paths and probes are ours, and what orchestrators call does what it says."""
+"""The files of examples/deploy: their commands, settings, paths and probes are ours, and what
+orchestrators call does what it says."""
 
 from __future__ import annotations
 
@@ -25,10 +26,15 @@ from tests import REPOSITORY
 from tests.conftest import MakeProject
 
 DEPLOY = REPOSITORY / "examples/deploy"
-FILES = sorted(path for path in DEPLOY.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+FILES = sorted(
+    path for path in DEPLOY.rglob("*") if path.is_file() and "__pycache__" not in path.parts
+)
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 KUBERNETES = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
-ENDED_BADLY = {"model": {"use": "tests.arithmetic:Doubler", "args": {"nan_on": 2.0}}, "max_rejected": 0.0}
+ENDED_BADLY = {
+    "model": {"use": "tests.arithmetic:Doubler", "args": {"nan_on": 2.0}},
+    "max_rejected": 0.0,
+}
 
 
 def commands() -> Iterator[list[str]]:
@@ -36,14 +42,19 @@ def commands() -> Iterator[list[str]]:
     yield from ([COMPOSE["services"][name]["command"]] for name in ("api", "scheduler"))
     for kind in KUBERNETES:
         spec = kind["spec"].get("jobTemplate", kind)["spec"].get("template")
-        yield from (container["args"] for container in (spec or {"spec": {"containers": []}})["spec"]["containers"])
+        yield from (
+            container["args"]
+            for container in (spec or {"spec": {"containers": []}})["spec"]["containers"]
+        )
     for path in FILES:
         if path.suffix not in (".yaml", ".py") and path.name != "logrotate":
             lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
             for line in lines:
                 yield from (
                     shlex.split(found)[1:]
-                    for found in re.findall(r"\bprecompute (?!run_)[a-z][\w %-]*", line.split("Description=")[0])
+                    for found in re.findall(
+                        r"\bprecompute (?!run_)[a-z][\w %-]*", line.split("Description=")[0]
+                    )
                 )
 
 
@@ -64,19 +75,37 @@ def test_every_setting_and_every_file_that_they_name_is_there(make_project: Make
         "SERVE__TOKENS": "/project/tokens",
     }
     assert named == {f"PRECOMPUTE_{name}" for name in (*settings, "CONFIG", "LOG")}
-    project = Project(make_project([]).home, {f"PRECOMPUTE_{name}": value for name, value in settings.items()})
-    assert (str(project.root), project.online, project.settings.serve.bind) == ("/data/root", settings["ONLINE"], "0.0.0.0:8080")
+    project = Project(
+        make_project([]).home, {f"PRECOMPUTE_{name}": value for name, value in settings.items()}
+    )
+    assert (str(project.root), project.online, project.settings.serve.bind) == (
+        "/data/root",
+        settings["ONLINE"],
+        "0.0.0.0:8080",
+    )
     mounted = [
-        mount.split(":")[0] for service in COMPOSE["services"].values() for mount in service.get("volumes", ()) if mount[0] == "."
+        mount.split(":")[0]
+        for service in COMPOSE["services"].values()
+        for mount in service.get("volumes", ())
+        if mount[0] == "."
     ]
-    copied = [line[1:] for line in texts[DEPLOY / "Dockerfile.dockerignore"].splitlines() if line.startswith("!")]
+    copied = [
+        line[1:]
+        for line in texts[DEPLOY / "Dockerfile.dockerignore"].splitlines()
+        if line.startswith("!")
+    ]
     assert [path for path in mounted if not (DEPLOY / path).exists()] == []
     assert [path for path in copied if not (REPOSITORY / path).exists()] == []
 
 
 def test_probes_ask_for_routes_that_need_no_token() -> None:
-    container = next(kind for kind in KUBERNETES if kind["kind"] == "Deployment")["spec"]["template"]["spec"]["containers"][0]
-    asked = {container[probe]["httpGet"]["path"] for probe in ("livenessProbe", "readinessProbe", "startupProbe")}
+    container = next(kind for kind in KUBERNETES if kind["kind"] == "Deployment")["spec"][
+        "template"
+    ]["spec"]["containers"][0]
+    asked = {
+        container[probe]["httpGet"]["path"]
+        for probe in ("livenessProbe", "readinessProbe", "startupProbe")
+    }
     assert asked == {"/livez", "/readyz"} <= set(openapi_document()["paths"])
     assert "8080/livez" in (DEPLOY / "Dockerfile").read_text()
 
@@ -106,7 +135,10 @@ def test_a_run_from_an_orchestrator_reports_or_says_whether_to_try_again(
     assert module.run_view(str(project.home), "numbers", log=log.append)["status"] == "published"
     assert "materialize numbers: 2 rows" in log
     make_project([(1, 1.0), (3, 2.0)], view=ENDED_BADLY)
-    for view, message in (("numbers", "exit status 3: .*rejected"), ("nothing", "exit status 2: no view 'nothing'")):
+    for view, message in (
+        ("numbers", "exit status 3: .*rejected"),
+        ("nothing", "exit status 2: no view 'nothing'"),
+    ):
         with pytest.raises(module.Refused, match=message):
             module.run_view(str(project.home), view, log=log.append)
     monkeypatch.setenv("PRECOMPUTE_ROOT", "/dev/null/root")
@@ -120,8 +152,11 @@ def test_a_run_from_an_orchestrator_reports_or_says_whether_to_try_again(
     assert len(module.run_view(str(project.home), "numbers")) == 100_001
 
 
-def test_airflow_and_dagster_call_it(make_project: MakeProject, deploy: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By stand-ins of what is imported from them; the modules were tried with Airflow 3.3 and Dagster 1.13 themselves."""
+def test_airflow_and_dagster_call_it(
+    make_project: MakeProject, deploy: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By stand-ins of what is imported from them; the modules were tried with Airflow 3.3 and
+    Dagster 1.13 themselves."""
 
     class Operator:
         def __init__(self, task_id: str) -> None:
@@ -148,11 +183,18 @@ def test_airflow_and_dagster_call_it(make_project: MakeProject, deploy: None, mo
         AssetExecutionContext=SimpleNamespace,
     )
     home = str(make_project([(1, 1.0)]).home)
-    task = importlib.import_module("airflow_operator").PrecomputeRun(task_id="t", config=home, view="numbers")
-    assets = importlib.import_module("dagster_assets").view_assets(home, {"numbers": [], "top_k": ["numbers"]})
+    task = importlib.import_module("airflow_operator").PrecomputeRun(
+        task_id="t", config=home, view="numbers"
+    )
+    assets = importlib.import_module("dagster_assets").view_assets(
+        home, {"numbers": [], "top_k": ["numbers"]}
+    )
     context = SimpleNamespace(log=SimpleNamespace(info=lambda line: None))
     assert task.execute({})["status"] == "published"
-    assert [(asset.name, asset.deps) for asset in assets] == [("numbers", []), ("top_k", ["numbers"])]
+    assert [(asset.name, asset.deps) for asset in assets] == [
+        ("numbers", []),
+        ("top_k", ["numbers"]),
+    ]
     assert assets[0].function(context).metadata["precompute/source"] == 1
     make_project([(2, 2.0)], view=ENDED_BADLY)
     with pytest.raises(Stop, match="exit status 3"):
@@ -162,11 +204,16 @@ def test_airflow_and_dagster_call_it(make_project: MakeProject, deploy: None, mo
     assert not stopped.value.allow_retries
 
 
-def test_a_backup_that_is_copied_while_runs_go_on_is_restored(make_project: MakeProject, tmp_path: Path) -> None:
-    """As docs/deploy.md says: pointers first, all else after them, and the online store from the copy."""
+def test_a_backup_that_is_copied_while_runs_go_on_is_restored(
+    make_project: MakeProject, tmp_path: Path
+) -> None:
+    """As docs/deploy.md says: pointers first, all else after them, and the online store from the
+    copy."""
     project, copy = make_project([(1, 1.0), (2, 2.0)]), tmp_path / "copy"
     project.cli("run", "numbers")
-    refs = [path.relative_to(project.root) for path in project.root.rglob("refs/**/*") if path.is_file()]
+    refs = [
+        path.relative_to(project.root) for path in project.root.rglob("refs/**/*") if path.is_file()
+    ]
     for path in refs:
         (copy / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(project.root / path, copy / path)

@@ -1,4 +1,5 @@
-"""docs/models.md is true: its views run as they stand, over small models and sources, and answer."""
+"""docs/models.md is true: its views run as they stand, over small models and sources, and
+answer."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from tests import REPOSITORY
 
 VIEWS = dict(
     re.findall(
-        r"^```yaml\n# views/(\w+)\.yaml\n(.*?)^```", (REPOSITORY / "docs/models.md").read_text(encoding="utf-8"), re.M | re.S
+        r"^```yaml\n# views/(\w+)\.yaml\n(.*?)^```",
+        (REPOSITORY / "docs/models.md").read_text(encoding="utf-8"),
+        re.M | re.S,
     )
 )
 ROWS = 30
@@ -27,16 +30,32 @@ def pair_score(folder: Path) -> str:
     import lightgbm
 
     rng = np.random.default_rng(0)
-    users = pd.DataFrame({"user_id": range(6), "age": rng.integers(18, 80, 6), "country": ["fr", "de", "it"] * 2})
-    items = pd.DataFrame({"item_id": range(5), "price": rng.random(5), "genre": ["drama", "comedy", "drama", "horror", "comedy"]})
+    users = pd.DataFrame(
+        {"user_id": range(6), "age": rng.integers(18, 80, 6), "country": ["fr", "de", "it"] * 2}
+    )
+    items = pd.DataFrame(
+        {
+            "item_id": range(5),
+            "price": rng.random(5),
+            "genre": ["drama", "comedy", "drama", "horror", "comedy"],
+        }
+    )
     pairs = users[["user_id"]].merge(items[["item_id"]], how="cross")
     for name, frame in (("users", users), ("items", items), ("pairs", pairs)):
-        pq.write_table(pa.Table.from_pandas(frame, preserve_index=False), folder / f"{name}.parquet")
+        pq.write_table(
+            pa.Table.from_pandas(frame, preserve_index=False), folder / f"{name}.parquet"
+        )
     frame = (
-        pairs.merge(users).merge(items)[["age", "country", "price", "genre"]].astype({"country": "category", "genre": "category"})
+        pairs.merge(users)
+        .merge(items)[["age", "country", "price", "genre"]]
+        .astype({"country": "category", "genre": "category"})
     )
-    data = lightgbm.Dataset(frame, frame["age"] > 40, params={"min_data_in_leaf": 1, "min_data_in_bin": 1})
-    lightgbm.train({"objective": "binary", "verbose": -1, "min_data_in_leaf": 1}, data, 3).save_model(folder / "model.txt")
+    data = lightgbm.Dataset(
+        frame, frame["age"] > 40, params={"min_data_in_leaf": 1, "min_data_in_bin": 1}
+    )
+    lightgbm.train(
+        {"objective": "binary", "verbose": -1, "min_data_in_leaf": 1}, data, 3
+    ).save_model(folder / "model.txt")
     return "3/2"
 
 
@@ -51,7 +70,11 @@ def user_segment(folder: Path) -> str:
     from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
     frame = pd.DataFrame(
-        {"user_id": range(ROWS), "age": np.arange(ROWS) + 18.0, "genre": ["drama", "comedy", "horror"] * (ROWS // 3)}
+        {
+            "user_id": range(ROWS),
+            "age": np.arange(ROWS) + 18.0,
+            "genre": ["drama", "comedy", "horror"] * (ROWS // 3),
+        }
     )
     pq.write_table(pa.Table.from_pandas(frame, preserve_index=False), folder / "users.parquet")
     encoders = [("age", StandardScaler(), ["age"]), ("genre", OneHotEncoder(), ["genre"])]
@@ -60,7 +83,9 @@ def user_segment(folder: Path) -> str:
     types = [("age", FloatTensorType([None, 1])), ("genre", StringTensorType([None, 1]))]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        (folder / "segment.onnx").write_bytes(to_onnx(pipeline, initial_types=types).SerializeToString())
+        (folder / "segment.onnx").write_bytes(
+            to_onnx(pipeline, initial_types=types).SerializeToString()
+        )
     return "3"
 
 
@@ -72,7 +97,13 @@ def review_sentiment(folder: Path) -> str:
     from tests.precompute.test_text_classifier import logits
 
     labels = {0: "bad", 1: "fair", 2: "good"}
-    transformer(folder / "sentiment", "bert", AutoModelForSequenceClassification, num_labels=3, id2label=labels)
+    transformer(
+        folder / "sentiment",
+        "bert",
+        AutoModelForSequenceClassification,
+        num_labels=3,
+        id2label=labels,
+    )
     texts = write_texts(folder / "reviews.parquet", "review_id", "text")
     # no label is all texts' one
     file = folder / "sentiment" / "model.safetensors"
@@ -85,7 +116,10 @@ def review_sentiment(folder: Path) -> str:
 def title_vector(folder: Path) -> str:
     from tests.precompute.test_static_embedding import saved
 
-    saved(folder / "potion-base-8M", embeddings=np.random.default_rng(0).normal(size=(76, 256)).astype(np.float32))
+    saved(
+        folder / "potion-base-8M",
+        embeddings=np.random.default_rng(0).normal(size=(76, 256)).astype(np.float32),
+    )
     write_texts(folder / "items.parquet", "item_id", "title")
     return "3"
 
@@ -132,7 +166,9 @@ def test_each_view_has_its_test() -> None:
 
 
 @pytest.mark.parametrize("view", MADE)
-def test_the_view_runs_as_it_stands(tmp_path: Path, view: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_view_runs_as_it_stands(
+    tmp_path: Path, view: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "views").mkdir()
     (tmp_path / "views" / f"{view}.yaml").write_text(VIEWS[view])
     (tmp_path / "project.yaml").write_text("root: ./var\nonline: table:./var/online\n")

@@ -1,4 +1,5 @@
-"""Alert rules and the dashboard: they ask for what is counted, by labels that it has, and the rules fire when they should."""
+"""Alert rules and the dashboard: they ask for what is counted, by labels that it has, and the rules
+fire when they should."""
 
 from __future__ import annotations
 
@@ -19,10 +20,22 @@ ALERTS = REPOSITORY / "configs" / "monitoring" / "alerts.yaml"
 DASHBOARD = REPOSITORY / "configs" / "monitoring" / "dashboard.json"
 GROUPS: list[dict[str, Any]] = yaml.safe_load(ALERTS.read_text())["groups"]
 RULES: list[dict[str, Any]] = [rule for group in GROUPS for rule in group["rules"]]
-PANELS: list[dict[str, Any]] = [panel for panel in json.loads(DASHBOARD.read_text())["panels"] if panel["type"] != "row"]
-SUFFIXES = {Kind.COUNTER: ("_total",), Kind.HISTOGRAM: ("_bucket", "_sum", "_count"), Kind.GAUGE: ("",), Kind.HIGHEST: ("",)}
+PANELS: list[dict[str, Any]] = [
+    panel for panel in json.loads(DASHBOARD.read_text())["panels"] if panel["type"] != "row"
+]
+SUFFIXES = {
+    Kind.COUNTER: ("_total",),
+    Kind.HISTOGRAM: ("_bucket", "_sum", "_count"),
+    Kind.GAUGE: ("",),
+    Kind.HIGHEST: ("",),
+}
 LABELS = {
-    instrument.name + suffix: {*instrument.labels, "instance", "job", *(("le",) if suffix == "_bucket" else ())}
+    instrument.name + suffix: {
+        *instrument.labels,
+        "instance",
+        "job",
+        *(("le",) if suffix == "_bucket" else ()),
+    }
     for instrument in INSTRUMENTS
     for suffix in SUFFIXES[instrument.kind]
 }
@@ -38,7 +51,9 @@ def expressions() -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("title", "expression"), [*expressions()])
-def test_what_is_asked_for_is_counted_by_the_labels_it_is_asked_by(title: str, expression: str) -> None:
+def test_what_is_asked_for_is_counted_by_the_labels_it_is_asked_by(
+    title: str, expression: str
+) -> None:
     used = re.findall(r"\b(precompute_\w+)(?:\{([^}]*)\})?", expression)
     assert used
     for name, matchers in used:
@@ -68,19 +83,29 @@ def test_panels_do_not_lie_over_each_other() -> None:
     taken: set[tuple[int, int]] = set()
     for panel in json.loads(DASHBOARD.read_text())["panels"]:
         at = panel["gridPos"]
-        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        cells = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
         assert not cells & taken
         assert all(x < 24 for x, _ in cells)
         taken |= cells
 
 
 def test_the_rules_fire_when_they_should_and_not_otherwise() -> None:
-    """By Prometheus's own tool where it is installed; the cases name every rule there is in any case."""
+    """By Prometheus's own tool where it is installed; the cases name every rule there is in any
+    case."""
     cases = yaml.safe_load((REPOSITORY / "tests" / "alerts_test.yaml").read_text())["tests"]
     fired = [sample["labels"] for sample in cases[-1]["promql_expr_test"][0]["exp_samples"]]
     assert {label[len('{alertname="') : -2] for label in fired} == {rule["alert"] for rule in RULES}
     promtool = shutil.which("promtool")
     if promtool is not None:
-        for command in (["check", "rules", str(ALERTS)], ["test", "rules", "tests/alerts_test.yaml"]):
-            done = subprocess.run([promtool, *command], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+        for command in (
+            ["check", "rules", str(ALERTS)],
+            ["test", "rules", "tests/alerts_test.yaml"],
+        ):
+            done = subprocess.run(
+                [promtool, *command], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+            )
             assert done.returncode == 0, done.stdout + done.stderr

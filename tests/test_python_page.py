@@ -1,4 +1,5 @@
-"""docs/python.md is true: its Python prints what is printed there, in its order, over the README's project; and its service's tests pass."""
+"""docs/python.md is true: its Python prints what is printed there, in its order, over the README's
+project; and its service's tests pass."""
 
 from __future__ import annotations
 
@@ -38,8 +39,18 @@ def folder(books: Path) -> Path:
 
 
 def run(command: list[str], folder: Path) -> str:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PRECOMPUTE_")} | {"PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PRECOMPUTE_")} | {
+        "PYTHONPATH": str(REPOSITORY)
+    }
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -73,5 +84,7 @@ def spaced(line: str) -> str:
 def test_the_tests_of_its_service_pass(folder: Path) -> None:
     pytest.importorskip("fastapi")
     (folder / "shop" / "pytest.ini").write_text("[pytest]\naddopts =\n")
-    printed = run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "."], folder / "shop")
+    printed = run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "."], folder / "shop"
+    )
     assert "3 passed" in printed, printed

@@ -1,4 +1,5 @@
-"""docs/reading.md is true: its very blocks give the rows that our own reader gives, of every snapshot, whatever became of the view."""
+"""docs/reading.md is true: its very blocks give the rows that our own reader gives, of every
+snapshot, whatever became of the view."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ READERS: list[Callable[[Path, int | None], pa.Table]] = [by_duckdb, by_pandas]
 
 
 def told(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """Rows in an order of their own, with every value: what an Arrow type is called differs between tools, what it holds does not."""
+    """Rows in an order of their own, with every value: what an Arrow type is called differs between
+    tools, what it holds does not."""
 
     def plain(value: Any) -> Any:
         return value.astimezone(UTC) if isinstance(value, datetime) else value
@@ -75,7 +77,10 @@ def check(store: ViewStore) -> list[Snapshot]:
         live = ref is not None and ref.snapshot == snapshot.number
         for read in READERS:
             for number in (snapshot.number, None) if live else (snapshot.number,):
-                assert told(read(store.folder, number).to_pylist()) == told(ours), (snapshot.number, read.__name__)
+                assert told(read(store.folder, number).to_pylist()) == told(ours), (
+                    snapshot.number,
+                    read.__name__,
+                )
     return snapshots
 
 
@@ -84,24 +89,31 @@ def check(store: ViewStore) -> list[Snapshot]:
 def test_of_any_history_and_every_kind_of_key(history: tuple[str, list[dict[str, Any]]]) -> None:
     kind, steps = history
     with tempfile.TemporaryDirectory() as folder:
-        made = Made(OfflineStore(Path(folder) / "env=prod" / "id=9" / "it's a root").view("made"), ENTITIES[kind])
+        made = Made(
+            OfflineStore(Path(folder) / "env=prod" / "id=9" / "it's a root").view("made"),
+            ENTITIES[kind],
+        )
         build(made, steps)
         check(made.store)
 
 
 def test_of_killed_runs_compaction_and_rollback(tmp_path: Path) -> None:
-    scene = FaultScene(tmp_path / "project", settings={"retention": {"keep": 20, "grace": "1d"}}).write(
-        {i: i for i in range(400)}
-    )
+    scene = FaultScene(
+        tmp_path / "project", settings={"retention": {"keep": 20, "grace": "1d"}}
+    ).write({i: i for i in range(400)})
     scene.run()
     kinds = set()
     with small_chunks(MAX_DELTA_SHARE=0.1, MOST_DELTAS=2):
         for step in range(1, 7):
-            scene.write(changed(scene.rows, [step, 40 + step % 3], new=[400 + step], gone=[80 + step]))
+            scene.write(
+                changed(scene.rows, [step, 40 + step % 3], new=[400 + step], gone=[80 + step])
+            )
             if step == 2:
                 scene.write(changed(scene.rows, range(10, 40)))
                 assert Child(scene, crash=("part.write", 3, "kill")).ended().signal == 9
-                scene.write(changed(scene.rows, [10, 11]))  # rows that the killed run had computed are of no use
+                scene.write(
+                    changed(scene.rows, [10, 11])
+                )  # rows that the killed run had computed are of no use
                 assert recover(scene).resumed > 0
             recover(scene)
             newest = scene.store.snapshot(scene.store.numbers()[-1])
@@ -123,9 +135,20 @@ def test_of_several_features_null_rows_and_a_key_of_two_columns(make_project: Ma
     texts = ["a b", None, "", "d", "é e e", "b", *(f"text {i}" for i in range(20))]
 
     def rows(texts: list[str | None]) -> pa.Table:
-        return pa.table({"shop": ["x/y", "z"] * (len(texts) // 2), "id": range(len(texts)), "x": pa.array(texts, pa.string())})
+        return pa.table(
+            {
+                "shop": ["x/y", "z"] * (len(texts) // 2),
+                "id": range(len(texts)),
+                "x": pa.array(texts, pa.string()),
+            }
+        )
 
     run(make_project(rows([*texts]), view=view))
     store = run(make_project(rows([*texts[:4], None, "", *texts[6:24]]), view=view))
     first, second = check(store)
-    assert (second.kind, second.counts.removed, first.quality["nulls"], second.quality["nulls"]) == ("delta", 2, 2.0, 4.0)
+    assert (
+        second.kind,
+        second.counts.removed,
+        first.quality["nulls"],
+        second.quality["nulls"],
+    ) == ("delta", 2, 2.0, 4.0)

@@ -1,4 +1,5 @@
-"""The README and the documents are true: the demo runs, every command works, the README's project gives what is printed there, and nothing is left out."""
+"""The README and the documents are true: the demo runs, every command works, the README's project
+gives what is printed there, and nothing is left out."""
 
 from __future__ import annotations
 
@@ -32,10 +33,15 @@ from tests.jobs.test_every_cpu import tried
 
 PRECOMPUTE = [str(Path(sys.executable).with_name("precompute"))]
 DOCS = 800
-"""Documents of the demo here: it takes a minute for all 5,268, more where the CPU has no bfloat16."""
-DOCUMENTS = ["README.md", *sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "docs").glob("*.md"))]
+"""Documents of the demo here: it takes a minute for all 5,268, more where the CPU has no
+bfloat16."""
+DOCUMENTS = [
+    "README.md",
+    *sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "docs").glob("*.md")),
+]
 RUN = ["README.md", "docs/demo.md", "docs/gpu.md", "docs/reference.md"]
-"""Documents whose commands are run as they stand; those of the others have made-up names and are only parsed."""
+"""Documents whose commands are run as they stand; those of the others have made-up names and are
+only parsed."""
 
 
 def read(document: str) -> str:
@@ -59,26 +65,50 @@ def commands(document: str) -> list[tuple[str, list[str]]]:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], str]:
-    """(environment that points the demo's project at a folder of the test, what the demo printed)."""
+    """(environment that points the demo's project at a folder of the test, what the demo
+    printed)."""
     var = tmp_path_factory.mktemp("demo")
-    overrides = {"PRECOMPUTE_ROOT": str(var), "PRECOMPUTE_ONLINE": f"table:{var}/online", "PRECOMPUTE_VARS__DATA": f"{var}/data"}
+    overrides = {
+        "PRECOMPUTE_ROOT": str(var),
+        "PRECOMPUTE_ONLINE": f"table:{var}/online",
+        "PRECOMPUTE_VARS__DATA": f"{var}/data",
+    }
     environment = os.environ | overrides | {"PRECOMPUTE_SERVE__BIND": "127.0.0.1:0"}
-    done = run([sys.executable, "-m", "demo", "-c", "configs/movielens", "--documents", str(DOCS)], environment, timeout_s=600)
+    done = run(
+        [sys.executable, "-m", "demo", "-c", "configs/movielens", "--documents", str(DOCS)],
+        environment,
+        timeout_s=600,
+    )
     assert done.returncode == 0, done.stderr
     return environment, done.stdout
 
 
 def run(
-    command: Sequence[str], environment: dict[str, str], timeout_s: float = 120, cwd: Path = REPOSITORY
+    command: Sequence[str],
+    environment: dict[str, str],
+    timeout_s: float = 120,
+    cwd: Path = REPOSITORY,
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=timeout_s, check=False)
+    return subprocess.run(
+        command,
+        env=environment,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
 
 
 class Running:
     """A command that runs until SIGTERM; ``first`` is its first line."""
 
-    def __init__(self, command: Sequence[str], environment: dict[str, str], cwd: Path = REPOSITORY) -> None:
-        self.process = subprocess.Popen(command, env=environment, cwd=cwd, stdout=subprocess.PIPE, text=True)
+    def __init__(
+        self, command: Sequence[str], environment: dict[str, str], cwd: Path = REPOSITORY
+    ) -> None:
+        self.process = subprocess.Popen(
+            command, env=environment, cwd=cwd, stdout=subprocess.PIPE, text=True
+        )
         assert self.process.stdout is not None
         self.first = self.process.stdout.readline()
 
@@ -93,23 +123,47 @@ class Running:
 @pytest.mark.timeout(700)
 def test_the_demo_prints_what_it_promises(demo: tuple[dict[str, str], str]) -> None:
     _, printed = demo
-    published = re.findall(r"^(\w+): published, snapshot 1, ([\d,]+) of ([\d,]+) rows, [\d,]+ rows/s", printed, re.MULTILINE)
-    views = ["item_embedding", "item_labels", "user_vector", "item_vector", "user_recommendations", "doc_embedding"]
+    published = re.findall(
+        r"^(\w+): published, snapshot 1, ([\d,]+) of ([\d,]+) rows, [\d,]+ rows/s",
+        printed,
+        re.MULTILINE,
+    )
+    views = [
+        "item_embedding",
+        "item_labels",
+        "user_vector",
+        "item_vector",
+        "user_recommendations",
+        "doc_embedding",
+    ]
     assert [name for name, _, _ in published] == views
-    assert [int(rows.replace(",", "")) for _, rows, _ in published] == [1682, 1682, 943, 1682, 943, DOCS]
+    assert [int(rows.replace(",", "")) for _, rows, _ in published] == [
+        1682,
+        1682,
+        943,
+        1682,
+        943,
+        DOCS,
+    ]
     assert all(written == source for _, written, source in published)
     assert len(re.findall(r"^ ?\d+\. .+ -?\d+\.\d\d$", printed, re.MULTILINE)) == 10
     assert "50: fresh from store" in printed
     assert "9999: computed from fallback" in printed
     assert "8888: missing (unknown_entity)" in printed
-    ours, baseline = map(float, re.search(r"as served: (0\.\d+)   most popular: (0\.\d+)", printed).groups())  # type: ignore[union-attr]
+    ours, baseline = map(
+        float,
+        re.search(r"as served: (0\.\d+)   most popular: (0\.\d+)", printed).groups(),  # type: ignore[union-attr]
+    )
     assert ours > 1.2 * baseline > 0
     of_bf16 = ["bf16-onednn", *(["bf16-encoder"] if kernel() else [])] if has_bf16() else []
     assert tried(printed) == ["fp32-onednn", *of_bf16]
 
 
-def in_process(words: Sequence[str], environment: dict[str, str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    """(exit status, what it printed, and to stderr) of a command line here: an interpreter and torch of its own would take it 3 s."""
+def in_process(
+    words: Sequence[str], environment: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> tuple[int, str, str]:
+    """(exit status, what it printed, and to stderr) of a command line here: an interpreter and
+    torch of its own would take it 3 s."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
             patch.setenv(name, value)
@@ -120,12 +174,18 @@ def in_process(words: Sequence[str], environment: dict[str, str], capsys: pytest
 
 @pytest.mark.timeout(400)
 def test_every_command_of_the_documents_works(
-    demo: tuple[dict[str, str], str], redis_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    demo: tuple[dict[str, str], str],
+    redis_url: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Those that run until they are told to end, and the first of the others, as the command that is installed; the rest in this process."""
+    """Those that run until they are told to end, and the first of the others, as the command that
+    is installed; the rest in this process."""
     monkeypatch.chdir(REPOSITORY)
     environment = {name: value for name, value in demo[0].items() if name != "PYTHONPATH"}
-    settings = {name: value for name, value in environment.items() if name.startswith("PRECOMPUTE_")}
+    settings = {
+        name: value for name, value in environment.items() if name.startswith("PRECOMPUTE_")
+    }
     seen = [line for document in RUN for line, _ in commands(document) if "-c books" not in line]
     assert len(seen) > 15
     serve = ["-c", "configs/movielens", "serve"]
@@ -138,11 +198,16 @@ def test_every_command_of_the_documents_works(
             if words[0] == "make":
                 done = run(["make", "-n", words[1]], environment)
                 assert done.returncode == 0, done.stderr
-                assert {"demo": "-m demo", "serve": "serve", "test": "pytest"}[words[1]] in done.stdout
+                assert {"demo": "-m demo", "serve": "serve", "test": "pytest"}[
+                    words[1]
+                ] in done.stdout
             elif words[0] == "curl":
                 answer = curl(words, address)
                 assert answer, line
-                assert all(row["status"] in ("fresh", "missing", "computed") for row in answer.get("rows", [])), line
+                assert all(
+                    row["status"] in ("fresh", "missing", "computed")
+                    for row in answer.get("rows", [])
+                ), line
             elif words[-1] in ("serve", "schedule"):
                 started.add(words[-1])
                 if words[1:] != serve:
@@ -150,7 +215,9 @@ def test_every_command_of_the_documents_works(
                     assert running.first, line
                     assert running.end() == 0, line
             else:
-                given = {"PRECOMPUTE_ONLINE": redis_url} if words[0].startswith("PRECOMPUTE_") else {}
+                given = (
+                    {"PRECOMPUTE_ONLINE": redis_url} if words[0].startswith("PRECOMPUTE_") else {}
+                )
                 words = words[words.index("precompute") + 1 :]
                 if "run" not in started:
                     started.add("run")
@@ -169,7 +236,11 @@ def test_every_command_of_the_documents_works(
 @pytest.mark.timeout(700)
 def test_the_history_of_the_reference_is_there(demo: tuple[dict[str, str], str]) -> None:
     environment, _ = demo
-    code = next(block for block in blocks("docs/reference.md", "python") if "get_historical_features" in block)
+    code = next(
+        block
+        for block in blocks("docs/reference.md", "python")
+        if "get_historical_features" in block
+    )
     code = code.replace('"var/movielens"', repr(environment["PRECOMPUTE_ROOT"]))
     code += "print(items.num_rows, training.column_names, len(past.versions), training['item_vector__vector'].null_count)"
     done = run([sys.executable, "-c", code], environment)
@@ -179,9 +250,16 @@ def test_the_history_of_the_reference_is_there(demo: tuple[dict[str, str], str])
 
 def test_documents_and_examples_import_what_is_public() -> None:
     """As docs/reference.md lists it: the package itself, and a few modules by their whole names."""
-    public = next(line for line in read("docs/reference.md").splitlines() if line.startswith("`MissingRowError`"))
+    public = next(
+        line
+        for line in read("docs/reference.md").splitlines()
+        if line.startswith("`MissingRowError`")
+    )
     texts = {document: read(document) for document in DOCUMENTS}
-    texts |= {str(path): path.read_text(encoding="utf-8") for path in (REPOSITORY / "examples").rglob("*.py")}
+    texts |= {
+        str(path): path.read_text(encoding="utf-8")
+        for path in (REPOSITORY / "examples").rglob("*.py")
+    }
     imported = {
         (name, module)
         for name, text in texts.items()
@@ -196,7 +274,8 @@ def test_documents_and_examples_import_what_is_public() -> None:
 
 @pytest.fixture(scope="module")
 def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the folder ``books`` is, with the files of the README as their first lines name them, and nothing else."""
+    """Where the folder ``books`` is, with the files of the README as their first lines name them,
+    and nothing else."""
     folder = tmp_path_factory.mktemp("readme")
     for kind in ("yaml", "csv", "python"):
         for block in blocks("README.md", kind):
@@ -213,14 +292,20 @@ def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_project_of_the_readme_prints_what_is_printed_there(
     books: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every command, in its order, in this process, which finds the project's own modules; and the Python below them in one of its own, with what
-    it prints."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PRECOMPUTE_")} | {"PYTHONPATH": str(REPOSITORY)}
+    """Every command, in its order, in this process, which finds the project's own modules; and the
+    Python below them in one of its own, with what it prints."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PRECOMPUTE_")} | {
+        "PYTHONPATH": str(REPOSITORY)
+    }
     for name in os.environ.keys() - environment.keys():
         monkeypatch.delenv(name)
     monkeypatch.chdir(books)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    steps = [(shlex.split(line)[1:], printed) for line, printed in commands("README.md") if "-c books" in line]
+    steps = [
+        (shlex.split(line)[1:], printed)
+        for line, printed in commands("README.md")
+        if "-c books" in line
+    ]
     assert len(steps) == 5
     for words, expected in steps:
         status, printed, told = in_process(words, {}, capsys)
@@ -242,15 +327,22 @@ def check_printed(printed: str, expected: Sequence[str]) -> None:
 
 
 def assert_alike(found: str, printed: str) -> None:
-    """The same text, but for how long it took, how old it is, and the model's fingerprint; numbers with a point within 0.02."""
+    """The same text, but for how long it took, how old it is, and the model's fingerprint; numbers
+    with a point within 0.02."""
 
     def parts(line: str) -> list[str]:
-        line = re.sub(r"\d+ (s|min|h) old", "… old", re.sub(r"[\d,.]+ rows/s, [\d.]+ (s|min)$", "…", line))
+        line = re.sub(
+            r"\d+ (s|min|h) old", "… old", re.sub(r"[\d,.]+ rows/s, [\d.]+ (s|min)$", "…", line)
+        )
         return re.split(r"(\d+\.\d+)", re.sub(r"model [0-9a-f]{12}", "model …", line))
 
     ours, theirs = parts(found), parts(printed)
-    assert (ours[0::2], len(ours)) == (theirs[0::2], len(theirs)), f"{found}\nis printed as\n{printed}"
-    assert [float(n) for n in ours[1::2]] == pytest.approx([float(n) for n in theirs[1::2]], abs=0.02), f"{found}\n{printed}"
+    assert (ours[0::2], len(ours)) == (theirs[0::2], len(theirs)), (
+        f"{found}\nis printed as\n{printed}"
+    )
+    assert [float(n) for n in ours[1::2]] == pytest.approx(
+        [float(n) for n in theirs[1::2]], abs=0.02
+    ), f"{found}\n{printed}"
 
 
 def test_a_difference_from_what_is_printed_is_found() -> None:
@@ -279,11 +371,16 @@ def test_the_commands_of_the_other_documents_are_commands() -> None:
     found = re.findall(r"^\$ precompute (.+)$", text, re.MULTILINE)
     assert len(found) > 5
     for line in found:
-        assert _parser().parse_args(shlex.split(line)).command == shlex.split(line)[2 if line.startswith("-c") else 0], line
+        assert (
+            _parser().parse_args(shlex.split(line)).command
+            == shlex.split(line)[2 if line.startswith("-c") else 0]
+        ), line
 
 
 def test_the_view_of_the_demo_is_the_view_in_the_repository() -> None:
-    assert (REPOSITORY / "configs/movielens/views/item_embedding.yaml").read_text() in blocks("docs/demo.md", "yaml")
+    assert (REPOSITORY / "configs/movielens/views/item_embedding.yaml").read_text() in blocks(
+        "docs/demo.md", "yaml"
+    )
 
 
 def test_the_tree_names_every_file() -> None:
@@ -307,27 +404,37 @@ def test_links_lead_somewhere() -> None:
             assert file.exists(), f"{document}: {target}"
             if anchor:
                 heads = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
-                assert anchor in {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}, (
-                    f"{document}: {target}"
-                )
+                assert anchor in {
+                    re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads
+                }, f"{document}: {target}"
 
 
 def settings(model: type[BaseModel]) -> Iterator[str]:
-    """Names of its fields and of those of every model in them, but for the gates, which have a table of their own."""
+    """Names of its fields and of those of every model in them, but for the gates, which have a
+    table of their own."""
     for name, field in model.model_fields.items():
         yield name
         for inner in (field.annotation, *get_args(field.annotation)):
-            if inner is not GatesConfig and isinstance(inner, type) and issubclass(inner, BaseModel):
+            if (
+                inner is not GatesConfig
+                and isinstance(inner, type)
+                and issubclass(inner, BaseModel)
+            ):
                 yield from settings(inner)
 
 
 def test_the_reference_leaves_nothing_out() -> None:
-    """Every key of a view, a service, a project and a request, every reserved name, every command, every gate."""
+    """Every key of a view, a service, a project and a request, every reserved name, every command,
+    every gate."""
 
     def code(document: str) -> set[str]:
         return set(re.findall(r"\w+", " ".join(re.findall(r"`([^`\n]+)`", read(document)))))
 
-    requests = {*LookupRequest.__struct_fields__, *SearchRequest.__struct_fields__, *ServiceRequest.__struct_fields__}
+    requests = {
+        *LookupRequest.__struct_fields__,
+        *SearchRequest.__struct_fields__,
+        *ServiceRequest.__struct_fields__,
+    }
     keys = {
         *settings(ViewConfig),
         *settings(ServiceConfig),
@@ -355,6 +462,8 @@ def curl(words: Sequence[str], address: str) -> dict[str, Any]:
     """What the curl command line asks for, asked without curl."""
     url = words[-1].replace("http://127.0.0.1:8080", address)
     body = words[words.index("-d") + 1].encode() if "-d" in words else None
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json"} if body else {})
+    request = urllib.request.Request(
+        url, body, {"Content-Type": "application/json"} if body else {}
+    )
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)

@@ -1,4 +1,5 @@
-"""The example service: with what it asks for it answers from the lookup service, and without it, too, within its budget."""
+"""The example service: with what it asks for it answers from the lookup service, and without it,
+too, within its budget."""
 
 from __future__ import annotations
 
@@ -28,9 +29,12 @@ EXAMPLE = REPOSITORY / "examples" / "recommender"
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Scene:
-    """The example's project, published; mia came since. Its models have the time that a busy machine may need."""
+    """The example's project, published; mia came since. Its models have the time that a busy
+    machine may need."""
     folder = tmp_path_factory.mktemp("recommender") / "project"
-    shutil.copytree(EXAMPLE / "project", folder, ignore=shutil.ignore_patterns("var", "__pycache__"))
+    shutil.copytree(
+        EXAMPLE / "project", folder, ignore=shutil.ignore_patterns("var", "__pycache__")
+    )
     for view in (folder / "views").iterdir():
         text = view.read_text()
         assert text.count("deadline: 50ms") == 1
@@ -51,7 +55,11 @@ def server(project: Scene) -> Iterator[Server]:
 @asynccontextmanager
 async def running(url: str, data: Path) -> AsyncIterator[service.App]:
     """The application between its start and its end, as an ASGI server runs it."""
-    app, received, sent = service.App(url, data), asyncio.Queue[dict[str, Any]](), asyncio.Queue[Any]()
+    app, received, sent = (
+        service.App(url, data),
+        asyncio.Queue[dict[str, Any]](),
+        asyncio.Queue[Any](),
+    )
     life = asyncio.create_task(app({"type": "lifespan"}, received.get, sent.put))
     await received.put({"type": "lifespan.startup"})
     assert (await sent.get())["type"] == "lifespan.startup.complete"
@@ -61,13 +69,20 @@ async def running(url: str, data: Path) -> AsyncIterator[service.App]:
     await life
 
 
-async def get(app: service.App, path: str, query: str = "", method: str = "GET") -> tuple[int, dict[str, Any]]:
+async def get(
+    app: service.App, path: str, query: str = "", method: str = "GET"
+) -> tuple[int, dict[str, Any]]:
     sent = list[Any]()
 
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "method": method, "raw_path": path.encode(), "query_string": query.encode()}
+    scope = {
+        "type": "http",
+        "method": method,
+        "raw_path": path.encode(),
+        "query_string": query.encode(),
+    }
     await app(scope, asyncio.Queue[Any]().get, send)
     return sent[0]["status"], json.loads(sent[1]["body"])
 
@@ -108,7 +123,9 @@ def test_who_is_known_gets_their_own_list_and_how_old_it_is(
     # of the same films, the nearest to the one watched last come first
     with project.lookup() as lookup:
         whole = list(lookup.row("user_favourites", "ada")["features"]["films"])
-        vectors = {row["key"]: row["vector"] for row in lookup.get("film_vector", [40, *whole]).to_pylist()}
+        vectors = {
+            row["key"]: row["vector"] for row in lookup.get("film_vector", [40, *whole]).to_pylist()
+        }
     assert films(known) == whole[:5]
 
     def near_to_40(film: int) -> float:
@@ -118,11 +135,17 @@ def test_who_is_known_gets_their_own_list_and_how_old_it_is(
     assert (computed["source"], computed["status"]) == ("personal", "computed")
     assert (near["source"], near["why"], len(near["films"])) == ("similar", "unknown_entity", 4)
     assert near["user"] == "who is this"
-    assert (nobody["source"], nobody["why"], len(nobody["films"])) == ("popular", "unknown_entity", 3)
+    assert (nobody["source"], nobody["why"], len(nobody["films"])) == (
+        "popular",
+        "unknown_entity",
+        3,
+    )
 
 
 def test_a_service_that_is_not_there_leaves_what_is_popular(project: Scene, tmp_path: Path) -> None:
-    (answer,) = asked(f"unix:{tmp_path}/nothing.sock", project, ("/recommendations/ada", "n=3&recent=8"))
+    (answer,) = asked(
+        f"unix:{tmp_path}/nothing.sock", project, ("/recommendations/ada", "n=3&recent=8")
+    )
     assert (answer["source"], answer["why"]) == ("popular", "NoAnswerError")
 
 
@@ -137,15 +160,26 @@ def test_a_service_that_hangs_costs_the_budget_and_no_more(project: Scene) -> No
 def test_a_service_that_refuses_is_not_waited_for(project: Scene) -> None:
     with Hostile(lambda visit: visit.answer(503, b"{}", b"Retry-After: 30")) as busy:
         (answer,) = asked(busy.url, project, ("/recommendations/ada", "n=2"))
-        assert (answer["source"], answer["why"], len(busy.requests)) == ("popular", "OverloadedError", 1)
+        assert (answer["source"], answer["why"], len(busy.requests)) == (
+            "popular",
+            "OverloadedError",
+            1,
+        )
 
 
 def test_what_it_does_not_understand_is_refused(server: Server, project: Scene) -> None:
     async def scene() -> list[int]:
         async with running(server.url, project.folder) as app:
-            wrong = [("/", ""), ("/recommendations/", ""), ("/other/ada", ""), ("/recommendations/ada", "n=0")]
+            wrong = [
+                ("/", ""),
+                ("/recommendations/", ""),
+                ("/other/ada", ""),
+                ("/recommendations/ada", "n=0"),
+            ]
             wrong += [("/recommendations/ada", "n=x"), ("/recommendations/ada", "recent=-1")]
-            wrong += [("/recommendations/ada", f"{name}=0001{'0' * 5000}") for name in ("n", "recent")]
+            wrong += [
+                ("/recommendations/ada", f"{name}=0001{'0' * 5000}") for name in ("n", "recent")
+            ]
             refused = [(await get(app, path, query))[0] for path, query in wrong]
             return [*refused, (await get(app, "/recommendations/ada", method="POST"))[0]]
 
@@ -153,7 +187,8 @@ def test_what_it_does_not_understand_is_refused(server: Server, project: Scene) 
 
 
 def test_the_python_of_the_guide_runs_and_prints_what_is_printed_there(server: Server) -> None:
-    """Its blocks, one after another, as they stand but for the address and a time that a busy machine may need."""
+    """Its blocks, one after another, as they stand but for the address and a time that a busy
+    machine may need."""
     text = (REPOSITORY / "docs" / "serving.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```(python|text)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     code = "".join(block if kind == "python" else "print('--')\n" for kind, block in blocks)
@@ -164,7 +199,14 @@ def test_the_python_of_the_guide_runs_and_prints_what_is_printed_there(server: S
         .replace("deadline_ms=60", "deadline_ms=20_000")
         .replace("deadline_ms=50", "deadline_ms=20_000")
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     first, second, rest = done.stdout.split("--\n")
     assert re.sub(r"[\d.]+$", "", first.strip()) == "[37, 34, 7] fresh store "

@@ -1,4 +1,5 @@
-"""The documents as a site: it is built without a warning and without a network, and what is written by hand agrees with what is written from the code."""
+"""The documents as a site: it is built without a warning and without a network, and what is written
+by hand agrees with what is written from the code."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ from precompute.store.api.openapi import openapi_document
 from tests import REPOSITORY
 from tests.test_readme import blocks, read, settings
 
-PAGES: dict[str, Callable[[], str]] = runpy.run_path(str(REPOSITORY / "docs/site/generated.py"))["PAGES"]
+PAGES: dict[str, Callable[[], str]] = runpy.run_path(str(REPOSITORY / "docs/site/generated.py"))[
+    "PAGES"
+]
 ROW = re.compile(r"^\| (.+?) \| (.*?) \|(.*)\|$", re.MULTILINE)
 
 
@@ -38,33 +41,61 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "HTTPS_PROXY": "http://127.0.0.1:9",
         "HTTP_PROXY": "http://127.0.0.1:9",
     }
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return folder
 
 
 def test_the_site_is_whole_and_loads_nothing_from_elsewhere(site: Path) -> None:
-    """Every document has its page, each block of code its highlighting, and no page a script, style or picture of another host."""
-    pages = {str(path.relative_to(site)): path.read_text(encoding="utf-8") for path in site.rglob("*.html")}
+    """Every document has its page, each block of code its highlighting, and no page a script, style
+    or picture of another host."""
+    pages = {
+        str(path.relative_to(site)): path.read_text(encoding="utf-8")
+        for path in site.rglob("*.html")
+    }
     documents = {f"{path.stem}.html" for path in (REPOSITORY / "docs").glob("*.md")}
-    assert {"index.html", *documents, *(name.replace(".md", ".html") for name in PAGES)} <= pages.keys()
+    assert {
+        "index.html",
+        *documents,
+        *(name.replace(".md", ".html") for name in PAGES),
+    } <= pages.keys()
     assert not (site / "site").exists()
     for name, page in pages.items():
-        assert re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=\"?(?:https?:)?//[^>]+", page) == [], name
+        assert (
+            re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=\"?(?:https?:)?//[^>]+", page) == []
+        ), name
         text = re.sub(r"<(script|style|pre|code)\b.*?</\1>", "", page, flags=re.DOTALL)
-        assert re.findall(r"```|^\| |\]\([\w./#-]+\)", text, re.MULTILINE) == [], f"{name}: Markdown that was taken for text"
+        assert re.findall(r"```|^\| |\]\([\w./#-]+\)", text, re.MULTILINE) == [], (
+            f"{name}: Markdown that was taken for text"
+        )
 
 
-def test_a_nested_list_and_a_link_out_of_docs_are_read_as_on_github(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nested_list_and_a_link_out_of_docs_are_read_as_on_github(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.syspath_prepend(str(REPOSITORY / "docs/site"))
     hooks = runpy.run_path(str(REPOSITORY / "docs/site/hooks.py"))
-    assert hooks["anchor"]("A view: `views/<name>.yaml` – and so on") == "a-view-viewsnameyaml--and-so-on"
+    assert (
+        hooks["anchor"]("A view: `views/<name>.yaml` – and so on")
+        == "a-view-viewsnameyaml--and-so-on"
+    )
     assert hooks["_spaced"]("what:\n- one\n- two\n  more") == "what:\n\n- one\n- two\n  more"
     assert (hooks["_page"]("README.md"), hooks["_page"]("examples/recommender")) == (
         "index.md",
         "repository/examples/recommender/README.md",
     )
-    assert hooks["_source"]("repository/examples/recommender/service.py.md") == "examples/recommender/service.py"
+    assert (
+        hooks["_source"]("repository/examples/recommender/service.py.md")
+        == "examples/recommender/service.py"
+    )
 
 
 # ---- what is written from the code
@@ -86,10 +117,20 @@ def test_the_generated_pages_leave_nothing_out() -> None:
     keys = {key.rpartition(".")[2] for key in defaults()}
     assert {*settings(ViewConfig), *settings(ProjectConfig)} <= keys
     named = next(a.choices for a in _parser()._actions if isinstance(a.choices, dict))
-    assert set(named) <= set(re.findall(r"^## `([\w ]+)`$", PAGES["reference/commands.md"](), re.MULTILINE))
-    routes = {f"{method.upper()} {path}" for path, methods in openapi_document()["paths"].items() for method in methods}
-    assert routes == set(re.findall(r"^## `([A-Z]+ .+)`$", PAGES["reference/http.md"](), re.MULTILINE))
-    assert set(precompute.__all__) <= set(re.findall(r"^##+ `(\w+)`$", PAGES["reference/python.md"](), re.MULTILINE))
+    assert set(named) <= set(
+        re.findall(r"^## `([\w ]+)`$", PAGES["reference/commands.md"](), re.MULTILINE)
+    )
+    routes = {
+        f"{method.upper()} {path}"
+        for path, methods in openapi_document()["paths"].items()
+        for method in methods
+    }
+    assert routes == set(
+        re.findall(r"^## `([A-Z]+ .+)`$", PAGES["reference/http.md"](), re.MULTILINE)
+    )
+    assert set(precompute.__all__) <= set(
+        re.findall(r"^##+ `(\w+)`$", PAGES["reference/python.md"](), re.MULTILINE)
+    )
 
 
 def alike(value: str) -> Any:
@@ -102,16 +143,21 @@ def alike(value: str) -> Any:
 
 
 def test_what_is_written_by_hand_has_the_defaults_of_the_code() -> None:
-    """In the tables of keys the default of each, and in their words: of a section ``name`` (``default``)."""
+    """In the tables of keys the default of each, and in their words: of a section ``name``
+    (``default``)."""
     known, seen = defaults(), 0
     for cell, default, words in ROW.findall(read("docs/reference.md")):
         key = cell.strip("`")
         if known.get(key) and re.fullmatch("`[^`]+`", default):
-            assert alike(default) == alike(known[key]), f"{key}: {default} in docs/reference.md, {known[key]} in the code"
+            assert alike(default) == alike(known[key]), (
+                f"{key}: {default} in docs/reference.md, {known[key]} in the code"
+            )
             seen += 1
         for name, value in re.findall(r"`(\w+)` \((`[^`{]+`|[\d,]+)\)", words):
             if (inner := known.get(f"{key}.{name}")) is not None:
-                assert alike(value) == alike(inner), f"{key}.{name}: {value} in docs/reference.md, {inner} in the code"
+                assert alike(value) == alike(inner), (
+                    f"{key}.{name}: {value} in docs/reference.md, {inner} in the code"
+                )
                 seen += 1
     assert seen > 15
 

@@ -1,4 +1,5 @@
-"""docs/tutorial.md is true: from its CSV on every command is run, in its order, and prints what is printed there."""
+"""docs/tutorial.md is true: from its CSV on every command is run, in its order, and prints what is
+printed there."""
 
 from __future__ import annotations
 
@@ -19,8 +20,12 @@ from tests.test_readme import PRECOMPUTE, check_printed, curl, in_process, read,
 from tests.test_readme import Running as Started
 
 DOC = "docs/tutorial.md"
-OF_THE_SERVER = {"PRECOMPUTE_SERVE__BIND": "127.0.0.1:0", "PRECOMPUTE_VIEWS__WINE_EMBEDDING__FALLBACK__ENABLED": "false"}
-"""A port that is free; and no encoder behind misses, which takes ten seconds to load, and of which the page asks nothing."""
+OF_THE_SERVER = {
+    "PRECOMPUTE_SERVE__BIND": "127.0.0.1:0",
+    "PRECOMPUTE_VIEWS__WINE_EMBEDDING__FALLBACK__ENABLED": "false",
+}
+"""A port that is free; and no encoder behind misses, which takes ten seconds to load, and of which
+the page asks nothing."""
 VOLATILE = ("computed_at", "age_s", "model")
 
 
@@ -43,7 +48,9 @@ def steps(text: str) -> list[tuple[str, list[str]]]:
 def same(found: Any, printed: Any) -> bool:
     """Whether two answers are the same but for their times and the model's fingerprint."""
     if isinstance(printed, dict):
-        return found.keys() == printed.keys() and all(name in VOLATILE or same(found[name], printed[name]) for name in printed)
+        return found.keys() == printed.keys() and all(
+            name in VOLATILE or same(found[name], printed[name]) for name in printed
+        )
     if isinstance(printed, list):
         return len(found) == len(printed) and all(map(same, found, printed))
     return bool(found == pytest.approx(printed, abs=0.001))
@@ -66,7 +73,9 @@ class Reader:
         elif words[0] == "curl":
             self.answer = curl([*words[:1], *words[2:], words[2]], self.at)
         elif words == ["precompute", "serve"]:
-            self.server = Started([*PRECOMPUTE, "serve"], os.environ | OF_THE_SERVER, cwd=Path.cwd())
+            self.server = Started(
+                [*PRECOMPUTE, "serve"], os.environ | OF_THE_SERVER, cwd=Path.cwd()
+            )
             self.at = self.server.first.removeprefix("serving on ").strip()
             wait_until_ready(self.at)
         elif words[0] == "precompute":

@@ -1,4 +1,5 @@
-"""Vectors for the tests of the index: rows as a snapshot has them, hard ones among them, and the truth by comparing with every row."""
+"""Vectors for the tests of the index: rows as a snapshot has them, hard ones among them, and the
+truth by comparing with every row."""
 
 from __future__ import annotations
 
@@ -14,9 +15,13 @@ from precompute.store.feature_view import Feature, FeatureView, IndexSpec
 Vectors = npt.NDArray[Any]
 
 
-def view_of(dim: int, metric: str, *, recall: float = 0.95, scalars: Sequence[Feature] = ()) -> FeatureView:
+def view_of(
+    dim: int, metric: str, *, recall: float = 0.95, scalars: Sequence[Feature] = ()
+) -> FeatureView:
     vector = Feature("vector", "float32", dim)
-    return FeatureView("things", ("id",), (vector, *scalars), 60.0, 60.0, IndexSpec("vector", metric, recall))
+    return FeatureView(
+        "things", ("id",), (vector, *scalars), 60.0, 60.0, IndexSpec("vector", metric, recall)
+    )
 
 
 def column(vectors: Vectors, gone: Collection[int] = ()) -> pa.Array:
@@ -27,18 +32,28 @@ def column(vectors: Vectors, gone: Collection[int] = ()) -> pa.Array:
 
 
 def rows_of(
-    keys: Sequence[str], vectors: Vectors, gone: Collection[int] = (), scalars: Mapping[str, Any] | None = None
+    keys: Sequence[str],
+    vectors: Vectors,
+    gone: Collection[int] = (),
+    scalars: Mapping[str, Any] | None = None,
 ) -> pa.RecordBatch:
     """Rows as a snapshot has them; row n was computed n µs after 1970."""
     times = pa.array(range(len(keys)), pa.int64())
-    columns = {"id": pa.array(keys, pa.string()), "vector": column(vectors, gone), "computed_at": times}
+    columns = {
+        "id": pa.array(keys, pa.string()),
+        "vector": column(vectors, gone),
+        "computed_at": times,
+    }
     return pa.record_batch(columns | dict(scalars or {}))
 
 
 def overlapping(rows: int, dim: int = 32, *, noise: float = 2.0, seed: int = 0) -> Vectors:
-    """Clusters that overlap: the same centres of length √dim every time, and ``noise`` times as much around each."""
+    """Clusters that overlap: the same centres of length √dim every time, and ``noise`` times as
+    much around each."""
     centres, rng = np.random.default_rng(99).standard_normal((50, dim)), np.random.default_rng(seed)
-    return (centres[rng.integers(50, size=rows)] + noise * rng.standard_normal((rows, dim))).astype(np.float32)
+    return (centres[rng.integers(50, size=rows)] + noise * rng.standard_normal((rows, dim))).astype(
+        np.float32
+    )
 
 
 def nearest(vectors: Vectors, query: Vectors, metric: str) -> list[int]:

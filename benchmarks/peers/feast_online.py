@@ -1,13 +1,17 @@
-"""Feast's side of :mod:`benchmarks.online_feast`, and of :mod:`benchmarks.serve_feast`: rows materialized into its online store, and read back, or to be served. Runs in an
-environment of Feast's own, so it imports nothing of ours.
+"""Feast's side of :mod:`benchmarks.online_feast`, and of :mod:`benchmarks.serve_feast`: rows
+materialized into its online store, and read back, or to be served. Runs in an environment of
+Feast's own, so it imports nothing of ours.
 
     python feast_online.py FOLDER PARTS ONLINE [served]
 
-FOLDER has ``requests.npy`` (int64 [requests, keys]) and gets ``feast.arrow``, the answers in that order; or, ``served``, gets what ``feast serve`` reads. PARTS is the
-folder of the Parquet files, ONLINE the online store's settings as JSON.
+FOLDER has ``requests.npy`` (int64 [requests, keys]) and gets ``feast.arrow``, the answers in that
+order; or, ``served``, gets what ``feast serve`` reads. PARTS is the folder of the Parquet files,
+ONLINE the online store's settings as JSON.
 
-As Feast's guide to performance and the descriptions of its settings say: one feature view and one feature service, the registry held in memory and refreshed by a
-thread, writes without the check of what is there already (``skip_dedup``), all rows of the interval taken (they are unique) and written in batches of 10,000.
+As Feast's guide to performance and the descriptions of its settings say: one feature view and one
+feature service, the registry held in memory and refreshed by a thread, writes without the check of
+what is there already (``skip_dedup``), all rows of the interval taken (they are unique) and written
+in batches of 10,000.
 """
 
 from __future__ import annotations
@@ -22,7 +26,16 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from feast import Entity, FeatureService, FeatureStore, FeatureView, Field, FileSource, RepoConfig, ValueType
+from feast import (
+    Entity,
+    FeatureService,
+    FeatureStore,
+    FeatureView,
+    Field,
+    FileSource,
+    RepoConfig,
+    ValueType,
+)
 from feast.types import Array, Float32
 
 
@@ -31,7 +44,11 @@ def settings(folder: Path, online: dict[str, Any]) -> dict[str, Any]:
     return {
         "project": "items",
         "provider": "local",
-        "registry": {"path": str(folder / "registry.db"), "cache_mode": "thread", "cache_ttl_seconds": 300},
+        "registry": {
+            "path": str(folder / "registry.db"),
+            "cache_mode": "thread",
+            "cache_ttl_seconds": 300,
+        },
         "online_store": online,
         "offline_store": {"type": "dask"},
         "entity_key_serialization_version": 3,
@@ -47,7 +64,10 @@ def opened(folder: Path, parts: str, online: dict[str, Any]) -> tuple[Any, Any]:
         name="items",
         entities=[item],
         ttl=timedelta(days=1),
-        schema=[Field(name="vector", dtype=Array(Float32)), *(Field(name=name, dtype=Float32) for name in "abc")],
+        schema=[
+            Field(name="vector", dtype=Array(Float32)),
+            *(Field(name=name, dtype=Float32) for name in "abc"),
+        ],
         source=FileSource(path=parts, timestamp_field="computed_at"),
     )
     service = FeatureService(name="all", features=[view])
@@ -74,7 +94,10 @@ def main() -> None:
         return store.get_online_features(features=service, entity_rows=entity)
 
     answers = pa.concat_tables([read(entity).to_arrow() for entity in entities])
-    with pa.OSFile(str(folder / "feast.arrow"), "wb") as sink, pa.ipc.new_file(sink, answers.schema) as writer:
+    with (
+        pa.OSFile(str(folder / "feast.arrow"), "wb") as sink,
+        pa.ipc.new_file(sink, answers.schema) as writer,
+    ):
         writer.write_table(answers)
     seconds: dict[str, list[float]] = {"get": [], "get_cpu": [], "to_arrow": []}
     for entity in entities:  # one after the other, so that a noisy neighbour hits both
@@ -85,7 +108,12 @@ def main() -> None:
         started = time.perf_counter()
         read(entity).to_arrow()
         seconds["to_arrow"].append(time.perf_counter() - started)
-    print(json.dumps(figures | {f"{kind}_us": statistics.median(times) * 1e6 for kind, times in seconds.items()}))
+    print(
+        json.dumps(
+            figures
+            | {f"{kind}_us": statistics.median(times) * 1e6 for kind, times in seconds.items()}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""Feast's side of :mod:`benchmarks.service_feast`: the rows of the views materialized into its online store, and a feature service over them read by its SDK. Runs in an
-environment of Feast's own, so it imports nothing of ours.
+"""Feast's side of :mod:`benchmarks.service_feast`: the rows of the views materialized into its
+online store, and a feature service over them read by its SDK. Runs in an environment of Feast's
+own, so it imports nothing of ours.
 
     python feast_service.py FOLDER VIEWS ONLINE
 
-FOLDER has ``requests.npy`` (int64 [requests, keys]). VIEWS are JSON, view → {"parts": folder of its Parquet files, "features": {name: length of a vector or list, 0 for a
-number}}; ONLINE the online store's settings. Prints a JSON line for each line that it is sent, which is a request's number: the seconds that it took, and those of CPU; before, the values of the first.
+FOLDER has ``requests.npy`` (int64 [requests, keys]). VIEWS are JSON, view → {"parts": folder of its
+Parquet files, "features": {name: length of a vector or list, 0 for a number}}; ONLINE the online
+store's settings. Prints a JSON line for each line that it is sent, which is a request's number: the
+seconds that it took, and those of CPU; before, the values of the first.
 """
 
 from __future__ import annotations
@@ -17,7 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from feast import Entity, FeatureService, FeatureStore, FeatureView, Field, FileSource, RepoConfig, ValueType
+from feast import (
+    Entity,
+    FeatureService,
+    FeatureStore,
+    FeatureView,
+    Field,
+    FileSource,
+    RepoConfig,
+    ValueType,
+)
 from feast.types import Array, Float32
 
 
@@ -26,7 +38,11 @@ def opened(folder: Path, views: dict[str, Any], online: dict[str, Any]) -> tuple
     settings = {
         "project": "ranking",
         "provider": "local",
-        "registry": {"path": str(folder / "registry.db"), "cache_mode": "thread", "cache_ttl_seconds": 300},
+        "registry": {
+            "path": str(folder / "registry.db"),
+            "cache_mode": "thread",
+            "cache_ttl_seconds": 300,
+        },
         "online_store": online,
         "offline_store": {"type": "dask"},
         "entity_key_serialization_version": 3,
@@ -40,7 +56,8 @@ def opened(folder: Path, views: dict[str, Any], online: dict[str, Any]) -> tuple
             entities=[entity],
             ttl=timedelta(days=1),
             schema=[
-                Field(name=feature, dtype=Array(Float32) if length else Float32) for feature, length in view["features"].items()
+                Field(name=feature, dtype=Array(Float32) if length else Float32)
+                for feature, length in view["features"].items()
             ],
             source=FileSource(path=view["parts"], timestamp_field="computed_at"),
         )
@@ -60,9 +77,14 @@ def main() -> None:
     requests = [{"id": keys} for keys in np.load(folder / "requests.npy").tolist()]
 
     def read(number: int) -> Any:
-        return store.get_online_features(features=service, entity_rows=requests[number], full_feature_names=True)
+        return store.get_online_features(
+            features=service, entity_rows=requests[number], full_feature_names=True
+        )
 
-    print(json.dumps({name: values for name, values in read(0).to_dict().items() if name != "id"}), flush=True)
+    print(
+        json.dumps({name: values for name, values in read(0).to_dict().items() if name != "id"}),
+        flush=True,
+    )
     for line in sys.stdin:
         started, used = time.perf_counter(), time.process_time()
         read(int(line)).to_dict()

@@ -1,4 +1,5 @@
-"""The demo's own model, as a user would write one: how well each label's name fits an item, by the cosine of their embeddings."""
+"""The demo's own model, as a user would write one: how well each label's name fits an item, by the
+cosine of their embeddings."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ class LabelScores:
         texts = pa.record_batch({"text": [f"a {label.replace('_', ' ')} film" for label in labels]})
         self._labels = list(labels)
         self._column = column
-        self._vectors: npt.NDArray[np.float32] = encoder.compute(texts)["embedding"]  # [L, D], norm 1
+        self._vectors: npt.NDArray[np.float32] = encoder.compute(texts)[
+            "embedding"
+        ]  # [L, D], norm 1
         self._encoder = encoder.fingerprint()
 
     def fingerprint(self) -> str:
@@ -35,6 +38,10 @@ class LabelScores:
 
     def compute(self, batch: pa.RecordBatch) -> dict[str, npt.NDArray[np.float32]]:
         """Label → cosine, float32 [rows]."""
-        vectors = np.asarray(batch.column(self._column).flatten()).astype(np.float32).reshape(batch.num_rows, -1)
+        vectors = (
+            np.asarray(batch.column(self._column).flatten())
+            .astype(np.float32)
+            .reshape(batch.num_rows, -1)
+        )
         scores = vectors @ self._vectors.T / np.linalg.norm(vectors, axis=1, keepdims=True)
         return dict(zip(self._labels, scores.T, strict=True))

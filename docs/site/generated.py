@@ -1,7 +1,9 @@
-"""Generated: the pages of the reference that are written from the code, each time the site is built.
+"""Generated: the pages of the reference that are written from the code, each time the site is
+built.
 
-Configuration from the pydantic models, commands from the argparse parsers, HTTP from the OpenAPI document, Python from the docstrings of what
-:mod:`precompute` makes public. What needs more words than a line stands in ``docs/reference.md``.
+Configuration from the pydantic models, commands from the argparse parsers, HTTP from the OpenAPI
+document, Python from the docstrings of what :mod:`precompute` makes public. What needs more words
+than a line stands in ``docs/reference.md``.
 """
 
 from __future__ import annotations
@@ -27,7 +29,14 @@ from precompute.jobs.config.view import ViewConfig
 from precompute.store.api.openapi import openapi_document
 from precompute.store.clock import duration
 
-_WORDS: dict[Any, str] = {str: "text", int: "integer", float: "number", bool: "`true` or `false`", datetime: "time", Any: "any"}
+_WORDS: dict[Any, str] = {
+    str: "text",
+    int: "integer",
+    float: "number",
+    bool: "`true` or `false`",
+    datetime: "time",
+    Any: "any",
+}
 _LIMITS = {
     "ge": "≥ {:,}",
     "gt": "> {:,}",
@@ -46,7 +55,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _cell(text: str) -> str:
     parts = re.split(r"(`[^`]*`)", " ".join(text.split()).replace("|", "\\|"))
-    return "".join(p if p.startswith("`") else p.replace("<", "&lt;").replace("*", "\\*") for p in parts)
+    return "".join(
+        p if p.startswith("`") else p.replace("<", "&lt;").replace("*", "\\*") for p in parts
+    )
 
 
 # ---- configuration
@@ -55,9 +66,10 @@ def _cell(text: str) -> str:
 def configuration() -> str:
     """Every key of ``project.yaml``, of a view and of a service."""
     text = (
-        "# Configuration\n\nEvery key, with its type, its default and its limits. [Reference](../reference.md) explains the keys that need more than a line. "
-        "An environment variable overrides each of them: `PRECOMPUTE_SERVE__BIND` stands for `serve.bind`, "
-        "`PRECOMPUTE_VIEWS__BOOK_EMBEDDING__TTL` for `ttl` of the view `book_embedding`.\n\n"
+        "# Configuration\n\nEvery key, with its type, its default and its limits."
+        " [Reference](../reference.md) explains the keys that need more than a line. An environment"
+        " variable overrides each of them: `PRECOMPUTE_SERVE__BIND` stands for `serve.bind`,"
+        " `PRECOMPUTE_VIEWS__BOOK_EMBEDDING__TTL` for `ttl` of the view `book_embedding`.\n\n"
     )
     for title, model in (
         ("A project: `project.yaml`", ProjectConfig),
@@ -74,10 +86,19 @@ def _section(model: type[BaseModel], path: str) -> Iterator[str]:
     for name, field in model.model_fields.items():
         sections = list(_sections(field.annotation, f"{path}{name}"))
         inner += sections
-        links = ", ".join(f"[`{where}`](#{re.sub('[^a-z0-9_-]', '', where)})" for where, _ in sections)
+        links = ", ".join(
+            f"[`{where}`](#{re.sub('[^a-z0-9_-]', '', where)})" for where, _ in sections
+        )
         # what a section is for, its own docstring says
         what = field.description or (sections[0][1].__doc__ or "" if sections else "")
-        rows.append([f"`{path}{name}`", links or _type(field.annotation, field.metadata), _default(field, bool(sections)), what])
+        rows.append(
+            [
+                f"`{path}{name}`",
+                links or _type(field.annotation, field.metadata),
+                _default(field, bool(sections)),
+                what,
+            ]
+        )
     yield table(("key", "type", "default", "what it is"), rows)
     for where, section in inner:
         yield f"### `{where}`\n\n{_plain(inspect.getdoc(section) or '')}\n\n"
@@ -97,9 +118,14 @@ def _sections(annotation: Any, path: str) -> Iterator[tuple[str, type[BaseModel]
 
 def _type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     """A type in words, with its limits."""
-    inside = [found for m in metadata for found in (m.metadata if isinstance(m, FieldInfo) else [m])]
+    inside = [
+        found for m in metadata for found in (m.metadata if isinstance(m, FieldInfo) else [m])
+    ]
     limits = [
-        words.format(getattr(m, name)) for m in inside for name, words in _LIMITS.items() if getattr(m, name, None) is not None
+        words.format(getattr(m, name))
+        for m in inside
+        for name, words in _LIMITS.items()
+        if getattr(m, name, None) is not None
     ]
     return ", ".join([_word(annotation, metadata), *limits])
 
@@ -147,19 +173,27 @@ def _written(seconds: float) -> str:
 def commands() -> str:
     """Every command with its arguments, as ``--help`` has them."""
     parser = _parser()
-    text = f"# Commands\n\n{_plain(parser.description or '')} `precompute COMMAND --help` prints the same.\n\n"
-    text += "[Exit status, several views, what a difference is](../reference.md#command-line).\n\n## Before the command\n\n"
+    text = (
+        f"# Commands\n\n{_plain(parser.description or '')} `precompute COMMAND --help` prints the"
+        " same.\n\n"
+    )
+    text += (
+        "[Exit status, several views, what a difference is](../reference.md#command-line).\n\n##"
+        " Before the command\n\n"
+    )
     text += _arguments(parser)
     for name, command in _commands(parser):
         formatter = argparse.HelpFormatter(command.prog, width=100)
-        formatter.add_usage(command.usage, command._actions, command._mutually_exclusive_groups, prefix="")
-        text += (
-            f"## `{name}`\n\n{_described(command)}\n\n```text\n{formatter.format_help().strip()}\n```\n\n{_arguments(command)}"
+        formatter.add_usage(
+            command.usage, command._actions, command._mutually_exclusive_groups, prefix=""
         )
+        text += f"## `{name}`\n\n{_described(command)}\n\n```text\n{formatter.format_help().strip()}\n```\n\n{_arguments(command)}"  # noqa: E501
     return text
 
 
-def _commands(parser: argparse.ArgumentParser, prefix: str = "") -> Iterator[tuple[str, argparse.ArgumentParser]]:
+def _commands(
+    parser: argparse.ArgumentParser, prefix: str = ""
+) -> Iterator[tuple[str, argparse.ArgumentParser]]:
     """(name, parser) of each command, those of a command below it."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -178,12 +212,20 @@ def _described(command: argparse.ArgumentParser) -> str:
 def _arguments(parser: argparse.ArgumentParser) -> str:
     rows, formatter = [], parser._get_formatter()
     for action in parser._actions:
-        if isinstance(action, (argparse._HelpAction, argparse._SubParsersAction)) or action.help in (None, argparse.SUPPRESS):
+        if isinstance(
+            action, (argparse._HelpAction, argparse._SubParsersAction)
+        ) or action.help in (None, argparse.SUPPRESS):
             continue
         value = (
-            "" if action.nargs == 0 else f" {formatter._format_args(action, formatter._get_default_metavar_for_optional(action))}"
+            ""
+            if action.nargs == 0
+            else (
+                f" {formatter._format_args(action, formatter._get_default_metavar_for_optional(action))}"  # noqa: E501
+            )
         )
-        named = ", ".join(f"`{name}{value}`" for name in action.option_strings) or f"`{value.strip()}`"
+        named = (
+            ", ".join(f"`{name}{value}`" for name in action.option_strings) or f"`{value.strip()}`"
+        )
         rows.append([named, formatter._expand_help(action)])
     return table(("argument", "what it is"), rows) if rows else ""
 
@@ -194,11 +236,15 @@ def _arguments(parser: argparse.ArgumentParser) -> str:
 def http() -> str:
     """Every route with its parameters, bodies and answers."""
     document = openapi_document()
-    text = f"# HTTP\n\n{document['info']['description']} [Reference](../reference.md#over-http) explains what a lookup and a search answer.\n\n"
+    text = (
+        f"# HTTP\n\n{document['info']['description']} [Reference](../reference.md#over-http)"
+        " explains what a lookup and a search answer.\n\n"
+    )
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             text += (
-                f"## `{method.upper()} {path}`\n\n{_plain(operation['summary'])}. {_plain(operation.get('description', ''))}\n\n"
+                f"## `{method.upper()} {path}`\n\n{_plain(operation['summary'])}."
+                f" {_plain(operation.get('description', ''))}\n\n"
             )
             text += _operation(operation, document["components"])
     text += "## Bodies\n\n"
@@ -206,10 +252,19 @@ def http() -> str:
         text += f"### `{name}`\n\n{_plain(schema.get('description', ''))}\n\n"
         required = schema.get("required", [])
         rows = [
-            [f"`{key}`", _schema(value), _told(key in required, value), _plain(value.get("description", ""))]
+            [
+                f"`{key}`",
+                _schema(value),
+                _told(key in required, value),
+                _plain(value.get("description", "")),
+            ]
             for key, value in schema.get("properties", {}).items()
         ]
-        text += table(("field", "type", "default", "what it is"), rows) if rows else f"{_schema(schema)}\n\n"
+        text += (
+            table(("field", "type", "default", "what it is"), rows)
+            if rows
+            else f"{_schema(schema)}\n\n"
+        )
     return text
 
 
@@ -243,7 +298,9 @@ def _operation(operation: dict[str, Any], components: dict[str, Any]) -> str:
 
 
 def _resolved(answer: dict[str, Any], components: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = components["responses"][answer["$ref"].rpartition("/")[2]] if "$ref" in answer else answer
+    found: dict[str, Any] = (
+        components["responses"][answer["$ref"].rpartition("/")[2]] if "$ref" in answer else answer
+    )
     return found
 
 
@@ -264,15 +321,26 @@ def _schema(schema: dict[str, Any]) -> str:
     if "const" in schema:
         return f"`{schema['const']}`"
     if "anyOf" in schema or "oneOf" in schema:
-        words = " or ".join(_schema(one) for one in schema.get("anyOf", schema.get("oneOf", ())) if one != {"type": "null"})
+        words = " or ".join(
+            _schema(one)
+            for one in schema.get("anyOf", schema.get("oneOf", ()))
+            if one != {"type": "null"}
+        )
     elif schema.get("type") == "array":
         words = f"list of {_schema(schema.get('items', {}))}"
     elif isinstance(schema.get("type"), list):
         words = " or ".join(schema["type"])
     else:
         words = schema.get("type", "any")
-    limits = {"minimum": "≥ {:,}", "maximum": "≤ {:,}", "minItems": "at least {:,}", "maxItems": "at most {:,}"}
-    return ", ".join([words, *(text.format(schema[name]) for name, text in limits.items() if name in schema)])
+    limits = {
+        "minimum": "≥ {:,}",
+        "maximum": "≤ {:,}",
+        "minItems": "at least {:,}",
+        "maxItems": "at most {:,}",
+    }
+    return ", ".join(
+        [words, *(text.format(schema[name]) for name, text in limits.items() if name in schema)]
+    )
 
 
 # ---- Python
@@ -280,9 +348,16 @@ def _schema(schema: dict[str, Any]) -> str:
 
 def python() -> str:
     """Every public name of :mod:`precompute` with its docstring, and those of its methods."""
-    text = f"# Python\n\n{_plain(inspect.getdoc(precompute) or '')}\n\n[Reference](../reference.md#in-python) has examples.\n\n"
+    text = (
+        f"# Python\n\n{_plain(inspect.getdoc(precompute) or '')}\n\n[Reference](../reference.md#in-python)"  # noqa: E501
+        " has examples.\n\n"
+    )
     public = {name: getattr(precompute, name) for name in precompute.__all__}
-    errors = {name for name, thing in public.items() if isinstance(thing, type) and issubclass(thing, Exception)}
+    errors = {
+        name
+        for name, thing in public.items()
+        if isinstance(thing, type) and issubclass(thing, Exception)
+    }
     for name in sorted(public.keys() - errors, key=str.lower):
         text += _name(name, public[name], "##")
     text += "## Errors\n\n"
@@ -304,14 +379,19 @@ def _name(name: str, thing: Any, level: str) -> str:
 
 
 def _methods(thing: type) -> Iterator[tuple[str, Any]]:
-    """Public methods and properties, in the order they were written; those of its bases after them."""
+    """Public methods and properties, in the order they were written; those of its bases after
+    them."""
     seen = set[str]()
     for base in thing.__mro__:
         if not base.__module__.startswith("precompute"):
             continue
         for name, found in vars(base).items():
             function = found.__func__ if isinstance(found, (classmethod, staticmethod)) else found
-            if name not in seen and not name.startswith("_") and (inspect.isfunction(function) or isinstance(found, property)):
+            if (
+                name not in seen
+                and not name.startswith("_")
+                and (inspect.isfunction(function) or isinstance(found, property))
+            ):
                 seen.add(name)
                 yield name, function
 
@@ -336,15 +416,22 @@ def _signature(name: str, thing: Any) -> str:
         ):
             written.append("*")
         if parameter.name not in ("self", "cls"):
-            written += words or [str(parameter.replace(annotation=_annotation(parameter.annotation)))]
+            written += words or [
+                str(parameter.replace(annotation=_annotation(parameter.annotation)))
+            ]
     ends = signature.replace(
-        parameters=(), return_annotation=signature.empty if isinstance(thing, type) else _annotation(signature.return_annotation)
+        parameters=(),
+        return_annotation=(
+            signature.empty if isinstance(thing, type) else _annotation(signature.return_annotation)
+        ),
     )
     written = [re.sub(r"<built-in function (\w+)>", r"\1", line) for line in written]
     whole = f"{name}({', '.join(written)}{str(ends).removeprefix('(')}"
     if len(whole) <= 100:
         return whole
-    return f"{name}(\n" + "".join(f"    {line},\n" for line in written) + str(ends).removeprefix("(")
+    return (
+        f"{name}(\n" + "".join(f"    {line},\n" for line in written) + str(ends).removeprefix("(")
+    )
 
 
 def _annotation(annotation: Any) -> Any:
@@ -357,7 +444,9 @@ def _words(function: Any, parameter: inspect.Parameter) -> list[str]:
     words = getattr(inspect.getmodule(function), named[1], None) if named else None
     if words is None:
         return []
-    kinds = {name: getattr(kind, "__forward_arg__", kind) for name, kind in words.__annotations__.items()}
+    kinds = {
+        name: getattr(kind, "__forward_arg__", kind) for name, kind in words.__annotations__.items()
+    }
     return [f"{name}: {_annotation(kind)!r} = ..." for name, kind in kinds.items()]
 
 

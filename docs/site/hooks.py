@@ -1,6 +1,8 @@
-"""Hooks: how mkdocs makes a site of the repository's documents. They stay as GitHub shows them; what differs is made up for here.
+"""Hooks: how mkdocs makes a site of the repository's documents. They stay as GitHub shows them;
+what differs is made up for here.
 
-The README is the first page. A link to a file outside ``docs/`` leads to a page that shows the file. The reference's pages are written from the code.
+The README is the first page. A link to a file outside ``docs/`` leads to a page that shows the
+file. The reference's pages are written from the code.
 """
 
 from __future__ import annotations
@@ -34,10 +36,18 @@ def anchor(heading: str, _: str = "-") -> str:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the README, the pages written from the code, and the files outside ``docs/`` that documents link to."""
+    """Adds the README, the pages written from the code, and the files outside ``docs/`` that
+    documents link to."""
     for name, write in PAGES.items():
         files.append(File.generated(config, name, content=write()))
-    todo = {"README.md", *(f"docs/{file.src_uri}" for file in files.documentation_pages() if file.src_uri not in PAGES)}
+    todo = {
+        "README.md",
+        *(
+            f"docs/{file.src_uri}"
+            for file in files.documentation_pages()
+            if file.src_uri not in PAGES
+        ),
+    }
     done = set[str]()
     while todo:
         path = todo.pop()
@@ -46,13 +56,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         todo |= {found for found in map(_file, _targets(path, text)) if found is not None} - done
         if not path.startswith("docs/"):
             page = File.generated(config, _page(path), content=text)
-            page.inclusion = page.inclusion if path == "README.md" else type(page.inclusion).NOT_IN_NAV
+            page.inclusion = (
+                page.inclusion if path == "README.md" else type(page.inclusion).NOT_IN_NAV
+            )
             files.append(page)
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """What GitHub reads otherwise than Python-Markdown: links out of ``docs/``, and lists with no empty line before them."""
+    """What GitHub reads otherwise than Python-Markdown: links out of ``docs/``, and lists with no
+    empty line before them."""
     here = page.file.src_uri
     if here in PAGES:
         return markdown
@@ -62,7 +75,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         target = posixpath.normpath(posixpath.join(posixpath.dirname(path), found[1]))
         return f"]({posixpath.relpath(_page(target), posixpath.dirname(here) or '.')}"
 
-    return "".join(text if code else _spaced(LINK.sub(leads, text)) for code, text in _parts(markdown))
+    return "".join(
+        text if code else _spaced(LINK.sub(leads, text)) for code, text in _parts(markdown)
+    )
 
 
 def _parts(markdown: str) -> Iterator[tuple[bool, str]]:
@@ -79,7 +94,13 @@ def _spaced(text: str) -> str:
     """An empty line before each list that begins below a paragraph."""
     lines: list[str] = []
     for line in text.split("\n"):
-        if _ITEM.match(line) and lines and lines[-1].strip() and not _ITEM.match(lines[-1]) and not lines[-1].startswith(" "):
+        if (
+            _ITEM.match(line)
+            and lines
+            and lines[-1].strip()
+            and not _ITEM.match(lines[-1])
+            and not lines[-1].startswith(" ")
+        ):
             lines.append("")
         lines.append(line)
     return "\n".join(lines)
@@ -92,7 +113,8 @@ def _targets(path: str, text: str) -> set[str]:
 
 
 def _file(target: str) -> str | None:
-    """Of a link's target, what is to be shown beside ``docs/``: a folder's README, where it has one; None for what is in ``docs/``, or nowhere."""
+    """Of a link's target, what is to be shown beside ``docs/``: a folder's README, where it has
+    one; None for what is in ``docs/``, or nowhere."""
     if target.startswith(("docs/", "..")) or not (REPOSITORY / target).exists():
         return None
     readme = posixpath.join(target, "README.md")
@@ -100,11 +122,20 @@ def _file(target: str) -> str | None:
 
 
 def _shown(path: str) -> str:
-    """A file outside ``docs/`` as a page: Markdown as it is, a folder as a list, all else as code."""
+    """A file outside ``docs/`` as a page: Markdown as it is, a folder as a list, all else as
+    code."""
     file = REPOSITORY / path
     if file.is_dir():
-        inside = sorted(p.relative_to(file).as_posix() for p in file.rglob("*") if p.is_file() and not _ignored(p))
-        return f"# {path}\n\n" + "\n".join(f"- [{name}]({posixpath.basename(path)}/{name})" for name in inside) + "\n"
+        inside = sorted(
+            p.relative_to(file).as_posix()
+            for p in file.rglob("*")
+            if p.is_file() and not _ignored(p)
+        )
+        return (
+            f"# {path}\n\n"
+            + "\n".join(f"- [{name}]({posixpath.basename(path)}/{name})" for name in inside)
+            + "\n"
+        )
     text = file.read_text(encoding="utf-8")
     kind = {".py": "python", ".yaml": "yaml", ".json": "json"}.get(file.suffix, "text")
     return text if file.suffix == ".md" else f"# {path}\n\n````{kind}\n{text}````\n"

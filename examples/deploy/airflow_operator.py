@@ -2,9 +2,10 @@
 
 Beside it lies ``precompute_run.py``; in a DAG::
 
-    with DAG("nightly", schedule="0 2 * * *", catchup=True):
-        days = PrecomputeRun(task_id="daily_scores", config="/srv/project", view="daily_scores", partition="{{ ds }}")
-        PrecomputeRun(task_id="top_k", config="/srv/project", view="top_k").set_upstream(days)
+    with DAG("nightly", schedule="0 2 * * *", catchup=True): days =
+        PrecomputeRun(task_id="daily_scores", config="/srv/project", view="daily_scores",
+        partition="{{ ds }}") PrecomputeRun(task_id="top_k", config="/srv/project",
+        view="top_k").set_upstream(days)
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from precompute_run import Refused, run_view
 
 
 class PrecomputeRun(BaseOperator):
-    """One run of one view; its report is what the task returns (XCom). A refused run is not tried again."""
+    """One run of one view; its report is what the task returns (XCom). A refused run is not tried
+    again."""
 
     template_fields = ("view", "partition")
 
-    def __init__(self, *, config: str, view: str, partition: str | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *, config: str, view: str, partition: str | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
         self.config, self.view, self.partition = config, view, partition
 

@@ -1,8 +1,10 @@
-"""Dagster assets: one for each view of a project, in the order of what reads what. Tried with Dagster 1.13.
+"""Dagster assets: one for each view of a project, in the order of what reads what. Tried with
+Dagster 1.13.
 
 Beside it lies ``precompute_run.py``; in a code location::
 
-    defs = Definitions(assets=view_assets("/srv/project", {"item_embedding": [], "top_k": ["item_embedding"]}))
+    defs = Definitions(assets=view_assets("/srv/project", {"item_embedding": [], "top_k":
+    ["item_embedding"]}))
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +32,12 @@ def _view_asset(config: str, view: str, after: Sequence[str]) -> AssetsDefinitio
             raise Failure(str(exc), allow_retries=False) from exc
         counts = {f"precompute/{name}": count for name, count in report["counts"].items()}
         return MaterializeResult(
-            metadata={"snapshot": report["snapshot"], "run": report["run"], "seconds": report["seconds"], **counts}
+            metadata={
+                "snapshot": report["snapshot"],
+                "run": report["run"],
+                "seconds": report["seconds"],
+                **counts,
+            }
         )
 
     return made

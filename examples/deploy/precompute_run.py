@@ -1,4 +1,5 @@
-"""Run one view of a project from an orchestrator: a process of its own, its report, and what its exit status means."""
+"""Run one view of a project from an orchestrator: a process of its own, its report, and what its
+exit status means."""
 
 from __future__ import annotations
 
@@ -15,16 +16,20 @@ class Failed(Exception):
 
 
 class Refused(Exception):
-    """The configuration is wrong, rows were rejected past the threshold, or a gate refused to publish: another try changes nothing."""
+    """The configuration is wrong, rows were rejected past the threshold, or a gate refused to
+    publish: another try changes nothing."""
 
 
-def run_view(config: str, view: str, partition: str | None = None, *, log: Callable[[str], None] = print) -> dict[str, Any]:
+def run_view(
+    config: str, view: str, partition: str | None = None, *, log: Callable[[str], None] = print
+) -> dict[str, Any]:
     """Run ``precompute run``.
 
     Args:
         config: the project's folder.
         view: its name.
-        partition: the interval of data time, such as ``2026-11-24``; None for a view without partitions.
+        partition: the interval of data time, such as ``2026-11-24``; None for a view without
+            partitions.
         log: given each line of the run's log.
 
     Returns:
@@ -41,7 +46,11 @@ def run_view(config: str, view: str, partition: str | None = None, *, log: Calla
     with (
         tempfile.TemporaryFile("w+") as file,
         subprocess.Popen(
-            command, stdout=file, stderr=subprocess.PIPE, text=True, env={**os.environ, "PRECOMPUTE_LOG": "json"}
+            command,
+            stdout=file,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PRECOMPUTE_LOG": "json"},
         ) as process,
     ):
         assert process.stderr is not None
@@ -52,7 +61,8 @@ def run_view(config: str, view: str, partition: str | None = None, *, log: Calla
                 log(last)
             status = process.wait()
         except BaseException:
-            # an orchestrator that stops the task: the run closes its report and lets go of its lease
+            # an orchestrator that stops the task: the run closes its report and lets go of its
+            # lease
             process.terminate()
             process.wait()
             raise
@@ -61,11 +71,14 @@ def run_view(config: str, view: str, partition: str | None = None, *, log: Calla
     if status == 0:
         report: dict[str, Any] = json.loads(output)
         return report
-    raise (Refused if status in (2, 3) else Failed)(f"precompute run {view}: exit status {status}: {last}")
+    raise (Refused if status in (2, 3) else Failed)(
+        f"precompute run {view}: exit status {status}: {last}"
+    )
 
 
 def _message(line: str) -> str:
-    """What a line of the log says; a line that is no JSON, such as what a model prints, as it is."""
+    """What a line of the log says; a line that is no JSON, such as what a model prints, as it
+    is."""
     try:
         return str(json.loads(line)["message"])
     except (ValueError, KeyError, TypeError):

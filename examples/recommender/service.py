@@ -1,10 +1,13 @@
-"""A recommendation service over precomputed rows: it keeps its own deadline, says how fresh its answer is, and always has one.
+"""A recommendation service over precomputed rows: it keeps its own deadline, says how fresh its
+answer is, and always has one.
 
     uvicorn service:app --port 8000
     curl 'http://127.0.0.1:8000/recommendations/ada?n=3&recent=8'
 
-What it asks, in this order, within one budget of time: the user's own list, ranked ahead of time (a user who signed up since is ranked now, by the same
-model); what is near the film watched last; the films that most people like, which are in its memory. The last needs no server, so it is never without an answer.
+What it asks, in this order, within one budget of time: the user's own list, ranked ahead of time (a
+user who signed up since is ranked now, by the same model); what is near the film watched last; the
+films that most people like, which are in its memory. The last needs no server, so it is never
+without an answer.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ OLDEST_S = 3 * 86400
 
 @dataclass(frozen=True)
 class Answer:
-    """``films`` by id, the best first; ``source`` where they come from: ``personal``, ``similar`` or ``popular``; of the first, ``age_s`` and ``status``."""
+    """``films`` by id, the best first; ``source`` where they come from: ``personal``, ``similar``
+    or ``popular``; of the first, ``age_s`` and ``status``."""
 
     films: list[int]
     source: str
@@ -60,11 +64,14 @@ class Recommender:
         with (data / "films.csv").open(encoding="utf-8") as file:
             self.titles = {int(row["film_id"]): row["title"] for row in csv.DictReader(file)}
         with (data / "users.csv").open(encoding="utf-8") as file:
-            liked = Counter(int(film) for row in csv.DictReader(file) for film in row["liked"].split())
+            liked = Counter(
+                int(film) for row in csv.DictReader(file) for film in row["liked"].split()
+            )
         self.popular = [film for film, _ in liked.most_common()]
 
     async def recommend(self, user: str, n: int, recent: int | None = None) -> Answer:
-        """``n`` films for a user, who watched ``recent`` just now. Never raises for what the lookup service does."""
+        """``n`` films for a user, who watched ``recent`` just now. Never raises for what the lookup
+        service does."""
         deadline = time.monotonic() + BUDGET_S
         try:
             answer = await self._personal(user, recent, deadline)
@@ -76,7 +83,12 @@ class Recommender:
 
     async def _personal(self, user: str, recent: int | None, deadline: float) -> Answer:
         row = await self.client.row(
-            "user_favourites", user, features=["films"], deadline_ms=MODEL_MS, max_age_s=OLDEST_S, timeout_s=left_s(deadline)
+            "user_favourites",
+            user,
+            features=["films"],
+            deadline_ms=MODEL_MS,
+            max_age_s=OLDEST_S,
+            timeout_s=left_s(deadline),
         )
         assert row.features is not None
         films = list(row.features["films"])
@@ -85,9 +97,12 @@ class Recommender:
         return Answer(films, "personal", row.age_s, row.status)
 
     async def _nearest_first(self, films: list[int], recent: int, deadline: float) -> list[int]:
-        """The same films, the nearest to the one watched last before the others; in their own order where there is no time for it."""
+        """The same films, the nearest to the one watched last before the others; in their own order
+        where there is no time for it."""
         try:
-            table = await self.client.get("film_vector", [recent, *films], fallback=False, timeout_s=left_s(deadline))
+            table = await self.client.get(
+                "film_vector", [recent, *films], fallback=False, timeout_s=left_s(deadline)
+            )
         except (OnlineStoreError, RequestError):
             return films
         vectors = arrays(table)["vector"]
@@ -97,7 +112,9 @@ class Recommender:
     async def _without_user(self, recent: int | None, deadline: float, why: str) -> Answer:
         if recent is not None and left_s(deadline) > 0:
             try:
-                found = await self.client.search("film_vector", key=recent, k=20, timeout_s=left_s(deadline))
+                found = await self.client.search(
+                    "film_vector", key=recent, k=20, timeout_s=left_s(deadline)
+                )
                 return Answer([int(row.key) for row in found.rows], "similar", why=why)
             except (OnlineStoreError, RequestError):
                 pass
@@ -133,8 +150,11 @@ class App:
         """From start to end of the server: one client, whose connections all requests share."""
         await receive()
         url = self._url or os.environ.get("PRECOMPUTE_URL", "http://127.0.0.1:8080")
-        # a second request beside a slow one costs at most a twentieth more; a token, where the service wants one, comes from the environment
-        async with AsyncClient(url, BUDGET_S, token=os.environ.get("PRECOMPUTE_TOKEN"), hedge_share=0.05) as client:
+        # a second request beside a slow one costs at most a twentieth more; a token, where the
+        # service wants one, comes from the environment
+        async with AsyncClient(
+            url, BUDGET_S, token=os.environ.get("PRECOMPUTE_TOKEN"), hedge_share=0.05
+        ) as client:
             self.recommender = Recommender(client, self._data)
             await send({"type": "lifespan.startup.complete"})
             await receive()
@@ -142,15 +162,27 @@ class App:
 
     async def _answer(self, scope: MutableMapping[str, Any]) -> tuple[int, dict[str, Any]]:
         before, _, user = scope["raw_path"].decode("latin-1").rpartition("/")
-        query = {name: values[0] for name, values in parse_qs(scope["query_string"].decode("latin-1")).items()}
+        query = {
+            name: values[0]
+            for name, values in parse_qs(scope["query_string"].decode("latin-1")).items()
+        }
         n, recent = query.get("n", "10"), query.get("recent")
         if scope["method"] != "GET" or before != "/recommendations" or not user:
             return 404, {"detail": "GET /recommendations/{user}?n=10&recent=8"}
         if not (re.fullmatch("[1-9][0-9]?|100", n) and re.fullmatch("[0-9]{1,18}", recent or "0")):
             return 400, {"detail": "n is 1 to 100, recent a film's id"}
-        answer = await self.recommender.recommend(unquote(user), int(n), None if recent is None else int(recent))
-        films = [{"film_id": film, "title": self.recommender.titles.get(film)} for film in answer.films]
-        told = {"source": answer.source, "status": answer.status, "age_s": answer.age_s, "why": answer.why}
+        answer = await self.recommender.recommend(
+            unquote(user), int(n), None if recent is None else int(recent)
+        )
+        films = [
+            {"film_id": film, "title": self.recommender.titles.get(film)} for film in answer.films
+        ]
+        told = {
+            "source": answer.source,
+            "status": answer.status,
+            "age_s": answer.age_s,
+            "why": answer.why,
+        }
         return 200, {"user": unquote(user), "films": films, **told}
 
 

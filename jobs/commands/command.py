@@ -1,4 +1,5 @@
-"""Command: what every command of the command line has in common: how it is added, its project, its exit status, a table on the terminal."""
+"""Command: what every command of the command line has in common: how it is added, its project, its
+exit status, a table on the terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ PROJECT_FILE = "project.yaml"
 
 
 class BadUsage(SystemExit):
-    """The command line is none that can be run: its usage was printed, and ``message`` is what is wrong."""
+    """The command line is none that can be run: its usage was printed, and ``message`` is what is
+    wrong."""
 
     def __init__(self, message: str) -> None:
         super().__init__(BAD_USAGE)
@@ -32,23 +34,35 @@ class BadUsage(SystemExit):
 
 
 class Parser(argparse.ArgumentParser):
-    """As argparse's own, but that what is wrong can be reported to programs, too, and of an unknown word the nearest that is known is named."""
+    """As argparse's own, but that what is wrong can be reported to programs, too, and of an unknown
+    word the nearest that is known is named."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """As argparse's, which would say that something is missing before it says that an option is unknown.
+        """As argparse's, which would say that something is missing before it says that an option is
+        unknown.
 
         Raises:
             BadUsage: an option is unknown, or anything else is wrong.
         """
         words = list(sys.argv[1:] if args is None else args)
-        for before, word in zip(["", *words], words[: words.index("--") if "--" in words else None], strict=False):
+        for before, word in zip(
+            ["", *words], words[: words.index("--") if "--" in words else None], strict=False
+        ):
             # up to the command, whose parser is another one
-            if self._subparsers is not None and not word.startswith("-") and before not in ("-c", "--config"):
+            if (
+                self._subparsers is not None
+                and not word.startswith("-")
+                and before not in ("-c", "--config")
+            ):
                 break
             name = word.partition("=")[0]
             if re.fullmatch(r"--[\w-]+", name) and name not in self._option_string_actions:
                 after = self._subparsers is not None and name == "--json"
-                near = ": it stands after COMMAND" if after else did_you_mean(name, self._option_string_actions)
+                near = (
+                    ": it stands after COMMAND"
+                    if after
+                    else did_you_mean(name, self._option_string_actions)
+                )
                 self.error(f"no option {name!r}{near}")
         return super().parse_known_args(words, namespace)
 
@@ -75,7 +89,13 @@ class Commands:
         self._parsers = parser.add_subparsers(metavar="COMMAND", required=True)
 
     def add(
-        self, name: str, call: Callable[[argparse.Namespace], int], what: str, *, view: bool = False, only: bool = False
+        self,
+        name: str,
+        call: Callable[[argparse.Namespace], int],
+        what: str,
+        *,
+        view: bool = False,
+        only: bool = False,
     ) -> argparse.ArgumentParser:
         """Add one, for its own options to be added to.
 
@@ -84,17 +104,24 @@ class Commands:
             call: what it does; returns the exit status.
             what: that, for people.
             view: whether it takes the name of a view.
-            only: whether that may be left out where the project has one view: of commands that change nothing that is live.
+            only: whether that may be left out where the project has one view: of commands that
+                change nothing that is live.
         """
         # an option's beginning would mean another one as soon as there is another that begins so
         command = self._parsers.add_parser(name, help=what, description=what, allow_abbrev=False)
         if view:
-            optional: dict[str, Any] = {"nargs": "?", "help": "default: the project's only one"} if only else {}
+            optional: dict[str, Any] = (
+                {"nargs": "?", "help": "default: the project's only one"} if only else {}
+            )
             command.add_argument("view", metavar="VIEW", **optional)
         # after the command, too; what stands before it is not overwritten by a default
-        command.add_argument("-c", "--config", default=argparse.SUPPRESS, metavar="FOLDER", help=argparse.SUPPRESS)
         command.add_argument(
-            "--json", action="store_true", help="one machine-readable document on stdout, of a refusal too, and nothing else"
+            "-c", "--config", default=argparse.SUPPRESS, metavar="FOLDER", help=argparse.SUPPRESS
+        )
+        command.add_argument(
+            "--json",
+            action="store_true",
+            help="one machine-readable document on stdout, of a refusal too, and nothing else",
         )
         command.set_defaults(call=call, command=name)
         self.named[name] = command
@@ -102,8 +129,8 @@ class Commands:
 
 
 def folder_of(arguments: argparse.Namespace) -> str | None:
-    """The project's folder: what ``--config`` or the environment names, or else that of the nearest ``project.yaml``, from the working directory upwards;
-    None where there is none.
+    """The project's folder: what ``--config`` or the environment names, or else that of the nearest
+    ``project.yaml``, from the working directory upwards; None where there is none.
 
     Raises:
         ConfigError: the nearest one above is another user's.
@@ -116,26 +143,34 @@ def folder_of(arguments: argparse.Namespace) -> str | None:
         return None
     for folder in (here, *here.parents):
         if (folder / PROJECT_FILE).is_file():
-            # a project's models are run: one that somebody left in a shared folder is not to be run by anybody who works below
+            # a project's models are run: one that somebody left in a shared folder is not to be run
+            # by anybody who works below
             if folder != here and (folder / PROJECT_FILE).stat().st_uid not in (os.geteuid(), 0):
-                raise ConfigError(f"{folder / PROJECT_FILE} belongs to another user: if it is the one, name it, -c {folder}")
+                raise ConfigError(
+                    f"{folder / PROJECT_FILE} belongs to another user: if it is the one, name it,"
+                    f" -c {folder}"
+                )
             return os.path.relpath(folder, here)
     return None
 
 
 def project_of(arguments: argparse.Namespace) -> Project:
-    """The project of :func:`folder_of`; its only view is what ``arguments`` mean where they name none.
+    """The project of :func:`folder_of`; its only view is what ``arguments`` mean where they name
+    none.
 
     Raises:
-        ConfigError: there is none, its configuration is wrong, or no view is named and there are several.
+        ConfigError: there is none, its configuration is wrong, or no view is named and there are
+            several.
     """
     folder = folder_of(arguments)
     if folder is None:
         raise ConfigError(
-            f"which project? There is no {PROJECT_FILE} here or above: give its folder, precompute -c configs/movielens …, set PRECOMPUTE_CONFIG, or make "
-            "a new one, precompute init NAME"
+            f"which project? There is no {PROJECT_FILE} here or above: give its folder, precompute"
+            " -c configs/movielens …, set PRECOMPUTE_CONFIG, or make a new one, precompute init"
+            " NAME"
         )
-    # pydantic and pyarrow are loaded by the commands that need a project: `--help` took 0.5 s with them
+    # pydantic and pyarrow are loaded by the commands that need a project: `--help` took 0.5 s with
+    # them
     from precompute.jobs.config.project import Project
 
     project = Project(folder)
@@ -148,7 +183,11 @@ def project_of(arguments: argparse.Namespace) -> Project:
 
 def add_partition(command: argparse.ArgumentParser) -> None:
     """The option ``--partition``."""
-    command.add_argument("--partition", metavar="TIME", help="the partition that contains it (default: the latest that is over)")
+    command.add_argument(
+        "--partition",
+        metavar="TIME",
+        help="the partition that contains it (default: the latest that is over)",
+    )
 
 
 def partition_of(project: Project, arguments: argparse.Namespace) -> Partition | None:
@@ -162,7 +201,10 @@ def partition_of(project: Project, arguments: argparse.Namespace) -> Partition |
         return None
     by = project.view(arguments.view).partition
     if by is None:
-        raise ConfigError(f"--partition: view {arguments.view!r} has none; add partition: {{by: day, start: …}} to it")
+        raise ConfigError(
+            f"--partition: view {arguments.view!r} has none; add partition: {{by: day, start: …}}"
+            " to it"
+        )
     from precompute.jobs.config.section import parse_time
 
     try:
@@ -174,7 +216,12 @@ def partition_of(project: Project, arguments: argparse.Namespace) -> Partition |
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """A line for each row, its cells below each other; the last column may be of any width."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-    return ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]]).rstrip() for row in rows]
+    return [
+        "  ".join(
+            [*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]]
+        ).rstrip()
+        for row in rows
+    ]
 
 
 _NAMED = re.compile(r"(?:view|of) '([a-z][a-z0-9_]*)'")

@@ -15,24 +15,42 @@ from precompute.store.errors import ConfigError
 PACE = {
     "read": (
         "reading the source",
-        "the source's SQL is the limit: filter and join less, or materialize it once to Parquet and read that",
+        (
+            "the source's SQL is the limit: filter and join less, or materialize it once to Parquet"
+            " and read that"
+        ),
     ),
     "prepare": (
         "preparing the rows (tokenising, encoding)",
-        "the CPU cannot prepare as fast as the model computes: shorten `max_tokens`, give it more cores, or a model that takes numbers",
+        (
+            "the CPU cannot prepare as fast as the model computes: shorten `max_tokens`, give it"
+            " more cores, or a model that takes numbers"
+        ),
     ),
     "batch": (
         "putting batches together",
-        "batches are very small or their inputs very large: raise the model's `max_cost`, or have it take fewer columns",
+        (
+            "batches are very small or their inputs very large: raise the model's `max_cost`, or"
+            " have it take fewer columns"
+        ),
     ),
-    "model": ("the model", "the rest waits for it: `precompute tune` looks for a faster precision, and a GPU computes more"),
+    "model": (
+        "the model",
+        (
+            "the rest waits for it: `precompute tune` looks for a faster precision, and a GPU"
+            " computes more"
+        ),
+    ),
     "check": (
         "checking what came out, and putting it back in order",
         "the features are large or many for so light a model: declare fewer, or float16",
     ),
     "write": (
         "writing Parquet",
-        "the disk or the size of the features is the limit: declare float16, or a faster disk for `root`",
+        (
+            "the disk or the size of the features is the limit: declare float16, or a faster disk"
+            " for `root`"
+        ),
     ),
 }
 """Stage → what it does, and what to do when it sets the pace."""
@@ -41,12 +59,21 @@ PACE = {
 def add(commands: Commands) -> None:
     """The commands ``profile``, ``tune`` and ``thresholds``."""
     profile = commands.add(
-        "profile", _profile, "run a sample of a view and tell where the time goes; nothing is written", view=True, only=True
+        "profile",
+        _profile,
+        "run a sample of a view and tell where the time goes; nothing is written",
+        view=True,
+        only=True,
     )
-    profile.add_argument("--rows", type=int, default=4096, metavar="N", help="size of the sample (default: 4096)")
+    profile.add_argument(
+        "--rows", type=int, default=4096, metavar="N", help="size of the sample (default: 4096)"
+    )
     add_partition(profile)
     profile.add_argument(
-        "--trace", type=Path, metavar="FILE.json", help="write a trace of one window for chrome://tracing or ui.perfetto.dev"
+        "--trace",
+        type=Path,
+        metavar="FILE.json",
+        help="write a trace of one window for chrome://tracing or ui.perfetto.dev",
     )
     profile.add_argument("--replace", action="store_true", help="though there is such a file")
     tune = commands.add(
@@ -56,29 +83,49 @@ def add(commands: Commands) -> None:
         view=True,
         only=True,
     )
-    tune.add_argument("--rows", type=int, default=1024, metavar="N", help="size of the sample (default: 1024)")
+    tune.add_argument(
+        "--rows", type=int, default=1024, metavar="N", help="size of the sample (default: 1024)"
+    )
     add_partition(tune)
     tune.add_argument("--dry-run", action="store_true", help="only measure: write no tuning file")
     tune.add_argument(
         "--within",
         default="5m",
         metavar="TIME",
-        help="what candidates may take in all, the most promising first; those named are all measured (default: 5m)",
+        help=(
+            "what candidates may take in all, the most promising first; those named are all"
+            " measured (default: 5m)"
+        ),
     )
     tune.add_argument(
-        "--only", action="append", default=[], metavar="NAME", help="measure this one, as bf16-onednn; may be repeated"
+        "--only",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="measure this one, as bf16-onednn; may be repeated",
     )
     cache = commands.add(
         "thresholds",
         _thresholds,
-        "measure on a view's rows what a semantic cache would save and cost, and suggest its threshold",
+        "measure on a view's rows what a semantic cache would save and cost, and suggest its"
+        " threshold",
         view=True,
         only=True,
     )
-    cache.add_argument("--by", metavar="VIEW", help="embeds the same text (default: the one that semantic_cache names)")
-    cache.add_argument("--rows", type=int, default=1000, metavar="N", help="size of the sample (default: 1000)")
     cache.add_argument(
-        "--agreement", type=float, default=0.95, metavar="SHARE", help="of the answers that must be right (default: 0.95)"
+        "--by",
+        metavar="VIEW",
+        help="embeds the same text (default: the one that semantic_cache names)",
+    )
+    cache.add_argument(
+        "--rows", type=int, default=1000, metavar="N", help="size of the sample (default: 1000)"
+    )
+    cache.add_argument(
+        "--agreement",
+        type=float,
+        default=0.95,
+        metavar="SHARE",
+        help="of the answers that must be right (default: 0.95)",
     )
 
 
@@ -91,7 +138,9 @@ def _profile(arguments: argparse.Namespace) -> int:
     if arguments.trace is not None:
         checked_target(arguments.trace, (".json",), arguments.replace, "--trace")
     partition = partition_of(project, arguments)
-    figures = profile(project, arguments.view, rows=arguments.rows, partition=partition, trace=arguments.trace)
+    figures = profile(
+        project, arguments.view, rows=arguments.rows, partition=partition, trace=arguments.trace
+    )
     show(json.dumps(figures) if arguments.json else describe_profile(figures))
     return DONE
 
@@ -122,7 +171,9 @@ def _thresholds(arguments: argparse.Namespace) -> int:
     _check_rows(arguments.rows)
     if not 0 < arguments.agreement < 1:
         raise ConfigError(f"--agreement: {arguments.agreement:g}: between 0 and 1")
-    measured = thresholds(project, arguments.view, by=arguments.by, rows=arguments.rows, agreement=arguments.agreement)
+    measured = thresholds(
+        project, arguments.view, by=arguments.by, rows=arguments.rows, agreement=arguments.agreement
+    )
     show(json.dumps(measured) if arguments.json else describe_thresholds(measured))
     return DONE
 
@@ -145,20 +196,25 @@ def describe_profile(figures: dict[str, Any]) -> str:
     """A table for people, and the sentence that matters."""
     seconds = max(figures["seconds"], 1e-9)
     lines = [
-        f"{figures['view']}: {figures['rows']:,} rows in {figures['seconds']:.2f} s, {figures['rows_per_s']:,.0f} rows/s, after {figures['load_s']:.1f} s of loading; "
-        f"{figures['rejected']:,} rejected",
+        (
+            f"{figures['view']}: {figures['rows']:,} rows in {figures['seconds']:.2f} s,"
+            f" {figures['rows_per_s']:,.0f} rows/s, after {figures['load_s']:.1f} s of loading;"
+            f" {figures['rejected']:,} rejected"
+        ),
         "",
-        f"  {'stage':<12}{'busy s':>9}{'of the time':>13}{'waits for rows':>16}{'waits for room':>16}{'µs/row':>9}",
+        (
+            f"  {'stage':<12}{'busy s':>9}{'of the time':>13}{'waits for rows':>16}{'waits for room':>16}{'µs/row':>9}"  # noqa: E501
+        ),
     ]
     for name, stage in figures["stages"].items():
         lines.append(
-            f"  {name:<12}{stage['busy_s']:>9.2f}{stage['busy_s'] / seconds:>13.0%}{stage['starved_s'] / seconds:>16.0%}"
-            f"{stage['blocked_s'] / seconds:>16.0%}{stage['busy_s'] / max(figures['rows'], 1) * 1e6:>9.1f}"
+            f"  {name:<12}{stage['busy_s']:>9.2f}{stage['busy_s'] / seconds:>13.0%}{stage['starved_s'] / seconds:>16.0%}"  # noqa: E501
+            f"{stage['blocked_s'] / seconds:>16.0%}{stage['busy_s'] / max(figures['rows'], 1) * 1e6:>9.1f}"  # noqa: E501
         )
         if name == "model":
             for part, spent in figures["model_s"].items():
                 lines.append(
-                    f"    {part:<10}{spent:>9.2f}{spent / seconds:>13.0%}{'':>32}{spent / max(figures['rows'], 1) * 1e6:>9.1f}"
+                    f"    {part:<10}{spent:>9.2f}{spent / seconds:>13.0%}{'':>32}{spent / max(figures['rows'], 1) * 1e6:>9.1f}"  # noqa: E501
                 )
     from precompute.jobs.process.report import engine_line
 
@@ -167,8 +223,17 @@ def describe_profile(figures: dict[str, Any]) -> str:
     what, remedy = PACE[pace]
     lines += ["", f"  {engine}"] if engine else []
     if batch := figures.get("batch_ms"):
-        lines.append(f"  a batch takes {batch['p50']:g} ms (p50), {batch['p95']:g} (p95), {batch['p99']:g} (p99)")
-    return "\n".join([*lines, "", f"{figures['stages'][pace]['busy_s'] / seconds:.0%} of the time is {what}; {remedy}."])
+        lines.append(
+            f"  a batch takes {batch['p50']:g} ms (p50), {batch['p95']:g} (p95), {batch['p99']:g}"
+            " (p99)"
+        )
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"{figures['stages'][pace]['busy_s'] / seconds:.0%} of the time is {what}; {remedy}.",
+        ]
+    )
 
 
 def describe_tuning(tuning: Mapping[str, Any]) -> str:
@@ -180,28 +245,46 @@ def describe_tuning(tuning: Mapping[str, Any]) -> str:
     head = f"{'rows/s':>9}{'speed':>8}{'p50 ms':>9}{'p95':>8}{'p99':>8}{'MiB':>7}"
     lines = [f"  {'precision':<20}{head}  {'accuracy against float32':<{width}}verdict"]
     for row, accuracy in zip(tuning["measured"], figures, strict=True):
-        rate = f"{row['rows_per_s']:>9,.0f}{row['speed']:>7.2f}×" if row["rows_per_s"] is not None else f"{'–':>9}{'–':>8}"
+        rate = (
+            f"{row['rows_per_s']:>9,.0f}{row['speed']:>7.2f}×"
+            if row["rows_per_s"] is not None
+            else f"{'–':>9}{'–':>8}"
+        )
         batch, memory = row.get("batch_ms", {}), row.get("memory_bytes")
         for share, room in (("p50", 9), ("p95", 8), ("p99", 8)):
             ms = batch.get(share)
             rate += f"{'–' if ms is None else f'{ms:,.0f}' if ms >= 100 else f'{ms:.3g}':>{room}}"
         rate += f"{memory / 2**20:>7,.0f}" if memory else f"{'–':>7}"
         verdict = (
-            "picked" if row["name"] == tuning["picked"] else "passes" if row["refused"] is None else f"refused: {row['refused']}"
+            "picked"
+            if row["name"] == tuning["picked"]
+            else "passes"
+            if row["refused"] is None
+            else f"refused: {row['refused']}"
         )
         lines.append(f"  {row['name']:<20}{rate}  {accuracy:<{width}}{verdict}")
-    budget = f"the view's accuracy (cosine {tuning['budget']['cosine']:g}, recall@10 {tuning['budget']['recall_at_10']:g})"
+    budget = (
+        f"the view's accuracy (cosine {tuning['budget']['cosine']:g}, recall@10"
+        f" {tuning['budget']['recall_at_10']:g})"
+    )
     return "\n".join(
         [
             f"{tuning['view']}: {tuning['rows']:,} rows of its source, {tuning['machine']}",
             *lines,
             *(
-                [f"left out, since {tuning['within_s']:,.0f} s are short for them: {', '.join(tuning['left_out'])}"]
+                [
+                    f"left out, since {tuning['within_s']:,.0f} s are short for them:"
+                    f" {', '.join(tuning['left_out'])}"
+                ]
                 if tuning.get("left_out")
                 else []
             ),
             f"{tuning['picked']} is the fastest within {budget}; "
-            + (f"written to {tuning['file']}, which `precision: auto` reads." if tuning["file"] else "nothing was written."),
+            + (
+                f"written to {tuning['file']}, which `precision: auto` reads."
+                if tuning["file"]
+                else "nothing was written."
+            ),
         ]
     )
 
@@ -210,25 +293,45 @@ def describe_thresholds(measured: Mapping[str, Any]) -> str:
     """What each threshold saves and costs as a table, and the one that is suggested."""
     lines = [f"  {'threshold':>9}{'calls saved':>13}{'answers':>9}{'agree':>8}{'at least':>10}"]
     for line in measured["thresholds"]:
-        agree = f"{'–':>8}{'–':>10}" if line["agree"] is None else f"{line['agree']:>8.3f}{line['at_least']:>10.3f}"
-        lines.append(f"  {line['threshold']:>9g}{line['saved']:>13.1%}{line['answered']:>9,}{agree}")
+        agree = (
+            f"{'–':>8}{'–':>10}"
+            if line["agree"] is None
+            else f"{line['agree']:>8.3f}{line['at_least']:>10.3f}"
+        )
+        lines.append(
+            f"  {line['threshold']:>9g}{line['saved']:>13.1%}{line['answered']:>9,}{agree}"
+        )
     wanted, picked = measured["agreement"], measured["suggested"]
-    agreeing = [line for line in measured["thresholds"] if line["agree"] is not None and line["agree"] >= wanted]
+    agreeing = [
+        line
+        for line in measured["thresholds"]
+        if line["agree"] is not None and line["agree"] >= wanted
+    ]
     if picked is None and not agreeing:
         verdict = f"At no threshold do answers agree by {wanted:g}: do without."
     elif picked is None:
-        verdict = f"No threshold surely keeps {wanted:g}: {agreeing[0]['answered']:,} answers are too few to be sure. Measure more rows, or do without."
+        verdict = (
+            f"No threshold surely keeps {wanted:g}: {agreeing[0]['answered']:,} answers are too few"
+            " to be sure. Measure more rows, or do without."
+        )
     else:
         (saved,) = (line["saved"] for line in measured["thresholds"] if line["threshold"] == picked)
         verdict = (
-            f"{picked:g} is the smallest that surely keeps {wanted:g}, and saves {saved:.0%} of the calls: "
-            f"semantic_cache: {{view: {measured['by']}, threshold: {picked:g}}}"
+            f"{picked:g} is the smallest that surely keeps {wanted:g}, and saves {saved:.0%} of the"
+            f" calls: semantic_cache: {{view: {measured['by']}, threshold: {picked:g}}}"
         )
     return "\n".join(
         [
-            f"{measured['view']}: {measured['rows']:,} rows of snapshot {measured['snapshot']}, each answered by the row of the nearest other input by {measured['by']}",
+            (
+                f"{measured['view']}: {measured['rows']:,} rows of snapshot {measured['snapshot']},"
+                f" each answered by the row of the nearest other input by {measured['by']}"
+            ),
             *lines,
             verdict,
-            "Rows were compared with each other: requests may be less like them, so that less is saved, or like them in another way. `precompute_semantic_cache_rows` counts what real ones come to.",
+            (
+                "Rows were compared with each other: requests may be less like them, so that less"
+                " is saved, or like them in another way. `precompute_semantic_cache_rows` counts"
+                " what real ones come to."
+            ),
         ]
     )

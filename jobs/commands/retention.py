@@ -1,4 +1,5 @@
-"""Drop, gc, pin: what is retained of views, and what goes. Rollback, snapshots, resume, reconcile: which of them is live."""
+"""Drop, gc, pin: what is retained of views, and what goes. Rollback, snapshots, resume, reconcile:
+which of them is live."""
 
 from __future__ import annotations
 
@@ -24,11 +25,20 @@ if TYPE_CHECKING:
 def add(commands: Commands) -> None:
     """The commands ``drop``, ``gc`` and ``pin``."""
     drop = commands.add(
-        "drop", _drop, "end a view: take it out of the online store and the index; lookups find no such view", view=True
+        "drop",
+        _drop,
+        "end a view: take it out of the online store and the index; lookups find no such view",
+        view=True,
     )
-    drop.add_argument("--data", action="store_true", help="remove its snapshots and reports too, for good")
+    drop.add_argument(
+        "--data", action="store_true", help="remove its snapshots and reports too, for good"
+    )
     drop.add_argument("--yes", action="store_true", help="do not ask")
-    drop.add_argument("--take-over", action="store_true", help="though another project publishes it, which is gone")
+    drop.add_argument(
+        "--take-over",
+        action="store_true",
+        help="though another project publishes it, which is gone",
+    )
     gc = commands.add("gc", _gc, "remove snapshots and files that nothing can reach")
     gc.add_argument("--dry-run", action="store_true", help="only list them")
     gc.add_argument(
@@ -61,7 +71,11 @@ def _drop(arguments: argparse.Namespace) -> int:
 
 def describe_drop(dropped: Dropped, *, done: bool) -> str:
     """What was dropped, or would be, for people."""
-    online = "taken out of the online store" if done else "is taken out of the online store: lookups find no such view"
+    online = (
+        "taken out of the online store"
+        if done
+        else "is taken out of the online store: lookups find no such view"
+    )
     words = [f"{dropped.view}: {online if dropped.served else 'not served'}"]
     size = f"{dropped.snapshots} snapshot(s), {dropped.size_bytes / 1e6:,.1f} MB"
     if dropped.data:
@@ -70,7 +84,8 @@ def describe_drop(dropped: Dropped, *, done: bool) -> str:
         words.append(f"{size} stay; --data removes them")
     if dropped.configured:
         words.append(
-            f"it is still configured, so its next run publishes it again: remove views/{dropped.view}.yaml and its schedule"
+            "it is still configured, so its next run publishes it again: remove"
+            f" views/{dropped.view}.yaml and its schedule"
         )
     return "; ".join(words)
 
@@ -84,12 +99,27 @@ def _gc(arguments: argparse.Namespace) -> int:
         report_error(text)
     size = sum(item.size_bytes for item in garbage)
     if arguments.json:
-        files = [{"path": str(item.path), "size_bytes": item.size_bytes, "why": item.why} for item in garbage]
-        show(json.dumps({"removed": not arguments.dry_run, "size_bytes": size, "files": files, "attention": failures}))
+        files = [
+            {"path": str(item.path), "size_bytes": item.size_bytes, "why": item.why}
+            for item in garbage
+        ]
+        show(
+            json.dumps(
+                {
+                    "removed": not arguments.dry_run,
+                    "size_bytes": size,
+                    "files": files,
+                    "attention": failures,
+                }
+            )
+        )
     else:
         for item in garbage:
             print(f"{item.path.relative_to(project.root)}  {item.size_bytes:,} bytes  ({item.why})")
-        print(f"{'would remove' if arguments.dry_run else 'removed'} {len(garbage):,} files, {size / 1e6:,.1f} MB")
+        print(
+            f"{'would remove' if arguments.dry_run else 'removed'} {len(garbage):,} files,"
+            f" {size / 1e6:,.1f} MB"
+        )
     return FAILED if failures else DONE
 
 
@@ -99,7 +129,9 @@ def _pin(arguments: argparse.Namespace) -> int:
     if number is None:
         ref = store.refs.live()
         if ref is None:
-            raise ConfigError(f"view {store.name!r} was never published: name a snapshot with --snapshot")
+            raise ConfigError(
+                f"view {store.name!r} was never published: name a snapshot with --snapshot"
+            )
         number = ref.snapshot
     if arguments.remove:
         store.refs.unpin(number)
@@ -113,14 +145,29 @@ def _pin(arguments: argparse.Namespace) -> int:
 
 def add_rollback(commands: Commands) -> None:
     """The commands ``rollback``, ``snapshots``, ``resume`` and ``reconcile``."""
-    rollback = commands.add("rollback", _rollback, "make an earlier snapshot live and mark the present one bad", view=True)
-    rollback.add_argument("--to", type=int, metavar="N", help="which one (default: the one that was live before)")
-    rollback.add_argument("--hold", action="store_true", help="runs publish nothing until `publish` or `resume`")
+    rollback = commands.add(
+        "rollback",
+        _rollback,
+        "make an earlier snapshot live and mark the present one bad",
+        view=True,
+    )
+    rollback.add_argument(
+        "--to", type=int, metavar="N", help="which one (default: the one that was live before)"
+    )
+    rollback.add_argument(
+        "--hold", action="store_true", help="runs publish nothing until `publish` or `resume`"
+    )
     commands.add(
-        "snapshots", _snapshots, "a view's snapshots: when, how many rows, which model, live, bad, pinned", view=True, only=True
+        "snapshots",
+        _snapshots,
+        "a view's snapshots: when, how many rows, which model, live, bad, pinned",
+        view=True,
+        only=True,
     )
     commands.add("resume", _resume, "let runs publish again after `rollback --hold`", view=True)
-    reconcile = commands.add("reconcile", _reconcile, "load again what the online store lost of what is live")
+    reconcile = commands.add(
+        "reconcile", _reconcile, "load again what the online store lost of what is live"
+    )
     reconcile.add_argument("views", nargs="*", metavar="VIEW", help="which (default: all)")
 
 
@@ -158,7 +205,11 @@ def _reconcile(arguments: argparse.Namespace) -> int:
     """Of several views each, though one of them fails."""
     from precompute.jobs.pipeline.rollback import reconcile
 
-    project, documents, errors = project_of(arguments), list[dict[str, Any]](), list[PrecomputeError]()
+    project, documents, errors = (
+        project_of(arguments),
+        list[dict[str, Any]](),
+        list[PrecomputeError](),
+    )
     names, tell = arguments.views or project.names, tell_report(arguments)
 
     def finished(report: Report) -> None:
@@ -172,7 +223,11 @@ def _reconcile(arguments: argparse.Namespace) -> int:
             if reconcile(project, view, progress_for(arguments.json), finished=finished) is None:
                 documents.append({"view": project.stored(view).name, "status": "current"})
                 if not arguments.json:
-                    print(f"{documents[-1]['view']}: nothing that is live is missing from the online store", flush=True)
+                    print(
+                        f"{documents[-1]['view']}: nothing that is live is missing from the online"
+                        " store",
+                        flush=True,
+                    )
         except PrecomputeError as exc:
             errors.append(exc)
             if len(names) > 1 and len(documents) == before:
@@ -192,7 +247,16 @@ def describe_snapshots(view: str, snapshots: Sequence[Mapping[str, Any]]) -> str
     if not snapshots:
         return f"{view}: no snapshot yet; run `precompute run {view}`"
     partitioned = any(s["partition"] for s in snapshots)
-    head = ("snapshot", "created", "kind", *(["partition"] if partitioned else []), "rows", "model", "gates", "")
+    head = (
+        "snapshot",
+        "created",
+        "kind",
+        *(["partition"] if partitioned else []),
+        "rows",
+        "model",
+        "gates",
+        "",
+    )
     return "\n".join(table([head, *(_snapshot_cells(s, partitioned) for s in snapshots)]))
 
 
@@ -207,7 +271,11 @@ def _snapshot_cells(snapshot: Mapping[str, Any], partitioned: bool) -> list[str]
     return [
         number,
         shown_time(snapshot["created_at"]),
-        snapshot["kind"] if snapshot["parent"] is None else f"{snapshot['kind']} of {snapshot['parent']}",
+        (
+            snapshot["kind"]
+            if snapshot["parent"] is None
+            else f"{snapshot['kind']} of {snapshot['parent']}"
+        ),
         *([(snapshot["partition"] or "all").partition("/")[0]] if partitioned else []),
         f"{snapshot['rows']:,}",
         snapshot["model"][:12],

@@ -1,4 +1,5 @@
-"""History, diff, log, export, report: what was done to a view, what its snapshots hold, and what one run did."""
+"""History, diff, log, export, report: what was done to a view, what its snapshots hold, and what
+one run did."""
 
 from __future__ import annotations
 
@@ -24,15 +25,24 @@ SHOWN_EVENTS = 30
 def add(commands: Commands) -> None:
     """The commands ``history``, ``diff``, ``log``, ``export`` and ``report``."""
     history = commands.add(
-        "history", _history, "what happened to a view: its snapshots, runs and moves of the live pointer", view=True, only=True
+        "history",
+        _history,
+        "what happened to a view: its snapshots, runs and moves of the live pointer",
+        view=True,
+        only=True,
     )
     history.add_argument(
-        "--limit", type=int, default=SHOWN_EVENTS, metavar="N", help=f"how many events (default: {SHOWN_EVENTS})"
+        "--limit",
+        type=int,
+        default=SHOWN_EVENTS,
+        metavar="N",
+        help=f"how many events (default: {SHOWN_EVENTS})",
     )
     diff = commands.add(
         "diff",
         _diff,
-        "two snapshots of a view: rows changed, added, gone; figures of each feature; the worst rows",
+        "two snapshots of a view: rows changed, added, gone; figures of each feature; the worst"
+        " rows",
         view=True,
         only=True,
     )
@@ -43,24 +53,47 @@ def add(commands: Commands) -> None:
         metavar="A",
         help="see `precompute history VIEW` (default: what was live before the live one)",
     )
-    diff.add_argument("second", nargs="?", type=int, metavar="B", help="of another one (default: the live one)")
-    log = commands.add("log", _log, "one run: what it did, stage by stage, its gates, what it rejected, and how it ended")
+    diff.add_argument(
+        "second", nargs="?", type=int, metavar="B", help="of another one (default: the live one)"
+    )
+    log = commands.add(
+        "log",
+        _log,
+        "one run: what it did, stage by stage, its gates, what it rejected, and how it ended",
+    )
     log.add_argument(
         "run",
         nargs="?",
         metavar="RUN",
-        help="its id or the beginning of it, as `history` lists them; or a view, whose last run it is (default: the last of all)",
+        help=(
+            "its id or the beginning of it, as `history` lists them; or a view, whose last run it"
+            " is (default: the last of all)"
+        ),
     )
-    export = commands.add("export", _export, "the live snapshot as one file, its deltas merged", view=True, only=True)
-    export.add_argument("--to", type=Path, metavar="FILE", help="ends with .parquet or .csv (default: VIEW-SNAPSHOT.parquet)")
+    export = commands.add(
+        "export", _export, "the live snapshot as one file, its deltas merged", view=True, only=True
+    )
+    export.add_argument(
+        "--to",
+        type=Path,
+        metavar="FILE",
+        help="ends with .parquet or .csv (default: VIEW-SNAPSHOT.parquet)",
+    )
     export.add_argument("--snapshot", type=int, metavar="N", help="another one than the live one")
     export.add_argument("--replace", action="store_true", help="though there is such a file")
     report = commands.add(
-        "report", _report, "one HTML file of a run: stages, rejections, figures beside what is live, a map", view=True, only=True
+        "report",
+        _report,
+        "one HTML file of a run: stages, rejections, figures beside what is live, a map",
+        view=True,
+        only=True,
     )
     report.add_argument("--run", metavar="RUN", help="which (default: the last that did anything)")
     report.add_argument(
-        "--to", type=Path, metavar="FILE", help="ends with .html (default: beside its snapshots, where the status page links it)"
+        "--to",
+        type=Path,
+        metavar="FILE",
+        help="ends with .html (default: beside its snapshots, where the status page links it)",
     )
     report.add_argument("--replace", action="store_true", help="though there is such a file")
 
@@ -71,7 +104,11 @@ def _history(arguments: argparse.Namespace) -> int:
     if arguments.limit < 1:
         raise ConfigError(f"--limit: {arguments.limit} is not at least 1")
     events = history(project_of(arguments), arguments.view, arguments.limit)
-    show(json.dumps(events) if arguments.json else describe_history(arguments.view, events, arguments.limit))
+    show(
+        json.dumps(events)
+        if arguments.json
+        else describe_history(arguments.view, events, arguments.limit)
+    )
     return DONE
 
 
@@ -87,14 +124,22 @@ def describe_history(view: str, events: Sequence[Mapping[str, Any]], limit: int)
     # the live one beside what was live before it, where both are among them
     both = [event for event in snapshots if event["live"] or event["previous"]]
     numbers = sorted(event["snapshot"] for event in (both if len(both) == 2 else snapshots[:2]))
-    next_step = [f"compare two snapshots: precompute diff {view} {numbers[0]} {numbers[1]}"] if len(numbers) == 2 else []
+    next_step = (
+        [f"compare two snapshots: precompute diff {view} {numbers[0]} {numbers[1]}"]
+        if len(numbers) == 2
+        else []
+    )
     return "\n".join([*table(rows), *more, *next_step])
 
 
 def _snapshot_words(event: Mapping[str, Any]) -> str:
     if event["error"] is not None:
         return f"{event['snapshot']}: {event['error']}"
-    kind = event["kind_of_snapshot"] if event["parent"] is None else f"{event['kind_of_snapshot']} of {event['parent']}"
+    kind = (
+        event["kind_of_snapshot"]
+        if event["parent"] is None
+        else f"{event['kind_of_snapshot']} of {event['parent']}"
+    )
     words = [f"{event['snapshot']}: {kind}, {event['rows']:,} rows, model {event['model'][:12]}"]
     words += [f"partition {event['partition'].partition('/')[0]}"] if event["partition"] else []
     words += [f"refused by {', '.join(event['refused_by'])}"] if event["refused_by"] else []
@@ -105,7 +150,10 @@ def _snapshot_words(event: Mapping[str, Any]) -> str:
 def _run_words(event: Mapping[str, Any]) -> str:
     number = "" if event["snapshot"] is None else f", snapshot {event['snapshot']}"
     error = "" if event["error"] is None else f": {event['error'][:120]}"
-    return f"{event['run']}  {event['command']} {event['status']}{number}, {_took(event['seconds'])}{error}"
+    return (
+        f"{event['run']}  {event['command']} {event['status']}{number},"
+        f" {_took(event['seconds'])}{error}"
+    )
 
 
 def _took(seconds: float | None) -> str:
@@ -113,7 +161,10 @@ def _took(seconds: float | None) -> str:
 
 
 def _pointer_words(event: Mapping[str, Any]) -> str:
-    return f"to {'nothing' if event['snapshot'] is None else event['snapshot']}, epoch {event['epoch']}, by {event['reason']}"
+    return (
+        f"to {'nothing' if event['snapshot'] is None else event['snapshot']}, epoch"
+        f" {event['epoch']}, by {event['reason']}"
+    )
 
 
 _EVENTS = {"snapshot": _snapshot_words, "run": _run_words, "pointer": _pointer_words}
@@ -133,19 +184,26 @@ def describe_diff(found: SnapshotDiff) -> str:
 
     first, second = found.first, found.second
     lines = [
-        f"{found.view}: snapshot {first.number} ({shown_time(first.created_at)}) beside {second.number} ({shown_time(second.created_at)})"
+        f"{found.view}: snapshot {first.number} ({shown_time(first.created_at)}) beside"
+        f" {second.number} ({shown_time(second.created_at)})"
     ]
     lines.append(
-        f"rows: {first.rows:,} → {second.rows:,}: {found.changed:,} changed, {found.added:,} added, {found.gone:,} gone, {found.alike:,} alike"
+        f"rows: {first.rows:,} → {second.rows:,}: {found.changed:,} changed, {found.added:,} added,"
+        f" {found.gone:,} gone, {found.alike:,} alike"
     )
     if found.recomputed:
         lines[-1] += f" ({found.recomputed:,} of them computed again)"
     if first.model != second.model:
         lines.append(
-            f"model: {first.model[:12]} → {second.model[:12]}: another fingerprint: vectors are of another space, and how far they are off says little"
+            f"model: {first.model[:12]} → {second.model[:12]}: another fingerprint: vectors are of"
+            " another space, and how far they are off says little"
         )
-    lines += [f"feature {name}: only in {first.number}, or of another type" for name in found.only_first]
-    lines += [f"feature {name}: only in {second.number}, or of another type" for name in found.only_second]
+    lines += [
+        f"feature {name}: only in {first.number}, or of another type" for name in found.only_first
+    ]
+    lines += [
+        f"feature {name}: only in {second.number}, or of another type" for name in found.only_second
+    ]
     rows = [("feature", "figure", str(first.number), str(second.number))]
     for name, feature in found.features.items():
         rows.append(
@@ -154,14 +212,24 @@ def describe_diff(found: SnapshotDiff) -> str:
                 "changed rows",
                 "",
                 f"{feature.changed:,}"
-                + (f", off by {feature.mean:.3g} on average, {feature.most:.3g} at most" if feature.changed else ""),
+                + (
+                    f", off by {feature.mean:.3g} on average, {feature.most:.3g} at most"
+                    if feature.changed
+                    else ""
+                ),
             )
         )
-        rows += [("", line.figure, shown_figure(line.first), shown_figure(line.second)) for line in feature.figures]
+        rows += [
+            ("", line.figure, shown_figure(line.first), shown_figure(line.second))
+            for line in feature.figures
+        ]
     lines += ["", *table(rows)]
     if found.worst:
         worst = [("key", "feature", "off by", str(first.number), str(second.number))]
-        worst += [(row.key, row.feature, f"{row.off:.3g}", _value(row.first), _value(row.second)) for row in found.worst]
+        worst += [
+            (row.key, row.feature, f"{row.off:.3g}", _value(row.first), _value(row.second))
+            for row in found.worst
+        ]
         lines += [
             "",
             "the rows that are furthest off:",
@@ -199,7 +267,10 @@ def _log_lines(report: Report, rejected: Mapping[str, Any] | None) -> Iterator[s
     number = "" if report.snapshot is None else f", snapshot {report.snapshot}"
     yield f"{report.run}: {report.command} of {report.view}, {report.status}{number}"
     facts = {
-        "began": f"{shown_time(report.started_at)}, took {_took(report.seconds)}" + (f", due {report.due}" if report.due else ""),
+        "began": (
+            f"{shown_time(report.started_at)}, took {_took(report.seconds)}"
+            + (f", due {report.due}" if report.due else "")
+        ),
         "partition": report.partition,
         "backfill": report.backfill,
         "plan": report.plan,
@@ -208,7 +279,10 @@ def _log_lines(report: Report, rejected: Mapping[str, Any] | None) -> Iterator[s
         "model": report.model,
         "read": ", ".join(f"snapshot {used} of {name}" for name, used in report.inputs.items()),
         "engine": engine_line(report.engine),
-        "index": report.index and f"{report.index.get('kind')}, recall@10 ≥ {report.index.get('recall_bound', 0.0):.1%}",
+        "index": (
+            report.index
+            and f"{report.index.get('kind')}, recall@10 ≥ {report.index.get('recall_bound', 0.0):.1%}"  # noqa: E501
+        ),
         "late": ", ".join(report.late),
         "error": report.error,
         "attention": "; ".join(report.attention),
@@ -217,18 +291,31 @@ def _log_lines(report: Report, rejected: Mapping[str, Any] | None) -> Iterator[s
     longest = sorted(report.stages_s.items(), key=lambda item: -item[1])
     yield from (f"  {seconds:>9.3f} s  {stage}" for stage, seconds in longest if seconds >= 0.001)
     for verdict in report.gates:
-        yield f"  gate {verdict.gate}: {'passed' if verdict.passed else 'REFUSED'}, {verdict.measured:.4g} of {verdict.limit:.4g}{': ' + verdict.message if verdict.message else ''}"
+        yield (
+            f"  gate {verdict.gate}: {'passed' if verdict.passed else 'REFUSED'},"
+            f" {verdict.measured:.4g} of"
+            f" {verdict.limit:.4g}{': ' + verdict.message if verdict.message else ''}"
+        )
     if rejected:
         yield f"  {rejected['rows']:,} rejected, in {rejected['path']}"
         yield from (f"    {count:,} × {reason}" for reason, count in rejected["reasons"].items())
-    shown = [f"precompute history {report.view}", f"precompute report {report.view} --run {report.run}"]
+    shown = [
+        f"precompute history {report.view}",
+        f"precompute report {report.view} --run {report.run}",
+    ]
     yield f"  see also: {' · '.join(shown)}"
 
 
 def _export(arguments: argparse.Namespace) -> int:
     from precompute.jobs.review.export import export
 
-    done = export(project_of(arguments), arguments.view, arguments.to, number=arguments.snapshot, replace=arguments.replace)
+    done = export(
+        project_of(arguments),
+        arguments.view,
+        arguments.to,
+        number=arguments.snapshot,
+        replace=arguments.replace,
+    )
     if arguments.json:
         show(
             json.dumps(
@@ -242,7 +329,10 @@ def _export(arguments: argparse.Namespace) -> int:
             )
         )
     else:
-        said = f"{done.path}: {done.rows:,} rows of snapshot {done.snapshot} of {done.view}, {done.size_bytes / 1e6:,.3f} MB"
+        said = (
+            f"{done.path}: {done.rows:,} rows of snapshot {done.snapshot} of {done.view},"
+            f" {done.size_bytes / 1e6:,.3f} MB"
+        )
         print(with_history(said, done.view))
     return DONE
 
@@ -255,6 +345,16 @@ def _report(arguments: argparse.Namespace) -> int:
         checked_target(arguments.to, (".html",), arguments.replace)
     path, report = write_report(project_of(arguments), arguments.view, arguments.run, arguments.to)
     size = path.stat().st_size
-    line = {"view": report.view, "run": report.run, "snapshot": report.snapshot, "path": str(path), "size_bytes": size}
-    show(json.dumps(line) if arguments.json else f"{path}: run {report.run} of {report.view}, {size / 1e6:,.3f} MB")
+    line = {
+        "view": report.view,
+        "run": report.run,
+        "snapshot": report.snapshot,
+        "path": str(path),
+        "size_bytes": size,
+    }
+    show(
+        json.dumps(line)
+        if arguments.json
+        else f"{path}: run {report.run} of {report.view}, {size / 1e6:,.3f} MB"
+    )
     return DONE

@@ -32,28 +32,54 @@ DEADLINE_MS = 60_000
 def add(commands: Commands) -> None:
     """The commands ``lookup``, ``search`` and ``explain``."""
     lookup = commands.add("lookup", _lookup, "look up rows by key, with their freshness", view=True)
-    lookup.add_argument("keys", nargs="+", metavar="KEY", help="entity keys; parts of a composite one separated by /")
+    lookup.add_argument(
+        "keys",
+        nargs="+",
+        metavar="KEY",
+        help="entity keys; parts of a composite one separated by /",
+    )
     lookup.add_argument("--features", metavar="A,B", help="only these")
-    lookup.add_argument("--fallback", action="store_true", help="load the model and run it for a miss")
-    search = commands.add("search", _search, "the nearest rows of a view's vector index", view=True, only=True)
+    lookup.add_argument(
+        "--fallback", action="store_true", help="load the model and run it for a miss"
+    )
+    search = commands.add(
+        "search", _search, "the nearest rows of a view's vector index", view=True, only=True
+    )
     what = search.add_mutually_exclusive_group(required=True)
     what.add_argument("--key", help="neighbours of this row")
     what.add_argument("--text", help="neighbours of this text, embedded now by the view's model")
     search.add_argument("-k", type=int, default=10, help="how many (default: 10)")
     search.add_argument(
-        "--filter", type=_conditions, metavar="JSON", help='which rows: \'{"lang": ["de", "en"], "price": {"lt": 10}}\''
+        "--filter",
+        type=_conditions,
+        metavar="JSON",
+        help='which rows: \'{"lang": ["de", "en"], "price": {"lt": 10}}\'',
     )
     search.add_argument(
         "--only",
         action="append",
         metavar="KEY",
-        help="a key that alone may be found, or of chunks a text's, for all of its chunks; may be given again",
+        help=(
+            "a key that alone may be found, or of chunks a text's, for all of its chunks; may be"
+            " given again"
+        ),
     )
-    search.add_argument("--exclude", action="append", metavar="KEY", default=[], help="a key to leave out; may be given again")
+    search.add_argument(
+        "--exclude",
+        action="append",
+        metavar="KEY",
+        default=[],
+        help="a key to leave out; may be given again",
+    )
     explain = commands.add(
-        "explain", _explain, "which run, snapshot, input and model made a row, and what it was before", view=True
+        "explain",
+        _explain,
+        "which run, snapshot, input and model made a row, and what it was before",
+        view=True,
     )
-    explain.add_argument("key", metavar="KEY", help="entity key; parts of a composite one separated by /")
+    explain.add_argument(
+        "key", metavar="KEY", help="entity key; parts of a composite one separated by /"
+    )
 
 
 def _lookup(arguments: argparse.Namespace) -> int:
@@ -73,7 +99,12 @@ def _lookup(arguments: argparse.Namespace) -> int:
         rows = answer.rows()
     if arguments.json:
         pointer = answer.pointer
-        body = {"view": view.name, "snapshot": pointer.snapshot, "model": pointer.model, "rows": rows}
+        body = {
+            "view": view.name,
+            "snapshot": pointer.snapshot,
+            "model": pointer.model,
+            "rows": rows,
+        }
         show(json.dumps(body, default=_plain_text))
     else:
         for row in rows:
@@ -104,7 +135,9 @@ def _search(arguments: argparse.Namespace) -> int:
         show(json.dumps(neighbours, default=_plain_text))
     else:
         for row in neighbours["rows"]:
-            print(f"{row['score']:.4f}  {row['key']}  ({row['status']}, {duration(row['age_s'])} old)")
+            print(
+                f"{row['score']:.4f}  {row['key']}  ({row['status']}, {duration(row['age_s'])} old)"
+            )
     return DONE
 
 
@@ -137,7 +170,8 @@ def _published(project: Project, online: OnlineStore, view: str) -> Pointer:
     if pointer is None:
         if project.offline.view(project.named(view)).refs.live() is not None:
             raise OnlineStoreError(
-                f"the online store has no pointer of view {view!r}, which is live: it was emptied, or another one took its place: precompute reconcile {view}"
+                f"the online store has no pointer of view {view!r}, which is live: it was emptied,"
+                f" or another one took its place: precompute reconcile {view}"
             )
         raise OnlineStoreError(f"view {view!r} is not published yet: precompute run {view}")
     return pointer
@@ -170,12 +204,14 @@ def _conditions(text: str) -> Any:
 
 
 def _key(text: str, entity: tuple[str, ...]) -> Any:
-    """A key as it is written on the command line: the parts of a composite one are separated by /."""
+    """A key as it is written on the command line: the parts of a composite one are separated by
+    /."""
     return key_from_path(text.encode(), entity) if len(entity) > 1 else text
 
 
 def _parts(text: str, entity: tuple[str, ...]) -> Any:
-    """As :func:`_key`, of any number of parts: of a view of chunks a long text's key has one part less."""
+    """As :func:`_key`, of any number of parts: of a view of chunks a long text's key has one part
+    less."""
     return [unquote(part) for part in text.split("/")] if len(entity) > 1 else text
 
 
@@ -183,8 +219,13 @@ def describe_row(row: Mapping[str, Any]) -> str:
     """One row of an answer, for people: freshness first, features shortened."""
     if row["status"] == "missing":
         return f"{row['key']}: missing ({row['reason']})"
-    head = f"{row['key']}: {row['status']} from {row['source']}, {duration(row['age_s'])} old of {duration(row['ttl_s'])}, snapshot {row['snapshot']}, model {row['model'][:12]}"
-    return "\n".join([head, *(f"  {name}: {_short(value)}" for name, value in row["features"].items())])
+    head = (
+        f"{row['key']}: {row['status']} from {row['source']}, {duration(row['age_s'])} old of"
+        f" {duration(row['ttl_s'])}, snapshot {row['snapshot']}, model {row['model'][:12]}"
+    )
+    return "\n".join(
+        [head, *(f"  {name}: {_short(value)}" for name, value in row["features"].items())]
+    )
 
 
 def describe_explanation(explanation: Explanation) -> str:
@@ -193,9 +234,15 @@ def describe_explanation(explanation: Explanation) -> str:
     state = "never published" if live is None else f"live is snapshot {live}, without it"
     if any(version.live for version in explanation.versions):
         state = f"live in snapshot {live}"
-    lines = [f"{explanation.view} {explanation.key}: {len(explanation.versions)} version(s), {state}"]
+    lines = [
+        f"{explanation.view} {explanation.key}: {len(explanation.versions)} version(s), {state}"
+    ]
     for rejection in explanation.rejections:
-        where = f"run {rejection.run}" if rejection.snapshot is None else f"snapshot {rejection.snapshot}"
+        where = (
+            f"run {rejection.run}"
+            if rejection.snapshot is None
+            else f"snapshot {rejection.snapshot}"
+        )
         lines.append(f"rejected by {where}, stage {rejection.stage}: {rejection.error}")
     for version in explanation.versions:
         lines += _version_lines(version)
@@ -204,7 +251,10 @@ def describe_explanation(explanation: Explanation) -> str:
 
 def _times(served: Sequence[tuple[datetime, datetime | None]]) -> str:
     """From and until when, the last three of them."""
-    times = [f"{shown_time(since)} to {'now' if until is None else shown_time(until)}" for since, until in served[-3:]]
+    times = [
+        f"{shown_time(since)} to {'now' if until is None else shown_time(until)}"
+        for since, until in served[-3:]
+    ]
     return ", ".join([*([f"{len(served) - 3} times before"] if len(served) > 3 else []), *times])
 
 
@@ -212,7 +262,11 @@ def _version_lines(version: Version) -> list[str]:
     state = "live" if version.live else version.void or "replaced"
     if version.removed_in is not None and version.void is None:
         state = f"removed in snapshot {version.removed_in}, {shown_time(version.removed_at)}"
-    facts = {"run": version.run or "unknown", "model": version.model[:12], "input": str(version.input_hash)}
+    facts = {
+        "run": version.run or "unknown",
+        "model": version.model[:12],
+        "input": str(version.input_hash),
+    }
     if version.served:
         facts["served"] = _times(version.served)
     if version.partition is not None:

@@ -31,27 +31,53 @@ if TYPE_CHECKING:
 
 def add(commands: Commands) -> None:
     """The commands ``run``, ``materialize`` and ``publish``."""
-    run = commands.add("run", _run, "materialize a view and publish it, or several in the order of what depends on what")
+    run = commands.add(
+        "run",
+        _run,
+        "materialize a view and publish it, or several in the order of what depends on what",
+    )
     add_selection(run)
     materialize = commands.add(
-        "materialize", _materialize, "compute a view into a new snapshot, without publishing it", view=True
+        "materialize",
+        _materialize,
+        "compute a view into a new snapshot, without publishing it",
+        view=True,
     )
-    materialize.add_argument("--dry-run", action="store_true", help="only tell how many rows would be computed, and why")
+    materialize.add_argument(
+        "--dry-run", action="store_true", help="only tell how many rows would be computed, and why"
+    )
     for command in (run, materialize):
-        command.add_argument("--full", action="store_true", help="compute every row, changed or not")
         command.add_argument(
-            "--retry-rejected", action="store_true", help="compute rejected rows again, though their input is the same"
+            "--full", action="store_true", help="compute every row, changed or not"
+        )
+        command.add_argument(
+            "--retry-rejected",
+            action="store_true",
+            help="compute rejected rows again, though their input is the same",
         )
         add_partition(command)
         command.add_argument("--due", help=argparse.SUPPRESS)
         command.add_argument("--backfill", help=argparse.SUPPRESS)
     materialize.add_argument("--partitions", help=argparse.SUPPRESS)
-    publish = commands.add("publish", _run, "load a snapshot into the online store and make it live", view=True)
-    publish.add_argument("--snapshot", type=int, metavar="N", help="which one (default: the newest that may be published)")
-    publish.add_argument("--reload", action="store_true", help="load it again, though the online store seems to hold it")
+    publish = commands.add(
+        "publish", _run, "load a snapshot into the online store and make it live", view=True
+    )
+    publish.add_argument(
+        "--snapshot",
+        type=int,
+        metavar="N",
+        help="which one (default: the newest that may be published)",
+    )
+    publish.add_argument(
+        "--reload",
+        action="store_true",
+        help="load it again, though the online store seems to hold it",
+    )
     for command in (run, publish):
         command.add_argument(
-            "--take-over", action="store_true", help="publish it, though another project publishes the view in the online store"
+            "--take-over",
+            action="store_true",
+            help="publish it, though another project publishes the view in the online store",
         )
     for command in (run, materialize, publish):
         command.add_argument(
@@ -78,14 +104,29 @@ def _run(arguments: argparse.Namespace) -> int:
         spare_pandas()
     check_gates(arguments.accept, "--accept")
     schedule = project.schedules().get(arguments.view)
-    requested = ("command", "accept", "full", "retry_rejected", "due", "backfill", "reload", "take_over")
+    requested = (
+        "command",
+        "accept",
+        "full",
+        "retry_rejected",
+        "due",
+        "backfill",
+        "reload",
+        "take_over",
+    )
     options = RunOptions(
         **{name: getattr(arguments, name) for name in requested if hasattr(arguments, name)},
         number=getattr(arguments, "snapshot", None),
         partition=partition_of(project, arguments),
         deadline_s=None if schedule is None else schedule.deadline_s,
     )
-    run_view(project, arguments.view, progress_for(arguments.json), options, finished=tell_report(arguments))
+    run_view(
+        project,
+        arguments.view,
+        progress_for(arguments.json),
+        options,
+        finished=tell_report(arguments),
+    )
     return DONE
 
 
@@ -99,15 +140,22 @@ def _materialize(arguments: argparse.Namespace) -> int:
 
     project = project_of(arguments)
     partition = partition_of(project, arguments)
-    options = RunOptions(partition=partition, full=arguments.full, retry_rejected=arguments.retry_rejected)
+    options = RunOptions(
+        partition=partition, full=arguments.full, retry_rejected=arguments.retry_rejected
+    )
     plan = plan_view(project, arguments.view, options)
-    show(json.dumps(plan.to_json()) if arguments.json else with_history(f"{arguments.view}: {plan}", arguments.view))
+    show(
+        json.dumps(plan.to_json())
+        if arguments.json
+        else with_history(f"{arguments.view}: {plan}", arguments.view)
+    )
     return DONE
 
 
 def _materialize_each(arguments: argparse.Namespace) -> int:
-    """Compute some partitions, one after the other, with the model loaded once: a process of a backfill, which reads of each what its run's report says. One
-    that fails keeps none of the others; once the backfill is gone none is begun."""
+    """Compute some partitions, one after the other, with the model loaded once: a process of a
+    backfill, which reads of each what its run's report says. One that fails keeps none of the
+    others; once the backfill is gone none is begun."""
     from precompute.jobs.pipeline.run import run_view
     from precompute.jobs.process.job import RunOptions
     from precompute.jobs.rows.open_view import SharedModels
@@ -119,7 +167,10 @@ def _materialize_each(arguments: argparse.Namespace) -> int:
             break
         arguments.partition = text
         options = RunOptions(
-            command="materialize", full=arguments.full, backfill=arguments.backfill, partition=partition_of(project, arguments)
+            command="materialize",
+            full=arguments.full,
+            backfill=arguments.backfill,
+            partition=partition_of(project, arguments),
         )
         try:
             run_view(project, arguments.view, progress_for(True), options, load=models)
@@ -157,12 +208,18 @@ def describe_report(report: Report) -> str:
     if report.counts:
         counts = report.counts
         head += f", {counts['written'] + counts['unchanged']:,} of {counts['source']:,} rows"
-        counted = [("unchanged", counts["unchanged"]), ("removed", counts["removed"]), ("rejected", counts["rejected"])]
+        counted = [
+            ("unchanged", counts["unchanged"]),
+            ("removed", counts["removed"]),
+            ("rejected", counts["rejected"]),
+        ]
         counted += [("null", counts.get("nulls", 0)), ("resumed", report.resumed)]
         shown = ", ".join(f"{n:,} {what}" for what, n in counted if n)
         head += f" ({shown})" if shown else ""
         head += f", {report.rows_per_s:,.0f} rows/s" if report.rows_per_s else ""
-    refused = [f"  gate {v.gate}: {v.message} (limit {v.limit:g})" for v in report.gates if not v.passed]
+    refused = [
+        f"  gate {v.gate}: {v.message} (limit {v.limit:g})" for v in report.gates if not v.passed
+    ]
     refused += [f"  engine: {engine}"] if (engine := engine_line(report.engine)) else []
     stages = " · ".join(f"{name} {seconds:.2f}" for name, seconds in report.stages_s.items())
     return "\n".join([f"{head}, {report.seconds:.1f} s", f"  seconds: {stages}", *refused])
@@ -177,32 +234,71 @@ snapshot that may be, unless what is live is newer.
              all      every one; each computes what changed, or all rows with --full
 
 SIGINT or SIGTERM cancels a backfill, for good. One that was killed, or in which something failed, goes on with --resume.
-Exit status: 0 all done; 1 a partition or publishing failed; 3 only refused ones are left."""
+Exit status: 0 all done; 1 a partition or publishing failed; 3 only refused ones are left."""  # noqa: E501
 
-_BEGUN_WITH = ("first", "last", "reprocess", "check_inputs", "full", "dry_run", "backwards", "no_publish")
+_BEGUN_WITH = (
+    "first",
+    "last",
+    "reprocess",
+    "check_inputs",
+    "full",
+    "dry_run",
+    "backwards",
+    "no_publish",
+)
 """What a backfill is begun with, and cannot be given again when it is resumed."""
 
 
 def add_backfill(commands: Commands) -> None:
     """The command ``backfill``."""
-    command = commands.add("backfill", _backfill, "compute the partitions of a view over a range of data time", view=True)
-    command.formatter_class, command.description = argparse.RawDescriptionHelpFormatter, _DESCRIPTION
-    command.add_argument(
-        "--from", dest="first", metavar="TIME", help="begin with the partition that contains it, as 2026-01-01 (UTC)"
+    command = commands.add(
+        "backfill",
+        _backfill,
+        "compute the partitions of a view over a range of data time",
+        view=True,
+    )
+    command.formatter_class, command.description = (
+        argparse.RawDescriptionHelpFormatter,
+        _DESCRIPTION,
     )
     command.add_argument(
-        "--to", dest="last", metavar="TIME", help="end with the partition that contains it, which is included too"
+        "--from",
+        dest="first",
+        metavar="TIME",
+        help="begin with the partition that contains it, as 2026-01-01 (UTC)",
     )
-    command.add_argument("--reprocess", choices=("missing", "failed", "stale", "all"), help="which partitions (default: missing)")
     command.add_argument(
-        "--check-inputs", action="store_true", help="read every source to tell stale ones: as slow as reading them is"
+        "--to",
+        dest="last",
+        metavar="TIME",
+        help="end with the partition that contains it, which is included too",
     )
-    command.add_argument("--full", action="store_true", help="compute every row of them, changed or not")
-    command.add_argument("--dry-run", action="store_true", help="only tell what would be done, why, and how long it takes")
-    command.add_argument("--max-active", type=int, metavar="N", help="how many at once (default: 1)")
+    command.add_argument(
+        "--reprocess",
+        choices=("missing", "failed", "stale", "all"),
+        help="which partitions (default: missing)",
+    )
+    command.add_argument(
+        "--check-inputs",
+        action="store_true",
+        help="read every source to tell stale ones: as slow as reading them is",
+    )
+    command.add_argument(
+        "--full", action="store_true", help="compute every row of them, changed or not"
+    )
+    command.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="only tell what would be done, why, and how long it takes",
+    )
+    command.add_argument(
+        "--max-active", type=int, metavar="N", help="how many at once (default: 1)"
+    )
     command.add_argument("--backwards", action="store_true", help="begin with the newest")
     command.add_argument("--no-publish", action="store_true", help="leave what is live as it is")
-    command.add_argument("--resume", metavar="ID", help="go on with this one; all but --max-active is as it was")
+    command.add_argument(
+        "--resume", metavar="ID", help="go on with this one; all but --max-active is as it was"
+    )
 
 
 def _backfill(arguments: argparse.Namespace) -> int:
@@ -212,16 +308,31 @@ def _backfill(arguments: argparse.Namespace) -> int:
     project, name = project_of(arguments), arguments.view
     if arguments.max_active is not None and arguments.max_active < 1:
         raise ConfigError(f"--max-active: {arguments.max_active}: at least 1 at once")
-    tell: Callable[[str], None] = (lambda _: None) if arguments.json else (lambda line: print(line, flush=True))
+    tell: Callable[[str], None] = (
+        (lambda _: None) if arguments.json else (lambda line: print(line, flush=True))
+    )
     if arguments.resume is not None:
         _check_resumed(arguments)
-        state = resume_backfill(project, name, arguments.resume, max_active=arguments.max_active, announce=tell)
+        state = resume_backfill(
+            project, name, arguments.resume, max_active=arguments.max_active, announce=tell
+        )
     else:
         options = _options(arguments)
         if arguments.dry_run:
             first, last = range_of(options.first, options.last)
-            plans = plan_backfill(project, name, first, last, reprocess=options.reprocess, check_inputs=options.check_inputs)
-            show(json.dumps(plans_json(plans, options)) if arguments.json else describe_plans(plans, options))
+            plans = plan_backfill(
+                project,
+                name,
+                first,
+                last,
+                reprocess=options.reprocess,
+                check_inputs=options.check_inputs,
+            )
+            show(
+                json.dumps(plans_json(plans, options))
+                if arguments.json
+                else describe_plans(plans, options)
+            )
             return DONE
         state = run_backfill(project, name, options, announce=tell)
     if arguments.json:
@@ -236,7 +347,8 @@ def _check_resumed(arguments: argparse.Namespace) -> None:
     if again:
         option = {"first": "from", "last": "to"}.get(again[0], again[0]).replace("_", "-")
         raise ConfigError(
-            f"--{option}: a resumed backfill does what it was begun with; leave it out, or begin again without --resume"
+            f"--{option}: a resumed backfill does what it was begun with; leave it out, or begin"
+            " again without --resume"
         )
 
 
@@ -244,7 +356,10 @@ def _options(arguments: argparse.Namespace) -> Options:
     from precompute.jobs.schedule.backfill_plan import Options
 
     if arguments.first is None or arguments.last is None:
-        raise ConfigError("which partitions? Give --from and --to, as in --from 2026-01-01 --to 2026-01-31; or --resume ID")
+        raise ConfigError(
+            "which partitions? Give --from and --to, as in --from 2026-01-01 --to 2026-01-31; or"
+            " --resume ID"
+        )
     return Options(
         first=arguments.first,
         last=arguments.last,
@@ -261,7 +376,9 @@ def describe_plans(plans: Sequence[PartitionPlan], options: Options) -> str:
     """A dry run, for people: a line for each partition, and the totals."""
     from precompute.jobs.schedule.backfill_plan import plans_json
 
-    def measures(rows: float | None, seconds: float | None, size_bytes: float | None) -> tuple[str, str, str]:
+    def measures(
+        rows: float | None, seconds: float | None, size_bytes: float | None
+    ) -> tuple[str, str, str]:
         return (
             "unknown" if rows is None else f"{rows:,.0f}",
             "unknown" if seconds is None else f"{seconds:,.1f}",
@@ -270,17 +387,44 @@ def describe_plans(plans: Sequence[PartitionPlan], options: Options) -> str:
 
     table = [("partition", "action", "rows", "seconds", "MB", "why")]
     for plan in reversed(plans) if options.backwards else plans:
-        shown = measures(plan.rows, plan.seconds, plan.size_bytes) if plan.action == "run" else ("", "", "")
-        table.append((str(plan.partition).partition("/")[0], plan.action, *shown, f"{plan.why}: {plan.reason}"))
+        shown = (
+            measures(plan.rows, plan.seconds, plan.size_bytes)
+            if plan.action == "run"
+            else ("", "", "")
+        )
+        table.append(
+            (
+                str(plan.partition).partition("/")[0],
+                plan.action,
+                *shown,
+                f"{plan.why}: {plan.reason}",
+            )
+        )
     widths = [max(len(row[column]) for row in table) for column in range(5)]
     lines = [
-        "  ".join(cell.rjust(w) if 2 <= n <= 4 else cell.ljust(w) for n, (cell, w) in enumerate(zip(row, widths, strict=False)))
+        "  ".join(
+            cell.rjust(w) if 2 <= n <= 4 else cell.ljust(w)
+            for n, (cell, w) in enumerate(zip(row, widths, strict=False))
+        )
         + f"  {row[5]}"
         for row in table
     ]
     all_of = plans_json(plans, options)
     rows, seconds, size = measures(all_of["rows"], all_of["seconds"], all_of["size_bytes"])
-    about = f", about {rows} rows, {seconds} s with {options.max_active} at once, {size} MB" if all_of["run"] else ""
+    about = (
+        f", about {rows} rows, {seconds} s with {options.max_active} at once, {size} MB"
+        if all_of["run"]
+        else ""
+    )
     if all_of["run"] and all_of["rows"] is None:
         about = ", for how long is unknown: nothing was measured yet"
-    return "\n".join([*lines, "", f"{all_of['run']} to run{about}; {all_of['skip']} to skip, {all_of['wait']} to wait for"])
+    return "\n".join(
+        [
+            *lines,
+            "",
+            (
+                f"{all_of['run']} to run{about}; {all_of['skip']} to skip, {all_of['wait']} to"
+                " wait for"
+            ),
+        ]
+    )

@@ -23,7 +23,7 @@ VIEW+   it and what depends on it, in the order of `after` and live.<view>: see 
 +VIEW   it and what it depends on
 --all   every one; --stale and --failed leave of those that are named, or of all, the ones that need it, and what depends on them
 
-Of several each has a process of its own; one that fails stops only what depends on it. Exit status is the worst of all: 2, then 1, 3, 0."""
+Of several each has a process of its own; one that fails stops only what depends on it. Exit status is the worst of all: 2, then 1, 3, 0."""  # noqa: E501
 
 _OF_ONE = ("accept", "partition", "due", "backfill", "take_over")
 """Options that make sense of one view alone."""
@@ -32,12 +32,25 @@ _OF_ONE = ("accept", "partition", "due", "backfill", "take_over")
 def add_selection(run: argparse.ArgumentParser) -> None:
     """What ``run`` takes beside the options of one view."""
     run.formatter_class, run.description = argparse.RawDescriptionHelpFormatter, DESCRIPTION
-    run.add_argument("view", nargs="*", metavar="VIEW", help="which; VIEW+ and +VIEW take what depends on it, or it on, too")
-    run.add_argument("--all", action="store_true", help="every view, each after those it depends on")
     run.add_argument(
-        "--stale", action="store_true", help="those that are not fresh, or whose inputs are newer, and what depends on them"
+        "view",
+        nargs="*",
+        metavar="VIEW",
+        help="which; VIEW+ and +VIEW take what depends on it, or it on, too",
     )
-    run.add_argument("--failed", action="store_true", help="those whose last run went wrong, and what depends on them")
+    run.add_argument(
+        "--all", action="store_true", help="every view, each after those it depends on"
+    )
+    run.add_argument(
+        "--stale",
+        action="store_true",
+        help="those that are not fresh, or whose inputs are newer, and what depends on them",
+    )
+    run.add_argument(
+        "--failed",
+        action="store_true",
+        help="those whose last run went wrong, and what depends on them",
+    )
 
 
 def is_one(arguments: argparse.Namespace) -> bool:
@@ -45,7 +58,11 @@ def is_one(arguments: argparse.Namespace) -> bool:
     if isinstance(arguments.view, str):
         return True
     several = arguments.all or arguments.stale or arguments.failed
-    if several or len(arguments.view) != 1 or "+" in (arguments.view[0][:1], arguments.view[0][-1:]):
+    if (
+        several
+        or len(arguments.view) != 1
+        or "+" in (arguments.view[0][:1], arguments.view[0][-1:])
+    ):
         return False
     (arguments.view,) = arguments.view
     return True
@@ -59,11 +76,20 @@ def run_several(arguments: argparse.Namespace) -> int:
     if arguments.all and arguments.view:
         raise ConfigError(f"--all and {arguments.view[0]}: name views, or all of them")
     if not (arguments.view or arguments.all or arguments.stale or arguments.failed):
-        raise ConfigError(f"run what? Name a view ({', '.join(project.names)}), or say --all, --stale or --failed")
+        raise ConfigError(
+            f"run what? Name a view ({', '.join(project.names)}), or say --all, --stale or --failed"
+        )
     if given := [f"--{name.replace('_', '-')}" for name in _OF_ONE if getattr(arguments, name)]:
         raise ConfigError(f"{given[0]} is of one view: run that one alone")
-    options = [f"--{name.replace('_', '-')}" for name in ("full", "retry_rejected") if getattr(arguments, name)]
-    names, started = selected(project, Selection(arguments.view, arguments.stale, arguments.failed)), time.monotonic()
+    options = [
+        f"--{name.replace('_', '-')}"
+        for name in ("full", "retry_rejected")
+        if getattr(arguments, name)
+    ]
+    names, started = (
+        selected(project, Selection(arguments.view, arguments.stale, arguments.failed)),
+        time.monotonic(),
+    )
     sys.stdout.flush()
     outcomes = run_all(
         project,
@@ -91,16 +117,32 @@ def describe_summary(report: Mapping[str, Any]) -> str:
     lines = ["", *table(rows), f"{counts}, {report['seconds']:,.1f} s"]
     if failed := [view for view in report["views"] if view["exit_status"] not in (DONE, None)]:
         # of what never began no report tells that it failed
-        again = "--failed" if all(view["run"] for view in failed) else " ".join(f"{view['view']}+" for view in failed)
-        lines.append(f"once it is mended, what failed, and what waits for it, is run by: precompute run {again}")
+        again = (
+            "--failed"
+            if all(view["run"] for view in failed)
+            else " ".join(f"{view['view']}+" for view in failed)
+        )
+        lines.append(
+            "once it is mended, what failed, and what waits for it, is run by: precompute run"
+            f" {again}"
+        )
     return "\n".join(lines)
 
 
 def add_graph(commands: Commands) -> None:
     """The command ``graph``."""
-    graph = commands.add("graph", _graph, "which views depend on which, by their schedule and by what they read")
-    graph.add_argument("view", nargs="*", metavar="VIEW", help="only these; VIEW+ and +VIEW as of `run` (default: all)")
-    graph.add_argument("--mermaid", action="store_true", help="as a Mermaid flowchart, for a README or a wiki")
+    graph = commands.add(
+        "graph", _graph, "which views depend on which, by their schedule and by what they read"
+    )
+    graph.add_argument(
+        "view",
+        nargs="*",
+        metavar="VIEW",
+        help="only these; VIEW+ and +VIEW as of `run` (default: all)",
+    )
+    graph.add_argument(
+        "--mermaid", action="store_true", help="as a Mermaid flowchart, for a README or a wiki"
+    )
 
 
 def _graph(arguments: argparse.Namespace) -> int:

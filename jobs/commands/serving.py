@@ -1,4 +1,5 @@
-"""Schedule, serve: what runs until a signal ends it, and sees to signals itself; and the tokens that open what is served."""
+"""Schedule, serve: what runs until a signal ends it, and sees to signals itself; and the tokens
+that open what is served."""
 
 from __future__ import annotations
 
@@ -24,13 +25,26 @@ def add(commands: Commands) -> None:
     """The commands ``schedule``, ``serve`` and ``token``."""
     commands.add("schedule", _schedule, "run the views by their cron lines until SIGTERM")
     serve = commands.add("serve", _serve, "serve the HTTP API until SIGTERM")
-    serve.add_argument("--workers", type=int, metavar="N", help="processes that answer (default: the project's serve.workers)")
-    token = commands.add(
-        "token", _token, "make a token that opens the API, or end a name's; it is printed once, and stored as a hash"
+    serve.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="processes that answer (default: the project's serve.workers)",
     )
-    token.add_argument("name", metavar="NAME", help="whose; the one made before stays valid until the next")
+    token = commands.add(
+        "token",
+        _token,
+        "make a token that opens the API, or end a name's; it is printed once, and stored as a"
+        " hash",
+    )
     token.add_argument(
-        "--scope", choices=SCOPES, default="read", help="read: what services ask (default); admin: metrics and the page, too"
+        "name", metavar="NAME", help="whose; the one made before stays valid until the next"
+    )
+    token.add_argument(
+        "--scope",
+        choices=SCOPES,
+        default="read",
+        help="read: what services ask (default); admin: metrics and the page, too",
     )
     token.add_argument("--remove", action="store_true", help="end all of that name")
 
@@ -41,7 +55,8 @@ def _schedule(arguments: argparse.Namespace) -> int:
     project = project_of(arguments)
     if not project.settings.schedule:
         raise ConfigError(
-            f'{project.folder / "project.yaml"}: schedule: empty; add a line such as `{project.names[0]}: "0 2 * * *"`'
+            f"{project.folder / 'project.yaml'}: schedule: empty; add a line such as"
+            f' `{project.names[0]}: "0 2 * * *"`'
         )
     stream = sys.stderr if arguments.json else sys.stdout
 
@@ -77,12 +92,17 @@ def _token(arguments: argparse.Namespace) -> int:
     path = project.settings.serve.tokens_file(project.home)
     if path is None:
         raise ConfigError(
-            f"{project.folder / 'project.yaml'}: serve.tokens: no file is named; write `serve: {{tokens: ./tokens}}`"
+            f"{project.folder / 'project.yaml'}: serve.tokens: no file is named; write `serve:"
+            " {tokens: ./tokens}`"
         )
     try:
         if arguments.remove:
             removed = remove_tokens(path, arguments.name)
-            show(json.dumps({"name": arguments.name, "removed": removed}) if arguments.json else f"{removed} removed")
+            show(
+                json.dumps({"name": arguments.name, "removed": removed})
+                if arguments.json
+                else f"{removed} removed"
+            )
             return DONE if removed else FAILED
         secret = make_token(path, arguments.name, arguments.scope)
     except OSError as exc:
@@ -91,5 +111,8 @@ def _token(arguments: argparse.Namespace) -> int:
         show(json.dumps({"name": arguments.name, "scope": arguments.scope, "token": secret}))
     else:
         print(secret)
-        say(f"of {arguments.name!r}, scope {arguments.scope}; {path} has its hash, and this is reported once")
+        say(
+            f"of {arguments.name!r}, scope {arguments.scope}; {path} has its hash, and this is"
+            " reported once"
+        )
     return DONE

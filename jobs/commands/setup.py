@@ -1,4 +1,5 @@
-"""Init, new, validate, doctor, completion: from nothing to a project that runs, and whether it would."""
+"""Init, new, validate, doctor, completion: from nothing to a project that runs, and whether it
+would."""
 
 from __future__ import annotations
 
@@ -10,7 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from precompute.jobs.commands.command import BAD_USAGE, DONE, FAILED, PROJECT_FILE, Commands, folder_of, project_of
+from precompute.jobs.commands.command import (
+    BAD_USAGE,
+    DONE,
+    FAILED,
+    PROJECT_FILE,
+    Commands,
+    folder_of,
+    project_of,
+)
 from precompute.jobs.process.command_process import show
 from precompute.store.errors import ConfigError
 
@@ -21,8 +30,12 @@ if TYPE_CHECKING:
 
 def add(commands: Commands) -> None:
     """The commands ``init``, ``new``, ``validate`` and ``doctor``."""
-    init = commands.add("init", _init, "make a project that runs at once, over a file of yours or a sample")
-    init.add_argument("folder", metavar="NAME", help="folder of the project; made if it is not there")
+    init = commands.add(
+        "init", _init, "make a project that runs at once, over a file of yours or a sample"
+    )
+    init.add_argument(
+        "folder", metavar="NAME", help="folder of the project; made if it is not there"
+    )
     new = commands.add("new", _new, "add a view to the project, over a file of yours or a sample")
     new.add_argument("what", choices=("view",), metavar="KIND", help="what is added: view")
     new.add_argument("name", metavar="NAME", help="of the view")
@@ -36,18 +49,38 @@ def add(commands: Commands) -> None:
         command.add_argument(
             "--template",
             metavar="KIND",
-            help="embeddings, scores, top-k, pairs, features, model, images or endpoint (default: what suits the file's columns)",
+            help=(
+                "embeddings, scores, top-k, pairs, features, model, images or endpoint (default:"
+                " what suits the file's columns)"
+            ),
         )
-        command.add_argument("--key", metavar="A,B", help="the columns that make the key (default: found in the file)")
         command.add_argument(
-            "--encoder", metavar="FOLDER", help="a sentence-transformers folder, or of images CLIP's or SigLIP's"
+            "--key",
+            metavar="A,B",
+            help="the columns that make the key (default: found in the file)",
         )
-        command.add_argument("--model", metavar="FILE", help="a LightGBM, XGBoost, CatBoost or ONNX file, for the template model")
+        command.add_argument(
+            "--encoder",
+            metavar="FOLDER",
+            help="a sentence-transformers folder, or of images CLIP's or SigLIP's",
+        )
+        command.add_argument(
+            "--model",
+            metavar="FILE",
+            help="a LightGBM, XGBoost, CatBoost or ONNX file, for the template model",
+        )
     validate = commands.add(
-        "validate", _validate, "check views in seconds: configuration, SQL, model, ten rows, online store; nothing is published"
+        "validate",
+        _validate,
+        "check views in seconds: configuration, SQL, model, ten rows, online store; nothing is"
+        " published",
     )
     validate.add_argument("views", nargs="*", metavar="VIEW", help="which (default: all)")
-    commands.add("doctor", _doctor, "look at the machine, the installation and the project's stores: each line with its remedy")
+    commands.add(
+        "doctor",
+        _doctor,
+        "look at the machine, the installation and the project's stores: each line with its remedy",
+    )
 
 
 def _init(arguments: argparse.Namespace) -> int:
@@ -57,10 +90,14 @@ def _init(arguments: argparse.Namespace) -> int:
     if arguments.json:
         show(json.dumps(_as_json(made)))
         return DONE
-    print(f"{made.folder}: a project over {made.data} ({made.rows:,} rows), template {made.template}")
+    print(
+        f"{made.folder}: a project over {made.data} ({made.rows:,} rows), template {made.template}"
+    )
     _print_files(made)
     print("\nNext:")
-    for line in _next_commands(made, ["cd " + shlex.quote(str(made.folder))] if os.path.relpath(made.folder) != "." else []):
+    for line in _next_commands(
+        made, ["cd " + shlex.quote(str(made.folder))] if os.path.relpath(made.folder) != "." else []
+    ):
         print(f"  {line}")
     return DONE
 
@@ -74,7 +111,9 @@ def _new(arguments: argparse.Namespace) -> int:
     if arguments.json:
         show(json.dumps(_as_json(made) | {"schedule": lines}))
         return DONE
-    print(f"{arguments.name}: a view over {made.data} ({made.rows:,} rows), template {made.template}")
+    print(
+        f"{arguments.name}: a view over {made.data} ({made.rows:,} rows), template {made.template}"
+    )
     _print_files(made)
     print("\nNext:")
     for line in (
@@ -88,8 +127,16 @@ def _new(arguments: argparse.Namespace) -> int:
 def _wanted(arguments: argparse.Namespace) -> Wanted:
     from precompute.jobs.setup.scaffold import Wanted
 
-    source, model = (None if given is None else Path(given) for given in (arguments.source, arguments.model))
-    return Wanted(source, arguments.template, [] if arguments.key is None else arguments.key.split(","), arguments.encoder, model)
+    source, model = (
+        None if given is None else Path(given) for given in (arguments.source, arguments.model)
+    )
+    return Wanted(
+        source,
+        arguments.template,
+        [] if arguments.key is None else arguments.key.split(","),
+        arguments.encoder,
+        model,
+    )
 
 
 def _as_json(made: Scaffold) -> dict[str, Any]:
@@ -112,12 +159,28 @@ def _print_files(made: Scaffold) -> None:
         print(f"  note: {note}")
 
 
-def _next_commands(made: Scaffold, first: Sequence[str], address: str = "127.0.0.1:8080") -> list[str]:
+def _next_commands(
+    made: Scaffold, first: Sequence[str], address: str = "127.0.0.1:8080"
+) -> list[str]:
     lines, last = [*first, "precompute validate"], made.views[-1]
     lines += [f"precompute run {view.name}" for view in made.views]
-    lines += [f"precompute lookup {view.name} {shlex.quote(view.example)}" for view in made.views[-1:] if view.example]
-    lines += [f"precompute search {view.name} {view.searched} -k 3" for view in made.views if view.searched]
-    return [*lines, f"precompute serve    # curl -s http://{address}/v1/views/{last.name}/rows/{last.example or '…'}"]
+    lines += [
+        f"precompute lookup {view.name} {shlex.quote(view.example)}"
+        for view in made.views[-1:]
+        if view.example
+    ]
+    lines += [
+        f"precompute search {view.name} {view.searched} -k 3"
+        for view in made.views
+        if view.searched
+    ]
+    return [
+        *lines,
+        (
+            "precompute serve    # curl -s"
+            f" http://{address}/v1/views/{last.name}/rows/{last.example or '…'}"
+        ),
+    ]
 
 
 def _validate(arguments: argparse.Namespace) -> int:
@@ -128,7 +191,10 @@ def _validate(arguments: argparse.Namespace) -> int:
         checks.append(check)
         if not arguments.json:
             # as they come: a model may take seconds to load
-            print(f"{'ok ' if check.ok else 'BAD'}  {check.view}: {check.check}: {check.found}", flush=True)
+            print(
+                f"{'ok ' if check.ok else 'BAD'}  {check.view}: {check.check}: {check.found}",
+                flush=True,
+            )
     wrong = [check for check in checks if not check.ok]
     if arguments.json:
         lines = [{"view": c.view, "check": c.check, "ok": c.ok, "found": c.found} for c in checks]
@@ -147,14 +213,24 @@ def _doctor(arguments: argparse.Namespace) -> int:
     for line in examine(project):
         lines.append(line)
         if not arguments.json:
-            print(f"{_MARKS[line.status]}  {line.check}: {line.found}{f'. → {line.remedy}' if line.remedy else ''}", flush=True)
+            print(
+                f"{_MARKS[line.status]}  {line.check}:"
+                f" {line.found}{f'. → {line.remedy}' if line.remedy else ''}",
+                flush=True,
+            )
     bad = any(line.status == "bad" for line in lines)
     if arguments.json:
-        body = [{"check": x.check, "status": x.status, "found": x.found, "remedy": x.remedy} for x in lines]
+        body = [
+            {"check": x.check, "status": x.status, "found": x.found, "remedy": x.remedy}
+            for x in lines
+        ]
         show(json.dumps({"ok": not bad, "checks": body}))
         return FAILED if bad else DONE
     if folder is None:
-        print(f"there is no {PROJECT_FILE} here or above: disk, Redis and clock were not looked at (-c FOLDER names a project)")
+        print(
+            f"there is no {PROJECT_FILE} here or above: disk, Redis and clock were not looked at"
+            " (-c FOLDER names a project)"
+        )
     return FAILED if bad else DONE
 
 
@@ -162,22 +238,28 @@ _MARKS = {"ok": "ok  ", "slow": "slow", "bad": "BAD "}
 
 
 SHELLS = {
-    "bash": """_precompute() {
+    "bash": (
+        """_precompute() {
     local IFS=$'\\n'
     COMPREPLY=($(precompute completion bash -- "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null))
 }
 complete -o default -F _precompute precompute
-""",
-    "zsh": """#compdef precompute
+"""
+    ),
+    "zsh": (
+        """#compdef precompute
 _precompute() {
     local -a found
     found=("${(@f)$(precompute completion zsh -- "${(@)words[2,CURRENT]}" 2>/dev/null)}")
     [[ -n "$found" ]] && compadd -a found || _files
 }
 compdef _precompute precompute
-""",
-    "fish": """complete -c precompute -f -a '(precompute completion fish -- (commandline -opc)[2..] (commandline -ct) 2>/dev/null)'
-""",
+"""
+    ),
+    "fish": (
+        """complete -c precompute -f -a '(precompute completion fish -- (commandline -opc)[2..] (commandline -ct) 2>/dev/null)'
+"""  # noqa: E501
+    ),
 }
 """Shell → what it runs to complete our command lines, which calls us with the words so far."""
 
@@ -185,7 +267,9 @@ compdef _precompute precompute
 def add_completion(commands: Commands) -> None:
     """The command ``completion``: of all commands added before."""
     command = commands.add(
-        "completion", _completion, 'completes commands, options and views: eval "$(precompute completion bash)"'
+        "completion",
+        _completion,
+        'completes commands, options and views: eval "$(precompute completion bash)"',
     )
     command.add_argument("shell", choices=tuple(SHELLS), help="which shell")
     command.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -204,7 +288,8 @@ def _completion(arguments: argparse.Namespace) -> int:
 
 
 def completions(commands: Commands, words: Sequence[str]) -> list[str]:
-    """What may stand for the last of ``words``, which may be empty or begun: commands, options, their choices, and names of views."""
+    """What may stand for the last of ``words``, which may be empty or begun: commands, options,
+    their choices, and names of views."""
     *before, begun = words
     place, config = 0, None
     parser: argparse.ArgumentParser = commands.parser
@@ -223,7 +308,12 @@ def completions(commands: Commands, words: Sequence[str]) -> list[str]:
     if option is not None:
         found = [str(choice) for choice in option.choices or ()]
     elif begun.startswith("-"):
-        found = [name for action in parser._actions if action.help != argparse.SUPPRESS for name in action.option_strings]
+        found = [
+            name
+            for action in parser._actions
+            if action.help != argparse.SUPPRESS
+            for name in action.option_strings
+        ]
     elif parser is commands.parser:
         found = list(commands.named)
     else:
@@ -249,4 +339,8 @@ def _views(config: str | None) -> list[str]:
         folder = folder_of(argparse.Namespace(config=config or os.environ.get("PRECOMPUTE_CONFIG")))
     except ConfigError:
         return []
-    return [] if folder is None else sorted(path.stem for path in (Path(folder) / "views").glob("*.yaml"))
+    return (
+        []
+        if folder is None
+        else sorted(path.stem for path in (Path(folder) / "views").glob("*.yaml"))
+    )

@@ -15,7 +15,9 @@ from precompute.store.clock import duration
 
 def add(commands: Commands) -> None:
     """The command ``status``."""
-    commands.add("status", _status, "each view's live snapshot, its age against the TTL, and its last run")
+    commands.add(
+        "status", _status, "each view's live snapshot, its age against the TTL, and its last run"
+    )
 
 
 def _status(arguments: argparse.Namespace) -> int:
@@ -27,12 +29,25 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def describe_status(lines: Sequence[Mapping[str, Any]]) -> str:
-    """:func:`precompute.jobs.ops.status.project_status` as a table, and below it, what needs attention or is worth knowing."""
+    """:func:`precompute.jobs.ops.status.project_status` as a table, and below it, what needs
+    attention or is worth knowing."""
     from precompute.jobs.ops.status import notes
 
-    below = [with_history(f"{line['view']}: {'; '.join(line['attention'])}", line["view"]) for line in lines if line["attention"]]
-    below += [with_history(f"{line['view']}: {note}", line["view"]) for line in lines for note in notes(line)]
-    below += [f"{line['view']}: {line['last_run']['error']}" for line in lines if line["last_run"] and line["last_run"]["error"]]
+    below = [
+        with_history(f"{line['view']}: {'; '.join(line['attention'])}", line["view"])
+        for line in lines
+        if line["attention"]
+    ]
+    below += [
+        with_history(f"{line['view']}: {note}", line["view"])
+        for line in lines
+        for note in notes(line)
+    ]
+    below += [
+        f"{line['view']}: {line['last_run']['error']}"
+        for line in lines
+        if line["last_run"] and line["last_run"]["error"]
+    ]
     return "\n".join(table([_HEAD, *map(_cells, lines)]) + (["", *below] if below else []))
 
 
@@ -75,7 +90,9 @@ def _cells(line: Mapping[str, Any]) -> tuple[str, ...]:
 
 def add_verify(commands: Commands) -> None:
     """The command ``verify``."""
-    verify = commands.add("verify", _verify, "re-read what is live: checksums, counts, online rows, index")
+    verify = commands.add(
+        "verify", _verify, "re-read what is live: checksums, counts, online rows, index"
+    )
     verify.add_argument("views", nargs="*", metavar="VIEW", help="which (default: all)")
 
 
@@ -100,7 +117,8 @@ def add_schema(commands: Commands) -> None:
     commands.add(
         "schema",
         _schema,
-        "JSON Schemas: of project.yaml, views/*.yaml and services/*.yaml for editors; of run reports and `status --json` for programs",
+        "JSON Schemas: of project.yaml, views/*.yaml and services/*.yaml for editors; of run"
+        " reports and `status --json` for programs",
     )
 
 

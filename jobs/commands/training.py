@@ -1,4 +1,5 @@
-"""Training: what a service would have been answered at the times of a table's rows, as a file to train with."""
+"""Training: what a service would have been answered at the times of a table's rows, as a file to
+train with."""
 
 from __future__ import annotations
 
@@ -20,13 +21,20 @@ if TYPE_CHECKING:
 def add(commands: Commands) -> None:
     """The command ``training``."""
     training = commands.add(
-        "training", _training, "what a service would have answered at the times of a table's rows: a training set"
+        "training",
+        _training,
+        "what a service would have answered at the times of a table's rows: a training set",
     )
     training.add_argument("service", metavar="SERVICE")
     training.add_argument(
-        "entities", type=Path, metavar="FILE", help="CSV or Parquet: the service's entity columns and a time, and whatever else"
+        "entities",
+        type=Path,
+        metavar="FILE",
+        help="CSV or Parquet: the service's entity columns and a time, and whatever else",
     )
-    training.add_argument("--to", type=Path, required=True, metavar="FILE", help="the Parquet file to write")
+    training.add_argument(
+        "--to", type=Path, required=True, metavar="FILE", help="the Parquet file to write"
+    )
     training.add_argument("--replace", action="store_true", help="though there is such a file")
     training.add_argument(
         "--timestamp",
@@ -35,7 +43,9 @@ def add(commands: Commands) -> None:
         help="the time, in UTC where it says nothing (default: event_timestamp)",
     )
     training.add_argument(
-        "--best-known", action="store_true", help="the best values known of each partition, and not those that were served"
+        "--best-known",
+        action="store_true",
+        help="the best values known of each partition, and not those that were served",
     )
 
 
@@ -51,7 +61,11 @@ def _training(arguments: argparse.Namespace) -> int:
     project = project_of(arguments)
     service = project.service(arguments.service)
     path = project.folder / "services" / f"{service.name}.yaml"
-    if defaults := [line for line in mistakes(service, project.views, project.names, path) if ".defaults." in line]:
+    if defaults := [
+        line
+        for line in mistakes(service, project.views, project.names, path)
+        if ".defaults." in line
+    ]:
         raise ConfigError("; ".join(defaults))
     table = get_historical_features(
         project.offline,
@@ -66,7 +80,10 @@ def _training(arguments: argparse.Namespace) -> int:
             pq.write_table(table, temporary)
     except OSError as exc:
         raise SnapshotError(disk_message(arguments.to, exc, "nothing was written")) from exc
-    known = {part.view: table.num_rows - table.column(column_of(part.view, "computed_at")).null_count for part in service.parts}
+    known = {
+        part.view: table.num_rows - table.column(column_of(part.view, "computed_at")).null_count
+        for part in service.parts
+    }
     if arguments.json:
         body = {
             "service": service.name,
@@ -87,7 +104,8 @@ def _training(arguments: argparse.Namespace) -> int:
 
 
 def _entities(path: Path, entity: Sequence[str], timestamp: str) -> pa.Table:
-    """The rows of a file; a time that says no zone is UTC. Of a CSV keys are the text that stands there: as a number ``007`` is another key.
+    """The rows of a file; a time that says no zone is UTC. Of a CSV keys are the text that stands
+    there: as a number ``007`` is another key.
 
     Raises:
         ConfigError: it cannot be read.
@@ -99,9 +117,15 @@ def _entities(path: Path, entity: Sequence[str], timestamp: str) -> pa.Table:
 
     try:
         as_text = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(entity, pa.string()))
-        table = pq.read_table(path) if path.suffix == ".parquet" else pyarrow.csv.read_csv(path, convert_options=as_text)
+        table = (
+            pq.read_table(path)
+            if path.suffix == ".parquet"
+            else pyarrow.csv.read_csv(path, convert_options=as_text)
+        )
     except (OSError, pa.ArrowException) as exc:
-        raise ConfigError(f"{path}: cannot be read as {path.suffix.removeprefix('.') or 'CSV'}: {exc}") from exc
+        raise ConfigError(
+            f"{path}: cannot be read as {path.suffix.removeprefix('.') or 'CSV'}: {exc}"
+        ) from exc
     if table.column_names.count(timestamp) == 1:
         times = table.column(timestamp)
         if pa.types.is_string(times.type):

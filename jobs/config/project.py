@@ -1,7 +1,9 @@
-"""Configuration: one ``project.yaml`` and a file per view, read once, checked whole, refused with file, key, value and remedy.
+"""Configuration: one ``project.yaml`` and a file per view, read once, checked whole, refused with
+file, key, value and remedy.
 
-Relative paths start from the folder of ``project.yaml``; those of a view stay as they are written until it is opened. A mistake in a view's file
-is that view's: the others go on. Secrets, such as the password in a Redis URL, belong in the environment and nowhere else.
+Relative paths start from the folder of ``project.yaml``; those of a view stay as they are written
+until it is opened. A mistake in a view's file is that view's: the others go on. Secrets, such as
+the password in a Redis URL, belong in the environment and nowhere else.
 """
 
 from __future__ import annotations
@@ -15,7 +17,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import Field, ValidationError, field_validator
 
-from precompute.jobs.config.schedule import RunsConfig, Schedule, When, check_schedules, check_timezone, spelled_out
+from precompute.jobs.config.schedule import (
+    RunsConfig,
+    Schedule,
+    When,
+    check_schedules,
+    check_timezone,
+    spelled_out,
+)
 from precompute.jobs.config.section import (
     PREFIX,
     Duration,
@@ -48,7 +57,9 @@ def tuning_path(folder: Path, view: str) -> Path:
     return folder / "tuning" / f"{view}.json"
 
 
-def write_tuning(folder: Path, view: str, model: Mapping[str, Any], tuning: Mapping[str, Any]) -> Path:
+def write_tuning(
+    folder: Path, view: str, model: Mapping[str, Any], tuning: Mapping[str, Any]
+) -> Path:
     """Write ``tuning``: ``precision`` and ``backend`` as picked, and whatever else was measured.
 
     Args:
@@ -82,10 +93,15 @@ def read_tuning(folder: Path, view: str, model: Mapping[str, Any]) -> dict[str, 
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as exc:
-        raise ConfigError(f"{path}: cannot be read ({exc}); run `precompute tune {view}` again, or remove it") from exc
+        raise ConfigError(
+            f"{path}: cannot be read ({exc}); run `precompute tune {view}` again, or remove it"
+        ) from exc
     wanted = {"version", "model", "precision", "backend"}
     if not isinstance(body, dict) or not wanted <= set(body) or body["version"] != VERSION:
-        raise ConfigError(f"{path}: is no tuning file of this version; run `precompute tune {view}` again, or remove it")
+        raise ConfigError(
+            f"{path}: is no tuning file of this version; run `precompute tune {view}` again, or"
+            " remove it"
+        )
     return body if body["model"] == _model(model) else None
 
 
@@ -94,18 +110,31 @@ def _model(model: Mapping[str, Any]) -> Any:
 
 
 class EngineConfig(Section):
-    """What computes: the run's own process, or worker processes, one for each GPU where there are any (what breaks a GPU's context, breaks it for its process)."""
+    """What computes: the run's own process, or worker processes, one for each GPU where there are
+    any (what breaks a GPU's context, breaks it for its process)."""
 
     workers: int = Field(
-        default=0, ge=0, le=64, description="processes that compute; 0: one for each GPU, and without any the run's own process"
+        default=0,
+        ge=0,
+        le=64,
+        description=(
+            "processes that compute; 0: one for each GPU, and without any the run's own process"
+        ),
     )
-    hang: Duration = Field(default=600.0, gt=0, description="a worker that finishes no batch for this long is replaced")
+    hang: Duration = Field(
+        default=600.0, gt=0, description="a worker that finishes no batch for this long is replaced"
+    )
 
 
 class RetentionConfig(Section):
-    """Which snapshots ``gc`` keeps, beside the live one, the one before, pinned ones and what other views were computed from."""
+    """Which snapshots ``gc`` keeps, beside the live one, the one before, pinned ones and what other
+    views were computed from."""
 
-    keep: int = Field(default=3, ge=1, description="the newest, of each view; of a partitioned one, the newest of each partition")
+    keep: int = Field(
+        default=3,
+        ge=1,
+        description="the newest, of each view; of a partitioned one, the newest of each partition",
+    )
     grace: Duration = Field(default=86400.0, description="nothing younger is removed")
 
 
@@ -114,40 +143,57 @@ class ProjectConfig(Section):
 
     root: str = Field(description="folder of the offline store")
     online: str = Field(
-        description="table:./folder, redis://host:6379/0, rediss://…, unix:///socket or redis+cluster://host:6379,host:6379"
+        description=(
+            "table:./folder, redis://host:6379/0, rediss://…, unix:///socket or"
+            " redis+cluster://host:6379,host:6379"
+        )
     )
     vars: dict[str, str] = Field(
-        default_factory=dict, description="values for ${name} in the views; relative paths start with ./ or ../"
+        default_factory=dict,
+        description="values for ${name} in the views; relative paths start with ./ or ../",
     )
     serve: ServeConfig = ServeConfig()
     schedule: dict[Name, When] = Field(
-        default_factory=dict, description="view → five cron fields, 'after view[, view]', or either with options"
+        default_factory=dict,
+        description="view → five cron fields, 'after view[, view]', or either with options",
     )
     runs: RunsConfig = RunsConfig()
     engine: EngineConfig = EngineConfig()
     lease: Duration = Field(
-        default=60.0, ge=1, description="how long a run or the scheduler may be silent before another one takes over"
+        default=60.0,
+        ge=1,
+        description="how long a run or the scheduler may be silent before another one takes over",
     )
     reconcile: Duration = Field(
-        default=60.0, ge=1, description="how often the scheduler looks whether the online store serves what is live"
+        default=60.0,
+        ge=1,
+        description="how often the scheduler looks whether the online store serves what is live",
     )
     timezone: str = Field(default="UTC", description="of the cron lines")
     retention: RetentionConfig = RetentionConfig()
     notify: list[str] = Field(
-        default_factory=list, description="a command and its arguments, run after every publishing, refusal, failure and rollback"
+        default_factory=list,
+        description=(
+            "a command and its arguments, run after every publishing, refusal, failure and rollback"
+        ),
     )
     memory_mb: int = Field(
         default=1024,
         ge=64,
-        description="what a run may take in memory beside what it loads and imports: DuckDB, which spills to disk beyond its share, what lies between "
-        "the stages, what publishing sorts; and the most that a vector index's codes may take",
+        description=(
+            "what a run may take in memory beside what it loads and imports: DuckDB, which spills"
+            " to disk beyond its share, what lies between the stages, what publishing sorts; and"
+            " the most that a vector index's codes may take"
+        ),
     )
 
     @property
     def source_mb(self) -> int:
-        """DuckDB's share of ``memory_mb``: it holds the rows while what is computed of them lies between the stages and in writers. What is not counted, the heaps of
-        allocators and what DuckDB does not count itself, is about as much as all shares: of 10⁷ rows at 256 the process took 705 MB of its own with all of it for each, and takes
-        399 so (``benchmarks.run_memory``)."""
+        """DuckDB's share of ``memory_mb``: it holds the rows while what is computed of them lies
+        between the stages and in writers. What is not counted, the heaps of allocators and what
+        DuckDB does not count itself, is about as much as all shares: of 10⁷ rows at 256 the process
+        took 705 MB of its own with all of it for each, and takes 399 so
+        (``benchmarks.run_memory``)."""
         return max(64, self.memory_mb // 4)
 
     @property
@@ -165,7 +211,10 @@ class ProjectConfig(Section):
     def _fit_into_sql(cls, variables: dict[str, str]) -> dict[str, str]:
         for name, value in variables.items():
             if "'" in value or '"' in value:
-                raise ValueError(f"{name}: {value!r} holds a quote, which cannot stand inside SQL; use a path without")
+                raise ValueError(
+                    f"{name}: {value!r} holds a quote, which cannot stand inside SQL; use a path"
+                    " without"
+                )
         return variables
 
     @field_validator("timezone")
@@ -192,7 +241,8 @@ class ProjectConfig(Section):
 
 
 class _Views(NamedTuple):
-    """Of every view, what its file says, or what is wrong with it; and ``use`` and ``args`` of its model as they are written."""
+    """Of every view, what its file says, or what is wrong with it; and ``use`` and ``args`` of its
+    model as they are written."""
 
     right: dict[str, ViewConfig]
     broken: dict[str, ConfigError]
@@ -200,16 +250,19 @@ class _Views(NamedTuple):
 
 
 class Project:
-    """A checked configuration. The files of views are read when they are first wanted: looking rows up needs none.
+    """A checked configuration. The files of views are read when they are first wanted: looking rows
+    up needs none.
 
     Args:
         folder: holds ``project.yaml`` and ``views/``.
         environment: overrides; the process's by default.
 
-    ``folder`` is as given, and ``home`` the same, absolute; ``names`` are those of all views that have a file, right or not, sorted.
+    ``folder`` is as given, and ``home`` the same, absolute; ``names`` are those of all views that
+    have a file, right or not, sorted.
 
     Raises:
-        ConfigError: every mistake found in ``project.yaml`` or the environment, each with file, key, value and remedy; or there is no view.
+        ConfigError: every mistake found in ``project.yaml`` or the environment, each with file,
+            key, value and remedy; or there is no view.
     """
 
     def __init__(self, folder: str | Path, environment: Mapping[str, str] | None = None) -> None:
@@ -217,25 +270,35 @@ class Project:
         self.home = self.folder.absolute()
         if not self.folder.is_dir():
             raise ConfigError(
-                f"no folder {str(folder)!r}: give the one with project.yaml, as in `precompute -c configs/movielens status`"
+                f"no folder {str(folder)!r}: give the one with project.yaml, as in `precompute -c"
+                " configs/movielens status`"
             )
         over = overrides(os.environ if environment is None else environment)
         project_file = self.folder / "project.yaml"
         raw = read_yaml(project_file)
         self._changes = over.pop("views", {})
         if not isinstance(self._changes, dict):
-            raise ConfigError(f"environment {PREFIX}VIEWS: name a view and a key, as in {PREFIX}VIEWS__ITEM_VECTOR__TTL=1h")
+            raise ConfigError(
+                f"environment {PREFIX}VIEWS: name a view and a key, as in"
+                f" {PREFIX}VIEWS__ITEM_VECTOR__TTL=1h"
+            )
         self.settings = checked(ProjectConfig, merged(raw, over), project_file, over)
         self.root = self.home / self.settings.root
         self.online = self._absolute_online(self.settings.online)
-        self._vars = {name: {".": "./", "..": "../"}.get(value, value) for name, value in self.settings.vars.items()}
+        self._vars = {
+            name: {".": "./", "..": "../"}.get(value, value)
+            for name, value in self.settings.vars.items()
+        }
         self.names = sorted(path.stem for path in (self.folder / "views").glob("*.yaml"))
         if not self.names:
-            instead = self._other_suffix("*") or "; add views/<name>.yaml (see 'a view' in the README)"
+            instead = (
+                self._other_suffix("*") or "; add views/<name>.yaml (see 'a view' in the README)"
+            )
             raise ConfigError(f"{self.folder / 'views'}: no view there{instead}")
         if unknown := [name for name in self._changes if name not in self.names]:
             raise ConfigError(
-                f"environment {PREFIX}VIEWS__{unknown[0].upper()}…: no such view{nearest_or_all(unknown[0], self.names)}"
+                f"environment {PREFIX}VIEWS__{unknown[0].upper()}…: no such"
+                f" view{nearest_or_all(unknown[0], self.names)}"
             )
         check_schedules(self.schedules(), self.names, project_file, over)
 
@@ -266,19 +329,29 @@ class Project:
 
         changes = self._changes.get(path.stem, {})
         if not isinstance(changes, Mapping):
-            raise ConfigError(f"environment {PREFIX}VIEWS__{path.stem.upper()}: name a key too, as in …__TTL=1h")
+            raise ConfigError(
+                f"environment {PREFIX}VIEWS__{path.stem.upper()}: name a key too, as in …__TTL=1h"
+            )
         written = merged(read_yaml(path), changes)
         data = substituted(written, self._vars, path)
         over = {"views": {path.stem: changes}}
         view = checked(ViewConfig, data, path, over, ("views", path.stem), self.home)
         if view.name != path.stem:
-            named = f"environment {PREFIX}VIEWS__{path.stem.upper()}__NAME" if "name" in changes else place(path, ("name",))
-            raise ConfigError(f"{named}: name: {view.name!r} differs from the file's name; call the file views/{view.name}.yaml")
+            named = (
+                f"environment {PREFIX}VIEWS__{path.stem.upper()}__NAME"
+                if "name" in changes
+                else place(path, ("name",))
+            )
+            raise ConfigError(
+                f"{named}: name: {view.name!r} differs from the file's name; call the file"
+                f" views/{view.name}.yaml"
+            )
         models[view.name] = {"use": view.model.use, "args": written["model"].get("args", {})}
         return self._tuned(view, models[view.name])
 
     def _tuned(self, view: ViewConfig, written: Mapping[str, Any]) -> ViewConfig:
-        """The view with ``precision: auto`` as its tuning file says; where that says what auto is anyway, the view as it is."""
+        """The view with ``precision: auto`` as its tuning file says; where that says what auto is
+        anyway, the view as it is."""
         if (view.model.precision, view.model.backend) != ("auto", "auto"):
             return view
         tuning = read_tuning(self.folder, view.name, written)
@@ -286,16 +359,20 @@ class Project:
             return view
         chosen = {"precision": tuning["precision"], "backend": tuning["backend"]}
         try:
-            model = type(view.model).model_validate(view.model.model_dump() | chosen, context=self.home)
+            model = type(view.model).model_validate(
+                view.model.model_dump() | chosen, context=self.home
+            )
         except ValidationError as exc:
             path = tuning_path(self.folder, view.name)
             raise ConfigError(
-                f"{path}: picked {chosen}, which is nothing this version knows; run `precompute tune` again"
+                f"{path}: picked {chosen}, which is nothing this version knows; run `precompute"
+                " tune` again"
             ) from exc
         return view.model_copy(update={"model": model})
 
     def model_as_written(self, name: str) -> Mapping[str, Any]:
-        """``use`` and ``args`` of a view's model before ``${…}`` are filled in: the same on every machine."""
+        """``use`` and ``args`` of a view's model before ``${…}`` are filled in: the same on every
+        machine."""
         return self._read_views.models[name]
 
     def view(self, name: str) -> ViewConfig:
@@ -309,7 +386,8 @@ class Project:
         return self.views[self.named(name)]
 
     def named(self, name: str, retained: Collection[str] = ()) -> str:
-        """A view's name, for what needs no definition: one that has a file, right or wrong, or is among ``retained``.
+        """A view's name, for what needs no definition: one that has a file, right or wrong, or is
+        among ``retained``.
 
         Raises:
             ConfigError: there is none of that name.
@@ -317,17 +395,22 @@ class Project:
         names = sorted({*self.names, *retained})
         if name not in names:
             raise ConfigError(
-                f"no view {name!r} in {self.folder / 'views'}{self._other_suffix(name) or nearest_or_all(name, names)}"
+                f"no view {name!r} in"
+                f" {self.folder / 'views'}{self._other_suffix(name) or nearest_or_all(name, names)}"
             )
         return name
 
     @cached_property
     def services(self) -> Mapping[str, Service | ConfigError]:
-        """Name → each that has a file, or what is wrong with that: the others go on. Defaults that fit no feature as the view is configured are left out."""
+        """Name → each that has a file, or what is wrong with that: the others go on. Defaults that
+        fit no feature as the view is configured are left out."""
         from precompute.jobs.config.service import fitted
 
         read = self._read_services()
-        return {name: one if isinstance(one, ConfigError) else fitted(one, self.views) for name, one in read.items()}
+        return {
+            name: one if isinstance(one, ConfigError) else fitted(one, self.views)
+            for name, one in read.items()
+        }
 
     def _read_services(self) -> Mapping[str, Service | ConfigError]:
         from precompute.jobs.config.service import read_service
@@ -350,25 +433,35 @@ class Project:
         if found is None:
             have = ", ".join(self.services) or "none"
             raise ConfigError(
-                f"no service {name!r} in {self.folder / 'services'}{did_you_mean(name, self.services)} (there are: {have})"
+                f"no service {name!r} in"
+                f" {self.folder / 'services'}{did_you_mean(name, self.services)} (there are:"
+                f" {have})"
             )
         if isinstance(found, ConfigError):
             raise found
         return found
 
     def service_mistakes(self) -> list[str]:
-        """A line for each mistake in the services' files: what keeps one from being served, and where one does not fit the views."""
+        """A line for each mistake in the services' files: what keeps one from being served, and
+        where one does not fit the views."""
         from precompute.jobs.config.service import mistakes
 
         lines = []
         for name, found in self._read_services().items():
             path = self.folder / "services" / f"{name}.yaml"
-            lines += [str(found)] if isinstance(found, ConfigError) else mistakes(found, self.views, self.names, path)
+            lines += (
+                [str(found)]
+                if isinstance(found, ConfigError)
+                else mistakes(found, self.views, self.names, path)
+            )
         return lines
 
     def _other_suffix(self, name: str) -> str:
         """The end of a message about a view's file that ends as YAML's do elsewhere."""
-        found = next((path for path in (self.folder / "views").glob("*.yml") if name in ("*", path.stem)), None)
+        found = next(
+            (path for path in (self.folder / "views").glob("*.yml") if name in ("*", path.stem)),
+            None,
+        )
         return "" if found is None else f"; rename {found.name} to {found.stem}.yaml"
 
     @property
@@ -399,19 +492,24 @@ class Project:
                 if other not in self.names:
                     where = place(self.folder / "views" / f"{name}.yaml", key)
                     read.broken[name] = ConfigError(
-                        f"{where}: {'.'.join(key)}: live.{other}: no such view{nearest_or_all(other, self.names)}"
+                        f"{where}: {'.'.join(key)}: live.{other}: no such"
+                        f" view{nearest_or_all(other, self.names)}"
                     )
                     read.right.pop(name, None)
         views = dict(read.right)
         for name, view in views.items():
-            if view.semantic_cache is not None and (why := self._no_semantic_cache(view, views)) is not None:
+            if (
+                view.semantic_cache is not None
+                and (why := self._no_semantic_cache(view, views)) is not None
+            ):
                 by = view.semantic_cache.view
                 where = place(self.folder / "views" / f"{name}.yaml", ("semantic_cache", "view"))
                 read.broken[name] = ConfigError(f"{where}: semantic_cache.view: {by!r}: {why}")
                 del read.right[name]
 
     def _no_semantic_cache(self, view: ViewConfig, views: Mapping[str, ViewConfig]) -> str | None:
-        """What is wrong with the view that a view's semantic cache names; None when nothing is, or that one's own file is wrong."""
+        """What is wrong with the view that a view's semantic cache names; None when nothing is, or
+        that one's own file is wrong."""
         assert view.semantic_cache is not None
         by = view.semantic_cache.view
         if by not in self.names:
@@ -432,5 +530,9 @@ def json_schemas() -> dict[str, Any]:
     from precompute.jobs.config.service import ServiceConfig
     from precompute.jobs.config.view import ViewConfig
 
-    kinds: dict[str, type[Section]] = {"project": ProjectConfig, "view": ViewConfig, "service": ServiceConfig}
+    kinds: dict[str, type[Section]] = {
+        "project": ProjectConfig,
+        "view": ViewConfig,
+        "service": ServiceConfig,
+    }
     return {name: kind.model_json_schema() for name, kind in kinds.items()}

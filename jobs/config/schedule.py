@@ -1,5 +1,5 @@
-"""Schedule: the ``schedule`` and ``runs`` sections of ``project.yaml``. When each view runs, and what becomes of a run that was missed or failed.
-A cron line is read with cron's meaning."""
+"""Schedule: the ``schedule`` and ``runs`` sections of ``project.yaml``. When each view runs, and
+what becomes of a run that was missed or failed. A cron line is read with cron's meaning."""
 
 from __future__ import annotations
 
@@ -19,10 +19,18 @@ from pydantic import BeforeValidator, Field, model_validator
 from precompute.jobs.config.section import Duration, Name, Section, origin, place
 from precompute.store.errors import ConfigError, did_you_mean, nearest_or_all
 
-_FIELDS = ("minute", "hour", "day of the month", "month", "day of the week; 0 and 7 are Sunday, or write mon-fri")
+_FIELDS = (
+    "minute",
+    "hour",
+    "day of the month",
+    "month",
+    "day of the week; 0 and 7 are Sunday, or write mon-fri",
+)
 
 
-def fire_times(line: str, timezone: str, after: datetime, until: datetime | None = None) -> Iterator[datetime]:
+def fire_times(
+    line: str, timezone: str, after: datetime, until: datetime | None = None
+) -> Iterator[datetime]:
     """When a line fires, in order.
 
     Args:
@@ -47,7 +55,8 @@ def fire_times(line: str, timezone: str, after: datetime, until: datetime | None
 
 
 def last_fire(line: str, timezone: str, after: datetime, until: datetime) -> datetime | None:
-    """The last moment a line fires, ``after`` excluded and ``until`` included (both aware); None when there is none. In UTC.
+    """The last moment a line fires, ``after`` excluded and ``until`` included (both aware); None
+    when there is none. In UTC.
 
     Raises:
         ValueError: not a cron line, or no such time zone.
@@ -81,11 +90,15 @@ def _checked(line: str) -> str:
     """
     fields = line.lower().split()
     if len(fields) != 5:
-        raise ValueError("write five cron fields (minute hour day month weekday), such as '0 2 * * *', or 'after <view>'")
+        raise ValueError(
+            "write five cron fields (minute hour day month weekday), such as '0 2 * * *', or 'after"
+            " <view>'"
+        )
     for field in fields[:3]:
         if not re.fullmatch(r"[0-9*/,-]+", field):
             raise ValueError(f"not a cron line: {field!r} is no number, range, list or step")
-    # a day with a step and no end: to Saturday, not to the second Sunday; from a day to Sunday: to the second one
+    # a day with a step and no end: to Saturday, not to the second Sunday; from a day to Sunday: to
+    # the second one
     fields[4] = re.sub(r"(?<![-*\w])(\w+)/", r"\1-6/", fields[4])
     fields[4] = re.sub(r"([1-7]|mon|tue|wed|thu|fri|sat)-(0|sun)\b", r"\1-7", fields[4])
     # a step over one value is that value, not all that follow
@@ -128,25 +141,42 @@ CatchUp = Literal["latest", "all", "none"]
 
 
 class RunsConfig(Section):
-    """How scheduled runs are caught up on, retried and ended; a view's schedule may say otherwise."""
+    """How scheduled runs are caught up on, retried and ended; a view's schedule may say
+    otherwise."""
 
-    catch_up: CatchUp = Field(default="latest", description="which of the times that were missed are run for")
-    retries: int = Field(default=3, ge=0, le=20, description="how often a run that failed or was killed is tried again")
-    retry_after: Duration = Field(default=60.0, description="wait before the first retry; twice as long before each further one")
-    deadline: Duration = Field(default=6 * 3600.0, gt=0, description="a run that takes longer is killed")
+    catch_up: CatchUp = Field(
+        default="latest", description="which of the times that were missed are run for"
+    )
+    retries: int = Field(
+        default=3,
+        ge=0,
+        le=20,
+        description="how often a run that failed or was killed is tried again",
+    )
+    retry_after: Duration = Field(
+        default=60.0,
+        description="wait before the first retry; twice as long before each further one",
+    )
+    deadline: Duration = Field(
+        default=6 * 3600.0, gt=0, description="a run that takes longer is killed"
+    )
 
 
 def _names(value: Any) -> Any:
-    return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
+    return (
+        [name.strip() for name in value.split(",") if name.strip()]
+        if isinstance(value, str)
+        else value
+    )
 
 
 class ScheduleConfig(Section):
     """When a view runs; what is left out is as in ``runs``."""
 
     at: str | None = Field(default=None, description="five cron fields")
-    after: Annotated[list[Name] | None, BeforeValidator(_names, json_schema_input_type=str | list[str] | None)] = Field(
-        default=None, description="views; runs when a new snapshot of one of them is live"
-    )
+    after: Annotated[
+        list[Name] | None, BeforeValidator(_names, json_schema_input_type=str | list[str] | None)
+    ] = Field(default=None, description="views; runs when a new snapshot of one of them is live")
     catch_up: CatchUp | None = Field(default=None, description="as `runs.catch_up`, of this view")
     retries: int | None = Field(default=None, ge=0, le=20, description="as `runs.retries`")
     retry_after: Duration | None = Field(default=None, description="as `runs.retry_after`")
@@ -155,7 +185,9 @@ class ScheduleConfig(Section):
     @model_validator(mode="after")
     def _one_of_both(self) -> ScheduleConfig:
         if (self.at is None) == (self.after is None):
-            raise ValueError("write one of both: at, five cron fields, or after, the views it runs after")
+            raise ValueError(
+                "write one of both: at, five cron fields, or after, the views it runs after"
+            )
         if self.after == []:
             raise ValueError("after: names no view; write after: [view]")
         return self
@@ -166,14 +198,18 @@ def _schedule(value: Any) -> Any:
     if isinstance(value, Mapping):
         return value
     if not isinstance(value, str):
-        raise ValueError("write a string, five cron fields or 'after <view>', or the keys at or after")
+        raise ValueError(
+            "write a string, five cron fields or 'after <view>', or the keys at or after"
+        )
     parents = after(value)
     if parents == []:
         raise ValueError("names no view; write 'after <view>'")
     return {"at": value} if parents is None else {"after": parents}
 
 
-When = Annotated[ScheduleConfig, BeforeValidator(_schedule, json_schema_input_type=str | ScheduleConfig)]
+When = Annotated[
+    ScheduleConfig, BeforeValidator(_schedule, json_schema_input_type=str | ScheduleConfig)
+]
 
 
 def after(when: str) -> list[str] | None:
@@ -185,7 +221,8 @@ def after(when: str) -> list[str] | None:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """When one view runs, spelled out. Either ``cron`` is set or ``parents``; durations in seconds."""
+    """When one view runs, spelled out. Either ``cron`` is set or ``parents``; durations in
+    seconds."""
 
     when: str
     """For people: the cron line, or ``after a, b``."""
@@ -198,7 +235,9 @@ class Schedule:
     deadline_s: float
 
 
-def spelled_out(schedule: Mapping[str, ScheduleConfig], runs: RunsConfig, timezone: str) -> dict[str, Schedule]:
+def spelled_out(
+    schedule: Mapping[str, ScheduleConfig], runs: RunsConfig, timezone: str
+) -> dict[str, Schedule]:
     """The schedule section, with what a view leaves out as ``runs`` has it."""
     return {
         name: Schedule(
@@ -216,15 +255,21 @@ def spelled_out(schedule: Mapping[str, ScheduleConfig], runs: RunsConfig, timezo
 
 
 def check_schedules(
-    schedules: Mapping[str, Schedule], views: Collection[str], project_file: Path, over: Mapping[str, Any]
+    schedules: Mapping[str, Schedule],
+    views: Collection[str],
+    project_file: Path,
+    over: Mapping[str, Any],
 ) -> None:
-    """Refuse what only shows when all are seen together; ``over`` are those of the values that came from the environment.
+    """Refuse what only shows when all are seen together; ``over`` are those of the values that came
+    from the environment.
 
     Raises:
         ConfigError: of no view, no cron line, after a view that is not scheduled, or after itself.
     """
     for name, schedule in schedules.items():
-        where = f"{origin(project_file, ('schedule', name), over)}: schedule.{name}: {schedule.when!r}"
+        where = (
+            f"{origin(project_file, ('schedule', name), over)}: schedule.{name}: {schedule.when!r}"
+        )
         if name not in views:
             raise ConfigError(f"{where}: no such view{nearest_or_all(name, views)}")
         if schedule.cron is not None:
@@ -234,19 +279,27 @@ def check_schedules(
                 raise ConfigError(f"{where}: {exc}") from exc
         for parent in schedule.parents:
             if parent not in schedules:
-                other = ": give it a line of its own" if parent in views else nearest_or_all(parent, views)
+                other = (
+                    ": give it a line of its own"
+                    if parent in views
+                    else nearest_or_all(parent, views)
+                )
                 raise ConfigError(f"{where}: {parent!r} is not scheduled itself{other}")
     for name in schedules:
         _check_circle(schedules, (name,), project_file)
 
 
-def _check_circle(schedules: Mapping[str, Schedule], path: tuple[str, ...], project_file: Path) -> None:
+def _check_circle(
+    schedules: Mapping[str, Schedule], path: tuple[str, ...], project_file: Path
+) -> None:
     """Raises:
     ConfigError: a view runs after one of ``path``, each of which runs after the next.
     """
     for parent in schedules[path[-1]].parents:
         if parent in path:
             raise ConfigError(
-                f"{place(project_file, ('schedule', parent))}: schedule: {' after '.join((*path, parent))} goes round in a circle; give one of them a cron line"
+                f"{place(project_file, ('schedule', parent))}: schedule:"
+                f" {' after '.join((*path, parent))} goes round in a circle; give one of them a"
+                " cron line"
             )
         _check_circle(schedules, (*path, parent), project_file)

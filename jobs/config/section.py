@@ -1,5 +1,6 @@
-"""A section of a configuration file, read strictly: a mistake is reported with file or environment variable, key, value and remedy.
-Files are YAML, with environment overrides and ``${name}`` put in."""
+"""A section of a configuration file, read strictly: a mistake is reported with file or environment
+variable, key, value and remedy. Files are YAML, with environment overrides and ``${name}`` put
+in."""
 
 from __future__ import annotations
 
@@ -23,15 +24,18 @@ OWN_VARIABLES = frozenset({"PRECOMPUTE_CONFIG", "PRECOMPUTE_CRASH", "PRECOMPUTE_
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML that refuses a key given twice instead of keeping the last, and reads only true and false as booleans, as YAML 1.2 does:
-    in YAML 1.1 the key of ``index: {on: embedding}`` is ``True``."""
+    """YAML that refuses a key given twice instead of keeping the last, and reads only true and
+    false as booleans, as YAML 1.2 does: in YAML 1.1 the key of ``index: {on: embedding}`` is
+    ``True``."""
 
 
 def _mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     lines: dict[Any, int] = {}
     for key_node, _ in node.value:
         # one that cannot be a key is refused below
-        key = loader.construct_object(key_node) if isinstance(key_node, yaml.ScalarNode) else key_node
+        key = (
+            loader.construct_object(key_node) if isinstance(key_node, yaml.ScalarNode) else key_node
+        )
         if key in lines:
             twice = f"key {key!r} is given twice, the first time on line {lines[key]}: remove one"
             raise yaml.constructor.ConstructorError(None, None, twice, key_node.start_mark)
@@ -39,15 +43,22 @@ def _mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[Any, Any]
     return loader.construct_mapping(node, deep=True)
 
 
-# The plain scalars of YAML 1.2's core schema, and no others: no `on` for true, no 26:00 for 1,560, no dates.
+# The plain scalars of YAML 1.2's core schema, and no others: no `on` for true, no 26:00 for 1,560,
+# no dates.
 _UniqueKeyLoader.yaml_implicit_resolvers = {}
 for _tag, _pattern, _first in (
     ("null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
     ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
     ("int", r"^[-+]?[0-9]+$", list("-+0123456789")),
-    ("float", r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan)$", list("-+.0123456789")),
+    (
+        "float",
+        r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan)$",
+        list("-+.0123456789"),
+    ),
 ):
-    _UniqueKeyLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _first)
+    _UniqueKeyLoader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _first
+    )
 _UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 
 
@@ -63,18 +74,23 @@ def read_yaml(path: Path) -> dict[str, Any]:
         other = path.with_suffix(".yml")
         instead = f"; rename {other.name} to {path.name}" if other.is_file() else ""
         raise ConfigError(
-            f"{path}: no such file; a project is a folder with project.yaml and views/<name>.yaml{instead}"
+            f"{path}: no such file; a project is a folder with project.yaml and"
+            f" views/<name>.yaml{instead}"
         ) from exc
     except UnicodeDecodeError as exc:
         line = exc.object.count(b"\n", 0, exc.start) + 1
-        raise ConfigError(f"{path}:{line}: not UTF-8: byte 0x{exc.object[exc.start]:02x}; save it as UTF-8") from exc
+        raise ConfigError(
+            f"{path}:{line}: not UTF-8: byte 0x{exc.object[exc.start]:02x}; save it as UTF-8"
+        ) from exc
     except OSError as exc:
         raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
     try:
         data = yaml.load(text, _UniqueKeyLoader)  # noqa: S506  # a SafeLoader
     except (yaml.YAMLError, ValueError, RecursionError) as exc:
         at, problem = _yaml_problem(exc, text)
-        raise ConfigError(f"{path}{'' if at is None else f':{at}'}: not valid YAML: {problem}") from exc
+        raise ConfigError(
+            f"{path}{'' if at is None else f':{at}'}: not valid YAML: {problem}"
+        ) from exc
     if not isinstance(data, dict):
         held = "nothing" if data is None else "a list" if isinstance(data, list) else repr(data)
         raise ConfigError(f"{path}: holds {held}, not keys and values as in `name: value`")
@@ -84,7 +100,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
 _REMEDIES = {
     "character '\\t'": "indent with spaces",
     "cannot start any token": "put a text that begins with it in quotes",
-    "mapping values are not allowed": "put a text with a colon in quotes, and give keys of one section one indentation",
+    "mapping values are not allowed": (
+        "put a text with a colon in quotes, and give keys of one section one indentation"
+    ),
     "expected <block end>": "give keys of one section one indentation",
     "could not find expected ':'": "write `key: value`, with a space",
     "while scanning a quoted scalar": "close the quote",
@@ -109,18 +127,26 @@ _BEGUN = (
 def _yaml_problem(exc: Exception, text: str) -> tuple[int | None, str]:
     """The line, counted from 1, and what is wrong there."""
     if isinstance(exc, yaml.reader.ReaderError):
-        return text.count("\n", 0, exc.position) + 1, f"{exc.reason} (#x{ord(text[exc.position]):04x})"
+        return (
+            text.count("\n", 0, exc.position) + 1,
+            f"{exc.reason} (#x{ord(text[exc.position]):04x})",
+        )
     if not isinstance(exc, yaml.MarkedYAMLError):
         return None, str(exc) or type(exc).__name__
-    mark = exc.context_mark if exc.context in _BEGUN or exc.problem_mark is None else exc.problem_mark
+    mark = (
+        exc.context_mark if exc.context in _BEGUN or exc.problem_mark is None else exc.problem_mark
+    )
     problem = ", ".join(part for part in (exc.context, exc.problem) if part)
     remedy = next((f"; {remedy}" for words, remedy in _REMEDIES.items() if words in problem), "")
     # the end of a file is its last line
-    return None if mark is None else min(mark.line + 1, len(text.rstrip().splitlines())), f"{problem}{remedy}"
+    return (
+        None if mark is None else min(mark.line + 1, len(text.rstrip().splitlines()))
+    ), f"{problem}{remedy}"
 
 
 def line_of(path: Path, location: Sequence[int | str]) -> int | None:
-    """The line of a file, counted from 1, on which the key at a location stands, or the deepest above it that is there; None without any."""
+    """The line of a file, counted from 1, on which the key at a location stands, or the deepest
+    above it that is there; None without any."""
     try:
         node, line = _composed(path.read_text(encoding="utf-8")), None
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
@@ -129,7 +155,9 @@ def line_of(path: Path, location: Sequence[int | str]) -> int | None:
         found: tuple[yaml.Node, yaml.Node] | None = None
         if isinstance(node, yaml.MappingNode):
             found = next((pair for pair in node.value if pair[0].value == str(part)), None)
-        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+        elif (
+            isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value)
+        ):
             found = (node.value[part], node.value[part])
         if found is not None:
             line, node = found[0].start_mark.line + 1, found[1]
@@ -160,7 +188,10 @@ def overrides(environment: Mapping[str, str]) -> dict[str, Any]:
         for key in path:
             node = node.setdefault(key, {})
             if not isinstance(node, dict):
-                raise ConfigError(f"environment {variable}: contradicts {PREFIX}{'__'.join(path).upper()}; set one of them")
+                raise ConfigError(
+                    f"environment {variable}: contradicts {PREFIX}{'__'.join(path).upper()}; set"
+                    " one of them"
+                )
         # texts whatever they look like: a year, a country called `no`
         node[last] = text if path[:1] == ["vars"] or path == ["schedule"] else _value(text)
     return tree
@@ -178,11 +209,17 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     result = dict(base)
     for key, value in over.items():
         current = result.get(key)
-        result[key] = merged(current, value) if isinstance(value, Mapping) and isinstance(current, Mapping) else value
+        result[key] = (
+            merged(current, value)
+            if isinstance(value, Mapping) and isinstance(current, Mapping)
+            else value
+        )
     return result
 
 
-def substituted(value: Any, variables: Mapping[str, str], path: Path, at: tuple[int | str, ...] = ()) -> Any:
+def substituted(
+    value: Any, variables: Mapping[str, str], path: Path, at: tuple[int | str, ...] = ()
+) -> Any:
     """``${name}`` replaced throughout; ``at`` is where the value stands in a view's file."""
     if isinstance(value, dict):
         return {k: substituted(v, variables, path, (*at, k)) for k, v in value.items()}
@@ -195,14 +232,15 @@ def substituted(value: Any, variables: Mapping[str, str], path: Path, at: tuple[
         name = match[1]
         if name not in variables:
             raise ConfigError(
-                f"{place(path, at)}: {_dotted(at)}: ${{{name}}}: no such variable: add `vars: {{{name}: …}}` to project.yaml, or set "
-                f"{PREFIX}VARS__{name.upper()}{nearest_or_all(name, variables)}"
+                f"{place(path, at)}: {_dotted(at)}: ${{{name}}}: no such variable: add `vars:"
+                f" {{{name}: …}}` to project.yaml, or set"
+                f" {PREFIX}VARS__{name.upper()}{nearest_or_all(name, variables)}"
             )
         if "'" in variables[name] or '"' in variables[name]:
             project = path.parent.parent / "project.yaml"
             raise ConfigError(
-                f"{place(project, ('vars', name))}: vars.{name}: {variables[name]!r} holds a quote, which cannot stand inside SQL; use a "
-                "path without"
+                f"{place(project, ('vars', name))}: vars.{name}: {variables[name]!r} holds a quote,"
+                " which cannot stand inside SQL; use a path without"
             )
         return variables[name]
 
@@ -219,7 +257,11 @@ def parse_duration(value: Any) -> float:
     Raises:
         ValueError: anything else.
     """
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < float("inf"):
+    if (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and 0 <= value < float("inf")
+    ):
         return float(value)
     match = _DURATION.match(str(value))
     if match is None or match[2] not in _UNITS:
@@ -228,7 +270,8 @@ def parse_duration(value: Any) -> float:
 
 
 def parse_time(value: Any) -> datetime:
-    """``2026-01-31``, ``2026-01-31 06:00`` or an ISO 8601 time, in UTC unless it says otherwise → aware datetime in UTC.
+    """``2026-01-31``, ``2026-01-31 06:00`` or an ISO 8601 time, in UTC unless it says otherwise →
+    aware datetime in UTC.
 
     Raises:
         ValueError: anything else.
@@ -242,7 +285,10 @@ def parse_time(value: Any) -> datetime:
 
 def _name(value: str) -> str:
     if not NAME.match(value):
-        raise ValueError("a name has lower-case letters, digits and _, starts with a letter, and is at most 63 long")
+        raise ValueError(
+            "a name has lower-case letters, digits and _, starts with a letter, and is at most 63"
+            " long"
+        )
     return value
 
 
@@ -295,7 +341,8 @@ def _lines(
     prefix: tuple[str, ...],
     exc: ValidationError,
 ) -> list[str]:
-    """A line for each mistake; what all kinds of values that a key may have say of one is one mistake."""
+    """A line for each mistake; what all kinds of values that a key may have say of one is one
+    mistake."""
     mistakes: dict[Any, list[Any]] = {}
     located = [_located(error, data) for error in exc.errors()]
     meant = [
@@ -304,28 +351,44 @@ def _lines(
         if error["type"] == "extra_forbidden"
     ]
     # a key that is missing, and another one in its place, are one mistake
-    for error in (error for error in located if error["type"] != "missing" or error["loc"] not in meant):
+    for error in (
+        error for error in located if error["type"] != "missing" or error["loc"] not in meant
+    ):
         mistakes.setdefault(error["loc"], []).append(error)
     lines = []
     for errors in mistakes.values():
         # the only value of a literal is no reason to list them
-        words = [error for error in errors if error["type"] == "literal_error"] if len(errors) > 1 else []
+        words = (
+            [error for error in errors if error["type"] == "literal_error"]
+            if len(errors) > 1
+            else []
+        )
         others = [error for error in errors if error not in words] or errors
         also = f", or {words[0]['ctx']['expected']}" if words and others is not errors else ""
-        lines += [f"{origin(path, error['loc'], over, prefix)}: {_message(kind, error)}{also}" for error in others]
+        lines += [
+            f"{origin(path, error['loc'], over, prefix)}: {_message(kind, error)}{also}"
+            for error in others
+        ]
     return lines
 
 
 def _located(mistake: Any, data: Any) -> dict[str, Any]:
-    """A mistake that says where it stands in the file, without what pydantic puts between, which kind of value was tried; and what stands there, as it is
-    written. What a check of a whole section says begins with the key that is wrong."""
+    """A mistake that says where it stands in the file, without what pydantic puts between, which
+    kind of value was tried; and what stands there, as it is written. What a check of a whole
+    section says begins with the key that is wrong."""
     error, found = dict(mistake), list[int | str]()
     error["msg"] = error["msg"].removeprefix("Value error, ")
     for number, part in enumerate(error["loc"]):
-        inside = part in data if isinstance(data, Mapping) else isinstance(data, list) and isinstance(part, int)
+        inside = (
+            part in data
+            if isinstance(data, Mapping)
+            else isinstance(data, list) and isinstance(part, int)
+        )
         if inside:
             data = data[part]
-        if inside or (number + 1 == len(error["loc"]) and error["type"] in ("missing", "invalid_key")):
+        if inside or (
+            number + 1 == len(error["loc"]) and error["type"] in ("missing", "invalid_key")
+        ):
             found.append(part)
     named = re.match(r"([a-z_0-9]+(?:\.[A-Za-z_0-9]+)*): (?=.)", error["msg"])
     parts = [] if named is None else named[1].split(".")
@@ -336,27 +399,45 @@ def _located(mistake: Any, data: Any) -> dict[str, Any]:
     return error | {"loc": tuple(found)}
 
 
-def origin(path: Path, location: tuple[int | str, ...], over: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> str:
-    """The file in which the value of a key stands, and the line; or the environment variable. Arguments as of :func:`checked`."""
+def origin(
+    path: Path,
+    location: tuple[int | str, ...],
+    over: Mapping[str, Any],
+    prefix: tuple[str, ...] = (),
+) -> str:
+    """The file in which the value of a key stands, and the line; or the environment variable.
+    Arguments as of :func:`checked`."""
     for end in range(len(location), 0, -1):
         node: Any = over
         for part in (*prefix, *location[:end]):
             node = node.get(part) if isinstance(node, Mapping) else None
-        if node is not None and node != {} and (end == len(location) or not isinstance(node, Mapping)):
+        if (
+            node is not None
+            and node != {}
+            and (end == len(location) or not isinstance(node, Mapping))
+        ):
             return f"environment {PREFIX}{_dotted((*prefix, *location[:end]), '__').upper()}"
     return place(path, location)
 
 
 def _dotted(location: Sequence[int | str], separator: str = ".") -> str:
-    return separator.join(text if (text := str(part)).isprintable() else repr(part) for part in location)
+    return separator.join(
+        text if (text := str(part)).isprintable() else repr(part) for part in location
+    )
 
 
 def _message(kind: type[BaseModel], error: Any) -> str:
     where, given, text = _dotted(error["loc"]), error["input"], error["msg"]
     if error["type"] == "extra_forbidden" and given is None and " " in where:
-        return f"{where}: unknown key; inside {{ }} a comma ends a value, so put the text before it in quotes"
+        return (
+            f"{where}: unknown key; inside {{ }} a comma ends a value, so put the text before it in"
+            " quotes"
+        )
     if error["type"] == "extra_forbidden":
-        return f"{where}: unknown key{nearest_or_all(str(error['loc'][-1]), _keys_at(kind, error['loc'][:-1]))}"
+        return (
+            f"{where}: unknown"
+            f" key{nearest_or_all(str(error['loc'][-1]), _keys_at(kind, error['loc'][:-1]))}"
+        )
     if error["type"] == "invalid_key":
         return f"{where}: a key is a text: write '{where}' in quotes"
     if error["type"] == "missing":
@@ -374,8 +455,15 @@ def _message(kind: type[BaseModel], error: Any) -> str:
         text = f"write keys and values{_as_section(kind, error)}"
     elif error["type"] in _WORDS:
         text = _WORDS[error["type"]].format(**error.get("ctx", {}))
-    value = "" if isinstance(given, dict) or value in text else f" {value if len(value) <= 120 else value[:117] + '...'}:"
-    return f"{where}{':' if where else ''}{value} {text[0].lower() + text[1:] if text.startswith('Input') else text}".lstrip()
+    value = (
+        ""
+        if isinstance(given, dict) or value in text
+        else f" {value if len(value) <= 120 else value[:117] + '...'}:"
+    )
+    return (
+        f"{where}{':' if where else ''}{value}"
+        f" {text[0].lower() + text[1:] if text.startswith('Input') else text}".lstrip()
+    )
 
 
 _WORDS = {
@@ -397,13 +485,16 @@ _PLAIN = {id(None): "null", id(True): "true", id(False): "false"}
 
 
 def _as_section(kind: type[BaseModel], error: Any) -> str:
-    """How a value would be written that stands where a section is expected: under the section's one key that must be there, if that is all it has to have."""
+    """How a value would be written that stands where a section is expected: under the section's one
+    key that must be there, if that is all it has to have."""
     section, given = _section_at(kind, error["loc"]), error["input"]
     if section is None:
         return ""
     # of a source the text is most likely its SQL, though a frame may take its place
     keys = [
-        name for name, field in section.model_fields.items() if field.is_required() or (name == "sql" and isinstance(given, str))
+        name
+        for name, field in section.model_fields.items()
+        if field.is_required() or (name == "sql" and isinstance(given, str))
     ]
     if isinstance(given, bool) and "enabled" in section.model_fields:
         keys, given = ["enabled"], _PLAIN[id(given)]
@@ -425,10 +516,16 @@ def _section_at(kind: type[BaseModel], location: tuple[int | str, ...]) -> type[
     current: Any = kind
     parts = iter(location)
     for part in parts:
-        field = current.model_fields.get(str(part)) if isinstance(current, type) and issubclass(current, BaseModel) else None
+        field = (
+            current.model_fields.get(str(part))
+            if isinstance(current, type) and issubclass(current, BaseModel)
+            else None
+        )
         if field is None:
             continue
-        models = [t for t in _types(field.annotation) if isinstance(t, type) and issubclass(t, BaseModel)]
+        models = [
+            t for t in _types(field.annotation) if isinstance(t, type) and issubclass(t, BaseModel)
+        ]
         current = models[0] if models else None
         if getattr(field.annotation, "__origin__", None) is dict:
             # a name, such as a feature's

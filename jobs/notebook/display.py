@@ -1,4 +1,5 @@
-"""Display: tables as a notebook shows them, and as a terminal does: few rows, short values, all of it escaped."""
+"""Display: tables as a notebook shows them, and as a terminal does: few rows, short values, all of
+it escaped."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ MOST_ROWS, MOST_NUMBERS, MOST_CHARACTERS = 20, 4, 60
 
 
 def shown(value: Any, column: str = "") -> str:
-    """A value in a cell; of a column whose name ends with ``_s`` as a time, and of a fingerprint its beginning, as the command line has them."""
+    """A value in a cell; of a column whose name ends with ``_s`` as a time, and of a fingerprint
+    its beginning, as the command line has them."""
     if value is None:
         return "–"
     if column == "model":
@@ -39,8 +41,11 @@ def counted(number: int, what: str) -> str:
     return f"{number:,} {what}{'s' * (number != 1)}"
 
 
-def table_html(caption: str, head: Sequence[str], rows: Sequence[Sequence[Any]], notes: Sequence[str] = ()) -> str:
-    """A table for ``_repr_html_``: ``rows`` of values, at most :data:`MOST_ROWS` of which are shown; ``notes`` below it are what needs attention."""
+def table_html(
+    caption: str, head: Sequence[str], rows: Sequence[Sequence[Any]], notes: Sequence[str] = ()
+) -> str:
+    """A table for ``_repr_html_``: ``rows`` of values, at most :data:`MOST_ROWS` of which are
+    shown; ``notes`` below it are what needs attention."""
     lines = ["<tr>" + "".join(f"<th>{html.escape(name)}</th>" for name in head) + "</tr>"]
     for row in rows[:MOST_ROWS]:
         values = (html.escape(shown(value, name)) for name, value in zip(head, row, strict=True))
@@ -51,12 +56,20 @@ def table_html(caption: str, head: Sequence[str], rows: Sequence[Sequence[Any]],
     return body + "".join(f"<div>⚠ {html.escape(note)}</div>" for note in notes) + "</div>"
 
 
-def table_text(caption: str, head: Sequence[str], rows: Sequence[Sequence[Any]], notes: Sequence[str] = ()) -> str:
+def table_text(
+    caption: str, head: Sequence[str], rows: Sequence[Sequence[Any]], notes: Sequence[str] = ()
+) -> str:
     """The same for ``repr``."""
-    shown_rows = ([shown(value, name) for name, value in zip(head, row, strict=True)] for row in rows[:MOST_ROWS])
+    shown_rows = (
+        [shown(value, name) for name, value in zip(head, row, strict=True)]
+        for row in rows[:MOST_ROWS]
+    )
     lines = [list(head), *shown_rows] if head else []
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     text = [caption]
-    text += ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    text += [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
     text += [f"… {len(rows) - MOST_ROWS:,} more"] if len(rows) > MOST_ROWS else []
     return "\n".join([*text, *notes])

@@ -20,7 +20,8 @@ class Ran:
 
     @property
     def status(self) -> str:
-        """``published``, ``committed`` (computed, and not published) or ``current`` (nothing to do)."""
+        """``published``, ``committed`` (computed, and not published) or ``current`` (nothing to
+        do)."""
         return self.report.status
 
     @property
@@ -30,7 +31,8 @@ class Ran:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Rows: ``source`` = ``written`` + ``unchanged`` + ``rejected``; ``removed`` ones besides."""
+        """Rows: ``source`` = ``written`` + ``unchanged`` + ``rejected``; ``removed`` ones
+        besides."""
         return dict(self.report.counts)
 
     def __repr__(self) -> str:

@@ -1,4 +1,5 @@
-"""Rows: what a project answers with, as Arrow holds it and as a notebook shows it; a DataFrame of whichever library is one call away."""
+"""Rows: what a project answers with, as Arrow holds it and as a notebook shows it; a DataFrame of
+whichever library is one call away."""
 
 from __future__ import annotations
 
@@ -16,9 +17,11 @@ if TYPE_CHECKING:
 
 
 class Rows:
-    """Rows of one answer; ``len``, iteration and ``rows[0]`` are of dicts, ``rows["age_s"]`` is a column.
+    """Rows of one answer; ``len``, iteration and ``rows[0]`` are of dicts, ``rows["age_s"]`` is a
+    column.
 
-    Whatever takes Arrow takes it as it is (``polars.DataFrame(rows)``, ``pyarrow.table(rows)``, DuckDB).
+    Whatever takes Arrow takes it as it is (``polars.DataFrame(rows)``, ``pyarrow.table(rows)``,
+    DuckDB).
 
     Args:
         table: the rows.
@@ -27,7 +30,14 @@ class Rows:
         notes: what else is to be said of them, for people.
     """
 
-    def __init__(self, table: pa.Table, caption: str, *, hidden: Sequence[str] = (), notes: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        table: pa.Table,
+        caption: str,
+        *,
+        hidden: Sequence[str] = (),
+        notes: Sequence[str] = (),
+    ) -> None:
         self.table = table
         """The rows as a ``pyarrow.Table``."""
         self._caption, self._hidden, self._notes = caption, frozenset(hidden), list(notes)
@@ -36,7 +46,11 @@ class Rows:
     def of(cls, rows: Sequence[Mapping[str, Any]], caption: str, **options: Any) -> Rows:
         """Of dicts; ``options`` as of the class. What Arrow has no type for is text."""
         names = list(dict.fromkeys(name for row in rows for name in row))
-        return cls(pa.table({name: _column([row.get(name) for row in rows]) for name in names}), caption, **options)
+        return cls(
+            pa.table({name: _column([row.get(name) for row in rows]) for name in names}),
+            caption,
+            **options,
+        )
 
     @property
     def columns(self) -> list[str]:
@@ -121,4 +135,6 @@ def _column(values: list[Any]) -> pa.Array:
 
 
 def _not_installed(exc: ModuleNotFoundError) -> ConfigError:
-    return ConfigError(f"{exc.name} is not installed: pip install {exc.name}, or take .to_arrow() or .to_pylist()")
+    return ConfigError(
+        f"{exc.name} is not installed: pip install {exc.name}, or take .to_arrow() or .to_pylist()"
+    )

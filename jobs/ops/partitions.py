@@ -1,5 +1,6 @@
-"""Partitions: of a partitioned view, how many of those that were computed are served and why the others are not, which are of an older model, and which have
-late rows. From the catalog and the runs' reports: few manifests are read, and no source is.
+"""Partitions: of a partitioned view, how many of those that were computed are served and why the
+others are not, which are of an older model, and which have late rows. From the catalog and the
+runs' reports: few manifests are read, and no source is.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ NAMED = 3
 """Late partitions that are named in a line."""
 
 
-def partitions_served(config: ViewConfig, store: ViewStore, live: Snapshot, reports: Sequence[Report]) -> dict[str, Any] | None:
+def partitions_served(
+    config: ViewConfig, store: ViewStore, live: Snapshot, reports: Sequence[Report]
+) -> dict[str, Any] | None:
     """What of a view's partitions is live; None for a view that has none.
 
     Args:
@@ -32,9 +35,12 @@ def partitions_served(config: ViewConfig, store: ViewStore, live: Snapshot, repo
         reports: its newest runs', the newest first.
 
     Returns:
-        ``serve`` (newest or all, as what is live was published), ``served`` and ``computed`` (partitions with rows), ``rows`` (computed in the newest snapshots of all
-        these, a key counted in each partition that has it), ``left_out``: reason → how many partitions are not served as they were computed last,
-        ``older``: partitions of another model or source than the view would be computed with now, ``looked_at``: how many partitions' sources these runs
+        ``serve`` (newest or all, as what is live was published), ``served`` and ``computed``
+        (partitions with rows), ``rows`` (computed in the newest snapshots of all these, a key
+        counted in each partition that has it), ``left_out``: reason → how many partitions are not
+        served as they were computed last,
+        ``older``: partitions of another model or source than the view would be computed with now,
+            ``looked_at``: how many partitions' sources these runs
         read again to look for late rows, and ``late``: those of them that have other rows now.
 
     Raises:
@@ -52,11 +58,16 @@ def partitions_served(config: ViewConfig, store: ViewStore, live: Snapshot, repo
     if not live.members:
         return {"serve": "newest", "served": 1} | facts | {"left_out": {}} | of_source
     return (
-        {"serve": "all", "served": len(live.members)} | facts | {"left_out": _left_out(config, store, live, newest)} | of_source
+        {"serve": "all", "served": len(live.members)}
+        | facts
+        | {"left_out": _left_out(config, store, live, newest)}
+        | of_source
     )
 
 
-def _left_out(config: ViewConfig, store: ViewStore, live: Snapshot, newest: Mapping[str, Entry]) -> dict[str, int]:
+def _left_out(
+    config: ViewConfig, store: ViewStore, live: Snapshot, newest: Mapping[str, Entry]
+) -> dict[str, int]:
     assert config.partition is not None
     marks, left_out = store.refs.bad(), Counter[str]()
     since = None
@@ -72,13 +83,20 @@ def _left_out(config: ViewConfig, store: ViewStore, live: Snapshot, newest: Mapp
         elif entry.refused_by:
             left_out[f"refused by {', '.join(entry.refused_by)}"] += 1
         else:
-            left_out["of another model" if store.snapshot(entry.number).model != live.model else "not published yet"] += 1
+            left_out[
+                (
+                    "of another model"
+                    if store.snapshot(entry.number).model != live.model
+                    else "not published yet"
+                )
+            ] += 1
     return dict(left_out)
 
 
 def _older(config: ViewConfig, store: ViewStore, newest: Mapping[str, Entry]) -> list[str]:
-    """Partitions that were computed otherwise than the one that was computed last, or all, where the view's file says another model or source by now. That a
-    model's own files changed, the next run finds."""
+    """Partitions that were computed otherwise than the one that was computed last, or all, where
+    the view's file says another model or source by now. That a model's own files changed, the next
+    run finds."""
     if not newest:
         return []
     last = max(newest.values(), key=lambda entry: entry.number)
@@ -87,50 +105,69 @@ def _older(config: ViewConfig, store: ViewStore, newest: Mapping[str, Entry]) ->
     if any(parameters(sql) for sql in model_queries(config.model.args).values()):
         # each partition has a model of its own
         return []
-    return sorted(partition for partition, entry in newest.items() if entry.computation != last.computation)
+    return sorted(
+        partition for partition, entry in newest.items() if entry.computation != last.computation
+    )
 
 
 def _made_by(view: FeatureView) -> tuple[Any, ...]:
     """What of a definition makes its rows."""
     made_by = view.definition
-    return view.entity, view.features, made_by.source.strip(), made_by.model, made_by.bad_rows == "null"
+    return (
+        view.entity,
+        view.features,
+        made_by.source.strip(),
+        made_by.model,
+        made_by.bad_rows == "null",
+    )
 
 
 def _late(newest: Mapping[str, Entry], reports: Sequence[Report]) -> dict[str, Any]:
-    """Of each partition as the last run that looked at it has it, but where it was computed again since."""
+    """Of each partition as the last run that looked at it has it, but where it was computed again
+    since."""
     looked_at, late = set[str](), []
     for report in reports:
         for partition in set(report.looked_at) - looked_at:
-            if partition in report.late and partition in newest and newest[partition].run < report.run:
+            if (
+                partition in report.late
+                and partition in newest
+                and newest[partition].run < report.run
+            ):
                 late.append(partition)
         looked_at.update(report.looked_at)
     return {"looked_at": len(looked_at), "late": sorted(late)}
 
 
 def in_words(view: str, partitions: Mapping[str, Any], rows: int) -> list[str]:
-    """One glance shows what is online, and what would mend the rest; empty where all is as it should be."""
+    """One glance shows what is online, and what would mend the rest; empty where all is as it
+    should be."""
     lines = []
     if partitions["serve"] == "all":
         why = ", ".join(f"{count:,} {reason}" for reason, count in partitions["left_out"].items())
         lines.append(
-            f"all partitions: {partitions['served']:,} served" + (f"; not served as computed last: {why}" if why else "")
+            f"all partitions: {partitions['served']:,} served"
+            + (f"; not served as computed last: {why}" if why else "")
         )
     elif partitions["computed"] > 1:
         lines.append(
-            f"newest partition only: {rows:,} of about {partitions['rows']:,} keys computed so far, in {partitions['computed']:,} partitions "
-            "(partition: {serve: all} serves them all)"
+            f"newest partition only: {rows:,} of about {partitions['rows']:,} keys computed so far,"
+            f" in {partitions['computed']:,} partitions (partition: {{serve: all}} serves them all)"
         )
     if partitions["older"]:
         older = partitions["older"]
         lines.append(
-            f"{_count(older)} of an older model or source: {_backfill(view, older)} --reprocess stale` computes what is to be computed again"
+            f"{_count(older)} of an older model or source: {_backfill(view, older)} --reprocess"
+            " stale` computes what is to be computed again"
         )
     if partitions["late"]:
         late = partitions["late"]
-        named = ", ".join(_date(partition) for partition in late[-NAMED:]) + (" and others" if len(late) > NAMED else "")
+        named = ", ".join(_date(partition) for partition in late[-NAMED:]) + (
+            " and others" if len(late) > NAMED else ""
+        )
         lines.append(
-            f"late rows in {_count(late)} ({named}) of the {partitions['looked_at']:,} that runs looked at: "
-            f"{_backfill(view, late)} --reprocess stale --check-inputs` computes these, and looks at all others"
+            f"late rows in {_count(late)} ({named}) of the {partitions['looked_at']:,} that runs"
+            f" looked at: {_backfill(view, late)} --reprocess stale --check-inputs` computes these,"
+            " and looks at all others"
         )
     return lines
 

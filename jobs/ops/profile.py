@@ -1,7 +1,8 @@
-"""Profile: run a sample of a view through the engine and tell where the time goes. None of its rows is retained.
+"""Profile: run a sample of a view through the engine and tell where the time goes. None of its rows
+is retained.
 
-The stages overlap, so their times do not add up to the whole: the one that is busy nearly all the time sets the pace, and the others
-wait for it.
+The stages overlap, so their times do not add up to the whole: the one that is busy nearly all the
+time sets the pace, and the others wait for it.
 """
 
 from __future__ import annotations
@@ -26,11 +27,17 @@ from precompute.store.errors import ModelError, SnapshotError, SourceError
 from precompute.store.offline.view_store import OfflineStore
 
 WARM_UP_ROWS = 32
-"""Computed before the clock starts: a model's first call takes several times as long as the next."""
+"""Computed before the clock starts: a model's first call takes several times as long as the
+next."""
 
 
 def profile(
-    project: Project, name: str, *, rows: int, partition: Partition | None = None, trace: Path | None = None
+    project: Project,
+    name: str,
+    *,
+    rows: int,
+    partition: Partition | None = None,
+    trace: Path | None = None,
 ) -> dict[str, Any]:
     """Compute any ``rows`` rows of a view's source.
 
@@ -42,8 +49,8 @@ def profile(
         trace: where to write a trace of one window's computing, as Chrome and Perfetto read it.
 
     Returns:
-        ``view``, ``rows``, ``rejected``, ``load_s`` (opening the view and loading its model) and the engine's figures
-        (:meth:`precompute.engine.runner.Runner.figures`).
+        ``view``, ``rows``, ``rejected``, ``load_s`` (opening the view and loading its model) and
+        the engine's figures (:meth:`precompute.engine.runner.Runner.figures`).
 
     Raises:
         ConfigError, SourceError, ModelError: as a run would.
@@ -56,7 +63,9 @@ def profile(
     memory_mb = project.settings.memory_mb
     started = time.monotonic()
     rejected = 0
-    with open_view(config.feature_view(), offline, project.home, partition=partition, memory_mb=memory_mb) as opened:
+    with open_view(
+        config.feature_view(), offline, project.home, partition=partition, memory_mb=memory_mb
+    ) as opened:
         opened.convert()
         load_s = time.monotonic() - started
         runner = Runner(opened.model, opened.view)
@@ -70,19 +79,35 @@ def profile(
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="precompute-profile-") as folder:
             scratch = OfflineStore(Path(folder))
-            for number, (_, done) in enumerate(runner.stream(_chained(first, windows), memory_mb=memory_mb)):
+            for number, (_, done) in enumerate(
+                runner.stream(_chained(first, windows), memory_mb=memory_mb)
+            ):
                 rejected += len(done.rejections)
-                scratch.view(name).write_part("profile", f"part-{number:05d}.parquet", pa.Table.from_batches([done.features]))
+                scratch.view(name).write_part(
+                    "profile", f"part-{number:05d}.parquet", pa.Table.from_batches([done.features])
+                )
             seconds = time.monotonic() - began + read_s
-        return {"view": name, "rejected": rejected, "load_s": round(load_s, 3), **runner.figures(seconds)}
+        return {
+            "view": name,
+            "rejected": rejected,
+            "load_s": round(load_s, 3),
+            **runner.figures(seconds),
+        }
 
 
 def _check_fit(done: Outcome, view: str) -> None:
     """Raises:
     ModelError: the model's answer fits the view for no row.
     """
-    if done.rejections and not len(done.rows) and all(rejected.stage == MISFIT for rejected in done.rejections):
-        raise ModelError(f"view {view!r}: no row of the model's answer fits the view ({done.rejections[0].error})")
+    if (
+        done.rejections
+        and not len(done.rows)
+        and all(rejected.stage == MISFIT for rejected in done.rejections)
+    ):
+        raise ModelError(
+            f"view {view!r}: no row of the model's answer fits the view"
+            f" ({done.rejections[0].error})"
+        )
 
 
 def _sampled(opened: OpenView, rows: int, runner: Runner) -> Iterator[pa.RecordBatch]:
@@ -95,7 +120,9 @@ def _sampled(opened: OpenView, rows: int, runner: Runner) -> Iterator[pa.RecordB
     table = opened.source.sample(rows)
     runner.meter.stage("read").busy_s += time.monotonic() - started
     if table.num_rows == 0:
-        raise SourceError(f"view {opened.view.name!r}: the source yielded no rows: nothing to profile")
+        raise SourceError(
+            f"view {opened.view.name!r}: the source yielded no rows: nothing to profile"
+        )
     yield from joined(iter(table.combine_chunks().to_batches(WINDOW_ROWS)), runner.window_rows)
 
 

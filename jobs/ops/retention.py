@@ -1,4 +1,5 @@
-"""Retention: what a view has committed and can be gone back to; what nothing can reach any more goes; the end of a view, online and, where wanted, offline."""
+"""Retention: what a view has committed and can be gone back to; what nothing can reach any more
+goes; the end of a view, online and, where wanted, offline."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ from precompute.jobs.config.project import Project
 from precompute.store.disk.identity import known_identity
 from precompute.store.disk.lease import holder, is_held, take
 from precompute.store.disk.reserve import spending_reserve
-from precompute.store.errors import ConfigError, ConflictError, DamagedPointerError, SnapshotError, nearest_or_all
+from precompute.store.errors import (
+    ConfigError,
+    ConflictError,
+    DamagedPointerError,
+    SnapshotError,
+    nearest_or_all,
+)
 from precompute.store.feature_view import NAME
 from precompute.store.offline.gc import Garbage, collect, damage, forget
 from precompute.store.offline.refs import DROP_LEASE, PUBLISH_LEASE
@@ -28,7 +35,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """What a drop did, or is about to: whether the view was served, how many snapshots it has, whether they go too, and their size."""
+    """What a drop did, or is about to: whether the view was served, how many snapshots it has,
+    whether they go too, and their size."""
 
     view: str
     served: bool
@@ -51,19 +59,29 @@ def look(project: Project, name: str, *, data: bool = False) -> Dropped:
         served = name in online.views()
     # the second: a removal that was stopped
     folders = [store.folder, *([store.removed_folder] if data else [])]
-    exists = NAME.match(name) is not None and (served or configured or any(folder.is_dir() for folder in folders))
+    exists = NAME.match(name) is not None and (
+        served or configured or any(folder.is_dir() for folder in folders)
+    )
     if not exists:
         near = nearest_or_all(name, sorted({*offline.views(), *project.names}))
-        raise ConfigError(f"no view {name!r}: neither configured, nor served, nor under {offline.root}{near}")
+        raise ConfigError(
+            f"no view {name!r}: neither configured, nor served, nor under {offline.root}{near}"
+        )
     readers = _readers(project, store)
     if readers:
-        raise ConfigError(f"view {name!r} is read by {', '.join(readers)}, as live.{name}: change and run, or drop, these first")
-    size_bytes = sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file())
+        raise ConfigError(
+            f"view {name!r} is read by {', '.join(readers)}, as live.{name}: change and run, or"
+            " drop, these first"
+        )
+    size_bytes = sum(
+        path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file()
+    )
     return Dropped(name, served, configured, len(store.numbers()), size_bytes, data)
 
 
 def _readers(project: Project, store: ViewStore) -> list[str]:
-    """Views that read it: as they are configured, and as what is live of them was computed, whose fallback reads it whatever became of their files."""
+    """Views that read it: as they are configured, and as what is live of them was computed, whose
+    fallback reads it whatever became of their files."""
     name, offline = store.name, store.offline
     readers = {other for other, view in project.views.items() if name in view.inputs()}
     for other in offline.views():
@@ -78,7 +96,8 @@ def _readers(project: Project, store: ViewStore) -> list[str]:
 
 
 def drop(project: Project, name: str, *, data: bool = False, take_over: bool = False) -> Dropped:
-    """End a view: readers find no such view from the first step on, and whatever a crash leaves, doing it again removes.
+    """End a view: readers find no such view from the first step on, and whatever a crash leaves,
+    doing it again removes.
 
     Args:
         project: the configuration; the view need not be in it any more.
@@ -88,8 +107,10 @@ def drop(project: Project, name: str, *, data: bool = False, take_over: bool = F
 
     Raises:
         ConfigError: as :func:`look`.
-        ConflictError: a run or backfill of it is going on, or it is being published; or another project publishes it.
-        OnlineStoreError, SnapshotError: a store failed; what was begun is finished by doing it again.
+        ConflictError: a run or backfill of it is going on, or it is being published; or another
+            project publishes it.
+        OnlineStoreError, SnapshotError: a store failed; what was begun is finished by doing it
+            again.
     """
     dropped, store = look(project, name, data=data), project.offline.view(name)
     folder = store.leases
@@ -98,9 +119,13 @@ def drop(project: Project, name: str, *, data: bool = False, take_over: bool = F
     with spending_reserve(project.root), contextlib.ExitStack() as held:
         if folder.is_dir():
             busy = f"view {name!r} is being published, rolled back or cleaned up; wait for it"
-            held.enter_context(take(folder, PUBLISH_LEASE, "drop", ttl_s=project.settings.lease, busy=busy))
+            held.enter_context(
+                take(folder, PUBLISH_LEASE, "drop", ttl_s=project.settings.lease, busy=busy)
+            )
             # a run that begins from here on sees this lease, and one that began before is seen now.
-            held.enter_context(take(folder, DROP_LEASE, "drop", ttl_s=project.settings.lease, busy=busy))
+            held.enter_context(
+                take(folder, DROP_LEASE, "drop", ttl_s=project.settings.lease, busy=busy)
+            )
             _check_idle(folder, name)
         with contextlib.closing(open_online_store(project.online)) as online:
             online.forget(name)
@@ -108,7 +133,9 @@ def drop(project: Project, name: str, *, data: bool = False, take_over: bool = F
             with contextlib.suppress(FileNotFoundError):
                 shutil.rmtree(store.indexes)
         except OSError as exc:
-            raise SnapshotError(f"{store.indexes} cannot be removed: {exc.strerror or exc}; do it once more") from exc
+            raise SnapshotError(
+                f"{store.indexes} cannot be removed: {exc.strerror or exc}; do it once more"
+            ) from exc
         store.refs.end_live()
         if data:
             store.remove()
@@ -119,12 +146,17 @@ def _check_ours(project: Project, name: str) -> None:
     """Raises:
     ConflictError: another project publishes the view; one whose pointer is damaged is nobody's.
     """
-    with contextlib.closing(open_online_store(project.online)) as online, contextlib.suppress(DamagedPointerError):
+    with (
+        contextlib.closing(open_online_store(project.online)) as online,
+        contextlib.suppress(DamagedPointerError),
+    ):
         pointer, ours = online.live(name), known_identity(project.root)
         if pointer is not None and pointer.owner not in ("", ours):
             raise ConflictError(
-                f"view {name!r} in the online store is published by another project ({pointer.owner}, this one is {ours or 'new'}): nothing was dropped. "
-                f"Drop it there, or give this project an online store or a prefix of its own; where that project is gone, `precompute drop {name} --take-over`"
+                f"view {name!r} in the online store is published by another project"
+                f" ({pointer.owner}, this one is {ours or 'new'}): nothing was dropped. Drop it"
+                " there, or give this project an online store or a prefix of its own; where that"
+                f" project is gone, `precompute drop {name} --take-over`"
             )
 
 
@@ -137,11 +169,14 @@ def _check_idle(folder: Path, name: str) -> None:
         if lease not in (PUBLISH_LEASE, DROP_LEASE) and is_held(folder, lease):
             by = holder(folder, lease)
             raise ConflictError(
-                f"view {name!r} is being computed (lease {lease!r}, process {by.pid if by else '?'}): wait for it, or end it with SIGTERM"
+                f"view {name!r} is being computed (lease {lease!r}, process"
+                f" {by.pid if by else '?'}): wait for it, or end it with SIGTERM"
             )
 
 
-def gc(project: Project, *, forgotten: Sequence[str] | None, dry_run: bool) -> tuple[list[Garbage], list[str]]:
+def gc(
+    project: Project, *, forgotten: Sequence[str] | None, dry_run: bool
+) -> tuple[list[Garbage], list[str]]:
     """Remove what cannot be reached, as the project's retention says.
 
     Args:
@@ -150,7 +185,8 @@ def gc(project: Project, *, forgotten: Sequence[str] | None, dry_run: bool) -> t
         dry_run: only list it.
 
     Returns:
-        what was removed, or would be; and what needs attention: views that were left out, files that cannot be removed, damage.
+        what was removed, or would be; and what needs attention: views that were left out, files
+            that cannot be removed, damage.
 
     Raises:
         ConfigError: ``forgotten`` names no view and number, or is given with ``dry_run``.
@@ -160,7 +196,8 @@ def gc(project: Project, *, forgotten: Sequence[str] | None, dry_run: bool) -> t
     view, number = forgotten or (None, "")
     if view is not None and (view not in names or not number.isdecimal() or dry_run):
         raise ConfigError(
-            f"--forget {view} {number}: name a view ({', '.join(names)}) and the number of its damaged snapshot, without --dry-run"
+            f"--forget {view} {number}: name a view ({', '.join(names)}) and the number of its"
+            " damaged snapshot, without --dry-run"
         )
     garbage: list[Garbage] = []
     failures: list[str] = []
@@ -168,7 +205,9 @@ def gc(project: Project, *, forgotten: Sequence[str] | None, dry_run: bool) -> t
         for store in map(offline.view, names):
             try:
                 busy = f"view {store.name!r} is being published"
-                with take(store.leases, PUBLISH_LEASE, "gc", ttl_s=project.settings.lease, busy=busy) as lease:
+                with take(
+                    store.leases, PUBLISH_LEASE, "gc", ttl_s=project.settings.lease, busy=busy
+                ) as lease:
                     if store.name == view:
                         forget(store, int(number), lease)
                     garbage += collect(
@@ -189,9 +228,10 @@ def list_snapshots(project: Project, name: str) -> list[dict[str, Any]]:
     """A view's snapshots, the newest first; of a view that is not configured any more, too.
 
     Returns:
-        for each ``snapshot`` (its number), ``created_at``, ``kind`` (full or delta), ``parent``, ``partition``, ``rows``, ``model``,
-        ``refused_by`` and ``accepted`` (gates), ``live``, ``previous``, ``bad`` (why it is never published again), ``pinned``, and ``error``
-        when the manifest cannot be read, whose other fields are None then.
+        for each ``snapshot`` (its number), ``created_at``, ``kind`` (full or delta), ``parent``,
+        ``partition``, ``rows``, ``model``, ``refused_by`` and ``accepted`` (gates), ``live``,
+        ``previous``, ``bad`` (why it is never published again), ``pinned``, and ``error`` when the
+        manifest cannot be read, whose other fields are None then.
 
     Raises:
         ConfigError: no such view, neither configured nor in the offline store.
@@ -222,7 +262,9 @@ _FACTS = ("created_at", "kind", "parent", "partition", "rows", "model", "refused
 
 
 def _facts(snapshot: Snapshot) -> dict[str, Any]:
-    return {name: getattr(snapshot, name) for name in _FACTS} | {"accepted": list(snapshot.accepted)}
+    return {name: getattr(snapshot, name) for name in _FACTS} | {
+        "accepted": list(snapshot.accepted)
+    }
 
 
 def _why_bad(standing: Standing, snapshot: Snapshot) -> str | None:

@@ -1,4 +1,5 @@
-"""Run all: several views, each in a process of its own, in the order of what they depend on. One that fails stops only what depends on it."""
+"""Run all: several views, each in a process of its own, in the order of what they depend on. One
+that fails stops only what depends on it."""
 
 from __future__ import annotations
 
@@ -28,8 +29,9 @@ Output = Literal["inherited", "captured"]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one view. ``status`` is its run's, as reports have it; ``failed`` where it did not come to one; ``skipped`` where what it depends on was not done.
-    ``exit_status`` is that of ``run VIEW``, None where it did not run."""
+    """What became of one view. ``status`` is its run's, as reports have it; ``failed`` where it did
+    not come to one; ``skipped`` where what it depends on was not done. ``exit_status`` is that of
+    ``run VIEW``, None where it did not run."""
 
     view: str
     status: str
@@ -48,8 +50,10 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which views are to run, and how. ``selectors`` as :meth:`Dependencies.select` has them, none for all; ``stale`` and ``failed`` leave those, and what depends on
-    them, that are not fresh or whose last run went wrong, or whose file is; ``options`` of the command line go to each run."""
+    """Which views are to run, and how. ``selectors`` as :meth:`Dependencies.select` has them, none
+    for all; ``stale`` and ``failed`` leave those, and what depends on them, that are not fresh or
+    whose last run went wrong, or whose file is; ``options`` of the command line go to each run.
+    """
 
     selectors: Sequence[str] = ()
     stale: bool = False
@@ -58,20 +62,25 @@ class Selection:
 
 
 def selected(project: Project, selection: Selection) -> list[str]:
-    """The views to run, in order. Of all those that take a DataFrame are left out, which only Python gives.
+    """The views to run, in order. Of all those that take a DataFrame are left out, which only
+    Python gives.
 
     Raises:
         ConfigError: a selector names no view.
     """
     dependencies = Dependencies(project)
-    chosen = dependencies.select(selection.selectors or [name for name in project.names if not _takes_frame(project, name)])
+    chosen = dependencies.select(
+        selection.selectors or [name for name in project.names if not _takes_frame(project, name)]
+    )
     if not (selection.stale or selection.failed):
         return chosen
     wanted = set[str]()
     for line in project_status(project):
         name, last = line["view"], line["last_run"]
         stale = selection.stale and (line["status"] != "fresh" or bool(line["behind"]))
-        failed = selection.failed and (name in project.broken or (last is not None and last["status"] in FAILED_ENDS))
+        failed = selection.failed and (
+            name in project.broken or (last is not None and last["status"] in FAILED_ENDS)
+        )
         if name in chosen and (stale or failed):
             wanted |= {name} | dependencies.below(name)
     return [name for name in chosen if name in wanted]
@@ -95,7 +104,8 @@ def run_all(
         project: the configuration.
         names: in the order of :func:`selected`.
         options: of ``run``, for each.
-        output: where their processes write: to ours, or nowhere, and their last words are in the outcomes.
+        output: where their processes write: to ours, or nowhere, and their last words are in the
+            outcomes.
         announce: called with which view begins.
 
     Returns:
@@ -103,12 +113,20 @@ def run_all(
     """
     dependencies, outcomes = Dependencies(project), dict[str, Outcome]()
     for number, name in enumerate(names, 1):
-        stopped = [parent for parent in dependencies.parents[name] if parent in outcomes and not outcomes[parent].done]
+        stopped = [
+            parent
+            for parent in dependencies.parents[name]
+            if parent in outcomes and not outcomes[parent].done
+        ]
         if stopped:
             why = ", ".join(
-                f"{parent} {'was' if outcomes[parent].status != 'failed' else ''} {outcomes[parent].status}" for parent in stopped
+                f"{parent} {'was' if outcomes[parent].status != 'failed' else ''}"
+                f" {outcomes[parent].status}"
+                for parent in stopped
             )
-            outcomes[name] = Outcome(name, "skipped", None, error=f"not run: {' '.join(why.split())}")
+            outcomes[name] = Outcome(
+                name, "skipped", None, error=f"not run: {' '.join(why.split())}"
+            )
             announce(f"{name} ({number} of {len(names)}): {outcomes[name].error}")
             continue
         announce(f"{name} ({number} of {len(names)})")
@@ -117,18 +135,28 @@ def run_all(
 
 
 def _run(project: Project, name: str, options: Sequence[str], output: Output) -> Outcome:
-    """One view, in a process of its own: what ends that, a model's crash or the kernel, ends no other view."""
+    """One view, in a process of its own: what ends that, a model's crash or the kernel, ends no
+    other view."""
     try:
         project.view(name)
     except ConfigError as exc:
         return Outcome(name, "failed", BAD_USAGE, error=str(exc))
     store, started = project.offline.view(name), time.monotonic()
     before = store.runs.last()
-    command = [*installed_module("precompute.jobs.cli"), "-c", str(project.folder), "run", name, *options]
+    command = [
+        *installed_module("precompute.jobs.cli"),
+        "-c",
+        str(project.folder),
+        "run",
+        name,
+        *options,
+    ]
     try:
         process = ChildProcess(command, output=output)
     except OSError as exc:
-        return Outcome(name, "failed", FAILED, error=f"its process cannot be started: {exc.strerror or exc}")
+        return Outcome(
+            name, "failed", FAILED, error=f"its process cannot be started: {exc.strerror or exc}"
+        )
     try:
         process.wait()
     finally:
@@ -158,19 +186,30 @@ def _outcome(name: str, process: ChildProcess, report: Report | None, seconds: f
         # killed: nobody wrote its end
         report.status, error = "killed", f"its process {process.how_it_ended()}"
     rows = report.counts["written"] + report.counts["unchanged"] if report.counts else None
-    return Outcome(name, report.status, code, round(seconds, 3), report.run, report.snapshot, rows, error)
+    return Outcome(
+        name, report.status, code, round(seconds, 3), report.run, report.snapshot, rows, error
+    )
 
 
 def worst(outcomes: Sequence[Outcome]) -> int:
     """The exit status of all: 2 before 1 before 3 before 0."""
-    return next((status for status in _WORST if any(outcome.exit_status == status for outcome in outcomes)), DONE)
+    return next(
+        (status for status in _WORST if any(outcome.exit_status == status for outcome in outcomes)),
+        DONE,
+    )
 
 
 def summary(outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:
-    """One report of all: ``exit_status``, ``seconds``, how many ended how (``counts``), and ``views``, an outcome each in the order they ran."""
+    """One report of all: ``exit_status``, ``seconds``, how many ended how (``counts``), and
+    ``views``, an outcome each in the order they ran."""
     counts: dict[str, int] = {}
     for outcome in outcomes:
         counts[outcome.status] = counts.get(outcome.status, 0) + 1
     fields = ("view", "status", "exit_status", "seconds", "run", "snapshot", "rows", "error")
     views = [{name: getattr(outcome, name) for name in fields} for outcome in outcomes]
-    return {"exit_status": worst(outcomes), "seconds": round(seconds, 3), "counts": counts, "views": views}
+    return {
+        "exit_status": worst(outcomes),
+        "seconds": round(seconds, 3),
+        "counts": counts,
+        "views": views,
+    }

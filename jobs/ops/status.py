@@ -1,5 +1,6 @@
-"""Status: each view's live snapshot, its age against the TTL, what is due next, and how the last run ended. For people and for alerting.
-And views that were computed from rows that are live no more."""
+"""Status: each view's live snapshot, its age against the TTL, what is due next, and how the last
+run ended. For people and for alerting. And views that were computed from rows that are live no
+more."""
 
 from __future__ import annotations
 
@@ -19,7 +20,15 @@ from precompute.store.account.account import read_account
 from precompute.store.account.checker import LOOK_S, look
 from precompute.store.clock import duration, parsed_time, shown_time
 from precompute.store.errors import OnlineStoreError, PrecomputeError, SnapshotError
-from precompute.store.freshness import AHEAD_US, Sighting, age_s, as_datetime, iso, microseconds, status_of
+from precompute.store.freshness import (
+    AHEAD_US,
+    Sighting,
+    age_s,
+    as_datetime,
+    iso,
+    microseconds,
+    status_of,
+)
 from precompute.store.offline.gc import damage
 from precompute.store.offline.refs import LiveRef
 from precompute.store.offline.runs import Report
@@ -32,9 +41,11 @@ from precompute.store.status import Status
 from precompute.store.vectors.index_record import index_figures
 
 
-def inputs_behind(store: ViewStore, snapshot: Snapshot, reports: Sequence[Report]) -> list[dict[str, Any]]:
-    """The views whose live rows are others than those that ``snapshot`` was computed from: ``input``, the numbers ``computed_from`` and ``live``,
-    and ``behind_s``, for how long."""
+def inputs_behind(
+    store: ViewStore, snapshot: Snapshot, reports: Sequence[Report]
+) -> list[dict[str, Any]]:
+    """The views whose live rows are others than those that ``snapshot`` was computed from:
+    ``input``, the numbers ``computed_from`` and ``live``, and ``behind_s``, for how long."""
     # a run that found nothing changed commits nothing: which inputs it saw, its report tells.
     did = (report for report in reports if report.finished and report.snapshot == snapshot.number)
     inputs = next((report.inputs for report in did if report.inputs), snapshot.inputs)
@@ -45,12 +56,17 @@ def inputs_behind(store: ViewStore, snapshot: Snapshot, reports: Sequence[Report
         since = None if ref is None else _other_rows_since(read, used, ref, computed)
         if ref is not None and since is not None:
             behind_s = max(0.0, (datetime.now(UTC) - since).total_seconds())
-            behind.append({"input": name, "computed_from": used, "live": ref.snapshot, "behind_s": behind_s})
+            behind.append(
+                {"input": name, "computed_from": used, "live": ref.snapshot, "behind_s": behind_s}
+            )
     return behind
 
 
-def _other_rows_since(store: ViewStore, used: int, ref: LiveRef, computed: datetime) -> datetime | None:
-    """Since when other rows than those of the snapshot ``used`` are live; None when they are the same."""
+def _other_rows_since(
+    store: ViewStore, used: int, ref: LiveRef, computed: datetime
+) -> datetime | None:
+    """Since when other rows than those of the snapshot ``used`` are live; None when they are the
+    same."""
 
     def manifest(number: int) -> Snapshot | None:
         try:
@@ -60,7 +76,9 @@ def _other_rows_since(store: ViewStore, used: int, ref: LiveRef, computed: datet
             return None
 
     before, now = manifest(used) if ref.snapshot != used else None, manifest(ref.snapshot)
-    if ref.snapshot == used or (before and now and before.content and before.content == now.content):
+    if ref.snapshot == used or (
+        before and now and before.content and before.content == now.content
+    ):
         return None
     if ref.snapshot < used:
         # rolled back
@@ -70,32 +88,40 @@ def _other_rows_since(store: ViewStore, used: int, ref: LiveRef, computed: datet
         # the first of them is collected: it came soon after
         return computed
     for snapshot in map(manifest, newer):
-        if snapshot and not snapshot.refused_by and not (before and before.content == snapshot.content):
+        if (
+            snapshot
+            and not snapshot.refused_by
+            and not (before and before.content == snapshot.content)
+        ):
             return max(computed, datetime.fromisoformat(snapshot.created_at))
     return parsed_time(ref.at)
 
 
 def is_late(project: Project, snapshot: Snapshot, behind: Mapping[str, Any]) -> bool:
-    """Whether a view is behind for longer than its rows may be old, or nothing in the schedule will bring it up."""
+    """Whether a view is behind for longer than its rows may be old, or nothing in the schedule will
+    bring it up."""
     if behind["behind_s"] > snapshot.view.ttl_s:
         return True
     return bool(project.schedules()) and not _follows(project, snapshot.view.name, behind["input"])
 
 
 def _follows(project: Project, name: str, other: str) -> bool:
-    """Whether a view runs by the clock, or after ``other`` itself or views that are computed from it."""
+    """Whether a view runs by the clock, or after ``other`` itself or views that are computed from
+    it."""
     schedule = project.schedules().get(name)
     if schedule is None:
         return False
     if schedule.cron is not None:
         return True
     return any(
-        parent == other or (_reads(project, parent, other) and _follows(project, parent, other)) for parent in schedule.parents
+        parent == other or (_reads(project, parent, other) and _follows(project, parent, other))
+        for parent in schedule.parents
     )
 
 
 def _reads(project: Project, name: str, other: str) -> bool:
-    """Whether a view is computed from another one, itself or through others, which may read each other."""
+    """Whether a view is computed from another one, itself or through others, which may read each
+    other."""
     seen, ahead = set[str](), [name]
     while ahead:
         at = ahead.pop()
@@ -110,8 +136,8 @@ def _reads(project: Project, name: str, other: str) -> bool:
 def in_words(behind: Mapping[str, Any]) -> str:
     """One of :func:`inputs_behind`, for people."""
     return (
-        f"computed from snapshot {behind['computed_from']} of {behind['input']}, of which {behind['live']} is live: "
-        f"behind for {duration(behind['behind_s'])}"
+        f"computed from snapshot {behind['computed_from']} of {behind['input']}, of which"
+        f" {behind['live']} is live: behind for {duration(behind['behind_s'])}"
     )
 
 
@@ -128,7 +154,8 @@ class LastRun(TypedDict):
 
 
 class StatusLine(TypedDict):
-    """A view in ``status --json``. Ages and ``ttl_s`` in seconds, times ISO 8601 in UTC; null where it is not known, or there is none."""
+    """A view in ``status --json``. Ages and ``ttl_s`` in seconds, times ISO 8601 in UTC; null where
+    it is not known, or there is none."""
 
     view: str
     status: Literal["fresh", "stale", "expired", "unpublished", "unconfigured", "unreadable"]
@@ -158,8 +185,9 @@ _ENDED_BADLY = ("failed", "killed", "rejected", "refused")
 
 
 def view_status(project: Project, store: ViewStore, online: OnlineStore) -> dict[str, Any]:
-    """One view: ``status`` is fresh, stale, expired or unpublished; ``online`` whether the online store serves what is live, None where it does not
-    answer; ``attention`` what an operator should look at, empty when all is well.
+    """One view: ``status`` is fresh, stale, expired or unpublished; ``online`` whether the online
+    store serves what is live, None where it does not answer; ``attention`` what an operator should
+    look at, empty when all is well.
 
     Raises:
         SnapshotError: something cannot be read.
@@ -197,21 +225,37 @@ def view_status(project: Project, store: ViewStore, online: OnlineStore) -> dict
         pointer = online.live(name)
         account = look(store, online, budget_s=LOOK_S / len(project.names))
     except PrecomputeError as exc:
-        account, answers = read_account(store.refs.folder, name), not isinstance(exc, OnlineStoreError)
+        account, answers = (
+            read_account(store.refs.folder, name),
+            not isinstance(exc, OnlineStoreError),
+        )
         attention.append(str(exc) if answers else f"whether it is served is not known: {exc}")
     line["checked"] = account.looked_at(time.time_ns() // 1000)
-    attention += _ahead({f"run {report.run} began": microseconds(report.started_at) for report in reports})
+    attention += _ahead(
+        {f"run {report.run} began": microseconds(report.started_at) for report in reports}
+    )
     if ref is not None:
         snapshot = store.snapshot(ref.snapshot)
-        dated = {"its newest row was computed": snapshot.computed_at_max, "it was published": microseconds(ref.at)}
+        dated = {
+            "its newest row was computed": snapshot.computed_at_max,
+            "it was published": microseconds(ref.at),
+        }
         attention += _ahead(dated | {"it was found unchanged": ref.renewed_at})
-        line |= _live(snapshot, ref) | {"online": pointer is not None and pointer.epoch == ref.epoch if answers else None}
+        line |= _live(snapshot, ref) | {
+            "online": pointer is not None and pointer.epoch == ref.epoch if answers else None
+        }
         line["index"] = _index(store, snapshot, ref)
         line |= _source(known_source_at(snapshot, reports))
-        line["partitions"] = None if name in project.broken else partitions_served(project.view(name), store, snapshot, reports)
+        line["partitions"] = (
+            None
+            if name in project.broken
+            else partitions_served(project.view(name), store, snapshot, reports)
+        )
         attention += _too_old(project, name, line["source_age_s"])
         line["behind"] = inputs_behind(store, snapshot, reports)
-        attention += [in_words(behind) for behind in line["behind"] if is_late(project, snapshot, behind)]
+        attention += [
+            in_words(behind) for behind in line["behind"] if is_late(project, snapshot, behind)
+        ]
     attention += [str(broken)] if broken else []
     # where the pointer was moved since it was looked at, what is wrong is with another one
     attention += account.trouble if ref is None or line["online"] else []
@@ -225,7 +269,10 @@ def _ttl_s(project: Project, name: str) -> float | None:
 
 def _source(at: str | None) -> dict[str, Any]:
     at_us = None if at is None else microseconds(at)
-    return {"source_at": at, "source_age_s": None if at_us is None else age_s(at_us, time.time_ns() // 1000)}
+    return {
+        "source_at": at,
+        "source_age_s": None if at_us is None else age_s(at_us, time.time_ns() // 1000),
+    }
 
 
 def _too_old(project: Project, name: str, source_age_s: float | None) -> list[str]:
@@ -234,16 +281,21 @@ def _too_old(project: Project, name: str, source_age_s: float | None) -> list[st
         return []
     if source_age_s is None:
         return [
-            "how old its source is, which source.max_age limits, is not known: name a column of it as source.updated_at, and run it"
+            "how old its source is, which source.max_age limits, is not known: name a column of it"
+            " as source.updated_at, and run it"
         ]
-    return [f"its source was last modified {duration(source_age_s)} ago, and source.max_age is {duration(max_age)}"]
+    return [
+        f"its source was last modified {duration(source_age_s)} ago, and source.max_age is"
+        f" {duration(max_age)}"
+    ]
 
 
 _LAST_RUN = ("run", "command", "status", "started_at", "seconds", "partition", "error")
 
 
 def _last_run(store: ViewStore, reports: Sequence[Report]) -> Report | None:
-    """The newest run's report, whose end is reported truly: one that was killed could not write it."""
+    """The newest run's report, whose end is reported truly: one that was killed could not write
+    it."""
     last = next(iter(reports), None)
     if last is not None and last.command in PUBLISHING and last.finished:
         # what a run failed at is not done by publishing another snapshot than its own
@@ -253,27 +305,41 @@ def _last_run(store: ViewStore, reports: Sequence[Report]) -> Report | None:
 
 
 def _ahead(times_us: Mapping[str, int | None]) -> list[str]:
-    """What lies furthest in the future of ``times_us`` (µs since 1970): a clock was wrong, or is."""
+    """What lies furthest in the future of ``times_us`` (µs since 1970): a clock was wrong, or
+    is."""
     now_us = time.time_ns() // 1000
-    what, at_us = max(((what, us or 0) for what, us in times_us.items()), key=lambda item: item[1], default=("", 0))
+    what, at_us = max(
+        ((what, us or 0) for what, us in times_us.items()),
+        key=lambda item: item[1],
+        default=("", 0),
+    )
     if at_us <= now_us + AHEAD_US:
         return []
     return [
-        f"{what} {duration((at_us - now_us) / 1e6)} ahead of this clock, {shown_time(as_datetime(at_us))}: a clock jumped, or was wrong"
+        f"{what} {duration((at_us - now_us) / 1e6)} ahead of this clock,"
+        f" {shown_time(as_datetime(at_us))}: a clock jumped, or was wrong"
     ]
 
 
 def notes(line: Mapping[str, Any]) -> list[str]:
-    """What of a view's line is worth knowing and needs nobody: inputs that its next run will catch up with, and
-    which partitions are served, of an older model, or late."""
+    """What of a view's line is worth knowing and needs nobody: inputs that its next run will catch
+    up with, and which partitions are served, of an older model, or late."""
     details = [in_words(behind) for behind in line["behind"] or ()]
-    details += partitions_in_words(line["view"], line["partitions"], line["rows"]) if line["partitions"] else []
+    details += (
+        partitions_in_words(line["view"], line["partitions"], line["rows"])
+        if line["partitions"]
+        else []
+    )
     return [text for text in details if text and text not in line["attention"]]
 
 
 def _index(store: ViewStore, snapshot: Snapshot, ref: LiveRef) -> dict[str, Any] | None:
     """What was measured of the vector index that is searched."""
-    found = None if snapshot.view.index is None else index_figures(store.index_folder(ref.place.generation))
+    found = (
+        None
+        if snapshot.view.index is None
+        else index_figures(store.index_folder(ref.place.generation))
+    )
     return None if found is None else plain(found)
 
 
@@ -301,7 +367,9 @@ def _attention(line: dict[str, Any]) -> list[str]:
     if line["status"] != "fresh":
         attention.append(line["status"])
     if line["online"] is False:
-        attention.append(f"the online store does not serve what is live: precompute reconcile {line['view']}")
+        attention.append(
+            f"the online store does not serve what is live: precompute reconcile {line['view']}"
+        )
     if line["held"] is not None:
         attention.append(f"held: {line['held']}")
     last = line["last_run"]
@@ -311,7 +379,8 @@ def _attention(line: dict[str, Any]) -> list[str]:
 
 
 def project_status(project: Project) -> list[dict[str, Any]]:
-    """:func:`view_status` of every view; one that cannot be read, or is served without being configured, says so under ``attention``."""
+    """:func:`view_status` of every view; one that cannot be read, or is served without being
+    configured, says so under ``attention``."""
     offline, online = project.offline, open_online_store(project.online)
     lines = []
     try:
@@ -319,7 +388,14 @@ def project_status(project: Project) -> list[dict[str, Any]]:
             try:
                 lines.append(view_status(project, offline.view(name), online))
             except PrecomputeError as exc:
-                lines.append(_UNREADABLE | {"view": name, "ttl_s": _ttl_s(project, name), "attention": [str(exc)]})
+                lines.append(
+                    _UNREADABLE
+                    | {
+                        "view": name,
+                        "ttl_s": _ttl_s(project, name),
+                        "attention": [str(exc)],
+                    }
+                )
         return lines + _unconfigured(project, online)
     finally:
         online.close()
@@ -338,8 +414,16 @@ def _unconfigured(project: Project, online: OnlineStore) -> list[dict[str, Any]]
         with contextlib.suppress(OnlineStoreError):
             pointer = online.live(name)
             if pointer is not None:
-                line |= {"snapshot": pointer.snapshot, "rows": pointer.rows, "ttl_s": pointer.view.ttl_s, "online": True}
-        why = f"served, though there is no views/{name}.yaml: put it back, or end the view with `precompute drop {name}`"
+                line |= {
+                    "snapshot": pointer.snapshot,
+                    "rows": pointer.rows,
+                    "ttl_s": pointer.view.ttl_s,
+                    "online": True,
+                }
+        why = (
+            f"served, though there is no views/{name}.yaml: put it back, or end the view with"
+            f" `precompute drop {name}`"
+        )
         lines.append(line | {"attention": [why]})
     return lines
 

@@ -1,7 +1,9 @@
-"""Thresholds of a semantic cache: what each would save in calls of a view's model, and cost in answers that are another's, by the view's own rows.
+"""Thresholds of a semantic cache: what each would save in calls of a view's model, and cost in
+answers that are another's, by the view's own rows.
 
-Each row of a sample asks as if it were missing: the nearest other stored input by the other view's index, and whether the row of that one would have been the
-right answer. The same rows are drawn every time.
+Each row of a sample asks as if it were missing: the nearest other stored input by the other view's
+index, and whether the row of that one would have been the right answer. The same rows are drawn
+every time.
 """
 
 from __future__ import annotations
@@ -33,11 +35,13 @@ from precompute.store.vectors.vector_index import VectorIndex
 THRESHOLDS = (0.7, 0.75, 0.8, 0.85, 0.9, 0.925, 0.95, 0.97, 0.98, 0.99, 0.995, 0.999)
 """Cosines that are judged, beside the view's own."""
 CONFIDENCE = 0.95
-"""That the bounds of all thresholds hold together: each holds with what Bonferroni leaves it, so that one may be picked after looking at all."""
+"""That the bounds of all thresholds hold together: each holds with what Bonferroni leaves it, so
+that one may be picked after looking at all."""
 
 
 class _Asked(NamedTuple):
-    """A sampled row: the cosine of its input and the nearest one that has a row, and how far that row is the right answer, from 0 to 1."""
+    """A sampled row: the cosine of its input and the nearest one that has a row, and how far that
+    row is the right answer, from 0 to 1."""
 
     similarity: float
     agreement: float
@@ -46,10 +50,12 @@ class _Asked(NamedTuple):
 def thresholds(
     project: Project, name: str, *, by: str | None = None, rows: int = 1000, agreement: float = 0.95
 ) -> dict[str, Any]:
-    """Measure what thresholds of a semantic cache save and cost. Nothing is computed, and nothing is written.
+    """Measure what thresholds of a semantic cache save and cost. Nothing is computed, and nothing
+    is written.
 
-    Answers agree by the view's own ``accuracy``: vectors by their cosine, floats by the error that goes with it, lists of other things by the share that both
-    have, and all else is equal or not; of several features the one that agrees least counts.
+    Answers agree by the view's own ``accuracy``: vectors by their cosine, floats by the error that
+    goes with it, lists of other things by the share that both have, and all else is equal or not;
+    of several features the one that agrees least counts.
 
     Args:
         project: the configuration.
@@ -59,30 +65,43 @@ def thresholds(
         agreement: what answers must agree by at least, on average over those that are given.
 
     Returns:
-        ``view``, ``by``, ``snapshot``, ``rows``, ``answerable`` (those that have a vector and a neighbour with a row), ``agreement``, ``thresholds``: of each ``threshold``, ``saved`` (share of the calls), ``answered``
-        (rows), ``agree`` (null where none was answered) and ``at_least`` (its lower bound); and ``suggested``, the smallest threshold whose bound is enough,
-        or null.
+        ``view``, ``by``, ``snapshot``, ``rows``, ``answerable`` (those that have a vector and a
+        neighbour with a row), ``agreement``, ``thresholds``: of each ``threshold``, ``saved``
+        (share of the calls), ``answered`` (rows), ``agree`` (null where none was answered) and
+        ``at_least`` (its lower bound); and ``suggested``, the smallest threshold whose bound is
+        enough, or null.
 
     Raises:
         ConfigError: the other view cannot stand for it.
-        OnlineStoreError, VectorIndexError, SnapshotError: one of them is not published, or cannot be read.
+        OnlineStoreError, VectorIndexError, SnapshotError: one of them is not published, or cannot
+            be read.
     """
     config = project.view(name)
     if by is None:
         if config.semantic_cache is None:
             raise ConfigError(
-                f"view {name!r} has no semantic_cache: say which view embeds the same text, as in --by item_vectors"
+                f"view {name!r} has no semantic_cache: say which view embeds the same text, as in"
+                " --by item_vectors"
             )
         by = config.semantic_cache.view
-    if (why := why_no_semantic_cache(config.feature_view(), project.view(by).feature_view())) is not None:
+    if (
+        why := why_no_semantic_cache(config.feature_view(), project.view(by).feature_view())
+    ) is not None:
         raise ConfigError(f"view {by!r} cannot answer for {name!r}: {why}")
     with contextlib.closing(Lookup(open_online_store(project.online))) as lookup:
         pointer, encoder = _published(lookup, name), _published(lookup, by)
         keys = _sampled(project, pointer, rows)
         found = _nearest(lookup, pointer, _index_of(project, encoder), keys, config.accuracy)
-    own = () if config.semantic_cache is None or config.semantic_cache.view != by else (config.semantic_cache.threshold,)
+    own = (
+        ()
+        if config.semantic_cache is None or config.semantic_cache.view != by
+        else (config.semantic_cache.threshold,)
+    )
     judged = sorted({*THRESHOLDS, *own})
-    lines = [_judged([one for one in found if one.similarity >= t], t, len(keys), len(judged)) for t in judged]
+    lines = [
+        _judged([one for one in found if one.similarity >= t], t, len(keys), len(judged))
+        for t in judged
+    ]
     return {
         "view": name,
         "by": by,
@@ -91,7 +110,14 @@ def thresholds(
         "answerable": len(found),
         "agreement": agreement,
         "thresholds": lines,
-        "suggested": next((line["threshold"] for line in lines if line["answered"] and line["at_least"] >= agreement), None),
+        "suggested": next(
+            (
+                line["threshold"]
+                for line in lines
+                if line["answered"] and line["at_least"] >= agreement
+            ),
+            None,
+        ),
     }
 
 
@@ -104,7 +130,10 @@ def _published(lookup: Lookup, view: str) -> Pointer:
 
 def _index_of(project: Project, pointer: Pointer) -> VectorIndex:
     if pointer.index is None:
-        raise VectorIndexError(f"view {pointer.view.name!r} was published without an index: precompute run {pointer.view.name}")
+        raise VectorIndexError(
+            f"view {pointer.view.name!r} was published without an index: precompute run"
+            f" {pointer.view.name}"
+        )
     overlay = None if pointer.overlay_index is None else project.root / pointer.overlay_index
     return VectorIndex(project.root / pointer.index, overlay)
 
@@ -119,21 +148,36 @@ def _sampled(project: Project, pointer: Pointer, rows: int) -> list[str]:
     return keys
 
 
-def _nearest(lookup: Lookup, pointer: Pointer, index: VectorIndex, keys: Sequence[str], budget: AccuracyConfig) -> list[_Asked]:
-    """Of each key that has a vector and a row, what the nearest others that have one would have answered."""
+def _nearest(
+    lookup: Lookup,
+    pointer: Pointer,
+    index: VectorIndex,
+    keys: Sequence[str],
+    budget: AccuracyConfig,
+) -> list[_Asked]:
+    """Of each key that has a vector and a row, what the nearest others that have one would have
+    answered."""
     near: dict[str, list[tuple[str, float]]] = {}
     for key in keys:
         own = index.find(key)
         if own is not None:
             found = index.search(own.vector, NEAREST, exclude=[key])
             near[key] = list(zip(found.keys, found.scores, strict=True))
-    stored = _rows(lookup, pointer.view, list(dict.fromkeys([*near, *(other for some in near.values() for other, _ in some)])))
+    stored = _rows(
+        lookup,
+        pointer.view,
+        list(dict.fromkeys([*near, *(other for some in near.values() for other, _ in some)])),
+    )
     requested = []
     for key, others in near.items():
         nearest = next(((other, score) for other, score in others if other in stored), None)
         if key in stored and nearest is not None:
             other, score = nearest
-            requested.append(_Asked(min(1.0, score), agreement_of(stored[key], stored[other], pointer.view, budget)))
+            requested.append(
+                _Asked(
+                    min(1.0, score), agreement_of(stored[key], stored[other], pointer.view, budget)
+                )
+            )
     return requested
 
 
@@ -141,14 +185,18 @@ def _rows(lookup: Lookup, view: FeatureView, keys: Sequence[str]) -> dict[str, p
     """Key → its stored row, of those that have one that has not expired."""
     rows: dict[str, pa.RecordBatch] = {}
     for start in range(0, len(keys), MAX_KEYS):
-        table = lookup.get(view.name, keys[start : start + MAX_KEYS], fallback=False).combine_chunks()
+        table = lookup.get(
+            view.name, keys[start : start + MAX_KEYS], fallback=False
+        ).combine_chunks()
         there = table.column("reason").is_null().to_pylist()
         (batch,) = table.to_batches()
         rows |= {keys[start + i]: batch.slice(i, 1) for i, present in enumerate(there) if present}
     return rows
 
 
-def agreement_of(wanted: pa.RecordBatch, answered: pa.RecordBatch, view: FeatureView, budget: AccuracyConfig) -> float:
+def agreement_of(
+    wanted: pa.RecordBatch, answered: pa.RecordBatch, view: FeatureView, budget: AccuracyConfig
+) -> float:
     """How far a row is the right answer in another's place, from 0 to 1.
 
     Args:

@@ -1,7 +1,9 @@
-"""Tune: which precision and back end computes a view's model fastest on this machine, and stays within the view's accuracy budget.
+"""Tune: which precision and back end computes a view's model fastest on this machine, and stays
+within the view's accuracy budget.
 
-Every candidate computes the same sample of the view's own rows and is compared with float32: the fastest whose figures pass is written to the
-tuning file that ``precision: auto`` reads. A run with another precision than the tuned one is checked in the same way before it computes.
+Every candidate computes the same sample of the view's own rows and is compared with float32: the
+fastest whose figures pass is written to the tuning file that ``precision: auto`` reads. A run with
+another precision than the tuned one is checked in the same way before it computes.
 """
 
 from __future__ import annotations
@@ -37,19 +39,22 @@ if TYPE_CHECKING:
 
 
 ROUNDS = 3
-"""Times that each computes the sample at most, taking turns, so that a busy moment of the machine hits all alike; once at least."""
+"""Times that each computes the sample at most, taking turns, so that a busy moment of the machine
+hits all alike; once at least."""
 
 
 @dataclass(slots=True)
 class Rate:
-    """Rows a second, the median of a few rounds, and milliseconds a batch: ``p50``, ``p95``, ``p99``."""
+    """Rows a second, the median of a few rounds, and milliseconds a batch: ``p50``, ``p95``,
+    ``p99``."""
 
     rows_per_s: float
     batch_ms: dict[str, float] = field(default_factory=dict)
 
 
 class Trials:
-    """Techniques on trial. ``ready`` has, of each that can compute the sample, what makes the model compute by it once more.
+    """Techniques on trial. ``ready`` has, of each that can compute the sample, what makes the model
+    compute by it once more.
 
     Args:
         opened: the view, its model in float32.
@@ -59,7 +64,14 @@ class Trials:
         budget: how near to float32 they must come.
     """
 
-    def __init__(self, opened: OpenView, model: TorchModel, sample: pa.RecordBatch, ends: int, budget: AccuracyConfig) -> None:
+    def __init__(
+        self,
+        opened: OpenView,
+        model: TorchModel,
+        sample: pa.RecordBatch,
+        ends: int,
+        budget: AccuracyConfig,
+    ) -> None:
         self.sample, self._opened, self._model, self._budget = sample, opened, model, budget
         self.ends = ends
         self._reference: Outcome | None = None
@@ -68,10 +80,12 @@ class Trials:
         self.pass_s: dict[str, float] = {}
         """Of each that is ready: seconds of its first pass."""
         self.comparisons: dict[str, list[Comparison]] = {}
-        """Of each that is ready: on as many of the sample's rows as a run checks, of the first and of all."""
+        """Of each that is ready: on as many of the sample's rows as a run checks, of the first and
+        of all."""
 
     def tried(self, technique: str) -> dict[str, Any]:
-        """``name``, ``convert_s``, ``refused`` and, where it computes, ``accuracy`` and ``memory_bytes``; float32 comes first.
+        """``name``, ``convert_s``, ``refused`` and, where it computes, ``accuracy`` and
+        ``memory_bytes``; float32 comes first.
 
         Raises:
             ModelError, SourceError: float32 computes nothing.
@@ -106,11 +120,13 @@ class Trials:
         return line | self._judged(technique, outcome)
 
     def rates(self, until: float, tell: Callable[[str], None]) -> dict[str, Rate]:
-        """Of each that is ready, as a run computes: the stages overlap, batches are as large and, on a CPU, as many at once as that technique's first
-        ones find best, which a later round goes on with.
+        """Of each that is ready, as a run computes: the stages overlap, batches are as large and,
+        on a CPU, as many at once as that technique's first ones find best, which a later round goes
+        on with.
 
         Args:
-            until: of :func:`time.monotonic`; no further round is begun that would end later, after the first.
+            until: of :func:`time.monotonic`; no further round is begun that would end later, after
+                the first.
             tell: called with what begins.
         """
         runners = {name: Runner(self._model, self._opened.view) for name in self.ready}
@@ -128,7 +144,10 @@ class Trials:
             if now + (now - began) > until:
                 break
         rows = self.sample.num_rows
-        return {name: Rate(rows / statistics.median(times), runners[name].meter.batch_ms()) for name, times in seconds.items()}
+        return {
+            name: Rate(rows / statistics.median(times), runners[name].meter.batch_ms())
+            for name, times in seconds.items()
+        }
 
     def _judged(self, technique: str, outcome: Outcome) -> dict[str, Any]:
         view = self._opened.view
@@ -141,9 +160,12 @@ class Trials:
 
         whole = first(self.sample.num_rows)
         self.comparisons[technique] = [
-            whole if rows == self.sample.num_rows else first(rows) for rows in steps(view, self.sample.num_rows, self.ends)
+            whole if rows == self.sample.num_rows else first(rows)
+            for rows in steps(view, self.sample.num_rows, self.ends)
         ]
-        reasons = "; ".join(figure.shortfall for figure in whole.judged(self._budget, view) if figure.room < 0)
+        reasons = "; ".join(
+            figure.shortfall for figure in whole.judged(self._budget, view) if figure.room < 0
+        )
         accuracy = {} if whole.accuracy is None else whole.accuracy.to_json()["features"]
         return {"accuracy": accuracy, "refused": reasons or None}
 
@@ -156,13 +178,19 @@ class Trials:
             self._model.use(self._model.module)
         else:
             examples = self.sample.slice(0, EXAMPLE_ROWS)
-            use_variant(self._model, technique, lambda: pa.Table.from_batches([examples]), self._opened.compiled)
+            use_variant(
+                self._model,
+                technique,
+                lambda: pa.Table.from_batches([examples]),
+                self._opened.compiled,
+            )
 
     def _usable(self, reference: Outcome) -> Outcome:
         if not len(reference.rows):
             error = reference.rejections[0].error
             raise SourceError(
-                f"view {self._opened.view.name!r}: none of {self.sample.num_rows:,} rows could be computed in float32; the first: {error}"
+                f"view {self._opened.view.name!r}: none of {self.sample.num_rows:,} rows could be"
+                f" computed in float32; the first: {error}"
             )
         return reference
 
@@ -189,16 +217,20 @@ def tune(
         name: of the view.
         rows: size of the sample.
         partition: of a partitioned view; by default the latest that is over.
-        only: names of the candidates; by default what :func:`precompute.precision.conversion.candidates` finds worth trying.
-        within_s: how long candidates may take that nobody named; the most promising come first, and what there is no time for is left out.
+        only: names of the candidates; by default what
+            :func:`precompute.precision.conversion.candidates` finds worth trying.
+        within_s: how long candidates may take that nobody named; the most promising come first, and
+            what there is no time for is left out.
         write: write the tuning file; else only measure.
         tell: called with what begins.
 
     Returns:
-        ``file`` (null when none was written), ``picked`` (a candidate's name), ``precision``, ``backend``, ``rows`` and ``measured``: for each
-        candidate ``name``, ``rows_per_s``, ``speed`` (times float32's), ``batch_ms`` (``p50``, ``p95``, ``p99``), ``memory_bytes`` (the process's at its peak,
-        as if this candidate were alone in it; null where the system does not tell), ``convert_s``, the figures of
-        :meth:`precompute.precision.accuracy.Accuracy.to_json` and ``refused`` (why, or null); ``left_out``: names.
+        ``file`` (null when none was written), ``picked`` (a candidate's name), ``precision``,
+        ``backend``, ``rows`` and ``measured``: for each candidate ``name``, ``rows_per_s``,
+        ``speed`` (times float32's), ``batch_ms`` (``p50``, ``p95``, ``p99``), ``memory_bytes`` (the
+        process's at its peak, as if this candidate were alone in it; null where the system does not
+        tell), ``convert_s``, the figures of :meth:`precompute.precision.accuracy.Accuracy.to_json`
+        and ``refused`` (why, or null); ``left_out``: names.
 
     Raises:
         ConfigError: the model is none of torch, or a name in ``only`` is unknown.
@@ -208,7 +240,11 @@ def tune(
     if config.partition is not None and partition is None:
         partition = config.partition_at(datetime.now(UTC))
     with open_view(
-        _in_float32(config.feature_view()), store.offline, project.home, partition=partition, memory_mb=project.settings.memory_mb
+        _in_float32(config.feature_view()),
+        store.offline,
+        project.home,
+        partition=partition,
+        memory_mb=project.settings.memory_mb,
     ) as opened:
         model = _torch_model(opened)
         plan = _planned(model, only_named)
@@ -216,7 +252,9 @@ def tune(
         trials = Trials(opened, model, sample, ends, config.accuracy)
         measured, left_out = _measured(trials, plan, within_s, tell)
         # the run that follows is spared its check
-        cache_comparisons(opened, sample, ends, config.accuracy, trials.comparisons if write else {})
+        cache_comparisons(
+            opened, sample, ends, config.accuracy, trials.comparisons if write else {}
+        )
     tuning = {
         **_picked(measured),
         "rows": sample.num_rows - ends,
@@ -228,7 +266,11 @@ def tune(
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {model.device.name}",
         "versions": dict(versions()),
     }
-    path = str(write_tuning(project.folder, name, project.model_as_written(name), tuning)) if write else None
+    path = (
+        str(write_tuning(project.folder, name, project.model_as_written(name), tuning))
+        if write
+        else None
+    )
     return {"view": name, "file": path, **tuning}
 
 
@@ -257,8 +299,8 @@ def _in_float32(view: FeatureView) -> FeatureView:
 
 @dataclass(slots=True)
 class _Plan:
-    """Techniques to try, in their order; ``costs`` are those that time may be short for: about how long each takes to convert, and how many times
-    float32's rate it is expected to compute at."""
+    """Techniques to try, in their order; ``costs`` are those that time may be short for: about how
+    long each takes to convert, and how many times float32's rate it is expected to compute at."""
 
     names: list[str]
     costs: dict[str, tuple[float, float]]
@@ -279,14 +321,21 @@ def _planned(model: TorchModel, only_named: Sequence[str]) -> _Plan:
     if only_named:
         return _Plan(list(dict.fromkeys([REFERENCE, *only_named])), {})
     found = candidates(model.device, model)
-    costs = {one.name: (one.convert_s, one.gain(model.device, model)) for one in found if one.name != REFERENCE}
-    return _Plan([one.name for one in found], {name: (s, gain or 1.0) for name, (s, gain) in costs.items()})
+    costs = {
+        one.name: (one.convert_s, one.gain(model.device, model))
+        for one in found
+        if one.name != REFERENCE
+    }
+    return _Plan(
+        [one.name for one in found], {name: (s, gain or 1.0) for name, (s, gain) in costs.items()}
+    )
 
 
 def _measured(
     trials: Trials, plan: _Plan, within_s: float, tell: Callable[[str], None]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Of each candidate, what :meth:`Trials.tried` tells, ``rows_per_s``, ``speed`` and ``batch_ms``; and the names of those that time was short for."""
+    """Of each candidate, what :meth:`Trials.tried` tells, ``rows_per_s``, ``speed`` and
+    ``batch_ms``; and the names of those that time was short for."""
     lines, left_out, until = [], [], time.monotonic() + within_s
     for name in plan.names:
         if not plan.pays(name, trials, until - time.monotonic()):
@@ -299,7 +348,9 @@ def _measured(
     for line in lines:
         rate = rates.get(line["name"])
         line["rows_per_s"] = None if rate is None else round(rate.rows_per_s, 1)
-        line["speed"] = None if rate is None else round(rate.rows_per_s / rates[REFERENCE].rows_per_s, 3)
+        line["speed"] = (
+            None if rate is None else round(rate.rows_per_s / rates[REFERENCE].rows_per_s, 3)
+        )
         line["batch_ms"] = {} if rate is None else rate.batch_ms
     return lines, left_out
 

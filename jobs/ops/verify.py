@@ -1,4 +1,5 @@
-"""Verify: re-read what is live and compare it with itself: checksums, counts, the online rows, the index."""
+"""Verify: re-read what is live and compare it with itself: checksums, counts, the online rows, the
+index."""
 
 from __future__ import annotations
 
@@ -15,7 +16,12 @@ from precompute.store.account.checker import look
 from precompute.store.account.rows import check_served
 from precompute.store.disk.lease import is_held
 from precompute.store.entity_key import key_column
-from precompute.store.errors import OnlineStoreError, PrecomputeError, SnapshotError, VectorIndexError
+from precompute.store.errors import (
+    OnlineStoreError,
+    PrecomputeError,
+    SnapshotError,
+    VectorIndexError,
+)
 from precompute.store.offline.refs import PUBLISH_LEASE, LiveRef
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
@@ -26,7 +32,8 @@ from precompute.store.vectors.vector_index import VectorIndex
 SAMPLE_ROWS = 2048
 """Rows compared byte by byte with the online store."""
 TRIES = 5
-"""Where something else goes live meanwhile, so often: what is read is one publishing's, or it says nothing."""
+"""Where something else goes live meanwhile, so often: what is read is one publishing's, or it says
+nothing."""
 FLIP_S = 2.0
 """How long the online pointer may stay behind that of the root, while somebody publishes."""
 SEARCHED_ROWS = 32
@@ -107,7 +114,11 @@ def _live(store: ViewStore) -> tuple[LiveRef, Snapshot, str]:
     if ref is None:
         raise SnapshotError(f"nothing is live: precompute run {store.name}")
     snapshot = store.snapshot(ref.snapshot)
-    return ref, snapshot, ", ".join(f"{layer.number} ({layer.kind})" for layer in store.chain(snapshot))
+    return (
+        ref,
+        snapshot,
+        ", ".join(f"{layer.number} ({layer.kind})" for layer in store.chain(snapshot)),
+    )
 
 
 def _checksums(store: ViewStore, snapshot: Snapshot) -> str:
@@ -117,7 +128,9 @@ def _checksums(store: ViewStore, snapshot: Snapshot) -> str:
 
 
 def _rows(store: ViewStore, snapshot: Snapshot) -> str:
-    rows = sum(batch.num_rows for batch in store.batches(snapshot, list(snapshot.view.entity), 65536))
+    rows = sum(
+        batch.num_rows for batch in store.batches(snapshot, list(snapshot.view.entity), 65536)
+    )
     if rows != snapshot.rows:
         raise SnapshotError(f"{rows} rows can be read, the manifest says {snapshot.rows}")
     return f"{rows:,} rows, as the manifest says"
@@ -127,7 +140,9 @@ def _pointer(store: ViewStore, online: OnlineStore, ref: LiveRef) -> str:
     name, ends_s = store.name, time.monotonic() + FLIP_S
     while True:
         pointer = online.live(name)
-        served = None if pointer is None else (pointer.snapshot, pointer.epoch, set(pointer.generations))
+        served = (
+            None if pointer is None else (pointer.snapshot, pointer.epoch, set(pointer.generations))
+        )
         right = served == (ref.snapshot, ref.epoch, ref.place.generations)
         # anyone who publishes moves one pointer after the other
         if right or not is_held(store.leases, PUBLISH_LEASE) or time.monotonic() > ends_s:
@@ -135,18 +150,25 @@ def _pointer(store: ViewStore, online: OnlineStore, ref: LiveRef) -> str:
         time.sleep(0.05)
     if not right:
         raise OnlineStoreError(
-            f"the online store serves {'nothing' if pointer is None else f'snapshot {pointer.snapshot}, epoch {pointer.epoch}'}, live is "
-            f"snapshot {ref.snapshot}, epoch {ref.epoch}: precompute publish {name} --snapshot {ref.snapshot}"
+            "the online store serves"
+            f" {'nothing' if pointer is None else f'snapshot {pointer.snapshot}, epoch {pointer.epoch}'},"  # noqa: E501
+            f" live is snapshot {ref.snapshot}, epoch {ref.epoch}: precompute publish {name}"
+            f" --snapshot {ref.snapshot}"
         )
     overlays = "".join(f", overlay {generation}" for generation, _ in ref.place.overlays)
-    return f"snapshot {ref.snapshot}, epoch {ref.epoch}, generation {ref.place.generation}{overlays}"
+    return (
+        f"snapshot {ref.snapshot}, epoch {ref.epoch}, generation {ref.place.generation}{overlays}"
+    )
 
 
 def _online_rows(store: ViewStore, online: OnlineStore, snapshot: Snapshot) -> str:
     pointer = online.live(store.name)
     if pointer is None:
         raise OnlineStoreError(f"view {store.name!r} was taken out of the online store meanwhile")
-    return f"{check_served(store, online, pointer, snapshot, SAMPLE_ROWS):,} sampled rows equal those in Parquet"
+    return (
+        f"{check_served(store, online, pointer, snapshot, SAMPLE_ROWS):,} sampled rows equal those"
+        " in Parquet"
+    )
 
 
 def _index(store: ViewStore, snapshot: Snapshot, ref: LiveRef) -> str:
@@ -156,12 +178,17 @@ def _index(store: ViewStore, snapshot: Snapshot, ref: LiveRef) -> str:
     index = VectorIndex(store.index_folder(ref.place.generation), overlay)
     vectors = snapshot.rows - int(snapshot.quality.get("nulls", 0))
     if len(index) != vectors:
-        raise VectorIndexError(f"it holds {len(index)} vectors, the snapshot {vectors}: precompute publish {view.name} --reload")
+        raise VectorIndexError(
+            f"it holds {len(index)} vectors, the snapshot {vectors}: precompute publish {view.name}"
+            " --reload"
+        )
     sample = store.sample(snapshot, SEARCHED_ROWS)
     # a row without a vector cannot be found by it
     sample = sample.filter(sample.column(view.index.on).is_valid())
     keys = key_column(sample, view.entity).to_pylist()
-    for key, vector in list(zip(keys, sample.column(view.index.on).to_pylist(), strict=True))[:SEARCHED_ROWS]:
+    for key, vector in list(zip(keys, sample.column(view.index.on).to_pylist(), strict=True))[
+        :SEARCHED_ROWS
+    ]:
         _check_found(index, key, vector, f"precompute publish {view.name} --reload")
     return f"{len(index):,} vectors; {min(len(keys), SEARCHED_ROWS)} sampled ones find themselves"
 

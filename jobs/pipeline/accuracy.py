@@ -1,5 +1,6 @@
-"""Accuracy gate: how far a view's precision is from float32 on rows of its own. Where a model computes for several threads it is measured beside a run's
-first batches, of which nothing is written before it has passed.
+"""Accuracy gate: how far a view's precision is from float32 on rows of its own. Where a model
+computes for several threads it is measured beside a run's first batches, of which nothing is
+written before it has passed.
 """
 
 from __future__ import annotations
@@ -31,12 +32,15 @@ log = logging.getLogger(__name__)
 CHECKED_ROWS = 512
 """Of the source: 10 neighbours among 512 tell 0.985 from 0.97 with room to spare."""
 FIRST_ROWS = 128
-"""Of these, where nothing but vectors is compared: they do where they leave no doubt (:meth:`precompute.jobs.rows.comparison.Comparison.clear`)."""
+"""Of these, where nothing but vectors is compared: they do where they leave no doubt
+(:meth:`precompute.jobs.rows.comparison.Comparison.clear`)."""
 END_ROWS = 4
-"""At each end of each input: a text's longest and shortest, a number's or a vector's largest and smallest."""
+"""At each end of each input: a text's longest and shortest, a number's or a vector's largest and
+smallest."""
 SHARE = 4
-"""Of the compute threads, one in so many measures beside a run, in a lane of its own; two at least, where there are as many. By one of two it took longer
-than the batches beside it, and a core was idle at the end."""
+"""Of the compute threads, one in so many measures beside a run, in a lane of its own; two at least,
+where there are as many. By one of two it took longer than the batches beside it, and a core was
+idle at the end."""
 
 
 class _Stopped(Exception):
@@ -44,11 +48,13 @@ class _Stopped(Exception):
 
 
 class AccuracyCheck:
-    """The comparison of a view's precision with float32, on its way; :meth:`close` it when nobody asks any more.
+    """The comparison of a view's precision with float32, on its way; :meth:`close` it when nobody
+    asks any more.
 
     Args:
         config: the view's, which says how near it must be.
-        opened: the view, its model converted, in another precision than float32. Its source is read here, and not afterwards.
+        opened: the view, its model converted, in another precision than float32. Its source is read
+            here, and not afterwards.
 
     Raises:
         SourceError, ModelError: as a run would.
@@ -57,7 +63,9 @@ class AccuracyCheck:
     def __init__(self, config: ViewConfig, opened: OpenView) -> None:
         self._config, self._opened = config, opened
         sample, self._ends = sample_of(opened, CHECKED_ROWS)
-        self._parts = [sample.slice(0, rows) for rows in steps(opened.view, sample.num_rows, self._ends)]
+        self._parts = [
+            sample.slice(0, rows) for rows in steps(opened.view, sample.num_rows, self._ends)
+        ]
         self._found = self._known()
         self._error: BaseException | None = None
         self._stopped = False
@@ -65,7 +73,10 @@ class AccuracyCheck:
         if self._found is not None:
             return
         if opened.wanted is not None:
-            self._keep(sample, *(computed(opened, sample, technique) for technique in (opened.variant, REFERENCE)))
+            self._keep(
+                sample,
+                *(computed(opened, sample, technique) for technique in (opened.variant, REFERENCE)),
+            )
             return
         # torch takes a second to import, and a model of pure Python needs none
         from precompute.models.torch_model import TorchModel
@@ -73,7 +84,9 @@ class AccuracyCheck:
         model = opened.model
         assert isinstance(model, TorchModel), "no other model has another precision"
         if model.concurrent:
-            self._thread = threading.Thread(target=self._measure_aside, args=(model,), name="accuracy", daemon=True)
+            self._thread = threading.Thread(
+                target=self._measure_aside, args=(model,), name="accuracy", daemon=True
+            )
             self._thread.start()
         else:
             self._measure(model)
@@ -105,8 +118,12 @@ class AccuracyCheck:
     def _known(self) -> Comparison | None:
         """What was stored of all the rows, or of the first where it is clear."""
         for rows in reversed(self._parts):
-            found = CachedComparison(self._opened, self._opened.variant, rows, self._config.accuracy).read()
-            if found is not None and (rows is self._parts[-1] or found.clear(self._config.accuracy, self._opened.view)):
+            found = CachedComparison(
+                self._opened, self._opened.variant, rows, self._config.accuracy
+            ).read()
+            if found is not None and (
+                rows is self._parts[-1] or found.clear(self._config.accuracy, self._opened.view)
+            ):
                 return found
         return None
 
@@ -132,7 +149,8 @@ class AccuracyCheck:
                 return
 
     def _reference(self, model: TorchModel, sample: pa.RecordBatch) -> Outcome:
-        """The sample in float32: by a quicker way than the module's own, where that is not what is judged, and is seen to compute the same."""
+        """The sample in float32: by a quicker way than the module's own, where that is not what is
+        judged, and is seen to compute the same."""
         from precompute.precision.conversion import QUICK, is_proven, proof_rows, quick_reference
 
         exact = model.in_float32()
@@ -142,7 +160,9 @@ class AccuracyCheck:
         if quick is not None:
             made = self._computed(quick, sample)
             rows = proof_rows(made)
-            if is_proven(made, self._computed(exact, sample.take(pa.array(rows))), rows, self._opened.view):
+            if is_proven(
+                made, self._computed(exact, sample.take(pa.array(rows))), rows, self._opened.view
+            ):
                 return made
             log.warning(
                 "view %r: %s computes something else than %s here, which takes its place",
@@ -155,7 +175,9 @@ class AccuracyCheck:
     def _computed(self, model: TorchModel, rows: pa.RecordBatch) -> Outcome:
         threads = model.device.threads()
         lanes = max(min(2, threads), threads // SHARE) if model.concurrent else 1
-        return Runner(model, self._opened.view, search=False).compute(rows, lanes=lanes, go_on=self._go_on)
+        return Runner(model, self._opened.view, search=False).compute(
+            rows, lanes=lanes, go_on=self._go_on
+        )
 
     def _go_on(self) -> None:
         if self._stopped:
@@ -163,7 +185,9 @@ class AccuracyCheck:
 
     def _keep(self, rows: pa.RecordBatch, done: Outcome, reference: Outcome) -> Comparison:
         budget = self._config.accuracy
-        self._found = compared(self._opened.view, budget, reference, done, rows.num_rows, self._ends)
+        self._found = compared(
+            self._opened.view, budget, reference, done, rows.num_rows, self._ends
+        )
         CachedComparison(self._opened, self._opened.variant, rows, budget).write(self._found)
         return self._found
 
@@ -173,35 +197,50 @@ def _joined(first: Outcome | None, more: Outcome, rows: int) -> Outcome:
     if first is None:
         return more
     features = pa.concat_batches([first.features, more.features])
-    rejections = [*first.rejections, *(replace(rejection, row=rows + rejection.row) for rejection in more.rejections)]
+    rejections = [
+        *first.rejections,
+        *(replace(rejection, row=rows + rejection.row) for rejection in more.rejections),
+    ]
     return Outcome(np.concatenate([first.rows, rows + more.rows]), features, rejections)
 
 
 def steps(view: FeatureView, rows: int, ends: int) -> list[int]:
-    """How many of a sample of ``rows`` rows, from its first, are compared, and how many if these leave a doubt; ``ends`` come before what was drawn."""
+    """How many of a sample of ``rows`` rows, from its first, are compared, and how many if these
+    leave a doubt; ``ends`` come before what was drawn."""
     most = min(rows - ends, CHECKED_ROWS)
     few = all(feature.dim is not None for feature in view.features) and most > FIRST_ROWS
     return [ends + FIRST_ROWS, ends + most] if few else [ends + most]
 
 
 def cache_comparisons(
-    opened: OpenView, sample: pa.RecordBatch, ends: int, budget: AccuracyConfig, comparisons: dict[str, list[Comparison]]
+    opened: OpenView,
+    sample: pa.RecordBatch,
+    ends: int,
+    budget: AccuracyConfig,
+    comparisons: dict[str, list[Comparison]],
 ) -> None:
-    """What was measured of several techniques on the first rows of a sample, as many as of :func:`steps`: a run's check may be of the same."""
+    """What was measured of several techniques on the first rows of a sample, as many as of
+    :func:`steps`: a run's check may be of the same."""
     for technique, found in comparisons.items():
         for comparison in found if technique != REFERENCE else ():
-            CachedComparison(opened, technique, sample.slice(0, ends + comparison.rows), budget).write(comparison)
+            CachedComparison(
+                opened, technique, sample.slice(0, ends + comparison.rows), budget
+            ).write(comparison)
 
 
 def sample_of(opened: OpenView, rows: int) -> tuple[pa.RecordBatch, int]:
-    """Rows of the source: its ends, as of :meth:`precompute.source.Source.ends`, and behind them ``rows`` drawn by chance; and how many the ends are.
+    """Rows of the source: its ends, as of :meth:`precompute.source.Source.ends`, and behind them
+    ``rows`` drawn by chance; and how many the ends are.
 
     Raises:
         SourceError: there are no rows.
     """
     drawn = opened.source.sample(rows).combine_chunks()
     if drawn.num_rows == 0:
-        raise SourceError(f"view {opened.view.name!r}: the source yielded no rows: nothing to compare precisions on")
+        raise SourceError(
+            f"view {opened.view.name!r}: the source yielded no rows: nothing to compare"
+            " precisions on"
+        )
     ends = opened.source.ends(END_ROWS)
     (batch,) = pa.concat_tables([ends, drawn]).combine_chunks().to_batches()
     return batch, ends.num_rows

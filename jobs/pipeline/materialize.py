@@ -1,7 +1,8 @@
 """Materialize: compute a feature view into a snapshot.
 
-source ─ rows ─► plan ─► windows ─► model ─► chunks: Parquet parts and a journal ─► gates ─► manifest. Nothing is visible before the
-manifest; a run that dies leaves the old snapshot as it was, and its finished chunks to the next run.
+source ─ rows ─► plan ─► windows ─► model ─► chunks: Parquet parts and a journal ─► gates ─►
+manifest. Nothing is visible before the manifest; a run that dies leaves the old snapshot as it was,
+and its finished chunks to the next run.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ from precompute.jobs.rows.open_view import OpenView, iso_us, open_view, read_sou
 from precompute.jobs.rows.plan import Plan, make_plan, mark_if_damaged, now_us, recipe_of
 from precompute.jobs.rows.replaced import Replaced, figures_of
 from precompute.store.clock import utc_now
-from precompute.store.errors import ConfigError, GateError, ModelError, RejectedError, SnapshotError, SourceError
+from precompute.store.errors import (
+    ConfigError,
+    GateError,
+    ModelError,
+    RejectedError,
+    SnapshotError,
+    SourceError,
+)
 from precompute.store.offline.snapshot import Counts, Snapshot, Verdict
 from precompute.store.offline.view_store import FRAME
 from precompute.store.record import plain, replace
@@ -31,16 +39,17 @@ from precompute.techniques.table import REFERENCE
 
 
 def materialize(job: Job) -> Snapshot:
-    """Compute the rows of a view that need it, and commit the result; the caller holds the run's lease. Counts, stage times and the verdicts are
-    added to the job's report.
+    """Compute the rows of a view that need it, and commit the result; the caller holds the run's
+    lease. Counts, stage times and the verdicts are added to the job's report.
 
     Returns:
-        the committed snapshot, not yet published; or the one there was, when nothing changed (``report.status`` is ``current`` then).
+        the committed snapshot, not yet published; or the one there was, when nothing changed
+            (``report.status`` is ``current`` then).
 
     Raises:
         SourceError: the source failed, is empty, or has a key with two values.
-        RejectedError: more rows were rejected than the view allows, and ``rejected.parquet`` of the run has them; or ``bad_rows: fail`` and one
-            row is unusable.
+        RejectedError: more rows were rejected than the view allows, and ``rejected.parquet`` of the
+            run has them; or ``bad_rows: fail`` and one row is unusable.
         ModelError, ConfigError, SnapshotError, GateError, FencedError: as their names say.
     """
     with _opened(job) as opened:
@@ -52,7 +61,9 @@ def materialize(job: Job) -> Snapshot:
                 opened.convert()
         with closing(_Accuracy(job, opened, plan)) as accuracy:
             stages = job.report.stages_s
-            audit = Audit(job.config, opened, plan.diff.compute, sum(stages.values()) - stages["open"])
+            audit = Audit(
+                job.config, opened, plan.diff.compute, sum(stages.values()) - stages["open"]
+            )
             chunks = _computed(job, opened, plan, accuracy, audit)
             verdicts = accuracy.checked()
         with job.report.stage("audit"):
@@ -113,7 +124,10 @@ def _planned(job: Job, opened: OpenView) -> Plan:
             report.source_at = iso_us(opened.source.newest_us(updated_at, read_at_us))
     if total == 0 and (config.partition is None or config.partition.empty == "fail"):
         where = "the source" if partition is None else f"the source of partition {partition}"
-        raise SourceError(f"view {config.name!r}: {where} yielded no rows; nothing was published and the live snapshot stays")
+        raise SourceError(
+            f"view {config.name!r}: {where} yielded no rows; nothing was published and the live"
+            " snapshot stays"
+        )
     with report.stage("plan"):
         plan = make_plan(job, opened, total, read_at_us=read_at_us)
     report.plan, report.resumed = str(plan), plan.diff.resumed
@@ -137,7 +151,8 @@ def _unchanged(job: Job, opened: OpenView, plan: Plan) -> Snapshot:
 
 
 class _Accuracy:
-    """The verdict on the view's precision. None is due in float32, without rows, or over a parent, whose precision is the same and was judged then.
+    """The verdict on the view's precision. None is due in float32, without rows, or over a parent,
+    whose precision is the same and was judged then.
 
     Raises:
         GateError: it is refused, and nobody accepts that; nothing was computed.
@@ -181,17 +196,25 @@ class _Accuracy:
             # there is no chunk in it
             job.store.journals.end(job.report.run)
             raise GateError(
-                f"view {name!r}: {verdict.message}. Nothing was {what}; choose another precision (`precompute tune "
-                f"{name}` measures them all), change the view's `accuracy`, or accept it: {job.config.accepting('accuracy')}"
+                f"view {name!r}: {verdict.message}. Nothing was {what}; choose another precision"
+                f" (`precompute tune {name}` measures them all), change the view's `accuracy`, or"
+                f" accept it: {job.config.accepting('accuracy')}"
             )
         self._verdicts = [verdict]
 
 
 def _computed(job: Job, opened: OpenView, plan: Plan, accuracy: _Accuracy, audit: Audit) -> Chunks:
-    """Compute what the plan says; afterwards the parts are written, and the report's counts are known."""
+    """Compute what the plan says; afterwards the parts are written, and the report's counts are
+    known."""
     config, report, store = job.config, job.report, job.store
     store.journals.begin(report.run, plan.recipe, report.partition, full=job.options.full)
-    chunks = Chunks(job, opened, math.floor(plan.source_rows * config.max_rejected + 1e-9), accuracy.checked, audit.draw)
+    chunks = Chunks(
+        job,
+        opened,
+        math.floor(plan.source_rows * config.max_rejected + 1e-9),
+        accuracy.checked,
+        audit.draw,
+    )
     chunks.take_over(plan)
     job.progress.begin(f"materialize {config.name}", plan.diff.compute)
     try:
@@ -205,19 +228,27 @@ def _computed(job: Job, opened: OpenView, plan: Plan, accuracy: _Accuracy, audit
         rejections = chunks.rejections
         _check_fit(job, opened, plan, chunks)
         raise RejectedError(
-            f"view {config.name!r}: all {plan.source_rows} rows were rejected ({rejections.reasons()}); see {rejections.path}"
+            f"view {config.name!r}: all {plan.source_rows} rows were rejected"
+            f" ({rejections.reasons()}); see {rejections.path}"
         )
     if plan.parent is None and not chunks.parts:
         chunks.write_no_rows()
     return chunks
 
 
-def _check_fit(job: Job, opened: OpenView, plan: Plan, chunks: Chunks, cause: RejectedError | ModelError | None = None) -> None:
+def _check_fit(
+    job: Job,
+    opened: OpenView,
+    plan: Plan,
+    chunks: Chunks,
+    cause: RejectedError | ModelError | None = None,
+) -> None:
     """Refuse a run in which no row of the model's answer fits the view.
 
     Raises:
         ModelError: so it is: model or view is mistaken, and not the rows.
-        ConfigError: for every row the model looked for a column that the source does not yield: likewise.
+        ConfigError: for every row the model looked for a column that the source does not yield:
+            likewise.
     """
     if chunks.fits or plan.diff.unchanged + plan.diff.resumed:
         return
@@ -226,9 +257,14 @@ def _check_fit(job: Job, opened: OpenView, plan: Plan, chunks: Chunks, cause: Re
         raise ConfigError(error) from cause
     if chunks.rejections.all_misfit:
         reasons = chunks.rejections.reasons()
-        named = [name for name in job.config.features if re.search(rf"(feature|returned no) '{name}'", reasons)]
+        named = [
+            name
+            for name in job.config.features
+            if re.search(rf"(feature|returned no) '{name}'", reasons)
+        ]
         raise ModelError(
-            f"{opened.place('features', *named[:1])}: no row of the model's answer fits the view ({reasons}); nothing was published"
+            f"{opened.place('features', *named[:1])}: no row of the model's answer fits the view"
+            f" ({reasons}); nothing was published"
         ) from cause
 
 
@@ -272,22 +308,33 @@ def _snapshot(job: Job, opened: OpenView, plan: Plan, chunks: Chunks) -> Snapsho
         computation=recipe_of(opened, hashed=False),
         content=plan.content,
         partition=report.partition,
-        renewed_at=plan.read_at_us if job.config.renew_unchanged and diff.unchanged + diff.resumed else None,
+        renewed_at=(
+            plan.read_at_us
+            if job.config.renew_unchanged and diff.unchanged + diff.resumed
+            else None
+        ),
         source_at=report.source_at,
     )
 
 
-def _judged(job: Job, opened: OpenView, plan: Plan, chunks: Chunks, delta: Snapshot, accuracy: list[Verdict]) -> Snapshot:
-    """The result as it is to be committed: compacted where the plan says so, with figures and verdicts."""
+def _judged(
+    job: Job, opened: OpenView, plan: Plan, chunks: Chunks, delta: Snapshot, accuracy: list[Verdict]
+) -> Snapshot:
+    """The result as it is to be committed: compacted where the plan says so, with figures and
+    verdicts."""
     report, snapshot, replaced = job.report, delta, None
     if plan.parent is not None:
-        replaced = Replaced(job.store, plan.parent, delta, [*delta.view.entity, *delta.view.feature_names])
+        replaced = Replaced(
+            job.store, plan.parent, delta, [*delta.view.entity, *delta.view.feature_names]
+        )
     if plan.compact:
         with report.stage("compact"), _marking_damage(job, plan):
             snapshot = compacted(job, opened, delta)
     with report.stage("gates"), _marking_damage(job, plan):
         if not plan.compact:
-            snapshot = replace(snapshot, figures=figures_of(job.store, snapshot, chunks.figures, replaced))
+            snapshot = replace(
+                snapshot, figures=figures_of(job.store, snapshot, chunks.figures, replaced)
+            )
     if plan.since is not None:
         with report.stage("compact"), _marking_damage(job, plan):
             snapshot = merged(job, snapshot, plan.since)
@@ -300,7 +347,8 @@ def _judged(job: Job, opened: OpenView, plan: Plan, chunks: Chunks, delta: Snaps
 
 @contextmanager
 def _marking_damage(job: Job, plan: Plan) -> Iterator[None]:
-    """Mark the snapshot that this run builds on bad where reading it fails because it is damaged, so that the next run builds on a whole one.
+    """Mark the snapshot that this run builds on bad where reading it fails because it is damaged,
+    so that the next run builds on a whole one.
 
     Raises:
         SnapshotError: something cannot be read, and what to do.
@@ -311,11 +359,13 @@ def _marking_damage(job: Job, plan: Plan) -> Iterator[None]:
         if plan.parent is None or not mark_if_damaged(job.store, plan.parent):
             raise
         raise SnapshotError(
-            f"view {job.config.name!r}: snapshot {plan.parent.number}, which this run builds on, is damaged, and marked bad now. Nothing was "
-            "committed and the live snapshot stays; run the view again: it builds on what is whole, and takes over what was computed"
+            f"view {job.config.name!r}: snapshot {plan.parent.number}, which this run builds on, is"
+            " damaged, and marked bad now. Nothing was committed and the live snapshot stays; run"
+            " the view again: it builds on what is whole, and takes over what was computed"
         ) from exc
 
 
 def _nulls(snapshot: Snapshot) -> dict[str, int]:
-    """Of a view whose bad rows become nulls: how many of the snapshot's rows these are; part of ``written`` and ``unchanged``."""
+    """Of a view whose bad rows become nulls: how many of the snapshot's rows these are; part of
+    ``written`` and ``unchanged``."""
     return {"nulls": int(snapshot.quality["nulls"])} if "nulls" in snapshot.quality else {}

@@ -1,5 +1,6 @@
-"""Rollback: back to a snapshot that was good, at once. One pointer move when the online store still holds it, which works when Redis is full.
-Reconcile: what the online store lost of what is live is loaded again."""
+"""Rollback: back to a snapshot that was good, at once. One pointer move when the online store still
+holds it, which works when Redis is full. Reconcile: what the online store lost of what is live is
+loaded again."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def rollback(
     hold: bool = False,
     finished: Callable[[Report], None] = lambda _: None,
 ) -> Report:
-    """Make an earlier snapshot live and mark the one that was live bad: neither it nor the same rows again are ever published.
+    """Make an earlier snapshot live and mark the one that was live bad: neither it nor the same
+    rows again are ever published.
 
     A publishing that is going on is fenced: the rollback wins.
 
@@ -64,16 +66,22 @@ def rollback(
     with (
         named(name),
         spending_reserve(project.root),
-        take(store.leases, PUBLISH_LEASE, "rollback", ttl_s=project.settings.lease, force=True) as lease,
+        take(
+            store.leases, PUBLISH_LEASE, "rollback", ttl_s=project.settings.lease, force=True
+        ) as lease,
         recorded(store, "rollback", ended) as report,
         contextlib.ExitStack() as held,
     ):
         ref = store.refs.live()
         if ref is None:
-            raise SnapshotError(f"view {name!r} was never published: there is nothing to go back from")
+            raise SnapshotError(
+                f"view {name!r} was never published: there is nothing to go back from"
+            )
         close_dead(store, None, commands=PUBLISHING, own=report.run)
         online = held.enter_context(contextlib.closing(open_online_store(project.online)))
-        publisher = Publisher(store, online, report, progress, lease, memory_mb=project.settings.memory_mb)
+        publisher = Publisher(
+            store, online, report, progress, lease, memory_mb=project.settings.memory_mb
+        )
         if publisher.mend() and ref.reason.startswith("rollback") and to in (None, ref.snapshot):
             # The last one, killed half-way.
             report.snapshot, report.epoch, report.status = ref.snapshot, ref.epoch, "published"
@@ -81,14 +89,16 @@ def rollback(
             target = report.snapshot = _target(store, ref, to)
             _mark_left(store, ref.snapshot, target)
             reason = f"rollback from {ref.snapshot}"
-            publisher.publish(target, reason=reason, held=f"{reason}, with --hold" if hold else None)
+            publisher.publish(
+                target, reason=reason, held=f"{reason}, with --hold" if hold else None
+            )
         notify(project.settings.notify, report, project.home)
     return report
 
 
 def _mark_left(store: ViewStore, number: int, target: int) -> None:
-    """Mark what is gone back from bad; of an assembled snapshot the rows of those partitions that the target has otherwise, all since then, so that the next one
-    is not made of them.
+    """Mark what is gone back from bad; of an assembled snapshot the rows of those partitions that
+    the target has otherwise, all since then, so that the next one is not made of them.
 
     Raises:
         SnapshotError: the file system failed.
@@ -97,18 +107,34 @@ def _mark_left(store: ViewStore, number: int, target: int) -> None:
 
     def members(of: int) -> dict[str | None, int]:
         # of a manifest that is torn the catalog knows them still
-        return {entries[n].partition: n for n in (entries[of].members if of in entries else ()) if n in entries}
+        return {
+            entries[n].partition: n
+            for n in (entries[of].members if of in entries else ())
+            if n in entries
+        }
 
     left, back = members(number), members(target)
-    at_fault = {partition: back.get(partition) for partition, n in left.items() if back and back.get(partition) != n}
+    at_fault = {
+        partition: back.get(partition)
+        for partition, n in left.items()
+        if back and back.get(partition) != n
+    }
     for entry in entries.values():
-        if entry.partition in at_fault and (at_fault[entry.partition] or 0) < entry.number <= number:
-            store.mark_bad(entry.number, f"rolled back from, in snapshot {number}", back_to=at_fault[entry.partition])
+        if (
+            entry.partition in at_fault
+            and (at_fault[entry.partition] or 0) < entry.number <= number
+        ):
+            store.mark_bad(
+                entry.number,
+                f"rolled back from, in snapshot {number}",
+                back_to=at_fault[entry.partition],
+            )
     store.mark_bad(number, "rolled back from", rows=not at_fault, back_to=target)
 
 
 def _target(store: ViewStore, ref: LiveRef, to: int | None) -> int:
-    """Number of the snapshot to go back to; it may be published, which is looked at before anything is marked.
+    """Number of the snapshot to go back to; it may be published, which is looked at before anything
+    is marked.
 
     Raises:
         SnapshotError, GateError: there is none, or not the one requested.
@@ -118,20 +144,26 @@ def _target(store: ViewStore, ref: LiveRef, to: int | None) -> int:
     snapshot = store.snapshot(target)
     if target == ref.snapshot:
         raise SnapshotError(
-            f"snapshot {target} of view {name!r} is live already; name another one (there are: {standing.numbers_text()}; `precompute snapshots {name}` tells more)"
+            f"snapshot {target} of view {name!r} is live already; name another one (there are:"
+            f" {standing.numbers_text()}; `precompute snapshots {name}` tells more)"
         )
     standing.check_publishable(snapshot)
     return target
 
 
 def reconcile(
-    project: Project, name: str, progress: Progress, *, finished: Callable[[Report], None] = lambda _: None
+    project: Project,
+    name: str,
+    progress: Progress,
+    *,
+    finished: Callable[[Report], None] = lambda _: None,
 ) -> Report | None:
-    """Load again what is not whole of what is live, or move the online pointer where that was left behind. Until it is loaded, answers
-    for rows that are not there say ``not_in_store``.
+    """Load again what is not whole of what is live, or move the online pointer where that was left
+    behind. Until it is loaded, answers for rows that are not there say ``not_in_store``.
 
     Returns:
-        the report; None when there is nothing that it can heal: :func:`precompute.store.account.account.read_account` has what it cannot.
+        the report; None when there is nothing that it can heal:
+            :func:`precompute.store.account.account.read_account` has what it cannot.
 
     Raises:
         SnapshotError: what is live cannot be read.
@@ -139,10 +171,14 @@ def reconcile(
         ConflictError: somebody else publishes, or another project the view.
     """
     store = project.stored(name)
-    with contextlib.closing(open_online_store(project.online, memory_mb=project.settings.load_mb)) as online:
+    with contextlib.closing(
+        open_online_store(project.online, memory_mb=project.settings.load_mb)
+    ) as online:
         with named(name):
             account = look(store, online)
-            foreign = next((finding for finding in account.findings if finding.state is State.FOREIGN), None)
+            foreign = next(
+                (finding for finding in account.findings if finding.state is State.FOREIGN), None
+            )
             if foreign is not None:
                 raise ConflictError(foreign.found)
             if account.act is Act.NOTHING:
@@ -150,12 +186,16 @@ def reconcile(
         busy = f"view {name!r} is being published, rolled back or cleaned up"
         with (
             named(name),
-            take(store.leases, PUBLISH_LEASE, "reconcile", ttl_s=project.settings.lease, busy=busy) as lease,
+            take(
+                store.leases, PUBLISH_LEASE, "reconcile", ttl_s=project.settings.lease, busy=busy
+            ) as lease,
             recorded(store, "reconcile", finished) as report,
         ):
             close_dead(store, None, commands=PUBLISHING, own=report.run)
             ref = store.refs.readable_live()
-            publisher = Publisher(store, online, report, progress, lease, memory_mb=project.settings.memory_mb)
+            publisher = Publisher(
+                store, online, report, progress, lease, memory_mb=project.settings.memory_mb
+            )
             records = [finding for finding in account.findings if finding.act is Act.REMOVE]
             for finding in records:
                 Path(finding.what).unlink(missing_ok=True)
@@ -173,7 +213,9 @@ def reconcile(
             else:
                 if any(finding.what == ROWS for finding in account.findings):
                     publisher.degrade()
-                publisher.publish(ref.snapshot, reason="reconcile", held=ref.held, reload=account.act is Act.LOAD)
+                publisher.publish(
+                    ref.snapshot, reason="reconcile", held=ref.held, reload=account.act is Act.LOAD
+                )
             look(store, online, publishing=True)
         notify(project.settings.notify, report, project.home)
     return report

@@ -32,7 +32,14 @@ from precompute.store.clock import Partition, parsed_time
 from precompute.store.disk.crashpoint import crashpoint
 from precompute.store.disk.lease import Lease, is_held, take
 from precompute.store.disk.reserve import keep_reserve
-from precompute.store.errors import ConfigError, ConflictError, OnlineStoreError, PrecomputeError, RequestError, SnapshotError
+from precompute.store.errors import (
+    ConfigError,
+    ConflictError,
+    OnlineStoreError,
+    PrecomputeError,
+    RequestError,
+    SnapshotError,
+)
 from precompute.store.offline.gc import SWEPT_FOLDERS, collect
 from precompute.store.offline.refs import DROP_LEASE, PUBLISH_LEASE, run_lease
 from precompute.store.offline.runs import AHEAD_S, Report
@@ -50,9 +57,11 @@ LEAST_S = 0.1
 
 
 def look_for_late_rows(job: Job) -> None:
-    """Read sources of a view's other partitions again, the newest first, while there is time, and note in the report which were looked at, and which of them
-    are late. Those of another model or source are left out: they are to be computed whatever their rows are. So are those whose source cannot be read any more, or
-    yields nothing, unless that is to be published: data that were let go of are not late."""
+    """Read sources of a view's other partitions again, the newest first, while there is time, and
+    note in the report which were looked at, and which of them are late. Those of another model or
+    source are left out: they are to be computed whatever their rows are. So are those whose source
+    cannot be read any more, or yields nothing, unless that is to be published: data that were let
+    go of are not late."""
     report, started = job.report, time.monotonic()
     budget_s = max(LEAST_S, SHARE * sum(report.stages_s.values()))
     # the first takes about as long as the run's own
@@ -68,11 +77,16 @@ def look_for_late_rows(job: Job) -> None:
                 report.late += [partition] if late else []
             slowest_s = max(slowest_s, time.monotonic() - begun)
     except SnapshotError as exc:
-        log.info("view %r: whether its other partitions have late rows is not known: %s", job.config.name, exc)
+        log.info(
+            "view %r: whether its other partitions have late rows is not known: %s",
+            job.config.name,
+            exc,
+        )
 
 
 def _others(job: Job) -> Iterator[tuple[str, Snapshot]]:
-    """The newest snapshot of each other partition that was computed as the view is configured now; the newest partition first."""
+    """The newest snapshot of each other partition that was computed as the view is configured now;
+    the newest partition first."""
     view, newest = job.config.feature_view(), dict[str, int]()
     for entry in job.store.catalog().entries.values():
         if entry.partition is not None and entry.partition != job.options.partition_text:
@@ -85,7 +99,8 @@ def _others(job: Job) -> Iterator[tuple[str, Snapshot]]:
 
 
 def _is_late(job: Job, partition: Partition, snapshot: Snapshot) -> bool | None:
-    """Whether the partition's source yields other rows than the snapshot was computed from; None where that is not known."""
+    """Whether the partition's source yields other rows than the snapshot was computed from; None
+    where that is not known."""
     assert job.config.partition is not None
     try:
         source, _ = open_source(
@@ -97,11 +112,19 @@ def _is_late(job: Job, partition: Partition, snapshot: Snapshot) -> bool | None:
             memory_mb=job.project.settings.source_mb,
         )
         with closing(source):
-            if not source.load(job.config.partition.column) and job.config.partition.empty != "publish":
+            if (
+                not source.load(job.config.partition.column)
+                and job.config.partition.empty != "publish"
+            ):
                 return None
             return source.content() != snapshot.content.partition(":")[2]
     except PrecomputeError as exc:
-        log.info("view %r: whether partition %s has late rows is not known: %s", job.config.name, partition, exc)
+        log.info(
+            "view %r: whether partition %s has late rows is not known: %s",
+            job.config.name,
+            partition,
+            exc,
+        )
         return None
 
 
@@ -131,16 +154,20 @@ def run_view(
         load: makes the model, as :func:`precompute.jobs.rows.open_view.open_view` has it.
 
     Returns:
-        the report, as written; of a run that was done for this time of the schedule already, that run's.
+        the report, as written; of a run that was done for this time of the schedule already, that
+            run's.
 
     Raises:
-        ConflictError: another run of the view, or of the partition, is going on, or the view is being dropped.
+        ConflictError: another run of the view, or of the partition, is going on, or the view is
+            being dropped.
         GateError: a gate refused to publish; the snapshot is committed.
         PrecomputeError: what :func:`materialize` and publishing raise; the report says it too.
     """
     config, store = project.view(name), project.offline.view(name)
     computes = options.command != "publish"
-    options = replace(options, partition=partition_of(config, options.partition) if computes else None)
+    options = replace(
+        options, partition=partition_of(config, options.partition) if computes else None
+    )
 
     def ended(report: Report) -> None:
         if report.error is not None:
@@ -153,15 +180,27 @@ def run_view(
         if done is not None:
             log.info("view %r: the run due at %s is done already", name, options.due)
             return done
-        requested = {"partition": options.partition_text, "due": options.due, "backfill": options.backfill}
-        report = held.enter_context(recorded(store, options.command, ended, **requested, parents=_parents(project, store)))
+        requested = {
+            "partition": options.partition_text,
+            "due": options.due,
+            "backfill": options.backfill,
+        }
+        report = held.enter_context(
+            recorded(store, options.command, ended, **requested, parents=_parents(project, store))
+        )
         keep_reserve(project.root)
         held.enter_context(named(name))
         held.enter_context(_ended_by_kernel(options.deadline_s))
         held.callback(progress.end)
         job = Job(project, config, store, options, report, progress, lease, load)
         if options.command == "run":
-            check_before(project, name, options.partition_text, accept=options.accept, take_over=options.take_over)
+            check_before(
+                project,
+                name,
+                options.partition_text,
+                accept=options.accept,
+                take_over=options.take_over,
+            )
         snapshot = materialize(job) if computes else _named(job)
         if options.command != "materialize":
             _publish(job, snapshot)
@@ -180,10 +219,19 @@ def _run_lease(project: Project, store: ViewStore, options: RunOptions) -> Lease
     partition, name = options.partition_text, store.name
     whose = f"view {name!r}{'' if partition is None else f' and partition {partition}'}"
     busy = f"another run of {whose} is going on; wait for it, or look at `status`"
-    lease = take(store.leases, run_lease(partition), options.command, ttl_s=project.settings.lease, busy=busy, wait_s=BRIEFLY_S)
+    lease = take(
+        store.leases,
+        run_lease(partition),
+        options.command,
+        ttl_s=project.settings.lease,
+        busy=busy,
+        wait_s=BRIEFLY_S,
+    )
     try:
         if is_held(store.leases, DROP_LEASE):
-            raise ConflictError(f"view {name!r} is being dropped; run it again if it is to be computed again")
+            raise ConflictError(
+                f"view {name!r} is being dropped; run it again if it is to be computed again"
+            )
         close_dead(store, partition)
     except BaseException:
         lease.release()
@@ -204,13 +252,18 @@ def plan_view(project: Project, name: str, options: RunOptions = RunOptions()) -
 
 
 def partition_of(config: ViewConfig, partition: Partition | None) -> Partition | None:
-    """The partition to compute: the one requested, or the latest that is over; None for a view that has none.
+    """The partition to compute: the one requested, or the latest that is over; None for a view that
+    has none.
 
     Raises:
-        ConfigError: the view has no partitions, not one is over yet, or the one requested is not over or before the first.
+        ConfigError: the view has no partitions, not one is over yet, or the one requested is not
+            over or before the first.
     """
     if config.partition is None and partition is not None:
-        raise ConfigError(f"view {config.name!r} has no partitions: add partition: {{by: day, start: …}} to it, or ask for none")
+        raise ConfigError(
+            f"view {config.name!r} has no partitions: add partition: {{by: day, start: …}} to it,"
+            " or ask for none"
+        )
     now = datetime.now(UTC)
     if partition is None or config.partition is None:
         return config.partition_at(now)
@@ -225,18 +278,24 @@ def partition_of(config: ViewConfig, partition: Partition | None) -> Partition |
 
 
 def _done(store: ViewStore, due: str) -> Report | None:
-    """What became of the run for this time of the schedule: a scheduler that was killed may have started it before."""
+    """What became of the run for this time of the schedule: a scheduler that was killed may have
+    started it before."""
     at = parsed_time(due)
     # A run begins after its time, but for a clock set back.
     since = "" if at is None else f"{at - timedelta(seconds=AHEAD_S):%Y%m%dT%H%M%S}"
     reports = store.runs.reports(200, since)
-    return next((report for report in reports if parsed_time(report.due) == at and report.finished), None)
+    return next(
+        (report for report in reports if parsed_time(report.due) == at and report.finished), None
+    )
 
 
 def _parents(project: Project, store: ViewStore) -> dict[str, int]:
     """Views this one is scheduled after → the epoch of what is live of them."""
     schedule = project.schedules().get(store.name)
-    refs = {parent: store.offline.view(parent).refs.readable_live() for parent in (() if schedule is None else schedule.parents)}
+    refs = {
+        parent: store.offline.view(parent).refs.readable_live()
+        for parent in (() if schedule is None else schedule.parents)
+    }
     return {parent: ref.epoch for parent, ref in refs.items() if ref is not None}
 
 
@@ -251,22 +310,37 @@ def _named(job: Job) -> Snapshot:
 
 
 def _publish(job: Job, snapshot: Snapshot) -> None:
-    """Make the snapshot live unless it is to stay as it is, and remove what nothing can reach any more."""
+    """Make the snapshot live unless it is to stay as it is, and remove what nothing can reach any
+    more."""
     project, store, report = job.project, job.store, job.report
     nothing_new = report.status == "current"
     snapshot = accepted(job, snapshot)
     wait_s = BRIEFLY_S if job.lease is None else PATIENTLY_S
-    busy = f"view {store.name!r} is being published, rolled back or cleaned up; wait for it, or look at `status`"
-    with take(store.leases, PUBLISH_LEASE, report.command, ttl_s=project.settings.lease, busy=busy, wait_s=wait_s) as lease:
+    busy = (
+        f"view {store.name!r} is being published, rolled back or cleaned up; wait for it, or look"
+        " at `status`"
+    )
+    with take(
+        store.leases,
+        PUBLISH_LEASE,
+        report.command,
+        ttl_s=project.settings.lease,
+        busy=busy,
+        wait_s=wait_s,
+    ) as lease:
         close_dead(store, None, commands=PUBLISHING, own=report.run)
         if job.lease is not None:
             # Once the publishing lease is held, nobody else can publish what a later run computed.
             job.lease.check()
         if job.config.serves_all and not snapshot.members:
             snapshot = _all_partitions(job, snapshot, lease)
-        with contextlib.closing(open_online_store(project.online, memory_mb=project.settings.load_mb)) as online:
+        with contextlib.closing(
+            open_online_store(project.online, memory_mb=project.settings.load_mb)
+        ) as online:
             take_over, memory_mb = job.options.take_over, job.memory_mb
-            publisher = Publisher(store, online, report, job.progress, lease, take_over=take_over, memory_mb=memory_mb)
+            publisher = Publisher(
+                store, online, report, job.progress, lease, take_over=take_over, memory_mb=memory_mb
+            )
             _go_live(job, snapshot, publisher, nothing_new)
         if report.status == "published":
             notify(project.settings.notify, report, project.home)
@@ -276,7 +350,8 @@ def _publish(job: Job, snapshot: Snapshot) -> None:
 
 
 def _all_partitions(job: Job, snapshot: Snapshot, lease: Lease) -> Snapshot:
-    """What is published of a view that serves all of its partitions, when ``snapshot`` of one of them was computed or named; itself where none has rows.
+    """What is published of a view that serves all of its partitions, when ``snapshot`` of one of
+    them was computed or named; itself where none has rows.
 
     Raises:
         GateError: a gate refused ``snapshot``, or it was rolled back from.
@@ -289,13 +364,21 @@ def _all_partitions(job: Job, snapshot: Snapshot, lease: Lease) -> Snapshot:
     if every is None:
         return snapshot
     own = None if snapshot.partition is None else every.members.get(snapshot.partition)
-    if job.options.number == snapshot.number and job.options.backfill is None and own != snapshot.number:
+    if (
+        job.options.number == snapshot.number
+        and job.options.backfill is None
+        and own != snapshot.number
+    ):
         raise SnapshotError(
-            f"view {store.name!r} serves all partitions, and of {snapshot.partition} snapshot {own or 'none'}: publish without --snapshot, or go back with `rollback`"
+            f"view {store.name!r} serves all partitions, and of {snapshot.partition} snapshot"
+            f" {own or 'none'}: publish without --snapshot, or go back with `rollback`"
         )
     every = accepted(job, every)
     if job.options.number is not None and every.number != job.options.number:
-        job.report.plan = f"snapshot {every.number} is of all partitions, with snapshot {job.options.number} among them"
+        job.report.plan = (
+            f"snapshot {every.number} is of all partitions, with snapshot {job.options.number}"
+            " among them"
+        )
     return every
 
 
@@ -309,13 +392,17 @@ def _go_live(job: Job, snapshot: Snapshot, publisher: Publisher, nothing_new: bo
         ref = store.refs.readable_live()
         # Of a hold somebody is to know.
         level = logging.WARNING if ref is not None and ref.held is not None else logging.INFO
-        log.log(level, "view %r: snapshot %d is not published: %s", store.name, snapshot.number, stays)
-        # A crash between the two pointers may have left readers with what an operator went back from. But what publishes nothing
-        # needs no online store.
+        log.log(
+            level, "view %r: snapshot %d is not published: %s", store.name, snapshot.number, stays
+        )
+        # A crash between the two pointers may have left readers with what an operator went back
+        # from. But what publishes nothing needs no online store.
         try:
             publisher.mend()
         except OnlineStoreError as exc:
-            log.warning("view %r: whether readers see what is live is not known: %s", store.name, exc)
+            log.warning(
+                "view %r: whether readers see what is live is not known: %s", store.name, exc
+            )
         # It would not go live anyway, but nobody looks at a green run.
         if snapshot.refused_by:
             standing.check_publishable(snapshot)
@@ -335,7 +422,9 @@ def _collect(job: Job, leases: list[Lease]) -> None:
     keep, grace_s = job.project.settings.retention.keep, job.project.settings.retention.grace
     report = job.report.attention.append
     try:
-        collect(job.store, keep=keep, grace_s=grace_s, leases=leases, swept=SWEPT_FOLDERS, report=report)
+        collect(
+            job.store, keep=keep, grace_s=grace_s, leases=leases, swept=SWEPT_FOLDERS, report=report
+        )
     except SnapshotError as exc:
         # What was published stays published; the next run removes it.
         log.warning("%s", exc)
@@ -343,7 +432,8 @@ def _collect(job: Job, leases: list[Lease]) -> None:
 
 @contextlib.contextmanager
 def _ended_by_kernel(deadline_s: float | None) -> Iterator[None]:
-    """SIGALRM at the deadline, which ends the process whatever it hangs in: no thread of a hung interpreter could."""
+    """SIGALRM at the deadline, which ends the process whatever it hangs in: no thread of a hung
+    interpreter could."""
     if deadline_s is None or threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,7 +1,10 @@
-"""Command process: what a command's own process does with output that nobody reads, its log, pandas and signals. SIGTERM and SIGINT end a command within seconds, whatever it is in the middle of, and its report says so.
+"""Command process: what a command's own process does with output that nobody reads, its log, pandas
+and signals. SIGTERM and SIGINT end a command within seconds, whatever it is in the middle of, and
+its report says so.
 
-A call into C puts Python's own handlers off, so a thread hears of the signal through a pipe (:func:`signal.set_wakeup_fd`), interrupts DuckDB, and past
-:data:`GRACE_S` ends the process. What keeps the interpreter's lock all the while is left to who supervises the process, and to SIGKILL.
+A call into C puts Python's own handlers off, so a thread hears of the signal through a pipe
+(:func:`signal.set_wakeup_fd`), interrupts DuckDB, and past :data:`GRACE_S` ends the process. What
+keeps the interpreter's lock all the while is left to who supervises the process, and to SIGKILL.
 """
 
 from __future__ import annotations
@@ -28,10 +31,12 @@ log = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 GRACE_S = 3.5
-"""How long a command may take to end by itself. What is left of five seconds is for its report, and for the machine to be slow."""
+"""How long a command may take to end by itself. What is left of five seconds is for its report, and
+for the machine to be slow."""
 
 LAST_WORDS_S = 5.0
-"""How long these may take: a report or a lease may lie on a mount that hangs, which is why the command did not end."""
+"""How long these may take: a report or a lease may lie on a mount that hangs, which is why the
+command did not end."""
 
 INTERRUPT_EVERY_S = 0.2
 """How often DuckDB is interrupted meanwhile: another query may have begun after the first was."""
@@ -40,7 +45,8 @@ _STOP = b"\0"
 
 
 class Terminated(BaseException):
-    """A signal asks the process to end; the argument is its number. No SystemExit, which a model may raise."""
+    """A signal asks the process to end; the argument is its number. No SystemExit, which a model
+    may raise."""
 
 
 class _State:
@@ -50,13 +56,15 @@ class _State:
 
 
 def end_signal() -> int | None:
-    """The signal that ended this process since the last :func:`terminable` began, or None. Whatever exception is on its way then, it is
-    the signal's doing: DuckDB makes one of its own of a query that was interrupted."""
+    """The signal that ended this process since the last :func:`terminable` began, or None. Whatever
+    exception is on its way then, it is the signal's doing: DuckDB makes one of its own of a query
+    that was interrupted."""
     return _State.end_signal
 
 
 def _interrupt_sources() -> None:
-    """Interrupt the queries of this process, if it has loaded what runs them: DuckDB takes 0.16 s."""
+    """Interrupt the queries of this process, if it has loaded what runs them: DuckDB takes 0.16
+    s."""
     database: Any = sys.modules.get("precompute.sources.database")
     if database is not None:
         database.interrupt_sources()
@@ -69,7 +77,8 @@ def described(number: int) -> str:
 
 @contextlib.contextmanager
 def last_words(say: Callable[[], None]) -> Iterator[None]:
-    """Have ``say`` called, in whatever thread, if the process has to be ended before this block was left."""
+    """Have ``say`` called, in whatever thread, if the process has to be ended before this block was
+    left."""
     _State.last_words.append(say)
     try:
         yield
@@ -80,8 +89,9 @@ def last_words(say: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """Let :data:`SIGNALS` raise :class:`Terminated` in the main thread, once, and end the process where that is not enough. Nothing of the kind
-    outside the main thread, which no signal reaches."""
+    """Let :data:`SIGNALS` raise :class:`Terminated` in the main thread, once, and end the process
+    where that is not enough. Nothing of the kind outside the main thread, which no signal
+    reaches."""
     _State.end_signal, _State.raised = None, False
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -107,7 +117,8 @@ def terminable() -> Iterator[None]:
 
 
 def _say_last_words() -> None:
-    """Do what those who were not given the time to end by themselves left to do, and let go of their leases."""
+    """Do what those who were not given the time to end by themselves left to do, and let go of
+    their leases."""
     while _State.last_words:
         say = _State.last_words.pop()
         # The process ends whatever comes of it.
@@ -148,7 +159,8 @@ def _watch(read: int) -> None:
 
 
 class Enduring:
-    """A stream that a broken pipe does not stop: from then on what is written to it goes nowhere."""
+    """A stream that a broken pipe does not stop: from then on what is written to it goes
+    nowhere."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -196,7 +208,8 @@ _documents: Any = None
 
 @contextlib.contextmanager
 def documents_alone(for_good: bool) -> Iterator[None]:
-    """Within, what is printed goes to the standard error, by a model or its libraries in C, too, so that stdout has what is shown by :func:`show` alone.
+    """Within, what is printed goes to the standard error, by a model or its libraries in C, too, so
+    that stdout has what is shown by :func:`show` alone.
 
     Args:
         for_good: afterwards, too: what ends with the process is written then.
@@ -236,7 +249,8 @@ class _NoPandas:
 
 
 def spare_pandas() -> None:
-    """Let pyarrow find no pandas when it looks whether a value is one of pandas' (0.15 s and 45 MB to import). For processes that run nobody else's code."""
+    """Let pyarrow find no pandas when it looks whether a value is one of pandas' (0.15 s and 45 MB
+    to import). For processes that run nobody else's code."""
     import pyarrow as pa
 
     sys.meta_path.insert(0, _NoPandas)
@@ -253,7 +267,8 @@ _run = ""
 
 @contextlib.contextmanager
 def logged_as(run: str) -> Iterator[None]:
-    """Meanwhile a run's id is on every line of a JSON log, whatever thread it comes from: a process has one run at a time."""
+    """Meanwhile a run's id is on every line of a JSON log, whatever thread it comes from: a process
+    has one run at a time."""
     global _run
     before, _run = _run, run
     try:
@@ -263,7 +278,8 @@ def logged_as(run: str) -> Iterator[None]:
 
 
 class _JsonLine(logging.Formatter):
-    """A record as one line of JSON: ``at`` (ISO 8601, UTC), ``level``, ``logger``, ``message``, ``pid``, of a run also ``run``, and ``error`` with the traceback where there is one."""
+    """A record as one line of JSON: ``at`` (ISO 8601, UTC), ``level``, ``logger``, ``message``,
+    ``pid``, of a run also ``run``, and ``error`` with the traceback where there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -293,9 +309,12 @@ def logs_json() -> bool:
 
 
 def log_to_stderr() -> None:
-    """Have our loggers say what is worth knowing, and those of libraries what went wrong; with ``PRECOMPUTE_LOG=json`` a line of JSON each."""
+    """Have our loggers say what is worth knowing, and those of libraries what went wrong; with
+    ``PRECOMPUTE_LOG=json`` a line of JSON each."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonLine() if logs_json() else _TextLine("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(
+        _JsonLine() if logs_json() else _TextLine("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    )
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("precompute").setLevel(logging.INFO)
 

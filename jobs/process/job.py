@@ -1,4 +1,5 @@
-"""Job: one run of a view on its way. How the view is configured, what is requested, where it is stored, and whom it reports to."""
+"""Job: one run of a view on its way. How the view is configured, what is requested, where it is
+stored, and whom it reports to."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class RunOptions:
     """What a run is to do; the command line has options of the same names.
 
     Args:
-        command: ``run``, or only its first half ``materialize``, or only its second half ``publish``.
+        command: ``run``, or only its first half ``materialize``, or only its second half
+            ``publish``.
         number: which snapshot to publish; the newest by default.
         partition: which one to compute; of a partitioned view the latest that is over by default.
         full: compute every row.
@@ -32,7 +34,8 @@ class RunOptions:
         due: the schedule's time this run is for, ISO 8601 in UTC.
         backfill: id of the backfill this run is a part of.
         deadline_s: the kernel ends the process after this long, whatever it hangs in.
-        frame: the rows, of a view with ``source: {frame: …}``: see :func:`precompute.sources.frame.write_frame`.
+        frame: the rows, of a view with ``source: {frame: …}``: see
+            :func:`precompute.sources.frame.write_frame`.
     """
 
     command: str = "run"
@@ -56,7 +59,8 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One run. ``lease`` is checked before the commit; None where nothing is committed, or nobody else can be at it."""
+    """One run. ``lease`` is checked before the commit; None where nothing is committed, or nobody
+    else can be at it."""
 
     project: Project
     config: ViewConfig

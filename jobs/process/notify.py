@@ -1,4 +1,5 @@
-"""Notify: the operator's own command, informed of what became of a run. It may fail; the run does not."""
+"""Notify: the operator's own command, informed of what became of a run. It may fail; the run does
+not."""
 
 from __future__ import annotations
 
@@ -16,8 +17,10 @@ TIMEOUT_S = 30.0
 
 
 def notify(command: Sequence[str], report: Report, folder: Path) -> None:
-    """Run ``command`` in the project's ``folder``, with the run in its environment: ``NOTIFY_VIEW``, ``_STATUS``, ``_COMMAND``, ``_RUN``, ``_SNAPSHOT``, ``_EPOCH``, ``_ERROR``.
-    An empty command does nothing; one that fails, or takes longer than :data:`TIMEOUT_S`, is logged."""
+    """Run ``command`` in the project's ``folder``, with the run in its environment:
+    ``NOTIFY_VIEW``, ``_STATUS``, ``_COMMAND``, ``_RUN``, ``_SNAPSHOT``, ``_EPOCH``, ``_ERROR``. An
+    empty command does nothing; one that fails, or takes longer than :data:`TIMEOUT_S`, is logged.
+    """
     if not command:
         return
     message = {
@@ -30,7 +33,10 @@ def notify(command: Sequence[str], report: Report, folder: Path) -> None:
         "ERROR": report.error,
     }
     # the kernel takes neither NUL nor more than 128 KiB in one variable
-    texts = {name: "" if value is None else str(value).replace("\0", "\\0")[:10_000] for name, value in message.items()}
+    texts = {
+        name: "" if value is None else str(value).replace("\0", "\\0")[:10_000]
+        for name, value in message.items()
+    }
     texts = {name: text.encode(errors="replace").decode() for name, text in texts.items()}
     environment = os.environ | {f"NOTIFY_{name}": text for name, text in texts.items()}
     try:

@@ -22,14 +22,16 @@ class Progress(Protocol):
         """``total`` rows of ``what`` begin."""
 
     def advance(self, rows: int, retried: int = 0) -> None:
-        """``rows`` more are done, and ``retried`` are tried again, for which no time can be known."""
+        """``rows`` more are done, and ``retried`` are tried again, for which no time can be
+        known."""
 
     def end(self) -> None:
         """The work of the last ``begin`` is done, or given up."""
 
 
 class Bar(Progress):
-    """A rich progress bar on stderr. It is imported when one begins: 40 ms, which is a tenth of what a command without one takes to begin."""
+    """A rich progress bar on stderr. It is imported when one begins: 40 ms, which is a tenth of
+    what a command without one takes to begin."""
 
     def __init__(self) -> None:
         self._rich: RichProgress | None = None
@@ -56,7 +58,9 @@ class Bar(Progress):
         self._done += rows
         if self._rich is not None:
             rate = self._done / max(time.monotonic() - self._started, 1e-9)
-            self._rich.update(self._task, completed=self._done, rate=f"{rate:,.0f} rows/s" + _retrying(retried))
+            self._rich.update(
+                self._task, completed=self._done, rate=f"{rate:,.0f} rows/s" + _retrying(retried)
+            )
 
     def end(self) -> None:
         if self._rich is not None:
@@ -112,7 +116,8 @@ def _retrying(rows: int) -> str:
 
 
 def progress_for(quiet: bool) -> Progress:
-    """A bar when stderr is a terminal, lines when not, nothing when ``quiet``; in a log of JSON lines always, for it is apart from a report."""
+    """A bar when stderr is a terminal, lines when not, nothing when ``quiet``; in a log of JSON
+    lines always, for it is apart from a report."""
     if quiet and not logs_json():
         return Silent()
     return Bar() if sys.stderr.isatty() and not logs_json() else Lines(say)

@@ -1,7 +1,9 @@
-"""Report: what one run did, written whatever becomes of it: see :mod:`precompute.store.offline.runs`.
+"""Report: what one run did, written whatever becomes of it: see
+:mod:`precompute.store.offline.runs`.
 
-It is written when the run begins (``running``) and again when it ends. A run that was killed leaves ``running`` behind; the next one, which
-finds its lease free, closes it as ``killed``. So these files are the ledger that planning and scheduling read.
+It is written when the run begins (``running``) and again when it ends. A run that was killed leaves
+``running`` behind; the next one, which finds its lease free, closes it as ``killed``. So these
+files are the ledger that planning and scheduling read.
 """
 
 from __future__ import annotations
@@ -18,10 +20,22 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from precompute.jobs.process.command_process import Terminated, described, end_signal, last_words, logged_as
+from precompute.jobs.process.command_process import (
+    Terminated,
+    described,
+    end_signal,
+    last_words,
+    logged_as,
+)
 from precompute.store.clock import utc_now
 from precompute.store.disk.lease import is_held
-from precompute.store.errors import ConflictError, GateError, PrecomputeError, RejectedError, SnapshotError
+from precompute.store.errors import (
+    ConflictError,
+    GateError,
+    PrecomputeError,
+    RejectedError,
+    SnapshotError,
+)
 from precompute.store.offline.refs import PUBLISH_LEASE
 from precompute.store.offline.runs import Report
 from precompute.store.offline.view_store import ViewStore
@@ -34,7 +48,8 @@ PUBLISHING = ("publish", "rollback", "reconcile")
 """Commands that hold the publishing lease, and no other."""
 
 BY_HAND = ("publish", "rollback")
-"""Commands that report which snapshot they are about once they may change something: refused before, they are no run that failed."""
+"""Commands that report which snapshot they are about once they may change something: refused
+before, they are no run that failed."""
 
 _REFUSALS = (ConflictError, GateError, SnapshotError)
 
@@ -43,12 +58,25 @@ VERSIONED = ("precompute-store", "torch", "pyarrow", "duckdb", "transformers", "
 
 @contextlib.contextmanager
 def recorded(
-    store: ViewStore, command: str, finished: Callable[[Report], None] = lambda _: None, **known: Any
+    store: ViewStore,
+    command: str,
+    finished: Callable[[Report], None] = lambda _: None,
+    **known: Any,
 ) -> Iterator[Report]:
-    """A run from start to end: its report is written when it begins, and when it succeeds, fails or is interrupted; then it is given to
-    ``finished``. Of a command by hand that was refused and changed nothing none stays. ``known`` are fields of it that are known at the start."""
+    """A run from start to end: its report is written when it begins, and when it succeeds, fails or
+    is interrupted; then it is given to ``finished``. Of a command by hand that was refused and
+    changed nothing none stays. ``known`` are fields of it that are known at the start.
+    """
     run = f"{store.runs.stamp()}-{secrets.token_hex(3)}"
-    report = Report(run, store.name, command, started_at=utc_now(), versions=dict(versions()), pid=os.getpid(), **known)
+    report = Report(
+        run,
+        store.name,
+        command,
+        started_at=utc_now(),
+        versions=dict(versions()),
+        pid=os.getpid(),
+        **known,
+    )
     started = time.monotonic()
     store.runs.write(report, "nothing was begun, the live snapshot is untouched")
 
@@ -63,7 +91,12 @@ def recorded(
             yield report
         except BaseException as exc:
             closed(exc)
-            if command in BY_HAND and report.backfill is None and report.snapshot is None and isinstance(exc, _REFUSALS):
+            if (
+                command in BY_HAND
+                and report.backfill is None
+                and report.snapshot is None
+                and isinstance(exc, _REFUSALS)
+            ):
                 store.runs.withdraw(report)
             finished(report)
             raise
@@ -76,7 +109,11 @@ def _end(exc: BaseException) -> tuple[str, str]:
     number = end_signal()
     if number is not None:
         return "cancelled" if number == signal.SIGINT else "killed", described(number)
-    error = str(exc) if isinstance(exc, PrecomputeError) else f"{type(exc).__name__}: {exc}".removesuffix(": ")
+    error = (
+        str(exc)
+        if isinstance(exc, PrecomputeError)
+        else f"{type(exc).__name__}: {exc}".removesuffix(": ")
+    )
     if isinstance(exc, RejectedError):
         return "rejected", error
     if isinstance(exc, GateError):
@@ -93,8 +130,9 @@ def close_dead(
     commands: Collection[str] = LEASED,
     own: str | None = None,
 ) -> list[str]:
-    """Close as ``killed`` the reports of runs of this partition that never did it themselves; the caller knows that none goes on but its ``own``, if
-    that was begun, since it holds their lease, or saw the process end. ``commands`` other than those that compute have no partition.
+    """Close as ``killed`` the reports of runs of this partition that never did it themselves; the
+    caller knows that none goes on but its ``own``, if that was begun, since it holds their lease,
+    or saw the process end. ``commands`` other than those that compute have no partition.
 
     Returns:
         ids of the runs closed.
@@ -110,14 +148,17 @@ def close_dead(
 
 
 def as_it_ended(store: ViewStore, report: Report) -> Report:
-    """The report, whose end is told truly: a run that was killed could not write it. One that goes on is ``running``."""
+    """The report, whose end is told truly: a run that was killed could not write it. One that goes
+    on is ``running``."""
     if report.status != "running":
         return report
     publishing = report.command in PUBLISHING and is_held(store.leases, PUBLISH_LEASE)
     if publishing or (report.command in LEASED and store.running(report.partition)):
         return report
     return replace(
-        report, status="killed", error="the process ended without a word: killed, out of memory, or the machine went down"
+        report,
+        status="killed",
+        error="the process ended without a word: killed, out of memory, or the machine went down",
     )
 
 
@@ -141,16 +182,28 @@ def engine_line(engine: dict[str, Any]) -> str:
         said.append(f"padding {engine['padding']:.1%}")
     said.append(
         f"{engine['batches']:,} batch{'es' * (engine['batches'] > 1)}"
-        + (f" of up to {engine['budget']:,} {engine['cost_unit']}" if engine["cost"] and engine.get("budget") else "")
+        + (
+            f" of up to {engine['budget']:,} {engine['cost_unit']}"
+            if engine["cost"] and engine.get("budget")
+            else ""
+        )
     )
     if (lanes := engine.get("lanes", {"count": 1}))["count"] > 1:
-        said.append(f"{lanes['count']} at once, {lanes['threads']} thread{'s' * (lanes['threads'] > 1)} each")
+        said.append(
+            f"{lanes['count']} at once, {lanes['threads']} thread{'s' * (lanes['threads'] > 1)}"
+            " each"
+        )
     if engine.get("mfu"):
-        said.append(f"{engine['flops_per_s'] / 1e9:,.0f} GFLOP/s, MFU {engine['mfu']:.0%} of {engine['peak_flops'] / 1e9:,.0f}")
+        said.append(
+            f"{engine['flops_per_s'] / 1e9:,.0f} GFLOP/s, MFU {engine['mfu']:.0%} of"
+            f" {engine['peak_flops'] / 1e9:,.0f}"
+        )
     if engine.get("peak_memory_bytes"):
         said.append(f"peak {engine['peak_memory_bytes'] / 2**20:,.0f} MiB")
     if endpoint := engine.get("endpoint"):
-        said.append(f"{endpoint['requests']:,} requests, {endpoint['from_cache']:,} answers from the cache")
+        said.append(
+            f"{endpoint['requests']:,} requests, {endpoint['from_cache']:,} answers from the cache"
+        )
         said.append(f"{endpoint['input_tokens']:,} tokens in, {endpoint['output_tokens']:,} out")
         said += [f"{endpoint['money']:g} money"] if endpoint["money"] else []
     if engine.get("workers"):
@@ -166,12 +219,16 @@ def engine_line(engine: dict[str, Any]) -> str:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Python's and the main libraries' versions: they do not change while a process runs, and asking takes longer than a small window."""
+    """Python's and the main libraries' versions: they do not change while a process runs, and
+    asking takes longer than a small window."""
     installed = {"python": platform.python_version()}
     for name in VERSIONED:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found = importlib.metadata.distribution(name)
-            # a fifth of the time of found.version, which reads all of the text as it would an e-mail
-            version = re.search(r"^Version: *(\S+)", found.read_text("METADATA") or "", re.MULTILINE)
+            # a fifth of the time of found.version, which reads all of the text as it would an
+            # e-mail
+            version = re.search(
+                r"^Version: *(\S+)", found.read_text("METADATA") or "", re.MULTILINE
+            )
             installed[name] = found.version if version is None else version[1]
     return installed

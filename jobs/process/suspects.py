@@ -1,4 +1,5 @@
-"""Suspects: rows that were in a process's hands when it ended. Each is tried alone before it is computed among others again; one that was alone when a process ended is left alone."""
+"""Suspects: rows that were in a process's hands when it ended. Each is tried alone before it is
+computed among others again; one that was alone when a process ended is left alone."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from precompute.store.clock import doubled_s
 from precompute.store.online.kernels import hash_of
 
 FIRST_S, LONGEST_S = 60.0, 3600.0
-"""How long a row is left alone that a process ended with alone in its hands, and twice as long each time that it does again."""
+"""How long a row is left alone that a process ended with alone in its hands, and twice as long each
+time that it does again."""
 
 TRIALS, TRIALS_S = 3, 60.0
 """Trials that may end a process within so long; no row is tried then until that is over."""
@@ -19,7 +21,8 @@ MOST = 1024
 
 
 def row_hash(view: str, key: str, given: str | None) -> int:
-    """What a row of a view is known by: by ``given``, the inputs that came with the request, as JSON, under whatever key; else by its key."""
+    """What a row of a view is known by: by ``given``, the inputs that came with the request, as
+    JSON, under whatever key; else by its key."""
     return hash_of(f"{view}\0{key}".encode() if given is None else f"{view}\0\0{given}".encode())
 
 

@@ -1,4 +1,5 @@
-"""Load: one generation on its way into the online store – rows in large batches, some read back, and the vector index beside it."""
+"""Load: one generation on its way into the online store – rows in large batches, some read back,
+and the vector index beside it."""
 
 from __future__ import annotations
 
@@ -49,9 +50,21 @@ class Loader:
     """
 
     def __init__(
-        self, store: ViewStore, online: OnlineStore, report: Report, progress: Progress, owner: str, memory_mb: int = 1024
+        self,
+        store: ViewStore,
+        online: OnlineStore,
+        report: Report,
+        progress: Progress,
+        owner: str,
+        memory_mb: int = 1024,
     ) -> None:
-        self._store, self._online, self._report, self._progress, self._owner = store, online, report, progress, owner
+        self._store, self._online, self._report, self._progress, self._owner = (
+            store,
+            online,
+            report,
+            progress,
+            owner,
+        )
         self._limits = Limits(memory_mb=memory_mb)
 
     def prepare(self, generation: Generation, snapshot: Snapshot, rows: int) -> Terms:
@@ -64,7 +77,12 @@ class Loader:
         size_bytes = int(rows * (row_bytes + KEY_BYTES + self._variable_bytes(snapshot)))
         of_one_width = not any(map(is_variable, snapshot.view.features))
         return self._online.prepare(
-            self._store.name, generation, rows, size_bytes, self._owner, row_bytes if of_one_width else None
+            self._store.name,
+            generation,
+            rows,
+            size_bytes,
+            self._owner,
+            row_bytes if of_one_width else None,
         )
 
     def _variable_bytes(self, snapshot: Snapshot) -> float:
@@ -76,13 +94,23 @@ class Loader:
             rows += metadata.num_rows
             for group in map(metadata.row_group, range(metadata.num_row_groups)):
                 columns = map(group.column, range(group.num_columns))
-                size_bytes += sum(c.total_uncompressed_size for c in columns if c.path_in_schema.partition(".")[0] in names)
+                size_bytes += sum(
+                    c.total_uncompressed_size
+                    for c in columns
+                    if c.path_in_schema.partition(".")[0] in names
+                )
         return size_bytes / max(1, rows)
 
     def load(
-        self, generation: Generation, snapshot: Snapshot, changes: Changes | None, rows_done: int = 0, under: Place | None = None
+        self,
+        generation: Generation,
+        snapshot: Snapshot,
+        changes: Changes | None,
+        rows_done: int = 0,
+        under: Place | None = None,
     ) -> None:
-        """Rows and index of a base, or with ``changes``, whose files were checked, of an overlay over ``under``; beside what is live, and read back.
+        """Rows and index of a base, or with ``changes``, whose files were checked, of an overlay
+        over ``under``; beside what is live, and read back.
 
         Raises:
             SnapshotError: a file is damaged.
@@ -121,11 +149,19 @@ class Loader:
         def sampled() -> Iterator[RowBatch]:
             # of the rows that were loaded before, too
             for batch in self._row_batches(snapshot, changes):
-                sample.extend((batch.keys.at(i), batch.rows.at(i)) for i in range(0, len(batch), step))
+                sample.extend(
+                    (batch.keys.at(i), batch.rows.at(i)) for i in range(0, len(batch), step)
+                )
                 yield batch
 
         batches = _from_row(sampled(), rows_done)
-        ahead = Ahead("publish", batches, StageTime(), lambda batch: batch.keys.size_bytes + batch.rows.size_bytes, AHEAD_BYTES)
+        ahead = Ahead(
+            "publish",
+            batches,
+            StageTime(),
+            lambda batch: batch.keys.size_bytes + batch.rows.size_bytes,
+            AHEAD_BYTES,
+        )
 
         def with_progress() -> Rows:
             for batch in ahead:
@@ -142,7 +178,8 @@ class Loader:
             with contextlib.suppress(OnlineStoreError):
                 online.drop(name, generation.number)
             raise OnlineStoreError(
-                f"the online store holds {count} of {total} rows of view {name!r} after loading; is it evicting keys? Nothing was published"
+                f"the online store holds {count} of {total} rows of view {name!r} after loading; is"
+                " it evicting keys? Nothing was published"
             )
         return sample
 
@@ -150,8 +187,14 @@ class Loader:
         view, codec = snapshot.view, RowCodec(snapshot.view)
         if changes is not None and len(changes.removed):
             # not now: a load that is gone on with sends the same bytes
-            yield codec.tombstones(changes.removed, microseconds(snapshot.created_at) or 0, snapshot.number)
-        source = self._store.batches(snapshot, batch_rows=BATCH_ROWS) if changes is None else changes.batches(None, BATCH_ROWS)
+            yield codec.tombstones(
+                changes.removed, microseconds(snapshot.created_at) or 0, snapshot.number
+            )
+        source = (
+            self._store.batches(snapshot, batch_rows=BATCH_ROWS)
+            if changes is None
+            else changes.batches(None, BATCH_ROWS)
+        )
         for batch in source:
             yield codec.row_batch(batch, view.entity, snapshot.number)
 
@@ -166,7 +209,8 @@ class Loader:
                 if got is None or bytes(got) != row:
                     what = "is missing" if got is None else "has other bytes"
                     raise OnlineStoreError(
-                        f"read back from the online store, key {key.decode()!r} of view {view!r} {what}; nothing was published"
+                        f"read back from the online store, key {key.decode()!r} of view {view!r}"
+                        f" {what}; nothing was published"
                     )
 
     def _build(self, generation: Generation, snapshot: Snapshot, under: Place | None) -> None:
@@ -176,16 +220,24 @@ class Loader:
             batches = store.batches(snapshot, columns=columns, batch_rows=BATCH_ROWS)
             figures = build_index(folder, batches, view, model=snapshot.model, limits=self._limits)
         else:
-            # one for all overlays: it is 0.0014 of the whole one's time for 1 % of the rows, and a search asks each
+            # one for all overlays: it is 0.0014 of the whole one's time for 1 % of the rows, and a
+            # search asks each
             changes = Changes(store, store.snapshot(under.base_snapshot), snapshot)
-            base, batches = store.index_folder(under.generation), changes.batches(columns, BATCH_ROWS)
-            figures = build_overlay(folder, base, batches, [changes.removed], view, model=snapshot.model)
+            base, batches = (
+                store.index_folder(under.generation),
+                changes.batches(columns, BATCH_ROWS),
+            )
+            figures = build_overlay(
+                folder, base, batches, [changes.removed], view, model=snapshot.model
+            )
         self._report.index = plain(figures)
 
 
 def _same(found: Packed, wanted: Packed) -> bool:
     """Whether two packed the same strings."""
-    return np.array_equal(found.sizes, wanted.sizes) and np.array_equal(_bytes(found), _bytes(wanted))
+    return np.array_equal(found.sizes, wanted.sizes) and np.array_equal(
+        _bytes(found), _bytes(wanted)
+    )
 
 
 def _bytes(packed: Packed) -> U1:
@@ -199,7 +251,11 @@ def _from_row(batches: Iterator[RowBatch], first: int) -> Iterator[RowBatch]:
             first -= len(batch)
         elif first:
             rest = slice(first, None)
-            yield RowBatch(batch.keys.slice(first, len(batch)), batch.rows.slice(first, len(batch)), batch.hashes[rest])
+            yield RowBatch(
+                batch.keys.slice(first, len(batch)),
+                batch.rows.slice(first, len(batch)),
+                batch.hashes[rest],
+            )
             first = 0
         else:
             yield batch

@@ -1,4 +1,5 @@
-"""Diff: what two snapshots of a view have in common and what not: rows changed, added, gone; the figures of each feature; the rows that are furthest off."""
+"""Diff: what two snapshots of a view have in common and what not: rows changed, added, gone; the
+figures of each feature; the rows that are furthest off."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class WorstRow:
 
 @dataclass
 class FeatureDiff:
-    """One feature: rows whose value ``changed``, by how much on average and at most (:func:`off_by`), and its ``figures`` in both snapshots."""
+    """One feature: rows whose value ``changed``, by how much on average and at most
+    (:func:`off_by`), and its ``figures`` in both snapshots."""
 
     name: str
     figures: list[Beside]
@@ -52,8 +54,8 @@ class FeatureDiff:
 
 @dataclass
 class SnapshotDiff:
-    """``alike`` rows have the same values in both snapshots, ``recomputed`` of them computed again; ``only_first`` and ``only_second`` are features that one alone has, or has
-    with another type."""
+    """``alike`` rows have the same values in both snapshots, ``recomputed`` of them computed again;
+    ``only_first`` and ``only_second`` are features that one alone has, or has with another type."""
 
     view: str
     first: Snapshot
@@ -70,9 +72,17 @@ class SnapshotDiff:
 
     def to_json(self) -> dict[str, Any]:
         """For programs."""
-        counts = {name: getattr(self, name) for name in ("alike", "recomputed", "changed", "added", "gone")}
+        counts = {
+            name: getattr(self, name)
+            for name in ("alike", "recomputed", "changed", "added", "gone")
+        }
         features = {
-            name: {"changed": f.changed, "mean_off": f.mean, "most_off": f.most, "figures": plain(f.figures)}
+            name: {
+                "changed": f.changed,
+                "mean_off": f.mean,
+                "most_off": f.most,
+                "figures": plain(f.figures),
+            }
             for name, f in self.features.items()
         }
         return {
@@ -87,17 +97,21 @@ class SnapshotDiff:
         }
 
 
-def diff(project: Project, view: str, first: int | None = None, second: int | None = None) -> SnapshotDiff:
+def diff(
+    project: Project, view: str, first: int | None = None, second: int | None = None
+) -> SnapshotDiff:
     """Compare two snapshots of a view.
 
     Args:
         project: the configuration; the view need not be in it any more.
         view: its name.
-        first: number of the one that is compared with; by default the one that was live before the live one.
+        first: number of the one that is compared with; by default the one that was live before the
+            live one.
         second: number of the other; by default the live one.
 
     Raises:
-        ConfigError: no such view, nothing live or nothing before it where that is meant, or the two have not the same key.
+        ConfigError: no such view, nothing live or nothing before it where that is meant, or the two
+            have not the same key.
         SnapshotError: no such snapshot, or a file of it is missing or damaged.
     """
     store = project.stored(view)
@@ -105,18 +119,26 @@ def diff(project: Project, view: str, first: int | None = None, second: int | No
         ref = store.refs.live()
         first = ref.previous if first is None and ref is not None else first
         if ref is None or first is None:
-            what = "nothing of it is live" if ref is None else f"nothing was live before snapshot {ref.snapshot}"
+            what = (
+                "nothing of it is live"
+                if ref is None
+                else f"nothing was live before snapshot {ref.snapshot}"
+            )
             raise ConfigError(
-                f"view {view!r}: {what}: name two snapshots of `precompute history {view}`, as in precompute diff {view} 1 2"
+                f"view {view!r}: {what}: name two snapshots of `precompute history {view}`, as in"
+                f" precompute diff {view} 1 2"
             )
         second = ref.snapshot
     one, two = store.snapshot(first), store.snapshot(second)
     if one.view.entity != two.view.entity:
         keys = " and ".join(", ".join(snapshot.view.entity) for snapshot in (one, two))
         raise ConfigError(
-            f"view {view!r}: snapshots {first} and {second} have different keys ({keys}): no row of one is a row of the other"
+            f"view {view!r}: snapshots {first} and {second} have different keys ({keys}): no row of"
+            " one is a row of the other"
         )
-    shared = [feature for feature in one.view.features if _same(feature) in map(_same, two.view.features)]
+    shared = [
+        feature for feature in one.view.features if _same(feature) in map(_same, two.view.features)
+    ]
     names = {feature.name for feature in shared}
     found = SnapshotDiff(
         view,
@@ -144,10 +166,16 @@ def _add(found: SnapshotDiff, features: list[Feature], joined: Joined) -> int:
     both = pc.and_(joined.in_first, joined.in_second)
     found.gone += pc.sum(joined.in_first).as_py() - pc.sum(both).as_py()
     found.added += pc.sum(joined.in_second).as_py() - pc.sum(both).as_py()
-    keys, first, second = joined.keys.filter(both), joined.first.filter(both), joined.second.filter(both)
+    keys, first, second = (
+        joined.keys.filter(both),
+        joined.first.filter(both),
+        joined.second.filter(both),
+    )
     off = np.zeros((len(features), len(keys)))
     for number, feature in enumerate(features):
-        off[number] = off_by(feature, first.column(number), second.column(number), _spread(found.first, feature))
+        off[number] = off_by(
+            feature, first.column(number), second.column(number), _spread(found.first, feature)
+        )
         of = found.features[feature.name]
         of.changed += int((off[number] > 0).sum())
         of.total += float(off[number].sum())
@@ -174,7 +202,9 @@ def _note_worst(
         if furthest[row] > 0:
             number = int(off[:, row].argmax())
             values = (batch.column(number)[row].as_py() for batch in rows)
-            found.worst.append(WorstRow(float(furthest[row]), keys[row].as_py(), features[number].name, *values))
+            found.worst.append(
+                WorstRow(float(furthest[row]), keys[row].as_py(), features[number].name, *values)
+            )
     found.worst = heapq.nlargest(WORST, found.worst)
 
 
@@ -184,11 +214,15 @@ def _spread(snapshot: Snapshot, feature: Feature) -> float | None:
     return None if figures is None or not figures.spread else figures.spread
 
 
-def off_by(feature: Feature, first: pa.Array, second: pa.Array, spread: float | None) -> npt.NDArray[np.float64]:
-    """How far each value is from what it was, float64 [rows]: 0 where it is the same, :data:`MOST` where one of both is null.
+def off_by(
+    feature: Feature, first: pa.Array, second: pa.Array, spread: float | None
+) -> npt.NDArray[np.float64]:
+    """How far each value is from what it was, float64 [rows]: 0 where it is the same, :data:`MOST`
+    where one of both is null.
 
-    A vector is measured by the length of the difference in that of the vector before, a number by the difference in the spread of its feature, a list by its order, and all else
-    is 0 or 1: see :func:`precompute.precision.row_errors.row_errors`.
+    A vector is measured by the length of the difference in that of the vector before, a number by
+    the difference in the spread of its feature, a list by its order, and all else is 0 or 1: see
+    :func:`precompute.precision.row_errors.row_errors`.
     """
     nulls = [np.asarray(column.is_null()) for column in (first, second)]
     off = np.where(nulls[0] != nulls[1], MOST, 0.0)
@@ -196,8 +230,12 @@ def off_by(feature: Feature, first: pa.Array, second: pa.Array, spread: float | 
     if there.any():
         valued = pa.array(there)
         one, two = first.filter(valued), second.filter(valued)
-        measured = feature.dim is None and feature.max_items is None and feature.dtype.startswith("float")
-        off[there] = _numbers_off(one, two, spread) if measured and spread else row_errors(feature, one, two)
+        measured = (
+            feature.dim is None and feature.max_items is None and feature.dtype.startswith("float")
+        )
+        off[there] = (
+            _numbers_off(one, two, spread) if measured and spread else row_errors(feature, one, two)
+        )
     return off
 
 
@@ -205,4 +243,8 @@ def _numbers_off(first: pa.Array, second: pa.Array, spread: float) -> npt.NDArra
     a, b = (np.asarray(column.cast(pa.float64())) for column in (first, second))
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     with np.errstate(invalid="ignore", over="ignore"):
-        return np.where(same, 0.0, np.minimum(np.nan_to_num(np.abs(a - b) / spread, nan=MOST, posinf=MOST), MOST))
+        return np.where(
+            same,
+            0.0,
+            np.minimum(np.nan_to_num(np.abs(a - b) / spread, nan=MOST, posinf=MOST), MOST),
+        )

@@ -1,4 +1,5 @@
-"""Export: the rows of one snapshot, its deltas merged, as one Parquet or CSV file that any tool reads."""
+"""Export: the rows of one snapshot, its deltas merged, as one Parquet or CSV file that any tool
+reads."""
 
 from __future__ import annotations
 
@@ -33,24 +34,36 @@ class Exported:
 
 
 def export(
-    project: Project, view: str, path: Path | None = None, *, number: int | None = None, replace: bool = False
+    project: Project,
+    view: str,
+    path: Path | None = None,
+    *,
+    number: int | None = None,
+    replace: bool = False,
 ) -> Exported:
-    """Write all rows of a snapshot into one file: entity key, features, ``computed_at``, ``input_hash``. It appears whole or not at all; memory holds some rows at a time.
+    """Write all rows of a snapshot into one file: entity key, features, ``computed_at``,
+    ``input_hash``. It appears whole or not at all; memory holds some rows at a time.
 
     Args:
         project: the configuration; the view need not be in it any more.
         view: its name.
-        path: ends with .parquet or .csv, in which vectors and lists are JSON; by default ``<view>-<snapshot>.parquet`` in the working directory.
+        path: ends with .parquet or .csv, in which vectors and lists are JSON; by default
+            ``<view>-<snapshot>.parquet`` in the working directory.
         number: of the snapshot; the live one by default.
         replace: a file that is there.
 
     Raises:
         ConfigError: no such view, the file is there, or of another kind, or its folder is not.
-        SnapshotError: no such snapshot, nothing is live, or a file is missing, damaged or cannot be written.
+        SnapshotError: no such snapshot, nothing is live, or a file is missing, damaged or cannot be
+            written.
     """
     store = project.stored(view)
     snapshot = snapshot_at(store) if number is None else store.snapshot(number)
-    path = checked_target(Path(f"{view}-{snapshot.number}.parquet") if path is None else path, (".parquet", ".csv"), replace)
+    path = checked_target(
+        Path(f"{view}-{snapshot.number}.parquet") if path is None else path,
+        (".parquet", ".csv"),
+        replace,
+    )
     write = _write_parquet if path.suffix == ".parquet" else _write_csv
     try:
         with replacing(path) as temporary:
@@ -61,17 +74,23 @@ def export(
 
 
 def checked_target(path: Path, kinds: Sequence[str], replace: bool, option: str = "--to") -> Path:
-    """``path`` itself, where ``option`` of the command line may have a file written that ends with one of ``kinds``.
+    """``path`` itself, where ``option`` of the command line may have a file written that ends with
+    one of ``kinds``.
 
     Raises:
-        ConfigError: it is of another kind, its folder is not there, or it is there and not to be replaced.
+        ConfigError: it is of another kind, its folder is not there, or it is there and not to be
+            replaced.
     """
     if path.suffix not in kinds:
         raise ConfigError(f"{option} {path}: name a file that ends with {' or '.join(kinds)}")
     if not path.parent.is_dir():
-        raise ConfigError(f"{option} {path}: no folder {str(path.parent)!r}; make it, or name another one")
+        raise ConfigError(
+            f"{option} {path}: no folder {str(path.parent)!r}; make it, or name another one"
+        )
     if path.exists() and not replace:
-        raise ConfigError(f"{option} {path}: there is such a file; name another one, or say --replace")
+        raise ConfigError(
+            f"{option} {path}: there is such a file; name another one, or say --replace"
+        )
     return path
 
 
@@ -84,7 +103,8 @@ def _schema(store: ViewStore, snapshot: Snapshot) -> pa.Schema:
 
 def _batches(store: ViewStore, snapshot: Snapshot, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
     for batch in store.batches(snapshot, schema.names, WINDOW_ROWS):
-        # a key that is a number in one file and text in another is what the first file has, where that is possible
+        # a key that is a number in one file and text in another is what the first file has, where
+        # that is possible
         yield batch.select(schema.names).cast(schema)
 
 
@@ -100,12 +120,22 @@ def _write_parquet(store: ViewStore, snapshot: Snapshot, path: Path) -> int:
 def _write_csv(store: ViewStore, snapshot: Snapshot, path: Path) -> int:
     schema, rows = _schema(store, snapshot), 0
     flat = pa.schema(
-        [(name, pa.string() if pa.types.is_nested(kind) else kind) for name, kind in zip(schema.names, schema.types, strict=True)]
+        [
+            (name, pa.string() if pa.types.is_nested(kind) else kind)
+            for name, kind in zip(schema.names, schema.types, strict=True)
+        ]
     )
-    flat = pa.schema([(field.name, pa.float32() if pa.types.is_float16(field.type) else field.type) for field in flat])
+    flat = pa.schema(
+        [
+            (field.name, pa.float32() if pa.types.is_float16(field.type) else field.type)
+            for field in flat
+        ]
+    )
     with path.open("wb") as file, pa.csv.CSVWriter(file, flat) as writer:
         for batch in _batches(store, snapshot, schema):
-            columns = [_flat(column, kind) for column, kind in zip(batch.columns, flat.types, strict=True)]
+            columns = [
+                _flat(column, kind) for column, kind in zip(batch.columns, flat.types, strict=True)
+            ]
             writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=flat))
             rows += batch.num_rows
     return rows
@@ -115,5 +145,9 @@ def _flat(column: pa.Array, kind: pa.DataType) -> pa.Array:
     if not pa.types.is_nested(column.type):
         return column.cast(kind)
     return pa.array(
-        [None if value is None else json.dumps(value, ensure_ascii=False) for value in column.to_pylist()], pa.string()
+        [
+            None if value is None else json.dumps(value, ensure_ascii=False)
+            for value in column.to_pylist()
+        ],
+        pa.string(),
     )

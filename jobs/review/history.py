@@ -1,4 +1,5 @@
-"""History: what happened to a view, the newest first: its snapshots, its runs, and the moves of its live pointer. And one run, found by its id."""
+"""History: what happened to a view, the newest first: its snapshots, its runs, and the moves of its
+live pointer. And one run, found by its id."""
 
 from __future__ import annotations
 
@@ -29,8 +30,10 @@ def history(project: Project, view: str, limit: int) -> list[dict[str, Any]]:
         limit: how many events at most.
 
     Returns:
-        of each event ``at`` (ISO 8601 in UTC; None where it cannot be read), ``kind``, and what is known of it: a ``snapshot`` as ``snapshots`` lists it; a ``run`` with id, command, status,
-        seconds (None of one that goes on, or was killed), snapshot and error; a ``pointer`` that moved to a snapshot (None: the view was dropped), with epoch and reason.
+        of each event ``at`` (ISO 8601 in UTC; None where it cannot be read), ``kind``, and what is
+        known of it: a ``snapshot`` as ``snapshots`` lists it; a ``run`` with id, command, status,
+        seconds (None of one that goes on, or was killed), snapshot and error; a ``pointer`` that
+        moved to a snapshot (None: the view was dropped), with epoch and reason.
 
     Raises:
         ConfigError: no such view, neither configured nor in the offline store.
@@ -49,14 +52,31 @@ def history(project: Project, view: str, limit: int) -> list[dict[str, Any]]:
         | {"seconds": report.seconds or None}
         for report in (as_it_ended(store, report) for report in store.runs.reports(limit))
     ]
-    moves = [entry for entry in store.refs.publishings() if entry.since == entry.published_at or entry.snapshot is None]
+    moves = [
+        entry
+        for entry in store.refs.publishings()
+        if entry.since == entry.published_at or entry.snapshot is None
+    ]
     events += [
-        {"at": entry.since, "kind": "pointer", "epoch": entry.epoch, "snapshot": entry.snapshot, "reason": entry.reason}
+        {
+            "at": entry.since,
+            "kind": "pointer",
+            "epoch": entry.epoch,
+            "snapshot": entry.snapshot,
+            "reason": entry.reason,
+        }
         for entry in moves[-limit:]
     ]
     order = ["run", "snapshot", "pointer"]
     # a snapshot that cannot be read has no time: it stands first, where it is seen
-    events.sort(key=lambda event: (event["at"] is None, str(parsed_time(event["at"])), order.index(event["kind"])), reverse=True)
+    events.sort(
+        key=lambda event: (
+            event["at"] is None,
+            str(parsed_time(event["at"])),
+            order.index(event["kind"]),
+        ),
+        reverse=True,
+    )
     return events[:limit]
 
 
@@ -64,15 +84,21 @@ _OF_RUN = ("run", "command", "status", "seconds", "snapshot", "partition", "erro
 
 
 def find_run(project: Project, run: str | None) -> tuple[ViewStore, Report]:
-    """A run's report, by its id or the beginning of it, wherever its view is configured; or by the name of a view, whose last run it is;
-    of None the last of all.
+    """A run's report, by its id or the beginning of it, wherever its view is configured; or by the
+    name of a view, whose last run it is; of None the last of all.
 
     Raises:
         ConfigError: there is none, or there are several.
     """
-    stores = [project.offline.view(name) for name in dict.fromkeys((*project.names, *project.offline.views()))]
+    stores = [
+        project.offline.view(name)
+        for name in dict.fromkeys((*project.names, *project.offline.views()))
+    ]
     if run is None:
-        newest = max((path.stem for store in stores for path in store.runs.folder.glob("*.json")), default=None)
+        newest = max(
+            (path.stem for store in stores for path in store.runs.folder.glob("*.json")),
+            default=None,
+        )
         if newest is None:
             raise ConfigError("no view has a run yet: precompute run VIEW")
         run = newest
@@ -82,18 +108,28 @@ def find_run(project: Project, run: str | None) -> tuple[ViewStore, Report]:
             if last is None:
                 raise ConfigError(f"view {run!r} has no run yet: precompute run {run}")
             return store, as_it_ended(store, last)
-    found = [(store, path.stem) for store in stores for path in store.runs.folder.glob("*.json") if path.stem.startswith(run)]
+    found = [
+        (store, path.stem)
+        for store in stores
+        for path in store.runs.folder.glob("*.json")
+        if path.stem.startswith(run)
+    ]
     exact = [(store, name) for store, name in found if name == run] or found
     if len(exact) != 1 or not run:
-        which = f"{len(exact)} runs begin so: write more of it" if exact else "`precompute history VIEW` lists a view's runs"
+        which = (
+            f"{len(exact)} runs begin so: write more of it"
+            if exact
+            else "`precompute history VIEW` lists a view's runs"
+        )
         raise ConfigError(f"no run {run!r}: {which}" if not exact else f"run {run!r}: {which}")
     store, name = exact[0]
     return store, as_it_ended(store, store.runs.read(name))
 
 
 def rejections(store: ViewStore, run: str) -> dict[str, Any] | None:
-    """The rows a run rejected: how many ``rows``, the ``path`` of the file with all of them, the commonest ``reasons`` (stage and error → rows), and the ``first`` of them with key,
-    stage and error. None without any, and where the file is gone.
+    """The rows a run rejected: how many ``rows``, the ``path`` of the file with all of them, the
+    commonest ``reasons`` (stage and error → rows), and the ``first`` of them with key, stage and
+    error. None without any, and where the file is gone.
 
     Raises:
         SnapshotError: the file is damaged.

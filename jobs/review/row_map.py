@@ -23,14 +23,19 @@ _Floats = npt.NDArray[np.float64]
 
 
 def row_map(
-    store: ViewStore, snapshot: Snapshot, other: Snapshot | None, feature: Feature, began: datetime | None
+    store: ViewStore,
+    snapshot: Snapshot,
+    other: Snapshot | None,
+    feature: Feature,
+    began: datetime | None,
 ) -> RowMap | None:
     """A sample of one vector feature.
 
     Args:
         store: of the view.
         snapshot: whose rows are shown.
-        other: the one it is compared with; its rows are shown too where the same model made them: those of another are in another space.
+        other: the one it is compared with; its rows are shown too where the same model made them:
+            those of another are in another space.
         feature: a vector.
         began: when the run began; rows computed since are its own.
 
@@ -46,7 +51,10 @@ def row_map(
     middle, axes, shares = principal_axes(vectors)
     places = (vectors - middle) @ axes
     began_us = None if began is None else as_us(began)
-    kinds = ["new" if began_us is not None and at >= began_us else "unchanged" for at in computed_us.tolist()]
+    kinds = [
+        "new" if began_us is not None and at >= began_us else "unchanged"
+        for at in computed_us.tolist()
+    ]
     if other is not None and other.model == snapshot.model and feature in other.view.features:
         before, keys_before, _ = _sample(store, other, feature, ROWS_BEFORE)
         places = np.concatenate([(before - middle) @ axes, places])
@@ -55,18 +63,24 @@ def row_map(
     # one scale for both directions: distances on the map are to each other as they are
     scale = float((high - low).max()) or 1.0
     placed = (places - (low + high) / 2) / scale + 0.5
-    points = [Point(round(x, 4), round(y, 4), kind, key) for (x, y), kind, key in zip(placed.tolist(), kinds, keys, strict=True)]
+    points = [
+        Point(round(x, 4), round(y, 4), kind, key)
+        for (x, y), kind, key in zip(placed.tolist(), kinds, keys, strict=True)
+    ]
     return RowMap(feature.name, points, shares, len(points))
 
 
 def _sample(
     store: ViewStore, snapshot: Snapshot, feature: Feature, rows: int
 ) -> tuple[_Floats, list[str], npt.NDArray[np.int64]]:
-    """Finite vectors, float64 [rows, dim], their key texts, and when they were computed, µs since 1970."""
+    """Finite vectors, float64 [rows, dim], their key texts, and when they were computed, µs since
+    1970."""
     assert feature.dim is not None
     if not snapshot.rows:
         return np.empty((0, feature.dim)), [], np.empty(0, np.int64)
-    table = store.sample(snapshot, rows, [*snapshot.view.entity, feature.name, "computed_at"]).combine_chunks()
+    table = store.sample(
+        snapshot, rows, [*snapshot.view.entity, feature.name, "computed_at"]
+    ).combine_chunks()
     table = table.filter(pc.is_valid(table.column(feature.name)))
     column = table.column(feature.name).combine_chunks()
     vectors = np.asarray(column.flatten(), np.float64).reshape(-1, feature.dim)
@@ -77,7 +91,8 @@ def _sample(
 
 
 def principal_axes(vectors: _Floats) -> tuple[_Floats, _Floats, tuple[float, float]]:
-    """The mean [dim], the two directions in which the vectors differ most [dim, 2], and the shares of all variance that lie along them; zeros where there is none.
+    """The mean [dim], the two directions in which the vectors differ most [dim, 2], and the shares
+    of all variance that lie along them; zeros where there is none.
 
     Args:
         vectors: float64 [rows, dim], at least one row.

@@ -1,4 +1,5 @@
-"""Run figures: what the page of a run shows, gathered from its report, its snapshot beside another one, and what was served of the view; and the page, written."""
+"""Run figures: what the page of a run shows, gathered from its report, its snapshot beside another
+one, and what was served of the view; and the page, written."""
 
 from __future__ import annotations
 
@@ -26,7 +27,15 @@ from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.page.figures import REPORT, RUNS
-from precompute.store.page.run_page import COMMONEST_VALUES, Age, Bar, FeatureSection, RowMap, RunFigures, run_page
+from precompute.store.page.run_page import (
+    COMMONEST_VALUES,
+    Age,
+    Bar,
+    FeatureSection,
+    RowMap,
+    RunFigures,
+    run_page,
+)
 from precompute.store.record import plain, record_of
 from precompute.store.vectors.index_record import IndexFigures, index_figures
 
@@ -35,17 +44,21 @@ DAYS = 14.0
 MAPS = 3
 """Vectors that are drawn, the first ones: each takes a quarter of a megabyte."""
 BINS, COMMONEST = 24, 8
-"""Of a feature's values that are plotted: bars of numbers, and values of texts, labels and items."""
+"""Of a feature's values that are plotted: bars of numbers, and values of texts, labels and
+items."""
 _STEPS = np.linspace(0.0025, 0.9975, 400)
 
 
-def write_report(project: Project, view: str, run: str | None = None, path: Path | None = None) -> tuple[Path, Report]:
+def write_report(
+    project: Project, view: str, run: str | None = None, path: Path | None = None
+) -> tuple[Path, Report]:
     """Write the page of a run.
 
     Args:
         project: the configuration; the view need not be in it any more.
         view: its name.
-        run: id of the run, or the beginning of it; by default the last that had something to compute.
+        run: id of the run, or the beginning of it; by default the last that had something to
+            compute.
         path: of the file; by default beside the view's snapshots, where the status page finds it.
 
     Returns:
@@ -58,7 +71,10 @@ def write_report(project: Project, view: str, run: str | None = None, path: Path
     store = project.stored(view)
     report = _newest(store) if run is None else find_run(project, run)[1]
     if report.view != view:
-        raise ConfigError(f"run {report.run} is of view {report.view!r}: precompute report {report.view} --run {report.run}")
+        raise ConfigError(
+            f"run {report.run} is of view {report.view!r}: precompute report {report.view} --run"
+            f" {report.run}"
+        )
     path = store.folder / REPORT if path is None else path
     page = run_page(run_figures(store, report)).encode()
     try:
@@ -72,7 +88,11 @@ def _newest(store: ViewStore) -> Report:
     reports = store.runs.reports()
     if not reports:
         raise ConfigError(f"view {store.name!r} has no run yet: precompute run {store.name}")
-    telling = (report for report in reports if report.command in LEASED and report.status not in ("current", "running"))
+    telling = (
+        report
+        for report in reports
+        if report.command in LEASED and report.status not in ("current", "running")
+    )
     return next(telling, reports[0])
 
 
@@ -100,7 +120,9 @@ def run_figures(store: ViewStore, report: Report) -> RunFigures:
     if snapshot is not None:
         features = [_section(feature, snapshot, other) for feature in snapshot.view.features]
         began = None if report.snapshot is None else parsed_time(report.started_at)
-        vectors = [f for f in snapshot.view.features if f.dim is not None and f.dtype.startswith("float")]
+        vectors = [
+            f for f in snapshot.view.features if f.dim is not None and f.dtype.startswith("float")
+        ]
         for feature in vectors[:MAPS]:
             drawn = row_map(store, snapshot, other, feature, began)
             maps += [] if drawn is None else [drawn]
@@ -126,7 +148,8 @@ def run_figures(store: ViewStore, report: Report) -> RunFigures:
 def _compared(
     store: ViewStore, snapshot: Snapshot | None, manifest: Callable[[int | None], Snapshot | None]
 ) -> tuple[Snapshot | None, str]:
-    """The snapshot whose figures stand beside those that are shown: what is live, if that is another one; else what was live before it."""
+    """The snapshot whose figures stand beside those that are shown: what is live, if that is
+    another one; else what was live before it."""
     ref = store.refs.live()
     if snapshot is None or ref is None:
         return None, ""
@@ -136,7 +159,8 @@ def _compared(
 
 
 def _index(store: ViewStore, report: Report, snapshot: Snapshot | None) -> dict[str, Any] | None:
-    """What was measured of the index: by the run, or of what is live, where that is its snapshot."""
+    """What was measured of the index: by the run, or of what is live, where that is its
+    snapshot."""
     if report.index:
         try:
             # what another version did not write has its default
@@ -144,26 +168,51 @@ def _index(store: ViewStore, report: Report, snapshot: Snapshot | None) -> dict[
         except ValueError:
             return None
     ref = store.refs.live()
-    if snapshot is None or snapshot.view.index is None or ref is None or ref.snapshot != snapshot.number:
+    if (
+        snapshot is None
+        or snapshot.view.index is None
+        or ref is None
+        or ref.snapshot != snapshot.number
+    ):
         return None
     found = index_figures(store.index_folder(ref.place.generation))
     return None if found is None else dict(plain(found))
 
 
 def _section(feature: Feature, snapshot: Snapshot, other: Snapshot | None) -> FeatureSection:
-    lines = [(b.figure, shown_figure(b.first), shown_figure(b.second)) for b in beside(feature, other, snapshot)] if other else []
-    lines = lines or [(name, "", shown_figure(value)) for name, value in figures_of(feature, snapshot).items()]
-    shape = f"[{feature.dim}]" if feature.dim is not None else f"[≤{feature.max_items}]" if feature.max_items is not None else ""
+    lines = (
+        [
+            (b.figure, shown_figure(b.first), shown_figure(b.second))
+            for b in beside(feature, other, snapshot)
+        ]
+        if other
+        else []
+    )
+    lines = lines or [
+        (name, "", shown_figure(value)) for name, value in figures_of(feature, snapshot).items()
+    ]
+    shape = (
+        f"[{feature.dim}]"
+        if feature.dim is not None
+        else f"[≤{feature.max_items}]"
+        if feature.max_items is not None
+        else ""
+    )
     of, bars = _bars(feature, snapshot, other)
     return FeatureSection(feature.name, f"{feature.dtype}{shape}", lines, bars, of)
 
 
 def _bars(feature: Feature, snapshot: Snapshot, other: Snapshot | None) -> tuple[str, list[Bar]]:
-    """What is plotted of a feature: the commonest values where there are few different ones, else how numbers, or lengths, spread."""
+    """What is plotted of a feature: the commonest values where there are few different ones, else
+    how numbers, or lengths, spread."""
     common = [_common(feature, one) for one in (other, snapshot)]
     if len(common[1]) > 1 and sum(common[1].values()) > 0.5:
-        names = sorted({*common[0], *common[1]}, key=lambda name: -max(of.get(name, 0.0) for of in common))[:COMMONEST]
-        return COMMONEST_VALUES, [Bar(name, common[0].get(name, 0.0), common[1].get(name, 0.0)) for name in names]
+        names = sorted(
+            {*common[0], *common[1]}, key=lambda name: -max(of.get(name, 0.0) for of in common)
+        )[:COMMONEST]
+        return COMMONEST_VALUES, [
+            Bar(name, common[0].get(name, 0.0), common[1].get(name, 0.0)) for name in names
+        ]
     spreads = [_spread(feature, one) for one in (other, snapshot)]
     there = [spread for spread in spreads if len(spread)]
     if not len(spreads[1]):
@@ -173,11 +222,21 @@ def _bars(feature: Feature, snapshot: Snapshot, other: Snapshot | None) -> tuple
         return "", []
     edges = np.linspace(low, high, BINS + 1)
     shares = [np.histogram(spread, edges)[0] / max(len(spread), 1) for spread in spreads]
-    bars = [Bar(f"{edge:.4g}", float(a), float(b)) for edge, a, b in zip(edges, *shares, strict=False)]
+    bars = [
+        Bar(f"{edge:.4g}", float(a), float(b)) for edge, a, b in zip(edges, *shares, strict=False)
+    ]
     if feature.dim is not None:
         # of vectors of one length there is nothing to see
-        return ("length", bars) if sum(bool(bar.first or bar.second) for bar in bars) > 2 else ("", [])
-    return ("items" if feature.max_items is not None else "letters" if feature.dtype == "string" else "value"), bars
+        return (
+            ("length", bars) if sum(bool(bar.first or bar.second) for bar in bars) > 2 else ("", [])
+        )
+    return (
+        "items"
+        if feature.max_items is not None
+        else "letters"
+        if feature.dtype == "string"
+        else "value"
+    ), bars
 
 
 def _common(feature: Feature, snapshot: Snapshot | None) -> dict[str, float]:
@@ -194,7 +253,11 @@ def _common(feature: Feature, snapshot: Snapshot | None) -> dict[str, float]:
 def _spread(feature: Feature, snapshot: Snapshot | None) -> Any:
     """400 values that stand for all: numbers, or lengths of vectors, texts and lists; float64."""
     figures = None if snapshot is None else snapshot.figures
-    if figures is not None and feature.name in figures.vectors and figures.vectors[feature.name].norms:
+    if (
+        figures is not None
+        and feature.name in figures.vectors
+        and figures.vectors[feature.name].norms
+    ):
         return np.asarray(figures.vectors[feature.name].norm_quantiles(_STEPS.tolist()))
     values = None if figures is None else figures.values.get(feature.name)
     if values is None or not (values.buckets or values.lengths):
@@ -220,7 +283,9 @@ def ages(store: ViewStore, now_s: float, days: float = DAYS) -> Iterator[Age]:
         if not begin_s < until_s:
             continue
         oldest_us, sighting, known = _oldest(entry, manifests.get(entry.snapshot))
-        first, last = (sighting.age_us(oldest_us, round(at * 1e6)) / 1e6 for at in (begin_s, until_s))
+        first, last = (
+            sighting.age_us(oldest_us, round(at * 1e6)) / 1e6 for at in (begin_s, until_s)
+        )
         if math.isfinite(first) and math.isfinite(last):
             yield Age(begin_s, until_s, max(0.0, first), max(0.0, last), known)
 
@@ -237,9 +302,14 @@ def _manifests(store: ViewStore, publishings: Sequence[Publishing]) -> dict[int,
 
 
 def _oldest(entry: Publishing, snapshot: Snapshot | None) -> tuple[int, Sighting, bool]:
-    """When the oldest row was computed (µs since 1970), what else is known of its age, and whether that is all."""
+    """When the oldest row was computed (µs since 1970), what else is known of its age, and whether
+    that is all."""
     published_us = microseconds(entry.published_at)
     assert published_us is not None
     renewed_us = max(entry.renewed_at or 0, 0 if snapshot is None else snapshot.renewed_at or 0)
-    oldest = published_us if snapshot is None or snapshot.computed_at_min is None else snapshot.computed_at_min
+    oldest = (
+        published_us
+        if snapshot is None or snapshot.computed_at_min is None
+        else snapshot.computed_at_min
+    )
     return oldest, Sighting(published_us, renewed_us, 0), snapshot is not None

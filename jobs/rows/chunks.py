@@ -1,6 +1,8 @@
-"""Chunks: the computed rows of a run on their way to Parquet, never more than one window and one part in memory.
+"""Chunks: the computed rows of a run on their way to Parquet, never more than one window and one
+part in memory.
 
-A chunk is a part and its rejected rows, durable and in the journal: what a killed run leaves to the next.
+A chunk is a part and its rejected rows, durable and in the journal: what a killed run leaves to the
+next.
 """
 
 from __future__ import annotations
@@ -51,8 +53,8 @@ class Rejections:
         allowed: how many there may be.
 
     Raises:
-        RejectedError: from every method that takes rows: there are more than allowed, and ``rejected.parquet`` of the run has them; or
-            ``bad_rows: fail`` and one is unusable.
+        RejectedError: from every method that takes rows: there are more than allowed, and
+            ``rejected.parquet`` of the run has them; or ``bad_rows: fail`` and one is unusable.
     """
 
     def __init__(self, job: Job, opened: OpenView, allowed: int) -> None:
@@ -70,10 +72,14 @@ class Rejections:
         """Of the rows that are tried again: how often, by key and input hash."""
 
     def take_over(self, plan: Plan) -> None:
-        """Begin with the rows that were rejected before with the same input, or count how often those were that are tried again."""
+        """Begin with the rows that were rejected before with the same input, or count how often
+        those were that are tried again."""
         if plan.diff.retried:
             before = refused_rows(self._opened.source)
-            rows = zip(*(before.column(name).to_pylist() for name in ("key", "input_hash", "attempts")), strict=True)
+            rows = zip(
+                *(before.column(name).to_pylist() for name in ("key", "input_hash", "attempts")),
+                strict=True,
+            )
             self._attempts = {(key, input_hash): attempts for key, input_hash, attempts in rows}
         if plan.diff.refused:
             table = refused_rows(self._opened.source).cast(_SCHEMA)
@@ -91,26 +97,37 @@ class Rejections:
         if self._attempts:
             named = zip(keys.to_pylist(), hashes.to_pylist(), strict=True)
             attempts = [1 + self._attempts.get(row, 0) for row in named]
-        columns = [keys, pa.array(stages, pa.string()), pa.array(errors, pa.string()), hashes, pa.array(attempts, pa.int32())]
+        columns = [
+            keys,
+            pa.array(stages, pa.string()),
+            pa.array(errors, pa.string()),
+            hashes,
+            pa.array(attempts, pa.int32()),
+        ]
         self._batches.append(pa.RecordBatch.from_arrays(columns, schema=_SCHEMA))
         self._reasons.update(errors)
         self._misfits += stages.count(MISFIT)
         self.count += len(keys)
         self._check_count()
 
-    def check_policy(self, keys: pa.Array | pa.ChunkedArray, stages: list[str], errors: list[str]) -> None:
+    def check_policy(
+        self, keys: pa.Array | pa.ChunkedArray, stages: list[str], errors: list[str]
+    ) -> None:
         """Raises:
-        RejectedError: the view's policy is to fail, and a row is one that the model declared unusable.
+        RejectedError: the view's policy is to fail, and a row is one that the model declared
+            unusable.
         """
         if self._opened.view.definition.bad_rows == "fail" and "input" in stages:
             row = stages.index("input")
             raise RejectedError(
-                f"view {self._job.store.name!r}: key {keys[row].as_py()!r}: {errors[row]}, and bad_rows is fail; nothing was published and the "
-                "live snapshot stays. Mend the source, or set bad_rows to reject or null"
+                f"view {self._job.store.name!r}: key {keys[row].as_py()!r}: {errors[row]}, and"
+                " bad_rows is fail; nothing was published and the live snapshot stays. Mend the"
+                " source, or set bad_rows to reject or null"
             )
 
     def for_journal(self) -> pa.Table | None:
-        """Those that no chunk has yet, which the chunk about to be finished has from now on; None without any."""
+        """Those that no chunk has yet, which the chunk about to be finished has from now on; None
+        without any."""
         fresh = self._batches[self._journaled :]
         self._journaled = len(self._batches)
         return pa.Table.from_batches(fresh, _SCHEMA) if fresh else None
@@ -145,16 +162,17 @@ class Rejections:
         if self.count > self._allowed:
             self.write()
             raise RejectedError(
-                f"view {self._job.store.name!r}: {self.count} rows rejected so far, {self._allowed} allowed ({self.reasons()}); nothing was "
-                f"published and the live snapshot stays. See {self.path}; mend the source, or raise max_rejected"
+                f"view {self._job.store.name!r}: {self.count} rows rejected so far, {self._allowed}"
+                f" allowed ({self.reasons()}); nothing was published and the live snapshot stays."
+                f" See {self.path}; mend the source, or raise max_rejected"
             )
 
 
 PART_BYTES = 64 * 2**20
 """Rows are gathered to about this size before a Parquet file is written."""
 CHUNK_S = 15.0
-"""Or for this long: a chunk, and what the engine has computed and not handed on (a few seconds' worth, whatever the model's speed), is what a
-killed run loses at most: together less than 30 s."""
+"""Or for this long: a chunk, and what the engine has computed and not handed on (a few seconds'
+worth, whatever the model's speed), is what a killed run loses at most: together less than 30 s."""
 
 
 class Chunks:
@@ -164,11 +182,13 @@ class Chunks:
         job: the run.
         opened: its view; the source is loaded, the model converted.
         max_rejected: how many rows may be rejected.
-        may_write: called before anything is written: returns once the rows may be stored, or raises why not.
+        may_write: called before anything is written: returns once the rows may be stored, or raises
+            why not.
         look_at: called with each batch and what the model made of it.
 
     Raises:
-        RejectedError: from every method that takes rows: see :class:`precompute.jobs.rows.chunks.Rejections`.
+        RejectedError: from every method that takes rows: see
+            :class:`precompute.jobs.rows.chunks.Rejections`.
         SnapshotError: the file system failed.
     """
 
@@ -218,11 +238,16 @@ class Chunks:
         return count(rows.batches(self._opened.view.feature_names), self._opened.view)
 
     def compute(self) -> None:
-        """Compute all windows of the source and keep their rows; the report learns what the stages took."""
+        """Compute all windows of the source and keep their rows; the report learns what the stages
+        took."""
         meter, began, report = Meter(), time.monotonic(), self._job.report
         runner = engine_of(self._opened, self._job.project.settings.engine, meter)
-        windows = joined(self._good_keys(self._opened.source.batches(WINDOW_ROWS)), runner.window_rows)
-        stream = runner.stream(windows, hidden=("input_hash",), memory_mb=self._job.project.settings.stream_mb)
+        windows = joined(
+            self._good_keys(self._opened.source.batches(WINDOW_ROWS)), runner.window_rows
+        )
+        stream = runner.stream(
+            windows, hidden=("input_hash",), memory_mb=self._job.project.settings.stream_mb
+        )
         try:
             for batch, done in stream:
                 self._add(batch, done)
@@ -237,11 +262,14 @@ class Chunks:
         self.rejections.write()
 
     def _good_keys(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """The rows that have a usable key; the others are set aside for :meth:`_add`, which is the one thread that rejects."""
+        """The rows that have a usable key; the others are set aside for :meth:`_add`, which is the
+        one thread that rejects."""
         entity = self._opened.view.entity
         for batch in batches:
             columns = [batch.column(name) for name in entity]
-            if all(pa.types.is_integer(column.type) and not column.null_count for column in columns):
+            if all(
+                pa.types.is_integer(column.type) and not column.null_count for column in columns
+            ):
                 # No such key can be bad; to see that from its text took 0.3 s for 2 M rows.
                 yield batch
                 continue
@@ -283,8 +311,13 @@ class Chunks:
         self._counter.add(done.features)
         columns = [stored_key(retained.column(name)) for name in view.entity]
         columns += done.features.columns
-        columns += [pa.repeat(pa.scalar(at_us, pa.timestamp("us", "UTC")), retained.num_rows), retained.column("input_hash")]
-        table = pa.Table.from_arrays(columns, names=[*view.entity, *view.feature_names, "computed_at", "input_hash"])
+        columns += [
+            pa.repeat(pa.scalar(at_us, pa.timestamp("us", "UTC")), retained.num_rows),
+            retained.column("input_hash"),
+        ]
+        table = pa.Table.from_arrays(
+            columns, names=[*view.entity, *view.feature_names, "computed_at", "input_hash"]
+        )
         self._pending.append(table)
         self._places.append((done.window << 32) + done.rows)
         self._pending_bytes += table.nbytes
@@ -317,14 +350,22 @@ class Chunks:
         self._began = time.monotonic()
 
     def write_no_rows(self) -> None:
-        """A part of no rows, for a snapshot that has none: an outsider finds the columns all the same."""
-        self.parts.append(self._job.store.write_part(self._job.report.run, "part-00000.parquet", no_rows(self._opened)))
+        """A part of no rows, for a snapshot that has none: an outsider finds the columns all the
+        same."""
+        self.parts.append(
+            self._job.store.write_part(
+                self._job.report.run, "part-00000.parquet", no_rows(self._opened)
+            )
+        )
 
 
 def no_rows(opened: OpenView) -> pa.Table:
     """A table of a view's parts, without rows."""
     view, source = opened.view, opened.source.schema
-    keys = [pa.field(n, pa.int64() if pa.types.is_integer(source.field(n).type) else pa.string()) for n in view.entity]
+    keys = [
+        pa.field(n, pa.int64() if pa.types.is_integer(source.field(n).type) else pa.string())
+        for n in view.entity
+    ]
     own = [pa.field("computed_at", pa.timestamp("us", "UTC")), pa.field("input_hash", pa.int64())]
     return pa.schema([*keys, *view.feature_schema(), *own]).empty_table()
 

@@ -1,4 +1,5 @@
-"""Compaction: the rows of a chain, or of its last deltas, copied into parts of one snapshot; nothing is computed."""
+"""Compaction: the rows of a chain, or of its last deltas, copied into parts of one snapshot;
+nothing is computed."""
 
 from __future__ import annotations
 
@@ -32,14 +33,25 @@ def compacted(job: Job, opened: OpenView, delta: Snapshot) -> Snapshot:
     copies.write()
     # of no rows at all there is one part, by which others know the columns
     if not copies.parts:
-        copies.parts.append(job.store.write_part(job.report.run, "compact-00000.parquet", chunks.no_rows(opened)))
+        copies.parts.append(
+            job.store.write_part(job.report.run, "compact-00000.parquet", chunks.no_rows(opened))
+        )
     bases = _bases(job.store.chain(delta)[:-1])
-    alone = replace(delta, kind="full", parent=None, bases=bases, parts=tuple(copies.parts), deletes=None, own_deletes=0)
+    alone = replace(
+        delta,
+        kind="full",
+        parent=None,
+        bases=bases,
+        parts=tuple(copies.parts),
+        deletes=None,
+        own_deletes=0,
+    )
     return replace(alone, figures=copies.figures)
 
 
 def merged(job: Job, delta: Snapshot, since: int) -> Snapshot:
-    """The same rows as a delta that is not committed yet, as a delta right over an earlier snapshot of its chain: it takes the place of those between.
+    """The same rows as a delta that is not committed yet, as a delta right over an earlier snapshot
+    of its chain: it takes the place of those between.
 
     Raises:
         SnapshotError: a file of these is missing or damaged, or the file system failed.
@@ -52,7 +64,11 @@ def merged(job: Job, delta: Snapshot, since: int) -> Snapshot:
         copies.add(batch)
     copies.write()
     deletes = changes.deletes
-    part = None if deletes is None else store.write_part(job.report.run, "compact-deletes.parquet", deletes)
+    part = (
+        None
+        if deletes is None
+        else store.write_part(job.report.run, "compact-deletes.parquet", deletes)
+    )
     between = changes.layers[:-1]
     losses = [layer.losses for layer in between]
     return replace(
@@ -67,7 +83,12 @@ def merged(job: Job, delta: Snapshot, since: int) -> Snapshot:
 
 
 def _bases(copied: Sequence[Snapshot]) -> tuple[int, ...]:
-    return tuple(sorted({layer.number for layer in copied} | {number for layer in copied for number in layer.bases}))
+    return tuple(
+        sorted(
+            {layer.number for layer in copied}
+            | {number for layer in copied for number in layer.bases}
+        )
+    )
 
 
 class _Copies:
@@ -94,18 +115,23 @@ class _Copies:
             counter.add(batch)
         self.figures = self.figures.plus(counter.figures())
         table = pa.Table.from_batches(self._gathered)
-        self.parts.append(self._job.store.write_part(self._job.report.run, name, table, counter.rare()))
+        self.parts.append(
+            self._job.store.write_part(self._job.report.run, name, table, counter.rare())
+        )
         self._gathered, self._bytes = [], 0
 
 
-def write_deletes(job: Job, opened: OpenView, plan: Plan, parts: list[Part]) -> tuple[Part | None, int]:
+def write_deletes(
+    job: Job, opened: OpenView, plan: Plan, parts: list[Part]
+) -> tuple[Part | None, int]:
     """Write ``deletes.parquet``, if there is anything to delete.
 
     Args:
         job: the run.
         opened: its view; its source holds what was found to be replaced.
         plan: of the run.
-        parts: of the run, taken over ones among them; those of which not one row is wanted any more are taken out of the list.
+        parts: of the run, taken over ones among them; those of which not one row is wanted any more
+            are taken out of the list.
 
     Returns:
         the file, and how many of its rows are of the chunks taken over.
@@ -122,18 +148,30 @@ def write_deletes(job: Job, opened: OpenView, plan: Plan, parts: list[Part]) -> 
         return None, 0
     inherited = [] if plan.parent is None else _relative(job, plan)
     taken_over = [chunk.part for chunk in plan.finished if chunk.part is not None]
-    number = np.asarray(dead.column("file")) + np.where(np.asarray(dead.column("finished")), len(inherited), 0)
+    number = np.asarray(dead.column("file")) + np.where(
+        np.asarray(dead.column("finished")), len(inherited), 0
+    )
     counts = np.bincount(number, minlength=len(inherited) + len(taken_over))[len(inherited) :]
-    useless = {part.path for part, rows in zip(taken_over, counts.tolist(), strict=True) if rows == part.rows}
+    useless = {
+        part.path
+        for part, rows in zip(taken_over, counts.tolist(), strict=True)
+        if rows == part.rows
+    }
     if useless:
         parts[:] = [part for part in parts if part.path not in useless]
-        keep = ~np.isin(number, [len(inherited) + i for i, part in enumerate(taken_over) if part.path in useless])
+        keep = ~np.isin(
+            number,
+            [len(inherited) + i for i, part in enumerate(taken_over) if part.path in useless],
+        )
         dead, number = dead.filter(pa.array(keep)), number[keep]
         if not dead.num_rows:
             return None, 0
     paths = pa.array([*inherited, *(part.path for part in taken_over)], pa.string())
     files = pa.DictionaryArray.from_arrays(pa.array(number, pa.int32()), paths)
-    keys = {f"key_{name}": stored_key(dead.column(f"key_{name}").combine_chunks()) for name in opened.view.entity}
+    keys = {
+        f"key_{name}": stored_key(dead.column(f"key_{name}").combine_chunks())
+        for name in opened.view.entity
+    }
     columns = [files, dead.column("row"), dead.column("removed"), *keys.values()]
     table = pa.Table.from_arrays(columns, names=[*DELETES_SCHEMA.names, *keys])
     own = int(pc.sum(dead.column("finished")).as_py() or 0)

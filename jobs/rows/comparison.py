@@ -1,5 +1,5 @@
-"""Comparison: what a precision comes to beside float32 on one sample of a view's rows, stored so that the same is not measured twice: ``tune`` and the run
-that follows do it once.
+"""Comparison: what a precision comes to beside float32 on one sample of a view's rows, stored so
+that the same is not measured twice: ``tune`` and the run that follows do it once.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ SHORT = {
 
 
 class Comparison(Record, frozen=True):
-    """Figures of a sample's rows by one technique against the reference; ``accuracy`` is None where no row was computed by both, ``lost`` counts
-    those that the reference alone computed."""
+    """Figures of a sample's rows by one technique against the reference; ``accuracy`` is None where
+    no row was computed by both, ``lost`` counts those that the reference alone computed."""
 
     rows: int
     lost: int
@@ -49,12 +49,17 @@ class Comparison(Record, frozen=True):
     """As of :func:`precompute.precision.accuracy.least`."""
 
     def clear(self, budget: AccuracyConfig, view: FeatureView) -> bool:
-        """Whether more rows would hardly come to another verdict: all these are computed by both, none is an exception, and all means pass for sure."""
+        """Whether more rows would hardly come to another verdict: all these are computed by both,
+        none is an exception, and all means pass for sure."""
         if self.least is None or self.lost:
             return False
         figures, features = self.least.judged(limits_of(budget), view), self.least.features.values()
         worst = min(feature.min_cosine or 0.0 for feature in features)
-        return worst >= budget.cosine and not any(f.beyond for f in features) and all(f.room >= 0 for f in figures)
+        return (
+            worst >= budget.cosine
+            and not any(f.beyond for f in features)
+            and all(f.room >= 0 for f in figures)
+        )
 
     def judged(self, budget: AccuracyConfig, view: FeatureView) -> list[Judged]:
         """Every figure with its limit, the worst first; rows that are lost have one too."""
@@ -66,12 +71,17 @@ class Comparison(Record, frozen=True):
         return sorted(figures, key=lambda figure: figure.room)
 
     def verdict(self, budget: AccuracyConfig, view: FeatureView, technique: str) -> Verdict:
-        """Whose figure is the one farthest beyond its limit, or else the nearest to it, and whose ``message`` has all of them."""
+        """Whose figure is the one farthest beyond its limit, or else the nearest to it, and whose
+        ``message`` has all of them."""
         figures = self.judged(budget, view)
         reasons = [figure.shortfall for figure in figures if figure.room < 0]
         features = {} if self.accuracy is None else self.accuracy.to_json()["features"]
         message = f"{technique} against float32 on {self.rows:,} rows: {figures_text(features)}"
-        beyond = [] if self.accuracy is None else [f.beyond for f in self.accuracy.features.values() if f.beyond is not None]
+        beyond = (
+            []
+            if self.accuracy is None
+            else [f.beyond for f in self.accuracy.features.values() if f.beyond is not None]
+        )
         if self.accuracy is not None and beyond:
             most = share_between(max(beyond), self.accuracy.rows)[1]
             message += f"; of all rows at most {most:.2%} are off by more than their bound (95 %)"
@@ -84,12 +94,20 @@ def limits_of(budget: AccuracyConfig) -> Limits:
     """A view's ``accuracy`` as :mod:`precompute.precision` takes it."""
     rows, features = budget.rows.model_dump(exclude_none=True), budget.features
     return Limits(
-        budget.cosine, budget.recall_at_10, rows, {name: own.model_dump(exclude_none=True) for name, own in features.items()}
+        budget.cosine,
+        budget.recall_at_10,
+        rows,
+        {name: own.model_dump(exclude_none=True) for name, own in features.items()},
     )
 
 
 def compared(
-    view: FeatureView, budget: AccuracyConfig, reference: Outcome, other: Outcome, rows: int, ends: int = 0
+    view: FeatureView,
+    budget: AccuracyConfig,
+    reference: Outcome,
+    other: Outcome,
+    rows: int,
+    ends: int = 0,
 ) -> Comparison:
     """Two outcomes of one sample.
 
@@ -129,7 +147,8 @@ def figures_text(features: Mapping[str, Mapping[str, float]]) -> str:
 
 
 class CachedComparison:
-    """The file of one comparison: of a model by one technique, on these rows, by this machine's instructions and libraries.
+    """The file of one comparison: of a model by one technique, on these rows, by this machine's
+    instructions and libraries.
 
     Args:
         opened: the view; its model is of torch.
@@ -138,7 +157,9 @@ class CachedComparison:
         budget: the view's accuracy.
     """
 
-    def __init__(self, opened: OpenView, technique: str, sample: pa.RecordBatch, budget: AccuracyConfig) -> None:
+    def __init__(
+        self, opened: OpenView, technique: str, sample: pa.RecordBatch, budget: AccuracyConfig
+    ) -> None:
         # imports torch, as the model did
         from precompute.techniques.machine import instructions
 
@@ -146,7 +167,10 @@ class CachedComparison:
         facts = digest(
             code=CODE_VERSION,
             model=opened.fingerprint_by(technique),
-            features=[[f.name, f.dtype, f.dim, f.max_items, limits_of(budget).of(f).bound] for f in view.features],
+            features=[
+                [f.name, f.dtype, f.dim, f.max_items, limits_of(budget).of(f).bound]
+                for f in view.features
+            ],
             index=None if view.index is None else [view.index.on, view.index.metric],
             rows=table_digest(pa.Table.from_batches([sample])),
             device=opened.wanted,
@@ -171,4 +195,8 @@ class CachedComparison:
             make_folder(self._path.parent)
             replace_durably(self._path, sealed(comparison))
         except OSError as exc:
-            log.warning("%s cannot be written (%s): what was measured is not stored", self._path, exc.strerror)
+            log.warning(
+                "%s cannot be written (%s): what was measured is not stored",
+                self._path,
+                exc.strerror,
+            )

@@ -1,4 +1,5 @@
-"""Engine: what computes a run's windows, in the run's own process or in workers. Both take rows and give features, and know nothing else."""
+"""Engine: what computes a run's windows, in the run's own process or in workers. Both take rows and
+give features, and know nothing else."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from precompute.workers.worker_process import WorkerSpec
 
 
 def engine_of(opened: OpenView, config: EngineConfig, meter: Meter) -> Runner | WorkerPool:
-    """The engine of a run: as many workers as are configured, one for each GPU where there are any, else the run's own process.
+    """The engine of a run: as many workers as are configured, one for each GPU where there are any,
+    else the run's own process.
 
     Args:
         opened: the view; its own model computes where there are no workers.
@@ -31,7 +33,8 @@ def engine_of(opened: OpenView, config: EngineConfig, meter: Meter) -> Runner | 
 
 
 def computed(opened: OpenView, batch: pa.RecordBatch, variant: str) -> Outcome:
-    """A window of rows, by a technique, in a worker process where a run would compute them in one: of a view that has :attr:`OpenView.wanted`.
+    """A window of rows, by a technique, in a worker process where a run would compute them in one:
+    of a view that has :attr:`OpenView.wanted`.
 
     Raises:
         ModelError, ConfigError: as :meth:`WorkerPool.stream`.
@@ -39,7 +42,9 @@ def computed(opened: OpenView, batch: pa.RecordBatch, variant: str) -> Outcome:
     pool = WorkerPool(_spec(opened, variant), Meter(), _gpus(opened)[:1])
     pieces = [done for _, done in pool.stream([batch])]
     rows, features = in_order(opened.view, [(done.rows, done.features) for done in pieces])
-    rejections = sorted((r for done in pieces for r in done.rejections), key=lambda rejection: rejection.row)
+    rejections = sorted(
+        (r for done in pieces for r in done.rejections), key=lambda rejection: rejection.row
+    )
     return Outcome(rows, features, rejections)
 
 
@@ -53,7 +58,9 @@ def _spec(opened: OpenView, variant: str) -> WorkerSpec:
             tables[SAMPLE] = example
     args = {name: value for name, value in model.args.items() if name not in opened.tables}
     precision = opened.variant.removesuffix("-eager")
-    return WorkerSpec(model.use, args, tables, opened.view, opened.folder, convert, precision, opened.fingerprint)
+    return WorkerSpec(
+        model.use, args, tables, opened.view, opened.folder, convert, precision, opened.fingerprint
+    )
 
 
 def _devices(opened: OpenView, config: EngineConfig) -> list[str | None]:

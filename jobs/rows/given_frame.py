@@ -1,4 +1,5 @@
-"""Given frame: the rows that a program hands to a run, stored where the view's SQL reads them; a run that is given none is refused."""
+"""Given frame: the rows that a program hands to a run, stored where the view's SQL reads them; a
+run that is given none is refused."""
 
 from __future__ import annotations
 
@@ -10,10 +11,12 @@ from precompute.store.offline.view_store import FRAME
 
 
 def take_frame(job: Job) -> None:
-    """Store the frame of a run among its files; the caller holds the run's lease. Only a snapshot names it, so that what is live goes on with its own.
+    """Store the frame of a run among its files; the caller holds the run's lease. Only a snapshot
+    names it, so that what is live goes on with its own.
 
     Raises:
-        ConfigError: the view takes a frame and none was given, or one was given and the view takes none.
+        ConfigError: the view takes a frame and none was given, or one was given and the view takes
+            none.
         SourceError: it lacks a column, or cannot be read.
         SnapshotError: it cannot be written.
     """
@@ -24,14 +27,15 @@ def take_frame(job: Job) -> None:
         return
     if columns is None:
         raise ConfigError(
-            f"view {name!r} reads SQL, so it takes no frame: leave it out, or write source: {{frame: [{', '.join(config.entity)}, …]}} "
-            f"in place of sql in {job.project.folder / 'views' / name}.yaml"
+            f"view {name!r} reads SQL, so it takes no frame: leave it out, or write source:"
+            f" {{frame: [{', '.join(config.entity)}, …]}} in place of sql in"
+            f" {job.project.folder / 'views' / name}.yaml"
         )
     if frame is None:
         raise ConfigError(
-            f"view {name!r} takes its rows from a DataFrame, and this run was given none; only Python gives one: "
-            f"precompute.open({str(job.project.folder)!r}).run({name!r}, frame=df). What a schedule or the command line is to run reads "
-            "source: {sql: …}"
+            f"view {name!r} takes its rows from a DataFrame, and this run was given none; only"
+            f" Python gives one: precompute.open({str(job.project.folder)!r}).run({name!r},"
+            " frame=df). What a schedule or the command line is to run reads source: {sql: …}"
         )
     try:
         make_folder(path.parent)

@@ -1,5 +1,5 @@
-"""Open view: a feature view's source, model and fingerprint, ready to compute. The batch job and the fallback open it here alike, so that
-both have the same SQL, the same inputs and the same model.
+"""Open view: a feature view's source, model and fingerprint, ready to compute. The batch job and
+the fallback open it here alike, so that both have the same SQL, the same inputs and the same model.
 """
 
 from __future__ import annotations
@@ -21,13 +21,27 @@ from precompute.jobs.config.section import place
 from precompute.jobs.config.view import model_queries
 from precompute.model import Model, ReadingModel, StagedModel, model_fingerprint, on_host
 from precompute.project_module import absolute_arguments, starting_from
-from precompute.registry import BUILT_IN, MOST_NAMED_FILES, LoadedModel, Stamp, load_with_fingerprint, named_files, stamp_of
+from precompute.registry import (
+    BUILT_IN,
+    MOST_NAMED_FILES,
+    LoadedModel,
+    Stamp,
+    load_with_fingerprint,
+    named_files,
+    stamp_of,
+)
 from precompute.source import Files, Source
 from precompute.sources.database import referenced_views
 from precompute.sources.frame import of_file
 from precompute.store.clock import Partition
 from precompute.store.disk.durable_file import make_folder, replace_durably
-from precompute.store.errors import ConfigError, MissingFileError, ModelError, SourceError, nearest_or_all
+from precompute.store.errors import (
+    ConfigError,
+    MissingFileError,
+    ModelError,
+    SourceError,
+    nearest_or_all,
+)
 from precompute.store.feature_view import FeatureView, ModelUse
 from precompute.store.freshness import as_datetime, iso, microseconds
 from precompute.store.offline.part_file import Layers
@@ -39,9 +53,11 @@ from precompute.techniques.table import REFERENCE, technique_name
 
 NAME = "fingerprint.json"
 OF_FILES = frozenset({"text_encoder", "two_tower"})
-"""Built-in models whose fingerprint is that of their files, arguments and code, and of nothing else."""
+"""Built-in models whose fingerprint is that of their files, arguments and code, and of nothing
+else."""
 SETTLED_NS = 2_000_000_000
-"""What changes within a step of a file system's clock, of two seconds at most, has no other time."""
+"""What changes within a step of a file system's clock, of two seconds at most, has no other
+time."""
 
 _CODE = Path(precompute.model.__file__).parent
 
@@ -59,7 +75,8 @@ class KnownModel:
     Args:
         folder: where; made by the first write.
         use: the model's name.
-        args: its arguments, paths among them absolute; a model with tables among them is not remembered.
+        args: its arguments, paths among them absolute; a model with tables among them is not
+            remembered.
         project: the project's folder.
     """
 
@@ -79,7 +96,8 @@ class KnownModel:
         return None
 
     def remember(self, fingerprint: str) -> None:
-        """Keep the fingerprint of a model that was loaded since this was made, unless a file may have changed meanwhile; without it the next run loads the model."""
+        """Keep the fingerprint of a model that was loaded since this was made, unless a file may
+        have changed meanwhile; without it the next run loads the model."""
         files = self._files
         if files is None or files != self._stamps():
             return
@@ -87,21 +105,35 @@ class KnownModel:
         if latest_ns < time.time_ns() - SETTLED_NS:
             with contextlib.suppress(OSError):
                 make_folder(self._path.parent)
-                replace_durably(self._path, sealed(_Known(self._use, self._args, files, fingerprint)))
+                replace_durably(
+                    self._path, sealed(_Known(self._use, self._args, files, fingerprint))
+                )
 
     def _stamps(self) -> dict[str, Stamp | None] | None:
-        """Of all files of the model and of our code for it; None of a model of which they do not tell."""
+        """Of all files of the model and of our code for it; None of a model of which they do not
+        tell."""
         if self._use not in OF_FILES or not all(
             isinstance(value, (str, int, float, type(None))) for value in self._args.values()
         ):
             return None
         with starting_from(self._project):
             named = list(named_files(self._args))
-        code = (path for folder in ("models", "text") for path in (_CODE / folder).iterdir() if path.is_file())
-        return None if len(named) >= MOST_NAMED_FILES else {str(path): stamp_of(path) for path in (*named, *code)}
+        code = (
+            path
+            for folder in ("models", "text")
+            for path in (_CODE / folder).iterdir()
+            if path.is_file()
+        )
+        return (
+            None
+            if len(named) >= MOST_NAMED_FILES
+            else {str(path): stamp_of(path) for path in (*named, *code)}
+        )
 
 
-_NO_COLUMN = re.compile(r"""KeyError: (?:'Field "(.+?)" does not exist in schema'|'([^']+)'|"\['([^']+)'\] not in index")""")
+_NO_COLUMN = re.compile(
+    r"""KeyError: (?:'Field "(.+?)" does not exist in schema'|'([^']+)'|"\['([^']+)'\] not in index")"""  # noqa: E501
+)
 """What Arrow, a dict and pandas raise for a column that is not there."""
 
 EXAMPLE_ROWS = 256
@@ -112,8 +144,9 @@ EXAMPLE_ROWS = 256
 class OpenView:
     """Close its source when done.
 
-    ``inputs`` maps each view that was read to its snapshot's number; ``source`` reads exactly these. ``tables`` are the model's arguments that
-    were given as SQL, ``variant`` is the name of its precision and back end, ``folder`` the project's.
+    ``inputs`` maps each view that was read to its snapshot's number; ``source`` reads exactly
+    these. ``tables`` are the model's arguments that were given as SQL, ``variant`` is the name of
+    its precision and back end, ``folder`` the project's.
     """
 
     view: FeatureView
@@ -147,43 +180,59 @@ class OpenView:
             except (ConfigError, ModelError) as exc:
                 raise _of_model(exc, self.view, self.folder) from exc
             if loaded.fingerprint != self.own:
-                raise ModelError(f"view {self.view.name!r}: the model's files were replaced since the run began: run again")
+                raise ModelError(
+                    f"view {self.view.name!r}: the model's files were replaced since the run began:"
+                    " run again"
+                )
             self._model = loaded.model
             self.check_columns(loaded.model)
         return self._model
 
     def check_columns(self, model: Model) -> None:
         """Raises:
-        ConfigError: a built-in model reads a column that the source does not yield, or gives no such feature. Of one's own it is known once it was called.
+        ConfigError: a built-in model reads a column that the source does not yield, or gives no
+            such feature. Of one's own it is known once it was called.
         """
         names = self.source.schema.names
         use = self.view.definition.model.use
         # what `columns` hands on is the features themselves
-        reads = self.view.feature_names if use == "columns" else model.reads() if isinstance(model, ReadingModel) else ()
+        reads = (
+            self.view.feature_names
+            if use == "columns"
+            else model.reads()
+            if isinstance(model, ReadingModel)
+            else ()
+        )
         lacks = [name for name in reads if name not in names]
         if lacks and use in BUILT_IN:
             raise ConfigError(
-                f"{self.place('source', 'sql')}: the source yields no column {lacks[0]!r}, which the model {use} "
-                f"reads: name one so with AS, or {'correct features' if use == 'columns' else 'another in model.args'}{nearest_or_all(lacks[0], names)}"
+                f"{self.place('source', 'sql')}: the source yields no column {lacks[0]!r}, which"
+                f" the model {use} "
+                "reads: name one so with AS, or"
+                f" {'correct features' if use == 'columns' else 'another in model.args'}{nearest_or_all(lacks[0], names)}"  # noqa: E501
             )
         # of an endpoint's answers it would be known once they are paid
         given: tuple[str, ...] = getattr(model, "gives", self.view.feature_names)
         lacks = [name for name in self.view.feature_names if name not in given]
         if lacks:
             raise ConfigError(
-                f"{self.place('features', lacks[0])}: the model's answers have no {lacks[0]!r}{nearest_or_all(lacks[0], given)}: correct `features`, or "
-                "model.args"
+                f"{self.place('features', lacks[0])}: the model's answers have no"
+                f" {lacks[0]!r}{nearest_or_all(lacks[0], given)}: correct `features`, or model.args"
             )
 
     def lacks_column(self, error: str) -> str | None:
-        """What is wrong where the model raised this because the source yields no such column; None where it raised something else."""
+        """What is wrong where the model raised this because the source yields no such column; None
+        where it raised something else."""
         names, found = self.source.schema.names, _NO_COLUMN.search(error)
-        name = None if found is None else next(group for group in found.groups() if group is not None)
+        name = (
+            None if found is None else next(group for group in found.groups() if group is not None)
+        )
         if name is None or name in names:
             return None
         return (
-            f"{self.place('source', 'sql')}: the model raised {error.partition(' raised ')[2] or error}, and the source yields no column {name!r}: "
-            f"name one so with AS, or correct the model{nearest_or_all(name, names)}"
+            f"{self.place('source', 'sql')}: the model raised"
+            f" {error.partition(' raised ')[2] or error}, and the source yields no column {name!r}:"
+            f" name one so with AS, or correct the model{nearest_or_all(name, names)}"
         )
 
     def place(self, *key: str) -> str:
@@ -192,11 +241,14 @@ class OpenView:
 
     def fingerprint_by(self, technique: str) -> str:
         """The fingerprint of the same model by another technique."""
-        return model_fingerprint(self.own, self.view.definition.model.use, technique.removesuffix("-eager"), self.tables)
+        return model_fingerprint(
+            self.own, self.view.definition.model.use, technique.removesuffix("-eager"), self.tables
+        )
 
     @property
     def wanted(self) -> str | None:
-        """The GPU where workers compute for it, ``cuda`` for any; None of a model that computes where it is."""
+        """The GPU where workers compute for it, ``cuda`` for any; None of a model that computes
+        where it is."""
         if not self.held or not isinstance(self.model, StagedModel):
             return None
         # a user's own is where it put itself
@@ -204,11 +256,13 @@ class OpenView:
         return name if name.startswith("cuda") else None
 
     def convert(self) -> None:
-        """Let the model compute in the view's precision from now on; it is in float32 before. Comes once there is a row to compute, since rows of the
-        source are shown to the conversion; the second time nothing is done, and nothing where workers convert it.
+        """Let the model compute in the view's precision from now on; it is in float32 before. Comes
+        once there is a row to compute, since rows of the source are shown to the conversion; the
+        second time nothing is done, and nothing where workers convert it.
 
         Raises:
-            ConfigError: the model cannot be converted on this machine, or the source has no usable rows.
+            ConfigError: the model cannot be converted on this machine, or the source has no usable
+                rows.
             SourceError: the source cannot be read.
         """
         model = self.model
@@ -221,10 +275,13 @@ class OpenView:
             with starting_from(self.folder):
                 use_variant(model, self.variant, lambda: self.examples(self.variant), self.compiled)
         except ConfigError as exc:
-            raise ConfigError(f"{self.place('model', 'precision')}: {str(exc).removeprefix('precision ')}") from exc
+            raise ConfigError(
+                f"{self.place('model', 'precision')}: {str(exc).removeprefix('precision ')}"
+            ) from exc
 
     def examples(self, variant: str) -> pa.Table:
-        """Rows that a conversion is shown: from all over, where scales are taken from them; for shapes the first do, and cost no second reading of the source.
+        """Rows that a conversion is shown: from all over, where scales are taken from them; for
+        shapes the first do, and cost no second reading of the source.
 
         Raises:
             SourceError: the source cannot be read.
@@ -250,25 +307,34 @@ def open_view(
     load: Callable[[str, Mapping[str, Any], str], LoadedModel] | None = None,
     held: bool = False,
 ) -> OpenView:
-    """Open a view's source and its model, in float32 (see :meth:`OpenView.convert`). One whose fingerprint is known without it is loaded when it is wanted.
+    """Open a view's source and its model, in float32 (see :meth:`OpenView.convert`). One whose
+    fingerprint is known without it is loaded when it is wanted.
 
     Args:
         view: its ``definition`` holds source SQL and model.
         offline: where other views' snapshots are.
-        folder: the project's, absolute: where relative paths start from and modules of one's own lie, wherever the view was defined or published.
-        pinned: snapshot numbers of the views it reads, as a manifest recorded them; the live ones by default.
-        snapshot: its own whose frame is read, of a view that takes one; by default the frame given last.
+        folder: the project's, absolute: where relative paths start from and modules of one's own
+            lie, wherever the view was defined or published.
+        pinned: snapshot numbers of the views it reads, as a manifest recorded them; the live ones
+            by default.
+        snapshot: its own whose frame is read, of a view that takes one; by default the frame given
+            last.
         partition: of a partitioned view: what ``$start`` and ``$end`` stand for.
         memory_mb: DuckDB's memory.
-        load: makes the model from ``use``, args (their paths absolute) and the name of its precision; a server's shares models between views.
-        held: keep the model off the GPUs, for workers to compute there (:mod:`precompute.jobs.rows.engine`): the context of one that breaks ends with its process.
+        load: makes the model from ``use``, args (their paths absolute) and the name of its
+            precision; a server's shares models between views.
+        held: keep the model off the GPUs, for workers to compute there
+            (:mod:`precompute.jobs.rows.engine`): the context of one that breaks ends with its
+            process.
 
     Raises:
         ConfigError: bad SQL, or a model that cannot be made as configured.
         SourceError: a file is missing, or a view it reads was never published.
         ModelError: the model failed to load, or its files are being replaced.
     """
-    reads = partial(open_source, pinned=pinned, snapshot=snapshot, partition=partition, memory_mb=memory_mb)
+    reads = partial(
+        open_source, pinned=pinned, snapshot=snapshot, partition=partition, memory_mb=memory_mb
+    )
     source, inputs = reads(view, offline, folder)
     model = view.definition.model
     queries, variant = model_queries(model.args), variant_name(model)
@@ -279,7 +345,11 @@ def open_view(
 
         def loaded() -> LoadedModel:
             with on_host() if held else nullcontext():
-                return load_with_fingerprint(use, arguments, folder) if load is None else load(use, arguments, variant)
+                return (
+                    load_with_fingerprint(use, arguments, folder)
+                    if load is None
+                    else load(use, arguments, variant)
+                )
 
         try:
             known = KnownModel(compiled, use, arguments, folder) if load is None else None
@@ -291,7 +361,20 @@ def open_view(
             fingerprint = model_fingerprint(own, use, variant.removesuffix("-eager"), tables)
         except (ConfigError, ModelError) as exc:
             raise _of_model(exc, view, folder) from exc
-        opened = OpenView(view, folder, source, fingerprint, inputs, tables, variant, compiled, own, loaded, held, made)
+        opened = OpenView(
+            view,
+            folder,
+            source,
+            fingerprint,
+            inputs,
+            tables,
+            variant,
+            compiled,
+            own,
+            loaded,
+            held,
+            made,
+        )
         if made is not None:
             opened.check_columns(made)
         return opened
@@ -310,7 +393,8 @@ def open_source(
     partition: Partition | None = None,
     memory_mb: int = 1024,
 ) -> tuple[Source, dict[str, int]]:
-    """A view's source, which the caller closes, and the numbers of the snapshots that it and the model's tables read. Arguments as for :func:`open_view`.
+    """A view's source, which the caller closes, and the numbers of the snapshots that it and the
+    model's tables read. Arguments as for :func:`open_view`.
 
     Raises:
         ConfigError: bad SQL.
@@ -319,21 +403,42 @@ def open_source(
     sql = view.definition.source
     texts = (sql, *model_queries(view.definition.model.args).values())
     wanted = sorted({name for text in texts for name in referenced_views(text)})
-    inputs = {name: pinned[name] if pinned is not None else _live_number(offline, name, view.name) for name in wanted}
+    inputs = {
+        name: pinned[name] if pinned is not None else _live_number(offline, name, view.name)
+        for name in wanted
+    }
     live = {name: _files(offline.view(name), number) for name, number in inputs.items()}
     bounds = None if partition is None else (partition.start, partition.end)
     try:
-        text, chunk = of_file(sql, lambda: offline.view(view.name).frame(snapshot)), view.definition.chunk
-        return Source(text, view.entity, live, bounds=bounds, folder=folder, memory_mb=memory_mb, chunk=chunk), inputs
+        text, chunk = (
+            of_file(sql, lambda: offline.view(view.name).frame(snapshot)),
+            view.definition.chunk,
+        )
+        return (
+            Source(
+                text,
+                view.entity,
+                live,
+                bounds=bounds,
+                folder=folder,
+                memory_mb=memory_mb,
+                chunk=chunk,
+            ),
+            inputs,
+        )
     except (ConfigError, MissingFileError) as exc:
         text = str(exc).removeprefix("entity: ")
-        raise type(exc)(f"{place_of(view, folder, ('source', 'sql') if text == str(exc) else ('entity',))}: {text}") from exc
+        raise type(exc)(
+            f"{place_of(view, folder, ('source', 'sql') if text == str(exc) else ('entity',))}:"
+            f" {text}"
+        ) from exc
     except SourceError as exc:
         raise SourceError(f"view {view.name!r}: {exc}") from exc
 
 
 def place_of(view: FeatureView, folder: Path, key: Sequence[str]) -> str:
-    """Where a key of a view's file stands, for a message: ``books/views/scores.yaml:6: source.sql``; of one that has no file there, ``view 'scores': source.sql``."""
+    """Where a key of a view's file stands, for a message: ``books/views/scores.yaml:6:
+    source.sql``; of one that has no file there, ``view 'scores': source.sql``."""
     path = folder / "views" / f"{view.name}.yaml"
     if not path.is_file():
         return f"view {view.name!r}: {'.'.join(key)}"
@@ -343,22 +448,26 @@ def place_of(view: FeatureView, folder: Path, key: Sequence[str]) -> str:
     return f"{place(path, key)}: {'.'.join(key)}"
 
 
-def _of_model(exc: ConfigError | ModelError, view: FeatureView, folder: Path) -> ConfigError | ModelError:
+def _of_model(
+    exc: ConfigError | ModelError, view: FeatureView, folder: Path
+) -> ConfigError | ModelError:
     """The same, with the place of the argument that it names, or else of the model."""
     use, args = view.definition.model.use, view.definition.model.args
     text = str(exc).replace(f"model {use!r}", "")
     named = [
         name
         for name, value in args.items()
-        if re.search(rf"\b{re.escape(name)}\b", text) or (isinstance(value, str) and repr(value) in text)
+        if re.search(rf"\b{re.escape(name)}\b", text)
+        or (isinstance(value, str) and repr(value) in text)
     ]
     key = ("args", named[0]) if named else ("use",)
     return type(exc)(f"{place_of(view, folder, ('model', *key))}: {exc}")
 
 
 class SharedModels:
-    """Loads a model once for several runs of one process, one after the other: of the same class and arguments, none of them a table, and in float32, since a
-    conversion changes the model it is given.
+    """Loads a model once for several runs of one process, one after the other: of the same class
+    and arguments, none of them a table, and in float32, since a conversion changes the model it is
+    given.
 
     Args:
         folder: the project's.
@@ -402,7 +511,8 @@ def _table(view: FeatureView, source: Source, folder: Path, name: str, sql: str)
 
 
 def variant_name(model: ModelUse) -> str:
-    """The name (:mod:`precompute.techniques.table`) of what a view's definition says of ``precision`` and ``backend``."""
+    """The name (:mod:`precompute.techniques.table`) of what a view's definition says of
+    ``precision`` and ``backend``."""
     return technique_name(model.precision, model.backend)
 
 
@@ -414,7 +524,10 @@ def files_of(layers: Layers) -> Files:
 def _live_number(offline: OfflineStore, name: str, reader: str) -> int:
     ref = offline.view(name).refs.live()
     if ref is None:
-        raise SourceError(f"view {reader!r} reads live.{name}, which was never published: run `precompute run {name}` first")
+        raise SourceError(
+            f"view {reader!r} reads live.{name}, which was never published: run `precompute run"
+            f" {name}` first"
+        )
     return ref.snapshot
 
 
@@ -423,8 +536,9 @@ REPORTS = 50
 
 
 def read_source_at(opened: OpenView, offline: OfflineStore) -> str | None:
-    """When what a view's source SQL reads was last modified: the newest of its local files, or the oldest of that and what is known of the views it
-    reads. ISO 8601 in UTC; None where nothing is known.
+    """When what a view's source SQL reads was last modified: the newest of its local files, or the
+    oldest of that and what is known of the views it reads. ISO 8601 in UTC; None where nothing is
+    known.
 
     Raises:
         SourceError, SnapshotError: something cannot be read.
@@ -432,12 +546,18 @@ def read_source_at(opened: OpenView, offline: OfflineStore) -> str | None:
     times_us = [opened.source.modified_us()]
     for name in referenced_views(opened.view.definition.source):
         store = offline.view(name)
-        times_us.append(microseconds(known_source_at(store.snapshot(opened.inputs[name]), store.runs.reports(REPORTS)) or ""))
+        times_us.append(
+            microseconds(
+                known_source_at(store.snapshot(opened.inputs[name]), store.runs.reports(REPORTS))
+                or ""
+            )
+        )
     return iso_us(min((us for us in times_us if us is not None), default=None))
 
 
 def known_source_at(snapshot: Snapshot, reports: Iterable[Report]) -> str | None:
-    """As the newest of ``reports`` that found the snapshot to be what the source yields tells it, and else its manifest."""
+    """As the newest of ``reports`` that found the snapshot to be what the source yields tells it,
+    and else its manifest."""
     did = (report for report in reports if report.finished and report.snapshot == snapshot.number)
     return next((report.source_at for report in did if report.source_at), snapshot.source_at)
 

@@ -1,4 +1,5 @@
-"""Own definition: whether this machine's own files say what the pointer of a view would have it run."""
+"""Own definition: whether this machine's own files say what the pointer of a view would have it
+run."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ from precompute.store.online.online_store import Pointer
 
 
 def check_own(pointer: Pointer, offline: OfflineStore, folder: Path) -> None:
-    """Refuse what nobody but the online store says: who may write there could have any SQL run, and any class made.
+    """Refuse what nobody but the online store says: who may write there could have any SQL run, and
+    any class made.
 
-    A pointer's definition is believed where the manifest of the snapshot that it names says the same, or the view's own file as it is now.
+    A pointer's definition is believed where the manifest of the snapshot that it names says the
+    same, or the view's own file as it is now.
 
     Args:
         pointer: of what is live.
@@ -31,9 +34,11 @@ def check_own(pointer: Pointer, offline: OfflineStore, folder: Path) -> None:
     if NAME.match(name) and any(_run_by(view) == wanted for view in _own(pointer, offline, folder)):
         return
     raise ConfigError(
-        f"view {name[:64]!r}: its pointer names SQL or a model that neither the manifest of snapshot {pointer.snapshot} under {offline.root} nor "
-        f"{folder / 'views'} names, so that nothing is computed for it: give this machine the root or the view's file as it was published, or "
-        "run the view; where nobody published that, somebody else writes to the online store"
+        f"view {name[:64]!r}: its pointer names SQL or a model that neither the manifest of"
+        f" snapshot {pointer.snapshot} under {offline.root} nor {folder / 'views'} names, so that"
+        " nothing is computed for it: give this machine the root or the view's file as it was"
+        " published, or run the view; where nobody published that, somebody else writes to the"
+        " online store"
     )
 
 
@@ -48,4 +53,6 @@ def _own(pointer: Pointer, offline: OfflineStore, folder: Path) -> Iterator[Feat
 def _run_by(view: FeatureView) -> str:
     """All of a view that is run, or goes into what is."""
     definition = view.to_json()
-    return json.dumps([definition["entity"], definition["features"], definition["definition"]], sort_keys=True)
+    return json.dumps(
+        [definition["entity"], definition["features"], definition["definition"]], sort_keys=True
+    )

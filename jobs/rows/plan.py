@@ -1,7 +1,9 @@
-"""Plan: which rows a run computes, and why. What ``materialize --dry-run`` prints and :func:`precompute.jobs.pipeline.materialize.materialize` carries out.
+"""Plan: which rows a run computes, and why. What ``materialize --dry-run`` prints and
+:func:`precompute.jobs.pipeline.materialize.materialize` carries out.
 
-A row is computed when no earlier result has its key, its input hash and the view's recipe: not the snapshot built on, not an interrupted
-run. A changed model, SQL, column or feature is another recipe, and then every row is computed.
+A row is computed when no earlier result has its key, its input hash and the view's recipe: not the
+snapshot built on, not an interrupted run. A changed model, SQL, column or feature is another
+recipe, and then every row is computed.
 """
 
 from __future__ import annotations
@@ -27,19 +29,23 @@ from precompute.store.offline.view_store import ViewStore
 log = logging.getLogger(__name__)
 
 MAX_DELTA_SHARE = 0.5
-"""Rows of all deltas of a chain, as a share of its full snapshot, before it is compacted. About as often a new base is loaded online (:mod:`precompute.jobs.publish.publisher`)."""
+"""Rows of all deltas of a chain, as a share of its full snapshot, before it is compacted. About as
+often a new base is loaded online (:mod:`precompute.jobs.publish.publisher`)."""
 MOST_DELTAS = MOST_OVERLAYS
-"""Over a full snapshot, or the live base: as many as there may be overlays, so that what is merged here takes the place of the same overlays there."""
+"""Over a full snapshot, or the live base: as many as there may be overlays, so that what is merged
+here takes the place of the same overlays there."""
 MAX_LAYERS = 16
-"""Deltas under what the online store has as its base, which are left as they are: past that they are merged with others, and a new base is loaded."""
+"""Deltas under what the online store has as its base, which are left as they are: past that they
+are merged with others, and a new base is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What one run does.
 
-    ``parent`` is the snapshot built on, None when every row is computed; ``finished`` what interrupted runs computed; ``compact`` whether the
-    rows taken over are copied, so that the result stands alone.
+    ``parent`` is the snapshot built on, None when every row is computed; ``finished`` what
+    interrupted runs computed; ``compact`` whether the rows taken over are copied, so that the
+    result stands alone.
     """
 
     source_rows: int
@@ -51,14 +57,17 @@ class Plan:
     finished: list[Finished]
     compact: bool
     since: int | None
-    """The snapshot that the result is a delta over, where the rows of deltas after it are copied: they are merged into one."""
+    """The snapshot that the result is a delta over, where the rows of deltas after it are copied:
+    they are merged into one."""
     read_at_us: int
     same_view: bool
-    """Whether the parent was made of the view as it is defined now, TTL, index and fallback included."""
+    """Whether the parent was made of the view as it is defined now, TTL, index and fallback
+    included."""
 
     @property
     def nothing_to_do(self) -> bool:
-        """The parent holds this very content under this very definition, and none of it is past its time."""
+        """The parent holds this very content under this very definition, and none of it is past its
+        time."""
         done = self.parent is not None and self.parent.content == self.content and self.same_view
         return done and not self.diff.compute and not self.diff.expired
 
@@ -79,12 +88,16 @@ class Plan:
         ]
         retried = f", {diff.retried:,} of them rejected before" if diff.retried else ""
         counted = ", ".join(f"{'–' if n < 0 else ''}{abs(n):,} {what}" for n, what in kinds if n)
-        left = [f"{diff.unchanged:,} unchanged"] * bool(diff.unchanged) + [f"{diff.removed:,} removed"] * bool(diff.removed)
+        left = [f"{diff.unchanged:,} unchanged"] * bool(diff.unchanged) + [
+            f"{diff.removed:,} removed"
+        ] * bool(diff.removed)
         merging = "" if self.since is None else f", merged with those since snapshot {self.since}"
         kind = (
             "nothing to do"
             if self.nothing_to_do
-            else ("delta" if self.delta else "full") + (", compacting" if self.compact else "") + merging
+            else ("delta" if self.delta else "full")
+            + (", compacting" if self.compact else "")
+            + merging
         )
         return (
             f"{kind}: {diff.compute:,} of {self.source_rows:,} rows to compute"
@@ -95,7 +108,9 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """For programs."""
-        kinds = {name: getattr(self.diff, name) for name in Diff.__slots__ if not name.endswith("_us")}
+        kinds = {
+            name: getattr(self.diff, name) for name in Diff.__slots__ if not name.endswith("_us")
+        }
         kind = "none" if self.nothing_to_do else "delta" if self.delta else "full"
         parent = None if self.parent is None else self.parent.number
         return {"kind": kind, "source": self.source_rows, "compute": self.diff.compute, **kinds} | {
@@ -131,21 +146,48 @@ def make_plan(job: Job, opened: OpenView, source_rows: int, *, read_at_us: int) 
             "" if parent.view == opened.view else ", whose view was defined otherwise"
         )
     same_view = parent is not None and parent.view == opened.view
-    return Plan(source_rows, diff, parent, reason, recipe, content, finished, compact, since, read_at_us, same_view)
+    return Plan(
+        source_rows,
+        diff,
+        parent,
+        reason,
+        recipe,
+        content,
+        finished,
+        compact,
+        since,
+        read_at_us,
+        same_view,
+    )
 
 
 def _compared(
-    job: Job, opened: OpenView, recipe: str, finished: list[Finished], source_rows: int, expired_before_us: int | None
+    job: Job,
+    opened: OpenView,
+    recipe: str,
+    finished: list[Finished],
+    source_rows: int,
+    expired_before_us: int | None,
 ) -> tuple[Snapshot | None, str, Diff, list[Finished]]:
-    """What to build on, why on nothing, how the source differs from it, and the chunks taken over: each as far as its files are whole."""
+    """What to build on, why on nothing, how the source differs from it, and the chunks taken over:
+    each as far as its files are whole."""
     store, full, partition = job.store, job.options.full, job.options.partition_text
     while True:
         newest = None if full else Standing(store).newest(partition)
-        # of what a gate refused the rows are right, but those before may be nearer to what comes now
-        passed = Standing(store).newest(partition, refused=False) if newest is not None and newest.refused_by else None
-        bases: list[Snapshot | None] = [base for base in (newest, passed) if base is not None and base.recipe == recipe]
+        # of what a gate refused the rows are right, but those before may be nearer to what comes
+        # now
+        passed = (
+            Standing(store).newest(partition, refused=False)
+            if newest is not None and newest.refused_by
+            else None
+        )
+        bases: list[Snapshot | None] = [
+            base for base in (newest, passed) if base is not None and base.recipe == recipe
+        ]
         first = not store.numbers() or partition is not None
-        why_full = "every row was requested" if full else _why_full(newest, opened, recipe, first=first)
+        why_full = (
+            "every row was requested" if full else _why_full(newest, opened, recipe, first=first)
+        )
         parent = bases[0] if bases else None
         try:
             diff = _diff(job, opened, parent, finished, source_rows, expired_before_us)
@@ -175,12 +217,17 @@ def _compared(
 
 
 def _copied(store: ViewStore, chain: Sequence[Snapshot], diff: Diff) -> tuple[bool, int | None]:
-    """Whether a chain with one delta more is to be compacted; and if not, the snapshot that the delta is to lie over, where it is merged with those after it."""
-    weights, new = [layer.changed_rows for layer in chain[1:]], diff.compute + diff.resumed + diff.removed
+    """Whether a chain with one delta more is to be compacted; and if not, the snapshot that the
+    delta is to lie over, where it is merged with those after it."""
+    weights, new = (
+        [layer.changed_rows for layer in chain[1:]],
+        diff.compute + diff.resumed + diff.removed,
+    )
     if sum(weights) + new > MAX_DELTA_SHARE * chain[0].rows:
         return True, None
     ref = store.refs.readable_live()
-    # what the online store has as its base is to stay in the chain: what changed since is all that is to be loaded
+    # what the online store has as its base is to stay in the chain: what changed since is all that
+    # is to be loaded
     base = None if ref is None or ref.place.lossy else ref.place.base_snapshot
     under = next((i for i, layer in enumerate(chain) if layer.number == base), 0)
     under = under if under <= MAX_LAYERS else 0
@@ -197,15 +244,28 @@ def _diff(
     expired_before_us: int | None,
 ) -> Diff:
     store, retry = job.store, job.options.retry_rejected
-    refused = [store.folder / chunk.rejected.path for chunk in finished if chunk.rejected is not None]
-    if parent is not None and parent.rejected is not None and (store.folder / parent.rejected.path).is_file():
+    refused = [
+        store.folder / chunk.rejected.path for chunk in finished if chunk.rejected is not None
+    ]
+    if (
+        parent is not None
+        and parent.rejected is not None
+        and (store.folder / parent.rejected.path).is_file()
+    ):
         refused.append(store.folder / parent.rejected.path)
     parts = Files([store.folder / chunk.part.path for chunk in finished if chunk.part is not None])
     if parent is None and not parts.paths and not refused:
         return Diff(new=source_rows)
     before = None if parent is None else files_of(store.layers(parent))
     try:
-        return compare(opened.source, before, parts, refused, expired_before_us=expired_before_us, retry_refused=retry)
+        return compare(
+            opened.source,
+            before,
+            parts,
+            refused,
+            expired_before_us=expired_before_us,
+            retry_refused=retry,
+        )
     except SnapshotError as exc:
         if not (retry and refused):
             raise
@@ -214,7 +274,8 @@ def _diff(
 
 
 def mark_if_damaged(store: ViewStore, snapshot: Snapshot) -> bool:
-    """Mark a snapshot bad if its files are not what its manifest says; returns whether they are not."""
+    """Mark a snapshot bad if its files are not what its manifest says; returns whether they are
+    not."""
     try:
         store.check_parts(snapshot)
     except SnapshotError as exc:
@@ -224,8 +285,8 @@ def mark_if_damaged(store: ViewStore, snapshot: Snapshot) -> bool:
 
 
 def recipe_of(opened: OpenView, *, hashed: bool = True) -> str:
-    """Digest of all that makes a row besides its input, and, if ``hashed``, of how that is hashed; see
-    :class:`precompute.store.offline.snapshot.Snapshot`."""
+    """Digest of all that makes a row besides its input, and, if ``hashed``, of how that is hashed;
+    see :class:`precompute.store.offline.snapshot.Snapshot`."""
     view = opened.view
     columns = [[field.name, str(field.type)] for field in opened.source.schema]
     features = [[f.name, f.dtype, f.dim, f.max_items] for f in view.features]
@@ -241,10 +302,14 @@ def recipe_of(opened: OpenView, *, hashed: bool = True) -> str:
     )
 
 
-def _why_full(previous: Snapshot | None, opened: OpenView, recipe: str, *, first: bool) -> str | None:
+def _why_full(
+    previous: Snapshot | None, opened: OpenView, recipe: str, *, first: bool
+) -> str | None:
     """Why nothing earlier can be built on; None when it can."""
     if previous is None:
-        return "the first snapshot" if first else "no earlier snapshot is whole and good, to build on"
+        return (
+            "the first snapshot" if first else "no earlier snapshot is whole and good, to build on"
+        )
     if previous.recipe == recipe:
         return None
     view, changed = opened.view, []
@@ -253,7 +318,9 @@ def _why_full(previous: Snapshot | None, opened: OpenView, recipe: str, *, first
         same = (before.use, before.args) == (now.use, now.args)
         only_precision = same and variant_name(before) != variant_name(now)
         what = "model's precision" if only_precision else "model (or its tokenizer or tables)"
-        changed.append(f"{what} changed, fingerprint {previous.model[:12]} → {opened.fingerprint[:12]}")
+        changed.append(
+            f"{what} changed, fingerprint {previous.model[:12]} → {opened.fingerprint[:12]}"
+        )
     if previous.view.definition.source.strip() != view.definition.source.strip():
         changed.append("source's SQL changed")
     if previous.view.features != view.features or previous.view.entity != view.entity:
@@ -261,12 +328,19 @@ def _why_full(previous: Snapshot | None, opened: OpenView, recipe: str, *, first
     policies = [v.definition.bad_rows for v in (previous.view, view)]
     if policies[0] != policies[1] and "null" in policies:
         changed.append(f"policy for bad rows changed, {' → '.join(policies)}")
-    columns = {name: str(opened.source.schema.field(name).type) for name in opened.source.schema.names}
+    columns = {
+        name: str(opened.source.schema.field(name).type) for name in opened.source.schema.names
+    }
     types = [
-        f"{name!r}, {was} → {columns[name]}" for name, was in previous.input_columns.items() if columns.get(name, was) != was
+        f"{name!r}, {was} → {columns[name]}"
+        for name, was in previous.input_columns.items()
+        if columns.get(name, was) != was
     ]
     if types:
-        changed.append(f"type of a column changed: {'; '.join(types)} (cast it to what it was, and nothing is computed again)")
+        changed.append(
+            f"type of a column changed: {'; '.join(types)} (cast it to what it was, and nothing is"
+            " computed again)"
+        )
     elif not changed and previous.computation == recipe_of(opened, hashed=False):
         changed.append("way rows are hashed changed, by another version of DuckDB")
     # of keys no manifest has the types

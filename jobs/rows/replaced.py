@@ -1,4 +1,5 @@
-"""Replaced: the rows of a snapshot that are no rows of the one that comes after it, counted by position, and some of them, read once however many ask."""
+"""Replaced: the rows of a snapshot that are no rows of the one that comes after it, counted by
+position, and some of them, read once however many ask."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from precompute.store.offline.view_store import ViewStore
 from precompute.store.record import replace
 
 DRAWN_ROWS = 8192
-"""Their row groups are what costs, and are as many for 2,048: see :data:`precompute.store.offline.selection.CLUSTERS`."""
+"""Their row groups are what costs, and are as many for 2,048: see
+:data:`precompute.store.offline.selection.CLUSTERS`."""
 
 
 class Replaced:
@@ -32,7 +34,9 @@ class Replaced:
         SnapshotError: from every property: a file of either is missing or damaged.
     """
 
-    def __init__(self, store: ViewStore, old: Snapshot, new: Snapshot, columns: Sequence[str]) -> None:
+    def __init__(
+        self, store: ViewStore, old: Snapshot, new: Snapshot, columns: Sequence[str]
+    ) -> None:
         self.old, self.new = old, new
         self._store, self._columns = store, columns
 
@@ -48,8 +52,14 @@ class Replaced:
         return self._store.table(self.old, self.rows.draw(DRAWN_ROWS, seed), self._columns)
 
 
-def figures_of(store: ViewStore, snapshot: Snapshot, of_parts: Mapping[str, RowFigures], replaced: Replaced | None) -> RowFigures:
-    """Of every row of a snapshot that is not committed yet: its parent's and those of its parts, less the rows that are no rows of it.
+def figures_of(
+    store: ViewStore,
+    snapshot: Snapshot,
+    of_parts: Mapping[str, RowFigures],
+    replaced: Replaced | None,
+) -> RowFigures:
+    """Of every row of a snapshot that is not committed yet: its parent's and those of its parts,
+    less the rows that are no rows of it.
 
     Args:
         store: of the view.
@@ -67,18 +77,25 @@ def figures_of(store: ViewStore, snapshot: Snapshot, of_parts: Mapping[str, RowF
         alone = replace(snapshot, parent=None, deletes=None, own_deletes=0)
         figures = _without(figures, Replaced(store, alone, snapshot, view.feature_names), view)
     if replaced is not None:
-        of_parent = replaced.old.figures or count(store.batches(replaced.old, view.feature_names), view)
+        of_parent = replaced.old.figures or count(
+            store.batches(replaced.old, view.feature_names), view
+        )
         figures = figures.plus(_without(of_parent, replaced, view))
     return figures
 
 
 def _without(figures: RowFigures, gone: Replaced, view: FeatureView) -> RowFigures:
-    """Figures without the rows that are gone. Those without a value, not finite, or zeros are counted one by one, since a gate may allow none of them;
-    for all others what the drawn ones show is taken off: their share of all is small, and the error is a small share of it."""
+    """Figures without the rows that are gone. Those without a value, not finite, or zeros are
+    counted one by one, since a gate may allow none of them; for all others what the drawn ones show
+    is taken off: their share of all is small, and the error is a small share of it.
+    """
     total = gone.rows.count
     if not total:
         return figures
-    drawn, rare = gone.drawn, figures.not_finite or figures.valueless or any(v.zero for v in figures.vectors.values())
+    drawn, rare = (
+        gone.drawn,
+        figures.not_finite or figures.valueless or any(v.zero for v in figures.vectors.values()),
+    )
     if not rare or drawn.num_rows == total:
         return figures.less(count(drawn.to_batches(), view), total)
     counter = RowCounter(view)

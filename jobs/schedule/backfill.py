@@ -1,8 +1,12 @@
-"""Backfill: compute the partitions of a view over a range of data time, by ``max_active`` processes at once.
+"""Backfill: compute the partitions of a view over a range of data time, by ``max_active`` processes
+at once.
 
-What is to be done is planned from the manifests and the runs' reports. How far it is stands in ``<root>/<view>/backfills/<id>.json``, for people and for
-``--resume``; it is believed only as far as manifests and reports agree. One that was killed goes on by ``--resume``, and waits for its processes that
-still run; so does one that was cancelled by a signal. The live pointer moves now and then, and at the end, and only forward."""
+What is to be done is planned from the manifests and the runs' reports. How far it is stands in
+``<root>/<view>/backfills/<id>.json``, for people and for ``--resume``; it is believed only as far
+as manifests and reports agree. One that was killed goes on by ``--resume``, and waits for its
+processes that still run; so does one that was cancelled by a signal. The live pointer moves now and
+then, and at the end, and only forward.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +54,8 @@ from precompute.store.record import replace
 from precompute.workers.process import ChildProcess, end_all, installed_module
 
 STOP_GRACE_S = 4.5
-"""How long a run may take to end after SIGTERM before it is killed. Killing is safe: nothing is visible before its manifest."""
+"""How long a run may take to end after SIGTERM before it is killed. Killing is safe: nothing is
+visible before its manifest."""
 
 POLL_S = 0.05
 """How often is looked whether a run has ended."""
@@ -63,18 +68,21 @@ ATTEMPTS = 3
 
 
 GROUP_S = 30.0
-"""About how long one process computes partitions, one after the other, with the model loaded once: a process takes 1.3 s of CPU to begin."""
+"""About how long one process computes partitions, one after the other, with the model loaded once:
+a process takes 1.3 s of CPU to begin."""
 
 FIRST_GROUP, MOST_IN_GROUP = 8, 200
 """Partitions of a process at most: before it is known how long one takes, and after."""
 
 PUBLISH_EVERY_S = 5.0
-"""How often what is done goes live before the end, at most; and no more than a tenth of the time is spent on it."""
+"""How often what is done goes live before the end, at most; and no more than a tenth of the time is
+spent on it."""
 
 
 @dataclass(slots=True)
 class _Group:
-    """A process, and the partitions it was given that are not known to be over, in their order; ``began`` by the monotonic clock, in s."""
+    """A process, and the partitions it was given that are not known to be over, in their order;
+    ``began`` by the monotonic clock, in s."""
 
     items: list[Item]
     process: ChildProcess
@@ -94,7 +102,8 @@ class Conductor:
     _elsewhere: dict[str, Item] = field(default_factory=dict)
     """Partitions somebody else computes."""
     _survivors: set[str] = field(default_factory=set)
-    """Those of them whose process is this backfill's own, from before it was killed: they fill slots."""
+    """Those of them whose process is this backfill's own, from before it was killed: they fill
+    slots."""
     _since: dict[str, str] = field(default_factory=dict)
     """Partition → run ids from here on count."""
     _attempts: Counter[str] = field(default_factory=Counter)
@@ -184,12 +193,22 @@ class Conductor:
             self.state.view,
             "--json",
         ]
-        command += ["--partitions", ",".join(item.label for item in group), "--backfill", self.state.id]
+        command += [
+            "--partitions",
+            ",".join(item.label for item in group),
+            "--backfill",
+            self.state.id,
+        ]
         try:
-            process = ChildProcess([*command, *(["--full"] if self.state.options.full else [])], output="captured")
+            process = ChildProcess(
+                [*command, *(["--full"] if self.state.options.full else [])], output="captured"
+            )
         except OSError as exc:
             for item in group:
-                item.state, item.error = "failed", f"its process cannot be started: {exc.strerror or exc}"
+                item.state, item.error = (
+                    "failed",
+                    f"its process cannot be started: {exc.strerror or exc}",
+                )
                 self._tell(item)
             return
         self._active.append(_Group(group, process, time.monotonic()))
@@ -206,10 +225,15 @@ class Conductor:
         return max(1, min(share, MOST_IN_GROUP, int(GROUP_S / max(0.001, median(self._seconds)))))
 
     def _note_reports(self, group: _Group, *, cancelled: bool = False) -> int:
-        """Note the partitions of a process that are over by their reports, of one that was ``cancelled`` those that are done; how many."""
+        """Note the partitions of a process that are over by their reports, of one that was
+        ``cancelled`` those that are done; how many."""
         since = min((self._since[item.partition] for item in group.items), default="")
         reports = self.store.runs.reports(REPORTS, since=since) if group.items else []
-        own = {report.partition: report for report in reversed(reports) if report.backfill == self.state.id}
+        own = {
+            report.partition: report
+            for report in reversed(reports)
+            if report.backfill == self.state.id
+        }
         over = 0
         for item in list(group.items):
             report = own.get(item.partition)
@@ -233,8 +257,9 @@ class Conductor:
         return over
 
     def _note_end(self, group: _Group) -> list[Item]:
-        """Note what an ended process leaves, and return the partitions that are to be tried again: what it had in hand is to blame for its end, and the rest
-        never began. Where its report cannot be read, the manifests tell."""
+        """Note what an ended process leaves, and return the partitions that are to be tried again:
+        what it had in hand is to blame for its end, and the rest never began. Where its report
+        cannot be read, the manifests tell."""
         again: list[Item] = []
         status = group.process.status
         for item in group.items:
@@ -246,7 +271,8 @@ class Conductor:
                 and (again or self._attempts[item.partition] < ATTEMPTS)
                 and not (status is not None and status < 0 and item is group.items[0])
             ):
-                # it never began, or failed before its run did: somebody else took the partition's lease, if only for a moment
+                # it never began, or failed before its run did: somebody else took the partition's
+                # lease, if only for a moment
                 item.state = "pending"
                 if self.store.running(item.partition):
                     self._wait_for(item)
@@ -255,7 +281,10 @@ class Conductor:
                 continue
             else:
                 item.state = "refused" if status == 3 else "failed"
-                item.seconds, item.error = round(time.monotonic() - group.began, 3), _last_words(group.process)
+                item.seconds, item.error = (
+                    round(time.monotonic() - group.began, 3),
+                    _last_words(group.process),
+                )
             self._tell(item)
         group.items.clear()
         return again
@@ -285,7 +314,8 @@ class Conductor:
         return again
 
     def _done_elsewhere(self, item: Item) -> bool:
-        """Whether the run that was waited for, or a later one, did the partition; otherwise it is pending."""
+        """Whether the run that was waited for, or a later one, did the partition; otherwise it is
+        pending."""
         last = self._last_report(item)
         item.state = "pending"
         if last is None or last.run < self._since[item.partition]:
@@ -301,12 +331,16 @@ class Conductor:
 
     def _last_report(self, item: Item) -> Report | None:
         reports = self.store.runs.reports(REPORTS)
-        return next((r for r in reports if r.partition == item.partition and r.command != "publish"), None)
+        return next(
+            (r for r in reports if r.partition == item.partition and r.command != "publish"), None
+        )
 
     # ---- the end
 
     def _cancel(self, number: int) -> None:
-        self.announce(f"{signal.Signals(number).name}: ending {in_words(len(self._active))} that run")
+        self.announce(
+            f"{signal.Signals(number).name}: ending {in_words(len(self._active))} that run"
+        )
         self._end_all()
         for item in self.state.items:
             if item.state in ("pending", "running"):
@@ -328,7 +362,8 @@ class Conductor:
         self._publish_at = now + max(PUBLISH_EVERY_S, 10 * (now - began))
 
     def _publish_newest(self) -> None:
-        """Make the newest publishable snapshot live, if that is a step forward; else the state says why not.
+        """Make the newest publishable snapshot live, if that is a step forward; else the state says
+        why not.
 
         Raises:
             PrecomputeError: as publishing does.
@@ -339,7 +374,12 @@ class Conductor:
         number, state.not_published = self._newer_than_live()
         if number is None:
             return
-        run_view(self.project, state.view, Silent(), RunOptions(command="publish", number=number, backfill=state.id))
+        run_view(
+            self.project,
+            state.view,
+            Silent(),
+            RunOptions(command="publish", number=number, backfill=state.id),
+        )
         ref = self.store.refs.live()
         live = None if ref is None else self.store.snapshot(ref.snapshot)
         # by itself, or as one of all partitions
@@ -389,7 +429,8 @@ class Conductor:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM are noted, so that none comes between the start of a process and its being known."""
+        """SIGINT and SIGTERM are noted, so that none comes between the start of a process and its
+        being known."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -397,7 +438,9 @@ class Conductor:
         def noted(number: int, _: object) -> None:
             self._signal = self._signal or number
 
-        before = {number: signal.signal(number, noted) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {
+            number: signal.signal(number, noted) for number in (signal.SIGINT, signal.SIGTERM)
+        }
         try:
             yield
         finally:
@@ -415,16 +458,22 @@ class Conductor:
         seconds = "" if item.seconds is None else f"  {item.seconds:.1f} s"
         error = "" if item.error is None else f"  {item.error}"
         self.announce(
-            f"{item.label}  {item.state}{rows}{seconds}  ({len(self.state.items) - total} of {len(self.state.items)}{left}){error}"
+            f"{item.label}  {item.state}{rows}{seconds}  ({len(self.state.items) - total} of"
+            f" {len(self.state.items)}{left}){error}"
         )
 
     def _tell_end(self) -> None:
         state = self.state
         counted = Counter(item.state for item in state.items)
         kinds = ", ".join(f"{n} {what}" for what, n in counted.items()) or "nothing to do"
-        self.announce(f"backfill {state.id} of {state.view}: {state.status} ({kinds}), {time.monotonic() - self._began:.1f} s")
+        self.announce(
+            f"backfill {state.id} of {state.view}: {state.status} ({kinds}),"
+            f" {time.monotonic() - self._began:.1f} s"
+        )
         if state.published is not None:
-            self.announce(f"published snapshot {state.published}; shown by: precompute history {state.view}")
+            self.announce(
+                f"published snapshot {state.published}; shown by: precompute history {state.view}"
+            )
         elif state.not_published is not None:
             self.announce(f"nothing was published: {state.not_published}")
         if state.status == "failed":
@@ -432,14 +481,20 @@ class Conductor:
                 if item.state != "done":
                     self.announce(f"  {item.label}  {item.state}: {item.error}")
             if any(item.state != "done" and item.snapshot is None for item in state.items):
-                self.announce(f"what failed is tried again by: precompute backfill {state.view} --resume {state.id}")
+                self.announce(
+                    f"what failed is tried again by: precompute backfill {state.view} --resume"
+                    f" {state.id}"
+                )
 
 
 def _last_words(process: ChildProcess) -> str:
     assert process.status is not None
     if process.status < 0:
         return f"its process {process.how_it_ended()}"
-    return f"exit status {process.status}: {process.last_words().removeprefix('precompute: ') or 'no word'}"
+    return (
+        f"exit status {process.status}:"
+        f" {process.last_words().removeprefix('precompute: ') or 'no word'}"
+    )
 
 
 def run_backfill(
@@ -469,29 +524,50 @@ def run_backfill(
     """
     store = project.offline.view(name)
     first, last = range_of(options.first, options.last)
-    plans = plan_backfill(project, name, first, last, reprocess=options.reprocess, check_inputs=options.check_inputs, now=now)
+    plans = plan_backfill(
+        project,
+        name,
+        first,
+        last,
+        reprocess=options.reprocess,
+        check_inputs=options.check_inputs,
+        now=now,
+    )
     items = [Item(str(plan.partition), plan.why) for plan in plans if plan.action != "skip"]
     if options.publish and items:
         check_before(project, name, max(item.partition for item in items))
-    state = Backfill(f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}", name, options, items)
+    state = Backfill(
+        f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}", name, options, items
+    )
     with contextlib.ExitStack() as held:
         with one_begins(store):
             lease = held.enter_context(take_backfill(store, state, project.settings.lease))
             check_overlap(store, [item.partition for item in items], state.id)
             save_backfill(store, state, lease)
         skipped = Counter(plan.why for plan in plans if plan.action == "skip")
-        left_out = "; skipped: " + ", ".join(f"{n} {why}" for why, n in skipped.items()) if skipped else ""
-        announce(f"backfill {state.id} of {name}: {in_words(len(items))}, {options.max_active} at once{left_out}")
+        left_out = (
+            "; skipped: " + ", ".join(f"{n} {why}" for why, n in skipped.items()) if skipped else ""
+        )
+        announce(
+            f"backfill {state.id} of {name}: {in_words(len(items))}, {options.max_active} at"
+            f" once{left_out}"
+        )
         Conductor(project, store, state, lease, announce).conduct()
     return state
 
 
 def resume_backfill(
-    project: Project, name: str, id: str, *, max_active: int | None = None, announce: Callable[[str], None] = lambda _: None
+    project: Project,
+    name: str,
+    id: str,
+    *,
+    max_active: int | None = None,
+    announce: Callable[[str], None] = lambda _: None,
 ) -> Backfill:
     """Go on with a backfill that was killed or cancelled, or try again what failed in it.
 
-    What manifests and reports tell to be done is not done again; its processes that are still at work are waited for.
+    What manifests and reports tell to be done is not done again; its processes that are still at
+    work are waited for.
 
     Raises:
         ConfigError: there is no such backfill.
@@ -504,7 +580,9 @@ def resume_backfill(
         with one_begins(store):
             lease = held.enter_context(take_backfill(store, state, project.settings.lease))
             state = read_backfill(store, id)
-            check_overlap(store, [item.partition for item in state.items if item.state != "done"], id)
+            check_overlap(
+                store, [item.partition for item in state.items if item.state != "done"], id
+            )
             state.status, state.finished_at, state.signal = "running", None, None
             if max_active is not None:
                 state.options = replace(state.options, max_active=max_active)
@@ -512,7 +590,10 @@ def resume_backfill(
         _settle(project, store, state)
         save_backfill(store, state, lease)
         left = in_words(state.count("pending"))
-        announce(f"backfill {id} of {name} resumed: {state.count('done')} done, {left} left, {state.options.max_active} at once")
+        announce(
+            f"backfill {id} of {name} resumed: {state.count('done')} done, {left} left,"
+            f" {state.options.max_active} at once"
+        )
         Conductor(project, store, state, lease, announce).conduct()
     return state
 
@@ -533,7 +614,9 @@ def _settle(project: Project, store: ViewStore, state: Backfill) -> None:
             if report is not None:
                 note_done(item, store, report)
             elif options.reprocess != "all" and not options.full:
-                why, _ = why_partition(Partition.parse(item.partition), config, past, recipes, options.check_inputs)
+                why, _ = why_partition(
+                    Partition.parse(item.partition), config, past, recipes, options.check_inputs
+                )
                 # by somebody else, meanwhile
                 if why == "done":
                     note_done(item, store)

@@ -1,5 +1,5 @@
-"""The plan of a backfill: which partitions it computes and why, from the manifests and the runs' reports, and what that takes.
-And the state that says how far it is."""
+"""The plan of a backfill: which partitions it computes and why, from the manifests and the runs'
+reports, and what that takes. And the state that says how far it is."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ Reprocess = Literal["missing", "failed", "stale", "all"]
 
 
 class Options(Record, frozen=True):
-    """What was requested; ``first`` and ``last`` are moments (ISO 8601) in the first and last partition of the range."""
+    """What was requested; ``first`` and ``last`` are moments (ISO 8601) in the first and last
+    partition of the range."""
 
     first: str
     last: str
@@ -49,8 +50,9 @@ class Options(Record, frozen=True):
 class Item(Record):
     """One partition of a backfill.
 
-    ``state``: pending · running · done · failed · refused (too many rows rejected, or a gate refuses it) · cancelled. ``started_at`` when its process
-    was begun, ``seconds`` from there to the end; ``rows`` of the source, ``written`` of them computed; ``error`` why it is not done.
+    ``state``: pending · running · done · failed · refused (too many rows rejected, or a gate
+    refuses it) · cancelled. ``started_at`` when its process was begun, ``seconds`` from there to
+    the end; ``rows`` of the source, ``written`` of them computed; ``error`` why it is not done.
     """
 
     partition: str
@@ -73,8 +75,8 @@ class Item(Record):
 class Backfill(Record):
     """A backfill as its file tells it.
 
-    ``status``: running · done · failed (a partition is not done, or publishing failed) · cancelled. ``published`` is the snapshot it made live,
-    ``not_published`` why it made none live.
+    ``status``: running · done · failed (a partition is not done, or publishing failed) · cancelled.
+    ``published`` is the snapshot it made live, ``not_published`` why it made none live.
     """
 
     id: str
@@ -96,7 +98,11 @@ class Backfill(Record):
     @property
     def only_refused(self) -> bool:
         """Whether nothing is wrong but that rows or gates refused some partitions."""
-        return self.status == "failed" and self.count("refused") > 0 and self.count("done", "refused") == len(self.items)
+        return (
+            self.status == "failed"
+            and self.count("refused") > 0
+            and self.count("done", "refused") == len(self.items)
+        )
 
 
 def in_words(count: int) -> str:
@@ -105,8 +111,9 @@ def in_words(count: int) -> str:
 
 
 def note_done(item: Item, store: ViewStore, report: Report | None = None) -> None:
-    """Note that the partition was computed, by the run of this report or by whomever: it is done, or refused by a gate. Without a report that names a
-    snapshot there is a newest one of the partition.
+    """Note that the partition was computed, by the run of this report or by whomever: it is done,
+    or refused by a gate. Without a report that names a snapshot there is a newest one of the
+    partition.
 
     Raises:
         SnapshotError: the snapshot is damaged or cannot be read.
@@ -117,15 +124,23 @@ def note_done(item: Item, store: ViewStore, report: Report | None = None) -> Non
     assert snapshot is not None
     item.run, item.snapshot = snapshot.run if report is None else report.run, snapshot.number
     counts = {} if report is None else report.counts
-    item.rows, item.written = counts.get("source", snapshot.counts.source), counts.get("written", snapshot.counts.written)
+    item.rows, item.written = (
+        counts.get("source", snapshot.counts.source),
+        counts.get("written", snapshot.counts.written),
+    )
     item.state, item.error = "done", None
     if snapshot.refused_by:
         said = "; ".join(
-            f"{verdict.gate}: {verdict.message}" for verdict in snapshot.failed if verdict.gate in snapshot.refused_by
+            f"{verdict.gate}: {verdict.message}"
+            for verdict in snapshot.failed
+            if verdict.gate in snapshot.refused_by
         )
         accept = " ".join(f"--accept {gate}" for gate in snapshot.refused_by)
         item.state = "refused"
-        item.error = f"refused by {said}; to publish it all the same: precompute publish {store.name} --snapshot {snapshot.number} {accept}"
+        item.error = (
+            f"refused by {said}; to publish it all the same: precompute publish {store.name}"
+            f" --snapshot {snapshot.number} {accept}"
+        )
 
 
 def backfills(store: ViewStore) -> list[str]:
@@ -144,7 +159,10 @@ def read_backfill(store: ViewStore, id: str) -> Backfill:
     path, remedy = backfill_folder(store) / f"{id}.json", "remove it, and backfill the range again"
     state = read_record_file(Backfill, path, remedy) if id in ids else None
     if state is None:
-        raise ConfigError(f"view {store.name!r} has no backfill {id!r} (the newest: {', '.join(ids[:3]) or 'none'})")
+        raise ConfigError(
+            f"view {store.name!r} has no backfill {id!r} (the newest:"
+            f" {', '.join(ids[:3]) or 'none'})"
+        )
     return state
 
 
@@ -160,7 +178,9 @@ def save_backfill(store: ViewStore, state: Backfill, lease: Lease) -> None:
     try:
         replace_durably(path, sealed(state, indent=1))
     except OSError as exc:
-        raise SnapshotError(disk_message(path, exc, f"free some, then --resume {state.id}")) from exc
+        raise SnapshotError(
+            disk_message(path, exc, f"free some, then --resume {state.id}")
+        ) from exc
 
 
 @contextlib.contextmanager
@@ -185,7 +205,10 @@ def take_backfill(store: ViewStore, state: Backfill, ttl_s: float) -> Lease:
     Raises:
         ConflictError: it is going on.
     """
-    busy = f"backfill {state.id} of view {state.view!r} is going on; wait for it, or look at {backfill_folder(store) / state.id}.json"
+    busy = (
+        f"backfill {state.id} of view {state.view!r} is going on; wait for it, or look at"
+        f" {backfill_folder(store) / state.id}.json"
+    )
     return take(store.leases, _lease_name(state.id), "backfill", ttl_s=ttl_s, busy=busy)
 
 
@@ -197,11 +220,15 @@ def check_overlap(store: ViewStore, requested: Collection[str], own: str) -> Non
     """
     for id in backfills(store):
         if id != own and is_held(store.leases, _lease_name(id)):
-            common = sorted(set(requested).intersection(item.partition for item in read_backfill(store, id).items))
+            common = sorted(
+                set(requested).intersection(
+                    item.partition for item in read_backfill(store, id).items
+                )
+            )
             if common:
                 raise ConflictError(
-                    f"view {store.name!r}: backfill {id} is going on over {len(common)} of these partitions, as {common[0]}; wait for it, or end it "
-                    "with SIGTERM"
+                    f"view {store.name!r}: backfill {id} is going on over {len(common)} of these"
+                    f" partitions, as {common[0]}; wait for it, or end it with SIGTERM"
                 )
 
 
@@ -222,8 +249,8 @@ REPROCESS: Mapping[Reprocess, tuple[str, ...]] = {
     "stale": ("missing", "failed", "stale model", "stale recipe", "stale input"),
     "all": ("missing", "failed", "stale model", "stale recipe", "stale input", "done"),
 }
-"""Which partitions are computed: each value takes what the one before it does, and more. ``missing`` and ``failed`` are Airflow's ``Missing Runs``
-and ``Missing and Errored``."""
+"""Which partitions are computed: each value takes what the one before it does, and more.
+``missing`` and ``failed`` are Airflow's ``Missing Runs`` and ``Missing and Errored``."""
 
 
 REPORTS = 10_000
@@ -234,9 +261,9 @@ REPORTS = 10_000
 class PartitionPlan:
     """What a backfill does about one partition.
 
-    ``why``: missing · failed · stale model · stale recipe · stale input · forced · done ·
-    running. ``reason`` says more, for people. Estimates are of
-    measured rates: ``rows`` of the source, ``seconds`` of the process, ``size_bytes`` of Parquet; None while nothing was measured.
+    ``why``: missing · failed · stale model · stale recipe · stale input · forced · done · running.
+    ``reason`` says more, for people. Estimates are of measured rates: ``rows`` of the source,
+    ``seconds`` of the process, ``size_bytes`` of Parquet; None while nothing was measured.
     """
 
     partition: Partition
@@ -267,10 +294,12 @@ def plan_backfill(
     Args:
         project: the configuration.
         name: of a view with a partition.
-        first: aware; the range begins with the partition that contains it, but not before the view's first.
+        first: aware; the range begins with the partition that contains it, but not before the
+            view's first.
         last: aware; it ends with the partition that contains it, or the latest that is over.
         reprocess: which partitions to compute: see :data:`REPROCESS`.
-        check_inputs: read every computed partition's source to see whether it changed since. Takes as long as reading the sources does.
+        check_inputs: read every computed partition's source to see whether it changed since. Takes
+            as long as reading the sources does.
         now: aware; the time by the clock by default.
 
     Returns:
@@ -284,11 +313,15 @@ def plan_backfill(
     chosen = _chosen(config, first, last, datetime.now(UTC) if now is None else now)
     past = Past(store)
     with Recipes(config, store, project.home, project.settings.source_mb) as recipes:
-        return [_planned(partition, config, store, past, recipes, reprocess, check_inputs) for partition in chosen]
+        return [
+            _planned(partition, config, store, past, recipes, reprocess, check_inputs)
+            for partition in chosen
+        ]
 
 
 def range_of(first: str, last: str) -> tuple[datetime, datetime]:
-    """``--from`` and ``--to``: dates or times in UTC; a date alone, as an end, means the end of that day.
+    """``--from`` and ``--to``: dates or times in UTC; a date alone, as an end, means the end of
+    that day.
 
     Raises:
         ConfigError: one cannot be read.
@@ -303,27 +336,39 @@ def _moment(option: str, text: str, *, end: bool = False) -> datetime:
             at = at.replace(hour=23, minute=59, second=59)
         return at.replace(tzinfo=UTC) if at.tzinfo is None else at.astimezone(UTC)
     except (ValueError, OverflowError):
-        raise ConfigError(f"{option}: {text!r}: write a date or time, such as 2026-01-31 or 2026-01-31T06:00Z") from None
+        raise ConfigError(
+            f"{option}: {text!r}: write a date or time, such as 2026-01-31 or 2026-01-31T06:00Z"
+        ) from None
 
 
 def _chosen(config: ViewConfig, first: datetime, last: datetime, now: datetime) -> list[Partition]:
     own = config.partition
     if own is None:
         raise ConfigError(
-            f"view {config.name!r} has no partitions: add partition: {{by: day, start: …}} to it, or `precompute run` it"
+            f"view {config.name!r} has no partitions: add partition: {{by: day, start: …}} to it,"
+            " or `precompute run` it"
         )
-    requested = f"view {config.name!r}: no partition from {first:%Y-%m-%dT%H:%MZ} to {last:%Y-%m-%dT%H:%MZ}"
+    requested = (
+        f"view {config.name!r}: no partition from {first:%Y-%m-%dT%H:%MZ} to {last:%Y-%m-%dT%H:%MZ}"
+    )
     if last < first:
         raise ConfigError(f"{requested}: the end is before the beginning")
     begin = containing(own.by, own.start).start
     if last < begin:
-        raise ConfigError(f"{requested}: its first one begins at {begin:%Y-%m-%dT%H:%MZ} (partition.start)")
+        raise ConfigError(
+            f"{requested}: its first one begins at {begin:%Y-%m-%dT%H:%MZ} (partition.start)"
+        )
     latest = containing(own.by, now)
     if first < latest.start:
-        over = list(partitions(own.by, max(first, begin), min(containing(own.by, min(last, now)).end, now)))
+        over = list(
+            partitions(own.by, max(first, begin), min(containing(own.by, min(last, now)).end, now))
+        )
         if over:
             return over
-    raise ConfigError(f"{requested} is over yet: the one by {own.by} that lasts until {latest.end:%Y-%m-%dT%H:%MZ} is going on")
+    raise ConfigError(
+        f"{requested} is over yet: the one by {own.by} that lasts until"
+        f" {latest.end:%Y-%m-%dT%H:%MZ} is going on"
+    )
 
 
 class Past:
@@ -353,7 +398,8 @@ class Past:
         self.committed = {snapshot.run: snapshot for snapshot in snapshots.values()}
 
     def done_by(self, id: str, partition: str) -> Report | None:
-        """The report of the backfill's own run that did a partition, finished or killed after the commit."""
+        """The report of the backfill's own run that did a partition, finished or killed after the
+        commit."""
         for report in self.reports:
             ours = (report.backfill, report.partition) == (id, partition)
             if ours and (report.finished or report.run in self.committed):
@@ -372,7 +418,10 @@ class Past:
 
     @cached_property
     def _counts(self) -> list[tuple[datetime, int]]:
-        return [(Partition.parse(text).start, snapshot.counts.source) for text, snapshot in self.newest.items()]
+        return [
+            (Partition.parse(text).start, snapshot.counts.source)
+            for text, snapshot in self.newest.items()
+        ]
 
     def seconds(self, rows: int | None) -> float | None:
         """For so many rows, all computed."""
@@ -383,8 +432,13 @@ class Past:
 
     @cached_property
     def _rates(self) -> tuple[float, float] | None:
-        """Seconds per row, and seconds besides: of whole processes where a backfill timed some, else of runs."""
-        runs = [run for run in self.reports if run.finished and run.counts.get("written") and not run.counts.get("unchanged")]
+        """Seconds per row, and seconds besides: of whole processes where a backfill timed some,
+        else of runs."""
+        runs = [
+            run
+            for run in self.reports
+            if run.finished and run.counts.get("written") and not run.counts.get("unchanged")
+        ]
         if not runs:
             return None
         stages = [run.stages_s for run in runs]
@@ -401,22 +455,34 @@ class Past:
             for item in timed
             if item.state == "done" and item.seconds is not None and item.written
         ]
-        rest = [sum(s.get(stage, 0.0) for stage in ("open", "plan", "gates", "commit")) for s in stages]
+        rest = [
+            sum(s.get(stage, 0.0) for stage in ("open", "plan", "gates", "commit")) for s in stages
+        ]
         return per_row, median(walls or rest)
 
     def size_bytes(self, rows: int | None) -> int | None:
         """Of the Parquet files of so many rows."""
-        parts = [part for snapshot in self.committed.values() for part in snapshot.parts if part.rows]
+        parts = [
+            part for snapshot in self.committed.values() for part in snapshot.parts if part.rows
+        ]
         if rows is None or not parts:
             return None
-        return math.ceil(rows * sum(part.size_bytes for part in parts) / sum(part.rows for part in parts))
+        return math.ceil(
+            rows * sum(part.size_bytes for part in parts) / sum(part.rows for part in parts)
+        )
 
 
 class Recipes:
-    """What the view as configured now makes its rows with; opened when first requested, the model loaded once."""
+    """What the view as configured now makes its rows with; opened when first requested, the model
+    loaded once."""
 
     def __init__(self, config: ViewConfig, store: ViewStore, folder: Path, memory_mb: int) -> None:
-        self._config, self._view, self._store, self._folder = config, config.feature_view(), store, folder
+        self._config, self._view, self._store, self._folder = (
+            config,
+            config.feature_view(),
+            store,
+            folder,
+        )
         self._memory_mb = memory_mb
         # Tables of the model that depend on $start and $end make another model of every partition.
         queries = model_queries(config.model.args).values()
@@ -453,7 +519,12 @@ class Recipes:
     def _open(self, partition: Partition) -> OpenView:
         if self._by_partition:
             return open_view(
-                self._view, self._store.offline, self._folder, partition=partition, memory_mb=self._memory_mb, held=True
+                self._view,
+                self._store.offline,
+                self._folder,
+                partition=partition,
+                memory_mb=self._memory_mb,
+                held=True,
             )
         return open_view(
             self._view,
@@ -486,20 +557,26 @@ def _planned(
         return PartitionPlan(partition, "wait", "running", "a run of it is going on", *estimate)
     why, reason = why_partition(partition, config, past, recipes, check_inputs)
     if why in REPROCESS[reprocess]:
-        return PartitionPlan(partition, "run", "forced" if why == "done" else why, reason, *estimate)
+        return PartitionPlan(
+            partition, "run", "forced" if why == "done" else why, reason, *estimate
+        )
     if why != "done":
         takes = next(value for value, kinds in REPROCESS.items() if why in kinds)
         reason += f"; --reprocess {takes} takes it"
     return PartitionPlan(partition, "skip", why, reason, *estimate)
 
 
-def why_partition(partition: Partition, config: ViewConfig, past: Past, recipes: Recipes, check_inputs: bool) -> tuple[str, str]:
+def why_partition(
+    partition: Partition, config: ViewConfig, past: Past, recipes: Recipes, check_inputs: bool
+) -> tuple[str, str]:
     """(kind, more of it) of a partition that nobody computes now."""
     snapshot, last = past.newest.get(str(partition)), past.last.get(str(partition))
     # Its lease is free.
     status = "" if last is None else last.status.replace("running", "killed")
     # A run that names a snapshot did its work, and failed to publish it.
-    undone = last is not None and last.snapshot is None and (snapshot is None or last.run > snapshot.run)
+    undone = (
+        last is not None and last.snapshot is None and (snapshot is None or last.run > snapshot.run)
+    )
     ended = (
         ""
         if last is None
@@ -514,24 +591,42 @@ def why_partition(partition: Partition, config: ViewConfig, past: Past, recipes:
         return "failed", f"{ended}; snapshot {snapshot.number} is older"
     recipe, model = recipes.of(partition)
     if snapshot.model != model:
-        return "stale model", f"snapshot {snapshot.number} is by model {snapshot.model[:12]}, which is {model[:12]} now"
+        return (
+            "stale model",
+            (
+                f"snapshot {snapshot.number} is by model {snapshot.model[:12]}, which is"
+                f" {model[:12]} now"
+            ),
+        )
     if snapshot.recipe != recipe:
         return (
             "stale recipe",
-            f"since snapshot {snapshot.number} the source's SQL, its columns, the entity or the features changed",
+            (
+                f"since snapshot {snapshot.number} the source's SQL, its columns, the entity or the"
+                " features changed"
+            ),
         )
     if check_inputs:
         try:
             if recipes.content(partition) != snapshot.content:
-                return "stale input", f"the source yields other rows than snapshot {snapshot.number} was computed from"
+                return (
+                    "stale input",
+                    (
+                        f"the source yields other rows than snapshot {snapshot.number} was computed"
+                        " from"
+                    ),
+                )
         except SourceError as exc:
             return "stale input", f"the source cannot be read any more: {exc}"
-    refused = f"; {', '.join(snapshot.refused_by)} refused to publish it" if snapshot.refused_by else ""
+    refused = (
+        f"; {', '.join(snapshot.refused_by)} refused to publish it" if snapshot.refused_by else ""
+    )
     return "done", f"snapshot {snapshot.number}{refused}"
 
 
 def plans_json(plans: Sequence[PartitionPlan], options: Options) -> dict[str, Any]:
-    """A dry run, for programs: each partition, and the totals of those that would run; None where nothing was measured yet."""
+    """A dry run, for programs: each partition, and the totals of those that would run; None where
+    nothing was measured yet."""
     run = [plan for plan in plans if plan.action == "run"]
 
     def total(values: Sequence[float | None]) -> float | None:
@@ -540,12 +635,16 @@ def plans_json(plans: Sequence[PartitionPlan], options: Options) -> dict[str, An
 
     seconds = total([plan.seconds for plan in run])
     return {
-        "partitions": [plan.to_json() for plan in (reversed(plans) if options.backwards else plans)],
+        "partitions": [
+            plan.to_json() for plan in (reversed(plans) if options.backwards else plans)
+        ],
         "run": len(run),
         "skip": sum(plan.action == "skip" for plan in plans),
         "wait": sum(plan.action == "wait" for plan in plans),
         "rows": total([plan.rows for plan in run]),
-        "seconds": None if seconds is None or not run else seconds / min(options.max_active, len(run)),
+        "seconds": (
+            None if seconds is None or not run else seconds / min(options.max_active, len(run))
+        ),
         "size_bytes": total([plan.size_bytes for plan in run]),
         "max_active": options.max_active,
     }

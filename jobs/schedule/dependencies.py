@@ -1,4 +1,5 @@
-"""Dependencies: which views run before which: ``after`` of the schedule, ``live.<view>`` of sources and models. Their order, those that are named, pictures."""
+"""Dependencies: which views run before which: ``after`` of the schedule, ``live.<view>`` of sources
+and models. Their order, those that are named, pictures."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ AFTER, READS = "after", "reads"
 
 
 class Dependencies:
-    """The views of a project, and what each depends on. Of a view whose file is wrong only the schedule is known.
+    """The views of a project, and what each depends on. Of a view whose file is wrong only the
+    schedule is known.
 
     Args:
         project: the configuration.
@@ -28,7 +30,9 @@ class Dependencies:
         self.parents: dict[str, dict[str, tuple[str, ...]]] = {}
         """View → each view it depends on → how: :data:`AFTER`, :data:`READS`, or both."""
         for name in project.names:
-            ways: dict[str, tuple[str, ...]] = dict.fromkeys(schedules[name].parents if name in schedules else (), (AFTER,))
+            ways: dict[str, tuple[str, ...]] = dict.fromkeys(
+                schedules[name].parents if name in schedules else (), (AFTER,)
+            )
             for other in project.views[name].inputs() if name in project.views else ():
                 ways[other] = (*ways.get(other, ()), READS)
             self.parents[name] = {parent: ways[parent] for parent in sorted(ways) if parent != name}
@@ -36,18 +40,26 @@ class Dependencies:
     @cached_property
     def children(self) -> dict[str, list[str]]:
         """View → the views that depend on it."""
-        return {name: [child for child in self.order if name in self.parents[child]] for name in self.order}
+        return {
+            name: [child for child in self.order if name in self.parents[child]]
+            for name in self.order
+        }
 
     @cached_property
     def order(self) -> list[str]:
-        """All views, each behind those it depends on, by name where that leaves a choice. Views that read each other stand by name, behind what they are scheduled after."""
+        """All views, each behind those it depends on, by name where that leaves a choice. Views
+        that read each other stand by name, behind what they are scheduled after."""
         left, order = sorted(self.parents), list[str]()
         while left:
-            ready = [name for name in left if not any(parent in left for parent in self.parents[name])]
+            ready = [
+                name for name in left if not any(parent in left for parent in self.parents[name])
+            ]
             if not ready:
-                ready = [name for name in left if not any(AFTER in how and p in left for p, how in self.parents[name].items())][
-                    :1
-                ]
+                ready = [
+                    name
+                    for name in left
+                    if not any(AFTER in how and p in left for p, how in self.parents[name].items())
+                ][:1]
             order += ready
             left = [name for name in left if name not in ready]
         return order
@@ -69,7 +81,8 @@ class Dependencies:
         return seen - {name}
 
     def select(self, selectors: Sequence[str]) -> list[str]:
-        """The views that are named, in order: ``view``; ``view+``, it and what depends on it; ``+view``, it and what it depends on; ``+view+``, both.
+        """The views that are named, in order: ``view``; ``view+``, it and what depends on it;
+        ``+view``, it and what it depends on; ``+view+``, both.
 
         Raises:
             ConfigError: a selector names no view.
@@ -90,25 +103,40 @@ class Dependencies:
         return {
             "order": self.order,
             "views": {
-                name: {"schedule": self.when[name], "depends_on": {p: list(how) for p, how in self.parents[name].items()}}
+                name: {
+                    "schedule": self.when[name],
+                    "depends_on": {p: list(how) for p, how in self.parents[name].items()},
+                }
                 for name in self.order
             },
         }
 
     def text(self, chosen: Collection[str]) -> str:
-        """A tree for each view that depends on none of the ``chosen`` ones; what depends on several stands whole below the first of them."""
+        """A tree for each view that depends on none of the ``chosen`` ones; what depends on several
+        stands whole below the first of them."""
         shown, lines = set[str](), list[str]()
         for name in (name for name in self.order if name in chosen):
-            # what depends on another stands below that one already, which comes before it; but for views that read each other
+            # what depends on another stands below that one already, which comes before it; but for
+            # views that read each other
             if name not in shown:
                 lines += self._tree(name, None, "", "", chosen, shown)
         return "\n".join(lines)
 
     def _tree(
-        self, name: str, parent: str | None, branch: str, indent: str, chosen: Collection[str], shown: set[str]
+        self,
+        name: str,
+        parent: str | None,
+        branch: str,
+        indent: str,
+        chosen: Collection[str],
+        shown: set[str],
     ) -> Iterator[str]:
         notes = [] if parent is None else [self.words(name, parent)]
-        notes += [self.when[name] or "not scheduled"] if parent is None or AFTER not in self.parents[name][parent] else []
+        notes += (
+            [self.when[name] or "not scheduled"]
+            if parent is None or AFTER not in self.parents[name][parent]
+            else []
+        )
         children = [child for child in self.children[name] if child in chosen]
         again = name in shown and bool(children)
         yield f"{branch}{name}  ({', '.join(notes)}{'; see above' if again else ''})"
@@ -118,13 +146,21 @@ class Dependencies:
         for child in children:
             last = child == children[-1]
             yield from self._tree(
-                child, name, indent + ("└─ " if last else "├─ "), indent + ("   " if last else "│  "), chosen, shown
+                child,
+                name,
+                indent + ("└─ " if last else "├─ "),
+                indent + ("   " if last else "│  "),
+                chosen,
+                shown,
             )
 
     def mermaid(self, chosen: Collection[str]) -> str:
         """The same as a Mermaid flowchart, for READMEs and wikis that draw it."""
         # numbered, for `end` and the like are words of Mermaid's
-        ids = {name: f"v{number}" for number, name in enumerate(name for name in self.order if name in chosen)}
+        ids = {
+            name: f"v{number}"
+            for number, name in enumerate(name for name in self.order if name in chosen)
+        }
         lines = ["flowchart LR"]
         for name, id in ids.items():
             when = "" if self.when[name] is None else f"<br>{self.when[name]}"

@@ -1,8 +1,10 @@
-"""Schedule: starts what is due, and ends what takes too long. The seam to APScheduler, which only ticks. Each minute what is live is looked at, and healed.
+"""Schedule: starts what is due, and ends what takes too long. The seam to APScheduler, which only
+ticks. Each minute what is live is looked at, and healed.
 
-What is due is computed again at each tick (:mod:`precompute.jobs.schedule.due`): it makes no difference which scheduler ticks, or for how long none did. Of several on one
-root the holder of a lease acts. Each run is a process of its own, one of a view at a time; it outlives a scheduler that is killed, and the next one
-takes it into its care, deadline and all."""
+What is due is computed again at each tick (:mod:`precompute.jobs.schedule.due`): it makes no
+difference which scheduler ticks, or for how long none did. Of several on one root the holder of a
+lease acts. Each run is a process of its own, one of a view at a time; it outlives a scheduler that
+is killed, and the next one takes it into its care, deadline and all."""
 
 from __future__ import annotations
 
@@ -36,15 +38,23 @@ from precompute.store.offline.runs import Report
 from precompute.store.offline.view_store import OfflineStore
 from precompute.store.online_url import open_online_store
 from precompute.store.record import replace
-from precompute.workers.process import AdoptedProcess, ChildProcess, ProcessGroup, end_all, installed_module
+from precompute.workers.process import (
+    AdoptedProcess,
+    ChildProcess,
+    ProcessGroup,
+    end_all,
+    installed_module,
+)
 
 POLL_S = 0.05
 STOP_GRACE_S = 10.0
-"""How long a load may take to end after SIGTERM before it is killed. What it loaded is gone on with, or dropped by the next one."""
+"""How long a load may take to end after SIGTERM before it is killed. What it loaded is gone on
+with, or dropped by the next one."""
 LONGEST_WAIT_S = 3600.0
 """Between two attempts that failed, at most."""
 AT_ONCE = 2
-"""Views that are brought back side by side, so that a small one need not wait for the hours of a large one; each may take ``memory_mb``."""
+"""Views that are brought back side by side, so that a small one need not wait for the hours of a
+large one; each may take ``memory_mb``."""
 
 
 def reconcile_command(project: Project, view: str) -> list[str]:
@@ -82,7 +92,8 @@ class Reconciler:
         self._stopping.set()
 
     def wait(self) -> None:
-        """Wait for what is being brought back; after :meth:`stop`, no longer than a load takes to end."""
+        """Wait for what is being brought back; after :meth:`stop`, no longer than a load takes to
+        end."""
         for thread in list(self._mending.values()):
             thread.join()
 
@@ -97,7 +108,8 @@ class Reconciler:
             return False
 
     def look(self) -> None:
-        """Look once at every view that is not being brought back, and begin to bring back what is not as it should be."""
+        """Look once at every view that is not being brought back, and begin to bring back what is
+        not as it should be."""
         for view in self._project.names:
             if self._stopping.is_set():
                 return
@@ -106,7 +118,9 @@ class Reconciler:
             try:
                 account = self._account(view)
             except PrecomputeError as exc:
-                self._tell(view, f"whether the online store serves what is live is not known: {exc}")
+                self._tell(
+                    view, f"whether the online store serves what is live is not known: {exc}"
+                )
                 continue
             wrong = "; ".join(account.trouble)
             if account.act is Act.NOTHING:
@@ -117,7 +131,10 @@ class Reconciler:
                 self._attempts.pop(view, None)
                 self._tried.pop(view, None)
                 continue
-            wanted, tried = {finding.what for finding in account.findings if finding.act in HEALING}, self._tried.get(view, set())
+            wanted, tried = (
+                {finding.what for finding in account.findings if finding.act in HEALING},
+                self._tried.get(view, set()),
+            )
             if not wanted <= tried:
                 # another thing than those that attempts are waited between for
                 self._attempts.pop(view, None)
@@ -126,7 +143,9 @@ class Reconciler:
             self._tried[view] = tried | wanted
             self._tell(view, f"{wrong}; it is brought back", always=True)
             self._attempts[view] = self._attempts.get(view, 0) + 1
-            self._mending[view] = threading.Thread(target=self._bring_back, args=(view,), name=f"reconcile-{view}")
+            self._mending[view] = threading.Thread(
+                target=self._bring_back, args=(view,), name=f"reconcile-{view}"
+            )
             self._mending[view].start()
 
     def _bring_back(self, view: str) -> None:
@@ -137,7 +156,8 @@ class Reconciler:
             failure = self._mend(view)
         finally:
             self._turns.release()
-        # what was brought back need not stay, in a store that drops rows: each attempt waits longer, until a look finds nothing lost
+        # what was brought back need not stay, in a store that drops rows: each attempt waits
+        # longer, until a look finds nothing lost
         doublings = self._attempts[view] - (2 if failure is None else 0)
         wait_s = doubled_s(self._project.settings.reconcile, doublings, LONGEST_WAIT_S)
         self._not_before[view] = time.monotonic() + wait_s
@@ -145,7 +165,10 @@ class Reconciler:
             self._tell(view, f"{failure}; once more in {duration(wait_s)}", always=True)
 
     def _account(self, view: str) -> Account:
-        share, budget_s = share_of(self._project.settings.reconcile), LOOK_S / len(self._project.names)
+        share, budget_s = (
+            share_of(self._project.settings.reconcile),
+            LOOK_S / len(self._project.names),
+        )
         with contextlib.closing(open_online_store(self._project.online)) as online:
             return look(self._project.offline.view(view), online, share=share, budget_s=budget_s)
 
@@ -161,7 +184,10 @@ class Reconciler:
             if self._stopping.wait(POLL_S) or time.monotonic() >= began + deadline_s:
                 end_all([process], STOP_GRACE_S)
         if process.status:
-            return f"it could not be brought back (exit status {process.status}); its output tells more"
+            return (
+                f"it could not be brought back (exit status {process.status}); its output tells"
+                " more"
+            )
         return None
 
     def _tell(self, view: str, text: str, always: bool = False) -> None:
@@ -174,9 +200,11 @@ class Reconciler:
 log = logging.getLogger(__name__)
 
 TICK_S = 1.0
-"""How often is looked what is due: a cron line knows minutes, so a second is soon enough; a look costs well under a millisecond a view."""
+"""How often is looked what is due: a cron line knows minutes, so a second is soon enough; a look
+costs well under a millisecond a view."""
 
-"""How long a run may take to end after SIGTERM before it is killed. Killing is safe: nothing is visible before its manifest."""
+"""How long a run may take to end after SIGTERM before it is killed. Killing is safe: nothing is
+visible before its manifest."""
 
 """How often is looked whether a run has ended."""
 
@@ -185,7 +213,15 @@ STOPPED = "the scheduler was stopped"
 
 def run_command(project: Project, view: str, due: str) -> list[str]:
     """The command line that runs a view for a time of its schedule, ISO 8601 in UTC."""
-    return [*installed_module("precompute.jobs.cli"), "-c", str(project.folder), "run", view, "--due", due]
+    return [
+        *installed_module("precompute.jobs.cli"),
+        "-c",
+        str(project.folder),
+        "run",
+        view,
+        "--due",
+        due,
+    ]
 
 
 def utc_clock() -> datetime:
@@ -212,7 +248,8 @@ class _ScheduledRun:
 
     @property
     def status(self) -> int | None:
-        """Its exit status; None while it goes on, and where nobody can tell, for another scheduler started it."""
+        """Its exit status; None while it goes on, and where nobody can tell, for another scheduler
+        started it."""
         return None if self.process is None else self.process.status
 
 
@@ -242,7 +279,8 @@ class Scheduler:
     _reported: dict[str, str] = field(default_factory=dict)
     _retained: dict[str, datetime] = field(default_factory=dict)
     _not_before: dict[str, float] = field(default_factory=dict)
-    """View → when it may start again, by the monotonic clock, after a failure that could not be written down."""
+    """View → when it may start again, by the monotonic clock, after a failure that could not be
+    written down."""
 
     def __post_init__(self) -> None:
         self._reconciler = Reconciler(self.project, self.announce)
@@ -250,31 +288,44 @@ class Scheduler:
         self._ledger = Ledger(self.project, self._store)
 
     def run(self) -> None:
-        """Run until :meth:`stop` is called, by SIGTERM or SIGINT too; then end the runs at hand, and let another scheduler act."""
-        # The memory job store only: there is nothing to keep, and every persistent job store unpickles what it reads.
+        """Run until :meth:`stop` is called, by SIGTERM or SIGINT too; then end the runs at hand,
+        and let another scheduler act."""
+        # The memory job store only: there is nothing to keep, and every persistent job store
+        # unpickles what it reads.
         ticker = BackgroundScheduler(
-            timezone=UTC, job_defaults={"coalesce": True, "max_instances": 1, "misfire_grace_time": None}
+            timezone=UTC,
+            job_defaults={"coalesce": True, "max_instances": 1, "misfire_grace_time": None},
         )
         ticker.add_listener(_trouble, EVENT_JOB_ERROR | EVENT_JOB_MISSED)
         job = ticker.add_job(self.tick, _Ticks(), id="tick")
-        looks = ticker.add_job(self._reconcile, "interval", seconds=self.project.settings.reconcile, id="reconcile")
+        looks = ticker.add_job(
+            self._reconcile, "interval", seconds=self.project.settings.reconcile, id="reconcile"
+        )
         previous = (
-            {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+            {
+                number: signal.signal(number, self._on_signal)
+                for number in (signal.SIGTERM, signal.SIGINT)
+            }
             if threading.current_thread() is threading.main_thread()
             else {}
         )
         for name in sorted(set(self.project.broken).intersection(self.project.schedules())):
             self._tell(
-                name, f"its file is wrong; runs fail until it is mended, and the other views go on: {self.project.broken[name]}"
+                name,
+                "its file is wrong; runs fail until it is mended, and the other views go on:"
+                f" {self.project.broken[name]}",
             )
         ticker.start()
         try:
             while not self._stopping.wait(TICK_S):
                 if self._lease is not None and self._reconciler.sighted:
                     looks.modify(next_run_time=utc_clock())
-                # APScheduler waits by the clock on the wall: set back by an hour, it would be silent for that hour.
+                # APScheduler waits by the clock on the wall: set back by an hour, it would be
+                # silent for that hour.
                 now = utc_clock()
-                if job.next_run_time is not None and job.next_run_time - now > timedelta(seconds=2 * TICK_S):
+                if job.next_run_time is not None and job.next_run_time - now > timedelta(
+                    seconds=2 * TICK_S
+                ):
                     job.modify(next_run_time=now)
         finally:
             ticker.shutdown(wait=True)
@@ -311,7 +362,13 @@ class Scheduler:
             try:
                 by = f"the scheduler on {os.uname().nodename}"
                 busy = "standing by: another one acts"
-                self._lease = take(self._store.root / ".scheduler", LEADER, by, ttl_s=self.project.settings.lease, busy=busy)
+                self._lease = take(
+                    self._store.root / ".scheduler",
+                    LEADER,
+                    by,
+                    ttl_s=self.project.settings.lease,
+                    busy=busy,
+                )
             except ConflictError as exc:
                 self._tell("scheduler", str(exc))
                 return False
@@ -353,7 +410,8 @@ class Scheduler:
         self._lease.check()
 
     def start(self, view: str, decision: Decision) -> bool:
-        """Begin the run of ``view`` that was decided on, unless one is going on; returns whether it began."""
+        """Begin the run of ``view`` that was decided on, unless one is going on; returns whether it
+        began."""
         due = decision.due
         assert due is not None
         schedule = self.project.schedules()[view]
@@ -361,7 +419,9 @@ class Scheduler:
         with self._lock:
             if self._stopping.is_set() or view in self._running:
                 return False
-            run = _ScheduledRun(view, due, decision.epochs, None, time.monotonic(), utc_now(), earlier)
+            run = _ScheduledRun(
+                view, due, decision.epochs, None, time.monotonic(), utc_now(), earlier
+            )
             try:
                 process = ChildProcess(self.command(self.project, view, iso(due)))
             except OSError as exc:
@@ -399,18 +459,25 @@ class Scheduler:
                 if self._stopping.is_set() or view in self._running:
                     return
                 thread = self._care_for(run, process, schedule.deadline_s)
-            self._tell(view, f"goes on, started by another scheduler (process {held.pid})", always=True)
+            self._tell(
+                view, f"goes on, started by another scheduler (process {held.pid})", always=True
+            )
             thread.start()
             return
 
-    def _care_for(self, run: _ScheduledRun, process: ProcessGroup, deadline_s: float) -> threading.Thread:
+    def _care_for(
+        self, run: _ScheduledRun, process: ProcessGroup, deadline_s: float
+    ) -> threading.Thread:
         self._running[run.view] = run
-        thread = threading.Thread(target=self._watch, args=(run, process, deadline_s), name=f"run-{run.view}", daemon=True)
+        thread = threading.Thread(
+            target=self._watch, args=(run, process, deadline_s), name=f"run-{run.view}", daemon=True
+        )
         self._threads = [t for t in self._threads if t.is_alive()] + [thread]
         return thread
 
     def _watch(self, run: _ScheduledRun, process: ProcessGroup, deadline_s: float) -> None:
-        """Wait for a run's end, or bring it about; then see that its report says what became of it."""
+        """Wait for a run's end, or bring it about; then see that its report says what became of
+        it."""
         while not process.ended():
             if run.end.wait(POLL_S) or time.monotonic() >= run.began + deadline_s:
                 if not run.end.is_set():
@@ -437,26 +504,36 @@ class Scheduler:
         for report in own:
             # it was signalled to end, and does not know why
             if run.why and report.status in RETRIED:
-                self._store.view(run.view).runs.write(replace(report, status="killed", error=f"killed: {run.why}"))
+                self._store.view(run.view).runs.write(
+                    replace(report, status="killed", error=f"killed: {run.why}")
+                )
         # else another run was quicker, which will tell
         if status is not None and not own and not goes_on:
             self._write_failure(
-                run, "killed" if killed else "failed", f"{why}, and left no report; its output tells more", seconds
+                run,
+                "killed" if killed else "failed",
+                f"{why}, and left no report; its output tells more",
+                seconds,
             )
         if status == 2:
             # what it refuses now it will refuse again
             self._ledger.settle(run.view, run.due)
 
-    def _write_failure(self, run: _ScheduledRun, status: str, error: str, seconds: float = 0.0) -> None:
+    def _write_failure(
+        self, run: _ScheduledRun, status: str, error: str, seconds: float = 0.0
+    ) -> None:
         """A report for a run that wrote none itself, so that it counts, and shows."""
         name = f"{self._store.view(run.view).runs.stamp()}-{secrets.token_hex(3)}"
-        report = Report(name, run.view, "run", status, run.began_at, utc_now(), round(seconds, 3), error=error)
+        report = Report(
+            name, run.view, "run", status, run.began_at, utc_now(), round(seconds, 3), error=error
+        )
         report.pid = 0 if run.process is None else run.process.pid
         report.due, report.parents = iso(run.due), dict(run.epochs)
         self._store.view(run.view).runs.write(report)
 
     def _noted(self, run: _ScheduledRun, write: Callable[[], None]) -> None:
-        """Write something down about a run; when that fails, hold the view off, or it would be started at every tick."""
+        """Write something down about a run; when that fails, hold the view off, or it would be
+        started at every tick."""
         try:
             write()
         except PrecomputeError as exc:
@@ -493,7 +570,8 @@ class Scheduler:
 
 
 class _Ticks(BaseTrigger):  # type: ignore[misc]
-    """Now, and then always a tick from now: APScheduler's interval counts every second of a jump of the clock, and there may be millions."""
+    """Now, and then always a tick from now: APScheduler's interval counts every second of a jump of
+    the clock, and there may be millions."""
 
     def get_next_fire_time(self, previous_fire_time: datetime | None, now: datetime) -> datetime:
         """When to tick next."""
@@ -505,8 +583,15 @@ def _outcome(status: int) -> str:
         return "done"
     if status < 0:
         return f"killed by signal {-status}"
-    words = {2: "refused: bad configuration", 3: "not published: rows were rejected, or a gate refused", 130: "cancelled"}
-    return words.get(status, f"ended on signal {status - 128}" if status > 128 else f"failed with status {status}")
+    words = {
+        2: "refused: bad configuration",
+        3: "not published: rows were rejected, or a gate refused",
+        130: "cancelled",
+    }
+    return words.get(
+        status,
+        f"ended on signal {status - 128}" if status > 128 else f"failed with status {status}",
+    )
 
 
 def _trouble(event: JobExecutionEvent) -> None:

@@ -1,7 +1,9 @@
-"""Fallback: what stands behind a miss. The view as its live snapshot was computed (same SQL, same inputs, same model), run now.
+"""Fallback: what stands behind a miss. The view as its live snapshot was computed (same SQL, same
+inputs, same model), run now.
 
-The view is opened from the live pointer, not from the configuration on disk, which may have changed since, where files of this machine vouch for what is run; and its
-model must have the snapshot's fingerprint, or it is refused: two fingerprints are two spaces, and never mix.
+The view is opened from the live pointer, not from the configuration on disk, which may have changed
+since, where files of this machine vouch for what is run; and its model must have the snapshot's
+fingerprint, or it is refused: two fingerprints are two spaces, and never mix.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ log = logging.getLogger(__name__)
 
 
 class _Request(NamedTuple):
-    """Key text, the input columns' values when they came with the request, what is live for the caller, and whose trace it is in."""
+    """Key text, the input columns' values when they came with the request, what is live for the
+    caller, and whose trace it is in."""
 
     key: str
     values: Mapping[str, Any] | None
@@ -63,7 +66,8 @@ class _Request(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """What is computed in one batch: requests of one model, whatever their views, either all for rows or all for vectors to search by (``query``)."""
+    """What is computed in one batch: requests of one model, whatever their views, either all for
+    rows or all for vectors to search by (``query``)."""
 
     model: str
     query: bool
@@ -72,7 +76,8 @@ class _Group(NamedTuple):
 
 
 class _Opened(NamedTuple):
-    """A view as one publishing of it was computed, and how its rows are packed; what it is searched by has a codec of its own."""
+    """A view as one publishing of it was computed, and how its rows are packed; what it is searched
+    by has a codec of its own."""
 
     view: OpenView
     codec: RowCodec
@@ -86,13 +91,22 @@ class _Opened(NamedTuple):
     @classmethod
     def of(cls, view: OpenView, pointer: Pointer) -> _Opened:
         features, codec = view.view.features, RowCodec(view.view)
-        inputs = tuple((name, str(kind)) for name, kind in zip(view.source.schema.names, view.source.schema.types, strict=True))
+        inputs = tuple(
+            (name, str(kind))
+            for name, kind in zip(view.source.schema.names, view.source.schema.types, strict=True)
+        )
         alike = (id(view.model), view.variant, features, view.view.definition.bad_rows, inputs)
         cached = view.source.cached()
         # begins to read it
         cached.rows([])
         return cls(
-            view, codec, RowCodec(unpacked_view(view.view)), alike, cached, Runner(view.model, view.view, search=False), pointer
+            view,
+            codec,
+            RowCodec(unpacked_view(view.view)),
+            alike,
+            cached,
+            Runner(view.model, view.view, search=False),
+            pointer,
         )
 
 
@@ -117,31 +131,38 @@ class _Postponed(NamedTuple):
 
 
 LOAD_S = 600.0
-"""How long opening a view may take: gigabytes of a model and its libraries may come from a cold disk, and be compiled."""
+"""How long opening a view may take: gigabytes of a model and its libraries may come from a cold
+disk, and be compiled."""
 
 KEPT_PUBLISHINGS = 2
-"""Publishings of a view that are left open: a request that began before a publishing is still answered by the model it saw."""
+"""Publishings of a view that are left open: a request that began before a publishing is still
+answered by the model it saw."""
 
 REFUSED_S = 30.0
-"""How long a view is refused without loading its model again, once that was found not to be the live snapshot's: loading takes seconds."""
+"""How long a view is refused without loading its model again, once that was found not to be the
+live snapshot's: loading takes seconds."""
 
 _WARM_UP = ""
 """No entity has an empty key: the request that opens a view and computes a row of it."""
 
 
 class ViewFallback(Fallback):
-    """The models of the views that are live, each loaded when it is first requested and again when its view was published again.
+    """The models of the views that are live, each loaded when it is first requested and again when
+    its view was published again.
 
     Args:
         store: where the snapshots are that the views read.
-        folder: of the project that is served: where the relative paths and the modules of what is live are, wherever it was published.
+        folder: of the project that is served: where the relative paths and the modules of what is
+            live are, wherever it was published.
         memory_mb: DuckDB's memory, for each view.
         miss_cache: where rows that were computed are written, and which keys are of no entity.
-        watch: called before anything that may hang, with the time (:func:`time.monotonic`) by which it should be done and the hashes of the rows in hand; with
-            infinity once nothing goes on.
+        watch: called before anything that may hang, with the time (:func:`time.monotonic`) by which
+            it should be done and the hashes of the rows in hand; with infinity once nothing goes
+            on.
         meter: counts.
         tell: as of :class:`precompute.store.telemetry.instruments.Batches`.
-        suspects: hashes of rows that may have ended a process, and from when on (monotonic) each may be tried alone; one that came through is treated as any other.
+        suspects: hashes of rows that may have ended a process, and from when on (monotonic) each
+            may be tried alone; one that came through is treated as any other.
         may_try: whether one may be tried now at all.
     """
 
@@ -165,7 +186,12 @@ class ViewFallback(Fallback):
         meter = meter or Meter()
         self._batches = Batches(meter, tell)
         self._writer = None if miss_cache is None else MissCacheWriter(miss_cache, meter)
-        self._store, self._folder, self._memory_mb, self._watch = store, folder.absolute(), memory_mb, watch
+        self._store, self._folder, self._memory_mb, self._watch = (
+            store,
+            folder.absolute(),
+            memory_mb,
+            watch,
+        )
         self._opened: dict[tuple[str, tuple[int, str]], _Opened] = {}
         self._models: dict[str, LoadedModel] = {}
         self._lost = False
@@ -196,21 +222,37 @@ class ViewFallback(Fallback):
                 futures[i] = _settled(just_now)
                 continue
             given, whose = _given(values), group
-            tried_from = self._suspects.get(suspect := row_hash(view, key, given)) if self._suspects else None
+            tried_from = (
+                self._suspects.get(suspect := row_hash(view, key, given))
+                if self._suspects
+                else None
+            )
             if tried_from is not None:
                 if tried_from <= time.monotonic() and not self._may_try():
                     futures[i] = self._later(pointer, key, inputs, deadline, query)
                     continue
                 if tried_from > time.monotonic():
-                    futures[i] = _settled(Miss(Reason.MODEL_ERROR, "the model's process ended with it in hand", broken=None))
+                    futures[i] = _settled(
+                        Miss(
+                            Reason.MODEL_ERROR,
+                            "the model's process ended with it in hand",
+                            broken=None,
+                        )
+                    )
                     continue
                 whose = group._replace(suspect=suspect)
             flight = (view, pointer.publishing, key, given)
             wanted.append(Wanted(whose, flight, _Request(key, values, pointer, caller)))
-        begun = iter(self._batcher.submit_all(wanted, deadline, (view, CLIENT.get()), pointer.view.fallback_deadline_s))
+        begun = iter(
+            self._batcher.submit_all(
+                wanted, deadline, (view, CLIENT.get()), pointer.view.fallback_deadline_s
+            )
+        )
         return [futures[i] if i in futures else next(begun) for i in range(len(keys))]
 
-    def _just_now(self, pointer: Pointer, key: str, values: Mapping[str, Any] | None) -> Computed | Miss | None:
+    def _just_now(
+        self, pointer: Pointer, key: str, values: Mapping[str, Any] | None
+    ) -> Computed | Miss | None:
         """What was stored so lately that the caller may not have seen it."""
         if self._writer is None:
             return None
@@ -221,7 +263,8 @@ class ViewFallback(Fallback):
         return None
 
     def _keep(self, request: _Request, result: Computed | Miss) -> None:
-        """Store a result for later requests: under its key, a row or why there is none; where inputs came with the request, under these, and only a row."""
+        """Store a result for later requests: under its key, a row or why there is none; where
+        inputs came with the request, under these, and only a row."""
         if self._writer is None or not request.key:
             return
         key, values, pointer, _ = request
@@ -233,16 +276,20 @@ class ViewFallback(Fallback):
             self._writer.put(pointer, name, _renamed(result, key, name))
 
     def warm(self, pointer: Pointer) -> None:
-        """Open the view and compute one row, waiting for it, so that the first miss does not pay for loading.
+        """Open the view and compute one row, waiting for it, so that the first miss does not pay
+        for loading.
 
         Failures are logged and leave :meth:`ready` false; hits can be served all the same.
         """
         self.begin_warm(pointer, time.monotonic() + LOAD_S).exception()
 
     def begin_warm(self, pointer: Pointer, deadline: float) -> Future[Computed]:
-        """As :meth:`warm`, without waiting; the future never has a row: it ends in an error once opening was tried, or at the deadline."""
+        """As :meth:`warm`, without waiting; the future never has a row: it ends in an error once
+        opening was tried, or at the deadline."""
         flight = (pointer.view.name, pointer.publishing)
-        return self._batcher.submit(_WARM_UP, flight, _Request(_WARM_UP, None, pointer), deadline, _WARM_UP)
+        return self._batcher.submit(
+            _WARM_UP, flight, _Request(_WARM_UP, None, pointer), deadline, _WARM_UP
+        )
 
     def ready(self, pointer: Pointer) -> bool:
         """Whether the view is open for the pointer's publishing."""
@@ -253,7 +300,8 @@ class ViewFallback(Fallback):
         return list(self._opened)
 
     def look(self) -> None:
-        """To be called about every second: tries the rows that could not be tried when they were requested, as soon as they may be."""
+        """To be called about every second: tries the rows that could not be tried when they were
+        requested, as soon as they may be."""
         for _ in range(len(self._postponed)):
             one = self._postponed.popleft()
             if one.deadline < time.monotonic():
@@ -262,11 +310,18 @@ class ViewFallback(Fallback):
                 self._postponed.append(one)
             elif not one.future.cancelled():
                 CLIENT.set(one.client)
-                (begun,) = self.submit(one.pointer, [one.key], one.inputs, one.deadline, query=one.query)
+                (begun,) = self.submit(
+                    one.pointer, [one.key], one.inputs, one.deadline, query=one.query
+                )
                 begun.add_done_callback(partial(_end, one.future))
 
     def _later(
-        self, pointer: Pointer, key: str, inputs: Mapping[str, Mapping[str, Any]], deadline: float, query: bool
+        self,
+        pointer: Pointer,
+        key: str,
+        inputs: Mapping[str, Mapping[str, Any]],
+        deadline: float,
+        query: bool,
     ) -> Future[Computed]:
         one = _Postponed(pointer, key, inputs, deadline, query, CLIENT.get(), Future())
         self._postponed.append(one)
@@ -298,11 +353,14 @@ class ViewFallback(Fallback):
     # ---- in the batcher's thread
 
     def _run(self, group: Hashable, requests: Sequence[_Request]) -> list[Computed | Exception]:
-        """Each view's inputs are fetched by one query, and rows of views that the model cannot tell apart are computed in one call."""
+        """Each view's inputs are fetched by one query, and rows of views that the model cannot tell
+        apart are computed in one call."""
         results: list[Computed | Exception] = [Miss(Reason.UNKNOWN_ENTITY)] * len(requests)
         of_view: dict[tuple[str, tuple[int, str]], list[int]] = {}
         for i, request in enumerate(requests):
-            of_view.setdefault((request.pointer.view.name, request.pointer.publishing), []).append(i)
+            of_view.setdefault((request.pointer.view.name, request.pointer.publishing), []).append(
+                i
+            )
         alike: dict[Hashable, list[_InputRows]] = {}
         query = isinstance(group, _Group) and group.query
         self._batches.begun([request.caller for request in requests])
@@ -311,8 +369,11 @@ class ViewFallback(Fallback):
                 with self._failing(view, numbers, results):
                     was_open = self.ready(requests[numbers[0]].pointer)
                     opened = self._open(requests[numbers[0]].pointer)
-                    # also before what is requested of a process that has just begun: by the model's pace is judged whether that hangs
-                    if group == _WARM_UP or not (was_open or self._row_s.get(opened.view.fingerprint)):
+                    # also before what is requested of a process that has just begun: by the model's
+                    # pace is judged whether that hangs
+                    if group == _WARM_UP or not (
+                        was_open or self._row_s.get(opened.view.fingerprint)
+                    ):
                         self._warm_up(opened)
                     if group == _WARM_UP:
                         continue
@@ -320,7 +381,10 @@ class ViewFallback(Fallback):
                     deadlines = [request.pointer.view.fallback_deadline_s for request in requests]
                     row_s = self._row_s.get(requests[0].pointer.model)
                     if not self._lost:
-                        self._held = [row_hash(one.pointer.view.name, one.key, _given(one.values)) for one in requests]
+                        self._held = [
+                            row_hash(one.pointer.view.name, one.key, _given(one.values))
+                            for one in requests
+                        ]
                     self._watch(time.monotonic() + longest_s(deadlines, row_s), self._held)
                     with self._batches.inputs([requests[i].caller for i in numbers]):
                         wanted = _wanted(opened, requests, numbers, results)
@@ -330,8 +394,14 @@ class ViewFallback(Fallback):
                         alike.setdefault(opened.alike, []).extend(wanted)
             for rows in alike.values():
                 whose = [i for each in rows for i in each.numbers]
-                views, caller = zip(*((requests[i].pointer.view.name, requests[i].caller) for i in whose), strict=True)
-                with self._failing(rows[0].opened.view.view.name, whose, results), self._batches.model(views, caller):
+                views, caller = zip(
+                    *((requests[i].pointer.view.name, requests[i].caller) for i in whose),
+                    strict=True,
+                )
+                with (
+                    self._failing(rows[0].opened.view.view.name, whose, results),
+                    self._batches.model(views, caller),
+                ):
                     _compute(rows, query, requests, results)
         finally:
             if not self._lost:
@@ -349,17 +419,22 @@ class ViewFallback(Fallback):
         return results
 
     def _warm_up(self, opened: _Opened) -> None:
-        """Compute a row of the source twice, for nobody: the first call in a thread takes several times as long as the next, whose time is noted as the model's pace."""
+        """Compute a row of the source twice, for nobody: the first call in a thread takes several
+        times as long as the next, whose time is noted as the model's pace."""
         self._watch(time.monotonic() + LOAD_S, self._held)
         view = opened.view
         for batch in view.source.head(1).combine_chunks().to_batches():
             opened.runner.compute(batch)
             began = time.monotonic()
             opened.runner.compute(batch)
-            self._row_s[view.fingerprint] = max(time.monotonic() - began, self._row_s.get(view.fingerprint, 0.0))
+            self._row_s[view.fingerprint] = max(
+                time.monotonic() - began, self._row_s.get(view.fingerprint, 0.0)
+            )
 
     @contextlib.contextmanager
-    def _failing(self, view: str, numbers: Sequence[int], results: list[Computed | Exception]) -> Iterator[None]:
+    def _failing(
+        self, view: str, numbers: Sequence[int], results: list[Computed | Exception]
+    ) -> Iterator[None]:
         """Whatever is raised meanwhile is logged, and is what becomes of these requests."""
         try:
             yield
@@ -367,19 +442,32 @@ class ViewFallback(Fallback):
             # a user's model may raise anything, sys.exit() included
             self._lost |= is_device_lost(exc)
             known = isinstance(exc, PrecomputeError)
-            miss = Miss(Reason.MODEL_ERROR, str(exc) if known else f"{type(exc).__name__}: {exc}", broken=True)
+            miss = Miss(
+                Reason.MODEL_ERROR,
+                str(exc) if known else f"{type(exc).__name__}: {exc}",
+                broken=True,
+            )
             self._log_failure(view, miss, len(numbers), None if known else exc)
             for i in numbers:
                 results[i] = miss
 
-    def _log_failure(self, view: str, miss: Miss, rows: int, exc: BaseException | None = None) -> None:
-        """A line for the operator, without keys; of a view at most one a second, and the same again after :data:`REFUSED_S`: a broken model fails every request."""
+    def _log_failure(
+        self, view: str, miss: Miss, rows: int, exc: BaseException | None = None
+    ) -> None:
+        """A line for the operator, without keys; of a view at most one a second, and the same again
+        after :data:`REFUSED_S`: a broken model fails every request."""
         now, text = time.monotonic(), str(miss)
         logged_at, before, failed = self._logged.get(view, (-math.inf, "", 0))
         if now - logged_at < (REFUSED_S if text == before else 1.0):
             self._logged[view] = logged_at, before, failed + rows
             return
-        log.error("fallback of view %r: %s (rows since the last line: %d)", view, text, failed + rows, exc_info=exc)
+        log.error(
+            "fallback of view %r: %s (rows since the last line: %d)",
+            view,
+            text,
+            failed + rows,
+            exc_info=exc,
+        )
         self._logged[view] = now, text, 0
 
     def _open(self, pointer: Pointer) -> _Opened:
@@ -388,7 +476,9 @@ class ViewFallback(Fallback):
         if opened is not None:
             return opened
         self._watch(time.monotonic() + LOAD_S, self._held)
-        opened = self._opened[name, pointer.publishing] = _Opened.of(self._open_as_live(pointer), pointer)
+        opened = self._opened[name, pointer.publishing] = _Opened.of(
+            self._open_as_live(pointer), pointer
+        )
         # in the order in which they were opened: epochs may start again
         in_order = [which for other, which in self._opened if other == name]
         for which in in_order[:-KEPT_PUBLISHINGS]:
@@ -399,7 +489,8 @@ class ViewFallback(Fallback):
         """Open the view as its live snapshot was computed, with the model converted.
 
         Raises:
-            PrecomputeError: the model on disk is not the live snapshot's, or was found not to be within the last :data:`REFUSED_S`; or no file of ours names it.
+            PrecomputeError: the model on disk is not the live snapshot's, or was found not to be
+                within the last :data:`REFUSED_S`; or no file of ours names it.
         """
         publishing = (pointer.view.name, pointer.publishing)
         refused_at, refusal = self._refused.get(publishing, (-REFUSED_S, ""))
@@ -428,16 +519,27 @@ class ViewFallback(Fallback):
                     raise
                 return opened
             opened.source.close()
-            # not stored: its fingerprint may be one that does not read the files, and it would be taken later for what they are then
-            self._models = {key: loaded for key, loaded in self._models.items() if loaded.model is not opened.model}
-        refusal = f"the model on disk has fingerprint {opened.fingerprint[:12]}, the live snapshot {pointer.model[:12]}: run `precompute run {pointer.view.name}` so that both agree"
+            # not stored: its fingerprint may be one that does not read the files, and it would be
+            # taken later for what they are then
+            self._models = {
+                key: loaded
+                for key, loaded in self._models.items()
+                if loaded.model is not opened.model
+            }
+        refusal = (
+            f"the model on disk has fingerprint {opened.fingerprint[:12]}, the live snapshot"
+            f" {pointer.model[:12]}: run `precompute run {pointer.view.name}` so that both agree"
+        )
         now = time.monotonic()
-        recent = {which: (at, why) for which, (at, why) in self._refused.items() if now < at + REFUSED_S}
+        recent = {
+            which: (at, why) for which, (at, why) in self._refused.items() if now < at + REFUSED_S
+        }
         self._refused = recent | {publishing: (now, refusal)}
         raise PrecomputeError(refusal)
 
     def _model(self, use: str, args: Mapping[str, Any], precision: str) -> LoadedModel:
-        """Load a model, or take the one another view loaded from the same files with the same arguments and precision; tables are never shared."""
+        """Load a model, or take the one another view loaded from the same files with the same
+        arguments and precision; tables are never shared."""
         if any(isinstance(v, pa.Table) for v in args.values()):
             return load_with_fingerprint(use, args, self._folder)
         key = json.dumps([use, args, precision], sort_keys=True, default=str)
@@ -452,9 +554,13 @@ class ViewFallback(Fallback):
 
 
 def _wanted(
-    opened: _Opened, requests: Sequence[_Request], numbers: Sequence[int], results: list[Computed | Exception]
+    opened: _Opened,
+    requests: Sequence[_Request],
+    numbers: Sequence[int],
+    results: list[Computed | Exception],
 ) -> list[_InputRows]:
-    """The input rows of a view's requests, as far as there are any; inputs that do not fit go into ``results`` as misses."""
+    """The input rows of a view's requests, as far as there are any; inputs that do not fit go into
+    ``results`` as misses."""
     wanted = _source_rows(opened, requests, numbers)
     for i in numbers:
         key, values, *_ = requests[i]
@@ -467,25 +573,36 @@ def _wanted(
                     wanted.append(_InputRows(opened, [i], row))
             except (pa.ArrowException, ValueError, TypeError, OverflowError) as exc:
                 # what it says has the values, which are a person's as often as not
-                results[i] = Miss(Reason.MODEL_ERROR, f"the inputs do not fit the source's columns ({type(exc).__name__})")
+                results[i] = Miss(
+                    Reason.MODEL_ERROR,
+                    f"the inputs do not fit the source's columns ({type(exc).__name__})",
+                )
     return wanted
 
 
 def _reads_key(opened: OpenView) -> bool:
-    """Whether the model may read the key, or the key says which chunk of a text is meant, so that equal inputs under two keys may give two rows."""
+    """Whether the model may read the key, or the key says which chunk of a text is meant, so that
+    equal inputs under two keys may give two rows."""
     model, view = opened.model, opened.view
     return (
-        not isinstance(model, ReadingModel) or view.definition.chunk is not None or not set(view.entity).isdisjoint(model.reads())
+        not isinstance(model, ReadingModel)
+        or view.definition.chunk is not None
+        or not set(view.entity).isdisjoint(model.reads())
     )
 
 
 def _renamed(result: Computed | Miss, name: str, other: str) -> Computed | Miss:
     """What is stored under one name as it is under another."""
-    return replace(result, row=rekeyed(result.row, name, other)) if isinstance(result, Computed) else result
+    return (
+        replace(result, row=rekeyed(result.row, name, other))
+        if isinstance(result, Computed)
+        else result
+    )
 
 
 def _given(values: Mapping[str, Any] | None) -> str | None:
-    """The inputs that came with a request as one JSON text, so that equal inputs give equal texts; None without any."""
+    """The inputs that came with a request as one JSON text, so that equal inputs give equal texts;
+    None without any."""
     return None if values is None else json.dumps(values, sort_keys=True, default=str)
 
 
@@ -512,7 +629,9 @@ def _refusal(kind: Refusal) -> Exception:
     return Miss(Reason.SHED if kind == "shed" else Reason.DEADLINE)
 
 
-def _source_rows(opened: _Opened, requests: Sequence[_Request], numbers: Sequence[int]) -> list[_InputRows]:
+def _source_rows(
+    opened: _Opened, requests: Sequence[_Request], numbers: Sequence[int]
+) -> list[_InputRows]:
     """The rows of the requests that came without inputs, as far as the source has them."""
     position = {requests[i][0]: i for i in numbers if requests[i][1] is None and requests[i][0]}
     if not position:
@@ -526,11 +645,18 @@ def _source_rows(opened: _Opened, requests: Sequence[_Request], numbers: Sequenc
             rows = opened.view.source.rows(list(position))
     if not rows.num_rows:
         return []
-    return [_InputRows(opened, [position[key] for key in rows.column("key").to_pylist()], rows.drop_columns(["key"]))]
+    return [
+        _InputRows(
+            opened,
+            [position[key] for key in rows.column("key").to_pylist()],
+            rows.drop_columns(["key"]),
+        )
+    ]
 
 
 def _input_row(opened: OpenView, key: str, inputs: Mapping[str, Any]) -> pa.Table | None:
-    """One source row from a request; None where its text has no such chunk: the entity's columns from the key, null for every input that was not given."""
+    """One source row from a request; None where its text has no such chunk: the entity's columns
+    from the key, null for every input that was not given."""
     schema, entity = opened.source.schema, opened.view.entity
     values: dict[str, Any] = dict(inputs)
     for name, text in zip(entity, split_key(key, entity), strict=False):
@@ -543,7 +669,9 @@ def _input_row(opened: OpenView, key: str, inputs: Mapping[str, Any]) -> pa.Tabl
         if piece is None:
             return None
         values[chunk.column] = piece
-    return pa.Table.from_arrays([pa.array([_of_json(values.get(f.name), f.type)], f.type) for f in schema], schema=schema)
+    return pa.Table.from_arrays(
+        [pa.array([_of_json(values.get(f.name), f.type)], f.type) for f in schema], schema=schema
+    )
 
 
 def _of_json(value: Any, kind: pa.DataType) -> Any:
@@ -553,12 +681,19 @@ def _of_json(value: Any, kind: pa.DataType) -> Any:
 
 
 def _compute(
-    wanted: Sequence[_InputRows], query: bool, requests: Sequence[_Request], results: list[Computed | Exception]
+    wanted: Sequence[_InputRows],
+    query: bool,
+    requests: Sequence[_Request],
+    results: list[Computed | Exception],
 ) -> None:
     """Put what the model makes of rows that are alike into ``results``."""
     opened = wanted[0].opened
     view, model = opened.view.view, opened.view.model
-    runner = Runner(model.for_queries(), view, search=False) if query and isinstance(model, QueryModel) else opened.runner
+    runner = (
+        Runner(model.for_queries(), view, search=False)
+        if query and isinstance(model, QueryModel)
+        else opened.runner
+    )
     numbers = [i for each in wanted for i in each.numbers]
     batch = pa.concat_tables([each.rows for each in wanted]).combine_chunks().to_batches()[0]
     done = with_null_rows(view, runner.compute(batch, lanes=runner.lanes_for(batch.num_rows)))

@@ -1,7 +1,8 @@
-"""Lookup worker: a process that answers the HTTP API from the online store and the indexes; misses go to model processes. No model is ever loaded here.
-What is live is opened before it is requested.
+"""Lookup worker: a process that answers the HTTP API from the online store and the indexes; misses
+go to model processes. No model is ever loaded here. What is live is opened before it is requested.
 
-Started by :mod:`precompute.jobs.service.serve`, and by nobody else. It shares the listening sockets with the other workers.
+Started by :mod:`precompute.jobs.service.serve`, and by nobody else. It shares the listening sockets
+with the other workers.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ from precompute.store.telemetry.instruments import Meter
 _THRESHOLDS = 50_000, 50, 100
 """New objects before the young are looked through, and how often before the older are."""
 _KEPT_BYTES, _MAPPED_BYTES = 128 * 2**20, 32 * 2**20
-"""Free memory that is retained for the next request, and the size from which a piece is mapped for itself."""
+"""Free memory that is retained for the next request, and the size from which a piece is mapped for
+itself."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Of glibc's ``mallopt`` (man 3 mallopt)."""
 
@@ -60,8 +62,10 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 def settle() -> None:
     """Call once, when all that stays is loaded and before the first request.
 
-    What is there by now is never looked through again by the garbage collector, and the rest seldom: few requests leave cycles, and a look through all takes
-    tens of milliseconds. Freed memory stays with the process: else an answer of a megabyte is 200 pages that the system clears and maps each time.
+    What is there by now is never looked through again by the garbage collector, and the rest
+    seldom: few requests leave cycles, and a look through all takes tens of milliseconds. Freed
+    memory stays with the process: else an answer of a megabyte is 200 pages that the system clears
+    and maps each time.
     """
     gc.collect()
     gc.freeze()
@@ -79,18 +83,21 @@ WARM_EVERY_S = 5.0
 """How often new publishings are looked for."""
 
 AGAIN_S = 30.0
-"""Before what could not be opened is tried once more: loading takes seconds, and weights that are not there yet may come."""
+"""Before what could not be opened is tried once more: loading takes seconds, and weights that are
+not there yet may come."""
 
 OPEN_S = 600.0
 """How long opening may take: see :data:`precompute.jobs.service.fallback.LOAD_S`."""
 
 
 COMING_S = 1800.0
-"""How long what was computed and not published may be published yet; what a gate refused lies there for ever."""
+"""How long what was computed and not published may be published yet; what a gate refused lies there
+for ever."""
 
 
 class Models(Protocol):
-    """The models behind the misses, as :class:`precompute.jobs.service.remote_fallback.RemoteFallback` has them."""
+    """The models behind the misses, as
+    :class:`precompute.jobs.service.remote_fallback.RemoteFallback` has them."""
 
     def begin_warm(self, pointer: Pointer, deadline: float) -> Future[Any]:
         """Have what a pointer names opened."""
@@ -101,7 +108,8 @@ class Models(Protocol):
 
 @dataclass(slots=True)
 class _Seen:
-    """A view's publishing, and what is open of it; the times are when to try again, monotonic, infinity once it need not be."""
+    """A view's publishing, and what is open of it; the times are when to try again, monotonic,
+    infinity once it need not be."""
 
     publishing: tuple[int, str]
     index_at: float = 0.0
@@ -110,7 +118,8 @@ class _Seen:
 
 
 class Warmer:
-    """Looks in a thread of its own. ``warming`` is true until all that was live at first is open, or could not be opened.
+    """Looks in a thread of its own. ``warming`` is true until all that was live at first is open,
+    or could not be opened.
 
     Args:
         lookup: whose indexes are opened.
@@ -154,9 +163,12 @@ class Warmer:
             try:
                 self._round()
             except Exception:
-                # an index that is there no more, no file left to be opened: it is tried again, for all views depend on this thread
+                # an index that is there no more, no file left to be opened: it is tried again, for
+                # all views depend on this thread
                 log.exception("looking for new snapshots failed")
-            self.warming = self.warming and any(s.opening is not None and not s.opening.done() for s in self._seen.values())
+            self.warming = self.warming and any(
+                s.opening is not None and not s.opening.done() for s in self._seen.values()
+            )
             self._look.wait(WARM_EVERY_S)
 
     def _round(self) -> None:
@@ -166,31 +178,40 @@ class Warmer:
                 "what is live of %s cannot be read: it is taken to be what it was",
                 ", ".join(sorted(seen.unreadable)) or "any view",
             )
-        # those of the others, and of all where the store does not answer, too: their models must not be ended meanwhile
+        # those of the others, and of all where the store does not answer, too: their models must
+        # not be ended meanwhile
         pointers = seen.pointers
         behind = [pointer for pointer in pointers if pointer.view.fallback]
         ahead = [coming for pointer in behind if (coming := self._coming(pointer)) is not None]
         self._want({pointer.model for pointer in (*behind, *ahead)})
-        # all models first: each is loaded by a process of its own, while the indexes are opened here
+        # all models first: each is loaded by a process of its own, while the indexes are opened
+        # here
         for pointer in pointers:
             name = pointer.view.name
             if name not in self._seen or self._seen[name].publishing != pointer.publishing:
                 self._seen[name] = _Seen(pointer.publishing)
-                log.info("view %r: snapshot %d is live, %d rows", name, pointer.snapshot, pointer.rows)
+                log.info(
+                    "view %r: snapshot %d is live, %d rows", name, pointer.snapshot, pointer.rows
+                )
             if pointer.view.fallback:
                 self._open_model(pointer, self._seen[name])
         for pointer in ahead:
             name = pointer.view.name
             if name not in self._ahead or self._ahead[name].publishing != pointer.publishing:
                 self._ahead[name] = _Seen(pointer.publishing)
-                log.info("view %r: snapshot %d, by another model, is about to be live", name, pointer.snapshot)
+                log.info(
+                    "view %r: snapshot %d, by another model, is about to be live",
+                    name,
+                    pointer.snapshot,
+                )
             self._open_model(pointer, self._ahead[name])
         for pointer in pointers:
             if not self._stop:
                 self._open_index(pointer, self._seen[pointer.view.name])
 
     def _coming(self, live: Pointer) -> Pointer | None:
-        """What was computed since by another model and may be published soon, as its pointer might be; None where nothing was."""
+        """What was computed since by another model and may be published soon, as its pointer might
+        be; None where nothing was."""
         if self._offline is None:
             return None
         store = self._offline.view(live.view.name)
@@ -251,10 +272,15 @@ def main() -> None:
     sys.set_int_max_str_digits(640)
     meter, watch = Meter(Path(spec["runtime"]), f"worker-{spec['number']}"), Watch(spec["watch"])
     fallback = RemoteFallback(Path(spec["runtime"]), meter)
-    with contextlib.closing(fallback), contextlib.closing(open_online_store(spec["online"])) as online:
+    with (
+        contextlib.closing(fallback),
+        contextlib.closing(open_online_store(spec["online"])) as online,
+    ):
         miss_cache = open_miss_cache(spec["online"], MissCacheLimits(**spec["miss_cache"]))
         services = map(Service.from_json, json.loads(Path(spec["services"]).read_text()))
-        lookup = Lookup(online, Path(spec["root"]), fallback, miss_cache=miss_cache, services=services)
+        lookup = Lookup(
+            online, Path(spec["root"]), fallback, miss_cache=miss_cache, services=services
+        )
         warmer = Warmer(lookup, fallback, fallback.want, OfflineStore(Path(spec["root"])))
         fallback.on_lost = warmer.look
         try:
@@ -262,7 +288,9 @@ def main() -> None:
             tokens = tokens_of(spec)
             # a page has no token of another name's, and no certificate for its own
             hosts = Hosts(spec["hosts"]) if tokens is None and spec["tls"] is None else None
-            gate = Gate(meter, tokens, listening[1].getsockname() if len(listening) > 1 else None, hosts)
+            gate = Gate(
+                meter, tokens, listening[1].getsockname() if len(listening) > 1 else None, hosts
+            )
             limits = Limits(**spec["limits"])
             timing = (Timing.IN_HEADER if spec["server_timing"] else Timing.UNREPORTED) | (
                 Timing.IN_SCOPE if spec["tracing"] else Timing.UNREPORTED
@@ -283,10 +311,19 @@ def main() -> None:
             with contextlib.ExitStack() as stack:
                 looks = [] if tokens is None else [tokens.look]
                 watched = _watched(app, spec, looks, stack)
-                server = GuardedServer(watched, limits, meter, tls_of(spec), DRAIN_S, app.waits_until, partial(_end_now, stack))
+                server = GuardedServer(
+                    watched,
+                    limits,
+                    meter,
+                    tls_of(spec),
+                    DRAIN_S,
+                    app.waits_until,
+                    partial(_end_now, stack),
+                )
                 # from the loop that answers: one that stands still shows no life
                 server.connections.on_tick += [lambda: watch.beat(time.monotonic()), *looks]
-                # pyarrow imports pandas, where there is one, with the first array that it makes: 0.27 s of CPU, for which a first request, and all beside it, would wait
+                # pyarrow imports pandas, where there is one, with the first array that it makes:
+                # 0.27 s of CPU, for which a first request, and all beside it, would wait
                 pa.array([0])
                 settle()
                 server.run(sockets=listening)
@@ -296,7 +333,8 @@ def main() -> None:
 
 
 def _end_soon() -> None:
-    """All is answered: whatever hangs in a store by now, or while it is closed, is waited for by nobody."""
+    """All is answered: whatever hangs in a store by now, or while it is closed, is waited for by
+    nobody."""
     end = threading.Timer(END_S, os._exit, (0,))
     end.daemon = True
     end.start()
@@ -309,8 +347,11 @@ def _end_now(stack: contextlib.ExitStack) -> None:
     os._exit(0)
 
 
-def _watched(app: Any, spec: dict[str, Any], looks: list[Callable[[], None]], stack: contextlib.ExitStack) -> Any:
-    """The application, its requests traced and written down where that is configured; ``looks`` gets what is to be done now and then, the stack what ends it."""
+def _watched(
+    app: Any, spec: dict[str, Any], looks: list[Callable[[], None]], stack: contextlib.ExitStack
+) -> Any:
+    """The application, its requests traced and written down where that is configured; ``looks``
+    gets what is to be done now and then, the stack what ends it."""
     name = f"worker-{spec['number']}"
     if spec["tracing"] is not None:
         # the extra [otel]
@@ -320,7 +361,9 @@ def _watched(app: Any, spec: dict[str, Any], looks: list[Callable[[], None]], st
         stack.callback(spans.close)
         app = Tracing(app, spans)
     if spec["access_log"] is not None:
-        lines = AccessLog(app, None if spec["access_log"] == "-" else Path(spec["access_log"]), name)
+        lines = AccessLog(
+            app, None if spec["access_log"] == "-" else Path(spec["access_log"]), name
+        )
         looks.append(lines.flush)
         stack.callback(lines.flush)
         app = lines

@@ -1,6 +1,8 @@
-"""Model server: a process that answers lookup workers' misses by a model, over a Unix socket. Started by :mod:`precompute.jobs.service.model_group`, and by nobody else.
+"""Model server: a process that answers lookup workers' misses by a model, over a Unix socket.
+Started by :mod:`precompute.jobs.service.model_group`, and by nobody else.
 
-A conversation is a connection of one worker: pointers come once each, then what is requested under them; rows go back packed, as they are done.
+A conversation is a connection of one worker: pointers come once each, then what is requested under
+them; rows go back packed, as they are done.
 """
 
 from __future__ import annotations
@@ -36,19 +38,24 @@ from precompute.store.telemetry.instruments import Meter, Tell
 from precompute.workers.process import be_nicer
 from precompute.workers.worker import framed, read_message
 
-# from a worker:  {"pointer": n}                      body: the pointer that is called n from now on, on this connection
-#                 {"ask": i, "pointer": n, "keys": […], "inputs": {…}, "deadline": t, "query": …}       the keys are called i, i + 1, …
-#                                                     "client": …, on whose account; "trace": …, of a request that is traced: its traceparent
-#                 {"left": [i, …]}                    nobody waits for these any more, and nothing learns of them
-#                 {"warm": i, "pointer": n, "deadline": t}        open it; i is answered as missing once that was tried
-# to a worker:    {"rows": [[i, computed at, bytes], …], "missed": [[i, reason, detail, broken], …], "open": […]}      body: the rows, one after the other;
-#                                                     open: all publishings that are open, where that changed
+# from a worker:  {"pointer": n}                      body: the pointer that is called n from now
+# on, on this connection
+# {"ask": i, "pointer": n, "keys": […], "inputs": {…}, "deadline": t, "query": …}       the keys are
+# called i, i + 1, …
+# "client": …, on whose account; "trace": …, of a request that is traced: its traceparent
+# {"left": [i, …]}                    nobody waits for these any more, and nothing learns of them
+# {"warm": i, "pointer": n, "deadline": t}        open it; i is answered as missing once that was
+# tried to a worker:    {"rows": [[i, computed at, bytes], …], "missed": [[i, reason, detail,
+# broken], …], "open": […]}      body: the rows, one after the other;
+# open: all publishings that are open, where that changed
 
 log = logging.getLogger(__name__)
 
 NICER = 3
-"""How much nicer than a lookup worker this process is, also as a session: a hit is answered before a model goes on, and beside a busy session it has a third of a core in place of
-a half. With 2 a hit's p99 beside misses was 5 times as long as alone, with 3 and 5 it was 1.4 and 1.0 times; with 5 a lone miss took 2 times as long beside a busy session."""
+"""How much nicer than a lookup worker this process is, also as a session: a hit is answered before
+a model goes on, and beside a busy session it has a third of a core in place of a half. With 2 a
+hit's p99 beside misses was 5 times as long as alone, with 3 and 5 it was 1.4 and 1.0 times; with 5
+a lone miss took 2 times as long beside a busy session."""
 
 STAND_BY_S = 0.5
 """How often a process that stands by looks what the other one has open."""
@@ -90,7 +97,9 @@ class Conversation:
         elif "left" in header:
             self._leave(header["left"])
         elif "warm" in header:
-            future = self._fallback.begin_warm(self._pointers[header["pointer"]], header["deadline"])
+            future = self._fallback.begin_warm(
+                self._pointers[header["pointer"]], header["deadline"]
+            )
             future.add_done_callback(partial(self._done, header["warm"]))
         else:
             self._pointers[header["pointer"]] = Pointer.from_bytes(body.to_pybytes())
@@ -99,7 +108,9 @@ class Conversation:
         pointer, query = self._pointers[header["pointer"]], header["query"]
         TRACE.set(header.get("trace"))
         CLIENT.set(header["client"])
-        futures = self._fallback.submit(pointer, header["keys"], header["inputs"], header["deadline"], query=query)
+        futures = self._fallback.submit(
+            pointer, header["keys"], header["inputs"], header["deadline"], query=query
+        )
         for number, future in enumerate(futures, header["ask"]):
             self._pending[number] = future
             future.add_done_callback(partial(self._done, number))
@@ -139,7 +150,9 @@ class Conversation:
                 data.append(computed.row)
             else:
                 reason = error.reason if isinstance(error, Miss) else Reason.MODEL_ERROR
-                missed.append((number, str(reason), str(error), not isinstance(error, Miss) or error.broken))
+                missed.append(
+                    (number, str(reason), str(error), not isinstance(error, Miss) or error.broken)
+                )
         header: dict[str, Any] = {"rows": rows, "missed": missed}
         if (opened := self._fallback.open_publishings()) != self._reported:
             header["open"] = self._reported = opened
@@ -154,7 +167,8 @@ def _serve(listener: socket.socket, fallback: ViewFallback) -> None:
 
 
 class OpenFile:
-    """What the process that serves has open, for the one that stands by: pointers, one after the other, rewritten where that changed."""
+    """What the process that serves has open, for the one that stands by: pointers, one after the
+    other, rewritten where that changed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -179,7 +193,12 @@ class OpenFile:
         return pointers
 
 
-def _stand_by(fallback: ViewFallback, opened: OpenFile, orders: queue.SimpleQueue[dict[str, Any]], watch: Watch) -> None:
+def _stand_by(
+    fallback: ViewFallback,
+    opened: OpenFile,
+    orders: queue.SimpleQueue[dict[str, Any]],
+    watch: Watch,
+) -> None:
     """Open what the process that serves has open, until this one is to serve."""
     opening: dict[tuple[str, tuple[int, str]], Future[Computed]] = {}
     while True:
@@ -188,15 +207,18 @@ def _stand_by(fallback: ViewFallback, opened: OpenFile, orders: queue.SimpleQueu
         opening = {which: future for which, future in opening.items() if which in pointers}
         for which in pointers.keys() - opening.keys():
             opening[which] = fallback.begin_warm(pointers[which], time.monotonic() + LOAD_S)
-        watch.is_open = watch.is_open or any(future.done() and fallback.ready(pointers[w]) for w, future in opening.items())
+        watch.is_open = watch.is_open or any(
+            future.done() and fallback.ready(pointers[w]) for w, future in opening.items()
+        )
         with contextlib.suppress(queue.Empty):
             fallback.suspect(dict(orders.get(timeout=STAND_BY_S)["suspects"]))
             return
 
 
 def _look(fallback: ViewFallback, meter: Meter, opened: OpenFile, watch: Watch) -> None:
-    """Tell every second what the process takes, and end it when the model that it loaded has not been what is live for a while: what is on disk may be by now, and
-    modules are imported once in a process; or when its GPU is lost to it."""
+    """Tell every second what the process takes, and end it when the model that it loaded has not
+    been what is live for a while: what is on disk may be by now, and modules are imported once in a
+    process; or when its GPU is lost to it."""
     since = math.inf
     while time.monotonic() - since < REFUSED_S and not fallback.lost():
         time.sleep(1.0)
@@ -205,7 +227,9 @@ def _look(fallback: ViewFallback, meter: Meter, opened: OpenFile, watch: Watch) 
         fallback.look()
         watch.is_open = bool(fallback.open_publishings())
         since = min(since, time.monotonic()) if fallback.refused() else math.inf
-    why = "its GPU is lost to this one" if fallback.lost() else "it may be the live snapshot's by now"
+    why = (
+        "its GPU is lost to this one" if fallback.lost() else "it may be the live snapshot's by now"
+    )
     log.warning("the model is loaded once more, in a new process: %s", why)
     os._exit(AGAIN)
 
@@ -242,12 +266,22 @@ def main() -> None:
     meter = _meter(spec)
     suspects = dict(spec["suspects"])
     fallback = ViewFallback(
-        store, folder, spec["duckdb_mb"], watch.set, miss_cache, meter, _tell(spec), suspects, lambda: watch.may_try
+        store,
+        folder,
+        spec["duckdb_mb"],
+        watch.set,
+        miss_cache,
+        meter,
+        _tell(spec),
+        suspects,
+        lambda: watch.may_try,
     )
     opened = OpenFile(Path(spec["open"]))
     if not spec["serves"]:
         _stand_by(fallback, opened, orders, watch)
-    threading.Thread(target=_look, args=(fallback, meter, opened, watch), name="look", daemon=True).start()
+    threading.Thread(
+        target=_look, args=(fallback, meter, opened, watch), name="look", daemon=True
+    ).start()
     _serve(socket.socket(fileno=spec["listener"]), fallback)
 
 

@@ -1,4 +1,5 @@
-"""Remote fallback: what stands behind a lookup worker's misses: model processes, one for each model that is live, each behind a link."""
+"""Remote fallback: what stands behind a lookup worker's misses: model processes, one for each model
+that is live, each behind a link."""
 
 from __future__ import annotations
 
@@ -21,12 +22,18 @@ from precompute.store.fallback import CLIENT, Computed, Fallback, Miss, outcome_
 from precompute.store.online.online_store import Pointer
 from precompute.store.status import Reason
 from precompute.store.telemetry.caller import TRACE
-from precompute.store.telemetry.instruments import BREAKER_OPEN, FALLBACK_QUEUE, FALLBACK_ROWS, Meter
+from precompute.store.telemetry.instruments import (
+    BREAKER_OPEN,
+    FALLBACK_QUEUE,
+    FALLBACK_ROWS,
+    Meter,
+)
 from precompute.workers.worker import framed, read_message
 
 LEAST_CALLS = 10
 FAILING = 0.5
-"""Opens when of the latest calls, this many at least, this share was broken: the defaults of Flink's client for Triton, as are the next two."""
+"""Opens when of the latest calls, this many at least, this share was broken: the defaults of
+Flink's client for Triton, as are the next two."""
 OPEN_S = 60.0
 PROBES = 3
 """Calls that are let through then, and must all be good."""
@@ -36,7 +43,8 @@ LATEST, LATEST_S = 50, 30.0
 
 
 class Breaker:
-    """Of one view; ``now`` is :func:`time.monotonic`, and none of it is safe to share between threads."""
+    """Of one view; ``now`` is :func:`time.monotonic`, and none of it is safe to share between
+    threads."""
 
     def __init__(self) -> None:
         self._latest: deque[tuple[float, bool]] = deque(maxlen=LATEST)
@@ -50,7 +58,8 @@ class Breaker:
         return self._opened_at is not None
 
     def admit(self, calls: int, now: float) -> tuple[int, float]:
-        """How many of these calls may be made, and in how many seconds the others may be tried again, at least."""
+        """How many of these calls may be made, and in how many seconds the others may be tried
+        again, at least."""
         if self._opened_at is None:
             return calls, 0.0
         left_s = self._opened_at + OPEN_S - now
@@ -90,13 +99,14 @@ TRY_EVERY_S = 0.05
 
 
 MOST_SENT = 3
-"""Times that a key is requested, of one process after the other: among others, alone, and once more to be sent the note that it is left alone."""
+"""Times that a key is requested, of one process after the other: among others, alone, and once more
+to be sent the note that it is left alone."""
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """Keys under a pointer, the first of them called ``number``, or, without keys, that it is to be opened; ``left`` of them were given up, and processes ended with
-    it ``lost`` times."""
+    """Keys under a pointer, the first of them called ``number``, or, without keys, that it is to be
+    opened; ``left`` of them were given up, and processes ended with it ``lost`` times."""
 
     pointer: Pointer
     keys: Sequence[str]
@@ -115,19 +125,32 @@ class _Request:
         at = number - self.number
         key = self.keys[at]
         given = {key: self.inputs[key]} if key in self.inputs else {}
-        return replace(self, keys=[key], inputs=given, number=number, futures=[self.futures[at]], left=0, lost=self.lost + 1)
+        return replace(
+            self,
+            keys=[key],
+            inputs=given,
+            number=number,
+            futures=[self.futures[at]],
+            left=0,
+            lost=self.lost + 1,
+        )
 
     def header(self, pointer: int) -> dict[str, Any]:
         if not self.keys:
             return {"warm": self.number, "pointer": pointer, "deadline": self.deadline}
         request = {"ask": self.number, "pointer": pointer, "keys": self.keys, "inputs": self.inputs}
         traced = {} if self.trace is None else {"trace": self.trace}
-        return request | {"deadline": self.deadline, "query": self.query, "client": self.client} | traced
+        return (
+            request
+            | {"deadline": self.deadline, "query": self.query, "client": self.client}
+            | traced
+        )
 
 
 @dataclass(slots=True)
 class _Connection:
-    """``waiting`` is what was sent over it, by number, ``pointers`` of each view the publishing that the process knows it by, and its number."""
+    """``waiting`` is what was sent over it, by number, ``pointers`` of each view the publishing
+    that the process knows it by, and its number."""
 
     socket: socket.socket
     waiting: dict[int, _Request] = field(default_factory=dict)
@@ -144,7 +167,9 @@ class ModelLink:
         on_lost: called when a connection was lost, with the views of the rows that were waited for.
     """
 
-    def __init__(self, path: Path, want: Callable[[], None], on_lost: Callable[[set[str]], None]) -> None:
+    def __init__(
+        self, path: Path, want: Callable[[], None], on_lost: Callable[[set[str]], None]
+    ) -> None:
         self._path, self._want, self._on_lost = path, want, on_lost
         self._numbers = itertools.count()
         self._lock = threading.Condition(threading.Lock())
@@ -159,7 +184,12 @@ class ModelLink:
         threading.Thread(target=self._write, name="model link", daemon=True).start()
 
     def ask(
-        self, pointer: Pointer, keys: Sequence[str], inputs: Mapping[str, Mapping[str, Any]], deadline: float, query: bool = False
+        self,
+        pointer: Pointer,
+        keys: Sequence[str],
+        inputs: Mapping[str, Mapping[str, Any]],
+        deadline: float,
+        query: bool = False,
     ) -> list[Future[Computed]]:
         """As :meth:`precompute.store.fallback.Fallback.submit`."""
         request = self._begin(pointer, keys, inputs, deadline, query, len(keys))
@@ -170,7 +200,8 @@ class ModelLink:
         return request.futures
 
     def warm(self, pointer: Pointer, deadline: float) -> Future[Computed]:
-        """Have the process open what a pointer names; the future always ends in an error, once that was tried."""
+        """Have the process open what a pointer names; the future always ends in an error, once that
+        was tried."""
         return self._begin(pointer, (), {}, deadline, False, 1).futures[0]
 
     def is_open(self, pointer: Pointer) -> bool:
@@ -183,7 +214,8 @@ class ModelLink:
         return self._in_hand == 0
 
     def close(self) -> None:
-        """Ask for nothing more; what was requested ends as if the process had ended, and so does what is requested from now on."""
+        """Ask for nothing more; what was requested ends as if the process had ended, and so does
+        what is requested from now on."""
         with self._lock:
             self._closed.set()
             connection = self._connection
@@ -205,7 +237,9 @@ class ModelLink:
             for _ in range(futures - 1):
                 next(self._numbers)
             made: list[Future[Computed]] = [Future() for _ in range(futures)]
-            request = _Request(pointer, keys, inputs, deadline, query, number, made, CLIENT.get(), TRACE.get())
+            request = _Request(
+                pointer, keys, inputs, deadline, query, number, made, CLIENT.get(), TRACE.get()
+            )
             closed = self._closed.is_set()
             if not closed:
                 self._outbox[number] = request
@@ -242,7 +276,8 @@ class ModelLink:
                 request = self._outbox.pop(next(iter(self._outbox))) if self._outbox else None
                 connection = self._connection
             if left and connection is not None:
-                # of another connection, it knows none of them; and one that is lost is seen by who reads
+                # of another connection, it knows none of them; and one that is lost is seen by who
+                # reads
                 with contextlib.suppress(OSError):
                     connection.socket.sendall(framed({"left": left}))
             if request is not None:
@@ -254,8 +289,12 @@ class ModelLink:
         try:
             self._send(request)
         except (OSError, RuntimeError, TypeError, ValueError) as exc:
-            # also that there is no room for a thread, or inputs that are no JSON, which come from no request over HTTP
-            _fail(request.futures, Miss(Reason.MODEL_ERROR, f"the model process cannot be queried: {exc}"))
+            # also that there is no room for a thread, or inputs that are no JSON, which come from
+            # no request over HTTP
+            _fail(
+                request.futures,
+                Miss(Reason.MODEL_ERROR, f"the model process cannot be queried: {exc}"),
+            )
 
     def _send(self, request: _Request) -> None:
         connection = self._connected(request.deadline)
@@ -274,7 +313,9 @@ class ModelLink:
                 return
             lost = connection.lost
             if not lost:
-                connection.waiting |= dict.fromkeys(range(request.number, request.number + len(request.futures)), request)
+                connection.waiting |= dict.fromkeys(
+                    range(request.number, request.number + len(request.futures)), request
+                )
         if lost:
             # between two lines
             self._send(request)
@@ -315,7 +356,9 @@ class ModelLink:
                     return None
                 connection = self._connection = _Connection(opened)
             try:
-                threading.Thread(target=self._read, args=(connection,), name="model answers", daemon=True).start()
+                threading.Thread(
+                    target=self._read, args=(connection,), name="model answers", daemon=True
+                ).start()
             except RuntimeError:
                 self._lose(connection)
                 raise
@@ -329,7 +372,9 @@ class ModelLink:
                 while (message := read_message(file)) is not None:
                     header, body = message
                     if "open" in header:
-                        self._open = frozenset((view, (epoch, at)) for view, (epoch, at) in header["open"])
+                        self._open = frozenset(
+                            (view, (epoch, at)) for view, (epoch, at) in header["open"]
+                        )
                     self._land(connection, header, body.to_pybytes())
         finally:
             self._lose(connection)
@@ -342,13 +387,18 @@ class ModelLink:
             if request is not None:
                 # given up just now
                 with contextlib.suppress(InvalidStateError):
-                    request.futures[number - request.number].set_result(Computed(body[at : at + size], computed_at_us))
+                    request.futures[number - request.number].set_result(
+                        Computed(body[at : at + size], computed_at_us)
+                    )
             at += size
         for number, reason, detail, broken in header["missed"]:
             with self._lock:
                 request = connection.waiting.pop(number, None)
             if request is not None:
-                _fail([request.futures[number - request.number]], Miss(Reason(reason), detail, broken=broken))
+                _fail(
+                    [request.futures[number - request.number]],
+                    Miss(Reason(reason), detail, broken=broken),
+                )
 
     def _lose(self, connection: _Connection) -> None:
         """Ask once more for what was sent over a connection that is no more."""
@@ -362,7 +412,12 @@ class ModelLink:
             over, now = [], time.monotonic()
             for number, request in waiting.items():
                 future = request.futures[number - request.number]
-                if self._closed.is_set() or not request.keys or request.lost + 1 >= MOST_SENT or request.deadline <= now:
+                if (
+                    self._closed.is_set()
+                    or not request.keys
+                    or request.lost + 1 >= MOST_SENT
+                    or request.deadline <= now
+                ):
                     over.append(future)
                 elif not future.done():
                     self._outbox[number] = request.alone(number)
@@ -373,7 +428,9 @@ class ModelLink:
         connection.socket.close()
         _fail(over, _ended())
         if not self._closed.is_set():
-            self._on_lost({request.pointer.view.name for request in waiting.values() if request.keys})
+            self._on_lost(
+                {request.pointer.view.name for request in waiting.values() if request.keys}
+            )
 
 
 def _ended() -> Miss:
@@ -388,12 +445,14 @@ def _fail(futures: Iterable[Future[Computed]], miss: Miss) -> None:
 
 
 MOST_IN_FLIGHT = 4096
-"""Keys of one view that a worker waits for at once, each client for its share of them; what is requested beyond is shed."""
+"""Keys of one view that a worker waits for at once, each client for its share of them; what is
+requested beyond is shed."""
 
 LEAST_IN_FLIGHT = 64
 HELD_BACK_S = 1.0
-"""A client of which the process of a model shed keys has twice as many in flight as were not shed, and so many at least, for this long: to hand over, read and refuse
-a thousand keys takes both processes 55 ms."""
+"""A client of which the process of a model shed keys has twice as many in flight as were not shed,
+and so many at least, for this long: to hand over, read and refuse a thousand keys takes both
+processes 55 ms."""
 
 MOST_SHARES = 256
 """Clients of views that are remembered, before those with nothing in flight are forgotten."""
@@ -402,7 +461,8 @@ MOST_NAMED = 8
 """Views that a model process is known by, at most."""
 
 CONTROL = "supervisor.sock"
-"""In the runtime folder: where the supervisor learns which models are wanted, a datagram each: its fingerprint and views, with NUL between."""
+"""In the runtime folder: where the supervisor learns which models are wanted, a datagram each: its
+fingerprint and views, with NUL between."""
 
 
 @dataclass(slots=True)
@@ -466,7 +526,11 @@ class RemoteFallback(Fallback):
             share = self._share(view, client, now)
             taken = min(admitted, share.room(MOST_IN_FLIGHT - self._in_flight[view], now))
             given = {key: inputs[key] for key in keys[:taken] if key in inputs}
-            futures = self._link(pointer).ask(pointer, keys[:taken], given, deadline, query) if taken else []
+            futures = (
+                self._link(pointer).ask(pointer, keys[:taken], given, deadline, query)
+                if taken
+                else []
+            )
             self._in_flight[view] += taken
             share.in_flight += taken
         self._meter.gauge(FALLBACK_QUEUE, view).add(taken)
@@ -477,7 +541,8 @@ class RemoteFallback(Fallback):
         return futures + [_shed(retry_s) for _ in keys[taken:]]
 
     def begin_warm(self, pointer: Pointer, deadline: float) -> Future[Computed]:
-        """Have what a pointer names opened; the future always ends in an error, once that was tried or the deadline is over."""
+        """Have what a pointer names opened; the future always ends in an error, once that was tried
+        or the deadline is over."""
         with self._lock:
             return self._link(pointer).warm(pointer, deadline)
 
@@ -487,7 +552,8 @@ class RemoteFallback(Fallback):
         return link is not None and link.is_open(pointer)
 
     def want(self, models: Collection[str]) -> None:
-        """Say which models are live: the others' processes may end, once the requests that saw them live are answered."""
+        """Say which models are live: the others' processes may end, once the requests that saw them
+        live are answered."""
         for model in models:
             self._want(model)
         with self._lock:
@@ -529,7 +595,11 @@ class RemoteFallback(Fallback):
         share = self._shares.get((view, client))
         if share is None:
             if len(self._shares) >= MOST_SHARES:
-                self._shares = {whose: one for whose, one in self._shares.items() if one.in_flight or now < one.until}
+                self._shares = {
+                    whose: one
+                    for whose, one in self._shares.items()
+                    if one.in_flight or now < one.until
+                }
             share = self._shares[view, client] = _Share()
         return share
 
@@ -553,7 +623,8 @@ class RemoteFallback(Fallback):
 
 
 def _broken(error: BaseException | None) -> bool | None:
-    """Whether a call shows the model to be broken; None where it was not made, or not waited for."""
+    """Whether a call shows the model to be broken; None where it was not made, or not waited
+    for."""
     if not isinstance(error, Miss):
         return error is not None
     return None if error.reason in (Reason.DEADLINE, Reason.SHED) else error.broken

@@ -20,9 +20,21 @@ from pathlib import Path
 from typing import Any
 
 from precompute.jobs.config.project import Project
-from precompute.jobs.service.model_group import ModelGroup, ModelLimits, check_runtime, machine_memory_mb
+from precompute.jobs.service.model_group import (
+    ModelGroup,
+    ModelLimits,
+    check_runtime,
+    machine_memory_mb,
+)
 from precompute.jobs.service.remote_fallback import CONTROL
-from precompute.jobs.service.supervised_process import DRAIN_S, STILL_S, SupervisedProcess, Watch, started, watch_file
+from precompute.jobs.service.supervised_process import (
+    DRAIN_S,
+    STILL_S,
+    SupervisedProcess,
+    Watch,
+    started,
+    watch_file,
+)
 from precompute.store.account.checker import Rounds
 from precompute.store.disk.spill_folder import SpillFolder
 from precompute.store.errors import ConfigError, PrecomputeError
@@ -45,17 +57,20 @@ MOST_MODELS = 64
 """Processes; each wants memory."""
 
 NO_ROOM_S = 5.0
-"""Before a model is given a process again, after the system had no room for one: no file, no disk."""
+"""Before a model is given a process again, after the system had no room for one: no file, no
+disk."""
 
 FUTILE = 5
-"""Times in a row that each worker may end as soon as it was started, while none has answered yet: what is wrong with them is in what they were given."""
+"""Times in a row that each worker may end as soon as it was started, while none has answered yet:
+what is wrong with them is in what they were given."""
 
 WORKER_WAIT_S = 5.0
 """Before a worker is restarted, at most: where a request ends it, all others wait for the next."""
 
 
 DRAIN_STILL_S = 5.0
-"""A worker whose loop stands still for so long, once it was signalled to end, answers nobody any more."""
+"""A worker whose loop stands still for so long, once it was signalled to end, answers nobody any
+more."""
 
 
 class WorkerKeeper(SupervisedProcess):
@@ -73,7 +88,11 @@ class WorkerKeeper(SupervisedProcess):
 
     def start(self) -> ChildProcess:
         self._watch.begin()
-        return started("precompute.jobs.service.lookup_worker", self._spec, [*self._spec["listeners"], self._file])
+        return started(
+            "precompute.jobs.service.lookup_worker",
+            self._spec,
+            [*self._spec["listeners"], self._file],
+        )
 
     def look(self, now: float) -> None:
         if self.process is not None and self._watch.has_begun(now):
@@ -81,7 +100,11 @@ class WorkerKeeper(SupervisedProcess):
         super().look(now)
 
     def judged(self, now: float) -> str | None:
-        return f"was killed: its loop stood still for {STILL_S:g} s" if self._watch.is_still(now) else None
+        return (
+            f"was killed: its loop stood still for {STILL_S:g} s"
+            if self._watch.is_still(now)
+            else None
+        )
 
     def is_stuck(self, now: float) -> bool:
         """Whether it was ordered to end, and does nothing for it."""
@@ -102,7 +125,9 @@ class Supervisor:
         workers: how many lookup workers.
     """
 
-    def __init__(self, worker: dict[str, Any], project: dict[str, Any], limits: ModelLimits, workers: int = 1) -> None:
+    def __init__(
+        self, worker: dict[str, Any], project: dict[str, Any], limits: ModelLimits, workers: int = 1
+    ) -> None:
         self._runtime, self._project, self._limits = Path(worker["runtime"]), project, limits
         self._meter, self._figures_at = Meter(self._runtime, "supervisor"), 0.0
         for process, why in itertools.product(("worker", "model"), ("ended", "killed")):
@@ -117,11 +142,13 @@ class Supervisor:
         self._room_at = 0.0
 
     def stop(self, number: int = signal.SIGTERM) -> None:
-        """Have :meth:`run` finish what is at hand, and end, as a signal asks; safe to call in its handler."""
+        """Have :meth:`run` finish what is at hand, and end, as a signal asks; safe to call in its
+        handler."""
         self._stopping = signal.Signals(number)
 
     def run(self) -> None:
-        """Keep the processes until :meth:`stop`, then have the workers finish their requests, then end the models.
+        """Keep the processes until :meth:`stop`, then have the workers finish their requests, then
+        end the models.
 
         Raises:
             PrecomputeError: no worker came up.
@@ -136,9 +163,16 @@ class Supervisor:
                 if now >= self._figures_at:
                     self._figures_at = now + 1.0
                     self._meter.process_figures()
-                    self._meter.gauge(MODEL_SPARES).set(sum(group.spare.stands_by(now) for group in self._groups.values()))
-                if all(worker.ends_quickly >= FUTILE and not worker.has_answered for worker in self._workers):
-                    raise PrecomputeError("no lookup worker comes up: what ended them is in the log above")
+                    self._meter.gauge(MODEL_SPARES).set(
+                        sum(group.spare.stands_by(now) for group in self._groups.values())
+                    )
+                if all(
+                    worker.ends_quickly >= FUTILE and not worker.has_answered
+                    for worker in self._workers
+                ):
+                    raise PrecomputeError(
+                        "no lookup worker comes up: what ended them is in the log above"
+                    )
                 select.select([self._control], [], [], TICK_S)
             began = time.monotonic()
             self._drain()
@@ -153,7 +187,11 @@ class Supervisor:
         with contextlib.suppress(BlockingIOError):
             while True:
                 model, *views = self._control.recv(4096).decode(errors="replace").split("\0")
-                if model not in self._groups and len(self._groups) < MOST_MODELS and time.monotonic() >= self._room_at:
+                if (
+                    model not in self._groups
+                    and len(self._groups) < MOST_MODELS
+                    and time.monotonic() >= self._room_at
+                ):
                     self._make(model)
                 if model in self._groups:
                     self._groups[model].wanted_at = time.monotonic()
@@ -161,11 +199,19 @@ class Supervisor:
 
     def _make(self, model: str) -> None:
         try:
-            number = min(set(range(MOST_MODELS)) - {group.number for group in self._groups.values()})
-            self._groups[model] = ModelGroup(model, self._project, self._runtime, self._limits, self._meter, number)
+            number = min(
+                set(range(MOST_MODELS)) - {group.number for group in self._groups.values()}
+            )
+            self._groups[model] = ModelGroup(
+                model, self._project, self._runtime, self._limits, self._meter, number
+            )
         except OSError as exc:
             self._room_at = time.monotonic() + NO_ROOM_S
-            log.error("no process for model %s: %s; its rows are missing until there is room", model[:12], exc)
+            log.error(
+                "no process for model %s: %s; its rows are missing until there is room",
+                model[:12],
+                exc,
+            )
 
     def _retire(self, now: float) -> None:
         for model, group in list(self._groups.items()):
@@ -181,11 +227,16 @@ class Supervisor:
         for process in ending.values():
             process.signal(signal.SIGTERM)
         limit = time.monotonic() + DRAIN_S + DRAIN_STILL_S
-        while any(not process.ended() for process in ending.values()) and (now := time.monotonic()) < limit:
+        while (
+            any(not process.ended() for process in ending.values())
+            and (now := time.monotonic()) < limit
+        ):
             for worker, process in ending.items():
                 if not process.ended() and worker.is_stuck(now):
                     log.error(
-                        "%s was ordered to end, and its loop stood still for %g s: it is killed", worker.name, DRAIN_STILL_S
+                        "%s was ordered to end, and its loop stood still for %g s: it is killed",
+                        worker.name,
+                        DRAIN_STILL_S,
                     )
                     process.signal(signal.SIGKILL)
             self._take_wishes()
@@ -214,7 +265,8 @@ def serve(project: Project, announce: Callable[[str], None], workers: int | None
         workers: how many processes answer; as the project says by default.
 
     Raises:
-        ConfigError: an address cannot be bound, or is open to strangers; the files of tokens or TLS cannot be used; or ``TMPDIR`` has too long a name.
+        ConfigError: an address cannot be bound, or is open to strangers; the files of tokens or TLS
+            cannot be used; or ``TMPDIR`` has too long a name.
         PrecomputeError: no worker comes up.
     """
     settings = project.settings.serve
@@ -226,11 +278,17 @@ def serve(project: Project, announce: Callable[[str], None], workers: int | None
         listeners = []
         for key, address in addresses.items():
             if address is not None:
-                listeners.append(Listener(key, address, project.home, guarded=guarded, tls=tls is not None))
+                listeners.append(
+                    Listener(key, address, project.home, guarded=guarded, tls=tls is not None)
+                )
                 stack.callback(listeners[-1].close)
         runtime = stack.enter_context(contextlib.closing(SpillFolder()))
         check_runtime(runtime.path)
-        shared = {"online": project.online, "root": str(project.root), "miss_cache": settings.miss_cache.model_dump()}
+        shared = {
+            "online": project.online,
+            "root": str(project.root),
+            "miss_cache": settings.miss_cache.model_dump(),
+        }
         worker = {
             **shared,
             "runtime": str(runtime.path),
@@ -251,7 +309,10 @@ def serve(project: Project, announce: Callable[[str], None], workers: int | None
             spares={name: view.fallback.spare for name, view in project.views.items()},
         )
         supervisor = Supervisor(
-            worker, shared | {"folder": str(project.home), "tracing": worker["tracing"]}, limits, workers or settings.workers
+            worker,
+            shared | {"folder": str(project.home), "tracing": worker["tracing"]},
+            limits,
+            workers or settings.workers,
         )
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: supervisor.stop(number))
@@ -262,23 +323,37 @@ def serve(project: Project, announce: Callable[[str], None], workers: int | None
 
 
 def _services_file(project: Project, runtime: Path) -> Path:
-    """What the workers serve by ``/v1/services``, in a file: a pipe may be too small. Mistakes are logged, and keep nothing else from being served."""
+    """What the workers serve by ``/v1/services``, in a file: a pipe may be too small. Mistakes are
+    logged, and keep nothing else from being served."""
     for line in project.service_mistakes():
         log.warning("%s", line)
     path = runtime / "services.json"
-    path.write_text(json.dumps([service.to_json() for service in project.services.values() if isinstance(service, Service)]))
+    path.write_text(
+        json.dumps(
+            [
+                service.to_json()
+                for service in project.services.values()
+                if isinstance(service, Service)
+            ]
+        )
+    )
     return path
 
 
 def _access(project: Project) -> dict[str, Any]:
-    """What the workers learn of tokens and TLS, tried here, where a mistake is reported to who made it.
+    """What the workers learn of tokens and TLS, tried here, where a mistake is reported to who made
+    it.
 
     Raises:
         ConfigError: a file cannot be used.
     """
     settings, home = project.settings.serve, project.home
     tls = settings.tls
-    files = None if tls is None else {name: str(home / path) for name, path in tls.model_dump().items() if path is not None}
+    files = (
+        None
+        if tls is None
+        else {name: str(home / path) for name, path in tls.model_dump().items() if path is not None}
+    )
     tokens = settings.tokens_file(home)
     access = {"tokens": None if tokens is None else str(tokens), "tls": files}
     tokens_of(access)
@@ -301,7 +376,9 @@ def _watching(project: Project) -> dict[str, Any]:
         except OSError as exc:
             raise ConfigError(f"serve.access_log: {log} cannot be written: {exc}") from exc
     if tracing is not None and find_spec("opentelemetry") is None:
-        raise ConfigError("serve.tracing: OpenTelemetry is not installed: pip install 'precompute-store[otel]'")
+        raise ConfigError(
+            "serve.tracing: OpenTelemetry is not installed: pip install 'precompute-store[otel]'"
+        )
     return {
         "access_log": log,
         "server_timing": settings.server_timing,

@@ -1,4 +1,5 @@
-"""Supervised process: one of a server's, which is watched, killed when it must be, and restarted whenever it ends."""
+"""Supervised process: one of a server's, which is watched, killed when it must be, and restarted
+whenever it ends."""
 
 from __future__ import annotations
 
@@ -37,13 +38,15 @@ PULSE_S = 1.0
 """How often a process tells that it lives, at least."""
 
 STILL_S = 15.0
-"""A process that has reported nothing for so long, and has no leave to, would answer nobody: something holds Python's lock, or its loop, or has stopped it."""
+"""A process that has reported nothing for so long, and has no leave to, would answer nobody:
+something holds Python's lock, or its loop, or has stopped it."""
 
 START_S = 600.0
 """Before it tells so for the first time: its libraries may come from a cold disk."""
 
 HELD_UP_S = 3.0
-"""Who looks so late was stopped itself, as all of a paused container is: what is looked at gets as long to show that it lives."""
+"""Who looks so late was stopped itself, as all of a paused container is: what is looked at gets as
+long to show that it lives."""
 
 AGAIN = 75
 """Status of a process that ended to be restarted, and said why."""
@@ -55,8 +58,10 @@ _WATCH_BYTES = 8 * (5 + MOST_HELD)
 
 
 class Watch:
-    """By when a process should be done with what it is at (:func:`time.monotonic`; infinity while it is idle), in memory that both it and the supervisor have:
-    one that keeps Python's lock for itself can tell nobody anything. Beside it, when the process last showed that it lives, and which rows it has in its hands.
+    """By when a process should be done with what it is at (:func:`time.monotonic`; infinity while
+    it is idle), in memory that both it and the supervisor have: one that keeps Python's lock for
+    itself can tell nobody anything. Beside it, when the process last showed that it lives, and
+    which rows it has in its hands.
 
     Args:
         descriptor: of a file that :func:`watch_file` made.
@@ -64,7 +69,11 @@ class Watch:
 
     def __init__(self, descriptor: int) -> None:
         shared = memoryview(mmap.mmap(descriptor, _WATCH_BYTES))
-        self._times, self._flags, self._rows = shared[:16].cast("d"), shared[16:32].cast("Q"), shared[32:].cast("Q")
+        self._times, self._flags, self._rows = (
+            shared[:16].cast("d"),
+            shared[16:32].cast("Q"),
+            shared[32:].cast("Q"),
+        )
 
     def begin(self) -> None:
         """A process is about to be started."""
@@ -99,7 +108,8 @@ class Watch:
 
     @property
     def may_try(self) -> bool:
-        """Whether the supervisor lets it compute rows that may end it: no other is about to stand by, or one does."""
+        """Whether the supervisor lets it compute rows that may end it: no other is about to stand
+        by, or one does."""
         return bool(self._flags[1])
 
     @may_try.setter
@@ -145,8 +155,8 @@ def watch_file(path: Path) -> int:
 
 
 class SupervisedProcess(ABC):
-    """A process that is supervised, from the first :meth:`look` on. All of it is called in one thread, which must live as long as the process: on Linux
-    that ends with it.
+    """A process that is supervised, from the first :meth:`look` on. All of it is called in one
+    thread, which must live as long as the process: on Linux that ends with it.
 
     Args:
         kind: what it is, ``worker`` or ``model``.
@@ -178,11 +188,13 @@ class SupervisedProcess(ABC):
         """
 
     def judged(self, now: float) -> str | None:
-        """Why it must be killed, as the end of a sentence that starts with its name; None while it does well."""
+        """Why it must be killed, as the end of a sentence that starts with its name; None while it
+        does well."""
         return None
 
     def was_at_work(self) -> bool:
-        """Whether a request may have ended it: it is restarted at once then, however often that happens."""
+        """Whether a request may have ended it: it is restarted at once then, however often that
+        happens."""
         return False
 
     def running(self) -> list[ChildProcess]:
@@ -193,7 +205,8 @@ class SupervisedProcess(ABC):
         """It is started no more: what it needed for that is given back."""
 
     def look(self, now: float) -> None:
-        """Start it where it is due, and kill it where it must be; ``now`` is :func:`time.monotonic`."""
+        """Start it where it is due, and kill it where it must be; ``now`` is
+        :func:`time.monotonic`."""
         if now - self._looked_at > HELD_UP_S:
             self._judged_from = now + HELD_UP_S
         self._looked_at = now
@@ -234,7 +247,12 @@ class SupervisedProcess(ABC):
         if process.status == AGAIN and not self._killed:
             log.info("%s ended to begin again, in %g s", self.name, wait_s)
         else:
-            log.error("%s %s; it is restarted in %g s", self.name, self._killed or process.how_it_ended(), wait_s)
+            log.error(
+                "%s %s; it is restarted in %g s",
+                self.name,
+                self._killed or process.how_it_ended(),
+                wait_s,
+            )
         _close_input(process)
 
 
@@ -245,10 +263,13 @@ def _close_input(process: ChildProcess) -> None:
 
 
 DRAIN_S = MAX_DEADLINE_S + 1
-"""How long the requests at hand may take once a server was ordered to end: no request's deadline is further off."""
+"""How long the requests at hand may take once a server was ordered to end: no request's deadline is
+further off."""
 
 
-def started(module: str, spec: Mapping[str, Any], files: Collection[int], **variables: str) -> ChildProcess:
+def started(
+    module: str, spec: Mapping[str, Any], files: Collection[int], **variables: str
+) -> ChildProcess:
     """A process that runs ``main()`` of a module of ours.
 
     Args:
@@ -301,7 +322,9 @@ def begin(on_message: Callable[[dict[str, Any]], None] = lambda message: None) -
     message = read_message(source)
     if message is None:
         sys.exit(1)
-    threading.Thread(target=_end_with, args=(source, on_message), name="parent", daemon=True).start()
+    threading.Thread(
+        target=_end_with, args=(source, on_message), name="parent", daemon=True
+    ).start()
     return message[0]
 
 

@@ -1,4 +1,5 @@
-"""Data file: a CSV or Parquet file somebody brings, looked at: its columns, which of them may be the key, and what the others hold."""
+"""Data file: a CSV or Parquet file somebody brings, looked at: its columns, which of them may be
+the key, and what the others hold."""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ from precompute.store.errors import ConfigError, SourceError, did_you_mean
 from precompute.store.feature_view import RESERVED
 from precompute.store.key_text import join_key
 
-READERS = {".parquet": "read_parquet", ".csv": "read_csv", ".tsv": "read_csv", ".csv.gz": "read_csv", ".tsv.gz": "read_csv"}
+READERS = {
+    ".parquet": "read_parquet",
+    ".csv": "read_csv",
+    ".tsv": "read_csv",
+    ".csv.gz": "read_csv",
+    ".tsv.gz": "read_csv",
+}
 """How a file's name ends → DuckDB's function that reads it."""
 
 LONGEST_KEY = 200
@@ -29,7 +36,9 @@ LONGEST_KEY = 200
 MOSTLY_DIFFERENT = 0.5
 """Share of rows: a column that is called a key and has fewer values is another table's."""
 
-_KEY_NAME = re.compile(r"(?i)(^|.*[^a-z])(id|key|uuid|guid|code|sku|isbn|asin|slug|nr|no|number)$|.*[a-z](Id|ID|Key)$")
+_KEY_NAME = re.compile(
+    r"(?i)(^|.*[^a-z])(id|key|uuid|guid|code|sku|isbn|asin|slug|nr|no|number)$|.*[a-z](Id|ID|Key)$"
+)
 _INTEGERS = ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "UTINYINT", "USMALLINT", "UINTEGER")
 _TEXTS = ("VARCHAR", "UUID")
 _COMMA = "[+-]?[0-9.]+,[0-9]"
@@ -38,12 +47,14 @@ _NUMBERS = re.compile(r"(U?(TINY|SMALL|BIG|HUGE)INT|U?INTEGER|FLOAT|DOUBLE|BOOLE
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column: its name in the file and the one it gets in the view, DuckDB's name of its type, and what it holds.
+    """One column: its name in the file and the one it gets in the view, DuckDB's name of its type,
+    and what it holds.
 
-    ``values`` are those that are not null, ``letters`` the mean length of a text, ``longest`` the greatest, ``mean`` and ``spread`` (the standard
-    deviation) those of finite numbers, ``odd`` how many are not finite; ``written`` are texts with something else than spaces, ``numeric`` and
-    ``commas`` those of them that are numbers, with a decimal point or a comma; ``items`` and ``shortest`` are the
-    lengths of the longest and the shortest list.
+    ``values`` are those that are not null, ``letters`` the mean length of a text, ``longest`` the
+    greatest, ``mean`` and ``spread`` (the standard deviation) those of finite numbers, ``odd`` how
+    many are not finite; ``written`` are texts with something else than spaces, ``numeric`` and
+    ``commas`` those of them that are numbers, with a decimal point or a comma; ``items`` and
+    ``shortest`` are the lengths of the longest and the shortest list.
     """
 
     name: str
@@ -85,7 +96,9 @@ class Column:
     @property
     def may_be_key(self) -> bool:
         """Whether its type and length are those of a key."""
-        return self.values > 0 and (self.type in _INTEGERS or (self.type in _TEXTS and self.longest <= LONGEST_KEY))
+        return self.values > 0 and (
+            self.type in _INTEGERS or (self.type in _TEXTS and self.longest <= LONGEST_KEY)
+        )
 
     @property
     def is_called_key(self) -> bool:
@@ -95,7 +108,8 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """A file that was looked at. ``read`` is the SQL that reads it from the project's folder; ``unusable`` says of other columns why they are not among ``columns``."""
+    """A file that was looked at. ``read`` is the SQL that reads it from the project's folder;
+    ``unusable`` says of other columns why they are not among ``columns``."""
 
     path: Path
     read: str
@@ -114,7 +128,10 @@ class DataFile:
             if name in (column.name, column.alias):
                 return column
         names = [column.name for column in self.columns]
-        raise ConfigError(f"{self.path.name} has no column {name!r}{did_you_mean(name, names)} (it has: {', '.join(names)})")
+        raise ConfigError(
+            f"{self.path.name} has no column {name!r}{did_you_mean(name, names)} (it has:"
+            f" {', '.join(names)})"
+        )
 
     def absolute(self, sql: str) -> str:
         """SQL over the file, for a project whose folder is not there yet."""
@@ -125,31 +142,46 @@ class DataFile:
         names = ", ".join(quoted(column.name) for column in columns)
         there = " AND ".join(f"{quoted(column.name)} IS NOT NULL" for column in columns)
         with closing(Database(1024, 2)) as database:
-            return database.number(f"SELECT count(*) FROM (SELECT DISTINCT {names} FROM {self._from} WHERE {there})")
+            return database.number(
+                f"SELECT count(*) FROM (SELECT DISTINCT {names} FROM {self._from} WHERE {there})"
+            )
 
     def example(self, columns: Sequence[Column]) -> str:
         """The key of one row, as a lookup names it."""
         texts = ", ".join(f"CAST({quoted(column.name)} AS VARCHAR)" for column in columns)
         there = " AND ".join(f"{quoted(column.name)} IS NOT NULL" for column in columns)
         with closing(Database(1024, 2)) as database:
-            found = database.query(f"SELECT [{texts}] FROM {self._from} WHERE {there} LIMIT 1").column(0).to_pylist()
+            found = (
+                database.query(f"SELECT [{texts}] FROM {self._from} WHERE {there} LIMIT 1")
+                .column(0)
+                .to_pylist()
+            )
         return join_key(found[0], [column.alias for column in columns]) if found else ""
 
     def key(self) -> Column | None:
-        """The column that is most likely the key of a row: one that is called so, or else the first whose values are all different; None without any.
-        One that is called so and comes twice now and then is still it."""
+        """The column that is most likely the key of a row: one that is called so, or else the first
+        whose values are all different; None without any. One that is called so and comes twice now
+        and then is still it."""
         called = {c: self.distinct([c]) for c in self.columns if c.may_be_key and c.is_called_key}
         best = max(called, key=lambda c: called[c], default=None)
         if best is not None and called[best] >= MOSTLY_DIFFERENT * self.rows:
             return next(column for column in called if called[column] == called[best])
-        others = (column for column in self.columns if column.may_be_key and column not in called and column.values == self.rows)
+        others = (
+            column
+            for column in self.columns
+            if column.may_be_key and column not in called and column.values == self.rows
+        )
         return next((column for column in others if self.distinct([column]) == self.rows), best)
 
     def pair(self) -> tuple[Column, Column] | None:
-        """The two columns that are most likely the key of a pair; None without two that are called so."""
+        """The two columns that are most likely the key of a pair; None without two that are called
+        so."""
         called = [column for column in self.columns if column.may_be_key and column.is_called_key]
-        # an id of the pair itself has another value in each row, and beside it any column makes a key
-        repeated = [column for column in called if self.rows == 1 or self.distinct([column]) < self.rows]
+        # an id of the pair itself has another value in each row, and beside it any column makes a
+        # key
+        repeated = [
+            column for column in called if self.rows == 1 or self.distinct([column]) < self.rows
+        ]
         both = [*repeated, *(column for column in called if column not in repeated)]
         return (both[0], both[1]) if len(both) > 1 else None
 
@@ -162,24 +194,38 @@ def look_at(path: Path, project: Path) -> DataFile:
         project: the folder that relative names in its SQL will start from.
 
     Raises:
-        ConfigError: it is not there, of another kind, has no rows, or cannot be read; or its name cannot stand in SQL.
+        ConfigError: it is not there, of another kind, has no rows, or cannot be read; or its name
+            cannot stand in SQL.
     """
     suffix = _checked(path)
     name = name_from(path, project)
-    options = [""] if suffix == ".parquet" else [", header = true, skip = 0", ", header = true, skip = 0, sample_size = -1"]
+    options = (
+        [""]
+        if suffix == ".parquet"
+        else [", header = true, skip = 0", ", header = true, skip = 0, sample_size = -1"]
+    )
     # DuckDB would take a folder like day=1 for a column
     more = ", hive_partitioning = false" if "=" in str(path.absolute()) else ""
     for option in options:
         call = f"{READERS[suffix]}({{}}{option}{more})"
         try:
-            found = _looked(path, call.format(literal(name)), call.format(literal(str(path.absolute()))))
+            found = _looked(
+                path, call.format(literal(name)), call.format(literal(str(path.absolute())))
+            )
             if suffix != ".parquet" and len(found.columns) == 1 and (line := _ragged(path)):
                 raise ConfigError(line)
-            if any(0 < column.commas == column.written for column in found.columns) and suffix != ".parquet":
+            if (
+                any(0 < column.commas == column.written for column in found.columns)
+                and suffix != ".parquet"
+            ):
                 call = call.removesuffix(")") + ", decimal_separator = ',')"
-                other = _looked(path, call.format(literal(name)), call.format(literal(str(path.absolute()))))
+                other = _looked(
+                    path, call.format(literal(name)), call.format(literal(str(path.absolute())))
+                )
                 # where some columns have points, the comma is the others' and theirs would be texts
-                if {c.name for c in found.columns if c.is_number} < {c.name for c in other.columns if c.is_number}:
+                if {c.name for c in found.columns if c.is_number} < {
+                    c.name for c in other.columns if c.is_number
+                }:
                     return other
             return found
         except (SourceError, ConfigError) as exc:
@@ -187,13 +233,18 @@ def look_at(path: Path, project: Path) -> DataFile:
             if option != options[-1] and isinstance(exc, SourceError):
                 continue
             if "utf-8" in str(exc).lower():
-                raise ConfigError(f"{path}: is not UTF-8: convert it, as in iconv -f latin1 -t utf-8 FILE > NEW") from exc
-            raise ConfigError(f"{path}: {('' if suffix == '.parquet' else _ragged(path)) or exc}") from exc
+                raise ConfigError(
+                    f"{path}: is not UTF-8: convert it, as in iconv -f latin1 -t utf-8 FILE > NEW"
+                ) from exc
+            raise ConfigError(
+                f"{path}: {('' if suffix == '.parquet' else _ragged(path)) or exc}"
+            ) from exc
     raise AssertionError("there is an option")
 
 
 def _ragged(path: Path) -> str:
-    """The first line of a CSV that has more or fewer values than its header; empty where all have as many."""
+    """The first line of a CSV that has more or fewer values than its header; empty where all have
+    as many."""
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt", encoding="utf-8", errors="replace", newline="") as file:
         head = file.readline()
@@ -202,26 +253,43 @@ def _ragged(path: Path) -> str:
         wanted = len(next(rows, []))
         for row in rows:
             if row and len(row) != wanted:
-                return f"the row that ends on line {rows.line_num} has {len(row)} values, and the header {wanted}: mend that line"
+                return (
+                    f"the row that ends on line {rows.line_num} has {len(row)} values, and the"
+                    f" header {wanted}: mend that line"
+                )
     return ""
 
 
 def _looked(path: Path, read: str, absolute: str) -> DataFile:
     with closing(Database(1024, 2)) as database:
         types, _ = database.described(f"SELECT * FROM {absolute}")
-        usable = {name: kind for name, kind in types.items() if name.isprintable() and "${" not in name and name.strip()}
-        unusable = {repr(name): "its name cannot stand in SQL here" for name in types if name not in usable}
+        usable = {
+            name: kind
+            for name, kind in types.items()
+            if name.isprintable() and "${" not in name and name.strip()
+        }
+        unusable = {
+            repr(name): "its name cannot stand in SQL here" for name in types if name not in usable
+        }
         sums = ", ".join(_sums(name, kind) for name, kind in usable.items())
-        found = database.query(f"SELECT {{'rows': count(*)}}{', ' if sums else ''}{sums} FROM {absolute}").to_pylist()[0]
+        found = database.query(
+            f"SELECT {{'rows': count(*)}}{', ' if sums else ''}{sums} FROM {absolute}"
+        ).to_pylist()[0]
     of_all, *figures = found.values()
     if of_all["rows"] == 0:
-        raise ConfigError("has no rows: there is nothing to look at; give a file with one row at least")
+        raise ConfigError(
+            "has no rows: there is nothing to look at; give a file with one row at least"
+        )
     columns = []
     for (name, kind), alias, of in zip(usable.items(), aliases(usable), figures, strict=True):
-        known = {key: value for key, value in of.items() if value is not None and math.isfinite(value)}
+        known = {
+            key: value for key, value in of.items() if value is not None and math.isfinite(value)
+        }
         column = Column(name, alias, kind, **known)
         if column.values == 0 or (kind == "VARCHAR" and column.written == 0):
-            unusable[name] = "nothing but nulls" if column.values == 0 else "nothing but empty texts"
+            unusable[name] = (
+                "nothing but nulls" if column.values == 0 else "nothing but empty texts"
+            )
         else:
             columns.append(column)
     if not columns:
@@ -240,12 +308,17 @@ def _sums(name: str, kind: str) -> str:
             "longest": f"max(strlen({text}))",
             "numeric": f"count(TRY_CAST(trim({text}) AS DOUBLE))",
             # 1,234 alone may be a thousand
-            "commas": f"count(*) FILTER (regexp_full_match(trim({text}), '{_COMMA}+')) * "
-            f"coalesce(bool_or(regexp_full_match(trim({text}), '{_COMMA}{{1,2}}'))::INTEGER, 0)",
+            "commas": (
+                f"count(*) FILTER (regexp_full_match(trim({text}), '{_COMMA}+')) * "
+                f"coalesce(bool_or(regexp_full_match(trim({text}), '{_COMMA}{{1,2}}'))::INTEGER, 0)"
+            ),
         }
     elif _NUMBERS.fullmatch(kind):
         number = f"CAST({column} AS DOUBLE)"
-        of |= {k: f"{f}({number}) FILTER (isfinite({number}))" for k, f in (("mean", "avg"), ("spread", "stddev_pop"))}
+        of |= {
+            k: f"{f}({number}) FILTER (isfinite({number}))"
+            for k, f in (("mean", "avg"), ("spread", "stddev_pop"))
+        }
         of["odd"] = f"count(*) FILTER (NOT isfinite({number}))"
     elif kind.endswith("[]"):
         of |= {"items": f"max(len({column}))", "shortest": f"min(len({column}))"}
@@ -253,43 +326,83 @@ def _sums(name: str, kind: str) -> str:
 
 
 def aliases(names: Iterable[str]) -> Iterator[str]:
-    """For each column a name that a view may use: lower-case letters, digits and _; no two alike, and none that answers have themselves."""
-    taken = {*RESERVED, *SOURCE_RESERVED, "text", "embedding", "score", "seen", "related", "scores", "true", "false", "null"}
+    """For each column a name that a view may use: lower-case letters, digits and _; no two alike,
+    and none that answers have themselves."""
+    taken = {
+        *RESERVED,
+        *SOURCE_RESERVED,
+        "text",
+        "embedding",
+        "score",
+        "seen",
+        "related",
+        "scores",
+        "true",
+        "false",
+        "null",
+    }
     for number, name in enumerate(names, 1):
         slug = slug_of(name) or f"column_{number}"
-        alias = next(a for a in (slug, f"own_{slug}", *(f"{slug}_{n}" for n in range(2, 10**6))) if a not in taken)
+        alias = next(
+            a
+            for a in (slug, f"own_{slug}", *(f"{slug}_{n}" for n in range(2, 10**6)))
+            if a not in taken
+        )
         taken.add(alias)
         yield alias
 
 
 def slug_of(text: str) -> str:
-    """Lower-case letters, digits and _ in place of any other, starting with a letter; empty where there is no letter of the Latin alphabet."""
-    plain = unicodedata.normalize("NFKD", text.replace("ß", "ss")).encode("ascii", "ignore").decode()
+    """Lower-case letters, digits and _ in place of any other, starting with a letter; empty where
+    there is no letter of the Latin alphabet."""
+    plain = (
+        unicodedata.normalize("NFKD", text.replace("ß", "ss")).encode("ascii", "ignore").decode()
+    )
     # CamelCase has words, too
     plain = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", plain)
-    return re.sub(r"^[^a-z]+", "", re.sub(r"[^a-z0-9]+", "_", plain.lower())).strip("_")[:40].strip("_")
+    return (
+        re.sub(r"^[^a-z]+", "", re.sub(r"[^a-z0-9]+", "_", plain.lower()))
+        .strip("_")[:40]
+        .strip("_")
+    )
 
 
 def _checked(path: Path) -> str:
     """How the file's name ends.
 
     Raises:
-        ConfigError: it is not there, or its name is none that DuckDB takes for a data file of one of :data:`READERS`.
+        ConfigError: it is not there, or its name is none that DuckDB takes for a data file of one
+            of :data:`READERS`.
     """
-    suffix = next((suffix for suffix in sorted(READERS, key=len, reverse=True) if path.name.lower().endswith(suffix)), None)
+    suffix = next(
+        (
+            suffix
+            for suffix in sorted(READERS, key=len, reverse=True)
+            if path.name.lower().endswith(suffix)
+        ),
+        None,
+    )
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "no such file"
         beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise ConfigError(f"{path}: {what}{did_you_mean(path.name, beside)}; give a file: {', '.join(READERS)}")
+        raise ConfigError(
+            f"{path}: {what}{did_you_mean(path.name, beside)}; give a file: {', '.join(READERS)}"
+        )
     if suffix is None:
-        raise ConfigError(f"{path}: its name ends with none of {', '.join(READERS)}: rename or convert it")
+        raise ConfigError(
+            f"{path}: its name ends with none of {', '.join(READERS)}: rename or convert it"
+        )
     if path.stat().st_size == 0:
-        raise ConfigError(f"{path}: is empty: there is nothing to look at; give a file with a head line and one row at least")
+        raise ConfigError(
+            f"{path}: is empty: there is nothing to look at; give a file with a head line and one"
+            " row at least"
+        )
     return suffix
 
 
 def name_from(path: Path, project: Path) -> str:
-    """The file's name as the SQL has it: relative where both lie near each other, so that they can be moved together.
+    """The file's name as the SQL has it: relative where both lie near each other, so that they can
+    be moved together.
 
     Raises:
         ConfigError: it has a character that means something else in SQL or in a view's file.
@@ -298,10 +411,15 @@ def name_from(path: Path, project: Path) -> str:
     name = os.path.relpath(absolute, project.absolute())
     if name.startswith(os.path.join("..", "..", "..")):
         name = str(absolute)
-    found = re.search(r"[*?\[\\]|\$\{", str(absolute) if os.path.isabs(name) else name) or re.search(r"[*?\[\\]", str(absolute))
+    found = re.search(
+        r"[*?\[\\]|\$\{", str(absolute) if os.path.isabs(name) else name
+    ) or re.search(r"[*?\[\\]", str(absolute))
     if found is not None or not str(absolute).isprintable():
         what = repr(found[0]) if found is not None else "a character that cannot be printed"
-        raise ConfigError(f"{path}: its name has {what}, which is no plain name to DuckDB: rename it, or copy it elsewhere")
+        raise ConfigError(
+            f"{path}: its name has {what}, which is no plain name to DuckDB: rename it, or copy it"
+            " elsewhere"
+        )
     return name
 
 

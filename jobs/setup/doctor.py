@@ -1,4 +1,5 @@
-"""Doctor: the machine, the installation and a project's stores, looked at. Each line says what was found, what it costs, and what to do."""
+"""Doctor: the machine, the installation and a project's stores, looked at. Each line says what was
+found, what it costs, and what to do."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ MOST_OFF_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What was looked at, and found: ``ok``; ``slow``, which works, at a cost; or ``bad``, which will fail. ``remedy`` is empty where nothing need be done."""
+    """What was looked at, and found: ``ok``; ``slow``, which works, at a cost; or ``bad``, which
+    will fail. ``remedy`` is empty where nothing need be done."""
 
     check: str
     status: Literal["ok", "slow", "bad"]
@@ -44,25 +46,48 @@ class Line:
 
 
 def examine(project: Project | ConfigError | None) -> Iterator[Line]:
-    """Look at the machine and the installation and, where there is one, at a project's disk, online store and clock; or say what is wrong with its configuration."""
-    looks: list[Callable[[], Iterator[Line]]] = [_python, _libraries, _extensions, _processor, _gpu, _limits]
+    """Look at the machine and the installation and, where there is one, at a project's disk, online
+    store and clock; or say what is wrong with its configuration."""
+    looks: list[Callable[[], Iterator[Line]]] = [
+        _python,
+        _libraries,
+        _extensions,
+        _processor,
+        _gpu,
+        _limits,
+    ]
     if isinstance(project, Project):
-        looks += [lambda: _project(project), lambda: _disk(project), lambda: _online(project), lambda: _clock(project)]
+        looks += [
+            lambda: _project(project),
+            lambda: _disk(project),
+            lambda: _online(project),
+            lambda: _clock(project),
+        ]
     for look in looks:
         yield from look()
     if isinstance(project, ConfigError):
-        yield Line("configuration", "bad", str(project), "mend the file; `precompute validate` checks more of it")
+        yield Line(
+            "configuration",
+            "bad",
+            str(project),
+            "mend the file; `precompute validate` checks more of it",
+        )
 
 
 # ---- the installation
 
 
 def _python() -> Iterator[Line]:
-    wanted, here = metadata.metadata(DISTRIBUTION)["Requires-Python"] or "", metadata.version(DISTRIBUTION)
+    wanted, here = (
+        metadata.metadata(DISTRIBUTION)["Requires-Python"] or "",
+        metadata.version(DISTRIBUTION),
+    )
     version = platform.python_version()
     right = all(_meets(version, part) for part in wanted.split(","))
     remedy = "" if right else f"make an environment with a Python that is {wanted}"
-    yield Line("versions", "ok" if right else "bad", f"precompute-store {here}, Python {version}", remedy)
+    yield Line(
+        "versions", "ok" if right else "bad", f"precompute-store {here}, Python {version}", remedy
+    )
 
 
 def _libraries() -> Iterator[Line]:
@@ -80,20 +105,37 @@ def _libraries() -> Iterator[Line]:
             continue
         there.append(f"{name} {version}")
         bounds = re.findall(r"[<>=!]=?[\d.]+", need)
-        wrong += [f"{name} is {version}, and is to be {','.join(bounds)}"] if not all(_meets(version, b) for b in bounds) else []
+        wrong += (
+            [f"{name} is {version}, and is to be {','.join(bounds)}"]
+            if not all(_meets(version, b) for b in bounds)
+            else []
+        )
     if util.find_spec("faiss") is None:
         wrong.append("FAISS is not installed, which searches")
-    named = [text for text in there if text.split()[0] in ("torch", "duckdb", "pyarrow", "transformers", "redis")]
+    named = [
+        text
+        for text in there
+        if text.split()[0] in ("torch", "duckdb", "pyarrow", "transformers", "redis")
+    ]
     found = "; ".join(wrong) or f"{len(there)} of {len(there)} are there: {', '.join(named)}"
-    yield Line("libraries", "bad" if wrong else "ok", found, "pip install 'precompute-store[cpu]', or [gpu]" if wrong else "")
+    yield Line(
+        "libraries",
+        "bad" if wrong else "ok",
+        found,
+        "pip install 'precompute-store[cpu]', or [gpu]" if wrong else "",
+    )
 
 
 def _meets(version: str, bound: str) -> bool:
-    """Whether a version is within one bound, such as ``>=3.11``; what is no number in it does not count."""
+    """Whether a version is within one bound, such as ``>=3.11``; what is no number in it does not
+    count."""
     found = re.fullmatch(r"\s*([<>=!]=?)\s*([\d.]+)\s*", bound)
     if found is None:
         return True
-    have, limit = ([int(part) for part in re.findall(r"\d+", text.partition("+")[0])[:3]] for text in (version, found[2]))
+    have, limit = (
+        [int(part) for part in re.findall(r"\d+", text.partition("+")[0])[:3]]
+        for text in (version, found[2])
+    )
     size = max(len(have), len(limit))
     have, limit = have + [0] * (size - len(have)), limit + [0] * (size - len(limit))
     return {
@@ -108,18 +150,27 @@ def _meets(version: str, bound: str) -> bool:
 
 def _extensions() -> Iterator[Line]:
     compiler = "a C compiler" if shutil.which("cc") is None else "the C compiler that is here"
-    again = f"install it again with {compiler}: pip install --force-reinstall --no-deps precompute-store"
+    again = (
+        f"install it again with {compiler}: pip install --force-reinstall --no-deps"
+        " precompute-store"
+    )
     if kernels.COMPILED:
         yield Line("extension for lookups", "ok", "built")
     else:
-        yield Line("extension for lookups", "slow", "not built: a lookup of 100 rows takes 3 times as long, by numpy", again)
+        yield Line(
+            "extension for lookups",
+            "slow",
+            "not built: a lookup of 100 rows takes 3 times as long, by numpy",
+            again,
+        )
     if util.find_spec("precompute.text._encoder") is not None:
         yield Line("extension for text", "ok", "built")
     else:
         yield Line(
             "extension for text",
             "slow",
-            "not built: no bf16-encoder, which computes texts 1.6 times as fast as the best of torch",
+            "not built: no bf16-encoder, which computes texts 1.6 times as fast as the best of"
+            " torch",
             again,
         )
 
@@ -133,10 +184,26 @@ def _processor() -> Iterator[Line]:
     cores = allowed()
     flags: set[str] = set()
     with contextlib.suppress(OSError):
-        found = re.search(r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        found = re.search(
+            r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
+        )
         flags = set(found[1].split()) if found else set()
-    names = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "bf16", "i8mm", "sve")
-    have = ", ".join(name for name in names if name in flags) or "no vector instructions that are known here"
+    names = (
+        "avx2",
+        "avx512f",
+        "avx512_bf16",
+        "avx512_vnni",
+        "amx_bf16",
+        "amx_int8",
+        "asimd",
+        "bf16",
+        "i8mm",
+        "sve",
+    )
+    have = (
+        ", ".join(name for name in names if name in flags)
+        or "no vector instructions that are known here"
+    )
     if flags and not flags & {"avx512_bf16", "amx_bf16", "bf16"}:
         more = "no bfloat16: precision bf16 is emulated, and slower than fp32"
         yield Line(
@@ -162,7 +229,10 @@ def _gpu() -> Iterator[Line]:
     driver = Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
     if driver:
         yield Line(
-            "GPU", "slow", "there is a driver, and torch sees none", "install torch for CUDA: pip install 'precompute-store[gpu]'"
+            "GPU",
+            "slow",
+            "there is a driver, and torch sees none",
+            "install torch for CUDA: pip install 'precompute-store[gpu]'",
         )
     else:
         yield Line("GPU", "ok", "none: models compute on the CPU")
@@ -173,7 +243,10 @@ def _limits() -> Iterator[Line]:
     few = soft != resource.RLIM_INFINITY and soft < LEAST_FILES
     found = f"{soft:,} file handles (at most {hard:,})"
     yield Line(
-        "limits", "bad" if few else "ok", found, f"ulimit -n {LEAST_FILES}, or LimitNOFILE in its systemd unit" if few else ""
+        "limits",
+        "bad" if few else "ok",
+        found,
+        f"ulimit -n {LEAST_FILES}, or LimitNOFILE in its systemd unit" if few else "",
     )
 
 
@@ -188,7 +261,11 @@ def _project(project: Project) -> Iterator[Line]:
     for mistake in mistakes:
         yield Line("configuration", "bad", mistake, "mend the file")
     if not broken and not mistakes:
-        yield Line("configuration", "ok", f"{project.folder / 'project.yaml'}, views: {', '.join(project.names)}")
+        yield Line(
+            "configuration",
+            "ok",
+            f"{project.folder / 'project.yaml'}, views: {', '.join(project.names)}",
+        )
     memory = _available_bytes()
     wanted = project.settings.memory_mb * 2**20
     if memory is None:
@@ -205,14 +282,20 @@ def _project(project: Project) -> Iterator[Line]:
 
 def _available_bytes() -> int | None:
     with contextlib.suppress(OSError):
-        found = re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+        found = re.search(
+            r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE
+        )
         return int(found[1]) * 1024 if found else None
     return None
 
 
 def _disk(project: Project) -> Iterator[Line]:
     online = table_folder(project.online)
-    places = {"root": project.root, **({} if online is None else {"online": Path(online)}), "TMPDIR": Path(tempfile.gettempdir())}
+    places = {
+        "root": project.root,
+        **({} if online is None else {"online": Path(online)}),
+        "TMPDIR": Path(tempfile.gettempdir()),
+    }
     for name, place in places.items():
         there = next(folder for folder in (place, *place.parents) if folder.exists())
         try:
@@ -232,11 +315,18 @@ def _disk(project: Project) -> Iterator[Line]:
         remedy = (
             ""
             if not full
-            else "free some: `precompute gc` removes what nothing can reach"
-            if name != "TMPDIR"
-            else "point TMPDIR elsewhere"
+            else (
+                "free some: `precompute gc` removes what nothing can reach"
+                if name != "TMPDIR"
+                else "point TMPDIR elsewhere"
+            )
         )
-        yield Line(f"disk ({name})", "bad" if full else "ok", f"{_gb(free)} of {_gb(total)} free at {there}", remedy)
+        yield Line(
+            f"disk ({name})",
+            "bad" if full else "ok",
+            f"{_gb(free)} of {_gb(total)} free at {there}",
+            remedy,
+        )
         # some file systems count no inodes
         if left.f_files and left.f_favail < LEAST_INODES:
             yield Line(
@@ -257,23 +347,35 @@ def _online(project: Project) -> Iterator[Line]:
                 used = (
                     ""
                     if state.used_bytes is None
-                    else f", uses {_gb(state.used_bytes)} of {_gb(state.limit_bytes) if state.limit_bytes else 'what the machine has'}"
+                    else (
+                        f", uses {_gb(state.used_bytes)} of"
+                        f" {_gb(state.limit_bytes) if state.limit_bytes else 'what the machine has'}"  # noqa: E501
+                    )
                 )
                 yield Line(
-                    "Redis", "ok", f"{where}: {version}, {state.role}{used}, maxmemory-policy {state.policy or 'not known'}"
+                    "Redis",
+                    "ok",
+                    f"{where}: {version}, {state.role}{used}, maxmemory-policy"
+                    f" {state.policy or 'not known'}",
                 )
                 if ahead_s is not None:
                     yield _clock_line("clock of Redis", ahead_s, f"at {where}")
             for name in project.names:
                 store.check_writable(name, known_identity(project.root) or "without a name yet")
             yield Line(
-                "online store", "ok", f"{shown_url(project.online)}: there, with all rights that publishing and reading need"
+                "online store",
+                "ok",
+                f"{shown_url(project.online)}: there, with all rights that publishing and reading"
+                " need",
             )
     except ConflictError as exc:
         yield Line("online store", "bad", str(exc))
     except PrecomputeError as exc:
         yield Line(
-            "online store", "bad", str(exc), "look at `online` in project.yaml; docs/redis.md has the rights that a user needs"
+            "online store",
+            "bad",
+            str(exc),
+            "look at `online` in project.yaml; docs/redis.md has the rights that a user needs",
         )
 
 
@@ -287,11 +389,19 @@ def _clock(project: Project) -> Iterator[Line]:
         before = time.time()
         file.write(b".")
         file.flush()
-        yield _clock_line("clock of the disk", os.fstat(file.fileno()).st_mtime - before, f"where {there} lies")
+        yield _clock_line(
+            "clock of the disk", os.fstat(file.fileno()).st_mtime - before, f"where {there} lies"
+        )
     # what was written is not from the future
     with contextlib.suppress(PrecomputeError):
-        written = [report.finished_at for name in project.names for report in project.offline.view(name).runs.reports(1)]
-        latest = max((at for text in written if text and (at := parsed_time(text)) is not None), default=None)
+        written = [
+            report.finished_at
+            for name in project.names
+            for report in project.offline.view(name).runs.reports(1)
+        ]
+        latest = max(
+            (at for text in written if text and (at := parsed_time(text)) is not None), default=None
+        )
         if latest is not None and (latest - now).total_seconds() > MOST_OFF_S:
             yield Line(
                 "clock",
@@ -305,7 +415,11 @@ def _clock(project: Project) -> Iterator[Line]:
 
 def _clock_line(check: str, ahead_s: float, where: str) -> Line:
     off = abs(ahead_s) > MOST_OFF_S
-    found = f"{abs(ahead_s):.1f} s {'ahead' if ahead_s > 0 else 'behind'} {where}" if off else f"agrees with the one {where}"
+    found = (
+        f"{abs(ahead_s):.1f} s {'ahead' if ahead_s > 0 else 'behind'} {where}"
+        if off
+        else f"agrees with the one {where}"
+    )
     remedy = "keep both machines' clocks by NTP: leases and ages compare their times" if off else ""
     return Line(check, "bad" if off else "ok", found, remedy)
 

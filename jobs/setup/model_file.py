@@ -1,4 +1,5 @@
-"""Model file: a file of trees or an ONNX graph that somebody brings, looked at: which built-in computes it, which columns it reads, and what comes out."""
+"""Model file: a file of trees or an ONNX graph that somebody brings, looked at: which built-in
+computes it, which columns it reads, and what comes out."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ TRIED_ROWS = 100
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """A model that was looked at: ``use`` is the built-in, ``inputs`` maps what it reads to how many columns that is, ``outputs`` are those of a graph."""
+    """A model that was looked at: ``use`` is the built-in, ``inputs`` maps what it reads to how
+    many columns that is, ``outputs`` are those of a graph."""
 
     path: Path
     use: str
@@ -31,26 +33,38 @@ class ModelFile:
     outputs: Sequence[str] = ()
 
     def columns_of(self, data: DataFile, keys: Sequence[Column]) -> dict[str, Column]:
-        """Input → the column of its name, as in the file or as in the view; ``input[0]``, … of one that is several.
+        """Input → the column of its name, as in the file or as in the view; ``input[0]``, … of one
+        that is several.
 
         Raises:
             ConfigError: there is none.
         """
-        known = {column.alias: column for column in data.columns} | {column.name: column for column in data.columns}
+        known = {column.alias: column for column in data.columns} | {
+            column.name: column for column in data.columns
+        }
         numbers = [column for column in data.columns if column.is_number and column not in keys]
-        wanted = [name if count == 1 else f"{name}[{i}]" for name, count in self.inputs.items() for i in range(count)]
+        wanted = [
+            name if count == 1 else f"{name}[{i}]"
+            for name, count in self.inputs.items()
+            for i in range(count)
+        ]
         if not any(name in known for name in wanted) and len(wanted) == len(numbers):
             return dict(zip(wanted, numbers, strict=True))
         for name, count in self.inputs.items():
             if count > 1:
                 raise ConfigError(
-                    f"{self.path.name} takes {count} columns as {name!r}, and {data.path.name} has {len(numbers)} columns of numbers beside its key: leave "
-                    "the model's own in the file, in the model's order"
+                    f"{self.path.name} takes {count} columns as {name!r}, and {data.path.name} has"
+                    f" {len(numbers)} columns of numbers beside its key: leave the model's own in"
+                    " the file, in the model's order"
                 )
             if name not in known:
-                why = data.unusable.get(name) or f"it has: {', '.join(column.name for column in data.columns)}"
+                why = (
+                    data.unusable.get(name)
+                    or f"it has: {', '.join(column.name for column in data.columns)}"
+                )
                 raise ConfigError(
-                    f"{self.path.name} reads {name!r}, and {data.path.name} has no such column{did_you_mean(name, known)} ({why}): name it so in the file"
+                    f"{self.path.name} reads {name!r}, and {data.path.name} has no such"
+                    f" column{did_you_mean(name, known)} ({why}): name it so in the file"
                 )
         return {name: known[name] for name in self.inputs}
 
@@ -60,7 +74,9 @@ class ModelFile:
             other = {name: column.alias for name, column in chosen.items() if name != column.alias}
             return {"columns": other} if other else {}
         columns = iter(column.alias for column in chosen.values())
-        inputs = {name: [next(columns) for _ in range(count)] for name, count in self.inputs.items()}
+        inputs = {
+            name: [next(columns) for _ in range(count)] for name, count in self.inputs.items()
+        }
         plain = all(names == [name] for name, names in inputs.items())
         return ({} if plain else {"inputs": inputs}) | {
             "outputs": {slug_of(name) or f"output_{i}": name for i, name in enumerate(self.outputs)}
@@ -70,7 +86,10 @@ class ModelFile:
         """A column as the model takes it: a graph has no missing values."""
         if self.use != "onnx" or column.values - column.odd == rows:
             return quoted(column.name)
-        return f"coalesce({column.finite_sql}, {number_text(column.mean) if column.is_number else repr('')})"
+        return (
+            f"coalesce({column.finite_sql},"
+            f" {number_text(column.mean) if column.is_number else repr('')})"
+        )
 
     def features(self, args: Mapping[str, Any], sql: str, key: Sequence[str]) -> dict[str, str]:
         """Feature → what a view declares of it, by the first row that the model computes.
@@ -80,16 +99,26 @@ class ModelFile:
         """
         with Source(sql, key, {}) as source:
             rows = source.head(TRIED_ROWS).combine_chunks().to_batches()[0]
-        model, why = _loaded(self.use, self.path, {name: value for name, value in args.items() if name != "path"}), ""
+        model, why = (
+            _loaded(
+                self.use, self.path, {name: value for name, value in args.items() if name != "path"}
+            ),
+            "",
+        )
         for row in range(rows.num_rows):
             try:
-                return {name: _declared(values) for name, values in model.compute(rows.slice(row, 1)).items()}
+                return {
+                    name: _declared(values)
+                    for name, values in model.compute(rows.slice(row, 1)).items()
+                }
             except ModelError as exc:
                 raise ConfigError(f"{self.path.name} does not fit the data: {exc}") from exc
             except Exception as exc:
                 # a bad row, in a library's own words
                 why = why or str(exc)
-        raise ConfigError(f"{self.path.name} computes none of the first {rows.num_rows} rows: {why}")
+        raise ConfigError(
+            f"{self.path.name} computes none of the first {rows.num_rows} rows: {why}"
+        )
 
 
 def look_at_model(path: Path) -> ModelFile:
@@ -101,7 +130,8 @@ def look_at_model(path: Path) -> ModelFile:
     if not path.is_file():
         beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ConfigError(
-            f"--model {path}: {'is a folder' if path.is_dir() else 'no such file'}{did_you_mean(path.name, beside)}"
+            f"--model {path}:"
+            f" {'is a folder' if path.is_dir() else 'no such file'}{did_you_mean(path.name, beside)}"  # noqa: E501
         )
     use = _kind(path)
     if use == "onnx":
@@ -121,12 +151,17 @@ def _kind(path: Path) -> str:
     if head.startswith(b"tree"):
         return "lightgbm"
     if head.lstrip().startswith(b"{"):
-        for use, word in (("xgboost", b'"learner"'), ("catboost", b'"features_info"'), ("catboost", b'"ctr_data"')):
+        for use, word in (
+            ("xgboost", b'"learner"'),
+            ("catboost", b'"features_info"'),
+            ("catboost", b'"ctr_data"'),
+        ):
             if word in head:
                 return use
     raise ConfigError(
-        f"--model {path}: is none of LightGBM's text (save_model('model.txt')), XGBoost's JSON (save_model('model.json')), CatBoost's "
-        "(save_model('model.json', format='json')) and ONNX (.onnx): save it as one; pickles are never read"
+        f"--model {path}: is none of LightGBM's text (save_model('model.txt')), XGBoost's JSON"
+        " (save_model('model.json')), CatBoost's (save_model('model.json', format='json')) and"
+        " ONNX (.onnx): save it as one; pickles are never read"
     )
 
 

@@ -1,4 +1,5 @@
-"""Scaffold: the files of a new project, or of a new view, written from templates over data that somebody brings, or over a sample. Nothing is overwritten."""
+"""Scaffold: the files of a new project, or of a new view, written from templates over data that
+somebody brings, or over a sample. Nothing is overwritten."""
 
 from __future__ import annotations
 
@@ -13,20 +14,32 @@ from precompute.jobs.config.project import Project
 from precompute.jobs.config.section import read_yaml
 from precompute.jobs.setup.data_file import look_at
 from precompute.jobs.setup.picture_folder import look_at_pictures, painted
-from precompute.jobs.setup.view_draft import FOLDER, SAMPLES, TEMPLATES, Draft, drafts, filled, image_draft, suited
+from precompute.jobs.setup.view_draft import (
+    FOLDER,
+    SAMPLES,
+    TEMPLATES,
+    Draft,
+    drafts,
+    filled,
+    image_draft,
+    suited,
+)
 from precompute.store.disk.durable_file import disk_message, replace_undurably
 from precompute.store.errors import ConfigError, PrecomputeError, did_you_mean
 from precompute.store.feature_view import NAME
 
 HARMLESS = re.compile(
-    r"\..*|(readme|license|licence|copying|changelog|notice)(\..*)?|.*\.(md|csv|tsv|parquet|gz)|(data|venv)", re.IGNORECASE
+    r"\..*|(readme|license|licence|copying|changelog|notice)(\..*)?|.*\.(md|csv|tsv|parquet|gz)|(data|venv)",
+    re.IGNORECASE,
 )
-"""Names of what may lie in a folder that becomes a project: nothing of it is read or written by one."""
+"""Names of what may lie in a folder that becomes a project: nothing of it is read or written by
+one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scaffold:
-    """What was written: ``files`` below ``folder``, each with what it is; the views in the order in which they run."""
+    """What was written: ``files`` below ``folder``, each with what it is; the views in the order in
+    which they run."""
 
     folder: Path
     data: str
@@ -45,9 +58,11 @@ class Scaffold:
 class Wanted:
     """What a draft is made of.
 
-    ``source`` is a CSV or Parquet file, or a folder with pictures; a sample is written where there is none. ``template`` is one of :data:`TEMPLATES`, by default
-    the one that suits the source. ``key`` are the columns that make the key, found where none is named; ``encoder`` is a sentence-transformers folder for
-    texts, one of CLIP or SigLIP for pictures, and ``model`` the file of the template ``model``.
+    ``source`` is a CSV or Parquet file, or a folder with pictures; a sample is written where there
+    is none. ``template`` is one of :data:`TEMPLATES`, by default the one that suits the source.
+    ``key`` are the columns that make the key, found where none is named; ``encoder`` is a
+    sentence-transformers folder for texts, one of CLIP or SigLIP for pictures, and ``model`` the
+    file of the template ``model``.
     """
 
     source: Path | None = None
@@ -70,7 +85,10 @@ def new_project(folder: Path, wanted: Wanted) -> Scaffold:
     """
     check_folder(folder, wanted)
     made = _planned(folder, wanted)
-    schedule = [f'{view.name}: "0 2 * * *"' if view.after is None else f"{view.name}: after {view.after}" for view in made.views]
+    schedule = [
+        f'{view.name}: "0 2 * * *"' if view.after is None else f"{view.name}: after {view.after}"
+        for view in made.views
+    ]
     files = _files(made, wanted)
     files[".gitignore"] = ((FOLDER / "gitignore").read_bytes(), "what git leaves out")
     # last: a folder without it is no project yet
@@ -85,17 +103,22 @@ def new_view(project: Project, name: str, wanted: Wanted) -> Scaffold:
     """Write a view into a project that is there.
 
     Raises:
-        ConfigError: the name is none of a view, or there is one of that name; or the source cannot be used.
+        ConfigError: the name is none of a view, or there is one of that name; or the source cannot
+            be used.
         PrecomputeError: something cannot be written.
     """
     if not NAME.match(name):
         raise ConfigError(
-            f"view {name!r}: a name has lower-case letters, digits and _, starts with a letter, and is at most 63 long"
+            f"view {name!r}: a name has lower-case letters, digits and _, starts with a letter, and"
+            " is at most 63 long"
         )
     made = _planned(project.folder, wanted, name)
     for view in made.views:
         if view.name in project.names:
-            raise ConfigError(f"{project.folder / 'views' / view.name}.yaml is there: give the new view another name")
+            raise ConfigError(
+                f"{project.folder / 'views' / view.name}.yaml is there: give the new view another"
+                " name"
+            )
     return _written(made, _files(made, wanted))
 
 
@@ -108,28 +131,49 @@ def check_folder(folder: Path, wanted: Wanted) -> None:
     if not folder.is_dir():
         raise ConfigError(f"{folder}: is a file; give a folder that is empty or not there yet")
     if (folder / "project.yaml").exists():
-        raise ConfigError(f"{folder}: is a project; add a view to it: precompute -c {folder} new view NAME")
-    own = {Path(path).absolute() for path in (wanted.source, wanted.model, wanted.encoder) if path is not None}
-    found = sorted(p.name for p in folder.iterdir() if not HARMLESS.fullmatch(p.name) and p.absolute() not in own)
+        raise ConfigError(
+            f"{folder}: is a project; add a view to it: precompute -c {folder} new view NAME"
+        )
+    own = {
+        Path(path).absolute()
+        for path in (wanted.source, wanted.model, wanted.encoder)
+        if path is not None
+    }
+    found = sorted(
+        p.name
+        for p in folder.iterdir()
+        if not HARMLESS.fullmatch(p.name) and p.absolute() not in own
+    )
     if found:
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-        raise ConfigError(f"{folder}: is not empty ({', '.join(found[:3])}{more}); give a folder that is empty or not there yet")
+        raise ConfigError(
+            f"{folder}: is not empty ({', '.join(found[:3])}{more}); give a folder that is empty or"
+            " not there yet"
+        )
 
 
 def _planned(folder: Path, wanted: Wanted, name: str | None = None) -> Scaffold:
     """What will be written; nothing is yet."""
     source, template, encoder, model = wanted.source, wanted.template, wanted.encoder, wanted.model
     if template is not None and template not in TEMPLATES:
-        raise ConfigError(f"--template {template}: is not one of {', '.join(TEMPLATES)}{did_you_mean(template, TEMPLATES)}")
+        raise ConfigError(
+            f"--template {template}: is not one of"
+            f" {', '.join(TEMPLATES)}{did_you_mean(template, TEMPLATES)}"
+        )
     template = template or ("model" if model else "images" if source and source.is_dir() else None)
     if encoder is not None and template not in (None, "embeddings", "top-k", "images"):
         raise ConfigError(f"--encoder: template {template} embeds nothing; leave it out")
     if model is not None and template != "model":
-        raise ConfigError(f"--model: template {template} takes no model file; leave it out, or take --template model")
+        raise ConfigError(
+            f"--model: template {template} takes no model file; leave it out, or take --template"
+            " model"
+        )
     if template == "images":
         if wanted.key:
             raise ConfigError("--key: the key of a picture is its file's name; leave it out")
-        pictures = look_at_pictures(folder / "photos" if source is None else source, folder, sample=source is None)
+        pictures = look_at_pictures(
+            folder / "photos" if source is None else source, folder, sample=source is None
+        )
         view = image_draft(pictures, folder, name=name, encoder=encoder)
         return Scaffold(folder, str(source or "photos"), pictures.pictures, template, (view,))
     if template == "model" and (source is None) != (model is None):
@@ -161,7 +205,11 @@ def _files(made: Scaffold, wanted: Wanted) -> dict[str, tuple[bytes, str]]:
     for view in made.views:
         if view.module is not None:
             files[view.module] = ((FOLDER / view.module).read_bytes(), "the model, yours to change")
-        what = "what is computed from what" if view.after is None else f"what is computed from {view.after}"
+        what = (
+            "what is computed from what"
+            if view.after is None
+            else f"what is computed from {view.after}"
+        )
         files[f"views/{view.name}.yaml"] = (view.text.encode(), what)
     return files
 
@@ -177,7 +225,9 @@ def _written(made: Scaffold, files: Mapping[str, tuple[bytes, str]]) -> Scaffold
         if path.exists() and path.name == ".gitignore":
             continue
         if path.exists() and (path.is_dir() or path.read_bytes() != content):
-            raise ConfigError(f"{path} is there, and is another one: move it, or use another folder")
+            raise ConfigError(
+                f"{path} is there, and is another one: move it, or use another folder"
+            )
         if not path.exists():
             new[name] = (content, what)
     missing = [folder for folder in (made.folder / "views", made.folder) if not folder.exists()]
@@ -193,7 +243,14 @@ def _written(made: Scaffold, files: Mapping[str, tuple[bytes, str]]) -> Scaffold
         for folder in missing:
             shutil.rmtree(folder, ignore_errors=True)
         raise PrecomputeError(disk_message(made.folder, exc, "nothing was changed")) from exc
-    return Scaffold(made.folder, made.data, made.rows, made.template, made.views, {name: what for name, (_, what) in new.items()})
+    return Scaffold(
+        made.folder,
+        made.data,
+        made.rows,
+        made.template,
+        made.views,
+        {name: what for name, (_, what) in new.items()},
+    )
 
 
 def schedule_of(project: Project, view: Draft) -> str | None:

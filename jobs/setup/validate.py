@@ -1,4 +1,5 @@
-"""Validate: what a run of a view would need, tried in seconds: its file, its SQL, its model over ten rows, its index and its online store. Nothing is published."""
+"""Validate: what a run of a view would need, tried in seconds: its file, its SQL, its model over
+ten rows, its index and its online store. Nothing is published."""
 
 from __future__ import annotations
 
@@ -19,7 +20,15 @@ from precompute.jobs.rows.open_view import open_source, open_view
 from precompute.model import ReadingModel
 from precompute.store.clock import Partition
 from precompute.store.disk.durable_file import disk_message
-from precompute.store.errors import ConfigError, GateError, ModelError, PrecomputeError, SnapshotError, SourceError, did_you_mean
+from precompute.store.errors import (
+    ConfigError,
+    GateError,
+    ModelError,
+    PrecomputeError,
+    SnapshotError,
+    SourceError,
+    did_you_mean,
+)
 from precompute.store.feature_view import Feature
 from precompute.store.online_url import shown_url
 from precompute.techniques.table import REFERENCE
@@ -30,7 +39,8 @@ ROWS = 10
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Of one view: what was tried, whether it is as it should be, and what was found; ``bad_config`` where a file or value of the project is wrong."""
+    """Of one view: what was tried, whether it is as it should be, and what was found;
+    ``bad_config`` where a file or value of the project is wrong."""
 
     view: str
     check: str
@@ -40,7 +50,8 @@ class Check:
 
 
 def validate(project: Project, names: Sequence[str] = ()) -> Iterator[Check]:
-    """Try views, one after the other, and where none is named the services, too; what depends on something that is wrong is not tried.
+    """Try views, one after the other, and where none is named the services, too; what depends on
+    something that is wrong is not tried.
 
     Args:
         project: the configuration.
@@ -71,13 +82,16 @@ def _of_view(project: Project, name: str) -> Iterator[Check]:
         return
     config = project.view(name)
     if waits := [
-        other for other in config.inputs() if other in project.names and project.offline.view(other).refs.live() is None
+        other
+        for other in config.inputs()
+        if other in project.names and project.offline.view(other).refs.live() is None
     ]:
         yield Check(
             name,
             "source",
             True,
-            f"not tried: it reads live.{waits[0]}, which is not published yet: precompute run {waits[0]} first",
+            f"not tried: it reads live.{waits[0]}, which is not published yet: precompute run"
+            f" {waits[0]} first",
         )
     else:
         yield (check := tried("source", lambda: _read(project, config)))
@@ -93,12 +107,19 @@ def _of_view(project: Project, name: str) -> Iterator[Check]:
 def _configured(config: ViewConfig) -> str:
     view = config.feature_view()
     features = view.features
-    return f"key {', '.join(view.entity)}; {', '.join(map(_described, features))}; model {config.model.use}"
+    return (
+        f"key {', '.join(view.entity)}; {', '.join(map(_described, features))}; model"
+        f" {config.model.use}"
+    )
 
 
 def _described(feature: Feature) -> str:
     shape = (
-        f"[{feature.dim}]" if feature.dim is not None else f"[up to {feature.max_items}]" if feature.max_items is not None else ""
+        f"[{feature.dim}]"
+        if feature.dim is not None
+        else f"[up to {feature.max_items}]"
+        if feature.max_items is not None
+        else ""
     )
     return f"{feature.name} {feature.dtype}{shape}"
 
@@ -110,7 +131,11 @@ def _partition(config: ViewConfig) -> Partition | None:
 def _read(project: Project, config: ViewConfig) -> str:
     """The first rows: a partition may have none yet, and nothing else."""
     source, _ = open_source(
-        config.feature_view(), project.offline, project.home, partition=_partition(config), memory_mb=project.settings.source_mb
+        config.feature_view(),
+        project.offline,
+        project.home,
+        partition=_partition(config),
+        memory_mb=project.settings.source_mb,
     )
     with source:
         if config.source.updated_at is not None:
@@ -118,7 +143,10 @@ def _read(project: Project, config: ViewConfig) -> str:
         head = source.head(ROWS)
     columns = ", ".join(f"{field.name} {field.type}" for field in head.schema)
     if not head.num_rows and config.partition is None:
-        raise SourceError(f"the source yields no rows (its columns: {columns}): a run would fail, and what is live stays")
+        raise SourceError(
+            f"the source yields no rows (its columns: {columns}): a run would fail, and what is"
+            " live stays"
+        )
     return f"{head.num_rows} {'row' if head.num_rows == 1 else 'rows'} read: {columns}"
 
 
@@ -126,7 +154,11 @@ def _computed(project: Project, config: ViewConfig) -> str:
     """What the model makes of the first rows, in float32."""
     view, began = config.feature_view(), time.monotonic()
     with open_view(
-        view, project.offline, project.home, partition=_partition(config), memory_mb=project.settings.source_mb
+        view,
+        project.offline,
+        project.home,
+        partition=_partition(config),
+        memory_mb=project.settings.source_mb,
     ) as opened:
         head = opened.source.head(ROWS).combine_chunks()
         model = opened.model
@@ -140,11 +172,19 @@ def _computed(project: Project, config: ViewConfig) -> str:
     seconds, rejected = time.monotonic() - began, len(done.rejections)
     if rejected == head.num_rows:
         raise ModelError(
-            f"it computes none of the first {head.num_rows} rows: {done.rejections[0].stage}: {done.rejections[0].error}"
+            f"it computes none of the first {head.num_rows} rows: {done.rejections[0].stage}:"
+            f" {done.rejections[0].error}"
         )
     some = f"; {rejected} rejected ({done.rejections[0].error})" if rejected else ""
-    some += "" if opened.variant == REFERENCE else f"; in float32, where a run computes by {opened.variant}"
-    return f"loaded in {loaded_s:.1f} s, {head.num_rows - rejected} of {head.num_rows} rows computed in {seconds:.2f} s{some}"
+    some += (
+        ""
+        if opened.variant == REFERENCE
+        else f"; in float32, where a run computes by {opened.variant}"
+    )
+    return (
+        f"loaded in {loaded_s:.1f} s, {head.num_rows - rejected} of {head.num_rows} rows computed"
+        f" in {seconds:.2f} s{some}"
+    )
 
 
 def _check_reads(wanted: Collection[str], head: pa.Table) -> None:
@@ -154,23 +194,33 @@ def _check_reads(wanted: Collection[str], head: pa.Table) -> None:
     for name in wanted:
         if name not in head.schema.names:
             raise ConfigError(
-                f"the model reads a column {name!r}, which the source does not yield{did_you_mean(name, head.schema.names)} (it yields: "
-                f"{', '.join(head.schema.names)}): add it to source.sql, or name it with AS"
+                f"the model reads a column {name!r}, which the source does not"
+                f" yield{did_you_mean(name, head.schema.names)} (it yields:"
+                f" {', '.join(head.schema.names)}): add it to source.sql, or name it with AS"
             )
 
 
 def _indexed(config: ViewConfig) -> str:
     check_index(config)
     assert config.index is not None
-    return f"of {config.index.on} by {config.index.metric}, recall of at least {config.index.recall_at_10:g}"
+    return (
+        f"of {config.index.on} by {config.index.metric}, recall of at least"
+        f" {config.index.recall_at_10:g}"
+    )
 
 
 def _contract(project: Project, config: ViewConfig) -> str:
     verdict = contract_verdict(config, project.offline.view(config.name))
     if verdict is not None and not verdict.passed:
-        raise GateError(f"{verdict.message}. If this is as it should be: {config.accepting('contract')}")
+        raise GateError(
+            f"{verdict.message}. If this is as it should be: {config.accepting('contract')}"
+        )
     if verdict is None:
-        return "nothing is live that could break" if config.gates.contract else "gates.contract is switched off"
+        return (
+            "nothing is live that could break"
+            if config.gates.contract
+            else "gates.contract is switched off"
+        )
     return verdict.message
 
 

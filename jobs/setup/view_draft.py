@@ -1,4 +1,5 @@
-"""View draft: a template filled in with what a data file has: key, SQL, model, and comments that say what each line is for."""
+"""View draft: a template filled in with what a data file has: key, SQL, model, and comments that
+say what each line is for."""
 
 from __future__ import annotations
 
@@ -39,8 +40,9 @@ _TITLE = re.compile(r"(?i).*(title|titel|name|subject|headline|heading|label)")
 class Draft:
     """A view that is to be written.
 
-    ``module`` is the template that its model's class lies in, or the model itself, None of a built-in; ``after`` the view it reads, ``example`` a key of the data, ``searched`` what a search of it names,
-    ``notes`` what somebody should know who did not look at the data.
+    ``module`` is the template that its model's class lies in, or the model itself, None of a
+    built-in; ``after`` the view it reads, ``example`` a key of the data, ``searched`` what a search
+    of it names, ``notes`` what somebody should know who did not look at the data.
     """
 
     name: str
@@ -76,29 +78,46 @@ class _Shape:
         if all(nouns) and not self.made_key:
             return "_".join(nouns)[:40].strip("_")
         stem = slug_of(self.data.path.name.partition(".")[0])
-        return (stem.removesuffix("s") if len(stem) > 3 and not stem.endswith("ss") else stem) or "row"
+        return (
+            stem.removesuffix("s") if len(stem) > 3 and not stem.endswith("ss") else stem
+        ) or "row"
 
     def select(self, columns: Mapping[str, str], wanted: str | None = None) -> str:
-        """The SELECT: the key and ``columns``, name → SQL, of the rows for which ``wanted`` is true; one row of each key."""
+        """The SELECT: the key and ``columns``, name → SQL, of the rows for which ``wanted`` is
+        true; one row of each key."""
         keys = [_as(quoted(column.name), column.alias, column.name) for column in self.keys]
         if self.made_key:
-            keys = [f"md5(row({', '.join(quoted(c.name) for c in self.data.columns)})::VARCHAR) AS row_id"]
-        lines = ["SELECT", *(f"  {line}," for line in (*keys, *(_as(sql, name) for name, sql in columns.items())))]
+            keys = [
+                f"md5(row({', '.join(quoted(c.name) for c in self.data.columns)})::VARCHAR) AS"
+                " row_id"
+            ]
+        lines = [
+            "SELECT",
+            *(f"  {line}," for line in (*keys, *(_as(sql, name) for name, sql in columns.items()))),
+        ]
         lines[-1] = lines[-1].removesuffix(",")
         lines.append(f"FROM {self.data.read}")
         # of a text that is empty there is no key either
-        there = [f"{quoted(c.name)} {_is_key(c)}" for c in self.keys if c.values < self.data.rows or c.is_empty_somewhere]
+        there = [
+            f"{quoted(c.name)} {_is_key(c)}"
+            for c in self.keys
+            if c.values < self.data.rows or c.is_empty_somewhere
+        ]
         if there:
-            self.notes.append(f"rows without {' or '.join(repr(c.name) for c in self.keys)} are left out")
+            self.notes.append(
+                f"rows without {' or '.join(repr(c.name) for c in self.keys)} are left out"
+            )
         conditions = [*there, *([wanted] if wanted else [])]
         lines += [f"WHERE {' AND '.join(conditions)}"] if conditions else []
         if self.keys and self.data.distinct(self.keys) < self._rows_with_key:
             of = ", ".join(quoted(column.name) for column in self.keys)
             lines.append(
-                f"QUALIFY row_number() OVER (PARTITION BY {of} ORDER BY {self._order()}) = 1    -- of several rows of one key, one"
+                f"QUALIFY row_number() OVER (PARTITION BY {of} ORDER BY {self._order()}) = 1    --"
+                " of several rows of one key, one"
             )
             self.notes.append(
-                f"several rows have the same {' and '.join(repr(c.name) for c in self.keys)}: one of them is taken, see QUALIFY"
+                f"several rows have the same {' and '.join(repr(c.name) for c in self.keys)}: one"
+                " of them is taken, see QUALIFY"
             )
         return "\n".join(lines)
 
@@ -108,7 +127,12 @@ class _Shape:
 
     def _order(self) -> str:
         """So that it is the same row in every run."""
-        return ", ".join(quoted(column.name) for column in self.data.columns if column not in self.keys) or "1"
+        return (
+            ", ".join(
+                quoted(column.name) for column in self.data.columns if column not in self.keys
+            )
+            or "1"
+        )
 
     @property
     def summary(self) -> list[str]:
@@ -117,10 +141,19 @@ class _Shape:
         uses = {column.name: self._use(column) for column in columns} | {
             n: f"left out ({w})" for n, w in self.data.unusable.items()
         }
-        parts = [f"{use}: {', '.join(name for name in uses if uses[name] == use)}" for use in dict.fromkeys(uses.values())]
+        parts = [
+            f"{use}: {', '.join(name for name in uses if uses[name] == use)}"
+            for use in dict.fromkeys(uses.values())
+        ]
         lines = [f"{len(uses)} columns: {'; '.join(parts)}"]
-        made = {c.name: c.alias for c in columns if c.name != c.alias and (c in self.keys or c.name in self.renamed)}
-        return lines + [f"names for SQL and answers: {', '.join(f'{n!r} is {a}' for n, a in made.items())}"] * bool(made)
+        made = {
+            c.name: c.alias
+            for c in columns
+            if c.name != c.alias and (c in self.keys or c.name in self.renamed)
+        }
+        return lines + [
+            f"names for SQL and answers: {', '.join(f'{n!r} is {a}' for n, a in made.items())}"
+        ] * bool(made)
 
     def note_texts(self) -> None:
         """Of numbers that the file has as texts."""
@@ -128,26 +161,34 @@ class _Shape:
             name, others = column.name, column.written - column.numeric
             if column.commas and column not in self.keys:
                 self.notes.append(
-                    f"{name!r} has decimal commas, so it is text here: replace(replace({quoted(name)}, '.', ''), ',', '.')::DOUBLE reads it"
+                    f"{name!r} has decimal commas, so it is text here:"
+                    f" replace(replace({quoted(name)}, '.', ''), ',', '.')::DOUBLE reads it"
                 )
             elif 0 < others <= column.written / 2 and column not in self.keys:
                 self.notes.append(
-                    f"{name!r} is text, since {others} of its {column.written} values are no numbers: TRY_CAST({quoted(name)} AS DOUBLE) makes them null"
+                    f"{name!r} is text, since {others} of its {column.written} values are no"
+                    f" numbers: TRY_CAST({quoted(name)} AS DOUBLE) makes them null"
                 )
 
     def note_nulls(self, columns: Sequence[Column], become: str) -> None:
         """Of those of ``columns`` that have no value somewhere."""
         empty = {c.name: self.data.rows - c.values + c.odd for c in columns}
-        some = ", ".join(f"{name} ({count:,} of {self.data.rows:,})" for name, count in empty.items() if count)
+        some = ", ".join(
+            f"{name} ({count:,} of {self.data.rows:,})" for name, count in empty.items() if count
+        )
         self.notes += [f"empty values {become}: {some}"] if some else []
 
     def described(self) -> str:
         """The file and its columns, as comments, and what was noted of them."""
-        head = f"{self.data.path.name}: {self.data.rows:,} {'row' if self.data.rows == 1 else 'rows'}"
+        head = (
+            f"{self.data.path.name}: {self.data.rows:,} {'row' if self.data.rows == 1 else 'rows'}"
+        )
         rows = [(column.name, column.type, self._use(column)) for column in self.data.columns]
         rows += [(name, "", f"left out: {why}") for name, why in self.data.unusable.items()]
         widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
-        lines = [f"#   {a.ljust(widths[0])}  {b.ljust(widths[1])}  {c}".rstrip() for a, b, c in rows]
+        lines = [
+            f"#   {a.ljust(widths[0])}  {b.ljust(widths[1])}  {c}".rstrip() for a, b, c in rows
+        ]
         return "\n".join([f"# {head}", *lines, *(f"# note: {note}" for note in self.notes)])
 
     def _use(self, column: Column) -> str:
@@ -195,8 +236,11 @@ def drafts(
     return [_scores(shape, template, name or f"{shape.noun}_score")]
 
 
-def image_draft(pictures: PictureFolder, project: Path, *, name: str | None = None, encoder: str | None = None) -> Draft:
-    """The view of the template ``images``; arguments as of :func:`drafts`, ``encoder`` a CLIP or SigLIP folder."""
+def image_draft(
+    pictures: PictureFolder, project: Path, *, name: str | None = None, encoder: str | None = None
+) -> Draft:
+    """The view of the template ``images``; arguments as of :func:`drafts`, ``encoder`` a CLIP or
+    SigLIP folder."""
     stem = slug_of(pictures.path.absolute().name) or "photo"
     noun = stem.removesuffix("s") if len(stem) > 3 and not stem.endswith("ss") else stem
     name, model, dim = name or f"{noun}_embedding", filled("model-image_colors.yaml", {}), 64
@@ -204,12 +248,35 @@ def image_draft(pictures: PictureFolder, project: Path, *, name: str | None = No
     if encoder is not None:
         path = json.dumps(path_from(Path(encoder), project), ensure_ascii=False)
         model, dim = filled("model-image_encoder.yaml", {"path": path}), image_dim(Path(encoder))
-    sql = f"SELECT\n  parse_filename(filename) AS {noun}_id,\n  content AS image\nFROM {pictures.read}"
-    values = {"view": name, "noun": noun.replace("_", " "), "key": f"{noun}_id", "model": model, "dim": str(dim), "sql": sql}
-    values |= {"example": shlex.quote(pictures.example), "columns": f"# {pictures.path.name}: {pictures.pictures:,} pictures"}
-    notes = (f"{pictures.others:,} files that are no pictures by their names are not read",) if pictures.others else ()
+    sql = (
+        f"SELECT\n  parse_filename(filename) AS {noun}_id,\n  content AS image\nFROM"
+        f" {pictures.read}"
+    )
+    values = {
+        "view": name,
+        "noun": noun.replace("_", " "),
+        "key": f"{noun}_id",
+        "model": model,
+        "dim": str(dim),
+        "sql": sql,
+    }
+    values |= {
+        "example": shlex.quote(pictures.example),
+        "columns": f"# {pictures.path.name}: {pictures.pictures:,} pictures",
+    }
+    notes = (
+        (f"{pictures.others:,} files that are no pictures by their names are not read",)
+        if pictures.others
+        else ()
+    )
     return Draft(
-        name, filled("images.yaml", values), module, None, pictures.example, f"--key {shlex.quote(pictures.example)}", notes
+        name,
+        filled("images.yaml", values),
+        module,
+        None,
+        pictures.example,
+        f"--key {shlex.quote(pictures.example)}",
+        notes,
     )
 
 
@@ -220,7 +287,11 @@ def suited(data: DataFile) -> str:
     pair = data.pair()
     if pair is not None and all(data.distinct([column]) < data.rows for column in pair):
         return "pairs"
-    return "scores" if any(column.is_number and column != data.key() for column in data.columns) else "embeddings"
+    return (
+        "scores"
+        if any(column.is_number and column != data.key() for column in data.columns)
+        else "embeddings"
+    )
 
 
 def _shape(template: str, data: DataFile, key: Sequence[str]) -> _Shape:
@@ -228,7 +299,9 @@ def _shape(template: str, data: DataFile, key: Sequence[str]) -> _Shape:
         keys = [data.column(name) for name in key]
         for column in keys:
             if not column.may_be_key:
-                raise ConfigError(f"--key: {column.name!r} is {column.type}: a key is an integer or a short text")
+                raise ConfigError(
+                    f"--key: {column.name!r} is {column.type}: a key is an integer or a short text"
+                )
         if template == "top-k" and len(keys) > 1:
             raise ConfigError("--key: top-k lists ids, so its key is one column")
         return _Shape(data, keys)
@@ -237,24 +310,36 @@ def _shape(template: str, data: DataFile, key: Sequence[str]) -> _Shape:
         if pair is None:
             names = ", ".join(column.name for column in data.columns)
             raise ConfigError(
-                f"{data.path.name} has no two columns called like ids (it has: {names}): name them, --key user,item"
+                f"{data.path.name} has no two columns called like ids (it has: {names}): name them,"
+                " --key user,item"
             )
         return _Shape(data, list(pair))
     found = data.key()
     if found is not None:
         return _Shape(data, [found])
-    note = "no column is a key, so each row's is a digest of all its columns (row_id): another row wherever one of them changes. --key names one"
+    note = (
+        "no column is a key, so each row's is a digest of all its columns (row_id): another row"
+        " wherever one of them changes. --key names one"
+    )
     return _Shape(data, [], made_key=True, notes=[note])
 
 
 def _texts(shape: _Shape) -> list[Column]:
-    """The columns that say what a row is: the longest text, and before it a title where there is one."""
-    texts = sorted((c for c in shape.data.columns if c.is_text and c not in shape.keys), key=lambda c: c.letters, reverse=True)
+    """The columns that say what a row is: the longest text, and before it a title where there is
+    one."""
+    texts = sorted(
+        (c for c in shape.data.columns if c.is_text and c not in shape.keys),
+        key=lambda c: c.letters,
+        reverse=True,
+    )
     # a table of words, say, whose only text is the key
     texts = texts or [column for column in shape.keys if column.is_text]
     if not texts:
         have = ", ".join(f"{column.name} {column.type}" for column in shape.data.columns)
-        raise ConfigError(f"{shape.data.path.name} has no column with text (it has: {have}): --template scores takes numbers")
+        raise ConfigError(
+            f"{shape.data.path.name} has no column with text (it has: {have}): --template scores"
+            " takes numbers"
+        )
     titles = [column for column in texts[1:] if _TITLE.match(column.name)]
     return [*titles[:1], texts[0]]
 
@@ -262,7 +347,11 @@ def _texts(shape: _Shape) -> list[Column]:
 def _embeddings(shape: _Shape, project: Path, name: str, encoder: str | None) -> Draft:
     chosen = _texts(shape)
     shape.used |= {column.name: "in the text" for column in chosen}
-    sql = quoted(chosen[0].name) if len(chosen) == 1 else f"concat_ws(': ', {', '.join(quoted(c.name) for c in chosen)})"
+    sql = (
+        quoted(chosen[0].name)
+        if len(chosen) == 1
+        else f"concat_ws(': ', {', '.join(quoted(c.name) for c in chosen)})"
+    )
     empty = max(column.written for column in chosen) < shape.data.rows
     wanted = f"trim(coalesce({sql}, '')) <> ''" if empty else None
     if empty:
@@ -277,7 +366,11 @@ def _text_model(project: Path, encoder: str | None) -> tuple[str, int, str | Non
     if encoder is None and importlib.util.find_spec(PACKAGE) is not None:
         encoder = f"package:{PACKAGE}/model"
     if encoder is None:
-        return filled("model-hashed_text.yaml", {"dim": str(HASHED_DIM)}), HASHED_DIM, "hashed_text.py"
+        return (
+            filled("model-hashed_text.yaml", {"dim": str(HASHED_DIM)}),
+            HASHED_DIM,
+            "hashed_text.py",
+        )
     if not encoder.startswith("package:"):
         encoder = path_from(Path(encoder), project)
     return (
@@ -295,16 +388,27 @@ def encoder_dim(path: str, project: Path) -> int:
     """
     try:
         with starting_from(project):
-            folder = resolve_path(path if path.startswith("package:") else str((project / path).resolve()))
+            folder = resolve_path(
+                path if path.startswith("package:") else str((project / path).resolve())
+            )
         recipe = read_sentence_folder(folder)
-        dense = [layer.out_features for layer in ([] if recipe is None else recipe.layers) if isinstance(layer, Dense)]
-        config = json.loads(((folder if recipe is None else recipe.transformer) / "config.json").read_text(encoding="utf-8"))
+        dense = [
+            layer.out_features
+            for layer in ([] if recipe is None else recipe.layers)
+            if isinstance(layer, Dense)
+        ]
+        config = json.loads(
+            ((folder if recipe is None else recipe.transformer) / "config.json").read_text(
+                encoding="utf-8"
+            )
+        )
         sizes = [config.get(name) for name in ("hidden_size", "d_model", "dim")]
         found = [None if recipe is None else recipe.truncate_dim, *dense[-1:], *sizes]
         return next(int(size) for size in found if isinstance(size, int))
     except (OSError, ValueError, AttributeError, StopIteration, ModelError) as exc:
         raise ConfigError(
-            f"--encoder {path}: is no sentence-transformers folder (with modules.json and config.json): {exc or 'its config.json names no size'}"
+            f"--encoder {path}: is no sentence-transformers folder (with modules.json and"
+            f" config.json): {exc or 'its config.json names no size'}"
         ) from exc
 
 
@@ -317,18 +421,24 @@ def _top_k(shape: _Shape, name: str, base: str) -> Draft:
 
 
 def _scores(shape: _Shape, template: str, name: str) -> Draft:
-    numbers = [column for column in shape.data.columns if column.is_number and column not in shape.keys]
+    numbers = [
+        column for column in shape.data.columns if column.is_number and column not in shape.keys
+    ]
     # another table's key is a number that measures nothing
     numbers = [column for column in numbers if not column.is_called_key] or numbers
     shape.used |= {column.name: "a number of the score" for column in numbers[:MOST_WEIGHTS]}
     shape.renamed = {column.name for column in numbers[:MOST_WEIGHTS]}
     shape.note_nulls(numbers[:MOST_WEIGHTS], "count as the mean of their column")
     inputs = {
-        c.alias: (f"coalesce({c.finite_sql}, {number_text(c.mean)})::DOUBLE", c.mean, c.spread) for c in numbers[:MOST_WEIGHTS]
+        c.alias: (f"coalesce({c.finite_sql}, {number_text(c.mean)})::DOUBLE", c.mean, c.spread)
+        for c in numbers[:MOST_WEIGHTS]
     }
     if not inputs:
         inputs = _counted(shape, template)
-    weights = {name: 1 / len(inputs) / (spread or abs(mean) or 1.0) for name, (_, mean, spread) in inputs.items()}
+    weights = {
+        name: 1 / len(inputs) / (spread or abs(mean) or 1.0)
+        for name, (_, mean, spread) in inputs.items()
+    }
     bias = -sum(weight * inputs[name][1] for name, weight in weights.items())
     values = {
         "sql": shape.select({name: sql for name, (sql, _, _) in inputs.items()}),
@@ -339,28 +449,54 @@ def _scores(shape: _Shape, template: str, name: str) -> Draft:
 
 
 def _counted(shape: _Shape, template: str) -> dict[str, tuple[str, float, float]]:
-    """What can be scored of a file without numbers: how long its texts are, or how often each id of a pair comes."""
-    texts = [column for column in shape.data.columns if column.is_text and column not in shape.keys][:MOST_WEIGHTS]
+    """What can be scored of a file without numbers: how long its texts are, or how often each id of
+    a pair comes."""
+    texts = [
+        column for column in shape.data.columns if column.is_text and column not in shape.keys
+    ][:MOST_WEIGHTS]
     if texts:
         shape.used |= {column.name: "its length, for the score" for column in texts}
         shape.notes.append("there is no column of numbers: the lengths of texts are scored")
-        return {f"{c.alias}_letters": (f"coalesce(length({quoted(c.name)}), 0)::DOUBLE", c.letters, 0.0) for c in texts}
+        return {
+            f"{c.alias}_letters": (f"coalesce(length({quoted(c.name)}), 0)::DOUBLE", c.letters, 0.0)
+            for c in texts
+        }
     if template == "pairs":
         shape.notes.append("there is no column of numbers: how often each id comes is scored")
         counts = {c: shape.data.rows / max(1, shape.data.distinct([c])) for c in shape.keys}
         return {
-            f"{c.alias}_rows": (f"(count(*) OVER (PARTITION BY {quoted(c.name)}))::DOUBLE", mean, 0.0)
+            f"{c.alias}_rows": (
+                f"(count(*) OVER (PARTITION BY {quoted(c.name)}))::DOUBLE",
+                mean,
+                0.0,
+            )
             for c, mean in counts.items()
         }
     raise ConfigError(
-        f"{shape.data.path.name} has no column beside its key ({', '.join(shape.names)}): there is nothing to score"
+        f"{shape.data.path.name} has no column beside its key ({', '.join(shape.names)}): there is"
+        " nothing to score"
     )
 
 
-_TYPES = {"TINYINT": "int8", "SMALLINT": "int16", "INTEGER": "int32", "UTINYINT": "int16", "USMALLINT": "int32"}
+_TYPES = {
+    "TINYINT": "int8",
+    "SMALLINT": "int16",
+    "INTEGER": "int32",
+    "UTINYINT": "int16",
+    "USMALLINT": "int32",
+}
 _TYPES |= dict.fromkeys(("BIGINT", "UINTEGER", "UBIGINT", "HUGEINT", "UHUGEINT"), "int64")
-_TYPES |= {"FLOAT": "float32", "DOUBLE": "float64", "DECIMAL": "float64", "VARCHAR": "string", "UUID": "string", "ENUM": "string"}
-_ALONE = {"BOOLEAN": "bool"} | dict.fromkeys(("DATE", "TIME", "TIMESTAMP", "TIMESTAMP WITH TIME ZONE"), "string")
+_TYPES |= {
+    "FLOAT": "float32",
+    "DOUBLE": "float64",
+    "DECIMAL": "float64",
+    "VARCHAR": "string",
+    "UUID": "string",
+    "ENUM": "string",
+}
+_ALONE = {"BOOLEAN": "bool"} | dict.fromkeys(
+    ("DATE", "TIME", "TIMESTAMP", "TIMESTAMP WITH TIME ZONE"), "string"
+)
 _ALONE |= dict.fromkeys(("TIMESTAMP_S", "TIMESTAMP_MS", "TIMESTAMP_NS"), "string")
 """DuckDB's name of a type → the feature's; of those in the last two no lists."""
 
@@ -375,33 +511,63 @@ def _feature(column: Column, rows: int) -> str | None:
     if dtype is None:
         return None
     # a vector is never null; Parquet's own have no length in their type
-    dim = dim or (column.items if is_list and column.shortest == column.items > 1 and "float" in dtype else "")
+    dim = dim or (
+        column.items if is_list and column.shortest == column.items > 1 and "float" in dtype else ""
+    )
     if dim and dtype != "string" and column.values == rows:
         return f"{{dtype: {dtype}, dim: {dim}}}"
-    return f"{{dtype: {dtype}, max_items: {dim or max(10, 2 * column.items)}}}" if is_list else f"{{dtype: {dtype}}}"
+    return (
+        f"{{dtype: {dtype}, max_items: {dim or max(10, 2 * column.items)}}}"
+        if is_list
+        else f"{{dtype: {dtype}}}"
+    )
 
 
 def _features(shape: _Shape, name: str) -> Draft:
     data = shape.data
-    declared = {c.name: kind for c in data.columns if c not in shape.keys and (kind := _feature(c, data.rows))}
+    declared = {
+        c.name: kind
+        for c in data.columns
+        if c not in shape.keys and (kind := _feature(c, data.rows))
+    }
     chosen = [column for column in data.columns if column.name in declared]
     if not chosen:
-        raise ConfigError(f"{data.path.name} has no column beside its key ({', '.join(shape.names)}): there is nothing to serve")
+        raise ConfigError(
+            f"{data.path.name} has no column beside its key ({', '.join(shape.names)}): there is"
+            " nothing to serve"
+        )
     shape.used |= {column.name: "a feature" for column in chosen}
-    shape.used |= {c.name: f"left out (no feature is {c.type})" for c in data.columns if c not in (*shape.keys, *chosen)}
+    shape.used |= {
+        c.name: f"left out (no feature is {c.type})"
+        for c in data.columns
+        if c not in (*shape.keys, *chosen)
+    }
     shape.note_nulls(chosen, "are null")
     if times := [c.name for c in chosen if _ALONE.get(c.type) == "string"]:
-        shape.notes.append(f"dates and times are texts (epoch_ms(…) in the SQL makes an int64 of one): {', '.join(times)}")
+        shape.notes.append(
+            "dates and times are texts (epoch_ms(…) in the SQL makes an int64 of one):"
+            f" {', '.join(times)}"
+        )
     names: dict[str, Column] = {}
     for column in chosen:
         # of the names that other templates' features have
         own = column.alias.removeprefix("own_")
-        names[column.alias if own in (*RESERVED, *shape.names, *names) or own != slug_of(column.name) else own] = column
-    if other := [f"{column.name!r} is {alias}" for alias, column in names.items() if alias != column.name]:
+        names[
+            (
+                column.alias
+                if own in (*RESERVED, *shape.names, *names) or own != slug_of(column.name)
+                else own
+            )
+        ] = column
+    if other := [
+        f"{column.name!r} is {alias}" for alias, column in names.items() if alias != column.name
+    ]:
         shape.notes.append(f"names for SQL and answers: {', '.join(other)}")
     values = {
         "sql": shape.select({alias: column.finite_sql for alias, column in names.items()}),
-        "features": "\n".join(f"{alias}: {declared[column.name]}" for alias, column in names.items()),
+        "features": "\n".join(
+            f"{alias}: {declared[column.name]}" for alias, column in names.items()
+        ),
     }
     return _draft("features", name, shape, values)
 
@@ -414,21 +580,38 @@ def _model(shape: _Shape, project: Path, name: str, path: Path) -> Draft:
     shape.renamed = {column.name for column in columns}
     if all(name not in (column.name, column.alias) for name, column in chosen.items()):
         shape.notes.append(
-            "the model's inputs have no names of columns: columns of numbers stand for them in the file's order; look whether it is theirs"
+            "the model's inputs have no names of columns: columns of numbers stand for them in the"
+            " file's order; look whether it is theirs"
         )
-    shape.note_nulls(columns, "count as the mean of their column" if file.use == "onnx" else "are missing values to the model")
-    sql = shape.select({c.alias: file.sql_of(c, shape.data.rows) for c in columns if c not in shape.keys})
-    args = {"path": f"./{path.name}" if path.parent == FOLDER else path_from(path, project)} | file.args(chosen)
+    shape.note_nulls(
+        columns,
+        (
+            "count as the mean of their column"
+            if file.use == "onnx"
+            else "are missing values to the model"
+        ),
+    )
+    sql = shape.select(
+        {c.alias: file.sql_of(c, shape.data.rows) for c in columns if c not in shape.keys}
+    )
+    args = {
+        "path": f"./{path.name}" if path.parent == FOLDER else path_from(path, project)
+    } | file.args(chosen)
     features = file.features(args, shape.data.absolute(sql), shape.names)
     values = {
         "sql": sql,
         "use": file.use,
-        "args": "\n".join(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in args.items()),
+        "args": "\n".join(
+            f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in args.items()
+        ),
         "features": "\n".join(f"{feature}: {kind}" for feature, kind in features.items()),
         # scores of classes are no embeddings
-        "gates": "gates: {duplicates: null}     # rows that are alike to the model have the very same scores"
-        if any("dim:" in kind for kind in features.values())
-        else "",
+        "gates": (
+            "gates: {duplicates: null}     # rows that are alike to the model have the very same"
+            " scores"
+            if any("dim:" in kind for kind in features.values())
+            else ""
+        ),
     }
     return _draft("model", name, shape, values, module=path.name if path.parent == FOLDER else None)
 
@@ -447,7 +630,8 @@ def _endpoint(shape: _Shape, name: str) -> Draft:
         if c not in shape.keys
     }
     shape.notes.append(
-        "url and model in the view are examples: put in those of your service, and its key in the environment, before `precompute validate`"
+        "url and model in the view are examples: put in those of your service, and its key in the"
+        " environment, before `precompute validate`"
     )
     values = {
         "sql": shape.select(texts, f"({there})" if empty else None),
@@ -469,7 +653,9 @@ def _draft(
     example = shape.data.example(shape.keys) if shape.keys else ""
     # a line break of the data would be one of the view's file
     example = example if example.isprintable() else ""
-    noun = " and ".join(column.alias for column in shape.keys) if template == "pairs" else shape.noun
+    noun = (
+        " and ".join(column.alias for column in shape.keys) if template == "pairs" else shape.noun
+    )
     common = {
         "view": name,
         "noun": noun.replace("_", " "),
@@ -478,18 +664,28 @@ def _draft(
         "example": shlex.quote(example) if example else "…",
     }
     notes = (*shape.summary, *shape.notes) if after is None else ()
-    return Draft(name, filled(f"{template}.yaml", common | values), module, after, example, searched, notes)
+    return Draft(
+        name, filled(f"{template}.yaml", common | values), module, after, example, searched, notes
+    )
 
 
 def path_from(path: Path, project: Path) -> str:
-    """A file or folder as a view of the project names it: relative where both lie near each other, so that they can be moved together."""
+    """A file or folder as a view of the project names it: relative where both lie near each other,
+    so that they can be moved together."""
     absolute = str(path.expanduser().absolute())
     relative = os.path.relpath(absolute, project.absolute())
-    return absolute if relative.startswith("../../..") else relative if relative.startswith("../") else f"./{relative}"
+    return (
+        absolute
+        if relative.startswith("../../..")
+        else relative
+        if relative.startswith("../")
+        else f"./{relative}"
+    )
 
 
 def filled(file: str, values: Mapping[str, str]) -> str:
-    """A template's text with ``{{name}}`` replaced. The lines of a value that begins a line are indented alike."""
+    """A template's text with ``{{name}}`` replaced. The lines of a value that begins a line are
+    indented alike."""
 
     def value(found: re.Match[str]) -> str:
         indent, text = found[1] or "", values[found[2]].rstrip("\n")

@@ -1,4 +1,5 @@
-"""Answer cache: what an endpoint answered, by the hash of what was sent, so that nothing is paid twice: in SQLite, each answer committed as it comes."""
+"""Answer cache: what an endpoint answered, by the hash of what was sent, so that nothing is paid
+twice: in SQLite, each answer committed as it comes."""
 
 from __future__ import annotations
 
@@ -16,19 +17,21 @@ NAME = "answers.sqlite"
 WAIT_S = 30.0
 """How long another process's write is waited for."""
 WRONG_S = 3600.0
-"""How long an answer that did not fit is cached: a service that answers nonsense is mended, and what a killed run has paid is known until the next."""
+"""How long an answer that did not fit is cached: a service that answers nonsense is mended, and
+what a killed run has paid is known until the next."""
 MOST_KEYS = 500
 """Of one query."""
 
 _TABLE = (
-    "CREATE TABLE IF NOT EXISTS answers (key BLOB PRIMARY KEY, until INTEGER, tries INTEGER, wrong TEXT, answer BLOB, sum INTEGER)"
-    " WITHOUT ROWID"
+    "CREATE TABLE IF NOT EXISTS answers (key BLOB PRIMARY KEY, until INTEGER, tries INTEGER, wrong"
+    " TEXT, answer BLOB, sum INTEGER) WITHOUT ROWID"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What was answered: its content; or what was ``wrong`` with it, the last of so many ``tries``."""
+    """What was answered: its content; or what was ``wrong`` with it, the last of so many
+    ``tries``."""
 
     content: bytes
     wrong: str | None = None
@@ -36,8 +39,9 @@ class Answer:
 
 
 class AnswerCache:
-    """A folder with one file, which several views and processes may share; one thread of each reads and one writes. An answer is safe from the end of its process and
-    the machine's when :meth:`put` returns.
+    """A folder with one file, which several views and processes may share; one thread of each reads
+    and one writes. An answer is safe from the end of its process and the machine's when :meth:`put`
+    returns.
 
     Args:
         folder: made where there is none.
@@ -61,12 +65,16 @@ class AnswerCache:
                 self._reading = opened.enter_context(contextlib.closing(self._connected()))
             except (OSError, sqlite3.Error) as exc:
                 raise ModelError(
-                    f"the answers' cache {self._path} cannot be opened: {exc}; let it be written to, or name another folder (cache: ./…). If it is damaged, put a backup in its place: without it all is paid again"
+                    f"the answers' cache {self._path} cannot be opened: {exc}; let it be written"
+                    " to, or name another folder (cache: ./…). If it is damaged, put a backup in"
+                    " its place: without it all is paid again"
                 ) from exc
             self._opened = opened.pop_all()
 
     def _connected(self) -> sqlite3.Connection:
-        return sqlite3.connect(self._path, timeout=WAIT_S, check_same_thread=False, isolation_level=None)
+        return sqlite3.connect(
+            self._path, timeout=WAIT_S, check_same_thread=False, isolation_level=None
+        )
 
     def get(self, keys: Sequence[bytes]) -> dict[bytes, Answer]:
         """Those of the keys that are there.
@@ -78,8 +86,13 @@ class AnswerCache:
         with self._trouble():
             for first in range(0, len(keys), MOST_KEYS):
                 part = keys[first : first + MOST_KEYS]
-                query = f"SELECT key, tries, wrong, answer, sum FROM answers WHERE until >= ? AND key IN ({','.join('?' * len(part))})"
-                for key, tries, wrong, content, checksum in self._reading.execute(query, (now, *part)):
+                query = (
+                    "SELECT key, tries, wrong, answer, sum FROM answers WHERE until >= ? AND key"
+                    f" IN ({','.join('?' * len(part))})"
+                )
+                for key, tries, wrong, content, checksum in self._reading.execute(
+                    query, (now, *part)
+                ):
                     # what does not vouch for itself is requested again
                     if checksum == _sum(key, tries, wrong, content):
                         found[key] = Answer(content, wrong, tries)
@@ -94,13 +107,22 @@ class AnswerCache:
         now = time.time()
         until = {False: int(now + self._days * 86400), True: int(now + WRONG_S)}
         rows = [
-            (key, until[a.wrong is not None], a.tries, a.wrong, a.content, _sum(key, a.tries, a.wrong, a.content))
+            (
+                key,
+                until[a.wrong is not None],
+                a.tries,
+                a.wrong,
+                a.content,
+                _sum(key, a.tries, a.wrong, a.content),
+            )
             for key, a in answers
         ]
         # the connection commits at the end, or rolls back what has not ended by itself
         with self._trouble(), self._writing:
             self._writing.execute("BEGIN IMMEDIATE")
-            self._writing.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?, ?)", rows)
+            self._writing.executemany(
+                "INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?, ?)", rows
+            )
 
     def close(self) -> None:
         """Close the file."""
@@ -112,8 +134,9 @@ class AnswerCache:
             yield
         except sqlite3.DatabaseError as exc:
             raise ModelError(
-                f"the answers' cache {self._path} cannot be used: {exc}. Nothing more is requested, since its answers would be paid again: make room, "
-                "or, of a damaged file, move it away"
+                f"the answers' cache {self._path} cannot be used: {exc}. Nothing more is requested,"
+                " since its answers would be paid again: make room, or, of a damaged file, move it"
+                " away"
             ) from exc
 
 

@@ -23,17 +23,27 @@ class AnswerSchema:
         try:
             import jsonschema_rs
         except ImportError as exc:
-            raise ConfigError('schema needs jsonschema-rs: pip install "precompute-store[endpoint]"') from exc
-        if not isinstance(schema, Mapping) or schema.get("type") != "object" or not isinstance(schema.get("properties"), Mapping):
             raise ConfigError(
-                f"schema is {schema!r:.200}: give a JSON Schema of an object, as in schema: {{type: object, properties: {{label: {{enum: [a, b]}}}}, "
-                "required: [label]}"
+                'schema needs jsonschema-rs: pip install "precompute-store[endpoint]"'
+            ) from exc
+        if (
+            not isinstance(schema, Mapping)
+            or schema.get("type") != "object"
+            or not isinstance(schema.get("properties"), Mapping)
+        ):
+            raise ConfigError(
+                f"schema is {schema!r:.200}: give a JSON Schema of an object, as in schema: {{type:"
+                " object, properties: {label: {enum: [a, b]}}, required: [label]}"
             )
         self.properties = tuple(map(str, schema["properties"]))
         try:
-            self._validator = jsonschema_rs.validator_for(json.loads(json.dumps(schema)), offline=True)
+            self._validator = jsonschema_rs.validator_for(
+                json.loads(json.dumps(schema)), offline=True
+            )
         except (ValueError, TypeError) as exc:
-            raise ConfigError(f"schema is no JSON Schema: {str(exc).partition(chr(10))[0]:.300}") from exc
+            raise ConfigError(
+                f"schema is no JSON Schema: {str(exc).partition(chr(10))[0]:.300}"
+            ) from exc
 
     def wrong(self, value: Any) -> str | None:
         """What does not fit of a value, in few words; None where it fits."""

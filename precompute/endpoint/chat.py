@@ -1,4 +1,5 @@
-"""Chat endpoint: a prompt with a row's columns in it → labels, scores or a summary, by chat completions."""
+"""Chat endpoint: a prompt with a row's columns in it → labels, scores or a summary, by chat
+completions."""
 
 from __future__ import annotations
 
@@ -33,11 +34,12 @@ ONCE_MORE = "it is sent once more in an hour, or with limits: {answer_tries: 2}"
 class ChatEndpoint(EndpointModel):
     """Sends one prompt for each row.
 
-    With a ``schema`` the answer is JSON, checked against it, and each of its properties is a feature that a view may name; without one the whole answer
-    is the feature ``output``.
+    With a ``schema`` the answer is JSON, checked against it, and each of its properties is a
+    feature that a view may name; without one the whole answer is the feature ``output``.
 
     Args:
-        url, model, params, api_key_env, limits, budget, price, cache, cache_days: as of :class:`EndpointModel`.
+        url, model, params, api_key_env, limits, budget, price, cache, cache_days: as of
+            :class:`EndpointModel`.
         prompt: with columns as ``{title}``; ``{{`` is a brace.
         system: the system message before it.
         schema: of the answer.
@@ -65,20 +67,28 @@ class ChatEndpoint(EndpointModel):
         cache: str | None = None,
         cache_days: float = 90,
     ) -> None:
-        super().__init__(url, model, params, api_key_env, limits, budget, price, cache, cache_days, group=1)
+        super().__init__(
+            url, model, params, api_key_env, limits, budget, price, cache, cache_days, group=1
+        )
         if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
             raise ConfigError(f"max_tokens is {max_tokens!r}: give a whole number from 1")
         self._parts = _parts(prompt)
-        self._columns = tuple(dict.fromkeys(column for _, column in self._parts if column is not None))
+        self._columns = tuple(
+            dict.fromkeys(column for _, column in self._parts if column is not None)
+        )
         self._schema = None if schema is None else AnswerSchema(schema)
         self._output, self._prompt, self._system = output, prompt, system
         body: dict[str, Any] = {"model": model, "max_tokens": max_tokens, "temperature": 0}
         if schema is not None:
             # OpenAI takes no open schema as a strict one
-            closed = schema.get("additionalProperties") is False and set(schema.get("required", ())) == set(schema["properties"])
+            closed = schema.get("additionalProperties") is False and set(
+                schema.get("required", ())
+            ) == set(schema["properties"])
             wanted = {"name": "answer", "schema": schema, "strict": closed}
             body["response_format"] = {"type": "json_schema", "json_schema": wanted}
-        self._body = {name: value for name, value in (body | dict(params or {})).items() if value is not None}
+        self._body = {
+            name: value for name, value in (body | dict(params or {})).items() if value is not None
+        }
         most = self._body.get("max_completion_tokens", self._body.get("max_tokens"))
         self._most_output = most if isinstance(most, int) else None
         # tools, documents and, for some, the schema are part of the prompt, and billed
@@ -88,12 +98,19 @@ class ChatEndpoint(EndpointModel):
 
     @property
     def recipe(self) -> str:
-        """URL, system prompt, the request's body, and the schema that its answer is held against."""
+        """URL, system prompt, the request's body, and the schema that its answer is held
+        against."""
         return self._recipe
 
     def fingerprint(self) -> str:
-        """URL, model, prompt, schema, parameters and code version; no key, and nothing of rates, budgets and caches."""
-        return digest(code=CODE_VERSION, recipe=Verbatim(self._recipe), prompt=Verbatim(self._prompt), output=self._output)
+        """URL, model, prompt, schema, parameters and code version; no key, and nothing of rates,
+        budgets and caches."""
+        return digest(
+            code=CODE_VERSION,
+            recipe=Verbatim(self._recipe),
+            prompt=Verbatim(self._prompt),
+            output=self._output,
+        )
 
     @property
     def gives(self) -> tuple[str, ...]:
@@ -110,9 +127,15 @@ class ChatEndpoint(EndpointModel):
 
     def texts(self, batch: pa.RecordBatch) -> list[str]:
         """The prompt of each row."""
-        columns = {name: [text_of(value) for value in batch.column(name).to_pylist()] for name in self._columns}
+        columns = {
+            name: [text_of(value) for value in batch.column(name).to_pylist()]
+            for name in self._columns
+        }
         return [
-            "".join(text if column is None else text + columns[column][row] for text, column in self._parts)
+            "".join(
+                text if column is None else text + columns[column][row]
+                for text, column in self._parts
+            )
             for row in range(batch.num_rows)
         ]
 
@@ -121,10 +144,14 @@ class ChatEndpoint(EndpointModel):
         (one,) = inputs
         system = [{"role": "system", "content": self._system}] if self._system else []
         body = {**self._body, "messages": [*system, {"role": "user", "content": one.text}]}
-        prompt_bytes = len(one.text.encode(errors="replace")) + len(self._system.encode(errors="replace"))
+        prompt_bytes = len(one.text.encode(errors="replace")) + len(
+            self._system.encode(errors="replace")
+        )
         most = Tokens(prompt_bytes + self._own_tokens, self._most_output or 0)
         try:
-            content = await self.endpoint.request(PATH, body, most, lambda envelope: self._read(envelope, prompt_bytes))
+            content = await self.endpoint.request(
+                PATH, body, most, lambda envelope: self._read(envelope, prompt_bytes)
+            )
         except BadAnswer as exc:
             return {one.key: exc}
         return {one.key: content}
@@ -142,9 +169,13 @@ class ChatEndpoint(EndpointModel):
         content = text.encode(errors="replace") if isinstance(text, str) else b""
         used = self._used(usage if isinstance(usage, dict) else {}, prompt_bytes, len(content))
         if ended == "length":
-            return used, BadAnswer(f"the answer was cut after {used.output} tokens: raise max_tokens", content)
+            return used, BadAnswer(
+                f"the answer was cut after {used.output} tokens: raise max_tokens", content
+            )
         if message.get("refusal") or ended == "content_filter":
-            return used, BadAnswer(f"the model refuses: {str(message.get('refusal') or ended)[:200]}", content)
+            return used, BadAnswer(
+                f"the model refuses: {str(message.get('refusal') or ended)[:200]}", content
+            )
         if not isinstance(text, str) or not text.strip():
             return used, BadAnswer(f"the answer is empty ({ONCE_MORE})", content)
         try:
@@ -155,7 +186,9 @@ class ChatEndpoint(EndpointModel):
 
     def _used(self, usage: Mapping[str, Any], prompt_bytes: int, answer_bytes: int) -> Tokens:
         """What the endpoint says was used, where that can be true, else what is likely."""
-        prompt = credible(usage.get("prompt_tokens"), prompt_bytes, prompt_bytes + 16 * self._own_tokens)
+        prompt = credible(
+            usage.get("prompt_tokens"), prompt_bytes, prompt_bytes + 16 * self._own_tokens
+        )
         answer = credible(usage.get("completion_tokens"), answer_bytes, self._most_output)
         if prompt is None or answer is None:
             self.spending.estimates += 1
@@ -208,7 +241,13 @@ def _parts(prompt: Any) -> list[tuple[str, str | None]]:
         raise ConfigError(f"prompt {prompt[:200]!r}: {exc}: write a column {example}") from exc
     for _, column, form, conversion in parsed:
         if column is not None and (not column or form or conversion):
-            raise ConfigError(f"prompt {prompt[:200]!r}: write the name of a column and nothing else between braces, {example}")
+            raise ConfigError(
+                f"prompt {prompt[:200]!r}: write the name of a column and nothing else between"
+                f" braces, {example}"
+            )
     if all(column is None for _, column, _, _ in parsed):
-        raise ConfigError(f"prompt {prompt[:200]!r} names no column, so that all rows would be alike: name one, {example}")
+        raise ConfigError(
+            f"prompt {prompt[:200]!r} names no column, so that all rows would be alike: name one,"
+            f" {example}"
+        )
     return [(text, column) for text, column, _, _ in parsed]

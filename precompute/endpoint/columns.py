@@ -14,7 +14,8 @@ def text_of(value: Any) -> str:
 
 
 def check_columns(batch: pa.RecordBatch, columns: Sequence[str]) -> Mapping[int, str]:
-    """Row → reason, of those with a null in one of the columns, with bytes that are no UTF-8, or with white space alone in all of them."""
+    """Row → reason, of those with a null in one of the columns, with bytes that are no UTF-8, or
+    with white space alone in all of them."""
     bad, blank = dict[int, str](), [True] * batch.num_rows
     for name in columns:
         for row, value in enumerate(batch.column(name).to_pylist()):
@@ -27,5 +28,7 @@ def check_columns(batch: pa.RecordBatch, columns: Sequence[str]) -> Mapping[int,
                 bad.setdefault(row, f"{name} is not UTF-8: {exc.reason} at byte {exc.start}")
     for row, is_blank in enumerate(blank):
         if is_blank:
-            bad.setdefault(row, f"{' and '.join(columns)} {'is' if len(columns) == 1 else 'are'} empty")
+            bad.setdefault(
+                row, f"{' and '.join(columns)} {'is' if len(columns) == 1 else 'are'} empty"
+            )
     return bad

@@ -1,4 +1,5 @@
-"""Embedding endpoint: text → embedding, by an endpoint's ``/embeddings``, several texts a request."""
+"""Embedding endpoint: text → embedding, by an endpoint's ``/embeddings``, several texts a
+request."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class EmbeddingEndpoint(EndpointModel):
     """Embeds one text column.
 
     Args:
-        url, model, params, api_key_env, limits, budget, price, cache, cache_days: as of :class:`EndpointModel`.
+        url, model, params, api_key_env, limits, budget, price, cache, cache_days: as of
+            :class:`EndpointModel`.
         column: the source's text column.
         output: name of the feature.
         prompt: put before every text.
@@ -61,15 +63,34 @@ class EmbeddingEndpoint(EndpointModel):
         cache: str | None = None,
         cache_days: float = 90,
     ) -> None:
-        super().__init__(url, model, params, api_key_env, limits, budget, price, cache, cache_days, texts_per_request)
-        self._column, self._output, self._prompt, self._query_prompt = column, output, prompt, query_prompt
+        super().__init__(
+            url,
+            model,
+            params,
+            api_key_env,
+            limits,
+            budget,
+            price,
+            cache,
+            cache_days,
+            texts_per_request,
+        )
+        self._column, self._output, self._prompt, self._query_prompt = (
+            column,
+            output,
+            prompt,
+            query_prompt,
+        )
         self._prefix = prompt
         body = {"model": model, "encoding_format": "float", **(params or {})}
         self._body = {name: value for name, value in body.items() if value is not None}
-        self._recipe = json.dumps([CODE_VERSION, self.url, PATH, self._body], sort_keys=True, default=str)
+        self._recipe = json.dumps(
+            [CODE_VERSION, self.url, PATH, self._body], sort_keys=True, default=str
+        )
 
     def for_queries(self) -> EmbeddingEndpoint:
-        """The same endpoint, with the query's prompt; connections, rates, budget and cache are shared."""
+        """The same endpoint, with the query's prompt; connections, rates, budget and cache are
+        shared."""
         if self._prefix == self._query_prompt:
             return self
         other = copy.copy(self)
@@ -82,9 +103,16 @@ class EmbeddingEndpoint(EndpointModel):
         return self._recipe
 
     def fingerprint(self) -> str:
-        """URL, model, prompts, parameters and code version; no key, and nothing of rates, budgets and caches."""
+        """URL, model, prompts, parameters and code version; no key, and nothing of rates, budgets
+        and caches."""
         prompts = Verbatim({"document": self._prompt, "query": self._query_prompt})
-        return digest(code=CODE_VERSION, recipe=Verbatim(self._recipe), prompts=prompts, column=self._column, output=self._output)
+        return digest(
+            code=CODE_VERSION,
+            recipe=Verbatim(self._recipe),
+            prompts=prompts,
+            column=self._column,
+            output=self._output,
+        )
 
     @property
     def gives(self) -> tuple[str]:
@@ -103,8 +131,11 @@ class EmbeddingEndpoint(EndpointModel):
         """The text of each row, behind its prompt."""
         return [self._prefix + text_of(value) for value in batch.column(self._column).to_pylist()]
 
-    async def answers(self, inputs: Sequence[Input]) -> Mapping[bytes, bytes | BadAnswer | ModelError]:
-        """In one request; of one that has no answer for all, the texts are sent again by halves, until the bad one stands alone."""
+    async def answers(
+        self, inputs: Sequence[Input]
+    ) -> Mapping[bytes, bytes | BadAnswer | ModelError]:
+        """In one request; of one that has no answer for all, the texts are sent again by halves,
+        until the bad one stands alone."""
         body = {**self._body, "input": [one.text for one in inputs]}
         size_bytes = sum(len(one.text.encode(errors="replace")) for one in inputs)
         most = Tokens(size_bytes + TEXT_TOKENS * len(inputs))
@@ -124,7 +155,9 @@ class EmbeddingEndpoint(EndpointModel):
                 return {**first, **dict.fromkeys([one.key for one in inputs[middle:]], exc)}
         return {one.key: vector for one, vector in zip(inputs, vectors, strict=True)}
 
-    def _read(self, envelope: Any, count: int, size_bytes: int) -> tuple[Tokens, list[bytes] | BadAnswer]:
+    def _read(
+        self, envelope: Any, count: int, size_bytes: int
+    ) -> tuple[Tokens, list[bytes] | BadAnswer]:
         """Raises:
         ValueError: it is no answer of embeddings.
         """
@@ -139,7 +172,9 @@ class EmbeddingEndpoint(EndpointModel):
             self.spending.estimates += 1
         used = Tokens(estimated(size_bytes) + TEXT_TOKENS * count if tokens is None else tokens)
         if len(data) != count or set(found) != set(range(count)):
-            return used, BadAnswer(f"{len(data)} embeddings of the numbers {sorted(found)[:5]}… for {count} texts", b"")
+            return used, BadAnswer(
+                f"{len(data)} embeddings of the numbers {sorted(found)[:5]}… for {count} texts", b""
+            )
         try:
             return used, [_vector(found[number]).tobytes() for number in range(count)]
         except (ValueError, TypeError) as exc:
@@ -156,7 +191,11 @@ def _vector(value: Any) -> npt.NDArray[np.float32]:
     Raises:
         ValueError, TypeError: it is neither, empty, or not finite.
     """
-    made = np.frombuffer(base64.b64decode(value, validate=True), "<f4") if isinstance(value, str) else np.asarray(value)
+    made = (
+        np.frombuffer(base64.b64decode(value, validate=True), "<f4")
+        if isinstance(value, str)
+        else np.asarray(value)
+    )
     if made.ndim != 1 or not len(made) or made.dtype.kind not in "fiu":
         raise ValueError(f"{str(value)[:100]}")
     with np.errstate(over="ignore"):

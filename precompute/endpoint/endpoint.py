@@ -1,4 +1,5 @@
-"""Endpoint: an OpenAI-compatible service: requests within its rates and the run's budget, tried again where that may help. For one event loop."""
+"""Endpoint: an OpenAI-compatible service: requests within its rates and the run's budget, tried
+again where that may help. For one event loop."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ T = TypeVar("T")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 """Between tries: at random up to the first, then up to twice as much each time."""
 DOWN_AFTER = 8
-"""So many requests given up one after the other, none answered in between: it is the endpoint, and not the rows."""
+"""So many requests given up one after the other, none answered in between: it is the endpoint, and
+not the rows."""
 SHOWN = 200
 """Characters of what an endpoint says that are shown."""
 BURST_S = 1.0
@@ -34,7 +36,8 @@ BURST_S = 1.0
 
 
 class BadAnswer(Exception):
-    """An input that has no answer, or none that fits: its row is a bad one. ``content`` is what was answered and paid, where anything was."""
+    """An input that has no answer, or none that fits: its row is a bad one. ``content`` is what was
+    answered and paid, where anything was."""
 
     def __init__(self, reason: str, content: bytes | None = None) -> None:
         super().__init__(reason)
@@ -53,17 +56,20 @@ def base_url(url: Any) -> str:
     except ValueError:
         well_formed = False
     if not well_formed:
-        raise ConfigError(f"url is {str(url)!r:.200}: give the API's base, as in http://localhost:8000/v1")
+        raise ConfigError(
+            f"url is {str(url)!r:.200}: give the API's base, as in http://localhost:8000/v1"
+        )
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
         raise ConfigError(
-            f"the url of host {parts.hostname!r} has a user, a password, a query or a fragment (not shown here): a key comes from the environment alone, "
-            "api_key_env: NAME"
+            f"the url of host {parts.hostname!r} has a user, a password, a query or a fragment (not"
+            " shown here): a key comes from the environment alone, api_key_env: NAME"
         )
     path = parts.path.rstrip("/")
     for ending in ("/chat/completions", "/embeddings"):
         if path.endswith(ending):
             raise ConfigError(
-                f"url ends in {ending}: give the API's base without it: {parts.scheme}://{parts.netloc}{path.removesuffix(ending)}"
+                f"url ends in {ending}: give the API's base without it:"
+                f" {parts.scheme}://{parts.netloc}{path.removesuffix(ending)}"
             )
     return f"{parts.scheme}://{parts.netloc.lower()}{path}"
 
@@ -78,13 +84,16 @@ def key_from(variable: str | None) -> str:
         return ""
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", str(variable)):
         raise ConfigError(
-            "api_key_env is no name of an environment variable (it is not shown here): name the variable that holds the key, not the key"
+            "api_key_env is no name of an environment variable (it is not shown here): name the"
+            " variable that holds the key, not the key"
         )
     key = os.environ.get(str(variable), "").strip()
     if not key:
         raise ConfigError(f"api_key_env: the environment has no {variable}: export {variable}=…")
     if not key.isascii() or not key.isprintable():
-        raise ConfigError(f"api_key_env: {variable} is no line of visible ASCII characters (it is not shown here)")
+        raise ConfigError(
+            f"api_key_env: {variable} is no line of visible ASCII characters (it is not shown here)"
+        )
     return key
 
 
@@ -130,15 +139,23 @@ class Limits:
         """
         known = {field.name for field in fields(cls)}
         if given is not None and (not isinstance(given, Mapping) or not set(given) <= known):
-            raise ConfigError(f"limits is {given!r:.200}: it takes {', '.join(sorted(known))}, as in limits: {{in_flight: 64}}")
+            raise ConfigError(
+                f"limits is {given!r:.200}: it takes {', '.join(sorted(known))}, as in limits:"
+                " {in_flight: 64}"
+            )
         for name, value in (given or {}).items():
             whole = name in ("in_flight", "tries", "answer_tries")
             if value is None and name.endswith("minute"):
                 continue
             kind = int if whole else (int, float)
-            if not isinstance(value, kind) or isinstance(value, bool) or not 0 < value < (4097 if whole else float("inf")):
+            if (
+                not isinstance(value, kind)
+                or isinstance(value, bool)
+                or not 0 < value < (4097 if whole else float("inf"))
+            ):
                 raise ConfigError(
-                    f"limits.{name} is {value!r}: give a {'whole number from 1 to 4096' if whole else 'number above 0'}"
+                    f"limits.{name} is {value!r}: give a"
+                    f" {'whole number from 1 to 4096' if whole else 'number above 0'}"
                 )
         return cls(**(given or {}))
 
@@ -171,7 +188,10 @@ class Endpoint:
         self._url, self._key, self._spending = url, key, spending
         self._transport = Transport(url, [("Authorization", f"Bearer {key}")] if key else [])
         self._slots = asyncio.Semaphore(limits.in_flight)
-        self._requests, self._tokens = Rate(limits.requests_per_minute), Rate(limits.tokens_per_minute)
+        self._requests, self._tokens = (
+            Rate(limits.requests_per_minute),
+            Rate(limits.tokens_per_minute),
+        )
         self._held_until = 0.0
         self._refused_since: float | None = None
         self._given_up = 0
@@ -187,7 +207,11 @@ class Endpoint:
             self._stopping.set()
 
     async def request(
-        self, path: str, body: Mapping[str, Any], most: Tokens, read: Callable[[Any], tuple[Tokens, T | BadAnswer]]
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        most: Tokens,
+        read: Callable[[Any], tuple[Tokens, T | BadAnswer]],
     ) -> T:
         """One request, tried again where that may help.
 
@@ -195,7 +219,8 @@ class Endpoint:
             path: below the base URL.
             body: becomes JSON.
             most: what it may cost.
-            read: envelope → (tokens used, what is returned, or what is wrong with it); raises ValueError for one that is none.
+            read: envelope → (tokens used, what is returned, or what is wrong with it); raises
+                ValueError for one that is none.
 
         Raises:
             BadAnswer: this request has no answer.
@@ -225,7 +250,12 @@ class Endpoint:
         self._check_stopped()
         await self._spending.reserve(most)
         try:
-            await self._sleep(max(self._requests.wait_s(1), self._tokens.wait_s(estimated(most.input) + most.output)))
+            await self._sleep(
+                max(
+                    self._requests.wait_s(1),
+                    self._tokens.wait_s(estimated(most.input) + most.output),
+                )
+            )
             while (wait_s := self._held_until - time.monotonic()) > 0:
                 await self._sleep(wait_s)
             self._check_stopped()
@@ -245,7 +275,11 @@ class Endpoint:
             raise self._stopped
 
     async def _send(
-        self, path: str, content: bytes, most: Tokens, read: Callable[[Any], tuple[Tokens, T | BadAnswer]]
+        self,
+        path: str,
+        content: bytes,
+        most: Tokens,
+        read: Callable[[Any], tuple[Tokens, T | BadAnswer]],
     ) -> T | BadAnswer | _Failed:
         """What was answered; the budget is settled then."""
         # what may have been computed may be billed: it counts in full, until it is known
@@ -277,10 +311,16 @@ class Endpoint:
         where = f"{self._url} {said}"
         if status == 401 or status == 403:
             how = (
-                "the key in the variable that api_key_env names" if self._key else "api_key_env: NAME of a variable with the key"
+                "the key in the variable that api_key_env names"
+                if self._key
+                else "api_key_env: NAME of a variable with the key"
             )
             raise ModelError(f"{where}: it wants another key; set {how}")
-        if status in (402, 404, 405) or status < 400 or (status == 429 and b"insufficient_quota" in reply.body):
+        if (
+            status in (402, 404, 405)
+            or status < 400
+            or (status == 429 and b"insufficient_quota" in reply.body)
+        ):
             raise ModelError(f"{where}: check url, model and account")
         retry_after_s = _retry_after_s(reply)
         if status == 429 or (status == 503 and retry_after_s is not None):
@@ -301,8 +341,13 @@ class Endpoint:
             self._refused_since = now
         hold_s = wanted_s or max(_pause_s(1), min(LONGEST_PAUSE_S, now - self._refused_since))
         if now + hold_s - self._refused_since > self.limits.patience_s:
-            waited = f"nothing was answered for {now - self._refused_since:.0f} s, and it is to wait for {hold_s:.0f} s more"
-            raise ModelError(f"{self._url} {refusal}: {waited}, beyond patience_s ({self.limits.patience_s:g})")
+            waited = (
+                f"nothing was answered for {now - self._refused_since:.0f} s, and it is to wait for"
+                f" {hold_s:.0f} s more"
+            )
+            raise ModelError(
+                f"{self._url} {refusal}: {waited}, beyond patience_s ({self.limits.patience_s:g})"
+            )
         # they do not all come back at once
         self._held_until = max(self._held_until, now + hold_s + random.uniform(0, 0.1 * hold_s))  # noqa: S311
 
@@ -336,7 +381,8 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """No answer for now, and why; ``hold_s`` is how long to send nothing, 0 where it does not say."""
+    """No answer for now, and why; ``hold_s`` is how long to send nothing, 0 where it does not
+    say."""
 
     reason: str
     hold_s: float | None = None

@@ -1,4 +1,5 @@
-"""Endpoint model: rows of a view answered by an OpenAI-compatible endpoint, in the stages that the engine overlaps."""
+"""Endpoint model: rows of a view answered by an OpenAI-compatible endpoint, in the stages that the
+engine overlaps."""
 
 from __future__ import annotations
 
@@ -23,12 +24,14 @@ from precompute.store.errors import ConfigError, ModelError
 CACHE = "var/answers"
 """In the project's folder, where a view names no other."""
 LAUNCHED = 16
-"""Batches under way at once, each a quarter of what is in flight: one slow answer leaves the others three times as many to go on with."""
+"""Batches under way at once, each a quarter of what is in flight: one slow answer leaves the others
+three times as many to go on with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
-    """The :class:`precompute.model.ComputeDevice` of a model that computes on another machine: nothing is taken here."""
+    """The :class:`precompute.model.ComputeDevice` of a model that computes on another machine:
+    nothing is taken here."""
 
     name: str = "endpoint"
     depth: int = LAUNCHED
@@ -95,7 +98,10 @@ class EndpointModel(ABC):
         if not isinstance(model, str) or not model:
             raise ConfigError(f"model is {model!r}: give its name at the endpoint")
         if params is not None and not isinstance(params, Mapping):
-            raise ConfigError(f"params is {params!r:.200}: give fields of the request, as in params: {{temperature: 0}}")
+            raise ConfigError(
+                f"params is {params!r:.200}: give fields of the request, as in params:"
+                " {temperature: 0}"
+            )
         if not isinstance(cache_days, int | float) or not cache_days > 0:
             raise ConfigError(f"cache_days is {cache_days!r}: give a number above 0")
         if not isinstance(group, int) or isinstance(group, bool) or not 1 <= group <= 2048:
@@ -118,8 +124,11 @@ class EndpointModel(ABC):
         """What each row sends."""
 
     @abstractmethod
-    async def answers(self, inputs: Sequence[Input]) -> Mapping[bytes, bytes | BadAnswer | ModelError]:
-        """What the endpoint answers to the inputs of one request, by key: checked, and as it is cached."""
+    async def answers(
+        self, inputs: Sequence[Input]
+    ) -> Mapping[bytes, bytes | BadAnswer | ModelError]:
+        """What the endpoint answers to the inputs of one request, by key: checked, and as it is
+        cached."""
 
     @abstractmethod
     def features(self, contents: Sequence[bytes]) -> Features:
@@ -166,7 +175,8 @@ class EndpointModel(ABC):
         """Features of a batch.
 
         Raises:
-            ModelError: endpoint or budget have no answers for any more rows; what is in flight was waited for, and cached.
+            ModelError: endpoint or budget have no answers for any more rows; what is in flight was
+                waited for, and cached.
             BadAnswer: of one of the rows, the first.
         """
         outcomes = launched.result()
@@ -181,7 +191,12 @@ class EndpointModel(ABC):
 
     def _cached(self) -> str:
         answers = self._session.committed
-        return f". {answers:,} answers of this run are cached: the next one pays for none of them again" if answers else ""
+        return (
+            f". {answers:,} answers of this run are cached: the next one pays for none of them"
+            " again"
+            if answers
+            else ""
+        )
 
     def compute(self, batch: pa.RecordBatch) -> Features:
         """All stages of one batch."""

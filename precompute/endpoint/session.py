@@ -1,4 +1,5 @@
-"""Session: inputs on their way to an endpoint, each sent once, from a thread of its own; what is answered is cached as it comes."""
+"""Session: inputs on their way to an endpoint, each sent once, from a thread of its own; what is
+answered is cached as it comes."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from precompute.endpoint.endpoint import BadAnswer, Endpoint
 from precompute.store.errors import ModelError
 
 FAILED_S, MOST_FAILED = 60.0, 10_000
-"""How long it is remembered that an input has no answer, and of how many: the engine looks for the bad row of a batch by halves."""
+"""How long it is remembered that an input has no answer, and of how many: the engine looks for the
+bad row of a batch by halves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,8 @@ class Input:
 
 
 Answers = Callable[[Sequence[Input]], Awaitable[Mapping[bytes, bytes | BadAnswer | ModelError]]]
-"""Sends the inputs of one request → what is answered to each, by key: checked, and as it is cached."""
+"""Sends the inputs of one request → what is answered to each, by key: checked, and as it is
+cached."""
 
 
 class Session:
@@ -42,7 +45,9 @@ class Session:
         group: inputs of one request.
     """
 
-    def __init__(self, endpoint: Endpoint, cache_folder: Path, cache_days: float, group: int) -> None:
+    def __init__(
+        self, endpoint: Endpoint, cache_folder: Path, cache_days: float, group: int
+    ) -> None:
         self.endpoint = endpoint
         self._cache_folder, self._cache_days, self._group = cache_folder, cache_days, group
         self.committed = 0
@@ -57,7 +62,9 @@ class Session:
         self._writes: asyncio.Task[None] | None = None
         self._starting = threading.Lock()
 
-    def contents(self, inputs: Sequence[Input], answers: Answers) -> Future[list[bytes | BaseException]]:
+    def contents(
+        self, inputs: Sequence[Input], answers: Answers
+    ) -> Future[list[bytes | BaseException]]:
         """What is answered to each input, or what is wrong, in their order.
 
         Raises:
@@ -67,7 +74,8 @@ class Session:
         return asyncio.run_coroutine_threadsafe(self._contents(inputs, answers), loop)
 
     def stop(self, why: ModelError) -> None:
-        """Send nothing more, wait for what is in flight, which is paid, and be ready for another try."""
+        """Send nothing more, wait for what is in flight, which is paid, and be ready for another
+        try."""
         loop = self._running()
         asyncio.run_coroutine_threadsafe(self._stop(why), loop).result()
 
@@ -78,7 +86,9 @@ class Session:
                 loop = self._loop = asyncio.new_event_loop()
                 thread = threading.Thread(target=loop.run_forever, name="endpoint", daemon=True)
                 thread.start()
-                weakref.finalize(self, _close, loop, thread, self.endpoint, self._cache, self._writer)
+                weakref.finalize(
+                    self, _close, loop, thread, self.endpoint, self._cache, self._writer
+                )
             return self._loop
 
     async def _stop(self, why: ModelError) -> None:
@@ -89,7 +99,9 @@ class Session:
         finally:
             self.endpoint.stop(None)
 
-    async def _contents(self, inputs: Sequence[Input], answers: Answers) -> list[bytes | BaseException]:
+    async def _contents(
+        self, inputs: Sequence[Input], answers: Answers
+    ) -> list[bytes | BaseException]:
         # up to the first await nothing comes between: an input is cached, or under way, or sent
         self._forget()
         failed = {i.key: self._failed[i.key][1] for i in inputs if i.key in self._failed}
@@ -98,36 +110,58 @@ class Session:
             cached = self._cache.get(list(unknown))
         except ModelError as exc:
             return [exc] * len(inputs)
-        known = {key: outcome for key, answer in cached.items() if (outcome := self._outcome(answer)) is not None}
+        known = {
+            key: outcome
+            for key, answer in cached.items()
+            if (outcome := self._outcome(answer)) is not None
+        }
         self.endpoint.counts.cached += len(known)
         self._send([i for i in unknown.values() if i.key not in known], cached, answers)
-        waited = {i.key: self._under_way[i.key] for i in inputs if i.key not in known and i.key not in failed}
+        waited = {
+            i.key: self._under_way[i.key]
+            for i in inputs
+            if i.key not in known and i.key not in failed
+        }
         made = await asyncio.gather(*waited.values(), return_exceptions=True)
-        outcomes: dict[bytes, bytes | BaseException] = {**failed, **known, **dict(zip(waited, made, strict=True))}
+        outcomes: dict[bytes, bytes | BaseException] = {
+            **failed,
+            **known,
+            **dict(zip(waited, made, strict=True)),
+        }
         return [outcomes[i.key] for i in inputs]
 
     def _forget(self) -> None:
         """Of inputs without an answer those that are old, or too many."""
         oldest = time.monotonic() - FAILED_S
-        while self._failed and (len(self._failed) > MOST_FAILED or next(iter(self._failed.values()))[0] < oldest):
+        while self._failed and (
+            len(self._failed) > MOST_FAILED or next(iter(self._failed.values()))[0] < oldest
+        ):
             self._failed.popitem(last=False)
 
     def _outcome(self, answer: Answer) -> bytes | BadAnswer | None:
         """A cached answer as an outcome; None of one that did not fit and may be tried again."""
         if answer.wrong is None:
             return answer.content
-        return BadAnswer(answer.wrong) if answer.tries >= self.endpoint.limits.answer_tries else None
+        return (
+            BadAnswer(answer.wrong) if answer.tries >= self.endpoint.limits.answer_tries else None
+        )
 
-    def _send(self, inputs: Sequence[Input], cached: Mapping[bytes, Answer], answers: Answers) -> None:
+    def _send(
+        self, inputs: Sequence[Input], cached: Mapping[bytes, Answer], answers: Answers
+    ) -> None:
         loop = asyncio.get_running_loop()
         for first in range(0, len(inputs), self._group):
             part = inputs[first : first + self._group]
             self._under_way |= {i.key: loop.create_future() for i in part}
-            task = loop.create_task(self._answer(part, {key: answer.tries for key, answer in cached.items()}, answers))
+            task = loop.create_task(
+                self._answer(part, {key: answer.tries for key, answer in cached.items()}, answers)
+            )
             self._groups.add(task)
             task.add_done_callback(self._groups.discard)
 
-    async def _answer(self, inputs: Sequence[Input], tried: dict[bytes, int], answers: Answers) -> None:
+    async def _answer(
+        self, inputs: Sequence[Input], tried: dict[bytes, int], answers: Answers
+    ) -> None:
         """Send one group, keep what comes, and hand it to all who wait for it."""
         outcomes: Mapping[bytes, bytes | BaseException]
         try:
@@ -185,7 +219,9 @@ class Session:
             while self._unwritten is not None:
                 (rows, written), self._unwritten = self._unwritten, None
                 try:
-                    await asyncio.get_running_loop().run_in_executor(self._writer, self._cache.put, rows)
+                    await asyncio.get_running_loop().run_in_executor(
+                        self._writer, self._cache.put, rows
+                    )
                 except Exception as exc:
                     # it belongs to those who wait
                     written.set_exception(exc)

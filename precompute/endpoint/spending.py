@@ -1,4 +1,5 @@
-"""Spending: what a run's requests to an endpoint have cost, and may cost: tokens in and out, and money by their prices."""
+"""Spending: what a run's requests to an endpoint have cost, and may cost: tokens in and out, and
+money by their prices."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from typing import Any
 from precompute.store.errors import ConfigError, ModelError
 
 BYTES_A_TOKEN = 3
-"""Of a text, about: what is counted where an endpoint does not say, or says what cannot be. English has 4 to 5 and code 3."""
+"""Of a text, about: what is counted where an endpoint does not say, or says what cannot be. English
+has 4 to 5 and code 3."""
 MOST_BYTES_A_TOKEN = 16
 """Fewer tokens than that many bytes each are no tokenizer's, but for runs of white space."""
 
@@ -44,7 +46,11 @@ def credible(claimed: Any, size_bytes: int, most: int | None) -> int | None:
     """
     if not isinstance(claimed, int) or isinstance(claimed, bool):
         return None
-    return claimed if -(-size_bytes // MOST_BYTES_A_TOKEN) <= claimed and (most is None or claimed <= most) else None
+    return (
+        claimed
+        if -(-size_bytes // MOST_BYTES_A_TOKEN) <= claimed and (most is None or claimed <= most)
+        else None
+    )
 
 
 def estimated(size_bytes: int) -> int:
@@ -53,7 +59,8 @@ def estimated(size_bytes: int) -> int:
 
 
 class Spending:
-    """Counts what is spent by one process, and lets a request go only when its budget allows the most that it can cost. For one event loop.
+    """Counts what is spent by one process, and lets a request go only when its budget allows the
+    most that it can cost. For one event loop.
 
     Args:
         budget: ``tokens`` (in and out together) and ``money``; without either there is no limit.
@@ -64,10 +71,16 @@ class Spending:
     """
 
     def __init__(self, budget: Mapping[str, Any] | None, price: Mapping[str, Any] | None) -> None:
-        limits, prices = _numbers("budget", budget, ("tokens", "money")), _numbers("price", price, ("input", "output"))
+        limits, prices = (
+            _numbers("budget", budget, ("tokens", "money")),
+            _numbers("price", price, ("input", "output")),
+        )
         self._most_tokens, self._most_money = limits.get("tokens"), limits.get("money")
         if self._most_money is not None and not prices:
-            raise ConfigError("budget.money without a price: add price: {input: …, output: …}, money for a million tokens")
+            raise ConfigError(
+                "budget.money without a price: add price: {input: …, output: …}, money for a"
+                " million tokens"
+            )
         self._price = prices
         self.used = Tokens()
         self.estimates = 0
@@ -78,7 +91,10 @@ class Spending:
 
     def money(self, tokens: Tokens) -> float:
         """What they cost."""
-        return (tokens.input * self._price.get("input", 0.0) + tokens.output * self._price.get("output", 0.0)) / 1e6
+        return (
+            tokens.input * self._price.get("input", 0.0)
+            + tokens.output * self._price.get("output", 0.0)
+        ) / 1e6
 
     @property
     def limited(self) -> bool:
@@ -89,7 +105,8 @@ class Spending:
         """Wait until a request may cost so much; :meth:`settle` must follow.
 
         Raises:
-            ModelError: the budget does not allow it, and nothing is in flight that could turn out cheaper.
+            ModelError: the budget does not allow it, and nothing is in flight that could turn out
+                cheaper.
         """
         while self._beyond(self.used + self._reserved + most):
             if not self._in_flight:
@@ -113,18 +130,38 @@ class Spending:
 
     def _spent(self, most: Tokens) -> str:
         if self._most_tokens is not None and (self.used + most).count > self._most_tokens:
-            limit, used, next_one = f"{self._most_tokens:,.0f} tokens", f"{self.used.count:,}", f"{most.count:,} tokens"
+            limit, used, next_one = (
+                f"{self._most_tokens:,.0f} tokens",
+                f"{self.used.count:,}",
+                f"{most.count:,} tokens",
+            )
         else:
-            limit, used, next_one = f"{self._most_money:g} (money)", f"{self.money(self.used):.4g}", f"{self.money(most):.4g}"
-        return f"the run's budget of {limit} is spent: {used} are used, and the next request may take {next_one}"
+            limit, used, next_one = (
+                f"{self._most_money:g} (money)",
+                f"{self.money(self.used):.4g}",
+                f"{self.money(most):.4g}",
+            )
+        return (
+            f"the run's budget of {limit} is spent: {used} are used, and the next request may take"
+            f" {next_one}"
+        )
 
 
-def _numbers(name: str, given: Mapping[str, Any] | None, known: tuple[str, ...]) -> dict[str, float]:
+def _numbers(
+    name: str, given: Mapping[str, Any] | None, known: tuple[str, ...]
+) -> dict[str, float]:
     if given is None:
         return {}
     if not isinstance(given, Mapping) or not set(given) <= set(known):
-        raise ConfigError(f"{name} is {given!r}: it takes {' and '.join(known)}, as in {name}: {{{known[0]}: 1000000}}")
+        raise ConfigError(
+            f"{name} is {given!r}: it takes {' and '.join(known)}, as in {name}: {{{known[0]}:"
+            " 1000000}"
+        )
     for key, value in given.items():
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
+        if (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or not 0 <= value < float("inf")
+        ):
             raise ConfigError(f"{name}.{key} is {value!r}: give a number from 0")
     return dict(given)

@@ -1,6 +1,8 @@
-"""Transport: one request to an endpoint and its answer, by asyncio and httptools: a connection for each that is in flight, used again.
+"""Transport: one request to an endpoint and its answer, by asyncio and httptools: a connection for
+each that is in flight, used again.
 
-httptools reads what the engine's server reads requests with; it takes 50 µs a request where httpcore2's pool took 400, of the 780 there are at 64 in flight and 50 ms.
+httptools reads what the engine's server reads requests with; it takes 50 µs a request where
+httpcore2's pool took 400, of the 780 there are at 64 in flight and 50 ms.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import httptools
 CONNECT_S = 10.0
 """A connection is there by then, or nobody is."""
 IDLE_S = 30.0
-"""A connection that was idle for longer is not used again: what lies between may have forgotten it without a word."""
+"""A connection that was idle for longer is not used again: what lies between may have forgotten it
+without a word."""
 MOST_ANSWER_BYTES = 64 * 2**20
 """Of one answer: 16 embeddings of 4,096 numbers take 2 MB as text."""
 
@@ -32,7 +35,8 @@ class Reply:
 
 
 class LostError(Exception):
-    """No answer: refused, lost on the way, or not in time. ``sent`` is whether the request may have been read, and so may be billed."""
+    """No answer: refused, lost on the way, or not in time. ``sent`` is whether the request may have
+    been read, and so may be billed."""
 
     def __init__(self, reason: str, *, sent: bool) -> None:
         super().__init__(reason)
@@ -92,7 +96,11 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.open = False
         if self._waiting is not None and not self._waiting.done():
-            if exc is None and self._has_head and not {"content-length", "transfer-encoding"} & set(self._headers):
+            if (
+                exc is None
+                and self._has_head
+                and not {"content-length", "transfer-encoding"} & set(self._headers)
+            ):
                 # without a length it lasts as long as the connection
                 self._end()
             else:
@@ -105,7 +113,9 @@ class _Connection(asyncio.Protocol):
 
     def _end(self) -> None:
         if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(Reply(self._parser.get_status_code(), self._headers, bytes(self._body)))
+            self._waiting.set_result(
+                Reply(self._parser.get_status_code(), self._headers, bytes(self._body))
+            )
 
     # ---- what httptools calls
 
@@ -140,7 +150,12 @@ class Transport:
         self._host, self._path = parts.hostname or "", parts.path.rstrip("/")
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._port = parts.port or (443 if self._tls else 80)
-        always = [("Host", parts.netloc), ("Content-Type", "application/json"), ("Accept", "application/json"), *headers]
+        always = [
+            ("Host", parts.netloc),
+            ("Content-Type", "application/json"),
+            ("Accept", "application/json"),
+            *headers,
+        ]
         self._head = "".join(f"{name}: {value}\r\n" for name, value in always)
         self._idle = list[_Connection]()
 
@@ -150,7 +165,9 @@ class Transport:
         Raises:
             LostError: no whole answer within the time.
         """
-        head = f"POST {self._path}{path} HTTP/1.1\r\n{self._head}Content-Length: {len(body)}\r\n\r\n"
+        head = (
+            f"POST {self._path}{path} HTTP/1.1\r\n{self._head}Content-Length: {len(body)}\r\n\r\n"
+        )
         connection = await self._connected()
         try:
             async with asyncio.timeout(timeout_s):

@@ -1,7 +1,9 @@
-"""Ahead: run an iterator in a thread of its own, a bounded number of bytes ahead of its consumer. Stages chained like this overlap.
+"""Ahead: run an iterator in a thread of its own, a bounded number of bytes ahead of its consumer.
+Stages chained like this overlap.
 
-Every stage knows how long it worked (busy), how long it waited for the stage before (starved) and for room after it (blocked): the
-stage that is never starved nor blocked is the one that sets the pace.
+Every stage knows how long it worked (busy), how long it waited for the stage before (starved) and
+for room after it (blocked): the stage that is never starved nor blocked is the one that sets the
+pace.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from typing import Any, Generic, TypeVar
 Item = TypeVar("Item")
 
 JOIN_S = 1.0
-"""How long :meth:`Ahead.close` waits for a stage that is in the middle of something; its thread is a daemon."""
+"""How long :meth:`Ahead.close` waits for a stage that is in the middle of something; its thread is
+a daemon."""
 
 
 @dataclass(slots=True)
@@ -52,7 +55,13 @@ class Ahead(Generic[Item], Iterator[Item]):
         max_items: int = 1000,
     ) -> None:
         self.waited_s = 0.0
-        self._items, self._times, self._size_of, self._max_bytes, self._before = items, times, size_of, max_bytes, before
+        self._items, self._times, self._size_of, self._max_bytes, self._before = (
+            items,
+            times,
+            size_of,
+            max_bytes,
+            before,
+        )
         self._max_items = max_items
         self._ready: deque[tuple[Item, int]] = deque()
         self._ready_bytes = 0
@@ -130,7 +139,10 @@ class Ahead(Generic[Item], Iterator[Item]):
         with self._changed:
             while (
                 self._ready
-                and (self._ready_bytes + size > self._max_bytes or len(self._ready) >= self._max_items)
+                and (
+                    self._ready_bytes + size > self._max_bytes
+                    or len(self._ready) >= self._max_items
+                )
                 and not self._closed
             ):
                 self._changed.wait()
@@ -144,7 +156,8 @@ class Ahead(Generic[Item], Iterator[Item]):
 
 
 def closed(items: object, error: BaseException | None) -> BaseException | None:
-    """Close an iterator that can be closed, in the thread that took from it; the error there was, or else that of closing it."""
+    """Close an iterator that can be closed, in the thread that took from it; the error there was,
+    or else that of closing it."""
     close = getattr(items, "close", None)
     if close is not None:
         try:

@@ -1,8 +1,10 @@
-"""Budget: how much one batch may cost. It finds itself, so that nobody sets a batch size. A batch is paced by the clock besides.
+"""Budget: how much one batch may cost. It finds itself, so that nobody sets a batch size. A batch
+is paced by the clock besides.
 
-The first batches take turns with several budgets, and the smallest of the best wins; where that is the largest, larger ones take turns with it. A
-budget that the rows do not fill is given up, so that the search ends. What a batch took, measured, bounds every larger one before it is tried; one that ran
-out of memory halves the budget, which grows back in small steps towards what did not fit.
+The first batches take turns with several budgets, and the smallest of the best wins; where that is
+the largest, larger ones take turns with it. A budget that the rows do not fill is given up, so that
+the search ends. What a batch took, measured, bounds every larger one before it is tried; one that
+ran out of memory halves the budget, which grows back in small steps towards what did not fit.
 """
 
 from __future__ import annotations
@@ -15,14 +17,17 @@ ROUNDS = 3
 TIE = 0.97
 """A budget this close to the best rate is as good, and the smaller one takes less memory."""
 FILLED = 0.5
-"""Of its budget, padding counted: a batch that costs less tells nothing of it, as a window's last one may."""
+"""Of its budget, padding counted: a batch that costs less tells nothing of it, as a window's last
+one may."""
 PADDED = 0.1
-"""Share of it that is padding, beyond which a batch tells nothing either: its window was small, as the first ones are."""
+"""Share of it that is padding, beyond which a batch tells nothing either: its window was small, as
+the first ones are."""
 TRIES = 16
-"""Batches made under a candidate, after which it is given up unless enough of them were filled: those on their way, some 11, among them."""
+"""Batches made under a candidate, after which it is given up unless enough of them were filled:
+those on their way, some 11, among them."""
 SHORT_S = 0.02
-"""A batch that takes no longer is not made smaller near the end of its window: of a small model another window follows at once, and each batch costs the
-other stages a third of a millisecond."""
+"""A batch that takes no longer is not made smaller near the end of its window: of a small model
+another window follows at once, and each batch costs the other stages a third of a millisecond."""
 MEMORY_SHARE = 0.8
 """Of the free memory, at most, for one batch."""
 GROW_AFTER = 32
@@ -42,14 +47,22 @@ class Budget:
         free_bytes: tells the memory that can still be taken.
     """
 
-    def __init__(self, start: int, *, fixed: bool = False, reach: int = 2, free_bytes: Callable[[], int] | None = None) -> None:
+    def __init__(
+        self,
+        start: int,
+        *,
+        fixed: bool = False,
+        reach: int = 2,
+        free_bytes: Callable[[], int] | None = None,
+    ) -> None:
         self._lock = threading.Lock()
         self._free_bytes = free_bytes
         self.cost = max(1, start)
         self.ceiling: int | None = None
         self.failures = 0
         self.under_way = 0
-        """Batches on their way beside those that :data:`TRIES` counts, as anyone who computes many at once tells."""
+        """Batches on their way beside those that :data:`TRIES` counts, as anyone who computes many
+        at once tells."""
         self._wanted = self.cost
         self._good = 0
         self._short = False
@@ -74,8 +87,9 @@ class Budget:
         """The budget of the batch made now.
 
         Args:
-            share: of what is left to compute, a part that is small enough for several who compute at once to end together: near the end, batches
-                become smaller, down to half of the first budget; not where one is over in :data:`SHORT_S`.
+            share: of what is left to compute, a part that is small enough for several who compute
+                at once to end together: near the end, batches become smaller, down to half of the
+                first budget; not where one is over in :data:`SHORT_S`.
         """
         if self._short:
             share = 2**62
@@ -93,7 +107,9 @@ class Budget:
             self._given[candidate] += 1
             return candidate
 
-    def done(self, budget: int, cost: int, seconds: float, size_bytes: int = 0, padded_cost: int = 0) -> None:
+    def done(
+        self, budget: int, cost: int, seconds: float, size_bytes: int = 0, padded_cost: int = 0
+    ) -> None:
         """A batch made under ``budget`` went well.
 
         Args:
@@ -123,7 +139,9 @@ class Budget:
                     if self.ceiling is not None and self.cost >= self._limit():
                         # it may have been another process that took the memory
                         self.ceiling = int(self.ceiling * GROW_BY) + 1
-                    self.cost = max(self.cost, min(int(self.cost * GROW_BY) + 1, self._wanted, self._limit()))
+                    self.cost = max(
+                        self.cost, min(int(self.cost * GROW_BY) + 1, self._wanted, self._limit())
+                    )
 
     def out_of_memory(self, cost: int) -> None:
         """A batch of this cost did not fit: halve."""
@@ -136,7 +154,8 @@ class Budget:
             self.cost = max(1, min(self.cost, cost) // 2)
 
     def was_one_row(self) -> None:
-        """What did not fit was a single row, that does not fit alone either: take the last halving back."""
+        """What did not fit was a single row, that does not fit alone either: take the last halving
+        back."""
         with self._lock:
             self.cost, self.ceiling, self._candidates = self._before
 
@@ -144,18 +163,27 @@ class Budget:
         """The largest budget that memory allows, as far as is known."""
         limit = 2**62 if self.ceiling is None else max(1, int(self.ceiling * BELOW_CEILING))
         if self._bytes_per_cost and self._free_bytes is not None:
-            limit = min(limit, max(1, int(MEMORY_SHARE * self._free_bytes() / self._bytes_per_cost)))
+            limit = min(
+                limit, max(1, int(MEMORY_SHARE * self._free_bytes() / self._bytes_per_cost))
+            )
         return limit
 
     def _try(self, candidates: list[int]) -> None:
-        """Have these take turns, as far as they are allowed; what was measured of one before was beside others."""
-        self._candidates = sorted({max(1, c) for c in candidates if c <= max(self._most, self.cost)})
+        """Have these take turns, as far as they are allowed; what was measured of one before was
+        beside others."""
+        self._candidates = sorted(
+            {max(1, c) for c in candidates if c <= max(self._most, self.cost)}
+        )
         self._measured = {c: [] for c in self._candidates}
         self._given = dict.fromkeys(self._candidates, 0)
 
     def _search(self) -> None:
         limit = self._limit()
-        unfilled = [c for c in self._candidates if self._given[c] >= TRIES + self.under_way and len(self._measured[c]) <= ROUNDS]
+        unfilled = [
+            c
+            for c in self._candidates
+            if self._given[c] >= TRIES + self.under_way and len(self._measured[c]) <= ROUNDS
+        ]
         if unfilled:
             self._most = min(self._most, max(1, min(unfilled) - 1))
         self._candidates = [c for c in self._candidates if c <= limit and c not in unfilled]
@@ -165,7 +193,10 @@ class Budget:
             return
         if all(len(batches) > ROUNDS for batches in measured.values()):
             # the first of each is left out: it pays for memory that the later ones find at hand
-            rates = {c: sum(n for n, _ in m[1:]) / max(sum(s for _, s in m[1:]), 1e-9) for c, m in measured.items()}
+            rates = {
+                c: sum(n for n, _ in m[1:]) / max(sum(s for _, s in m[1:]), 1e-9)
+                for c, m in measured.items()
+            }
             best = max(rates.values())
             self.cost = self._wanted = min(c for c, rate in rates.items() if rate >= TIE * best)
             largest = self.cost == max(rates)
@@ -179,7 +210,8 @@ LONG_S = 10.0
 GAIN = 1.3
 """A size whose rate is so many times that of a smaller one is worth its time."""
 FLAT = 0.7
-"""Where one of half the size or less takes more than this share of the time, cutting does not help."""
+"""Where one of half the size or less takes more than this share of the time, cutting does not
+help."""
 PACE_GROW_BY = 8
 """At most, from one to the next."""
 

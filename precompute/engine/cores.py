@@ -17,8 +17,9 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def places(threads: int) -> list[frozenset[int]]:
-    """A place for each of ``threads`` compute threads, neighbours side by side: the CPUs of a core, or one CPU, whichever there are as many of as
-    threads. Empty where threads do not take all that the process may use: then they are not alone, and the system had better place them.
+    """A place for each of ``threads`` compute threads, neighbours side by side: the CPUs of a core,
+    or one CPU, whichever there are as many of as threads. Empty where threads do not take all that
+    the process may use: then they are not alone, and the system had better place them.
     """
     # not there on every system
     if not hasattr(os, "sched_getaffinity"):
@@ -31,14 +32,18 @@ def places(threads: int) -> list[frozenset[int]]:
 
 
 def share(number: int, processes: int) -> frozenset[int]:
-    """The CPUs of process ``number``, from 0, of several that compute side by side: whole cores, all dealt out, neighbours together and so of one NUMA
-    node as far as nodes and processes divide. Empty where the system had better place them: there are fewer cores than processes, or the control
-    group grants less time than the CPUs have, so that any of them may be the one that is free.
+    """The CPUs of process ``number``, from 0, of several that compute side by side: whole cores,
+    all dealt out, neighbours together and so of one NUMA node as far as nodes and processes divide.
+    Empty where the system had better place them: there are fewer cores than processes, or the
+    control group grants less time than the CPUs have, so that any of them may be the one that is
+    free.
     """
     if not hasattr(os, "sched_getaffinity"):
         return frozenset()
     cpus = os.sched_getaffinity(0)
-    cores = sorted({_siblings(cpu) & cpus for cpu in cpus}, key=lambda core: (_node(min(core)), min(core)))
+    cores = sorted(
+        {_siblings(cpu) & cpus for cpu in cpus}, key=lambda core: (_node(min(core)), min(core))
+    )
     if len(cores) < processes or _quota() < len(cpus):
         return frozenset()
     first, end = (n * len(cores) // processes for n in (number, number + 1))
@@ -46,7 +51,8 @@ def share(number: int, processes: int) -> frozenset[int]:
 
 
 def idle_s() -> float:
-    """Seconds, since the machine started, for which the CPUs that this process may use had nothing to do, added up; 0 where the system does not tell."""
+    """Seconds, since the machine started, for which the CPUs that this process may use had nothing
+    to do, added up; 0 where the system does not tell."""
     try:
         lines = [line.split() for line in _STAT.read_text().splitlines() if line.startswith("cpu")]
         names = {f"cpu{cpu}" for cpu in os.sched_getaffinity(0)}
@@ -63,7 +69,8 @@ def allowed() -> int:
 
 
 def usable_threads(threads: int) -> int:
-    """So many of ``threads`` as there are CPUs for: those the process may use, and no more than the control group's quota, rounded down."""
+    """So many of ``threads`` as there are CPUs for: those the process may use, and no more than the
+    control group's quota, rounded down."""
     return max(1, min(threads, allowed(), _quota()))
 
 
@@ -90,7 +97,9 @@ def _siblings(cpu: int) -> frozenset[int]:
 
 def _node(cpu: int) -> int:
     """The NUMA node of a CPU; 0 where the system does not tell."""
-    return min((int(link.name[4:]) for link in (_TOPOLOGY / f"cpu{cpu}").glob("node[0-9]*")), default=0)
+    return min(
+        (int(link.name[4:]) for link in (_TOPOLOGY / f"cpu{cpu}").glob("node[0-9]*")), default=0
+    )
 
 
 def _quota() -> int:
@@ -116,7 +125,9 @@ class Lanes:
         compute_with: makes the calling thread, and no other, compute with so many.
     """
 
-    def __init__(self, count: int, threads: int, total: int, compute_with: Callable[[int], None]) -> None:
+    def __init__(
+        self, count: int, threads: int, total: int, compute_with: Callable[[int], None]
+    ) -> None:
         self.count = count
         self._jobs: set[Future[Any]] = set()
         where = places(total) or [frozenset()] * total

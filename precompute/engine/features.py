@@ -1,4 +1,5 @@
-"""Features: what a model returned, checked against what its view declares, as Arrow columns in the order of the rows."""
+"""Features: what a model returned, checked against what its view declares, as Arrow columns in the
+order of the rows."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from precompute.store.feature_view import SCALAR_TYPES, Feature, FeatureView, fi
 
 
 def copied(values: Any) -> Any:
-    """What a model returned of a feature, in memory of its own: of what holds the rows, and of an array or a list for each."""
+    """What a model returned of a feature, in memory of its own: of what holds the rows, and of an
+    array or a list for each."""
     if isinstance(values, np.ma.MaskedArray):
         # np.array() would forget what is masked
         return values.copy()
@@ -49,11 +51,13 @@ _copied_rows = np.frompyfunc(_copied_row, 1, 1)
 
 
 class Misfit(Exception):
-    """What a model returned is not what its view declares: a missing feature, another number of rows, another shape or type."""
+    """What a model returned is not what its view declares: a missing feature, another number of
+    rows, another shape or type."""
 
 
 class Declared:
-    """What a view declares of its features, to hold what a model returns against it; made once, since that takes as long as a small model does.
+    """What a view declares of its features, to hold what a model returns against it; made once,
+    since that takes as long as a small model does.
 
     Args:
         view: its features, and which of them is searched by cosine.
@@ -67,25 +71,34 @@ class Declared:
         """A copy of the model's output as Arrow columns of exactly the declared types.
 
         Raises:
-            Misfit: it returns something other than the view declares, for one of the rows or for all.
+            Misfit: it returns something other than the view declares, for one of the rows or for
+                all.
         """
         view = self._view
         if not isinstance(features, (dict, Mapping)):
-            raise Misfit(f"the model of view {view.name!r} returned {type(features).__name__}, not a dict of features")
+            raise Misfit(
+                f"the model of view {view.name!r} returned {type(features).__name__}, not a dict of"
+                " features"
+            )
         columns = []
         for feature, kind in zip(view.features, self._types, strict=True):
             if feature.name not in features:
                 names = [str(name) for name in features]
                 near = did_you_mean(feature.name, names)
                 raise Misfit(
-                    f"the model of view {view.name!r} returned no {feature.name!r} (it returned: {', '.join(names) or 'nothing'}){near}"
+                    f"the model of view {view.name!r} returned no {feature.name!r} (it returned:"
+                    f" {', '.join(names) or 'nothing'}){near}"
                 )
             try:
-                # Copied in the thread that computed: a model may use its memory again. And one that outlives its batch lies between the activations of
-                # the next ones, for which malloc then takes new memory each time: 1.2 GB over 2 M rows of a small MLP, and 4.2 to 5.7 s instead of 3.5.
+                # Copied in the thread that computed: a model may use its memory again. And one that
+                # outlives its batch lies between the activations of the next ones, for which malloc
+                # then takes new memory each time: 1.2 GB over 2 M rows of a small MLP, and 4.2 to
+                # 5.7 s instead of 3.5.
                 columns.append(_column(feature, kind, _own(features[feature.name]), rows))
             except Misfit as exc:
-                raise Misfit(f"feature {feature.name!r} of view {view.name!r}: {exc}") from exc.__cause__
+                raise Misfit(
+                    f"feature {feature.name!r} of view {view.name!r}: {exc}"
+                ) from exc.__cause__
         return pa.RecordBatch.from_arrays(columns, schema=self._schema)
 
     def bad(self, columns: pa.RecordBatch) -> Mapping[int, str]:
@@ -101,13 +114,17 @@ def _own(values: Any) -> Any:
         return copied(values)
     except (RuntimeError, TypeError, ValueError) as exc:
         # a tensor that needs its gradient, or lies on a GPU
-        raise Misfit(f"the model returned {type(values).__name__}, which is no array: {exc}") from exc
+        raise Misfit(
+            f"the model returned {type(values).__name__}, which is no array: {exc}"
+        ) from exc
 
 
 def _column(feature: Feature, kind: pa.DataType, values: Any, rows: int) -> pa.Array:
     """Of the type ``kind``."""
     if not hasattr(values, "__len__") or (isinstance(values, np.ndarray) and values.ndim == 0):
-        raise Misfit(f"the model returned {type(values).__name__}, not one value for each of {rows} rows")
+        raise Misfit(
+            f"the model returned {type(values).__name__}, not one value for each of {rows} rows"
+        )
     if len(values) != rows:
         raise Misfit(f"the model returned {len(values)} values for {rows} rows")
     try:
@@ -116,21 +133,29 @@ def _column(feature: Feature, kind: pa.DataType, values: Any, rows: int) -> pa.A
         elif feature.dim is not None:
             return _vectors(feature, kind, values)
         else:
-            column = _as(kind, _lists(values) if feature.max_items is not None else _scalars(feature, values))
+            column = _as(
+                kind, _lists(values) if feature.max_items is not None else _scalars(feature, values)
+            )
         column.validate(full=True)
     except (Misfit, MemoryError):
         raise
     except Exception as exc:
         # whatever a model returns, and whatever numpy or Arrow says of it
         raise Misfit(
-            f"the model returned {getattr(values, 'type', type(values).__name__)}, which does not fit {kind}: {exc}"
+            f"the model returned {getattr(values, 'type', type(values).__name__)}, which does not"
+            f" fit {kind}: {exc}"
         ) from exc
     if feature.max_items is not None:
         longest = pc.max(pc.list_value_length(column)).as_py() or 0
         if longest > feature.max_items:
-            raise Misfit(f"a list of {longest} items, declared at most {feature.max_items}; correct `max_items` or the model")
+            raise Misfit(
+                f"a list of {longest} items, declared at most {feature.max_items}; correct"
+                " `max_items` or the model"
+            )
     if feature.dim is not None and column.null_count:
-        raise Misfit("the model returned a null vector; raise for such a row, or name it in unusable()")
+        raise Misfit(
+            "the model returned a null vector; raise for such a row, or name it in unusable()"
+        )
     if (feature.dim is not None or feature.max_items is not None) and column.flatten().null_count:
         raise Misfit("a vector or list holds a null; leave it out")
     return column
@@ -138,14 +163,23 @@ def _column(feature: Feature, kind: pa.DataType, values: Any, rows: int) -> pa.A
 
 def _vectors(feature: Feature, kind: pa.DataType, values: Any) -> pa.Array:
     rows = values if isinstance(values, list) or values.dtype == object else ()
-    if np.ma.is_masked(values) or any(np.ma.is_masked(row) for row in rows if isinstance(row, np.ma.MaskedArray)):
-        raise Misfit("a vector holds a masked number; raise for such a row, or name it in unusable()")
+    if np.ma.is_masked(values) or any(
+        np.ma.is_masked(row) for row in rows if isinstance(row, np.ma.MaskedArray)
+    ):
+        raise Misfit(
+            "a vector holds a masked number; raise for such a row, or name it in unusable()"
+        )
     values = np.asarray(values)
     if values.ndim != 2 or values.shape[1] != feature.dim:
         raise Misfit(
-            f"declared as a vector of {feature.dim}, but the model returned shape {list(values.shape)}; correct `dim` or the model"
+            f"declared as a vector of {feature.dim}, but the model returned shape"
+            f" {list(values.shape)}; correct `dim` or the model"
         )
-    if feature.dtype.startswith("float") and values.dtype.kind in "fiu" and values.dtype != feature.dtype:
+    if (
+        feature.dtype.startswith("float")
+        and values.dtype.kind in "fiu"
+        and values.dtype != feature.dtype
+    ):
         # what does not fit becomes infinite, and is rejected as such
         with np.errstate(over="ignore"):
             values = values.astype(feature.dtype, copy=False)
@@ -162,8 +196,8 @@ def _scalars(feature: Feature, values: Any) -> pa.Array:
         array, mask = np.asarray(values), None
     if array.ndim != 1:
         raise Misfit(
-            f"declared as one value a row, but the model returned shape {list(array.shape)}; declare `dim` (or `max_items`, of a "
-            "list) or correct the model"
+            f"declared as one value a row, but the model returned shape {list(array.shape)};"
+            " declare `dim` (or `max_items`, of a list) or correct the model"
         )
     if array.dtype.kind == "U" and isinstance(values, list):
         # numpy makes texts of the numbers beside a text, and other ones of a number alone
@@ -177,7 +211,9 @@ def _as(kind: pa.DataType, column: pa.Array) -> pa.Array:
         return column
     if not pa.types.is_null(_item(column.type)) and _is_text(column.type) != _is_text(kind):
         # Arrow would read the number in a text, and write a number as one
-        raise Misfit(f"the model returned {column.type}, declared {kind}; correct `dtype` or the model")
+        raise Misfit(
+            f"the model returned {column.type}, declared {kind}; correct `dtype` or the model"
+        )
     return column.cast(kind)
 
 
@@ -191,12 +227,19 @@ def _item(kind: pa.DataType) -> pa.DataType:
 def _is_text(kind: pa.DataType) -> bool:
     item = _item(kind)
     return any(
-        is_kind(item) for is_kind in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_binary)
+        is_kind(item)
+        for is_kind in (
+            pa.types.is_string,
+            pa.types.is_large_string,
+            pa.types.is_string_view,
+            pa.types.is_binary,
+        )
     )
 
 
 def _lists(values: Any) -> pa.Array:
-    """A list for each row, from a matrix, or from a list or object array of lists, tuples, arrays and tensors; None is a null."""
+    """A list for each row, from a matrix, or from a list or object array of lists, tuples, arrays
+    and tensors; None is a null."""
     if np.ma.isMaskedArray(values):
         values = values.tolist()
     if isinstance(values, np.ndarray) and values.ndim == 2 and values.dtype != object:
@@ -205,7 +248,9 @@ def _lists(values: Any) -> pa.Array:
     return pa.array([row.tolist() if hasattr(row, "tolist") else row for row in values])
 
 
-def in_order(view: FeatureView, pieces: list[tuple[Rows, pa.RecordBatch]]) -> tuple[Rows, pa.RecordBatch]:
+def in_order(
+    view: FeatureView, pieces: list[tuple[Rows, pa.RecordBatch]]
+) -> tuple[Rows, pa.RecordBatch]:
     """All pieces, row numbers and features each, as one batch in the order the rows came in."""
     if not pieces:
         return np.empty(0, np.int64), pa.RecordBatch.from_pylist([], schema=view.feature_schema())
@@ -220,15 +265,18 @@ def in_order(view: FeatureView, pieces: list[tuple[Rows, pa.RecordBatch]]) -> tu
 
 
 def with_null_rows(view: FeatureView, outcome: Outcome) -> Outcome:
-    """What becomes of a window's rows under ``bad_rows: null``: those the model declared unusable have every feature null. The batch job, the
-    parity gate and the fallback ask here alike. Under another policy, ``outcome`` as it is."""
+    """What becomes of a window's rows under ``bad_rows: null``: those the model declared unusable
+    have every feature null. The batch job, the parity gate and the fallback ask here alike. Under
+    another policy, ``outcome`` as it is."""
     if view.definition.bad_rows != "null":
         return outcome
     unusable = [rejected.row for rejected in outcome.rejections if rejected.stage == "input"]
     if not unusable:
         return outcome
     schema = view.feature_schema()
-    nulls = pa.RecordBatch.from_arrays([pa.nulls(len(unusable), f.type) for f in schema], schema=schema)
+    nulls = pa.RecordBatch.from_arrays(
+        [pa.nulls(len(unusable), f.type) for f in schema], schema=schema
+    )
     rows = np.concatenate([outcome.rows, np.array(unusable, np.int64)])
     order = np.argsort(rows)
     features = pa.concat_batches([outcome.features, nulls]).take(pa.array(order))

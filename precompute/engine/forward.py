@@ -1,5 +1,6 @@
-"""Forward: the model's stage. Batches are launched and landed, on a CPU several at once where that is quicker; of one that fails, the rows are tried in
-smaller ones until the bad row stands alone, or until they fit in memory."""
+"""Forward: the model's stage. Batches are launched and landed, on a CPU several at once where that
+is quicker; of one that fails, the rows are tried in smaller ones until the bad row stands alone, or
+until they fit in memory."""
 
 from __future__ import annotations
 
@@ -31,8 +32,9 @@ from precompute.store.errors import ModelError
 from precompute.store.feature_view import FeatureView
 
 BATCH_S = 0.0003
-"""What the other stages compute for each batch, whatever its rows, on the CPU that the model would have: without it, a small model's batches are as small
-as 2,048 rows, of which it computes 1.6 M/s in two lanes and the run got no more than 1 M/s."""
+"""What the other stages compute for each batch, whatever its rows, on the CPU that the model would
+have: without it, a small model's batches are as small as 2,048 rows, of which it computes 1.6 M/s
+in two lanes and the run got no more than 1 M/s."""
 
 
 class _Retry(Exception):
@@ -41,7 +43,8 @@ class _Retry(Exception):
 
 @dataclass(slots=True)
 class _Launched:
-    """A batch on its way: what :meth:`StagedModel.land` waits for, or a lane's future, or the features, or the error retained for when its turn comes."""
+    """A batch on its way: what :meth:`StagedModel.land` waits for, or a lane's future, or the
+    features, or the error retained for when its turn comes."""
 
     batch: Batch
     result: Any = None
@@ -91,14 +94,17 @@ class Forward:
         """When the last batch did."""
         self._declared = Declared(view)
 
-    def windows(self, batches: Iterator[Batch], ready: Callable[[], bool] = lambda: True) -> Iterator[Window]:
-        """Windows whose every row was computed or rejected, or pieces of them. On a GPU, later batches are launched before the first is waited
-        for, if they are ``ready``."""
+    def windows(
+        self, batches: Iterator[Batch], ready: Callable[[], bool] = lambda: True
+    ) -> Iterator[Window]:
+        """Windows whose every row was computed or rejected, or pieces of them. On a GPU, later
+        batches are launched before the first is waited for, if they are ``ready``."""
         under_way: deque[_Launched] = deque()
         self._begin_lanes()
         try:
             while True:
-                # What is not there yet is not waited for: anyone who feeds this may be waiting for what is under way, and it is timed by when it is done.
+                # What is not there yet is not waited for: anyone who feeds this may be waiting for
+                # what is under way, and it is timed by when it is done.
                 while under_way and (len(under_way) > self._depth or not ready()):
                     if done := self._land(under_way.popleft()):
                         yield done
@@ -119,7 +125,12 @@ class Forward:
         if count > 1 and self._staged is not None:
             # this thread's team would be in the way of theirs
             release_threads()
-            self._lanes = Lanes(count, max(1, self._threads // count), self._threads, self._staged.device.compute_with)
+            self._lanes = Lanes(
+                count,
+                max(1, self._threads // count),
+                self._threads,
+                self._staged.device.compute_with,
+            )
             # one more for each lane, so that none waits for the one whose turn it is to be landed
             self._depth = self._budget.under_way = 2 * count
 
@@ -136,13 +147,19 @@ class Forward:
         try:
             if isinstance(batch.inputs, Later):
                 raise _Retry
-            launched.result = self._model.compute(batch.inputs) if self._staged is None else self._staged.launch(batch.inputs)
+            launched.result = (
+                self._model.compute(batch.inputs)
+                if self._staged is None
+                else self._staged.launch(batch.inputs)
+            )
         except (Exception, SystemExit) as exc:
             launched.error = without_locals(exc)
         else:
             if bytes_before and self._staged is not None:
                 # memory is given out when a batch is launched, whenever it computes
-                launched.size_bytes = max(0, self._staged.device.peak_bytes(reset=True) - bytes_before)
+                launched.size_bytes = max(
+                    0, self._staged.device.peak_bytes(reset=True) - bytes_before
+                )
         batch.inputs = None
         self._meter.forward_s += time.monotonic() - launched.started
         return launched
@@ -154,7 +171,9 @@ class Forward:
         try:
             if isinstance(batch.inputs, Later):
                 raise _Retry
-            return self._made(self._staged.land(self._staged.launch(batch.inputs)), len(batch.positions))
+            return self._made(
+                self._staged.land(self._staged.launch(batch.inputs)), len(batch.positions)
+            )
         except (Exception, SystemExit) as exc:
             without_locals(exc)
             raise
@@ -204,17 +223,21 @@ class Forward:
         if launched.in_lane:
             features: pa.RecordBatch = launched.result.result()
             # what several lanes computed meanwhile counts once
-            self._meter.forward_s += max(0.0, launched.ended - max(launched.started, self._computed_until))
+            self._meter.forward_s += max(
+                0.0, launched.ended - max(launched.started, self._computed_until)
+            )
             self._computed_until = max(launched.ended, self._computed_until)
             return features
         waiting = time.monotonic()
-        made: Features = launched.result if self._staged is None else self._staged.land(launched.result)
+        made: Features = (
+            launched.result if self._staged is None else self._staged.land(launched.result)
+        )
         self._meter.landing_s += time.monotonic() - waiting
         return self._made(made, rows)
 
     def _tell(self, launched: _Launched, cost: int, padded_cost: int) -> None:
-        """Budget and pace learn from a batch that went well: what it took since it was launched, or since the one before it landed; or in its lane,
-        beside the others."""
+        """Budget and pace learn from a batch that went well: what it took since it was launched, or
+        since the one before it landed; or in its lane, beside the others."""
         if launched.in_lane:
             seconds = launched.ended - launched.started
         else:
@@ -238,9 +261,11 @@ class Forward:
         return cost, padded_cost
 
     def _retry(self, window: Window, positions: Rows, exc: BaseException) -> None:
-        """Compute the rows of a batch that failed in smaller ones: until the row that fails stands alone, or until they fit in memory."""
+        """Compute the rows of a batch that failed in smaller ones: until the row that fails stands
+        alone, or until they fit in memory."""
         full = is_out_of_memory(exc)
-        # one halving for each batch: a row that never fits must not shrink the batches of all others to nothing
+        # one halving for each batch: a row that never fits must not shrink the batches of all
+        # others to nothing
         if full:
             self._meter.out_of_memory += 1
             self._budget.out_of_memory(window.cost(positions)[1])
@@ -315,4 +340,6 @@ def _check_device(exc: BaseException) -> None:
     DeviceLostError: it is lost; no smaller batch would help.
     """
     if is_device_lost(exc):
-        raise DeviceLostError(f"the GPU is lost to this process: {first_line(exc)}") from without_locals(exc)
+        raise DeviceLostError(
+            f"the GPU is lost to this process: {first_line(exc)}"
+        ) from without_locals(exc)

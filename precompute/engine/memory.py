@@ -1,5 +1,6 @@
-"""Memory: what this process may still take, what it took at most, which errors mean that there was none left, or that a GPU is lost; and how the C
-library and OpenMP hold on to what the engine frees."""
+"""Memory: what this process may still take, what it took at most, which errors mean that there was
+none left, or that a GPU is lost; and how the C library and OpenMP hold on to what the engine
+frees."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ _CLEAR = Path("/proc/self/clear_refs")
 _CGROUP = Path("/sys/fs/cgroup")
 
 _PAUSE_SOFT = 1
-"""``omp_pause_soft`` of OpenMP 5.0, §3.2.44: what is given up comes back by itself when it is needed."""
+"""``omp_pause_soft`` of OpenMP 5.0, §3.2.44: what is given up comes back by itself when it is
+needed."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """``mallopt(3)``."""
 _MMAP_BYTES = 32 * 2**20
@@ -43,9 +45,13 @@ _FULL = (
     "is smaller than requested bytes",
     "OutOfMemory",
 )
-"""What says in an error of torch's or ONNX Runtime's that memory ran out: CUDA itself ("out of memory", code 2, which the driver calls ``CUDA_ERROR_OUT_OF_MEMORY`` and
-XLA ``RESOURCE_EXHAUSTED``), torch's allocators on a CPU, cuBLAS, cuSPARSE (which says ``INSUFFICIENT_RESOURCES``, too) and cuSOLVER (``CUBLAS_STATUS_ALLOC_FAILED`` and the like), cuDNN (``CUDNN_STATUS_ALLOC_FAILED``, and since 9
-``CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED``), ONNX Runtime's arena (``BFCArena``) and TensorRT."""
+"""What says in an error of torch's or ONNX Runtime's that memory ran out: CUDA itself ("out of
+memory", code 2, which the driver calls ``CUDA_ERROR_OUT_OF_MEMORY`` and XLA
+``RESOURCE_EXHAUSTED``), torch's allocators on a CPU, cuBLAS, cuSPARSE (which says
+``INSUFFICIENT_RESOURCES``, too) and cuSOLVER (``CUBLAS_STATUS_ALLOC_FAILED`` and the like), cuDNN
+(``CUDNN_STATUS_ALLOC_FAILED``, and since 9
+``CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED``), ONNX Runtime's arena (``BFCArena``) and
+TensorRT."""
 
 _CUDA_ERRORS = (
     "CUDA error",
@@ -56,7 +62,8 @@ _CUDA_ERRORS = (
     "Triton Error [CUDA]",
     "Cuda Runtime (",
 )
-"""How torch, ONNX Runtime, Triton and TensorRT begin to tell that CUDA failed. What CUDA reports asynchronously is found wherever the host waits next."""
+"""How torch, ONNX Runtime, Triton and TensorRT begin to tell that CUDA failed. What CUDA reports
+asynchronously is found wherever the host waits next."""
 _PASSING = (
     "invalid argument",
     "invalid configuration",
@@ -75,21 +82,22 @@ _PASSING = (
     "STATUS_BAD_PARAM",
     "STATUS_ARCH_MISMATCH",
 )
-"""Of CUDA's errors, those that a call gets and that leave the context as it was (CUDA Runtime API, "Error Handling": after others "the process must be terminated
-and relaunched")."""
+"""Of CUDA's errors, those that a call gets and that leave the context as it was (CUDA Runtime API,
+"Error Handling": after others "the process must be terminated and relaunched")."""
 
 _LIBRARIES = ("onnxruntime",)
 """Their errors derive from nothing but Exception."""
 
 
 class DeviceLostError(ModelError):
-    """The GPU does not compute any more in this process, whatever it is given: an assertion failed on it, or it accessed memory that is not there. Only another
-    process can go on."""
+    """The GPU does not compute any more in this process, whatever it is given: an assertion failed
+    on it, or it accessed memory that is not there. Only another process can go on."""
 
 
 def is_out_of_memory(exc: BaseException) -> bool:
-    """Whether an error says that memory ran out: Python's, the system's, torch's on a GPU (by name, so that torch need not be imported), or that of a library, which
-    is a RuntimeError and tells it in words."""
+    """Whether an error says that memory ran out: Python's, the system's, torch's on a GPU (by name,
+    so that torch need not be imported), or that of a library, which is a RuntimeError and tells it
+    in words."""
     if isinstance(exc, MemoryError) or (isinstance(exc, OSError) and exc.errno == errno.ENOMEM):
         return True
     if type(exc).__name__ in ("OutOfMemoryError", "ArrowMemoryError"):
@@ -98,14 +106,17 @@ def is_out_of_memory(exc: BaseException) -> bool:
 
 
 def is_device_lost(exc: BaseException) -> bool:
-    """Whether an error says that CUDA's context in this process is gone: every later call gets the same error."""
+    """Whether an error says that CUDA's context in this process is gone: every later call gets the
+    same error."""
     if isinstance(exc, DeviceLostError):
         return True
     if is_out_of_memory(exc) or not _is_librarys(exc):
         return False
     # the lines that follow are advice
     text = first_line(exc)
-    return any(words in text for words in _CUDA_ERRORS) and not any(words in text for words in _PASSING)
+    return any(words in text for words in _CUDA_ERRORS) and not any(
+        words in text for words in _PASSING
+    )
 
 
 def first_line(exc: BaseException) -> str:
@@ -118,8 +129,9 @@ def _is_librarys(exc: BaseException) -> bool:
 
 
 def without_locals(exc: BaseException) -> BaseException:
-    """The same error, and those it came of, without what was in the variables of the functions that raised it: a batch's activations, which an error that
-    is stored would hold. Where it was raised can still be reported."""
+    """The same error, and those it came of, without what was in the variables of the functions that
+    raised it: a batch's activations, which an error that is stored would hold. Where it was raised
+    can still be reported."""
     waiting, seen = [exc], set[int]()
     while waiting:
         one = waiting.pop()
@@ -132,7 +144,8 @@ def without_locals(exc: BaseException) -> BaseException:
 
 
 def available_bytes() -> int:
-    """Memory that can be taken without swapping: the machine's, or the container's where that is less."""
+    """Memory that can be taken without swapping: the machine's, or the container's where that is
+    less."""
     free = _meminfo()
     limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
     if limit is not None and used is not None:
@@ -146,8 +159,8 @@ def resident_bytes() -> int:
 
 
 class ResidentPeak:
-    """The largest memory this process held, over all and since the last :meth:`lap`, which is the same for all of this class: the system counts
-    one peak."""
+    """The largest memory this process held, over all and since the last :meth:`lap`, which is the
+    same for all of this class: the system counts one peak."""
 
     _highest = 0
 
@@ -209,10 +222,12 @@ def _number(path: Path) -> int | None:
 
 
 def release_threads() -> None:
-    """Let the calling thread's compute threads go, before another thread computes; they come back when this one computes again.
+    """Let the calling thread's compute threads go, before another thread computes; they come back
+    when this one computes again.
 
-    GNU's OpenMP counts the threads of all such teams. Once there are more than CPUs, a thread that is out of work sleeps at once instead
-    of spinning for a moment, and every parallel region waits for it to wake up: MiniLM on 2 CPUs took 12.4 to 13.4 s for what takes 9.5 s with one team.
+    GNU's OpenMP counts the threads of all such teams. Once there are more than CPUs, a thread that
+    is out of work sleeps at once instead of spinning for a moment, and every parallel region waits
+    for it to wake up: MiniLM on 2 CPUs took 12.4 to 13.4 s for what takes 9.5 s with one team.
     """
     # no OpenMP was loaded, or one of before 5.0
     with contextlib.suppress(OSError, AttributeError):
@@ -220,18 +235,21 @@ def release_threads() -> None:
 
 
 def give_back() -> None:
-    """Have ``malloc`` give freed memory back to the system, now; what is held afterwards is in use."""
+    """Have ``malloc`` give freed memory back to the system, now; what is held afterwards is in
+    use."""
     # another C library than GNU's
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def keep_freed_memory() -> None:
-    """Have ``malloc`` keep freed memory, up to 256 MiB in each of its arenas, instead of giving it back to the system after every layer of every batch;
-    for the whole process, from now on. Blocks of more than 32 MiB are given back all the same.
+    """Have ``malloc`` keep freed memory, up to 256 MiB in each of its arenas, instead of giving it
+    back to the system after every layer of every batch; for the whole process, from now on. Blocks
+    of more than 32 MiB are given back all the same.
 
-    A thread other than the first gives back what a batch's activations took as soon as they are freed, and has every page of them zeroed again for the
-    next batch: 1.4 M page faults over 2 M rows of a small MLP, 6.1 to 7.0 s for what takes 3.3 s without them.
+    A thread other than the first gives back what a batch's activations took as soon as they are
+    freed, and has every page of them zeroed again for the next batch: 1.4 M page faults over 2 M
+    rows of a small MLP, 6.1 to 7.0 s for what takes 3.3 s without them.
     """
     # another C library than GNU's
     with contextlib.suppress(OSError, AttributeError):

@@ -16,8 +16,9 @@ STEP = 1.02
 class Meter:
     """Filled in by the engine as it goes; read it when the run is over.
 
-    Costs are in the model's unit (tokens, rows), without padding and with; ``forward_s`` and ``landing_s`` are parts of the model's
-    stage: launching the forward (on a CPU: the forward), and waiting for what comes back.
+    Costs are in the model's unit (tokens, rows), without padding and with; ``forward_s`` and
+    ``landing_s`` are parts of the model's stage: launching the forward (on a CPU: the forward), and
+    waiting for what comes back.
     """
 
     stages: dict[str, StageTime] = field(default_factory=dict)
@@ -34,7 +35,8 @@ class Meter:
     rows_retried: int = 0
     """That are tried again at this moment, since the worker that had them was lost."""
     batch_steps: Counter[int] = field(default_factory=Counter)
-    """Batches by how long they took, in powers of :data:`STEP` seconds: of any number of them, little is held."""
+    """Batches by how long they took, in powers of :data:`STEP` seconds: of any number of them,
+    little is held."""
 
     def stage(self, name: str) -> StageTime:
         """The time of one stage, to be added to."""
@@ -45,7 +47,8 @@ class Meter:
         self.batch_steps[round(math.log(max(seconds, 1e-9), STEP))] += 1
 
     def batch_ms(self) -> dict[str, float]:
-        """Milliseconds that a batch took: ``p50``, ``p95`` and ``p99`` (the least that so many took no longer than), to 1 %; empty where none is known."""
+        """Milliseconds that a batch took: ``p50``, ``p95`` and ``p99`` (the least that so many took
+        no longer than), to 1 %; empty where none is known."""
         steps, total = sorted(self.batch_steps), self.batch_steps.total()
         found: dict[str, float] = {}
         below = 0
@@ -62,8 +65,9 @@ class Meter:
         return 1 - self.cost / self.padded_cost if self.padded_cost else 0.0
 
     def peak_figures(self, peak_flops: float) -> dict[str, float]:
-        """``mfu``, FLOP/s while the model computed as a share of ``peak_flops``; and that peak, which is the most that was ever seen: where the model
-        itself reached more than the probe, on a machine that others use too, it is the model's."""
+        """``mfu``, FLOP/s while the model computed as a share of ``peak_flops``; and that peak,
+        which is the most that was ever seen: where the model itself reached more than the probe, on
+        a machine that others use too, it is the model's."""
         computing = self.forward_s + self.landing_s
         reached = self.flops / computing if computing else 0.0
         peak = max(peak_flops, reached)
@@ -75,7 +79,11 @@ class Meter:
         return {
             "seconds": round(seconds, 3),
             "stages": {
-                name: {"busy_s": round(t.busy_s, 3), "starved_s": round(t.starved_s, 3), "blocked_s": round(t.blocked_s, 3)}
+                name: {
+                    "busy_s": round(t.busy_s, 3),
+                    "starved_s": round(t.starved_s, 3),
+                    "blocked_s": round(t.blocked_s, 3),
+                }
                 for name, t in self.stages.items()
             },
             "model_s": {"forward": round(self.forward_s, 3), "landing": round(self.landing_s, 3)},

@@ -1,7 +1,9 @@
-"""Micro-batcher: single requests for a model, computed together by one long-lived thread: what waits for the same group when it is free is one batch, and one flight per key.
+"""Micro-batcher: single requests for a model, computed together by one long-lived thread: what
+waits for the same group when it is free is one batch, and one flight per key.
 
-Owners take turns, a row each (start-time fair queueing), and an owner's rows go by deadline: what one asks a thousand of delays another's one by a batch at most, which is
-short while others may come. What cannot be done by its deadline at the measured pace, or was given up, is not begun.
+Owners take turns, a row each (start-time fair queueing), and an owner's rows go by deadline: what
+one asks a thousand of delays another's one by a batch at most, which is short while others may
+come. What cannot be done by its deadline at the measured pace, or was given up, is not begun.
 """
 
 from __future__ import annotations
@@ -28,26 +30,32 @@ Result = TypeVar("Result")
 Refusal = Literal["shed", "deadline"]
 
 REMEMBERED_S = 10.0
-"""How long it counts what a batch took: of a group that was only slow for a while, requests are begun again. And for so long others may come again."""
+"""How long it counts what a batch took: of a group that was only slow for a while, requests are
+begun again. And for so long others may come again."""
 
 MOST_REMEMBERED = 32
 """Batches of a group that count."""
 
 LONE_SHARE = 2.0
-"""Times as long as a row alone that a batch with several rows of one owner may take while others may come: who comes while it runs waits for as long as its own row takes,
-on average. MiniLM on two cores takes 7.5 ms for one text and 3.0 for each of 64: at 2 it keeps 0.79 of its rate, at 1 it would keep 0.4."""
+"""Times as long as a row alone that a batch with several rows of one owner may take while others
+may come: who comes while it runs waits for as long as its own row takes, on average. MiniLM on two
+cores takes 7.5 ms for one text and 3.0 for each of 64: at 2 it keeps 0.79 of its rate, at 1 it
+would keep 0.4."""
 
 PATIENCE_SHARE = 0.5
-"""Of the time that a view gives its misses, what a batch takes at most, if two rows do not take longer: who comes while it runs is answered in time."""
+"""Of the time that a view gives its misses, what a batch takes at most, if two rows do not take
+longer: who comes while it runs is answered in time."""
 
 GROW_BY = 8
 """Times as many rows as were seen at once, lately, are begun at once."""
 
 SLOWER = 10
-"""Times as long as the row that was computed as its view was opened may any take: inputs differ, and the machine has other things to do."""
+"""Times as long as the row that was computed as its view was opened may any take: inputs differ,
+and the machine has other things to do."""
 
 LONGEST_BATCH_S = 10.0
-"""What a batch may take, where no row of it has a longer deadline by its view, and the model is not that slow: a hang keeps others from their misses for as long."""
+"""What a batch may take, where no row of it has a longer deadline by its view, and the model is not
+that slow: a hang keeps others from their misses for as long."""
 
 UNKNOWN_BATCH_S = 30.0
 """The same of a model that has not been measured yet."""
@@ -57,7 +65,8 @@ LEAST_SLOWER = 2
 
 
 class Wanted(NamedTuple, Generic[Payload]):
-    """One result that is requested: ``group`` is what can be computed together, requests of one group and ``key`` share a flight, ``payload`` is what ``run`` gets."""
+    """One result that is requested: ``group`` is what can be computed together, requests of one
+    group and ``key`` share a flight, ``payload`` is what ``run`` gets."""
 
     group: Hashable
     key: Hashable
@@ -65,7 +74,8 @@ class Wanted(NamedTuple, Generic[Payload]):
 
 
 class _Place(NamedTuple):
-    """Of a flight in an owner's queue, which is sorted by it: the earliest deadline of that owner's requests, and a number that no other has."""
+    """Of a flight in an owner's queue, which is sorted by it: the earliest deadline of that owner's
+    requests, and a number that no other has."""
 
     deadline: float
     number: int
@@ -89,7 +99,8 @@ class _Flight(Generic[Payload, Result]):
 
 @dataclass(slots=True, eq=False)
 class _Queue(Generic[Payload, Result]):
-    """An owner's flights that wait, by group, each in the order of their deadlines; and in which round the next of them is due."""
+    """An owner's flights that wait, by group, each in the order of their deadlines; and in which
+    round the next of them is due."""
 
     turn: int
     of_group: dict[Hashable, list[_Place]] = field(default_factory=dict)
@@ -102,7 +113,10 @@ class _Queue(Generic[Payload, Result]):
 
     def until(self, deadline: float) -> int:
         """How many of them have this deadline or an earlier one."""
-        return sum(bisect_right(places, deadline, key=lambda place: place.deadline) for places in self.of_group.values())
+        return sum(
+            bisect_right(places, deadline, key=lambda place: place.deadline)
+            for places in self.of_group.values()
+        )
 
     def add(self, flight: _Flight[Payload, Result], place: _Place) -> None:
         insort(self.of_group.setdefault(flight.group, []), place)
@@ -124,7 +138,8 @@ class _Took(NamedTuple):
 
 
 class _Pace:
-    """What batches of a group take: a line through the latest ones, ``start_s`` + rows × ``row_s``; both 0 where nothing is known."""
+    """What batches of a group take: a line through the latest ones, ``start_s`` + rows × ``row_s``;
+    both 0 where nothing is known."""
 
     def __init__(self, took: Sequence[_Took] = ()) -> None:
         self.took = took
@@ -135,10 +150,17 @@ class _Pace:
             self._fit(took)
 
     def _fit(self, took: Sequence[_Took]) -> None:
-        rows, seconds = sum(one.rows for one in took) / len(took), sum(one.seconds for one in took) / len(took)
+        rows, seconds = (
+            sum(one.rows for one in took) / len(took),
+            sum(one.seconds for one in took) / len(took),
+        )
         spread = sum((one.rows - rows) ** 2 for one in took)
         # of batches that were all alike nobody knows; a small one tells
-        slope = sum((one.rows - rows) * (one.seconds - seconds) for one in took) / spread if spread else seconds / rows
+        slope = (
+            sum((one.rows - rows) * (one.seconds - seconds) for one in took) / spread
+            if spread
+            else seconds / rows
+        )
         self.row_s = min(max(slope, 0.0), seconds / rows)
         self.start_s = seconds - self.row_s * rows
         self.least_s = min(self.seconds(1), *(one.seconds for one in took))
@@ -162,7 +184,8 @@ class MicroBatcher(Generic[Payload, Result]):
     """Runs ``run(group, payloads)`` in its own thread, for payloads of a group that wait.
 
     Args:
-        run: returns one result or exception per payload, in order; if it raises, all of its callers get that.
+        run: returns one result or exception per payload, in order; if it raises, all of its callers
+            get that.
         refuse: makes the exception of a request that was shed or missed its deadline.
         max_queue: requests of one owner that wait at most.
         max_batch: payloads in one call at most.
@@ -184,7 +207,8 @@ class MicroBatcher(Generic[Payload, Result]):
         """Of owners that wait for something."""
         self._round = 0
         self._turns: dict[Hashable, int] = {}
-        """Of owners that had their turn: the round of their next one, as long as it is to come. Who always asks for one more just as the last is begun gains no turn by it."""
+        """Of owners that had their turn: the round of their next one, as long as it is to come. Who
+        always asks for one more just as the last is begun gains no turn by it."""
         self._seen: dict[Hashable, float] = {}
         """When each owner last sent a request."""
         self._numbers = itertools.count()
@@ -211,12 +235,18 @@ class MicroBatcher(Generic[Payload, Result]):
         return self.submit_all([Wanted(group, key, payload)], deadline, owner, patience_s)[0]
 
     def submit_all(
-        self, wanted: Sequence[Wanted[Payload]], deadline: float, owner: Hashable = None, patience_s: float = math.inf
+        self,
+        wanted: Sequence[Wanted[Payload]],
+        deadline: float,
+        owner: Hashable = None,
+        patience_s: float = math.inf,
     ) -> list[Future[Result]]:
-        """Ask for results, a future each. Who cancels one gives it up: a flight that nobody waits for any more is not begun.
+        """Ask for results, a future each. Who cancels one gives it up: a flight that nobody waits
+        for any more is not begun.
 
-        What cannot be done by the deadline is refused at once: as ``deadline`` where it could not even if nothing else waited, as ``shed`` where too much does, by the
-        pace that was measured and beside the others who wait.
+        What cannot be done by the deadline is refused at once: as ``deadline`` where it could not
+        even if nothing else waited, as ``shed`` where too much does, by the pace that was measured
+        and beside the others who wait.
 
         Args:
             wanted: in the order of the futures.
@@ -240,7 +270,9 @@ class MicroBatcher(Generic[Payload, Result]):
                         refused.append((future, "deadline" if room[group] < 0 else "shed"))
                         continue
                     room[group] -= 1
-                    flight = self._flights[group, key] = _Flight(group, key, payload, patience_s, deadline, deadline)
+                    flight = self._flights[group, key] = _Flight(
+                        group, key, payload, patience_s, deadline, deadline
+                    )
                 self._join(flight, future, deadline, owner)
                 joined.append((flight, future))
             self._changed.notify()
@@ -260,14 +292,19 @@ class MicroBatcher(Generic[Payload, Result]):
     # ---- the queues; the lock is held
 
     def _room(self, group: Hashable, deadline: float, owner: Hashable, now: float) -> int:
-        """How many more requests of an owner can be done by their deadline; below 0, none could even if nothing else waited."""
+        """How many more requests of an owner can be done by their deadline; below 0, none could
+        even if nothing else waited."""
         own = self._queues.get(owner)
         free = 0 if self._closed else self._max_queue - (0 if own is None else len(own.flights))
         pace = self._pace(group, now)
         if deadline < now + pace.least_s:
             return -1
         # of rows that were all alone nobody knows what they take together
-        rows = self._max_batch if pace.most_rows == 1 else min(self._max_batch, self._most_of_one(pace, now))
+        rows = (
+            self._max_batch
+            if pace.most_rows == 1
+            else min(self._max_batch, self._most_of_one(pace, now))
+        )
         row_s = pace.seconds(1 if pace.most_rows == 1 else rows) / rows
         if row_s <= 0.0:
             return free
@@ -275,12 +312,20 @@ class MicroBatcher(Generic[Payload, Result]):
         others = [len(queue.flights) for other, queue in self._queues.items() if other != owner]
         # a row of each other owner that has one comes between two of this one
         own_share = bisect_right(
-            range(1, self._max_queue + 1), can_be_done, key=lambda mine: mine + sum(min(mine, n) for n in others)
+            range(1, self._max_queue + 1),
+            can_be_done,
+            key=lambda mine: mine + sum(min(mine, n) for n in others),
         )
         before = 0 if own is None else own.until(deadline)
         return max(0, min(free, own_share - before))
 
-    def _join(self, flight: _Flight[Payload, Result], future: Future[Result], deadline: float, owner: Hashable) -> None:
+    def _join(
+        self,
+        flight: _Flight[Payload, Result],
+        future: Future[Result],
+        deadline: float,
+        owner: Hashable,
+    ) -> None:
         flight.first, flight.last = min(flight.first, deadline), max(flight.last, deadline)
         flight.owner_of[future] = owner
         place = flight.places.get(owner)
@@ -345,15 +390,23 @@ class MicroBatcher(Generic[Payload, Result]):
 
     def _due(
         self, group: Hashable, pace: _Pace, now: float
-    ) -> tuple[list[tuple[_Flight[Payload, Result], Hashable, int]], list[_Flight[Payload, Result]]]:
-        """Those of a group that are next, at most ``max_batch``, each with whose turn it is and the round; and those that are too late."""
+    ) -> tuple[
+        list[tuple[_Flight[Payload, Result], Hashable, int]], list[_Flight[Payload, Result]]
+    ]:
+        """Those of a group that are next, at most ``max_batch``, each with whose turn it is and the
+        round; and those that are too late."""
         heap = [
-            (queue.turn, queue.of_group[group][0], owner, 0) for owner, queue in self._queues.items() if group in queue.of_group
+            (queue.turn, queue.of_group[group][0], owner, 0)
+            for owner, queue in self._queues.items()
+            if group in queue.of_group
         ]
         heapq.heapify(heap)
         due: dict[_Flight[Payload, Result], tuple[Hashable, int]] = {}
         late: dict[_Flight[Payload, Result], None] = {}
-        more_of_one, most = self._most_of_one(pace, now), min(self._max_batch, GROW_BY * max(1, pace.most_rows))
+        more_of_one, most = (
+            self._most_of_one(pace, now),
+            min(self._max_batch, GROW_BY * max(1, pace.most_rows)),
+        )
         had = set[Hashable]()
         while heap and len(due) < most:
             turn, place, owner, i = heapq.heappop(heap)
@@ -375,15 +428,20 @@ class MicroBatcher(Generic[Payload, Result]):
         """How many rows a batch may have at most for that to have several of one owner."""
         if len(self._seen) > 1:
             self._seen = {owner: at for owner, at in self._seen.items() if now - at < REMEMBERED_S}
-        return self._max_batch if len(self._seen) <= 1 else pace.rows_in(LONE_SHARE * pace.seconds(1))
+        return (
+            self._max_batch if len(self._seen) <= 1 else pace.rows_in(LONE_SHARE * pace.seconds(1))
+        )
 
     def _cut(self, due: Sequence[_Flight[Payload, Result]], pace: _Pace, now: float) -> int:
-        """How many of these are begun together, so that their deadlines are met, and that of the next one."""
+        """How many of these are begun together, so that their deadlines are met, and that of the
+        next one."""
         alone_s, next_by = pace.seconds(1), math.inf
         begun = set(due)
         for queue in self._queues.values():
             for places in queue.of_group.values():
-                left = next((place for place in places if queue.flights[place.number] not in begun), None)
+                left = next(
+                    (place for place in places if queue.flights[place.number] not in begun), None
+                )
                 if left is not None and left.deadline >= now + 2 * alone_s:
                     next_by = min(next_by, left.deadline)
         retained: list[float] = []
@@ -411,7 +469,11 @@ class MicroBatcher(Generic[Payload, Result]):
                 while not self._queues and not self._closed:
                     self._changed.wait()
                 if self._closed:
-                    for flight in [flight for queue in self._queues.values() for flight in queue.flights.values()]:
+                    for flight in [
+                        flight
+                        for queue in self._queues.values()
+                        for flight in queue.flights.values()
+                    ]:
                         self._take(flight)
                         self._land(flight, self._refuse("shed"))
                     return
@@ -429,7 +491,9 @@ class MicroBatcher(Generic[Payload, Result]):
         except BaseException as exc:
             # the thread must outlive any model, sys.exit() included; its callers get the error
             log.exception("fallback: a batch of %d failed", len(batch))
-            results = [exc if isinstance(exc, Exception) else RuntimeError(f"{type(exc).__name__}: {exc}")] * len(batch)
+            results = [
+                exc if isinstance(exc, Exception) else RuntimeError(f"{type(exc).__name__}: {exc}")
+            ] * len(batch)
         with self._changed:
             self._busy_until = self._clock()
             for flight, result in zip(batch, results, strict=True):
@@ -438,7 +502,11 @@ class MicroBatcher(Generic[Payload, Result]):
 
     def _note(self, group: Hashable, rows: int, began: float) -> None:
         now = self._busy_until
-        self._paces = {other: pace for other, pace in self._paces.items() if now - pace.took[-1].at < REMEMBERED_S}
+        self._paces = {
+            other: pace
+            for other, pace in self._paces.items()
+            if now - pace.took[-1].at < REMEMBERED_S
+        }
         took = [one for one in self._paces.get(group, _UNKNOWN).took if now - one.at < REMEMBERED_S]
         self._paces[group] = _Pace([*took[1 - MOST_REMEMBERED :], _Took(now, rows, now - began)])
 
@@ -455,8 +523,9 @@ class MicroBatcher(Generic[Payload, Result]):
 
 
 def longest_s(deadlines_s: Sequence[float], row_s: float | None) -> float:
-    """How long a batch may take: by what is configured, and by the model's own pace, whatever its callers' patience: none makes a model that hangs do so for
-    longer, nor has one that does not replaced.
+    """How long a batch may take: by what is configured, and by the model's own pace, whatever its
+    callers' patience: none makes a model that hangs do so for longer, nor has one that does not
+    replaced.
 
     Args:
         deadlines_s: ``fallback.deadline`` of each row's view.

@@ -1,5 +1,5 @@
-"""Prepare: the stages before the model. Windows are made ready for it, and cut in batches of like cost; a row that cannot be prepared is one bad
-row."""
+"""Prepare: the stages before the model. Windows are made ready for it, and cut in batches of like
+cost; a row that cannot be prepared is one bad row."""
 
 from __future__ import annotations
 
@@ -19,16 +19,21 @@ from precompute.store.errors import ModelError
 from precompute.store.feature_view import FeatureView
 
 WINDOW_ROWS = 8192
-"""Rows sorted together: the largest number held in memory at once. 1,024 instead costs 12 % of the rate at a large budget."""
+"""Rows sorted together: the largest number held in memory at once. 1,024 instead costs 12 % of the
+rate at a large budget."""
 
 DEVICE_WINDOW_ROWS = 131_072
-"""For a device that computes large batches: 64 times the first one of rows, and of titles of 10 tokens, too."""
+"""For a device that computes large batches: 64 times the first one of rows, and of titles of 10
+tokens, too."""
 MOST_JOINED_BYTES = 32 * 2**20
 """Of a window that is put together: several lie between the stages."""
 
 
-def joined(batches: Iterator[pa.RecordBatch], most_rows: int, most_bytes: int = MOST_JOINED_BYTES) -> Iterator[pa.RecordBatch]:
-    """Batches put together, one after the other, as far as they stay within both; what is larger alone is as it was.
+def joined(
+    batches: Iterator[pa.RecordBatch], most_rows: int, most_bytes: int = MOST_JOINED_BYTES
+) -> Iterator[pa.RecordBatch]:
+    """Batches put together, one after the other, as far as they stay within both; what is larger
+    alone is as it was.
 
     Args:
         batches: of one schema.
@@ -38,7 +43,9 @@ def joined(batches: Iterator[pa.RecordBatch], most_rows: int, most_bytes: int = 
     together: list[pa.RecordBatch] = []
     rows = size_bytes = 0
     for batch in batches:
-        if together and (rows + batch.num_rows > most_rows or size_bytes + batch.nbytes > most_bytes):
+        if together and (
+            rows + batch.num_rows > most_rows or size_bytes + batch.nbytes > most_bytes
+        ):
             yield _one(together)
             together, rows, size_bytes = [], 0, 0
         together.append(batch)
@@ -52,20 +59,25 @@ def _one(together: list[pa.RecordBatch]) -> pa.RecordBatch:
 
 
 MIN_FILL = 0.5
-"""Of the budget: a batch is not cut below it for the sake of less padding, since small batches are slow."""
+"""Of the budget: a batch is not cut below it for the sake of less padding, since small batches are
+slow."""
 
 
 def batches_by_cost(
     costs: npt.NDArray[np.int64], max_cost: int | Callable[[int], int], max_padding: float = 1.0
 ) -> Iterator[npt.NDArray[np.int64]]:
-    """Row numbers of each batch, dearest rows first, so that running out of memory shows at the start.
+    """Row numbers of each batch, dearest rows first, so that running out of memory shows at the
+    start.
 
-    The padded cost of a batch, rows times the dearest row, stays within ``max_cost``; a single row beyond it goes alone.
+    The padded cost of a batch, rows times the dearest row, stays within ``max_cost``; a single row
+    beyond it goes alone.
 
     Args:
         costs: int64 [rows], at least 1.
-        max_cost: budget of one batch, or what tells it when the batch is made, given the cost of all rows that are left.
-        max_padding: share of the padded cost that may be padding, where the batch stays at least half full without more.
+        max_cost: budget of one batch, or what tells it when the batch is made, given the cost of
+            all rows that are left.
+        max_padding: share of the padded cost that may be padding, where the batch stays at least
+            half full without more.
     """
     if len(costs) and costs.min() == costs.max():
         yield from _alike(len(costs), int(costs[0]), max_cost)
@@ -87,23 +99,28 @@ def batches_by_cost(
         start += rows
 
 
-def _alike(rows: int, cost: int, max_cost: int | Callable[[int], int]) -> Iterator[npt.NDArray[np.int64]]:
+def _alike(
+    rows: int, cost: int, max_cost: int | Callable[[int], int]
+) -> Iterator[npt.NDArray[np.int64]]:
     positions = np.arange(rows)
     start = 0
     while start < rows:
-        end = start + max(1, (max_cost((rows - start) * cost) if callable(max_cost) else max_cost) // cost)
+        end = start + max(
+            1, (max_cost((rows - start) * cost) if callable(max_cost) else max_cost) // cost
+        )
         yield positions[start:end]
         start = end
 
 
 PREPARE_S = 5.0
-"""What preparing a window should take at most, or it is cut in smaller ones. Long, since rows are best sorted in large windows."""
+"""What preparing a window should take at most, or it is cut in smaller ones. Long, since rows are
+best sorted in large windows."""
 START_WINDOW_ROWS = 64
 """Of the first window that is prepared."""
 
 MAX_PADDING = 0.01
-"""Share of a batch that may be padding, as long as the batch is not cut below half its budget for it. Measured over 5,268 texts at 2,048 tokens:
-1.28 % without, 0.78 % with."""
+"""Share of a batch that may be padding, as long as the batch is not cut below half its budget for
+it. Measured over 5,268 texts at 2,048 tokens: 1.28 % without, 0.78 % with."""
 
 
 class Preparation:
@@ -113,16 +130,24 @@ class Preparation:
         model: the loaded model.
         staged: the same, where it is one.
         view: named in errors.
-        next_budget: tells what the batch made now may cost, given the cost of what is left of its window.
+        next_budget: tells what the batch made now may cost, given the cost of what is left of its
+            window.
     """
 
-    def __init__(self, model: Model, staged: StagedModel | None, view: FeatureView, next_budget: Callable[[int], int]) -> None:
+    def __init__(
+        self,
+        model: Model,
+        staged: StagedModel | None,
+        view: FeatureView,
+        next_budget: Callable[[int], int],
+    ) -> None:
         self._staged, self._view, self._next_budget = staged, view, next_budget
         self._checking = model if isinstance(model, CheckingModel) else None
         self._sized = model if staged is None and isinstance(model, SizedModel) else None
 
     def windows(self, batches: Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]) -> Iterator[Window]:
-        """Prepared windows of batches, each as it came and as the model sees it; several of one that takes longer than :data:`PREPARE_S`."""
+        """Prepared windows of batches, each as it came and as the model sees it; several of one
+        that takes longer than :data:`PREPARE_S`."""
         paced = (self._staged or self._sized or self._checking) is not None
         pace = Pace(START_WINDOW_ROWS if paced else None, PREPARE_S)
         # a model whose rows become large, such as pictures, says how many it takes at once
@@ -132,7 +157,9 @@ class Preparation:
             while True:
                 part = shown.slice(first, pace.limit if most is None else min(most, pace.limit))
                 started = time.monotonic()
-                window = self.window(Window(batch, part, number, first, first + part.num_rows >= batch.num_rows))
+                window = self.window(
+                    Window(batch, part, number, first, first + part.num_rows >= batch.num_rows)
+                )
                 if part.num_rows:
                     pace.done(part.num_rows, time.monotonic() - started)
                 yield window
@@ -160,18 +187,24 @@ class Preparation:
         if self._staged is not None:
             self._prepare_staged(self._staged, window)
         elif self._sized is not None:
-            window.costs = self._costs(self._called("costs()", self._sized.costs, taken(window.shown, window.rows)), window)
+            window.costs = self._costs(
+                self._called("costs()", self._sized.costs, taken(window.shown, window.rows)), window
+            )
         return window
 
     def _prepare_staged(self, model: StagedModel, window: Window) -> None:
         try:
-            prepared = model.prepare(taken(window.shown, window.rows) if window.rejections else window.shown)
+            prepared = model.prepare(
+                taken(window.shown, window.rows) if window.rejections else window.shown
+            )
         except ModelError:
             raise
         except (Exception, SystemExit):
             # which row did it is what counts
             self._find_unpreparable(model, window, window.rows)
-            window.rows = np.array([row for row in window.rows.tolist() if row not in window.rejections], np.int64)
+            window.rows = np.array(
+                [row for row in window.rows.tolist() if row not in window.rejections], np.int64
+            )
             if not len(window.rows):
                 return
             try:
@@ -179,7 +212,10 @@ class Preparation:
             except ModelError:
                 raise
             except (Exception, SystemExit) as exc:
-                what = f"prepare() of {len(window.rows):,} rows raised {described(exc)}, though it took the same rows in smaller numbers"
+                what = (
+                    f"prepare() of {len(window.rows):,} rows raised {described(exc)}, though it"
+                    " took the same rows in smaller numbers"
+                )
                 raise ModelError(f"the model of view {self._view.name!r}: {what}") from exc
         for position, reason in prepared.bad.items():
             window.reject(int(window.rows[position]), "input", reason)
@@ -197,7 +233,9 @@ class Preparation:
             self._find_unpreparable(model, window, rows[: len(rows) // 2])
             self._find_unpreparable(model, window, rows[len(rows) // 2 :])
 
-    def _called(self, what: str, method: Callable[[pa.RecordBatch], Any], batch: pa.RecordBatch) -> Any:
+    def _called(
+        self, what: str, method: Callable[[pa.RecordBatch], Any], batch: pa.RecordBatch
+    ) -> Any:
         """Raises:
         ModelError: the method raised; without its answer no row can be planned.
         """
@@ -207,7 +245,9 @@ class Preparation:
             raise
         except Exception as exc:
             # a user's model may raise anything
-            raise ModelError(f"the model of view {self._view.name!r}: {what} raised {described(exc)}") from exc
+            raise ModelError(
+                f"the model of view {self._view.name!r}: {what} raised {described(exc)}"
+            ) from exc
 
     def _unusable(self, model: CheckingModel, window: Window) -> list[tuple[int, str]]:
         """The rows that the model takes none of, with its reasons.
@@ -220,8 +260,9 @@ class Preparation:
             isinstance(row, (int, np.integer)) and 0 <= row < window.shown.num_rows for row in named
         ):
             raise ModelError(
-                f"the model of view {self._view.name!r}: unusable() is to return {{position of a row, from 0: reason}} of {window.shown.num_rows} rows, "
-                f"and returned {str(named)[:80]}"
+                f"the model of view {self._view.name!r}: unusable() is to return {{position of a"
+                f" row, from 0: reason}} of {window.shown.num_rows} rows, and returned"
+                f" {str(named)[:80]}"
             )
         return [(int(row), str(reason)) for row, reason in named.items()]
 
@@ -234,8 +275,8 @@ class Preparation:
         costs = np.asarray(named)
         if costs.shape != (len(window.rows),) or costs.dtype.kind not in "iu":
             raise ModelError(
-                f"the model of view {self._view.name!r}: its costs are {costs.dtype} {list(costs.shape)}, not an integer for each of "
-                f"{len(window.rows)} rows"
+                f"the model of view {self._view.name!r}: its costs are {costs.dtype}"
+                f" {list(costs.shape)}, not an integer for each of {len(window.rows)} rows"
             )
         at_least_1: Rows = np.maximum(costs, 1, dtype=np.int64, casting="unsafe")
         return at_least_1

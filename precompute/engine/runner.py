@@ -1,7 +1,9 @@
-"""Runner: rows → batches → model → checked features. A bad row is one bad row: it is found, rejected with a reason, and the rest go on.
+"""Runner: rows → batches → model → checked features. A bad row is one bad row: it is found,
+rejected with a reason, and the rest go on.
 
-The batch job takes :meth:`Runner.stream`, whose stages overlap in threads; the fallback takes :func:`compute`, the same stages one after the
-other. So a fallback's values are the batch job's values.
+The batch job takes :meth:`Runner.stream`, whose stages overlap in threads; the fallback takes
+:func:`compute`, the same stages one after the other. So a fallback's values are the batch job's
+values.
 """
 
 from __future__ import annotations
@@ -19,7 +21,12 @@ from precompute.engine.budget import Budget, Pace
 from precompute.engine.cores import usable_threads
 from precompute.engine.features import Declared, in_order
 from precompute.engine.forward import Forward
-from precompute.engine.memory import ResidentPeak, is_out_of_memory, keep_freed_memory, release_threads
+from precompute.engine.memory import (
+    ResidentPeak,
+    is_out_of_memory,
+    keep_freed_memory,
+    release_threads,
+)
 from precompute.engine.meter import Meter
 from precompute.engine.prepare import DEVICE_WINDOW_ROWS, Preparation
 from precompute.engine.window import Batch, Outcome, Window
@@ -27,34 +34,42 @@ from precompute.model import Model, SizedModel, StagedModel
 from precompute.store.feature_view import FeatureView
 
 MAX_BATCH_ROWS = 4096
-"""Rows given at once to a model that names no costs: 1–8 k rows is the right size for MLPs on CPUs."""
+"""Rows given at once to a model that names no costs: 1–8 k rows is the right size for MLPs on
+CPUs."""
 
 AHEAD_WINDOWS = 2
-"""Windows, or pieces of them, that may be computed and not yet taken: one ready, one that the model is at. A killed run loses them, beside its
-chunk."""
+"""Windows, or pieces of them, that may be computed and not yet taken: one ready, one that the model
+is at. A killed run loses them, beside its chunk."""
 
 HAND_ON_S = 1.0
-"""A window that takes longer is handed on in pieces, about this often: what is done is soon safe, and a progress bar moves."""
+"""A window that takes longer is handed on in pieces, about this often: what is done is soon safe,
+and a progress bar moves."""
 
 BATCH_S = 1.0
 """What a batch should take at most, so that there are pieces to hand on."""
 START_ROWS = 8
-"""Of the first batches of a model that names no costs: it may take milliseconds for 4,096 rows, or a second for each."""
+"""Of the first batches of a model that names no costs: it may take milliseconds for 4,096 rows, or
+a second for each."""
 
 LANE_ROWS = 4
-"""Below, the compute threads of a lane each would take longer to begin than those of one batch wait for one another."""
+"""Below, the compute threads of a lane each would take longer to begin than those of one batch wait
+for one another."""
 
 AHEAD_BATCHES = 8
-"""Batches ready for the model: a GPU never waits for one to be put together, and a budget that was cut takes effect soon."""
+"""Batches ready for the model: a GPU never waits for one to be put together, and a budget that was
+cut takes effect soon."""
 
 SEARCHED_UP_TO = 64
-"""Multiples of the first budget that are tried on a device that computes while others are launched."""
+"""Multiples of the first budget that are tried on a device that computes while others are
+launched."""
 SEARCHED_ON_CPU = 8
-"""The same of a CPU, whose cache is small: MiniLM is best at 1,024 to 2,048 tokens on AMD's Zen 5, and at 4,096 on a Xeon with AMX."""
+"""The same of a CPU, whose cache is small: MiniLM is best at 1,024 to 2,048 tokens on AMD's Zen 5,
+and at 4,096 on a Xeon with AMX."""
 
 
 def compute(model: Model, view: FeatureView, batch: pa.RecordBatch) -> Outcome:
-    """Run the model over one window of rows: :meth:`Runner.compute` of a runner made for it, which searches no budget.
+    """Run the model over one window of rows: :meth:`Runner.compute` of a runner made for it, which
+    searches no budget.
 
     Raises:
         ModelError: as of :class:`Runner`.
@@ -69,13 +84,18 @@ class Runner:
         model: the loaded model.
         view: declares names, types and shapes of the features.
         meter: called with what every stage took; stored by the caller to report it.
-        budget: what a batch may cost; by default it finds itself. Given, it is shared with an earlier runner of the same model.
-        search: whether a budget of its own looks for the best; else it stays what the model begins with.
-        lanes: how many batches a stream computes at once on a CPU, of a model that is ``concurrent``; by default one for each compute thread.
+        budget: what a batch may cost; by default it finds itself. Given, it is shared with an
+            earlier runner of the same model.
+        search: whether a budget of its own looks for the best; else it stays what the model begins
+            with.
+        lanes: how many batches a stream computes at once on a CPU, of a model that is
+            ``concurrent``; by default one for each compute thread.
 
     Raises:
-        ModelError: (from every method) the model raised one: its own word that view and source do not fit it. Rows for which it returns something other
-            than the view declares are found as those that it raises for, and rejected with the stage :data:`precompute.engine.window.MISFIT`.
+        ModelError: (from every method) the model raised one: its own word that view and source do
+            not fit it. Rows for which it returns something other than the view declares are found
+            as those that it raises for, and rejected with the stage
+            :data:`precompute.engine.window.MISFIT`.
     """
 
     def __init__(
@@ -103,7 +123,8 @@ class Runner:
         self._forward = Forward(model, self._staged, view, self.meter, self.budget)
 
     def _lane_threads(self) -> int:
-        """Compute threads that lanes share; 0 of a model that computes one batch after the other."""
+        """Compute threads that lanes share; 0 of a model that computes one batch after the
+        other."""
         staged = self._staged
         # a model of somebody's own need not say that it is concurrent
         if staged is None or staged.device.depth or not getattr(staged, "concurrent", False):
@@ -112,12 +133,17 @@ class Runner:
 
     def _first_budget(self, search: bool) -> Budget:
         if self._staged is None:
-            return Budget(self._model.max_cost if isinstance(self._model, SizedModel) else MAX_BATCH_ROWS, fixed=True)
+            return Budget(
+                self._model.max_cost if isinstance(self._model, SizedModel) else MAX_BATCH_ROWS,
+                fixed=True,
+            )
         if self._staged.max_cost is not None:
             return Budget(self._staged.max_cost, fixed=True)
         device = self._staged.device
         reach = SEARCHED_UP_TO if device.depth else SEARCHED_ON_CPU
-        return Budget(self._staged.start_cost, fixed=not search, reach=reach, free_bytes=self._free_bytes)
+        return Budget(
+            self._staged.start_cost, fixed=not search, reach=reach, free_bytes=self._free_bytes
+        )
 
     def _free_bytes(self) -> int:
         """Memory that one of the batches computed at once can still take."""
@@ -125,28 +151,43 @@ class Runner:
         return self._staged.device.free_bytes() // self._lanes
 
     def _next_budget(self, left: int) -> int:
-        return self.budget.next() if self._lanes == 1 else self.budget.next(left // (2 * self._lanes))
+        return (
+            self.budget.next() if self._lanes == 1 else self.budget.next(left // (2 * self._lanes))
+        )
 
     @property
     def window_rows(self) -> int:
-        """Rows that a window of :meth:`stream` should have, as :func:`precompute.engine.prepare.joined` takes it."""
+        """Rows that a window of :meth:`stream` should have, as
+        :func:`precompute.engine.prepare.joined` takes it."""
         return DEVICE_WINDOW_ROWS if self._staged is not None and self._staged.device.depth else 1
 
     def lanes_for(self, rows: int) -> int:
-        """How many lanes are best for a window of so few rows: one for each compute thread that has :data:`LANE_ROWS` of them, or one with all threads."""
+        """How many lanes are best for a window of so few rows: one for each compute thread that has
+        :data:`LANE_ROWS` of them, or one with all threads."""
         return self._threads if rows >= LANE_ROWS * self._threads else 1
 
-    def compute(self, batch: pa.RecordBatch, *, lanes: int = 1, go_on: Callable[[], object] = lambda: None) -> Outcome:
+    def compute(
+        self, batch: pa.RecordBatch, *, lanes: int = 1, go_on: Callable[[], object] = lambda: None
+    ) -> Outcome:
         """Run the model over one window of rows; memory for their features must be at hand.
 
         Args:
             batch: the rows.
-            lanes: how many batches are computed at once, by a compute thread each, of a model that is ``concurrent``; or one after the other, by all.
+            lanes: how many batches are computed at once, by a compute thread each, of a model that
+                is ``concurrent``; or one after the other, by all.
             go_on: called before each batch; may raise.
         """
         forward, preparation = self._forward, self._preparation
         if lanes > 1:
-            forward = Forward(self._model, self._staged, self._view, self.meter, self.budget, lanes=lanes, threads=lanes)
+            forward = Forward(
+                self._model,
+                self._staged,
+                self._view,
+                self.meter,
+                self.budget,
+                lanes=lanes,
+                threads=lanes,
+            )
             shares: list[int] = []
 
             def next_budget(left: int) -> int:
@@ -166,10 +207,12 @@ class Runner:
     def stream(
         self, windows: Iterable[pa.RecordBatch], *, hidden: Iterable[str] = (), memory_mb: int = 512
     ) -> Generator[tuple[pa.RecordBatch, Outcome]]:
-        """Run the model over many windows, the stages overlapping; windows come out in the order they went in.
+        """Run the model over many windows, the stages overlapping; windows come out in the order
+        they went in.
 
-        A window that takes longer than :data:`HAND_ON_S` comes in several pieces, each row in one of them; so does one that takes long to
-        prepare. The rows of a piece are in order, and so are those of a window whose model names no costs.
+        A window that takes longer than :data:`HAND_ON_S` comes in several pieces, each row in one
+        of them; so does one that takes long to prepare. The rows of a piece are in order, and so
+        are those of a window whose model names no costs.
 
         Args:
             windows: rows, at most a few thousand at a time; advanced in a thread.
@@ -185,7 +228,8 @@ class Runner:
         keep_freed_memory()
         # of the one who loaded the model here: from now on the model's stage computes
         release_threads()
-        # in the middle of something they may have been when their stream was closed; who reads asks the model nothing
+        # in the middle of something they may have been when their stream was closed; who reads asks
+        # the model nothing
         for stage in self._stages_before[1:]:
             stage.join()
         stages = self._stages_before = []
@@ -207,19 +251,44 @@ class Runner:
             if stages:
                 stages[-1].close()
 
-    def _stages(self, windows: Iterator[tuple[pa.RecordBatch, pa.RecordBatch]], share: int) -> Iterator[Ahead[Any]]:
-        """The stages before the last, each in a thread of its own and at most ``share`` bytes ahead: read, prepare, batch, model."""
+    def _stages(
+        self, windows: Iterator[tuple[pa.RecordBatch, pa.RecordBatch]], share: int
+    ) -> Iterator[Ahead[Any]]:
+        """The stages before the last, each in a thread of its own and at most ``share`` bytes
+        ahead: read, prepare, batch, model."""
         plain = self._staged is None and not isinstance(self._model, SizedModel)
         pace = Pace(START_ROWS if plain else None, BATCH_S)
-        preparation = Preparation(self._model, self._staged, self._view, lambda left: min(self._next_budget(left), pace.limit))
+        preparation = Preparation(
+            self._model,
+            self._staged,
+            self._view,
+            lambda left: min(self._next_budget(left), pace.limit),
+        )
         lanes = {"lanes": self._lanes, "threads": self._threads}
-        forward = Forward(self._model, self._staged, self._view, self.meter, self.budget, pace, HAND_ON_S, **lanes)
+        forward = Forward(
+            self._model, self._staged, self._view, self.meter, self.budget, pace, HAND_ON_S, **lanes
+        )
         times = self.meter.stage
         read = Ahead("read", windows, times("read"), lambda window: int(window[0].nbytes), share)
         yield read
-        prepared = Ahead("prepare", preparation.windows(read), times("prepare"), Window.prepared_bytes, share, read)
+        prepared = Ahead(
+            "prepare",
+            preparation.windows(read),
+            times("prepare"),
+            Window.prepared_bytes,
+            share,
+            read,
+        )
         yield prepared
-        batches = Ahead("batch", preparation.batches(prepared), times("batch"), Batch.input_bytes, share, prepared, AHEAD_BATCHES)
+        batches = Ahead(
+            "batch",
+            preparation.batches(prepared),
+            times("batch"),
+            Batch.input_bytes,
+            share,
+            prepared,
+            AHEAD_BATCHES,
+        )
         yield batches
         yield Ahead(
             "model",
@@ -234,32 +303,49 @@ class Runner:
     def figures(self, seconds: float) -> dict[str, Any]:
         """What the run's report says of the engine, plain figures only.
 
-        ``mfu`` is the model's FLOP/s while it computed as a share of what matrix products of its shapes reach on the same device, measured here
-        (model FLOPs utilisation, Chowdhery et al. 2022, appendix B, with a measured instead of a data sheet's peak).
+        ``mfu`` is the model's FLOP/s while it computed as a share of what matrix products of its
+        shapes reach on the same device, measured here (model FLOPs utilisation, Chowdhery et al.
+        2022, appendix B, with a measured instead of a data sheet's peak).
 
         Args:
             seconds: how long the run took.
         """
-        figures = self.meter.to_json(seconds) | self.state_figures() | self.device_figures(peak=self.meter.flops > 0)
+        figures = (
+            self.meter.to_json(seconds)
+            | self.state_figures()
+            | self.device_figures(peak=self.meter.flops > 0)
+        )
         if "peak_flops" in figures:
             figures |= self.meter.peak_figures(figures["peak_flops"])
         return figures
 
     def state_figures(self) -> dict[str, Any]:
-        """What a batch may cost by now, the memory taken at most, and how many batches are computed at once."""
-        figures: dict[str, Any] = {"budget": self.budget.cost, "peak_memory_bytes": self._peak.bytes()}
+        """What a batch may cost by now, the memory taken at most, and how many batches are computed
+        at once."""
+        figures: dict[str, Any] = {
+            "budget": self.budget.cost,
+            "peak_memory_bytes": self._peak.bytes(),
+        }
         if self._lanes > 1:
-            figures["lanes"] = {"count": self._lanes, "threads": max(1, self._threads // self._lanes)}
+            figures["lanes"] = {
+                "count": self._lanes,
+                "threads": max(1, self._threads // self._lanes),
+            }
         # of a forward that is played back where shapes repeat
         if counts := getattr(getattr(self._staged, "forward", None), "counts", None):
             figures["graphs"] = dict(counts)
         # of a model that computes elsewhere: what was sent, and what it cost
         if self._staged is not None and (own := getattr(self._staged, "figures", None)) is not None:
             figures[self._staged.device.name] = own()
-        return figures if self._staged is None else figures | {"device_peak_memory_bytes": self._staged.device.peak_bytes()}
+        return (
+            figures
+            if self._staged is None
+            else figures | {"device_peak_memory_bytes": self._staged.device.peak_bytes()}
+        )
 
     def device_figures(self, *, peak: bool = True) -> dict[str, Any]:
-        """Where the model computes, in what its costs count, and the FLOP/s that a large matrix product reaches there now if ``peak``."""
+        """Where the model computes, in what its costs count, and the FLOP/s that a large matrix
+        product reaches there now if ``peak``."""
         if self._staged is None:
             return {"device": "cpu", "cost_unit": "rows"}
         device = self._staged.device
@@ -277,7 +363,8 @@ class Runner:
         return figures
 
     def _outcome(self, window: Window) -> Outcome:
-        """What the model made of a window, or of a piece, as features in the rows' order; the model computes the next one meanwhile."""
+        """What the model made of a window, or of a piece, as features in the rows' order; the model
+        computes the next one meanwhile."""
         pieces = []
         while window.pieces:
             rows, columns = window.pieces.pop(0)
@@ -291,16 +378,27 @@ class Runner:
             pieces.append((rows, columns))
         rejections = [window.rejections[row] for row in sorted(window.rejections)]
         if window.first:
-            rejections = [replace(rejection, row=window.first + rejection.row) for rejection in rejections]
+            rejections = [
+                replace(rejection, row=window.first + rejection.row) for rejection in rejections
+            ]
         rows, features = in_order(self._view, pieces)
         return Outcome(window.first + rows, features, rejections, window.number, window.last)
 
 
-def _shown(windows: Iterable[pa.RecordBatch], hidden: set[str]) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]:
+def _shown(
+    windows: Iterable[pa.RecordBatch], hidden: set[str]
+) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]:
     """Each window as it came, and what the model sees of it."""
     try:
         for window in windows:
-            yield window, window.select([n for n in window.schema.names if n not in hidden]) if hidden else window
+            yield (
+                window,
+                (
+                    window.select([n for n in window.schema.names if n not in hidden])
+                    if hidden
+                    else window
+                ),
+            )
     finally:
         if isinstance(windows, Generator):
             windows.close()

@@ -1,4 +1,5 @@
-"""Window: rows sorted and computed together, on their way through the engine's stages; and the outcome, what became of them."""
+"""Window: rows sorted and computed together, on their way through the engine's stages; and the
+outcome, what became of them."""
 
 from __future__ import annotations
 
@@ -16,13 +17,15 @@ Rows = npt.NDArray[np.int64]
 
 
 MISFIT = "misfit"
-"""The stage of a row for which the model's answer is not what the view declares: another shape or type, or none."""
+"""The stage of a row for which the model's answer is not what the view declares: another shape or
+type, or none."""
 
 
 @dataclass(frozen=True, slots=True)
 class RejectedRow:
-    """Why one row has no features: its number in the batch given, the stage (``input``, ``prepare``, ``model``, :data:`MISFIT`, ``output`` for values that
-    are not finite, or ``worker`` when it ended its process) and the error."""
+    """Why one row has no features: its number in the batch given, the stage (``input``,
+    ``prepare``, ``model``, :data:`MISFIT`, ``output`` for values that are not finite, or ``worker``
+    when it ended its process) and the error."""
 
     row: int
     stage: str
@@ -31,10 +34,12 @@ class RejectedRow:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a window's rows: the features of those that could be computed, and why others have none.
+    """What became of a window's rows: the features of those that could be computed, and why others
+    have none.
 
-    ``rows`` are the numbers of the computed ones in the batch given, ascending; ``features`` has one row for each. Of a stream, ``window`` counts
-    the batches given from 0, and ``last`` tells whether this is the last that comes of it.
+    ``rows`` are the numbers of the computed ones in the batch given, ascending; ``features`` has
+    one row for each. Of a stream, ``window`` counts the batches given from 0, and ``last`` tells
+    whether this is the last that comes of it.
     """
 
     rows: Rows
@@ -70,7 +75,8 @@ class Window:
     costs: Rows | None = None
     """Of each position, at least 1; None of a model that names none."""
     pieces: list[tuple[Rows, pa.RecordBatch]] = field(default_factory=list)
-    """Row numbers of each batch, and the features that the model made of them: whether they are finite was not yet looked at."""
+    """Row numbers of each batch, and the features that the model made of them: whether they are
+    finite was not yet looked at."""
     handed_on: float | None = None
     """When the last piece was, or the first batch begun."""
 
@@ -79,7 +85,8 @@ class Window:
         return taken(self.shown, self.rows[positions])
 
     def cost(self, positions: Rows) -> tuple[int, int]:
-        """Of these positions: padding not counted, and in one batch, where each costs as much as the dearest."""
+        """Of these positions: padding not counted, and in one batch, where each costs as much as
+        the dearest."""
         if self.costs is None:
             return len(positions), len(positions)
         costs = self.costs[positions]
@@ -98,7 +105,8 @@ class Window:
         return made
 
     def prepared_bytes(self) -> int:
-        """Held before it is computed: what was made of the rows is of their size, more or less, unless the model says so."""
+        """Held before it is computed: what was made of the rows is of their size, more or less,
+        unless the model says so."""
         made = 0 if self.prepared is None else self.prepared.size_bytes
         return int(self.shown.nbytes) + max(made, int(self.shown.nbytes))
 
@@ -109,7 +117,8 @@ class Window:
 
 
 class Later:
-    """In place of a batch's inputs that could not be made: the model's stage makes them once more, and bisects."""
+    """In place of a batch's inputs that could not be made: the model's stage makes them once more,
+    and bisects."""
 
 
 @dataclass(slots=True)

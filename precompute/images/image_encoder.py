@@ -1,4 +1,5 @@
-"""Image encoder: a picture → embedding, by the vision tower of a CLIP or SigLIP folder. Pictures are decoded and resized in the prepare stage, by several threads."""
+"""Image encoder: a picture → embedding, by the vision tower of a CLIP or SigLIP folder. Pictures
+are decoded and resized in the prepare stage, by several threads."""
 
 from __future__ import annotations
 
@@ -32,11 +33,13 @@ class ImageEncoder(TorchModel):
     """Embeds one column of pictures: their bytes, or names of files.
 
     Args:
-        path: the folder: ``config.json``, ``model.safetensors``, ``preprocessor_config.json``; ``package:name/folder`` inside a package.
+        path: the folder: ``config.json``, ``model.safetensors``, ``preprocessor_config.json``;
+            ``package:name/folder`` inside a package.
         column: the source's column: binary, or text with names of files.
         output: name of the feature.
-        files: the folder that file names start from, and lie in. A changed file under the same name is not seen as changed: give the bytes
-            (DuckDB's ``read_blob``), or a column besides that changes with it.
+        files: the folder that file names start from, and lie in. A changed file under the same name
+            is not seen as changed: give the bytes (DuckDB's ``read_blob``), or a column besides
+            that changes with it.
         normalize: whether vectors have the norm 1.
         device: ``cpu``, ``cuda`` or ``cuda:1``; by default a GPU where there is one.
 
@@ -64,17 +67,27 @@ class ImageEncoder(TorchModel):
             raise ConfigError(f"image_encoder: normalize is true or false, got {normalize!r}")
         folder = resolve_path(path)
         self._files = tower_files(folder)
-        self._named_root, self._root = files, None if files is None else resolve_path(files).resolve()
+        self._named_root, self._root = (
+            files,
+            None if files is None else resolve_path(files).resolve(),
+        )
         tower, self._recipe = load_tower(folder, self._files)
         self._column, self._output, self._normalize = column, output, normalize
-        self._flops: float = 2.0 * _weights(tower) * int(tower.config.image_size // tower.config.patch_size) ** 2
+        self._flops: float = (
+            2.0 * _weights(tower) * int(tower.config.image_size // tower.config.patch_size) ** 2
+        )
         self._pool = ThreadPoolExecutor(usable_threads(allowed()), "decode")
         super().__init__(Tower(tower, self._recipe, normalize), Device(device))
         self.start_cost = START_IMAGES[self.device.torch.type]
 
     def fingerprint(self) -> str:
-        """Weights, config, how pictures are made ready, the folder they are named in, normalising and code version."""
-        facts = {"column": self._column, "normalize": self._normalize, "root": Verbatim(self._named_root)}
+        """Weights, config, how pictures are made ready, the folder they are named in, normalising
+        and code version."""
+        facts = {
+            "column": self._column,
+            "normalize": self._normalize,
+            "root": Verbatim(self._named_root),
+        }
         return digest(code=CODE_VERSION, files=self._files, **facts)
 
     def reads(self) -> tuple[str]:
@@ -82,7 +95,8 @@ class ImageEncoder(TorchModel):
         return (self._column,)
 
     def prepare(self, batch: pa.RecordBatch) -> Prepared:
-        """Pixels uint8 [rows, 3, height, width]; a row costs 1. Bad are pictures that are null, broken, too large, animated, or of other colours.
+        """Pixels uint8 [rows, 3, height, width]; a row costs 1. Bad are pictures that are null,
+        broken, too large, animated, or of other colours.
 
         Raises:
             ModelError: the column holds something else.
@@ -93,13 +107,22 @@ class ImageEncoder(TorchModel):
 
         def decode(row: int, value: Any) -> None:
             try:
-                made[row] = pixels(value if isinstance(value, bytes) else self._read(value), self._recipe)
+                made[row] = pixels(
+                    value if isinstance(value, bytes) else self._read(value), self._recipe
+                )
             except UnusableImage as exc:
                 bad[row] = f"{self._column} {exc}"
 
         values = column.to_pylist()
-        bad |= dict.fromkeys(pc.indices_nonzero(column.is_null()).to_pylist(), f"{self._column} is null")
-        list(self._pool.map(lambda row: decode(row, values[row]), [row for row in range(len(values)) if row not in bad]))
+        bad |= dict.fromkeys(
+            pc.indices_nonzero(column.is_null()).to_pylist(), f"{self._column} is null"
+        )
+        list(
+            self._pool.map(
+                lambda row: decode(row, values[row]),
+                [row for row in range(len(values)) if row not in bad],
+            )
+        )
         return Prepared(np.ones(batch.num_rows, np.int64), made, bad, made.nbytes)
 
     def tensors(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> Tensors:
@@ -111,7 +134,8 @@ class ImageEncoder(TorchModel):
         return {self._output: outputs[0]}
 
     def flops(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> float:
-        """2 for each weight of a linear layer, for each patch of a picture; attention is not counted."""
+        """2 for each weight of a linear layer, for each patch of a picture; attention is not
+        counted."""
         return self._flops * len(rows)
 
     def _checked(self, batch: pa.RecordBatch) -> pa.Array:
@@ -120,10 +144,14 @@ class ImageEncoder(TorchModel):
         if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_null(kind):
             return column
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-            raise ModelError(f"image_encoder: column {self._column!r} is {kind}, neither bytes nor names of files")
+            raise ModelError(
+                f"image_encoder: column {self._column!r} is {kind}, neither bytes nor names of"
+                " files"
+            )
         if self._root is None:
             raise ModelError(
-                f"image_encoder: column {self._column!r} has names of files: set `files` to the folder that they lie in"
+                f"image_encoder: column {self._column!r} has names of files: set `files` to the"
+                " folder that they lie in"
             )
         return column
 
@@ -149,4 +177,6 @@ class ImageEncoder(TorchModel):
 
 
 def _weights(tower: Any) -> int:
-    return sum(module.weight.numel() for module in tower.modules() if isinstance(module, torch.nn.Linear))
+    return sum(
+        module.weight.numel() for module in tower.modules() if isinstance(module, torch.nn.Linear)
+    )

@@ -1,4 +1,5 @@
-"""Image file: the bytes of a picture → pixels as a vision tower takes them, by Pillow; what cannot be taken is said in one line."""
+"""Image file: the bytes of a picture → pixels as a vision tower takes them, by Pillow; what cannot
+be taken is said in one line."""
 
 from __future__ import annotations
 
@@ -32,9 +33,10 @@ class UnusableImage(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What becomes of a picture: resized to ``size`` (height, width), or so that its shorter edge is ``shortest``; the middle of ``crop`` (height, width) cut out;
-    and of each colour, from 0 to 1, the ``mean`` subtracted and the rest divided by ``std``. Half a pixel beside the middle is rounded down, or
-    ``to_even``, as torchvision does."""
+    """What becomes of a picture: resized to ``size`` (height, width), or so that its shorter edge
+    is ``shortest``; the middle of ``crop`` (height, width) cut out; and of each colour, from 0 to
+    1, the ``mean`` subtracted and the rest divided by ``std``. Half a pixel beside the middle is
+    rounded down, or ``to_even``, as torchvision does."""
 
     size: tuple[int, int] | None
     shortest: int | None
@@ -66,7 +68,8 @@ def pixels(content: bytes, recipe: Recipe) -> npt.NDArray[np.uint8]:
     """uint8 [3, height, width].
 
     Raises:
-        UnusableImage: the picture is broken, too large, animated, or in colours that depend on a profile.
+        UnusableImage: the picture is broken, too large, animated, or in colours that depend on a
+            profile.
     """
     try:
         image = Image.open(io.BytesIO(content), formats=FORMATS)
@@ -74,7 +77,8 @@ def pixels(content: bytes, recipe: Recipe) -> npt.NDArray[np.uint8]:
         image = _upright(image).convert("RGB")
         return _fitted(image, recipe)
     except (UnusableImage, MemoryError):
-        # without memory it is the machine that is at fault, and not the picture: the engine tries fewer rows at once
+        # without memory it is the machine that is at fault, and not the picture: the engine tries
+        # fewer rows at once
         raise
     except UnidentifiedImageError as exc:
         raise UnusableImage(f"is no picture in {', '.join(FORMATS)}") from exc
@@ -96,7 +100,8 @@ def _check(image: Any) -> None:
         raise UnusableImage(f"is animated, or has several pages ({frames}): take one of them")
     if image.mode not in MODES:
         raise UnusableImage(
-            f"has colours of mode {image.mode}, which depend on a profile or have more than 8 bits: convert it to RGB"
+            f"has colours of mode {image.mode}, which depend on a profile or have more than 8 bits:"
+            " convert it to RGB"
         )
 
 
@@ -122,8 +127,12 @@ def _fitted(image: Any, recipe: Recipe) -> npt.NDArray[np.uint8]:
         rest = int(recipe.shortest * long / short)
         height, width = (rest, recipe.shortest) if width <= height else (recipe.shortest, rest)
     if width * height > MOST_PIXELS:
-        raise UnusableImage(f"has {image.size[0]:,} × {image.size[1]:,} pixels: too narrow to resize")
-    made: npt.NDArray[np.uint8] = np.asarray(image.resize((width, height), resample=recipe.resample))
+        raise UnusableImage(
+            f"has {image.size[0]:,} × {image.size[1]:,} pixels: too narrow to resize"
+        )
+    made: npt.NDArray[np.uint8] = np.asarray(
+        image.resize((width, height), resample=recipe.resample)
+    )
     if recipe.crop is not None:
         rows, columns = recipe.crop
         whole = round if recipe.to_even else int
@@ -145,16 +154,32 @@ def read_recipe(of: Mapping[str, Any]) -> Recipe:
     both = (int(size["height"]), int(size["width"])) if "height" in size else None
     shortest = int(size["shortest_edge"]) if both is None else None
     crop = of.get("crop_size") if of.get("do_center_crop", "crop_size" in of) else None
-    cut = (crop, crop) if isinstance(crop, int) else None if crop is None else (int(crop["height"]), int(crop["width"]))
+    cut = (
+        (crop, crop)
+        if isinstance(crop, int)
+        else None
+        if crop is None
+        else (int(crop["height"]), int(crop["width"]))
+    )
     edges = both if both is not None else (shortest or 0, shortest or 0)
     if cut is None and both is None:
-        raise ValueError("its pictures have several sizes: it neither crops them nor names height and width")
-    if min(edges) < 1 or max(edges) > 4096 or (cut is not None and not all(1 <= a <= b for a, b in zip(cut, edges, strict=True))):
+        raise ValueError(
+            "its pictures have several sizes: it neither crops them nor names height and width"
+        )
+    if (
+        min(edges) < 1
+        or max(edges) > 4096
+        or (cut is not None and not all(1 <= a <= b for a, b in zip(cut, edges, strict=True)))
+    ):
         raise ValueError(f"it resizes to {size} and crops to {crop}")
-    mean, std = (tuple(float(number) for number in of[name]) for name in ("image_mean", "image_std"))
+    mean, std = (
+        tuple(float(number) for number in of[name]) for name in ("image_mean", "image_std")
+    )
     if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
         raise ValueError("its image_mean or image_std are not three numbers")
     resample = int(of.get("resample", 3))
     if resample not in range(6):
         raise ValueError(f"resample {resample} is none")
-    return Recipe(both, shortest, cut, resample, mean, std, float(of.get("rescale_factor", 1 / 255)))
+    return Recipe(
+        both, shortest, cut, resample, mean, std, float(of.get("rescale_factor", 1 / 255))
+    )

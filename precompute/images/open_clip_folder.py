@@ -1,4 +1,5 @@
-"""open_clip folder: ``open_clip_config.json`` and weights in open_clip's and timm's names, as the configuration and weights of transformers' towers."""
+"""open_clip folder: ``open_clip_config.json`` and weights in open_clip's and timm's names, as the
+configuration and weights of transformers' towers."""
 
 from __future__ import annotations
 
@@ -15,17 +16,31 @@ from safetensors import safe_open
 from precompute.images.image_file import Recipe, read_recipe
 from precompute.store.errors import ConfigError
 
-CONFIG, WEIGHTS, PICKLE = "open_clip_config.json", "open_clip_model.safetensors", "open_clip_pytorch_model.bin"
+CONFIG, WEIGHTS, PICKLE = (
+    "open_clip_config.json",
+    "open_clip_model.safetensors",
+    "open_clip_pytorch_model.bin",
+)
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 """open_clip's, where a folder names none."""
 
-PLAIN = {"image_size", "layers", "width", "head_width", "mlp_ratio", "patch_size", "patch_dropout", "output_tokens"}
+PLAIN = {
+    "image_size",
+    "layers",
+    "width",
+    "head_width",
+    "mlp_ratio",
+    "patch_size",
+    "patch_dropout",
+    "output_tokens",
+}
 """What a ViT's configuration may say; more makes another tower of it."""
 
 SIGLIP = re.compile(r"vit_(base|large|so400m|giantopt)_patch(14|16|32)_siglip_\d+")
 TANH = ("vit_base_patch32", "vit_large_patch16_siglip_512", "vit_so400m_patch16", "vit_giantopt")
-"""timm's towers of SigLIP, and those whose GELU is approximated; the others' is exact, which transformers' own SigLIP is not."""
+"""timm's towers of SigLIP, and those whose GELU is approximated; the others' is exact, which
+transformers' own SigLIP is not."""
 
 NAMES = (
     ("transformer.resblocks.", "encoder.layers."),
@@ -56,7 +71,8 @@ Weights = dict[str, torch.Tensor]
 
 
 def read_open_clip(config: Path, weights: Path) -> tuple[str, dict[str, Any], Weights, Recipe]:
-    """(transformers' ``model_type``, its configuration, the vision tower's weights by transformers' names, what becomes of a picture before it).
+    """(transformers' ``model_type``, its configuration, the vision tower's weights by transformers'
+    names, what becomes of a picture before it).
 
     Raises:
         ConfigError: a tower that is no plain ViT of CLIP or SigLIP.
@@ -64,10 +80,22 @@ def read_open_clip(config: Path, weights: Path) -> tuple[str, dict[str, Any], We
     """
     of = json.loads(config.read_text(encoding="utf-8"))
     model = of["model_cfg"]
-    vision = {name: value for name, value in model["vision_cfg"].items() if value is not None and value is not False}
-    found = _siglip(config.parent, vision) if "timm_model_name" in vision else _clip(config.parent, model, vision)
+    vision = {
+        name: value
+        for name, value in model["vision_cfg"].items()
+        if value is not None and value is not False
+    }
+    found = (
+        _siglip(config.parent, vision)
+        if "timm_model_name" in vision
+        else _clip(config.parent, model, vision)
+    )
     with safe_open(weights, "pt") as file:
-        given = {name.removeprefix("visual."): file.get_tensor(name) for name in file.keys() if name.startswith("visual.")}  # noqa: SIM118
+        given = {
+            name.removeprefix("visual."): file.get_tensor(name)
+            for name in file.keys()  # noqa: SIM118
+            if name.startswith("visual.")
+        }
     kind, settings = found
     recipe = _recipe(of.get("preprocess_cfg") or {}, settings["image_size"])
     if kind == "clip_vision_model":
@@ -85,14 +113,21 @@ def read_open_clip(config: Path, weights: Path) -> tuple[str, dict[str, Any], We
 
 def _refused(folder: Path, what: str) -> ConfigError:
     return ConfigError(
-        f"image_encoder: {folder} has {what}: of open_clip's towers the plain ViTs of CLIP and SigLIP are computed"
+        f"image_encoder: {folder} has {what}: of open_clip's towers the plain ViTs of CLIP and"
+        " SigLIP are computed"
     )
 
 
-def _clip(folder: Path, model: Mapping[str, Any], vision: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def _clip(
+    folder: Path, model: Mapping[str, Any], vision: Mapping[str, Any]
+) -> tuple[str, dict[str, Any]]:
     if not isinstance(vision.get("layers", 12), int):
         raise _refused(folder, "a ResNet for a vision tower")
-    if more := [name for name, value in vision.items() if name not in PLAIN and (name, value) != ("pool_type", "tok")]:
+    if more := [
+        name
+        for name, value in vision.items()
+        if name not in PLAIN and (name, value) != ("pool_type", "tok")
+    ]:
         raise _refused(folder, f"a vision tower with {more[0]}: {vision[more[0]]}")
     width = int(vision.get("width", 768))
     return "clip_vision_model", {
@@ -110,7 +145,11 @@ def _clip(folder: Path, model: Mapping[str, Any], vision: Mapping[str, Any]) -> 
 def _siglip(folder: Path, vision: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     name = str(vision["timm_model_name"])
     known = SIGLIP.fullmatch(name)
-    if known is None or vision.get("timm_pool") != "map" or vision.get("timm_proj", "none") not in ("", "none"):
+    if (
+        known is None
+        or vision.get("timm_pool") != "map"
+        or vision.get("timm_proj", "none") not in ("", "none")
+    ):
         raise _refused(folder, f"timm's {name} for a vision tower")
     return "siglip_vision_model", {
         "num_attention_heads": 12 if known[1] == "base" else 16,
@@ -129,7 +168,10 @@ def _side(folder: Path, vision: Mapping[str, Any]) -> int:
 def _recipe(of: Mapping[str, Any], size: int) -> Recipe:
     mode, interpolation = of.get("resize_mode") or "shortest", of.get("interpolation") or "bicubic"
     if mode not in ("shortest", "squash") or interpolation not in ("bicubic", "bilinear", "random"):
-        raise ValueError(f"it resizes by {mode}, {interpolation}: shortest and squash, bicubic and bilinear are done")
+        raise ValueError(
+            f"it resizes by {mode}, {interpolation}: shortest and squash, bicubic and bilinear are"
+            " done"
+        )
     mean, std = (of.get(name) or default for name, default in (("mean", MEAN), ("std", STD)))
     square = {"height": size, "width": size}
     recipe = read_recipe(

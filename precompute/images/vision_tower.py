@@ -1,4 +1,5 @@
-"""Vision tower: the part of a CLIP or SigLIP folder that embeds pictures, by transformers, whether they or open_clip wrote it."""
+"""Vision tower: the part of a CLIP or SigLIP folder that embeds pictures, by transformers, whether
+they or open_clip wrote it."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ class Tower(torch.nn.Module):
         """``pixels`` uint8 [B, 3, height, width]."""
         scaled = (pixels.to(self.mean.dtype) * self.scale - self.mean) / self.std
         out = self.tower(pixel_values=scaled)
-        vectors: torch.Tensor = (out.image_embeds if hasattr(out, "image_embeds") else out.pooler_output).float()
+        vectors: torch.Tensor = (
+            out.image_embeds if hasattr(out, "image_embeds") else out.pooler_output
+        ).float()
         return torch.nn.functional.normalize(vectors, dim=1) if self.normalize else vectors
 
 
@@ -61,19 +64,26 @@ def tower_files(folder: Path) -> dict[str, Path]:
     Raises:
         ConfigError: one is missing.
     """
-    names = ["config.json", "model.safetensors", next((n for n in PREPROCESSORS if (folder / n).is_file()), PREPROCESSORS[0])]
-    # timm's own weights are a model.safetensors, too, and transformers' preprocessor is not beside them
+    names = [
+        "config.json",
+        "model.safetensors",
+        next((n for n in PREPROCESSORS if (folder / n).is_file()), PREPROCESSORS[0]),
+    ]
+    # timm's own weights are a model.safetensors, too, and transformers' preprocessor is not beside
+    # them
     if (folder / CONFIG).is_file() and not all((folder / name).is_file() for name in names):
         names = [CONFIG, WEIGHTS]
     for name in names:
         if name == WEIGHTS and not (folder / name).is_file() and (folder / PICKLE).is_file():
             raise ConfigError(
-                f"image_encoder: {folder} has {PICKLE}, a pickle, which may run code when it is read, and no {name}: write that once by "
-                f"safetensors.torch.save_file(torch.load({PICKLE!r}, weights_only=True), {name!r})"
+                f"image_encoder: {folder} has {PICKLE}, a pickle, which may run code when it is"
+                f" read, and no {name}: write that once by"
+                f" safetensors.torch.save_file(torch.load({PICKLE!r}, weights_only=True), {name!r})"
             )
         if not (folder / name).is_file():
             raise ConfigError(
-                f"image_encoder: {folder} has no {name}; give the folder of a CLIP or SigLIP model saved with safetensors"
+                f"image_encoder: {folder} has no {name}; give the folder of a CLIP or SigLIP model"
+                " saved with safetensors"
             )
     return {name: folder / name for name in names}
 
@@ -86,7 +96,9 @@ def load_tower(folder: Path, files: dict[str, Path]) -> tuple[Any, Recipe]:
         ModelError: a file is damaged, or weights are missing.
     """
     try:
-        tower, recipe, loading = (_of_open_clip if WEIGHTS in files else _of_transformers)(folder, files)
+        tower, recipe, loading = (_of_open_clip if WEIGHTS in files else _of_transformers)(
+            folder, files
+        )
     except ConfigError:
         raise
     except Exception as exc:
@@ -96,12 +108,23 @@ def load_tower(folder: Path, files: dict[str, Path]) -> tuple[Any, Recipe]:
     if missing := sorted(loading["missing_keys"]):
         raise ModelError(f"image_encoder: {folder} has no weights for {', '.join(missing[:3])}")
     for name, shape, wanted in sorted(loading["mismatched_keys"]):
-        raise ModelError(f"image_encoder: {folder} has {tuple(shape)} weights for {name}, and its configuration {tuple(wanted)}")
-    if more := sorted(name for name in loading["unexpected_keys"] if "encoder.layers" in name and "text_model" not in name):
-        raise ModelError(f"image_encoder: {folder} has weights that its configuration has no place for: {', '.join(more[:3])}")
+        raise ModelError(
+            f"image_encoder: {folder} has {tuple(shape)} weights for {name}, and its configuration"
+            f" {tuple(wanted)}"
+        )
+    if more := sorted(
+        name
+        for name in loading["unexpected_keys"]
+        if "encoder.layers" in name and "text_model" not in name
+    ):
+        raise ModelError(
+            f"image_encoder: {folder} has weights that its configuration has no place for:"
+            f" {', '.join(more[:3])}"
+        )
     if recipe.shape != (tower.config.image_size,) * 2:
         raise ModelError(
-            f"image_encoder: {folder} makes pictures of {recipe.shape}, and its tower takes {tower.config.image_size} pixels a side"
+            f"image_encoder: {folder} makes pictures of {recipe.shape}, and its tower takes"
+            f" {tower.config.image_size} pixels a side"
         )
     return tower, recipe
 
@@ -122,7 +145,9 @@ def _of_transformers(folder: Path, files: dict[str, Path]) -> tuple[Any, Recipe,
 
 def _of_open_clip(folder: Path, files: dict[str, Path]) -> tuple[Any, Recipe, Any]:
     kind, settings, weights, recipe = read_open_clip(files[CONFIG], files[WEIGHTS])
-    tower, loading = _quietly(KINDS[kind], None, KINDS[kind].config_class(**settings), state_dict=weights)
+    tower, loading = _quietly(
+        KINDS[kind], None, KINDS[kind].config_class(**settings), state_dict=weights
+    )
     return tower, recipe, loading
 
 

@@ -1,4 +1,5 @@
-"""Columns: a source's columns as they are, as the features of their names: what SQL alone computes, published and served as any model's output is."""
+"""Columns: a source's columns as they are, as the features of their names: what SQL alone computes,
+published and served as any model's output is."""
 
 from __future__ import annotations
 
@@ -12,9 +13,11 @@ CODE_VERSION = 1
 
 
 class Columns:
-    """Each feature of the view is the source's column of its name, in the type that the view declares; what would lose digits or does not fit is a bad row.
+    """Each feature of the view is the source's column of its name, in the type that the view
+    declares; what would lose digits or does not fit is a bad row.
 
-    Numbers, texts, booleans, lists and vectors are handed on; dates, times and timestamps are texts (ISO 8601, with a Z of those that have a time zone).
+    Numbers, texts, booleans, lists and vectors are handed on; dates, times and timestamps are texts
+    (ISO 8601, with a Z of those that have a time zone).
     """
 
     def fingerprint(self) -> str:
@@ -23,7 +26,10 @@ class Columns:
 
     def compute(self, batch: pa.RecordBatch) -> Features:
         """Column → its values."""
-        return {name: _plain(column) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
+        return {
+            name: _plain(column)
+            for name, column in zip(batch.schema.names, batch.columns, strict=True)
+        }
 
 
 def _plain(column: pa.Array) -> pa.Array:

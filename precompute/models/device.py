@@ -1,5 +1,5 @@
-"""Device: where torch computes. Copies to it and back run beside the computing on a GPU; on a CPU there is nothing to copy.
-And what products of a model's shapes reach there at most."""
+"""Device: where torch computes. Copies to it and back run beside the computing on a GPU; on a CPU
+there is nothing to copy. And what products of a model's shapes reach there at most."""
 
 from __future__ import annotations
 
@@ -27,21 +27,25 @@ _changing = threading.Lock()
 
 
 def compute_threads() -> int:
-    """Threads that torch computes with: what ``torch.set_num_threads`` or ``OMP_NUM_THREADS`` say, or one for each core."""
+    """Threads that torch computes with: what ``torch.set_num_threads`` or ``OMP_NUM_THREADS`` say,
+    or one for each core."""
     return torch.get_num_threads()
 
 
 def compute_with(count: int) -> None:
-    """Let torch compute with so many threads in the calling thread, which must be one that has computed nothing yet, and in no other.
+    """Let torch compute with so many threads in the calling thread, which must be one that has
+    computed nothing yet, and in no other.
 
-    ``torch.set_num_threads`` is of the thread that calls it, and of threads that begin later: those get back what they had, by a thread that does
-    nothing else.
+    ``torch.set_num_threads`` is of the thread that calls it, and of threads that begin later: those
+    get back what they had, by a thread that does nothing else.
     """
     with _changing:
         # the first call in a thread sets what the process has, so it must come before
         process = torch.get_num_threads()
         torch.set_num_threads(count)
-        restoring = threading.Thread(target=torch.set_num_threads, args=(process,), name="restore threads")
+        restoring = threading.Thread(
+            target=torch.set_num_threads, args=(process,), name="restore threads"
+        )
         restoring.start()
         restoring.join()
 
@@ -54,8 +58,9 @@ class Device:
     """One CPU or one GPU.
 
     Args:
-        name: ``cpu``, ``cuda`` or ``cuda:1``; by default a GPU where there is one. Within :func:`precompute.model.on_host` it is the CPU, and
-            ``wanted`` tells what it would be elsewhere.
+        name: ``cpu``, ``cuda`` or ``cuda:1``; by default a GPU where there is one. Within
+            :func:`precompute.model.on_host` it is the CPU, and ``wanted`` tells what it would be
+            elsewhere.
 
     Raises:
         ConfigError: no such GPU.
@@ -64,8 +69,14 @@ class Device:
     def __init__(self, name: str | None = None) -> None:
         gpus = gpu_count()
         self.wanted = name or ("cuda" if gpus else "cpu")
-        if torch.device(self.wanted).type == "cuda" and (torch.device(self.wanted).index or 0) >= gpus:
-            raise ConfigError(f"device {name!r}: torch {torch.__version__} finds {gpus or 'no'} GPUs on this machine")
+        if (
+            torch.device(self.wanted).type == "cuda"
+            and (torch.device(self.wanted).index or 0) >= gpus
+        ):
+            raise ConfigError(
+                f"device {name!r}: torch {torch.__version__} finds {gpus or 'no'} GPUs on this"
+                " machine"
+            )
         self.torch = torch.device("cpu" if stays_on_host() else self.wanted)
         self.name = str(self.torch)
         self.is_cuda = self.torch.type == "cuda"
@@ -82,11 +93,15 @@ class Device:
 
     def pin(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """In memory that a GPU can copy from while it computes."""
-        return tuple(t.pin_memory() if t.dim() else t for t in tensors) if self.is_cuda else tuple(tensors)
+        return (
+            tuple(t.pin_memory() if t.dim() else t for t in tensors)
+            if self.is_cuda
+            else tuple(tensors)
+        )
 
     def put(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """On the device; the copy runs beside what computes, and what computes next waits for it. A tensor without dimensions is a size, which
-        the host wants to know: it stays."""
+        """On the device; the copy runs beside what computes, and what computes next waits for it. A
+        tensor without dimensions is a size, which the host wants to know: it stays."""
         if not self.is_cuda:
             return tuple(tensors)
         assert self._copies_in is not None
@@ -147,8 +162,9 @@ class Device:
         compute_with(threads)
 
     def peak_flops(self) -> float:
-        """FLOP/s of matrix products, the best of a few: what a perfect model could reach here. On a CPU of the model's own shapes, packed
-        (:mod:`precompute.models.device`), on a GPU large ones."""
+        """FLOP/s of matrix products, the best of a few: what a perfect model could reach here. On a
+        CPU of the model's own shapes, packed (:mod:`precompute.models.device`), on a GPU large
+        ones."""
         if not self.is_cuda:
             return probed(self.shapes, self.dtype, self.pack)
         size = 8192
@@ -164,7 +180,8 @@ class Device:
 
 
 def gpu_count() -> int:
-    """GPUs that torch can use, as the driver's own library (NVML) counts them: asking CUDA would make this process one that has a context on each."""
+    """GPUs that torch can use, as the driver's own library (NVML) counts them: asking CUDA would
+    make this process one that has a context on each."""
     return torch.cuda.device_count()
 
 
@@ -194,7 +211,8 @@ def traced(path: Path) -> Iterator[None]:
 
 
 class PackedLinear(torch.nn.Module):
-    """``x @ weight.T + bias`` with the weight packed; values as :class:`torch.nn.Linear`'s up to the order of the sums.
+    """``x @ weight.T + bias`` with the weight packed; values as :class:`torch.nn.Linear`'s up to
+    the order of the sums.
 
     Args:
         linear: the layer, on the CPU; it stays as it is.
@@ -206,13 +224,17 @@ class PackedLinear(torch.nn.Module):
         self.bias = linear.bias
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """``input`` [..., in] → [..., out], of the weight's dtype. Named as the layer's own is: callers may name it."""
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(input, self.packed, self.bias, "none", [], "")
+        """``input`` [..., in] → [..., out], of the weight's dtype. Named as the layer's own is:
+        callers may name it."""
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+            input, self.packed, self.bias, "none", [], ""
+        )
         return out
 
 
 ROWS = 1024
-"""Of a product, at once: tokens of a batch or rows of an MLP's. Four times as many were no quicker."""
+"""Of a product, at once: tokens of a batch or rows of an MLP's. Four times as many were no
+quicker."""
 LAYERS = 3
 """Shapes that are probed, those with the most to compute."""
 PROBE_S = 0.02
@@ -222,21 +244,32 @@ Layer = Callable[[torch.Tensor], torch.Tensor]
 Pack = Callable[[torch.nn.Linear], torch.nn.Module]
 
 QUIET = 0.1
-"""Share of the CPUs' time that others may take meanwhile, for what was probed to be retained: beside neighbours it is less than the machine can do."""
+"""Share of the CPUs' time that others may take meanwhile, for what was probed to be retained:
+beside neighbours it is less than the machine can do."""
 
 _known: dict[object, float] = {}
 """What this process knows: a machine does not change, and a scheduler runs a view every hour."""
 
 
 def shapes_of(module: torch.nn.Module) -> tuple[tuple[int, int], ...]:
-    """(inputs, outputs) of the linear layers with the most to compute; a large square of a module that has none."""
-    found = {(part.in_features, part.out_features) for part in module.modules() if isinstance(part, torch.nn.Linear)}
-    return tuple(sorted(found, key=lambda shape: (-shape[0] * shape[1], shape))[:LAYERS]) or ((1024, 1024),)
+    """(inputs, outputs) of the linear layers with the most to compute; a large square of a module
+    that has none."""
+    found = {
+        (part.in_features, part.out_features)
+        for part in module.modules()
+        if isinstance(part, torch.nn.Linear)
+    }
+    return tuple(sorted(found, key=lambda shape: (-shape[0] * shape[1], shape))[:LAYERS]) or (
+        (1024, 1024),
+    )
 
 
-def probed(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, pack: Pack | None = None) -> float:
-    """The most FLOP/s of products of these shapes: as torch computes them, packed by oneDNN, or by ``pack``; all compute threads in one, or each
-    in one of its own. Probed once in a process, and on a machine once while nobody else computes: from then on it is stored in
+def probed(
+    shapes: Sequence[tuple[int, int]], dtype: torch.dtype, pack: Pack | None = None
+) -> float:
+    """The most FLOP/s of products of these shapes: as torch computes them, packed by oneDNN, or by
+    ``pack``; all compute threads in one, or each in one of its own. Probed once in a process, and
+    on a machine once while nobody else computes: from then on it is stored in
     ``$XDG_CACHE_HOME/precompute`` (``~/.cache``), by what it depends on.
 
     Args:
@@ -251,10 +284,15 @@ def probed(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, pack: Pack | N
     return _known[key]
 
 
-def _measured(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, pack: Pack | None, file: Path) -> float:
+def _measured(
+    shapes: Sequence[tuple[int, int]], dtype: torch.dtype, pack: Pack | None, file: Path
+) -> float:
     began, own_s, free_s = time.monotonic(), time.process_time(), idle_s()
     with torch.inference_mode():
-        rates = [(_flops(layer, x) / _seconds(layer, x), layer, x) for layer, x in _ways(shapes, dtype, pack)]
+        rates = [
+            (_flops(layer, x) / _seconds(layer, x), layer, x)
+            for layer, x in _ways(shapes, dtype, pack)
+        ]
         best, layer, x = max(rates, key=lambda rate: rate[0])
         flops = max(best, _in_lanes(layer, x))
     all_s = (time.monotonic() - began) * allowed()
@@ -299,12 +337,19 @@ def _cpu() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), ""
+    )
 
 
-def _ways(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, pack: Pack | None) -> Iterator[tuple[Layer, torch.Tensor]]:
+def _ways(
+    shapes: Sequence[tuple[int, int]], dtype: torch.dtype, pack: Pack | None
+) -> Iterator[tuple[Layer, torch.Tensor]]:
     for inputs, outputs in shapes:
-        linear, x = torch.nn.Linear(inputs, outputs).requires_grad_(False), torch.randn(ROWS, inputs)
+        linear, x = (
+            torch.nn.Linear(inputs, outputs).requires_grad_(False),
+            torch.randn(ROWS, inputs),
+        )
         if pack is not None:
             yield pack(linear), x
             continue

@@ -1,7 +1,9 @@
-"""Exported program: what ``torch.export.save`` wrote, loaded without its pickles, and what it takes. And the inputs that a module takes.
+"""Exported program: what ``torch.export.save`` wrote, loaded without its pickles, and what it
+takes. And the inputs that a module takes.
 
-A ``.pt2`` is packed again before it is loaded: the program and its raw tensors go in, pickled objects do not. It is code all the same, as a module's class is: torch
-evaluates what it says of its sizes.
+A ``.pt2`` is packed again before it is loaded: the program and its raw tensors go in, pickled
+objects do not. It is code all the same, as a module's class is: torch evaluates what it says of its
+sizes.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ def load_program(path: Path) -> torch.export.ExportedProgram:
     """Load what ``torch.export.save`` wrote, packed again without its pickles.
 
     Raises:
-        ModelError: it is no such file, of an older format, exported in training mode, or refused for what it holds.
+        ModelError: it is no such file, of an older format, exported in training mode, or refused
+            for what it holds.
     """
     packed = io.BytesIO()
     try:
@@ -43,9 +46,12 @@ def load_program(path: Path) -> torch.export.ExportedProgram:
             missing = [name for name in ("models/model.json", *_CONFIGS) if name not in files]
             if missing:
                 raise ModelError(
-                    f"torch_module: {path} has no {missing[0]}: save it with torch.export.save of torch 2.9 or later"
+                    f"torch_module: {path} has no {missing[0]}: save it with torch.export.save of"
+                    " torch 2.9 or later"
                 )
-            raw = _raw_tensors(path, {name: json.loads(archive.read(files[name])) for name in _CONFIGS})
+            raw = _raw_tensors(
+                path, {name: json.loads(archive.read(files[name])) for name in _CONFIGS}
+            )
             for name in (*_COPIED, *_CONFIGS, *sorted(raw)):
                 if name in files:
                     data = archive.read(files[name])
@@ -57,12 +63,18 @@ def load_program(path: Path) -> torch.export.ExportedProgram:
         raise
     except Exception as exc:
         # zipfile, json and torch raise whatever a damaged file makes them
-        raise ModelError(f"torch_module: {path} does not load: {type(exc).__name__}: {exc}") from exc
+        raise ModelError(
+            f"torch_module: {path} does not load: {type(exc).__name__}: {exc}"
+        ) from exc
     for node in program.graph.nodes:
         arguments = getattr(getattr(node.target, "_schema", None), "arguments", ())
-        if any(a.name in ("train", "training") and value is True for a, value in zip(arguments, node.args, strict=False)):
+        if any(
+            a.name in ("train", "training") and value is True
+            for a, value in zip(arguments, node.args, strict=False)
+        ):
             raise ModelError(
-                f"torch_module: {path} was exported in training mode ({node.target}): call eval() before torch.export.export"
+                f"torch_module: {path} was exported in training mode ({node.target}): call eval()"
+                " before torch.export.export"
             )
     return program
 
@@ -74,14 +86,16 @@ def _raw_tensors(path: Path, configs: Mapping[str, Any]) -> set[str]:
         for name, entry in body["config"].items():
             if entry["use_pickle"] or not entry["path_name"].startswith(("weight_", "tensor_")):
                 raise ModelError(
-                    f"torch_module: {path} is refused: {name!r} is a pickled object. Export a module of plain operators, or give its class and a "
-                    "safetensors file"
+                    f"torch_module: {path} is refused: {name!r} is a pickled object. Export a"
+                    " module of plain operators, or give its class and a safetensors file"
                 )
             names.add(config.rpartition("/")[0] + "/" + entry["path_name"])
     return names
 
 
-def takes(program: torch.export.ExportedProgram, path: Path) -> tuple[list[str], list[str], int | None]:
+def takes(
+    program: torch.export.ExportedProgram, path: Path
+) -> tuple[list[str], list[str], int | None]:
     """What a program takes: (arguments by position, arguments by name, most rows of a batch).
 
     Raises:
@@ -93,7 +107,8 @@ def takes(program: torch.export.ExportedProgram, path: Path) -> tuple[list[str],
         isinstance(n, str) for n in names
     ):
         raise ModelError(
-            f"torch_module: {path} takes something other than tensors; export a module whose forward takes only those"
+            f"torch_module: {path} takes something other than tensors; export a module whose"
+            " forward takes only those"
         )
     limit = None
     placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
@@ -110,29 +125,36 @@ def takes(program: torch.export.ExportedProgram, path: Path) -> tuple[list[str],
         # 2 is what torch writes for "any, but 0 and 1 were not tried"
         if bounds.lower > 2:
             raise ModelError(
-                f"torch_module: {path} takes at least {bounds.lower} rows of {name}: export it with torch.export.Dim('rows')"
+                f"torch_module: {path} takes at least {bounds.lower} rows of {name}: export it with"
+                " torch.export.Dim('rows')"
             )
         if bounds.upper < 2**31:
             limit = min(int(bounds.upper), limit or 2**31)
-    # a program knows the names of its keyword arguments itself; their placeholders may be called otherwise
+    # a program knows the names of its keyword arguments itself; their placeholders may be called
+    # otherwise
     keywords = list(named.context or [])
     return list(names[: len(names) - len(keywords)]), keywords, limit
 
 
 def program_flops(program: torch.export.ExportedProgram) -> float:
     """Of one row: 2 for each weight of a linear layer."""
-    weights = [n.args[1].meta["val"] for n in program.graph.nodes if str(n.target) == "aten.linear.default"]
+    weights = [
+        n.args[1].meta["val"] for n in program.graph.nodes if str(n.target) == "aten.linear.default"
+    ]
     return sum(2.0 * math.prod(map(int, w.shape)) for w in weights)
 
 
 def is_pure(program: torch.export.ExportedProgram) -> bool:
     """Whether it writes nothing but what it returns: then it may run in several threads at once."""
-    return not any(getattr(getattr(node.target, "_schema", None), "is_mutable", False) for node in program.graph.nodes) and not (
-        program.graph_signature.buffers_to_mutate
-    )
+    return not any(
+        getattr(getattr(node.target, "_schema", None), "is_mutable", False)
+        for node in program.graph.nodes
+    ) and not (program.graph_signature.buffers_to_mutate)
 
 
-_LISTS = frozenset(kind.id for kind in (pa.list_(pa.null()), pa.large_list(pa.null()), pa.list_(pa.null(), 1)))
+_LISTS = frozenset(
+    kind.id for kind in (pa.list_(pa.null()), pa.large_list(pa.null()), pa.list_(pa.null(), 1))
+)
 
 UNKNOWN = 0
 """Id of null, and of what the vocabulary has not."""
@@ -145,7 +167,8 @@ Columns = Mapping[str, pa.Array]
 class Input:
     """One argument of the module.
 
-    ``matrix`` tells [rows, columns] from the one column's own shape; ``vocabulary`` maps text to its id; ``dim`` is the length of a list.
+    ``matrix`` tells [rows, columns] from the one column's own shape; ``vocabulary`` maps text to
+    its id; ``dim`` is the length of a list.
     """
 
     name: str
@@ -162,7 +185,9 @@ class Input:
         for name in self.columns:
             kind = schema.field(name).type
             if problem := self._misfit(kind):
-                raise ModelError(f"torch_module: inputs.{self.name}: column {name!r} is {kind}{problem}")
+                raise ModelError(
+                    f"torch_module: inputs.{self.name}: column {name!r} is {kind}{problem}"
+                )
 
     def unusable(self, columns: Columns) -> dict[int, str]:
         """Row → why it makes no tensor: a null that nothing fills, or a list of another length."""
@@ -172,7 +197,9 @@ class Input:
         for name in self.columns:
             column = columns[name]
             if column.null_count:
-                bad |= dict.fromkeys(pc.indices_nonzero(column.is_null()).to_pylist(), f"{name} is null")
+                bad |= dict.fromkeys(
+                    pc.indices_nonzero(column.is_null()).to_pylist(), f"{name} is null"
+                )
             if is_list(column.type):
                 bad |= _broken_lists(name, column, self.dim)
         return bad
@@ -196,7 +223,11 @@ class Input:
     def _misfit(self, kind: pa.DataType) -> str:
         """What is wrong with a column of this type, to stand after it; empty when it fits."""
         if self.vocabulary is not None:
-            return "" if _is_category(kind) else ", not text or whole numbers: CAST it AS VARCHAR in the source"
+            return (
+                ""
+                if _is_category(kind)
+                else ", not text or whole numbers: CAST it AS VARCHAR in the source"
+            )
         if is_list(kind):
             if self.matrix:
                 return ", a list among columns of numbers: make it an input of its own"
@@ -205,14 +236,29 @@ class Input:
             if not _is_number(kind.value_type):
                 return ", not a list of numbers"
             if pa.types.is_fixed_size_list(kind):
-                return "" if self.dim in (None, kind.list_size) else f", not of {self.dim} numbers, as its dim says"
-            return "" if self.dim is not None else f": say how long it is, as in {{column: {self.columns[0]}, dim: 64}}"
+                return (
+                    ""
+                    if self.dim in (None, kind.list_size)
+                    else f", not of {self.dim} numbers, as its dim says"
+                )
+            return (
+                ""
+                if self.dim is not None
+                else f": say how long it is, as in {{column: {self.columns[0]}, dim: 64}}"
+            )
         if self.dim is not None:
             return ", not a list, which its dim says it is"
         if _is_number(kind):
             return ""
-        if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_dictionary(kind):
-            return f", not numbers: give a vocabulary, as in {{column: {self.columns[0]}, vocabulary: [a, b]}}"
+        if (
+            pa.types.is_string(kind)
+            or pa.types.is_large_string(kind)
+            or pa.types.is_dictionary(kind)
+        ):
+            return (
+                f", not numbers: give a vocabulary, as in {{column: {self.columns[0]}, vocabulary:"
+                " [a, b]}"
+            )
         return ", not numbers: CAST it in the source"
 
 
@@ -227,21 +273,28 @@ def parse_inputs(inputs: Mapping[str, Any], vocabularies: Mapping[str, Any]) -> 
         ConfigError: it says what is wrong, and where.
     """
     if not isinstance(inputs, Mapping) or not inputs:
-        raise ConfigError(f"torch_module: inputs maps forward's arguments to columns, as in {{x: [price, age]}}; got {inputs!r}")
+        raise ConfigError(
+            "torch_module: inputs maps forward's arguments to columns, as in {x: [price, age]};"
+            f" got {inputs!r}"
+        )
     for name, values in vocabularies.items():
         if not isinstance(values, (list, tuple, pa.Table)):
             raise ConfigError(
-                f"torch_module: unknown argument {name!r}; a further argument is a vocabulary: a list, or {{sql: SELECT …}} of one column"
+                f"torch_module: unknown argument {name!r}; a further argument is a vocabulary: a"
+                " list, or {sql: SELECT …} of one column"
             )
     named = {name: _vocabulary(name, values) for name, values in vocabularies.items()}
     made = tuple(_input(name, spec, named) for name, spec in inputs.items())
     used = {
-        spec["vocabulary"] for spec in inputs.values() if isinstance(spec, Mapping) and isinstance(spec.get("vocabulary"), str)
+        spec["vocabulary"]
+        for spec in inputs.values()
+        if isinstance(spec, Mapping) and isinstance(spec.get("vocabulary"), str)
     }
     for name in named:
         if name not in used:
             raise ConfigError(
-                f"torch_module: no input names the vocabulary {name!r}: inputs: {{…: {{column: …, vocabulary: {name}}}}}"
+                f"torch_module: no input names the vocabulary {name!r}: inputs: {{…: {{column: …,"
+                f" vocabulary: {name}}}}}"
             )
     return made
 
@@ -252,32 +305,49 @@ def _input(name: str, spec: Any, vocabularies: Mapping[str, Mapping[str, int]]) 
         spec = {"column" if isinstance(spec, str) else "columns": spec}
     if not isinstance(spec, Mapping):
         raise ConfigError(f"{where} is a column, a list of columns or a mapping, got {spec!r}")
-    unknown = sorted(map(str, set(spec).difference(("column", "columns", "fill", "vocabulary", "dim"))))
+    unknown = sorted(
+        map(str, set(spec).difference(("column", "columns", "fill", "vocabulary", "dim")))
+    )
     if unknown:
-        raise ConfigError(f"{where}: unknown key {unknown[0]!r}; there are column, columns, fill, vocabulary and dim")
+        raise ConfigError(
+            f"{where}: unknown key {unknown[0]!r}; there are column, columns, fill, vocabulary"
+            " and dim"
+        )
     if ("column" in spec) == ("columns" in spec):
         raise ConfigError(f"{where}: write one of both, column or columns")
     matrix = "columns" in spec
     columns = spec["columns"] if matrix else [spec["column"]]
-    if not isinstance(columns, (list, tuple)) or not columns or not all(isinstance(c, str) for c in columns):
+    if (
+        not isinstance(columns, (list, tuple))
+        or not columns
+        or not all(isinstance(c, str) for c in columns)
+    ):
         raise ConfigError(
-            f"{where}: {'columns is a list of names' if matrix else 'column is a name'}, got {spec.get('columns', spec.get('column'))!r}"
+            f"{where}: {'columns is a list of names' if matrix else 'column is a name'}, got"
+            f" {spec.get('columns', spec.get('column'))!r}"
         )
     fill, dim, words = spec.get("fill"), spec.get("dim"), spec.get("vocabulary")
-    if fill is not None and (isinstance(fill, bool) or not isinstance(fill, (int, float)) or not math.isfinite(fill)):
+    if fill is not None and (
+        isinstance(fill, bool) or not isinstance(fill, (int, float)) or not math.isfinite(fill)
+    ):
         raise ConfigError(f"{where}: fill is a number, got {fill!r}")
     if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int) or dim < 1):
         raise ConfigError(f"{where}: dim is a length from 1, got {dim!r}")
-    if sum(option is not None for option in (fill, dim, words)) > 1 or (matrix and (dim is not None or words is not None)):
+    if sum(option is not None for option in (fill, dim, words)) > 1 or (
+        matrix and (dim is not None or words is not None)
+    ):
         raise ConfigError(
-            f"{where}: fill is for numbers, dim for one list column and vocabulary for one text column, where null is {UNKNOWN} anyway; "
-            "they do not go together"
+            f"{where}: fill is for numbers, dim for one list column and vocabulary for one text"
+            f" column, where null is {UNKNOWN} anyway; they do not go together"
         )
     if words is None:
         return Input(name, tuple(columns), matrix, fill, dim=dim)
     if isinstance(words, str):
         if words not in vocabularies:
-            raise ConfigError(f"{where}: there is no vocabulary {words!r}; add `{words}: {{sql: SELECT …}}` to the model's args")
+            raise ConfigError(
+                f"{where}: there is no vocabulary {words!r}; add `{words}: {{sql: SELECT …}}` to"
+                " the model's args"
+            )
         return Input(name, tuple(columns), vocabulary=vocabularies[words])
     return Input(name, tuple(columns), vocabulary=_vocabulary(f"inputs.{name}.vocabulary", words))
 
@@ -286,21 +356,31 @@ def _vocabulary(name: str, values: Any) -> dict[str, int]:
     """Text of each value → 1, 2, …; 0 is :data:`UNKNOWN`."""
     if isinstance(values, pa.Table):
         if values.num_columns != 1:
-            raise ConfigError(f"torch_module: {name} has {values.num_columns} columns; a vocabulary is one column of values")
+            raise ConfigError(
+                f"torch_module: {name} has {values.num_columns} columns; a vocabulary is one column"
+                " of values"
+            )
         if not _is_category(values.column(0).type):
-            raise ConfigError(f"torch_module: {name} is {values.column(0).type}; a vocabulary holds text or whole numbers")
+            raise ConfigError(
+                f"torch_module: {name} is {values.column(0).type}; a vocabulary holds text or whole"
+                " numbers"
+            )
         values = pc.cast(values.column(0), pa.string()).to_pylist()
-    if not isinstance(values, (list, tuple)) or not all(isinstance(v, (str, int)) and not isinstance(v, bool) for v in values):
+    if not isinstance(values, (list, tuple)) or not all(
+        isinstance(v, (str, int)) and not isinstance(v, bool) for v in values
+    ):
         raise ConfigError(f"torch_module: {name} is a list of text or whole numbers without nulls")
     ids = {str(value): number for number, value in enumerate(values, UNKNOWN + 1)}
     if not ids:
         raise ConfigError(
-            f"torch_module: {name} is empty; a vocabulary's first value has the id {UNKNOWN + 1}, {UNKNOWN} is null and unknown"
+            f"torch_module: {name} is empty; a vocabulary's first value has the id {UNKNOWN + 1},"
+            f" {UNKNOWN} is null and unknown"
         )
     if len(ids) != len(values):
         twice = next(text for text, times in Counter(map(str, values)).items() if times > 1)
         raise ConfigError(
-            f"torch_module: {name} has a value twice, {twice!r}: ids are places in the vocabulary, so each value has one (SELECT DISTINCT … ORDER BY 1)"
+            f"torch_module: {name} has a value twice, {twice!r}: ids are places in the vocabulary,"
+            " so each value has one (SELECT DISTINCT … ORDER BY 1)"
         )
     return ids
 
@@ -311,14 +391,21 @@ def is_list(kind: pa.DataType) -> bool:
 
 
 def _is_number(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind) or pa.types.is_decimal(kind))
+    return bool(
+        pa.types.is_integer(kind)
+        or pa.types.is_floating(kind)
+        or pa.types.is_boolean(kind)
+        or pa.types.is_decimal(kind)
+    )
 
 
 def _is_category(kind: pa.DataType) -> bool:
     # what DuckDB's ENUM comes as
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_integer(kind))
+    return bool(
+        pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_integer(kind)
+    )
 
 
 def _broken_lists(name: str, column: pa.Array, dim: int | None) -> dict[int, str]:
@@ -341,12 +428,17 @@ def _numbers(column: pa.Array) -> torch.Tensor:
     if kind not in (pa.int64(), pa.float32()):
         if pa.types.is_boolean(kind):
             column = pc.cast(column, pa.uint8())
-        column = pc.cast(column, pa.int64()) if pa.types.is_integer(column.type) else pc.cast(column, pa.float32(), safe=False)
+        column = (
+            pc.cast(column, pa.int64())
+            if pa.types.is_integer(column.type)
+            else pc.cast(column, pa.float32(), safe=False)
+        )
     return from_dlpack(column)
 
 
 def _as_numbers(column: pa.Array) -> npt.NDArray[Any]:
-    """What numpy makes float32 of as Arrow does; three columns of 8,192 rows take a seventh of the time so, and those of one row a ninth."""
+    """What numpy makes float32 of as Arrow does; three columns of 8,192 rows take a seventh of the
+    time so, and those of one row a ninth."""
     if pa.types.is_decimal(column.type):
         column = pc.cast(column, pa.float32(), safe=False)
     numbers: npt.NDArray[Any] = column.to_numpy(zero_copy_only=False)
@@ -362,7 +454,11 @@ def _filled(column: pa.Array, fill: float | None) -> pa.Array:
 
 
 def _ids(column: pa.Array, vocabulary: Mapping[str, int]) -> torch.Tensor:
-    """int64 [rows]; only the batch's different values are looked up, since Arrow's own index_in hashes the whole vocabulary on every call."""
+    """int64 [rows]; only the batch's different values are looked up, since Arrow's own index_in
+    hashes the whole vocabulary on every call."""
     encoded = pc.dictionary_encode(pc.cast(column, pa.string()))
-    ids = np.array([vocabulary.get(value, UNKNOWN) for value in encoded.dictionary.to_pylist()] + [UNKNOWN], np.int64)
+    ids = np.array(
+        [vocabulary.get(value, UNKNOWN) for value in encoded.dictionary.to_pylist()] + [UNKNOWN],
+        np.int64,
+    )
     return torch.from_numpy(ids[np.asarray(pc.fill_null(encoded.indices, -1))])

@@ -1,7 +1,9 @@
-"""Graphs: a forward whose launches are recorded once for each shape that repeats, and played back as one (CUDA graphs). The host's part of a small batch, some
-hundred launches, becomes one; large batches gain nothing.
+"""Graphs: a forward whose launches are recorded once for each shape that repeats, and played back
+as one (CUDA graphs). The host's part of a small batch, some hundred launches, becomes one; large
+batches gain nothing.
 
-A graph reads and writes memory of its own: inputs are copied into it and outputs out of it, all on the stream that computes.
+A graph reads and writes memory of its own: inputs are copied into it and outputs out of it, all on
+the stream that computes.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ import torch
 Tensors = tuple[torch.Tensor, ...]
 
 REPEATS = 3
-"""A shape is recorded when it comes so often: each takes about as long as three batches, and keeps memory."""
+"""A shape is recorded when it comes so often: each takes about as long as three batches, and keeps
+memory."""
 MOST_SHAPES = 64
 """Recorded at most; those that come later run without."""
 STEPS = 4
-"""Numbers of rows that are distinguished between a power of two and the next: what is computed and not requested is a fifth at most."""
+"""Numbers of rows that are distinguished between a power of two and the next: what is computed and
+not requested is a fifth at most."""
 
 LENGTHS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Lengths that texts are filled up to, so that shapes repeat; beyond, multiples of the last."""
@@ -28,7 +32,9 @@ LENGTHS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 def bucketed_length(length: int) -> int:
     """The length that one of so many tokens is filled up to."""
-    return next((bucket for bucket in LENGTHS if length <= bucket), -(-length // LENGTHS[-1]) * LENGTHS[-1])
+    return next(
+        (bucket for bucket in LENGTHS if length <= bucket), -(-length // LENGTHS[-1]) * LENGTHS[-1]
+    )
 
 
 def bucketed_rows(rows: int) -> int:
@@ -46,7 +52,8 @@ class _Recorded:
 
 
 class Graphed:
-    """A forward whose inputs and outputs all have one entry for each row, by graphs where shapes repeat.
+    """A forward whose inputs and outputs all have one entry for each row, by graphs where shapes
+    repeat.
 
     Args:
         forward: computes on a GPU.
@@ -99,19 +106,25 @@ class Graphed:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # other threads go on copying to and from the device
-        with torch.cuda.graph(graph, pool=self._pool, stream=aside, capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=aside, capture_error_mode="thread_local"
+        ):
             made = self._forward(*places)
         single = isinstance(made, torch.Tensor)
         return _Recorded(graph, places, (made,) if single else tuple(made), single)
 
 
 def check_rows(forward: Callable[..., Any], batches: Sequence[Tensors]) -> str:
-    """Why graphs are not for this module; an empty text where they are: the host knows all its inputs' sizes, and each has an entry a row."""
+    """Why graphs are not for this module; an empty text where they are: the host knows all its
+    inputs' sizes, and each has an entry a row."""
     batch = min(batches, key=lambda tensors: sum(t.numel() for t in tensors))
     made = forward(*batch)
     outputs = (made,) if isinstance(made, torch.Tensor) else tuple(made)
     for what, tensors in (("input", batch), ("output", outputs)):
         for position, tensor in enumerate(tensors):
             if not tensor.dim() or len(tensor) != len(batch[0]):
-                return f"{what} {position} has shape {list(tensor.shape)} for {len(batch[0])} rows: a graph needs one entry a row"
+                return (
+                    f"{what} {position} has shape {list(tensor.shape)} for {len(batch[0])} rows: a"
+                    " graph needs one entry a row"
+                )
     return ""

@@ -1,8 +1,9 @@
-"""Static embedding: text → the mean of its tokens' vectors, which are rows of a table: a model2vec folder, or a ``StaticEmbedding`` of sentence-transformers. It costs
-a hundredth of a transformer.
+"""Static embedding: text → the mean of its tokens' vectors, which are rows of a table: a model2vec
+folder, or a ``StaticEmbedding`` of sentence-transformers. It costs a hundredth of a transformer.
 
-A model2vec folder is computed as model2vec computes it: unknown tokens left out, cut at its longest input, normalised where it says so; one of sentence-transformers as that does: every
-token, of any length.
+A model2vec folder is computed as model2vec computes it: unknown tokens left out, cut at its longest
+input, normalised where it says so; one of sentence-transformers as that does: every token, of any
+length.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ class TableMean(torch.nn.Module):
 
     def __init__(self, table: torch.Tensor, normalize: bool) -> None:
         super().__init__()
-        self.bag, self.normalize = torch.nn.EmbeddingBag.from_pretrained(table, mode="mean"), normalize
+        self.bag, self.normalize = (
+            torch.nn.EmbeddingBag.from_pretrained(table, mode="mean"),
+            normalize,
+        )
 
     def forward(self, ids: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         """``ids`` int64 [tokens] of all texts in a row, ``starts`` int64 [B]."""
@@ -86,26 +90,47 @@ class StaticEmbedding(TorchModel):
     concurrent = True
 
     def __init__(
-        self, path: str, column: str = "text", output: str = "embedding", normalize: bool | None = None, device: str | None = None
+        self,
+        path: str,
+        column: str = "text",
+        output: str = "embedding",
+        normalize: bool | None = None,
+        device: str | None = None,
     ) -> None:
         if normalize not in (None, True, False):
             raise ConfigError(f"static_embedding: normalize is true or false, got {normalize!r}")
         folder = resolve_path(path)
         try:
             read = _read(folder)
-        except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, SafetensorError) as exc:
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+            KeyError,
+            IndexError,
+            AttributeError,
+            SafetensorError,
+        ) as exc:
             raise ModelError(f"static_embedding: {folder} is damaged: {described(exc)}") from exc
         self._column, self._output, self._files = column, output, read.files
-        self._tokenizer, self._unknown, self._max_length = read.tokenizer, read.unknown, read.max_length
+        self._tokenizer, self._unknown, self._max_length = (
+            read.tokenizer,
+            read.unknown,
+            read.max_length,
+        )
         # a text is cut by its characters first, as model2vec does
         vocabulary = [len(token) for token in read.tokenizer.get_vocab()]
-        self._most_chars = None if read.max_length is None else read.max_length * int(np.median(vocabulary))
+        self._most_chars = (
+            None if read.max_length is None else read.max_length * int(np.median(vocabulary))
+        )
         self._normalize = read.normalize if normalize is None else normalize
         super().__init__(TableMean(read.table, self._normalize), Device(device))
 
     def fingerprint(self) -> str:
         """Table, tokenizer, what the folder says, normalising and code version."""
-        return digest(code=CODE_VERSION, files=self._files, column=self._column, normalize=self._normalize)
+        return digest(
+            code=CODE_VERSION, files=self._files, column=self._column, normalize=self._normalize
+        )
 
     def reads(self) -> tuple[str]:
         """Its text column."""
@@ -116,14 +141,23 @@ class StaticEmbedding(TorchModel):
         return unusable_texts(batch.column(self._column), self._column, "static_embedding")
 
     def prepare(self, batch: pa.RecordBatch) -> Prepared:
-        """Token ids; a row costs its tokens. Bad is a text of which no token is known: it has no direction."""
+        """Token ids; a row costs its tokens. Bad is a text of which no token is known: it has no
+        direction."""
         rows = [text[: self._most_chars] for text in texts(batch.column(self._column))]
-        lists = [one.ids for one in self._tokenizer.encode_batch_fast(rows, add_special_tokens=False)]
+        lists = [
+            one.ids for one in self._tokenizer.encode_batch_fast(rows, add_special_tokens=False)
+        ]
         if self._unknown is not None:
-            lists = [[token for token in ids if token != self._unknown] if self._unknown in ids else ids for ids in lists]
+            lists = [
+                [token for token in ids if token != self._unknown] if self._unknown in ids else ids
+                for ids in lists
+            ]
         lengths = np.fromiter(map(len, lists), np.int64, len(lists))
         ids = np.fromiter(itertools.chain.from_iterable(lists), np.int64, int(lengths.sum()))
-        bad = {int(row): f"{self._column} has no token that the model knows" for row in np.flatnonzero(lengths == 0)}
+        bad = {
+            int(row): f"{self._column} has no token that the model knows"
+            for row in np.flatnonzero(lengths == 0)
+        }
         return Prepared(np.maximum(lengths, 1), (ids, np.cumsum(lengths) - lengths, lengths), bad)
 
     def tensors(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> Tensors:
@@ -147,12 +181,17 @@ def _read(folder: Path) -> _Folder:
     inner = folder / "0_StaticEmbedding"
     inner = inner if inner.is_dir() else folder
     own = (folder / "config_sentence_transformers.json").is_file()
-    named = {"model.safetensors": inner, "tokenizer.json": inner, ("modules.json" if own else "config.json"): folder}
+    named = {
+        "model.safetensors": inner,
+        "tokenizer.json": inner,
+        ("modules.json" if own else "config.json"): folder,
+    }
     files = {name: place / name for name, place in named.items()}
     for file in files.values():
         if not file.is_file():
             raise ConfigError(
-                f"static_embedding: {folder} has no {file.name}; give a folder that model2vec or sentence-transformers saved"
+                f"static_embedding: {folder} has no {file.name}; give a folder that model2vec or"
+                " sentence-transformers saved"
             )
     tensors = load_file(files["model.safetensors"])
     tokenizer = _tokenizer(files["tokenizer.json"])
@@ -161,10 +200,14 @@ def _read(folder: Path) -> _Folder:
     tokenizer.no_padding()
     tokenizer.no_truncation()
     if own:
-        kinds = [str(one["type"]).rpartition(".")[2] for one in json.loads(files["modules.json"].read_text(encoding="utf-8"))]
+        kinds = [
+            str(one["type"]).rpartition(".")[2]
+            for one in json.loads(files["modules.json"].read_text(encoding="utf-8"))
+        ]
         if kinds not in (["StaticEmbedding"], ["StaticEmbedding", "Normalize"]):
             raise ConfigError(
-                f"static_embedding: {folder}/modules.json has {', '.join(kinds)}: StaticEmbedding, and Normalize after it, are computed"
+                f"static_embedding: {folder}/modules.json has {', '.join(kinds)}: StaticEmbedding,"
+                " and Normalize after it, are computed"
             )
         return _Folder(table, tokenizer, len(kinds) == 2, None, None, files)
     config = json.loads(files["config.json"].read_text(encoding="utf-8"))
@@ -186,7 +229,8 @@ def _tokenizer(file: Path) -> Tokenizer:
 
 
 def _table(tensors: Mapping[str, torch.Tensor], size: int) -> torch.Tensor:
-    """Float32 [vocabulary, dim]: a row for each token, of a table that several tokens may share, times the token's weight.
+    """Float32 [vocabulary, dim]: a row for each token, of a table that several tokens may share,
+    times the token's weight.
 
     Raises:
         ValueError: it has not a row for each token, or a number that is none.
@@ -197,7 +241,9 @@ def _table(tensors: Mapping[str, torch.Tensor], size: int) -> torch.Tensor:
     table = table.float()
     if "mapping" in tensors:
         mapping = tensors["mapping"].long()
-        if mapping.dim() != 1 or (len(mapping) and not 0 <= int(mapping.min()) <= int(mapping.max()) < len(table)):
+        if mapping.dim() != 1 or (
+            len(mapping) and not 0 <= int(mapping.min()) <= int(mapping.max()) < len(table)
+        ):
             raise ValueError("its mapping names rows that are not there")
         table = table[mapping]
     if "weights" in tensors:

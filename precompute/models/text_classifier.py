@@ -1,6 +1,8 @@
-"""Text classifier: a text, or a pair of them, → scores and a label, by a transformer with a classification head: sentiment, topics, and cross-encoders that rerank.
+"""Text classifier: a text, or a pair of them, → scores and a label, by a transformer with a
+classification head: sentiment, topics, and cross-encoders that rerank.
 
-A folder is computed as transformers computes ``AutoModelForSequenceClassification``, and a cross-encoder's as sentence-transformers computes ``CrossEncoder``.
+A folder is computed as transformers computes ``AutoModelForSequenceClassification``, and a
+cross-encoder's as sentence-transformers computes ``CrossEncoder``.
 """
 
 from __future__ import annotations
@@ -20,14 +22,24 @@ from precompute.models.torch_model import Tensors, TorchModel
 from precompute.store.errors import ConfigError
 from precompute.text.pair_tokens import PairTokenizer, PairTokens
 from precompute.text.text_column import texts, unusable_texts
-from precompute.text.transformer import ENCODERS, load_classifier, longest_input, model_files, model_type, transformer_flops
+from precompute.text.transformer import (
+    ENCODERS,
+    load_classifier,
+    longest_input,
+    model_files,
+    model_type,
+    transformer_flops,
+)
 
 CODE_VERSION = 1
 """Raised by anyone who changes the values this code computes; part of the fingerprint."""
 
 ACTIVATIONS = ("none", "sigmoid", "softmax")
 
-NAMED = {"torch.nn.modules.linear.Identity": "none", "torch.nn.modules.activation.Sigmoid": "sigmoid"}
+NAMED = {
+    "torch.nn.modules.linear.Identity": "none",
+    "torch.nn.modules.activation.Sigmoid": "sigmoid",
+}
 """What a cross-encoder's folder names → one of these."""
 
 START_TOKENS = {"cpu": 1024, "cuda": 16384}
@@ -45,10 +57,15 @@ class Classifier(torch.nn.Module):
         super().__init__()
         self.transformer, self.activation = transformer, activation
 
-    def forward(self, ids: torch.Tensor, mask: torch.Tensor, types: torch.Tensor | None = None) -> torch.Tensor:
-        """Padded at the end: ``ids``, ``mask`` (1 where there is a token) and ``types`` (of which text a token is) int64 [B, T]."""
+    def forward(
+        self, ids: torch.Tensor, mask: torch.Tensor, types: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Padded at the end: ``ids``, ``mask`` (1 where there is a token) and ``types`` (of which
+        text a token is) int64 [B, T]."""
         more = {} if types is None else {"token_type_ids": types}
-        logits: torch.Tensor = self.transformer(input_ids=ids, attention_mask=mask, **more).logits.float()
+        logits: torch.Tensor = self.transformer(
+            input_ids=ids, attention_mask=mask, **more
+        ).logits.float()
         if self.activation == "sigmoid":
             logits = logits.sigmoid()
         elif self.activation == "softmax":
@@ -60,18 +77,23 @@ class TextClassifier(TorchModel):
     """Scores one text column, or two as a pair.
 
     Args:
-        path: folder with ``config.json``, ``model.safetensors`` and ``tokenizer.json``; ``package:name/folder`` inside a package.
+        path: folder with ``config.json``, ``model.safetensors`` and ``tokenizer.json``;
+            ``package:name/folder`` inside a package.
         columns: the source's text column, or a list of two: a query and a document.
-        output: name of the feature: a number of a model of one label, else a vector of as many as there are labels, in the folder's order.
-        label: name of a second feature: the label with the highest score, as the folder names it (``id2label``).
-        activation: ``none``, ``sigmoid`` or ``softmax`` of the logits; by default what a cross-encoder's folder names, else the sigmoid of one label or of several
-            that may hold at once (``problem_type``), nothing of a regression, and the softmax of all others.
+        output: name of the feature: a number of a model of one label, else a vector of as many as
+            there are labels, in the folder's order.
+        label: name of a second feature: the label with the highest score, as the folder names it
+            (``id2label``).
+        activation: ``none``, ``sigmoid`` or ``softmax`` of the logits; by default what a
+            cross-encoder's folder names, else the sigmoid of one label or of several that may hold
+            at once (``problem_type``), nothing of a regression, and the softmax of all others.
         max_tokens: longest input, special tokens included; by default what the folder says.
         max_cost: tokens in one batch; by default what the engine finds best.
         device: ``cpu``, ``cuda`` or ``cuda:1``; by default a GPU where there is one.
 
     Raises:
-        ConfigError: no such folder or file, a model that is none of these, or an argument out of bounds.
+        ConfigError: no such folder or file, a model that is none of these, or an argument out of
+            bounds.
         ModelError: the weights do not load.
     """
 
@@ -90,18 +112,27 @@ class TextClassifier(TorchModel):
         device: str | None = None,
     ) -> None:
         self._columns = (columns,) if isinstance(columns, str) else tuple(columns)
-        if len(self._columns) not in (1, 2) or not all(isinstance(name, str) for name in self._columns):
-            raise ConfigError(f"text_classifier: columns is a text column, or a list of two, got {columns!r}")
+        if len(self._columns) not in (1, 2) or not all(
+            isinstance(name, str) for name in self._columns
+        ):
+            raise ConfigError(
+                f"text_classifier: columns is a text column, or a list of two, got {columns!r}"
+            )
         if activation not in (None, *ACTIVATIONS):
-            raise ConfigError(f"text_classifier: activation is {', '.join(ACTIVATIONS)}, got {activation!r}")
+            raise ConfigError(
+                f"text_classifier: activation is {', '.join(ACTIVATIONS)}, got {activation!r}"
+            )
         if label == output:
-            raise ConfigError(f"text_classifier: label and output are both {output!r}: give them two names")
+            raise ConfigError(
+                f"text_classifier: label and output are both {output!r}: give them two names"
+            )
         folder = resolve_path(path)
         self._files = model_files(folder, "text_classifier")
         kind = model_type(folder / "config.json", "text_classifier")
         if kind not in ENCODERS:
             raise ConfigError(
-                f"text_classifier: {folder} is a decoder ({kind}), whose last token is looked at: {', '.join(ENCODERS)} are computed"
+                f"text_classifier: {folder} is a decoder ({kind}), whose last token is looked at:"
+                f" {', '.join(ENCODERS)} are computed"
             )
         transformer, tokenizer = load_classifier(folder)
         config = transformer.config
@@ -111,9 +142,13 @@ class TextClassifier(TorchModel):
             "token_type_ids" in tokenizer.model_input_names
             and "token_type_ids" in inspect.signature(transformer.forward).parameters
         )
-        self._labels = pa.array([str(config.id2label[n]) for n in range(config.num_labels)], pa.string())
+        self._labels = pa.array(
+            [str(config.id2label[n]) for n in range(config.num_labels)], pa.string()
+        )
         if label is not None and config.num_labels == 1:
-            raise ConfigError(f"text_classifier: {folder} has one label, which is a score: leave out `label`")
+            raise ConfigError(
+                f"text_classifier: {folder} has one label, which is a score: leave out `label`"
+            )
         self._output, self._label, self.max_cost = output, label, max_cost
         chosen = activation or _activation(config)
         self._facts = {
@@ -144,7 +179,9 @@ class TextClassifier(TorchModel):
     def prepare(self, batch: pa.RecordBatch) -> Prepared:
         """Token ids; a row costs its tokens."""
         columns = [texts(batch.column(name)) for name in self._columns]
-        tokens = self._tokenizer.tokenized(columns[0] if len(columns) == 1 else list(zip(*columns, strict=True)))
+        tokens = self._tokenizer.tokenized(
+            columns[0] if len(columns) == 1 else list(zip(*columns, strict=True))
+        )
         return Prepared(tokens.lengths, tokens)
 
     def tensors(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> Tensors:
@@ -163,14 +200,16 @@ class TextClassifier(TorchModel):
         return tuple([torch.from_numpy(one) for one in made])
 
     def features(self, outputs: Sequence[npt.NDArray[Any]]) -> dict[str, Any]:
-        """``output`` → float32 [rows] or [rows, labels]; and the label's name, a text for each row."""
+        """``output`` → float32 [rows] or [rows, labels]; and the label's name, a text for each
+        row."""
         scores = outputs[0]
         if self._label is None:
             return {self._output: scores}
         return {self._output: scores, self._label: self._labels.take(pa.array(scores.argmax(1)))}
 
     def flops(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> float:
-        """Of the matrix products: per token 2 for each weight of a linear layer, and 4 · length · width of attention in each layer."""
+        """Of the matrix products: per token 2 for each weight of a linear layer, and 4 · length ·
+        width of attention in each layer."""
         lengths = prepared.payload.lengths[rows]
         per_token, per_pair = self._flops
         return float(per_token * int(lengths.sum()) + per_pair * int(lengths @ lengths))
@@ -183,13 +222,20 @@ def _activation(config: Any) -> str:
         ConfigError: it names one that is not known here.
     """
     own = getattr(config, "sentence_transformers", None) or {}
-    named = own.get("activation_fn") or getattr(config, "sbert_ce_default_activation_function", None)
+    named = own.get("activation_fn") or getattr(
+        config, "sbert_ce_default_activation_function", None
+    )
     if named is not None:
         if named not in NAMED:
             raise ConfigError(
-                f"text_classifier: the folder names the activation {named!r}; {', '.join(NAMED)} are known: set `activation`"
+                f"text_classifier: the folder names the activation {named!r}; {', '.join(NAMED)}"
+                " are known: set `activation`"
             )
         return NAMED[named]
     if config.problem_type == "regression":
         return "none"
-    return "sigmoid" if config.num_labels == 1 or config.problem_type == "multi_label_classification" else "softmax"
+    return (
+        "sigmoid"
+        if config.num_labels == 1 or config.problem_type == "multi_label_classification"
+        else "softmax"
+    )

@@ -1,8 +1,9 @@
 """Text encoder: text → embedding, by a transformer and what its folder says comes after it.
 
-A sentence-transformers folder is computed as sentence-transformers computes it: its pooling, Dense layers, normalising, longest input and prompts (see
-:mod:`precompute.text.sentence_folder`). A plain transformers folder says nothing of that: it gets the mean over the tokens of the last hidden
-state, then x / |x| (Reimers & Gurevych 2019). Text beyond the longest input is cut.
+A sentence-transformers folder is computed as sentence-transformers computes it: its pooling, Dense
+layers, normalising, longest input and prompts (see :mod:`precompute.text.sentence_folder`). A plain
+transformers folder says nothing of that: it gets the mean over the tokens of the last hidden state,
+then x / |x| (Reimers & Gurevych 2019). Text beyond the longest input is cut.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ PLAIN_MAX_TOKENS = 256
 """Longest input of a folder that names none."""
 
 START_TOKENS = {"cpu": 1024, "cuda": 16384}
-"""First batches: on a CPU small ones stay in its cache, a GPU wants large ones. The engine searches on from here."""
+"""First batches: on a CPU small ones stay in its cache, a GPU wants large ones. The engine searches
+on from here."""
 
 
 class Encoder(torch.nn.Module):
@@ -62,7 +64,8 @@ class Encoder(torch.nn.Module):
         self.head = Head(transformer.config.hidden_size) if head is None else head
 
     def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Padded at the end: ``ids`` and ``mask`` (1 where there is a token, 2 where its prompt is left out of the pooling) int64 [B, T]."""
+        """Padded at the end: ``ids`` and ``mask`` (1 where there is a token, 2 where its prompt is
+        left out of the pooling) int64 [B, T]."""
         seen = mask.clamp(max=1) if self.head.leaves_out_prompt else mask
         hidden = self.transformer(input_ids=ids, attention_mask=seen).last_hidden_state  # [B, T, D]
         out: torch.Tensor = self.head(hidden, mask)
@@ -76,40 +79,59 @@ class UnpaddedEncoder(torch.nn.Module):
         super().__init__()
         self.transformer, self.head = transformer, head
 
-    def forward(self, ids: torch.Tensor, positions: torch.Tensor, starts: torch.Tensor, longest: torch.Tensor) -> torch.Tensor:
-        """``ids`` and ``positions`` int64 [1, tokens], ``starts`` int32 [B + 1], ``longest`` int64 [] on the host."""
-        hidden = self.transformer(input_ids=ids, position_ids=positions, starts=starts, longest=int(longest)).last_hidden_state[
-            0
-        ]  # [tokens, D]
+    def forward(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        starts: torch.Tensor,
+        longest: torch.Tensor,
+    ) -> torch.Tensor:
+        """``ids`` and ``positions`` int64 [1, tokens], ``starts`` int32 [B + 1], ``longest`` int64
+        [] on the host."""
+        hidden = self.transformer(
+            input_ids=ids, position_ids=positions, starts=starts, longest=int(longest)
+        ).last_hidden_state[0]  # [tokens, D]
         lengths = starts.diff()
-        texts = torch.repeat_interleave(torch.arange(len(lengths), device=ids.device), lengths, output_size=ids.shape[1])
+        texts = torch.repeat_interleave(
+            torch.arange(len(lengths), device=ids.device), lengths, output_size=ids.shape[1]
+        )
         padded = hidden.new_zeros(len(lengths), int(longest), hidden.shape[1])
         padded[texts, positions[0]] = hidden
-        out: torch.Tensor = self.head(padded, (torch.arange(int(longest), device=ids.device) < lengths.unsqueeze(1)).long())
+        out: torch.Tensor = self.head(
+            padded, (torch.arange(int(longest), device=ids.device) < lengths.unsqueeze(1)).long()
+        )
         return out
 
 
 class TextEncoder(TorchModel):
     """Embeds one text column.
 
-    Rows are documents: their text gets the document's prompt. :meth:`for_queries` is the same model for what is searched by.
+    Rows are documents: their text gets the document's prompt. :meth:`for_queries` is the same model
+    for what is searched by.
 
     Args:
-        path: folder with ``config.json``, ``model.safetensors`` and ``tokenizer.json``, and of a sentence-transformers model with
-            ``modules.json`` and what it names; ``package:name/folder`` inside a package.
+        path: folder with ``config.json``, ``model.safetensors`` and ``tokenizer.json``, and of a
+            sentence-transformers model with ``modules.json`` and what it names;
+            ``package:name/folder`` inside a package.
         column: the source's text column: string, or binary holding UTF-8.
         output: name of the feature.
-        max_tokens: longest input, special tokens and prompt included; by default what the folder says, and 256 of a plain transformers model.
+        max_tokens: longest input, special tokens and prompt included; by default what the folder
+            says, and 256 of a plain transformers model.
         max_cost: tokens in one batch; by default what the engine finds best.
         token_cache: folder that keeps tokens by content between runs; by default nowhere.
-        too_long: what becomes of a text beyond ``max_tokens``: ``cut``, or ``bad`` to treat its row as a bad one.
+        too_long: what becomes of a text beyond ``max_tokens``: ``cut``, or ``bad`` to treat its row
+            as a bad one.
         device: ``cpu``, ``cuda`` or ``cuda:1``; by default a GPU where there is one.
-        prompt: put before every text; by default the folder's prompt for documents. An empty one is none.
-        query_prompt: put before a text that is searched by; by default the folder's prompt for queries.
-        truncate_dim: numbers retained of each vector, without normalising again; by default what the folder says.
+        prompt: put before every text; by default the folder's prompt for documents. An empty one is
+            none.
+        query_prompt: put before a text that is searched by; by default the folder's prompt for
+            queries.
+        truncate_dim: numbers retained of each vector, without normalising again; by default what
+            the folder says.
 
     Raises:
-        ConfigError: no such folder or file, something in it that is not understood, or an argument out of bounds.
+        ConfigError: no such folder or file, something in it that is not understood, or an argument
+            out of bounds.
         ModelError: the weights do not load.
     """
 
@@ -141,12 +163,17 @@ class TextEncoder(TorchModel):
         kind = model_type(recipe.transformer / "config.json")
         if own is None and kind in DECODERS:
             raise ConfigError(
-                f"text_encoder: {folder} is a decoder ({kind}) without modules.json, which would say how it is pooled: save it with sentence-transformers"
+                f"text_encoder: {folder} is a decoder ({kind}) without modules.json, which would"
+                " say how it is pooled: save it with sentence-transformers"
             )
         transformer, tokenizer = load_transformer(recipe.transformer)
         self._config = transformer.config
-        self.max_tokens = longest_input(max_tokens, recipe.max_tokens if own else PLAIN_MAX_TOKENS, transformer, tokenizer)
-        self._tokenizer = TextTokenizer(tokenizer, self.max_tokens, lowercase=recipe.lowercase, keep_long=self._refuse_long)
+        self.max_tokens = longest_input(
+            max_tokens, recipe.max_tokens if own else PLAIN_MAX_TOKENS, transformer, tokenizer
+        )
+        self._tokenizer = TextTokenizer(
+            tokenizer, self.max_tokens, lowercase=recipe.lowercase, keep_long=self._refuse_long
+        )
         head = _head(recipe, self._config.hidden_size, truncate_dim)
         self.dim, self._leaves_out_prompt = head.dim, head.leaves_out_prompt
         self._prompt = recipe.prompt if prompt is None else prompt
@@ -161,7 +188,11 @@ class TextEncoder(TorchModel):
         super().__init__(Encoder(transformer, head), Device(device))
         self.start_cost = START_TOKENS[self.device.torch.type]
         self._unpadded = self._bucketed = False
-        self._cache = None if token_cache is None else self._cache_in(absolute_path(token_cache), recipe.lowercase)
+        self._cache = (
+            None
+            if token_cache is None
+            else self._cache_in(absolute_path(token_cache), recipe.lowercase)
+        )
         self._begin_with(self._prompt)
 
     def _cache_in(self, folder: Path, lowercase: bool) -> TokenCache:
@@ -171,14 +202,18 @@ class TextEncoder(TorchModel):
             "max_tokens": self.max_tokens,
             "too_long": "bad" if self._refuse_long else "cut",
             "lowercase": lowercase,
-            "tokenizer": {name: path for name, path in self._files.items() if name in TOKENIZER_FILES},
+            "tokenizer": {
+                name: path for name, path in self._files.items() if name in TOKENIZER_FILES
+            },
         }
         return TokenCache(folder, digest(**facts))
 
     def _begin_with(self, prompt: str) -> None:
         """Put this before every text from now on."""
         self._prefix = prompt
-        self._prompt_tokens = self._tokenizer.prompt_length(prompt) if prompt and self._leaves_out_prompt else 0
+        self._prompt_tokens = (
+            self._tokenizer.prompt_length(prompt) if prompt and self._leaves_out_prompt else 0
+        )
 
     def for_queries(self) -> TextEncoder:
         """The same weights, precision and device, with the query's prompt."""
@@ -191,7 +226,8 @@ class TextEncoder(TorchModel):
         return other
 
     def fingerprint(self) -> str:
-        """Weights, config, tokenizer, pooling and what follows it, both prompts, length limit and code version."""
+        """Weights, config, tokenizer, pooling and what follows it, both prompts, length limit and
+        code version."""
         return digest(
             code=CODE_VERSION,
             column=self._column,
@@ -208,14 +244,24 @@ class TextEncoder(TorchModel):
         """Null, empty and not UTF-8 texts."""
         return unusable_texts(batch.column(self._column), self._column, "text_encoder")
 
-    def use(self, forward: Callable[..., torch.Tensor | Tensors], dtype: torch.dtype = torch.float32) -> None:
-        """On a GPU in half precision, texts are laid end to end instead of padded, if it can; by graphs, they are padded to few lengths."""
+    def use(
+        self, forward: Callable[..., torch.Tensor | Tensors], dtype: torch.dtype = torch.float32
+    ) -> None:
+        """On a GPU in half precision, texts are laid end to end instead of padded, if it can; by
+        graphs, they are padded to few lengths."""
         half = dtype in (torch.float16, torch.bfloat16)
-        if self.device.is_cuda and half and isinstance(forward, Encoder) and not forward.head.leaves_out_prompt:
+        if (
+            self.device.is_cuda
+            and half
+            and isinstance(forward, Encoder)
+            and not forward.head.leaves_out_prompt
+        ):
             transformer, config = forward.transformer, self._config
             # models other than BERT count positions in ways of their own
             plain = isinstance(transformer, Bert) and config.model_type == "bert"
-            if plain and has_unpadded_attention(self.device.torch, dtype, config.hidden_size // config.num_attention_heads):
+            if plain and has_unpadded_attention(
+                self.device.torch, dtype, config.hidden_size // config.num_attention_heads
+            ):
                 forward = UnpaddedEncoder(transformer, forward.head)
         self._unpadded = isinstance(forward, UnpaddedEncoder)
         self._bucketed = isinstance(forward, Graphed)
@@ -223,7 +269,9 @@ class TextEncoder(TorchModel):
 
     def prepare(self, batch: pa.RecordBatch) -> Prepared:
         """Token ids; a row costs its tokens."""
-        ids, lengths = self._tokenized([self._prefix + text for text in texts(batch.column(self._column))])
+        ids, lengths = self._tokenized(
+            [self._prefix + text for text in texts(batch.column(self._column))]
+        )
         # a text that is refused for its length was stored as one token more than any may have
         bad = {
             int(row): f"{self._column} has more than {self.max_tokens} tokens"
@@ -231,7 +279,9 @@ class TextEncoder(TorchModel):
         }
         return Prepared(lengths, Tokens(ids, np.cumsum(lengths) - lengths, lengths), bad)
 
-    def _tokenized(self, texts: Sequence[str]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _tokenized(
+        self, texts: Sequence[str]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """(ids of all texts in a row, how many of each), retained where there is a cache."""
         if self._cache is None:
             return self._tokenizer.tokenized(texts)
@@ -274,8 +324,10 @@ class TextEncoder(TorchModel):
         return {self._output: outputs[0]}
 
     def flops(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> float:
-        """Of the matrix products: per token 2 for each weight of a linear layer, and 4 · length · width of attention in each layer
-        (Kaplan et al. 2020, table 1, forward only; a decoder's and a window's unseen half is counted)."""
+        """Of the matrix products: per token 2 for each weight of a linear layer, and 4 · length ·
+        width of attention in each layer (Kaplan et al. 2020, table 1, forward only; a decoder's and
+        a window's unseen half is counted).
+        """
         lengths = prepared.payload.lengths[rows]
         per_token, per_pair = self._flops
         return float(per_token * int(lengths.sum()) + per_pair * int(lengths @ lengths))
@@ -290,6 +342,9 @@ def _head(recipe: SentenceFolder, hidden_size: int, truncate_dim: int | None) ->
     head = Head(hidden_size, recipe.pooling, recipe.layers)
     retained = recipe.truncate_dim if truncate_dim is None else truncate_dim
     if truncate_dim is not None and not 0 < truncate_dim <= head.dim:
-        raise ConfigError(f"text_encoder: truncate_dim is {truncate_dim}, this model's vectors have 1 to {head.dim} numbers")
+        raise ConfigError(
+            f"text_encoder: truncate_dim is {truncate_dim}, this model's vectors have 1 to"
+            f" {head.dim} numbers"
+        )
     head.dim = min(retained or head.dim, head.dim)
     return head

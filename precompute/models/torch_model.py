@@ -1,7 +1,9 @@
-"""Torch model: a :class:`torch.nn.Module` between Arrow columns and features, in the stages that the engine overlaps.
+"""Torch model: a :class:`torch.nn.Module` between Arrow columns and features, in the stages that
+the engine overlaps.
 
-A model of this kind says how rows become tensors (:meth:`TorchModel.prepare`, :meth:`TorchModel.tensors`) and how the module's outputs become
-features (:meth:`TorchModel.features`); copying, launching and waiting are the same for all and stand here.
+A model of this kind says how rows become tensors (:meth:`TorchModel.prepare`,
+:meth:`TorchModel.tensors`) and how the module's outputs become features
+(:meth:`TorchModel.features`); copying, launching and waiting are the same for all and stand here.
 """
 
 from __future__ import annotations
@@ -32,11 +34,13 @@ class TorchModel(ABC):
 
     cost_unit = "rows"
     start_cost = 2048
-    """Of rows, where a subclass knows no better: for a small MLP on 2 CPUs, 2,048 at once were 4 % faster than 4,096 and 19 % than 1,024."""
+    """Of rows, where a subclass knows no better: for a small MLP on 2 CPUs, 2,048 at once were 4 %
+    faster than 4,096 and 19 % than 1,024."""
     max_cost: int | None = None
     concurrent = False
-    """Whether several threads may prepare and compute in it at once, each rows of its own: then on a CPU the engine tries that. A model and a module
-    that keep nothing from one call to the next may say so."""
+    """Whether several threads may prepare and compute in it at once, each rows of its own: then on
+    a CPU the engine tries that. A model and a module that keep nothing from one call to the next
+    may say so."""
     variant = "fp32-eager"
     """Name of what it computes by: see :mod:`precompute.techniques.table`."""
 
@@ -62,8 +66,11 @@ class TorchModel(ABC):
     def features(self, outputs: Sequence[npt.NDArray[Any]]) -> Features:
         """The module's outputs as features."""
 
-    def use(self, forward: Callable[..., torch.Tensor | Tensors], dtype: torch.dtype = torch.float32) -> None:
-        """Compute with a converted module from now on; ``dtype`` is what its large products are computed in."""
+    def use(
+        self, forward: Callable[..., torch.Tensor | Tensors], dtype: torch.dtype = torch.float32
+    ) -> None:
+        """Compute with a converted module from now on; ``dtype`` is what its large products are
+        computed in."""
         self.forward = forward
         self.device.dtype, self.device.pack = dtype, None
         # anyone who converts it says what it is
@@ -72,18 +79,22 @@ class TorchModel(ABC):
             self._place_reference(forward)
 
     def _place_reference(self, forward: Callable[..., torch.Tensor | Tensors]) -> None:
-        """Keep one copy of the weights on the GPU: the reference's go to the host while something else computes that shares none of them, and come back when it
-        computes itself."""
-        module = forward if isinstance(forward, torch.nn.Module) else getattr(forward, "module", None)
+        """Keep one copy of the weights on the GPU: the reference's go to the host while something
+        else computes that shares none of them, and come back when it computes itself."""
+        module = (
+            forward if isinstance(forward, torch.nn.Module) else getattr(forward, "module", None)
+        )
         own = {id(parameter) for parameter in self.module.parameters()}
-        apart = module is not None and own.isdisjoint(id(parameter) for parameter in module.parameters())
+        apart = module is not None and own.isdisjoint(
+            id(parameter) for parameter in module.parameters()
+        )
         self.module.to("cpu" if apart else self.device.torch)
         if apart:
             self.device.release()
 
     def in_float32(self) -> Self:
-        """The same model by the reference, whatever this one computes by: its weights are shared, and both may compute at once where the model
-        is ``concurrent``."""
+        """The same model by the reference, whatever this one computes by: its weights are shared,
+        and both may compute at once where the model is ``concurrent``."""
         other = copy.copy(self)
         other.device = copy.copy(self.device)
         other.use(other.module)
@@ -91,7 +102,12 @@ class TorchModel(ABC):
 
     def restorer(self) -> Callable[[], None]:
         """What puts the present conversion back after others were used."""
-        forward, dtype, pack, variant = self.forward, self.device.dtype, self.device.pack, self.variant
+        forward, dtype, pack, variant = (
+            self.forward,
+            self.device.dtype,
+            self.device.pack,
+            self.variant,
+        )
 
         def restore() -> None:
             self.use(forward, dtype)
@@ -115,7 +131,8 @@ class TorchModel(ABC):
         return self.features(launched.arrays())
 
     def compute(self, batch: pa.RecordBatch) -> Features:
-        """All rows of a batch at once; one that the model finds unusable while preparing raises ValueError.
+        """All rows of a batch at once; one that the model finds unusable while preparing raises
+        ValueError.
 
         Returns:
             the features, as :meth:`features` makes them.

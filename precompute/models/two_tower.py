@@ -1,8 +1,10 @@
-"""Two-tower: users and items as vectors of one space, whose dot product ranks items for a user (Yi et al., RecSys 2019).
+"""Two-tower: users and items as vectors of one space, whose dot product ranks items for a user (Yi
+et al., RecSys 2019).
 
-A tower is a bag of categorical tokens per field (an id, a genre list, an age group), each embedded and summed, then one residual
-layer. Ids are dropped at random while training, so a tower still places an entity it never saw by its other fields: token 0 of every
-vocabulary is "unknown". One safetensors file holds both towers; vocabularies travel in its metadata as JSON.
+A tower is a bag of categorical tokens per field (an id, a genre list, an age group), each embedded
+and summed, then one residual layer. Ids are dropped at random while training, so a tower still
+places an entity it never saw by its other fields: token 0 of every vocabulary is "unknown". One
+safetensors file holds both towers; vocabularies travel in its metadata as JSON.
 """
 
 from __future__ import annotations
@@ -28,12 +30,14 @@ CODE_VERSION = 1
 UNKNOWN = 0
 
 Tokens = list[tuple[torch.Tensor, torch.Tensor]]
-"""Per field: (token numbers of all rows in a row, first token of each row [rows]), as EmbeddingBag takes them."""
+"""Per field: (token numbers of all rows in a row, first token of each row [rows]), as EmbeddingBag
+takes them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One input column of a tower: one token a row, or several separated by spaces (``multiple``)."""
+    """One input column of a tower: one token a row, or several separated by spaces
+    (``multiple``)."""
 
     column: str
     vocabulary: tuple[str, ...]
@@ -51,7 +55,10 @@ class Tower(torch.nn.Module):
     def __init__(self, fields: Sequence[Field], dim: int) -> None:
         super().__init__()
         self.fields = tuple(fields)
-        bags = [torch.nn.EmbeddingBag(len(f.vocabulary) + 1, dim, mode="mean", padding_idx=None) for f in fields]
+        bags = [
+            torch.nn.EmbeddingBag(len(f.vocabulary) + 1, dim, mode="mean", padding_idx=None)
+            for f in fields
+        ]
         for bag in bags:
             torch.nn.init.normal_(bag.weight, std=0.1)
         self.bags = torch.nn.ModuleList(bags)
@@ -90,14 +97,32 @@ class TwoTower:
             with safe_open(str(self._path), framework="pt") as file:
                 meta = json.loads((file.metadata() or {})["two_tower"])
                 if tower not in meta["towers"]:
-                    raise ConfigError(f"two_tower: {self._path} has no tower {tower!r} (it has: {', '.join(meta['towers'])})")
-                fields = [Field(f["column"], tuple(f["vocabulary"]), f["multiple"]) for f in meta["towers"][tower]]
+                    raise ConfigError(
+                        f"two_tower: {self._path} has no tower {tower!r} (it has:"
+                        f" {', '.join(meta['towers'])})"
+                    )
+                fields = [
+                    Field(f["column"], tuple(f["vocabulary"]), f["multiple"])
+                    for f in meta["towers"][tower]
+                ]
                 if not fields:
                     raise ValueError("a tower without fields")
                 self._tower = Tower(fields, meta["dim"])
-                state = {k.removeprefix(f"{tower}."): file.get_tensor(k) for k in file.keys() if k.startswith(f"{tower}.")}  # noqa: SIM118
+                state = {
+                    k.removeprefix(f"{tower}."): file.get_tensor(k)
+                    for k in file.keys()  # noqa: SIM118
+                    if k.startswith(f"{tower}.")
+                }
             self._tower.load_state_dict(state)
-        except (OSError, KeyError, ValueError, TypeError, AttributeError, RuntimeError, SafetensorError) as exc:
+        except (
+            OSError,
+            KeyError,
+            ValueError,
+            TypeError,
+            AttributeError,
+            RuntimeError,
+            SafetensorError,
+        ) as exc:
             raise ModelError(f"two_tower: {self._path} does not load: {exc}") from exc
         self._tower.eval()
 
@@ -133,7 +158,8 @@ def train_two_tower(
     seed: int = 0,
     progress: Callable[[int, float], None] | None = None,
 ) -> None:
-    """Train both towers on positive pairs, with the softmax over all items as loss, and write them to ``path``.
+    """Train both towers on positive pairs, with the softmax over all items as loss, and write them
+    to ``path``.
 
     Args:
         path: safetensors file to write.
@@ -149,13 +175,16 @@ def train_two_tower(
         weight_decay: of Adam, decoupled.
         id_dropout: share of ids replaced by "unknown" while training.
         dropout: share of each user vector's elements dropped while training.
-        seed: of everything random here. With one thread the result is the same bytes every time; with several, sums differ in their
-            last bits.
+        seed: of everything random here. With one thread the result is the same bytes every time;
+            with several, sums differ in their last bits.
         progress: called with (epoch, mean loss) after each.
     """
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
-    towers = {"user": Tower(_fields(users, user_fields), dim), "item": Tower(_fields(items, item_fields), dim)}
+    towers = {
+        "user": Tower(_fields(users, user_fields), dim),
+        "item": Tower(_fields(items, item_fields), dim),
+    }
     tokens = {"user": towers["user"].tokens(users), "item": towers["item"].tokens(items)}
     parameters = [p for tower in towers.values() for p in tower.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=weight_decay)
@@ -165,7 +194,10 @@ def train_two_tower(
     for epoch in range(epochs):
         total = 0.0
         for chosen in torch.randperm(len(positives), generator=generator).split(batch_pairs):  # type: ignore[no-untyped-call]
-            seen = {name: _without_ids(of_tower, id_dropout, generator) for name, of_tower in tokens.items()}
+            seen = {
+                name: _without_ids(of_tower, id_dropout, generator)
+                for name, of_tower in tokens.items()
+            }
             loss = _loss(towers, seen, positives[chosen], dropout)
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -177,15 +209,24 @@ def train_two_tower(
     _save(path, dim, towers)
 
 
-def _loss(towers: Mapping[str, Tower], tokens: Mapping[str, Tokens], pairs: torch.Tensor, dropout: float) -> torch.Tensor:
+def _loss(
+    towers: Mapping[str, Tower], tokens: Mapping[str, Tokens], pairs: torch.Tensor, dropout: float
+) -> torch.Tensor:
     user_rows, item_rows = pairs.T
     u = torch.nn.functional.dropout(towers["user"](tokens["user"])[user_rows], dropout)
     return torch.nn.functional.cross_entropy(u @ towers["item"](tokens["item"]).T, item_rows)
 
 
 def _save(path: Path, dim: int, towers: Mapping[str, Tower]) -> None:
-    state = {f"{name}.{k}": v.contiguous() for name, tower in towers.items() for k, v in tower.state_dict().items()}
-    meta = {"dim": dim, "towers": {name: [asdict(f) for f in tower.fields] for name, tower in towers.items()}}
+    state = {
+        f"{name}.{k}": v.contiguous()
+        for name, tower in towers.items()
+        for k, v in tower.state_dict().items()
+    }
+    meta = {
+        "dim": dim,
+        "towers": {name: [asdict(f) for f in tower.fields] for name, tower in towers.items()},
+    }
     save_file(state, str(path), metadata={"two_tower": json.dumps(meta)})
 
 
@@ -193,11 +234,15 @@ def _fields(table: pa.Table, columns: Mapping[str, bool]) -> list[Field]:
     fields = []
     for column, multiple in columns.items():
         text = _text(table, column, multiple)[0]
-        fields.append(Field(column, tuple(sorted(t for t in pc.unique(text).to_pylist() if t)), multiple))
+        fields.append(
+            Field(column, tuple(sorted(t for t in pc.unique(text).to_pylist() if t)), multiple)
+        )
     return fields
 
 
-def _text(batch: pa.RecordBatch | pa.Table, column: str, multiple: bool) -> tuple[pa.Array, npt.NDArray[np.int64]]:
+def _text(
+    batch: pa.RecordBatch | pa.Table, column: str, multiple: bool
+) -> tuple[pa.Array, npt.NDArray[np.int64]]:
     """(all tokens in a row, tokens per row); a null is one empty token, which no vocabulary has."""
     values = batch.column(column)
     values = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values

@@ -1,6 +1,8 @@
-"""Row errors: how far each row of a feature is from the reference's, the limits of that, and what some rows say of all.
+"""Row errors: how far each row of a feature is from the reference's, the limits of that, and what
+some rows say of all.
 
-A mean hides what is done to few rows, and a cosine what is done to lengths; so each row has an error of its own, relative to its size.
+A mean hides what is done to few rows, and a cosine what is done to lengths; so each row has an
+error of its own, relative to its size.
 """
 
 from __future__ import annotations
@@ -19,16 +21,19 @@ import pyarrow.compute as pc
 from precompute.store.feature_view import Feature
 
 MOST = 1e6
-"""The error of a row that has no value where the reference has one, or one that is not finite: JSON has no infinity."""
+"""The error of a row that has no value where the reference has one, or one that is not finite: JSON
+has no infinity."""
 LEAST_SIZE = 0.01
-"""Of the median length: a vector that is shorter has the noise of the terms it is the sum of, and is measured by this length."""
+"""Of the median length: a vector that is shorter has the noise of the terms it is the sum of, and
+is measured by this length."""
 CONFIDENCE = 0.95
 """Of a statement about all rows, one-sided."""
 SHARE = 0.001
 """Of rows of floats that may be beyond their bound."""
 WORST = 5
-"""Times the median's limit that any row of floats may be off, 0.22 for a cosine of 0.999. The worst of 1,500 docstrings by MiniLM is off by 0.013 in bfloat16,
-of 20,000 rows by MLPs of two and four layers by 0.008 (vectors) and 0.063 (scores behind a ReLU)."""
+"""Times the median's limit that any row of floats may be off, 0.22 for a cosine of 0.999. The worst
+of 1,500 docstrings by MiniLM is off by 0.013 in bfloat16, of 20,000 rows by MLPs of two and four
+layers by 0.008 (vectors) and 0.063 (scores behind a ReLU)."""
 DISORDERED = 0.5
 """Beyond this error a list or a label counts: half of the list, or another label."""
 
@@ -37,7 +42,8 @@ _Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class RowLimits:
-    """What rows' errors may be: the ``median``; the ``share`` of rows beyond ``bound``; the ``worst`` of any row seen."""
+    """What rows' errors may be: the ``median``; the ``share`` of rows beyond ``bound``; the
+    ``worst`` of any row seen."""
 
     median: float
     bound: float
@@ -51,8 +57,10 @@ class Limits:
 
     Args:
         cosine: least mean cosine of a vector, and least rank correlation of a score.
-        recall_at_10: least recall of a vector's neighbours, and least overlap of a list or of values that are equal or not.
-        rows: what is written of :class:`RowLimits`, by its name; the rest goes by the feature's type.
+        recall_at_10: least recall of a vector's neighbours, and least overlap of a list or of
+            values that are equal or not.
+        rows: what is written of :class:`RowLimits`, by its name; the rest goes by the feature's
+            type.
         features: the same of one feature.
     """
 
@@ -62,10 +70,16 @@ class Limits:
     features: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def of(self, feature: Feature) -> RowLimits:
-        """A feature's. Of floats they go by the cosine: two vectors of one length and this cosine are √(2 - 2 cosine) apart, 0.045 for 0.999."""
+        """A feature's. Of floats they go by the cosine: two vectors of one length and this cosine
+        are √(2 - 2 cosine) apart, 0.045 for 0.999."""
         own = dict(self.features.get(feature.name, {}))
         if not is_measured(feature):
-            kind = {"median": DISORDERED, "bound": DISORDERED, "share": 1 - self.recall_at_10, "worst": 1.0}
+            kind = {
+                "median": DISORDERED,
+                "bound": DISORDERED,
+                "share": 1 - self.recall_at_10,
+                "worst": 1.0,
+            }
             return RowLimits(**(kind | own))
         size = math.sqrt(2 - 2 * self.cosine)
         kind = {"median": size, "bound": 2 * size, "share": SHARE, "worst": WORST * size}
@@ -74,7 +88,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class RowFigures:
-    """Of the errors of ``rows`` rows drawn by chance, ``beyond`` of them beyond the bound; ``worst`` of these and of others that were seen."""
+    """Of the errors of ``rows`` rows drawn by chance, ``beyond`` of them beyond the bound;
+    ``worst`` of these and of others that were seen."""
 
     rows: int
     median: float
@@ -83,9 +98,12 @@ class RowFigures:
 
 
 def row_figures(errors: _Floats, limits: RowLimits, ends: int = 0) -> RowFigures:
-    """Of errors, float64 [rows], the first ``ends`` of which were not drawn by chance; at least one was."""
+    """Of errors, float64 [rows], the first ``ends`` of which were not drawn by chance; at least one
+    was."""
     drawn = errors[ends:]
-    return RowFigures(len(drawn), float(np.median(drawn)), int((drawn > limits.bound).sum()), float(errors.max()))
+    return RowFigures(
+        len(drawn), float(np.median(drawn)), int((drawn > limits.bound).sum()), float(errors.max())
+    )
 
 
 def is_measured(feature: Feature) -> bool:
@@ -94,24 +112,34 @@ def is_measured(feature: Feature) -> bool:
 
 
 def row_errors(feature: Feature, reference: pa.Array, other: pa.Array, ends: int = 0) -> _Floats:
-    """How far each row of ``other`` is from ``reference``, float64 [rows], 0 where they are equal and at most :data:`MOST`. The first ``ends`` rows,
-    which were not drawn by chance, are no part of a median or a spread.
+    """How far each row of ``other`` is from ``reference``, float64 [rows], 0 where they are equal
+    and at most :data:`MOST`. The first ``ends`` rows, which were not drawn by chance, are no part
+    of a median or a spread.
 
-    - Vectors and lists of floats: |x - y| / |x|, the length of the difference in the reference's; that of one that is nearly 0 is
-      :data:`LEAST_SIZE` of the median. Where a list is shorter it goes on with zeros.
-    - Scores: |x - y| in the feature's spread, the distance of its quartiles, or in the score's own distance from the median, whichever is larger:
-      a probability near 0 has a large relative error that nobody sees, and temperatures in Kelvin a small one that is all they tell.
-    - Lists of anything else: 1 - their overlap at every depth, a mean, so that the first items count most (Webber et al. 2010 with p = 1).
+    - Vectors and lists of floats: |x - y| / |x|, the length of the difference in the reference's;
+      that of one that is nearly 0 is :data:`LEAST_SIZE` of the median. Where a list is shorter it
+      goes on with zeros.
+    - Scores: |x - y| in the feature's spread, the distance of its quartiles, or in the score's own
+      distance from the median, whichever is larger: a probability near 0 has a large relative error
+      that nobody sees, and temperatures in Kelvin a small one that is all they tell.
+    - Lists of anything else: 1 - their overlap at every depth, a mean, so that the first items
+      count most (Webber et al. 2010 with p = 1).
     - All else: 0 or 1.
     """
     if feature.dim is not None:
-        a, b = (np.asarray(column.flatten(), np.float64).reshape(-1, feature.dim) for column in (reference, other))
+        a, b = (
+            np.asarray(column.flatten(), np.float64).reshape(-1, feature.dim)
+            for column in (reference, other)
+        )
         return _vector_errors(a, b, ends)
     if feature.max_items is not None and is_measured(feature):
         a, b = _padded(reference.to_pylist(), other.to_pylist())
         return _vector_errors(a, b, ends)
     if is_measured(feature):
-        a, b = (np.asarray(pc.fill_null(column.cast(pa.float64()), np.nan)) for column in (reference, other))
+        a, b = (
+            np.asarray(pc.fill_null(column.cast(pa.float64()), np.nan))
+            for column in (reference, other)
+        )
         return _score_errors(a, b, ends)
     pairs = zip(reference.to_pylist(), other.to_pylist(), strict=True)
     if feature.max_items is not None:
@@ -120,7 +148,8 @@ def row_errors(feature: Feature, reference: pa.Array, other: pa.Array, ends: int
 
 
 def ordered_overlap(a: Sequence[Any], b: Sequence[Any]) -> float:
-    """Mean over the depths d of two lists of the share of the first d items that both have, from 0 to 1; 1 of two empty ones."""
+    """Mean over the depths d of two lists of the share of the first d items that both have, from 0
+    to 1; 1 of two empty ones."""
     if a == b:
         return 1.0
     depth = max(len(a), len(b))
@@ -128,17 +157,24 @@ def ordered_overlap(a: Sequence[Any], b: Sequence[Any]) -> float:
 
 
 def share_between(seen: int, rows: int) -> tuple[float, float]:
-    """Bounds of a share of which ``seen`` of ``rows`` rows drawn by chance are, each of :data:`CONFIDENCE` (Clopper and Pearson 1934): where none
-    is seen the upper is about 3 / rows."""
+    """Bounds of a share of which ``seen`` of ``rows`` rows drawn by chance are, each of
+    :data:`CONFIDENCE` (Clopper and Pearson 1934): where none is seen the upper is about 3 /
+    rows."""
     lower = 0.0 if seen == 0 else _share_at(seen - 1, rows, math.log(CONFIDENCE))
     upper = 1.0 if seen == rows else _share_at(seen, rows, math.log(1 - CONFIDENCE))
     return lower, upper
 
 
 def _share_at(seen: int, rows: int, level: float) -> float:
-    """The share at which the log of the chance of ``seen`` or fewer of ``rows`` is ``level``; it falls as the share grows."""
+    """The share at which the log of the chance of ``seen`` or fewer of ``rows`` is ``level``; it
+    falls as the share grows."""
     counts = np.arange(seen + 1)
-    ways = np.array([math.lgamma(rows + 1) - math.lgamma(k + 1) - math.lgamma(rows - k + 1) for k in counts.tolist()])
+    ways = np.array(
+        [
+            math.lgamma(rows + 1) - math.lgamma(k + 1) - math.lgamma(rows - k + 1)
+            for k in counts.tolist()
+        ]
+    )
     low, high = 0.0, 1.0
     for _ in range(50):
         share = (low + high) / 2
@@ -153,7 +189,9 @@ def _vector_errors(a: _Floats, b: _Floats, ends: int) -> _Floats:
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         sizes, off = np.linalg.norm(a, axis=1), np.linalg.norm(a - b, axis=1)
         some = sizes[ends:][np.isfinite(sizes[ends:]) & (sizes[ends:] > 0)]
-        return _errors(off, np.maximum(sizes, LEAST_SIZE * np.median(some)) if len(some) else sizes, same)
+        return _errors(
+            off, np.maximum(sizes, LEAST_SIZE * np.median(some)) if len(some) else sizes, same
+        )
 
 
 def _score_errors(a: _Floats, b: _Floats, ends: int) -> _Floats:
@@ -174,6 +212,9 @@ def _errors(off: _Floats, sizes: _Floats, same: npt.NDArray[np.bool_]) -> _Float
 def _padded(a: Sequence[Any], b: Sequence[Any]) -> tuple[_Floats, _Floats]:
     """Lists of floats as two matrices of one width, with zeros behind."""
     width = max((len(values) for values in itertools.chain(a, b) if values), default=0)
-    wide = (np.array([[*(row or ()), *[0.0] * (width - len(row or ()))] for row in rows], np.float64) for rows in (a, b))
+    wide = (
+        np.array([[*(row or ()), *[0.0] * (width - len(row or ()))] for row in rows], np.float64)
+        for rows in (a, b)
+    )
     x, y = (matrix.reshape(len(a), width) for matrix in wide)
     return x, y

@@ -1,5 +1,5 @@
-"""Cached source: the rows of a small source by key, in memory, for as long as the files that it reads are what they were. A row costs 50 µs, where DuckDB plans and
-scans for 1.4 ms and more."""
+"""Cached source: the rows of a small source by key, in memory, for as long as the files that it
+reads are what they were. A row costs 50 µs, where DuckDB plans and scans for 1.4 ms and more."""
 
 from __future__ import annotations
 
@@ -22,20 +22,33 @@ MOST_BYTES = 32 * 2**20
 """Of a source that is stored."""
 
 SETTLED_S = 2.0
-"""A file must be so old to be stored: what is written within a step of the file system's clock, up to two seconds, has no other time."""
+"""A file must be so old to be stored: what is written within a step of the file system's clock, up
+to two seconds, has no other time."""
 
 AGAIN_S = 10.0
-"""Before a source is read once more whose files have changed, or were too new to keep. One that is too large is read again when its files have changed."""
+"""Before a source is read once more whose files have changed, or were too new to keep. One that is
+too large is read again when its files have changed."""
 
-_UNSTEADY = ("age", "getenv", "getvariable", "current_setting", "nextval", "currval", "tablesample", "sample")
-"""What makes SQL give other rows from the same files, beside the functions that DuckDB itself says it of."""
+_UNSTEADY = (
+    "age",
+    "getenv",
+    "getvariable",
+    "current_setting",
+    "nextval",
+    "currval",
+    "tablesample",
+    "sample",
+)
+"""What makes SQL give other rows from the same files, beside the functions that DuckDB itself says
+it of."""
 
 _Stamps = tuple[tuple[int, int, int, int], ...]
 """Of each file its device, inode, size and time."""
 
 
 class CachedSource:
-    """Reads in a thread of its own; until that is through, and whenever it may not be what the source would give, there is nothing.
+    """Reads in a thread of its own; until that is through, and whenever it may not be what the
+    source would give, there is nothing.
 
     Args:
         database: of the source, open as long as this is.
@@ -44,14 +57,18 @@ class CachedSource:
         files: all that it reads, absolute.
     """
 
-    def __init__(self, database: Database, sql: str, given: dict[str, object], files: Sequence[str]) -> None:
+    def __init__(
+        self, database: Database, sql: str, given: dict[str, object], files: Sequence[str]
+    ) -> None:
         self._database, self._sql, self._given, self._files = database, sql, given, files
         self._lock = threading.Lock()
         self._entry: tuple[_Stamps, dict[str, int], pa.Table] | None = None
         self._not_cached: _Stamps | None = None
         """Of the files as they were when they were read in vain."""
         self._reading, self._again_at = False, 0.0
-        self._may_be = bool(files) and not any(is_pattern(file) or is_remote(file) for file in files)
+        self._may_be = bool(files) and not any(
+            is_pattern(file) or is_remote(file) for file in files
+        )
 
     def rows(self, keys: Sequence[str]) -> pa.Table | None:
         """As :meth:`precompute.source.Source.rows`; None where that has to be queried."""
@@ -83,14 +100,25 @@ class CachedSource:
         with contextlib.suppress(PrecomputeError):
             self._may_be = not unsteady(self._database, self._sql)
             before = _stamps(self._files)
-            if not self._may_be or before is None or max(stamp[3] for stamp in before) > time.time_ns() - SETTLED_S * 1e9:
+            if (
+                not self._may_be
+                or before is None
+                or max(stamp[3] for stamp in before) > time.time_ns() - SETTLED_S * 1e9
+            ):
                 return
             self._not_cached = before
-            table = self._database.query_aside(f"SELECT * FROM ({self._sql}\n) LIMIT {MOST_ROWS + 1}", self._given)
+            table = self._database.query_aside(
+                f"SELECT * FROM ({self._sql}\n) LIMIT {MOST_ROWS + 1}", self._given
+            )
             if table.num_rows > MOST_ROWS or table.nbytes > MOST_BYTES:
                 return
-            position = {key: row for row, key in enumerate(table.column("key").to_pylist()) if key is not None}
-            # a key with two rows is an error, for the source to tell; a file that changed meanwhile has another stamp by now
+            position = {
+                key: row
+                for row, key in enumerate(table.column("key").to_pylist())
+                if key is not None
+            }
+            # a key with two rows is an error, for the source to tell; a file that changed meanwhile
+            # has another stamp by now
             if len(position) == table.num_rows - table.column("key").null_count:
                 self._entry, self._not_cached = (before, position, table), None
 
@@ -104,9 +132,11 @@ def _stamps(files: Sequence[str]) -> _Stamps | None:
 
 
 def unsteady(database: Database, sql: str) -> bool:
-    """Whether SQL names anything that may give other rows from the same files, such as the time or chance."""
+    """Whether SQL names anything that may give other rows from the same files, such as the time or
+    chance."""
     names = database.query_aside(
-        "SELECT DISTINCT function_name FROM duckdb_functions() WHERE stability IS NOT NULL AND stability <> 'CONSISTENT'"
+        "SELECT DISTINCT function_name FROM duckdb_functions() WHERE stability IS NOT NULL AND"
+        " stability <> 'CONSISTENT'"
     )
     words = set(re.findall(r"\w+", sql.lower()))
     return any(name in words for name in chain(names.column(0).to_pylist(), _UNSTEADY))

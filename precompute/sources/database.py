@@ -1,5 +1,7 @@
-"""Database: one DuckDB for a view's source. It keeps what is loaded compressed, spills to disk beyond its memory, fetches nothing from the network,
-and tells what went wrong as errors of ours. Its statements are checked before they run, and rows are hashed in it."""
+"""Database: one DuckDB for a view's source. It keeps what is loaded compressed, spills to disk
+beyond its memory, fetches nothing from the network, and tells what went wrong as errors of ours.
+Its statements are checked before they run, and rows are hashed in it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ BOUNDS = ("start", "end")
 
 
 def check_sql(sql: str) -> None:
-    """Refuse SQL that does not parse, is anything but one SELECT, or takes other parameters than :data:`BOUNDS`.
+    """Refuse SQL that does not parse, is anything but one SELECT, or takes other parameters than
+    :data:`BOUNDS`.
 
     Raises:
         ConfigError: with DuckDB's own words.
@@ -36,16 +39,23 @@ def check_sql(sql: str) -> None:
     try:
         # half of a character is a TypeError to DuckDB
         sql.encode()
-        # of the statements nothing stays in this frame, which an error holds until Python ends: DuckDB would then report them as leaks
+        # of the statements nothing stays in this frame, which an error holds until Python ends:
+        # DuckDB would then report them as leaks
         kinds = [one.type for one in duckdb.extract_statements(sql)]
     except (duckdb.Error, UnicodeEncodeError) as exc:
         raise ConfigError(f"not valid SQL: {first_line(exc)}") from exc
     if kinds != [duckdb.StatementType.SELECT]:
         found = "; ".join(kind.name for kind in kinds) or "nothing"
-        raise ConfigError(f"a source is exactly one SELECT statement, and this is {found}: leave one SELECT, with no ; inside")
+        raise ConfigError(
+            f"a source is exactly one SELECT statement, and this is {found}: leave one SELECT, with"
+            " no ; inside"
+        )
     unknown = sorted(parameters(sql).difference(BOUNDS))
     if unknown:
-        raise ConfigError(f"the SQL takes a parameter ${unknown[0]}; there are $start and $end, of a view with a partition")
+        raise ConfigError(
+            f"the SQL takes a parameter ${unknown[0]}; there are $start and $end, of a view with a"
+            " partition"
+        )
 
 
 def parameters(sql: str) -> frozenset[str]:
@@ -55,13 +65,18 @@ def parameters(sql: str) -> frozenset[str]:
         ConfigError: it does not parse.
     """
     try:
-        return frozenset(name for statement in duckdb.extract_statements(sql) for name in statement.named_parameters)
+        return frozenset(
+            name
+            for statement in duckdb.extract_statements(sql)
+            for name in statement.named_parameters
+        )
     except duckdb.Error as exc:
         raise ConfigError(f"not valid SQL: {first_line(exc)}") from exc
 
 
 def referenced_views(sql: str) -> list[str]:
-    """Names of the views whose live snapshot the SQL reads, sorted; found in DuckDB's syntax tree, not in comments or strings."""
+    """Names of the views whose live snapshot the SQL reads, sorted; found in DuckDB's syntax tree,
+    not in comments or strings."""
     return sorted(_referenced(sql))
 
 
@@ -91,9 +106,14 @@ def syntax_tree(connection: duckdb.DuckDBPyConnection, sql: str) -> Any:
     Raises:
         ConfigError: DuckDB can run it, but not tell what it reads.
     """
-    tree = json.loads(connection.execute("SELECT json_serialize_sql(?::VARCHAR)", [sql]).fetchall()[0][0])
+    tree = json.loads(
+        connection.execute("SELECT json_serialize_sql(?::VARCHAR)", [sql]).fetchall()[0][0]
+    )
     if tree["error"]:
-        raise ConfigError(f"the SQL is nothing that can be looked into ({tree['error_message']}): write it as a SELECT")
+        raise ConfigError(
+            f"the SQL is nothing that can be looked into ({tree['error_message']}): write it as a"
+            " SELECT"
+        )
     return tree
 
 
@@ -116,11 +136,15 @@ def statement(sql: str) -> str:
 def first_line(exc: Exception) -> str:
     """DuckDB's message without the drawing under it."""
     lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
-    return " ".join(line for line in lines[:3] if not line.startswith(("LINE", "^")))[:300] or type(exc).__name__
+    return (
+        " ".join(line for line in lines[:3] if not line.startswith(("LINE", "^")))[:300]
+        or type(exc).__name__
+    )
 
 
 _WHOLE = (
-    r"BOOLEAN|U?(?:TINY|SMALL|BIG)INT|U?INTEGER|DATE|TIME|TIMESTAMP(?:_S|_MS|_NS| WITH TIME ZONE)?|DECIMAL\((?:\d|1[0-8]),\d+\)"
+    r"BOOLEAN|U?(?:TINY|SMALL|BIG)INT|U?INTEGER|DATE|TIME|TIMESTAMP(?:_S|_MS|_NS| WITH TIME"
+    r" ZONE)?|DECIMAL\((?:\d|1[0-8]),\d+\)"
 )
 _FLOAT = r"FLOAT|DOUBLE"
 _LIST = rf"(?:{_WHOLE}|{_FLOAT})\[\d*\]"
@@ -130,7 +154,7 @@ SELECT i::TINYINT AS a, i * 1000003 AS b, i / 7.0 AS c, (i / 3.0)::FLOAT AS d, i
     left('a text of more than twelve bytes', i::INT * 3) AS g, encode(left('é' || i, i::INT)) AS h, DATE '2000-01-01' + i::INT AS j,
     TIMESTAMP '2000-01-01' + INTERVAL (i) SECOND AS k, CASE WHEN i % 3 > 0 THEN i END AS l, [i, NULL, -i] AS m, [i / 9.0, 1]::FLOAT[2] AS n, ['x', i::VARCHAR] AS o
 FROM range(12) AS t(i)
-"""
+"""  # noqa: E501
 _SAMPLE_TYPES = [
     "TINYINT",
     "BIGINT",
@@ -151,7 +175,10 @@ _SAMPLE_TYPES = [
 
 def sample_sql() -> str:
     """SQL of the hashes of a few rows of all types, in order."""
-    return f"SELECT {hash_sql(dict(zip('abcdefghjklmno', _SAMPLE_TYPES, strict=True)))} FROM ({_SAMPLE}) ORDER BY b"
+    return (
+        f"SELECT {hash_sql(dict(zip('abcdefghjklmno', _SAMPLE_TYPES, strict=True)))} FROM"
+        f" ({_SAMPLE}) ORDER BY b"
+    )
 
 
 def named(sample: Sequence[Sequence[int]]) -> str:
@@ -169,7 +196,8 @@ def hash_sql(columns: Mapping[str, str]) -> str:
 
 
 def content_sql(key_columns: Mapping[str, str]) -> str:
-    """SQL, an aggregate, VARCHAR: digest of all keys and input hashes, whatever the rows' order; arguments as of :func:`hash_sql`."""
+    """SQL, an aggregate, VARCHAR: digest of all keys and input hashes, whatever the rows' order;
+    arguments as of :func:`hash_sql`."""
     return f"sum(hash({_parts(key_columns)}, input_hash))::VARCHAR"
 
 
@@ -189,7 +217,9 @@ def _part(column: str, kind: str) -> str:
         return f"{column}, signbit({column})"
     if re.fullmatch(_LIST, kind):
         return f"{column}, len({column})"
-    shift, text = ("'1234'::BLOB", column) if kind == "BLOB" else ("'1234'", f"CAST({column} AS VARCHAR)")
+    shift, text = (
+        ("'1234'::BLOB", column) if kind == "BLOB" else ("'1234'", f"CAST({column} AS VARCHAR)")
+    )
     return f"{text}, {shift} || {text}"
 
 
@@ -236,22 +266,38 @@ class Database:
         """The whole number that a SELECT yields."""
         return int(self.query(sql).column(0)[0].as_py())
 
-    def described(self, sql: str, parameters: Mapping[str, Any] | None = None) -> tuple[dict[str, str], pa.Schema]:
-        """What a SELECT would yield: DuckDB's names of its columns' types, and Arrow's schema, which also knows two columns of one name."""
+    def described(
+        self, sql: str, parameters: Mapping[str, Any] | None = None
+    ) -> tuple[dict[str, str], pa.Schema]:
+        """What a SELECT would yield: DuckDB's names of its columns' types, and Arrow's schema,
+        which also knows two columns of one name."""
         with _translated():
-            none = self._connection.sql(f"SELECT * FROM ({sql}\n) LIMIT 0", params=parameters or None)
-            return dict(zip(none.columns, map(str, none.types), strict=True)), none.to_arrow_table().schema
+            none = self._connection.sql(
+                f"SELECT * FROM ({sql}\n) LIMIT 0", params=parameters or None
+            )
+            return (
+                dict(zip(none.columns, map(str, none.types), strict=True)),
+                none.to_arrow_table().schema,
+            )
 
     def stream(self, sql: str, batch_rows: int) -> Iterator[pa.RecordBatch]:
         """What a SELECT yields, at most so many rows at a time."""
         with _translated():
             yield from self._connection.sql(sql).to_arrow_reader(batch_rows)
 
-    def add_function(self, name: str, function: Callable[[pa.Array], pa.Array], takes: str, gives: str) -> None:
-        """A function of SQL: a column of type ``takes``, nulls too, to one of type ``gives``, both by DuckDB's names."""
+    def add_function(
+        self, name: str, function: Callable[[pa.Array], pa.Array], takes: str, gives: str
+    ) -> None:
+        """A function of SQL: a column of type ``takes``, nulls too, to one of type ``gives``, both
+        by DuckDB's names."""
         with _translated():
             self._connection.create_function(
-                name, function, [takes], gives, type=PythonUDFType.ARROW, null_handling=FunctionNullHandling.SPECIAL
+                name,
+                function,
+                [takes],
+                gives,
+                type=PythonUDFType.ARROW,
+                null_handling=FunctionNullHandling.SPECIAL,
             )
 
     def syntax_tree(self, sql: str) -> Any:
@@ -262,7 +308,11 @@ class Database:
     def sql_of(self, tree: Any) -> str:
         """The SELECT of a syntax tree."""
         with _translated():
-            return str(self._connection.execute("SELECT json_deserialize_sql(?::JSON)", [json.dumps(tree)]).fetchall()[0][0])
+            return str(
+                self._connection.execute(
+                    "SELECT json_deserialize_sql(?::JSON)", [json.dumps(tree)]
+                ).fetchall()[0][0]
+            )
 
     def create_from(self, table: str, rows: pa.Table) -> None:
         """A table of DuckDB's own with these rows, in place of one of that name."""
@@ -293,7 +343,8 @@ _open: weakref.WeakSet[Database] = weakref.WeakSet()
 
 
 def interrupt_sources() -> None:
-    """Interrupt the queries of every open source of this process, from whatever thread; each raises what an unreadable source does."""
+    """Interrupt the queries of every open source of this process, from whatever thread; each raises
+    what an unreadable source does."""
     for database in list(_open):
         database.interrupt()
 
@@ -313,25 +364,31 @@ def _translated() -> Iterator[None]:
         if table := re.search(r"Table with name (.+?) does not exist", str(exc)):
             # what DuckDB offers are tables of its own
             raise ConfigError(
-                f"there is no table {table[1]!r}: read a file by read_csv('…') or read_parquet('…'), or what is live of a view by live.<view>"
+                f"there is no table {table[1]!r}: read a file by read_csv('…') or"
+                " read_parquet('…'), or what is live of a view by live.<view>"
             ) from exc
         raise ConfigError(f"the source SQL cannot be run: {first_line(exc)}") from exc
     except duckdb.InvalidInputException as exc:
         hint = ""
         if file := re.search(r'Error when sniffing file "(.+?)"', str(exc)):
             raise SourceError(
-                f"{file[1]} is no CSV as it stands: its rows have different numbers of values, a quote is not closed, or lines end in two ways; was it cut off, or "
-                "appended to? For the line give its form, as in read_csv(…, header = true, delim = ',', quote = '\"')"
+                f"{file[1]} is no CSV as it stands: its rows have different numbers of values, a"
+                " quote is not closed, or lines end in two ways; was it cut off, or appended to?"
+                " For the line give its form, as in read_csv(…, header = true, delim = ',', quote"
+                " = '\"')"
             ) from exc
         if "UTF" in str(exc).upper() or "unicode" in str(exc):
-            hint = "; read the column as BLOB (a Parquet file without the UTF8 annotation, or read_csv(…, encoding=…)) so that only its rows are rejected"
+            hint = (
+                "; read the column as BLOB (a Parquet file without the UTF8 annotation, or"
+                " read_csv(…, encoding=…)) so that only its rows are rejected"
+            )
         raise SourceError(f"the source has unreadable data: {first_line(exc)}{hint}") from exc
     except duckdb.Error as exc:
         if missing := re.search(r'No files found that match the pattern "(.+)"', str(exc)):
             raise MissingFileError(no_file(missing[1])) from exc
         if "No space left" in str(exc):
             raise SourceError(
-                f"no space left in {tempfile.gettempdir()}, where DuckDB puts what does not fit in memory_mb: free some, or point TMPDIR at a "
-                f"larger disk ({first_line(exc)})"
+                f"no space left in {tempfile.gettempdir()}, where DuckDB puts what does not fit in"
+                f" memory_mb: free some, or point TMPDIR at a larger disk ({first_line(exc)})"
             ) from exc
         raise SourceError(f"the source cannot be read: {first_line(exc)}") from exc

@@ -1,4 +1,5 @@
-"""File names: the files that a source's SQL reads, each relative one made absolute from the project's folder."""
+"""File names: the files that a source's SQL reads, each relative one made absolute from the
+project's folder."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ _URL = re.compile(r"(?!file:)[A-Za-z][A-Za-z0-9+.-]+:", re.IGNORECASE)
 
 _PATTERN = re.compile(r"[*?\[]")
 
-_DATA_FILE = re.compile(r"\.(parquet|csv|tsv|json|jsonl|ndjson|db|ddb|duckdb)(\.\w+)?$", re.IGNORECASE)
+_DATA_FILE = re.compile(
+    r"\.(parquet|csv|tsv|json|jsonl|ndjson|db|ddb|duckdb)(\.\w+)?$", re.IGNORECASE
+)
 
 _READERS = ("glob", "sniff_csv")
 _READER_PREFIXES = ("read_", "parquet_")
@@ -30,20 +33,28 @@ _HIDING = ("query", "query_table", "json_execute_serialized_sql")
 def absolute_sql(tree: Any, folder: Path, evaluate: Callable[[Any], Any]) -> tuple[bool, list[str]]:
     """Make the files that a SELECT reads absolute, in place.
 
-    DuckDB itself takes a relative name from the working directory first, and ``file_search_path`` only for what is not there.
+    DuckDB itself takes a relative name from the working directory first, and ``file_search_path``
+    only for what is not there.
 
     Args:
         tree: DuckDB's syntax tree (``json_serialize_sql``).
         folder: of the project, absolute.
-        evaluate: the value of an expression of the tree, for a file name that is put together: a text, or a list of them.
+        evaluate: the value of an expression of the tree, for a file name that is put together: a
+            text, or a list of them.
 
     Returns:
         whether anything was changed, and the files: absolute names, patterns and URLs.
 
     Raises:
-        ConfigError: files that cannot be known from the SQL, or whose rows would depend on where the project lies.
+        ConfigError: files that cannot be known from the SQL, or whose rows would depend on where
+            the project lies.
     """
-    ctes = {entry["key"].lower() for node in _nodes(tree) if "cte_map" in node for entry in node["cte_map"]["map"]}
+    ctes = {
+        entry["key"].lower()
+        for node in _nodes(tree)
+        if "cte_map" in node
+        for entry in node["cte_map"]["map"]
+    }
     changed, files = False, list[str]()
     # what stands in an argument first: the argument may be evaluated
     for node in reversed(list(_nodes(tree))):
@@ -67,21 +78,38 @@ def _absolute_table(node: dict[str, Any], ctes: set[str], folder: Path) -> tuple
     if file == name:
         return False, [file]
     _check_partitions(name, folder)
-    node |= {"catalog_name": "", "schema_name": "", "table_name": file, "qualified_name": {"path": [file]}}
+    node |= {
+        "catalog_name": "",
+        "schema_name": "",
+        "table_name": file,
+        "qualified_name": {"path": [file]},
+    }
     return True, [file]
 
 
-def _absolute_call(function: dict[str, Any], folder: Path, evaluate: Callable[[Any], Any]) -> tuple[bool, list[str]]:
+def _absolute_call(
+    function: dict[str, Any], folder: Path, evaluate: Callable[[Any], Any]
+) -> tuple[bool, list[str]]:
     """:func:`absolute_sql` of ``FROM read_csv('books.csv')``."""
     name, arguments = str(function["function_name"]).lower(), function["arguments"]
     if name in _HIDING:
-        raise ConfigError(f"{name}(…) hides which files and views are read: write the SELECT itself")
+        raise ConfigError(
+            f"{name}(…) hides which files and views are read: write the SELECT itself"
+        )
     if not arguments or not (name in _READERS or name.startswith(_READER_PREFIXES)):
         return False, []
     literal = _literal(arguments[0]["expression"])
     value = evaluate(arguments[0]["expression"]) if literal is None else literal
-    absolute = [_absolute(item, folder) for item in value] if isinstance(value, list) else _absolute(value, folder)
-    files = [text for text in (absolute if isinstance(absolute, list) else [absolute]) if isinstance(text, str)]
+    absolute = (
+        [_absolute(item, folder) for item in value]
+        if isinstance(value, list)
+        else _absolute(value, folder)
+    )
+    files = [
+        text
+        for text in (absolute if isinstance(absolute, list) else [absolute])
+        if isinstance(text, str)
+    ]
     if absolute != value and not _is_unpartitioned(arguments):
         _check_partitions(value, folder)
     # DuckDB takes no subquery here, so what was worked out stays so, relative or not
@@ -97,7 +125,8 @@ def is_pattern(file: str) -> bool:
 
 
 def no_file(name: str) -> str:
-    """What is to be reported of a file, or a pattern, for which nothing is there: with what there is in the deepest folder of it that exists."""
+    """What is to be reported of a file, or a pattern, for which nothing is there: with what there
+    is in the deepest folder of it that exists."""
     if is_remote(name):
         return f"nothing matches {name}"
     file = path = Path(name)
@@ -108,8 +137,14 @@ def no_file(name: str) -> str:
     else:
         what = f"nothing matches {file}" if is_pattern(name) else f"there is no file {file}"
     with contextlib.suppress(OSError):
-        beside = (other.name for other in sorted(path.parent.iterdir()) if other.is_dir() == (path != file))
-        return what + nearest_or_all(path.name, (other for other in beside if not other.startswith(".")))
+        beside = (
+            other.name
+            for other in sorted(path.parent.iterdir())
+            if other.is_dir() == (path != file)
+        )
+        return what + nearest_or_all(
+            path.name, (other for other in beside if not other.startswith("."))
+        )
     return what
 
 
@@ -126,21 +161,23 @@ def _absolute(path: Any, folder: Path) -> Any:
     # a folder may have names with what is a pattern to DuckDB
     if "\\" in str(folder):
         raise ConfigError(
-            f"no pattern can find {path!r} in the project's folder, {folder}, whose backslash DuckDB takes for a slash: name each file, or "
-            "give the folder another name"
+            f"no pattern can find {path!r} in the project's folder, {folder}, whose backslash"
+            " DuckDB takes for a slash: name each file, or give the folder another name"
         )
     escaped = _PATTERN.sub(r"[\g<0>]", str(folder))
     return f"{escaped}/{path.removeprefix('./')}"
 
 
 def _check_partitions(files: str | list[str], folder: Path) -> None:
-    """Refuse files that move with the project where DuckDB takes a part of its folder for a Hive partition."""
+    """Refuse files that move with the project where DuckDB takes a part of its folder for a Hive
+    partition."""
     partition = next((part for part in folder.parts if "=" in part), None)
     if partition is not None:
         raise ConfigError(
-            f"{files!r} starts from the project's folder, {folder}, and DuckDB takes {partition!r} for a partition: a column would come of it, "
-            "or change, with the project's place. Move the project to a folder without =, or read the file by read_parquet, read_csv or "
-            "read_json with hive_partitioning = false"
+            f"{files!r} starts from the project's folder, {folder}, and DuckDB takes {partition!r}"
+            " for a partition: a column would come of it, or change, with the project's place."
+            " Move the project to a folder without =, or read the file by read_parquet, read_csv"
+            " or read_json with hive_partitioning = false"
         )
 
 
@@ -156,7 +193,8 @@ def _is_unpartitioned(arguments: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _file_of_table(node: dict[str, Any], ctes: set[str]) -> str | None:
-    """The file of ``FROM 'books.csv'``, where DuckDB takes what is no table for a file; without the quotes it is table ``csv`` of schema ``books``."""
+    """The file of ``FROM 'books.csv'``, where DuckDB takes what is no table for a file; without the
+    quotes it is table ``csv`` of schema ``books``."""
     parts = [str(part) for part in node["qualified_name"]["path"]]
     name = ".".join(parts)
     if len(parts) == 1:
@@ -191,7 +229,13 @@ def _constant(value: Any) -> dict[str, Any]:
             "arguments": [{"name": "", "expression": _constant(item)} for item in value],
         }
     literal = {"kind": "STRING", "text": value}
-    return {"class": "CONSTANT", "type": "VALUE_CONSTANT", "alias": "", "query_location": 0, "literal": literal}
+    return {
+        "class": "CONSTANT",
+        "type": "VALUE_CONSTANT",
+        "alias": "",
+        "query_location": 0,
+        "literal": literal,
+    }
 
 
 _CALL: dict[str, Any] = {

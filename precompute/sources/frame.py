@@ -1,5 +1,7 @@
-"""Frame: rows that a program hands to a run, as a DataFrame or whatever else speaks Arrow; stored as one Parquet file, which the view's SQL then reads as any other.
-So they are hashed, compared, resumed and read again by the model behind misses like the rows of a file."""
+"""Frame: rows that a program hands to a run, as a DataFrame or whatever else speaks Arrow; stored
+as one Parquet file, which the view's SQL then reads as any other. So they are hashed, compared,
+resumed and read again by the model behind misses like the rows of a file.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +20,22 @@ from precompute.store.errors import SourceError
 from precompute.store.sql import parquet_sql
 
 _TABLE = re.compile(r' FROM frame\."\w+"\Z')
-"""What the SQL of a view reads in the file's stead: where that lies is no part of the view's definition, so that a root may be moved."""
+"""What the SQL of a view reads in the file's stead: where that lies is no part of the view's
+definition, so that a root may be moved."""
 
 GROUP_ROWS = 1 << 16
 """Of the file's row groups, at least: what comes in small batches is put together."""
 
 
 def frame_sql(columns: Sequence[str], view: str) -> str:
-    """SQL of these columns of the frame that a run of the view was given: no other view's, whose frame is another."""
+    """SQL of these columns of the frame that a run of the view was given: no other view's, whose
+    frame is another."""
     return f"SELECT {', '.join(map(quoted, columns))} FROM frame.{quoted(view)}"
 
 
 def of_file(sql: str, frame: Callable[[], Path | None]) -> str:
-    """SQL of :func:`frame_sql` as DuckDB can run it, reading the file that ``frame`` names; other SQL as it is.
+    """SQL of :func:`frame_sql` as DuckDB can run it, reading the file that ``frame`` names; other
+    SQL as it is.
 
     Raises:
         SourceError: no frame was given yet.
@@ -41,7 +46,8 @@ def of_file(sql: str, frame: Callable[[], Path | None]) -> str:
     path = frame()
     if path is None:
         raise SourceError(
-            "it takes its rows from a DataFrame, and none was given yet: precompute.open(…).run(view, frame=df), in Python"
+            "it takes its rows from a DataFrame, and none was given yet:"
+            " precompute.open(…).run(view, frame=df), in Python"
         )
     return f"{sql[: table.start()]} FROM {parquet_sql([path.absolute()])}"
 
@@ -50,7 +56,8 @@ def write_frame(frame: Any, columns: Sequence[str], entity: Sequence[str], path:
     """Write the columns of a frame to a Parquet file, durably, in batches; the caller renames it.
 
     Args:
-        frame: of pandas, polars or pyarrow, or whatever has ``__arrow_c_stream__``; a list of rows, or a mapping of columns.
+        frame: of pandas, polars or pyarrow, or whatever has ``__arrow_c_stream__``; a list of rows,
+            or a mapping of columns.
         columns: the columns wanted, of any order there; others are left out.
         entity: those of them that are keys: text or integers.
         path: the file.
@@ -71,7 +78,9 @@ def write_frame(frame: Any, columns: Sequence[str], entity: Sequence[str], path:
         with path.open("wb") as file:
             with pq.ParquetWriter(file, schema) as writer:
                 for batch in reader:
-                    waiting.append(pa.record_batch([_plain(batch.column(i)) for i in wanted], schema=schema))
+                    waiting.append(
+                        pa.record_batch([_plain(batch.column(i)) for i in wanted], schema=schema)
+                    )
                     rows += batch.num_rows
                     if sum(map(len, waiting)) >= GROUP_ROWS:
                         writer.write_table(pa.Table.from_batches(waiting))
@@ -90,7 +99,8 @@ def _reader(frame: Any, columns: Sequence[str]) -> pa.RecordBatchReader:
     if not hasattr(frame, "__arrow_c_stream__"):
         lazy = ": collect() it first" if hasattr(frame, "collect") else ""
         raise SourceError(
-            f"a frame is a DataFrame of pandas or polars, a pyarrow.Table, or what else has __arrow_c_stream__; got {type(frame).__name__}{lazy}"
+            "a frame is a DataFrame of pandas or polars, a pyarrow.Table, or what else has"
+            f" __arrow_c_stream__; got {type(frame).__name__}{lazy}"
         )
     if hasattr(frame, "reset_index") and any(name in columns for name in frame.index.names):
         # pandas leaves an index out
@@ -102,10 +112,14 @@ def _reader(frame: Any, columns: Sequence[str]) -> pa.RecordBatchReader:
     ):
         # what is not wanted need not be anything that Arrow knows
         frame = frame[list(columns)]
-    for name, kind in zip(getattr(frame, "columns", ()), getattr(frame, "dtypes", ()), strict=False):
+    for name, kind in zip(
+        getattr(frame, "columns", ()), getattr(frame, "dtypes", ()), strict=False
+    ):
         if str(kind) == "Object":
             # polars gives their addresses away for what they are
-            raise SourceError(f"column {name!r} of the frame holds Python objects: make it text or numbers")
+            raise SourceError(
+                f"column {name!r} of the frame holds Python objects: make it text or numbers"
+            )
     return pa.RecordBatchReader.from_stream(frame)
 
 
@@ -120,7 +134,8 @@ def arrow_table(frame: Any) -> pa.Table:
 
 
 def _plain_type(kind: pa.DataType) -> pa.DataType:
-    """The type that a column is stored in: of categories their own, and text that polars calls string_view as any."""
+    """The type that a column is stored in: of categories their own, and text that polars calls
+    string_view as any."""
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     return pa.large_string() if pa.types.is_string_view(kind) else kind
 
@@ -137,15 +152,21 @@ def _check_columns(schema: pa.Schema, columns: Sequence[str], entity: Sequence[s
         if count != 1:
             have = ", ".join(schema.names) or "none"
             what = "has no column" if not count else f"has {count} columns called"
-            raise SourceError(f"the frame {what} {column!r}, which source.frame names (it has: {have})")
+            raise SourceError(
+                f"the frame {what} {column!r}, which source.frame names (it has: {have})"
+            )
     for column in entity:
         kind = _plain_type(schema.field(column).type)
         text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
         if not text and (not pa.types.is_integer(kind) or kind == pa.uint64()):
-            gaps = f" (pandas makes floats of integers where one is missing: dropna, then astype({{{column!r}: 'int64'}}))"
+            gaps = (
+                " (pandas makes floats of integers where one is missing: dropna, then"
+                f" astype({{{column!r}: 'int64'}}))"
+            )
             hint = gaps if pa.types.is_floating(kind) else ""
             raise SourceError(
-                f"key column {column!r} of the frame is {kind}: a key is text, or an integer of up to 64 bits, signed{hint}"
+                f"key column {column!r} of the frame is {kind}: a key is text, or an integer of up"
+                f" to 64 bits, signed{hint}"
             )
 
 
@@ -156,4 +177,6 @@ def _translated() -> Iterator[None]:
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as exc:
         # half of a character, say, would break the report as well
         text = str(exc).encode(errors="replace").decode()
-        raise SourceError(f"the frame cannot be read as Arrow: {' '.join(text.split())[:300]}") from exc
+        raise SourceError(
+            f"the frame cannot be read as Arrow: {' '.join(text.split())[:300]}"
+        ) from exc

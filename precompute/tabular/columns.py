@@ -1,4 +1,5 @@
-"""Columns: a source's columns as the matrix of numbers that models of trees take, in the order of their features."""
+"""Columns: a source's columns as the matrix of numbers that models of trees take, in the order of
+their features."""
 
 from __future__ import annotations
 
@@ -24,10 +25,14 @@ class Columns:
     Args:
         model: the built-in's name, for messages.
         features: the model's, in its order.
-        columns: a column for each feature, in that order, or feature → column; a feature that is not named there is the column of its own name.
-        categories: feature → its categories, of which the first has the code 0. Its column holds these values; all other columns hold numbers.
-        unknown: what becomes of a category that the model does not know: ``bad``, or ``missing`` to take it for a null, as the libraries do.
-        texts: features that a library takes as texts: their columns hold texts or whole numbers, and :meth:`matrix` leaves them out.
+        columns: a column for each feature, in that order, or feature → column; a feature that is
+            not named there is the column of its own name.
+        categories: feature → its categories, of which the first has the code 0. Its column holds
+            these values; all other columns hold numbers.
+        unknown: what becomes of a category that the model does not know: ``bad``, or ``missing`` to
+            take it for a null, as the libraries do.
+        texts: features that a library takes as texts: their columns hold texts or whole numbers,
+            and :meth:`matrix` leaves them out.
 
     Raises:
         ConfigError: ``columns`` does not fit the features, or ``unknown`` is another word.
@@ -48,23 +53,40 @@ class Columns:
         self._model, self._features, self._missing = model, tuple(features), unknown == "missing"
         self.names = self._named(columns)
         """The source's columns, one for each feature."""
-        self.texts = tuple(name for feature, name in zip(features, self.names, strict=True) if feature in texts)
-        self._numbers = [(feature, name) for feature, name in zip(features, self.names, strict=True) if feature not in texts]
-        self._categories = {feature: self._known(feature, values) for feature, values in categories.items()}
+        self.texts = tuple(
+            name for feature, name in zip(features, self.names, strict=True) if feature in texts
+        )
+        self._numbers = [
+            (feature, name)
+            for feature, name in zip(features, self.names, strict=True)
+            if feature not in texts
+        ]
+        self._categories = {
+            feature: self._known(feature, values) for feature, values in categories.items()
+        }
         self._checked: pa.Schema | None = None
 
     def _named(self, columns: Any) -> tuple[str, ...]:
-        features, many = self._features, f"the model has {len(self._features)} features ({listed(self._features)})"
+        features, many = (
+            self._features,
+            f"the model has {len(self._features)} features ({listed(self._features)})",
+        )
         if columns is None:
             return features
         if isinstance(columns, Mapping):
             strange = [name for name in columns if name not in features]
             if strange:
-                raise ConfigError(f"{self._model}: columns names {strange[0]!r}; {many}{did_you_mean(str(strange[0]), features)}")
+                raise ConfigError(
+                    f"{self._model}: columns names {strange[0]!r};"
+                    f" {many}{did_you_mean(str(strange[0]), features)}"
+                )
             return tuple(str(columns.get(name, name)) for name in features)
-        if not isinstance(columns, (list, tuple)) or not all(isinstance(name, str) for name in columns):
+        if not isinstance(columns, (list, tuple)) or not all(
+            isinstance(name, str) for name in columns
+        ):
             raise ConfigError(
-                f"{self._model}: columns is a list of columns, or a mapping of features to columns; got {columns!r}"
+                f"{self._model}: columns is a list of columns, or a mapping of features to columns;"
+                f" got {columns!r}"
             )
         if len(columns) != len(features):
             raise ConfigError(f"{self._model}: columns has {len(columns)} names, {many}")
@@ -74,7 +96,9 @@ class Columns:
         try:
             known = pa.array(list(values))
         except (pa.ArrowInvalid, pa.ArrowTypeError) as exc:
-            raise ModelError(f"{self._model}: the categories of {feature!r} are neither texts nor numbers: {exc}") from exc
+            raise ModelError(
+                f"{self._model}: the categories of {feature!r} are neither texts nor numbers: {exc}"
+            ) from exc
         return known if pa.types.is_string(known.type) else known.cast(pa.float64())
 
     def check(self, schema: pa.Schema) -> None:
@@ -87,7 +111,8 @@ class Columns:
             kind = value_type(schema.field(name).type)
             if not (is_text(kind) or pa.types.is_integer(kind) or pa.types.is_null(kind)):
                 raise ModelError(
-                    f"{self._model}: column {name!r} is {kind}, and the model's feature a category: texts or whole numbers"
+                    f"{self._model}: column {name!r} is {kind}, and the model's feature a category:"
+                    " texts or whole numbers"
                 )
         for feature, name in self._numbers:
             kind = value_type(schema.field(name).type)
@@ -95,16 +120,23 @@ class Columns:
             if known is not None and pa.types.is_string(known.type):
                 if not (is_text(kind) or pa.types.is_null(kind)):
                     raise ModelError(
-                        f"{self._model}: column {name!r} is {kind}, and the model's feature {feature!r} has categories that are texts "
-                        f"({shown(known)}): CAST it AS VARCHAR in the source"
+                        f"{self._model}: column {name!r} is {kind}, and the model's feature"
+                        f" {feature!r} has categories that are texts ({shown(known)}): CAST it AS"
+                        " VARCHAR in the source"
                     )
             elif not is_number(kind):
-                what = "a number" if known is None else f"categories that are numbers ({shown(known)})"
-                raise ModelError(f"{self._model}: column {name!r} is {kind}, and the model's feature {feature!r} is {what}")
+                what = (
+                    "a number" if known is None else f"categories that are numbers ({shown(known)})"
+                )
+                raise ModelError(
+                    f"{self._model}: column {name!r} is {kind}, and the model's feature {feature!r}"
+                    f" is {what}"
+                )
         self._checked = schema
 
     def matrix(self, batch: pa.RecordBatch) -> tuple[Matrix, dict[int, str]]:
-        """Float64 [rows, features], a null as NaN and a category as its code; and the rows that have a category which the model does not know."""
+        """Float64 [rows, features], a null as NaN and a category as its code; and the rows that
+        have a category which the model does not know."""
         self.check(batch.schema)
         made = np.empty((batch.num_rows, len(self._numbers)))
         bad: dict[int, str] = {}
@@ -113,7 +145,9 @@ class Columns:
             if isinstance(column.type, pa.DictionaryType):
                 column = column.cast(column.type.value_type)
             known = self._categories.get(feature)
-            made[:, place] = numbers(column) if known is None else self._codes(name, column, known, bad)
+            made[:, place] = (
+                numbers(column) if known is None else self._codes(name, column, known, bad)
+            )
         return made, bad
 
     def _codes(self, name: str, column: pa.Array, known: pa.Array, bad: dict[int, str]) -> Matrix:
@@ -123,7 +157,10 @@ class Columns:
                 value = column[row].as_py()
                 # how a number that is missing is written in data frames
                 if value == value:
-                    bad[row] = f"{name} is {value!r:.80}, which is none of the categories that the model knows ({shown(known)})"
+                    bad[row] = (
+                        f"{name} is {value!r:.80}, which is none of the categories that the model"
+                        f" knows ({shown(known)})"
+                    )
         return numbers(codes)
 
 
@@ -136,10 +173,14 @@ def numbers(column: pa.Array) -> Matrix:
 
 
 def unfit(names: Sequence[str], matrix: Matrix, kind: npt.DTypeLike) -> dict[int, str]:
-    """Rows of [rows, names] with a number that ``kind``, a type of floats, has none for: position → reason."""
+    """Rows of [rows, names] with a number that ``kind``, a type of floats, has none for: position →
+    reason."""
     rows, places = np.nonzero(np.abs(matrix) > np.finfo(kind).max)
     return {
-        row: f"{names[place]} is {matrix[row, place]:g}, which is not finite in {np.dtype(kind).name}"
+        row: (
+            f"{names[place]} is {matrix[row, place]:g}, which is not finite in"
+            f" {np.dtype(kind).name}"
+        )
         for row, place in zip(rows.tolist(), places.tolist(), strict=True)
     }
 
@@ -156,17 +197,28 @@ def is_text(kind: pa.DataType) -> bool:
 
 def is_number(kind: pa.DataType) -> bool:
     """Whether a column of this type holds numbers; one of nothing but nulls may."""
-    kinds = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_decimal, pa.types.is_null)
+    kinds = (
+        pa.types.is_integer,
+        pa.types.is_floating,
+        pa.types.is_boolean,
+        pa.types.is_decimal,
+        pa.types.is_null,
+    )
     return any(check(kind) for check in kinds)
 
 
 def shown(known: pa.Array) -> str:
     """The first categories, for a message."""
     more = ", …" if len(known) > NAMED_CATEGORIES else ""
-    texts = [f"{value:g}" if isinstance(value, float) else f"{value:.40}" for value in known[:NAMED_CATEGORIES].to_pylist()]
+    texts = [
+        f"{value:g}" if isinstance(value, float) else f"{value:.40}"
+        for value in known[:NAMED_CATEGORIES].to_pylist()
+    ]
     return ", ".join(texts) + more
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:
     """Some names for a message, the first ones of many."""
-    return ", ".join(map(repr, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return ", ".join(map(repr, names[:most])) + (
+        f" and {len(names) - most} more" if len(names) > most else ""
+    )

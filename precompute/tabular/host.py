@@ -18,7 +18,8 @@ from precompute.store.errors import ConfigError
 
 
 class Host:
-    """A :class:`precompute.model.ComputeDevice`: launching means computing, with as many threads as the process may use, or fewer in a lane."""
+    """A :class:`precompute.model.ComputeDevice`: launching means computing, with as many threads as
+    the process may use, or fewer in a lane."""
 
     name = "cpu"
     depth = 0
@@ -39,9 +40,12 @@ class Host:
         """Nothing is retained."""
 
     def threads(self) -> int:
-        """That the calling thread computes with: its lane's, or what ``OMP_NUM_THREADS`` says, or one for each CPU."""
+        """That the calling thread computes with: its lane's, or what ``OMP_NUM_THREADS`` says, or
+        one for each CPU."""
         said = os.environ.get("OMP_NUM_THREADS", "")
-        return getattr(self._lane, "threads", None) or usable_threads(int(said) if said.isdigit() and int(said) else allowed())
+        return getattr(self._lane, "threads", None) or usable_threads(
+            int(said) if said.isdigit() and int(said) else allowed()
+        )
 
     def compute_with(self, threads: int) -> None:
         """Let the calling thread compute with so many."""
@@ -53,7 +57,8 @@ class Host:
 
 
 class HostModel:
-    """What models have in common that such a library computes: a row costs 1, and lanes compute beside each other."""
+    """What models have in common that such a library computes: a row costs 1, and lanes compute
+    beside each other."""
 
     cost_unit = "rows"
     max_cost: int | None = None

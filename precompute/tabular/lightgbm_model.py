@@ -19,8 +19,9 @@ PROBABILITIES = ("binary", "cross_entropy")
 
 
 class LightGbm(TreeModel):
-    """Scores rows as ``Booster.predict`` does, to the bit. Categories are pandas' values, as the file has them; without those a categorical feature takes its
-    codes as they are. The arguments are those of :class:`TreeModel`."""
+    """Scores rows as ``Booster.predict`` does, to the bit. Categories are pandas' values, as the
+    file has them; without those a categorical feature takes its codes as they are. The arguments
+    are those of :class:`TreeModel`."""
 
     name = "lightgbm"
 
@@ -38,7 +39,11 @@ class LightGbm(TreeModel):
             self._booster = lightgbm.Booster(model_str=known.text)
         except (OSError, ValueError, lightgbm.basic.LightGBMError) as exc:
             raise ModelError(f"lightgbm: {path} is damaged or no LightGBM model: {exc}") from exc
-        middle = (0.0 if self._raw else 0.5) if known.width > 1 or known.objective in PROBABILITIES else None
+        middle = (
+            (0.0 if self._raw else 0.5)
+            if known.width > 1 or known.objective in PROBABILITIES
+            else None
+        )
         return Trees(known.features, _categories(path, known), known.width, known.objective, middle)
 
     def scores(self, matrix: Matrix, threads: int) -> npt.NDArray[Any]:
@@ -53,7 +58,11 @@ def _categories(path: Path, known: LightGbmText) -> dict[str, list[Any]]:
         return {}
     if len(known.pandas) != len(known.categorical):
         raise ModelError(
-            f"lightgbm: {path} has the values of {len(known.pandas)} categorical features, and {len(known.categorical)} of them: train it with all of them as "
-            "pandas' category, or all as numbers"
+            f"lightgbm: {path} has the values of {len(known.pandas)} categorical features, and"
+            f" {len(known.categorical)} of them: train it with all of them as pandas' category, or"
+            " all as numbers"
         )
-    return {known.features[place]: values for place, values in zip(known.categorical, known.pandas, strict=True)}
+    return {
+        known.features[place]: values
+        for place, values in zip(known.categorical, known.pandas, strict=True)
+    }

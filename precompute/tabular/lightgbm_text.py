@@ -1,5 +1,8 @@
-"""LightGBM text: a model file checked, and written again with nothing but what predicting needs, before the library reads it: there a damaged one ends the process,
-or is read past its end. Every tree's arrays have their sizes, every child is there and has one parent, every feature is one of the model's."""
+"""LightGBM text: a model file checked, and written again with nothing but what predicting needs,
+before the library reads it: there a damaged one ends the process, or is read past its end. Every
+tree's arrays have their sizes, every child is there and has one parent, every feature is one of the
+model's.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,10 @@ INTEGERS, FLOATS = (re.compile(f"(?:{one}(?: +{one})*)?") for one in (INTEGER, F
 
 @dataclass(frozen=True, slots=True)
 class LightGbmText:
-    """What a file says of its model: features in their order, those of them that are categorical, pandas' lists of their values (None where it was trained
-    without), how many numbers a row's score has, the objective, and the ``text`` of what predicting needs."""
+    """What a file says of its model: features in their order, those of them that are categorical,
+    pandas' lists of their values (None where it was trained without), how many numbers a row's
+    score has, the objective, and the ``text`` of what predicting needs.
+    """
 
     features: tuple[str, ...]
     categorical: tuple[int, ...]
@@ -33,7 +38,8 @@ class LightGbmText:
 
 
 class Block:
-    """Lines of ``key=value``: a model's head, or a tree. Every number that is read is checked, and stands in :meth:`text` as it was."""
+    """Lines of ``key=value``: a model's head, or a tree. Every number that is read is checked, and
+    stands in :meth:`text` as it was."""
 
     def __init__(self, text: str) -> None:
         lines = [line.rstrip(" ") for line in text.split("\n")]
@@ -68,13 +74,27 @@ class Block:
             raise ValueError(f"{key} is {number}, which is less than {least}")
         return number
 
-    def integers(self, key: str, size: int | None, least: int = -(2**31), below: int = 2**32) -> Numbers:
+    def integers(
+        self, key: str, size: int | None, least: int = -(2**31), below: int = 2**32
+    ) -> Numbers:
         """So many, within these bounds."""
-        return self._sized(key, np.array(self.taken(key, INTEGERS, "whole number").split(), np.int64), size, least, below)
+        return self._sized(
+            key,
+            np.array(self.taken(key, INTEGERS, "whole number").split(), np.int64),
+            size,
+            least,
+            below,
+        )
 
     def floats(self, key: str, size: int) -> Numbers:
         """So many, of any size that is finite."""
-        return self._sized(key, np.array(self.taken(key, FLOATS, "number").split(), np.float64), size, -np.inf, np.inf)
+        return self._sized(
+            key,
+            np.array(self.taken(key, FLOATS, "number").split(), np.float64),
+            size,
+            -np.inf,
+            np.inf,
+        )
 
     @staticmethod
     def _sized(key: str, numbers: Numbers, size: int | None, least: float, below: float) -> Numbers:
@@ -94,7 +114,9 @@ def read_text(text: str) -> LightGbmText:
     ValueError: it is no whole model; the message says where.
     """
     if not text.startswith("tree\n"):
-        raise ValueError("it does not begin with the word tree: save the model with Booster.save_model()")
+        raise ValueError(
+            "it does not begin with the word tree: save the model with Booster.save_model()"
+        )
     first = text.find("\nTree=") + 1
     if not first:
         raise ValueError("it has no trees")
@@ -104,14 +126,26 @@ def read_text(text: str) -> LightGbmText:
     head.integer("label_index", 0)
     count = head.integer("max_feature_idx", 0) + 1
     head.word("average_output")
-    objective = head.taken("objective", re.compile(r"[\w.:+ -]*"), "objective") if head.has("objective") else ""
-    features = tuple(head.taken("feature_names", re.compile(r"[^\udc80-\udcff]+"), "text in UTF-8").split(" "))
-    infos = head.taken("feature_infos", re.compile(r"[\w.:+\[\] -]+"), "range of numbers").split(" ")
+    objective = (
+        head.taken("objective", re.compile(r"[\w.:+ -]*"), "objective")
+        if head.has("objective")
+        else ""
+    )
+    features = tuple(
+        head.taken("feature_names", re.compile(r"[^\udc80-\udcff]+"), "text in UTF-8").split(" ")
+    )
+    infos = head.taken("feature_infos", re.compile(r"[\w.:+\[\] -]+"), "range of numbers").split(
+        " "
+    )
     if (
         per_round not in (1, width)
-        or [f"num_class:{width}"] != re.findall(r"num_class:\S*", f"{objective} num_class:{width}")[:1]
+        or [f"num_class:{width}"]
+        != re.findall(r"num_class:\S*", f"{objective} num_class:{width}")[:1]
     ):
-        raise ValueError(f"it has {width} classes, {per_round} trees in each round, and the objective {objective!r}")
+        raise ValueError(
+            f"it has {width} classes, {per_round} trees in each round, and the objective"
+            f" {objective!r}"
+        )
     if not len(features) == len(infos) == count:
         raise ValueError(f"it names {len(features)} features, and has {count}")
     sizes = Block(text[:first]).integers("tree_sizes", None, 1)
@@ -121,14 +155,23 @@ def read_text(text: str) -> LightGbmText:
     trees = list(_trees(text[first:end], sizes, count))
     if not text[end:].lstrip("\n").startswith("end of trees"):
         raise ValueError("it ends before the line 'end of trees'")
-    written = f"tree\n{head.text()}tree_sizes={' '.join(str(len(tree)) for tree in trees)}\n\n{''.join(trees)}end of trees\n\npandas_categorical:null\n"
+    written = (
+        f"tree\n{head.text()}tree_sizes={' '.join(str(len(tree)) for tree in trees)}\n\n{''.join(trees)}end"  # noqa: E501
+        " of trees\n\npandas_categorical:null\n"
+    )
     return LightGbmText(
-        features, _categorical(text[end:], count), _pandas(text[end:]), width, objective.partition(" ")[0], written
+        features,
+        _categorical(text[end:], count),
+        _pandas(text[end:]),
+        width,
+        objective.partition(" ")[0],
+        written,
     )
 
 
 def _trees(text: str, sizes: Numbers, features: int) -> Iterator[str]:
-    """Each as it is needed. Sizes are in bytes, and so the trees' text is in ASCII, or they do not fit."""
+    """Each as it is needed. Sizes are in bytes, and so the trees' text is in ASCII, or they do not
+    fit."""
     at = 0
     for number, size in enumerate(sizes.tolist()):
         block = text[at : at + size]
@@ -151,9 +194,14 @@ def _check_tree(tree: Block, features: int) -> None:
         tree.integers("split_feature", nodes, 0, features)
         thresholds = tree.floats("threshold", nodes)
         by_category = (tree.integers("decision_type", nodes, 0, 16) & 1).astype(bool)
-        children = np.concatenate([tree.integers("left_child", nodes), tree.integers("right_child", nodes)])
-        # a leaf is written as the complement of its number; each is one node's child, and so is each node but the first
-        if not np.array_equal(np.sort(children), np.concatenate([np.arange(-leaves, 0), np.arange(1, nodes)])):
+        children = np.concatenate(
+            [tree.integers("left_child", nodes), tree.integers("right_child", nodes)]
+        )
+        # a leaf is written as the complement of its number; each is one node's child, and so is
+        # each node but the first
+        if not np.array_equal(
+            np.sort(children), np.concatenate([np.arange(-leaves, 0), np.arange(1, nodes)])
+        ):
             raise ValueError("its children are no tree")
         chosen = thresholds[by_category]
         if not np.isin(chosen, np.arange(num_cat)).all():
@@ -181,7 +229,9 @@ def _categorical(tail: str, features: int) -> tuple[int, ...]:
         raise ValueError("its parameter categorical_feature is missing, or none")
     numbers = sorted({int(text) for text in found[1].split(",") if text})
     if numbers and numbers[-1] >= features:
-        raise ValueError(f"it has {features} features, and number {numbers[-1]} among the categorical ones")
+        raise ValueError(
+            f"it has {features} features, and number {numbers[-1]} among the categorical ones"
+        )
     return tuple(numbers)
 
 
@@ -193,6 +243,8 @@ def _pandas(tail: str) -> list[list[Any]] | None:
         found = json.loads(line[1])
     except ValueError as exc:
         raise ValueError(f"its line 'pandas_categorical' is no JSON: {exc}") from exc
-    if found is not None and not (isinstance(found, list) and all(isinstance(values, list) for values in found)):
+    if found is not None and not (
+        isinstance(found, list) and all(isinstance(values, list) for values in found)
+    ):
         raise ValueError("its line 'pandas_categorical' is no list of lists")
     return found or None

@@ -30,7 +30,8 @@ NUMBERS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """An input of the graph: [rows] (``width`` 1) or [rows, width], of these columns side by side; ``width`` None is any. ``nan`` lets a null number be NaN."""
+    """An input of the graph: [rows] (``width`` 1) or [rows, width], of these columns side by side;
+    ``width`` None is any. ``nan`` lets a null number be NaN."""
 
     name: str
     columns: tuple[str, ...]
@@ -48,36 +49,50 @@ class Input:
         return np.dtype(NUMBERS[self.kind]).kind in "iub"
 
     def array(self, batch: pa.RecordBatch, bad: dict[int, str]) -> npt.NDArray[Any]:
-        """The tensor of a batch; rows that have no place in it are added to ``bad``, and hold whatever they may.
+        """The tensor of a batch; rows that have no place in it are added to ``bad``, and hold
+        whatever they may.
 
         Raises:
-            ModelError: the columns' types do not tell how many values a row has, or tell another number than the graph takes.
+            ModelError: the columns' types do not tell how many values a row has, or tell another
+                number than the graph takes.
         """
         sizes = self._sizes(batch.schema)
-        parts = [self._part(name, batch.column(name), size, bad) for name, size in zip(self.columns, sizes, strict=True)]
+        parts = [
+            self._part(name, batch.column(name), size, bad)
+            for name, size in zip(self.columns, sizes, strict=True)
+        ]
         made = parts[0] if len(parts) == 1 else np.concatenate(parts, 1)
         return made[:, 0] if self.ndim == 1 else made
 
     def _sizes(self, schema: pa.Schema) -> list[int]:
-        """How many values of a row each column holds: by the types, so that no row's neighbours decide."""
+        """How many values of a row each column holds: by the types, so that no row's neighbours
+        decide."""
         kinds = [value_type(schema.field(name).type) for name in self.columns]
-        sizes = [getattr(kind, "list_size", None if hasattr(kind, "value_type") else 1) for kind in kinds]
+        sizes = [
+            getattr(kind, "list_size", None if hasattr(kind, "value_type") else 1) for kind in kinds
+        ]
         known, lists = sum(size or 0 for size in sizes), sizes.count(None)
         if lists > (self.width is not None):
-            name, item = self.columns[sizes.index(None)], "VARCHAR" if self.is_text else "BIGINT" if self.is_whole else "DOUBLE"
+            name, item = (
+                self.columns[sizes.index(None)],
+                "VARCHAR" if self.is_text else "BIGINT" if self.is_whole else "DOUBLE",
+            )
             raise ModelError(
-                f"onnx: how many values of column {name!r} the graph's input {self.name!r} takes is not known: "
-                f"CAST({name} AS {item}[n]) in the source"
+                f"onnx: how many values of column {name!r} the graph's input {self.name!r} takes is"
+                f" not known: CAST({name} AS {item}[n]) in the source"
             )
         rest = (self.width or 0) - known
         if self.width is not None and (rest < 1 if lists else rest):
             raise ModelError(
-                f"onnx: the graph's input {self.name!r} takes {self.width} numbers a row, and {listed(self.columns)} are {known}"
-                f"{' and a list' * lists}: name them in `inputs`, or a column of vectors"
+                f"onnx: the graph's input {self.name!r} takes {self.width} numbers a row, and"
+                f" {listed(self.columns)} are {known}{' and a list' * lists}: name them in"
+                " `inputs`, or a column of vectors"
             )
         return [rest if size is None else size for size in sizes]
 
-    def _part(self, name: str, column: pa.Array, size: int, bad: dict[int, str]) -> npt.NDArray[Any]:
+    def _part(
+        self, name: str, column: pa.Array, size: int, bad: dict[int, str]
+    ) -> npt.NDArray[Any]:
         """[rows, size]; 1 of a scalar."""
         if isinstance(column.type, pa.DictionaryType):
             column = column.cast(column.type.value_type)
@@ -85,12 +100,20 @@ class Input:
             return self._values(name, column, bad)[:, None]
         lengths = pc.fill_null(pc.list_value_length(column), -1).to_numpy(zero_copy_only=False)
         for row in np.flatnonzero(lengths != size).tolist():
-            bad[row] = f"{name} is null" if lengths[row] < 0 else f"{name} has {lengths[row]} values, not {size}"
+            bad[row] = (
+                f"{name} is null"
+                if lengths[row] < 0
+                else f"{name} has {lengths[row]} values, not {size}"
+            )
         good = np.flatnonzero(lengths == size)
         inner: dict[int, str] = {}
         values = self._values(name, column.take(pa.array(good)).flatten(), inner)
         bad |= {int(good[place // size]): reason for place, reason in inner.items()}
-        made = np.zeros((len(column), size), values.dtype) if not self.is_text else np.full((len(column), size), "", object)
+        made = (
+            np.zeros((len(column), size), values.dtype)
+            if not self.is_text
+            else np.full((len(column), size), "", object)
+        )
         made[good] = values.reshape(len(good), size)
         return made
 
@@ -98,9 +121,13 @@ class Input:
         """[values] of a flat column."""
         kind = NUMBERS[self.kind]
         if column.null_count and (self.is_text or self.is_whole or not self.nan):
-            bad |= dict.fromkeys(pc.indices_nonzero(column.is_null()).to_pylist(), f"{name} is null")
+            bad |= dict.fromkeys(
+                pc.indices_nonzero(column.is_null()).to_pylist(), f"{name} is null"
+            )
         if self.is_text:
-            texts: npt.NDArray[Any] = np.array(pc.fill_null(column.cast(pa.string()), "").to_pylist(), object)
+            texts: npt.NDArray[Any] = np.array(
+                pc.fill_null(column.cast(pa.string()), "").to_pylist(), object
+            )
             return texts
         if self.is_whole:
             # as it is: of those that int64 has not, a cast would make others
@@ -109,7 +136,10 @@ class Input:
             if np.dtype(kind).kind != "b":
                 limits = np.iinfo(kind)
                 for row in np.flatnonzero((whole < limits.min) | (whole > limits.max)).tolist():
-                    bad[row] = f"{name} is {whole[row]}, and the graph's input {self.name!r} takes {limits.min} to {limits.max}"
+                    bad[row] = (
+                        f"{name} is {whole[row]}, and the graph's input {self.name!r} takes"
+                        f" {limits.min} to {limits.max}"
+                    )
             made: npt.NDArray[Any] = whole.astype(kind)
             return made
         floats = numbers(column)

@@ -1,4 +1,5 @@
-"""ONNX: any graph, such as a scikit-learn pipeline by skl2onnx, over columns of numbers, texts and vectors, computed by ONNX Runtime on the CPU."""
+"""ONNX: any graph, such as a scikit-learn pipeline by skl2onnx, over columns of numbers, texts and
+vectors, computed by ONNX Runtime on the CPU."""
 
 from __future__ import annotations
 
@@ -38,20 +39,29 @@ class OnnxModel(HostModel):
 
     Args:
         path: the ``.onnx`` file.
-        outputs: feature → name of one of the graph's outputs, or ``{output: name, column: 1}`` for one number of each row. [rows] and [rows, 1] are one value a
-            row, [rows, dim] is a vector; a map of classes to probabilities, as skl2onnx makes by default, is a vector in the order of the classes.
-        inputs: the graph's input → a column, or a list of columns, side by side; by default the column of its name. A column may be a vector.
-        nulls: what becomes of a null number: ``bad``, or ``nan`` where the graph knows what to do with one.
+        outputs: feature → name of one of the graph's outputs, or ``{output: name, column: 1}`` for
+            one number of each row. [rows] and [rows, 1] are one value a row, [rows, dim] is a
+            vector; a map of classes to probabilities, as skl2onnx makes by default, is a vector in
+            the order of the classes.
+        inputs: the graph's input → a column, or a list of columns, side by side; by default the
+            column of its name. A column may be a vector.
+        nulls: what becomes of a null number: ``bad``, or ``nan`` where the graph knows what to do
+            with one.
 
     Raises:
-        ConfigError: no such file, ONNX Runtime is not installed, or an argument that does not fit the graph.
+        ConfigError: no such file, ONNX Runtime is not installed, or an argument that does not fit
+            the graph.
         ModelError: the file is damaged, or a graph that cannot be computed here.
     """
 
     start_cost = 1024
 
     def __init__(
-        self, path: str, outputs: Mapping[str, Any], inputs: Mapping[str, Any] | None = None, nulls: str = "bad"
+        self,
+        path: str,
+        outputs: Mapping[str, Any],
+        inputs: Mapping[str, Any] | None = None,
+        nulls: str = "bad",
     ) -> None:
         self._path = resolve_path(path)
         self.device = Host()
@@ -69,7 +79,8 @@ class OnnxModel(HostModel):
         self._checked: pa.Schema | None = None
 
     def fingerprint(self) -> str:
-        """The file and those of its weights, which column is which input and which output which feature, and the code version."""
+        """The file and those of its weights, which column is which input and which output which
+        feature, and the code version."""
         return digest(self._path, *self._beside, code=CODE_VERSION, **self._facts)
 
     def reads(self) -> list[str]:
@@ -77,17 +88,21 @@ class OnnxModel(HostModel):
         return list(dict.fromkeys(name for one in self._inputs for name in one.columns))
 
     def prepare(self, batch: pa.RecordBatch) -> Prepared:
-        """An array for each input; each row costs 1. Bad are those with a null, or a vector of another length.
+        """An array for each input; each row costs 1. Bad are those with a null, or a vector of
+        another length.
 
         Raises:
-            ModelError: a column is of a type that its input does not take, or a list whose length is not known.
+            ModelError: a column is of a type that its input does not take, or a list whose length
+                is not known.
         """
         self._check(batch.schema)
         bad: dict[int, str] = {}
         made = {one.name: one.array(batch, bad) for one in self._inputs}
         return Prepared(np.ones(batch.num_rows, np.int64), made, bad)
 
-    def inputs(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
+    def inputs(
+        self, prepared: Prepared, rows: npt.NDArray[np.int64]
+    ) -> dict[str, npt.NDArray[Any]]:
         """These rows of each."""
         return {name: values[rows] for name, values in prepared.payload.items()}
 
@@ -116,13 +131,15 @@ class OnnxModel(HostModel):
                     fits = fits and not (pa.types.is_floating(item) or pa.types.is_decimal(item))
                 if not fits:
                     raise ModelError(
-                        f"onnx: column {name!r} is {kind}, and the graph's input {one.name!r} takes {one.kind}: CAST it in the source"
+                        f"onnx: column {name!r} is {kind}, and the graph's input {one.name!r} takes"
+                        f" {one.kind}: CAST it in the source"
                     )
         self._checked = schema
 
 
 def names_of(path: Path) -> tuple[dict[str, int], list[str]]:
-    """Of a graph its inputs, each with how many columns it takes (1 where that is open), and its outputs.
+    """Of a graph its inputs, each with how many columns it takes (1 where that is open), and its
+    outputs.
 
     Raises:
         ConfigError, ModelError: as of :class:`OnnxModel`.
@@ -153,13 +170,17 @@ def _loaded(path: Path) -> tuple[list[Path], Any]:
         content = path.read_bytes()
         graph = onnx.load_model_from_string(content)
         beside = _beside(path, graph)
-        session = onnxruntime.InferenceSession(str(path) if beside else content, options, providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(
+            str(path) if beside else content, options, providers=["CPUExecutionProvider"]
+        )
     except PrecomputeError:
         raise
     except Exception as exc:
         # both libraries' errors have no common class
         reason = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
-        raise ModelError(f"onnx: {path} is damaged or cannot be computed by ONNX Runtime: {reason[:300]}") from exc
+        raise ModelError(
+            f"onnx: {path} is damaged or cannot be computed by ONNX Runtime: {reason[:300]}"
+        ) from exc
     return beside, session
 
 
@@ -169,18 +190,27 @@ def _beside(path: Path, model: Any) -> list[Path]:
     todo = [model.graph]
     while todo:
         graph = todo.pop()
-        tensors = [*graph.initializer, *(t for one in graph.sparse_initializer for t in (one.values, one.indices))]
+        tensors = [
+            *graph.initializer,
+            *(t for one in graph.sparse_initializer for t in (one.values, one.indices)),
+        ]
         for node in graph.node:
             for attribute in node.attribute:
                 tensors += [attribute.t, *attribute.tensors]
                 todo += [inner for inner in (attribute.g, *attribute.graphs) if inner.node]
         named |= {
-            entry.value for t in tensors if t.data_location == EXTERNAL for entry in t.external_data if entry.key == "location"
+            entry.value
+            for t in tensors
+            if t.data_location == EXTERNAL
+            for entry in t.external_data
+            if entry.key == "location"
         }
     files = [path.parent / name for name in sorted(named)]
     for file in files:
         if not file.resolve().is_relative_to(path.parent.resolve()):
-            raise ModelError(f"onnx: {path} names weights at {str(file)!r}, which is outside its folder")
+            raise ModelError(
+                f"onnx: {path} names weights at {str(file)!r}, which is outside its folder"
+            )
         if not file.is_file():
             raise ModelError(f"onnx: {path} names weights at {str(file)!r}, where there is nothing")
     return files
@@ -189,45 +219,80 @@ def _beside(path: Path, model: Any) -> list[Path]:
 def _inputs(given: Sequence[Any], named: Mapping[str, Any], nan: bool) -> list[Input]:
     names = [one.name for one in given]
     if not isinstance(named, Mapping):
-        raise ConfigError(f"onnx: inputs maps the graph's inputs ({listed(names)}) to columns, got {named!r}")
+        raise ConfigError(
+            f"onnx: inputs maps the graph's inputs ({listed(names)}) to columns, got {named!r}"
+        )
     if strange := [name for name in named if name not in names]:
         raise ConfigError(
-            f"onnx: inputs names {strange[0]!r}; the graph takes {listed(names)}{did_you_mean(str(strange[0]), names)}"
+            f"onnx: inputs names {strange[0]!r}; the graph takes"
+            f" {listed(names)}{did_you_mean(str(strange[0]), names)}"
         )
     found = []
     for one in given:
         if one.type not in NUMBERS:
-            raise ModelError(f"onnx: the graph's input {one.name!r} is {one.type}, of which there is no column")
+            raise ModelError(
+                f"onnx: the graph's input {one.name!r} is {one.type}, of which there is no column"
+            )
         if len(one.shape) not in (1, 2) or isinstance(one.shape[0], int):
             raise ModelError(
-                f"onnx: the graph's input {one.name!r} has the shape {one.shape}: export it as [None] or [None, columns], for any number of rows"
+                f"onnx: the graph's input {one.name!r} has the shape {one.shape}: export it as"
+                " [None] or [None, columns], for any number of rows"
             )
         columns = named.get(one.name, one.name)
         columns = [columns] if isinstance(columns, str) else columns
-        if not isinstance(columns, list) or not columns or not all(isinstance(name, str) for name in columns):
-            raise ConfigError(f"onnx: inputs.{one.name} is a column or a list of columns, got {columns!r}")
+        if (
+            not isinstance(columns, list)
+            or not columns
+            or not all(isinstance(name, str) for name in columns)
+        ):
+            raise ConfigError(
+                f"onnx: inputs.{one.name} is a column or a list of columns, got {columns!r}"
+            )
         width = one.shape[1] if len(one.shape) == 2 else 1
         if isinstance(width, int) and len(columns) > width:
-            raise ConfigError(f"onnx: inputs.{one.name} names {len(columns)} columns, and the graph takes {width}")
-        found.append(Input(one.name, tuple(columns), one.type, len(one.shape), width if isinstance(width, int) else None, nan))
+            raise ConfigError(
+                f"onnx: inputs.{one.name} names {len(columns)} columns, and the graph takes {width}"
+            )
+        found.append(
+            Input(
+                one.name,
+                tuple(columns),
+                one.type,
+                len(one.shape),
+                width if isinstance(width, int) else None,
+                nan,
+            )
+        )
     return found
 
 
 def _outputs(names: Sequence[str], outputs: Any) -> list[Output]:
     if not isinstance(outputs, Mapping) or not outputs:
-        raise ConfigError(f"onnx: outputs maps features to the graph's outputs ({listed(names)}), got {outputs!r}")
+        raise ConfigError(
+            f"onnx: outputs maps features to the graph's outputs ({listed(names)}), got {outputs!r}"
+        )
     found = []
     for feature, wanted in outputs.items():
         of = {"output": wanted} if isinstance(wanted, str) else wanted
-        if not isinstance(of, Mapping) or not set(of) <= {"output", "column"} or not isinstance(of.get("output"), str):
-            raise ConfigError(f"onnx: outputs.{feature} is the name of an output, or {{output: name, column: 1}}; got {wanted!r}")
+        if (
+            not isinstance(of, Mapping)
+            or not set(of) <= {"output", "column"}
+            or not isinstance(of.get("output"), str)
+        ):
+            raise ConfigError(
+                f"onnx: outputs.{feature} is the name of an output, or {{output: name, column: 1}};"
+                f" got {wanted!r}"
+            )
         if of["output"] not in names:
             raise ConfigError(
-                f"onnx: outputs.{feature} names {of['output']!r}; the graph gives {listed(names)}{did_you_mean(of['output'], names)}"
+                f"onnx: outputs.{feature} names {of['output']!r}; the graph gives"
+                f" {listed(names)}{did_you_mean(of['output'], names)}"
             )
         column = of.get("column")
         if column is not None and (type(column) is not int or column < 0):
-            raise ConfigError(f"onnx: outputs.{feature}.column is a whole number from 0, got {column!r}")
+            raise ConfigError(
+                f"onnx: outputs.{feature}.column is a whole number from 0, got {column!r}"
+            )
         found.append(Output(feature, of["output"], column))
     return found
 
@@ -237,19 +302,30 @@ def _array(name: str, given: Any) -> npt.NDArray[Any]:
     if isinstance(given, list) and given and isinstance(given[0], dict):
         return np.array([list(row.values()) for row in given], np.float32)
     if not isinstance(given, np.ndarray):
-        raise ModelError(f"onnx: output {name!r} is a {type(given).__name__}, neither a tensor nor maps of classes")
+        raise ModelError(
+            f"onnx: output {name!r} is a {type(given).__name__}, neither a tensor nor maps of"
+            " classes"
+        )
     return given
 
 
 def _feature(output: Output, values: npt.NDArray[Any]) -> Any:
     if values.ndim not in (1, 2):
-        raise ModelError(f"onnx: output {output.name!r} has the shape {list(values.shape)}, not [rows] or [rows, dim]")
+        raise ModelError(
+            f"onnx: output {output.name!r} has the shape {list(values.shape)}, not [rows] or [rows,"
+            " dim]"
+        )
     if output.column is not None:
         if values.ndim == 1 or output.column >= values.shape[1]:
             raise ModelError(
-                f"onnx: outputs.{output.feature} takes column {output.column} of {output.name!r}, which has the shape {list(values.shape)}"
+                f"onnx: outputs.{output.feature} takes column {output.column} of {output.name!r},"
+                f" which has the shape {list(values.shape)}"
             )
         values = values[:, output.column]
     if values.ndim == 2 and values.shape[1] == 1:
         values = values[:, 0]
-    return pa.array(values.tolist(), pa.string()) if values.dtype.kind in "OU" and values.ndim == 1 else values
+    return (
+        pa.array(values.tolist(), pa.string())
+        if values.dtype.kind in "OU" and values.ndim == 1
+        else values
+    )

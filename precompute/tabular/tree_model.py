@@ -1,5 +1,5 @@
-"""Tree model: gradient-boosted trees between columns of numbers and a score, in the stages that the engine overlaps; the libraries differ by how a file is
-loaded and a matrix is scored."""
+"""Tree model: gradient-boosted trees between columns of numbers and a score, in the stages that the
+engine overlaps; the libraries differ by how a file is loaded and a matrix is scored."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ CODE_VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class Trees:
-    """A model file as it was loaded: its features in their order, the categories of those that have some, how many numbers a row's score has (1: a scalar),
-    the objective, above which number one score is of the second of two classes (of a score for each class any number; None where scores are no classes'), the
-    classes' names where the file knows them, and the features that the library takes as texts."""
+    """A model file as it was loaded: its features in their order, the categories of those that have
+    some, how many numbers a row's score has (1: a scalar), the objective, above which number one
+    score is of the second of two classes (of a score for each class any number; None where scores
+    are no classes'), the classes' names where the file knows them, and the features that the
+    library takes as texts."""
 
     features: Sequence[str]
     categories: Mapping[str, Sequence[Any]]
@@ -44,14 +46,17 @@ class TreeModel(HostModel, ABC):
     Args:
         path: the model's file.
         output: name of the feature: a number, or a vector of as many as there are classes.
-        columns: a column for each of the model's features, in its order, or feature → column; by default the columns of the same names.
+        columns: a column for each of the model's features, in its order, or feature → column; by
+            default the columns of the same names.
         raw: the trees' sum, before the objective makes a probability of it.
-        unknown: what becomes of a category that the model does not know: ``bad``, or ``missing`` to take it for a null.
+        unknown: what becomes of a category that the model does not know: ``bad``, or ``missing`` to
+            take it for a null.
         label: name of a second feature: the class with the highest score.
         classes: its names, in the model's order; by default those in the file.
 
     Raises:
-        ConfigError: no such file, the library is not installed, or an argument does not fit the model.
+        ConfigError: no such file, the library is not installed, or an argument does not fit the
+            model.
         ModelError: the file is damaged, or of another kind.
     """
 
@@ -76,9 +81,15 @@ class TreeModel(HostModel, ABC):
         if not self._path.is_file():
             raise ConfigError(f"{self.name}: path {str(path)!r} is a folder: name the model's file")
         trees = self.loaded(self._path)
-        self._columns = Columns(self.name, trees.features, columns, trees.categories, unknown, trees.texts)
+        self._columns = Columns(
+            self.name, trees.features, columns, trees.categories, unknown, trees.texts
+        )
         self._classes, self._middle = self._named_classes(trees, classes), trees.middle
-        self._facts = {"columns": Verbatim(list(self._columns.names)), "raw": raw, "unknown": unknown}
+        self._facts = {
+            "columns": Verbatim(list(self._columns.names)),
+            "raw": raw,
+            "unknown": unknown,
+        }
         if label is not None:
             self._facts |= {"label": Verbatim([label, self._classes.to_pylist()])}
 
@@ -86,20 +97,25 @@ class TreeModel(HostModel, ABC):
         if self._label is None:
             if classes is not None:
                 raise ConfigError(
-                    f"{self.name}: classes names what `label` is made of: set `label` to that feature's name, or leave out `classes`"
+                    f"{self.name}: classes names what `label` is made of: set `label` to that"
+                    " feature's name, or leave out `classes`"
                 )
             return pa.array([], pa.string())
         if self._label == self._output:
-            raise ConfigError(f"{self.name}: label and output are both {self._output!r}: give them two names")
+            raise ConfigError(
+                f"{self.name}: label and output are both {self._output!r}: give them two names"
+            )
         if trees.middle is None:
             raise ConfigError(
-                f"{self.name}: label is a row's class, and the objective {trees.objective!r} gives no score from which one follows: leave out `label`"
+                f"{self.name}: label is a row's class, and the objective {trees.objective!r} gives"
+                " no score from which one follows: leave out `label`"
             )
         named = classes if classes is not None else trees.classes
         count = max(2, trees.width)
         if named is None or isinstance(named, str) or len(named) != count:
             raise ConfigError(
-                f"{self.name}: label needs `classes`, the names of the model's {count} classes in its order; got {named!r}"
+                f"{self.name}: label needs `classes`, the names of the model's {count} classes in"
+                f" its order; got {named!r}"
             )
         return pa.array([str(name) for name in named], pa.string())
 
@@ -116,7 +132,8 @@ class TreeModel(HostModel, ABC):
         return {}
 
     def fingerprint(self) -> str:
-        """The file, which column is which feature, what is made of the trees' sum, and the code version."""
+        """The file, which column is which feature, what is made of the trees' sum, and the code
+        version."""
         return digest(code=CODE_VERSION, file=self._path, **self._facts)
 
     def reads(self) -> list[str]:
@@ -124,7 +141,8 @@ class TreeModel(HostModel, ABC):
         return list(dict.fromkeys(self._columns.names))
 
     def prepare(self, batch: pa.RecordBatch) -> Prepared:
-        """The matrix of all rows; each costs 1. Bad are those with a category that the model does not know.
+        """The matrix of all rows; each costs 1. Bad are those with a category that the model does
+        not know.
 
         Raises:
             ModelError: a column is of a type that the model's feature is not.
@@ -143,8 +161,11 @@ class TreeModel(HostModel, ABC):
         return self.scores(inputs, self.device.threads())
 
     def land(self, launched: npt.NDArray[Any]) -> Features:
-        """``output`` → the scores, float32 or float64 [rows] or [rows, classes]; and the label's name, a text for each row."""
+        """``output`` → the scores, float32 or float64 [rows] or [rows, classes]; and the label's
+        name, a text for each row."""
         if self._label is None:
             return {self._output: launched}
-        best = launched.argmax(1) if launched.ndim == 2 else (launched > self._middle).astype(np.int64)
+        best = (
+            launched.argmax(1) if launched.ndim == 2 else (launched > self._middle).astype(np.int64)
+        )
         return {self._output: launched, self._label: self._classes.take(pa.array(best))}

@@ -1,5 +1,8 @@
-"""XGBoost JSON: a model file checked, and made again of nothing but what predicting needs, before the library reads it: there a damaged one ends the process, or
-is read past its end. Every tree's arrays have their sizes, every child is there and has one parent, every feature is one of the model's."""
+"""XGBoost JSON: a model file checked, and made again of nothing but what predicting needs, before
+the library reads it: there a damaged one ends the process, or is read past its end. Every tree's
+arrays have their sizes, every child is there and has one parent, every feature is one of the
+model's.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,22 @@ MOST_CATEGORIES = 2**24
 MOST_FEATURES = 10**7
 
 BY_NODE = ("base_weights", "loss_changes", "sum_hessian", "split_conditions")
-NODES = ("left_children", "right_children", "parents", "split_indices", "default_left", "split_type")
+NODES = (
+    "left_children",
+    "right_children",
+    "parents",
+    "split_indices",
+    "default_left",
+    "split_type",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class XgBoostJson:
-    """What a file says of its model: names of its features (f0, f1, … where it was trained without), which of them are categorical with what values, the
-    objective, how many scores a row has before that, how many rounds were the best (None: all), and the model ``written`` again."""
+    """What a file says of its model: names of its features (f0, f1, … where it was trained
+    without), which of them are categorical with what values, the objective, how many scores a row
+    has before that, how many rounds were the best (None: all), and the model ``written`` again.
+    """
 
     features: tuple[str, ...]
     categories: Mapping[str, Sequence[Any]]
@@ -41,16 +53,23 @@ def read_json(content: bytes) -> XgBoostJson:
     try:
         model = json.loads(content)
     except (ValueError, RecursionError) as exc:
-        raise ValueError(f"it is no JSON ({exc}): save the model with save_model('model.json')") from exc
+        raise ValueError(
+            f"it is no JSON ({exc}): save the model with save_model('model.json')"
+        ) from exc
     learner = _dict(model, "learner")
     param = _dict(learner, "learner_model_param")
     count, classes, targets = (
-        _number(param, key, least, MOST_FEATURES) for key, least in (("num_feature", 1), ("num_class", 0), ("num_target", 1))
+        _number(param, key, least, MOST_FEATURES)
+        for key, least in (("num_feature", 1), ("num_class", 0), ("num_target", 1))
     )
     groups = max(classes, targets)
     objective = _texts(_dict(learner, "objective"))
     for inner in objective.values():
-        if isinstance(inner, dict) and "num_class" in inner and _number(inner, "num_class", 0, MOST_FEATURES) != classes:
+        if (
+            isinstance(inner, dict)
+            and "num_class" in inner
+            and _number(inner, "num_class", 0, MOST_FEATURES) != classes
+        ):
             raise ValueError(f"it has {classes} classes, and its objective {inner['num_class']}")
     if not re.fullmatch(r"\[?[-\d.eE+, ]{1,100000}\]?", str(param.get("base_score"))):
         raise ValueError("base_score has what is no number")
@@ -66,7 +85,11 @@ def read_json(content: bytes) -> XgBoostJson:
         made = {"gbtree": made, "name": "dart", "weight_drop": dropped}
     names = _names(learner, count)
     types = learner.get("feature_types") or []
-    if not isinstance(types, list) or len(types) not in (0, count) or not set(types) <= {"int", "i", "float", "q", "c"}:
+    if (
+        not isinstance(types, list)
+        or len(types) not in (0, count)
+        or not set(types) <= {"int", "i", "float", "q", "c"}
+    ):
         raise ValueError("feature_types has what is no type, or not one for each feature")
     attributes = _texts(_dict(learner, "attributes"))
     best = attributes.get("best_iteration")
@@ -76,13 +99,22 @@ def read_json(content: bytes) -> XgBoostJson:
             "feature_names": [],
             "feature_types": types,
             "gradient_booster": made,
-            "learner_model_param": {key: str(value) for key, value in param.items() if key in PARAM},
+            "learner_model_param": {
+                key: str(value) for key, value in param.items() if key in PARAM
+            },
             "objective": objective,
         },
         "version": _integers(model, "version", 3, 0, 1000).tolist(),
     }
     rounds = int(best) + 1 if isinstance(best, str) and re.fullmatch(r"\d{1,9}", best) else None
-    return XgBoostJson(names, _categories(inner, names), str(objective.get("name")), groups, rounds, json.dumps(written).encode())
+    return XgBoostJson(
+        names,
+        _categories(inner, names),
+        str(objective.get("name")),
+        groups,
+        rounds,
+        json.dumps(written).encode(),
+    )
 
 
 PARAM = ("base_score", "boost_from_average", "num_class", "num_feature", "num_target")
@@ -131,15 +163,23 @@ def _tree(tree: Any, number: int, features: int) -> dict[str, Any]:
     param = _dict(tree, "tree_param")
     nodes = _number(param, "num_nodes", 1, 2**31)
     if _number(param, "size_leaf_vector", 0, 2**31) > 1:
-        raise ValueError("its leaves are vectors, which are not computed: train with multi_strategy='one_output_per_tree'")
+        raise ValueError(
+            "its leaves are vectors, which are not computed: train with"
+            " multi_strategy='one_output_per_tree'"
+        )
     of = {name: _integers(tree, name, nodes, -(2**31), 2**32) for name in NODES}
     left, right = of["left_children"], of["right_children"]
     inner = np.flatnonzero(left != -1)
     children = np.concatenate([left[inner], right[inner]])
     # each is one node's child, and none is the first's parent: what is reached from there is a tree
-    if (right[left == -1] != -1).any() or (len(children) and (children.min() < 1 or children.max() >= nodes)):
+    if (right[left == -1] != -1).any() or (
+        len(children) and (children.min() < 1 or children.max() >= nodes)
+    ):
         raise ValueError("it has a child that is not there")
-    if len(np.unique(children)) != len(children) or (of["parents"][children] != np.concatenate([inner, inner])).any():
+    if (
+        len(np.unique(children)) != len(children)
+        or (of["parents"][children] != np.concatenate([inner, inner])).any()
+    ):
         raise ValueError("its children are no tree")
     split = of["split_indices"][inner]
     if len(split) and (split.min() < 0 or split.max() >= features):
@@ -161,21 +201,38 @@ def _tree(tree: Any, number: int, features: int) -> dict[str, Any]:
     }
 
 
-def _splits(tree: Mapping[str, Any], split_type: npt.NDArray[Any], inner: npt.NDArray[Any]) -> dict[str, Any]:
+def _splits(
+    tree: Mapping[str, Any], split_type: npt.NDArray[Any], inner: npt.NDArray[Any]
+) -> dict[str, Any]:
     """What splits by category."""
     chosen = _integers(tree, "categories", None, 0, MOST_CATEGORIES)
     nodes = _integers(tree, "categories_nodes", None, 0, len(split_type))
-    first, sizes = (_integers(tree, f"categories_{name}", len(nodes), 0, len(chosen) + 1) for name in ("segments", "sizes"))
+    first, sizes = (
+        _integers(tree, f"categories_{name}", len(nodes), 0, len(chosen) + 1)
+        for name in ("segments", "sizes")
+    )
     by_category = inner[split_type[inner] == 1]
-    if not np.isin(by_category, nodes).all() or (np.diff(nodes) < 1).any() or ((first + sizes > len(chosen)) | (sizes < 1)).any():
+    if (
+        not np.isin(by_category, nodes).all()
+        or (np.diff(nodes) < 1).any()
+        or ((first + sizes > len(chosen)) | (sizes < 1)).any()
+    ):
         raise ValueError("its categories are not whole")
-    named = {"categories": chosen, "categories_nodes": nodes, "categories_segments": first, "categories_sizes": sizes}
+    named = {
+        "categories": chosen,
+        "categories_nodes": nodes,
+        "categories_segments": first,
+        "categories_sizes": sizes,
+    }
     return {name: values.tolist() for name, values in named.items()}
 
 
 def _categories(model: Mapping[str, Any], names: Sequence[str]) -> dict[str, list[Any]]:
-    """Values of those features that have some; a model that was trained before they were stored, or of codes, has none."""
-    stored = model.get("cats", {}).get("enc", []) if isinstance(model.get("cats", {}), dict) else None
+    """Values of those features that have some; a model that was trained before they were stored, or
+    of codes, has none."""
+    stored = (
+        model.get("cats", {}).get("enc", []) if isinstance(model.get("cats", {}), dict) else None
+    )
     if not isinstance(stored, list) or len(stored) not in (0, len(names)):
         raise ValueError("its categories are not of all its features")
     found = {}
@@ -211,14 +268,22 @@ def _texts(of: Mapping[str, Any]) -> dict[str, Any]:
 
 def _number(of: Mapping[str, Any], key: str, least: int, below: int) -> int:
     text = of.get(key, str(least))
-    if not isinstance(text, str) or not re.fullmatch(r"\d{1,10}", text) or not least <= int(text) < below:
+    if (
+        not isinstance(text, str)
+        or not re.fullmatch(r"\d{1,10}", text)
+        or not least <= int(text) < below
+    ):
         raise ValueError(f"{key} is {text!r:.40}, which cannot be")
     return int(text)
 
 
-def _integers(of: Mapping[str, Any], key: str, size: int | None, least: int, below: int) -> npt.NDArray[Any]:
+def _integers(
+    of: Mapping[str, Any], key: str, size: int | None, least: int, below: int
+) -> npt.NDArray[Any]:
     numbers = _array(of, key, size)
-    if len(numbers) and (numbers.dtype.kind not in "iu" or numbers.min() < least or numbers.max() >= below):
+    if len(numbers) and (
+        numbers.dtype.kind not in "iu" or numbers.min() < least or numbers.max() >= below
+    ):
         raise ValueError(f"{key} has a number that cannot be")
     return numbers.astype(np.int64)
 

@@ -1,5 +1,5 @@
-"""Artifacts: files of converted models, made once: compiled code, exported graphs. Their names say all that they depend on.
-And which sizes vary."""
+"""Artifacts: files of converted models, made once: compiled code, exported graphs. Their names say
+all that they depend on. And which sizes vary."""
 
 from __future__ import annotations
 
@@ -22,13 +22,21 @@ from precompute.techniques.technique import Forward
 
 def varying(examples: Sequence[Tensors]) -> set[tuple[int, int]]:
     """(input, dimension) of every size that differs between examples."""
-    return {(p, axis) for p, axis in _axes(examples) if len({example[p].shape[axis] for example in examples}) > 1}
+    return {
+        (p, axis)
+        for p, axis in _axes(examples)
+        if len({example[p].shape[axis] for example in examples}) > 1
+    }
 
 
 def constant(examples: Sequence[Tensors]) -> list[tuple[int, int, int]]:
     """(input, dimension, size) of every size that is the same in all examples."""
     axes = varying(examples)
-    return [(p, axis, examples[0][p].shape[axis]) for p, axis in _axes(examples) if (p, axis) not in axes]
+    return [
+        (p, axis, examples[0][p].shape[axis])
+        for p, axis in _axes(examples)
+        if (p, axis) not in axes
+    ]
 
 
 def _axes(examples: Sequence[Tensors]) -> list[tuple[int, int]]:
@@ -36,14 +44,19 @@ def _axes(examples: Sequence[Tensors]) -> list[tuple[int, int]]:
 
 
 def exported(module: torch.nn.Module, examples: Sequence[Tensors]) -> torch.export.ExportedProgram:
-    """The module as a graph for all sizes: a dimension that differs between examples is a variable, from 1 up.
+    """The module as a graph for all sizes: a dimension that differs between examples is a variable,
+    from 1 up.
 
     Raises:
         Exception: whatever torch.export raises about a module that is no single graph.
     """
     axes = varying(examples)
     dynamic: tuple[Any, ...] = tuple(
-        {axis: torch.export.Dim.DYNAMIC(min=1) for axis in range(t.dim()) if (position, axis) in axes}
+        {
+            axis: torch.export.Dim.DYNAMIC(min=1)
+            for axis in range(t.dim())
+            if (position, axis) in axes
+        }
         for position, t in enumerate(examples[0])
     )
     kinds = [p.kind for p in inspect.signature(module.forward).parameters.values()]
@@ -73,9 +86,16 @@ class Folder:
         self._path = path
 
     def file(
-        self, name: str, suffix: str, model: TorchModel, batches: Sequence[Tensors], runtime: str, write: Callable[[Path], None]
+        self,
+        name: str,
+        suffix: str,
+        model: TorchModel,
+        batches: Sequence[Tensors],
+        runtime: str,
+        write: Callable[[Path], None],
     ) -> Path:
-        """The file of a technique for this model, its weights, the sizes in its examples, the versions and the CPU.
+        """The file of a technique for this model, its weights, the sizes in its examples, the
+        versions and the CPU.
 
         Args:
             name: the technique's.
@@ -109,7 +129,8 @@ def retained(folder: Path | None) -> Iterator[Folder]:
 
 
 def guarded(forward: Forward, name: str, batches: Sequence[Tensors]) -> Forward:
-    """The forward of a technique's file that was written for ``batches``: AOTInductor computes something, whatever sizes it is given."""
+    """The forward of a technique's file that was written for ``batches``: AOTInductor computes
+    something, whatever sizes it is given."""
     same = constant(batches)
 
     def checked(*inputs: torch.Tensor) -> Any:
@@ -117,9 +138,12 @@ def guarded(forward: Forward, name: str, batches: Sequence[Tensors]) -> Forward:
             now = inputs[position].shape[axis]
             if now != size:
                 what = (
-                    f"dimension {axis} of input {position} was {size} in all rows that the conversion was shown, and is {now} now"
+                    f"dimension {axis} of input {position} was {size} in all rows that the"
+                    f" conversion was shown, and is {now} now"
                 )
-                raise ModelError(f"precision {name}: {what}: choose fp32-compile or fp32-eager, which take any")
+                raise ModelError(
+                    f"precision {name}: {what}: choose fp32-compile or fp32-eager, which take any"
+                )
         return forward(*inputs)
 
     return checked

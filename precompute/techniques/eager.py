@@ -1,4 +1,5 @@
-"""Eager: the module as torch computes it, layer by layer; in float32 the reference itself. And on a GPU its products by fewer bits."""
+"""Eager: the module as torch computes it, layer by layer; in float32 the reference itself. And on a
+GPU its products by fewer bits."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ FP8_STEP = 16
 
 
 class Eager(Technique):
-    """fp32, bf16 and fp16. In bfloat16 MiniLM reached 2.6 (AMX) to 4.7 times (AMD Zen) float32's rate."""
+    """fp32, bf16 and fp16. In bfloat16 MiniLM reached 2.6 (AMX) to 4.7 times (AMD Zen) float32's
+    rate."""
 
     convert_s = 0.5
 
@@ -35,12 +37,15 @@ class Eager(Technique):
             return 1.0
         return 3.0 if computes_in(self.dtype, device) else 0.0
 
-    def converted(self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None) -> Forward:
+    def converted(
+        self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None
+    ) -> Forward:
         return module_of(model, self.dtype, batches)
 
 
 class Tf32(Technique):
-    """Float32 whose products take 10 bits of each mantissa, on GPUs from Ampere on: as exact as float16, in float32's range."""
+    """Float32 whose products take 10 bits of each mantissa, on GPUs from Ampere on: as exact as
+    float16, in float32's range."""
 
     convert_s = 0.5
 
@@ -50,13 +55,17 @@ class Tf32(Technique):
     def gain(self, device: Device, model: TorchModel) -> float:
         return 0.0 if self.missing(device) else 2.0
 
-    def converted(self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None) -> Forward:
+    def converted(
+        self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None
+    ) -> Forward:
         return in_tf32(model.module)
 
 
 class Fp8(Technique):
-    """Linear layers in 8-bit floats on a GPU from Hopper on, everything else in bfloat16: a scale for each row of inputs, so that no row depends on its
-    neighbours, and for each output. The quantising costs as much as the products of a small model gain."""
+    """Linear layers in 8-bit floats on a GPU from Hopper on, everything else in bfloat16: a scale
+    for each row of inputs, so that no row depends on its neighbours, and for each output. The
+    quantising costs as much as the products of a small model gain.
+    """
 
     convert_s = 1.0
 
@@ -71,14 +80,17 @@ class Fp8(Technique):
     def gain(self, device: Device, model: TorchModel) -> float:
         return 0.0 if self.missing(device) or not has_linear(model) else 2.5
 
-    def converted(self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None) -> Forward:
+    def converted(
+        self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None
+    ) -> Forward:
         probe(model.device.torch)
         module = in_fp8(module_of(model, self.dtype, batches))
         return compiled(module) if self.backend == "compile" else module
 
 
 def in_tf32(forward: Callable[..., Any]) -> Forward:
-    """The forward with TF32 allowed while it is launched: what else this process computes is as it was."""
+    """The forward with TF32 allowed while it is launched: what else this process computes is as it
+    was."""
 
     def allowed(*inputs: torch.Tensor) -> Any:
         settings: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
@@ -114,24 +126,37 @@ class Fp8Linear(torch.nn.Module):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """``input`` [..., in] bfloat16 → [..., out] bfloat16."""
         rows, scales = quantised_rows(input.reshape(-1, input.shape[-1]))
-        out = torch._scaled_mm(rows, self.weight.T, scale_a=scales, scale_b=self.scales, bias=self.bias, out_dtype=torch.bfloat16)
+        out = torch._scaled_mm(
+            rows,
+            self.weight.T,
+            scale_a=scales,
+            scale_b=self.scales,
+            bias=self.bias,
+            out_dtype=torch.bfloat16,
+        )
         assert isinstance(out, torch.Tensor)
         return out.reshape(*input.shape[:-1], -1)
 
 
 def quantised_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(8-bit floats [n, m], float32 [n, 1]), whose product is nearly ``x`` [n, m]: each row's largest becomes the largest number there is."""
-    scales = x.abs().amax(1, keepdim=True).float().clamp(min=torch.finfo(torch.float32).tiny) / FP8_MAX
+    """(8-bit floats [n, m], float32 [n, 1]), whose product is nearly ``x`` [n, m]: each row's
+    largest becomes the largest number there is."""
+    scales = (
+        x.abs().amax(1, keepdim=True).float().clamp(min=torch.finfo(torch.float32).tiny) / FP8_MAX
+    )
     return (x.float() / scales).clamp(-FP8_MAX, FP8_MAX).to(FP8), scales
 
 
 def in_fp8(module: torch.nn.Module) -> torch.nn.Module:
-    """The module, in place, with its linear layers so, of those whose sizes allow it; the module itself may be one."""
+    """The module, in place, with its linear layers so, of those whose sizes allow it; the module
+    itself may be one."""
     done: dict[int, Fp8Linear] = {}
 
     def replaced(part: torch.nn.Module) -> torch.nn.Module:
         # a subclass may compute something else, or be read by its owner
-        if type(part) is torch.nn.Linear and not (part.in_features % FP8_STEP or part.out_features % FP8_STEP):
+        if type(part) is torch.nn.Linear and not (
+            part.in_features % FP8_STEP or part.out_features % FP8_STEP
+        ):
             return done.setdefault(id(part), Fp8Linear(part))
         for name, child in list(part._modules.items()):
             if child is not None:
@@ -143,7 +168,8 @@ def in_fp8(module: torch.nn.Module) -> torch.nn.Module:
 
 @torch.inference_mode()
 def probe(device: torch.device) -> None:
-    """Compare a small product with torch's own, of powers of two, which 8 bits hold, and with another scale each row and each output.
+    """Compare a small product with torch's own, of powers of two, which 8 bits hold, and with
+    another scale each row and each output.
 
     Raises:
         ConfigError: this torch or this GPU has no such operator, or it computes something else.
@@ -153,4 +179,8 @@ def probe(device: torch.device) -> None:
     linear.weight.copy_(powers.tril() - powers.triu(1))
     linear.bias.fill_(2.0)
     x = torch.diag(powers[0]).to(device, torch.bfloat16)
-    check_layers("8-bit float", lambda: torch.allclose(Fp8Linear(linear)(x), linear(x), rtol=0.01), "bf16-eager")
+    check_layers(
+        "8-bit float",
+        lambda: torch.allclose(Fp8Linear(linear)(x), linear(x), rtol=0.01),
+        "bf16-eager",
+    )

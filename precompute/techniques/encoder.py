@@ -1,8 +1,10 @@
-"""Encoder: a text encoder that is a BERT, by the C++ extension (:mod:`precompute.text.encoder`): bfloat16 products, no padding, the rest float32.
+"""Encoder: a text encoder that is a BERT, by the C++ extension (:mod:`precompute.text.encoder`):
+bfloat16 products, no padding, the rest float32.
 
-512 docstrings by MiniLM, per second of one AVX512-BF16 core without AMX (AMD Zen 5), all in turns: 315 texts, where oneDNN's packed layers computed 178 and
-torch.compile 197 of them: 1.6 times the best of torch (1.59 to 1.70), 0.8 of what the core multiplies at most. Mean and least cosine to float32 0.99999 and 0.99998.
-By AMX it was not measured yet, but for its values.
+512 docstrings by MiniLM, per second of one AVX512-BF16 core without AMX (AMD Zen 5), all in turns:
+315 texts, where oneDNN's packed layers computed 178 and torch.compile 197 of them: 1.6 times the
+best of torch (1.59 to 1.70), 0.8 of what the core multiplies at most. Mean and least cosine to
+float32 0.99999 and 0.99998. By AMX it was not measured yet, but for its values.
 """
 
 from __future__ import annotations
@@ -21,28 +23,37 @@ from precompute.techniques.technique import Forward, Technique, elements
 from precompute.text.encoder import UnpaddedBert, kernel, not_understood
 
 LEAST_COSINE = 0.98
-"""Of each vector of the first batch to float32's; two ways of computing the same in bfloat16 are 0.999 apart."""
+"""Of each vector of the first batch to float32's; two ways of computing the same in bfloat16 are
+0.999 apart."""
 
 
 class Unpadded(Technique):
-    """bf16, on a CPU with AVX512-BF16 or AMX; see :func:`precompute.text.encoder.not_understood` for what is left to torch."""
+    """bf16, on a CPU with AVX512-BF16 or AMX; see :func:`precompute.text.encoder.not_understood`
+    for what is left to torch."""
 
     def missing(self, device: Device) -> str:
         if device.is_cuda:
             return on_a_cpu_only(self.name, device)
         if kernel() is None:
             return (
-                "the encoder's C++ extension was not built, or this CPU has neither AVX512-BF16 nor AMX, or may not use them: "
-                "choose bf16-onednn, or fp32"
+                "the encoder's C++ extension was not built, or this CPU has neither AVX512-BF16 nor"
+                " AMX, or may not use them: choose bf16-onednn, or fp32"
             )
         return ""
 
     def gain(self, device: Device, model: TorchModel) -> float:
-        if device.is_cuda or kernel() is None or not computes_in(self.dtype, device) or _reason(model):
+        if (
+            device.is_cuda
+            or kernel() is None
+            or not computes_in(self.dtype, device)
+            or _reason(model)
+        ):
             return 0.0
         return 5.5
 
-    def converted(self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None) -> Forward:
+    def converted(
+        self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None
+    ) -> Forward:
         reason, chosen = _reason(model), kernel()
         if reason:
             raise ConfigError(f"{reason}: choose bf16-onednn, or fp32")
@@ -54,7 +65,8 @@ class Unpadded(Technique):
 
 
 class _Forward(torch.nn.Module):
-    """Token ids → embeddings, as :class:`precompute.models.text_encoder.Encoder`'s; what comes after the transformer in float32."""
+    """Token ids → embeddings, as :class:`precompute.models.text_encoder.Encoder`'s; what comes
+    after the transformer in float32."""
 
     def __init__(self, bert: UnpaddedBert, head: torch.nn.Module) -> None:
         super().__init__()
@@ -75,13 +87,19 @@ def _reason(model: TorchModel) -> str:
 
 @torch.inference_mode()
 def _probe(forward: Forward, reference: torch.nn.Module, batch: Tensors) -> None:
-    """Compare a batch's vectors with the reference's: a version of transformers may compute something new under an old name.
+    """Compare a batch's vectors with the reference's: a version of transformers may compute
+    something new under an old name.
 
     Raises:
         ConfigError: it does.
     """
-    cosine = torch.nn.functional.cosine_similarity(forward(*batch), reference(*batch), dim=1).min().item()
+    cosine = (
+        torch.nn.functional.cosine_similarity(forward(*batch), reference(*batch), dim=1)
+        .min()
+        .item()
+    )
     if not cosine >= LEAST_COSINE:
         raise ConfigError(
-            f"the encoder computes something else than this transformer (cosine {cosine:.4f}): choose bf16-onednn, or fp32"
+            f"the encoder computes something else than this transformer (cosine {cosine:.4f}):"
+            " choose bf16-onednn, or fp32"
         )

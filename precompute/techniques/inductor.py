@@ -1,7 +1,9 @@
-"""Inductor: the module compiled to C++ (or to Triton on a GPU), when it is first called or ahead of time into a file.
+"""Inductor: the module compiled to C++ (or to Triton on a GPU), when it is first called or ahead of
+time into a file.
 
-Measured with MiniLM in float32 on two AVX2 cores, where eager's matrix products reach 70 % of the machine's peak: 1.0 to 1.1 (compile) and 0.8 times (aoti)
-eager's rate, after half a minute and more of compiling. It pays where memory and Python are the limit, not products.
+Measured with MiniLM in float32 on two AVX2 cores, where eager's matrix products reach 70 % of the
+machine's peak: 1.0 to 1.1 (compile) and 0.8 times (aoti) eager's rate, after half a minute and more
+of compiling. It pays where memory and Python are the limit, not products.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from precompute.techniques.technique import Forward, Technique, module_of
 
 
 class Compiled(Technique):
-    """fp32, bf16 and fp16 by ``torch.compile``, again in each process. MiniLM in bfloat16 reached 3 (AMX) to 5.2 times (AMD Zen) eager float32's rate."""
+    """fp32, bf16 and fp16 by ``torch.compile``, again in each process. MiniLM in bfloat16 reached 3
+    (AMX) to 5.2 times (AMD Zen) eager float32's rate."""
 
     convert_s = 40.0
     options: Mapping[str, Any] = {}
@@ -38,12 +41,15 @@ class Compiled(Technique):
             return 0.0
         return 1.4 if self.dtype == torch.float32 else 4.0
 
-    def converted(self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None) -> Forward:
+    def converted(
+        self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None
+    ) -> Forward:
         return compiled(module_of(model, self.dtype, batches), **self.options)
 
 
 class Tuned(Compiled):
-    """The same with products by the kernels that are quickest of those that Inductor has for each, measured while it compiles: minutes of it."""
+    """The same with products by the kernels that are quickest of those that Inductor has for each,
+    measured while it compiles: minutes of it."""
 
     convert_s = 240.0
     options: Mapping[str, Any] = {"max_autotune": True, "coordinate_descent_tuning": True}
@@ -57,7 +63,8 @@ class Tuned(Compiled):
 
 
 class Recorded(Compiled):
-    """The same, played back as CUDA graphs where shapes repeat: for small batches of small models, whose launches take longer than their computing."""
+    """The same, played back as CUDA graphs where shapes repeat: for small batches of small models,
+    whose launches take longer than their computing."""
 
     def missing(self, device: Device) -> str:
         return on_a_gpu_only(self.name, device) or missing_compiler(device)
@@ -65,7 +72,9 @@ class Recorded(Compiled):
     def gain(self, device: Device, model: TorchModel) -> float:
         return super().gain(device, model) if device.is_cuda else 0.0
 
-    def converted(self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None) -> Forward:
+    def converted(
+        self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None
+    ) -> Forward:
         reason = check_rows(model.module, batches)
         if reason:
             raise ConfigError(reason)
@@ -85,32 +94,39 @@ class Packaged(Technique):
             return 0.0
         return 1.1 if self.dtype == torch.float32 else 3.2
 
-    def converted(self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None) -> Forward:
+    def converted(
+        self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None
+    ) -> Forward:
         def write(path: Path) -> None:
             package(module_of(model, self.dtype, batches), batches, path)
 
         with retained(folder) as place:
-            return guarded(load(place.file(self.name, ".pt2", model, batches, "", write)), self.name, batches)
+            return guarded(
+                load(place.file(self.name, ".pt2", model, batches, "", write)), self.name, batches
+            )
 
 
 def compiled(module: torch.nn.Module, **options: Any) -> Forward:
     """``torch.compile`` with weights frozen into the kernels, one kernel for all shapes.
 
-    Sizes are variables in the compiled code (``dynamic``): compiled for each shape instead, the ninth would silently run eagerly
-    (``recompile_limit``). Only a size of 1 is compiled again, when it first comes. Inductor's own CUDA graphs are off: it records one for every shape there is.
+    Sizes are variables in the compiled code (``dynamic``): compiled for each shape instead, the
+    ninth would silently run eagerly (``recompile_limit``). Only a size of 1 is compiled again, when
+    it first comes. Inductor's own CUDA graphs are off: it records one for every shape there is.
     """
     _keep_apart()
     fixed: dict[str, Any] = {"freezing": True, "triton.cudagraphs": False}
     if any(parameter.is_cuda for parameter in module.parameters()):
         return torch.compile(module, dynamic=True, options={**fixed, **options})
-    # in as many threads as the one that calls has, since several may compute at once, each with a share
+    # in as many threads as the one that calls has, since several may compute at once, each with a
+    # share
     fixed |= {"cpp.dynamic_threads": True, "guard_filter_fn": _but_for_threads}
     forward = torch.compile(module, dynamic=True, options={**fixed, **options})
     known: set[tuple[bool, ...]] = set()
     compiling = threading.Lock()
 
     def one_by_one(*inputs: torch.Tensor) -> Any:
-        """Threads that all come with a first size of 1 would each compile it, until the limit is reached."""
+        """Threads that all come with a first size of 1 would each compile it, until the limit is
+        reached."""
         kind = tuple(size == 1 for tensor in inputs for size in tensor.shape)
         if kind in known:
             return forward(*inputs)
@@ -123,19 +139,24 @@ def compiled(module: torch.nn.Module, **options: Any) -> Forward:
 
 
 def _but_for_threads(guards: Sequence[Any]) -> list[bool]:
-    """Which guards of compiled code to keep: all but that of the process's state, of which the number of threads is a part; the code does not depend on it."""
+    """Which guards of compiled code to keep: all but that of the process's state, of which the
+    number of threads is a part; the code does not depend on it."""
     return [guard.guard_type != "GLOBAL_STATE" for guard in guards]
 
 
 def _keep_apart() -> None:
-    """Give each instruction set a cache of its own: code that Inductor retained for AVX-512 and took up again under ``ATEN_CPU_CAPABILITY=avx2`` computed
-    other values (torch 2.13: 30 % of an MLP's outputs, off by up to 0.36). A folder that the environment names is left as it is."""
+    """Give each instruction set a cache of its own: code that Inductor retained for AVX-512 and
+    took up again under ``ATEN_CPU_CAPABILITY=avx2`` computed other values (torch 2.13: 30 % of an
+    MLP's outputs, off by up to 0.36). A folder that the environment names is left as it is.
+    """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     shared = default_cache_dir()
     # torch notes its default there, too
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR", shared) == shared:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{shared}_{torch.backends.cpu.get_cpu_capability().lower()}"
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = (
+            f"{shared}_{torch.backends.cpu.get_cpu_capability().lower()}"
+        )
 
 
 def package(module: torch.nn.Module, examples: Sequence[Tensors], path: Path) -> None:
@@ -148,6 +169,7 @@ def package(module: torch.nn.Module, examples: Sequence[Tensors], path: Path) ->
 
 
 def load(path: Path) -> Forward:
-    """The forward of a file that :func:`package` wrote. It is machine code: only from a folder that nobody else can write to."""
+    """The forward of a file that :func:`package` wrote. It is machine code: only from a folder that
+    nobody else can write to."""
     loaded: Forward = torch._inductor.aoti_load_package(str(path))
     return loaded

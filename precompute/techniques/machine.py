@@ -1,4 +1,5 @@
-"""Machine: what this one has of what techniques need: instructions for bfloat16 and 8-bit integers, a compiler."""
+"""Machine: what this one has of what techniques need: instructions for bfloat16 and 8-bit integers,
+a compiler."""
 
 from __future__ import annotations
 
@@ -17,15 +18,18 @@ from precompute.models.device import Device
 from precompute.store.errors import ConfigError
 
 EMULATED_BF16 = ("AVX512_CORE", "AVX512_CORE_VNNI")
-"""Instruction sets by which oneDNN says that it supports bfloat16, and emulates it; by lesser ones it says that it does not."""
+"""Instruction sets by which oneDNN says that it supports bfloat16, and emulates it; by lesser ones
+it says that it does not."""
 PROBED = 256
-"""Rows, inputs and outputs of a product that tells how exact products are: 1 ms, and large enough for the kernels that layers have."""
+"""Rows, inputs and outputs of a product that tells how exact products are: 1 ms, and large enough
+for the kernels that layers have."""
 FLOAT32_ERROR = 1e-5
 
 
 def has_bf16() -> bool:
-    """Whether this CPU multiplies bfloat16 by itself (AVX512-BF16, AMX, or ARM's), and torch and oneDNN may use that: ``ATEN_CPU_CAPABILITY``
-    and ``ONEDNN_MAX_CPU_ISA`` let a newer CPU compute as an older one."""
+    """Whether this CPU multiplies bfloat16 by itself (AVX512-BF16, AMX, or ARM's), and torch and
+    oneDNN may use that: ``ATEN_CPU_CAPABILITY`` and ``ONEDNN_MAX_CPU_ISA`` let a newer CPU compute
+    as an older one."""
     # what the CPU has, whether it may be used or not
     flags = torch.cpu.get_capabilities()
     if any(flags.get(flag) for flag in ("avx512_bf16", "amx_bf16")):
@@ -42,27 +46,38 @@ def has_onednn() -> bool:
 
 
 def has_vnni() -> bool:
-    """Whether this CPU adds up products of 8-bit integers in 32 bits: AVX-VNNI, AVX512-VNNI, AMX, or ARM's."""
+    """Whether this CPU adds up products of 8-bit integers in 32 bits: AVX-VNNI, AVX512-VNNI, AMX,
+    or ARM's."""
     flags = torch.cpu.get_capabilities()
     return any(flags.get(flag) for flag in ("avx_vnni", "avx512_vnni", "amx_int8", "dot", "i8mm"))
 
 
 def has_int8_products() -> bool:
-    """Whether oneDNN may use them: what ``ONEDNN_MAX_CPU_ISA`` forbids it does by a reference that takes seconds for a layer."""
+    """Whether oneDNN may use them: what ``ONEDNN_MAX_CPU_ISA`` forbids it does by a reference that
+    takes seconds for a layer."""
     isa = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")).upper()
     return has_onednn() and has_vnni() and isa not in ("SSE41", "AVX", "AVX2", "AVX512_CORE")
 
 
 def instructions() -> dict[str, Any]:
     """What this CPU has and torch and oneDNN may use, of what values depend on."""
-    names = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE")
+    names = (
+        "ONEDNN_MAX_CPU_ISA",
+        "DNNL_MAX_CPU_ISA",
+        "ONEDNN_DEFAULT_FPMATH_MODE",
+        "DNNL_DEFAULT_FPMATH_MODE",
+    )
     limits = {name: os.environ.get(name) for name in names}
-    return {"flags": dict(torch.cpu.get_capabilities()), "torch": torch.backends.cpu.get_cpu_capability(), **limits}
+    return {
+        "flags": dict(torch.cpu.get_capabilities()),
+        "torch": torch.backends.cpu.get_cpu_capability(),
+        **limits,
+    }
 
 
 def computes_in(dtype: torch.dtype, device: Device) -> bool:
-    """Whether the device multiplies such floats by itself and gains by it: float16 pays on GPUs alone, and bfloat16, emulated on AVX2, is 10 times
-    slower than float32."""
+    """Whether the device multiplies such floats by itself and gains by it: float16 pays on GPUs
+    alone, and bfloat16, emulated on AVX2, is 10 times slower than float32."""
     if dtype == torch.float32:
         return True
     if device.is_cuda:
@@ -84,7 +99,8 @@ def missing_compiler(device: Device) -> str:
 
 
 def check_layers(kind: str, right: Callable[[], bool], instead: str) -> None:
-    """Refuse linear layers made of torch's private operators, where these are not there, or compute something else.
+    """Refuse linear layers made of torch's private operators, where these are not there, or compute
+    something else.
 
     Args:
         kind: of layers.
@@ -99,16 +115,21 @@ def check_layers(kind: str, right: Callable[[], bool], instead: str) -> None:
     except (AttributeError, RuntimeError, TypeError) as exc:
         reason = str(exc).partition("\n")[0]
         raise ConfigError(
-            f"torch {torch.__version__} has no {kind} linear layers on this machine ({reason}): choose {instead}"
+            f"torch {torch.__version__} has no {kind} linear layers on this machine ({reason}):"
+            f" choose {instead}"
         ) from exc
     if not is_right:
-        raise ConfigError(f"the {kind} linear layers of torch {torch.__version__} compute something else: choose {instead}")
+        raise ConfigError(
+            f"the {kind} linear layers of torch {torch.__version__} compute something else: choose"
+            f" {instead}"
+        )
 
 
 @torch.inference_mode()
 def check_float32(device: Device) -> None:
-    """Refuse to take for float32 what somebody had computed by fewer bits: by ``torch.set_float32_matmul_precision``, ``torch.backends``,
-    ``ONEDNN_DEFAULT_FPMATH_MODE`` or whatever else. bfloat16 is off by 2e-3 of a product, TF32 by 2e-4, float32 by 3e-7.
+    """Refuse to take for float32 what somebody had computed by fewer bits: by
+    ``torch.set_float32_matmul_precision``, ``torch.backends``, ``ONEDNN_DEFAULT_FPMATH_MODE`` or
+    whatever else. bfloat16 is off by 2e-3 of a product, TF32 by 2e-4, float32 by 3e-7.
 
     Raises:
         ConfigError: the device's products are none of float32.
@@ -120,9 +141,10 @@ def check_float32(device: Device) -> None:
     error = ((found - exact).norm() / exact.norm()).item()
     if not error <= FLOAT32_ERROR:
         raise ConfigError(
-            f"products in float32 are off by {error:.1g} on {device.name}: something lets torch compute them by fewer bits "
-            "(torch.set_float32_matmul_precision, torch.backends.*.fp32_precision, ONEDNN_DEFAULT_FPMATH_MODE), and no other precision can be "
-            "compared with such: take that back, or choose fp32"
+            f"products in float32 are off by {error:.1g} on {device.name}: something lets torch"
+            " compute them by fewer bits (torch.set_float32_matmul_precision,"
+            " torch.backends.*.fp32_precision, ONEDNN_DEFAULT_FPMATH_MODE), and no other precision"
+            " can be compared with such: take that back, or choose fp32"
         )
 
 
@@ -130,14 +152,21 @@ def on_a_cpu_only(name: str, device: Device) -> str:
     """The reason of a technique that computes on a CPU; an empty text where the device is one."""
     if not device.is_cuda:
         return ""
-    return f"{name} computes on a CPU, this model runs on {device.name}: choose bf16, or fp32 and compile"
+    return (
+        f"{name} computes on a CPU, this model runs on {device.name}: choose bf16, or fp32 and"
+        " compile"
+    )
 
 
 def on_a_gpu_only(name: str, device: Device, capability: tuple[int, int] = (0, 0)) -> str:
-    """The reason of a technique that computes on a GPU, of this compute capability or a later one; an empty text where the device is one."""
+    """The reason of a technique that computes on a GPU, of this compute capability or a later one;
+    an empty text where the device is one."""
     if not device.is_cuda:
         return f"{name} computes on a GPU, this model runs on {device.name}"
     found = torch.cuda.get_device_capability(device.torch)
     if found < capability:
-        return f"{name} needs a GPU of compute capability {'.'.join(map(str, capability))} or later, {device.name} has {'.'.join(map(str, found))}"
+        return (
+            f"{name} needs a GPU of compute capability {'.'.join(map(str, capability))} or later,"
+            f" {device.name} has {'.'.join(map(str, found))}"
+        )
     return ""

@@ -1,5 +1,6 @@
-"""ONNX Runtime: float32, and on a CPU 8-bit integers. The extra ``onnx`` installs it; on a GPU it takes ``onnxruntime-gpu`` in its place: inputs
-and outputs stay on the GPU, and TensorRT is used before CUDA where its libraries load."""
+"""ONNX Runtime: float32, and on a CPU 8-bit integers. The extra ``onnx`` installs it; on a GPU it
+takes ``onnxruntime-gpu`` in its place: inputs and outputs stay on the GPU, and TensorRT is used
+before CUDA where its libraries load."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ ONNX_TYPES = {
 """ONNX Runtime's name of a type → torch's."""
 
 QUANTISED = ["MatMul", "Gemm"]
-"""Operators computed in 8 bits, where one side is a constant: linear layers, not attention's products."""
+"""Operators computed in 8 bits, where one side is a constant: linear layers, not attention's
+products."""
 
 
 class Exported(Technique):
@@ -47,7 +49,9 @@ class Exported(Technique):
     def gain(self, device: Device, model: TorchModel) -> float:
         return 0.0 if missing_packages(device) else 1.2
 
-    def converted(self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None) -> Forward:
+    def converted(
+        self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None
+    ) -> Forward:
         with retained(folder) as place:
             return self._loaded(self.graph(place, model, batches), model, batches)
 
@@ -67,8 +71,8 @@ class Exported(Technique):
 
 
 class Static(Exported):
-    """8-bit integers by ONNX Runtime on a CPU, with the inputs' scales taken from examples: 1.2 to 1.7 times eager float32's rate, and a mean cosine of
-    0.93 for MiniLM."""
+    """8-bit integers by ONNX Runtime on a CPU, with the inputs' scales taken from examples: 1.2 to
+    1.7 times eager float32's rate, and a mean cosine of 0.93 for MiniLM."""
 
     calibrates = True
     convert_s = 25.0
@@ -84,41 +88,57 @@ class Static(Exported):
     def gain(self, device: Device, model: TorchModel) -> float:
         return 0.0 if self.missing(device) or not has_linear(model) else 1.4
 
-    def converted(self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None) -> Forward:
+    def converted(
+        self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None
+    ) -> Forward:
         with retained(folder) as place:
 
             def made(path: Path) -> None:
-                quantise(self.graph(place, model, batches), path, batches, reduce_range=not has_vnni())
+                quantise(
+                    self.graph(place, model, batches), path, batches, reduce_range=not has_vnni()
+                )
 
-            return self._loaded(place.file(self.name, ".onnx", model, batches, version(), made), model, batches)
+            return self._loaded(
+                place.file(self.name, ".onnx", model, batches, version(), made), model, batches
+            )
 
 
 def missing_packages(device: Device) -> str:
     """What ONNX needs and is not here; an empty text when all is."""
-    packages = [name for name in ("onnx", "onnxruntime", "onnxscript") if importlib.util.find_spec(name) is None]
+    packages = [
+        name
+        for name in ("onnx", "onnxruntime", "onnxscript")
+        if importlib.util.find_spec(name) is None
+    ]
     if packages:
         return f"{', '.join(packages)} not installed: pip install 'precompute-store[onnx]'"
     if not providers(device.torch):
-        return f"onnxruntime computes on a CPU only, this model runs on {device.name}: pip install onnxruntime-gpu in its place"
+        return (
+            f"onnxruntime computes on a CPU only, this model runs on {device.name}: pip install"
+            " onnxruntime-gpu in its place"
+        )
     return ""
 
 
 def write(module: torch.nn.Module, examples: Sequence[Tensors], path: Path) -> None:
     """Export to ``path``, float32, weights included."""
-    program = torch.onnx.export(exported(module, examples), dynamo=True, optimize=True, verbose=False)
+    program = torch.onnx.export(
+        exported(module, examples), dynamo=True, optimize=True, verbose=False
+    )
     assert program is not None
     program.save(path)
 
 
 def quantise(source: Path, path: Path, examples: Sequence[Tensors], reduce_range: bool) -> None:
-    """Rewrite ``source`` with 8-bit linear layers: weights symmetric, one scale an output channel; their inputs by the range that the examples
-    show, one scale a layer.
+    """Rewrite ``source`` with 8-bit linear layers: weights symmetric, one scale an output channel;
+    their inputs by the range that the examples show, one scale a layer.
 
     Args:
         source: what :func:`write` wrote.
         path: file to write.
         examples: the calibration's inputs.
-        reduce_range: 7-bit weights, for a CPU without VNNI, where sums of two 8-bit products overflow 16 bits (Intel's VPMADDUBSW).
+        reduce_range: 7-bit weights, for a CPU without VNNI, where sums of two 8-bit products
+            overflow 16 bits (Intel's VPMADDUBSW).
     """
     import onnx
     from onnxruntime import quantization
@@ -138,7 +158,9 @@ def quantise(source: Path, path: Path, examples: Sequence[Tensors], reduce_range
             return next(self._feeds, None)
 
     names = [i.name for i in _session(source, torch.device("cpu")).get_inputs()]
-    feeds = [{name: t.numpy() for name, t in zip(names, example, strict=True)} for example in examples]
+    feeds = [
+        {name: t.numpy() for name, t in zip(names, example, strict=True)} for example in examples
+    ]
     quantization.quantize_static(
         exact,
         path,
@@ -153,7 +175,8 @@ def quantise(source: Path, path: Path, examples: Sequence[Tensors], reduce_range
 
 
 def load(path: Path, single: bool, device: torch.device) -> Callable[..., torch.Tensor | Tensors]:
-    """The forward of a file that :func:`write` or :func:`quantise` wrote, with as many threads as torch has.
+    """The forward of a file that :func:`write` or :func:`quantise` wrote, with as many threads as
+    torch has.
 
     Args:
         path: the ``.onnx`` file; it is not needed afterwards.
@@ -183,18 +206,31 @@ class Bound:
         self._inputs = [(i.name, i.shape) for i in session.get_inputs()]
         self._outputs = [(o.name, o.shape, ONNX_TYPES[o.type]) for o in session.get_outputs()]
         known = {size for _, shape in self._inputs for size in shape if isinstance(size, str)}
-        self.sized = all(isinstance(size, int) or size in known for _, shape, _ in self._outputs for size in shape)
-        """Whether the outputs' sizes are known by the inputs'; else they come by way of the host."""
+        self.sized = all(
+            isinstance(size, int) or size in known
+            for _, shape, _ in self._outputs
+            for size in shape
+        )
+        """Whether the outputs' sizes are known by the inputs'; else they come by way of the
+        host."""
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> Tensors:
         inputs = [t.contiguous() for t in inputs]
         if not self.sized:
-            feeds = {name: t.cpu().numpy() for (name, _), t in zip(self._inputs, inputs, strict=True)}
-            return tuple(torch.from_numpy(a).to(self._device) for a in self._session.run(None, feeds))
+            feeds = {
+                name: t.cpu().numpy() for (name, _), t in zip(self._inputs, inputs, strict=True)
+            }
+            return tuple(
+                torch.from_numpy(a).to(self._device) for a in self._session.run(None, feeds)
+            )
         sizes: dict[str, int] = {}
         binding = self._session.io_binding()
         for (name, shape), tensor in zip(self._inputs, inputs, strict=True):
-            sizes |= {size: found for size, found in zip(shape, tensor.shape, strict=True) if isinstance(size, str)}
+            sizes |= {
+                size: found
+                for size, found in zip(shape, tensor.shape, strict=True)
+                if isinstance(size, str)
+            }
             self._bind(binding.bind_input, name, tensor)
         outputs = []
         for name, shape, dtype in self._outputs:
@@ -209,18 +245,30 @@ class Bound:
 
     def _bind(self, bind: Callable[..., None], name: str, tensor: torch.Tensor) -> None:
         numbers = torch.empty(0, dtype=tensor.dtype).numpy().dtype.type
-        bind(name, self._device.type, self._device.index or 0, numbers, list(tensor.shape), tensor.data_ptr())
+        bind(
+            name,
+            self._device.type,
+            self._device.index or 0,
+            numbers,
+            list(tensor.shape),
+            tensor.data_ptr(),
+        )
 
 
 def providers(device: torch.device) -> list[Any]:
-    """Execution providers for a device, the one to try first before the others; empty when this build of ONNX Runtime has none for it."""
+    """Execution providers for a device, the one to try first before the others; empty when this
+    build of ONNX Runtime has none for it."""
     import onnxruntime
 
     if device.type == "cpu":
         return ["CPUExecutionProvider"]
     there = onnxruntime.get_available_providers()
     options = {"device_id": str(device.index or 0)}
-    return [(name, options) for name in ("TensorrtExecutionProvider", "CUDAExecutionProvider") if name in there]
+    return [
+        (name, options)
+        for name in ("TensorrtExecutionProvider", "CUDAExecutionProvider")
+        if name in there
+    ]
 
 
 def version() -> str:
@@ -246,5 +294,8 @@ def _session(path: Path, device: torch.device) -> Any:
     # it leaves out what does not load, without an error
     if device.type != "cpu" and session.get_providers()[0] == "CPUExecutionProvider":
         names = " and ".join(name for name, _ in wanted)
-        raise ConfigError(f"ONNX Runtime could not load {names}: are CUDA's and cuDNN's libraries of its version installed?")
+        raise ConfigError(
+            f"ONNX Runtime could not load {names}: are CUDA's and cuDNN's libraries of its version"
+            " installed?"
+        )
     return session

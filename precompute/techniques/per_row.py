@@ -1,8 +1,11 @@
-"""Per row: linear layers in 8-bit integers on a CPU, each row of their inputs with a scale of its own, so that no row depends on another.
+"""Per row: linear layers in 8-bit integers on a CPU, each row of their inputs with a scale of its
+own, so that no row depends on another.
 
-For CPUs that add up products of 8-bit integers (VNNI) and have no bfloat16. One AMD Zen 5 core, 1,024 × 384 × 1,536: 1.6 ms and 0.2 for rounding the inputs, against 2.8 (bfloat16),
-5.5 (float32) packed by oneDNN, and 13 eager. An MLP of 256 × 256 in one thread: 1.9 times float32's rate (packed 1.3, bfloat16 2.9), and within the default accuracy;
-MiniLM is not: cosine 0.998, recall@10 0.94, as torchao's.
+For CPUs that add up products of 8-bit integers (VNNI) and have no bfloat16. One AMD Zen 5 core,
+1,024 × 384 × 1,536: 1.6 ms and 0.2 for rounding the inputs, against 2.8 (bfloat16), 5.5 (float32)
+packed by oneDNN, and 13 eager. An MLP of 256 × 256 in one thread: 1.9 times float32's rate (packed
+1.3, bfloat16 2.9), and within the default accuracy; MiniLM is not: cosine 0.998, recall@10 0.94, as
+torchao's.
 """
 
 from __future__ import annotations
@@ -33,7 +36,11 @@ class PerRow(Technique):
     def missing(self, device: Device) -> str:
         if device.is_cuda:
             return on_a_cpu_only(self.name, device)
-        return "" if has_int8_products() else "this CPU has no products of 8-bit integers (VNNI): choose fp32-onednn"
+        return (
+            ""
+            if has_int8_products()
+            else "this CPU has no products of 8-bit integers (VNNI): choose fp32-onednn"
+        )
 
     def gain(self, device: Device, model: TorchModel) -> float:
         if self.missing(device) or not has_linear(model):
@@ -41,14 +48,17 @@ class PerRow(Technique):
         # which is quicker, and nearer
         return 1.3 if has_bf16() else 1.6
 
-    def converted(self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None) -> Forward:
+    def converted(
+        self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None
+    ) -> Forward:
         probe()
         return with_linear(module_of(model, torch.float32, batches), PerRowLinear)
 
 
 class PerRowLinear(torch.nn.Module):
-    """``x @ weight.T + bias`` in 8-bit integers: weights symmetric with a scale each output, rows symmetric with a scale each row. oneDNN takes
-    unsigned inputs, so 128 is added to them and taken off again (signed ones it computes by a reference that is 10,000 times slower).
+    """``x @ weight.T + bias`` in 8-bit integers: weights symmetric with a scale each output, rows
+    symmetric with a scale each row. oneDNN takes unsigned inputs, so 128 is added to them and taken
+    off again (signed ones it computes by a reference that is 10,000 times slower).
 
     Args:
         linear: the layer, on the CPU; it stays as it is.
@@ -68,10 +78,25 @@ class PerRowLinear(torch.nn.Module):
         rows = input.reshape(-1, input.shape[-1])
         largest = torch.maximum(rows.amax(1, keepdim=True), -rows.amin(1, keepdim=True))
         scale = largest.clamp_(min=TINY).div_(STEPS)
-        # by int8, since torch rounds to uint8 at a fifth of the speed; flipping the sign's bit adds 128
-        numbers = (rows * scale.reciprocal()).round_().to(torch.int8).view(torch.uint8).bitwise_xor_(128)
+        # by int8, since torch rounds to uint8 at a fifth of the speed; flipping the sign's bit adds
+        # 128
+        numbers = (
+            (rows * scale.reciprocal()).round_().to(torch.int8).view(torch.uint8).bitwise_xor_(128)
+        )
         out: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
-            numbers, 1.0, 128, self.packed, self.scales, self.zeros, None, 1.0, 0, torch.float32, "none", [], ""
+            numbers,
+            1.0,
+            128,
+            self.packed,
+            self.scales,
+            self.zeros,
+            None,
+            1.0,
+            0,
+            torch.float32,
+            "none",
+            [],
+            "",
         )
         out = out.mul_(scale)
         if self.bias is not None:

@@ -1,4 +1,5 @@
-"""Table: every technique by name, and the file of this wing that makes it. Read without torch; a technique's file is imported when it is requested."""
+"""Table: every technique by name, and the file of this wing that makes it. Read without torch; a
+technique's file is imported when it is requested."""
 
 from __future__ import annotations
 
@@ -36,8 +37,9 @@ TABLE: Mapping[str, str] = {
     "int8-weights-eager": "weight_only:WeightOnly",
     "int4-weights-eager": "weight_only:WeightOnly",
 }
-"""Name, as tables and fingerprints have it → file and class. What stands before the last dash is a view's ``precision``, what stands behind it
-its ``backend``; the first of a precision is the one that ``backend: auto`` means."""
+"""Name, as tables and fingerprints have it → file and class. What stands before the last dash is a
+view's ``precision``, what stands behind it its ``backend``; the first of a precision is the one
+that ``backend: auto`` means."""
 
 SHORT: Mapping[str, str] = {"int8": "int8-static"}
 """A view's word for a precision → the name's, where they differ."""
@@ -54,8 +56,11 @@ BACKENDS = tuple(dict.fromkeys(words(name)[1] for name in TABLE))
 
 
 def technique_name(precision: str, backend: str) -> str:
-    """The name of what a view says, ``auto`` included; there may be no such technique, which :func:`precompute.techniques.technique.technique` tells."""
+    """The name of what a view says, ``auto`` included; there may be no such technique, which
+    :func:`precompute.techniques.technique.technique` tells."""
     long = REFERENCE.rpartition("-")[0] if precision == "auto" else SHORT.get(precision, precision)
     if backend == "auto":
-        return next((name for name in TABLE if name.rpartition("-")[0] == long), f"{long}-{backend}")
+        return next(
+            (name for name in TABLE if name.rpartition("-")[0] == long), f"{long}-{backend}"
+        )
     return f"{long}-{backend}"

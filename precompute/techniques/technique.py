@@ -1,5 +1,6 @@
-"""Technique: one way to compute a model, by other numbers or other kernels than the reference. One file of this wing is one technique, or a few that
-differ by their numbers; its line in :mod:`precompute.techniques.table` makes it known to views, ``tune`` and the accuracy gate.
+"""Technique: one way to compute a model, by other numbers or other kernels than the reference. One
+file of this wing is one technique, or a few that differ by their numbers; its line in
+:mod:`precompute.techniques.table` makes it known to views, ``tune`` and the accuracy gate.
 """
 
 from __future__ import annotations
@@ -21,26 +22,28 @@ from precompute.techniques.table import BACKENDS, PRECISIONS, TABLE, words
 Forward = Callable[..., Any]
 
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""First word of a name → what its numbers are. What has another first word takes and gives float32."""
+"""First word of a name → what its numbers are. What has another first word takes and gives
+float32."""
 
 
 class Technique(ABC):
     """One way to compute a model, known by its ``name`` in a table and a fingerprint.
 
-    ``precision`` and ``backend`` are a view's words for it. ``dtype`` is what large products are computed in, and so what a model's FLOP/s are
-    measured against. ``convert_s`` is about how long converting MiniLM took on two cores, in seconds.
+    ``precision`` and ``backend`` are a view's words for it. ``dtype`` is what large products are
+    computed in, and so what a model's FLOP/s are measured against. ``convert_s`` is about how long
+    converting MiniLM took on two cores, in seconds.
 
     Args:
         name: as the table has it.
     """
 
     calibrates = False
-    """Whether its values come from the rows that a conversion is shown, which then are rows from all over the source; others learn shapes from
-    them, for which the first rows do."""
+    """Whether its values come from the rows that a conversion is shown, which then are rows from
+    all over the source; others learn shapes from them, for which the first rows do."""
     convert_s = 1.0
     pack: Pack | None = None
-    """Makes of a layer in float32 what it is computed by, for the peak that a model's FLOP/s are a share of; None where that is a product of
-    ``dtype``."""
+    """Makes of a layer in float32 what it is computed by, for the peak that a model's FLOP/s are a
+    share of; None where that is a product of ``dtype``."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -49,20 +52,26 @@ class Technique(ABC):
 
     @abstractmethod
     def missing(self, device: Device) -> str:
-        """What it needs of this machine and is not there, and what to do, in words; an empty text when all is."""
+        """What it needs of this machine and is not there, and what to do, in words; an empty text
+        when all is."""
 
     @abstractmethod
     def gain(self, device: Device, model: TorchModel) -> float:
-        """About how many times the reference's rate, where it was measured on such a machine; 0 where it is not worth trying. It decides what is
-        tried first and what is left out when time is short, and is never more than a guess."""
+        """About how many times the reference's rate, where it was measured on such a machine; 0
+        where it is not worth trying. It decides what is tried first and what is left out when time
+        is short, and is never more than a guess."""
 
     @abstractmethod
-    def converted(self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None) -> Forward:
-        """The model's forward by this technique. The model's ``module``, the reference, stays as it is.
+    def converted(
+        self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None
+    ) -> Forward:
+        """The model's forward by this technique. The model's ``module``, the reference, stays as it
+        is.
 
         Args:
             model: computes the reference now.
-            batches: examples, at least one, on the model's device; see :func:`precompute.precision.conversion.convert`.
+            batches: examples, at least one, on the model's device; see
+                :func:`precompute.precision.conversion.convert`.
             folder: keeps what took long to make; None where nothing is stored.
 
         Raises:
@@ -79,10 +88,18 @@ def technique(name: str) -> Technique:
     if name not in TABLE:
         precision, backend = words(name)
         # what a view says as `int8` and `onnx` has another name, and is no `int8-onnx`
-        if precision in PRECISIONS and backend in BACKENDS and (precision, backend) not in map(words, TABLE):
-            backends, precisions = ([words(one)[1 - i] for one in TABLE if words(one)[i] == words(name)[i]] for i in (0, 1))
+        if (
+            precision in PRECISIONS
+            and backend in BACKENDS
+            and (precision, backend) not in map(words, TABLE)
+        ):
+            backends, precisions = (
+                [words(one)[1 - i] for one in TABLE if words(one)[i] == words(name)[i]]
+                for i in (0, 1)
+            )
             raise ConfigError(
-                f"precision {precision} has no backend {backend}: it has {', '.join(backends)}; {backend} there is of {', '.join(precisions)}"
+                f"precision {precision} has no backend {backend}: it has {', '.join(backends)};"
+                f" {backend} there is of {', '.join(precisions)}"
             )
         raise ConfigError(f"unknown precision {name!r}: write one of {', '.join(TABLE)}")
     file, _, kind = TABLE[name].partition(":")
@@ -91,7 +108,8 @@ def technique(name: str) -> Technique:
 
 
 def module_of(model: TorchModel, dtype: torch.dtype, batches: Sequence[Tensors]) -> torch.nn.Module:
-    """The model's module again for a conversion (:func:`copied`), between float32 inputs and float32 outputs whatever ``dtype`` is."""
+    """The model's module again for a conversion (:func:`copied`), between float32 inputs and
+    float32 outputs whatever ``dtype`` is."""
     module = copied(model.module, dtype)
     if dtype != torch.float32 and any(t.is_floating_point() for t in batches[0]):
         return _Cast(module, dtype)
@@ -99,7 +117,8 @@ def module_of(model: TorchModel, dtype: torch.dtype, batches: Sequence[Tensors])
 
 
 def copied(module: torch.nn.Module, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    """The module again, as deep as its structure, with its tensors shared; those in float32 converted where ``dtype`` is another."""
+    """The module again, as deep as its structure, with its tensors shared; those in float32
+    converted where ``dtype`` is another."""
     tensors: dict[int, torch.Tensor] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.dtype == dtype or not tensor.is_floating_point():
@@ -121,11 +140,18 @@ class _Cast(torch.nn.Module):
 
     def forward(self, *inputs: torch.Tensor) -> Any:
         out = self.module(*(t.to(self.dtype) if t.is_floating_point() else t for t in inputs))
-        return out.float() if isinstance(out, torch.Tensor) else tuple(t.float() if t.is_floating_point() else t for t in out)
+        return (
+            out.float()
+            if isinstance(out, torch.Tensor)
+            else tuple(t.float() if t.is_floating_point() else t for t in out)
+        )
 
 
-def with_linear(module: torch.nn.Module, make: Callable[[torch.nn.Linear], torch.nn.Module]) -> torch.nn.Module:
-    """The module with each of its linear layers replaced by what ``make`` makes of it, once each, in place; the module itself may be one."""
+def with_linear(
+    module: torch.nn.Module, make: Callable[[torch.nn.Linear], torch.nn.Module]
+) -> torch.nn.Module:
+    """The module with each of its linear layers replaced by what ``make`` makes of it, once each,
+    in place; the module itself may be one."""
     done: dict[int, torch.nn.Module] = {}
 
     def replaced(part: torch.nn.Module) -> torch.nn.Module:

@@ -1,7 +1,9 @@
-/* A BERT encoder without padding, in bfloat16: what precompute/text/encoder.py (there: what for, and when) hands its arrays to.
+/* A BERT encoder without padding, in bfloat16: what precompute/text/encoder.py (there: what for,
+ * and when) hands its arrays to.
  *
- * Only the buffer protocol is used. All sizes and ids come from outside and are checked before they are followed; nobody writes to
- * them meanwhile. The layers run without the GIL, and keep nothing between calls: any number of threads may be in here at once. */
+ * Only the buffer protocol is used. All sizes and ids come from outside and are checked before they
+ * are followed; nobody writes to them meanwhile. The layers run without the GIL, and keep nothing
+ * between calls: any number of threads may be in here at once. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -29,11 +31,12 @@
 
 namespace {
 
-/* As encoder.py has it: raised with every change of what they say to each other, so that one that was built for another is not used. */
+/* As encoder.py has it: raised with every change of what they say to each other, so that one that
+ * was built for another is not used. */
 enum { VERSION = 1 };
 
-/* Tokens that go through all layers together, if no text has more, and numbers of the inner layer: with 384 numbers a token, what is
- * computed of them stays in a second cache of 1 MB. */
+/* Tokens that go through all layers together, if no text has more, and numbers of the inner layer:
+ * with 384 numbers a token, what is computed of them stays in a second cache of 1 MB. */
 enum { ROWS_AT_ONCE = 256, INNER_AT_ONCE = 512, MOST_QUERIES = 32 };
 
 /* Of a text, of a layer, layers, and threads: so that sizes are far from overflowing */
@@ -45,11 +48,14 @@ struct Shape {
 };
 
 struct Weights {
-    const float *words;   /* [words, width] */
-    const float *places;  /* [positions, width] */
-    const float *vectors; /* gain and shift of the first LayerNorm; of each layer: biases of queries, keys and values, of what follows attention, its
-                             LayerNorm's gain and shift, biases up and down, the last LayerNorm's gain and shift */
-    const bf16 *panels;   /* of each layer, as panels of 32 columns: queries, keys and values; what follows attention; up; down */
+    const float *words;  /* [words, width] */
+    const float *places; /* [positions, width] */
+    const float
+        *vectors; /* gain and shift of the first LayerNorm; of each layer: biases of queries, keys
+                     and values, of what follows attention, its LayerNorm's gain and shift, biases
+                     up and down, the last LayerNorm's gain and shift */
+    const bf16 *panels; /* of each layer, as panels of 32 columns: queries, keys and values; what
+                           follows attention; up; down */
 };
 
 struct Texts {
@@ -67,7 +73,8 @@ class Queue {
 
     bool is_empty() const { return next == texts.count; }
 
-    /* How many texts, from `first` on, are the caller's: at least one, and no more rows than a chunk may have; 0 when none is left. */
+    /* How many texts, from `first` on, are the caller's: at least one, and no more rows than a
+     * chunk may have; 0 when none is left. */
     int take(size_t &first) {
         std::lock_guard<std::mutex> alone(lock);
         size_t sum = 0;
@@ -100,7 +107,8 @@ struct Chunk {
     bf16 *weights;   /* likewise */
 };
 
-/* One piece of memory for a chunk; tiles read rows beyond the last, at most 32, which must be there, and be numbers. */
+/* One piece of memory for a chunk; tiles read rows beyond the last, at most 32, which must be
+ * there, and be numbers. */
 class Room {
   public:
     Room() : memory(nullptr) {}
@@ -109,10 +117,13 @@ class Room {
     Room &operator=(const Room &) = delete;
 
     bool divide(const Shape &shape, int longest, Chunk &chunk) {
-        size_t rows = (size_t)(longest > ROWS_AT_ONCE ? longest : ROWS_AT_ONCE) + PANEL, width = (size_t)shape.width, size = width / (size_t)shape.heads;
+        size_t rows = (size_t)(longest > ROWS_AT_ONCE ? longest : ROWS_AT_ONCE) + PANEL,
+               width = (size_t)shape.width, size = width / (size_t)shape.heads;
         size_t tokens = ((size_t)longest + PANEL - 1) / PANEL * PANEL;
         const size_t floats[] = {rows * width, MOST_QUERIES * tokens};
-        const size_t halves[] = {rows * width, rows * 3 * width, rows * width, rows * INNER_AT_ONCE, tokens * size, tokens * size, MOST_QUERIES * tokens};
+        const size_t halves[] = {rows * width,         rows * 3 * width, rows * width,
+                                 rows * INNER_AT_ONCE, tokens * size,    tokens * size,
+                                 MOST_QUERIES * tokens};
         size_t bytes = 64;
         for (size_t count : floats) bytes += rounded(count * sizeof(float));
         for (size_t count : halves) bytes += rounded(count * sizeof(bf16));
@@ -120,7 +131,8 @@ class Room {
         if (!memory) return false;
         next = (char *)memory + (64 - (uintptr_t)memory % 64);
         float **const float_parts[] = {&chunk.x, &chunk.scores};
-        bf16 **const half_parts[] = {&chunk.x_rounded, &chunk.qkv, &chunk.context, &chunk.inner, &chunk.keys, &chunk.values, &chunk.weights};
+        bf16 **const half_parts[] = {&chunk.x_rounded, &chunk.qkv,    &chunk.context, &chunk.inner,
+                                     &chunk.keys,      &chunk.values, &chunk.weights};
         for (int i = 0; i < 2; i++) *float_parts[i] = (float *)taken(floats[i] * sizeof(float));
         for (int i = 0; i < 7; i++) *half_parts[i] = (bf16 *)taken(halves[i] * sizeof(bf16));
         return true;
@@ -189,7 +201,9 @@ struct Cpu {
 
     Cpu() {
         unsigned a, b, c, d, more;
-        if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & 1u << 27) || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
+        if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & 1u << 27) ||
+            !__get_cpuid_count(7, 0, &a, &b, &c, &d))
+            return;
         unsigned low, high, features = b, tile_features = d;
         /* what the operating system keeps of registers: XCR0 */
         __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
@@ -198,8 +212,10 @@ struct Cpu {
         wide = (features & avx512) == avx512 && (more & 1u << 5) && (low & 0xe6) == 0xe6;
 #if defined(__linux__)
         const unsigned amx = 1u << 22 | 1u << 24; /* BF16, TILE */
-        /* Linux lends the tiles' registers to processes that ask: ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA (Documentation/arch/x86/xstate.rst) */
-        tiles = wide && (tile_features & amx) == amx && (low & 0x60000) == 0x60000 && syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+        /* Linux lends the tiles' registers to processes that ask: ARCH_REQ_XCOMP_PERM,
+         * XFEATURE_XTILEDATA (Documentation/arch/x86/xstate.rst) */
+        tiles = wide && (tile_features & amx) == amx && (low & 0x60000) == 0x60000 &&
+                syscall(SYS_arch_prctl, 0x1023, 18) == 0;
 #else
         (void)tile_features;
 #endif
@@ -245,12 +261,17 @@ struct Buffers {
     }
     bool hold(PyObject *const objects[COUNT]) {
         for (; held < COUNT; held++)
-            if (PyObject_GetBuffer(objects[held], &views[held], held == OUT ? PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS : PyBUF_C_CONTIGUOUS) < 0) return false;
+            if (PyObject_GetBuffer(objects[held], &views[held],
+                                   held == OUT ? PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS
+                                               : PyBUF_C_CONTIGUOUS) < 0)
+                return false;
         return true;
     }
     size_t bytes(int which) const { return (size_t)views[which].len; }
     template <class Item> Item *items(int which) const { return (Item *)views[which].buf; }
-    template <class Item> bool aligned(int which) const { return (uintptr_t)views[which].buf % alignof(Item) == 0; }
+    template <class Item> bool aligned(int which) const {
+        return (uintptr_t)views[which].buf % alignof(Item) == 0;
+    }
 };
 
 bool refuse(bool wrong, const char *what) {
@@ -258,44 +279,64 @@ bool refuse(bool wrong, const char *what) {
     return wrong;
 }
 
-/* Whether all sizes belong together, and ids, positions and lengths are within what they count; else ValueError. */
+/* Whether all sizes belong together, and ids, positions and lengths are within what they count;
+ * else ValueError. */
 bool checked(const Shape &shape, const Buffers &given, Texts &texts) {
-    bool sound = shape.layers > 0 && shape.layers <= DEEPEST && shape.width > 0 && shape.width <= WIDEST && shape.inner > 0 && shape.inner <= WIDEST;
-    if (refuse(!sound || shape.heads <= 0 || shape.heads > shape.width, "layers, width, heads or inner out of bounds")) return false;
-    if (refuse(shape.width % shape.heads || shape.width / shape.heads % PANEL || shape.inner % PANEL, "a head's and the inner width must be multiples of 32")) return false;
-    size_t width = (size_t)shape.width, inner = (size_t)shape.inner, layers = (size_t)shape.layers, row = width * sizeof(float);
-    bool fits = given.bytes(Buffers::PANELS) == layers * (4 * width * width + 2 * width * inner) * sizeof(bf16) &&
-                given.bytes(Buffers::VECTORS) == (2 * width + layers * (9 * width + inner)) * sizeof(float) &&
+    bool sound = shape.layers > 0 && shape.layers <= DEEPEST && shape.width > 0 &&
+                 shape.width <= WIDEST && shape.inner > 0 && shape.inner <= WIDEST;
+    if (refuse(!sound || shape.heads <= 0 || shape.heads > shape.width,
+               "layers, width, heads or inner out of bounds"))
+        return false;
+    if (refuse(shape.width % shape.heads || shape.width / shape.heads % PANEL ||
+                   shape.inner % PANEL,
+               "a head's and the inner width must be multiples of 32"))
+        return false;
+    size_t width = (size_t)shape.width, inner = (size_t)shape.inner, layers = (size_t)shape.layers,
+           row = width * sizeof(float);
+    bool fits = given.bytes(Buffers::PANELS) ==
+                    layers * (4 * width * width + 2 * width * inner) * sizeof(bf16) &&
+                given.bytes(Buffers::VECTORS) ==
+                    (2 * width + layers * (9 * width + inner)) * sizeof(float) &&
                 given.bytes(Buffers::WORDS) % row == 0 && given.bytes(Buffers::PLACES) % row == 0;
     if (refuse(!fits, "weights are not of the sizes that the shape tells")) return false;
     texts.count = given.bytes(Buffers::LENGTHS) / sizeof(int64_t);
     size_t tokens = given.bytes(Buffers::IDS) / sizeof(int64_t);
     texts.row_size = texts.count ? tokens / texts.count : 0;
-    fits = given.bytes(Buffers::LENGTHS) == texts.count * sizeof(int64_t) && given.bytes(Buffers::IDS) == texts.count * texts.row_size * sizeof(int64_t) &&
-           given.bytes(Buffers::POSITIONS) == given.bytes(Buffers::IDS) && given.bytes(Buffers::OUT) / row == tokens && given.bytes(Buffers::OUT) % row == 0;
-    if (refuse(!fits, "ids, positions, lengths and out are not of as many texts and tokens")) return false;
+    fits = given.bytes(Buffers::LENGTHS) == texts.count * sizeof(int64_t) &&
+           given.bytes(Buffers::IDS) == texts.count * texts.row_size * sizeof(int64_t) &&
+           given.bytes(Buffers::POSITIONS) == given.bytes(Buffers::IDS) &&
+           given.bytes(Buffers::OUT) / row == tokens && given.bytes(Buffers::OUT) % row == 0;
+    if (refuse(!fits, "ids, positions, lengths and out are not of as many texts and tokens"))
+        return false;
     if (refuse(texts.row_size > LONGEST, "more than 32,768 tokens in a text")) return false;
     texts.ids = given.items<const int64_t>(Buffers::IDS);
     texts.positions = given.items<const int64_t>(Buffers::POSITIONS);
     texts.lengths = given.items<const int64_t>(Buffers::LENGTHS);
     texts.out = given.items<float>(Buffers::OUT);
-    if (refuse(!given.aligned<int64_t>(Buffers::IDS) || !given.aligned<int64_t>(Buffers::POSITIONS) || !given.aligned<int64_t>(Buffers::LENGTHS) ||
-                   !given.aligned<bf16>(Buffers::PANELS),
-               "ids, positions, lengths and panels must be aligned"))
+    if (refuse(
+            !given.aligned<int64_t>(Buffers::IDS) || !given.aligned<int64_t>(Buffers::POSITIONS) ||
+                !given.aligned<int64_t>(Buffers::LENGTHS) || !given.aligned<bf16>(Buffers::PANELS),
+            "ids, positions, lengths and panels must be aligned"))
         return false;
     uint64_t words = given.bytes(Buffers::WORDS) / row, places = given.bytes(Buffers::PLACES) / row;
     texts.longest = 0;
     for (size_t text = 0; text < texts.count; text++) {
-        if (refuse((uint64_t)texts.lengths[text] > texts.row_size, "a length is negative, or beyond its row")) return false;
+        if (refuse((uint64_t)texts.lengths[text] > texts.row_size,
+                   "a length is negative, or beyond its row"))
+            return false;
         for (size_t i = 0, at = text * texts.row_size; i < (size_t)texts.lengths[text]; i++, at++)
-            if (refuse((uint64_t)texts.ids[at] >= words || (uint64_t)texts.positions[at] >= places, "an id or a position is in no table")) return false;
+            if (refuse((uint64_t)texts.ids[at] >= words || (uint64_t)texts.positions[at] >= places,
+                       "an id or a position is in no table"))
+                return false;
         if (texts.lengths[text] > texts.longest) texts.longest = (int)texts.lengths[text];
     }
     return true;
 }
 
-/* All texts, by as many threads or fewer, where the system lends no more, or has no memory for their chunks; false when it has none for any. */
-bool by_threads(Encode *layers, const Shape &shape, const Weights &weights, const Texts &texts, int threads) {
+/* All texts, by as many threads or fewer, where the system lends no more, or has no memory for
+ * their chunks; false when it has none for any. */
+bool by_threads(Encode *layers, const Shape &shape, const Weights &weights, const Texts &texts,
+                int threads) {
     size_t tokens = 0;
     for (size_t text = 0; text < texts.count; text++) tokens += (size_t)texts.lengths[text];
     size_t share = tokens / (size_t)threads + 1;
@@ -304,7 +345,8 @@ bool by_threads(Encode *layers, const Shape &shape, const Weights &weights, cons
     std::thread others[MOST_THREADS];
     int started = 0;
     try {
-        for (; started + 1 < threads && (size_t)started + 1 < texts.count; started++) others[started] = std::thread(work);
+        for (; started + 1 < threads && (size_t)started + 1 < texts.count; started++)
+            others[started] = std::thread(work);
     } catch (const std::exception &) {
         /* system_error, or bad_alloc: those there are do it */
     }
@@ -318,18 +360,22 @@ PyObject *encode(PyObject *, PyObject *arguments) {
     int threads;
     Shape shape;
     PyObject *objects[Buffers::COUNT];
-    if (!PyArg_ParseTuple(arguments, "si(iiii)fOOOOOOOO:encode", &name, &threads, &shape.layers, &shape.width, &shape.heads, &shape.inner, &shape.epsilon, &objects[0],
-                          &objects[1], &objects[2], &objects[3], &objects[4], &objects[5], &objects[6], &objects[7]))
+    if (!PyArg_ParseTuple(arguments, "si(iiii)fOOOOOOOO:encode", &name, &threads, &shape.layers,
+                          &shape.width, &shape.heads, &shape.inner, &shape.epsilon, &objects[0],
+                          &objects[1], &objects[2], &objects[3], &objects[4], &objects[5],
+                          &objects[6], &objects[7]))
         return nullptr;
     if (refuse(threads < 1, "threads out of bounds")) return nullptr;
     if (threads > MOST_THREADS) threads = MOST_THREADS;
     Encode *layers = named(name);
-    if (!layers) return PyErr_Format(PyExc_ValueError, "encode: no kernel %s on this machine", name);
+    if (!layers)
+        return PyErr_Format(PyExc_ValueError, "encode: no kernel %s on this machine", name);
     Buffers given;
     Texts texts;
     if (!given.hold(objects) || !checked(shape, given, texts)) return nullptr;
-    Weights weights = {given.items<const float>(Buffers::WORDS), given.items<const float>(Buffers::PLACES), given.items<const float>(Buffers::VECTORS),
-                       given.items<const bf16>(Buffers::PANELS)};
+    Weights weights = {
+        given.items<const float>(Buffers::WORDS), given.items<const float>(Buffers::PLACES),
+        given.items<const float>(Buffers::VECTORS), given.items<const bf16>(Buffers::PANELS)};
     bool done;
     Py_BEGIN_ALLOW_THREADS;
     done = by_threads(layers, shape, weights, texts, threads);
@@ -339,13 +385,23 @@ PyObject *encode(PyObject *, PyObject *arguments) {
 }
 
 PyMethodDef methods[] = {
-    {"kernels", kernels, METH_NOARGS, "Names of the kernels that this CPU can run, the quickest first."},
+    {"kernels", kernels, METH_NOARGS,
+     "Names of the kernels that this CPU can run, the quickest first."},
     {"encode", encode, METH_VARARGS,
-     "encode(kernel, threads, (layers, width, heads, inner), epsilon, words, places, vectors, panels, ids, positions, lengths, out): hidden states of all texts."},
+     "encode(kernel, threads, (layers, width, heads, inner), epsilon, words, places, vectors, "
+     "panels, ids, positions, lengths, out): hidden states of all texts."},
     {nullptr, nullptr, 0, nullptr},
 };
 
-PyModuleDef module = {PyModuleDef_HEAD_INIT, "_encoder", "A BERT encoder without padding, in bfloat16.", 0, methods, nullptr, nullptr, nullptr, nullptr};
+PyModuleDef module = {PyModuleDef_HEAD_INIT,
+                      "_encoder",
+                      "A BERT encoder without padding, in bfloat16.",
+                      0,
+                      methods,
+                      nullptr,
+                      nullptr,
+                      nullptr,
+                      nullptr};
 
 } // namespace
 

@@ -1,5 +1,6 @@
-/* Tiles of Intel's AMX (Intel SDM vol. 1, chapter 18), and the layers over them. For tests, where ENCODER_EMULATE_TILES is defined, what the
- * instructions do is written out in C, so that the same layers run on any machine (and AVX-512's are left out, to be compiled sooner). */
+/* Tiles of Intel's AMX (Intel SDM vol. 1, chapter 18), and the layers over them. For tests, where
+ * ENCODER_EMULATE_TILES is defined, what the instructions do is written out in C, so that the same
+ * layers run on any machine (and AVX-512's are left out, to be compiled sooner). */
 
 #if defined(ENCODER_EMULATE_TILES)
 
@@ -9,15 +10,17 @@ namespace tile_emulation {
 static thread_local uint32_t words[8][16][16];
 
 static void load(int tile, const void *from, size_t stride) {
-    for (int row = 0; row < 16; row++) memcpy(words[tile][row], (const char *)from + row * stride, 64);
+    for (int row = 0; row < 16; row++)
+        memcpy(words[tile][row], (const char *)from + row * stride, 64);
 }
 static void store(int tile, void *to, size_t stride) {
     for (int row = 0; row < 16; row++) memcpy((char *)to + row * stride, words[tile][row], 64);
 }
 static void zero(int tile) { memset(words[tile], 0, sizeof words[tile]); }
 
-/* TDPBF16PS, but in the order of VDPBF16PS, so that all bits must come out as without tiles. The instruction adds up even and odd products
- * of a tile apart, and their sum to what is there: other roundings of the same numbers. */
+/* TDPBF16PS, but in the order of VDPBF16PS, so that all bits must come out as without tiles. The
+ * instruction adds up even and odd products of a tile apart, and their sum to what is there: other
+ * roundings of the same numbers. */
 static void product(int sums, int left, int right) {
     for (int row = 0; row < 16; row++)
         for (int column = 0; column < 16; column++) {
@@ -53,8 +56,9 @@ ENCODER_TILES_BEGIN
 namespace tiles {
 using namespace wide_vectors;
 
-/* GCC's intrinsics do not tell the compiler that a tile, or their configuration, is read from memory (amxtileintrin.h of GCC 12: no such operand):
- * what is to be read has to be written by here. */
+/* GCC's intrinsics do not tell the compiler that a tile, or their configuration, is read from
+ * memory (amxtileintrin.h of GCC 12: no such operand): what is to be read has to be written by
+ * here. */
 #define TILE_READS(at) __asm__ volatile("" ::"r"(at) : "memory")
 
 /* All eight tiles sixteen rows of 64 bytes: palette 1 (Intel SDM vol. 1, 18.2) */

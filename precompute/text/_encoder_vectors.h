@@ -1,8 +1,11 @@
-/* Sixteen float32 at a time, and what the encoder does with them: once in plain C, once in AVX-512, bit for bit the same.
+/* Sixteen float32 at a time, and what the encoder does with them: once in plain C, once in AVX-512,
+ * bit for bit the same.
  *
- * Equal bits need equal steps: every product that is added is one fma, sums over lanes go through the same tree, and the compiler joins no
- * operations by itself (-ffp-contract=off). A pair of bfloat16 products is added as VDPBF16PS does it, the odd one first, each with
- * one rounding (Intel SDM vol. 2C; compared over 3.2 million random pairs on an AMD Zen 5). Denormals alone differ: that instruction takes them for zero. */
+ * Equal bits need equal steps: every product that is added is one fma, sums over lanes go through
+ * the same tree, and the compiler joins no operations by itself (-ffp-contract=off). A pair of
+ * bfloat16 products is added as VDPBF16PS does it, the odd one first, each with one rounding (Intel
+ * SDM vol. 2C; compared over 3.2 million random pairs on an AMD Zen 5). Denormals alone differ:
+ * that instruction takes them for zero. */
 
 #ifndef ENCODER_VECTORS_H
 #define ENCODER_VECTORS_H
@@ -134,7 +137,8 @@ static ENCODER_INLINE void store_bf16(bf16 *to, const Vector &low, const Vector 
 static ENCODER_INLINE Vector add_products(const Vector &sum, uint32_t pair, const bf16 *weights) {
     Vector r;
     EACH_LANE {
-        float odd = fmaf(to_float(pair & 0xffff0000u), to_float((uint32_t)weights[2 * i + 1] << 16), sum.lane[i]);
+        float odd = fmaf(to_float(pair & 0xffff0000u), to_float((uint32_t)weights[2 * i + 1] << 16),
+                         sum.lane[i]);
         r.lane[i] = fmaf(to_float(pair << 16), to_float((uint32_t)weights[2 * i] << 16), odd);
     }
     return r;
@@ -142,7 +146,9 @@ static ENCODER_INLINE Vector add_products(const Vector &sum, uint32_t pair, cons
 /* sixteen pairs of each of sixteen rows, of which `count` are there, as half a panel's columns */
 static ENCODER_INLINE void transpose(const bf16 *rows, size_t row_size, int count, bf16 *columns) {
     for (int row = 0; row < LANES; row++)
-        for (int i = 0; i < PANEL; i++) columns[i / 2 * 2 * PANEL + 2 * row + i % 2] = row < count ? rows[row * row_size + i] : 0;
+        for (int i = 0; i < PANEL; i++)
+            columns[i / 2 * 2 * PANEL + 2 * row + i % 2] =
+                row < count ? rows[row * row_size + i] : 0;
 }
 /* thirty-two columns of two rows, so that each column's two are one word */
 static ENCODER_INLINE void interleave(const bf16 *even, const bf16 *odd, bf16 *pairs) {
@@ -159,16 +165,25 @@ static ENCODER_INLINE void fetch_ahead(const void *) {}
 
 #ifdef ENCODER_X86
 
-/* Functions between these two are compiled for more than every x86-64 has; only after asking the CPU are they called. */
+/* Functions between these two are compiled for more than every x86-64 has; only after asking the
+ * CPU are they called. */
 #if defined(__clang__)
-#define ENCODER_WIDE_BEGIN _Pragma("clang attribute push(__attribute__((target(\"avx512f,avx512bw,avx512dq,avx512vl,avx512bf16\"))), apply_to = function)")
-#define ENCODER_TILES_BEGIN \
-    _Pragma("clang attribute push(__attribute__((target(\"avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16\"))), apply_to = function)")
+#define ENCODER_WIDE_BEGIN                                                                         \
+    _Pragma("clang attribute "                                                                     \
+            "push(__attribute__((target(\"avx512f,avx512bw,avx512dq,avx512vl,avx512bf16\"))), "    \
+            "apply_to = function)")
+#define ENCODER_TILES_BEGIN                                                                        \
+    _Pragma("clang attribute "                                                                     \
+            "push(__attribute__((target(\"avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile," \
+            "amx-bf16\"))), apply_to = function)")
 #define ENCODER_END _Pragma("clang attribute pop")
 #else
-#define ENCODER_WIDE_BEGIN _Pragma("GCC push_options") _Pragma("GCC target(\"avx512f,avx512bw,avx512dq,avx512vl,avx512bf16\")")
-#define ENCODER_TILES_BEGIN \
-    _Pragma("GCC push_options") _Pragma("GCC target(\"avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16\")")
+#define ENCODER_WIDE_BEGIN                                                                         \
+    _Pragma("GCC push_options")                                                                    \
+        _Pragma("GCC target(\"avx512f,avx512bw,avx512dq,avx512vl,avx512bf16\")")
+#define ENCODER_TILES_BEGIN                                                                        \
+    _Pragma("GCC push_options")                                                                    \
+        _Pragma("GCC target(\"avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16\")")
 #define ENCODER_END _Pragma("GCC pop_options")
 #endif
 
@@ -187,7 +202,9 @@ static ENCODER_INLINE Vector mul(Vector a, Vector b) { return _mm512_mul_ps(a, b
 static ENCODER_INLINE Vector fma(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
 static ENCODER_INLINE Vector least(Vector a, Vector b) { return _mm512_min_ps(a, b); }
 static ENCODER_INLINE Vector most(Vector a, Vector b) { return _mm512_max_ps(a, b); }
-static ENCODER_INLINE Vector nearest(Vector a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+static ENCODER_INLINE Vector nearest(Vector a) {
+    return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
 static ENCODER_INLINE Vector scaled(Vector a, Vector n) { return _mm512_scalef_ps(a, n); }
 static ENCODER_INLINE Vector first_lanes(Vector a, int count, float other) {
     __mmask16 kept = count >= LANES ? 0xffff : (__mmask16)((1u << (count < 0 ? 0 : count)) - 1);
@@ -205,11 +222,13 @@ static ENCODER_INLINE void store_bf16(bf16 *to, Vector low, Vector high) {
     memcpy(to, &both, sizeof both);
 }
 static ENCODER_INLINE Vector add_products(Vector sum, uint32_t pair, const bf16 *weights) {
-    return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32((int)pair), (__m512bh)_mm512_loadu_si512(weights));
+    return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32((int)pair),
+                            (__m512bh)_mm512_loadu_si512(weights));
 }
 static ENCODER_INLINE void transpose(const bf16 *rows, size_t row_size, int count, bf16 *columns) {
     __m512i a[LANES], b[LANES];
-    for (int i = 0; i < LANES; i++) a[i] = i < count ? _mm512_loadu_si512(rows + (size_t)i * row_size) : _mm512_setzero_si512();
+    for (int i = 0; i < LANES; i++)
+        a[i] = i < count ? _mm512_loadu_si512(rows + (size_t)i * row_size) : _mm512_setzero_si512();
     for (int i = 0; i < LANES; i += 2) {
         b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
         b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
@@ -222,21 +241,31 @@ static ENCODER_INLINE void transpose(const bf16 *rows, size_t row_size, int coun
     }
     /* a[4 g + c] has, in its quarter q, column 4 q + c of rows 4 g to 4 g + 3 */
     for (int c = 0; c < 4; c++) {
-        __m512i low02 = _mm512_shuffle_i32x4(a[c], a[4 + c], 0x88), low13 = _mm512_shuffle_i32x4(a[c], a[4 + c], 0xdd);
-        __m512i high02 = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0x88), high13 = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0xdd);
+        __m512i low02 = _mm512_shuffle_i32x4(a[c], a[4 + c], 0x88),
+                low13 = _mm512_shuffle_i32x4(a[c], a[4 + c], 0xdd);
+        __m512i high02 = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0x88),
+                high13 = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0xdd);
         _mm512_storeu_si512(columns + c * 2 * PANEL, _mm512_shuffle_i32x4(low02, high02, 0x88));
-        _mm512_storeu_si512(columns + (4 + c) * 2 * PANEL, _mm512_shuffle_i32x4(low13, high13, 0x88));
-        _mm512_storeu_si512(columns + (8 + c) * 2 * PANEL, _mm512_shuffle_i32x4(low02, high02, 0xdd));
-        _mm512_storeu_si512(columns + (12 + c) * 2 * PANEL, _mm512_shuffle_i32x4(low13, high13, 0xdd));
+        _mm512_storeu_si512(columns + (4 + c) * 2 * PANEL,
+                            _mm512_shuffle_i32x4(low13, high13, 0x88));
+        _mm512_storeu_si512(columns + (8 + c) * 2 * PANEL,
+                            _mm512_shuffle_i32x4(low02, high02, 0xdd));
+        _mm512_storeu_si512(columns + (12 + c) * 2 * PANEL,
+                            _mm512_shuffle_i32x4(low13, high13, 0xdd));
     }
 }
 static ENCODER_INLINE void interleave(const bf16 *even, const bf16 *odd, bf16 *pairs) {
-    __m512i a = even ? _mm512_loadu_si512(even) : _mm512_setzero_si512(), b = odd ? _mm512_loadu_si512(odd) : _mm512_setzero_si512();
-    __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    __m512i a = even ? _mm512_loadu_si512(even) : _mm512_setzero_si512(),
+            b = odd ? _mm512_loadu_si512(odd) : _mm512_setzero_si512();
+    __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39,
+                                   7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     _mm512_storeu_si512(pairs, _mm512_permutex2var_epi16(a, low, b));
-    _mm512_storeu_si512(pairs + PANEL, _mm512_permutex2var_epi16(a, _mm512_add_epi16(low, _mm512_set1_epi16(16)), b));
+    _mm512_storeu_si512(pairs + PANEL, _mm512_permutex2var_epi16(
+                                           a, _mm512_add_epi16(low, _mm512_set1_epi16(16)), b));
 }
-static ENCODER_INLINE void fetch_ahead(const void *at) { _mm_prefetch((const char *)at, _MM_HINT_T1); }
+static ENCODER_INLINE void fetch_ahead(const void *at) {
+    _mm_prefetch((const char *)at, _MM_HINT_T1);
+}
 
 } // namespace wide_vectors
 

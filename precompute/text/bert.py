@@ -1,6 +1,8 @@
-"""BERT: the encoder that most embedding models are (Devlin et al. 2018), by torch alone, and attention over texts laid end to end.
+"""BERT: the encoder that most embedding models are (Devlin et al. 2018), by torch alone, and
+attention over texts laid end to end.
 
-Values are those of transformers' own class to the last bit (a test compares them); without it a process starts 2.3 CPU seconds sooner (transformers 5.23).
+Values are those of transformers' own class to the last bit (a test compares them); without it a
+process starts 2.3 CPU seconds sooner (transformers 5.23).
 """
 
 from __future__ import annotations
@@ -13,9 +15,17 @@ import torch
 from torch import nn
 
 KINDS = ("bert", "camembert", "roberta", "xlm-roberta")
-"""``model_type`` of the transformers that are a BERT and nothing more; all but the first count positions from behind the padding's."""
+"""``model_type`` of the transformers that are a BERT and nothing more; all but the first count
+positions from behind the padding's."""
 
-_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "max_position_embeddings")
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+)
 _NUMBERS = (*_SIZES, "type_vocab_size", "pad_token_id", "layer_norm_eps")
 _SETTINGS: Mapping[str, Any] = {
     "hidden_act": "gelu",
@@ -42,10 +52,15 @@ class BertConfig(NamedTuple):
 
 
 def bert_config(config: Mapping[str, Any]) -> BertConfig | None:
-    """The settings of a plain BERT; None where another activation, a decoder, relative positions or a missing number ask for transformers itself."""
+    """The settings of a plain BERT; None where another activation, a decoder, relative positions or
+    a missing number ask for transformers itself."""
     plain = all(config.get(name, value) == value for name, value in _SETTINGS.items())
     numbers: list[Any] = [config.get(name) for name in _NUMBERS]
-    if config.get("model_type") not in KINDS or not plain or not all(type(n) in (int, float) and n >= 0 for n in numbers):
+    if (
+        config.get("model_type") not in KINDS
+        or not plain
+        or not all(type(n) in (int, float) and n >= 0 for n in numbers)
+    ):
         return None
     if config["num_attention_heads"] < 1 or config["hidden_size"] % config["num_attention_heads"]:
         return None
@@ -85,7 +100,8 @@ class Bert(nn.Module):
             input_ids: int64 [B, T].
             attention_mask: int64 [B, T], not 0 where there is a token; all of them by default.
             position_ids: int64 [B, T]; by default counted.
-            starts: int32 [texts + 1] of texts laid end to end in one row: text ``i`` is tokens ``starts[i]`` to ``starts[i + 1]``.
+            starts: int32 [texts + 1] of texts laid end to end in one row: text ``i`` is tokens
+                ``starts[i]`` to ``starts[i + 1]``.
             longest: tokens of the longest of those texts.
         """
         hidden = self.embeddings(input_ids, position_ids)
@@ -94,7 +110,8 @@ class Bert(nn.Module):
 
 
 def _mask(tokens: torch.Tensor) -> torch.Tensor | None:
-    """Bool [B, 1, 1, T]; None where nothing is masked, if that can be seen without making a GPU wait or a tracer choose."""
+    """Bool [B, 1, 1, T]; None where nothing is masked, if that can be seen without making a GPU
+    wait or a tracer choose."""
     mask = tokens > 0
     if not mask.is_cuda and not torch.compiler.is_compiling() and bool(mask.all()):
         return None
@@ -132,7 +149,9 @@ class _Layers(nn.Module):
         super().__init__()
         self.layer = nn.ModuleList(_Layer(config, device) for _ in range(config.num_hidden_layers))
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None, starts: torch.Tensor | None, longest: int) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, mask: torch.Tensor | None, starts: torch.Tensor | None, longest: int
+    ) -> torch.Tensor:
         for layer in self.layer:
             x = layer(x, mask, starts, longest)
         return x
@@ -143,7 +162,11 @@ class _Layer(nn.Module):
         super().__init__()
         width, inner, epsilon = config.hidden_size, config.intermediate_size, config.layer_norm_eps
         self.heads = config.num_attention_heads
-        self.attention, self.attention.self, self.intermediate = nn.Module(), nn.Module(), nn.Module()
+        self.attention, self.attention.self, self.intermediate = (
+            nn.Module(),
+            nn.Module(),
+            nn.Module(),
+        )
         for name in ("query", "key", "value"):
             self.attention.self.register_module(name, nn.Linear(width, width, device=device))
         self.attention.output, self.output = (
@@ -152,13 +175,18 @@ class _Layer(nn.Module):
         )
         self.intermediate.dense = nn.Linear(width, inner, device=device)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None, starts: torch.Tensor | None, longest: int) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, mask: torch.Tensor | None, starts: torch.Tensor | None, longest: int
+    ) -> torch.Tensor:
         part: Any = self.attention.self
         query, key, value = (
-            linear(x).view(*x.shape[:2], self.heads, -1).transpose(1, 2) for linear in (part.query, part.key, part.value)
+            linear(x).view(*x.shape[:2], self.heads, -1).transpose(1, 2)
+            for linear in (part.query, part.key, part.value)
         )
         if starts is None:
-            context = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2)
+            context = nn.functional.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask
+            ).transpose(1, 2)
         else:
             context = unpadded_attention(query, key, value, starts, longest)
         out: Any = self.attention.output
@@ -171,13 +199,19 @@ class _Layer(nn.Module):
 
 
 def _table(rows: int, width: int, device: str) -> nn.Embedding:
-    # normal numbers, which torch would draw, make it import its compiler where there is no memory behind them: 0.9 s
-    return nn.Embedding(rows, width, _weight=torch.empty(rows, width, device=device).uniform_(-1, 1))
+    # normal numbers, which torch would draw, make it import its compiler where there is no memory
+    # behind them: 0.9 s
+    return nn.Embedding(
+        rows, width, _weight=torch.empty(rows, width, device=device).uniform_(-1, 1)
+    )
 
 
 def _normalised(inputs: int, outputs: int, epsilon: float, device: str) -> nn.Module:
     module = nn.Module()
-    module.dense, module.LayerNorm = nn.Linear(inputs, outputs, device=device), nn.LayerNorm(outputs, eps=epsilon, device=device)
+    module.dense, module.LayerNorm = (
+        nn.Linear(inputs, outputs, device=device),
+        nn.LayerNorm(outputs, eps=epsilon, device=device),
+    )
     return module
 
 
@@ -186,12 +220,15 @@ def load_bert(config: BertConfig, weights: Mapping[str, torch.Tensor]) -> tuple[
 
     Args:
         config: of the model.
-        weights: by transformers' names, also below a head (``bert.…``) and as TensorFlow called a LayerNorm's (``gamma``, ``beta``); others are passed over.
+        weights: by transformers' names, also below a head (``bert.…``) and as TensorFlow called a
+            LayerNorm's (``gamma``, ``beta``); others are passed over.
 
     Raises:
         RuntimeError: a weight is of another shape.
     """
-    base = {"xlm-roberta": "roberta", "camembert": "roberta"}.get(config.model_type, config.model_type)
+    base = {"xlm-roberta": "roberta", "camembert": "roberta"}.get(
+        config.model_type, config.model_type
+    )
     named = {
         name.removeprefix(f"{base}.")
         .replace("LayerNorm.gamma", "LayerNorm.weight")
@@ -204,7 +241,9 @@ def load_bert(config: BertConfig, weights: Mapping[str, torch.Tensor]) -> tuple[
     missing = sorted(own - set(named))
     if not missing:
         # copies: a file that is written over would change the values of a process that maps it
-        bert.load_state_dict({name: named[name].to(torch.float32, copy=True) for name in own}, assign=True)
+        bert.load_state_dict(
+            {name: named[name].to(torch.float32, copy=True) for name in own}, assign=True
+        )
     return bert.eval(), missing
 
 
@@ -215,25 +254,36 @@ MOST_DIM = 256
 
 
 def has_unpadded_attention(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
-    """Whether this GPU and this torch compute attention without padding, for heads of ``dim`` numbers; by trying it, too."""
-    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16) or dim > MOST_DIM or dim % 8:
+    """Whether this GPU and this torch compute attention without padding, for heads of ``dim``
+    numbers; by trying it, too."""
+    if (
+        device.type != "cuda"
+        or dtype not in (torch.float16, torch.bfloat16)
+        or dim > MOST_DIM
+        or dim % 8
+    ):
         return False
     if torch.cuda.get_device_capability(device) < CAPABILITY:
         return False
     starts = torch.tensor([0, 3, 5], dtype=torch.int32, device=device)
-    query, key, value = torch.linspace(-1, 1, 3 * 5 * 2 * dim, device=device).to(dtype).reshape(3, 1, 2, 5, dim)
+    query, key, value = (
+        torch.linspace(-1, 1, 3 * 5 * 2 * dim, device=device).to(dtype).reshape(3, 1, 2, 5, dim)
+    )
     try:
         found = unpadded_attention(query, key, value, starts, 3)
     except (ImportError, AttributeError, TypeError, RuntimeError):
         # a build without it, or another signature: texts are padded
         return False
-    return torch.allclose(found.float(), _text_by_text(query, key, value, starts).float(), atol=0.02)
+    return torch.allclose(
+        found.float(), _text_by_text(query, key, value, starts).float(), atol=0.02
+    )
 
 
 def unpadded_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, longest: int
 ) -> torch.Tensor:
-    """Softmax attention within each text (Vaswani et al. 2017; laid out as FlashAttention's ``varlen``, Dao 2023).
+    """Softmax attention within each text (Vaswani et al. 2017; laid out as FlashAttention's
+    ``varlen``, Dao 2023).
 
     Args:
         query: [1, heads, tokens, dim]; ``key`` and ``value`` likewise.
@@ -253,10 +303,14 @@ def unpadded_attention(
     return out.unsqueeze(0)
 
 
-def _text_by_text(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+def _text_by_text(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor
+) -> torch.Tensor:
     """[1, heads, tokens, dim] each → [1, tokens, heads, dim]."""
     texts = [
-        nn.functional.scaled_dot_product_attention(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b])
+        nn.functional.scaled_dot_product_attention(
+            query[:, :, a:b], key[:, :, a:b], value[:, :, a:b]
+        )
         for a, b in itertools.pairwise(starts.tolist())
     ]
     return torch.cat(texts, dim=2).transpose(1, 2)

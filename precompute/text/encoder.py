@@ -1,5 +1,6 @@
-"""Encoder: a BERT (:mod:`precompute.text.bert`) in bfloat16 by the C++ extension beside this file: texts end to end without padding, all layers of some
-hundred tokens by one thread, weights packed once. Where the extension was not built, or the transformer is another, torch computes it.
+"""Encoder: a BERT (:mod:`precompute.text.bert`) in bfloat16 by the C++ extension beside this file:
+texts end to end without padding, all layers of some hundred tokens by one thread, weights packed
+once. Where the extension was not built, or the transformer is another, torch computes it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ _VERSION = 1
 """Of what this file and the extension say to each other; _encoder.cpp has it too."""
 
 PANEL = 32
-"""Columns of a weight that lie together: a head's size and the inner layer's are multiples of it. _encoder_vectors.h has it too."""
+"""Columns of a weight that lie together: a head's size and the inner layer's are multiples of it.
+_encoder_vectors.h has it too."""
 
 _EMBEDDINGS = (
     "word_embeddings.weight",
@@ -55,7 +57,8 @@ def _extension() -> ModuleType | None:
 
 
 def kernel() -> str | None:
-    """The quickest way this CPU has, ``amx`` or ``avx512``, None where there is none; ``ONEDNN_MAX_CPU_ISA`` lets a newer CPU compute as an older one."""
+    """The quickest way this CPU has, ``amx`` or ``avx512``, None where there is none;
+    ``ONEDNN_MAX_CPU_ISA`` lets a newer CPU compute as an older one."""
     native = _extension()
     if native is None:
         return None
@@ -64,7 +67,11 @@ def kernel() -> str | None:
     for name in native.kernels():
         if name == "amx" and (unlimited or "AMX" in isa):
             return "amx"
-        if name == "avx512" and (unlimited or "AMX" in isa or isa in ("AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX10_1_512")):
+        if name == "avx512" and (
+            unlimited
+            or "AMX" in isa
+            or isa in ("AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX10_1_512")
+        ):
             return "avx512"
     return None
 
@@ -77,19 +84,23 @@ def not_understood(transformer: Any) -> str:
     size = config.hidden_size // config.num_attention_heads
     if size % PANEL or config.intermediate_size % PANEL:
         return (
-            f"heads of {size} and an inner layer of {config.intermediate_size} numbers: only multiples of {PANEL} are understood"
+            f"heads of {size} and an inner layer of {config.intermediate_size} numbers: only"
+            f" multiples of {PANEL} are understood"
         )
     return ""
 
 
 class UnpaddedBert:
-    """A transformer's last hidden state, of texts padded at the end; any number of threads may call it at once.
+    """A transformer's last hidden state, of texts padded at the end; any number of threads may call
+    it at once.
 
-    Values are those of bfloat16 products added up in float32, everything else in float32. A text's do not depend on what else is computed, in what order, or by how many
-    threads: they are equal to the last bit.
+    Values are those of bfloat16 products added up in float32, everything else in float32. A text's
+    do not depend on what else is computed, in what order, or by how many threads: they are equal to
+    the last bit.
 
     Args:
-        transformer: a :class:`~precompute.text.bert.Bert` in float32, on the CPU; its word embeddings are shared with it.
+        transformer: a :class:`~precompute.text.bert.Bert` in float32, on the CPU; its word
+            embeddings are shared with it.
         kernel: ``amx``, ``avx512``, or ``plain``, which any CPU has, some hundred times slower.
 
     Raises:
@@ -105,20 +116,34 @@ class UnpaddedBert:
         self._native, self._kernel = native, kernel
         config = transformer.config
         weights = {name: tensor.detach() for name, tensor in transformer.state_dict().items()}
-        self._shape = (config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.intermediate_size)
+        self._shape = (
+            config.num_hidden_layers,
+            config.hidden_size,
+            config.num_attention_heads,
+            config.intermediate_size,
+        )
         self._epsilon = float(config.layer_norm_eps)
         self._padding = None if config.model_type == "bert" else int(config.pad_token_id)
         embeddings = [weights[f"embeddings.{name}"] for name in _EMBEDDINGS]
         layers = [f"encoder.layer.{layer}." for layer in range(config.num_hidden_layers)]
-        products = [torch.cat([weights[f"{at}{name}.weight"] for name in names]) for at in layers for names in _PRODUCTS]
+        products = [
+            torch.cat([weights[f"{at}{name}.weight"] for name in names])
+            for at in layers
+            for names in _PRODUCTS
+        ]
         self._words = embeddings[0].contiguous().numpy()
         # one text is one segment: its type is a part of every place
         self._places = (embeddings[1] + embeddings[2][0]).numpy()
-        self._vectors = torch.cat([*embeddings[3:], *(weights[at + name] for at in layers for name in _VECTORS)]).numpy()
-        self._panels = torch.cat([_panels(product) for product in products]).view(torch.int16).numpy()
+        self._vectors = torch.cat(
+            [*embeddings[3:], *(weights[at + name] for at in layers for name in _VECTORS)]
+        ).numpy()
+        self._panels = (
+            torch.cat([_panels(product) for product in products]).view(torch.int16).numpy()
+        )
 
     def __call__(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """``ids`` and ``mask`` (0 where there is padding, which is at the end) int64 [B, T] → float32 [B, T, width], 0 where there is padding.
+        """``ids`` and ``mask`` (0 where there is padding, which is at the end) int64 [B, T] →
+        float32 [B, T, width], 0 where there is padding.
 
         Raises:
             ValueError: an id, or a text's length, is beyond the model's tables.
@@ -144,7 +169,8 @@ class UnpaddedBert:
         return torch.from_numpy(hidden)
 
     def _positions(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Row of the table of places, int64 [B, T]; RoBERTa counts tokens that are no padding (as :mod:`precompute.text.bert` does)."""
+        """Row of the table of places, int64 [B, T]; RoBERTa counts tokens that are no padding (as
+        :mod:`precompute.text.bert` does)."""
         if self._padding is None:
             return np.tile(np.arange(ids.shape[1], dtype=np.int64), (len(ids), 1))
         counted = ids != self._padding
@@ -152,6 +178,12 @@ class UnpaddedBert:
 
 
 def _panels(weight: torch.Tensor) -> torch.Tensor:
-    """[out, in] → bfloat16 of [out / 32][in / 2][32][2], flat: a pair of inputs for each of 32 outputs is what one instruction takes."""
+    """[out, in] → bfloat16 of [out / 32][in / 2][32][2], flat: a pair of inputs for each of 32
+    outputs is what one instruction takes."""
     columns, depth = weight.shape
-    return weight.to(torch.bfloat16).view(columns // PANEL, PANEL, depth // 2, 2).transpose(1, 2).reshape(-1)
+    return (
+        weight.to(torch.bfloat16)
+        .view(columns // PANEL, PANEL, depth // 2, 2)
+        .transpose(1, 2)
+        .reshape(-1)
+    )

@@ -1,4 +1,5 @@
-"""Pair tokens: one text or two → token ids and which text each is of, cut together at the longest input."""
+"""Pair tokens: one text or two → token ids and which text each is of, cut together at the longest
+input."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from tokenizers import Tokenizer
 
 @dataclass(slots=True)
 class PairTokens:
-    """Token ids of all rows in a row, and 0 or 1 for each by the text it is of, int64; row ``i`` is ``[starts[i]:starts[i] + lengths[i]]``."""
+    """Token ids of all rows in a row, and 0 or 1 for each by the text it is of, int64; row ``i`` is
+    ``[starts[i]:starts[i] + lengths[i]]``."""
 
     ids: npt.NDArray[np.int64]
     types: npt.NDArray[np.int64]
@@ -23,7 +25,8 @@ class PairTokens:
 
 
 class PairTokenizer:
-    """A model's tokenizer, without padding; of two texts the longer loses its end first, as transformers cuts pairs.
+    """A model's tokenizer, without padding; of two texts the longer loses its end first, as
+    transformers cuts pairs.
 
     Args:
         tokenizer: transformers' own.
@@ -43,5 +46,8 @@ class PairTokenizer:
         ids, types = ([getattr(one, name) for one in encodings] for name in ("ids", "type_ids"))
         lengths = np.fromiter(map(len, ids), np.int64, len(ids))
         total = int(lengths.sum())
-        flat, of = (np.fromiter(itertools.chain.from_iterable(lists), np.int64, total) for lists in (ids, types))
+        flat, of = (
+            np.fromiter(itertools.chain.from_iterable(lists), np.int64, total)
+            for lists in (ids, types)
+        )
         return PairTokens(flat, of, np.cumsum(lengths) - lengths, lengths)

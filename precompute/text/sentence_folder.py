@@ -1,8 +1,9 @@
 """Sentence folder: what the files of a sentence-transformers model say of how it computes.
 
-``modules.json`` names the modules in their order; each has a folder with a ``config.json`` and, where it has any, weights as safetensors. The layouts
-of sentence-transformers 2 to 6 are read (6.2's source is the reference). Names in these files are looked up in a list here and never imported; what is
-not in it is refused, for a vector that is nearly right helps nobody.
+``modules.json`` names the modules in their order; each has a folder with a ``config.json`` and,
+where it has any, weights as safetensors. The layouts of sentence-transformers 2 to 6 are read
+(6.2's source is the reference). Names in these files are looked up in a list here and never
+imported; what is not in it is refused, for a vector that is nearly right helps nobody.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ POOLING_MODES = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-"""What each mode was called while it was a flag of its own (until version 5), in the order in which several are laid side by side."""
+"""What each mode was called while it was a flag of its own (until version 5), in the order in which
+several are laid side by side."""
 
 ACTIVATIONS = {
     "Identity": "torch.nn.modules.linear.",
@@ -46,15 +48,23 @@ ACTIVATIONS = {
         "torch.nn.modules.activation.",
     ),
 }
-"""Class of ``torch.nn`` that a Dense module may end in → the module it lies in. They are made without arguments, as sentence-transformers does."""
+"""Class of ``torch.nn`` that a Dense module may end in → the module it lies in. They are made
+without arguments, as sentence-transformers does."""
 
 TRANSFORMER_CONFIGS = tuple(
-    f"sentence_{name}_config.json" for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+    f"sentence_{name}_config.json"
+    for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
 """What the Transformer module's own config was called over time; the first that is there counts."""
 
 _HARMLESS = {
-    "model": {"attn_implementation", "dtype", "torch_dtype", "add_pooling_layer", "trust_remote_code"},
+    "model": {
+        "attn_implementation",
+        "dtype",
+        "torch_dtype",
+        "add_pooling_layer",
+        "trust_remote_code",
+    },
     "processor": {"model_max_length", "use_fast", "padding_side", "trust_remote_code"},
     "config": {"use_cache", "trust_remote_code"},
 }
@@ -65,7 +75,8 @@ _LAST_HIDDEN_STATE = {"method": "forward", "method_output_name": "last_hidden_st
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """Token vectors → one; several modes are laid side by side. Without ``include_prompt`` the prompt's tokens are left out."""
+    """Token vectors → one; several modes are laid side by side. Without ``include_prompt`` the
+    prompt's tokens are left out."""
 
     modes: tuple[str, ...] = ("mean",)
     include_prompt: bool = True
@@ -73,7 +84,8 @@ class Pooling:
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A linear layer and an activation; ``residual`` adds the input, through a second layer where the sizes differ."""
+    """A linear layer and an activation; ``residual`` adds the input, through a second layer where
+    the sizes differ."""
 
     weights: Path
     in_features: int
@@ -113,8 +125,12 @@ class SentenceFolder:
     truncate_dim: int | None = None
 
     def facts(self) -> Mapping[str, Any]:
-        """What decides values after the transformer, for :func:`precompute.model.digest`: a path stands for its file's content."""
-        layers = {str(i): {"kind": type(layer).__name__, **asdict(layer)} for i, layer in enumerate(self.layers)}
+        """What decides values after the transformer, for :func:`precompute.model.digest`: a path
+        stands for its file's content."""
+        layers = {
+            str(i): {"kind": type(layer).__name__, **asdict(layer)}
+            for i, layer in enumerate(self.layers)
+        }
         return {"pooling": asdict(self.pooling), "layers": layers, "lowercase": self.lowercase}
 
 
@@ -125,7 +141,8 @@ def read_sentence_folder(folder: Path) -> SentenceFolder | None:
         None when it has no ``modules.json``: a plain transformers model.
 
     Raises:
-        ConfigError: it names something that is not understood here; the message says what and where.
+        ConfigError: it names something that is not understood here; the message says what and
+            where.
         ModelError: a file is damaged.
     """
     if not (folder / "modules.json").is_file():
@@ -134,39 +151,62 @@ def read_sentence_folder(folder: Path) -> SentenceFolder | None:
     names = [name for name, _ in modules]
     if names[:2] != ["Transformer", "Pooling"] or {"Transformer", "Pooling"} & set(names[2:]):
         raise ConfigError(
-            f"text_encoder: {folder / 'modules.json'} lists {', '.join(names) or 'nothing'}; a Transformer, then one Pooling, then any Dense "
-            "and Normalize are understood"
+            f"text_encoder: {folder / 'modules.json'} lists {', '.join(names) or 'nothing'}; a"
+            " Transformer, then one Pooling, then any Dense and Normalize are understood"
         )
-    layers = [_dense(path) if name == "Dense" else _normalize(path) for name, path in modules[2:] if name != "Dropout"]
+    layers = [
+        _dense(path) if name == "Dense" else _normalize(path)
+        for name, path in modules[2:]
+        if name != "Dropout"
+    ]
     max_tokens, lowercase = _transformer(modules[0][1])
     prompt, query_prompt, truncate_dim = _settings(folder / "config_sentence_transformers.json")
     return SentenceFolder(
-        modules[0][1], _pooling(modules[1][1]), tuple(layers), max_tokens, lowercase, prompt, query_prompt, truncate_dim
+        modules[0][1],
+        _pooling(modules[1][1]),
+        tuple(layers),
+        max_tokens,
+        lowercase,
+        prompt,
+        query_prompt,
+        truncate_dim,
     )
 
 
 def _module(folder: Path, entry: Any) -> tuple[str, Path]:
     """(class, folder) of one entry of ``modules.json``."""
     file = folder / "modules.json"
-    if not isinstance(entry, dict) or not isinstance(entry.get("type"), str) or not isinstance(entry.get("path"), str):
-        raise ModelError(f"text_encoder: {file} is damaged: a module has a type and a path, found {str(entry)[:80]}")
+    if (
+        not isinstance(entry, dict)
+        or not isinstance(entry.get("type"), str)
+        or not isinstance(entry.get("path"), str)
+    ):
+        raise ModelError(
+            f"text_encoder: {file} is damaged: a module has a type and a path, found"
+            f" {str(entry)[:80]}"
+        )
     kind, path = entry["type"], PurePosixPath(entry["path"])
     name = kind.rpartition(".")[2]
     if not kind.startswith("sentence_transformers."):
         raise ConfigError(
-            f"text_encoder: {file} names {kind}, code that comes with the model and is not run here: write a model class of your own that runs it"
+            f"text_encoder: {file} names {kind}, code that comes with the model and is not run"
+            " here: write a model class of your own that runs it"
         )
     if name not in ("Transformer", "Pooling", "Dense", "Normalize", "Dropout"):
         raise ConfigError(
-            f"text_encoder: {file} names the module {name} ({kind}); Transformer, Pooling, Dense, Normalize and Dropout are understood: "
-            "write a model class of your own that runs it by sentence-transformers"
+            f"text_encoder: {file} names the module {name} ({kind}); Transformer, Pooling, Dense,"
+            " Normalize and Dropout are understood: write a model class of your own that runs it"
+            " by sentence-transformers"
         )
     if entry.get("kwargs"):
         raise ConfigError(
-            f"text_encoder: {file}: module {name} takes arguments with every call ({entry['kwargs']}); none are understood"
+            f"text_encoder: {file}: module {name} takes arguments with every call"
+            f" ({entry['kwargs']}); none are understood"
         )
     if path.is_absolute() or ".." in path.parts:
-        raise ConfigError(f"text_encoder: {file}: module {name} lies at {str(path)!r}, outside the folder")
+        raise ConfigError(
+            f"text_encoder: {file}: module {name} lies at {str(path)!r}, outside the folder"
+        )
     return name, folder / path
 
 
@@ -174,14 +214,31 @@ def _pooling(folder: Path) -> Pooling:
     file = folder / "config.json"
     config = _json(file, dict)
     flags = [name for name in POOLING_MODES if name in config]
-    modes = config.get("pooling_mode", [POOLING_MODES[name] for name in flags if config[name]] or "mean")
+    modes = config.get(
+        "pooling_mode", [POOLING_MODES[name] for name in flags if config[name]] or "mean"
+    )
     if isinstance(modes, str):
         modes = [modes]
-    _only(config, {*POOLING_MODES, "pooling_mode", "include_prompt", "embedding_dimension", "word_embedding_dimension"}, file)
-    unknown = [m for m in modes if m not in POOLING_MODES.values()] if isinstance(modes, list) else [modes]
+    _only(
+        config,
+        {
+            *POOLING_MODES,
+            "pooling_mode",
+            "include_prompt",
+            "embedding_dimension",
+            "word_embedding_dimension",
+        },
+        file,
+    )
+    unknown = (
+        [m for m in modes if m not in POOLING_MODES.values()]
+        if isinstance(modes, list)
+        else [modes]
+    )
     if unknown or not modes:
         raise ConfigError(
-            f"text_encoder: {file}: pooling mode {unknown[0] if unknown else modes!r} is not known; {', '.join(POOLING_MODES.values())} are"
+            f"text_encoder: {file}: pooling mode {unknown[0] if unknown else modes!r} is not known;"
+            f" {', '.join(POOLING_MODES.values())} are"
         )
     return Pooling(tuple(modes), _value(config, "include_prompt", bool, True, file))
 
@@ -189,21 +246,41 @@ def _pooling(folder: Path) -> Pooling:
 def _dense(folder: Path) -> Dense:
     file, weights = folder / "config.json", folder / "model.safetensors"
     config = _json(file, dict)
-    understood = {"in_features", "out_features", "bias", "activation_function", "use_residual", *_SENTENCE_EMBEDDING}
+    understood = {
+        "in_features",
+        "out_features",
+        "bias",
+        "activation_function",
+        "use_residual",
+        *_SENTENCE_EMBEDDING,
+    }
     _only(config, understood, file)
     _on_sentence_embedding(config, file)
     dotted = _value(config, "activation_function", str, "torch.nn.modules.activation.Tanh", file)
     name = dotted.rpartition(".")[2]
-    if ACTIVATIONS.get(name) is None or dotted not in (ACTIVATIONS[name] + name, f"torch.nn.{name}"):
+    if ACTIVATIONS.get(name) is None or dotted not in (
+        ACTIVATIONS[name] + name,
+        f"torch.nn.{name}",
+    ):
         raise ConfigError(
-            f"text_encoder: {file}: activation_function {dotted!r} is not known; {', '.join(ACTIVATIONS)} of torch.nn are"
+            f"text_encoder: {file}: activation_function {dotted!r} is not known;"
+            f" {', '.join(ACTIVATIONS)} of torch.nn are"
         )
     sizes = [_value(config, key, int, 0, file) for key in ("in_features", "out_features")]
     if min(sizes) < 1:
-        raise ModelError(f"text_encoder: {file} is damaged: in_features and out_features are {sizes[0]} and {sizes[1]}")
+        raise ModelError(
+            f"text_encoder: {file} is damaged: in_features and out_features are {sizes[0]} and"
+            f" {sizes[1]}"
+        )
     if not weights.is_file():
-        raise ConfigError(f"text_encoder: {folder} has no model.safetensors; save the model again with safetensors")
-    bias, residual = _value(config, "bias", bool, True, file), _value(config, "use_residual", bool, False, file)
+        raise ConfigError(
+            f"text_encoder: {folder} has no model.safetensors; save the model again with"
+            " safetensors"
+        )
+    bias, residual = (
+        _value(config, "bias", bool, True, file),
+        _value(config, "use_residual", bool, False, file),
+    )
     return Dense(weights, sizes[0], sizes[1], bias, name, residual)
 
 
@@ -221,7 +298,10 @@ _SENTENCE_EMBEDDING = ("module_input_name", "module_output_name")
 def _on_sentence_embedding(config: Mapping[str, Any], file: Path) -> None:
     for key in _SENTENCE_EMBEDDING:
         if config.get(key) not in (None, "sentence_embedding"):
-            raise ConfigError(f"text_encoder: {file}: {key} is {config[key]!r}; only sentence_embedding is understood")
+            raise ConfigError(
+                f"text_encoder: {file}: {key} is {config[key]!r}; only sentence_embedding is"
+                " understood"
+            )
 
 
 def _transformer(folder: Path) -> tuple[int | None, bool]:
@@ -233,7 +313,11 @@ def _transformer(folder: Path) -> tuple[int | None, bool]:
     limit = _value(config, "max_seq_length", int, None, file)
     lowercase = _value(config, "do_lower_case", bool, False, file)
     for kind, harmless in _HARMLESS.items():
-        for key in (f"{kind}_kwargs", f"{kind}_args", "tokenizer_args" if kind == "processor" else f"{kind}_args"):
+        for key in (
+            f"{kind}_kwargs",
+            f"{kind}_args",
+            "tokenizer_args" if kind == "processor" else f"{kind}_args",
+        ):
             arguments = config.pop(key, None) or {}
             _only(arguments, harmless, file, f"{key}.")
             if "model_max_length" in arguments:
@@ -241,11 +325,20 @@ def _transformer(folder: Path) -> tuple[int | None, bool]:
     expected = {"transformer_task": "feature-extraction", "module_output_name": "token_embeddings"}
     for key, value in expected.items():
         if config.get(key) not in (None, value):
-            raise ConfigError(f"text_encoder: {file}: {key} is {config[key]!r}; only {value} is understood")
+            raise ConfigError(
+                f"text_encoder: {file}: {key} is {config[key]!r}; only {value} is understood"
+            )
     modalities = config.get("modality_config") or {"text": _LAST_HIDDEN_STATE}
     if modalities != {"text": _LAST_HIDDEN_STATE}:
-        how = "renders texts by a chat template" if "message" in modalities else "is more than the last hidden state of a text"
-        raise ConfigError(f"text_encoder: {file}: modality_config {how}; only text → forward → last_hidden_state is understood")
+        how = (
+            "renders texts by a chat template"
+            if "message" in modalities
+            else "is more than the last hidden state of a text"
+        )
+        raise ConfigError(
+            f"text_encoder: {file}: modality_config {how}; only text → forward → last_hidden_state"
+            " is understood"
+        )
     _only(
         # what is not set means nothing
         {key: value for key, value in config.items() if value not in (None, {})},
@@ -256,20 +349,31 @@ def _transformer(folder: Path) -> tuple[int | None, bool]:
 
 
 def _settings(file: Path) -> tuple[str, str, int | None]:
-    """(document's prompt, query's prompt, ``truncate_dim``) of ``config_sentence_transformers.json``."""
+    """(document's prompt, query's prompt, ``truncate_dim``) of
+    ``config_sentence_transformers.json``."""
     if not file.is_file():
         return "", "", None
     config = _json(file, dict)
     kind = config.get("model_type", "SentenceTransformer")
     if kind != "SentenceTransformer":
-        raise ConfigError(f"text_encoder: {file}: model_type is {kind}; only SentenceTransformer makes one vector of a text")
+        raise ConfigError(
+            f"text_encoder: {file}: model_type is {kind}; only SentenceTransformer makes one vector"
+            " of a text"
+        )
     prompts = config.get("prompts") or {}
-    if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
-        raise ModelError(f"text_encoder: {file} is damaged: prompts are texts by name, found {str(prompts)[:80]}")
+    if not isinstance(prompts, dict) or not all(
+        isinstance(text, str | None) for text in prompts.values()
+    ):
+        raise ModelError(
+            f"text_encoder: {file} is damaged: prompts are texts by name, found {str(prompts)[:80]}"
+        )
     default = _value(config, "default_prompt_name", str, None, file)
     if default is not None and default not in {*prompts, "query", "document"}:
-        raise ConfigError(f"text_encoder: {file}: default_prompt_name is {default!r}, and there is no such prompt")
-    # encode_document() would take "passage" or "corpus" where there is no "document", but the library puts an empty one in every model that it loads
+        raise ConfigError(
+            f"text_encoder: {file}: default_prompt_name is {default!r}, and there is no such prompt"
+        )
+    # encode_document() would take "passage" or "corpus" where there is no "document", but the
+    # library puts an empty one in every model that it loads
     document, query = prompts.get("document") or "", prompts.get("query") or ""
     # a model that knows no two sides is one for encode()
     if not document and not query and default is not None:
@@ -288,12 +392,17 @@ def _json(file: Path, kind: type) -> Any:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as exc:
-        raise ConfigError(f"text_encoder: {file} cannot be read: {exc.strerror}; modules.json names it") from exc
+        raise ConfigError(
+            f"text_encoder: {file} cannot be read: {exc.strerror}; modules.json names it"
+        ) from exc
     except ValueError as exc:
         # not JSON, or not UTF-8
         raise ModelError(f"text_encoder: {file} is damaged: {exc}") from exc
     if not isinstance(content, kind):
-        raise ModelError(f"text_encoder: {file} is damaged: it holds a {type(content).__name__}, not a {kind.__name__}")
+        raise ModelError(
+            f"text_encoder: {file} is damaged: it holds a {type(content).__name__}, not a"
+            f" {kind.__name__}"
+        )
     return content
 
 
@@ -302,11 +411,18 @@ def _value(config: Mapping[str, Any], key: str, kind: type, default: Any, file: 
     if value is None:
         return default
     if type(value) is not kind:
-        raise ModelError(f"text_encoder: {file} is damaged: {key} is {str(value)[:80]!r}, not a {kind.__name__}")
+        raise ModelError(
+            f"text_encoder: {file} is damaged: {key} is {str(value)[:80]!r}, not a {kind.__name__}"
+        )
     return value
 
 
-def _only(config: Mapping[str, Any] | Sequence[str], understood: set[str], file: Path, prefix: str = "") -> None:
+def _only(
+    config: Mapping[str, Any] | Sequence[str], understood: set[str], file: Path, prefix: str = ""
+) -> None:
     unknown = [key for key in config if key not in understood]
     if unknown:
-        raise ConfigError(f"text_encoder: {file} sets {prefix}{unknown[0]}, which is not understood; values could differ")
+        raise ConfigError(
+            f"text_encoder: {file} sets {prefix}{unknown[0]}, which is not understood; values could"
+            " differ"
+        )

@@ -1,7 +1,9 @@
-"""Sentence head: from a transformer's last hidden state to one vector for each text, as sentence-transformers computes it.
+"""Sentence head: from a transformer's last hidden state to one vector for each text, as
+sentence-transformers computes it.
 
-Pooling, Dense layers and normalising, in the order that the model's folder names them (:mod:`precompute.text.sentence_folder`). Everything but the
-products is computed in float32, whatever the transformer's precision.
+Pooling, Dense layers and normalising, in the order that the model's folder names them
+(:mod:`precompute.text.sentence_folder`). Everything but the products is computed in float32,
+whatever the transformer's precision.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ class Head(torch.nn.Module):
         hidden_size: numbers in a token's vector.
         pooling: of the tokens.
         layers: what comes after.
-        truncate_dim: numbers retained of each vector; all by default. What is left is not normalised again.
+        truncate_dim: numbers retained of each vector; all by default. What is left is not
+            normalised again.
 
     Raises:
         ConfigError: a layer takes another number than the one before gives.
@@ -48,14 +51,16 @@ class Head(torch.nn.Module):
                 continue
             if layer.in_features != self.dim:
                 raise ConfigError(
-                    f"text_encoder: {layer.weights.parent} takes {layer.in_features} numbers, and what comes before it gives {self.dim}"
+                    f"text_encoder: {layer.weights.parent} takes {layer.in_features} numbers, and"
+                    f" what comes before it gives {self.dim}"
                 )
             self.layers.append(_Dense(layer))
             self.dim = layer.out_features
         self.dim = self.dim if truncate_dim is None else min(truncate_dim, self.dim)
 
     def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """``hidden`` [B, T, D]; ``mask`` int64 [B, T]: 1 for a token, 2 for one of a prompt that is left out, 0 for padding, which is at the end."""
+        """``hidden`` [B, T, D]; ``mask`` int64 [B, T]: 1 for a token, 2 for one of a prompt that is
+        left out, 0 for padding, which is at the end."""
         if self.leaves_out_prompt:
             mask = (mask == 1).long()
         tokens = hidden.float()
@@ -66,7 +71,8 @@ class Head(torch.nn.Module):
 
 
 def _pooled(mode: str, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """[B, D] of ``tokens`` [B, T, D]: ``sentence_transformers…Pooling`` 6.2, ``_forward_padded``, for padding at the end."""
+    """[B, D] of ``tokens`` [B, T, D]: ``sentence_transformers…Pooling`` 6.2, ``_forward_padded``,
+    for padding at the end."""
     # the first and the last that counts
     if mode in ("cls", "lasttoken"):
         place = torch.arange(mask.shape[1], device=mask.device).unsqueeze(0)
@@ -82,7 +88,9 @@ def _pooled(mode: str, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor
     weights = mask.unsqueeze(-1).to(tokens.dtype)
     # Muennighoff 2022: a token's weight is its position, from 1
     if mode == "weightedmean":
-        weights = weights * torch.arange(1, mask.shape[1] + 1, device=mask.device, dtype=tokens.dtype).view(1, -1, 1)
+        weights = weights * torch.arange(
+            1, mask.shape[1] + 1, device=mask.device, dtype=tokens.dtype
+        ).view(1, -1, 1)
     total = weights.sum(1).clamp(min=1e-9)
     return (tokens * weights).sum(1) / (total.sqrt() if mode == "mean_sqrt_len_tokens" else total)
 
@@ -104,7 +112,9 @@ class _Dense(torch.nn.Module):
         if layer.residual and layer.in_features != layer.out_features:
             self.residual = torch.nn.Linear(layer.in_features, layer.out_features, bias=False)
         try:
-            self.load_state_dict({name: tensor.float() for name, tensor in load_file(layer.weights).items()})
+            self.load_state_dict(
+                {name: tensor.float() for name, tensor in load_file(layer.weights).items()}
+            )
         except (SafetensorError, OSError, RuntimeError) as exc:
             raise ModelError(f"text_encoder: {layer.weights} does not load: {exc}") from exc
 

@@ -29,8 +29,11 @@ def unusable_texts(column: pa.Array, name: str, use: str) -> dict[int, str]:
                 except UnicodeDecodeError as exc:
                     bad[row] = f"{name} is not UTF-8: {exc.reason} at byte {exc.start}"
     elif not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
-        raise ModelError(f"{use}: column {name!r} is {column.type}, not text: CAST it AS VARCHAR in the source")
-    # Of one text that begins with a letter, that is seen in a sixtieth of the time that the rest takes.
+        raise ModelError(
+            f"{use}: column {name!r} is {column.type}, not text: CAST it AS VARCHAR in the source"
+        )
+    # Of one text that begins with a letter, that is seen in a sixtieth of the time that the rest
+    # takes.
     elif all(text and "!" <= text[0] <= "~" for text in column.to_pylist()):
         return bad
     else:

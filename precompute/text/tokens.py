@@ -1,4 +1,5 @@
-"""Tokens: texts → token ids, cut at the longest input. Tokens of a window of texts can be cached in a file."""
+"""Tokens: texts → token ids, cut at the longest input. Tokens of a window of texts can be cached in
+a file."""
 
 from __future__ import annotations
 
@@ -17,16 +18,18 @@ import numpy.typing as npt
 from tokenizers import Encoding, Tokenizer, normalizers
 
 CHARS_PER_TOKEN = 16
-"""Of a text, ``max_tokens × 16`` characters are tokenised at first, and the rest only when they did not fill ``max_tokens``: a megabyte of words in one
-row costs no more than a page."""
+"""Of a text, ``max_tokens × 16`` characters are tokenised at first, and the rest only when they did
+not fill ``max_tokens``: a megabyte of words in one row costs no more than a page."""
 
 BLANKS = " \n\t\r"
-"""Between words, for any tokenizer; others are removed by some, such as the control characters that Python takes for blanks."""
+"""Between words, for any tokenizer; others are removed by some, such as the control characters that
+Python takes for blanks."""
 
 
 @dataclass(slots=True)
 class Tokens:
-    """Token ids of all rows in a row, int64; row ``i`` is ``ids[starts[i]:starts[i] + lengths[i]]``."""
+    """Token ids of all rows in a row, int64; row ``i`` is ``ids[starts[i]:starts[i] +
+    lengths[i]]``."""
 
     ids: npt.NDArray[np.int64]
     starts: npt.NDArray[np.int64]
@@ -43,7 +46,9 @@ class TextTokenizer:
         keep_long: a longer text is recognised by one token more than any may have, instead of cut.
     """
 
-    def __init__(self, tokenizer: Any, max_tokens: int, *, lowercase: bool = False, keep_long: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Any, max_tokens: int, *, lowercase: bool = False, keep_long: bool = False
+    ) -> None:
         self._max_tokens, self._keep_long = max_tokens, keep_long
         self._special = frozenset(tokenizer.all_special_ids)
         self.padding = int(tokenizer.pad_token_id or 0)
@@ -55,22 +60,31 @@ class TextTokenizer:
             _lowercase(self._tokenizer)
 
     def prompt_length(self, prompt: str) -> int:
-        """Tokens of a prompt, as sentence-transformers counts them (``Transformer._get_prompt_length``)."""
+        """Tokens of a prompt, as sentence-transformers counts them
+        (``Transformer._get_prompt_length``)."""
         ids = self._tokenizer.encode(prompt).ids
         return len(ids) - (ids[-1] in self._special if ids else 0)
 
-    def tokenized(self, texts: Sequence[str]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def tokenized(
+        self, texts: Sequence[str]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """(ids of all texts in a row, how many of each)."""
         heads = [_head(text, self._max_tokens * CHARS_PER_TOKEN) for text in texts]
         encodings = self._tokenizer.encode_batch_fast(heads)
-        # what does not fill the longest input is not all there is, and half a word has other tokens than the whole
+        # what does not fill the longest input is not all there is, and half a word has other tokens
+        # than the whole
         short = [
             row
             for row, (text, head) in enumerate(zip(texts, heads, strict=True))
             if len(head) < len(text)
-            and not (encodings[row].overflowing and (text[len(head)] in BLANKS or _words_follow(encodings[row])))
+            and not (
+                encodings[row].overflowing
+                and (text[len(head)] in BLANKS or _words_follow(encodings[row]))
+            )
         ]
-        for row, encoding in zip(short, self._tokenizer.encode_batch_fast([texts[row] for row in short]), strict=True):
+        for row, encoding in zip(
+            short, self._tokenizer.encode_batch_fast([texts[row] for row in short]), strict=True
+        ):
             encodings[row] = encoding
         lists = [encoding.ids for encoding in encodings]
         if self._keep_long:
@@ -79,7 +93,10 @@ class TextTokenizer:
                 for ids, encoding in zip(lists, encodings, strict=True)
             ]
         lengths = np.fromiter(map(len, lists), np.int64, len(lists))
-        return np.fromiter(itertools.chain.from_iterable(lists), np.int64, int(lengths.sum())), lengths
+        return (
+            np.fromiter(itertools.chain.from_iterable(lists), np.int64, int(lengths.sum())),
+            lengths,
+        )
 
 
 def _head(text: str, limit: int) -> str:
@@ -91,7 +108,8 @@ def _head(text: str, limit: int) -> str:
 
 
 def _words_follow(encoding: Encoding) -> bool:
-    """Whether no token that is retained is of the last word, which may be cut: of more than 100 characters, WordPiece makes one token of a word."""
+    """Whether no token that is retained is of the last word, which may be cut: of more than 100
+    characters, WordPiece makes one token of a word."""
     retained = [word for word in encoding.word_ids if word is not None]
     left = [word for word in encoding.overflowing[-1].word_ids if word is not None]
     return bool(retained and left) and left[-1] > retained[-1]
@@ -132,12 +150,17 @@ class TokenCache:
         return digest.hexdigest()
 
     def get(self, key: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
-        """(token ids of all texts in a row, tokens of each text), int64; None when not retained, or not readable."""
+        """(token ids of all texts in a row, tokens of each text), int64; None when not retained, or
+        not readable."""
         path = self._folder / f"{key}.tokens"
         try:
             stored = path.read_bytes()
             # such as the zeros that a loss of power leaves; looked at before anything is made of it
-            if len(stored) % 4 or len(stored) < 8 or zlib.crc32(memoryview(stored)[4:]) != int.from_bytes(stored[:4], "little"):
+            if (
+                len(stored) % 4
+                or len(stored) < 8
+                or zlib.crc32(memoryview(stored)[4:]) != int.from_bytes(stored[:4], "little")
+            ):
                 return None
             os.utime(path)
         except OSError:

@@ -1,5 +1,7 @@
-"""Transformer: the model and tokenizer of a folder: which are known to come out right, and what is to be known of them. A plain BERT is read by
-:mod:`precompute.text.bert` and :mod:`precompute.text.wordpiece`; what is anything else, by transformers."""
+"""Transformer: the model and tokenizer of a folder: which are known to come out right, and what is
+to be known of them. A plain BERT is read by :mod:`precompute.text.bert` and
+:mod:`precompute.text.wordpiece`; what is anything else, by transformers.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,17 @@ ENCODERS = (
     "xlm-roberta",
 )
 DECODERS = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
-"""``model_type`` of the transformers whose values were compared with sentence-transformers' in batches padded at the end. What is padding is masked, or
-comes after all that can see it, and a decoder's positions are relative: nothing changes, whatever side its tokenizer pads on."""
+"""``model_type`` of the transformers whose values were compared with sentence-transformers' in
+batches padded at the end. What is padding is masked, or comes after all that can see it, and a
+decoder's positions are relative: nothing changes, whatever side its tokenizer pads on."""
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.txt")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.txt",
+)
 
 
 def model_files(folder: Path, use: str = "text_encoder") -> dict[str, Path]:
@@ -51,18 +60,26 @@ def model_files(folder: Path, use: str = "text_encoder") -> dict[str, Path]:
     # a large model's, in several files
     if index.is_file() and not (folder / weights[0]).is_file():
         try:
-            weights = [index.name, *sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))]
+            weights = [
+                index.name,
+                *sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())),
+            ]
         except (ValueError, KeyError, AttributeError, TypeError) as exc:
             raise ModelError(f"{use}: {index} is damaged: {exc}") from exc
     needed = ["config.json", *weights, "tokenizer.json"]
     for name in needed:
         if not (folder / name).is_file():
-            raise ConfigError(f"{use}: {folder} has no {name}; give the folder of a model saved with safetensors")
+            raise ConfigError(
+                f"{use}: {folder} has no {name}; give the folder of a model saved with safetensors"
+            )
     if (folder / "adapter_config.json").is_file():
         raise ConfigError(
-            f"{use}: {folder} is an adapter (adapter_config.json) on another model: merge the two and save the result"
+            f"{use}: {folder} is an adapter (adapter_config.json) on another model: merge the two"
+            " and save the result"
         )
-    return {name: folder / name for name in (*needed, *TOKENIZER_FILES) if (folder / name).is_file()}
+    return {
+        name: folder / name for name in (*needed, *TOKENIZER_FILES) if (folder / name).is_file()
+    }
 
 
 def model_type(file: Path, use: str = "text_encoder") -> str:
@@ -79,13 +96,14 @@ def model_type(file: Path, use: str = "text_encoder") -> str:
     # transformers' own code for the same model_type may be another model
     if "AutoModel" in (config.get("auto_map") or {}):
         raise ConfigError(
-            f"{use}: {file}: the model's own code (auto_map: {config['auto_map']['AutoModel']}) is never run: write a model class of your own, "
-            f"or remove auto_map where transformers' own {kind!r} is meant"
+            f"{use}: {file}: the model's own code (auto_map: {config['auto_map']['AutoModel']}) is"
+            " never run: write a model class of your own, or remove auto_map where transformers'"
+            f" own {kind!r} is meant"
         )
     if kind not in (*ENCODERS, *DECODERS):
         raise ConfigError(
-            f"{use}: {file}: model_type {kind!r} is not known to come out right in batches; {', '.join((*ENCODERS, *DECODERS))} are: "
-            "write a model class of your own"
+            f"{use}: {file}: model_type {kind!r} is not known to come out right in batches;"
+            f" {', '.join((*ENCODERS, *DECODERS))} are: write a model class of your own"
         )
     return kind
 
@@ -105,7 +123,9 @@ def load_classifier(folder: Path) -> tuple[Any, Any]:
     return _loaded(folder, "text_classifier", _classifier)
 
 
-def _loaded(folder: Path, use: str, load: Callable[[Path], tuple[Any, Any, list[str]]]) -> tuple[Any, Any]:
+def _loaded(
+    folder: Path, use: str, load: Callable[[Path], tuple[Any, Any, list[str]]]
+) -> tuple[Any, Any]:
     try:
         # transformers makes up one from other files when this is damaged
         Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -117,7 +137,8 @@ def _loaded(folder: Path, use: str, load: Callable[[Path], tuple[Any, Any, list[
         raise ModelError(f"{use}: {folder} has no weights for {', '.join(missing[:3])}")
     if tokenizer.truncation_side != "right":
         raise ConfigError(
-            f"{use}: {folder}/tokenizer_config.json: truncation_side is {tokenizer.truncation_side}; only right is understood"
+            f"{use}: {folder}/tokenizer_config.json: truncation_side is"
+            f" {tokenizer.truncation_side}; only right is understood"
         )
     return transformer, tokenizer
 
@@ -127,8 +148,12 @@ def _encoder(folder: Path) -> tuple[Any, Any, list[str]]:
     tokenizer = read_wordpiece(folder) or _automatic_tokenizer(folder)
     config = bert_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     if config is not None:
-        files = [path for name, path in model_files(folder).items() if name.endswith(".safetensors")]
-        return tokenizer, *load_bert(config, {name: w for file in files for name, w in load_file(file).items()})
+        files = [
+            path for name, path in model_files(folder).items() if name.endswith(".safetensors")
+        ]
+        return tokenizer, *load_bert(
+            config, {name: w for file in files for name, w in load_file(file).items()}
+        )
     from transformers import AutoModel
 
     transformer, missing = _automatic_model(folder, AutoModel)
@@ -139,7 +164,9 @@ def _encoder(folder: Path) -> tuple[Any, Any, list[str]]:
 def _classifier(folder: Path) -> tuple[Any, Any, list[str]]:
     from transformers import AutoModelForSequenceClassification
 
-    return _automatic_tokenizer(folder), *_automatic_model(folder, AutoModelForSequenceClassification)
+    return _automatic_tokenizer(folder), *_automatic_model(
+        folder, AutoModelForSequenceClassification
+    )
 
 
 def _automatic_tokenizer(folder: Path) -> Any:
@@ -169,8 +196,15 @@ def _automatic_model(folder: Path, kind: Any) -> tuple[Any, list[str]]:
     return transformer, sorted(loading["missing_keys"])
 
 
-def longest_input(requested: int | None, folders: int | None, transformer: Any, tokenizer: Any, use: str = "text_encoder") -> int:
-    """The longest input: as requested; else as the folder says; else as ``sentence_transformers…Transformer`` finds it.
+def longest_input(
+    requested: int | None,
+    folders: int | None,
+    transformer: Any,
+    tokenizer: Any,
+    use: str = "text_encoder",
+) -> int:
+    """The longest input: as requested; else as the folder says; else as
+    ``sentence_transformers…Transformer`` finds it.
 
     Raises:
         ConfigError: the model cannot take it, or nobody says.
@@ -185,18 +219,24 @@ def longest_input(requested: int | None, folders: int | None, transformer: Any, 
         return requested
     longest = folders
     if longest is None:
-        longest = tokenizer.model_max_length if declared == -1 else min(tokenizer.model_max_length, declared)
+        longest = (
+            tokenizer.model_max_length
+            if declared == -1
+            else min(tokenizer.model_max_length, declared)
+        )
     longest = min(longest, table or longest)
     # transformers writes 1e30 for none
     if not 2 < longest < 2**24:
         raise ConfigError(
-            f"{use}: the folder names no longest input that can be used ({longest}): set max_tokens in the model's args"
+            f"{use}: the folder names no longest input that can be used ({longest}): set max_tokens"
+            " in the model's args"
         )
     return int(longest)
 
 
 def _positions(transformer: Any) -> int | None:
-    """Tokens that a learned table of positions has room for, of which RoBERTa's kind begins behind the padding's; None without a table."""
+    """Tokens that a learned table of positions has room for, of which RoBERTa's kind begins behind
+    the padding's; None without a table."""
     for module in transformer.modules():
         table = getattr(module, "position_embeddings", None)
         if isinstance(table, torch.nn.Embedding):
@@ -216,5 +256,7 @@ def transformer_flops(transformer: Any) -> tuple[float, float]:
         if isinstance(module, torch.nn.Linear) and not name.startswith("pooler")
     )
     # ALBERT's layers are one
-    shared = config.num_hidden_layers // getattr(config, "num_hidden_groups", config.num_hidden_layers)
+    shared = config.num_hidden_layers // getattr(
+        config, "num_hidden_groups", config.num_hidden_layers
+    )
     return 2.0 * weights * shared, 4.0 * config.num_hidden_layers * width

@@ -1,7 +1,8 @@
 """WordPiece: the tokenizer of a plain BERT folder, by the tokenizers library alone.
 
-transformers builds a BERT's tokenizer again from ``tokenizer_config.json``, and takes little more than the vocabulary from ``tokenizer.json``. Where both files say
-the same, the second is all there is to read; where they do not, transformers decides.
+transformers builds a BERT's tokenizer again from ``tokenizer_config.json``, and takes little more
+than the vocabulary from ``tokenizer.json``. Where both files say the same, the second is all there
+is to read; where they do not, transformers decides.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-_SPECIAL = {"unk_token": "[UNK]", "sep_token": "[SEP]", "pad_token": "[PAD]", "cls_token": "[CLS]", "mask_token": "[MASK]"}
+_SPECIAL = {
+    "unk_token": "[UNK]",
+    "sep_token": "[SEP]",
+    "pad_token": "[PAD]",
+    "cls_token": "[CLS]",
+    "mask_token": "[MASK]",
+}
 _WITHOUT_EFFECT = {
     "added_tokens_decoder",
     "clean_up_tokenization_spaces",
@@ -32,7 +39,8 @@ _WITHOUT_EFFECT = {
     "tokenizer_file",
     "truncation_strategy",
 }
-"""Settings of ``tokenizer_config.json`` that change no id of a text that is cut at its end and padded elsewhere."""
+"""Settings of ``tokenizer_config.json`` that change no id of a text that is cut at its end and
+padded elsewhere."""
 
 _UNLIMITED = 10**30
 
@@ -73,10 +81,17 @@ def read_wordpiece(folder: Path) -> WordPieceTokenizer | None:
         return None
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     ids = {token["content"]: token["id"] for token in content["added_tokens"]}
-    return WordPieceTokenizer(tokenizer, sorted(ids.values()), ids["[PAD]"], int(config.get("model_max_length", _UNLIMITED)))
+    return WordPieceTokenizer(
+        tokenizer,
+        sorted(ids.values()),
+        ids["[PAD]"],
+        int(config.get("model_max_length", _UNLIMITED)),
+    )
 
 
-def _is_plain(config: Mapping[str, Any], names: Mapping[str, Any], content: Mapping[str, Any]) -> bool:
+def _is_plain(
+    config: Mapping[str, Any], names: Mapping[str, Any], content: Mapping[str, Any]
+) -> bool:
     """Whether transformers would build what ``tokenizer.json`` says."""
     settings = {
         "backend": "tokenizers",
@@ -88,7 +103,12 @@ def _is_plain(config: Mapping[str, Any], names: Mapping[str, Any], content: Mapp
         "truncation_side": "right",
     }
     own = {**settings, **{key: value for key, value in config.items() if key in settings}}
-    tokens = [(key, _text(value)) for source in (config, names) for key, value in source.items() if key in _SPECIAL]
+    tokens = [
+        (key, _text(value))
+        for source in (config, names)
+        for key, value in source.items()
+        if key in _SPECIAL
+    ]
     model = {key: value for key, value in content["model"].items() if key != "vocab"}
     ids = {token["content"]: token["id"] for token in content["added_tokens"]}
     return (
@@ -98,7 +118,12 @@ def _is_plain(config: Mapping[str, Any], names: Mapping[str, Any], content: Mapp
         and set(config) <= {*settings, *_SPECIAL, *_WITHOUT_EFFECT}
         and all(own[key] == settings[key] for key in ("backend", "never_split", "truncation_side"))
         and model
-        == {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##", "max_input_chars_per_word": 100}
+        == {
+            "type": "WordPiece",
+            "unk_token": "[UNK]",
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
+        }
         and content["normalizer"]
         == {
             "type": "BertNormalizer",
@@ -110,20 +135,33 @@ def _is_plain(config: Mapping[str, Any], names: Mapping[str, Any], content: Mapp
         and content["pre_tokenizer"] == {"type": "BertPreTokenizer"}
         and set(ids) == set(_SPECIAL.values())
         and all(content["model"]["vocab"].get(token) == at for token, at in ids.items())
-        and all(_is_special(token) for token in (*content["added_tokens"], *config.get("added_tokens_decoder", {}).values()))
+        and all(
+            _is_special(token)
+            for token in (
+                *content["added_tokens"],
+                *config.get("added_tokens_decoder", {}).values(),
+            )
+        )
         and {int(at) for at in config.get("added_tokens_decoder", {})} <= set(ids.values())
-        and _single(content["post_processor"]) == [("[CLS]", [ids["[CLS]"]]), "A", ("[SEP]", [ids["[SEP]"]])]
+        and _single(content["post_processor"])
+        == [("[CLS]", [ids["[CLS]"]]), "A", ("[SEP]", [ids["[SEP]"]])]
         and (content.get("truncation") or {}).get("direction", "Right") == "Right"
     )
 
 
 def _text(token: Any) -> str:
     """A special token's text, which is written alone or with its flags."""
-    return str(token["content"] if isinstance(token, dict) and _is_special({"special": True, **token}) else token)
+    return str(
+        token["content"]
+        if isinstance(token, dict) and _is_special({"special": True, **token})
+        else token
+    )
 
 
 def _is_special(token: Mapping[str, Any]) -> bool:
-    return token["special"] is True and not any(token[flag] for flag in ("single_word", "lstrip", "rstrip", "normalized"))
+    return token["special"] is True and not any(
+        token[flag] for flag in ("single_word", "lstrip", "rstrip", "normalized")
+    )
 
 
 def _single(processor: Mapping[str, Any]) -> list[Any]:
@@ -132,8 +170,10 @@ def _single(processor: Mapping[str, Any]) -> list[Any]:
         return []
     given = processor["special_tokens"]
     return [
-        (part["SpecialToken"]["id"], given[part["SpecialToken"]["id"]]["ids"])
-        if "SpecialToken" in part
-        else part["Sequence"]["id"]
+        (
+            (part["SpecialToken"]["id"], given[part["SpecialToken"]["id"]]["ids"])
+            if "SpecialToken" in part
+            else part["Sequence"]["id"]
+        )
         for part in processor["single"]
     ]

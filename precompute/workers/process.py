@@ -1,7 +1,9 @@
-"""Processes of ours: each at the head of a group, signalled with all it started, ended with grace; how it ended, and its last words.
+"""Processes of ours: each at the head of a group, signalled with all it started, ended with grace;
+how it ended, and its last words.
 
-A group's number is used only while it is certainly its own: the kernel gives it to another process once the first of the group and all others are
-gone. So a child that ended is reaped only after what it left behind was killed; until then the kernel keeps its number.
+A group's number is used only while it is certainly its own: the kernel gives it to another process
+once the first of the group and all others are gone. So a child that ended is reaped only after what
+it left behind was killed; until then the kernel keeps its number.
 """
 
 from __future__ import annotations
@@ -29,20 +31,23 @@ POLL_S = 0.02
 """How often is looked whether a process that is waited for has ended."""
 
 PIPE_BYTES = 2**20
-"""Of each pipe, the most that Linux allows to everybody. Windows of 13 MB went through 1.2 times as fast as with its usual 64 KiB."""
+"""Of each pipe, the most that Linux allows to everybody. Windows of 13 MB went through 1.2 times as
+fast as with its usual 64 KiB."""
 
 TAIL_BYTES = 2**16
 """Of stderr, retained for the last line of it."""
 
 ECHO_S = 1.0
-"""How long the end of a dead process's stderr is waited for: who left its group may hold it open."""
+"""How long the end of a dead process's stderr is waited for: who left its group may hold it
+open."""
 
 AUTOGROUP_TRIES, AUTOGROUP_WAIT_S = 10, 0.15
 """Linux takes one such write in 0.1 s, of all that are not privileged."""
 
 Output = Literal["inherited", "captured", "piped"]
-"""Where a child's output goes. ``inherited``: where ours does. ``captured``: stderr to a file without a name, which a child can still write to that
-outlives us, stdout nowhere. ``piped``: stdin and stdout are pipes of ours, stderr is held and passed on to ours."""
+"""Where a child's output goes. ``inherited``: where ours does. ``captured``: stderr to a file
+without a name, which a child can still write to that outlives us, stdout nowhere. ``piped``: stdin
+and stdout are pipes of ours, stderr is held and passed on to ours."""
 
 
 class ProcessGroup(ABC):
@@ -52,7 +57,8 @@ class ProcessGroup(ABC):
 
     @property
     def status(self) -> int | None:
-        """Its exit status, or the signal that ended it, below zero; None until :meth:`ended` has seen its end, and where nobody can tell."""
+        """Its exit status, or the signal that ended it, below zero; None until :meth:`ended` has
+        seen its end, and where nobody can tell."""
         return None
 
     @abstractmethod
@@ -99,7 +105,11 @@ class ChildProcess(ProcessGroup):
         self._tail = b""
         self._echo: threading.Thread | None = None
         with contextlib.ExitStack() as unless_started:
-            self._retained = unless_started.enter_context(tempfile.TemporaryFile()) if output == "captured" else None
+            self._retained = (
+                unless_started.enter_context(tempfile.TemporaryFile())
+                if output == "captured"
+                else None
+            )
             nowhere, pipe = subprocess.DEVNULL, subprocess.PIPE
             stdin, stdout, stderr = {
                 "inherited": (nowhere, None, None),
@@ -123,7 +133,10 @@ class ChildProcess(ProcessGroup):
                 with contextlib.suppress(OSError, AttributeError):
                     fcntl.fcntl(file, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
             self._echo = threading.Thread(
-                target=self._pass_on, args=(self._popen.stderr,), name=f"stderr of {self.pid}", daemon=True
+                target=self._pass_on,
+                args=(self._popen.stderr,),
+                name=f"stderr of {self.pid}",
+                daemon=True,
             )
             self._echo.start()
 
@@ -132,7 +145,8 @@ class ChildProcess(ProcessGroup):
         return self._popen.returncode
 
     def pipes(self) -> tuple[IO[bytes], IO[bytes]]:
-        """Its stdin, to write to, and its stdout, to read from, of a child that is piped; anyone who uses them closes them."""
+        """Its stdin, to write to, and its stdout, to read from, of a child that is piped; anyone
+        who uses them closes them."""
         stdin, stdout = self._popen.stdin, self._popen.stdout
         assert stdin is not None
         assert stdout is not None
@@ -141,7 +155,12 @@ class ChildProcess(ProcessGroup):
     def ended(self) -> bool:
         """Also reaps it."""
         with self._reaping:
-            if self.status is None and self._over() and self._popen.poll() is not None and self._retained is not None:
+            if (
+                self.status is None
+                and self._over()
+                and self._popen.poll() is not None
+                and self._retained is not None
+            ):
                 with self._retained as retained:
                     retained.seek(max(0, retained.seek(0, os.SEEK_END) - TAIL_BYTES))
                     self._tail = retained.read()
@@ -154,7 +173,8 @@ class ChildProcess(ProcessGroup):
                 _signal_group(self.pid, number)
 
     def how_it_ended(self) -> str:
-        """As the end of a sentence: ``was ended by signal 9 (SIGKILL)``, ``exited with status 3``, ``cannot be killed``."""
+        """As the end of a sentence: ``was ended by signal 9 (SIGKILL)``, ``exited with status 3``,
+        ``cannot be killed``."""
         if self.status is None:
             return "cannot be killed"
         if self.status >= 0:
@@ -165,14 +185,20 @@ class ChildProcess(ProcessGroup):
         return f"was ended by signal {-self.status}"
 
     def last_words(self) -> str:
-        """The last line of its stderr that says something, of what ended and is not ``inherited``; what is no UTF-8 shows as ``�``."""
+        """The last line of its stderr that says something, of what ended and is not ``inherited``;
+        what is no UTF-8 shows as ``�``."""
         if self._echo is not None:
             self._echo.join(ECHO_S)
-        lines = [line.strip() for line in self._tail.decode(errors="replace").splitlines() if line.strip()]
+        lines = [
+            line.strip()
+            for line in self._tail.decode(errors="replace").splitlines()
+            if line.strip()
+        ]
         return lines[-1] if lines else ""
 
     def _over(self) -> bool:
-        """Whether it ended. What it left behind is killed then, by the number that is its own until it is reaped."""
+        """Whether it ended. What it left behind is killed then, by the number that is its own until
+        it is reaped."""
         # macOS, before Python 3.13
         if not hasattr(os, "waitid"):
             return True
@@ -195,19 +221,24 @@ class ChildProcess(ProcessGroup):
 
 
 def installed_module(module: str) -> list[str]:
-    """Command of a module of ours as a program, as it is installed: whatever lies in the working directory is not looked at. The environment stays as it is,
-    since such a program may start the operator's own."""
+    """Command of a module of ours as a program, as it is installed: whatever lies in the working
+    directory is not looked at. The environment stays as it is, since such a program may start the
+    operator's own."""
     return [sys.executable, "-P", "-m", module]
 
 
 def python_module(module: str) -> tuple[list[str], dict[str, str]]:
-    """Command and environment of a module of ours as a program: it finds modules where this process finds them, and nowhere else."""
-    return installed_module(module), {**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
+    """Command and environment of a module of ours as a program: it finds modules where this process
+    finds them, and nowhere else."""
+    return installed_module(module), {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
+    }
 
 
 def die_with_parent() -> None:
-    """Have this process killed when the thread that started it ends (Linux), also in the middle of a native call that lets no other thread see the end of
-    its input."""
+    """Have this process killed when the thread that started it ends (Linux), also in the middle of
+    a native call that lets no other thread see the end of its input."""
     if sys.platform == "linux":
         import ctypes
 
@@ -216,8 +247,10 @@ def die_with_parent() -> None:
 
 
 def be_nicer(by: int) -> None:
-    """Let others have the processor first: this process with all its threads, and the session at whose head it is, where the kernel shares cores out among
-    sessions (Linux's autogroup, ``man 7 sched``): there the nice value of a process says nothing to those of another session."""
+    """Let others have the processor first: this process with all its threads, and the session at
+    whose head it is, where the kernel shares cores out among sessions (Linux's autogroup, ``man 7
+    sched``): there the nice value of a process says nothing to those of another session.
+    """
     nice = os.nice(by)
     if sys.platform == "linux":
         for thread in os.listdir("/proc/self/task"):
@@ -236,13 +269,14 @@ def be_nicer(by: int) -> None:
                 break
         else:
             log.warning(
-                "others took this machine's turns to change a session's nice value: what this process computes does not give way to other sessions"
+                "others took this machine's turns to change a session's nice value: what this"
+                " process computes does not give way to other sessions"
             )
 
 
 class AdoptedProcess(ProcessGroup):
-    """A process at the head of a group that another process of ours started, which is gone: known by its number and by when it started (Linux). How
-    it ends nobody can tell.
+    """A process at the head of a group that another process of ours started, which is gone: known
+    by its number and by when it started (Linux). How it ends nobody can tell.
 
     Raises:
         ProcessLookupError: it is gone, too, or at the head of no group.
@@ -256,7 +290,11 @@ class AdoptedProcess(ProcessGroup):
 
     def age_s(self) -> float:
         """Seconds since it started."""
-        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - self._started_ticks / os.sysconf("SC_CLK_TCK"))
+        return max(
+            0.0,
+            time.clock_gettime(time.CLOCK_BOOTTIME)
+            - self._started_ticks / os.sysconf("SC_CLK_TCK"),
+        )
 
     def ended(self) -> bool:
         stat = _stat(self.pid)
@@ -268,14 +306,15 @@ class AdoptedProcess(ProcessGroup):
     def signal(self, number: int) -> None:
         """To none whose number is that of a process that started at another time."""
         stat = _stat(self.pid)
-        # Where no process has the number, others of the group may, and nobody else is given it while they do.
+        # Where no process has the number, others of the group may, and nobody else is given it
+        # while they do.
         if stat is None or stat.started_ticks == self._started_ticks:
             _signal_group(self.pid, number)
 
 
 def end_all(processes: Collection[ProcessGroup], grace_s: float, kill_s: float = math.inf) -> None:
-    """SIGTERM to each, and SIGKILL to those that have not ended within ``grace_s``; these are waited for at most ``kill_s``, for a driver may hold one in
-    the kernel."""
+    """SIGTERM to each, and SIGKILL to those that have not ended within ``grace_s``; these are
+    waited for at most ``kill_s``, for a driver may hold one in the kernel."""
     for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, kill_s)):
         for process in processes:
             process.signal(number)

@@ -1,5 +1,6 @@
-"""Worker: the model in a process of its own. It takes windows from a pipe, runs them through a :class:`precompute.engine.runner.Runner` and sends back
-what came out. ``python -m precompute.workers.worker`` is started by :mod:`precompute.workers.worker_pool`, and by nobody else.
+"""Worker: the model in a process of its own. It takes windows from a pipe, runs them through a
+:class:`precompute.engine.runner.Runner` and sends back what came out. ``python -m
+precompute.workers.worker`` is started by :mod:`precompute.workers.worker_pool`, and by nobody else.
 Messages are frames of JSON and Arrow.
 """
 
@@ -31,11 +32,13 @@ from precompute.store.errors import ConfigError, ModelError, PrecomputeError
 from precompute.store.feature_view import FeatureView
 from precompute.workers.process import die_with_parent
 
-# to the worker:  the model to load, its tables, then windows, {} with the rows; end of file: end at once
-# from it:        {"kind": "ready", "device": …}                       the model is loaded
-#                 {"kind": "beat", "steps": n}                         the process lives, and has finished so many batches
-#                 {"kind": "done", "last": …, "rejections": …, …}      body: row numbers, then the features; of the window that came first
-#                                                                      of those not done, all that is left of it if it is the last
+# to the worker:  the model to load, its tables, then windows, {} with the rows; end of file: end at
+# once from it:        {"kind": "ready", "device": …}                       the model is loaded
+# {"kind": "beat", "steps": n}                         the process lives, and has finished so many
+# batches
+# {"kind": "done", "last": …, "rejections": …, …}      body: row numbers, then the features; of the
+# window that came first
+# of those not done, all that is left of it if it is the last
 #                 {"kind": "error", "error": "ModelError", "text": …}  nothing follows
 
 _LENGTHS = struct.Struct(">IQ")
@@ -47,7 +50,9 @@ def framed(header: Mapping[str, Any], body_bytes: int = 0) -> bytes:
     return _LENGTHS.pack(len(text), body_bytes) + text
 
 
-def write_frame(file: IO[bytes], header: Mapping[str, Any], body: pa.RecordBatch | pa.Table | None = None) -> None:
+def write_frame(
+    file: IO[bytes], header: Mapping[str, Any], body: pa.RecordBatch | pa.Table | None = None
+) -> None:
     """Write one message.
 
     Args:
@@ -95,7 +100,16 @@ def read_message(file: IO[bytes]) -> tuple[dict[str, Any], pa.Buffer] | None:
     return json.loads(text), body
 
 
-FIGURES = ("batches", "cost", "padded_cost", "flops", "retries", "out_of_memory", "forward_s", "landing_s")
+FIGURES = (
+    "batches",
+    "cost",
+    "padded_cost",
+    "flops",
+    "retries",
+    "out_of_memory",
+    "forward_s",
+    "landing_s",
+)
 """Of a worker's meter: sent with every result, counted from its start."""
 
 STAGES = ("prepare", "model", "check")
@@ -113,7 +127,8 @@ def prepare_model(model: Model, convert: Mapping[str, Any] | None, sample: pa.Ta
 
     Args:
         model: as loaded.
-        convert: the spec's: ``variant`` and ``folder`` of :func:`precompute.precision.conversion.use_variant`, or None.
+        convert: the spec's: ``variant`` and ``folder`` of
+            :func:`precompute.precision.conversion.use_variant`, or None.
         sample: rows of the source.
 
     Raises:
@@ -127,8 +142,11 @@ def prepare_model(model: Model, convert: Mapping[str, Any] | None, sample: pa.Ta
     use_variant(model, convert["variant"], lambda: sample, Path(convert["folder"]))
 
 
-def check_fingerprint(model: Model, spec: Mapping[str, Any], tables: Mapping[str, pa.Table], folder: Path | None) -> None:
-    """Refuse a model that is not the one the run began with: its rows would stand beside those of the other in one snapshot.
+def check_fingerprint(
+    model: Model, spec: Mapping[str, Any], tables: Mapping[str, pa.Table], folder: Path | None
+) -> None:
+    """Refuse a model that is not the one the run began with: its rows would stand beside those of
+    the other in one snapshot.
 
     Args:
         model: as loaded, before any conversion.
@@ -145,8 +163,9 @@ def check_fingerprint(model: Model, spec: Mapping[str, Any], tables: Mapping[str
         own = model_fingerprint(model.fingerprint(), spec["use"], spec["precision"], tables)
     if own != spec["fingerprint"]:
         raise ConfigError(
-            f"the model {spec['use']!r} has fingerprint {own[:12]} in a worker, and had {spec['fingerprint'][:12]} when the run began: its files "
-            "changed during the run, so run again (or its fingerprint() is another one in each process)"
+            f"the model {spec['use']!r} has fingerprint {own[:12]} in a worker, and had"
+            f" {spec['fingerprint'][:12]} when the run began: its files changed during the run, so"
+            " run again (or its fingerprint() is another one in each process)"
         )
 
 
@@ -180,7 +199,9 @@ class _Worker:
         # of this thread, and so of all that it starts; others may have taken CPUs away meanwhile
         with contextlib.suppress(OSError):
             move_to(frozenset(spec["cpus"]))
-        threading.Thread(target=self._beat, args=(spec["heartbeat_s"],), name="beat", daemon=True).start()
+        threading.Thread(
+            target=self._beat, args=(spec["heartbeat_s"],), name="beat", daemon=True
+        ).start()
         tables = {}
         for name in spec["tables"]:
             frame = read_frame(self._source)
@@ -200,7 +221,9 @@ class _Worker:
             runner = Runner(model, view, self._meter)
             self._runner = runner
             self._send({"kind": "ready", "device": runner.device_figures()})
-            for _, done in runner.stream(iter(self._waiting.get, None), memory_mb=spec["memory_mb"]):
+            for _, done in runner.stream(
+                iter(self._waiting.get, None), memory_mb=spec["memory_mb"]
+            ):
                 self._send_done(done)
         except PrecomputeError as exc:
             _end_if_lost(exc)
@@ -212,7 +235,8 @@ class _Worker:
             self._send({"kind": "error", "error": ModelError.__name__, "text": text})
 
     def _take(self) -> None:
-        """Read windows as they come, so that the end of the input is noticed whatever the model is at."""
+        """Read windows as they come, so that the end of the input is noticed whatever the model is
+        at."""
         while (frame := read_frame(self._source)) is not None:
             self._waiting.put(frame[1].read_next_batch())
         os._exit(0)
@@ -225,10 +249,17 @@ class _Worker:
             "figures": {name: getattr(self._meter, name) for name in FIGURES},
             "state": self._runner.state_figures(),
             "batch_steps": dict(self._meter.batch_steps),
-            "stages": {name: [t.busy_s, t.starved_s, t.blocked_s] for name in STAGES for t in [self._meter.stage(name)]},
+            "stages": {
+                name: [t.busy_s, t.starved_s, t.blocked_s]
+                for name in STAGES
+                for t in [self._meter.stage(name)]
+            },
         }
         names = ["row", *done.features.schema.names]
-        self._send(header, pa.RecordBatch.from_arrays([pa.array(done.rows), *done.features.columns], names=names))
+        self._send(
+            header,
+            pa.RecordBatch.from_arrays([pa.array(done.rows), *done.features.columns], names=names),
+        )
 
     def _beat(self, every_s: float) -> None:
         while True:

@@ -1,5 +1,6 @@
-"""Worker pool: the model in processes of its own, one per GPU or several on a CPU, each pulling windows. Seen from outside it is a
-:class:`precompute.engine.runner.Runner`, which each worker runs."""
+"""Worker pool: the model in processes of its own, one per GPU or several on a CPU, each pulling
+windows. Seen from outside it is a :class:`precompute.engine.runner.Runner`, which each worker
+runs."""
 
 from __future__ import annotations
 
@@ -22,7 +23,16 @@ from precompute.engine.window import Outcome, RejectedRow
 from precompute.store.errors import ConfigError, ModelError
 from precompute.workers.process import end_all
 from precompute.workers.worker import read_frame
-from precompute.workers.worker_process import END_S, REAP_S, HeldWindow, Patience, Share, Task, WorkerProcess, WorkerSpec
+from precompute.workers.worker_process import (
+    END_S,
+    REAP_S,
+    HeldWindow,
+    Patience,
+    Share,
+    Task,
+    WorkerProcess,
+    WorkerSpec,
+)
 
 log = logging.getLogger(__name__)
 
@@ -30,22 +40,28 @@ IN_FLIGHT = 2
 """Windows a worker has: one that the model is at, one that is being prepared."""
 
 HELD = 4
-"""Windows for each worker that may be read and not yet taken, finished or not: the others go on this long while one is slow."""
+"""Windows for each worker that may be read and not yet taken, finished or not: the others go on
+this long while one is slow."""
 
 LOAD_TRIES = 3
-"""Of a worker that ends while it loads a model which another one has loaded: it may have been killed from outside, and its device may be broken."""
+"""Of a worker that ends while it loads a model which another one has loaded: it may have been
+killed from outside, and its device may be broken."""
 
 PARTS = 16
-"""Of rows that are tried again: those without the row to blame cost what they take to compute, and the one with it a worker's start and the wait for it. So four steps find one of 65,536, where halves take sixteen."""
+"""Of rows that are tried again: those without the row to blame cost what they take to compute, and
+the one with it a worker's start and the wait for it. So four steps find one of 65,536, where halves
+take sixteen."""
 
 MAX_FRUITLESS = 24
-"""Workers that may die one after the other without any window or part of one finished in between; 4 for each worker, if that is more. To find one row among
-131,072 takes 8, if it is always in the first part and nothing is finished meanwhile."""
+"""Workers that may die one after the other without any window or part of one finished in between; 4
+for each worker, if that is more. To find one row among 131,072 takes 8, if it is always in the
+first part and nothing is finished meanwhile."""
 
 
 class PoolStream:
-    """One call of :meth:`WorkerPool.stream`. All state is under ``_changed``; the supervisor's thread starts, feeds, judges and ends the processes, which end with that
-    thread (Linux), so it lives as long as they do."""
+    """One call of :meth:`WorkerPool.stream`. All state is under ``_changed``; the supervisor's
+    thread starts, feeds, judges and ends the processes, which end with that thread (Linux), so it
+    lives as long as they do."""
 
     def __init__(
         self,
@@ -58,11 +74,19 @@ class PoolStream:
         windows: Iterable[pa.RecordBatch],
         hidden: set[str],
     ) -> None:
-        self._spec, self._meter, self._states, self._devices, self._patience = spec, meter, states, devices, patience
+        self._spec, self._meter, self._states, self._devices, self._patience = (
+            spec,
+            meter,
+            states,
+            devices,
+            patience,
+        )
         self._changed = threading.Condition()
         self._max_windows = HELD * len(devices)
         self._max_bytes = memory_mb * 2**20 // 2
-        self._share = Share(len(devices), max(1, memory_mb // 2 // len(devices)), patience.heartbeat_s)
+        self._share = Share(
+            len(devices), max(1, memory_mb // 2 // len(devices)), patience.heartbeat_s
+        )
         self._processes: list[WorkerProcess] = []
         self._unloaded = [0] * len(devices)
         self._loaded_once = False
@@ -78,19 +102,24 @@ class PoolStream:
         self._source_error: BaseException | None = None
         self._error: BaseException | None = None
         self._supervisor = threading.Thread(target=self._supervise, name="workers", daemon=True)
-        self._reader = threading.Thread(target=self._read, args=(windows, hidden), name="read", daemon=True)
+        self._reader = threading.Thread(
+            target=self._read, args=(windows, hidden), name="read", daemon=True
+        )
         self._supervisor.start()
         self._reader.start()
 
     # ---- the consumer's side
 
     def next(self) -> tuple[pa.RecordBatch, Outcome] | None:
-        """The next window in order, complete; or what has waited long for the rest of its window, or for those before it; None after the last."""
+        """The next window in order, complete; or what has waited long for the rest of its window,
+        or for those before it; None after the last."""
         with self._changed:
             while True:
                 now = time.monotonic()
                 due = [
-                    window for window in self._order if window.waits_since is not None and now - window.waits_since >= HAND_ON_S
+                    window
+                    for window in self._order
+                    if window.waits_since is not None and now - window.waits_since >= HAND_ON_S
                 ]
                 if self._order and not self._order[0].open_rows:
                     due.insert(0, self._order[0])
@@ -108,7 +137,9 @@ class PoolStream:
                     if self._source_error is not None:
                         raise self._source_error
                     return None
-                waiting = [window.waits_since for window in self._order if window.waits_since is not None]
+                waiting = [
+                    window.waits_since for window in self._order if window.waits_since is not None
+                ]
                 self._changed.wait(min(waiting) + HAND_ON_S - now if waiting else None)
 
     def close(self) -> None:
@@ -143,14 +174,19 @@ class PoolStream:
                 self._changed.notify_all()
 
     def _put(self, batch: pa.RecordBatch, hidden: set[str]) -> bool:
-        shown = batch.select([n for n in batch.schema.names if n not in hidden]) if hidden else batch
+        shown = (
+            batch.select([n for n in batch.schema.names if n not in hidden]) if hidden else batch
+        )
         window = HeldWindow(self._windows, batch, shown, batch.num_rows, int(batch.nbytes))
         self._windows += 1
         started = time.monotonic()
         with self._changed:
             while (
                 self._order
-                and (self._held_bytes + window.size_bytes > self._max_bytes or len(self._order) >= self._max_windows)
+                and (
+                    self._held_bytes + window.size_bytes > self._max_bytes
+                    or len(self._order) >= self._max_windows
+                )
                 and not self._closed
             ):
                 self._changed.wait()
@@ -183,7 +219,9 @@ class PoolStream:
             process.hung_up = True
             self._changed.notify_all()
 
-    def _heard(self, process: WorkerProcess, header: dict[str, Any], batch: pa.RecordBatch | None) -> None:
+    def _heard(
+        self, process: WorkerProcess, header: dict[str, Any], batch: pa.RecordBatch | None
+    ) -> None:
         process.heard = time.monotonic()
         match header["kind"]:
             case "ready":
@@ -197,7 +235,9 @@ class PoolStream:
                 assert batch is not None
                 process.progressed(self._patience)
                 self._fruitless = 0
-                process.count(self._meter, header["figures"], header["stages"], header["batch_steps"])
+                process.count(
+                    self._meter, header["figures"], header["stages"], header["batch_steps"]
+                )
                 self._states[process.number] |= header["state"]
                 self._finished(process.in_flight[0], header["rejections"], batch)
                 if header["last"]:
@@ -206,11 +246,20 @@ class PoolStream:
                 kind = ConfigError if header["error"] == ConfigError.__name__ else ModelError
                 self._error = self._error or kind(header["text"])
 
-    def _finished(self, task: Task, rejections: Sequence[tuple[int, str, str]], batch: pa.RecordBatch) -> None:
-        features = pa.RecordBatch.from_arrays(batch.columns[1:], schema=self._spec.view.feature_schema())
-        rows, bad = np.asarray(batch.column(0)), np.array([row for row, _, _ in rejections], np.int64)
+    def _finished(
+        self, task: Task, rejections: Sequence[tuple[int, str, str]], batch: pa.RecordBatch
+    ) -> None:
+        features = pa.RecordBatch.from_arrays(
+            batch.columns[1:], schema=self._spec.view.feature_schema()
+        )
+        rows, bad = (
+            np.asarray(batch.column(0)),
+            np.array([row for row, _, _ in rejections], np.int64),
+        )
         task.left[rows] = task.left[bad] = False
-        reason = [RejectedRow(int(task.rows[row]), stage, error) for row, stage, error in rejections]
+        reason = [
+            RejectedRow(int(task.rows[row]), stage, error) for row, stage, error in rejections
+        ]
         task.window.add(len(rows) + len(reason), reason, task.rows[rows], features)
         if task.suspect:
             self._meter.rows_retried -= len(rows) + len(reason)
@@ -238,7 +287,8 @@ class PoolStream:
                     for process in self._processes:
                         process.heard += paused
                         process.progress += paused
-                    # one bad row may cost as many in turn: its window's worker, and then one with it alone
+                    # one bad row may cost as many in turn: its window's worker, and then one with
+                    # it alone
                     fruitless = self._fruitless - len(self._devices) - 1
                     given_up = {
                         process: how
@@ -261,7 +311,8 @@ class PoolStream:
         return WorkerProcess(number, self._spec, self._devices[number], self._share, self._listen)
 
     def _deal(self) -> None:
-        """Give every worker work: each its first window before any gets its second, and a suspect one to a worker that has nothing else."""
+        """Give every worker work: each its first window before any gets its second, and a suspect
+        one to a worker that has nothing else."""
         for wanted in range(1, IN_FLIGHT + 1):
             for process in self._processes:
                 if not process.ready or process.hung_up or len(process.in_flight) >= wanted:
@@ -281,20 +332,28 @@ class PoolStream:
         words = process.last_words()
         reason = (how or ended) + (f"; the last line of its stderr: {words[:300]}" if words else "")
         self._unloaded[process.number] += not process.ready
-        if not process.ready and (not self._loaded_once or self._unloaded[process.number] >= LOAD_TRIES):
-            raise ModelError(f"the model {self._spec.use!r} could not be loaded: its worker process {reason}")
+        if not process.ready and (
+            not self._loaded_once or self._unloaded[process.number] >= LOAD_TRIES
+        ):
+            raise ModelError(
+                f"the model {self._spec.use!r} could not be loaded: its worker process {reason}"
+            )
         self._fruitless += 1
         if self._fruitless > max(MAX_FRUITLESS, 4 * len(self._devices)):
             raise ModelError(
-                f"{self._fruitless} worker processes died one after the other and none finished any rows in between; the last one {reason}; "
-                "try the model on a few rows, or with fewer workers where memory is short"
+                f"{self._fruitless} worker processes died one after the other and none finished any"
+                f" rows in between; the last one {reason}; try the model on a few rows, or with"
+                " fewer workers where memory is short"
             )
         self._meter.workers_replaced += 1
         with self._changed:
             alone = len(process.in_flight) == 1
             rows = sum(int(task.left.sum()) for task in process.in_flight)
             rejected = sum(
-                [self._lost(task, alone, reason, at == 0, hung=bool(how)) for at, task in enumerate(process.in_flight)]
+                [
+                    self._lost(task, alone, reason, at == 0, hung=bool(how))
+                    for at, task in enumerate(process.in_flight)
+                ]
             )
             self._changed.notify_all()
         log.warning(
@@ -302,12 +361,17 @@ class PoolStream:
             self._spec.view.name,
             process.number,
             reason,
-            "and the row it had is rejected" if rejected else f"{rows:,} row{'s are' if rows != 1 else ' is'} tried again",
+            (
+                "and the row it had is rejected"
+                if rejected
+                else f"{rows:,} row{'s are' if rows != 1 else ' is'} tried again"
+            ),
         )
         self._processes[process.number] = self._started(process.number)
 
     def _lost(self, task: Task, alone: bool, reason: str, first: bool, *, hung: bool) -> bool:
-        """Its worker died: once more, or in parts, or, of a single row, a rejection; returns whether it is that."""
+        """Its worker died: once more, or in parts, or, of a single row, a rejection; returns
+        whether it is that."""
         rows = task.rows[task.left]
         deaths = task.deaths + alone if len(rows) == len(task.rows) else int(alone)
         if not len(rows):
@@ -318,14 +382,21 @@ class PoolStream:
         hung |= task.hung
         if len(rows) == 1 and deaths >= self._patience.attempts:
             error = f"its worker process {reason} ({deaths} of {self._patience.attempts} tries)"
-            task.window.add(1, [RejectedRow(int(rows[0]), "worker", error)], np.empty(0, np.int64), None)
+            task.window.add(
+                1, [RejectedRow(int(rows[0]), "worker", error)], np.empty(0, np.int64), None
+            )
             self._meter.rows_retried -= task.suspect
             return True
         self._meter.rows_retried += 0 if task.suspect else len(rows)
-        # models that name no costs take rows in order: the first of those left are the likeliest, and by the others is measured how long to wait for them
+        # models that name no costs take rows in order: the first of those left are the likeliest,
+        # and by the others is measured how long to wait for them
         for part in reversed(np.array_split(rows, parts)):
-            again = Task.of(task.window, part, suspect=True, hung=hung, deaths=deaths if parts == 1 else 0)
-            (self._last_tries if hung and self._patience.is_last_try(again) else self._suspects).append(again)
+            again = Task.of(
+                task.window, part, suspect=True, hung=hung, deaths=deaths if parts == 1 else 0
+            )
+            (
+                self._last_tries if hung and self._patience.is_last_try(again) else self._suspects
+            ).append(again)
         return False
 
     def _end(self) -> None:
@@ -340,13 +411,18 @@ class WorkerPool:
 
     Args:
         spec: the model and the view.
-        meter: what the workers did is added to it; the stages ``prepare``, ``model`` and ``check`` are sums over all of them.
-        devices: one worker each, at least one. ``cuda:1`` is that GPU, which the worker sees as its only one; ``cpu`` shows it none; None changes
-            nothing. An argument ``device`` of the model's gives way.
+        meter: what the workers did is added to it; the stages ``prepare``, ``model`` and ``check``
+            are sums over all of them.
+        devices: one worker each, at least one. ``cuda:1`` is that GPU, which the worker sees as its
+            only one; ``cpu`` shows it none; None changes nothing. An argument ``device`` of the
+            model's gives way.
         heartbeat_s: every worker sends a sign of life this often.
-        stall_s: without one for so long it is given up: a stopped process, or native code that never lets go of Python's lock.
-        hang_s: with signs of life, but no batch finished for so long, too. Loading the model does not count. Of rows that a worker was given up with, both are less
-            (:meth:`precompute.workers.worker_process.Patience.for_task`) until one of them is tried for the last time.
+        stall_s: without one for so long it is given up: a stopped process, or native code that
+            never lets go of Python's lock.
+        hang_s: with signs of life, but no batch finished for so long, too. Loading the model does
+            not count. Of rows that a worker was given up with, both are less
+            (:meth:`precompute.workers.worker_process.Patience.for_task`) until one of them is tried
+            for the last time.
         attempts: how often a row may end a worker that had nothing else, before it is rejected.
     """
 
@@ -369,19 +445,30 @@ class WorkerPool:
     @property
     def window_rows(self) -> int:
         """As :attr:`precompute.engine.runner.Runner.window_rows`."""
-        return DEVICE_WINDOW_ROWS if any((device or "").startswith("cuda") for device in self._devices) else 1
+        return (
+            DEVICE_WINDOW_ROWS
+            if any((device or "").startswith("cuda") for device in self._devices)
+            else 1
+        )
 
     def figures(self, seconds: float) -> dict[str, Any]:
-        """What the run's report says of the engine, as :meth:`precompute.engine.runner.Runner.figures`: memory is this process's and all workers', the
-        budget and a device's memory the largest of any, lanes one's, ``peak_flops`` a worker's, measured when its model was loaded and the others were
-        busy with theirs; ``workers_replaced`` where any was."""
+        """What the run's report says of the engine, as
+        :meth:`precompute.engine.runner.Runner.figures`: memory is this process's and all workers',
+        the budget and a device's memory the largest of any, lanes one's, ``peak_flops`` a worker's,
+        measured when its model was loaded and the others were busy with theirs;
+        ``workers_replaced`` where any was."""
         count, states = len(self._devices), list(self._states.values())
         devices = ", ".join(sorted({device or "as they are" for device in self._devices}))
-        figures = self._meter.to_json(seconds) | {"device": f"{count} workers: {devices}", "workers": count}
+        figures = self._meter.to_json(seconds) | {
+            "device": f"{count} workers: {devices}",
+            "workers": count,
+        }
         if self._meter.workers_replaced:
             figures["workers_replaced"] = self._meter.workers_replaced
         figures["cost_unit"] = states[0]["cost_unit"] if states else "rows"
-        figures["peak_memory_bytes"] = ResidentPeak().bytes() + sum(state.get("peak_memory_bytes", 0) for state in states)
+        figures["peak_memory_bytes"] = ResidentPeak().bytes() + sum(
+            state.get("peak_memory_bytes", 0) for state in states
+        )
         for name in ("budget", "device_peak_memory_bytes"):
             if values := [state[name] for state in states if name in state]:
                 figures[name] = max(values)
@@ -401,22 +488,37 @@ class WorkerPool:
         hidden: Iterable[str] = (),
         memory_mb: int = 512,
     ) -> Generator[tuple[pa.RecordBatch, Outcome]]:
-        """Run the model over many windows; windows and rows come out in the order they went in, but pieces of those that take longer than
-        :data:`precompute.engine.runner.HAND_ON_S` as they are made, as in :meth:`precompute.engine.runner.Runner.stream`. Closing the generator ends the workers.
+        """Run the model over many windows; windows and rows come out in the order they went in, but
+        pieces of those that take longer than :data:`precompute.engine.runner.HAND_ON_S` as they are
+        made, as in :meth:`precompute.engine.runner.Runner.stream`. Closing the generator ends the
+        workers.
 
         Args:
             windows: rows, at most a few thousand at a time; advanced in a thread.
             hidden: columns of them that the workers do not get.
-            memory_mb: bound of the windows and features held, half here and half in the workers, their current windows apart.
+            memory_mb: bound of the windows and features held, half here and half in the workers,
+                their current windows apart.
 
         Yields:
-            each window as it came, and its features, or those of some of its rows; rows that end their worker are rejected with the stage ``worker``.
+            each window as it came, and its features, or those of some of its rows; rows that end
+                their worker are rejected with the stage ``worker``.
 
         Raises:
-            ModelError: as of a :class:`precompute.engine.runner.Runner`; or workers die before the model is loaded, or one after the other.
-            ConfigError: the model does not load, as in :func:`precompute.registry.load_model`, or is not the spec's; and whatever ``windows`` raises.
+            ModelError: as of a :class:`precompute.engine.runner.Runner`; or workers die before the
+                model is loaded, or one after the other.
+            ConfigError: the model does not load, as in :func:`precompute.registry.load_model`, or
+                is not the spec's; and whatever ``windows`` raises.
         """
-        stream = PoolStream(self._spec, self._meter, self._states, self._devices, self._patience, memory_mb, windows, set(hidden))
+        stream = PoolStream(
+            self._spec,
+            self._meter,
+            self._states,
+            self._devices,
+            self._patience,
+            memory_mb,
+            windows,
+            set(hidden),
+        )
         times = self._meter.stage("write")
         try:
             while True:

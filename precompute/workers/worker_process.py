@@ -1,4 +1,5 @@
-"""Worker process: one life of a worker, as the pool sees it. Which rows it was given, and how long it may be silent."""
+"""Worker process: one life of a worker, as the pool sees it. Which rows it was given, and how long
+it may be silent."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ class HeldWindow:
     """When the first of them came."""
     pieces_bytes: int = 0
 
-    def add(self, done: int, rejections: list[RejectedRow], rows: Rows, features: pa.RecordBatch | None) -> None:
+    def add(
+        self, done: int, rejections: list[RejectedRow], rows: Rows, features: pa.RecordBatch | None
+    ) -> None:
         """So many rows are done: those rejected, and ``rows`` with their features."""
         if features is not None and len(rows):
             self.pieces.append((rows, features))
@@ -82,14 +85,23 @@ class Task:
     """Of workers that had nothing else."""
 
     @classmethod
-    def of(cls, window: HeldWindow, rows: Rows, *, suspect: bool = False, hung: bool = False, deaths: int = 0) -> Task:
+    def of(
+        cls,
+        window: HeldWindow,
+        rows: Rows,
+        *,
+        suspect: bool = False,
+        hung: bool = False,
+        deaths: int = 0,
+    ) -> Task:
         """All of these rows, of which none is done."""
         return cls(window, rows, np.ones(len(rows), np.bool_), suspect, hung, deaths)
 
 
 TIMES = 4.0
-"""As long as the longest wait for a batch that came to an end: with other rows, or on a busier machine, one may take longer. Given up too soon, rows are tried in smaller pieces,
-at last with all patience, so this is not what decides of them."""
+"""As long as the longest wait for a batch that came to an end: with other rows, or on a busier
+machine, one may take longer. Given up too soon, rows are tried in smaller pieces, at last with all
+patience, so this is not what decides of them."""
 LEAST_BEATS = 2
 """Signs of life that are waited for beside: they tell of batches, too."""
 
@@ -103,10 +115,12 @@ class Patience:
     hang_s: float
     attempts: int
     slowest_s: float | None = None
-    """The longest that any worker was without a batch and then finished one, the first of a fresh worker among them; None before there was one."""
+    """The longest that any worker was without a batch and then finished one, the first of a fresh
+    worker among them; None before there was one."""
 
     def progressed(self, after_s: float) -> None:
-        """A worker that had rows finished a batch so long after the one before, or after it was given them."""
+        """A worker that had rows finished a batch so long after the one before, or after it was
+        given them."""
         self.slowest_s = max(after_s, self.slowest_s or 0.0)
 
     def is_last_try(self, task: Task) -> bool:
@@ -114,20 +128,25 @@ class Patience:
         return len(task.rows) == 1 and task.deaths + 1 >= self.attempts
 
     def for_task(self, task: Task, fruitless: int) -> float:
-        """Seconds without a batch, at most, of a worker that has these rows: infinity where only what is configured bounds it.
+        """Seconds without a batch, at most, of a worker that has these rows: infinity where only
+        what is configured bounds it.
 
         Args:
             task: the rows.
-            fruitless: workers that were lost in turn without any row finished in between, beyond what one bad row may cost: twice as long for each, so that a machine that
-                became slower is waited for.
+            fruitless: workers that were lost in turn without any row finished in between, beyond
+                what one bad row may cost: twice as long for each, so that a machine that became
+                slower is waited for.
         """
         if not task.hung or self.slowest_s is None or self.is_last_try(task):
             return math.inf
-        return (LEAST_BEATS * self.heartbeat_s + TIMES * self.slowest_s) * 2.0 ** min(max(0, fruitless), 64)
+        return (LEAST_BEATS * self.heartbeat_s + TIMES * self.slowest_s) * 2.0 ** min(
+            max(0, fruitless), 64
+        )
 
 
 LOAD_S = 600.0
-"""How long a worker may be silent before its model is loaded: Python's lock is held while gigabytes of libraries come from a cold disk."""
+"""How long a worker may be silent before its model is loaded: Python's lock is held while gigabytes
+of libraries come from a cold disk."""
 
 END_S = 1.0
 """Between asking a worker to end and killing it."""
@@ -138,12 +157,13 @@ REAP_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """All that a worker needs to make the model: see :func:`precompute.registry.load_model`. ``args`` and ``convert`` are plain JSON, ``tables``
-    further arguments.
+    """All that a worker needs to make the model: see :func:`precompute.registry.load_model`.
+    ``args`` and ``convert`` are plain JSON, ``tables`` further arguments.
 
-    ``folder`` is the project's, where its own modules lie and the relative paths in ``args`` start from; ``convert`` is handed to
-    :func:`precompute.workers.worker.prepare_model`. ``fingerprint`` is what :func:`precompute.model.model_fingerprint` must say of the model that a worker
-    loaded, in ``precision``; None asks for nothing.
+    ``folder`` is the project's, where its own modules lie and the relative paths in ``args`` start
+    from; ``convert`` is handed to :func:`precompute.workers.worker.prepare_model`. ``fingerprint``
+    is what :func:`precompute.model.model_fingerprint` must say of the model that a worker loaded,
+    in ``precision``; None asks for nothing.
     """
 
     use: str
@@ -174,7 +194,8 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What each of the ``workers`` gets: memory for windows and features, and how often it must give a sign of life."""
+    """What each of the ``workers`` gets: memory for windows and features, and how often it must
+    give a sign of life."""
 
     workers: int
     memory_mb: int
@@ -192,7 +213,9 @@ class WorkerProcess(ChildProcess):
         listen: reads its messages until they end; in a thread of its own.
     """
 
-    def __init__(self, number: int, spec: WorkerSpec, device: str | None, share: Share, listen: Listener) -> None:
+    def __init__(
+        self, number: int, spec: WorkerSpec, device: str | None, share: Share, listen: Listener
+    ) -> None:
         command, environment = python_module("precompute.workers.worker")
         args = _surroundings(spec, device, share.workers, environment)
         super().__init__(command, output="piped", environment=environment)
@@ -204,15 +227,22 @@ class WorkerProcess(ChildProcess):
         self._figures: dict[str, float] = {}
         self._stages: dict[str, list[float]] = {}
         self._batch_steps = Counter[int]()
-        self._outbox: queue.SimpleQueue[tuple[Mapping[str, Any], pa.RecordBatch | pa.Table | None] | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[
+            tuple[Mapping[str, Any], pa.RecordBatch | pa.Table | None] | None
+        ] = queue.SimpleQueue()
         on_cpu = device is None or device == "cpu"
-        cpus = cores.share(number, share.workers) if on_cpu and share.workers > 1 else frozenset[int]()
+        cpus = (
+            cores.share(number, share.workers) if on_cpu and share.workers > 1 else frozenset[int]()
+        )
         self._outbox.put((spec.header(args, cpus, share), None))
         for table in spec.tables.values():
             self._outbox.put(({}, table))
         stdin, stdout = self.pipes()
         targets = {"write": lambda: self._write(stdin), "listen": lambda: listen(self, stdout)}
-        self._threads = [threading.Thread(target=t, name=f"worker-{number}-{n}", daemon=True) for n, t in targets.items()]
+        self._threads = [
+            threading.Thread(target=t, name=f"worker-{number}-{n}", daemon=True)
+            for n, t in targets.items()
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -236,7 +266,13 @@ class WorkerProcess(ChildProcess):
             patience.progressed(max(0.0, self.heard - self.progress - late_s))
         self.progress = self.heard
 
-    def count(self, meter: Meter, figures: dict[str, float], stages: dict[str, list[float]], batch_steps: dict[str, int]) -> None:
+    def count(
+        self,
+        meter: Meter,
+        figures: dict[str, float],
+        stages: dict[str, list[float]],
+        batch_steps: dict[str, int],
+    ) -> None:
         """Add what the worker's meter says beyond what it said before."""
         for name in FIGURES:
             more = figures[name] - self._figures.get(name, 0)
@@ -252,7 +288,8 @@ class WorkerProcess(ChildProcess):
         self._figures, self._stages, self._batch_steps = figures, stages, steps
 
     def judged(self, now: float, patience: Patience, fruitless: int) -> str | None:
-        """None for a worker that does well, else why it is given up; an empty text where it ended by itself. ``fruitless`` is as in :meth:`Patience.for_task`."""
+        """None for a worker that does well, else why it is given up; an empty text where it ended
+        by itself. ``fruitless`` is as in :meth:`Patience.for_task`."""
         if self.hung_up:
             return ""
         most_s = patience.for_task(self.in_flight[0], fruitless) if self.in_flight else math.inf
@@ -271,7 +308,9 @@ class WorkerProcess(ChildProcess):
         self._outbox.put(None)
         for thread in self._threads:
             thread.join(END_S)
-        return self.how_it_ended() + (", as by a system that is out of memory" if self.status == -signal.SIGKILL else "")
+        return self.how_it_ended() + (
+            ", as by a system that is out of memory" if self.status == -signal.SIGKILL else ""
+        )
 
     def _write(self, file: IO[bytes]) -> None:
         # it died, which the one who listens to it notices
@@ -283,12 +322,16 @@ class WorkerProcess(ChildProcess):
 Listener = Callable[[WorkerProcess, IO[bytes]], None]
 
 
-def _surroundings(spec: WorkerSpec, device: str | None, workers: int, environment: dict[str, str]) -> dict[str, Any]:
+def _surroundings(
+    spec: WorkerSpec, device: str | None, workers: int, environment: dict[str, str]
+) -> dict[str, Any]:
     """Its model's arguments; the worker's share of the machine goes into ``environment``."""
     # or every one of them would take all cores
     if workers > 1:
         for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS"):
-            environment.setdefault(name, str(max(1, cores.usable_threads(cores.allowed()) // workers)))
+            environment.setdefault(
+                name, str(max(1, cores.usable_threads(cores.allowed()) // workers))
+            )
     args = dict(spec.args)
     if device is not None:
         kind, _, index = device.partition(":")
@@ -300,8 +343,11 @@ def _surroundings(spec: WorkerSpec, device: str | None, workers: int, environmen
 
 
 def _visible(index: str) -> str:
-    """What ``CUDA_VISIBLE_DEVICES`` must say so that only the GPU of that index here is seen; none for an empty index."""
+    """What ``CUDA_VISIBLE_DEVICES`` must say so that only the GPU of that index here is seen; none
+    for an empty index."""
     if not index:
         return ""
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    visible = [
+        name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()
+    ]
     return visible[int(index)].strip() if int(index) < len(visible) else index

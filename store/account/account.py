@@ -1,6 +1,8 @@
-"""Account: what is known of all that is live of a view: its pointers, rows, indexes, files and records, and whether each is whole.
+"""Account: what is known of all that is live of a view: its pointers, rows, indexes, files and
+records, and whether each is whole.
 
-One checker writes it (:mod:`precompute.store.account.checker`), beside the view's refs, and everybody reads it. It is derived: where its file is gone or damaged, nothing was looked at yet.
+One checker writes it (:mod:`precompute.store.account.checker`), beside the view's refs, and
+everybody reads it. It is derived: where its file is gone or damaged, nothing was looked at yet.
 """
 
 from __future__ import annotations
@@ -45,8 +47,9 @@ HEALING = (Act.REMOVE, Act.POINT, Act.LOAD)
 
 
 class Finding(Record, frozen=True):
-    """Something live that is not whole: ``what`` names it, ``found`` says in a sentence what was found and what to do. ``keys`` are of rows that were read and were not whole, a few of
-    them: they are read again until they are, or something else is live."""
+    """Something live that is not whole: ``what`` names it, ``found`` says in a sentence what was
+    found and what to do. ``keys`` are of rows that were read and were not whole, a few of them:
+    they are read again until they are, or something else is live."""
 
     what: str
     state: State
@@ -56,8 +59,9 @@ class Finding(Record, frozen=True):
 
 
 class Turn(Record, frozen=True):
-    """How far the moving window over the rows of a base is: the next row group is number ``group`` of file number ``file`` of the snapshot's. ``rows`` were read since ``began_us``;
-    ``before_us`` is when the turn before began that read all, 0 where none did."""
+    """How far the moving window over the rows of a base is: the next row group is number ``group``
+    of file number ``file`` of the snapshot's. ``rows`` were read since ``began_us``; ``before_us``
+    is when the turn before began that read all, 0 where none did."""
 
     base: int = 0
     file: int = 0
@@ -70,8 +74,10 @@ class Turn(Record, frozen=True):
 class Account(Record, frozen=True):
     """What is known of a view; times are µs since 1970, 0 for never.
 
-    ``epoch`` and ``snapshot`` are what was live (0: nothing) when it was last looked, at ``at_us``. ``rows`` is how many the snapshot has. ``files`` maps what has a checksum, by its
-    path, to when that was last compared; ``files_bytes`` is their size. ``doubts`` are the online store's own that were looked into, and nothing was found.
+    ``epoch`` and ``snapshot`` are what was live (0: nothing) when it was last looked, at ``at_us``.
+    ``rows`` is how many the snapshot has. ``files`` maps what has a checksum, by its path, to when
+    that was last compared; ``files_bytes`` is their size. ``doubts`` are the online store's own
+    that were looked into, and nothing was found.
     """
 
     view: str
@@ -98,7 +104,11 @@ class Account(Record, frozen=True):
     @property
     def act(self) -> Act:
         """The one act that heals all that ``reconcile`` can heal."""
-        return max((f.act for f in self.findings if f.act in HEALING), key=HEALING.index, default=Act.NOTHING)
+        return max(
+            (f.act for f in self.findings if f.act in HEALING),
+            key=HEALING.index,
+            default=Act.NOTHING,
+        )
 
     def looked_at(self, now_us: int) -> str:
         """In words, what was looked at of what is live, and when."""
@@ -106,17 +116,24 @@ class Account(Record, frozen=True):
             return "nothing is live"
         turn = self.turn
         if turn.before_us:
-            read = f"all {self.rows:,} rows read in the last {duration((now_us - turn.before_us) / 1e6)}"
+            read = (
+                f"all {self.rows:,} rows read in the last"
+                f" {duration((now_us - turn.before_us) / 1e6)}"
+            )
         elif turn.rows:
             read = (
-                f"{min(turn.rows, self.rows):,} of {self.rows:,} rows read in the last {duration((now_us - turn.began_us) / 1e6)}"
+                f"{min(turn.rows, self.rows):,} of {self.rows:,} rows read in the last"
+                f" {duration((now_us - turn.began_us) / 1e6)}"
             )
         else:
             read = f"0 of {self.rows:,} rows read"
         if not self.files:
             return read
         oldest = duration((now_us - min(self.files.values())) / 1e6)
-        return f"{read}; {len(self.files)} files, {self.files_bytes / 1e6:,.1f} MB, by their checksums in the last {oldest}"
+        return (
+            f"{read}; {len(self.files)} files, {self.files_bytes / 1e6:,.1f} MB, by their checksums"
+            f" in the last {oldest}"
+        )
 
 
 def _kind(what: str) -> str:
@@ -127,7 +144,8 @@ def _kind(what: str) -> str:
 
 
 def read_account(refs: Path, view: str) -> Account:
-    """The account of a view, whose refs lie in that folder; of one that nobody has looked at, or whose file is damaged, an empty one."""
+    """The account of a view, whose refs lie in that folder; of one that nobody has looked at, or
+    whose file is damaged, an empty one."""
     try:
         return read_record(Account, (refs / NAME).read_bytes())
     except (OSError, ValueError) as exc:
@@ -137,11 +155,14 @@ def read_account(refs: Path, view: str) -> Account:
 
 
 def write_account(refs: Path, account: Account) -> None:
-    """Write it, not durably: what is lost is looked at once more. Where it cannot be written, the one who looked has it, and a warning is logged."""
+    """Write it, not durably: what is lost is looked at once more. Where it cannot be written, the
+    one who looked has it, and a warning is logged."""
     temporary = refs / f".{NAME}.{os.getpid()}.tmp"
     try:
         temporary.write_bytes(sealed(account))
         temporary.replace(refs / NAME)
     except OSError as exc:
-        log.warning("the account of view %r cannot be written: %s", account.view, exc.strerror or exc)
+        log.warning(
+            "the account of view %r cannot be written: %s", account.view, exc.strerror or exc
+        )
         temporary.unlink(missing_ok=True)

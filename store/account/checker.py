@@ -1,8 +1,11 @@
-"""Checker: looks at all that is live of a view, and writes its account. The one place that says whether what is live is whole; all who need to know read the account.
-Beside a server a thread looks every minute (:class:`Rounds`).
+"""Checker: looks at all that is live of a view, and writes its account. The one place that says
+whether what is live is whole; all who need to know read the account. Beside a server a thread looks
+every minute (:class:`Rounds`).
 
-At each look: pointers, small records, generations and indexes by what they say of themselves, what readers met, and the next rows of a window that moves over all of them; files by
-their checksums, the longest unread first. A view of a few megabytes is read whole at every look, a large one within the hour.
+At each look: pointers, small records, generations and indexes by what they say of themselves, what
+readers met, and the next rows of a window that moves over all of them; files by their checksums,
+the longest unread first. A view of a few megabytes is read whole at every look, a large one within
+the hour.
 """
 
 from __future__ import annotations
@@ -20,33 +23,64 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from precompute.store.account.account import ROWS, Account, Act, Finding, State, Turn, read_account, write_account
-from precompute.store.account.rows import DOUBTED_ROWS, SAMPLE_ROWS, MovedError, check_served, not_whole
+from precompute.store.account.account import (
+    ROWS,
+    Account,
+    Act,
+    Finding,
+    State,
+    Turn,
+    read_account,
+    write_account,
+)
+from precompute.store.account.rows import (
+    DOUBTED_ROWS,
+    SAMPLE_ROWS,
+    MovedError,
+    check_served,
+    not_whole,
+)
 from precompute.store.account.sightings import are_there, take
 from precompute.store.disk.identity import COPY, NAME, known_identity
 from precompute.store.disk.lease import is_held
 from precompute.store.entity_key import key_column
-from precompute.store.errors import ConflictError, DamagedPointerError, PrecomputeError, RowsLostError, SnapshotError
+from precompute.store.errors import (
+    ConflictError,
+    DamagedPointerError,
+    PrecomputeError,
+    RowsLostError,
+    SnapshotError,
+)
 from precompute.store.offline.refs import DROP_LEASE, PUBLISH_LEASE, LiveRef, run_lease
 from precompute.store.offline.selection import Selection, all_rows
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import OfflineStore, ViewStore
 from precompute.store.online.codec import RowCodec
-from precompute.store.online.online_store import FileCheck, OnlineStore, Pointer, check_own_rows, check_owner
+from precompute.store.online.online_store import (
+    FileCheck,
+    OnlineStore,
+    Pointer,
+    check_own_rows,
+    check_owner,
+)
 from precompute.store.online.row_values import packed_strings
 from precompute.store.record import content_of, replace
 from precompute.store.vectors.index_record import mark_of, read_index_record
 
 LOOK_S = 0.3
-"""For all views of a project together, at each look: half a percent of a core where one looks every minute. Reading an hour's share goes on past it."""
+"""For all views of a project together, at each look: half a percent of a core where one looks every
+minute. Reading an hour's share goes on past it."""
 HOUR_S, HOUR_US = 3600.0, 3_600_000_000
 """Within it every row and every file is read, where one looks every minute."""
 AHEAD = 1.2
-"""The share of an hour that is read is larger by so much, for looks that were late or met a publishing."""
+"""The share of an hour that is read is larger by so much, for looks that were late or met a
+publishing."""
 OFTEN_S = 45.0
-"""Files that were compared so long ago are compared again while there is time: those of a small view at every look."""
+"""Files that were compared so long ago are compared again while there is time: those of a small
+view at every look."""
 READ_BYTES_S = 1e9
-"""About what files are compared at: a file that would take longer than the time left is left to who reads an hour's share."""
+"""About what files are compared at: a file that would take longer than the time left is left to who
+reads an hour's share."""
 MOST_KEYS = 16
 """Of rows that are not whole so many are named in a finding, and read again at the next look."""
 NEWEST_REPORTS = 50
@@ -63,16 +97,24 @@ def clock_us() -> int:
 
 
 def look(
-    store: ViewStore, online: OnlineStore, *, share: float = 0.0, budget_s: float = LOOK_S, publishing: bool = False
+    store: ViewStore,
+    online: OnlineStore,
+    *,
+    share: float = 0.0,
+    budget_s: float = LOOK_S,
+    publishing: bool = False,
 ) -> Account:
-    """Look at what is live of a view, and write down what was found; while another one looks, or publishes, the account is as it was.
+    """Look at what is live of a view, and write down what was found; while another one looks, or
+    publishes, the account is as it was.
 
     Args:
         store: of the view.
         online: where it is served from.
-        share: of all rows and bytes, how much is read whatever time it takes; 1: everything, waiting for the caller.
+        share: of all rows and bytes, how much is read whatever time it takes; 1: everything,
+            waiting for the caller.
         budget_s: while it lasts, more is read.
-        publishing: the caller holds the publishing lease, and reads the Parquet files itself where it builds on them: here they are left out.
+        publishing: the caller holds the publishing lease, and reads the Parquet files itself where
+            it builds on them: here they are left out.
 
     Returns:
         the account.
@@ -118,7 +160,9 @@ def _alone(refs: Path, wait: bool) -> Iterator[bool]:
 class _Look:
     """One look at one view."""
 
-    def __init__(self, store: ViewStore, online: OnlineStore, share: float, budget_s: float, publishing: bool) -> None:
+    def __init__(
+        self, store: ViewStore, online: OnlineStore, share: float, budget_s: float, publishing: bool
+    ) -> None:
         self._store, self._online, self._share, self._publishing = store, online, share, publishing
         self._ends_s, self._now_us = time.monotonic() + budget_s, clock_us()
         self._before = read_account(store.refs.folder, store.name)
@@ -138,7 +182,10 @@ class _Look:
         if ref is None:
             last = self._last_live()
             if last is not None:
-                found = f"the pointer of view {name!r} is gone from {self._store.refs.folder}, and snapshot {last} was live: precompute publish {name} --snapshot {last}"
+                found = (
+                    f"the pointer of view {name!r} is gone from {self._store.refs.folder}, and"
+                    f" snapshot {last} was live: precompute publish {name} --snapshot {last}"
+                )
                 self._add("pointer", State.MISSING, Act.LOAD, found)
             return self._written(Account(name, snapshot=last or 0))
         try:
@@ -146,7 +193,9 @@ class _Look:
         except SnapshotError as exc:
             self._add("live snapshot", State.DAMAGED, Act.RUN, str(exc))
             return self._written(before)
-        account = replace(before, epoch=ref.epoch, snapshot=ref.snapshot, rows=snapshot.rows, doubts=())
+        account = replace(
+            before, epoch=ref.epoch, snapshot=ref.snapshot, rows=snapshot.rows, doubts=()
+        )
         pointer = self._pointer(ref)
         if pointer is not None:
             with contextlib.suppress(MovedError):
@@ -158,12 +207,26 @@ class _Look:
         folder, root, name = self._store.refs.folder, self._store.offline.root, self._store.name
         again = f"precompute reconcile {name} removes it, and who needs it makes it again"
         # of partitions there may be thousands, and a damaged one is written again by who takes it
-        leases = [folder / f"lease-{lease}.json" for lease in (PUBLISH_LEASE, DROP_LEASE, run_lease(None))]
+        leases = [
+            folder / f"lease-{lease}.json" for lease in (PUBLISH_LEASE, DROP_LEASE, run_lease(None))
+        ]
         groups: list[tuple[Iterable[Path], Act, str]] = [
             ([*leases, folder / "epoch.json", root / NAME, root / COPY], Act.REMOVE, again),
-            (sorted(self._store.runs.folder.glob("*.json"))[-NEWEST_REPORTS:], Act.REMOVE, f"it is one run's report; {again}"),
-            (folder.glob("bad/*.json"), Act.PERSON, "its snapshot counts as bad for good: remove it if that is a mistake"),
-            (folder.glob("pins/*.json"), Act.PERSON, f"its snapshot stays: precompute unpin {name}, or remove it and pin again"),
+            (
+                sorted(self._store.runs.folder.glob("*.json"))[-NEWEST_REPORTS:],
+                Act.REMOVE,
+                f"it is one run's report; {again}",
+            ),
+            (
+                folder.glob("bad/*.json"),
+                Act.PERSON,
+                "its snapshot counts as bad for good: remove it if that is a mistake",
+            ),
+            (
+                folder.glob("pins/*.json"),
+                Act.PERSON,
+                f"its snapshot stays: precompute unpin {name}, or remove it and pin again",
+            ),
         ]
         for paths, act, remedy in groups:
             for path in paths:
@@ -173,10 +236,16 @@ class _Look:
                     self._add(str(path), State.DAMAGED, act, f"{path} is damaged ({exc}); {remedy}")
                 except OSError as exc:
                     if not isinstance(exc, FileNotFoundError):
-                        self._add(str(path), State.DAMAGED, Act.PERSON, f"{path} cannot be read: {exc.strerror or exc}")
+                        self._add(
+                            str(path),
+                            State.DAMAGED,
+                            Act.PERSON,
+                            f"{path} cannot be read: {exc.strerror or exc}",
+                        )
 
     def _last_live(self) -> int | None:
-        """The snapshot that the log of publishings says is live; None where there is none, or the log is damaged."""
+        """The snapshot that the log of publishings says is live; None where there is none, or the
+        log is damaged."""
         try:
             return next((entry.snapshot for entry in self._store.refs.publishings()[-1:]), None)
         except SnapshotError as exc:
@@ -186,11 +255,14 @@ class _Look:
     def _written(self, account: Account) -> Account:
         return replace(account, at_us=self._now_us, findings=tuple(self._findings))
 
-    def _add(self, what: str, state: State, act: Act, found: str, keys: tuple[str, ...] = ()) -> None:
+    def _add(
+        self, what: str, state: State, act: Act, found: str, keys: tuple[str, ...] = ()
+    ) -> None:
         self._findings.append(Finding(what, state, act, found, keys))
 
     def _pointer(self, ref: LiveRef) -> Pointer | None:
-        """The online pointer, where it is the root's and names what was loaded; else what is wrong is a finding."""
+        """The online pointer, where it is the root's and names what was loaded; else what is wrong
+        is a finding."""
         name, found = self._store.name, ""
         try:
             pointer = self._online.live(name)
@@ -198,7 +270,10 @@ class _Look:
             self._add("online pointer", State.DAMAGED, Act.POINT, str(exc))
             return None
         if pointer is None:
-            found = f"the online store has no pointer of view {name!r}, whose snapshot {ref.snapshot} is live"
+            found = (
+                f"the online store has no pointer of view {name!r}, whose snapshot {ref.snapshot}"
+                " is live"
+            )
             self._add("online pointer", State.MISSING, Act.POINT, found)
             return None
         try:
@@ -210,7 +285,10 @@ class _Look:
             # the root is older than what is served: nothing was lost online
             return None
         if (pointer.epoch, set(pointer.generations)) != (ref.epoch, ref.place.generations):
-            found = f"the online store serves snapshot {pointer.snapshot} of view {name!r}, and {ref.snapshot} is live"
+            found = (
+                f"the online store serves snapshot {pointer.snapshot} of view {name!r}, and"
+                f" {ref.snapshot} is live"
+            )
             self._add("online pointer", State.DAMAGED, Act.POINT, found)
             return None
         try:
@@ -237,7 +315,8 @@ class _Look:
             selection = all_rows(self._store.layers(snapshot))
             wrong = self._again(account, pointer, selection, self._sighted())
             if doubted or (new and not self._publishing):
-                # with their values, of others every hour; the window has the rows vouch for themselves
+                # with their values, of others every hour; the window has the rows vouch for
+                # themselves
                 rows = DOUBTED_ROWS if doubted else SAMPLE_ROWS
                 check_served(self._store, self._online, pointer, snapshot, rows, turn=hour)
             turn, more = self._window(account.turn, pointer, snapshot, selection)
@@ -257,7 +336,11 @@ class _Look:
 
     def _tell_rows(self, account: Account, wrong: list[bytes], doubts: list[str]) -> None:
         name, keys = self._store.name, tuple(key.decode() for key in wrong[:MOST_KEYS])
-        found = f"{len(wrong):,} of {account.rows:,} rows of view {name!r} are missing or damaged in the online store, that of key {keys[0]!r} for one: precompute publish {name} --reload"
+        found = (
+            f"{len(wrong):,} of {account.rows:,} rows of view {name!r} are missing or damaged in"
+            f" the online store, that of key {keys[0]!r} for one: precompute publish {name}"
+            " --reload"
+        )
         self._add(ROWS, State.DAMAGED, Act.LOAD, "; ".join([found, *doubts]), keys)
 
     def _check_moved(self, pointer: Pointer) -> None:
@@ -266,22 +349,32 @@ class _Look:
             raise MovedError
 
     def _sighted(self) -> list[bytes]:
-        """Keys of rows that readers met, and of those that were not whole at the last look; what they met of an index has its files read again."""
+        """Keys of rows that readers met, and of those that were not whole at the last look; what
+        they met of an index has its files read again."""
         notes = take(self._store.refs.folder)
         self._index_sighted = notes is not None and [] in notes
         keys = [key for finding in self._before.findings for key in finding.keys]
-        return [key.encode() for key in dict.fromkeys([*keys, *(key for note in notes or () for key in note)])]
+        return [
+            key.encode()
+            for key in dict.fromkeys([*keys, *(key for note in notes or () for key in note)])
+        ]
 
-    def _again(self, account: Account, pointer: Pointer, rows: Selection, keys: list[bytes]) -> list[bytes]:
-        """Those of some keys whose rows are not whole; of an account of what was live before, those that the snapshot still has."""
+    def _again(
+        self, account: Account, pointer: Pointer, rows: Selection, keys: list[bytes]
+    ) -> list[bytes]:
+        """Those of some keys whose rows are not whole; of an account of what was live before, those
+        that the snapshot still has."""
         wrong = not_whole(self._online, pointer, RowCodec(pointer.view), keys, None) if keys else []
         if not wrong or self._before.epoch == account.epoch:
             return wrong
         _, _, known = rows.find(pa.array([key.decode() for key in wrong]), pointer.view.entity)
         return [key for key in wrong if key.decode() in set(known.to_pylist())]
 
-    def _window(self, turn: Turn, pointer: Pointer, snapshot: Snapshot, rows: Selection) -> tuple[Turn, list[bytes]]:
-        """Read on from where the last look ended: the turn as it is then, and keys of rows that are not whole."""
+    def _window(
+        self, turn: Turn, pointer: Pointer, snapshot: Snapshot, rows: Selection
+    ) -> tuple[Turn, list[bytes]]:
+        """Read on from where the last look ended: the turn as it is then, and keys of rows that are
+        not whole."""
         if turn.base != pointer.generation:
             turn = Turn(pointer.generation, began_us=self._now_us)
         everything = self._share >= 1.0
@@ -299,26 +392,41 @@ class _Look:
                 wrong += not_whole(self._online, pointer, codec, keys, computed_us)
             read += table.num_rows
             turn = replace(turn, file=file, group=group, rows=turn.rows + table.num_rows)
-            if not everything and read >= self._share * snapshot.rows and time.monotonic() >= self._ends_s:
+            if (
+                not everything
+                and read >= self._share * snapshot.rows
+                and time.monotonic() >= self._ends_s
+            ):
                 return turn, wrong
         return Turn(turn.base, began_us=self._now_us, before_us=turn.began_us), wrong
 
     # ---- files
 
-    def _files(self, account: Account, ref: LiveRef, snapshot: Snapshot, pointer: Pointer | None) -> Account:
-        """Compare files with their checksums: those that were found damaged, then the longest unread."""
+    def _files(
+        self, account: Account, ref: LiveRef, snapshot: Snapshot, pointer: Pointer | None
+    ) -> Account:
+        """Compare files with their checksums: those that were found damaged, then the longest
+        unread."""
         checks = list(self._checks(ref, snapshot, pointer))
         total = sum(check.size_bytes for check, _ in checks)
         known, read = self._before.files, 0
         damaged = {finding.what: finding for finding in self._before.findings}
         files = {check.path: known.get(check.path, 0) for check, _ in checks}
         # what was damaged, or never read, has no time, and comes first
-        for number, (check, act) in enumerate(sorted(checks, key=lambda found: files[found[0].path])):
+        for number, (check, act) in enumerate(
+            sorted(checks, key=lambda found: files[found[0].path])
+        ):
             left_s = self._ends_s - time.monotonic()
-            enough = read >= self._share * total and (left_s <= 0 or check.size_bytes > READ_BYTES_S * left_s)
+            enough = read >= self._share * total and (
+                left_s <= 0 or check.size_bytes > READ_BYTES_S * left_s
+            )
             sighted = self._index_sighted and "/index/" in check.path
             first = number == 0 and self._share > 0
-            if self._share < 1.0 and not sighted and ((enough and not first) or files[check.path] > self._now_us - OFTEN_S * 1e6):
+            if (
+                self._share < 1.0
+                and not sighted
+                and ((enough and not first) or files[check.path] > self._now_us - OFTEN_S * 1e6)
+            ):
                 self._findings += [damaged[check.path]] if check.path in damaged else []
                 continue
             damage, read = check.damage(), read + check.size_bytes
@@ -328,7 +436,9 @@ class _Look:
         seen = {path: at_us for path, at_us in files.items() if at_us}
         return replace(account, files=seen, files_bytes=total)
 
-    def _checks(self, ref: LiveRef, snapshot: Snapshot, pointer: Pointer | None) -> Iterator[tuple[FileCheck, Act]]:
+    def _checks(
+        self, ref: LiveRef, snapshot: Snapshot, pointer: Pointer | None
+    ) -> Iterator[tuple[FileCheck, Act]]:
         store, root = self._store, self._store.offline.root
         for check in self._online.file_checks(store.name, sorted(ref.place.generations)):
             yield check, Act.LOAD
@@ -339,7 +449,11 @@ class _Look:
             for layer in () if self._publishing else store.chain(snapshot):
                 for part in (*layer.parts, *((layer.deletes,) if layer.deletes else ())):
                     yield (
-                        FileCheck(part.path, part.size_bytes, partial(_message, partial(store.check_part, layer, part))),
+                        FileCheck(
+                            part.path,
+                            part.size_bytes,
+                            partial(_message, partial(store.check_part, layer, part)),
+                        ),
                         Act.RUN,
                     )
         except SnapshotError as exc:
@@ -350,7 +464,10 @@ class _Look:
         try:
             record, _ = read_index_record(folder)
         except (OSError, ValueError) as exc:
-            found = f"the vector index {folder} of view {name!r} cannot be opened ({exc}): precompute publish {name} --reload builds it again"
+            found = (
+                f"the vector index {folder} of view {name!r} cannot be opened ({exc}): precompute"
+                f" publish {name} --reload builds it again"
+            )
             self._add("index", State.DAMAGED, Act.LOAD, found)
             return
         for file, mark in record.files.items():
@@ -363,7 +480,10 @@ class _Look:
                     why = "differs from its checksum"
                 except OSError as exc:
                     why = exc.strerror or str(exc)
-                return f"{path} of the vector index of view {name!r} {why}: precompute publish {name} --reload builds it again"
+                return (
+                    f"{path} of the vector index of view {name!r} {why}: precompute publish {name}"
+                    " --reload builds it again"
+                )
 
             yield FileCheck(str(path), mark.size_bytes, damage), Act.LOAD
 
@@ -381,14 +501,16 @@ log = logging.getLogger(__name__)
 EVERY_S = 60.0
 """Between two looks at a view; one that somebody else looked at meanwhile is left to them."""
 SOON_S = 5.0
-"""After a look, before sightings are looked at: of what cannot be healed readers may meet some every second, and a look takes up to a third of one."""
+"""After a look, before sightings are looked at: of what cannot be healed readers may meet some
+every second, and a look takes up to a third of one."""
 POLL_S = 1.0
 """How often sightings are looked for."""
 NICE = 10
 
 
 def is_due(store: ViewStore, every_s: float = EVERY_S) -> bool:
-    """Whether a view is to be looked at: nobody did for so long, or for a while and readers met damage since. While somebody publishes it nobody looks."""
+    """Whether a view is to be looked at: nobody did for so long, or for a while and readers met
+    damage since. While somebody publishes it nobody looks."""
     refs = store.refs.folder
     since_s = time.time() - read_account(refs, store.name).at_us / 1e6
     if since_s < min(every_s, SOON_S) or (since_s < every_s and not are_there(refs)):
@@ -407,9 +529,17 @@ class Rounds:
     """
 
     def __init__(
-        self, offline: OfflineStore, open_online: Callable[[], OnlineStore], names: Sequence[str], every_s: float = EVERY_S
+        self,
+        offline: OfflineStore,
+        open_online: Callable[[], OnlineStore],
+        names: Sequence[str],
+        every_s: float = EVERY_S,
     ) -> None:
-        self._stores, self._open, self._every_s = [offline.view(name) for name in names], open_online, every_s
+        self._stores, self._open, self._every_s = (
+            [offline.view(name) for name in names],
+            open_online,
+            every_s,
+        )
         self._stopping, self._reported = threading.Event(), dict[str, list[str]]()
         self._thread = threading.Thread(target=self._run, name="rounds", daemon=True)
         self._thread.start()
@@ -441,7 +571,9 @@ class Rounds:
                 try:
                     found = look(store, online, share=share, budget_s=budget_s).trouble
                 except PrecomputeError as exc:
-                    found = [f"whether what is live of view {store.name!r} is whole is not known: {exc}"]
+                    found = [
+                        f"whether what is live of view {store.name!r} is whole is not known: {exc}"
+                    ]
                 for sentence in found:
                     if sentence not in self._reported.get(store.name, []):
                         log.error("%s", sentence)

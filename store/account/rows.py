@@ -1,4 +1,5 @@
-"""Rows: whether the online store gives back those of a snapshot: by some drawn from all over it, or one after the other."""
+"""Rows: whether the online store gives back those of a snapshot: by some drawn from all over it, or
+one after the other."""
 
 from __future__ import annotations
 
@@ -19,12 +20,15 @@ from precompute.store.online.online_store import OnlineStore, Pointer, check_own
 from precompute.store.online.row_values import packed_strings
 
 SAMPLE_ROWS = 256
-"""Of 1 % of the rows that are lost, 256 see one with a probability of 92 %; they are read in about 10 ms."""
+"""Of 1 % of the rows that are lost, 256 see one with a probability of 92 %; they are read in about
+10 ms."""
 DOUBTED_ROWS = 20_000
-"""Rows that are compared where the store itself doubts that it has all: of 1 in 4,000 that are lost, they see one with a probability of 99 %."""
+"""Rows that are compared where the store itself doubts that it has all: of 1 in 4,000 that are
+lost, they see one with a probability of 99 %."""
 KEY_PLACES = 16
-"""That keys alone are drawn from: what an online store loses by itself is spread over all keys, and of what was loaded one after the other a sixteenth is seen for sure. They
-take 9 ms of CPU, and 64 places 20."""
+"""That keys alone are drawn from: what an online store loses by itself is spread over all keys, and
+of what was loaded one after the other a sixteenth is seen for sure. They take 9 ms of CPU, and 64
+places 20."""
 _BATCH_KEYS = 500
 
 Times = npt.NDArray[np.int64]
@@ -40,7 +44,8 @@ def check_served(
     values: bool = True,
     turn: int = 0,
 ) -> int:
-    """Read some rows under ``pointer``, which need not be live, and compare them with the snapshot's.
+    """Read some rows under ``pointer``, which need not be live, and compare them with the
+    snapshot's.
 
     Args:
         store: of the view.
@@ -48,14 +53,16 @@ def check_served(
         pointer: what is read.
         snapshot: what the pointer names.
         rows: how many.
-        values: False compares no values: the rows have to be there and vouch for themselves. Keys alone are read of Parquet then, in a tenth of the time.
+        values: False compares no values: the rows have to be there and vouch for themselves. Keys
+            alone are read of Parquet then, in a tenth of the time.
         turn: others are drawn for each.
 
     Returns:
         how many were compared.
 
     Raises:
-        RowsLostError: a generation is gone, or another one than the pointer says, or a row is missing, damaged or another one; says what to do.
+        RowsLostError: a generation is gone, or another one than the pointer says, or a row is
+            missing, damaged or another one; says what to do.
         OnlineStoreError: the store does not answer.
         SnapshotError: the snapshot cannot be read.
     """
@@ -70,16 +77,22 @@ def check_served(
         wrong = _wrong(online, pointer, snapshot, keys, batch if values else None)
         if wrong is not None:
             raise RowsLostError(
-                f"key {keys[wrong[0]].decode()!r} of view {name!r} {wrong[1]} in the online store: precompute publish {name} --reload"
+                f"key {keys[wrong[0]].decode()!r} of view {name!r} {wrong[1]} in the online store:"
+                f" precompute publish {name} --reload"
             )
         compared += len(keys)
     return compared
 
 
 def _wrong(
-    online: OnlineStore, pointer: Pointer, snapshot: Snapshot, keys: list[bytes], batch: pa.RecordBatch | None
+    online: OnlineStore,
+    pointer: Pointer,
+    snapshot: Snapshot,
+    keys: list[bytes],
+    batch: pa.RecordBatch | None,
 ) -> tuple[int, str] | None:
-    """Which of the keys has another row than ``batch``, or none that is whole, and in words what it has; None when all is right."""
+    """Which of the keys has another row than ``batch``, or none that is whole, and in words what it
+    has; None when all is right."""
     codec, found = RowCodec(snapshot.view), _read(online, pointer, keys)
     states, computed_at = codec.verify(found, pointer.snapshots)
     for i in np.flatnonzero(states != State.WHOLE).tolist():
@@ -87,23 +100,32 @@ def _wrong(
     if batch is not None:
         expected = codec.row_batch(batch, snapshot.view.entity, snapshot.number)
         for i, row in enumerate(expected.rows.strings()):
-            # but for checksum and snapshot, by which a base's rows differ from those of the snapshot over it
-            if bytes(found.values[i] or b"")[HEADER_BYTES:] != row[HEADER_BYTES:] or not _same_time(computed_at[i], row):
+            # but for checksum and snapshot, by which a base's rows differ from those of the
+            # snapshot over it
+            if bytes(found.values[i] or b"")[HEADER_BYTES:] != row[HEADER_BYTES:] or not _same_time(
+                computed_at[i], row
+            ):
                 return i, "has other bytes than in Parquet"
     return None
 
 
 def not_whole(
-    online: OnlineStore, pointer: Pointer, codec: RowCodec, keys: list[bytes], computed_us: Times | None
+    online: OnlineStore,
+    pointer: Pointer,
+    codec: RowCodec,
+    keys: list[bytes],
+    computed_us: Times | None,
 ) -> list[bytes]:
-    """Those of some keys whose rows are not what a reader should find: missing, damaged, or computed at another time.
+    """Those of some keys whose rows are not what a reader should find: missing, damaged, or
+    computed at another time.
 
     Args:
         online: where they are read, as every reader reads.
         pointer: what is live.
         codec: of its rows.
         keys: of rows that the snapshot has.
-        computed_us: int64 [keys], when the snapshot's rows were computed, µs since 1970; None where that is not known.
+        computed_us: int64 [keys], when the snapshot's rows were computed, µs since 1970; None where
+            that is not known.
 
     Raises:
         OnlineStoreError: the store does not answer; RowsLostError: what the pointer names is gone.
@@ -125,7 +147,10 @@ class MovedError(Exception):
 
 def _read(online: OnlineStore, pointer: Pointer, keys: list[bytes]) -> FoundRows:
     try:
-        found = [online.read_generation(pointer.view.name, number, keys) for number in pointer.generations]
+        found = [
+            online.read_generation(pointer.view.name, number, keys)
+            for number in pointer.generations
+        ]
     except OnlineStoreError as exc:
         # what a network does not bring may be there; a file that cannot be read is as good as gone
         if online.blocking:

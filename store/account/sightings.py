@@ -1,4 +1,5 @@
-"""Sightings: what readers met of a view that was not whole, for the checker to look at first. Written beside the view's refs, where that can be; lost, they cost nothing but time."""
+"""Sightings: what readers met of a view that was not whole, for the checker to look at first.
+Written beside the view's refs, where that can be; lost, they cost nothing but time."""
 
 from __future__ import annotations
 
@@ -10,14 +11,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 REFS = "refs"
-"""Folder of a view, below the root, that has what points at its snapshots, and what is known of what is live."""
+"""Folder of a view, below the root, that has what points at its snapshots, and what is known of
+what is live."""
 LIVE = "live.json"
 """The live pointer in it."""
 NAME = "sightings.jsonl"
 MOST_BYTES = 65536
 """A file that nobody takes grows no further: the next look reads all that it can anyway."""
 EVERY_S = 1.0
-"""Of one view and process one line in so long: a damaged row may be requested a thousand times a second."""
+"""Of one view and process one line in so long: a damaged row may be requested a thousand times a
+second."""
 MOST_KEYS = 16
 
 _last: dict[Path, float] = {}
@@ -25,7 +28,8 @@ _lock = threading.Lock()
 
 
 def note(refs: Path, keys: Sequence[str] = ()) -> None:
-    """Note rows that were read and are damaged, by their keys; without any, a vector index that does not open or search. Where nothing can be written nothing happens."""
+    """Note rows that were read and are damaged, by their keys; without any, a vector index that
+    does not open or search. Where nothing can be written nothing happens."""
     now_s = time.monotonic()
     with _lock:
         if now_s < _last.get(refs, -EVERY_S) + EVERY_S:

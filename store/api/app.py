@@ -1,7 +1,9 @@
-"""HTTP API: the lookup's verbs as routes: one row by URL, many by POST, searches, health, metrics, a page for people.
+"""HTTP API: the lookup's verbs as routes: one row by URL, many by POST, searches, health, metrics,
+a page for people.
 
-JSON by default, an Arrow IPC stream by ``Accept``; refusals are RFC 9457 problem+json; a row's freshness is in its fields and, for a
-single row, in the headers HTTP has for it (RFC 9111 Age and Cache-Control, RFC 5861, RFC 9211 Cache-Status).
+JSON by default, an Arrow IPC stream by ``Accept``; refusals are RFC 9457 problem+json; a row's
+freshness is in its fields and, for a single row, in the headers HTTP has for it (RFC 9111 Age and
+Cache-Control, RFC 5861, RFC 9211 Cache-Status).
 """
 
 from __future__ import annotations
@@ -18,7 +20,15 @@ from precompute.store.api.metrics import CONTENT_TYPE, Metrics
 from precompute.store.api.openapi import Asks, openapi_document
 from precompute.store.api.pools import Pool
 from precompute.store.api.reply import JSON_TYPE, NOT_STORED, Reply, Timing, json_reply, timed
-from precompute.store.api.request import STRANGER, Receive, Scope, headers_of, heard, no_query, read_body
+from precompute.store.api.request import (
+    STRANGER,
+    Receive,
+    Scope,
+    headers_of,
+    heard,
+    no_query,
+    read_body,
+)
 from precompute.store.api.rows import MOST_WAITING, NOT_LOADED, RowRoutes
 from precompute.store.api.services import ServiceRoutes
 from precompute.store.encoding.answer_size import MAX_ANSWER_BYTES, Measure
@@ -37,9 +47,11 @@ from precompute.store.status import Reason
 from precompute.store.telemetry.instruments import Meter
 
 _READERS, _SEARCHERS = 40, 8
-"""Threads that wait for a store over a network, or for a search and the model behind it; neither waits behind the other."""
+"""Threads that wait for a store over a network, or for a search and the model behind it; neither
+waits behind the other."""
 _WAITING = 256
-"""Calls that wait for one of these threads, of each kind: what is beyond would not be answered in time."""
+"""Calls that wait for one of these threads, of each kind: what is beyond would not be answered in
+time."""
 
 
 _PAGE_HEADERS = [
@@ -98,27 +110,40 @@ class Api:
         waiting = Waiting()
         self._searching.add(waiting)
         try:
-            body = await heard(self._searchers.run(self._searched, view, wanted.options(), waiting), receive, waiting.give_up)
+            body = await heard(
+                self._searchers.run(self._searched, view, wanted.options(), waiting),
+                receive,
+                waiting.give_up,
+            )
         finally:
             self._searching.discard(waiting)
         seconds = time.perf_counter() - started
         self._metrics.timed("search", seconds)
         self._metrics.stage("search", seconds)
         reply = Reply(200, [JSON_TYPE], body)
-        return reply if self._timing is Timing.UNREPORTED else timed(scope, reply, {"search": seconds}, seconds, self._timing)
+        return (
+            reply
+            if self._timing is Timing.UNREPORTED
+            else timed(scope, reply, {"search": seconds}, seconds, self._timing)
+        )
 
     def _searched(self, view: str, options: SearchOptions, waiting: Waiting) -> bytes:
         try:
-            searched, found = self._lookup.find(view, options, Measure(self._answer_bytes).add, waiting)
+            searched, found = self._lookup.find(
+                view, options, Measure(self._answer_bytes).add, waiting
+            )
         except RequestError as exc:
             pointer = self._lookup.online.live(view) if exc.code == Reason.DEADLINE else None
             if pointer is None or self._fallback_ready(pointer):
                 raise
             raise RequestError(f"{exc}, {NOT_LOADED}", status=exc.status, code=exc.code) from exc
-        return search_json(found, searched, options.features if options.encoding_format == BASE64 else None)
+        return search_json(
+            found, searched, options.features if options.encoding_format == BASE64 else None
+        )
 
     def waits_until(self) -> float:
-        """When the last of the searches that wait for a model will have an answer (:func:`time.monotonic`); minus infinity where none does."""
+        """When the last of the searches that wait for a model will have an answer
+        (:func:`time.monotonic`); minus infinity where none does."""
         return max((waiting.until for waiting in self._searching), default=-math.inf)
 
     async def views(self, scope: Scope, receive: Receive) -> Reply:
@@ -126,10 +151,16 @@ class Api:
         no_query(scope)
         seen: Seen = await self._call(self._views.look)
         if not seen.store_answers and not seen.pointers:
-            raise OnlineStoreError("the online store did not say what is live since this process was started")
-        body: dict[str, Any] = {"views": [self._lookup.describe(pointer) for pointer in seen.pointers]}
+            raise OnlineStoreError(
+                "the online store did not say what is live since this process was started"
+            )
+        body: dict[str, Any] = {
+            "views": [self._lookup.describe(pointer) for pointer in seen.pointers]
+        }
         # as they were last seen, or not among the views at all
-        return json_reply(body | ({"unreadable": sorted(seen.unreadable)} if seen.unreadable else {}))
+        return json_reply(
+            body | ({"unreadable": sorted(seen.unreadable)} if seen.unreadable else {})
+        )
 
     # ---- for operators
 
@@ -149,13 +180,19 @@ class Api:
         seen, serves_cached = await self._call(self._seen)
         pointers = seen.pointers
         if not seen.store_answers and not serves_cached:
-            return json_reply({"status": "not ready", "why": "the online store does not answer"}, 503)
+            return json_reply(
+                {"status": "not ready", "why": "the online store does not answer"}, 503
+            )
         fallbacks = {
             p.view.name: "ready" if self._fallback_ready(p) else "not ready"
             for p in pointers
             if p.view.fallback and self._lookup.fallback
         }
-        body: dict[str, Any] = {"status": "ready", "views": {p.view.name: p.snapshot for p in pointers}, "fallback": fallbacks}
+        body: dict[str, Any] = {
+            "status": "ready",
+            "views": {p.view.name: p.snapshot for p in pointers},
+            "fallback": fallbacks,
+        }
         if not seen.store_answers:
             # a balancer that took all servers out would keep from users what is retained for them
             why = "the online store does not answer; single cached rows are served, as stale"
@@ -164,13 +201,18 @@ class Api:
             body |= {"status": "not ready", "why": "no view is published"}
         elif self._warming():
             body |= {"status": "not ready", "why": "models are being loaded"}
-        elif seen.unreadable or "not ready" in fallbacks.values() or any(map(seen.trouble, pointers)):
+        elif (
+            seen.unreadable or "not ready" in fallbacks.values() or any(map(seen.trouble, pointers))
+        ):
             # hits are served all the same, so this is no reason to take the server out
             body["status"] = "degraded"
         if trouble := [found for p in pointers if (found := seen.trouble(p))]:
             body["why"] = "; ".join(trouble)
         if seen.unreadable:
-            body["why"] = f"what is live of {', '.join(sorted(seen.unreadable))} cannot be read; the server's log says why"
+            body["why"] = (
+                f"what is live of {', '.join(sorted(seen.unreadable))} cannot be read; the server's"
+                " log says why"
+            )
         return json_reply(body, 503 if body["status"] == "not ready" else 200)
 
     def _seen(self) -> tuple[Seen, bool]:
@@ -180,7 +222,11 @@ class Api:
 
     async def render_metrics(self, scope: Scope, receive: Receive) -> Reply:
         """``GET /metrics``."""
-        return Reply(200, [(b"content-type", CONTENT_TYPE.encode()), NOT_STORED], await self._call(self._metrics.render))
+        return Reply(
+            200,
+            [(b"content-type", CONTENT_TYPE.encode()), NOT_STORED],
+            await self._call(self._metrics.render),
+        )
 
     async def openapi_json(self, scope: Scope, receive: Receive) -> Reply:
         """``GET /openapi.json``."""
@@ -196,7 +242,10 @@ class Api:
         details = [
             ViewFigures(
                 self._lookup.describe(pointer)
-                | {"model_ready": self._fallback_ready(pointer), "takes_text": takes_text(pointer)},
+                | {
+                    "model_ready": self._fallback_ready(pointer),
+                    "takes_text": takes_text(pointer),
+                },
                 readable=pointer.view.name not in seen.unreadable,
                 trouble=seen.trouble(pointer),
             )
@@ -221,12 +270,23 @@ def create_app(
     waiting: int = MOST_WAITING,
     caching: Caching = PRIVATE,
 ) -> Front:
-    """The ASGI application; see :class:`Api` for the first arguments and the last, :class:`Front` for the gate that stands before all routes, :class:`Metrics` for the
-    meter, and :class:`RowRoutes` for the others."""
+    """The ASGI application; see :class:`Api` for the first arguments and the last, :class:`Front`
+    for the gate that stands before all routes, :class:`Metrics` for the meter, and
+    :class:`RowRoutes` for the others."""
     views = LiveViews(lookup)
     metrics = Metrics(lookup, meter, views, fallback_ready)
     readers = Pool("read", _READERS, _WAITING) if lookup.online.blocking else None
-    rows = RowRoutes(lookup, metrics, readers, answer_bytes, cache_bytes, timing, waiting, caching, fallback_ready)
+    rows = RowRoutes(
+        lookup,
+        metrics,
+        readers,
+        answer_bytes,
+        cache_bytes,
+        timing,
+        waiting,
+        caching,
+        fallback_ready,
+    )
     services = ServiceRoutes(lookup, metrics, readers, rows.waits, rows.room, answer_bytes, timing)
     api = Api(lookup, metrics, warming, fallback_ready, readers, views, answer_bytes, asks, timing)
     fixed = {

@@ -1,4 +1,5 @@
-"""Front: the ASGI application. Every request passes the gate, then goes to its route by method and undecoded path; every error is a problem."""
+"""Front: the ASGI application. Every request passes the gate, then goes to its route by method and
+undecoded path; every error is a problem."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ Handler = Callable[[Scope, Receive], Awaitable[Reply]]
 ViewHandler = Callable[[Scope, Receive, str, bytes], Awaitable[Reply]]
 """A route of a view: of its name and, of a row's, the undecoded key."""
 Gate = Callable[[Scope], Reply | None]
-"""Requested before anything else is done for a request, whatever its route: the refusal, or None to let it pass."""
+"""Requested before anything else is done for a request, whatever its route: the refusal, or None to
+let it pass."""
 
 REQUESTED = "precompute.requested"
 """In a scope: :meth:`Front.at_once` was requested already."""
@@ -34,14 +36,17 @@ def open_gate(scope: Scope) -> Reply | None:
 
 
 class Front:
-    """Routes requests without a framework: a router and middleware took 35 of the 140 µs of a single row.
+    """Routes requests without a framework: a router and middleware took 35 of the 140 µs of a
+    single row.
 
     Args:
-        row_at_once: ``GET /v1/views/{view}/rows/{key}``, where nothing must be waited for; else None.
+        row_at_once: ``GET /v1/views/{view}/rows/{key}``, where nothing must be waited for; else
+            None.
         lookup_at_once: ``POST /v1/views/{view}/lookup``, of a body that is there; likewise.
         row: as ``row_at_once``, where something must be waited for.
         view_posts: what is posted to a view, by the word behind it: ``lookup``, ``search``.
-        service_at_once: ``POST /v1/services/{service}``, of a body that is there, where nothing must be waited for; else None.
+        service_at_once: ``POST /v1/services/{service}``, of a body that is there, where nothing
+            must be waited for; else None.
         service: the same, where something must be waited for.
         fixed: path → method → handler.
         refused: called with the code of each refusal.
@@ -60,11 +65,22 @@ class Front:
         refused: Callable[[str], None],
         gate: Gate = open_gate,
     ) -> None:
-        self._row_at_once, self._lookup_at_once, self._service_at_once = row_at_once, lookup_at_once, service_at_once
+        self._row_at_once, self._lookup_at_once, self._service_at_once = (
+            row_at_once,
+            lookup_at_once,
+            service_at_once,
+        )
         self._service = service
-        self._row, self._view_posts, self._fixed, self._refused, self._gate = row, view_posts, fixed, refused, gate
+        self._row, self._view_posts, self._fixed, self._refused, self._gate = (
+            row,
+            view_posts,
+            fixed,
+            refused,
+            gate,
+        )
         self.waits_until: Callable[[], float] = lambda: -math.inf
-        """When the last of the requests that wait for a model will have an answer (:func:`time.monotonic`); minus infinity where none does."""
+        """When the last of the requests that wait for a model will have an answer
+        (:func:`time.monotonic`); minus infinity where none does."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request, as ASGI hands it over."""
@@ -92,8 +108,10 @@ class Front:
         await send({"type": "http.response.body", "body": body})
 
     def at_once(self, scope: Scope) -> Reply | None:
-        """The answer, headers without Content-Length and all of the body, where it needs no waiting: the gate refuses the request, or it is for a row that is at hand. Of the scope no ``path`` is needed. A server that called this, and
-        got None, says so by :data:`REQUESTED` in the scope. Raises nothing."""
+        """The answer, headers without Content-Length and all of the body, where it needs no
+        waiting: the gate refuses the request, or it is for a row that is at hand. Of the scope no
+        ``path`` is needed. A server that called this, and got None, says so by :data:`REQUESTED` in
+        the scope. Raises nothing."""
         reply = self._gate(scope)
         if reply is not None:
             return reply
@@ -108,8 +126,8 @@ class Front:
         return None
 
     def posted_at_once(self, scope: Scope, body: bytes) -> Reply | None:
-        """As :meth:`at_once`, which had no answer, of a request whose whole body is there. A lookup that was begun, and must be waited for, goes on by :meth:`__call__`
-        with the same scope."""
+        """As :meth:`at_once`, which had no answer, of a request whose whole body is there. A lookup
+        that was begun, and must be waited for, goes on by :meth:`__call__` with the same scope."""
         path: bytes = scope["raw_path"]
         name, at_once = b"", None
         if path.startswith(_VIEWS):
@@ -143,15 +161,29 @@ class Front:
                 return self._not_allowed(method, ("GET",))
             posted = self._view_posts.get(rest)
             if posted is not None:
-                return posted(scope, receive, _name(view), b"") if method == "POST" else self._not_allowed(method, ("POST",))
+                return (
+                    posted(scope, receive, _name(view), b"")
+                    if method == "POST"
+                    else self._not_allowed(method, ("POST",))
+                )
         if path.startswith(_SERVICES) and b"/" not in path[len(_SERVICES) :]:
             name = _name(path[len(_SERVICES) :])
-            return self._service(scope, receive, name, b"") if method == "POST" else self._not_allowed(method, ("POST",))
+            return (
+                self._service(scope, receive, name, b"")
+                if method == "POST"
+                else self._not_allowed(method, ("POST",))
+            )
         methods = self._fixed.get(path)
         if methods is None:
-            raise RequestError("there is no such route: see /openapi.json", status=404, code="no_such_route")
+            raise RequestError(
+                "there is no such route: see /openapi.json", status=404, code="no_such_route"
+            )
         handler = methods.get("GET" if method == "HEAD" else method)
-        return self._not_allowed(method, tuple(methods)) if handler is None else handler(scope, receive)
+        return (
+            self._not_allowed(method, tuple(methods))
+            if handler is None
+            else handler(scope, receive)
+        )
 
     async def _not_allowed(self, method: str, methods: tuple[str, ...]) -> Reply:
         self._refused("method_not_allowed")
@@ -161,7 +193,8 @@ class Front:
 
 
 async def _stream(status: int, headers: Headers, body: Stream, send: Send) -> None:
-    """Send a body while it is made. Each piece waits until the connection takes it, and after each others have their turn."""
+    """Send a body while it is made. Each piece waits until the connection takes it, and after each
+    others have their turn."""
     try:
         await send({"type": "http.response.start", "status": status, "headers": headers})
         for piece in body.pieces:

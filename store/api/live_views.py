@@ -1,4 +1,5 @@
-"""Live views: what is live of each view, as far as it is known: what operators are shown must not depend on a store that answers."""
+"""Live views: what is live of each view, as far as it is known: what operators are shown must not
+depend on a store that answers."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Seen:
-    """``pointers`` of the views that have one, the last known of those in ``unreadable``, which or whose rows cannot be read; ``store_answers`` is False where the store does not."""
+    """``pointers`` of the views that have one, the last known of those in ``unreadable``, which or
+    whose rows cannot be read; ``store_answers`` is False where the store does not."""
 
     pointers: tuple[Pointer, ...]
     unreadable: frozenset[str]
@@ -33,7 +35,10 @@ class Seen:
             return f"the online store lost rows of {name}; they are being loaded again"
         if account is None or not account.findings:
             return None
-        return f"not whole of {name}: {', '.join(account.kinds)}; `precompute status` says what mends it"
+        return (
+            f"not whole of {name}: {', '.join(account.kinds)}; `precompute status` says what"
+            " mends it"
+        )
 
 
 class LiveViews:
@@ -45,15 +50,20 @@ class LiveViews:
         self._reported: dict[str, str] = {}
 
     def look(self) -> Seen:
-        """What is live now, and whether the generations that pointers name are what was loaded, by what these say of themselves: no row is read. A store behind a
-        network that does not answer is queried once: all views are as they were last seen then."""
+        """What is live now, and whether the generations that pointers name are what was loaded, by
+        what these say of themselves: no row is read. A store behind a network that does not answer
+        is queried once: all views are as they were last seen then."""
         online, unreadable = self._lookup.online, set[str]()
         # a copy: threads that look at the same time each put theirs in its place
         known, answers = dict(self._known), True
         try:
             names = online.views()
             unreadable.update(self._lookup.lost(names))
-            known = {name: pointer for name, pointer in known.items() if name in names or name in unreadable}
+            known = {
+                name: pointer
+                for name, pointer in known.items()
+                if name in names or name in unreadable
+            }
         except OnlineStoreError:
             names, answers = list(known), False
         for name in names:
@@ -67,7 +77,9 @@ class LiveViews:
                     self._check(pointer)
                     self._reported.pop(name, None)
             except OnlineStoreError as exc:
-                answers = not online.blocking or isinstance(exc, (DamagedPointerError, RowsLostError))
+                answers = not online.blocking or isinstance(
+                    exc, (DamagedPointerError, RowsLostError)
+                )
                 unreadable.add(name)
                 if answers and self._reported.get(name) != str(exc):
                     # once, however often it is looked
@@ -77,12 +89,17 @@ class LiveViews:
             unreadable.update(names)
         self._known = known
         root = self._lookup.root
-        accounts = {} if root is None else {name: read_account(root / name / REFS, name) for name in known}
-        return Seen(tuple(known[name] for name in sorted(known)), frozenset(unreadable), answers, accounts)
+        accounts = (
+            {} if root is None else {name: read_account(root / name / REFS, name) for name in known}
+        )
+        return Seen(
+            tuple(known[name] for name in sorted(known)), frozenset(unreadable), answers, accounts
+        )
 
     def _check(self, pointer: Pointer) -> None:
         """Raises:
-        OnlineStoreError: what the pointer names is not what was loaded; or the store does not answer.
+        OnlineStoreError: what the pointer names is not what was loaded; or the store does not
+            answer.
         """
         online, name = self._lookup.online, pointer.view.name
         try:

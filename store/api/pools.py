@@ -1,4 +1,5 @@
-"""Pools: places for what waits, each kind in a bounded pool of its own, so that none of it stands before another: threads, and a place for each request that waits for a model."""
+"""Pools: places for what waits, each kind in a bounded pool of its own, so that none of it stands
+before another: threads, and a place for each request that waits for a model."""
 
 from __future__ import annotations
 
@@ -35,11 +36,13 @@ class Pool:
         self.name = name
         self._most, self._free, self._most_waiting = threads + waiting, threads, waiting
         self._turns: dict[asyncio.Future[None], None] = {}
-        """Of those that wait, in the order in which they came. They wait here and not for the threads, which would hold whatever was given up meanwhile."""
+        """Of those that wait, in the order in which they came. They wait here and not for the
+        threads, which would hold whatever was given up meanwhile."""
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
 
     async def run(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """The call's result, or what it raised; a caller who gave up leaves its place at once, or when the thread is through.
+        """The call's result, or what it raised; a caller who gave up leaves its place at once, or
+        when the thread is through.
 
         Raises:
             RequestError: 503, too many are waiting.
@@ -48,7 +51,11 @@ class Pool:
         if self._free:
             self._free -= 1
         elif len(self._turns) >= self._most_waiting:
-            raise RequestError(f"{self._most} {self.name} calls are in hand already; try again", status=503, code="busy")
+            raise RequestError(
+                f"{self._most} {self.name} calls are in hand already; try again",
+                status=503,
+                code="busy",
+            )
         else:
             await self._turn(loop.create_future())
         try:
@@ -90,7 +97,8 @@ class Pool:
 
 
 class Waits:
-    """The requests of a worker that wait for models, ``most`` of them at once, each client with its share of them."""
+    """The requests of a worker that wait for models, ``most`` of them at once, each client with its
+    share of them."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -99,11 +107,13 @@ class Waits:
         self._of_client: Counter[str] = Counter()
 
     def until(self) -> float:
-        """When the last of them will have an answer (:func:`time.monotonic`); minus infinity where none waits."""
+        """When the last of them will have an answer (:func:`time.monotonic`); minus infinity where
+        none waits."""
         return max(self._waiting.values(), default=-math.inf)
 
     async def landed(self, answer: Answer, receive: Receive) -> None:
-        """Wait for an answer's rows in flight, at most until its deadline, without blocking the loop; what is not done then is missing. Where too many wait, it is so at once.
+        """Wait for an answer's rows in flight, at most until its deadline, without blocking the
+        loop; what is not done then is missing. Where too many wait, it is so at once.
 
         Raises:
             Disconnected: the caller hung up, and the rows are given up.
@@ -156,9 +166,13 @@ class Waits:
         answer.wait_s += time.perf_counter() - began
 
     async def all_landed(
-        self, answers: Sequence[Answer | None], receive: Receive, failed: Callable[[int, PrecomputeError], None]
+        self,
+        answers: Sequence[Answer | None],
+        receive: Receive,
+        failed: Callable[[int, PrecomputeError], None],
     ) -> None:
-        """:meth:`landed` of each of the answers to one request, whose deadlines run side by side; ``failed`` is called with the number of one that fails.
+        """:meth:`landed` of each of the answers to one request, whose deadlines run side by side;
+        ``failed`` is called with the number of one that fails.
 
         Raises:
             Disconnected: the caller hung up, and the rows of all are given up.

@@ -13,21 +13,29 @@ from typing import Any, NamedTuple
 from precompute.store.api import wire
 from precompute.store.api.request import Scope
 from precompute.store.encoding.http_freshness import Headers
-from precompute.store.errors import DamagedPointerError, OnlineStoreError, RequestError, RowsLostError, VectorIndexError
+from precompute.store.errors import (
+    DamagedPointerError,
+    OnlineStoreError,
+    RequestError,
+    RowsLostError,
+    VectorIndexError,
+)
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Stream:
-    """A body that is made piece by piece while it is sent; ``close`` is called after, however that ends."""
+    """A body that is made piece by piece while it is sent; ``close`` is called after, however that
+    ends."""
 
     pieces: Iterator[bytes | memoryview]
     close: Callable[[], None]
 
 
 class Reply(NamedTuple):
-    """An answer; ``headers`` without Content-Length. A list are parts of a body, one after the other: of what takes long to copy, they are put together once, with its head."""
+    """An answer; ``headers`` without Content-Length. A list are parts of a body, one after the
+    other: of what takes long to copy, they are put together once, with its head."""
 
     status: int
     headers: Headers
@@ -50,8 +58,11 @@ def json_reply(value: Any, status: int = 200) -> Reply:
     return Reply(status, [JSON_TYPE, NOT_STORED], wire.encode(value))
 
 
-def problem(status: int, code: str, detail: str, headers: Headers | None = None, **more: Any) -> Reply:
-    """A refusal, which no cache keeps: ``code`` is a stable word for programs, ``detail`` tells a person."""
+def problem(
+    status: int, code: str, detail: str, headers: Headers | None = None, **more: Any
+) -> Reply:
+    """A refusal, which no cache keeps: ``code`` is a stable word for programs, ``detail`` tells a
+    person."""
     body = wire.Problem(wire.PROBLEM_URN + code, code.replace("_", " "), status, detail, **more)
     lines = [PROBLEM_TYPE, *(headers or [])]
     if all(name != _CACHE_CONTROL for name, _ in lines):
@@ -60,7 +71,8 @@ def problem(status: int, code: str, detail: str, headers: Headers | None = None,
 
 
 def refusal(exc: Exception, where: str) -> tuple[Reply, str]:
-    """Any exception as a problem, and its code; only what nobody foresaw is logged with a traceback.
+    """Any exception as a problem, and its code; only what nobody foresaw is logged with a
+    traceback.
 
     Args:
         exc: what a route raised.
@@ -74,9 +86,20 @@ def refusal(exc: Exception, where: str) -> tuple[Reply, str]:
     if isinstance(exc, (OnlineStoreError, VectorIndexError)):
         # what it says names hosts and files, and is for the operator
         tell_failure(route, str(exc))
-        return problem(503, "store_unavailable", f"{_failing(exc)}; the server's log says why", [RETRY_SOON]), "store_unavailable"
+        return (
+            problem(
+                503,
+                "store_unavailable",
+                f"{_failing(exc)}; the server's log says why",
+                [RETRY_SOON],
+            ),
+            "store_unavailable",
+        )
     log.error("%s failed", route, exc_info=exc)
-    return problem(500, "internal_error", "an error nobody foresaw; it is in the server's log"), "internal_error"
+    return (
+        problem(500, "internal_error", "an error nobody foresaw; it is in the server's log"),
+        "internal_error",
+    )
 
 
 def _failing(exc: OnlineStoreError | VectorIndexError) -> str:
@@ -91,7 +114,8 @@ _computed_at: dict[str, float] = {}
 
 
 def tell_failure(route: str, text: str) -> None:
-    """Log an error that every request may meet, once in a while, whatever route met it: a store that is gone is reported, and fills no disk."""
+    """Log an error that every request may meet, once in a while, whatever route met it: a store
+    that is gone is reported, and fills no disk."""
     now = time.monotonic()
     if now - _computed_at.get(text, -math.inf) >= _TELL_AGAIN_S:
         if len(_computed_at) > 100:
@@ -110,7 +134,9 @@ class Timing(Flag):
     """``scope["stages"]``: name → seconds, one after the other."""
 
 
-def timed(scope: Scope, reply: Reply, stages: Mapping[str, float], seconds: float, details: Timing) -> Reply:
+def timed(
+    scope: Scope, reply: Reply, stages: Mapping[str, float], seconds: float, details: Timing
+) -> Reply:
     """The reply, with what it took where that is wanted."""
     if Timing.IN_SCOPE in details:
         scope["stages"] = stages

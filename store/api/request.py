@@ -21,11 +21,13 @@ Send = Callable[[Message], Awaitable[None]]
 _T = TypeVar("_T")
 
 _LONGEST_KEPT = 256
-"""Bytes of a query string, or of a header, whose parsed meaning is cached: those of services are short and few."""
+"""Bytes of a query string, or of a header, whose parsed meaning is cached: those of services are
+short and few."""
 
 
 STRANGER = "precompute.stranger"
-"""In a scope: whether its caller showed no token where others must; what is open to all tells no names then."""
+"""In a scope: whether its caller showed no token where others must; what is open to all tells no
+names then."""
 
 
 class Disconnected(Exception):
@@ -44,7 +46,8 @@ def headers_of(scope: Scope) -> dict[bytes, bytes]:
 
 
 def client_of(scope: Scope) -> str:
-    """Whose request it is: the name of its token, else the address that it came from, of IPv6 the network of 64 bits that one host has for itself; empty on a Unix socket."""
+    """Whose request it is: the name of its token, else the address that it came from, of IPv6 the
+    network of 64 bits that one host has for itself; empty on a Unix socket."""
     token: str | None = scope.get("token")
     if token is not None:
         return token
@@ -69,7 +72,8 @@ def query_options(scope: Scope) -> LookupOptions:
     """Lookup options from the query string.
 
     Raises:
-        RequestError: a name that is none, one that is there twice, a value of the wrong kind, or a limit that is none.
+        RequestError: a name that is none, one that is there twice, a value of the wrong kind, or a
+            limit that is none.
     """
     query: bytes = scope["query_string"]
     if not query:
@@ -83,13 +87,19 @@ _OPTIONS = ("features", "fallback", "deadline_ms", "max_age_s", "encoding_format
 
 def _options(query: bytes) -> LookupOptions:
     try:
-        pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True, max_num_fields=len(_OPTIONS))
+        pairs = parse_qsl(
+            query.decode("latin-1"), keep_blank_values=True, max_num_fields=len(_OPTIONS)
+        )
     except ValueError as exc:
-        raise RequestError(f"a query has at most {len(_OPTIONS)} parameters: {', '.join(_OPTIONS)}") from exc
+        raise RequestError(
+            f"a query has at most {len(_OPTIONS)} parameters: {', '.join(_OPTIONS)}"
+        ) from exc
     given = dict(pairs)
     for name in given:
         if name not in _OPTIONS:
-            raise RequestError(f"there is no query parameter {name[:80]!r} (there are: {', '.join(_OPTIONS)})")
+            raise RequestError(
+                f"there is no query parameter {name[:80]!r} (there are: {', '.join(_OPTIONS)})"
+            )
     if len(given) != len(pairs):
         raise RequestError("a query parameter is named twice")
     fallback = given.get("fallback", "true")
@@ -123,7 +133,8 @@ def _number(given: dict[str, str], name: str) -> float | None:
 
 
 def both(body: LookupOptions, query: LookupOptions) -> LookupOptions:
-    """Options named in a body and in the query: all limits of both hold, and features are the query's where it names some."""
+    """Options named in a body and in the query: all limits of both hold, and features are the
+    query's where it names some."""
     if query is _DEFAULT:
         return body
     deadlines = [ms for ms in (body.deadline_ms, query.deadline_ms) if ms is not None]
@@ -147,11 +158,18 @@ def no_query(scope: Scope) -> None:
 
 
 def wants_arrow(headers: dict[bytes, bytes]) -> bool:
-    """Whether the caller would rather have an Arrow stream than JSON, or as soon (RFC 9110 §12.5.1); not by a list that is too long to be anybody's."""
+    """Whether the caller would rather have an Arrow stream than JSON, or as soon (RFC 9110
+    §12.5.1); not by a list that is too long to be anybody's."""
     accept = headers.get(b"accept")
-    if accept is None or _ARROW not in accept or accept.count(b",") + accept.count(b";") >= MOST_PARTS:
+    if (
+        accept is None
+        or _ARROW not in accept
+        or accept.count(b",") + accept.count(b";") >= MOST_PARTS
+    ):
         return False
-    return _remembered_preference(accept) if len(accept) <= _LONGEST_KEPT else _prefers_arrow(accept)
+    return (
+        _remembered_preference(accept) if len(accept) <= _LONGEST_KEPT else _prefers_arrow(accept)
+    )
 
 
 def _prefers_arrow(accept: bytes) -> bool:
@@ -177,7 +195,8 @@ _AS_JSON = (wire.JSON.encode(), b"application/*", b"*/*")
 
 
 async def hung_up(receive: Receive) -> None:
-    """Returns once the caller of a request, whose body was read or is of no interest, has hung up."""
+    """Returns once the caller of a request, whose body was read or is of no interest, has hung
+    up."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -205,7 +224,9 @@ async def heard(call: Coroutine[Any, Any, _T], receive: Receive, give_up: Callab
         details.cancel()
 
 
-async def read_body(receive: Receive, headers: dict[bytes, bytes], kinds: tuple[str, ...]) -> tuple[str, bytes]:
+async def read_body(
+    receive: Receive, headers: dict[bytes, bytes], kinds: tuple[str, ...]
+) -> tuple[str, bytes]:
     """(media type, body), refused before it is buffered when it is of another type or too large.
 
     Raises:
@@ -241,15 +262,21 @@ def body_kind(headers: dict[bytes, bytes], kinds: tuple[str, ...]) -> str:
     kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
     if kind not in kinds:
         raise RequestError(
-            f"send Content-Type {' or '.join(kinds)}, got {kind[:80] or 'none'!r}", status=415, code="unsupported_media_type"
+            f"send Content-Type {' or '.join(kinds)}, got {kind[:80] or 'none'!r}",
+            status=415,
+            code="unsupported_media_type",
         )
     encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
     if encoding != "identity":
         raise RequestError(
-            f"compressed bodies are refused (Content-Encoding: {encoding[:40]})", status=415, code="unsupported_encoding"
+            f"compressed bodies are refused (Content-Encoding: {encoding[:40]})",
+            status=415,
+            code="unsupported_encoding",
         )
     return kind
 
 
 def _too_large() -> RequestError:
-    return RequestError(f"a body has at most {wire.MAX_BODY_BYTES} bytes", status=413, code="body_too_large")
+    return RequestError(
+        f"a body has at most {wire.MAX_BODY_BYTES} bytes", status=413, code="body_too_large"
+    )

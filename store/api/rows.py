@@ -52,7 +52,14 @@ from precompute.store.encoding.http_freshness import (
     row_headers,
 )
 from precompute.store.encoding.json_rows import head_json, lookup_json, lookup_pieces, row_json
-from precompute.store.encoding.row_cache import MAX_CACHE_BYTES, CachedRow, CacheKey, RowCache, cached_row, encoded_row
+from precompute.store.encoding.row_cache import (
+    MAX_CACHE_BYTES,
+    CachedRow,
+    CacheKey,
+    RowCache,
+    cached_row,
+    encoded_row,
+)
 from precompute.store.errors import OnlineStoreError, PrecomputeError, RequestError
 from precompute.store.feature_view import FeatureView
 from precompute.store.freshness import status_of
@@ -63,10 +70,17 @@ from precompute.store.online.found_rows import FoundRows
 from precompute.store.online.online_store import Pointer
 from precompute.store.status import Reason, Status
 
-_MISSING_STATUS = {Reason.DAMAGED: 500, Reason.DEADLINE: 504, Reason.SHED: 503, Reason.MODEL_ERROR: 502, Reason.BAD_KEY: 400}
+_MISSING_STATUS = {
+    Reason.DAMAGED: 500,
+    Reason.DEADLINE: 504,
+    Reason.SHED: 503,
+    Reason.MODEL_ERROR: 502,
+    Reason.BAD_KEY: 400,
+}
 
 MOST_WAITING = 666
-"""Requests that wait for models, where nothing else is said: two thirds of the connections that there may be, 500 of them of one client at most."""
+"""Requests that wait for models, where nothing else is said: two thirds of the connections that
+there may be, 500 of them of one client at most."""
 
 NOT_LOADED = "since its model is not loaded yet: GET /readyz says when it is"
 """Of what waits for a model that begins, or that cannot be loaded."""
@@ -77,11 +91,13 @@ _PIECE_ROWS = 16
 
 _BODIES = (wire.JSON, wire.ARROW)
 _BEGUN = "precompute.begun"
-"""In a scope: the lookup that was begun for it: what was requested, how large the answer will be, and the answer."""
+"""In a scope: the lookup that was begun for it: what was requested, how large the answer will be,
+and the answer."""
 
 
 class _Request(NamedTuple):
-    """A request for one row, or, with an empty key, for many of a view; and when it came (:func:`time.perf_counter`)."""
+    """A request for one row, or, with an empty key, for many of a view; and when it came
+    (:func:`time.perf_counter`)."""
 
     started: float
     headers: dict[bytes, bytes]
@@ -107,11 +123,13 @@ class RowRoutes:
     Args:
         lookup: answers.
         metrics: counts.
-        readers: threads for a store that is waited for; None where reading takes no longer than to hand it over.
+        readers: threads for a store that is waited for; None where reading takes no longer than to
+            hand it over.
         answer_bytes: of one answer at most.
         cache_bytes: of the encoded cached rows.
         timing: where it is reported what answers took.
-        waiting: requests that may wait for models at once; what others miss is shed: a hit finds a connection, however slow a model is.
+        waiting: requests that may wait for models at once; what others miss is shed: a hit finds a
+            connection, however slow a model is.
         caching: what caches in between may do with single rows.
         ready: whether a view's model is loaded.
     """
@@ -134,12 +152,14 @@ class RowRoutes:
         self._lookup, self._metrics, self._readers = lookup, metrics, readers
         self._cache = RowCache(cache_bytes)
         self._serves_until: dict[str, tuple[Pointer, float]] = {}
-        """View → the pointer under which its rows were cached last, and until when (s since 1970) the youngest of them may be served while the store fails."""
+        """View → the pointer under which its rows were cached last, and until when (s since 1970)
+        the youngest of them may be served while the store fails."""
         self._answer_bytes, self.room = answer_bytes, Room(answer_bytes)
 
     def row_at_once(self, scope: Scope, view: str, raw_key: bytes) -> Reply | None:
-        """``GET /v1/views/{view}/rows/{key}``, where the answer is a row of the store, as JSON, and nothing must be waited for: it is cached, and known to be live
-        still, or lies in a mapped file; None otherwise.
+        """``GET /v1/views/{view}/rows/{key}``, where the answer is a row of the store, as JSON, and
+        nothing must be waited for: it is cached, and known to be live still, or lies in a mapped
+        file; None otherwise.
 
         Raises:
             RequestError: the request is refused.
@@ -156,7 +176,11 @@ class RowRoutes:
         if row is not None:
             judged = self._judged(row.pointer, row.computed_at_us, request)
         else:
-            judged = None if read is None else self._judged(read.plan.pointer, read.computed_at_us, request)
+            judged = (
+                None
+                if read is None
+                else self._judged(read.plan.pointer, read.computed_at_us, request)
+            )
         if judged is None:
             return None
         status, age_us = judged
@@ -170,7 +194,11 @@ class RowRoutes:
             self._metrics.row_cache_read(view, status, seconds, "hit")
         else:
             self._metrics.read(view, status, seconds, read.read_s, read.verify_s)
-        return reply if self._timing is Timing.UNREPORTED else timed(scope, reply, {}, seconds, self._timing)
+        return (
+            reply
+            if self._timing is Timing.UNREPORTED
+            else timed(scope, reply, {}, seconds, self._timing)
+        )
 
     def _read_at_once(self, request: _Request) -> WholeRow | None:
         if self._readers is not None or self._timing is not Timing.UNREPORTED:
@@ -182,17 +210,27 @@ class RowRoutes:
             entity = entity if pointer is None else pointer.view.entity
         return self._lookup.whole_row(view, key_from_path(raw_key, entity), request.options)
 
-    def _judged(self, pointer: Pointer, computed_at_us: int, request: _Request) -> tuple[Status, int] | None:
-        """Status and age (µs) of a row of the store; None where it is dated ahead, which is counted, or not fresh, and something stands behind it that wants to be queried."""
+    def _judged(
+        self, pointer: Pointer, computed_at_us: int, request: _Request
+    ) -> tuple[Status, int] | None:
+        """Status and age (µs) of a row of the store; None where it is dated ahead, which is
+        counted, or not fresh, and something stands behind it that wants to be queried."""
         view, options, control = pointer.view, request.options, request.control
         oldest_s = options.max_age_s
         if control is not None:
-            may_ask = options.fallback and view.fallback and self._lookup.fallback is not None and not control.only_if_cached
+            may_ask = (
+                options.fallback
+                and view.fallback
+                and self._lookup.fallback is not None
+                and not control.only_if_cached
+            )
             oldest_s = control.oldest_s(view, oldest_s, may_ask)
         now_us, sighting = self._lookup.look(pointer)
         age_us = sighting.age_us(computed_at_us, now_us)
         status = status_of(view, age_us / 1e6, oldest_s)
-        if computed_at_us > now_us or (status is not Status.FRESH and (status is Status.MISSING or view.fallback)):
+        if computed_at_us > now_us or (
+            status is not Status.FRESH and (status is Status.MISSING or view.fallback)
+        ):
             return None
         return status, age_us
 
@@ -218,7 +256,9 @@ class RowRoutes:
         request = _Request.of(scope, view, raw_key)
         try:
             entity = await self._entity(view) if b"/" in raw_key else ("key",)
-            answer = await self._begin(view, [key_from_path(raw_key, entity)], request.options, request.control)
+            answer = await self._begin(
+                view, [key_from_path(raw_key, entity)], request.options, request.control
+            )
         except (OnlineStoreError, RequestError) as exc:
             in_error = self._in_error(exc, request)
             if in_error is None:
@@ -235,9 +275,12 @@ class RowRoutes:
         return self._reported("row", scope, answer, request.started, reply)
 
     def _in_error(self, error: PrecomputeError, request: _Request) -> Reply | None:
-        """The row that was cached, as stale, where the store fails (RFC 5861 §4): of what was live last, and as young as the view and the request want it."""
+        """The row that was cached, as stale, where the store fails (RFC 5861 §4): of what was live
+        last, and as young as the view and the request want it."""
         row, control = self._cache.get(request.key), request.control
-        if row is None or (isinstance(error, RequestError) and error.status != HTTPStatus.SERVICE_UNAVAILABLE):
+        if row is None or (
+            isinstance(error, RequestError) and error.status != HTTPStatus.SERVICE_UNAVAILABLE
+        ):
             # nothing is cached, or the error is the caller's
             return None
         pointer, view, oldest_s = row.pointer, row.pointer.view, request.options.max_age_s
@@ -254,10 +297,14 @@ class RowRoutes:
         if age_us > (most_s(view) if oldest_s is None else min(most_s(view), oldest_s)) * 1e6:
             return None
         tell_failure(f"GET /v1/views/{view.name}", str(error))
-        self._metrics.row_cache_read(view.name, Status.STALE, time.perf_counter() - request.started, "in_error")
+        self._metrics.row_cache_read(
+            view.name, Status.STALE, time.perf_counter() - request.started, "in_error"
+        )
         return self._cached_reply(row, Status.STALE, age_us, request)
 
-    def _cached_reply(self, row: CachedRow, status: Status, age_us: int, request: _Request) -> Reply:
+    def _cached_reply(
+        self, row: CachedRow, status: Status, age_us: int, request: _Request
+    ) -> Reply:
         headers, etag = row.headers_now(status, age_us, self._caching)
         etags = request.headers.get(b"if-none-match")
         if etags is not None and matches(etags, etag):
@@ -286,14 +333,28 @@ class RowRoutes:
             return Reply(304, headers)
         if as_arrow:
             return Reply(200, [ARROW_TYPE, *headers], arrow.encode_arrow(answer.table()))
-        return Reply(200, [JSON_TYPE, *headers], b"{%b%b" % (head_json(answer.plan), row_json(answer, 0)))
+        return Reply(
+            200, [JSON_TYPE, *headers], b"{%b%b" % (head_json(answer.plan), row_json(answer, 0))
+        )
 
-    def _missing(self, answer: Answer, options: LookupOptions, request: CacheControl | None, sent: dict[bytes, bytes]) -> Reply:
+    def _missing(
+        self,
+        answer: Answer,
+        options: LookupOptions,
+        request: CacheControl | None,
+        sent: dict[bytes, bytes],
+    ) -> Reply:
         pointer, reason = answer.pointer, answer.reason(0)
         assert reason is not None
-        if answer.default_row(0) is not None and not (request is not None and request.only_if_cached):
+        if answer.default_row(0) is not None and not (
+            request is not None and request.only_if_cached
+        ):
             if wants_arrow(sent):
-                return Reply(200, [ARROW_TYPE, *missing_headers(answer, reason)], arrow.encode_arrow(answer.table()))
+                return Reply(
+                    200,
+                    [ARROW_TYPE, *missing_headers(answer, reason)],
+                    arrow.encode_arrow(answer.table()),
+                )
             body = b"{%b%b" % (head_json(answer.plan), row_json(answer, 0))
             return Reply(200, [JSON_TYPE, *missing_headers(answer, reason)], body)
         detail = f"no row for key {answer.keys[0][:80]!r} in view {pointer.view.name!r}: {reason}"
@@ -313,10 +374,13 @@ class RowRoutes:
         if status == 503:
             wait_s = math.ceil(answer.retry_after_s)
             headers.append((b"retry-after", b"%d" % wait_s) if wait_s else RETRY_SOON)
-        return problem(status, str(reason), detail, headers, snapshot=pointer.snapshot, model=pointer.model)
+        return problem(
+            status, str(reason), detail, headers, snapshot=pointer.snapshot, model=pointer.model
+        )
 
     def lookup_at_once(self, scope: Scope, view: str, body: bytes) -> Reply | None:
-        """``POST /v1/views/{view}/lookup``, where nothing must be waited for; else None, and what was begun is in the scope for :meth:`lookup`.
+        """``POST /v1/views/{view}/lookup``, where nothing must be waited for; else None, and what
+        was begun is in the scope for :meth:`lookup`.
 
         Raises:
             RequestError: the request is refused.
@@ -343,7 +407,9 @@ class RowRoutes:
             await self.waits.landed(begun[2], receive)
         return self._many_reply(scope, *begun)
 
-    def _many(self, request: _Request, kind: str, body: bytes) -> tuple[Callable[[], Answer], Measure]:
+    def _many(
+        self, request: _Request, kind: str, body: bytes
+    ) -> tuple[Callable[[], Answer], Measure]:
         """What begins a lookup of many keys, and what measures its answer then."""
         options = request.options
         if kind == wire.ARROW:
@@ -353,26 +419,49 @@ class RowRoutes:
             keys, options = wanted.keys, both(wanted.options(), options)
         size = Measure(self._answer_bytes, wants_arrow(request.headers))
         view, control = request.key[0], request.control
-        return partial(self._lookup.begin, view, keys, options, cache_control=control, columnar=True, admit=size.add), size
+        return (
+            partial(
+                self._lookup.begin,
+                view,
+                keys,
+                options,
+                cache_control=control,
+                columnar=True,
+                admit=size.add,
+            ),
+            size,
+        )
 
     def _many_reply(self, scope: Scope, request: _Request, size: Measure, answer: Answer) -> Reply:
         columnar = size.as_arrow
         kind_of = [ARROW_TYPE if columnar else JSON_TYPE, VARY]
         if size.is_large:
             rows = max(1, len(answer.keys) * _PIECE_BYTES // size.total)
-            pieces = arrow.arrow_pieces(answer.table(), 8 * rows) if columnar else lookup_pieces(answer, rows)
+            pieces = (
+                arrow.arrow_pieces(answer.table(), 8 * rows)
+                if columnar
+                else lookup_pieces(answer, rows)
+            )
             reply = self._streamed(kind_of, pieces, size.total)
         else:
             reply = Reply(200, kind_of, _as_arrow(answer) if columnar else lookup_json(answer))
         return self._reported("lookup", scope, answer, request.started, reply)
 
-    def _reported(self, route: str, scope: Scope, answer: Answer, started: float, reply: Reply) -> Reply:
+    def _reported(
+        self, route: str, scope: Scope, answer: Answer, started: float, reply: Reply
+    ) -> Reply:
         """The reply, counted, with what it took where that is wanted."""
         seconds = time.perf_counter() - started
         stages = self._metrics.answered(route, answer, seconds)
-        return reply if self._timing is Timing.UNREPORTED else timed(scope, reply, stages, seconds, self._timing)
+        return (
+            reply
+            if self._timing is Timing.UNREPORTED
+            else timed(scope, reply, stages, seconds, self._timing)
+        )
 
-    def _streamed(self, headers: Headers, pieces: Iterator[bytes | memoryview], size_bytes: int) -> Reply:
+    def _streamed(
+        self, headers: Headers, pieces: Iterator[bytes | memoryview], size_bytes: int
+    ) -> Reply:
         self.room.take(size_bytes)
         return Reply(200, headers, Stream(pieces, partial(self.room.give, size_bytes)))
 
@@ -393,7 +482,9 @@ class RowRoutes:
         # All are begun before any is waited for, so that the deadlines run side by side.
         for one in wanted.requests:
             try:
-                begun.append(await self._begin(one.view, one.keys, one.options(), request, admit=size.add))
+                begun.append(
+                    await self._begin(one.view, one.keys, one.options(), request, admit=size.add)
+                )
             except PrecomputeError as exc:
                 begun.append(self._refused(exc))
             await asyncio.sleep(0)
@@ -402,23 +493,34 @@ class RowRoutes:
         for answer in begun:
             if isinstance(answer, Answer):
                 # one after the other, so that what they took adds up
-                stages.update(self._metrics.answered("multi_lookup", answer, time.perf_counter() - started, encoded=False))
+                stages.update(
+                    self._metrics.answered(
+                        "multi_lookup", answer, time.perf_counter() - started, encoded=False
+                    )
+                )
         pieces = _several([one.view for one in wanted.requests], begun)
-        reply = self._streamed([JSON_TYPE], pieces, size.total) if size.is_large else Reply(200, [JSON_TYPE], b"".join(pieces))
+        reply = (
+            self._streamed([JSON_TYPE], pieces, size.total)
+            if size.is_large
+            else Reply(200, [JSON_TYPE], b"".join(pieces))
+        )
         if self._timing is Timing.UNREPORTED:
             return reply
         return timed(scope, reply, stages, time.perf_counter() - started, self._timing)
 
     async def _all_landed(self, begun: list[Answer | Reply], receive: Receive) -> None:
-        """Wait for what is in flight; what fails is a reply then, and the others are judged by what time it is by now: also where nothing was in flight, the last
-        may have been read long after the first."""
+        """Wait for what is in flight; what fails is a reply then, and the others are judged by what
+        time it is by now: also where nothing was in flight, the last may have been read long after
+        the first."""
         if len(begun) == 1 and not (isinstance(begun[0], Answer) and begun[0].pending):
             return
 
         def failed(number: int, error: PrecomputeError) -> None:
             begun[number] = self._refused(error)
 
-        await self.waits.all_landed([one if isinstance(one, Answer) else None for one in begun], receive, failed)
+        await self.waits.all_landed(
+            [one if isinstance(one, Answer) else None for one in begun], receive, failed
+        )
         for answer in begun:
             if isinstance(answer, Answer):
                 answer.judge_again()
@@ -438,7 +540,15 @@ class RowRoutes:
         admit: Callable[[AnswerPlan, FoundRows], None] | None = None,
     ) -> Answer:
         return await self._read(
-            partial(self._lookup.begin, view, keys, options, cache_control=request, columnar=True, admit=admit)
+            partial(
+                self._lookup.begin,
+                view,
+                keys,
+                options,
+                cache_control=request,
+                columnar=True,
+                admit=admit,
+            )
         )
 
     async def _read(self, begin: Callable[[], Answer]) -> Answer:

@@ -1,4 +1,5 @@
-"""Services: the routes that answer with the features of a service, several views joined to one row for each entity."""
+"""Services: the routes that answer with the features of a service, several views joined to one row
+for each entity."""
 
 from __future__ import annotations
 
@@ -17,7 +18,16 @@ from precompute.store.answer import Answer, AnswerPlan
 from precompute.store.api import arrow, wire
 from precompute.store.api.metrics import Metrics
 from precompute.store.api.pools import Pool, Waits, give_up
-from precompute.store.api.reply import ARROW_TYPE, JSON_TYPE, Reply, Stream, Timing, json_reply, refusal, timed
+from precompute.store.api.reply import (
+    ARROW_TYPE,
+    JSON_TYPE,
+    Reply,
+    Stream,
+    Timing,
+    json_reply,
+    refusal,
+    timed,
+)
 from precompute.store.api.request import (
     Receive,
     Scope,
@@ -43,16 +53,19 @@ _BODIES = (wire.JSON, wire.ARROW)
 _BEGUN = "precompute.begun"
 """In a scope: what was begun for it."""
 _KEYS_AT_ONCE = 2000
-"""Rows of all views that are read in one piece; others have their turn between the views of more."""
+"""Rows of all views that are read in one piece; others have their turn between the views of
+more."""
 _READ_TOGETHER = 4
-"""Views of one request that are waited for at once, where the store lies behind a network: one request has a tenth of the threads, whatever it asks for."""
+"""Views of one request that are waited for at once, where the store lies behind a network: one
+request has a tenth of the threads, whatever it asks for."""
 _PIECE_BYTES = 64 * 1024
 """Of a large answer, about."""
 
 
 @dataclass(slots=True)
 class _Begun:
-    """A request on its way: when it came (:func:`time.perf_counter`), what it wants of stored rows, how large its answer will be, and what is there of that."""
+    """A request on its way: when it came (:func:`time.perf_counter`), what it wants of stored rows,
+    how large its answer will be, and what is there of that."""
 
     started: float
     control: CacheControl | None
@@ -61,7 +74,8 @@ class _Begun:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def admit(self, plan: AnswerPlan, found: FoundRows) -> None:
-        """Raises :class:`RequestError` where the answer would be too large; called by several threads."""
+        """Raises :class:`RequestError` where the answer would be too large; called by several
+        threads."""
         with self._lock:
             self.size.add(plan, found)
 
@@ -84,7 +98,8 @@ def _given_up_if_refused(begun: _Begun) -> Iterator[None]:
 
 
 class ServiceRoutes:
-    """Routes over one lookup; the arguments as :class:`precompute.store.api.rows.RowRoutes` has them, with which it shares ``waits`` and ``room``."""
+    """Routes over one lookup; the arguments as :class:`precompute.store.api.rows.RowRoutes` has
+    them, with which it shares ``waits`` and ``room``."""
 
     def __init__(
         self,
@@ -97,15 +112,23 @@ class ServiceRoutes:
         timing: Timing,
     ) -> None:
         self._lookup, self._metrics, self._readers = lookup, metrics, readers
-        self._waits, self._room, self._answer_bytes, self._timing = waits, room, answer_bytes, timing
+        self._waits, self._room, self._answer_bytes, self._timing = (
+            waits,
+            room,
+            answer_bytes,
+            timing,
+        )
 
     async def services(self, scope: Scope, receive: Receive) -> Reply:
         """``GET /v1/services``."""
         no_query(scope)
-        return json_reply({"services": [service.describe() for service in self._lookup.services.values()]})
+        return json_reply(
+            {"services": [service.describe() for service in self._lookup.services.values()]}
+        )
 
     def at_once(self, scope: Scope, name: str, body: bytes) -> Reply | None:
-        """``POST /v1/services/{service}``, where nothing must be waited for; else None, and what was begun is in the scope for :meth:`service`.
+        """``POST /v1/services/{service}``, where nothing must be waited for; else None, and what
+        was begun is in the scope for :meth:`service`.
 
         Raises:
             RequestError: the request is refused.
@@ -119,13 +142,16 @@ class ServiceRoutes:
             with _given_up_if_refused(begun):
                 for part in answer.service.parts:
                     answer.parts.append(self._part(begun, part))
-            if not begun.size.is_large and not any(one is not None and one.pending for one in begun.answers):
+            if not begun.size.is_large and not any(
+                one is not None and one.pending for one in begun.answers
+            ):
                 return self._reply(scope, begun)
         scope[_BEGUN] = begun
         return None
 
     async def service(self, scope: Scope, receive: Receive, name: str, _: bytes) -> Reply:
-        """``POST /v1/services/{service}``, where :meth:`at_once` has no answer: each view answers for itself, or its rows say why it does not."""
+        """``POST /v1/services/{service}``, where :meth:`at_once` has no answer: each view answers
+        for itself, or its rows say why it does not."""
         begun: _Begun | None = scope.get(_BEGUN)
         if begun is None:
             begun = self._begun(scope, name, *await read_body(receive, headers_of(scope), _BODIES))
@@ -142,7 +168,10 @@ class ServiceRoutes:
         started, headers, options = time.perf_counter(), headers_of(scope), query_options(scope)
         service = self._lookup.service_of(name)
         if options.features is not None:
-            raise RequestError(f"the features of service {service.name!r} are those of its definition: leave `features` out")
+            raise RequestError(
+                f"the features of service {service.name!r} are those of its definition: leave"
+                " `features` out"
+            )
         if kind == wire.ARROW:
             entities: dict[str, Any] = dict(arrow.decode_arrow_keys(body, service.entity))
         else:
@@ -155,7 +184,8 @@ class ServiceRoutes:
         return _Begun(started, cache_control(headers.get(b"cache-control")), size, answer)
 
     async def _read(self, begun: _Begun) -> None:
-        """Begin the views that were not begun yet: all before any is waited for, so that they have the one deadline side by side."""
+        """Begin the views that were not begun yet: all before any is waited for, so that they have
+        the one deadline side by side."""
         answer, readers = begun.answer, self._readers
         left = answer.service.parts[len(answer.parts) :]
         with _given_up_if_refused(begun):
@@ -164,9 +194,13 @@ class ServiceRoutes:
                     answer.parts.append(self._part(begun, left[at]))
                     await asyncio.sleep(0)
                 else:
-                    together = [readers.run(self._part, begun, part) for part in left[at : at + _READ_TOGETHER]]
+                    together = [
+                        readers.run(self._part, begun, part)
+                        for part in left[at : at + _READ_TOGETHER]
+                    ]
                     done = await asyncio.gather(*together, return_exceptions=True)
-                    # all of them first, so that those that were begun are given up with the one that raised
+                    # all of them first, so that those that were begun are given up with the one
+                    # that raised
                     answer.parts += [one for one in done if isinstance(one, (Answer, Refused))]
                     for one in done:
                         if isinstance(one, BaseException):
@@ -192,7 +226,11 @@ class ServiceRoutes:
         kind_of, rows = [ARROW_TYPE if size.as_arrow else JSON_TYPE, VARY], answer.entities.count
         if size.is_large:
             rows = max(1, rows * _PIECE_BYTES // size.total)
-        pieces = arrow.arrow_pieces(answer.table(), 8 * rows) if size.as_arrow else service_pieces(answer, rows)
+        pieces = (
+            arrow.arrow_pieces(answer.table(), 8 * rows)
+            if size.as_arrow
+            else service_pieces(answer, rows)
+        )
         if size.is_large:
             self._room.take(size.total)
             reply = Reply(200, kind_of, Stream(pieces, partial(self._room.give, size.total)))
@@ -204,4 +242,8 @@ class ServiceRoutes:
                 # one after the other, so that what they took adds up
                 stages.update(self._metrics.answered(None, one, seconds, encoded=False))
         self._metrics.timed("service", seconds)
-        return reply if self._timing is Timing.UNREPORTED else timed(scope, reply, stages, seconds, self._timing)
+        return (
+            reply
+            if self._timing is Timing.UNREPORTED
+            else timed(scope, reply, stages, seconds, self._timing)
+        )

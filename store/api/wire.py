@@ -1,4 +1,5 @@
-"""Wire: how requests and answers look in JSON and Arrow, and the limits on them; `/openapi.json` has its schemas from here."""
+"""Wire: how requests and answers look in JSON and Arrow, and the limits on them; `/openapi.json`
+has its schemas from here."""
 
 from __future__ import annotations
 
@@ -24,25 +25,35 @@ MAX_BODY_BYTES = 4 * 2**20
 MAX_REQUESTS = 32
 """Lookups in one ``POST /v1/lookup``."""
 MAX_VALUES, CONTAINER_VALUES = 500_000, 10
-"""In a JSON body, and for how many a list or an object counts, which takes that much longer to make: nobody else is answered while a body is decoded. 1,000 keys
-with 400 numbers each as inputs fit, and 32 lookups of 1,000 keys of two parts."""
+"""In a JSON body, and for how many a list or an object counts, which takes that much longer to
+make: nobody else is answered while a body is decoded. 1,000 keys with 400 numbers each as inputs
+fit, and 32 lookups of 1,000 keys of two parts."""
 _FEW_BYTES = 64 * 1024
 """A body that holds few values, whatever they are."""
 MAX_KEY_JSON_BYTES = 8192
-"""Of a key of several parts: what one of :data:`precompute.store.key_text.MAX_KEY_BYTES` can take with all its characters escaped, and more. A text is no more work however long it is."""
+"""Of a key of several parts: what one of :data:`precompute.store.key_text.MAX_KEY_BYTES` can take
+with all its characters escaped, and more. A text is no more work however long it is."""
 _PATIENT_VALUES = MAX_VALUES // 5
-"""As :data:`MAX_VALUES`, of a body that is read a second time, by a parser that takes five times as long for each."""
+"""As :data:`MAX_VALUES`, of a body that is read a second time, by a parser that takes five times as
+long for each."""
 
 
 EncodingFormat = Annotated[
     Literal["float", "base64"],
     msgspec.Meta(
-        description="of vectors in JSON: lists of numbers, or base64 of them, little-endian, where they are float16 or float32"
+        description=(
+            "of vectors in JSON: lists of numbers, or base64 of them, little-endian, where they are"
+            " float16 or float32"
+        )
     ),
 ]
 Base64Types = Annotated[
     dict[str, Literal["float16", "float32"]] | msgspec.UnsetType,
-    msgspec.Meta(description="with encoding_format base64: each feature that is base64, and the dtype of its numbers"),
+    msgspec.Meta(
+        description=(
+            "with encoding_format base64: each feature that is base64, and the dtype of its numbers"
+        )
+    ),
 ]
 
 
@@ -59,7 +70,14 @@ class LookupRequest(msgspec.Struct, forbid_unknown_fields=True):
 
     def options(self) -> LookupOptions:
         """What is requested beside the keys."""
-        return LookupOptions(self.features, self.fallback, self.deadline_ms, self.max_age_s, self.inputs, self.encoding_format)
+        return LookupOptions(
+            self.features,
+            self.fallback,
+            self.deadline_ms,
+            self.max_age_s,
+            self.inputs,
+            self.encoding_format,
+        )
 
 
 class ViewLookupRequest(LookupRequest, kw_only=True):
@@ -94,31 +112,53 @@ class SearchRequest(msgspec.Struct, forbid_unknown_fields=True):
     """Body of ``POST /v1/views/{view}/search``: exactly one of key, text, vector and inputs."""
 
     key: Any = None
-    text: Annotated[str | None, msgspec.Meta(description="for the one input column that takes texts, whatever its name")] = None
+    text: Annotated[
+        str | None,
+        msgspec.Meta(description="for the one input column that takes texts, whatever its name"),
+    ] = None
     vector: list[float] | None = None
     inputs: dict[str, Any] | None = None
     # 10.0 is an integer too, says JSON Schema
     k: int | float = 10
     filter: Annotated[
         dict[str, Scalar | list[Scalar] | Bounds] | None,
-        msgspec.Meta(description="scalar feature → a value it must have, some that it may have, or bounds; all must hold"),
+        msgspec.Meta(
+            description=(
+                "scalar feature → a value it must have, some that it may have, or bounds; all must"
+                " hold"
+            )
+        ),
     ] = None
     only: Annotated[
         list[Any] | None,
-        msgspec.Meta(description="the only keys that may be found; of a view of chunks a long text's key is all of its chunks"),
+        msgspec.Meta(
+            description=(
+                "the only keys that may be found; of a view of chunks a long text's key is all of"
+                " its chunks"
+            )
+        ),
     ] = None
     exclude: Annotated[list[Any], msgspec.Meta(description="keys that are left out; likewise")] = []
     features: list[str] = []
     deadline_ms: float | None = None
     model: Annotated[
         str | None,
-        msgspec.Meta(description="fingerprint of the model that made the vector; refused where it is not the live one"),
+        msgspec.Meta(
+            description=(
+                "fingerprint of the model that made the vector; refused where it is not the"
+                " live one"
+            )
+        ),
     ] = None
     encoding_format: EncodingFormat = "float"
 
     def options(self) -> SearchOptions:
         """What is requested."""
-        conditions = None if self.filter is None else {name: _condition(wanted) for name, wanted in self.filter.items()}
+        conditions = (
+            None
+            if self.filter is None
+            else {name: _condition(wanted) for name, wanted in self.filter.items()}
+        )
         return SearchOptions(
             self.key,
             self.text,
@@ -141,16 +181,23 @@ class Row(msgspec.Struct, kw_only=True):
     key: str
     status: Status
     source: AnswerSource | None
-    reason: Annotated[Reason | msgspec.UnsetType, msgspec.Meta(description="of a missing row")] = msgspec.UNSET
+    reason: Annotated[Reason | msgspec.UnsetType, msgspec.Meta(description="of a missing row")] = (
+        msgspec.UNSET
+    )
     similarity: Annotated[
-        float | msgspec.UnsetType, msgspec.Meta(description="of a row that is another entity's: the cosine of both inputs")
+        float | msgspec.UnsetType,
+        msgspec.Meta(description="of a row that is another entity's: the cosine of both inputs"),
     ] = msgspec.UNSET
-    nearest: Annotated[str | msgspec.UnsetType, msgspec.Meta(description="of such a row: that entity's key")] = msgspec.UNSET
+    nearest: Annotated[
+        str | msgspec.UnsetType, msgspec.Meta(description="of such a row: that entity's key")
+    ] = msgspec.UNSET
     computed_at: Annotated[datetime, msgspec.Meta(tz=True)] | None
     age_s: float | None
     ttl_s: float
     snapshot: int
-    model: Annotated[str, msgspec.Meta(description="fingerprint of the model the row was computed by")]
+    model: Annotated[
+        str, msgspec.Meta(description="fingerprint of the model the row was computed by")
+    ]
     features: dict[str, Any] | None
 
 
@@ -172,7 +219,8 @@ class LookupAnswer(msgspec.Struct):
 
 
 class Problem(msgspec.Struct):
-    """A refusal, as RFC 9457 has it: ``type`` names the kind for programs, ``detail`` tells a person; of a missing row, whose it would have been."""
+    """A refusal, as RFC 9457 has it: ``type`` names the kind for programs, ``detail`` tells a
+    person; of a missing row, whose it would have been."""
 
     type: str
     title: str
@@ -204,30 +252,39 @@ class ServiceRequest(msgspec.Struct, forbid_unknown_fields=True):
 
     entities: Annotated[
         dict[str, list[Any]],
-        msgspec.Meta(description="column of the service's entity → values, as many of each as there are rows"),
+        msgspec.Meta(
+            description="column of the service's entity → values, as many of each as there are rows"
+        ),
     ]
     fallback: bool = True
-    deadline_ms: Annotated[float | None, msgspec.Meta(description="how long to wait for models, all views together")] = None
+    deadline_ms: Annotated[
+        float | None, msgspec.Meta(description="how long to wait for models, all views together")
+    ] = None
     max_age_s: float | None = None
     inputs: Annotated[
-        dict[str, dict[str, dict[str, Any]]] | None, msgspec.Meta(description="view → its key → input column → value")
+        dict[str, dict[str, dict[str, Any]]] | None,
+        msgspec.Meta(description="view → its key → input column → value"),
     ] = None
     encoding_format: EncodingFormat = "float"
 
     def options(self) -> LookupOptions:
         """What is requested beside the entities."""
-        return LookupOptions(None, self.fallback, self.deadline_ms, self.max_age_s, self.inputs, self.encoding_format)
+        return LookupOptions(
+            None, self.fallback, self.deadline_ms, self.max_age_s, self.inputs, self.encoding_format
+        )
 
 
 class ServiceView(msgspec.Struct):
-    """What all rows of a view of a service share, or the problem that it has: all its rows are missing then."""
+    """What all rows of a view of a service share, or the problem that it has: all its rows are
+    missing then."""
 
     snapshot: int | msgspec.UnsetType = msgspec.UNSET
     model: str | msgspec.UnsetType = msgspec.UNSET
     ttl_s: float | msgspec.UnsetType = msgspec.UNSET
     base64: Base64Types = msgspec.UNSET
     unknown_features: Annotated[
-        list[str] | msgspec.UnsetType, msgspec.Meta(description="that the view has not, as it is live: they are null")
+        list[str] | msgspec.UnsetType,
+        msgspec.Meta(description="that the view has not, as it is live: they are null"),
     ] = msgspec.UNSET
     problem: Problem | msgspec.UnsetType = msgspec.UNSET
 
@@ -304,7 +361,8 @@ def decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
     """
     if _has_more_values(body, MAX_VALUES):
         raise RequestError(
-            f"a JSON body has at most {MAX_VALUES:,} values, of which a list or an object counts for {CONTAINER_VALUES}",
+            f"a JSON body has at most {MAX_VALUES:,} values, of which a list or an object counts"
+            f" for {CONTAINER_VALUES}",
             status=413,
             code="too_many_values",
         )
@@ -327,7 +385,8 @@ def decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
 
 
 def _check_keys(body: bytes) -> None:
-    """Before an object is made of any: 7 keys that are lists of 70,000 numbers are passed over in 5 ms, and took 140.
+    """Before an object is made of any: 7 keys that are lists of 70,000 numbers are passed over in 5
+    ms, and took 140.
 
     Raises:
         RequestError: 413, a key has too many bytes.
@@ -338,26 +397,36 @@ def _check_keys(body: bytes) -> None:
         # reported by who decodes all of it
         return
     for one in (found, *found.requests):
-        for key in (*one.keys, *(one.only or ()), *one.exclude, one.key, *chain.from_iterable(one.entities.values())):
+        for key in (
+            *one.keys,
+            *(one.only or ()),
+            *one.exclude,
+            one.key,
+            *chain.from_iterable(one.entities.values()),
+        ):
             text = memoryview(key)
             if len(text) > MAX_KEY_JSON_BYTES and text[0] != ord('"'):
                 raise RequestError(
-                    f"a key of several parts has at most {MAX_KEY_JSON_BYTES:,} bytes of JSON, got {len(text):,}",
+                    f"a key of several parts has at most {MAX_KEY_JSON_BYTES:,} bytes of JSON, got"
+                    f" {len(text):,}",
                     status=413,
                     code="key_too_long",
                 )
 
 
 def _patiently(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
-    """A body by the standard library's parser, which takes what JSON allows and the quick one refuses whole: half of a surrogate pair, a number past
-    float64 or of thousands of digits. What no key can be is one bad key then. None where it is no JSON for this one either.
+    """A body by the standard library's parser, which takes what JSON allows and the quick one
+    refuses whole: half of a surrogate pair, a number past float64 or of thousands of digits. What
+    no key can be is one bad key then. None where it is no JSON for this one either.
 
     Raises:
         msgspec.ValidationError: not of that form.
         RecursionError: nested too deeply.
     """
     try:
-        value = json.loads(body.decode(), parse_float=_number, parse_int=_integer, parse_constant=_no_constant)
+        value = json.loads(
+            body.decode(), parse_float=_number, parse_int=_integer, parse_constant=_no_constant
+        )
         wanted = msgspec.convert(value, decoder.type)
     except msgspec.ValidationError:
         raise
@@ -371,7 +440,8 @@ def _patiently(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
 
 
 class _Past(float):
-    """A number past float64, which is infinity; shown as it was written, so that two such keys can be distinguished."""
+    """A number past float64, which is infinity; shown as it was written, so that two such keys can
+    be distinguished."""
 
     text = ""
 
@@ -428,6 +498,16 @@ def _has_more_values(body: bytes, most: int) -> bool:
 def schemas() -> dict[str, Any]:
     """Name → JSON Schema of every body, for the OpenAPI document."""
     requests = [LookupRequest, MultiLookupRequest, SearchRequest, ServiceRequest]
-    bodies = [*requests, ViewRow, LookupAnswer, MultiLookupAnswer, SearchAnswer, ServiceAnswer, Problem]
-    _, components = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
+    bodies = [
+        *requests,
+        ViewRow,
+        LookupAnswer,
+        MultiLookupAnswer,
+        SearchAnswer,
+        ServiceAnswer,
+        Problem,
+    ]
+    _, components = msgspec.json.schema_components(
+        bodies, ref_template="#/components/schemas/{name}"
+    )
     return components

@@ -1,4 +1,5 @@
-"""Client: the HTTP API from Python, blocking and async, over TCP, TLS or a Unix socket. It brings no torch, FAISS or DuckDB, and Arrow only where requested."""
+"""Client: the HTTP API from Python, blocking and async, over TCP, TLS or a Unix socket. It brings
+no torch, FAISS or DuckDB, and Arrow only where requested."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +11,21 @@ from precompute.store.client.calls import LookupWords, RowWords, SearchWords, Se
 if TYPE_CHECKING:
     from precompute.store.client.async_client import AsyncClient
 
-__all__ = ["AsyncClient", "Client", "LookupWords", "RowWords", "SearchWords", "ServiceWords", "Tls", "ViewLookupRequest"]
+__all__ = [
+    "AsyncClient",
+    "Client",
+    "LookupWords",
+    "RowWords",
+    "SearchWords",
+    "ServiceWords",
+    "Tls",
+    "ViewLookupRequest",
+]
 
 
 def __getattr__(name: str) -> Any:
-    """The async client, once it is requested: asyncio takes a third of the time that importing all the rest does."""
+    """The async client, once it is requested: asyncio takes a third of the time that importing all
+    the rest does."""
     if name == "AsyncClient":
         from precompute.store.client.async_client import AsyncClient
 

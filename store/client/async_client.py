@@ -13,7 +13,16 @@ import httpcore2
 
 from precompute.store.api import wire
 from precompute.store.client import calls
-from precompute.store.client.attempts import Address, Attempts, Failure, Outcome, Pause, Tls, address_of, passing
+from precompute.store.client.attempts import (
+    Address,
+    Attempts,
+    Failure,
+    Outcome,
+    Pause,
+    Tls,
+    address_of,
+    passing,
+)
 from precompute.store.client.calls import (
     Call,
     FreshnessWords,
@@ -24,14 +33,22 @@ from precompute.store.client.calls import (
     ServiceWords,
     check_timeout,
 )
-from precompute.store.client.transport import ERRORS, IDLE_S, MOST_ANSWER_BYTES, MUCH_BYTES, AnswerEnd, Pooled
+from precompute.store.client.transport import (
+    ERRORS,
+    IDLE_S,
+    MOST_ANSWER_BYTES,
+    MUCH_BYTES,
+    AnswerEnd,
+    Pooled,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 
 class _Stream(httpcore2.AsyncNetworkStream):
-    """A connection of anyio's, but for two things: head and body of a request are one write, and a TLS handshake that is cancelled closes it."""
+    """A connection of anyio's, but for two things: head and body of a request are one write, and a
+    TLS handshake that is cancelled closes it."""
 
     def __init__(self, stream: httpcore2.AsyncNetworkStream) -> None:
         self._stream = stream
@@ -45,7 +62,8 @@ class _Stream(httpcore2.AsyncNetworkStream):
             self._end.feed(data)
             return data
         except ssl.SSLError as exc:
-            # such as an alert about the client's certificate, which TLS 1.3 tells after the handshake
+            # such as an alert about the client's certificate, which TLS 1.3 tells after the
+            # handshake
             raise httpcore2.ReadError(str(exc)) from exc
 
     async def write(self, buffer: bytes, timeout: float | None = None) -> None:
@@ -66,7 +84,10 @@ class _Stream(httpcore2.AsyncNetworkStream):
         await self._stream.aclose()
 
     async def start_tls(
-        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
+        self,
+        ssl_context: ssl.SSLContext,
+        server_hostname: str | None = None,
+        timeout: float | None = None,
     ) -> _Stream:
         try:
             return _Stream(await self._stream.start_tls(ssl_context, server_hostname))
@@ -80,7 +101,8 @@ class _Stream(httpcore2.AsyncNetworkStream):
         return self._stream.get_extra_info(info)
 
     def _has_decrypted(self) -> bool:
-        """Whether TLS holds something that the socket does not show any more, or its end; what it was is lost, with the connection."""
+        """Whether TLS holds something that the socket does not show any more, or its end; what it
+        was is lost, with the connection."""
         tls = self._stream.get_extra_info("ssl_object")
         try:
             return tls is not None and tls.read(1) is not None
@@ -104,7 +126,11 @@ class AsyncTransport(Pooled):
     """Sends in one event loop."""
 
     def __init__(
-        self, address: Address, token: str | Callable[[], str] | None, connections: int, tls: ssl.SSLContext | None
+        self,
+        address: Address,
+        token: str | Callable[[], str] | None,
+        connections: int,
+        tls: ssl.SSLContext | None,
     ) -> None:
         super().__init__(address, token, connections)
         self._pool = httpcore2.AsyncConnectionPool(
@@ -116,18 +142,23 @@ class AsyncTransport(Pooled):
         )
 
     async def send(self, call: Call[Any], deadline: float) -> Outcome:
-        """As :meth:`BlockingTransport.send`; a task that is cancelled meanwhile gives its connection back."""
+        """As :meth:`BlockingTransport.send`; a task that is cancelled meanwhile gives its
+        connection back."""
         method, url, headers = self.request(call)
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
-                async with self._pool.stream(method, url, headers=headers, content=call.body) as response:
+                async with self._pool.stream(
+                    method, url, headers=headers, content=call.body
+                ) as response:
                     content, size = list[bytes](), 0
                     async for part in response.aiter_stream():
                         content.append(part)
                         size += len(part)
                         if size > MOST_ANSWER_BYTES:
                             return self.too_large()
-                    reply, wrong = call.checked(Reply(response.status, response.headers, b"".join(content)))
+                    reply, wrong = call.checked(
+                        Reply(response.status, response.headers, b"".join(content))
+                    )
                     if wrong is not None:
                         await response.extensions["network_stream"].aclose()
                         return Failure(wrong, lost=True)
@@ -144,9 +175,11 @@ T = TypeVar("T")
 
 
 class AsyncClient:
-    """As :class:`precompute.store.client.Client`, for one event loop: the same arguments, calls, answers and errors, each call awaited.
+    """As :class:`precompute.store.client.Client`, for one event loop: the same arguments, calls,
+    answers and errors, each call awaited.
 
-    A task that is cancelled while it waits gives its connection back, and whatever it had begun ends with it.
+    A task that is cancelled while it waits gives its connection back, and whatever it had begun
+    ends with it.
     """
 
     def __init__(
@@ -164,7 +197,10 @@ class AsyncClient:
         address = address_of(url)
         self._url, self._timeout_s = url, check_timeout(timeout_s)
         self._transport = AsyncTransport(
-            address, token, connections, (tls or Tls()).context() if address.scheme == "https" else None
+            address,
+            token,
+            connections,
+            (tls or Tls()).context() if address.scheme == "https" else None,
         )
         self._attempts = Attempts(retries, retry_share, hedge_share)
 
@@ -172,7 +208,9 @@ class AsyncClient:
         """As :meth:`precompute.store.client.Client.get`."""
         return await self._ask(calls.table(view, keys, words))
 
-    async def rows(self, view: str, keys: Iterable[Any], **words: Unpack[LookupWords]) -> wire.LookupAnswer:
+    async def rows(
+        self, view: str, keys: Iterable[Any], **words: Unpack[LookupWords]
+    ) -> wire.LookupAnswer:
         """As :meth:`precompute.store.client.Client.rows`."""
         return await self._ask(calls.rows(view, keys, words))
 
@@ -181,7 +219,10 @@ class AsyncClient:
         return await self._ask(calls.row(view, key, words))
 
     async def several(
-        self, requests: Sequence[wire.ViewLookupRequest], timeout_s: float | None = None, **words: Unpack[FreshnessWords]
+        self,
+        requests: Sequence[wire.ViewLookupRequest],
+        timeout_s: float | None = None,
+        **words: Unpack[FreshnessWords],
     ) -> list[wire.ViewAnswer]:
         """As :meth:`precompute.store.client.Client.several`."""
         return await self._ask(calls.several(requests, timeout_s, words))
@@ -190,7 +231,9 @@ class AsyncClient:
         """As :meth:`precompute.store.client.Client.service`."""
         return await self._ask(calls.service_table(service, entities, words))
 
-    async def service_rows(self, service: str, entities: Any, **words: Unpack[ServiceWords]) -> wire.ServiceAnswer:
+    async def service_rows(
+        self, service: str, entities: Any, **words: Unpack[ServiceWords]
+    ) -> wire.ServiceAnswer:
         """As :meth:`precompute.store.client.Client.service_rows`."""
         return await self._ask(calls.service_rows(service, entities, words))
 
@@ -235,7 +278,8 @@ class AsyncClient:
         return call.answer(outcome, self._url)
 
     async def _hedged(self, call: Call[T], deadline: float, after_s: float) -> Outcome:
-        """The first good outcome of a request and, where that takes long, of a second one; the other is ended."""
+        """The first good outcome of a request and, where that takes long, of a second one; the
+        other is ended."""
         tasks = [asyncio.create_task(self._transport.send(call, deadline))]
         try:
             _, waiting = await asyncio.wait(tasks, timeout=after_s)

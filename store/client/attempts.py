@@ -1,7 +1,8 @@
-"""Attempts: when one call asks again, and when it asks a second time beside the first; no connection and no clock's wait here.
-And where a server is: TCP, TLS or a Unix socket.
+"""Attempts: when one call asks again, and when it asks a second time beside the first; no
+connection and no clock's wait here. And where a server is: TCP, TLS or a Unix socket.
 
-A generator says what to do next, a client does it and sends back what came of it: so the blocking and the async one decide alike.
+A generator says what to do next, a client does it and sends back what came of it: so the blocking
+and the async one decide alike.
 """
 
 from __future__ import annotations
@@ -22,20 +23,24 @@ from precompute.store.clock import doubled_s
 from precompute.store.errors import ConfigError, PrecomputeError, RequestError
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
-"""Of asking again: at random up to the first, then up to twice as much each time ("full jitter", M. Brooker, Exponential Backoff And Jitter, 2015)."""
+"""Of asking again: at random up to the first, then up to twice as much each time ("full jitter", M.
+Brooker, Exponential Backoff And Jitter, 2015)."""
 
 MOST_TOKENS = 10.0
-"""Asking again that a client may save up; as in gRPC's example of retry throttling (proposal A6: maxTokens 10, tokenRatio 0.1)."""
+"""Asking again that a client may save up; as in gRPC's example of retry throttling (proposal A6:
+maxTokens 10, tokenRatio 0.1)."""
 
 MOST_SAMPLES, LEAST_SAMPLES = 200, 20
 """Durations remembered of a kind of call, and how many it takes to know which are slow."""
 
 SLOW_QUANTILE = 0.95
-"""A call that takes longer than so many of its kind is sent a second time: about 5 % more requests (J. Dean, L. A. Barroso, The Tail at Scale, 2013)."""
+"""A call that takes longer than so many of its kind is sent a second time: about 5 % more requests
+(J. Dean, L. A. Barroso, The Tail at Scale, 2013)."""
 
 
 class Failure(NamedTuple):
-    """No answer came. ``lost``: the connection ended before there was one, as an idle one does that the server closed meanwhile."""
+    """No answer came. ``lost``: the connection ended before there was one, as an idle one does that
+    the server closed meanwhile."""
 
     error: PrecomputeError
     lost: bool = False
@@ -44,7 +49,8 @@ class Failure(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Ask now; if ``hedge_after_s`` passes without an answer, and ``may_hedge()``, ask a second time, and take the first good answer."""
+    """Ask now; if ``hedge_after_s`` passes without an answer, and ``may_hedge()``, ask a second
+    time, and take the first good answer."""
 
     hedge_after_s: float | None = None
 
@@ -59,7 +65,8 @@ Outcome = Reply | Failure
 
 
 def passing(outcome: Outcome) -> bool:
-    """Whether asking again may help: no answer, 429, 503, or a proxy's word that it has none from the server."""
+    """Whether asking again may help: no answer, 429, 503, or a proxy's word that it has none from
+    the server."""
     if isinstance(outcome, Failure):
         return not outcome.final
     return outcome.status in (429, 503) or (
@@ -68,13 +75,19 @@ def passing(outcome: Outcome) -> bool:
 
 
 class Budget:
-    """What may be requested beyond one request a call: every call brings ``share`` of one more, saved up to :data:`MOST_TOKENS`.
+    """What may be requested beyond one request a call: every call brings ``share`` of one more,
+    saved up to :data:`MOST_TOKENS`.
 
-    So a server that fails is called ``1 + share`` times as often as before, and not ``1 + retries``.
+    So a server that fails is called ``1 + share`` times as often as before, and not ``1 +
+    retries``.
     """
 
     def __init__(self, share: float) -> None:
-        self._share, self._tokens, self._lock = share, MOST_TOKENS if share > 0 else 0.0, threading.Lock()
+        self._share, self._tokens, self._lock = (
+            share,
+            MOST_TOKENS if share > 0 else 0.0,
+            threading.Lock(),
+        )
 
     def earn(self) -> None:
         """A call begins."""
@@ -117,12 +130,17 @@ class Attempts:
 
     Args:
         retries: how often a call asks again, at most.
-        retry_share: requests that all calls together may add by asking again, as a share of the calls.
+        retry_share: requests that all calls together may add by asking again, as a share of the
+            calls.
         hedge_share: the same of asking a second time beside a slow request; 0 never does.
     """
 
     def __init__(
-        self, retries: int, retry_share: float, hedge_share: float, uniform: Callable[[float, float], float] = random.uniform
+        self,
+        retries: int,
+        retry_share: float,
+        hedge_share: float,
+        uniform: Callable[[float, float], float] = random.uniform,
     ) -> None:
         self._retries, self._uniform = retries, uniform
         self._again, self._beside = Budget(retry_share), Budget(hedge_share)
@@ -134,7 +152,8 @@ class Attempts:
         return self._beside.take()
 
     def ask(self, kind: str, deadline: float) -> Generator[Send | Pause, Outcome | None, Outcome]:
-        """What to do for one call, until its outcome stands; ``deadline`` by ``time.monotonic``, which no pause goes past."""
+        """What to do for one call, until its outcome stands; ``deadline`` by ``time.monotonic``,
+        which no pause goes past."""
         self._again.earn()
         self._beside.earn()
         again, lost_before = 0, False
@@ -147,20 +166,28 @@ class Attempts:
             if not passing(outcome):
                 return outcome
             if isinstance(outcome, Failure) and outcome.lost and not lost_before:
-                # the server closed a connection that was idle, most likely: no sign that it has too much to do
+                # the server closed a connection that was idle, most likely: no sign that it has too
+                # much to do
                 lost_before = True
                 continue
             pause_s = self._pause_s(outcome, again)
             again += 1
-            if again > self._retries or time.monotonic() + pause_s >= deadline or not self._again.take():
+            if (
+                again > self._retries
+                or time.monotonic() + pause_s >= deadline
+                or not self._again.take()
+            ):
                 return outcome
             yield Pause(pause_s)
 
     def _pause_s(self, outcome: Outcome, again: int) -> float:
         longest = doubled_s(FIRST_PAUSE_S, again, LONGEST_PAUSE_S)
         server_s = retry_after_s(outcome) if isinstance(outcome, Reply) else None
-        # what is requested is the least; on top of it, clients that were refused together come back apart
-        return self._uniform(0, longest) if server_s is None else server_s + self._uniform(0, longest)
+        # what is requested is the least; on top of it, clients that were refused together come back
+        # apart
+        return (
+            self._uniform(0, longest) if server_s is None else server_s + self._uniform(0, longest)
+        )
 
 
 _HOW = "write http://127.0.0.1:8080, https://host or unix:./api.sock"
@@ -179,7 +206,8 @@ class Address:
 
     @property
     def host_header(self) -> bytes:
-        """As HTTP has it: an IPv6 address in brackets, and the port; of a Unix socket ``localhost``."""
+        """As HTTP has it: an IPv6 address in brackets, and the port; of a Unix socket
+        ``localhost``."""
         if self.socket_path is not None:
             return b"localhost"
         return b"%s:%d" % (b"[%s]" % self.host if b":" in self.host else self.host, self.port)
@@ -198,14 +226,27 @@ def address_of(url: str) -> Address:
         raise RequestError(f"{url!r} is no server's address ({exc}): {_HOW}") from exc
     if parts.scheme == "unix" and parts.path:
         return Address(url, "http", b"localhost", 80, socket_path=url.removeprefix("unix:"))
-    if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment or parts.username is not None:
+    if (
+        parts.scheme not in ("http", "https")
+        or not host
+        or parts.query
+        or parts.fragment
+        or parts.username is not None
+    ):
         raise RequestError(f"{url!r} is no server's address: {_HOW}")
-    return Address(url, parts.scheme, host, port or (443 if parts.scheme == "https" else 80), parts.path.rstrip("/"))
+    return Address(
+        url,
+        parts.scheme,
+        host,
+        port or (443 if parts.scheme == "https" else 80),
+        parts.path.rstrip("/"),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """Files of TLS, in PEM: ``ca`` whom to trust in place of the system's authorities; ``certificate`` and ``key`` who one is, where the server asks."""
+    """Files of TLS, in PEM: ``ca`` whom to trust in place of the system's authorities;
+    ``certificate`` and ``key`` who one is, where the server asks."""
 
     ca: str | Path | None = None
     certificate: str | Path | None = None
@@ -215,7 +256,8 @@ class Tls:
         """As ``ssl`` wants it: the server's certificate and name are checked, always.
 
         Raises:
-            ConfigError: a file cannot be read, is none of these, or the key is another certificate's.
+            ConfigError: a file cannot be read, is none of these, or the key is another
+                certificate's.
         """
         try:
             context = ssl.create_default_context(cafile=self.ca)
@@ -223,7 +265,9 @@ class Tls:
                 context.load_cert_chain(self.certificate, self.key)
         except (OSError, ValueError) as exc:
             named = ", ".join(
-                f"{name} {path}" for name in ("ca", "certificate", "key") if (path := getattr(self, name)) is not None
+                f"{name} {path}"
+                for name in ("ca", "certificate", "key")
+                if (path := getattr(self, name)) is not None
             )
             raise ConfigError(f"TLS of the client ({named}): {exc}") from exc
         return context

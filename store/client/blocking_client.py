@@ -12,8 +12,24 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from precompute.store.api import wire
 from precompute.store.client import calls
-from precompute.store.client.attempts import Attempts, Failure, Outcome, Pause, Tls, address_of, passing
-from precompute.store.client.calls import Call, FreshnessWords, LookupWords, RowWords, SearchWords, ServiceWords, check_timeout
+from precompute.store.client.attempts import (
+    Attempts,
+    Failure,
+    Outcome,
+    Pause,
+    Tls,
+    address_of,
+    passing,
+)
+from precompute.store.client.calls import (
+    Call,
+    FreshnessWords,
+    LookupWords,
+    RowWords,
+    SearchWords,
+    ServiceWords,
+    check_timeout,
+)
 from precompute.store.client.transport import BlockingTransport, Exchange
 
 if TYPE_CHECKING:
@@ -23,25 +39,31 @@ T = TypeVar("T")
 
 
 class Client:
-    """Talks to one server; share it between threads, close it at the end. A process that is forked opens connections of its own.
+    """Talks to one server; share it between threads, close it at the end. A process that is forked
+    opens connections of its own.
 
-    Every call has one time limit for all of it: finding the host, waiting for a connection, sending, the answer's last byte, and asking again. All calls only
-    read, so asking again is safe: at once where a connection was lost, after a pause, at random, where the server refuses for now or cannot be reached,
-    never before ``Retry-After``, never past the limit, and all calls together no more often than ``retry_share`` allows.
+    Every call has one time limit for all of it: finding the host, waiting for a connection,
+    sending, the answer's last byte, and asking again. All calls only read, so asking again is safe:
+    at once where a connection was lost, after a pause, at random, where the server refuses for now
+    or cannot be reached, never before ``Retry-After``, never past the limit, and all calls together
+    no more often than ``retry_share`` allows.
 
     Args:
         url: ``http://127.0.0.1:8080``, ``https://host`` or ``unix:./api.sock``.
         timeout_s: of a call that names none.
-        token: shown to the server, without the white space around it (a file's last newline); a function is called before each request, for a token that changes.
+        token: shown to the server, without the white space around it (a file's last newline); a
+            function is called before each request, for a token that changes.
         tls: whom to trust with ``https``, and who one is; the system's authorities by default.
         connections: open at once, at most; further calls wait their turn, within their time.
         retries: times that one call asks again, at most.
         retry_share: how much asking again may add to all requests, as a share of the calls.
-        hedge_share: the same of asking a second time beside a request that takes longer than 19 of 20 like it, to take the answer that comes first: less waiting for the
-            slowest, for so much more work of the server. 0.05 is a good value; 0 (the default) never does.
+        hedge_share: the same of asking a second time beside a request that takes longer than 19 of
+            20 like it, to take the answer that comes first: less waiting for the slowest, for so
+            much more work of the server. 0.05 is a good value; 0 (the default) never does.
 
     Raises:
-        RequestError: the URL is none of these, ``timeout_s`` no time limit, or the token none that a header can carry.
+        RequestError: the URL is none of these, ``timeout_s`` no time limit, or the token none that
+            a header can carry.
         ConfigError: a file of ``tls``.
     """
 
@@ -60,7 +82,10 @@ class Client:
         address = address_of(url)
         self._url, self._timeout_s = url, check_timeout(timeout_s)
         self._transport = BlockingTransport(
-            address, token, connections, (tls or Tls()).context() if address.scheme == "https" else None
+            address,
+            token,
+            connections,
+            (tls or Tls()).context() if address.scheme == "https" else None,
         )
         self._attempts = Attempts(retries, retry_share, hedge_share)
         self._connections = connections
@@ -68,18 +93,23 @@ class Client:
         self._lock, self._pid = threading.Lock(), os.getpid()
 
     def get(self, view: str, keys: Iterable[Any], **words: Unpack[LookupWords]) -> pa.Table:
-        """As :meth:`precompute.store.lookup.Lookup.get`, over HTTP and Arrow; ``keys`` may be of numpy, pandas or pyarrow.
+        """As :meth:`precompute.store.lookup.Lookup.get`, over HTTP and Arrow; ``keys`` may be of
+        numpy, pandas or pyarrow.
 
-        ``.to_pandas()`` makes a DataFrame of it, and :func:`precompute.store.client.tables.arrays` numpy arrays.
+        ``.to_pandas()`` makes a DataFrame of it, and :func:`precompute.store.client.tables.arrays`
+        numpy arrays.
 
         Raises:
             RequestError: the server refused, with its status and code.
-            NoAnswerError: no answer, or none that can be read; of it DeadlineError: none in time, and OverloadedError: not now.
+            NoAnswerError: no answer, or none that can be read; of it DeadlineError: none in time,
+                and OverloadedError: not now.
             OnlineStoreError: the server's store does not answer.
         """
         return self._ask(calls.table(view, keys, words))
 
-    def rows(self, view: str, keys: Iterable[Any], **words: Unpack[LookupWords]) -> wire.LookupAnswer:
+    def rows(
+        self, view: str, keys: Iterable[Any], **words: Unpack[LookupWords]
+    ) -> wire.LookupAnswer:
         """As :meth:`get`, as typed rows in the order of the keys, without Arrow."""
         return self._ask(calls.rows(view, keys, words))
 
@@ -93,21 +123,27 @@ class Client:
         return self._ask(calls.row(view, key, words))
 
     def several(
-        self, requests: Sequence[wire.ViewLookupRequest], timeout_s: float | None = None, **words: Unpack[FreshnessWords]
+        self,
+        requests: Sequence[wire.ViewLookupRequest],
+        timeout_s: float | None = None,
+        **words: Unpack[FreshnessWords],
     ) -> list[wire.ViewAnswer]:
-        """Lookups of several views in one call, answered in their order: each has its ``rows``, or the ``problem`` that this view has;
-        ``words`` hold for all of them."""
+        """Lookups of several views in one call, answered in their order: each has its ``rows``, or
+        the ``problem`` that this view has; ``words`` hold for all of them."""
         return self._ask(calls.several(requests, timeout_s, words))
 
     def service(self, service: str, entities: Any, **words: Unpack[ServiceWords]) -> pa.Table:
-        """As :meth:`precompute.store.lookup.Lookup.service`, over HTTP and Arrow; ``entities`` are columns, as a mapping or a table has them, all of which are sent.
+        """As :meth:`precompute.store.lookup.Lookup.service`, over HTTP and Arrow; ``entities`` are
+        columns, as a mapping or a table has them, all of which are sent.
 
         Raises:
             PrecomputeError: as :meth:`get`.
         """
         return self._ask(calls.service_table(service, entities, words))
 
-    def service_rows(self, service: str, entities: Any, **words: Unpack[ServiceWords]) -> wire.ServiceAnswer:
+    def service_rows(
+        self, service: str, entities: Any, **words: Unpack[ServiceWords]
+    ) -> wire.ServiceAnswer:
         """As :meth:`service`, as typed rows in the order of the entities, without Arrow."""
         return self._ask(calls.service_rows(service, entities, words))
 
@@ -154,7 +190,8 @@ class Client:
         return call.answer(outcome, self._url)
 
     def _hedged(self, call: Call[T], deadline: float, after_s: float) -> Outcome:
-        """The first good outcome of a request and, where that takes long, of a second one; the other is ended."""
+        """The first good outcome of a request and, where that takes long, of a second one; the
+        other is ended."""
         exchanges: dict[Future[Outcome], Exchange] = {}
 
         def send() -> None:
@@ -181,5 +218,8 @@ class Client:
         with self._lock:
             if self._threads is None or self._pid != os.getpid():
                 # the threads of a process are not in those that are forked of it
-                self._pid, self._threads = os.getpid(), ThreadPoolExecutor(2 * self._connections, "precompute-client")
+                self._pid, self._threads = (
+                    os.getpid(),
+                    ThreadPoolExecutor(2 * self._connections, "precompute-client"),
+                )
             return self._threads

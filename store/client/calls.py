@@ -1,4 +1,5 @@
-"""Calls: what is requested of the server, as bytes, and how its answer is read; no connection here. Both clients send these."""
+"""Calls: what is requested of the server, as bytes, and how its answer is read; no connection here.
+Both clients send these."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ from precompute.store.key_text import join_key, key_columns, key_list, plain_key
 from precompute.store.lookup_options import BASE64, LookupOptions, SearchOptions, check_limits
 
 T = TypeVar("T")
-Answers = TypeVar("Answers", wire.LookupAnswer, wire.ViewRow, wire.SearchAnswer, wire.ViewAnswer, wire.ServiceView)
+Answers = TypeVar(
+    "Answers", wire.LookupAnswer, wire.ViewRow, wire.SearchAnswer, wire.ViewAnswer, wire.ServiceView
+)
 
 
 class FreshnessWords(TypedDict, total=False):
@@ -46,7 +49,8 @@ class FreshnessWords(TypedDict, total=False):
 
 
 class RowWords(FreshnessWords, total=False):
-    """What a lookup may say beside its key, as :meth:`precompute.store.lookup.Lookup.get` has it, and how long the whole call may take."""
+    """What a lookup may say beside its key, as :meth:`precompute.store.lookup.Lookup.get` has it,
+    and how long the whole call may take."""
 
     features: Sequence[str] | None
     fallback: bool
@@ -62,7 +66,8 @@ class LookupWords(RowWords, total=False):
 
 
 class ServiceWords(FreshnessWords, total=False):
-    """What a request for a service may say, as :meth:`precompute.store.lookup.Lookup.service` has it, and how long the whole call may take."""
+    """What a request for a service may say, as :meth:`precompute.store.lookup.Lookup.service` has
+    it, and how long the whole call may take."""
 
     fallback: bool
     deadline_ms: float | None
@@ -72,7 +77,8 @@ class ServiceWords(FreshnessWords, total=False):
 
 
 class SearchWords(TypedDict, total=False):
-    """What a search may say, as :meth:`precompute.store.lookup.Lookup.search` has it, and how long the whole call may take."""
+    """What a search may say, as :meth:`precompute.store.lookup.Lookup.search` has it, and how long
+    the whole call may take."""
 
     key: Any
     text: str | None
@@ -103,8 +109,9 @@ class Reply(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T]):
-    """One question. ``kind`` tells calls apart that take as long as each other; ``read`` makes of a good answer's bytes what the caller gets, and ``strays`` says what
-    of it was not requested: None where all of it was."""
+    """One question. ``kind`` tells calls apart that take as long as each other; ``read`` makes of a
+    good answer's bytes what the caller gets, and ``strays`` says what of it was not requested: None
+    where all of it was."""
 
     kind: str
     path: str
@@ -126,10 +133,13 @@ class Call(Generic[T]):
         Raises:
             RequestError: that is no time limit.
         """
-        return time.monotonic() + check_timeout(timeout_s if self.timeout_s is None else self.timeout_s)
+        return time.monotonic() + check_timeout(
+            timeout_s if self.timeout_s is None else self.timeout_s
+        )
 
     def checked(self, reply: Reply) -> tuple[Reply, NoAnswerError | None]:
-        """The reply, read; with an error where it answers another request than this one, so that its connection is not to be trusted any more."""
+        """The reply, read; with an error where it answers another request than this one, so that
+        its connection is not to be trusted any more."""
         if not 200 <= reply.status < 300:
             return reply, None
         try:
@@ -141,14 +151,16 @@ class Call(Generic[T]):
         if stray is None:
             return reply._replace(value=value), None
         return reply, NoAnswerError(
-            f"what came is the answer to another request: {stray}; the connection was closed, look at what lies between"
+            f"what came is the answer to another request: {stray}; the connection was closed, look"
+            " at what lies between"
         )
 
     def answer(self, reply: Reply, sent: str) -> T:
         """What the caller gets.
 
         Raises:
-            PrecomputeError: the server refused, or what came is no answer of this API; ``sent`` names the server.
+            PrecomputeError: the server refused, or what came is no answer of this API; ``sent``
+                names the server.
         """
         if not 200 <= reply.status < 300:
             raise refusal(reply, sent)
@@ -157,9 +169,13 @@ class Call(Generic[T]):
         try:
             return self.read(reply.content)
         except ModuleNotFoundError as exc:
-            raise ConfigError(f"an answer as Arrow needs {exc.name}: pip install 'precompute-store[client]'") from exc
+            raise ConfigError(
+                f"an answer as Arrow needs {exc.name}: pip install 'precompute-store[client]'"
+            ) from exc
         except (msgspec.MsgspecError, ValueError, KeyError, TypeError) as exc:
-            raise NoAnswerError(f"{sent} answered something else than this API: {exc}; is that address right?") from exc
+            raise NoAnswerError(
+                f"{sent} answered something else than this API: {exc}; is that address right?"
+            ) from exc
 
 
 def check_timeout(timeout_s: float) -> float:
@@ -173,7 +189,10 @@ def check_timeout(timeout_s: float) -> float:
     except (TypeError, ValueError):
         right = False
     if not right:
-        raise RequestError(f"timeout_s is a number of seconds above 0 and up to {LONGEST_TIMEOUT_S}, got {timeout_s!r}")
+        raise RequestError(
+            f"timeout_s is a number of seconds above 0 and up to {LONGEST_TIMEOUT_S}, got"
+            f" {timeout_s!r}"
+        )
     return float(timeout_s)
 
 
@@ -194,10 +213,19 @@ def rows(view: str, keys: Any, words: LookupWords) -> Call[wire.LookupAnswer]:
 
 
 def _lookup(
-    view: str, keys: Any, words: LookupWords, accept: str, read: Callable[[bytes], T], answered: Callable[[T], Answered]
+    view: str,
+    keys: Any,
+    words: LookupWords,
+    accept: str,
+    read: Callable[[bytes], T],
+    answered: Callable[[T], Answered],
 ) -> Call[T]:
     options, keys = _options(words), _plain_keys(keys)
-    body = {"keys": _spelled(keys), **options._asdict(), **({} if accept == wire.ARROW else _BASE64)}
+    body = {
+        "keys": _spelled(keys),
+        **options._asdict(),
+        **({} if accept == wire.ARROW else _BASE64),
+    }
     path = f"/v1/views/{quote(view, safe='')}/lookup"
     return Call(
         f"lookup {view}",
@@ -217,13 +245,21 @@ def several(
     """Lookups of several views in one call."""
     unknown = words.keys() - FreshnessWords.__annotations__.keys()
     if unknown:
-        raise TypeError(f"a lookup of several views takes no {', '.join(sorted(unknown))}: each of its requests may")
+        raise TypeError(
+            f"a lookup of several views takes no {', '.join(sorted(unknown))}: each of its"
+            " requests may"
+        )
     # as of one view: JSON has no NaN or infinity, they would arrive as null, and a limit as none
     for request in requests:
         request.options().check()
     wanted = [(request.view, _plain_keys(request.keys)) for request in requests]
     named = zip(requests, wanted, strict=True)
-    body = {"requests": [msgspec.structs.asdict(request) | {"keys": _spelled(keys)} | _BASE64 for request, (_, keys) in named]}
+    body = {
+        "requests": [
+            msgspec.structs.asdict(request) | {"keys": _spelled(keys)} | _BASE64
+            for request, (_, keys) in named
+        ]
+    }
     return Call(
         "several",
         "/v1/lookup",
@@ -240,14 +276,21 @@ def row(view: str, key: Any, words: RowWords) -> Call[wire.ViewRow]:
     options = _options(words)
     plain = plain_key(key)
     parts = [join_key(part, ("key",)) for part in (plain if isinstance(plain, list) else [key])]
-    # with all its digits: rounded, a limit of twelve days would let rows pass that are seconds older
-    query = {name: repr(float(value)) for name in ("deadline_ms", "max_age_s") if (value := getattr(options, name)) is not None}
+    # with all its digits: rounded, a limit of twelve days would let rows pass that are seconds
+    # older
+    query = {
+        name: repr(float(value))
+        for name in ("deadline_ms", "max_age_s")
+        if (value := getattr(options, name)) is not None
+    }
     if options.features is not None:
         query["features"] = ",".join(options.features)
     if not options.fallback:
         query["fallback"] = "false"
     query |= _BASE64
-    path = f"/v1/views/{quote(view, safe='')}/rows/{'/'.join(quote(part, safe='') for part in parts)}"
+    path = (
+        f"/v1/views/{quote(view, safe='')}/rows/{'/'.join(quote(part, safe='') for part in parts)}"
+    )
     path += f"?{urlencode(query)}"
     return Call(
         f"row {view}",
@@ -281,7 +324,9 @@ def _service(
     if unknown := sent.keys() - ServiceWords.__annotations__.keys():
         raise TypeError(f"a request for a service takes no {', '.join(sorted(unknown))}")
     check_limits(deadline_ms=words.get("deadline_ms"), max_age_s=words.get("max_age_s"))
-    columns = {name: [plain_key(key) for key in keys] for name, keys in key_columns(entities).items()}
+    columns = {
+        name: [plain_key(key) for key in keys] for name, keys in key_columns(entities).items()
+    }
     body = {"entities": {name: _spelled(values) for name, values in columns.items()}, **sent}
     # each column of the entity as the keys of a view of that name
     wanted = [(service, []), *columns.items()]
@@ -298,7 +343,10 @@ def _service(
 
 
 def _of_joined_rows(answer: wire.ServiceAnswer, names: list[str]) -> list[Answered]:
-    return [(answer.service, None), *((name, [row.entity[name] for row in answer.rows]) for name in names)]
+    return [
+        (answer.service, None),
+        *((name, [row.entity[name] for row in answer.rows]) for name in names),
+    ]
 
 
 def _of_joined_table(table: Any, names: list[str]) -> list[Answered]:
@@ -309,7 +357,9 @@ def _of_joined_table(table: Any, names: list[str]) -> list[Answered]:
 def search(view: str, words: SearchWords) -> Call[wire.SearchAnswer]:
     """The nearest rows."""
     timeout_s = words.get("timeout_s")
-    sent = {name: value for name, value in words.items() if name != "timeout_s"} | (_BASE64 if words.get("features") else {})
+    sent = {name: value for name, value in words.items() if name != "timeout_s"} | (
+        _BASE64 if words.get("features") else {}
+    )
     if unknown := sent.keys() - set(SearchOptions._fields):
         raise TypeError(f"a search takes no {', '.join(sorted(unknown))}")
     for name in ("only", "exclude"):
@@ -317,40 +367,60 @@ def search(view: str, words: SearchWords) -> Call[wire.SearchAnswer]:
             sent[name] = _spelled(_plain_keys(sent[name]))
     if sent.get("key") is not None:
         sent["key"] = _spelled(plain_key(sent["key"]))
-    path, of_view = f"/v1/views/{quote(view, safe='')}/search", lambda answer: strays([(view, [])], [(answer.view, [])])
+    path, of_view = (
+        f"/v1/views/{quote(view, safe='')}/search",
+        lambda answer: strays([(view, [])], [(answer.view, [])]),
+    )
     return Call(f"search {view}", path, _decode_search, of_view, encoded(sent), timeout_s=timeout_s)
 
 
 def views(timeout_s: float | None) -> Call[list[dict[str, Any]]]:
     """The live views."""
-    return Call("views", "/v1/views", lambda content: list(msgspec.json.decode(content)["views"]), timeout_s=timeout_s)
+    return Call(
+        "views",
+        "/v1/views",
+        lambda content: list(msgspec.json.decode(content)["views"]),
+        timeout_s=timeout_s,
+    )
 
 
 def _options(words: RowWords) -> LookupOptions:
     sent = {name: value for name, value in words.items() if name not in _OF_THE_CALL}
     options = LookupOptions(**sent)  # type: ignore[arg-type]  # a TypedDict of these very fields, and of those of the call
     options.check()
-    return options if options.features is None else options._replace(features=list(options.features))
+    return (
+        options if options.features is None else options._replace(features=list(options.features))
+    )
 
 
 _BASE64 = {"encoding_format": BASE64}
-"""As JSON, vectors take a tenth of the server's time so, and are no numbers but the store's own; who calls gets lists."""
+"""As JSON, vectors take a tenth of the server's time so, and are no numbers but the store's own;
+who calls gets lists."""
 
 _OF_THE_CALL = frozenset({"timeout_s", *FreshnessWords.__annotations__})
 
 
 def _cache_control(words: FreshnessWords) -> list[tuple[bytes, bytes]]:
-    """The header that says how fresh stored rows must be (RFC 9111 §5.2.1), in whole seconds, to the strict side."""
+    """The header that says how fresh stored rows must be (RFC 9111 §5.2.1), in whole seconds, to
+    the strict side."""
     min_fresh_s, max_stale_s = words.get("min_fresh_s"), words.get("max_stale_s")
     check_limits(min_fresh_s=min_fresh_s, max_stale_s=max_stale_s)
-    sent = [name for name, said in (("no-cache", words.get("no_cache")), ("only-if-cached", words.get("only_if_cached"))) if said]
+    sent = [
+        name
+        for name, said in (
+            ("no-cache", words.get("no_cache")),
+            ("only-if-cached", words.get("only_if_cached")),
+        )
+        if said
+    ]
     sent += [] if min_fresh_s is None else [f"min-fresh={math.ceil(min_fresh_s)}"]
     sent += [] if max_stale_s is None else [f"max-stale={math.floor(max_stale_s)}"]
     return [(b"Cache-Control", ", ".join(sent).encode())] if sent else []
 
 
 def _spelled(keys: Any) -> msgspec.Raw:
-    """Keys, or one, as :func:`precompute.store.key_text.plain_key` has them, in JSON: what is none is one bad key, whatever it is."""
+    """Keys, or one, as :func:`precompute.store.key_text.plain_key` has them, in JSON: what is none
+    is one bad key, whatever it is."""
     try:
         return msgspec.Raw(_encoder.encode(keys))
     except UnicodeEncodeError:
@@ -375,7 +445,8 @@ def encoded(body: Any) -> bytes:
         try:
             return _encoder.encode(body)
         except UnicodeEncodeError:
-            # half of a surrogate pair, which JSON can spell: of a view's name or of inputs, it is theirs alone
+            # half of a surrogate pair, which JSON can spell: of a view's name or of inputs, it is
+            # theirs alone
             return json.dumps(body, default=_plain, allow_nan=False).encode()
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as exc:
         raise RequestError(f"not something JSON can carry: {exc}") from exc
@@ -394,11 +465,13 @@ _encoder = msgspec.json.Encoder(enc_hook=_plain)
 # ---- what comes back
 
 Answered = tuple[str, Sequence[str] | None]
-"""The view that answered, and the keys of its rows; None for no rows, but a problem that it has with the request."""
+"""The view that answered, and the keys of its rows; None for no rows, but a problem that it has
+with the request."""
 
 
 def strays(wanted: Sequence[tuple[str, list[Any]]], answered: Iterable[Answered]) -> str | None:
-    """What of an answer was not requested; None where views, keys, and how many of them, are those of the request, in its order.
+    """What of an answer was not requested; None where views, keys, and how many of them, are those
+    of the request, in its order.
 
     Args:
         wanted: views, and of each the keys as :func:`precompute.store.key_text.plain_key` has them.
@@ -406,20 +479,27 @@ def strays(wanted: Sequence[tuple[str, list[Any]]], answered: Iterable[Answered]
     """
     answers = list(answered)
     if [view for view, _ in answers] != [view for view, _ in wanted]:
-        return f"of {', '.join(view for view, _ in answers) or 'no view'}, not {', '.join(view for view, _ in wanted)}"
+        return (
+            f"of {', '.join(view for view, _ in answers) or 'no view'}, not"
+            f" {', '.join(view for view, _ in wanted)}"
+        )
     for (view, keys), (_, texts) in zip(wanted, answers, strict=True):
         if texts is None or keys == texts:
             continue
         if len(keys) != len(texts):
             return f"{len(texts)} rows of {view}, not {len(keys)}"
-        wrong = next((text for key, text in zip(keys, texts, strict=True) if text not in _texts_of(key)), None)
+        wrong = next(
+            (text for key, text in zip(keys, texts, strict=True) if text not in _texts_of(key)),
+            None,
+        )
         if wrong is not None:
             return f"a row of {view} for a key that was not requested"
     return None
 
 
 def _texts_of(key: Any) -> tuple[str, ...]:
-    """What may stand as ``key`` of the row of a key: its text, and, since only the server knows how many columns a key has, what it shows of one that is none."""
+    """What may stand as ``key`` of the row of a key: its text, and, since only the server knows how
+    many columns a key has, what it shows of one that is none."""
     try:
         return join_key(key, key if isinstance(key, list) else ("key",)), shown_key(key)
     except RequestError:
@@ -427,7 +507,9 @@ def _texts_of(key: Any) -> tuple[str, ...]:
 
 
 def _of_rows(answer: wire.LookupAnswer | wire.ViewAnswer) -> Answered:
-    return answer.view, None if isinstance(answer.rows, msgspec.UnsetType) else [row.key for row in answer.rows]
+    return answer.view, (
+        None if isinstance(answer.rows, msgspec.UnsetType) else [row.key for row in answer.rows]
+    )
 
 
 def _of_table(table: Any) -> Answered:
@@ -463,7 +545,10 @@ def _decode_search(content: bytes) -> wire.SearchAnswer:
 
 def _read_several(content: bytes) -> list[wire.ViewAnswer]:
     answers = _decode_several(content).responses
-    return [_as_lists(one, [] if isinstance(one.rows, msgspec.UnsetType) else one.rows) for one in answers]
+    return [
+        _as_lists(one, [] if isinstance(one.rows, msgspec.UnsetType) else one.rows)
+        for one in answers
+    ]
 
 
 def _decode_service(content: bytes) -> wire.ServiceAnswer:
@@ -474,8 +559,11 @@ def _decode_service(content: bytes) -> wire.ServiceAnswer:
 
 
 def _as_lists(answer: Answers, rows: Sequence[wire.Row]) -> Answers:
-    """The answer with vectors that came as base64 as lists of numbers: 384 in 6 µs, as digits they take 10."""
-    for name, dtype in {} if isinstance(answer.base64, msgspec.UnsetType) else answer.base64.items():
+    """The answer with vectors that came as base64 as lists of numbers: 384 in 6 µs, as digits they
+    take 10."""
+    for name, dtype in (
+        {} if isinstance(answer.base64, msgspec.UnsetType) else answer.base64.items()
+    ):
         size, letter = _NUMBERS[dtype]
         for row in rows:
             if row.features is not None and row.features[name] is not None:
@@ -501,7 +589,10 @@ def refusal(reply: Reply, sent: str) -> PrecomputeError:
     if problem is None or not problem.type.startswith(wire.PROBLEM_URN):
         # of a proxy, or of another server: one that follows RFC 9457 too has types of its own
         text = reply.content[:200].decode(errors="replace")
-        message = f"{sent} answered {reply.status}, and something else than this API: {text!r}; is that address right?"
+        message = (
+            f"{sent} answered {reply.status}, and something else than this API: {text!r}; is that"
+            " address right?"
+        )
         problem = wire.Problem("", "", reply.status, message)
     code, detail = problem.type.rpartition(":")[2] or "http_error", problem.detail
     if problem.model is not msgspec.UNSET:
@@ -518,7 +609,8 @@ def refusal(reply: Reply, sent: str) -> PrecomputeError:
 
 
 def retry_after_s(reply: Reply) -> float | None:
-    """``Retry-After`` (RFC 9110 §10.2.3) in seconds, from now; None where there is none, or none that can be read."""
+    """``Retry-After`` (RFC 9110 §10.2.3) in seconds, from now; None where there is none, or none
+    that can be read."""
     value = reply.header(b"retry-after")
     if value is None:
         return None

@@ -27,8 +27,9 @@ def arrays(table: pa.Table) -> dict[str, npt.NDArray[Any]]:
     """The columns of an answer as numpy has them.
 
     Returns:
-        column → array [rows], of a vector [rows, dim]. What a missing row lacks is NaN in floats and NaT in times; a column of integers, flags, texts or lists
-        that lacks any is one of Python objects, with None there.
+        column → array [rows], of a vector [rows, dim]. What a missing row lacks is NaN in floats
+        and NaT in times; a column of integers, flags, texts or lists that lacks any is one of
+        Python objects, with None there.
     """
     return {name: _array(table.column(name)) for name in table.column_names}
 
@@ -50,7 +51,8 @@ def _array(column: pa.ChunkedArray) -> npt.NDArray[Any]:
 
 
 def _flat(array: pa.Array) -> npt.NDArray[Any]:
-    """Not by pyarrow's ``to_numpy``, which loads pandas where that is installed: a second of a service's first answer, whatever its deadline."""
+    """Not by pyarrow's ``to_numpy``, which loads pandas where that is installed: a second of a
+    service's first answer, whatever its deadline."""
     kind = array.type
     if pa.types.is_timestamp(kind):
         numbers = array.view(pa.int64())
@@ -63,7 +65,10 @@ def _flat(array: pa.Array) -> npt.NDArray[Any]:
     if pa.types.is_list(kind):
         values: npt.NDArray[Any] = np.empty(len(array), object)
         flat, ends = _flat(array.flatten()), _flat(array.offsets)
-        values[:] = [flat[start:end] for start, end in zip(ends[:-1] - ends[0], ends[1:] - ends[0], strict=True)]
+        values[:] = [
+            flat[start:end]
+            for start, end in zip(ends[:-1] - ends[0], ends[1:] - ends[0], strict=True)
+        ]
         return values
     values = np.empty(len(array), bool if pa.types.is_boolean(kind) else object)
     values[:] = array.to_pylist()

@@ -1,4 +1,5 @@
-"""Transport: one request over a pool of connections, within one deadline for all of it; with ``async_transport`` the seam of httpcore2."""
+"""Transport: one request over a pool of connections, within one deadline for all of it; with
+``async_transport`` the seam of httpcore2."""
 
 from __future__ import annotations
 
@@ -20,8 +21,9 @@ from precompute.store.errors import DeadlineError, NoAnswerError, RequestError
 
 
 class AnswerEnd:
-    """Follows the bytes of one connection, answer by answer, through HTTP/1.1's framing (RFC 9112 §6): httpcore2 leaves what it read beyond an answer to the next
-    one, and tells nobody. 2 µs an answer."""
+    """Follows the bytes of one connection, answer by answer, through HTTP/1.1's framing (RFC 9112
+    §6): httpcore2 leaves what it read beyond an answer to the next one, and tells nobody. 2 µs an
+    answer."""
 
     def __init__(self) -> None:
         self._unread = b""
@@ -56,7 +58,10 @@ class AnswerEnd:
         while 100 <= status < 200:
             lines = (yield from self._until(b"\r\n\r\n")).split(b"\r\n")
             status = int(lines[0].split(b" ", 2)[1])
-        fields = {name.lower(): value.strip() for name, _, value in (line.partition(b":") for line in lines[1:])}
+        fields = {
+            name.lower(): value.strip()
+            for name, _, value in (line.partition(b":") for line in lines[1:])
+        }
         if status in (204, 304):
             return
         if b"chunked" in fields.get(b"transfer-encoding", b""):
@@ -83,7 +88,8 @@ class AnswerEnd:
 
 
 IDLE_S = 30.0
-"""A connection that was idle for longer is not used again: what lies between may have forgotten it without a word."""
+"""A connection that was idle for longer is not used again: what lies between may have forgotten it
+without a word."""
 
 MOST_ANSWER_BYTES = 256 * 2**20
 """Of one answer: beyond, it is none of this API."""
@@ -96,7 +102,8 @@ MUCH_BYTES = 64 * 1024
 class Exchange:
     """One request on its way: when it must be over, and how to end it before.
 
-    It travels through httpcore2 in place of a timeout, which would count again for each read: a server that sends a byte now and then could hold a caller for ever.
+    It travels through httpcore2 in place of a timeout, which would count again for each read: a
+    server that sends a byte now and then could hold a caller for ever.
     """
 
     def __init__(self, deadline: float) -> None:
@@ -116,7 +123,8 @@ class Exchange:
         return left
 
     def on(self, connection: socket.socket) -> float:
-        """Use this connection now, for at most so many seconds; set down before the look at the flag, so that :meth:`cancel` misses neither."""
+        """Use this connection now, for at most so many seconds; set down before the look at the
+        flag, so that :meth:`cancel` misses neither."""
         self._socket = connection
         left = self.left_s()
         connection.settimeout(left)
@@ -137,7 +145,8 @@ class Exchange:
 class _Stream(httpcore2.NetworkStream):
     """A connected socket; every ``timeout`` is an :class:`Exchange`.
 
-    What is written waits until it is much or something is read: httpcore2 hands over head and body apart, and the server would be woken for each.
+    What is written waits until it is much or something is read: httpcore2 hands over head and body
+    apart, and the server would be woken for each.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -180,7 +189,9 @@ class _Stream(httpcore2.NetworkStream):
     def close(self) -> None:
         self._socket.close()
 
-    def start_tls(self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: Any = None) -> _Stream:
+    def start_tls(
+        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: Any = None
+    ) -> _Stream:
         try:
             # it takes the socket over; the handshake has one timeout as a whole
             self._socket = over = ssl_context.wrap_socket(
@@ -209,7 +220,8 @@ class _Stream(httpcore2.NetworkStream):
 
 
 class _Network(httpcore2.NetworkBackend):
-    """Connects within an :class:`Exchange`, finding the host's address included, which has no timeout of its own."""
+    """Connects within an :class:`Exchange`, finding the host's address included, which has no
+    timeout of its own."""
 
     def __init__(self) -> None:
         self._resolving: dict[tuple[str, int], Future[list[Any]]] = {}
@@ -240,7 +252,9 @@ class _Network(httpcore2.NetworkBackend):
                     raise httpcore2.ConnectError(str(exc) or "timed out") from exc
         raise httpcore2.ConnectError(f"{host} has no address")
 
-    def connect_unix_socket(self, path: str, timeout: Any = None, socket_options: Iterable[Any] | None = None) -> _Stream:
+    def connect_unix_socket(
+        self, path: str, timeout: Any = None, socket_options: Iterable[Any] | None = None
+    ) -> _Stream:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             timeout.on(connection)
@@ -252,13 +266,21 @@ class _Network(httpcore2.NetworkBackend):
             raise
         return _Stream(connection)
 
-    def _addresses(self, host: str, port: int, exchange: Exchange) -> list[tuple[socket.AddressFamily, Any]]:
-        """Where a host listens. Resolved in a thread of its own, one for all who want to know: the system's resolver cannot be given a deadline."""
+    def _addresses(
+        self, host: str, port: int, exchange: Exchange
+    ) -> list[tuple[socket.AddressFamily, Any]]:
+        """Where a host listens. Resolved in a thread of its own, one for all who want to know: the
+        system's resolver cannot be given a deadline."""
         with self._lock:
             lookup = self._resolving.get((host, port))
             if lookup is None:
                 lookup = self._resolving[host, port] = Future()
-                threading.Thread(target=self._resolve, args=(host, port, lookup), daemon=True, name="precompute-resolve").start()
+                threading.Thread(
+                    target=self._resolve,
+                    args=(host, port, lookup),
+                    daemon=True,
+                    name="precompute-resolve",
+                ).start()
         try:
             found = lookup.result(exchange.left_s())
         except TimeoutError as exc:
@@ -278,27 +300,37 @@ class _Network(httpcore2.NetworkBackend):
 
 
 def _bearer(token: str) -> bytes:
-    """What shows a token, without the white space around it, such as the last newline of the file it was read from.
+    """What shows a token, without the white space around it, such as the last newline of the file
+    it was read from.
 
     Raises:
-        RequestError: not of visible ASCII characters; nothing of the token is reported, since messages are logged.
+        RequestError: not of visible ASCII characters; nothing of the token is reported, since
+            messages are logged.
     """
     shown = token.strip() if isinstance(token, str) else ""
     if not shown or not shown.isascii() or not shown.isprintable():
-        raise RequestError("a token is one line of visible ASCII characters, and the one given is not (it is not shown here)")
+        raise RequestError(
+            "a token is one line of visible ASCII characters, and the one given is not (it is not"
+            " shown here)"
+        )
     return b"Bearer " + shown.encode()
 
 
 class Pooled:
-    """What the blocking transport and the async one have in common: how a request is written, and what an error means."""
+    """What the blocking transport and the async one have in common: how a request is written, and
+    what an error means."""
 
-    def __init__(self, address: Address, token: str | Callable[[], str] | None, connections: int) -> None:
+    def __init__(
+        self, address: Address, token: str | Callable[[], str] | None, connections: int
+    ) -> None:
         self._address, self._connections = address, connections
         self._token = _bearer(token) if isinstance(token, str) else token
 
     def request(self, call: Call[Any]) -> tuple[bytes, httpcore2.URL, list[tuple[bytes, bytes]]]:
         to = self._address
-        url = httpcore2.URL(scheme=to.scheme, host=to.host, port=to.port, target=to.prefix + call.path)
+        url = httpcore2.URL(
+            scheme=to.scheme, host=to.host, port=to.port, target=to.prefix + call.path
+        )
         headers = [(b"Host", to.host_header), (b"Accept", call.accept.encode()), *call.headers]
         if self._token is not None:
             bearer = self._token if isinstance(self._token, bytes) else _bearer(self._token())
@@ -309,16 +341,28 @@ class Pooled:
 
     def failure(self, exc: Exception) -> Failure:
         where = self._address.text
-        reason = str(exc) or ("the time is over" if isinstance(exc, TimeoutError) else type(exc).__name__)
+        reason = str(exc) or (
+            "the time is over" if isinstance(exc, TimeoutError) else type(exc).__name__
+        )
         if isinstance(exc, httpcore2.PoolTimeout):
             reason = f"all {self._connections} connections were busy"
         if isinstance(exc, (httpcore2.TimeoutException, TimeoutError)):
-            return Failure(DeadlineError(f"no answer from {where} in time: timed out ({reason})"), final=True)
+            return Failure(
+                DeadlineError(f"no answer from {where} in time: timed out ({reason})"), final=True
+            )
         error = NoAnswerError(f"no answer from {where}: {reason}; is `precompute serve` running?")
-        return Failure(error, lost=isinstance(exc, (httpcore2.RemoteProtocolError, httpcore2.ReadError, httpcore2.WriteError)))
+        return Failure(
+            error,
+            lost=isinstance(
+                exc, (httpcore2.RemoteProtocolError, httpcore2.ReadError, httpcore2.WriteError)
+            ),
+        )
 
     def too_large(self) -> Failure:
-        return Failure(NoAnswerError(f"{self._address.text} answered more than {MOST_ANSWER_BYTES} bytes"), final=True)
+        return Failure(
+            NoAnswerError(f"{self._address.text} answered more than {MOST_ANSWER_BYTES} bytes"),
+            final=True,
+        )
 
 
 ERRORS = (httpcore2.NetworkError, httpcore2.TimeoutException, httpcore2.ProtocolError)
@@ -329,7 +373,11 @@ class BlockingTransport(Pooled):
     """Sends from any thread; what a process forked with it opens are connections of its own."""
 
     def __init__(
-        self, address: Address, token: str | Callable[[], str] | None, connections: int, tls: ssl.SSLContext | None
+        self,
+        address: Address,
+        token: str | Callable[[], str] | None,
+        connections: int,
+        tls: ssl.SSLContext | None,
     ) -> None:
         super().__init__(address, token, connections)
         self._tls = tls
@@ -356,15 +404,24 @@ class BlockingTransport(Pooled):
                     self._open()
         method, url, headers = self.request(call)
         try:
-            timeout = {"pool": exchange.left_s(), "connect": exchange, "read": exchange, "write": exchange}
-            with self._pool.stream(method, url, headers=headers, content=call.body, extensions={"timeout": timeout}) as response:
+            timeout = {
+                "pool": exchange.left_s(),
+                "connect": exchange,
+                "read": exchange,
+                "write": exchange,
+            }
+            with self._pool.stream(
+                method, url, headers=headers, content=call.body, extensions={"timeout": timeout}
+            ) as response:
                 content, size = list[bytes](), 0
                 for part in response.iter_stream():
                     content.append(part)
                     size += len(part)
                     if size > MOST_ANSWER_BYTES:
                         return self.too_large()
-                reply, wrong = call.checked(Reply(response.status, response.headers, b"".join(content)))
+                reply, wrong = call.checked(
+                    Reply(response.status, response.headers, b"".join(content))
+                )
                 if wrong is not None:
                     # whatever it brings next would be another one's too
                     response.extensions["network_stream"].close()

@@ -1,7 +1,9 @@
-"""Crash points: every step of the commit protocol has a name, at which a test can make the process die, stop or fail.
+"""Crash points: every step of the commit protocol has a name, at which a test can make the process
+die, stop or fail.
 
-Nothing happens unless one is armed, by :func:`arm` or the environment (``PRECOMPUTE_CRASH=manifest.link:2:kill``, the second time).
-A point stands right after its step: an ``eio`` there is the step failing with EIO, a ``kill`` is power lost just after it.
+Nothing happens unless one is armed, by :func:`arm` or the environment
+(``PRECOMPUTE_CRASH=manifest.link:2:kill``, the second time). A point stands right after its step:
+an ``eio`` there is the step failing with EIO, a ``kill`` is power lost just after it.
 """
 
 from __future__ import annotations
@@ -32,10 +34,12 @@ POINTS = (
     "notify",
     "gc",
 )
-"""In the order of the protocol. The fault suite hits each of them, with every mode, at every time it is passed."""
+"""In the order of the protocol. The fault suite hits each of them, with every mode, at every time
+it is passed."""
 
 MODES = ("kill", "raise", "eio", "enospc", "torn", "stop")
-"""``torn`` cuts the file at hand in half and dies; ``stop`` is SIGSTOP, for a writer that sleeps past its lease."""
+"""``torn`` cuts the file at hand in half and dies; ``stop`` is SIGSTOP, for a writer that sleeps
+past its lease."""
 
 
 class InjectedError(Exception):
@@ -54,14 +58,18 @@ _armed: _Armed | None = None
 
 
 def arm(name: str, nth: int = 1, mode: str = "kill") -> None:
-    """Make the ``nth`` passing of ``name`` end as ``mode`` says; an empty name only counts passings.
+    """Make the ``nth`` passing of ``name`` end as ``mode`` says; an empty name only counts
+    passings.
 
     Raises:
         ValueError: no such point or mode.
     """
     global _armed
     if (name and name not in POINTS) or mode not in MODES or nth < 1:
-        raise ValueError(f"crash point {name}:{nth}:{mode}: points are {', '.join(POINTS)}; modes are {', '.join(MODES)}")
+        raise ValueError(
+            f"crash point {name}:{nth}:{mode}: points are {', '.join(POINTS)}; modes are"
+            f" {', '.join(MODES)}"
+        )
     _armed = _Armed(name, nth, mode)
 
 

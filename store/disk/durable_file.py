@@ -1,7 +1,9 @@
-"""Durable files: written whole or not at all, created at most once, replaced under a lock, with the folder synced too.
+"""Durable files: written whole or not at all, created at most once, replaced under a lock, with the
+folder synced too.
 
-This is what the offline store asks of its storage, and no more: :func:`create_once` (create if absent) and compare and swap
-(:func:`replace_durably` under :func:`locked`), beside whole-file reads and writes. On an object store the two are ``PUT If-None-Match: *`` and ``PUT If-Match: <etag>``.
+This is what the offline store asks of its storage, and no more: :func:`create_once` (create if
+absent) and compare and swap (:func:`replace_durably` under :func:`locked`), beside whole-file reads
+and writes. On an object store the two are ``PUT If-None-Match: *`` and ``PUT If-Match: <etag>``.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ NO_SPACE = frozenset({errno.ENOSPC, errno.EFBIG, errno.EDQUOT})
 """A full disk, RLIMIT_FSIZE and a quota say the same thing with three numbers."""
 
 LOCK_WAIT_S = 10.0
-"""A lock file guards a few small reads and writes; anyone who holds it longer is stopped or stuck."""
+"""A lock file guards a few small reads and writes; anyone who holds it longer is stopped or
+stuck."""
 
 
 _relief: Callable[[], bool] | None = None
@@ -30,7 +33,8 @@ _relief: Callable[[], bool] | None = None
 
 @contextlib.contextmanager
 def relieved(relief: Callable[[], bool]) -> Iterator[None]:
-    """Within, anyone who finds no space calls ``relief``, of any thread of the process, and writes once more if that says that it freed some."""
+    """Within, anyone who finds no space calls ``relief``, of any thread of the process, and writes
+    once more if that says that it freed some."""
     global _relief
     before, _relief = _relief, relief
     try:
@@ -58,7 +62,8 @@ def _write(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary name beside ``path``: what the block writes there takes its place whole, and goes where the block raises."""
+    """A temporary name beside ``path``: what the block writes there takes its place whole, and goes
+    where the block raises."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
@@ -71,14 +76,16 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def replacing_durably(path: Path) -> Iterator[Path]:
-    """As :func:`replacing`, of what the block has synced: its name, too, is there after a loss of power."""
+    """As :func:`replacing`, of what the block has synced: its name, too, is there after a loss of
+    power."""
     with replacing(path) as temporary:
         yield temporary
     sync_folder(path.parent)
 
 
 def replace_durably(path: Path, data: bytes, *, point: str | None = None) -> None:
-    """Replace ``path`` by ``data``: a reader sees the old or the new bytes, also after a crash or power loss.
+    """Replace ``path`` by ``data``: a reader sees the old or the new bytes, also after a crash or
+    power loss.
 
     Args:
         path: the file.
@@ -94,7 +101,8 @@ def replace_durably(path: Path, data: bytes, *, point: str | None = None) -> Non
 
 
 def replace_undurably(path: Path, data: bytes) -> None:
-    """Replace ``path`` by ``data``, whole or not at all for readers now; a power loss may lose or tear it. For what can be derived again."""
+    """Replace ``path`` by ``data``, whole or not at all for readers now; a power loss may lose or
+    tear it. For what can be derived again."""
     with replacing(path) as temporary:
         temporary.write_bytes(data)
 
@@ -102,7 +110,8 @@ def replace_undurably(path: Path, data: bytes) -> None:
 def create_once(path: Path, data: bytes, temporary: Path, *, point: str | None = None) -> None:
     """Create ``path`` with ``data``, durably and exactly once.
 
-    link(2) and not rename(2): rename overwrites silently, so two writers would both believe they won.
+    link(2) and not rename(2): rename overwrites silently, so two writers would both believe they
+    won.
 
     Args:
         path: the file to be.
@@ -129,7 +138,8 @@ def create_once(path: Path, data: bytes, temporary: Path, *, point: str | None =
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder, and those above it that are missing, each durable by its name in the one above; one that is there stays.
+    """Create a folder, and those above it that are missing, each durable by its name in the one
+    above; one that is there stays.
 
     Raises:
         OSError: the file system failed, or a file of that name is there.
@@ -157,7 +167,8 @@ def sync_file(path: Path) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive flock(2) on ``path``, created when missing; the kernel lets go when the process dies, however it dies.
+    """Hold an exclusive flock(2) on ``path``, created when missing; the kernel lets go when the
+    process dies, however it dies.
 
     Raises:
         ConflictError: somebody held it for :data:`LOCK_WAIT_S`.
@@ -171,15 +182,16 @@ def locked(path: Path) -> Iterator[None]:
             except BlockingIOError as exc:
                 if time.monotonic() > limit:
                     raise ConflictError(
-                        f"{path} has been locked for {LOCK_WAIT_S:.0f} s, by a process that is stopped or stuck: find it with "
-                        f"`fuser {path}`, continue or kill it"
+                        f"{path} has been locked for {LOCK_WAIT_S:.0f} s, by a process that is"
+                        f" stopped or stuck: find it with `fuser {path}`, continue or kill it"
                     ) from exc
                 time.sleep(0.005)
         yield
 
 
 def limit_of(exc: BaseException) -> str | None:
-    """What this process is short of, and what to do, where that is why a file could not be read; None where the file is at fault."""
+    """What this process is short of, and what to do, where that is why a file could not be read;
+    None where the file is at fault."""
     if isinstance(exc, MemoryError):
         return _LIMITS[errno.ENOMEM]
     if isinstance(exc, RuntimeError) and "start new thread" in str(exc):
@@ -191,16 +203,27 @@ _LIMITS = {
     errno.EACCES: "this user may not read it: give it the right to",
     errno.EPERM: "this user may not read it: give it the right to",
     errno.EMFILE: "this process has as many files open as it may: raise its limit (ulimit -n)",
-    errno.ENFILE: "this machine has as many files open as it may: raise fs.file-max, or end what holds them",
-    errno.ENOMEM: "this process has no memory left: give it more (ulimit -v, the container's limit), or lower memory_mb",
-    errno.EAGAIN: "this process may have no more threads or memory: raise its limits (ulimit -u, the container's pids)",
+    errno.ENFILE: (
+        "this machine has as many files open as it may: raise fs.file-max, or end what holds them"
+    ),
+    errno.ENOMEM: (
+        "this process has no memory left: give it more (ulimit -v, the container's limit), or lower"
+        " memory_mb"
+    ),
+    errno.EAGAIN: (
+        "this process may have no more threads or memory: raise its limits (ulimit -u, the"
+        " container's pids)"
+    ),
 }
 
 
 def disk_message(path: Path, exc: OSError, state: str = "the live snapshot is untouched") -> str:
     """What happened to ``path`` and what state that leaves, for the operator."""
     if exc.errno in NO_SPACE:
-        return f"no space left while writing {path}{_free(path) if exc.errno == errno.ENOSPC else ''}; free some and run again ({state})"
+        return (
+            f"no space left while writing {path}{_free(path) if exc.errno == errno.ENOSPC else ''};"
+            f" free some and run again ({state})"
+        )
     return f"cannot write {path}: {exc.strerror or exc} ({state})"
 
 

@@ -15,7 +15,8 @@ from precompute.store.record import Record, read_record_file, sealed
 log = logging.getLogger(__name__)
 
 NAME, COPY = ".identity.json", ".identity-copy.json"
-"""Two, so that one bit takes no folder's name: without it, all that it publishes would be somebody else's."""
+"""Two, so that one bit takes no folder's name: without it, all that it publishes would be somebody
+else's."""
 _REMEDY = "remove it to give the store a new one, and publish each view once with --take-over"
 
 
@@ -53,7 +54,9 @@ def identity_of(folder: Path) -> str:
                 make_folder(folder)
                 with contextlib.suppress(FileExistsError):
                     temporary = folder / f"{name}.{os.getpid()}.tmp"
-                    create_once(folder / name, sealed(_Identity(known or uuid.uuid4().hex[:12])), temporary)
+                    create_once(
+                        folder / name, sealed(_Identity(known or uuid.uuid4().hex[:12])), temporary
+                    )
             except OSError as exc:
                 raise SnapshotError(disk_message(folder / name, exc)) from exc
             known = known_identity(folder)

@@ -1,5 +1,6 @@
-"""Lease: the right to write, held for as long as its holder lives and gives signs of life. What runs, publishing, backfills and the
-scheduler's leader hold, so that each thing is done by one of them.
+"""Lease: the right to write, held for as long as its holder lives and gives signs of life. What
+runs, publishing, backfills and the scheduler's leader hold, so that each thing is done by one of
+them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from precompute.store.record import Record, read_record_file, sealed
 log = logging.getLogger(__name__)
 
 TTL_S = 60.0
-"""How long a holder may be silent. A model that keeps the interpreter for longer in one call would lose its lease to a second run."""
+"""How long a holder may be silent. A model that keeps the interpreter for longer in one call would
+lose its lease to a second run."""
 
 UNREADABLE = "somebody whose record is damaged"
 """The holder of a lease whose record cannot be read."""
@@ -34,7 +36,8 @@ _held_lock = threading.Lock()
 
 
 class Holder(Record, frozen=True):
-    """Who took a lease last. ``host`` changes with every boot of the machine, so that a process number is never mistaken."""
+    """Who took a lease last. ``host`` changes with every boot of the machine, so that a process
+    number is never mistaken."""
 
     fence: int
     holder: str
@@ -47,11 +50,13 @@ class Lease:
     """A lease that is held; made by :func:`take`. A context manager that lets go at the end.
 
         <folder>/lease-<name>.json            {fence, holder, host, pid, ttl_s}: who holds it
-        <folder>/.lease-<name>.<fence>.held   locked by the holder, touched three times per TTL: that it lives
+        <folder>/.lease-<name>.<fence>.held   locked by the holder, touched three times per TTL:
+        that it lives
 
-    A holder that died on this machine is known at once, since the kernel let go of its flock; one on another machine, or one that is stopped,
-    once its TTL passed without a touch. Anyone who takes over raises the **fence**; the late holder finds a higher one and is refused. Safety
-    never rests on a clock, only how soon somebody else may take over.
+    A holder that died on this machine is known at once, since the kernel let go of its flock; one
+    on another machine, or one that is stopped, once its TTL passed without a touch. Anyone who
+    takes over raises the **fence**; the late holder finds a higher one and is refused. Safety never
+    rests on a clock, only how soon somebody else may take over.
     """
 
     def __init__(self, folder: Path, name: str, record: Holder, file: BinaryIO) -> None:
@@ -65,18 +70,24 @@ class Lease:
 
     def check(self) -> None:
         """Raises:
-        FencedError: somebody else took the lease meanwhile; what this process was about to write is not wanted any more.
+        FencedError: somebody else took the lease meanwhile; what this process was about to write is
+            not wanted any more.
         """
         current = holder(self.folder, self.name)
-        if current is not None and current.holder == UNREADABLE and current.fence == self.record.fence:
+        if (
+            current is not None
+            and current.holder == UNREADABLE
+            and current.fence == self.record.fence
+        ):
             # nobody took it since: what became of its bytes is nobody's act
             replace_durably(self.folder / f"lease-{self.name}.json", sealed(self.record))
             return
         if current != self.record:
             by = "nobody: its file is gone" if current is None else current.holder
             raise FencedError(
-                f"{self.record.holder} was silent for over {self.record.ttl_s:.0f} s and lost its lease {self.name!r} to {by}; "
-                "nothing of it becomes visible. Was the process stopped, or the machine asleep?"
+                f"{self.record.holder} was silent for over {self.record.ttl_s:.0f} s and lost its"
+                f" lease {self.name!r} to {by}; nothing of it becomes visible. Was the process"
+                " stopped, or the machine asleep?"
             )
 
     def release(self) -> None:
@@ -106,7 +117,14 @@ class Lease:
 
 
 def take(
-    folder: Path, name: str, by: str, *, ttl_s: float = TTL_S, busy: str = "", force: bool = False, wait_s: float = 0.0
+    folder: Path,
+    name: str,
+    by: str,
+    *,
+    ttl_s: float = TTL_S,
+    busy: str = "",
+    force: bool = False,
+    wait_s: float = 0.0,
 ) -> Lease:
     """Take a lease.
 
@@ -140,7 +158,9 @@ def _take(folder: Path, name: str, by: str, ttl_s: float, busy: str, force: bool
         with locked(folder / ".lock"):
             last = _read(folder, name)
             if last is not None and not force and _is_held(folder, name, last):
-                raise ConflictError(f"{busy or f'lease {name!r} is held'} (by {last.holder}, process {last.pid})")
+                raise ConflictError(
+                    f"{busy or f'lease {name!r} is held'} (by {last.holder}, process {last.pid})"
+                )
             record = Holder(1 if last is None else last.fence + 1, by, _host(), os.getpid(), ttl_s)
             file = _held_path(folder, name, record.fence).open("ab")
             try:
@@ -150,7 +170,8 @@ def _take(folder: Path, name: str, by: str, ttl_s: float, busy: str, force: bool
             except BaseException:
                 file.close()
                 raise
-            # Anyone who took it before removed those before: no need to look through all leases' files.
+            # Anyone who took it before removed those before: no need to look through all leases'
+            # files.
             if last is not None:
                 _held_path(folder, name, last.fence).unlink(missing_ok=True)
     except OSError as exc:
@@ -159,7 +180,8 @@ def _take(folder: Path, name: str, by: str, ttl_s: float, busy: str, force: bool
 
 
 def release_leases() -> None:
-    """Let go of all that this process holds: it is about to end without unwinding, and another machine would wait for the TTL."""
+    """Let go of all that this process holds: it is about to end without unwinding, and another
+    machine would wait for the TTL."""
     with _held_lock:
         held = list(_held)
     for lease in held:
@@ -196,16 +218,21 @@ def _is_held(folder: Path, name: str, last: Holder) -> bool:
 
 
 def _read(folder: Path, name: str) -> Holder | None:
-    """Who took it last. Where the record is damaged, somebody whom the newest lock stands for: nobody holds it whom the kernel does not know of."""
+    """Who took it last. Where the record is damaged, somebody whom the newest lock stands for:
+    nobody holds it whom the kernel does not know of."""
     try:
-        return read_record_file(Holder, folder / f"lease-{name}.json", "who holds it is known from its lock alone")
+        return read_record_file(
+            Holder, folder / f"lease-{name}.json", "who holds it is known from its lock alone"
+        )
     except SnapshotError as exc:
         if not isinstance(exc.__cause__, ValueError):
             raise
         log.warning("%s", exc)
         fences = [path.name.split(".")[2] for path in folder.glob(f".lease-{name}.*.held")]
         # past any that was given, where no lock tells
-        fence = max((int(fence) for fence in fences if fence.isdigit()), default=time.time_ns() // 1000)
+        fence = max(
+            (int(fence) for fence in fences if fence.isdigit()), default=time.time_ns() // 1000
+        )
         return Holder(fence, UNREADABLE, _host(), 0, TTL_S)
 
 

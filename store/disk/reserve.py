@@ -1,8 +1,11 @@
-"""Reserve: space set aside on the root's file system, so that freeing space and going back still work once the disk is full, of bytes or of names.
+"""Reserve: space set aside on the root's file system, so that freeing space and going back still
+work once the disk is full, of bytes or of names.
 
-    <root>/.reserve/     1 MiB of noise, and empty files: what commands that free space or go back may write their few small files into
+    <root>/.reserve/     1 MiB of noise, and empty files: what commands that free space or go back
+    may write their few small files into
 
-Their leases, marks, pointers and reports take some tens of kilobytes and about a dozen inodes. Noise, since a file system that compresses must set it aside too.
+Their leases, marks, pointers and reports take some tens of kilobytes and about a dozen inodes.
+Noise, since a file system that compresses must set it aside too.
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ def keep_reserve(root: Path) -> None:
 
 @contextlib.contextmanager
 def spending_reserve(root: Path) -> Iterator[None]:
-    """Within, the reserve is given up if the disk is full, now or at a write that finds no space; at the end it is set aside again if there is room."""
+    """Within, the reserve is given up if the disk is full, now or at a write that finds no space;
+    at the end it is set aside again if there is room."""
     with contextlib.suppress(OSError):
         if not _has_room(root, 1):
             _give_up(root)
@@ -70,11 +74,16 @@ def _path(root: Path) -> Path:
 
 def _is_whole(path: Path) -> bool:
     noise = path / _NOISE
-    return noise.is_file() and noise.stat().st_size == SIZE_BYTES and len(os.listdir(path)) == 1 + FILES
+    return (
+        noise.is_file()
+        and noise.stat().st_size == SIZE_BYTES
+        and len(os.listdir(path)) == 1 + FILES
+    )
 
 
 def _has_room(root: Path, times: int) -> bool:
-    """Whether so many reserves have room; a file system that gives inodes as they are wanted counts none."""
+    """Whether so many reserves have room; a file system that gives inodes as they are wanted counts
+    none."""
     stat = os.statvfs(root)
     names = stat.f_favail >= times * FILES or not stat.f_files
     return names and stat.f_bavail * stat.f_frsize >= times * SIZE_BYTES

@@ -1,6 +1,8 @@
-"""Spill folder: where DuckDB puts what does not fit in memory. Gone with its process, however that dies.
+"""Spill folder: where DuckDB puts what does not fit in memory. Gone with its process, however that
+dies.
 
-A folder is locked for as long as its process lives; anyone who makes one removes those that nobody holds any more.
+A folder is locked for as long as its process lives; anyone who makes one removes those that nobody
+holds any more.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from pathlib import Path
 _PREFIX = "precompute-duckdb-"
 _LOCK = "held"
 _UNLOCKED_S = 3600.0
-"""A folder without a lock file is just being made, or was left between the two steps: it is left alone for an hour."""
+"""A folder without a lock file is just being made, or was left between the two steps: it is left
+alone for an hour."""
 
 
 class SpillFolder:

@@ -1,7 +1,9 @@
-"""Arrow template: the IPC stream of an answer whose rows are all fresh and whole, put together from one made before of as many rows.
+"""Arrow template: the IPC stream of an answer whose rows are all fresh and whole, put together from
+one made before of as many rows.
 
-Of such an answer only the keys, the times, the ages and the features' values are others, and only the keys have another size. With these last, all that is
-changed in the message's metadata are two lengths: 100 rows of 384 float32 take 20 µs, where a table and pyarrow's writer take 55.
+Of such an answer only the keys, the times, the ages and the features' values are others, and only
+the keys have another size. With these last, all that is changed in the message's metadata are two
+lengths: 100 rows of 384 float32 take 20 µs, where a table and pyarrow's writer take 55.
 """
 
 from __future__ import annotations
@@ -20,34 +22,47 @@ from precompute.store.online.packed import Buffer
 _LINE_BYTES = 64
 """Where buffers begin, as pyarrow's own do."""
 _KEY_OFFSETS, _KEY_TEXT = 1, 2
-"""Numbers of buffers: the columns' in the order of the schema, of each its validity first (format/Message.fbs, RecordBatch)."""
+"""Numbers of buffers: the columns' in the order of the schema, of each its validity first
+(format/Message.fbs, RecordBatch)."""
 _PLACE = struct.Struct("<qq")
 _LENGTH = struct.Struct("<q")
 
 
 @lru_cache(256)
 def is_plain(plan: AnswerPlan) -> bool:
-    """Whether the features' values lie in Arrow's buffers as they lie in rows: numbers and vectors of them."""
-    features = plan.view.features if plan.features is None else [plan.view.feature(name) for name in plan.features]
+    """Whether the features' values lie in Arrow's buffers as they lie in rows: numbers and vectors
+    of them."""
+    features = (
+        plan.view.features
+        if plan.features is None
+        else [plan.view.feature(name) for name in plan.features]
+    )
     return plan.reader is not None and all(f.packed is None and f.dtype != "bool" for f in features)
 
 
 def stream_of(answer: Answer) -> list[Buffer] | None:
-    """The answer as an Arrow IPC stream, in parts that are sent one after the other; None where it takes a table: rows are missing, stale or computed, or values null or of
-    other types."""
+    """The answer as an Arrow IPC stream, in parts that are sent one after the other; None where it
+    takes a table: rows are missing, stale or computed, or values null or of other types."""
     columns, keys = answer.whole_columns(), answer.found.keys
-    if columns is None or not isinstance(keys, PackedKeys) or not (is_plain(answer.plan) and columns.has_no_nulls()):
+    if (
+        columns is None
+        or not isinstance(keys, PackedKeys)
+        or not (is_plain(answer.plan) and columns.has_no_nulls())
+    ):
         return None
     template = _retained(answer.plan, len(keys))
     if template.head == b"":
         template.make(answer.table(), answer.plan.own_columns)
     ages = answer.sighting.ages_us(columns.computed_at_us, answer.now_us) / 1e6
     offsets = keys.packed.offsets.astype(np.int32)
-    return template.filled([columns.computed_at_us, ages, offsets, *columns.values[1:]], keys.packed.data)
+    return template.filled(
+        [columns.computed_at_us, ages, offsets, *columns.values[1:]], keys.packed.data
+    )
 
 
 class _Template:
-    """What answers of so many rows under one plan share, once :meth:`make` was given the first of them."""
+    """What answers of so many rows under one plan share, once :meth:`make` was given the first of
+    them."""
 
     def __init__(self) -> None:
         self.head = b""
@@ -93,7 +108,8 @@ class _Template:
         """The stream of an answer.
 
         Args:
-            values: times, ages, offsets of the keys, and each feature's values, as they lie in memory.
+            values: times, ages, offsets of the keys, and each feature's values, as they lie in
+                memory.
             keys: the keys' text.
         """
         head = bytearray(self.head)
@@ -103,7 +119,10 @@ class _Template:
         parts: list[Buffer] = [memoryview(head), self._constants]
         for value in [*values, keys]:
             # without the extension a column may be read where it lies, row by row
-            parts += np.ascontiguousarray(value).data.cast("B"), _PADDING[-value.nbytes % _LINE_BYTES]
+            parts += (
+                np.ascontiguousarray(value).data.cast("B"),
+                _PADDING[-value.nbytes % _LINE_BYTES],
+            )
         parts.append(END_OF_STREAM)
         return parts
 
@@ -118,12 +137,18 @@ def _retained(plan: AnswerPlan, rows: int) -> _Template:
 
 
 def _changing(schema: pa.Schema, own: int) -> list[int]:
-    """Numbers of the buffers that are another answer's own, in the order that :meth:`_Template.filled` is given them."""
+    """Numbers of the buffers that are another answer's own, in the order that
+    :meth:`_Template.filled` is given them."""
     first, number = {}, 0
     for field in schema:
         first[field.name] = number
-        number += 3 if pa.types.is_string(field.type) or pa.types.is_fixed_size_list(field.type) else 2
+        number += (
+            3 if pa.types.is_string(field.type) or pa.types.is_fixed_size_list(field.type) else 2
+        )
     features = schema.names[own:]
     # of a list the child's values: behind its own validity comes the child's
-    values = [first[name] + (2 if pa.types.is_fixed_size_list(schema.field(name).type) else 1) for name in features]
+    values = [
+        first[name] + (2 if pa.types.is_fixed_size_list(schema.field(name).type) else 1)
+        for name in features
+    ]
     return [first["computed_at"] + 1, first["age_s"] + 1, _KEY_OFFSETS, *values, _KEY_TEXT]

@@ -1,4 +1,5 @@
-"""HTTP freshness: a row's freshness in the words of HTTP, and a caller's wishes in them: RFC 9110 (ETag), 9111 (Age, Cache-Control), 5861, 9211 (Cache-Status)."""
+"""HTTP freshness: a row's freshness in the words of HTTP, and a caller's wishes in them: RFC 9110
+(ETag), 9111 (Age, Cache-Control), 5861, 9211 (Cache-Status)."""
 
 from __future__ import annotations
 
@@ -27,15 +28,18 @@ VARY = (b"vary", b"Accept")
 _DATE_LAG_US = 2_000_000
 """The server's ``Date`` is made once a second, and may be that much behind."""
 
-_DIRECTIVE = re.compile(r"""([!#$%&'*+.^_`|~0-9A-Za-z-]+)(?:=(?:"((?:[^"\\]|\\.)*)"|([^\s",;]*)))?""")
+_DIRECTIVE = re.compile(
+    r"""([!#$%&'*+.^_`|~0-9A-Za-z-]+)(?:=(?:"((?:[^"\\]|\\.)*)"|([^\s",;]*)))?"""
+)
 _SECONDS = {"max-age": "max_age_s", "min-fresh": "min_fresh_s", "max-stale": "max_stale_s"}
 _LONGEST_KEPT = 128
 """Bytes of a header whose parsed meaning is cached: those of services are short and few."""
 
 
 def cache_control(header: bytes | None) -> CacheControl | None:
-    """What a request's ``Cache-Control`` asks of stored rows; None where it asks nothing. Directives of other kinds (``no-store``, ``no-transform``, extensions)
-    ask nothing of them, and are passed over.
+    """What a request's ``Cache-Control`` asks of stored rows; None where it asks nothing.
+    Directives of other kinds (``no-store``, ``no-transform``, extensions) ask nothing of them, and
+    are passed over.
 
     Raises:
         RequestError: a directive's seconds are none, or there are too many directives.
@@ -69,7 +73,9 @@ _retained = lru_cache(256)(_parsed)
 
 def _seconds(name: str, text: str | None) -> float:
     if text is None or not (text.isascii() and text.isdigit()):
-        raise RequestError(f"Cache-Control: {name} is followed by whole seconds, got {(text or '')[:40]!r}")
+        raise RequestError(
+            f"Cache-Control: {name} is followed by whole seconds, got {(text or '')[:40]!r}"
+        )
     # more than any age; RFC 9111 §1.2.2 has 2³¹ for what is too large
     return float(min(int(text[:12]), 2**31))
 
@@ -79,18 +85,24 @@ class Caching:
     """What caches in between (RFC 9111) may do with a single row.
 
     Args:
-        most_s: how long any of them may answer with what it fetched, before it asks here again: what a rollback took back is served for no longer.
-        shared: whether those that serve several users may, too; else rows are ``private``, for the cache of the caller alone.
+        most_s: how long any of them may answer with what it fetched, before it asks here again:
+            what a rollback took back is served for no longer.
+        shared: whether those that serve several users may, too; else rows are ``private``, for the
+            cache of the caller alone.
     """
 
     most_s: int = 60
     shared: bool = False
 
     def lifetime(self, view: FeatureView, age_s: int) -> tuple[bytes, bytes]:
-        """``Cache-Control`` of a row of an age. Its seconds are from the row's own time on, since a cache counts them from ``Age``: so ``most_s`` are left of them, or fewer where the
-        TTL ends before; what is left of ``most_s`` then it may be served as stale while it is requested again (RFC 5861 §3). Where this server fails, and nobody could hear of a
-        rollback, it is served as long as a stale row is here (§4)."""
-        return _lifetime(self.most_s, self.shared, view.ttl_s, view.stale_for_s, view.stale_if_error_s, age_s)
+        """``Cache-Control`` of a row of an age. Its seconds are from the row's own time on, since a
+        cache counts them from ``Age``: so ``most_s`` are left of them, or fewer where the TTL ends
+        before; what is left of ``most_s`` then it may be served as stale while it is requested
+        again (RFC 5861 §3). Where this server fails, and nobody could hear of a rollback, it is
+        served as long as a stale row is here (§4)."""
+        return _lifetime(
+            self.most_s, self.shared, view.ttl_s, view.stale_for_s, view.stale_if_error_s, age_s
+        )
 
 
 @lru_cache(4096)
@@ -121,7 +133,12 @@ def row_headers(answer: Answer, form: bytes, caching: Caching) -> Headers:
         form: a letter for the body's form: two that look otherwise have two ETags.
         caching: what a cache may do with it.
     """
-    view, pointer, age, status = answer.pointer.view, answer.pointer, answer.age_s(0), answer.status(0)
+    view, pointer, age, status = (
+        answer.pointer.view,
+        answer.pointer,
+        answer.age_s(0),
+        answer.status(0),
+    )
     wanted = answer.wanted.get(0)
     how = (
         b"hit; ttl=%d" % math.floor(view.ttl_s - age)
@@ -140,37 +157,53 @@ def row_headers(answer: Answer, form: bytes, caching: Caching) -> Headers:
 
 
 def last_modified(computed_at_us: int, now_us: int) -> tuple[bytes, bytes]:
-    """``Last-Modified`` of a row, which is never later than the answer's ``Date`` (RFC 9110 §8.8.2.1)."""
+    """``Last-Modified`` of a row, which is never later than the answer's ``Date`` (RFC 9110
+    §8.8.2.1)."""
     return b"last-modified", http_date(min(computed_at_us, now_us - _DATE_LAG_US) // 1_000_000)
 
 
 def missing_headers(answer: Answer, reason: Reason) -> Headers:
     """Headers of an answer of one row, which is missing."""
-    header = b'precompute; fwd=%b; detail="v%d"' % (_why_forwarded(reason, answer), answer.pointer.snapshot)
+    header = b'precompute; fwd=%b; detail="v%d"' % (
+        _why_forwarded(reason, answer),
+        answer.pointer.snapshot,
+    )
     return [(b"cache-control", b"no-store"), (b"cache-status", header), VARY]
 
 
 def _why_forwarded(reason: Reason, answer: Answer) -> bytes:
-    """RFC 9211 §2.2: why the store's row would not do: there is none, it is too old by the view's terms, or by the request's."""
+    """RFC 9211 §2.2: why the store's row would not do: there is none, it is too old by the view's
+    terms, or by the request's."""
     if reason is not Reason.EXPIRED:
         return b"uri-miss"
     return b"stale" if answer.oldest_s is None else b"request"
 
 
 def etag(answer: Answer, form: bytes, status: Status) -> bytes:
-    """Of the snapshot, the TTL, the row's own checksum (of key, time, values), its status, the body's form and the features requested, and how near it is where it is
-    another entity's. Weak: a body has the age too, which is another every time; and that a row has become stale is a change that no 304 may hide."""
+    """Of the snapshot, the TTL, the row's own checksum (of key, time, values), its status, the
+    body's form and the features requested, and how near it is where it is another entity's. Weak: a
+    body has the age too, which is another every time; and that a row has become stale is a change
+    that no 304 may hide.
+    """
     value = answer.packed_row(0)
     assert value is not None
     checksum = bytes(value[:CHECKSUM_BYTES]).hex().encode()
     like = answer.likes.get(0)
     near = b"" if like is None else b"-%b" % like.similarity.hex().encode()
     version = version_of(answer.pointer)
-    return b'W/"%b-%b-%b%b%b%b"' % (version, checksum, status[:1].encode(), form, chosen_features(answer.plan), near)
+    return b'W/"%b-%b-%b%b%b%b"' % (
+        version,
+        checksum,
+        status[:1].encode(),
+        form,
+        chosen_features(answer.plan),
+        near,
+    )
 
 
 def version_of(pointer: Pointer) -> bytes:
-    """What an ETag has of the pointer: the snapshot, and the TTL in µs, which a body tells, and which may be another without a new snapshot."""
+    """What an ETag has of the pointer: the snapshot, and the TTL in µs, which a body tells, and
+    which may be another without a new snapshot."""
     return b"%d-%d" % (pointer.snapshot, round(pointer.view.ttl_s * 1e6))
 
 
@@ -194,4 +227,6 @@ def http_date(seconds: int) -> bytes:
 def matches(etags: bytes, etag: bytes) -> bool:
     """Whether an If-None-Match header names the ETag, by weak comparison (RFC 9110 §13.1.2)."""
     bare = etag.removeprefix(b"W/")
-    return etags.strip() == b"*" or bare in [tag.strip().removeprefix(b"W/") for tag in etags.split(b",")]
+    return etags.strip() == b"*" or bare in [
+        tag.strip().removeprefix(b"W/") for tag in etags.split(b",")
+    ]

@@ -28,18 +28,30 @@ _NUMPY = orjson.OPT_SERIALIZE_NUMPY
 def row_json(answer: Answer, i: int) -> bytes:
     """Row ``i`` from its key on, without the opening brace: ``"key":…,…,"features":{…}}``.
 
-    A number of a float32 or float16 feature has as few digits as lead back to it, NaN and infinity are null: 384 float32 in 9 µs.
+    A number of a float32 or float16 feature has as few digits as lead back to it, NaN and infinity
+    are null: 384 float32 in 9 µs.
     """
     key, reason = _dumps(answer.keys[i]), answer.reason(i)
     if reason is not None:
         default, plan = answer.default_row(i), answer.plan
-        members = b'"key":%b,"status":"missing","source":%b,"reason":"%b","computed_at":null,"age_s":null%b%b}'
+        members = b'"key":%b,"status":"missing","source":%b,"reason":"%b","computed_at":null,"age_s":null%b%b}'  # noqa: E501
         features = b"null" if default is None else features_json(plan, default)
         return members % (key, _dumps(answer.source(i)), reason.encode(), _common(plan), features)
-    members, value = b'"key":%b,"status":"%b","source":"%b",%b"computed_at":%b,"age_s":%b%b', answer.packed_row(i)
+    members, value = (
+        b'"key":%b,"status":"%b","source":"%b",%b"computed_at":%b,"age_s":%b%b',
+        answer.packed_row(i),
+    )
     assert value is not None
-    status, source, like = answer.status(i).encode(), str(answer.source(i)).encode(), answer.likes.get(i)
-    whose = b"" if like is None else b'"similarity":%b,"nearest":%b,' % (_dumps(like.similarity), _dumps(like.key))
+    status, source, like = (
+        answer.status(i).encode(),
+        str(answer.source(i)).encode(),
+        answer.likes.get(i),
+    )
+    whose = (
+        b""
+        if like is None
+        else b'"similarity":%b,"nearest":%b,' % (_dumps(like.similarity), _dumps(like.key))
+    )
     return members % (
         key,
         status,
@@ -52,7 +64,8 @@ def row_json(answer: Answer, i: int) -> bytes:
 
 
 def tail_json(plan: AnswerPlan, value: Buffer) -> bytes:
-    """What a row that is there says behind its age, the same as long as the pointer is: ``,"ttl_s":…,…,"features":{…}}``."""
+    """What a row that is there says behind its age, the same as long as the pointer is:
+    ``,"ttl_s":…,…,"features":{…}}``."""
     return b"%b%b}" % (_common(plan), features_json(plan, value))
 
 
@@ -66,8 +79,11 @@ def features_json(plan: AnswerPlan, value: Buffer) -> bytes:
 
 
 def head_json(plan: AnswerPlan) -> bytes:
-    """What an answer says before its rows, from the view's name on, without the opening brace, and with a comma behind: of one row, no snapshot and model."""
-    return b'"view":%b,' % _dumps(plan.view.name) + (b'"base64":%b,' % _dumps(plan.base64) if plan.base64 else b"")
+    """What an answer says before its rows, from the view's name on, without the opening brace, and
+    with a comma behind: of one row, no snapshot and model."""
+    return b'"view":%b,' % _dumps(plan.view.name) + (
+        b'"base64":%b,' % _dumps(plan.base64) if plan.base64 else b""
+    )
 
 
 @lru_cache(4096)
@@ -99,12 +115,20 @@ def lookup_pieces(answer: Answer, rows: int) -> Iterator[bytes]:
 def _plain_columns(answer: Answer) -> WholeColumns | None:
     """The rows' columns, where JSON can be made of them one by one."""
     columns = answer.whole_columns()
-    return columns if columns is not None and is_plain(answer.plan) and columns.has_no_nulls() else None
+    return (
+        columns
+        if columns is not None and is_plain(answer.plan) and columns.has_no_nulls()
+        else None
+    )
 
 
 def _rows(answer: Answer, columns: WholeColumns | None, start: int, end: int) -> list[bytes]:
     """:func:`row_json` of these rows."""
-    return [row_json(answer, i) for i in range(start, end)] if columns is None else _fresh_rows(answer, columns, start, end)
+    return (
+        [row_json(answer, i) for i in range(start, end)]
+        if columns is None
+        else _fresh_rows(answer, columns, start, end)
+    )
 
 
 def service_pieces(answer: ServiceAnswer, rows: int) -> Iterator[bytes]:
@@ -116,22 +140,50 @@ def service_pieces(answer: ServiceAnswer, rows: int) -> Iterator[bytes]:
     for start in range(0, entities.count, rows):
         end = min(entities.count, start + rows)
         named = [(_dumps(name), texts[start:end]) for name, texts in entities.texts.items()]
-        entity = [b",".join([b"%b:%b" % (name, _dumps(texts[i])) for name, texts in named]) for i in range(end - start)]
-        views = zip(*(_part_rows(answer, i, columns[i], start, end) for i in range(len(answer.parts))), strict=True)
+        entity = [
+            b",".join([b"%b:%b" % (name, _dumps(texts[i])) for name, texts in named])
+            for i in range(end - start)
+        ]
+        views = zip(
+            *(_part_rows(answer, i, columns[i], start, end) for i in range(len(answer.parts))),
+            strict=True,
+        )
         joined = zip(entity, map(b",".join, views), strict=True)
         yield before + b",{".join([b'"entity":{%b},"views":{%b}}' % row for row in joined])
         before = b",{"
     yield b"]}"
 
 
-def _part_rows(answer: ServiceAnswer, number: int, columns: WholeColumns | None, start: int, end: int) -> list[bytes]:
+def _part_rows(
+    answer: ServiceAnswer, number: int, columns: WholeColumns | None, start: int, end: int
+) -> list[bytes]:
     """A view's rows of a service's answer, its name before each."""
     part, answered = answer.service.parts[number], answer.parts[number]
     name = _dumps(part.view)
     if isinstance(answered, Refused):
-        features = {feature: part.defaults.get(feature) for feature in part.features} if part.defaults else None
-        row = dict.fromkeys(("key", "status", "source", "reason", "computed_at", "age_s", "ttl_s", "snapshot", "model"))
-        row |= {"status": str(Status.MISSING), "source": refused_source(part), "reason": str(answered.reason)}
+        features = (
+            {feature: part.defaults.get(feature) for feature in part.features}
+            if part.defaults
+            else None
+        )
+        row = dict.fromkeys(
+            (
+                "key",
+                "status",
+                "source",
+                "reason",
+                "computed_at",
+                "age_s",
+                "ttl_s",
+                "snapshot",
+                "model",
+            )
+        )
+        row |= {
+            "status": str(Status.MISSING),
+            "source": refused_source(part),
+            "reason": str(answered.reason),
+        }
         return [b"%b:%b" % (name, _dumps({**row, "features": features}))] * (end - start)
     rows = _rows(answered, columns, start, end)
     unknown = shared_of(part, answered.plan).get("unknown_features", ())
@@ -139,13 +191,19 @@ def _part_rows(answer: ServiceAnswer, number: int, columns: WholeColumns | None,
         # as in Arrow: what a service names has its place, and is null
         nulls = b",".join([b"%b:null" % _dumps(feature) for feature in unknown])
         rows = [
-            row if row.endswith(b"null}") else row[:-2] + (b"" if row[-3:-2] == b"{" else b",") + nulls + b"}}" for row in rows
+            (
+                row
+                if row.endswith(b"null}")
+                else row[:-2] + (b"" if row[-3:-2] == b"{" else b",") + nulls + b"}}"
+            )
+            for row in rows
         ]
     return [b"%b:{%b" % (name, row) for row in rows]
 
 
 def _fresh_rows(answer: Answer, columns: WholeColumns, start: int, end: int) -> list[bytes]:
-    """:func:`row_json` of these rows, whose values lie in columns: 12 µs a row of 384 float32 in place of 15; 10 of these are its digits."""
+    """:func:`row_json` of these rows, whose values lie in columns: 12 µs a row of 384 float32 in
+    place of 15; 10 of these are its digits."""
     members, features = _fresh_form(answer.plan)
     times = columns.computed_at_us[start:end]
     ages = answer.sighting.ages_us(times, answer.now_us) / 1e6
@@ -161,13 +219,19 @@ def _fresh_rows(answer: Answer, columns: WholeColumns, start: int, end: int) -> 
         elif feature.name in answer.plan.base64:
             texts.append(_base64_rows(numbers.reshape(-1, feature.dim)[start:end]))
         else:
-            texts.append([_dumps(vector, option=_NUMPY) for vector in numbers.reshape(-1, feature.dim)[start:end]])
+            texts.append(
+                [
+                    _dumps(vector, option=_NUMPY)
+                    for vector in numbers.reshape(-1, feature.dim)[start:end]
+                ]
+            )
     return [members % row for row in zip(*texts, strict=True)]
 
 
 def _base64_rows(vectors: npt.NDArray[Any]) -> list[bytes]:
-    """Each row of (rows, dim) as base64: of rows that fill whole groups of three bytes all at once, 0.2 µs a row of 384 float32, where one by one they take 0.4, by
-    ``binascii`` 1.2 and as digits 10."""
+    """Each row of (rows, dim) as base64: of rows that fill whole groups of three bytes all at once,
+    0.2 µs a row of 384 float32, where one by one they take 0.4, by ``binascii`` 1.2 and as digits
+    10."""
     row_bytes = vectors.shape[1] * vectors.itemsize
     if row_bytes % 3:
         return [b64encode(vector.data) for vector in vectors]
@@ -177,10 +241,18 @@ def _base64_rows(vectors: npt.NDArray[Any]) -> list[bytes]:
 
 @lru_cache(256)
 def _fresh_form(plan: AnswerPlan) -> tuple[bytes, list[Feature]]:
-    """A fresh row of the store, with room for its key, time, age and values; and the features that these are of."""
+    """A fresh row of the store, with room for its key, time, age and values; and the features that
+    these are of."""
     view = plan.view
-    features = list(view.features) if plan.features is None else [view.feature(name) for name in plan.features]
-    values = [(b'"%b":"%%b"' if f.name in plan.base64 else b'"%b":%%b') % f.name.encode() for f in features]
+    features = (
+        list(view.features)
+        if plan.features is None
+        else [view.feature(name) for name in plan.features]
+    )
+    values = [
+        (b'"%b":"%%b"' if f.name in plan.base64 else b'"%b":%%b') % f.name.encode()
+        for f in features
+    ]
     before = b'"key":%%b,"status":"%b","source":"%b","computed_at":%%b,"age_s":%%b' % (
         Status.FRESH.encode(),
         AnswerSource.STORE.encode(),
@@ -188,8 +260,11 @@ def _fresh_form(plan: AnswerPlan) -> tuple[bytes, list[Feature]]:
     return before + _common(plan).replace(b"%", b"%%") + b"{%b}}" % b",".join(values), features
 
 
-def search_json(found: Mapping[str, Any], view: FeatureView, encoded: Collection[str] | None = None) -> bytes:
-    """A search's answer, as :meth:`precompute.store.lookup.Lookup.find` gives both; numbers as :func:`row_json` has them, so that a row reads the same wherever it is found.
+def search_json(
+    found: Mapping[str, Any], view: FeatureView, encoded: Collection[str] | None = None
+) -> bytes:
+    """A search's answer, as :meth:`precompute.store.lookup.Lookup.find` gives both; numbers as
+    :func:`row_json` has them, so that a row reads the same wherever it is found.
 
     Args:
         encoded: features whose vectors are base64, where they can be; None: as lists.
@@ -198,11 +273,15 @@ def search_json(found: Mapping[str, Any], view: FeatureView, encoded: Collection
     base64 = {} if encoded is None else base64_types(view.feature(name) for name in encoded)
     # one by one: other threads have their turn between them
     rows = b",".join([_neighbour_json(row, narrow, base64) for row in found["rows"]])
-    members = {name: value for name, value in found.items() if name != "rows"} | ({"base64": base64} if base64 else {})
+    members = {name: value for name, value in found.items() if name != "rows"} | (
+        {"base64": base64} if base64 else {}
+    )
     return b'%b,"rows":[%b]}' % (_dumps(members)[:-1], rows)
 
 
-def _neighbour_json(row: Mapping[str, Any], narrow: Mapping[str, np.dtype[Any]], base64: Collection[str]) -> bytes:
+def _neighbour_json(
+    row: Mapping[str, Any], narrow: Mapping[str, np.dtype[Any]], base64: Collection[str]
+) -> bytes:
     features: dict[str, Any] = {
         # [()]: a number on its own is no array
         name: value if value is None or name not in narrow else np.array(value, narrow[name])[()]

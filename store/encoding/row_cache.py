@@ -1,4 +1,5 @@
-"""Row cache: single rows as encoded JSON, stored in a worker's memory. What a request learns of freshness is never cached: status and age are put in each time."""
+"""Row cache: single rows as encoded JSON, stored in a worker's memory. What a request learns of
+freshness is never cached: status and age are put in each time."""
 
 from __future__ import annotations
 
@@ -7,7 +8,15 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from precompute.store.answer import Answer, AnswerPlan
-from precompute.store.encoding.http_freshness import VARY, Caching, Headers, chosen_features, json_form, last_modified, version_of
+from precompute.store.encoding.http_freshness import (
+    VARY,
+    Caching,
+    Headers,
+    chosen_features,
+    json_form,
+    last_modified,
+    version_of,
+)
 from precompute.store.encoding.json_rows import head_json, key_json, tail_json, time_json
 from precompute.store.online.codec import CHECKSUM_BYTES
 from precompute.store.online.online_store import Pointer
@@ -74,9 +83,14 @@ class CachedRow(NamedTuple):
 
 
 def cached_row(answer: Answer) -> CachedRow | None:
-    """What can be cached of an answer of one row: one that came from the store, and is not dated ahead, which is counted each time."""
+    """What can be cached of an answer of one row: one that came from the store, and is not dated
+    ahead, which is counted each time."""
     computed_at_us, value = answer.computed_at_us(0), answer.packed_row(0)
-    if value is None or answer.source(0) is not AnswerSource.STORE or computed_at_us > answer.now_us:
+    if (
+        value is None
+        or answer.source(0) is not AnswerSource.STORE
+        or computed_at_us > answer.now_us
+    ):
         return None
     return encoded_row(answer.plan, answer.keys[0], value, computed_at_us)
 
@@ -109,7 +123,8 @@ def _shared(plan: AnswerPlan) -> tuple[Pointer, bytes, bytes, bytes, bytes]:
 
 
 class RowCache:
-    """The rows requested last, up to a number of bytes; one that was not requested the longest goes first. For one event loop: it has no lock.
+    """The rows requested last, up to a number of bytes; one that was not requested the longest goes
+    first. For one event loop: it has no lock.
 
     Args:
         size_bytes: at most.
@@ -128,7 +143,8 @@ class RowCache:
         return row
 
     def keep(self, key: CacheKey, row: CachedRow) -> int | None:
-        """Store a row, in place of the one under its key, and let go of others where there is no room; returns of how many; None where it is too large to be cached."""
+        """Store a row, in place of the one under its key, and let go of others where there is no
+        room; returns of how many; None where it is too large to be cached."""
         self.drop(key)
         size = row.size_bytes + _key_bytes(key)
         if size > self.most_bytes // 8:

@@ -18,13 +18,15 @@ from precompute.store.telemetry.instruments import CONNECTIONS, CONNECTIONS_CLOS
 log = logging.getLogger(__name__)
 
 HEADROOM = 64
-"""Connections beyond the limit that are open for as long as it takes to refuse them; with these too, the rest waits in the kernel's queue."""
+"""Connections beyond the limit that are open for as long as it takes to refuse them; with these
+too, the rest waits in the kernel's queue."""
 
 PAUSE_S = 0.05
 """Before room is looked for again, where there was none."""
 
 LAST_S = 0.5
-"""For the answer to a client that sends no more: longer than reads of a store and most misses take, and no longer a place is held for one that is gone."""
+"""For the answer to a client that sends no more: longer than reads of a store and most misses take,
+and no longer a place is held for one that is gone."""
 
 SECURITY_HEADERS = [(b"x-content-type-options", b"nosniff")]
 """Of every answer."""
@@ -52,7 +54,8 @@ class Connection(Protocol):
 
 
 def header_lines(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Headers as they are sent (RFC 9112 §5): all of them are ours, and none has a line's end in it."""
+    """Headers as they are sent (RFC 9112 §5): all of them are ours, and none has a line's end in
+    it."""
     return b"".join([part for name, value in headers for part in (name, b": ", value, b"\r\n")])
 
 
@@ -60,8 +63,18 @@ def last_words(refusal: Reply) -> bytes:
     """A whole HTTP/1.1 answer, after which the connection is closed."""
     assert isinstance(refusal.body, bytes)
     phrase = HTTPStatus(refusal.status).phrase.encode()
-    headers = [*refusal.headers, (b"content-length", b"%d" % len(refusal.body)), *SECURITY_HEADERS, (b"connection", b"close")]
-    return b"HTTP/1.1 %d %s\r\n%s\r\n%s" % (refusal.status, phrase, header_lines(headers), refusal.body)
+    headers = [
+        *refusal.headers,
+        (b"content-length", b"%d" % len(refusal.body)),
+        *SECURITY_HEADERS,
+        (b"connection", b"close"),
+    ]
+    return b"HTTP/1.1 %d %s\r\n%s\r\n%s" % (
+        refusal.status,
+        phrase,
+        header_lines(headers),
+        refusal.body,
+    )
 
 
 class Connections:
@@ -81,9 +94,11 @@ class Connections:
         self.open = 0
         """Accepted and not closed; those still shaking hands, too."""
         self.seconds = (limits.header_s, limits.body_s, math.inf, limits.idle_s, LAST_S)
-        """How long a connection may wait for a head, a body, our answer, the next request, our last answer; one that has ended has its own time."""
+        """How long a connection may wait for a head, a body, our answer, the next request, our last
+        answer; one that has ended has its own time."""
         self.at_once: Callable[[dict[str, Any]], Reply | None] | None = None
-        """What answers a request that need not be waited for, by its scope; None where nothing does."""
+        """What answers a request that need not be waited for, by its scope; None where nothing
+        does."""
         self.posted_at_once: Callable[[dict[str, Any], bytes], Reply | None] | None = None
         """Likewise, by its scope and its body, once that is there."""
         self._lines: tuple[Any, bytes] = None, b""
@@ -97,13 +112,15 @@ class Connections:
         self._room: list[Connection] = []
         self._look_for_room_at = 0.0
         self.ends_at, self.most_s = -math.inf, math.inf
-        """When the server was ordered to end, by the loop's clock, and how long, from then on, it waits for a client."""
+        """When the server was ordered to end, by the loop's clock, and how long, from then on, it
+        waits for a client."""
         self.left_off: Counter[str] = Counter()
         """Those closed since, by why."""
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, held: Collection[Connection]) -> None:
-        """Look at the times from now on, in the running loop; ``held`` are the connections that were made."""
+        """Look at the times from now on, in the running loop; ``held`` are the connections that
+        were made."""
         self._held, self._loop = held, asyncio.get_running_loop()
         self._tick()
 
@@ -116,7 +133,11 @@ class Connections:
         self._timer = self._loop.call_later(self.limits.tick_s, self._tick)
         self.now = now = self._loop.time()
         due = [connection.overdue for connection in self._held if connection.deadline < now]
-        due += [partial(connection.cut, "slow_reader") for connection in self._slow if connection.write_deadline < now]
+        due += [
+            partial(connection.cut, "slow_reader")
+            for connection in self._slow
+            if connection.write_deadline < now
+        ]
         self._meter.gauge(CONNECTIONS).set(self.open)
         for look in (*due, *self.on_tick):
             try:
@@ -126,7 +147,8 @@ class Connections:
                 log.exception("what is done now and then failed")
 
     def head(self, headers: list[tuple[bytes, bytes]]) -> bytes:
-        """Headers of every answer as they are sent: another list each second, which has the date."""
+        """Headers of every answer as they are sent: another list each second, which has the
+        date."""
         of, lines = self._lines
         if of is not headers:
             lines = header_lines(headers)
@@ -156,14 +178,19 @@ class Connections:
     def let_in(self, connection: Connection) -> bool:
         """Whether one that was accepted may stay; an idle one may have to go for it."""
         most = self.limits.connections_per_client
-        if most is not None and connection.client_address and self._clients[connection.client_address] > most:
+        if (
+            most is not None
+            and connection.client_address
+            and self._clients[connection.client_address] > most
+        ):
             return False
         if self.open <= self._most:
             return True
         return self.make_room(but=connection)
 
     def make_room(self, but: Connection | None = None) -> bool:
-        """Close the connection that was silent longest, of those that never requested anything where these are many; False where all are at work."""
+        """Close the connection that was silent longest, of those that never requested anything
+        where these are many; False where all are at work."""
         while self._room or self._look_for_room():
             connection = self._room.pop()
             if connection.idle and connection is not but:
@@ -174,7 +201,8 @@ class Connections:
         return False
 
     def _look_for_room(self) -> bool:
-        """Whether there are connections that may have to go; looked for again only after a while where there were none, or they went by themselves."""
+        """Whether there are connections that may have to go; looked for again only after a while
+        where there were none, or they went by themselves."""
         if self._loop.time() < self._look_for_room_at:
             return False
         idle = [connection for connection in self._held if connection.idle]
@@ -189,18 +217,29 @@ class Connections:
         return bool(self._room)
 
     def end_within(self, seconds: float) -> None:
-        """Ordered to end: what is still to arrive of a request, and an answer that its client does not take, have so long at most from now on."""
+        """Ordered to end: what is still to arrive of a request, and an answer that its client does
+        not take, have so long at most from now on."""
         self.ends_at, self.most_s = self._loop.time(), seconds
         for one in self._held:
             # infinity is no client's time
             one.deadline, one.write_deadline = (
-                time if time == math.inf else min(time, self.ends_at + seconds) for time in (one.deadline, one.write_deadline)
+                time if time == math.inf else min(time, self.ends_at + seconds)
+                for time in (one.deadline, one.write_deadline)
             )
 
     def left_s(self) -> float:
-        """Seconds until the last of those that are read from, or that take their answers, is through, or was closed; minus infinity where there is none."""
-        times = [time for one in self._held for time in (math.inf if one.idle else one.deadline, one.write_deadline)]
-        return max((time for time in times if time < math.inf), default=-math.inf) + 2 * self.limits.tick_s - self._loop.time()
+        """Seconds until the last of those that are read from, or that take their answers, is
+        through, or was closed; minus infinity where there is none."""
+        times = [
+            time
+            for one in self._held
+            for time in (math.inf if one.idle else one.deadline, one.write_deadline)
+        ]
+        return (
+            max((time for time in times if time < math.inf), default=-math.inf)
+            + 2 * self.limits.tick_s
+            - self._loop.time()
+        )
 
     @property
     def answering(self) -> int:

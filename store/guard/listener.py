@@ -18,7 +18,8 @@ class Listener:
         key: the setting that says where, for messages: ``serve.bind``.
         address: its value: host:port, or unix:path.
         folder: what a relative path starts from.
-        guarded: whether the caller must show a token or a certificate; else only this machine may reach it.
+        guarded: whether the caller must show a token or a certificate; else only this machine may
+            reach it.
         tls: whether it is served over TLS.
 
     ``shown`` is the address for people.
@@ -30,9 +31,10 @@ class Listener:
     def __init__(self, key: str, address: str, folder: Path, *, guarded: bool, tls: bool) -> None:
         if not guarded and not _is_local(address):
             raise ConfigError(
-                f"{key}: {address!r} is reached from other machines, and nothing keeps strangers out: write under `serve` either "
-                "`tokens: ./tokens`, with a token made by `precompute token NAME`, or `tls: {cert: …, key: …, client_ca: …}`; "
-                "or bind 127.0.0.1 or unix:./api.sock"
+                f"{key}: {address!r} is reached from other machines, and nothing keeps strangers"
+                " out: write under `serve` either `tokens: ./tokens`, with a token made by"
+                " `precompute token NAME`, or `tls: {cert: …, key: …, client_ca: …}`; or bind"
+                " 127.0.0.1 or unix:./api.sock"
             )
         self._path: Path | None = None
         try:
@@ -48,7 +50,8 @@ class Listener:
         except (OSError, OverflowError) as exc:
             variable = f"PRECOMPUTE_{key.replace('.', '__').upper()}"
             raise ConfigError(
-                f"{key}: {address!r} cannot be bound ({exc}): is another server running there? Set {variable} to another address"
+                f"{key}: {address!r} cannot be bound ({exc}): is another server running there? Set"
+                f" {variable} to another address"
             ) from exc
 
     def close(self) -> None:
@@ -84,7 +87,9 @@ def _unix(path: Path) -> tuple[socket.socket, Path]:
 
 
 def _tcp(host: str, port: int) -> socket.socket:
-    bound = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=2048)
+    bound = socket.create_server(
+        (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=2048
+    )
     bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return bound
 

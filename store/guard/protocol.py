@@ -1,7 +1,8 @@
 """Protocol: uvicorn's HTTP/1.1, with limits on what a client sends and on how long it takes.
 
-Times are looked at by :class:`precompute.store.guard.connections.Connections` a few times a second, and here only written down: a timer for each request, as
-uvicorn has it for idle connections, costs more.
+Times are looked at by :class:`precompute.store.guard.connections.Connections` a few times a second,
+and here only written down: a timer for each request, as uvicorn has it for idle connections, costs
+more.
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ from typing import Any, cast
 
 import httptools
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 from uvicorn.server import ServerState
 
 from precompute.store.api.front import REQUESTED
@@ -23,18 +28,26 @@ from precompute.store.api.reply import RETRY_SOON, Reply, Stream, problem
 from precompute.store.guard.connections import Connections, header_lines, last_words
 
 LINGER_BYTES, LINGER_HEAD_BYTES = 16 * 2**20, 2**18
-"""Of a request that was refused, for its body or for its head, thrown away so that its sender comes to read why; one that sends more is cut off."""
+"""Of a request that was refused, for its body or for its head, thrown away so that its sender comes
+to read why; one that sends more is cut off."""
 
 LINGER_S = 2.0
 
 _HEAD, _BODY, _BUSY, _IDLE, _LAST, _ENDED, _GONE = range(7)
-"""What a connection waits for: a request's head, its body, our answer, the next request, our last answer; to be closed; or it is."""
+"""What a connection waits for: a request's head, its body, our answer, the next request, our last
+answer; to be closed; or it is."""
 
 _OVERDUE = {_HEAD: "header_time", _BODY: "body_time", _IDLE: "idle"}
 
-FULL = problem(503, "too_many_connections", "the server has as many connections as it may have", [RETRY_SOON])
-_TOO_MUCH = problem(503, "busy", "the server holds as many bodies of requests as it may; try again", [RETRY_SOON])
-_NO_HOST = problem(400, "bad_host", "a request of HTTP/1.1 has one Host header, which names a host (RFC 9112 §3.2)")
+FULL = problem(
+    503, "too_many_connections", "the server has as many connections as it may have", [RETRY_SOON]
+)
+_TOO_MUCH = problem(
+    503, "busy", "the server holds as many bodies of requests as it may; try again", [RETRY_SOON]
+)
+_NO_HOST = problem(
+    400, "bad_host", "a request of HTTP/1.1 has one Host header, which names a host (RFC 9112 §3.2)"
+)
 _MALFORMED = problem(400, "bad_http", "this is not HTTP/1.1 as RFC 9112 has it")
 
 
@@ -43,7 +56,8 @@ _HOST = re.compile(rb"(\[[0-9A-Fa-f:.vV]+\]|[\w.~%!$&'()*+,;=-]*)(:\d*)?", re.AS
 
 @lru_cache(256)
 def _is_host(value: bytes) -> bool:
-    """Whether a Host header's value is one (RFC 3986 §3.2.2); of a target without a host it is empty."""
+    """Whether a Host header's value is one (RFC 3986 §3.2.2); of a target without a host it is
+    empty."""
     return _HOST.fullmatch(value) is not None
 
 
@@ -72,7 +86,12 @@ class LimitedProtocol(HttpToolsProtocol):
     """
 
     def __init__(
-        self, all_connections: Connections, client: str, config: Config, server_state: ServerState, app_state: dict[str, Any]
+        self,
+        all_connections: Connections,
+        client: str,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
     ) -> None:
         super().__init__(config, server_state, app_state)
         self._all, self._limits = all_connections, all_connections.limits
@@ -95,12 +114,16 @@ class LimitedProtocol(HttpToolsProtocol):
         self._slow_since = 0.0
         """When the client first let the answer that is sent wait; 0 where it has not."""
         self._taken = self._untaken = 0
-        """Bytes of it that it took all the same, and that it had yet to take when it last let it wait."""
+        """Bytes of it that it took all the same, and that it had yet to take when it last let it
+        wait."""
         self._at_once = False
-        """Whether one was answered at once of the requests that came with the last bytes: those behind it have a task each, one after the other, and between them
-        other connections have their turn. 1,000 connections with 17 each would else keep who asks for one thing waiting for 17,000."""
+        """Whether one was answered at once of the requests that came with the last bytes: those
+        behind it have a task each, one after the other, and between them other connections have
+        their turn. 1,000 connections with 17 each would else keep who asks for one thing waiting
+        for 17,000."""
         self._whole: bytes | None = None
-        """Of a posted request that is not begun yet, since all of it is among the bytes that came last: what was parsed of its body."""
+        """Of a posted request that is not begun yet, since all of it is among the bytes that came
+        last: what was parsed of its body."""
         self._received = self._begun = self._head_bytes = self._body_bytes = self._thrown_away = 0
 
     # ---- reading
@@ -120,7 +143,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._all.gone(self)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Nothing follows: its client reads on, or is gone, which TCP tells alike. For what it requested it is taken to be there a little longer."""
+        """Nothing follows: its client reads on, or is gone, which TCP tells alike. For what it
+        requested it is taken to be there a little longer."""
         if self._waits_for != _BUSY or self.scheme != "http":
             # TLS has no half of a connection in asyncio
             return False
@@ -146,12 +170,15 @@ class LimitedProtocol(HttpToolsProtocol):
                 # CONNECT, whose URL is none
                 self._refuse(_MALFORMED, "bad_request")
                 return
-            # HTTP/1.1 is what there is: the request is answered, and what follows it is another protocol's
+            # HTTP/1.1 is what there is: the request is answered, and what follows it is another
+            # protocol's
             self._waits_for = _ENDED
             self.cycle.keep_alive = False
         except (httptools.HttpParserError, _Refused):
             refusal = self._refusal or _MALFORMED
-            self._refuse(refusal, "bad_request" if refusal.status == HTTPStatus.BAD_REQUEST else "too_large")
+            self._refuse(
+                refusal, "bad_request" if refusal.status == HTTPStatus.BAD_REQUEST else "too_large"
+            )
         else:
             waits_for = self._waits_for
             if waits_for == _BUSY:
@@ -160,9 +187,14 @@ class LimitedProtocol(HttpToolsProtocol):
                 # more of the same gains no time
                 self._wait_for(waits_for)
             if waits_for == _HEAD and waited_for != _BODY and self._begun - begun <= 1:
-                # a header that is not complete is reported by nobody: its bytes are held by the parser
+                # a header that is not complete is reported by nobody: its bytes are held by the
+                # parser
                 self._count_head(len(data))
-            elif waits_for == waited_for == _BODY and self._begun == begun and self._body_bytes == body_bytes:
+            elif (
+                waits_for == waited_for == _BODY
+                and self._begun == begun
+                and self._body_bytes == body_bytes
+            ):
                 # what stands beside chunks, and what follows the last one, without end
                 self._count_head(len(data))
 
@@ -185,7 +217,9 @@ class LimitedProtocol(HttpToolsProtocol):
         """A part of it."""
         self.url += url
         if len(self.url) > self._limits.url_bytes:
-            self._refusal = problem(414, "url_too_long", f"a URL has at most {self._limits.url_bytes} bytes")
+            self._refusal = problem(
+                414, "url_too_long", f"a URL has at most {self._limits.url_bytes} bytes"
+            )
             raise _Refused
 
     def on_headers_complete(self) -> None:
@@ -193,7 +227,11 @@ class LimitedProtocol(HttpToolsProtocol):
         limits = self._limits
         # added up only where they may be too large
         may_be = self._head_bytes + self._received > limits.headers_bytes
-        if may_be and sum(len(name) + len(value) + 4 for name, value in self.headers) > limits.headers_bytes:
+        if (
+            may_be
+            and sum(len(name) + len(value) + 4 for name, value in self.headers)
+            > limits.headers_bytes
+        ):
             self._refusal = self._headers_too_large()
             raise _Refused
         hosts = [value for name, value in self.headers if name == b"host"]
@@ -203,14 +241,19 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refusal = _NO_HOST
             raise _Refused
         if len(self.pipeline) >= limits.pipelined:
-            self._refusal = problem(429, "too_many_pipelined", f"at most {limits.pipelined} requests of a connection may wait")
+            self._refusal = problem(
+                429,
+                "too_many_pipelined",
+                f"at most {limits.pipelined} requests of a connection may wait",
+            )
             raise _Refused
         if not self._answered_at_once():
             if self._comes_whole():
                 self._whole = b""
             else:
                 super().on_headers_complete()
-        # what follows a body in chunks is none of a request's headers (RFC 9110 §6.5.1): it goes where nobody reads it
+        # what follows a body in chunks is none of a request's headers (RFC 9110 §6.5.1): it goes
+        # where nobody reads it
         self.headers = []
         self._waits_for, self._head_bytes = _BODY, 0
 
@@ -226,7 +269,9 @@ class LimitedProtocol(HttpToolsProtocol):
                 self._throw_away(len(body))
             return
         if self._body_bytes > self._limits.body_bytes:
-            self._refusal = problem(413, "body_too_large", f"a body has at most {self._limits.body_bytes} bytes")
+            self._refusal = problem(
+                413, "body_too_large", f"a body has at most {self._limits.body_bytes} bytes"
+            )
             raise _Refused
         self._take(body)
 
@@ -250,7 +295,11 @@ class LimitedProtocol(HttpToolsProtocol):
         self.deadline = self.since + self._all.seconds[what]
 
     def _headers_too_large(self) -> Reply:
-        return problem(431, "headers_too_large", f"a request's headers have at most {self._limits.headers_bytes} bytes")
+        return problem(
+            431,
+            "headers_too_large",
+            f"a request's headers have at most {self._limits.headers_bytes} bytes",
+        )
 
     # ---- answering
 
@@ -259,9 +308,11 @@ class LimitedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _answered_at_once(self) -> bool:
-        """Whether the request whose head is there needed no task; else the application learns that it was requested."""
+        """Whether the request whose head is there needed no task; else the application learns that
+        it was requested."""
         at_once = self._all.at_once
-        # in its turn; one of the bytes that came last, so that others have theirs; and an answer that is not taken is waited for
+        # in its turn; one of the bytes that came last, so that others have theirs; and an answer
+        # that is not taken is waited for
         if at_once is None or self._at_once or self.flow.write_paused:
             return False
         if not (self.cycle is None or self.cycle.response_complete) or self.parser.should_upgrade():
@@ -278,12 +329,20 @@ class LimitedProtocol(HttpToolsProtocol):
         return True
 
     def _comes_whole(self) -> bool:
-        """Whether the request, which was posted and is not answered by its head, will be here whole when the bytes that came last are parsed."""
+        """Whether the request, which was posted and is not answered by its head, will be here whole
+        when the bytes that came last are parsed."""
         scope = cast(dict[str, Any], self.scope)
-        if self._all.posted_at_once is None or REQUESTED not in scope or scope["method"] != "POST" or self.expect_100_continue:
+        if (
+            self._all.posted_at_once is None
+            or REQUESTED not in scope
+            or scope["method"] != "POST"
+            or self.expect_100_continue
+        ):
             return False
         # digits, else the parser had refused it
-        size = next((int(value[:10]) for name, value in self.headers if name == b"content-length"), None)
+        size = next(
+            (int(value[:10]) for name, value in self.headers if name == b"content-length"), None
+        )
         return size is not None and size <= min(self._received, self._limits.body_bytes)
 
     def _answered_whole(self, body: bytes) -> bool:
@@ -309,10 +368,18 @@ class LimitedProtocol(HttpToolsProtocol):
         body = reply.body
         size = sum(map(len, body)) if isinstance(body, list) else len(body)
         keep_alive = self.parser.should_keep_alive() and self.parser.get_http_version() != "1.0"
-        length = b"" if reply.status == HTTPStatus.NOT_MODIFIED else b"content-length: %d\r\n" % size
-        head = self._all.head(self.server_state.default_headers), header_lines(reply.headers), length
+        length = (
+            b"" if reply.status == HTTPStatus.NOT_MODIFIED else b"content-length: %d\r\n" % size
+        )
+        head = (
+            self._all.head(self.server_state.default_headers),
+            header_lines(reply.headers),
+            length,
+        )
         close = b"" if keep_alive else b"connection: close\r\n"
-        shown = () if self.scope["method"] == "HEAD" else body if isinstance(body, list) else (body,)
+        shown = (
+            () if self.scope["method"] == "HEAD" else body if isinstance(body, list) else (body,)
+        )
         self.transport.write(b"".join((STATUS_LINE[reply.status], *head, close, b"\r\n", *shown)))
         self.cycle, self._running = _ANSWERED, None
         if not keep_alive:
@@ -345,7 +412,9 @@ class LimitedProtocol(HttpToolsProtocol):
         # of the whole answer: one that is sent piece by piece gains no time by taking each
         self._untaken = self.unsent
         most_s = self._limits.write_s + (self._taken + self._untaken) / 2**20
-        self.write_deadline = min(self._slow_since + most_s, max(self._slow_since, self._all.ends_at) + self._all.most_s)
+        self.write_deadline = min(
+            self._slow_since + most_s, max(self._slow_since, self._all.ends_at) + self._all.most_s
+        )
         self._all.slow(self)
 
     def resume_writing(self) -> None:
@@ -371,7 +440,11 @@ class LimitedProtocol(HttpToolsProtocol):
     @property
     def answering(self) -> bool:
         """Whether a request of it, which is there whole, waits for the first byte of its answer."""
-        return self._running is not None and self._waits_for != _BODY and not self._running.response_started
+        return (
+            self._running is not None
+            and self._waits_for != _BODY
+            and not self._running.response_started
+        )
 
     def overdue(self) -> None:
         """Its deadline went by: reported to who was sending, and closed."""
@@ -390,7 +463,9 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.close()
         else:
             what = "head" if waits_for == _HEAD else "body"
-            self._refuse(problem(408, "too_slow", f"the request's {what} took too long"), _OVERDUE[waits_for])
+            self._refuse(
+                problem(408, "too_slow", f"the request's {what} took too long"), _OVERDUE[waits_for]
+            )
 
     def make_room(self) -> None:
         """Closed in favour of another one."""
@@ -451,7 +526,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self.deadline = self._all.now + LINGER_S
         self.flow.resume_reading()
         if self.scheme == "http" and self._all.has_room:
-            # what it still sends is thrown away for a while: closed over unread bytes, a connection is reset, and the answer lost
+            # what it still sends is thrown away for a while: closed over unread bytes, a connection
+            # is reset, and the answer lost
             self.transport.write_eof()
         else:
             self.transport.close()

@@ -1,4 +1,5 @@
-"""TLS: from files in PEM; a new certificate is taken up without a restart, for the connections that come after it."""
+"""TLS: from files in PEM; a new certificate is taken up without a restart, for the connections that
+come after it."""
 
 from __future__ import annotations
 
@@ -37,11 +38,14 @@ class Tls:
             try:
                 self.context.load_verify_locations(client_ca)
             except (OSError, ssl.SSLError) as exc:
-                raise ConfigError(f"serve.tls.client_ca: {client_ca} cannot be read: {exc}") from exc
+                raise ConfigError(
+                    f"serve.tls.client_ca: {client_ca} cannot be read: {exc}"
+                ) from exc
             self.context.verify_mode = ssl.CERT_REQUIRED
 
     def look(self) -> None:
-        """Take up the files if they changed; those that cannot be used are reported in the log, once, and the ones before stay."""
+        """Take up the files if they changed; those that cannot be used are reported in the log,
+        once, and the ones before stay."""
         seen = self._stat()
         if seen == self._seen:
             return
@@ -60,7 +64,9 @@ class Tls:
         try:
             context.load_cert_chain(self._cert, self._key, password=_no_password)
         except (OSError, ssl.SSLError) as exc:
-            raise ConfigError(f"serve.tls: {self._cert} and {self._key} cannot be used: {exc}") from exc
+            raise ConfigError(
+                f"serve.tls: {self._cert} and {self._key} cannot be used: {exc}"
+            ) from exc
         return context
 
     def _stat(self) -> list[tuple[int, int] | None]:
@@ -90,7 +96,8 @@ def tokens_of(spec: Mapping[str, Any]) -> Tokens | None:
 
 
 def tls_of(spec: Mapping[str, Any]) -> Tls | None:
-    """TLS by the files that ``spec["tls"]`` names as ``cert``, ``key`` and, maybe, ``client_ca``; None where there is none.
+    """TLS by the files that ``spec["tls"]`` names as ``cert``, ``key`` and, maybe, ``client_ca``;
+    None where there is none.
 
     Raises:
         ConfigError: one cannot be used.

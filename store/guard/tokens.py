@@ -1,6 +1,8 @@
-"""Tokens: who may ask, and what; stored as hashes in a file of lines, taken up without a restart when it changes.
+"""Tokens: who may ask, and what; stored as hashes in a file of lines, taken up without a restart
+when it changes.
 
-A line is ``name scope sha256 made_at``. A token is 256 random bits, so a fast hash of it is as good as a slow one: nobody tries them all.
+A line is ``name scope sha256 made_at``. A token is 256 random bits, so a fast hash of it is as good
+as a slow one: nobody tries them all.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ _NAME = re.compile(r"\A[a-z0-9][a-z0-9_.-]{0,62}\Z")
 
 @dataclass(frozen=True)
 class Token:
-    """A line of the file: ``digest`` is the SHA-256 of the token itself, which is stored nowhere."""
+    """A line of the file: ``digest`` is the SHA-256 of the token itself, which is stored
+    nowhere."""
 
     name: str
     scope: str
@@ -52,7 +55,9 @@ def read_tokens(path: Path) -> list[Token]:
     try:
         lines = path.read_text(encoding="ascii").splitlines()
     except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"serve.tokens: {path} cannot be read ({exc}): make a token by `precompute token NAME`") from exc
+        raise ConfigError(
+            f"serve.tokens: {path} cannot be read ({exc}): make a token by `precompute token NAME`"
+        ) from exc
     tokens = []
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.startswith("#"):
@@ -60,21 +65,26 @@ def read_tokens(path: Path) -> list[Token]:
         match = _LINE.match(line.strip())
         if match is None:
             raise ConfigError(
-                f"serve.tokens: {path}:{number}: not `name scope sha256 time`, as `precompute token NAME` writes it"
+                f"serve.tokens: {path}:{number}: not `name scope sha256 time`, as `precompute token"
+                " NAME` writes it"
             )
         tokens.append(Token(match[1], match[2], bytes.fromhex(match[3]), match[4]))
     return tokens
 
 
 def make_token(path: Path, name: str, scope: str) -> str:
-    """A new token, its hash added to the file; of the same name the one made before stays valid, and older ones end.
+    """A new token, its hash added to the file; of the same name the one made before stays valid,
+    and older ones end.
 
     Raises:
         ConfigError: no name, or the file cannot be read.
         OSError: it cannot be written.
     """
     if not _NAME.match(name):
-        raise ConfigError(f"{name!r}: a token's name has lower-case letters, digits, '_', '.' and '-', at most 63 of them")
+        raise ConfigError(
+            f"{name!r}: a token's name has lower-case letters, digits, '_', '.' and '-', at most 63"
+            " of them"
+        )
     assert scope in SCOPES, scope
     secret = _PREFIX + secrets.token_urlsafe(32)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +117,8 @@ class Tokens:
         path: the file.
 
     Raises:
-        ConfigError: there is no token, or as :func:`read_tokens`; later, a file that is gone or turned bad leaves those of before valid, and is reported in the log.
+        ConfigError: there is no token, or as :func:`read_tokens`; later, a file that is gone or
+            turned bad leaves those of before valid, and is reported in the log.
     """
 
     def __init__(self, path: Path) -> None:
@@ -115,7 +126,9 @@ class Tokens:
         self._seen = self._stat()
         self._tokens = read_tokens(path)
         if not self._tokens:
-            raise ConfigError(f"serve.tokens: {path} has no token: make one by `precompute token NAME`")
+            raise ConfigError(
+                f"serve.tokens: {path} has no token: make one by `precompute token NAME`"
+            )
 
     def look(self) -> None:
         """Read the file again if it changed."""
@@ -149,6 +162,8 @@ def _digest(secret: bytes) -> bytes:
 
 
 def _write(path: Path, tokens: list[Token]) -> None:
-    lines = [f"{token.name} {token.scope} {token.digest.hex()} {token.made_at}\n" for token in tokens]
+    lines = [
+        f"{token.name} {token.scope} {token.digest.hex()} {token.made_at}\n" for token in tokens
+    ]
     replace_durably(path, "".join(lines).encode())
     path.chmod(0o640)

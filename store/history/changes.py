@@ -1,4 +1,5 @@
-"""Changes: what a snapshot has other than one it builds on: rows written since, and keys without a row now. What an overlay is loaded from."""
+"""Changes: what a snapshot has other than one it builds on: rows written since, and keys without a
+row now. What an overlay is loaded from."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from precompute.store.offline.view_store import ViewStore
 
 
 class Changes:
-    """The rows of ``snapshot`` that are not ``since``'s, and the keys of ``since`` that ``snapshot`` has not.
+    """The rows of ``snapshot`` that are not ``since``'s, and the keys of ``since`` that
+    ``snapshot`` has not.
 
     Args:
         store: of the view.
@@ -41,12 +43,14 @@ class Changes:
     def rows(self) -> int:
         """Rows written since that ``snapshot`` still has."""
         layers = self._store.layers(self._snapshot)
-        return sum(layers.rows[self._first :]) - sum(len(dead) for file, dead in layers.dead.items() if file >= self._first)
+        return sum(layers.rows[self._first :]) - sum(
+            len(dead) for file, dead in layers.dead.items() if file >= self._first
+        )
 
     @cached_property
     def removed(self) -> pa.Array:
-        """Key texts of the entities that had a row and have none any more, string [n]: they left since, or what they are now was rejected. Some may never
-        have been in ``since``."""
+        """Key texts of the entities that had a row and have none any more, string [n]: they left
+        since, or what they are now was rejected. Some may never have been in ``since``."""
         if all(layer.losses == 0 for layer in self.layers):
             # all that are dead were replaced: of 50,000 rows that is 20 ms of reading keys
             return pa.array([], pa.string())
@@ -60,17 +64,29 @@ class Changes:
 
     @cached_property
     def deletes(self) -> pa.Table | None:
-        """Which rows of ``since`` are none of ``snapshot``: what ``deletes.parquet`` of a delta right over it has, with the keys; None where there are none."""
+        """Which rows of ``since`` are none of ``snapshot``: what ``deletes.parquet`` of a delta
+        right over it has, with the keys; None where there are none."""
         inherited = pa.array(
-            [part.path for layer in self._store.chain(self._snapshot)[: -len(self.layers)] for part in layer.parts], pa.string()
+            [
+                part.path
+                for layer in self._store.chain(self._snapshot)[: -len(self.layers)]
+                for part in layer.parts
+            ],
+            pa.string(),
         )
         tables = [self._read(layer, None) for layer in self.layers if layer.deletes is not None]
-        tables = [table.filter(pc.is_in(table.column("part").cast(pa.string()), inherited)) for table in tables]
+        tables = [
+            table.filter(pc.is_in(table.column("part").cast(pa.string()), inherited))
+            for table in tables
+        ]
         tables = [table.unify_dictionaries() for table in tables if table.num_rows]
         return pa.concat_tables(tables) if tables else None
 
-    def batches(self, columns: Sequence[str] | None = None, batch_rows: int = 8192) -> Iterator[pa.RecordBatch]:
-        """The rows written since that ``snapshot`` still has, as :meth:`ViewStore.batches` gives them."""
+    def batches(
+        self, columns: Sequence[str] | None = None, batch_rows: int = 8192
+    ) -> Iterator[pa.RecordBatch]:
+        """The rows written since that ``snapshot`` still has, as :meth:`ViewStore.batches` gives
+        them."""
         return self._store.batches(self._snapshot, columns, batch_rows, first=self._first)
 
     def check_parts(self) -> None:
@@ -78,11 +94,16 @@ class Changes:
         self._store.check_parts(self._snapshot, self.layers)
 
     def _dead(self, layer: Snapshot) -> pa.Array:
-        """Key texts of the rows of earlier snapshots that are none of this one any more; those replaced, too."""
+        """Key texts of the rows of earlier snapshots that are none of this one any more; those
+        replaced, too."""
         entity = layer.view.entity
         table = self._read(layer, ["part", *(f"key_{name}" for name in entity)])
-        # those of its own parts an interrupted run had computed: what is there of such a key is another row, an earlier snapshot's perhaps
-        own = pc.is_in(table.column("part").cast(pa.string()), pa.array([part.path for part in layer.parts], pa.string()))
+        # those of its own parts an interrupted run had computed: what is there of such a key is
+        # another row, an earlier snapshot's perhaps
+        own = pc.is_in(
+            table.column("part").cast(pa.string()),
+            pa.array([part.path for part in layer.parts], pa.string()),
+        )
         earlier = table.drop_columns("part").filter(pc.invert(own))
         return key_column(earlier.rename_columns(list(entity)), entity)
 

@@ -1,4 +1,5 @@
-"""Explanation: which run, snapshot, input and model made the values of one key, when they were served, and what they were before."""
+"""Explanation: which run, snapshot, input and model made the values of one key, when they were
+served, and what they were before."""
 
 from __future__ import annotations
 
@@ -31,12 +32,14 @@ _INT64 = re.compile("0|-?[1-9][0-9]{0,17}")
 class Version:
     """One value of a key.
 
-    ``snapshot`` is the oldest one retained that holds it. ``run`` computed it; None when neither manifest nor report of that run is retained.
-    ``before`` has the features that differ in the version before this one, with their values there; None for the first.
-    ``removed_in`` and ``removed_at`` tell of the snapshot in which the key was no more. ``void`` says why no snapshot with this value may be live
-    any more: rolled back from, or refused by a gate; None when one may.
-    ``served`` has the times from and until which lookups were answered with it from the store, as far back as snapshots are retained; None: until now, and
-    one that lies ahead is when the row will have expired.
+    ``snapshot`` is the oldest one retained that holds it. ``run`` computed it; None when neither
+    manifest nor report of that run is retained. ``before`` has the features that differ in the
+    version before this one, with their values there; None for the first. ``removed_in`` and
+    ``removed_at`` tell of the snapshot in which the key was no more. ``void`` says why no snapshot
+    with this value may be live any more: rolled back from, or refused by a gate; None when one may.
+    ``served`` has the times from and until which lookups were answered with it from the store, as
+    far back as snapshots are retained; None: until now, and one that lies ahead is when the row
+    will have expired.
     """
 
     snapshot: int
@@ -56,7 +59,8 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """A row of a ``rejected.parquet``: the run that refused the key, its snapshot (None when nothing was committed), stage and error."""
+    """A row of a ``rejected.parquet``: the run that refused the key, its snapshot (None when
+    nothing was committed), stage and error."""
 
     run: str
     snapshot: int | None
@@ -67,7 +71,8 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """How a row came to be: its versions and rejections, the newest first; ``live`` is the snapshot that is live, None for none."""
+    """How a row came to be: its versions and rejections, the newest first; ``live`` is the snapshot
+    that is live, None for none."""
 
     view: str
     key: str
@@ -80,12 +85,16 @@ class Explanation:
         body = asdict(self)
         for version in body["versions"]:
             version["computed_at"] = iso(version["computed_at"])
-            version["served"] = [tuple(None if at is None else iso(at) for at in times) for times in version["served"]]
+            version["served"] = [
+                tuple(None if at is None else iso(at) for at in times)
+                for times in version["served"]
+            ]
         return body
 
 
 def explain(store: ViewStore, key: Any, *, memory_mb: int = 1024) -> Explanation:
-    """Which run, snapshot, input and model made the values of a key, when they were served, and what they were before.
+    """Which run, snapshot, input and model made the values of a key, when they were served, and
+    what they were before.
 
     Args:
         store: of the view.
@@ -93,18 +102,22 @@ def explain(store: ViewStore, key: Any, *, memory_mb: int = 1024) -> Explanation
         memory_mb: DuckDB's memory.
 
     Raises:
-        RequestError: no snapshot that is retained ever had the key, and no run rejected it; or it is no key of this view.
+        RequestError: no snapshot that is retained ever had the key, and no run rejected it; or it
+            is no key of this view.
         SnapshotError: there is no snapshot, or a file is missing or damaged.
     """
     view, manifests = store.name, manifests_of(store)
     if not manifests:
-        raise SnapshotError(f"view {view!r} has no snapshot under {store.offline.root}: run `precompute run {view}`")
+        raise SnapshotError(
+            f"view {view!r} has no snapshot under {store.offline.root}: run `precompute run {view}`"
+        )
     ref, entity = store.refs.readable_live(), manifests[max(manifests)].view.entity
     live = None if ref is None else ref.snapshot
     text = key_text(key, entity)
     # what is served of several partitions comes behind them: they hold a value first
     order = sorted(
-        (s for s in manifests.values() if s.view.entity == entity), key=lambda s: (bool(s.members), s.partition or "", s.number)
+        (s for s in manifests.values() if s.view.entity == entity),
+        key=lambda s: (bool(s.members), s.partition or "", s.number),
     )
     explained: list[Version] = []
     parts = split_key(text, entity)
@@ -116,7 +129,8 @@ def explain(store: ViewStore, key: Any, *, memory_mb: int = 1024) -> Explanation
     rejections = list(_rejections(store, manifests, live, text))
     if not explained and not rejections:
         raise RequestError(
-            f"view {view!r} has no history of key {text!r}: none of its {len(manifests)} snapshots has it, and no run rejected it",
+            f"view {view!r} has no history of key {text!r}: none of its {len(manifests)} snapshots"
+            " has it, and no run rejected it",
             status=404,
             code="unknown_entity",
         )
@@ -124,7 +138,11 @@ def explain(store: ViewStore, key: Any, *, memory_mb: int = 1024) -> Explanation
 
 
 def _explained(
-    store: ViewStore, manifests: Mapping[int, Snapshot], order: Sequence[Snapshot], versions: Versions, live: int | None
+    store: ViewStore,
+    manifests: Mapping[int, Snapshot],
+    order: Sequence[Snapshot],
+    versions: Versions,
+    live: int | None,
 ) -> list[Version]:
     """What each version of the one key that was requested is, the newest first."""
     standing = Standing(store, manifests)
@@ -137,32 +155,50 @@ def _explained(
         span = copies[0]
         positions = [position for copy in copies for position in range(copy.first, copy.end)]
         oldest = order[positions[0]]
-        row = rows_at(versions.paths, np.array([span.file]), np.array([span.row]), oldest.view.feature_schema())
+        row = rows_at(
+            versions.paths,
+            np.array([span.file]),
+            np.array([span.row]),
+            oldest.view.feature_schema(),
+        )
         features = row.to_pylist()[0]
         before = explained[-1].features if explained else None
         removed = _removed(positions[-1], present, order, void)
         explained.append(
             Version(
                 snapshot=oldest.number,
-                run=_run_of(store, versions.paths[span.file], versions.writers[span.file], span.computed_us),
+                run=_run_of(
+                    store, versions.paths[span.file], versions.writers[span.file], span.computed_us
+                ),
                 model=oldest.model,
                 partition=oldest.partition,
                 computed_at=as_datetime(span.computed_us),
                 input_hash=span.input_hash,
                 features=features,
-                before=None if before is None else {n: before.get(n) for n, v in features.items() if before.get(n) != v},
+                before=(
+                    None
+                    if before is None
+                    else {n: before.get(n) for n, v in features.items() if before.get(n) != v}
+                ),
                 removed_in=None if removed is None else removed.number,
                 removed_at=None if removed is None else removed.created_at,
                 live=any(order[position].number == live for position in positions),
-                void=None if any(void[position] is None for position in positions) else void[positions[0]],
-                served=_served(periods, {order[position].number for position in positions}, span.computed_us),
+                void=(
+                    None
+                    if any(void[position] is None for position in positions)
+                    else void[positions[0]]
+                ),
+                served=_served(
+                    periods, {order[position].number for position in positions}, span.computed_us
+                ),
             )
         )
     return explained[::-1]
 
 
 def _by_version(spans: Sequence[Span], order: Sequence[Snapshot]) -> list[list[Span]]:
-    """The spans of each version: copies of a row keep both time and input, and are copies beyond their partition where several are served together."""
+    """The spans of each version: copies of a row keep both time and input, and are copies beyond
+    their partition where several are served together."""
     held: dict[tuple[Any, ...], list[Span]] = {}
     together = any(snapshot.members for snapshot in order)
     for span in spans:
@@ -172,7 +208,9 @@ def _by_version(spans: Sequence[Span], order: Sequence[Snapshot]) -> list[list[S
     return list(held.values())
 
 
-def _served(periods: Sequence[Period], numbers: Collection[int], computed_us: int) -> list[tuple[datetime, datetime | None]]:
+def _served(
+    periods: Sequence[Period], numbers: Collection[int], computed_us: int
+) -> list[tuple[datetime, datetime | None]]:
     """From and until when a row of these snapshots was served."""
     served: list[tuple[datetime, datetime | None]] = []
     ends = [*(period.since_us for period in periods[1:]), None]
@@ -189,15 +227,21 @@ def _served(periods: Sequence[Period], numbers: Collection[int], computed_us: in
     return served
 
 
-def _removed(last: int, present: Collection[int], order: Sequence[Snapshot], void: Sequence[str | None]) -> Snapshot | None:
-    """The next snapshot of the partition that counts, after the position a version was ``last`` in, if the key is no more in it."""
+def _removed(
+    last: int, present: Collection[int], order: Sequence[Snapshot], void: Sequence[str | None]
+) -> Snapshot | None:
+    """The next snapshot of the partition that counts, after the position a version was ``last`` in,
+    if the key is no more in it."""
     later = range(last + 1, len(order))
-    following = next((p for p in later if order[p].partition == order[last].partition and void[p] is None), None)
+    following = next(
+        (p for p in later if order[p].partition == order[last].partition and void[p] is None), None
+    )
     return None if following is None or following in present else order[following]
 
 
 def _run_of(store: ViewStore, path: Path, writer: Snapshot, computed_us: int) -> str | None:
-    """The run that computed a row: the one whose folder its file is in, unless that run only copied rows together."""
+    """The run that computed a row: the one whose folder its file is in, unless that run only copied
+    rows together."""
     if (writer.kind == "delta" and not writer.bases) or not writer.counts.unchanged:
         return path.parent.name
     for report in store.runs.reports(limit=1000):
@@ -209,7 +253,9 @@ def _run_of(store: ViewStore, path: Path, writer: Snapshot, computed_us: int) ->
     return None
 
 
-def _rejections(store: ViewStore, manifests: Mapping[int, Snapshot], live: int | None, text: str) -> Iterator[Rejection]:
+def _rejections(
+    store: ViewStore, manifests: Mapping[int, Snapshot], live: int | None, text: str
+) -> Iterator[Rejection]:
     """Where the newest failed run, the newest snapshot and the live one rejected the key."""
     newest = manifests[max(manifests)]
     files: dict[str, tuple[str, int | None, str | None]] = {}
@@ -219,10 +265,16 @@ def _rejections(store: ViewStore, manifests: Mapping[int, Snapshot], live: int |
             break
     for snapshot in (newest, manifests.get(live or 0)):
         if snapshot is not None and snapshot.rejected is not None:
-            files.setdefault(snapshot.rejected.path, (snapshot.run, snapshot.number, snapshot.partition))
+            files.setdefault(
+                snapshot.rejected.path, (snapshot.run, snapshot.number, snapshot.partition)
+            )
     for relative, (run, number, partition) in files.items():
         path = store.folder / relative
         if path.is_file():
             with reading(store.name):
-                rows = pq.read_table(path, columns=["key", "stage", "error"], filters=[("key", "=", text)]).to_pylist()
-            yield from (Rejection(run, number, partition, row["stage"], row["error"]) for row in rows)
+                rows = pq.read_table(
+                    path, columns=["key", "stage", "error"], filters=[("key", "=", text)]
+                ).to_pylist()
+            yield from (
+                Rejection(run, number, partition, row["stage"], row["error"]) for row in rows
+            )

@@ -1,4 +1,5 @@
-"""Feature figures: what is counted of each feature of a snapshot, by name, so that two stand side by side."""
+"""Feature figures: what is counted of each feature of a snapshot, by name, so that two stand side
+by side."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class Beside(NamedTuple):
 
 
 def beside(feature: Feature, first: Snapshot, second: Snapshot) -> list[Beside]:
-    """The figures of a feature in two snapshots, as they were counted of all rows when these were written."""
+    """The figures of a feature in two snapshots, as they were counted of all rows when these were
+    written."""
     one, two = (figures_of(feature, snapshot) for snapshot in (first, second))
     lines = [Beside(name, one.get(name), two.get(name)) for name in dict.fromkeys((*one, *two))]
     moved = moved_by(feature, first, second)
@@ -36,7 +38,9 @@ def figures_of(feature: Feature, snapshot: Snapshot) -> dict[str, float | str]:
     found: dict[str, float | str] = {"nulls": figures.nulls.get(feature.name, 0)}
     if feature.name in figures.vectors:
         return found | _of_vectors(figures.vectors[feature.name])
-    return found | (_of_values(feature, figures.values[feature.name]) if feature.name in figures.values else {})
+    return found | (
+        _of_values(feature, figures.values[feature.name]) if feature.name in figures.values else {}
+    )
 
 
 def _of_vectors(vectors: VectorFigures) -> dict[str, float | str]:
@@ -64,11 +68,18 @@ def shown_figure(value: float | str | None) -> str:
     """A figure for people, in a few letters."""
     if value is None:
         return "–"
-    return value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    return (
+        value
+        if isinstance(value, str)
+        else f"{value:,}"
+        if isinstance(value, int)
+        else f"{value:.4g}"
+    )
 
 
 def buckets_of(feature: Feature, figures: RowFigures | None) -> Mapping[int, int]:
-    """Bucket → rows of what is plotted of a feature: numbers; lengths of texts and lists; squared lengths of vectors."""
+    """Bucket → rows of what is plotted of a feature: numbers; lengths of texts and lists; squared
+    lengths of vectors."""
     if figures is None:
         return {}
     if feature.name in figures.vectors:
@@ -78,7 +89,8 @@ def buckets_of(feature: Feature, figures: RowFigures | None) -> Mapping[int, int
 
 
 def moved_by(feature: Feature, first: Snapshot, second: Snapshot) -> float | None:
-    """How far apart a feature's values are in two snapshots: the Kolmogorov–Smirnov distance, from 0 to 1; None where nothing was counted."""
+    """How far apart a feature's values are in two snapshots: the Kolmogorov–Smirnov distance, from
+    0 to 1; None where nothing was counted."""
     buckets = [buckets_of(feature, snapshot.figures) for snapshot in (first, second)]
     return distance(*buckets) if all(buckets) else None
 

@@ -1,4 +1,5 @@
-"""Joined rows: the rows of two snapshots that are not the very same ones, side by side by key; in DuckDB, which spills what does not fit."""
+"""Joined rows: the rows of two snapshots that are not the very same ones, side by side by key; in
+DuckDB, which spills what does not fit."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ WINDOW_ROWS = 16_384
 
 
 class Joined(NamedTuple):
-    """Some keys: their texts, string [rows]; whether each has a row in the first and in the second snapshot, bool [rows]; and its features there, null where it has none.
-    Numbers of 16 bits come as float32."""
+    """Some keys: their texts, string [rows]; whether each has a row in the first and in the second
+    snapshot, bool [rows]; and its features there, null where it has none. Numbers of 16 bits come
+    as float32."""
 
     keys: pa.Array
     in_first: pa.Array
@@ -35,7 +37,8 @@ class Joined(NamedTuple):
 def joined_rows(
     store: ViewStore, first: Snapshot, second: Snapshot, features: Sequence[Feature], memory_mb: int
 ) -> Iterator[Joined]:
-    """The rows of two snapshots of one entity, but for those that both have from the same place of the same file.
+    """The rows of two snapshots of one entity, but for those that both have from the same place of
+    the same file.
 
     Args:
         store: of their view.
@@ -53,24 +56,36 @@ def joined_rows(
     with reading(store.name), closing(spill), closing(open_duckdb(spill, memory_mb)) as connection:
         for side, rows, snapshot in zip("ab", sides, (first, second), strict=True):
             connection.register(side, _reader(rows, snapshot.view.entity, features))
-        columns = ", ".join(f"{side}.f{n} AS {side}{n}" for side in "ab" for n in range(len(features)))
+        columns = ", ".join(
+            f"{side}.f{n} AS {side}{n}" for side in "ab" for n in range(len(features))
+        )
         # read as it comes: neither side is sorted
-        query = f"SELECT coalesce(a.k, b.k) AS k, a.k IS NOT NULL AS in_a, b.k IS NOT NULL AS in_b, {columns} FROM a FULL OUTER JOIN b ON a.k = b.k"
+        query = (
+            "SELECT coalesce(a.k, b.k) AS k, a.k IS NOT NULL AS in_a, b.k IS NOT NULL AS in_b,"
+            f" {columns} FROM a FULL OUTER JOIN b ON a.k = b.k"
+        )
         names = [feature.name for feature in features]
         for batch in connection.sql(query).to_arrow_reader(WINDOW_ROWS):
             of = [batch.columns[3 + at * len(names) : 3 + (at + 1) * len(names)] for at in (0, 1)]
-            first_rows, second_rows = (pa.RecordBatch.from_arrays(columns, names=names) for columns in of)
+            first_rows, second_rows = (
+                pa.RecordBatch.from_arrays(columns, names=names) for columns in of
+            )
             yield Joined(batch.column(0), batch.column(1), batch.column(2), first_rows, second_rows)
 
 
-def _reader(rows: Selection, entity: Sequence[str], features: Sequence[Feature]) -> pa.RecordBatchReader:
+def _reader(
+    rows: Selection, entity: Sequence[str], features: Sequence[Feature]
+) -> pa.RecordBatchReader:
     """Key texts ``k``, and the features as ``f0``, ``f1``, … of types that DuckDB has."""
     types = [readable(feature.arrow_type) for feature in features]
     schema = pa.schema([("k", pa.string()), *((f"f{n}", kind) for n, kind in enumerate(types))])
 
     def batches() -> Iterator[pa.RecordBatch]:
         for batch in rows.batches([*entity, *(feature.name for feature in features)]):
-            columns = [pc.cast(batch.column(feature.name), kind) for feature, kind in zip(features, types, strict=True)]
+            columns = [
+                pc.cast(batch.column(feature.name), kind)
+                for feature, kind in zip(features, types, strict=True)
+            ]
             yield pa.RecordBatch.from_arrays([key_column(batch, entity), *columns], schema=schema)
 
     return pa.RecordBatchReader.from_batches(schema, batches())

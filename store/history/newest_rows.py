@@ -1,4 +1,5 @@
-"""Newest rows: of the snapshots of several partitions, each key's row of the newest that has it, and how these differ from rows that are served; in DuckDB."""
+"""Newest rows: of the snapshots of several partitions, each key's row of the newest that has it,
+and how these differ from rows that are served; in DuckDB."""
 
 from __future__ import annotations
 
@@ -23,10 +24,12 @@ from precompute.store.sql import open_duckdb, parquet_sql
 class NewestRows:
     """What to add to rows that are served, none by default, so that each key has its newest row.
 
-    ``rows`` are those of the result; ``parts`` the files with rows that come, by reference; ``gone`` rows that are served and no rows of the result, ``removed``
-    of whose keys have none any more; ``own_dead`` rows of ``parts`` that are no rows of it. Both are tables of ``DELETES_SCHEMA`` and the key's columns.
-    ``back`` are rows of files that hold served rows already, and have to be copied. ``oldest_us`` and ``newest_us``: when rows of the result were computed, µs since
-    1970, None without any.
+    ``rows`` are those of the result; ``parts`` the files with rows that come, by reference;
+    ``gone`` rows that are served and no rows of the result, ``removed`` of whose keys have none any
+    more; ``own_dead`` rows of ``parts`` that are no rows of it. Both are tables of
+    ``DELETES_SCHEMA`` and the key's columns. ``back`` are rows of files that hold served rows
+    already, and have to be copied. ``oldest_us`` and ``newest_us``: when rows of the result were
+    computed, µs since 1970, None without any.
     """
 
     rows: int
@@ -48,7 +51,8 @@ class _Files:
         self._number: dict[str, int] = {}
 
     def of(self, snapshots: Iterable[Snapshot]) -> tuple[list[int], pa.Table]:
-        """Numbers of the files of the snapshots' chains, and their dead rows as a table of ``f`` and ``r``.
+        """Numbers of the files of the snapshots' chains, and their dead rows as a table of ``f``
+        and ``r``.
 
         Raises:
             SnapshotError: a file is missing or has another size.
@@ -57,7 +61,9 @@ class _Files:
         files: list[npt.NDArray[np.int32]] = [np.empty(0, np.int32)]
         rows: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
         for snapshot in snapshots:
-            parts = {part.path: part for layer in self._store.chain(snapshot) for part in layer.parts}
+            parts = {
+                part.path: part for layer in self._store.chain(snapshot) for part in layer.parts
+            }
             own = [self._number.setdefault(path, len(self._number)) for path in parts]
             self.parts |= parts
             numbers += own
@@ -100,17 +106,25 @@ def newest_rows(
     with reading(store.name), _Rows(store, ordered, served, entity, memory_mb) as rows:
         if served is not None and before is not None:
             changed = {
-                p for p in (*members, *before) if p not in members or p not in before or members[p].number != before[p].number
+                p
+                for p in (*members, *before)
+                if p not in members or p not in before or members[p].number != before[p].number
             }
             rows.narrow([of[p] for p in sorted(changed) for of in (before, members) if p in of])
         return rows.compared()
 
 
 class _Rows:
-    """The comparison, in a DuckDB of its own: ``winner`` are the newest rows of the keys, ``held`` those that are served of them, ``come`` what is not."""
+    """The comparison, in a DuckDB of its own: ``winner`` are the newest rows of the keys, ``held``
+    those that are served of them, ``come`` what is not."""
 
     def __init__(
-        self, store: ViewStore, ordered: Sequence[Snapshot], served: Snapshot | None, entity: Sequence[str], memory_mb: int
+        self,
+        store: ViewStore,
+        ordered: Sequence[Snapshot],
+        served: Snapshot | None,
+        entity: Sequence[str],
+        memory_mb: int,
     ) -> None:
         self._store, self._ordered, self._served, self._entity = store, ordered, served, entity
         self._files, self._keys = _Files(store), key_names(entity)
@@ -130,7 +144,10 @@ class _Rows:
         """Look at keys of these snapshots alone."""
         files, _ = self._files.of(snapshots)
         # rows that are dead in one of them, too: they live in another one that has the same file
-        self._connection.execute(f"CREATE TEMP TABLE affected AS SELECT DISTINCT {self._listed} FROM ({self._scan(files, None)})")
+        self._connection.execute(
+            f"CREATE TEMP TABLE affected AS SELECT DISTINCT {self._listed} FROM"
+            f" ({self._scan(files, None)})"
+        )
         self._semi = f" SEMI JOIN affected USING ({self._listed})"
 
     def compared(self) -> NewestRows:
@@ -143,35 +160,68 @@ class _Rows:
             ranks |= dict.fromkeys(self._files.of([member])[0], rank)
         files, dead = self._files.of(self._ordered)
         self._register("dead_member", dead)
-        self._register("rank", pa.table({"f": pa.array(ranks.keys(), pa.int32()), "rank": pa.array(ranks.values(), pa.int32())}))
-        run(
-            f"CREATE TEMP TABLE winner AS SELECT {keys}, unnest(arg_max({{'f': f, 'r': r, 'us': us, 'hash': hash}}, rank)) FROM "
-            f"(SELECT * FROM ({self._scan(files, 'dead_member')}){self._semi}) JOIN rank USING (f) GROUP BY {keys}"
+        self._register(
+            "rank",
+            pa.table(
+                {
+                    "f": pa.array(ranks.keys(), pa.int32()),
+                    "rank": pa.array(ranks.values(), pa.int32()),
+                }
+            ),
         )
-        run(f"CREATE TEMP TABLE held AS SELECT * FROM ({self._scan(held, 'dead_held')}){self._semi}")
-        run(f"CREATE TEMP TABLE come AS SELECT * FROM winner ANTI JOIN held USING ({keys}, us, hash)")
-        run(f"CREATE TEMP TABLE gone AS SELECT * FROM held ANTI JOIN winner USING ({keys}, us, hash)")
+        run(
+            f"CREATE TEMP TABLE winner AS SELECT {keys}, unnest(arg_max({{'f': f, 'r': r, 'us': us,"
+            " 'hash': hash}, rank)) FROM (SELECT * FROM"
+            f" ({self._scan(files, 'dead_member')}){self._semi}) JOIN rank USING (f) GROUP BY"
+            f" {keys}"
+        )
+        run(
+            f"CREATE TEMP TABLE held AS SELECT * FROM ({self._scan(held, 'dead_held')}){self._semi}"
+        )
+        run(
+            f"CREATE TEMP TABLE come AS SELECT * FROM winner ANTI JOIN held USING ({keys}, us,"
+            " hash)"
+        )
+        run(
+            f"CREATE TEMP TABLE gone AS SELECT * FROM held ANTI JOIN winner USING ({keys}, us,"
+            " hash)"
+        )
         old = set(held)
-        new = [f for (f,) in run("SELECT DISTINCT f FROM come ORDER BY f").fetchall() if f not in old]
+        new = [
+            f for (f,) in run("SELECT DISTINCT f FROM come ORDER BY f").fetchall() if f not in old
+        ]
         return self._result(held, new)
 
     def _result(self, held: list[int], new: list[int]) -> NewestRows:
         run, keys = self._connection.execute, self._listed
         gone = self._table(
-            f"SELECT f, r, w.f0 IS NULL AS removed, {keys} FROM gone LEFT JOIN (SELECT {keys}, f AS f0 FROM winner) w USING ({keys}) ORDER BY f, r"
+            f"SELECT f, r, w.f0 IS NULL AS removed, {keys} FROM gone LEFT JOIN (SELECT {keys}, f AS"
+            f" f0 FROM winner) w USING ({keys}) ORDER BY f, r"
         )
         own_dead = self._table(
-            f"SELECT f, r, false AS removed, {keys} FROM ({self._scan(new, None)}) ANTI JOIN come USING (f, r) ORDER BY f, r"
+            f"SELECT f, r, false AS removed, {keys} FROM ({self._scan(new, None)}) ANTI JOIN come"
+            " USING (f, r) ORDER BY f, r"
         )
         self._register("held_file", pa.table({"f": pa.array(held, pa.int32())}))
         back = self._query("SELECT f, r FROM come SEMI JOIN held_file USING (f) ORDER BY f, r")
         stay = f"SELECT us FROM ({self._scan(held, 'dead_held')}) ANTI JOIN gone USING (f, r)"
-        oldest, newest = run(f"SELECT min(us), max(us) FROM ({stay} UNION ALL SELECT us FROM come)").fetchall()[0]
+        oldest, newest = run(
+            f"SELECT min(us), max(us) FROM ({stay} UNION ALL SELECT us FROM come)"
+        ).fetchall()[0]
         come = self._number("SELECT count(*) FROM come")
         rows = come + (0 if self._served is None else self._served.rows) - gone.num_rows
         parts, names = self._files.parts, self._files.names()
         removed = int(np.asarray(gone.column("removed")).sum())
-        return NewestRows(rows, tuple(parts[names[f]] for f in new), gone, own_dead, removed, self._copied(back), oldest, newest)
+        return NewestRows(
+            rows,
+            tuple(parts[names[f]] for f in new),
+            gone,
+            own_dead,
+            removed,
+            self._copied(back),
+            oldest,
+            newest,
+        )
 
     def _copied(self, back: pa.Table) -> pa.Table:
         file, row = (np.asarray(back.column(name)) for name in ("f", "r"))
@@ -185,27 +235,41 @@ class _Rows:
         """As ``deletes.parquet`` has it."""
         found = self._query(sql)
         names = pa.array(self._files.names(), pa.string())
-        part = pa.DictionaryArray.from_arrays(found.column("f").combine_chunks().cast(pa.int32()), names)
+        part = pa.DictionaryArray.from_arrays(
+            found.column("f").combine_chunks().cast(pa.int32()), names
+        )
         columns = [part, *(found.column(name) for name in ("r", "removed", *self._keys))]
-        return pa.Table.from_arrays(columns, names=[*DELETES_SCHEMA.names, *(f"key_{name}" for name in self._entity)])
+        return pa.Table.from_arrays(
+            columns, names=[*DELETES_SCHEMA.names, *(f"key_{name}" for name in self._entity)]
+        )
 
     def _scan(self, files: Sequence[int], dead: str | None) -> str:
-        """SQL of file, row, key, ``computed_at`` (µs) and input hash of the rows of some files but for those in a table of dead ones."""
+        """SQL of file, row, key, ``computed_at`` (µs) and input hash of the rows of some files but
+        for those in a table of dead ones."""
         if not files:
             nothing = ", ".join(f"NULL::BIGINT AS {name}" for name in ("r", "us", "hash"))
-            typed = ", ".join(f"NULL::{kind} AS {key}" for key, kind in zip(self._keys, self._kinds(), strict=True))
+            typed = ", ".join(
+                f"NULL::{kind} AS {key}"
+                for key, kind in zip(self._keys, self._kinds(), strict=True)
+            )
             return f"SELECT NULL::INTEGER AS f, {typed}, {nothing} WHERE false"
         numbers = ", ".join(map(str, files))
-        columns = ", ".join(f'"{column}" AS {key}' for column, key in zip(self._entity, self._keys, strict=True))
+        columns = ", ".join(
+            f'"{column}" AS {key}' for column, key in zip(self._entity, self._keys, strict=True)
+        )
         read = (
-            f"SELECT ([{numbers}])[file_index::BIGINT + 1]::INTEGER AS f, file_row_number AS r, {columns}, epoch_us(computed_at) AS us, "
-            f"input_hash AS hash FROM {parquet_sql([self._files.path(f) for f in files])}"
+            f"SELECT ([{numbers}])[file_index::BIGINT + 1]::INTEGER AS f, file_row_number AS r,"
+            f" {columns}, epoch_us(computed_at) AS us, input_hash AS hash FROM"
+            f" {parquet_sql([self._files.path(f) for f in files])}"
         )
         return read if dead is None else f"SELECT * FROM ({read}) ANTI JOIN {dead} USING (f, r)"
 
     def _kinds(self) -> list[str]:
         schema = pq.read_schema(self._store.part_paths(self._ordered[-1])[0])
-        return ["BIGINT" if pa.types.is_integer(schema.field(column).type) else "VARCHAR" for column in self._entity]
+        return [
+            "BIGINT" if pa.types.is_integer(schema.field(column).type) else "VARCHAR"
+            for column in self._entity
+        ]
 
     def _register(self, name: str, table: pa.Table) -> None:
         self._connection.register("registered", table)

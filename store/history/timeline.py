@@ -1,4 +1,5 @@
-"""Timeline: which snapshot of a view answers at which time: the one that was served then, or the one with what is best known of that time."""
+"""Timeline: which snapshot of a view answers at which time: the one that was served then, or the
+one with what is best known of that time."""
 
 from __future__ import annotations
 
@@ -17,15 +18,18 @@ from precompute.store.offline.standing import Standing, keeps_live
 from precompute.store.offline.view_store import ViewStore
 
 Values = Literal["served", "best_known"]
-"""Which values count at a time: those that a lookup then was ``served`` from the store; or those that are ``best_known`` of it now, whenever they were computed and whether
-or not they were published."""
+"""Which values count at a time: those that a lookup then was ``served`` from the store; or those
+that are ``best_known`` of it now, whenever they were computed and whether or not they were
+published."""
 
 
 class Period(NamedTuple):
-    """From ``since_us`` (µs since 1970) until the next period ``snapshot`` answers; None where nothing that is retained does, and ``why`` says what there was.
+    """From ``since_us`` (µs since 1970) until the next period ``snapshot`` answers; None where
+    nothing that is retained does, and ``why`` says what there was.
 
-    Ages count from ``published_us`` at the latest, and from ``renewed_us`` at the earliest, as :class:`precompute.store.freshness.Sighting` has it; a row older than ``longest_s``
-    answers no more (None: whatever its age).
+    Ages count from ``published_us`` at the latest, and from ``renewed_us`` at the earliest, as
+    :class:`precompute.store.freshness.Sighting` has it; a row older than ``longest_s`` answers no
+    more (None: whatever its age).
     """
 
     since_us: int
@@ -44,15 +48,21 @@ class Period(NamedTuple):
         return young
 
     def ends_us(self, computed_us: int, until_us: int | None) -> int | None:
-        """Until when a row computed then answers, in a period that lasts until ``until_us``; None: as long as the period."""
+        """Until when a row computed then answers, in a period that lasts until ``until_us``; None:
+        as long as the period."""
         if self.longest_s is None:
             return until_us
-        expires_us = max(min(computed_us, self.published_us), self.renewed_us) + int(self.longest_s * 1e6) + 1
+        expires_us = (
+            max(min(computed_us, self.published_us), self.renewed_us)
+            + int(self.longest_s * 1e6)
+            + 1
+        )
         return expires_us if until_us is None else min(expires_us, until_us)
 
 
 def timeline(store: ViewStore, manifests: Mapping[int, Snapshot], values: Values) -> list[Period]:
-    """The periods of a view, in their order; the first begins with the first snapshot that can be read.
+    """The periods of a view, in their order; the first begins with the first snapshot that can be
+    read.
 
     Args:
         store: of the view.
@@ -69,21 +79,31 @@ def timeline(store: ViewStore, manifests: Mapping[int, Snapshot], values: Values
         raise RequestError(f"values are 'served' or 'best_known', not {values!r}")
     periods = served_periods(store, manifests)
     if not periods:
-        why = "none of the snapshots that were published is retained" if store.refs.publishings() else "it was never published"
+        why = (
+            "none of the snapshots that were published is retained"
+            if store.refs.publishings()
+            else "it was never published"
+        )
         raise SnapshotError(
-            f"view {store.name!r} has nothing that was served under {store.offline.root}: {why}; see its name, run it, or ask for values='best_known'"
+            f"view {store.name!r} has nothing that was served under {store.offline.root}: {why};"
+            " see its name, run it, or ask for values='best_known'"
         )
     return periods
 
 
 def served_periods(store: ViewStore, manifests: Mapping[int, Snapshot]) -> list[Period]:
-    """As :func:`timeline` of what was served; empty where that was nothing, or nothing of it is retained.
+    """As :func:`timeline` of what was served; empty where that was nothing, or nothing of it is
+    retained.
 
     Raises:
         SnapshotError: the log of publishings is damaged.
     """
     publishings = store.refs.publishings()
-    retained = [manifests[entry.snapshot] for entry in publishings if entry.snapshot is not None and entry.snapshot in manifests]
+    retained = [
+        manifests[entry.snapshot]
+        for entry in publishings
+        if entry.snapshot is not None and entry.snapshot in manifests
+    ]
     periods: list[Period] = []
     for entry in publishings if retained else ():
         period = _period(entry, manifests, retained[-1].view.entity)
@@ -101,7 +121,9 @@ def newest(periods: Sequence[Period]) -> Snapshot:
     return next(period.snapshot for period in reversed(periods) if period.snapshot is not None)
 
 
-def _period(entry: Publishing, manifests: Mapping[int, Snapshot], entity: tuple[str, ...]) -> Period:
+def _period(
+    entry: Publishing, manifests: Mapping[int, Snapshot], entity: tuple[str, ...]
+) -> Period:
     since_us, published_us = microseconds(entry.since), microseconds(entry.published_at)
     assert since_us is not None
     assert published_us is not None
@@ -111,24 +133,45 @@ def _period(entry: Publishing, manifests: Mapping[int, Snapshot], entity: tuple[
         if entry.snapshot is None:
             why = f"it was dropped at {entry.since}"
         elif snapshot is not None:
-            why = f"snapshot {snapshot.number}, which was live from {entry.since} on, had another key: {', '.join(snapshot.view.entity)}"
+            why = (
+                f"snapshot {snapshot.number}, which was live from {entry.since} on, had another"
+                f" key: {', '.join(snapshot.view.entity)}"
+            )
         return Period(since_us, None, 0, 0, None, why)
     renewed_us = max(snapshot.renewed_at or 0, entry.renewed_at or 0)
-    return Period(since_us, snapshot, published_us, renewed_us, snapshot.view.ttl_s + snapshot.view.stale_for_s)
+    return Period(
+        since_us,
+        snapshot,
+        published_us,
+        renewed_us,
+        snapshot.view.ttl_s + snapshot.view.stale_for_s,
+    )
 
 
 def _best_known(store: ViewStore, manifests: Mapping[int, Snapshot]) -> list[Period]:
     snapshots = [manifests[number] for number in sorted(manifests)]
     standing = Standing(store, manifests)
     # what is served of several partitions holds nothing that these have not
-    good = [snapshot for snapshot in snapshots if not snapshot.members and standing.why_void(snapshot) is None]
+    good = [
+        snapshot
+        for snapshot in snapshots
+        if not snapshot.members and standing.why_void(snapshot) is None
+    ]
     if not good:
         raise SnapshotError(
             f"view {store.name!r} has no snapshot under {store.offline.root} that counts"
-            + (f": all {len(snapshots)} were rolled back from or refused by a gate" if snapshots else "; see its name, or run it")
+            + (
+                f": all {len(snapshots)} were rolled back from or refused by a gate"
+                if snapshots
+                else "; see its name, or run it"
+            )
         )
     last = good[-1]
-    good = [s for s in good if (s.partition is None) == (last.partition is None) and s.view.entity == last.view.entity]
+    good = [
+        s
+        for s in good
+        if (s.partition is None) == (last.partition is None) and s.view.entity == last.view.entity
+    ]
     if last.partition is not None:
         good = [s for _, s in sorted({s.partition or "": s for s in good}.items())]
         # As in publishing: a day without rows takes the place of nothing.

@@ -37,7 +37,8 @@ class _Held:
 
 
 class Span(NamedTuple):
-    """A row of a file, and an unbroken run of snapshots, ``order[first]`` to ``order[end - 1]``, that it lives in."""
+    """A row of a file, and an unbroken run of snapshots, ``order[first]`` to ``order[end - 1]``,
+    that it lives in."""
 
     file: int
     row: int
@@ -48,14 +49,16 @@ class Span(NamedTuple):
 
 
 class Versions:
-    """The rows of some keys in all files of some snapshots, in DuckDB: ``span`` has one line for each unbroken run of snapshots, ``order[a]``
-    to ``order[b - 1]``, that a row lives in. Every file is read once, however many snapshots share it.
+    """The rows of some keys in all files of some snapshots, in DuckDB: ``span`` has one line for
+    each unbroken run of snapshots, ``order[a]`` to ``order[b - 1]``, that a row lives in. Every
+    file is read once, however many snapshots share it.
 
     Args:
         store: of the view.
         order: snapshots of one view with the same entity.
         manifests: all of the view's.
-        asked: the entity's columns, named by :func:`key_names`; for :meth:`known_at` also ``us`` (time, µs since 1970) and ``i`` (position).
+        asked: the entity's columns, named by :func:`key_names`; for :meth:`known_at` also ``us``
+            (time, µs since 1970) and ``i`` (position).
         memory_mb: DuckDB's memory limit; it spills to a temporary folder beyond.
     """
 
@@ -91,40 +94,60 @@ class Versions:
             raise
 
     def _load_rows(self, requested: pa.Table) -> None:
-        """Table ``found``: file, row, key, ``computed_at`` (µs) and input hash of every row of the keys requested."""
-        # Numbers are compared as numbers where all files and the question have them as such, and else all as the text they are written as.
+        """Table ``found``: file, row, key, ``computed_at`` (µs) and input hash of every row of the
+        keys requested."""
+        # Numbers are compared as numbers where all files and the question have them as such, and
+        # else all as the text they are written as.
         whole = [
-            pa.types.is_integer(requested.schema.field(key).type) and all(kind[number] == "BIGINT" for kind in self._kinds)
+            pa.types.is_integer(requested.schema.field(key).type)
+            and all(kind[number] == "BIGINT" for kind in self._kinds)
             for number, key in enumerate(self._keys)
         ]
-        casts = [f"AS {'BIGINT' if is_whole else 'VARCHAR'}) AS {key}" for is_whole, key in zip(whole, self._keys, strict=True)]
+        casts = [
+            f"AS {'BIGINT' if is_whole else 'VARCHAR'}) AS {key}"
+            for is_whole, key in zip(whole, self._keys, strict=True)
+        ]
         rest = [name for name in requested.column_names if name not in self._keys]
         compared = [f"TRY_CAST({key} {cast}" for key, cast in zip(self._keys, casts, strict=True)]
         self._register("asked", requested, ", ".join(compared + rest))
-        compared = [f'TRY_CAST("{column}" {cast}' for column, cast in zip(self.entity, casts, strict=True)]
+        compared = [
+            f'TRY_CAST("{column}" {cast}' for column, cast in zip(self.entity, casts, strict=True)
+        ]
         scans = []
         # a column that is a number in one file and text in another is read in two scans
         for kind in dict.fromkeys(self._kinds):
             first, count = self._kinds.index(kind), self._kinds.count(kind)
             scans.append(
-                f"SELECT (file_index + {first})::INTEGER AS f, file_row_number AS r, {', '.join(compared)}, epoch_us(computed_at) AS us, "
-                f"input_hash AS hash FROM {parquet_sql(self.paths[first : first + count])}"
+                f"SELECT (file_index + {first})::INTEGER AS f, file_row_number AS r,"
+                f" {', '.join(compared)}, epoch_us(computed_at) AS us, input_hash AS hash FROM"
+                f" {parquet_sql(self.paths[first : first + count])}"
             )
         if not scans:
-            scans.append(f"SELECT 0::INTEGER AS f, 0::BIGINT AS r, {self._listed}, 0 AS us, 0 AS hash FROM asked WHERE false")
+            scans.append(
+                f"SELECT 0::INTEGER AS f, 0::BIGINT AS r, {self._listed}, 0 AS us, 0 AS hash FROM"
+                " asked WHERE false"
+            )
         self._connection.execute(
-            f"CREATE TEMP TABLE found AS SELECT * FROM ({' UNION ALL '.join(scans)}) SEMI JOIN asked USING ({self._listed})"
+            f"CREATE TEMP TABLE found AS SELECT * FROM ({' UNION ALL '.join(scans)}) SEMI JOIN"
+            f" asked USING ({self._listed})"
         )
 
     def _load_spans(self, names: Sequence[str], deletes: Sequence[Path]) -> None:
-        """Table ``span``: the rows of ``found`` with each unbroken run of snapshots they live in."""
-        self._register("part", pa.table({"part": pa.array(names, pa.string()), "f": pa.array(range(len(names)), pa.int32())}))
+        """Table ``span``: the rows of ``found`` with each unbroken run of snapshots they live
+        in."""
+        self._register(
+            "part",
+            pa.table(
+                {"part": pa.array(names, pa.string()), "f": pa.array(range(len(names)), pa.int32())}
+            ),
+        )
         dead = f'SELECT part, "row" AS r, file_index::INTEGER AS d FROM {parquet_sql(deletes)}'
         if not deletes:
             dead = "SELECT part, 0::BIGINT AS r, 0::INTEGER AS d FROM part WHERE false"
         self._connection.execute(
-            f"CREATE TEMP TABLE gone AS SELECT f, r, list(DISTINCT d ORDER BY d) AS ds FROM (SELECT part.f, dead.r, dead.d FROM ({dead}) dead "
-            "JOIN part USING (part)) SEMI JOIN found USING (f, r) GROUP BY f, r"
+            "CREATE TEMP TABLE gone AS SELECT f, r, list(DISTINCT d ORDER BY d) AS ds FROM (SELECT"
+            f" part.f, dead.r, dead.d FROM ({dead}) dead JOIN part USING (part)) SEMI JOIN found"
+            " USING (f, r) GROUP BY f, r"
         )
         # Few deletes name one row, so the rows of a file have few fates between them.
         fates = self._query("SELECT DISTINCT f, ds FROM gone").to_pylist()
@@ -132,19 +155,25 @@ class Versions:
         for fate, row in enumerate(fates, start=1):
             alive = self._lives[row["f"]].difference(*(self._deaths[d] for d in row["ds"]))
             life += [(row["f"], fate, *run) for run in _runs(alive)]
-        ends = pa.schema([("f", pa.int32()), ("fate", pa.int32()), ("a", pa.int32()), ("b", pa.int32())])
-        self._register("life", pa.Table.from_pylist([dict(zip(ends.names, line, strict=True)) for line in life], ends))
+        ends = pa.schema(
+            [("f", pa.int32()), ("fate", pa.int32()), ("a", pa.int32()), ("b", pa.int32())]
+        )
+        self._register(
+            "life",
+            pa.Table.from_pylist([dict(zip(ends.names, line, strict=True)) for line in life], ends),
+        )
         fated = [row | {"fate": fate} for fate, row in enumerate(fates, start=1)]
         schema = pa.schema([("f", pa.int32()), ("ds", pa.list_(pa.int32())), ("fate", pa.int32())])
         self._register("fate", pa.Table.from_pylist(fated, schema))
         self._connection.execute(
-            f"CREATE TEMP TABLE span AS SELECT found.f, found.r, {self._listed}, us, hash, a, b FROM found "
-            "LEFT JOIN (SELECT f, r, fate FROM gone JOIN fate USING (f, ds)) died USING (f, r) "
-            "JOIN life ON life.f = found.f AND life.fate = coalesce(died.fate, 0)"
+            f"CREATE TEMP TABLE span AS SELECT found.f, found.r, {self._listed}, us, hash, a, b"
+            " FROM found LEFT JOIN (SELECT f, r, fate FROM gone JOIN fate USING (f, ds)) died"
+            " USING (f, r) JOIN life ON life.f = found.f AND life.fate = coalesce(died.fate, 0)"
         )
 
     def known_at(self, periods: Sequence[Period], max_age_s: float | None) -> pa.Table:
-        """For each row requested, in its order, the file ``f`` and row ``r`` of the value that answered at its time; null for none.
+        """For each row requested, in its order, the file ``f`` and row ``r`` of the value that
+        answered at its time; null for none.
 
         Args:
             periods: of snapshots of ``order``.
@@ -158,7 +187,10 @@ class Versions:
                 "s": None if period.snapshot is None else position[period.snapshot.number],
                 "published": period.published_us,
                 "renewed": period.renewed_us,
-                "longest": min([*limits, *(() if period.longest_s is None else (period.longest_s,))], default=None),
+                "longest": min(
+                    [*limits, *(() if period.longest_s is None else (period.longest_s,))],
+                    default=None,
+                ),
             }
             for period in periods
         ]
@@ -166,17 +198,26 @@ class Versions:
         kinds = pa.schema({**whole, "s": pa.int32(), "longest": pa.float64()})
         self._register("place", pa.Table.from_pylist(places, kinds))
         same_key = " AND ".join(f"at_time.{key} = span.{key}" for key in self._keys)
-        # A key has one row in a snapshot: of its runs of snapshots the last that begins by then is the only one that may last until then. And of floats,
-        # as lookups compare: no row is a microsecond older here than it was there.
-        answers = "s < b AND (longest IS NULL OR greatest(0, at_us - greatest(least(span.us, published), renewed))::DOUBLE / 1e6 <= longest)"
+        # A key has one row in a snapshot: of its runs of snapshots the last that begins by then is
+        # the only one that may last until then. And of floats, as lookups compare: no row is a
+        # microsecond older here than it was there.
+        answers = (
+            "s < b AND (longest IS NULL OR greatest(0, at_us - greatest(least(span.us, published),"
+            " renewed))::DOUBLE / 1e6 <= longest)"
+        )
         return self._query(
-            f"SELECT CASE WHEN {answers} THEN f END AS f, CASE WHEN {answers} THEN r END AS r FROM (SELECT asked.* EXCLUDE (us), asked.us AS at_us, "
-            f"place.* FROM asked ASOF LEFT JOIN place ON asked.us >= place.since) at_time ASOF LEFT JOIN span ON {same_key} AND at_time.s >= span.a ORDER BY i"
+            f"SELECT CASE WHEN {answers} THEN f END AS f, CASE WHEN {answers} THEN r END AS r FROM"
+            " (SELECT asked.* EXCLUDE (us), asked.us AS at_us, place.* FROM asked ASOF LEFT JOIN"
+            f" place ON asked.us >= place.since) at_time ASOF LEFT JOIN span ON {same_key} AND"
+            " at_time.s >= span.a ORDER BY i"
         )
 
     def spans(self) -> list[Span]:
         """Every span, the earliest first."""
-        return [Span(*line.values()) for line in self._query("SELECT f, r, us, hash, a, b FROM span ORDER BY a").to_pylist()]
+        return [
+            Span(*line.values())
+            for line in self._query("SELECT f, r, us, hash, a, b FROM span ORDER BY a").to_pylist()
+        ]
 
     def _register(self, name: str, table: pa.Table, columns: str = "*") -> None:
         self._connection.register("registered", table)
@@ -201,7 +242,8 @@ class Versions:
 def _held(
     store: ViewStore, order: Sequence[Snapshot], manifests: Mapping[int, Snapshot]
 ) -> tuple[dict[str, _Held], dict[str, _Held]]:
-    """The parts, and the files of deletes, that any of the snapshots holds, by their names in the manifests."""
+    """The parts, and the files of deletes, that any of the snapshots holds, by their names in the
+    manifests."""
     parts: dict[str, _Held] = {}
     deletes: dict[str, _Held] = {}
     for position, snapshot in enumerate(order):
@@ -209,11 +251,15 @@ def _held(
             for part in layer.parts:
                 parts.setdefault(part.path, _Held(part, layer)).positions.add(position)
             if layer.deletes is not None:
-                deletes.setdefault(layer.deletes.path, _Held(layer.deletes, layer)).positions.add(position)
+                deletes.setdefault(layer.deletes.path, _Held(layer.deletes, layer)).positions.add(
+                    position
+                )
     return parts, deletes
 
 
-def _chain(store: ViewStore, manifests: Mapping[int, Snapshot], snapshot: Snapshot) -> list[Snapshot]:
+def _chain(
+    store: ViewStore, manifests: Mapping[int, Snapshot], snapshot: Snapshot
+) -> list[Snapshot]:
     layers = [snapshot]
     while (parent := layers[-1].parent) is not None:
         layers.append(manifests[parent] if parent in manifests else store.snapshot(parent))
@@ -222,7 +268,10 @@ def _chain(store: ViewStore, manifests: Mapping[int, Snapshot], snapshot: Snapsh
 
 def _key_kinds(path: Path, entity: Sequence[str]) -> tuple[str, ...]:
     schema = pq.read_schema(path)
-    return tuple("BIGINT" if pa.types.is_integer(schema.field(column).type) else "VARCHAR" for column in entity)
+    return tuple(
+        "BIGINT" if pa.types.is_integer(schema.field(column).type) else "VARCHAR"
+        for column in entity
+    )
 
 
 def _runs(positions: set[int]) -> Iterator[tuple[int, int]]:
@@ -234,8 +283,14 @@ def _runs(positions: set[int]) -> Iterator[tuple[int, int]]:
         yield a, b
 
 
-def rows_at(paths: Sequence[Path], file: npt.NDArray[np.int32], row: npt.NDArray[np.int64], schema: pa.Schema) -> pa.Table:
-    """The rows ``row`` of ``paths[file]``, null where ``file`` is -1; each is read once, and memory holds one row group beside them."""
+def rows_at(
+    paths: Sequence[Path],
+    file: npt.NDArray[np.int32],
+    row: npt.NDArray[np.int64],
+    schema: pa.Schema,
+) -> pa.Table:
+    """The rows ``row`` of ``paths[file]``, null where ``file`` is -1; each is read once, and memory
+    holds one row group beside them."""
     order = np.lexsort((row, file))
     order = order[file[order] >= 0]
     files, rows = file[order], row[order]
@@ -252,10 +307,14 @@ def rows_at(paths: Sequence[Path], file: npt.NDArray[np.int32], row: npt.NDArray
 
 
 def _rows_of(path: Path, rows: npt.NDArray[np.int64], schema: pa.Schema) -> Iterator[pa.Table]:
-    """The rows (ascending) of one file, with the columns of ``schema``: null where the file has none of that name and type."""
+    """The rows (ascending) of one file, with the columns of ``schema``: null where the file has
+    none of that name and type."""
     with pq.ParquetFile(path) as parquet:
         have = [
-            f.name for f in schema if f.name in parquet.schema_arrow.names and parquet.schema_arrow.field(f.name).type == f.type
+            f.name
+            for f in schema
+            if f.name in parquet.schema_arrow.names
+            and parquet.schema_arrow.field(f.name).type == f.type
         ]
         first = 0
         for group in range(parquet.metadata.num_row_groups):
@@ -263,17 +322,30 @@ def _rows_of(path: Path, rows: npt.NDArray[np.int64], schema: pa.Schema) -> Iter
             here = rows[np.searchsorted(rows, first) : np.searchsorted(rows, last)] - first
             if len(here):
                 table = parquet.read_row_group(group, columns=have).take(pa.array(here))
-                columns = [table.column(f.name).cast(f.type) if f.name in have else pa.nulls(len(here), f.type) for f in schema]
+                columns = [
+                    (
+                        table.column(f.name).cast(f.type)
+                        if f.name in have
+                        else pa.nulls(len(here), f.type)
+                    )
+                    for f in schema
+                ]
                 yield pa.Table.from_arrays(columns, schema=schema)
             first = last
 
 
 @contextlib.contextmanager
 def reading(view: str) -> Iterator[None]:
-    """What goes wrong while a view's history is read, as a :class:`precompute.store.errors.SnapshotError`."""
+    """What goes wrong while a view's history is read, as a
+    :class:`precompute.store.errors.SnapshotError`."""
     try:
         yield
     except duckdb.OutOfMemoryException as exc:
-        raise SnapshotError(f"the history of view {view!r} does not fit into DuckDB's memory: raise memory_mb ({exc})") from exc
+        raise SnapshotError(
+            f"the history of view {view!r} does not fit into DuckDB's memory: raise memory_mb"
+            f" ({exc})"
+        ) from exc
     except (duckdb.Error, pa.ArrowException, OSError) as exc:
-        raise SnapshotError(f"the history of view {view!r} cannot be read: {str(exc).strip()[:300]}") from exc
+        raise SnapshotError(
+            f"the history of view {view!r} cannot be read: {str(exc).strip()[:300]}"
+        ) from exc

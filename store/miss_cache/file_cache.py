@@ -1,4 +1,5 @@
-"""File cache: rows cached beside table files, in SQLite: processes write and read it side by side, and none waits for another's disk."""
+"""File cache: rows cached beside table files, in SQLite: processes write and read it side by side,
+and none waits for another's disk."""
 
 from __future__ import annotations
 
@@ -16,7 +17,10 @@ log = logging.getLogger(__name__)
 WAIT_S = 0.05
 """How long another process's write is waited for."""
 
-_TABLE = "CREATE TABLE IF NOT EXISTS computed (view TEXT, slot INTEGER, over INTEGER, record BLOB, PRIMARY KEY (view, slot)) WITHOUT ROWID"
+_TABLE = (
+    "CREATE TABLE IF NOT EXISTS computed (view TEXT, slot INTEGER, over INTEGER, record BLOB,"
+    " PRIMARY KEY (view, slot)) WITHOUT ROWID"
+)
 
 
 class MissCacheFile(MissCache):
@@ -28,7 +32,9 @@ class MissCacheFile(MissCache):
         clock: as of :class:`MissCache`.
     """
 
-    def __init__(self, folder: Path, limits: MissCacheLimits, clock: Callable[[], int] = clock_us) -> None:
+    def __init__(
+        self, folder: Path, limits: MissCacheLimits, clock: Callable[[], int] = clock_us
+    ) -> None:
         super().__init__(limits, clock)
         self._path = folder / "rows.sqlite"
         self._lock = threading.Lock()
@@ -61,8 +67,8 @@ class MissCacheFile(MissCache):
             self._close()
 
     def _opened(self, make: bool) -> sqlite3.Connection | None:
-        """The file that lies there now: another process may have let go of the one before. None where there is none and none is made: who reads waits
-        for nobody who writes."""
+        """The file that lies there now: another process may have let go of the one before. None
+        where there is none and none is made: who reads waits for nobody who writes."""
         identity = self._identity()
         if self._connection is not None and identity != self._opened_identity:
             self._close()

@@ -1,7 +1,9 @@
-"""Miss cache: what models computed for misses, and that there was nothing to compute, retained for a while beside what is published.
+"""Miss cache: what models computed for misses, and that there was nothing to compute, retained for
+a while beside what is published.
 
-What is cached counts under the very publishing and model that it was computed under, or not at all. It lies in as many slots as a view may have: a key's slot comes
-from its hash, and who comes later takes it, so that rows and bytes are bounded without counting them.
+What is cached counts under the very publishing and model that it was computed under, or not at all.
+It lies in as many slots as a view may have: a key's slot comes from its hash, and who comes later
+takes it, so that rows and bytes are bounded without counting them.
 """
 
 from __future__ import annotations
@@ -28,15 +30,18 @@ from precompute.store.online.online_store import Pointer
 from precompute.store.telemetry.instruments import CACHE, Meter
 
 JITTER = 0.1
-"""By this share of it a row is cached shorter, at random: what was computed at once is not computed again at once."""
+"""By this share of it a row is cached shorter, at random: what was computed at once is not computed
+again at once."""
 
 VARIABLE_BYTES = 4096
 """Most bytes of strings and lists in a row that is cached."""
 
 _RECORD = struct.Struct("<16sqI")
-"""Digest of view, model, publishing and key; when it is over, µs since 1970; the snapshot. The packed row follows, or nothing: there is no such entity."""
+"""Digest of view, model, publishing and key; when it is over, µs since 1970; the snapshot. The
+packed row follows, or nothing: there is no such entity."""
 _SEAL_BYTES = 8
-"""xxh3 of all that, before it: a row vouches for itself, and a record cut short would say that there is no such entity."""
+"""xxh3 of all that, before it: a row vouches for itself, and a record cut short would say that
+there is no such entity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +58,17 @@ def clock_us() -> int:
 
 
 class CachedMiss(NamedTuple):
-    """A packed row to keep under a key, or under what :func:`input_names` says, or None: there is no such entity."""
+    """A packed row to keep under a key, or under what :func:`input_names` says, or None: there is
+    no such entity."""
 
     key: str
     row: bytes | None
 
 
 def input_names(inputs: Mapping[str, Any], key: str) -> tuple[str, str] | None:
-    """Under what a row is cached that was computed from a request's inputs: where the model reads nothing else, and where it reads the key too. No key is such a name, so that
-    what a request brings is never taken for what the source says. None: such inputs are not cached.
+    """Under what a row is cached that was computed from a request's inputs: where the model reads
+    nothing else, and where it reads the key too. No key is such a name, so that what a request
+    brings is never taken for what the source says. None: such inputs are not cached.
 
     Args:
         inputs: input column → value, as JSON has them.
@@ -71,12 +78,16 @@ def input_names(inputs: Mapping[str, Any], key: str) -> tuple[str, str] | None:
         text = json.dumps(inputs, sort_keys=True)
     except (TypeError, ValueError):
         return None
-    alone, keyed = (hashlib.blake2b(f"{key}\0{text}".encode(errors="surrogatepass"), digest_size=16) for key in ("", key))
+    alone, keyed = (
+        hashlib.blake2b(f"{key}\0{text}".encode(errors="surrogatepass"), digest_size=16)
+        for key in ("", key)
+    )
     return f"\0{alone.hexdigest()}", f"\0{keyed.hexdigest()}"
 
 
 class MissCache(ABC):
-    """What is cached, by view and key. Reading and writing never raise: without it, a row is computed once more.
+    """What is cached, by view and key. Reading and writing never raise: without it, a row is
+    computed once more.
 
     Args:
         limits: of each view; the same for all who use one store.
@@ -87,9 +98,11 @@ class MissCache(ABC):
         self._limits, self._now_us = limits, clock
 
     def read(self, pointer: Pointer, keys: Sequence[str]) -> dict[str, bytes | None]:
-        """What is cached of these keys: their packed rows, to be verified as any, and None where there is known to be no such entity."""
+        """What is cached of these keys: their packed rows, to be verified as any, and None where
+        there is known to be no such entity."""
         space, now_us = Space.of(pointer, self._limits), self._now_us()
-        # what would be over later than that was written by a clock that was wrong, or before ours was set back
+        # what would be over later than that was written by a clock that was wrong, or before ours
+        # was set back
         latest_us = now_us + space.longest_us + AHEAD_US
         slots = [space.slot(key) for key in keys]
         records = self._get(space, [number for number, _ in slots])
@@ -97,7 +110,10 @@ class MissCache(ABC):
         for key, (number, digest) in zip(keys, slots, strict=True):
             sealed = records.get(number, b"")
             record = sealed[_SEAL_BYTES:]
-            if len(record) < _RECORD.size or hash_of(record).to_bytes(8, "little") != sealed[:_SEAL_BYTES]:
+            if (
+                len(record) < _RECORD.size
+                or hash_of(record).to_bytes(8, "little") != sealed[:_SEAL_BYTES]
+            ):
                 continue
             whose, over_us, snapshot = _RECORD.unpack_from(record)
             if whose == digest and now_us < over_us <= latest_us and snapshot == pointer.snapshot:
@@ -105,7 +121,8 @@ class MissCache(ABC):
         return found
 
     def write(self, pointer: Pointer, rows: Sequence[CachedMiss]) -> int:
-        """Keep these, and say how many are cached: those that are too large are not, and none where the store takes none."""
+        """Keep these, and say how many are cached: those that are too large are not, and none where
+        the store takes none."""
         space, now_us = Space.of(pointer, self._limits), self._now_us()
         records: dict[int, tuple[bytes, int]] = {}
         for key, row in rows:
@@ -123,7 +140,8 @@ class MissCache(ABC):
 
     @abstractmethod
     def _put(self, space: Space, records: dict[int, tuple[bytes, int]]) -> bool:
-        """Slot → its record, and when (µs since 1970) that is over; in place of what was there. False where they could not be written."""
+        """Slot → its record, and when (µs since 1970) that is over; in place of what was there.
+        False where they could not be written."""
 
     @abstractmethod
     def close(self) -> None:
@@ -131,8 +149,9 @@ class MissCache(ABC):
 
 
 class Space(NamedTuple):
-    """Where a view's rows are cached: so many slots, of so many bytes at most. ``publishing`` tells whose rows count: snapshots' numbers start at 1 again in a
-    view whose data was dropped, and in one that another project took over."""
+    """Where a view's rows are cached: so many slots, of so many bytes at most. ``publishing`` tells
+    whose rows count: snapshots' numbers start at 1 again in a view whose data was dropped, and in
+    one that another project took over."""
 
     view: str
     model: str
@@ -145,7 +164,9 @@ class Space(NamedTuple):
     @classmethod
     def of(cls, pointer: Pointer, limits: MissCacheLimits) -> Space:
         codec = RowCodec(pointer.view)
-        record_bytes = _SEAL_BYTES + _RECORD.size + codec.fixed_bytes + (0 if codec.exact else VARIABLE_BYTES)
+        record_bytes = (
+            _SEAL_BYTES + _RECORD.size + codec.fixed_bytes + (0 if codec.exact else VARIABLE_BYTES)
+        )
         slots = max(1, min(limits.rows, limits.size_bytes // record_bytes))
         longest_us = int(max(pointer.view.keep_s, pointer.view.keep_missing_s) * 1e6)
         publishing = f"{pointer.owner} {pointer.epoch} {pointer.at}"
@@ -154,7 +175,9 @@ class Space(NamedTuple):
     def slot(self, key: str) -> tuple[int, bytes]:
         """A key's slot, and what tells it from others there."""
         parts = (self.view, self.model, self.publishing, key)
-        digest = hashlib.blake2b(b"\0".join(part.encode() for part in parts), digest_size=24).digest()
+        digest = hashlib.blake2b(
+            b"\0".join(part.encode() for part in parts), digest_size=24
+        ).digest()
         return int.from_bytes(digest[16:], "little") % self.slots, digest[:16]
 
 
@@ -165,14 +188,16 @@ MOST_WAITING = 4096
 
 JUST_S = 1.0
 MOST_LATEST = 4096
-"""How long, and how many rows, are at hand after they were computed: they are written behind, and the caller may have looked before."""
+"""How long, and how many rows, are at hand after they were computed: they are written behind, and
+the caller may have looked before."""
 
 _Row = tuple[str, tuple[int, str], str]
 """View, publishing and key."""
 
 
 BEHIND_S = 0.005
-"""Before what came is written: its answers leave first, and what is computed together is written together."""
+"""Before what came is written: its answers leave first, and what is computed together is written
+together."""
 
 
 class MissCacheWriter:
@@ -185,14 +210,17 @@ class MissCacheWriter:
 
     def __init__(self, cache: MissCache, meter: Meter) -> None:
         self._cache = cache
-        self._stored, self._dropped = (meter.counter(CACHE, "miss_cache", outcome) for outcome in ("stored", "dropped"))
+        self._stored, self._dropped = (
+            meter.counter(CACHE, "miss_cache", outcome) for outcome in ("stored", "dropped")
+        )
         self._waiting: queue.Queue[tuple[Pointer, CachedMiss]] = queue.Queue(MOST_WAITING)
         self._latest: dict[_Row, tuple[float, Computed | Miss]] = {}
         """What came last, in order, with its time (monotonic)."""
         threading.Thread(target=self._write, name="miss-cache", daemon=True).start()
 
     def put(self, pointer: Pointer, key: str, result: Computed | Miss) -> None:
-        """Keep what was computed under a pointer, as the view wants it stored; a miss says that there is no such entity. Returns at once."""
+        """Keep what was computed under a pointer, as the view wants it stored; a miss says that
+        there is no such entity. Returns at once."""
         row = result.row if isinstance(result, Computed) else None
         if (pointer.view.keep_missing_s if row is None else pointer.view.keep_s) <= 0:
             return
@@ -208,7 +236,9 @@ class MissCacheWriter:
 
     def just_now(self, pointer: Pointer, key: str) -> Computed | Miss | None:
         """What was put so lately that the caller may not have seen it stored yet."""
-        at, result = self._latest.get((pointer.view.name, pointer.publishing, key), (-math.inf, None))
+        at, result = self._latest.get(
+            (pointer.view.name, pointer.publishing, key), (-math.inf, None)
+        )
         return result if time.monotonic() - at <= JUST_S else None
 
     def _write(self) -> None:

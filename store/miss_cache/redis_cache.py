@@ -1,4 +1,5 @@
-"""Redis cache: a hash for each view and model, its fields the slots. It goes by itself once nothing was written for as long as a row is cached."""
+"""Redis cache: a hash for each view and model, its fields the slots. It goes by itself once nothing
+was written for as long as a row is cached."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ class MissCacheRedis(MissCache):
         ConfigError: the URL cannot be read.
     """
 
-    def __init__(self, url: str, limits: MissCacheLimits, clock: Callable[[], int] = clock_us) -> None:
+    def __init__(
+        self, url: str, limits: MissCacheLimits, clock: Callable[[], int] = clock_us
+    ) -> None:
         super().__init__(limits, clock)
         options = RedisOptions.of(url)
         self._prefix = options.prefix
@@ -35,16 +38,26 @@ class MissCacheRedis(MissCache):
     def _get(self, space: Space, slots: Sequence[int]) -> dict[int, bytes]:
         name = self._name(space)
         try:
-            (records,) = self._servers.ask(name, [("HMGET", name, *map(str, slots))], f"read cached rows of {space.view!r}")
+            (records,) = self._servers.ask(
+                name, [("HMGET", name, *map(str, slots))], f"read cached rows of {space.view!r}"
+            )
         except OnlineStoreError as exc:
             log.debug("%s", exc)
             return {}
-        return {slot: record for slot, record in zip(slots, records, strict=True) if record is not None}
+        return {
+            slot: record for slot, record in zip(slots, records, strict=True) if record is not None
+        }
 
     def _put(self, space: Space, records: dict[int, tuple[bytes, int]]) -> bool:
-        name, fields = self._name(space), [part for slot, (record, _) in records.items() for part in (str(slot), record)]
+        name, fields = (
+            self._name(space),
+            [part for slot, (record, _) in records.items() for part in (str(slot), record)],
+        )
         # in one go: a writer that ends leaves none behind that stays for ever
-        commands = [("HSET", name, *fields), ("PEXPIRE", name, str(max(1, space.longest_us // 1000)))]
+        commands = [
+            ("HSET", name, *fields),
+            ("PEXPIRE", name, str(max(1, space.longest_us // 1000))),
+        ]
         try:
             self._servers.ask(name, commands, f"keep rows of {space.view!r}")
         except OnlineStoreError as exc:

@@ -1,6 +1,8 @@
-"""Catalog: one line for each manifest of a view, so that a run need not parse them all. Derived from them, and never believed without them.
+"""Catalog: one line for each manifest of a view, so that a run need not parse them all. Derived
+from them, and never believed without them.
 
-<root>/<view>/refs/catalog.jsonl      <crc32 of the rest> [number, size, mtime_ns, run, partition, parent, created_at, refused_by, files, members, rows, computation]
+<root>/<view>/refs/catalog.jsonl      <crc32 of the rest> [number, size, mtime_ns, run, partition,
+parent, created_at, refused_by, files, members, rows, computation]
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from precompute.store.offline.snapshot import Snapshot
 log = logging.getLogger(__name__)
 
 _SPARE_LINES = 256
-"""Lines of removed manifests, beyond as many as there are manifests, before the file is rewritten without them."""
+"""Lines of removed manifests, beyond as many as there are manifests, before the file is rewritten
+without them."""
 
 
 Stamp = tuple[int, int]
@@ -30,7 +33,8 @@ Stamp = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What choosing and removing snapshots takes of a manifest. ``files`` are the paths of parts, deletes, rejected rows and a given frame, from the view's folder."""
+    """What choosing and removing snapshots takes of a manifest. ``files`` are the paths of parts,
+    deletes, rejected rows and a given frame, from the view's folder."""
 
     number: int
     run: str
@@ -48,7 +52,11 @@ class Entry:
     @classmethod
     def of(cls, number: int, snapshot: Snapshot) -> Entry:
         """What the manifest of this number says."""
-        files = tuple(part.path for part in (*snapshot.parts, snapshot.deletes, snapshot.rejected) if part is not None)
+        files = tuple(
+            part.path
+            for part in (*snapshot.parts, snapshot.deletes, snapshot.rejected)
+            if part is not None
+        )
         files += () if snapshot.frame is None else (snapshot.frame,)
         refused = tuple(snapshot.refused_by)
         members = tuple(sorted(snapshot.members.values()))
@@ -68,8 +76,9 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """All manifests of a view, ascending by number: what is known of them, and which cannot be read, with the reason. A damaged one that was whole
-    when its line was written and has the same size and time is among the entries."""
+    """All manifests of a view, ascending by number: what is known of them, and which cannot be
+    read, with the reason. A damaged one that was whole when its line was written and has the same
+    size and time is among the entries."""
 
     entries: dict[int, Entry]
     damaged: dict[int, SnapshotError]
@@ -78,21 +87,29 @@ class Catalog:
 
 
 def read_catalog(manifests: Path, path: Path, before: Catalog | None = None) -> Catalog:
-    """The catalog of a view, completed on disk where it lacks lines; that it cannot be written is no error.
+    """The catalog of a view, completed on disk where it lacks lines; that it cannot be written is
+    no error.
 
-    A line counts while the manifest it tells of is there with the size and time noted, and while its own checksum holds; a manifest without such a
-    line is parsed, and its line appended. So the file may be lost, torn, behind, or of another machine: then more is parsed, and nothing else changes.
-    A damaged manifest has no line of its own unless it was whole once; what it named is known then, and it can be removed like any other.
+    A line counts while the manifest it tells of is there with the size and time noted, and while
+    its own checksum holds; a manifest without such a line is parsed, and its line appended. So the
+    file may be lost, torn, behind, or of another machine: then more is parsed, and nothing else
+    changes. A damaged manifest has no line of its own unless it was whole once; what it named is
+    known then, and it can be removed like any other.
 
     Args:
         manifests: the view's folder of manifests.
         path: of the catalog.
-        before: what was read of it earlier: its lines are parsed again only when a manifest came or changed.
+        before: what was read of it earlier: its lines are parsed again only when a manifest came or
+            changed.
     """
     stamps = dict(sorted(_stamps(manifests)))
     entries: dict[int, Entry] = {}
     if before is not None:
-        entries = {n: before.entries[n] for n, stamp in stamps.items() if n in before.entries and before.stamps[n] == stamp}
+        entries = {
+            n: before.entries[n]
+            for n, stamp in stamps.items()
+            if n in before.entries and before.stamps[n] == stamp
+        }
         if len(entries) == len(stamps):
             return Catalog(entries, {}, stamps)
     lines = _lines(path)
@@ -121,7 +138,12 @@ def read_catalog(manifests: Path, path: Path, before: Catalog | None = None) -> 
     # No space, or not ours to write: it is derived again the next time.
     with contextlib.suppress(OSError):
         if len(lines) > 2 * len(stamps) + _SPARE_LINES:
-            replace_undurably(path, b"\n".join([b"", *(_line(stamps[number], entry) for number, entry in entries.items()), b""]))
+            replace_undurably(
+                path,
+                b"\n".join(
+                    [b"", *(_line(stamps[number], entry) for number, entry in entries.items()), b""]
+                ),
+            )
         elif new and path.parent.is_dir():
             _append(path, new)
     return Catalog(dict(sorted(entries.items())), damaged, stamps)
@@ -131,7 +153,9 @@ def add_to_catalog(manifests: Path, path: Path, snapshot: Snapshot) -> None:
     """Note a manifest that was just created; that it cannot be is no error."""
     with contextlib.suppress(OSError):
         stat = (manifests / f"{snapshot.number:020d}.json").stat()
-        _append(path, [_line((stat.st_size, stat.st_mtime_ns), Entry.of(snapshot.number, snapshot))])
+        _append(
+            path, [_line((stat.st_size, stat.st_mtime_ns), Entry.of(snapshot.number, snapshot))]
+        )
 
 
 def _stamps(manifests: Path) -> Iterator[tuple[int, Stamp]]:
@@ -161,10 +185,21 @@ def _lines(path: Path) -> dict[int, tuple[Stamp, Entry]]:
             continue
         try:
             if int(line[:8], 16) == zlib.crc32(line[9:]):
-                number, size, mtime_ns, run, partition, parent, created_at, *of = json.loads(line[9:])
+                number, size, mtime_ns, run, partition, parent, created_at, *of = json.loads(
+                    line[9:]
+                )
                 refused, files, members, rows, computation = of
                 named = tuple(refused), tuple(files), tuple(members)
-                entry = Entry(number, run, partition, parent, created_at, *named, rows=rows, computation=computation)
+                entry = Entry(
+                    number,
+                    run,
+                    partition,
+                    parent,
+                    created_at,
+                    *named,
+                    rows=rows,
+                    computation=computation,
+                )
                 lines[number] = (size, mtime_ns), entry
         except (ValueError, TypeError):
             continue
@@ -173,13 +208,23 @@ def _lines(path: Path) -> dict[int, tuple[Stamp, Entry]]:
 
 def _line(stamp: Stamp, entry: Entry) -> bytes:
     named = (entry.files, entry.members, entry.rows, entry.computation)
-    values = [entry.number, *stamp, entry.run, entry.partition, entry.parent, entry.created_at, entry.refused_by, *named]
+    values = [
+        entry.number,
+        *stamp,
+        entry.run,
+        entry.partition,
+        entry.parent,
+        entry.created_at,
+        entry.refused_by,
+        *named,
+    ]
     body = json.dumps(values).encode()
     return b"%08x %s" % (zlib.crc32(body), body)
 
 
 def _append(path: Path, lines: list[bytes]) -> None:
-    """One write to the file's end: a line that another one tore before it stays apart by the newline it begins with."""
+    """One write to the file's end: a line that another one tore before it stays apart by the
+    newline it begins with."""
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         os.write(descriptor, b"\n" + b"\n".join(lines) + b"\n")

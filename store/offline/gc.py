@@ -27,8 +27,9 @@ KEPT_REPORTS = 1000
 """Reports of runs retained for each view: at one run an hour, six weeks."""
 
 SWEPT_FOLDERS = 64
-"""Folders of runs whose snapshot stays that one run's collection looks through for leftovers, each time others: its cost does not grow with the number
-of snapshots. Folders of runs without a snapshot are looked at every time."""
+"""Folders of runs whose snapshot stays that one run's collection looks through for leftovers, each
+time others: its cost does not grow with the number of snapshots. Folders of runs without a snapshot
+are looked at every time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,27 +54,33 @@ def collect(
 ) -> list[Garbage]:
     """Find what may go, and remove it.
 
-    A snapshot stays while anything can reach it: it is live, was live before, is pinned, is one of the newest, is younger than the grace, was rolled
-    back from last or gone back to then, another view's live snapshot was computed from it, or one that stays builds on it. Files no manifest names
-    are what killed runs left; they go after the grace too, since the next run may take them over until then.
+    A snapshot stays while anything can reach it: it is live, was live before, is pinned, is one of
+    the newest, is younger than the grace, was rolled back from last or gone back to then, another
+    view's live snapshot was computed from it, or one that stays builds on it. Files no manifest
+    names are what killed runs left; they go after the grace too, since the next run may take them
+    over until then.
 
-    A manifest that cannot be read holds up what it may need, and no more. Where the catalog knows what it said when it was whole, it is treated as any
-    other. Where not, every older snapshot stays, since it may build on any of them, and every file that was there when it was committed; what came later
-    is collected as ever. :func:`forget` gives such a snapshot up.
+    A manifest that cannot be read holds up what it may need, and no more. Where the catalog knows
+    what it said when it was whole, it is treated as any other. Where not, every older snapshot
+    stays, since it may build on any of them, and every file that was there when it was committed;
+    what came later is collected as ever. :func:`forget` gives such a snapshot up.
 
     Args:
         store: of the view.
         keep: newest snapshots to keep, of each partition.
         grace_s: nothing younger goes.
-        leases: what the caller holds: the publishing lease, and its run's if it is one. They are checked before each removal; chunks of
-            killed runs go only under the lease of their partition.
+        leases: what the caller holds: the publishing lease, and its run's if it is one. They are
+            checked before each removal; chunks of killed runs go only under the lease of their
+            partition.
         dry_run: only find it.
         now_s: seconds since 1970; now by default.
-        swept: how many folders of snapshots that stay are looked through, each time others; all by default.
+        swept: how many folders of snapshots that stay are looked through, each time others; all by
+            default.
         reports: given a sentence for each manifest that cannot be read and holds something up.
 
     Returns:
-        what went, or would go: manifests first, since a file goes only when no manifest names it any more.
+        what went, or would go: manifests first, since a file goes only when no manifest names it
+            any more.
 
     Raises:
         SnapshotError: a file cannot be removed.
@@ -85,9 +92,15 @@ def collect(
     for number, exc in catalog.damaged.items():
         report(_sentence(store.name, number, exc))
     retained = _reachable(store, catalog, keep, young_s, report)
-    held_s = max((_modified_s(store.manifest_path(number)) for number in catalog.damaged), default=-math.inf)
+    held_s = max(
+        (_modified_s(store.manifest_path(number)) for number in catalog.damaged), default=-math.inf
+    )
     why = "snapshot {}: neither live, pinned, new nor built on"
-    gone = [_garbage(store.manifest_path(number), why.format(number)) for number in sorted(manifests) if number not in retained]
+    gone = [
+        _garbage(store.manifest_path(number), why.format(number))
+        for number in sorted(manifests)
+        if number not in retained
+    ]
     if not dry_run:
         _remove(gone, leases)
         try:
@@ -99,7 +112,9 @@ def collect(
         except SnapshotError as exc:
             # nothing is in its way but a file that is longer than it need be
             log.warning("%s", exc)
-    return gone + _collect_files(store, catalog, retained, leases, held_s, young_s, dry_run=dry_run, swept=swept)
+    return gone + _collect_files(
+        store, catalog, retained, leases, held_s, young_s, dry_run=dry_run, swept=swept
+    )
 
 
 def _collect_files(
@@ -113,7 +128,8 @@ def _collect_files(
     dry_run: bool,
     swept: int | None,
 ) -> list[Garbage]:
-    """Files of data, reports and marks that no manifest names any more, those of ``catalog`` that are not ``retained`` left out."""
+    """Files of data, reports and marks that no manifest names any more, those of ``catalog`` that
+    are not ``retained`` left out."""
     manifests = catalog.entries
     with contextlib.ExitStack() as held:
         mine = _journal_leases(store, leases, held, young_s, dry_run)
@@ -133,12 +149,14 @@ def _collect_files(
 
 
 def damage(store: ViewStore) -> list[str]:
-    """A sentence for each manifest of the view that cannot be read, with how to end that. Reads them all."""
+    """A sentence for each manifest of the view that cannot be read, with how to end that. Reads
+    them all."""
     return [_sentence(store.name, number, why) for number, why in store.damage().items()]
 
 
 def forget(store: ViewStore, number: int, lease: Lease) -> None:
-    """Give up a snapshot whose manifest cannot be read: it is removed, and its number never given again. Its files go with the next collection.
+    """Give up a snapshot whose manifest cannot be read: it is removed, and its number never given
+    again. Its files go with the next collection.
 
     Args:
         store: of the view.
@@ -146,7 +164,8 @@ def forget(store: ViewStore, number: int, lease: Lease) -> None:
         lease: the publishing lease, held.
 
     Raises:
-        SnapshotError: there is no such snapshot, its manifest is whole, it is live, or what is live or would be gone back to builds on it.
+        SnapshotError: there is no such snapshot, its manifest is whole, it is live, or what is live
+            or would be gone back to builds on it.
     """
     view = store.name
     if number not in store.numbers():
@@ -154,19 +173,29 @@ def forget(store: ViewStore, number: int, lease: Lease) -> None:
         store.snapshot(number)
     if number not in store.damage():
         raise SnapshotError(
-            f"snapshot {number} of view {view!r} can be read: there is nothing to forget; `rollback` marks a bad one"
+            f"snapshot {number} of view {view!r} can be read: there is nothing to forget;"
+            " `rollback` marks a bad one"
         )
     ref = store.refs.readable_live()
     if ref is not None and ref.snapshot == number:
-        raise SnapshotError(f"snapshot {number} of view {view!r} is live: `precompute run {view}` or `rollback {view}` first")
+        raise SnapshotError(
+            f"snapshot {number} of view {view!r} is live: `precompute run {view}` or `rollback"
+            f" {view}` first"
+        )
     entries = store.catalog().entries
     if ref is not None and number in _ancestors(entries, ref.snapshot):
         raise SnapshotError(
-            f"live snapshot {ref.snapshot} of view {view!r} builds on snapshot {number}: `precompute run {view} --full` or `rollback {view}` first"
+            f"live snapshot {ref.snapshot} of view {view!r} builds on snapshot {number}:"
+            f" `precompute run {view} --full` or `rollback {view}` first"
         )
-    if ref is not None and ref.previous not in (None, *Standing(store).marks) and number in _ancestors(entries, ref.previous):
+    if (
+        ref is not None
+        and ref.previous not in (None, *Standing(store).marks)
+        and number in _ancestors(entries, ref.previous)
+    ):
         raise SnapshotError(
-            f"snapshot {ref.previous} of view {view!r}, which `rollback` goes back to, builds on snapshot {number}: `precompute run {view} --full` first"
+            f"snapshot {ref.previous} of view {view!r}, which `rollback` goes back to, builds on"
+            f" snapshot {number}: `precompute run {view} --full` first"
         )
     store.mark_bad(number, "its manifest was damaged, and given up", rows=False)
     _remove([_garbage(store.manifest_path(number), "given up")], [lease])
@@ -183,14 +212,21 @@ def _ancestors(entries: Mapping[int, Entry], number: int | None) -> set[int]:
 
 
 def _sentence(view: str, number: int, why: object) -> str:
-    return f"{why}. Restore the file, or give the snapshot up: precompute gc --forget {view} {number}"
+    return (
+        f"{why}. Restore the file, or give the snapshot up: precompute gc --forget {view} {number}"
+    )
 
 
 def _journal_leases(
-    store: ViewStore, leases: Sequence[Lease], held: contextlib.ExitStack, young_s: float, dry_run: bool
+    store: ViewStore,
+    leases: Sequence[Lease],
+    held: contextlib.ExitStack,
+    young_s: float,
+    dry_run: bool,
 ) -> dict[Path, Lease | None]:
-    """Folders of runs that never committed and are old → the lease of their partition, held so that no run takes them over meanwhile; None for
-    a dry run. Folders of a partition whose run goes on are left out."""
+    """Folders of runs that never committed and are old → the lease of their partition, held so that
+    no run takes them over meanwhile; None for a dry run. Folders of a partition whose run goes on
+    are left out."""
     held_now = {lease.name: lease for lease in leases}
     folders: dict[Path, Lease | None] = {}
     for folder, partition in store.journals.partitions().items():
@@ -210,7 +246,9 @@ def _journal_leases(
     return folders
 
 
-def _reachable(store: ViewStore, catalog: Catalog, keep: int, young_s: float, report: Callable[[str], None]) -> set[int]:
+def _reachable(
+    store: ViewStore, catalog: Catalog, keep: int, young_s: float, report: Callable[[str], None]
+) -> set[int]:
     manifests = catalog.entries
     # The highest number stays, so that it is never given twice.
     roots: set[int] = {*store.refs.pins(), max(manifests, default=0)}
@@ -245,9 +283,12 @@ def _reachable(store: ViewStore, catalog: Catalog, keep: int, young_s: float, re
     return reachable
 
 
-def _inputs_of_others(store: ViewStore, manifests: Mapping[int, Entry], report: Callable[[str], None]) -> set[int]:
-    """Snapshots of this view that other views' live ones were computed from: their fallbacks read them. Of one that cannot be read nobody knows
-    which; all that were there when it was committed stay."""
+def _inputs_of_others(
+    store: ViewStore, manifests: Mapping[int, Entry], report: Callable[[str], None]
+) -> set[int]:
+    """Snapshots of this view that other views' live ones were computed from: their fallbacks read
+    them. Of one that cannot be read nobody knows which; all that were there when it was committed
+    stay."""
     inputs: set[int] = set()
     for other in map(store.offline.view, store.offline.views()):
         ref = other.refs.readable_live()
@@ -256,7 +297,9 @@ def _inputs_of_others(store: ViewStore, manifests: Mapping[int, Entry], report: 
             if number is None or not path.exists():
                 continue
             try:
-                inputs.update(n for name, n in other.snapshot(number).inputs.items() if name == store.name)
+                inputs.update(
+                    n for name, n in other.snapshot(number).inputs.items() if name == store.name
+                )
             except SnapshotError as exc:
                 # And not removed just now.
                 if path.exists():
@@ -270,13 +313,17 @@ def _inputs_of_others(store: ViewStore, manifests: Mapping[int, Entry], report: 
 
 
 def _folders(store: ViewStore, committed: set[str], turn: int, swept: int | None) -> list[Path]:
-    """Folders of runs to look through: all without a snapshot, and ``swept`` of the others, from another place on with every ``turn``."""
+    """Folders of runs to look through: all without a snapshot, and ``swept`` of the others, from
+    another place on with every ``turn``."""
     data = store.data
     try:
         names = sorted(os.listdir(data))
     except FileNotFoundError:
         return []
-    loose, theirs = [name for name in names if name not in committed], [name for name in names if name in committed]
+    loose, theirs = (
+        [name for name in names if name not in committed],
+        [name for name in names if name in committed],
+    )
     if swept is not None and len(theirs) > swept:
         start = turn * swept % len(theirs)
         theirs = (theirs + theirs)[start : start + swept]
@@ -295,12 +342,20 @@ def _orphans(
     for run in runs:
         if not run.is_dir() or ((run / "journal.jsonl").is_file() and run not in journals):
             continue
-        files = [path for path in run.iterdir() if str(path.relative_to(folder)) not in named and _modified_s(path) > held_s]
+        files = [
+            path
+            for path in run.iterdir()
+            if str(path.relative_to(folder)) not in named and _modified_s(path) > held_s
+        ]
         if files and max(_modified_s(path) for path in run.iterdir()) <= young_s:
             for path in sorted(files):
-                yield _garbage(path, f"run {run.name} did not commit it, or nothing needs it any more")
+                yield _garbage(
+                    path, f"run {run.name} did not commit it, or nothing needs it any more"
+                )
     for path in sorted(
-        path for name in ("manifests", "refs", "refs/bad", "refs/pins", "runs") for path in _temporary(folder / name)
+        path
+        for name in ("manifests", "refs", "refs/bad", "refs/pins", "runs")
+        for path in _temporary(folder / name)
     ):
         if _modified_s(path) <= young_s:
             yield _garbage(path, "a process was killed while writing it")
@@ -308,7 +363,12 @@ def _orphans(
         if _modified_s(path) <= young_s and not (folder / "runs" / f"{path.name}.json").exists():
             yield _garbage(path, "a process was killed before it wrote its report")
     reports = sorted(
-        (name for name in _names(folder / "runs") if name.endswith(".json") and not name.startswith(".")), reverse=True
+        (
+            name
+            for name in _names(folder / "runs")
+            if name.endswith(".json") and not name.startswith(".")
+        ),
+        reverse=True,
     )
     for path in (folder / "runs" / name for name in reports[KEPT_REPORTS:]):
         if _modified_s(path) <= young_s:
@@ -323,7 +383,9 @@ def _names(folder: Path) -> list[str]:
 
 
 def _temporary(folder: Path) -> list[Path]:
-    return [folder / name for name in _names(folder) if name.startswith(".") and name.endswith(".tmp")]
+    return [
+        folder / name for name in _names(folder) if name.startswith(".") and name.endswith(".tmp")
+    ]
 
 
 def _modified_s(path: Path) -> float:

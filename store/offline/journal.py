@@ -1,8 +1,11 @@
-"""Journal: what an unfinished run has finished, a line for each chunk. The next run of the same recipe and partition takes it over.
+"""Journal: what an unfinished run has finished, a line for each chunk. The next run of the same
+recipe and partition takes it over.
 
-    <root>/<view>/data/<run>/journal.jsonl      {recipe, partition, full}, then {part, rejected, figures} for each chunk
+    <root>/<view>/data/<run>/journal.jsonl      {recipe, partition, full}, then {part, rejected,
+    figures} for each chunk
 
-A line is written after the chunk's files are durable; one torn by a crash is a chunk that was not finished.
+A line is written after the chunk's files are durable; one torn by a crash is a chunk that was not
+finished.
 """
 
 from __future__ import annotations
@@ -26,8 +29,8 @@ NAME = "journal.jsonl"
 
 
 class Finished(Record, frozen=True):
-    """A chunk an unfinished run had finished: its part, its rejected rows, or both; never neither. ``figures`` are of all rows of the part; None in
-    journals older than these figures."""
+    """A chunk an unfinished run had finished: its part, its rejected rows, or both; never neither.
+    ``figures`` are of all rows of the part; None in journals older than these figures."""
 
     part: Part | None
     rejected: Part | None
@@ -47,15 +50,18 @@ class Journals:
         committed: tells which runs committed, and the paths of the files that manifests name.
     """
 
-    def __init__(self, folder: Path, committed: Callable[[], tuple[frozenset[str], frozenset[str]]]) -> None:
+    def __init__(
+        self, folder: Path, committed: Callable[[], tuple[frozenset[str], frozenset[str]]]
+    ) -> None:
         self._folder, self._committed = folder, committed
 
     def _path(self, run: str) -> Path:
         return self._folder / "data" / run / NAME
 
     def begin(self, run: str, recipe: str, partition: str | None, *, full: bool = False) -> None:
-        """Open a run's journal: the chunks it will finish are of this recipe and partition; ``full`` if it is to compute every row. It is
-        durable by the first chunk: its part syncs the folder, its line the file.
+        """Open a run's journal: the chunks it will finish are of this recipe and partition;
+        ``full`` if it is to compute every row. It is durable by the first chunk: its part syncs the
+        folder, its line the file.
 
         Raises:
             SnapshotError: the file system failed.
@@ -63,12 +69,15 @@ class Journals:
         path = self._path(run)
         try:
             make_folder(path.parent)
-            path.write_bytes(sealed({"recipe": recipe, "partition": partition, "full": full}) + b"\n")
+            path.write_bytes(
+                sealed({"recipe": recipe, "partition": partition, "full": full}) + b"\n"
+            )
         except OSError as exc:
             raise SnapshotError(disk_message(path, exc)) from exc
 
     def add(self, run: str, chunk: Finished) -> None:
-        """Note a finished chunk, durably; its files are so by now. A line torn by a crash is a chunk that was not finished.
+        """Note a finished chunk, durably; its files are so by now. A line torn by a crash is a
+        chunk that was not finished.
 
         Raises:
             SnapshotError: the file system failed.
@@ -84,17 +93,22 @@ class Journals:
             raise SnapshotError(disk_message(path, exc)) from exc
 
     def end(self, run: str) -> None:
-        """Remove a run's journal: its manifest names its parts now. A journal that stays by accident does no harm."""
+        """Remove a run's journal: its manifest names its parts now. A journal that stays by
+        accident does no harm."""
         with contextlib.suppress(OSError):
             self._path(run).unlink(missing_ok=True)
 
     def partitions(self) -> dict[Path, str | None]:
-        """Folders of runs that never committed → their partition. A journal whose first line is torn holds nothing and counts for none."""
+        """Folders of runs that never committed → their partition. A journal whose first line is
+        torn holds nothing and counts for none."""
         return {path.parent: _partition(path) for path in self._paths()}
 
-    def unfinished(self, recipe: str, partition: str | None, *, full: bool = False) -> list[Finished]:
-        """Chunks of runs that never committed, of this recipe and partition, whose files are there with the size noted; the oldest first.
-        With ``full`` only those of runs that computed every row.
+    def unfinished(
+        self, recipe: str, partition: str | None, *, full: bool = False
+    ) -> list[Finished]:
+        """Chunks of runs that never committed, of this recipe and partition, whose files are there
+        with the size noted; the oldest first. With ``full`` only those of runs that computed every
+        row.
 
         The caller holds the partition's lease, so that none of these runs goes on.
         """
@@ -105,8 +119,9 @@ class Journals:
             if path.parent.name in runs:
                 continue
             for chunk in _chunks(path, recipe, partition, full):
-                # A part that a manifest names is that snapshot's: the run that took it over may not do it twice, since his deletes of its other
-                # rows would hide them from the snapshot he builds on.
+                # A part that a manifest names is that snapshot's: the run that took it over may not
+                # do it twice, since his deletes of its other rows would hide them from the snapshot
+                # he builds on.
                 if chunk.part is not None and chunk.part.path in files:
                     continue
                 if all(self._is_there(part) for part in chunk.files):
@@ -114,7 +129,8 @@ class Journals:
         return chunks
 
     def whole(self, chunks: Sequence[Finished]) -> list[Finished]:
-        """Those of the chunks whose files have the SHA-256 that their journal notes; the others are reported in the log. Reads them all."""
+        """Those of the chunks whose files have the SHA-256 that their journal notes; the others are
+        reported in the log. Reads them all."""
         return [chunk for chunk in chunks if all(self._is_whole(part) for part in chunk.files)]
 
     def _is_there(self, part: Part) -> bool:
@@ -129,9 +145,18 @@ class Journals:
         try:
             if sha256_of(path) == part.sha256:
                 return True
-            log.warning("%s, which an interrupted run finished, differs from its checksum: its rows are computed once more", path)
+            log.warning(
+                "%s, which an interrupted run finished, differs from its checksum: its rows are"
+                " computed once more",
+                path,
+            )
         except OSError as exc:
-            log.warning("%s, which an interrupted run finished, cannot be read (%s): its rows are computed once more", path, exc)
+            log.warning(
+                "%s, which an interrupted run finished, cannot be read (%s): its rows are computed"
+                " once more",
+                path,
+                exc,
+            )
         return False
 
     def _paths(self) -> list[Path]:
@@ -141,11 +166,16 @@ class Journals:
         except (FileNotFoundError, NotADirectoryError):
             return []
         # A glob, with a Path for each of a thousand runs, takes ten times as long.
-        return [Path(folder, run, NAME) for run in sorted(runs) if os.path.exists(f"{folder}/{run}/{NAME}")]
+        return [
+            Path(folder, run, NAME)
+            for run in sorted(runs)
+            if os.path.exists(f"{folder}/{run}/{NAME}")
+        ]
 
 
 def _partition(path: Path) -> str | None:
-    """The partition its run was for; None of a view that has none, and of a journal whose first line is torn."""
+    """The partition its run was for; None of a view that has none, and of a journal whose first
+    line is torn."""
     try:
         partition: str | None = content_of(path.read_bytes().partition(b"\n")[0])["partition"]
         return partition
@@ -154,7 +184,8 @@ def _partition(path: Path) -> str | None:
 
 
 def _chunks(path: Path, recipe: str, partition: str | None, full: bool) -> Iterator[Finished]:
-    """Its chunks, if it is of this recipe and partition, and of a run of every row where ``full`` is wanted."""
+    """Its chunks, if it is of this recipe and partition, and of a run of every row where ``full``
+    is wanted."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError:
@@ -163,7 +194,9 @@ def _chunks(path: Path, recipe: str, partition: str | None, full: bool) -> Itera
         try:
             entry = content_of(line)
             if number == 0:
-                if (entry["recipe"], entry["partition"]) != (recipe, partition) or (full and not entry["full"]):
+                if (entry["recipe"], entry["partition"]) != (recipe, partition) or (
+                    full and not entry["full"]
+                ):
                     return
                 continue
             yield record_of(Finished, entry)

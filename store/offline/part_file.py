@@ -1,5 +1,5 @@
-"""Part file: one immutable Parquet file, written whole, hashed on the way, and durable when its name appears.
-Layers: the files and dead rows of a chain, and which deltas are merged."""
+"""Part file: one immutable Parquet file, written whole, hashed on the way, and durable when its
+name appears. Layers: the files and dead rows of a chain, and which deltas are merged."""
 
 from __future__ import annotations
 
@@ -22,14 +22,19 @@ from precompute.store.disk.durable_file import limit_of, make_folder, sync_folde
 from precompute.store.errors import SnapshotError
 
 ROW_GROUP_BYTES = 2 * 2**20
-"""Of rows in memory, about: what is read for a row that is drawn or looked up. DuckDB reads smaller ones more slowly."""
+"""Of rows in memory, about: what is read for a row that is drawn or looked up. DuckDB reads smaller
+ones more slowly."""
 RARE_ROWS = 10_000
-"""Rare rows of a part that its footer names, at most: beyond that, 70 kB of them, they are not rare."""
+"""Rare rows of a part that its footer names, at most: beyond that, 70 kB of them, they are not
+rare."""
 _RARE = b"precompute.rare_rows"
 
 
-def write_part_file(path: Path, table: pa.Table, rare: npt.NDArray[np.int64] | None = None) -> tuple[int, str]:
-    """Write a table under a temporary name, fsync it, rename it and fsync its folder; nothing is left of a failure.
+def write_part_file(
+    path: Path, table: pa.Table, rare: npt.NDArray[np.int64] | None = None
+) -> tuple[int, str]:
+    """Write a table under a temporary name, fsync it, rename it and fsync its folder; nothing is
+    left of a failure.
 
     Args:
         path: the file to be; its folder is created.
@@ -54,12 +59,16 @@ def write_part_file(path: Path, table: pa.Table, rare: npt.NDArray[np.int64] | N
                 pa.PythonFile(sink, "w"),
                 table.schema,
                 compression=_codecs(table.schema),
-                compression_level={path: 1 for path, codec in _codecs(table.schema).items() if codec == "zstd"},
+                compression_level={
+                    path: 1 for path, codec in _codecs(table.schema).items() if codec == "zstd"
+                },
                 use_dictionary=_dictionary_columns(table.schema),
             ) as writer:
                 writer.write_table(table, row_group_size=_row_group_rows(table))
                 if rare is not None and len(rare) <= RARE_ROWS:
-                    writer.add_key_value_metadata({_RARE: json.dumps(rare.tolist(), separators=(",", ":"))})
+                    writer.add_key_value_metadata(
+                        {_RARE: json.dumps(rare.tolist(), separators=(",", ":"))}
+                    )
             raw.flush()
             crashpoint("part.write", temporary)
             os.fsync(raw.fileno())
@@ -76,7 +85,8 @@ def write_part_file(path: Path, table: pa.Table, rare: npt.NDArray[np.int64] | N
 
 
 def rare_rows(file: pq.ParquetFile) -> npt.NDArray[np.int64] | None:
-    """Numbers of the rows that were named as rare when a part was written, ascending; None where that is not reports: too many, or an older part.
+    """Numbers of the rows that were named as rare when a part was written, ascending; None where
+    that is not reports: too many, or an older part.
 
     Raises:
         OSError: what stands there is no list of numbers: the file is damaged.
@@ -87,7 +97,9 @@ def rare_rows(file: pq.ParquetFile) -> npt.NDArray[np.int64] | None:
     try:
         return np.array(json.loads(written), np.int64)
     except (ValueError, TypeError, OverflowError) as exc:
-        raise OSError(f"{_RARE.decode()} in its footer is no list of row numbers: {written[:40]!r}") from exc
+        raise OSError(
+            f"{_RARE.decode()} in its footer is no list of row numbers: {written[:40]!r}"
+        ) from exc
 
 
 def _row_group_rows(table: pa.Table) -> int:
@@ -96,7 +108,8 @@ def _row_group_rows(table: pa.Table) -> int:
 
 
 class _HashingFile:
-    """A write-only file object that hashes and counts what passes through, so that no part is read twice."""
+    """A write-only file object that hashes and counts what passes through, so that no part is read
+    twice."""
 
     def __init__(self, raw: BinaryIO) -> None:
         self._raw = raw
@@ -130,30 +143,38 @@ class _HashingFile:
 
 
 def _dictionary_columns(schema: pa.Schema) -> list[str]:
-    """Dictionaries only for text: on float vectors they triple the write time (151 against 43 ms for 8,192 × 384) and shrink nothing."""
+    """Dictionaries only for text: on float vectors they triple the write time (151 against 43 ms
+    for 8,192 × 384) and shrink nothing."""
     return [f.name for f in schema if pa.types.is_string(f.type)]
 
 
 def _codecs(schema: pa.Schema) -> dict[str, str]:
-    """Column, as Parquet names it → its compression. LZ4 for vectors: of 384 float32 zstd takes 8 % off, and twice the time to read (2.7 µs a row instead of
-    1.3 on AMD Zen 5), which is the ceiling of publishing; nothing at all would read no faster than LZ4."""
+    """Column, as Parquet names it → its compression. LZ4 for vectors: of 384 float32 zstd takes 8 %
+    off, and twice the time to read (2.7 µs a row instead of 1.3 on AMD Zen 5), which is the ceiling
+    of publishing; nothing at all would read no faster than LZ4.
+    """
     vectors = {f.name for f in schema if pa.types.is_fixed_size_list(f.type)}
     return {
-        f"{f.name}.list.element" if pa.types.is_nested(f.type) else f.name: "lz4" if f.name in vectors else "zstd" for f in schema
+        f"{f.name}.list.element" if pa.types.is_nested(f.type) else f.name: (
+            "lz4" if f.name in vectors else "zstd"
+        )
+        for f in schema
     }
 
 
 Numbers = npt.NDArray[np.int64]
 
 MOST_OVERLAYS = 4
-"""Over a base: a reader asks each of them, and of fewer every change is copied more often. By this rule each row of 50 deltas of the same size is written 3.2 times, with 3
-overlays 4.7 times, with 5 2.5 times."""
+"""Over a base: a reader asks each of them, and of fewer every change is copied more often. By this
+rule each row of 50 deltas of the same size is written 3.2 times, with 3 overlays 4.7 times, with 5
+2.5 times."""
 
 
 def layers_that_stay(weights: Sequence[int], new: int, most: int = MOST_OVERLAYS) -> int:
-    """How many of the layers over a base stay as they are when one is added; the others are merged with it. Nothing is, until there are
-    ``most``; then the highest are, and each under them that is no heavier than those together: so that a row is copied about as often as it takes
-    its layer to double.
+    """How many of the layers over a base stay as they are when one is added; the others are merged
+    with it. Nothing is, until there are ``most``; then the highest are, and each under them that is
+    no heavier than those together: so that a row is copied about as often as it takes its layer to
+    double.
 
     Args:
         weights: rows of each layer, about, the lowest first.
@@ -170,10 +191,11 @@ def layers_that_stay(weights: Sequence[int], new: int, most: int = MOST_OVERLAYS
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """All Parquet files of a snapshot, its ancestors' first, and the rows of them that are no rows of it.
+    """All Parquet files of a snapshot, its ancestors' first, and the rows of them that are no rows
+    of it.
 
-    ``rows`` are those of each file in ``paths``, the dead ones too; ``dead`` maps a file's position there to the numbers of its dead rows,
-    ascending int64.
+    ``rows`` are those of each file in ``paths``, the dead ones too; ``dead`` maps a file's position
+    there to the numbers of its dead rows, ascending int64.
     """
 
     paths: list[Path]
@@ -196,7 +218,9 @@ def read_deletes(path: Path) -> Deletes:
         with pq.ParquetFile(path) as file:
             table = file.read(["part", "row"])
     except (pa.ArrowException, OSError) as exc:
-        raise SnapshotError(f"{path} cannot be read ({exc}): {limit_of(exc) or 'publish another snapshot'}") from exc
+        raise SnapshotError(
+            f"{path} cannot be read ({exc}): {limit_of(exc) or 'publish another snapshot'}"
+        ) from exc
     names = table.column("part").combine_chunks().dictionary_encode()
     codes, rows = np.asarray(names.indices), np.asarray(table.column("row"))
     order = np.argsort(codes, kind="stable")
@@ -222,13 +246,17 @@ def dead_rows(
     for path in deletes:
         for name, rows in read(path).items():
             if name not in position:
-                raise SnapshotError(f"{path} names part {name}, which no manifest of its chain does; publish another snapshot")
+                raise SnapshotError(
+                    f"{path} names part {name}, which no manifest of its chain does; publish"
+                    " another snapshot"
+                )
             gathered.setdefault(position[name], []).append(rows)
     return {number: _ascending(np.concatenate(pieces)) for number, pieces in gathered.items()}
 
 
 def _ascending(rows: Numbers) -> Numbers:
-    """Each of ``rows`` once, in order. Those of a file are in order as a rule, so that a merge is quicker than the table that ``np.unique`` makes."""
+    """Each of ``rows`` once, in order. Those of a file are in order as a rule, so that a merge is
+    quicker than the table that ``np.unique`` makes."""
     rows = np.sort(rows, kind="stable")
     once: Numbers = rows[np.concatenate(([True], rows[1:] != rows[:-1]))] if len(rows) else rows
     once.flags.writeable = False

@@ -1,8 +1,10 @@
-"""Refs: what points at a view's snapshots – the live pointer, the epochs, the marks of bad ones and of pinned ones.
+"""Refs: what points at a view's snapshots – the live pointer, the epochs, the marks of bad ones and
+of pinned ones.
 
-<root>/<view>/refs/live.json          {epoch, snapshot, generation, …}: moved by compare-and-swap only
-<root>/<view>/refs/epoch.json         the last epoch that anybody claimed
-<root>/<view>/refs/{bad,pins}/<number>.json      …and publishings.jsonl: what was live, and from when on
+<root>/<view>/refs/live.json          {epoch, snapshot, generation, …}: moved by compare-and-swap
+only <root>/<view>/refs/epoch.json         the last epoch that anybody claimed
+<root>/<view>/refs/{bad,pins}/<number>.json      …and publishings.jsonl: what was live, and from
+when on
 """
 
 from __future__ import annotations
@@ -16,7 +18,14 @@ from typing import Any
 
 from precompute.store.clock import utc_now
 from precompute.store.disk.crashpoint import crashpoint
-from precompute.store.disk.durable_file import create_once, disk_message, locked, make_folder, replace_durably, sync_folder
+from precompute.store.disk.durable_file import (
+    create_once,
+    disk_message,
+    locked,
+    make_folder,
+    replace_durably,
+    sync_folder,
+)
 from precompute.store.disk.lease import Lease
 from precompute.store.errors import ConflictError, SnapshotError
 from precompute.store.record import Record, read_record, read_record_file, replace, sealed
@@ -33,8 +42,9 @@ THINNED_BYTES = 1 << 20
 class Publishing(Record, frozen=True):
     """What readers are served from ``since`` (ISO 8601 in UTC) until the next one.
 
-    ``snapshot`` is None where the view was dropped. ``published_at`` is when the pointer of this ``epoch`` moved, which is ``since`` unless a later run found nothing
-    changed: then ``renewed_at`` says when (µs since 1970), and ``since`` when readers were given.
+    ``snapshot`` is None where the view was dropped. ``published_at`` is when the pointer of this
+    ``epoch`` moved, which is ``since`` unless a later run found nothing changed: then
+    ``renewed_at`` says when (µs since 1970), and ``since`` when readers were given.
     """
 
     epoch: int
@@ -73,8 +83,9 @@ class PublishingLog:
                 entries.append(read_record(Publishing, line))
             except ValueError as exc:
                 raise SnapshotError(
-                    f"{self._path}: line {number} is damaged ({exc}), so nobody knows what was live then: restore the file, or remove the line, and what was "
-                    "live before counts until the next one"
+                    f"{self._path}: line {number} is damaged ({exc}), so nobody knows what was live"
+                    " then: restore the file, or remove the line, and what was live before counts"
+                    " until the next one"
                 ) from exc
         return entries
 
@@ -83,7 +94,8 @@ class PublishingLog:
 
         Args:
             publishings: what is live, or the end of it; none makes sure that there is a file.
-            durably: False leaves it to the next call that is: what is live now stands in ``live.json``, too.
+            durably: False leaves it to the next call that is: what is live now stands in
+                ``live.json``, too.
 
         Raises:
             OSError: the file system failed.
@@ -108,7 +120,8 @@ class PublishingLog:
                 os.fsync(file.fileno())
 
     def thin(self, snapshots: Collection[int]) -> None:
-        """Forget what nobody can read any more: of publishings in a row whose snapshots are gone, the first one stays, so that its time is nobody else's.
+        """Forget what nobody can read any more: of publishings in a row whose snapshots are gone,
+        the first one stays, so that its time is nobody else's.
 
         Args:
             snapshots: numbers of those that are there.
@@ -122,7 +135,12 @@ class PublishingLog:
         stay: list[Publishing] = []
         for entry in self.entries():
             gone = entry.snapshot is not None and entry.snapshot not in snapshots
-            if not (gone and stay and stay[-1].snapshot is not None and stay[-1].snapshot not in snapshots):
+            if not (
+                gone
+                and stay
+                and stay[-1].snapshot is not None
+                and stay[-1].snapshot not in snapshots
+            ):
                 stay.append(entry)
         replace_durably(self._path, b"".join(sealed(entry) + b"\n" for entry in stay))
 
@@ -154,8 +172,10 @@ class _Claimed(Record, frozen=True):
 
 
 class Place(Record, frozen=True):
-    """Where the online store holds a snapshot: the generation of its base, which is the snapshot ``base_snapshot``, and the ``overlays`` over it, the lowest
-    first, each with the snapshot that it makes of what lies under it. ``lossy``: the store may drop rows by itself."""
+    """Where the online store holds a snapshot: the generation of its base, which is the snapshot
+    ``base_snapshot``, and the ``overlays`` over it, the lowest first, each with the snapshot that
+    it makes of what lies under it. ``lossy``: the store may drop rows by itself.
+    """
 
     generation: int
     base_snapshot: int
@@ -174,14 +194,17 @@ class Place(Record, frozen=True):
         return {generation for generation, _ in self.layers}
 
     def lowest(self, layers: int) -> Place:
-        """The place without what lies over its ``layers`` lowest, of which the base is the first."""
+        """The place without what lies over its ``layers`` lowest, of which the base is the
+        first."""
         return replace(self, overlays=self.overlays[: layers - 1])
 
 
 class LiveRef(Record, frozen=True):
-    """Which snapshot is live. ``epoch`` counts every move and fences late writers; 0 means never published.
+    """Which snapshot is live. ``epoch`` counts every move and fences late writers; 0 means never
+    published.
 
-    ``place`` is where the online store holds it, ``previous`` and ``previous_place`` what was live before.
+    ``place`` is where the online store holds it, ``previous`` and ``previous_place`` what was live
+    before.
     """
 
     epoch: int
@@ -200,12 +223,21 @@ class LiveRef(Record, frozen=True):
 
     def publishing(self) -> Publishing:
         """What it says of what readers are served."""
-        return Publishing(self.epoch, self.snapshot, self.renewal_noted_at or self.at, self.at, self.renewed_at, self.reason)
+        return Publishing(
+            self.epoch,
+            self.snapshot,
+            self.renewal_noted_at or self.at,
+            self.at,
+            self.renewed_at,
+            self.reason,
+        )
 
 
 class BadMark(Record, frozen=True):
-    """Why a snapshot is never to be published: it was rolled back from, or its files are damaged. ``rows`` tells whether its rows are at
-    fault, and then ``content`` is their digest and ``back_to`` the snapshot that was gone back to, if it is known."""
+    """Why a snapshot is never to be published: it was rolled back from, or its files are damaged.
+    ``rows`` tells whether its rows are at fault, and then ``content`` is their digest and
+    ``back_to`` the snapshot that was gone back to, if it is known.
+    """
 
     reason: str
     at: str = ""
@@ -234,10 +266,13 @@ class Refs:
         Raises:
             SnapshotError: the pointer file is damaged.
         """
-        return read_record_file(LiveRef, self.folder / "live.json", "publish the view again to rewrite it")
+        return read_record_file(
+            LiveRef, self.folder / "live.json", "publish the view again to rewrite it"
+        )
 
     def readable_live(self) -> LiveRef | None:
-        """As :meth:`live`, and None for a damaged pointer too: what a writer needs, who will replace it."""
+        """As :meth:`live`, and None for a damaged pointer too: what a writer needs, who will
+        replace it."""
         try:
             return self.live()
         except SnapshotError as exc:
@@ -246,12 +281,14 @@ class Refs:
             raise
 
     def publishings(self) -> list[Publishing]:
-        """What readers were served: each publishing, renewal and drop in the order of its epoch, the last one counting until now.
+        """What readers were served: each publishing, renewal and drop in the order of its epoch,
+        the last one counting until now.
 
         Raises:
             SnapshotError: a line of the log is damaged.
         """
-        # The pointer first: what replaces it meanwhile finds it in the log, or puts it there. One that is damaged was put there when it was moved.
+        # The pointer first: what replaces it meanwhile finds it in the log, or puts it there. One
+        # that is damaged was put there when it was moved.
         ref = self.readable_live()
         entries = self.log.entries()
         if ref is not None and ref.publishing() not in entries[-100:]:
@@ -259,7 +296,8 @@ class Refs:
         return entries
 
     def claim_epoch(self, above: int) -> int:
-        """An epoch nobody had or will have, larger than ``above``: the number of a publishing and of its online generation.
+        """An epoch nobody had or will have, larger than ``above``: the number of a publishing and
+        of its online generation.
 
         Raises:
             SnapshotError: the file system failed.
@@ -311,23 +349,40 @@ class Refs:
             last = 0 if current is None else current.epoch
             if last != expected_epoch or epoch <= last:
                 raise ConflictError(
-                    f"the live pointer of {self._view!r} moved from epoch {expected_epoch} to {last} meanwhile; look at `status` and publish again if still wanted"
+                    f"the live pointer of {self._view!r} moved from epoch {expected_epoch} to"
+                    f" {last} meanwhile; look at `status` and publish again if still wanted"
                 )
-            previous, before = (None, None) if current is None else (current.snapshot, current.place)
+            previous, before = (
+                (None, None) if current is None else (current.snapshot, current.place)
+            )
             renewed_at = None
-            # Loaded again: what was before it is still what to go back to, and its rows are as they were found to be.
+            # Loaded again: what was before it is still what to go back to, and its rows are as they
+            # were found to be.
             if current is not None and current.snapshot == snapshot:
-                previous, before, renewed_at = current.previous, current.previous_place, current.renewed_at
+                previous, before, renewed_at = (
+                    current.previous,
+                    current.previous_place,
+                    current.renewed_at,
+                )
             new = Place(epoch, snapshot) if place is None else place
             at = utc_now()
             return LiveRef(
-                epoch, snapshot, previous, reason, at, renewed_at=renewed_at, held=held, place=new, previous_place=before
+                epoch,
+                snapshot,
+                previous,
+                reason,
+                at,
+                renewed_at=renewed_at,
+                held=held,
+                place=new,
+                previous_place=before,
             )
 
         return self._swap_live(moved, lease)
 
     def renew_live(self, expected: LiveRef, renewed_at: int, lease: Lease | None = None) -> LiveRef:
-        """Note in the live pointer that a run found nothing changed, at ``renewed_at`` (µs since 1970).
+        """Note in the live pointer that a run found nothing changed, at ``renewed_at`` (µs since
+        1970).
 
         Raises:
             ConflictError: the pointer is not ``expected`` any more.
@@ -336,7 +391,9 @@ class Refs:
 
         def renewed(current: LiveRef | None) -> LiveRef:
             if current != expected:
-                raise ConflictError(f"the live pointer of {self._view!r} moved meanwhile; nothing was renewed")
+                raise ConflictError(
+                    f"the live pointer of {self._view!r} moved meanwhile; nothing was renewed"
+                )
             return replace(expected, renewed_at=renewed_at, renewal_noted_at=utc_now())
 
         return self._swap_live(renewed, lease)
@@ -350,12 +407,16 @@ class Refs:
 
         def resumed(current: LiveRef | None) -> LiveRef:
             if current is None:
-                raise SnapshotError(f"view {self._view!r} was never published: there is nothing to resume")
+                raise SnapshotError(
+                    f"view {self._view!r} was never published: there is nothing to resume"
+                )
             return replace(current, held=None)
 
         return self._swap_live(resumed, None)
 
-    def _swap_live(self, change: Callable[[LiveRef | None], LiveRef], lease: Lease | None) -> LiveRef:
+    def _swap_live(
+        self, change: Callable[[LiveRef | None], LiveRef], lease: Lease | None
+    ) -> LiveRef:
         path = self.folder / "live.json"
         try:
             make_folder(self.folder)
@@ -372,7 +433,8 @@ class Refs:
             raise SnapshotError(disk_message(path, exc)) from exc
 
     def _note_live(self, ref: LiveRef) -> None:
-        """Write what is live now into the log, by which a pointer that is damaged later is no gap in it."""
+        """Write what is live now into the log, by which a pointer that is damaged later is no gap
+        in it."""
         try:
             self.log.add(ref.publishing(), durably=False)
         except OSError as exc:
@@ -380,7 +442,8 @@ class Refs:
             log.warning("%s", disk_message(self.folder / NAME, exc, "the pointer moved"))
 
     def end_live(self) -> None:
-        """Remove the live pointer: the view is published no more, its snapshots stay. One that is not there is no error.
+        """Remove the live pointer: the view is published no more, its snapshots stay. One that is
+        not there is no error.
 
         Raises:
             SnapshotError: the file system failed.
@@ -393,14 +456,17 @@ class Refs:
                 ref = self.readable_live()
                 if ref is not None:
                     now = utc_now()
-                    self.log.add(ref.publishing(), Publishing(ref.epoch, None, now, now, reason="drop"))
+                    self.log.add(
+                        ref.publishing(), Publishing(ref.epoch, None, now, now, reason="drop")
+                    )
                 path.unlink(missing_ok=True)
                 sync_folder(self.folder)
         except OSError as exc:
             raise SnapshotError(disk_message(path, exc, "it was to be removed")) from exc
 
     def thin_log(self, snapshots: Collection[int]) -> None:
-        """Forget publishings of snapshots that are gone, where they are many; ``snapshots`` are those that are there.
+        """Forget publishings of snapshots that are gone, where they are many; ``snapshots`` are
+        those that are there.
 
         Raises:
             SnapshotError: the file system failed, or the log is damaged.
@@ -463,7 +529,9 @@ class Refs:
 
     def marked(self, kind: str) -> list[int]:
         """Numbers of the snapshots that bear a mark: ``bad`` or ``pins``."""
-        return [int(path.stem) for path in (self.folder / kind).glob("*.json") if path.stem.isdigit()]
+        return [
+            int(path.stem) for path in (self.folder / kind).glob("*.json") if path.stem.isdigit()
+        ]
 
     @staticmethod
     def _mark(path: Path, note: Any) -> None:

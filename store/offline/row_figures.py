@@ -1,6 +1,7 @@
-"""Row figures: what is counted of every row while it is written, so that a gate judges all rows and reads none of them. Figures of two sets of
-rows add up, and those of rows that left can be taken off: a delta's are its parent's, less the rows it replaced, plus the rows it computed.
-Of values by type, too.
+"""Row figures: what is counted of every row while it is written, so that a gate judges all rows and
+reads none of them. Figures of two sets of rows add up, and those of rows that left can be taken
+off: a delta's are its parent's, less the rows it replaced, plus the rows it computed. Of values by
+type, too.
 """
 
 from __future__ import annotations
@@ -18,24 +19,29 @@ from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.record import Record, field
 
 SHIFT = 17
-"""Bits of a float32 that a bucket does not look at: 64 buckets to each power of two, so that a quantile is within 0.8 %."""
+"""Bits of a float32 that a bucket does not look at: 64 buckets to each power of two, so that a
+quantile is within 0.8 %."""
 MOST_DISTINCT = 65_536
 """Values counted one by one; others are counted together."""
 KEPT_VALUES = 64
 """Of the commonest values, in the manifest."""
 SAMPLED_VALUES = 1024
-"""Of floats that are counted together, whose commonest are looked for: to sort all of them took three times as long as all else here."""
+"""Of floats that are counted together, whose commonest are looked for: to sort all of them took
+three times as long as all else here."""
 SHOWN_LETTERS = 60
 
 I8 = npt.NDArray[np.int64]
 
 
 class ValueFigures(Record, frozen=True):
-    """Of one feature: ``rows`` that have a value, not null, of which ``empty`` are an empty text or list, ``not_finite`` NaN or infinite, ``zero`` zero; ``total``
-    and ``squares`` sum up the finite numbers and their squares. ``items`` are those of all lists.
+    """Of one feature: ``rows`` that have a value, not null, of which ``empty`` are an empty text or
+    list, ``not_finite`` NaN or infinite, ``zero`` zero; ``total`` and ``squares`` sum up the finite
+    numbers and their squares. ``items`` are those of all lists.
 
-    ``buckets``: bucket → numbers, of scalars; ``lengths``: bucket → rows, of texts (letters) and lists (items). ``common``: value, as text → times, of the
-    :data:`KEPT_VALUES` commonest of ``looked_at`` values or items; ``distinct`` how many different ones there are, of more than :data:`MOST_DISTINCT` at least so many.
+    ``buckets``: bucket → numbers, of scalars; ``lengths``: bucket → rows, of texts (letters) and
+    lists (items). ``common``: value, as text → times, of the :data:`KEPT_VALUES` commonest of
+    ``looked_at`` values or items; ``distinct`` how many different ones there are, of more than
+    :data:`MOST_DISTINCT` at least so many.
     """
 
     rows: int = 0
@@ -64,7 +70,11 @@ class ValueFigures(Record, frozen=True):
     @property
     def spread(self) -> float:
         """Standard deviation of the finite numbers; 0 without any."""
-        return float(np.sqrt(max(0.0, self.squares / self.numbers - self.mean**2))) if self.buckets else 0.0
+        return (
+            float(np.sqrt(max(0.0, self.squares / self.numbers - self.mean**2)))
+            if self.buckets
+            else 0.0
+        )
 
     @property
     def common_share(self) -> float:
@@ -97,12 +107,14 @@ class ValueFigures(Record, frozen=True):
         )
 
     def quantiles(self, shares: Sequence[float]) -> list[float]:
-        """The numbers that these shares of all do not exceed, each within 0.8 %; zeros without any."""
+        """The numbers that these shares of all do not exceed, each within 0.8 %; zeros without
+        any."""
         return quantiles(self.buckets, shares)
 
 
 def quantiles(buckets: Mapping[int, int], shares: Sequence[float]) -> list[float]:
-    """What these shares of the values in the buckets do not exceed, each within 0.8 %; zeros of none."""
+    """What these shares of the values in the buckets do not exceed, each within 0.8 %; zeros of
+    none."""
     order = np.array(sorted(buckets), np.int64)
     if not len(order):
         return [0.0] * len(shares)
@@ -112,11 +124,14 @@ def quantiles(buckets: Mapping[int, int], shares: Sequence[float]) -> list[float
 
 
 def distance(a: Mapping[int, int], b: Mapping[int, int]) -> float:
-    """The Kolmogorov–Smirnov distance of two sets of values by their buckets, 0 to 1: the largest difference of the shares below any value. 0 where either is empty."""
+    """The Kolmogorov–Smirnov distance of two sets of values by their buckets, 0 to 1: the largest
+    difference of the shares below any value. 0 where either is empty."""
     if not a or not b:
         return 0.0
     order = sorted({*a, *b})
-    shares = [np.cumsum([of.get(bucket, 0) for bucket in order]) / sum(of.values()) for of in (a, b)]
+    shares = [
+        np.cumsum([of.get(bucket, 0) for bucket in order]) / sum(of.values()) for of in (a, b)
+    ]
     return float(np.abs(shares[0] - shares[1]).max())
 
 
@@ -163,7 +178,9 @@ class ValueCounter:
             self._lengths += _counted(lengths)
             self._count_values(values)
         else:
-            self._add_numbers(np.asarray(values.cast(pa.int8()) if self._feature.dtype == "bool" else values))
+            self._add_numbers(
+                np.asarray(values.cast(pa.int8()) if self._feature.dtype == "bool" else values)
+            )
             self._count_values(values)
 
     def _add_numbers(self, numbers: npt.NDArray[Any]) -> None:
@@ -178,7 +195,8 @@ class ValueCounter:
         self._zero += int((numbers == 0).sum())
         with np.errstate(over="ignore"):
             self._total += total
-            # not @, for which BLAS takes threads of its own, which wait for more on both cores: 2 s of CPU for 10⁷ rows
+            # not @, for which BLAS takes threads of its own, which wait for more on both cores: 2 s
+            # of CPU for 10⁷ rows
             self._squares += float(np.einsum("i,i->", numbers, numbers))
         self._buckets += _counted(numbers)
 
@@ -201,7 +219,9 @@ class ValueCounter:
             self._most_distinct = max(self._most_distinct, len(self._common))
             self._common = {value: times for value, times in self._common.items() if times > 1}
         known, full = self._common, len(self._common) >= MOST_DISTINCT
-        for value, times in zip(found.field(0).to_pylist(), found.field(1).to_pylist(), strict=True):
+        for value, times in zip(
+            found.field(0).to_pylist(), found.field(1).to_pylist(), strict=True
+        ):
             if value in known:
                 known[value] += times
             elif not full:
@@ -234,14 +254,16 @@ class ValueCounter:
 
 
 def _counted(numbers: npt.NDArray[Any]) -> I8:
-    """How many of the numbers, all finite, are in each bucket by the first bits of a float32; what is beyond one is in the last."""
+    """How many of the numbers, all finite, are in each bucket by the first bits of a float32; what
+    is beyond one is in the last."""
     with np.errstate(over="ignore", under="ignore"):
         bits = np.ascontiguousarray(numbers, np.float32).view(np.uint32)
     return np.bincount(bits >> SHIFT, minlength=1 << (32 - SHIFT))
 
 
 def _filled(counts: I8) -> dict[int, int]:
-    """Bucket → count, where there is any. Of negative numbers buckets are negative, so that they stand in the order of their numbers."""
+    """Bucket → count, where there is any. Of negative numbers buckets are negative, so that they
+    stand in the order of their numbers."""
     used = np.flatnonzero(counts)
     half = 1 << (31 - SHIFT)
     order = np.where(used < half, used, half - 1 - used)
@@ -253,9 +275,11 @@ def _middle(bucket: int) -> float:
     size = bucket if bucket >= 0 else -1 - bucket
     if size == 0:
         return 0.0
-    low, high = (np.array([size << SHIFT, min(size + 1, 0x7F800000 >> SHIFT) << SHIFT], np.uint32).view(np.float32)).astype(
-        np.float64
-    )
+    low, high = (
+        np.array([size << SHIFT, min(size + 1, 0x7F800000 >> SHIFT) << SHIFT], np.uint32).view(
+            np.float32
+        )
+    ).astype(np.float64)
     middle = low if not np.isfinite(high) else (low + high) / 2
     return float(middle if bucket >= 0 else -middle)
 
@@ -266,15 +290,17 @@ def _shown(value: Any) -> str:
 
 
 _SHIFT = 19
-"""Bits of a float32 that a bucket does not look at: sign and exponent stay, and 4 bits of the fraction."""
+"""Bits of a float32 that a bucket does not look at: sign and exponent stay, and 4 bits of the
+fraction."""
 _NONE: npt.NDArray[np.int64] = np.empty(0, np.int64)
 _LAST_BUCKET = int(np.array(np.finfo(np.float32).max).view(np.int32)) >> _SHIFT
 
 
 class VectorFigures(Record, frozen=True):
-    """Of one vector feature: ``rows`` that have a finite vector, how many of these are ``zero``, the sum of their Euclidean lengths (``norm_sum``),
-    and ``norms``: bucket of the squared length → rows. A bucket is the first bits of a float32, 16 to each power of two, so that a quantile is within
-    2 % of the true one."""
+    """Of one vector feature: ``rows`` that have a finite vector, how many of these are ``zero``,
+    the sum of their Euclidean lengths (``norm_sum``), and ``norms``: bucket of the squared length →
+    rows. A bucket is the first bits of a float32, 16 to each power of two, so that a quantile is
+    within 2 % of the true one."""
 
     rows: int = 0
     zero: int = 0
@@ -287,7 +313,8 @@ class VectorFigures(Record, frozen=True):
         return self.norm_sum / self.rows if self.rows else 0.0
 
     def norm_quantiles(self, shares: Sequence[float]) -> list[float]:
-        """The lengths that these shares of the rows do not exceed, each within 2 %; zeros without rows.
+        """The lengths that these shares of the rows do not exceed, each within 2 %; zeros without
+        rows.
 
         Args:
             shares: between 0 and 1.
@@ -297,7 +324,9 @@ class VectorFigures(Record, frozen=True):
             return [0.0] * len(shares)
         filled = np.cumsum([self.norms[bucket] for bucket in buckets.tolist()])
         places = np.searchsorted(filled, np.asarray(shares) * filled[-1]).clip(max=len(buckets) - 1)
-        low, high = ((buckets[places] + step << _SHIFT).astype(np.int32).view(np.float32) for step in (0, 1))
+        low, high = (
+            (buckets[places] + step << _SHIFT).astype(np.int32).view(np.float32) for step in (0, 1)
+        )
         with np.errstate(over="ignore", invalid="ignore"):
             middle = np.where(np.isfinite(high), (low.astype(np.float64) + high) / 2, low)
         return [float(value) for value in np.where(buckets[places] == 0, 0.0, np.sqrt(middle))]
@@ -306,8 +335,9 @@ class VectorFigures(Record, frozen=True):
 class RowFigures(Record, frozen=True):
     """Of some rows of a view.
 
-    ``rows`` counts them, ``not_finite`` those with a NaN or an infinity, ``valueless`` those of which every feature is null, ``nulls`` the nulls of
-    each feature that has any, ``vectors`` the figures of each feature that is a vector of floats, ``values`` those of each that is no vector.
+    ``rows`` counts them, ``not_finite`` those with a NaN or an infinity, ``valueless`` those of
+    which every feature is null, ``nulls`` the nulls of each feature that has any, ``vectors`` the
+    figures of each feature that is a vector of floats, ``values`` those of each that is no vector.
     """
 
     rows: int = 0
@@ -325,10 +355,13 @@ class RowFigures(Record, frozen=True):
         """Of these rows without ``rows`` of them.
 
         Args:
-            counted: figures of the rows that leave: exact where they are of all of them; where they are of a random sample, so is what is taken off.
+            counted: figures of the rows that leave: exact where they are of all of them; where they
+                are of a random sample, so is what is taken off.
             rows: how many leave.
         """
-        return self if not rows or not counted.rows else self._with(counted, -1, rows / counted.rows)
+        return (
+            self if not rows or not counted.rows else self._with(counted, -1, rows / counted.rows)
+        )
 
     def _with(self, other: RowFigures, sign: int, times: float) -> RowFigures:
         def count(a: int, b: int) -> int:
@@ -342,7 +375,12 @@ class RowFigures(Record, frozen=True):
         for name in dict.fromkeys((*self.vectors, *other.vectors)):
             a, b = (figures.vectors.get(name, VectorFigures()) for figures in (self, other))
             rows, total = count(a.rows, b.rows), a.norm_sum + sign * b.norm_sum * times
-            vectors[name] = VectorFigures(rows, count(a.zero, b.zero), max(0.0, total) if rows else 0.0, counts(a.norms, b.norms))
+            vectors[name] = VectorFigures(
+                rows,
+                count(a.zero, b.zero),
+                max(0.0, total) if rows else 0.0,
+                counts(a.norms, b.norms),
+            )
         return RowFigures(
             count(self.rows, other.rows),
             count(self.not_finite, other.not_finite),
@@ -350,19 +388,24 @@ class RowFigures(Record, frozen=True):
             counts(self.nulls, other.nulls),
             vectors,
             {
-                name: self.values.get(name, ValueFigures()).with_others(other.values.get(name, ValueFigures()), sign, times)
+                name: (
+                    self.values.get(name, ValueFigures()).with_others(
+                        other.values.get(name, ValueFigures()), sign, times
+                    )
+                )
                 for name in dict.fromkeys((*self.values, *other.values))
             },
         )
 
 
 TOGETHER_BYTES = 2**18
-"""Windows are counted together up to so many: 65,536 scores, since beside threads that compute nothing is in a cache, and one of 8,192 alone took 58 ns a row."""
+"""Windows are counted together up to so many: 65,536 scores, since beside threads that compute
+nothing is in a cache, and one of 8,192 alone took 58 ns a row."""
 
 
 class RowCounter:
-    """Counts rows as they come, from their feature columns: 9 ns a row with a vector of 16 float32, 13 with 64, 640 with 384 float16
-    (one thread of an AMD Zen 5, windows of 8,192 rows).
+    """Counts rows as they come, from their feature columns: 9 ns a row with a vector of 16 float32,
+    13 with 64, 640 with 384 float16 (one thread of an AMD Zen 5, windows of 8,192 rows).
 
     Args:
         view: declares the features.
@@ -376,21 +419,27 @@ class RowCounter:
         self._rows = self._not_finite = self._valueless = 0
         self._rare: list[npt.NDArray[np.int64]] = []
         self._nulls: dict[str, int] = {}
-        self._vectors = {f.name: _VectorCounter() for f in view.features if f.dim is not None and f.dtype.startswith("float")}
+        self._vectors = {
+            f.name: _VectorCounter()
+            for f in view.features
+            if f.dim is not None and f.dtype.startswith("float")
+        }
         self._values = {f.name: ValueCounter(f) for f in view.features if f.dim is None}
 
     def add(self, rows: pa.RecordBatch) -> None:
         """Count some rows.
 
         Args:
-            rows: with a column of each feature, of the type that the view declares; other columns are not looked at.
+            rows: with a column of each feature, of the type that the view declares; other columns
+                are not looked at.
         """
         if not rows.num_rows:
             return
         self._pending.append(rows)
         self._pending_rows += rows.num_rows
         if self._together is None:
-            # of one window, where all are as wide: to ask each is an eighth of all that counting takes
+            # of one window, where all are as wide: to ask each is an eighth of all that counting
+            # takes
             alike = all(f.max_items is None and f.dtype != "string" for f in self._view.features)
             self._together = TOGETHER_BYTES * rows.num_rows // max(1, rows.nbytes) if alike else 0
         if self._pending_rows >= self._together:
@@ -401,7 +450,11 @@ class RowCounter:
         if not self._pending:
             return
         names = self._view.feature_names
-        rows = self._pending[0] if len(self._pending) == 1 else pa.concat_batches([rows.select(names) for rows in self._pending])
+        rows = (
+            self._pending[0]
+            if len(self._pending) == 1
+            else pa.concat_batches([rows.select(names) for rows in self._pending])
+        )
         self._pending, self._pending_rows = [], 0
         bad: list[npt.NDArray[np.int64]] = []
         zero: list[npt.NDArray[np.int64]] = []
@@ -434,10 +487,13 @@ class RowCounter:
         self._count()
         vectors = {name: counter.figures() for name, counter in self._vectors.items()}
         values = {name: counter.figures() for name, counter in self._values.items()}
-        return RowFigures(self._rows, self._not_finite, self._valueless, dict(self._nulls), vectors, values)
+        return RowFigures(
+            self._rows, self._not_finite, self._valueless, dict(self._nulls), vectors, values
+        )
 
     def rare(self) -> npt.NDArray[np.int64]:
-        """Numbers of the rows so far, from 0 and ascending, that have no value, are not finite, or have a vector of zeros."""
+        """Numbers of the rows so far, from 0 and ascending, that have no value, are not finite, or
+        have a vector of zeros."""
         self._count()
         return np.concatenate([_NONE, *self._rare])
 
@@ -456,8 +512,11 @@ class _VectorCounter:
         self._norm_sum = 0.0
         self._norms = np.zeros(_LAST_BUCKET + 1, np.int64)
 
-    def add(self, column: pa.FixedSizeListArray, dim: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Numbers of the rows that are not finite, and are no part of the figures, and of those that are all zeros."""
+    def add(
+        self, column: pa.FixedSizeListArray, dim: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Numbers of the rows that are not finite, and are no part of the figures, and of those
+        that are all zeros."""
         matrix = np.asarray(column.flatten()).reshape(-1, dim)
         if matrix.dtype == np.float16:
             matrix = matrix.astype(np.float32)
@@ -475,7 +534,9 @@ class _VectorCounter:
             self._norms[_LAST_BUCKET] += finite.sum()
             long = matrix[beyond[finite]].astype(np.float64)
             largest = np.abs(long).max(axis=1, initial=0.0)
-            self._norm_sum += float((largest * np.linalg.norm(long / largest[:, None], axis=1)).sum())
+            self._norm_sum += float(
+                (largest * np.linalg.norm(long / largest[:, None], axis=1)).sum()
+            )
             filled = filled[: len(self._norms)]
         if len(filled) and filled[0]:
             small = np.flatnonzero(buckets == 0)
@@ -498,7 +559,9 @@ class _VectorCounter:
 def _infinite(column: pa.Array, feature: Feature) -> npt.NDArray[np.int64]:
     """Numbers of the rows with a scalar, or an item of a list, that is not finite."""
     lists = feature.max_items is not None
-    values = np.asarray(column.flatten() if lists else column.drop_null() if column.null_count else column)
+    values = np.asarray(
+        column.flatten() if lists else column.drop_null() if column.null_count else column
+    )
     if np.isfinite(values).all():
         return _NONE
     bad = np.flatnonzero(~np.isfinite(values))
@@ -507,8 +570,11 @@ def _infinite(column: pa.Array, feature: Feature) -> npt.NDArray[np.int64]:
     return np.flatnonzero(np.asarray(column.is_valid()))[bad] if column.null_count else bad
 
 
-def _valueless(rows: pa.RecordBatch, view: FeatureView, nulls: Mapping[str, int]) -> npt.NDArray[np.int64]:
-    """Numbers of the rows of which every feature is null. No model may return a null vector, so that where there is one it tells alone."""
+def _valueless(
+    rows: pa.RecordBatch, view: FeatureView, nulls: Mapping[str, int]
+) -> npt.NDArray[np.int64]:
+    """Numbers of the rows of which every feature is null. No model may return a null vector, so
+    that where there is one it tells alone."""
     vector = next((f.name for f in view.features if f.dim is not None), None)
     names = view.feature_names if vector is None else (vector,)
     if not all(name in nulls for name in names):

@@ -1,7 +1,9 @@
-"""Runs: what was done to a view, a report each: the ledger that planning, scheduling and people read.
+"""Runs: what was done to a view, a report each: the ledger that planning, scheduling and people
+read.
 
-<root>/<view>/runs/<run>.json        written when the run begins (``running``) and again when it ends
-<root>/<view>/refs/running/<run>     an empty file for each run whose report says that it goes on
+<root>/<view>/runs/<run>.json        written when the run begins (``running``) and again when it
+ends <root>/<view>/refs/running/<run>     an empty file for each run whose report says that it goes
+on
 """
 
 from __future__ import annotations
@@ -15,7 +17,12 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from precompute.store.disk.durable_file import disk_message, make_folder, replace_durably, sync_folder
+from precompute.store.disk.durable_file import (
+    disk_message,
+    make_folder,
+    replace_durably,
+    sync_folder,
+)
 from precompute.store.errors import SnapshotError
 from precompute.store.freshness import AHEAD_US
 from precompute.store.offline.snapshot import Verdict
@@ -27,8 +34,8 @@ FINISHED = ("published", "committed", "current")
 """Statuses of runs that did what they were for."""
 
 AHEAD_S = 86400.0
-"""How far ahead of the clock what was noted may lie: a clock set back by hours runs nothing twice. Beyond that the clock was wrong when it
-was noted."""
+"""How far ahead of the clock what was noted may lie: a clock set back by hours runs nothing twice.
+Beyond that the clock was wrong when it was noted."""
 
 _STAMP = "%Y%m%dT%H%M%S.%fZ"
 
@@ -36,8 +43,8 @@ _STAMP = "%Y%m%dT%H%M%S.%fZ"
 class Report(Record):
     """One run; times in seconds.
 
-    ``status``: running · published · committed (not published) · current (nothing to do) · refused (by a gate) · rejected (too many rows) ·
-    failed · cancelled (interrupted) · killed.
+    ``status``: running · published · committed (not published) · current (nothing to do) · refused
+    (by a gate) · rejected (too many rows) · failed · cancelled (interrupted) · killed.
     """
 
     run: str
@@ -56,7 +63,8 @@ class Report(Record):
     engine: dict[str, Any] = field(default_factory=dict)
     """What computing took, stage by stage, as the engine's meter tells it."""
     index: dict[str, Any] = field(default_factory=dict)
-    """What was measured of the vector index, where one was built: see :class:`precompute.store.vectors.index_record.IndexFigures`."""
+    """What was measured of the vector index, where one was built: see
+    :class:`precompute.store.vectors.index_record.IndexFigures`."""
     inputs: dict[str, int] = field(default_factory=dict)
     gates: list[Verdict] = field(default_factory=list)
     resumed: int = 0
@@ -116,8 +124,9 @@ class Runs:
         self.folder, self._running, self._view = folder, running, view
 
     def stamp(self) -> str:
-        """The time that the id of a run begins with that begins now. Ids sort in the order of the runs, whatever the clocks say: where an earlier
-        run's time lies ahead, since its clock was wrong, this one's is a microsecond later."""
+        """The time that the id of a run begins with that begins now. Ids sort in the order of the
+        runs, whatever the clocks say: where an earlier run's time lies ahead, since its clock was
+        wrong, this one's is a microsecond later."""
         now = datetime.now(UTC)
         for name in self._names():
             try:
@@ -128,7 +137,8 @@ class Runs:
             if last >= now:
                 if last - now > timedelta(microseconds=AHEAD_US):
                     log.warning(
-                        "view %r: run %s is dated %d s ahead of this clock, which jumped, or that one's was wrong",
+                        "view %r: run %s is dated %d s ahead of this clock, which jumped, or that"
+                        " one's was wrong",
                         self._view,
                         name.removesuffix(".json"),
                         (last - now).total_seconds(),
@@ -142,12 +152,17 @@ class Runs:
         return self.folder / f"{run}.json"
 
     def write(self, report: Report, state: str = "only the run's report is missing") -> None:
-        """Write a run's report, whole or not at all; a second report of the same run replaces the first.
+        """Write a run's report, whole or not at all; a second report of the same run replaces the
+        first.
 
         Raises:
             SnapshotError: it cannot be written; ``state`` says what else is lost.
         """
-        path, marker, goes_on = self.path(report.run), self._running / report.run, report.status == "running"
+        path, marker, goes_on = (
+            self.path(report.run),
+            self._running / report.run,
+            report.status == "running",
+        )
         try:
             make_folder(self.folder)
             if goes_on:
@@ -189,8 +204,8 @@ class Runs:
         return unended
 
     def reports(self, limit: int = 100, since: str = "") -> list[Report]:
-        """Reports of the newest runs, the newest first; run ids sort in the order of the runs (:meth:`stamp`). One
-        that cannot be read is skipped, and reported in the log.
+        """Reports of the newest runs, the newest first; run ids sort in the order of the runs
+        (:meth:`stamp`). One that cannot be read is skipped, and reported in the log.
 
         Args:
             limit: how many at most.
@@ -203,7 +218,11 @@ class Runs:
             try:
                 reports.append(read_record(Report, (self.folder / name).read_bytes()))
             except (OSError, ValueError) as exc:
-                log.warning("the run's report %s cannot be read (%s); remove the file", self.folder / name, exc)
+                log.warning(
+                    "the run's report %s cannot be read (%s); remove the file",
+                    self.folder / name,
+                    exc,
+                )
         return reports
 
     def read(self, run: str) -> Report:
@@ -215,16 +234,22 @@ class Runs:
         try:
             return read_record(Report, self.path(run).read_bytes())
         except (OSError, ValueError) as exc:
-            raise SnapshotError(f"the report of run {run!r} of view {self._view!r} cannot be read: {exc}") from exc
+            raise SnapshotError(
+                f"the report of run {run!r} of view {self._view!r} cannot be read: {exc}"
+            ) from exc
 
     def last(self) -> Report | None:
         """The newest run's report."""
         return next(iter(self.reports(1)), None)
 
     def _names(self) -> list[str]:
-        """File names of the reports, the newest first; a Path for each would cost as much as all the rest."""
+        """File names of the reports, the newest first; a Path for each would cost as much as all
+        the rest."""
         try:
             names = os.listdir(self.folder)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted((name for name in names if name.endswith(".json") and not name.startswith(".")), reverse=True)
+        return sorted(
+            (name for name in names if name.endswith(".json") and not name.startswith(".")),
+            reverse=True,
+        )

@@ -1,8 +1,10 @@
-"""Selection: some rows of a snapshot's Parquet files, by position; drawn at random from all over them, looked for by key, read by row group.
+"""Selection: some rows of a snapshot's Parquet files, by position; drawn at random from all over
+them, looked for by key, read by row group.
 
-What two snapshots share they share by position too: the rows of one that are no rows of the other follow from the files' names and the
-rows that are dead in either, without reading one. Reading costs what the row groups cost that hold a selected row, and no more than
-:data:`CLUSTERS` of these for a draw.
+What two snapshots share they share by position too: the rows of one that are no rows of the other
+follow from the files' names and the rows that are dead in either, without reading one. Reading
+costs what the row groups cost that hold a selected row, and no more than :data:`CLUSTERS` of these
+for a draw.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ from precompute.store.errors import SnapshotError
 from precompute.store.offline.part_file import ROW_GROUP_BYTES, Layers, rare_rows
 
 CLUSTERS = 64
-"""Row groups that a draw of many rows reads: 64 places spread over all rows tell a share of a third to ± 6 % when whole row groups are alike, and to
-± 1 % of what begins or ends at one place."""
+"""Row groups that a draw of many rows reads: 64 places spread over all rows tell a share of a third
+to ± 6 % when whole row groups are alike, and to ± 1 % of what begins or ends at one place."""
 
 MOST_READ_BYTES = CLUSTERS * ROW_GROUP_BYTES
-"""Of the files that a draw reads, unless so many row groups have more. The 3,000 rows that a delta of 0.1 % replaced lie in every row group of 3 M × 64 floats, which took a
-run's gates 0.8 s."""
+"""Of the files that a draw reads, unless so many row groups have more. The 3,000 rows that a delta
+of 0.1 % replaced lie in every row group of 3 M × 64 floats, which took a run's gates 0.8 s."""
 
 Numbers = npt.NDArray[np.int64]
 _NONE: Numbers = np.empty(0, np.int64)
@@ -39,7 +41,8 @@ _NONE: Numbers = np.empty(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class FileRows:
-    """Rows of one file of ``rows`` rows: those whose numbers (ascending) are ``listed``, or with ``others`` all that are not listed."""
+    """Rows of one file of ``rows`` rows: those whose numbers (ascending) are ``listed``, or with
+    ``others`` all that are not listed."""
 
     path: Path
     rows: int
@@ -81,8 +84,9 @@ class Selection:
         return sum(file.count for file in self.files)
 
     def draw(self, rows: int, seed: int, places: int = CLUSTERS) -> Selection:
-        """Rows drawn at random: all when there are no more than ``rows`` and they lie together; else some from each of many places that are spread evenly over all
-        of them, each row with the same chance. The same seed draws the same rows.
+        """Rows drawn at random: all when there are no more than ``rows`` and they lie together;
+        else some from each of many places that are spread evenly over all of them, each row with
+        the same chance. The same seed draws the same rows.
 
         Args:
             rows: how many at most; fewer come where many row groups are of a few rows.
@@ -97,7 +101,11 @@ class Selection:
             return self
         while True:
             drawn = self._drawn(total, clusters, rows // clusters, np.random.default_rng(seed))
-            if 2 * drawn.count >= min(rows, total) or 4 * clusters > rows or 4 * drawn._bytes_to_read() > MOST_READ_BYTES:
+            if (
+                2 * drawn.count >= min(rows, total)
+                or 4 * clusters > rows
+                or 4 * drawn._bytes_to_read() > MOST_READ_BYTES
+            ):
                 return drawn
             clusters *= 4
 
@@ -109,12 +117,20 @@ class Selection:
                 rows = file.rows
                 if not file.others:
                     bounds = _bounds(file.path)
-                    rows = int(np.diff(bounds)[np.unique(np.searchsorted(bounds, file.listed, side="right") - 1)].sum())
+                    rows = int(
+                        np.diff(bounds)[
+                            np.unique(np.searchsorted(bounds, file.listed, side="right") - 1)
+                        ].sum()
+                    )
                 read += file.path.stat().st_size * rows / file.rows
         return read
 
-    def _drawn(self, total: int, clusters: int, each: int, random: np.random.Generator) -> Selection:
-        places = ((np.arange(clusters) + random.random(clusters)) * total / clusters).astype(np.int64)
+    def _drawn(
+        self, total: int, clusters: int, each: int, random: np.random.Generator
+    ) -> Selection:
+        places = ((np.arange(clusters) + random.random(clusters)) * total / clusters).astype(
+            np.int64
+        )
         ends = np.cumsum([file.count for file in self.files])
         chosen: list[FileRows] = []
         of_file = np.searchsorted(ends, places, side="right")
@@ -122,16 +138,21 @@ class Selection:
             file, first = self.files[number], int(ends[number]) - self.files[number].count
             bounds = _bounds(file.path)
             hit = [file.nth(place - first) for place in places[of_file == number].tolist()]
-            groups, times = np.unique(np.searchsorted(bounds, hit, side="right") - 1, return_counts=True)
+            groups, times = np.unique(
+                np.searchsorted(bounds, hit, side="right") - 1, return_counts=True
+            )
             taken = []
             for group, n in zip(groups.tolist(), times.tolist(), strict=True):
                 there = file.within(int(bounds[group]), int(bounds[group + 1]))
-                taken.append(np.sort(random.choice(there, min(len(there), each * n), replace=False)))
+                taken.append(
+                    np.sort(random.choice(there, min(len(there), each * n), replace=False))
+                )
             chosen.append(FileRows(file.path, file.rows, np.concatenate(taken), others=False))
         return Selection(chosen)
 
     def rare(self) -> Selection:
-        """Those of the rows that their part names as rare, and all rows of the parts that do not tell.
+        """Those of the rows that their part names as rare, and all rows of the parts that do not
+        tell.
 
         Raises:
             SnapshotError: a file cannot be read.
@@ -143,7 +164,12 @@ class Selection:
                     rare = rare_rows(opened)
                 numbers = file.within(0, file.rows)
                 files.append(
-                    FileRows(file.path, file.rows, numbers if rare is None else np.intersect1d(numbers, rare), others=False)
+                    FileRows(
+                        file.path,
+                        file.rows,
+                        numbers if rare is None else np.intersect1d(numbers, rare),
+                        others=False,
+                    )
                 )
         return Selection(files)
 
@@ -163,11 +189,16 @@ class Selection:
                 groups = list(_groups(file, opened))
                 tables = _tables(file.path, opened, [group for group, _, _ in groups], columns)
                 for (_, _, numbers), table in zip(groups, tables, strict=True):
-                    chosen = table if len(numbers) == table.num_rows else table.take(pa.array(numbers))
+                    chosen = (
+                        table if len(numbers) == table.num_rows else table.take(pa.array(numbers))
+                    )
                     yield from chosen.to_batches()
 
-    def groups(self, file: int, group: int, columns: Sequence[str]) -> Iterator[tuple[int, int, pa.Table]]:
-        """The rows row group by row group, from number ``group`` of file number ``file`` on: each with file and group to go on from after it.
+    def groups(
+        self, file: int, group: int, columns: Sequence[str]
+    ) -> Iterator[tuple[int, int, pa.Table]]:
+        """The rows row group by row group, from number ``group`` of file number ``file`` on: each
+        with file and group to go on from after it.
 
         Raises:
             SnapshotError: a file cannot be read.
@@ -180,13 +211,23 @@ class Selection:
                 for at, _, numbers in _groups(chosen, opened):
                     if number > file or at >= group:
                         table = opened.read_row_group(at, list(columns))
-                        yield number, at + 1, table if len(numbers) == table.num_rows else table.take(pa.array(numbers))
+                        yield (
+                            number,
+                            at + 1,
+                            (
+                                table
+                                if len(numbers) == table.num_rows
+                                else table.take(pa.array(numbers))
+                            ),
+                        )
 
     def find(
         self, keys: pa.Array, entity: Sequence[str], *, groups: int | None = None, seed: int = 0
     ) -> tuple[int, Selection, pa.Array]:
-        """Of these rows the ones with certain keys: (how many there are, they themselves, and the text of each one's key). Reads the key columns of all, or, where the key is one integer, of
-        the row groups that may hold any by their least and greatest key: half of them, where 8,192 of 10⁷ keys in order are looked for in 64 places.
+        """Of these rows the ones with certain keys: (how many there are, they themselves, and the
+        text of each one's key). Reads the key columns of all, or, where the key is one integer, of
+        the row groups that may hold any by their least and greatest key: half of them, where 8,192
+        of 10⁷ keys in order are looked for in 64 places.
 
         Args:
             keys: key texts.
@@ -211,7 +252,13 @@ class Selection:
                         table = table.take(pa.array(numbers))
                     hit = np.flatnonzero(np.asarray(_are_among(table, keys, entity)))
                     if len(hit):
-                        hits.append((position, numbers[hit] + first, key_column(table.take(pa.array(hit)), entity)))
+                        hits.append(
+                            (
+                                position,
+                                numbers[hit] + first,
+                                key_column(table.take(pa.array(hit)), entity),
+                            )
+                        )
         total = sum(len(numbers) for _, numbers, _ in hits)
         if groups is not None and len(hits) > groups:
             retained = np.sort(np.random.default_rng(seed).choice(len(hits), groups, replace=False))
@@ -219,18 +266,32 @@ class Selection:
         files = []
         for position in dict.fromkeys(position for position, _, _ in hits):
             numbers = np.concatenate([n for p, n, _ in hits if p == position])
-            files.append(FileRows(self.files[position].path, self.files[position].rows, numbers, others=False))
-        return total, Selection(files), pa.concat_arrays([keys.slice(0, 0), *(found.cast(keys.type) for _, _, found in hits)])
+            files.append(
+                FileRows(
+                    self.files[position].path, self.files[position].rows, numbers, others=False
+                )
+            )
+        return (
+            total,
+            Selection(files),
+            pa.concat_arrays([keys.slice(0, 0), *(found.cast(keys.type) for _, _, found in hits)]),
+        )
 
 
 def all_rows(layers: Layers) -> Selection:
     """All rows of a snapshot."""
     dead = (layers.dead.get(number, _NONE) for number in range(len(layers.paths)))
-    return Selection([FileRows(p, n, d, others=True) for p, n, d in zip(layers.paths, layers.rows, dead, strict=True)])
+    return Selection(
+        [
+            FileRows(p, n, d, others=True)
+            for p, n, d in zip(layers.paths, layers.rows, dead, strict=True)
+        ]
+    )
 
 
 def rows_beside(layers: Layers, other: Layers) -> Selection:
-    """The rows of one snapshot that are no rows of another: in a file the other has not, or dead there. The rest are the very same rows."""
+    """The rows of one snapshot that are no rows of another: in a file the other has not, or dead
+    there. The rest are the very same rows."""
     position = {path: number for number, path in enumerate(other.paths)}
     files = []
     for file in all_rows(layers).files:
@@ -279,12 +340,19 @@ def _bounds(path: Path) -> Numbers:
     """Number of the first row of each row group, and of all rows."""
     with _reading(path) as opened:
         metadata = opened.metadata
-        return np.concatenate([[0], np.cumsum([metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)])])
+        return np.concatenate(
+            [
+                [0],
+                np.cumsum([metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)]),
+            ]
+        )
 
 
-def _tables(path: Path, opened: pq.ParquetFile, groups: list[int], columns: Sequence[str] | None) -> Iterator[pa.Table]:
-    """These row groups, every other one read in a thread beside: with it the gates of a 1 % delta of 3 M × 64 floats took 0.38 s, and 0.50 s without
-    (two cores of an AMD Zen 5)."""
+def _tables(
+    path: Path, opened: pq.ParquetFile, groups: list[int], columns: Sequence[str] | None
+) -> Iterator[pa.Table]:
+    """These row groups, every other one read in a thread beside: with it the gates of a 1 % delta
+    of 3 M × 64 floats took 0.38 s, and 0.50 s without (two cores of an AMD Zen 5)."""
     names = None if columns is None else list(columns)
     if len(groups) < 2:
         yield from (opened.read_row_group(group, names) for group in groups)
@@ -297,7 +365,8 @@ def _tables(path: Path, opened: pq.ParquetFile, groups: list[int], columns: Sequ
 
 
 def _groups(file: FileRows, opened: pq.ParquetFile) -> Iterator[tuple[int, int, Numbers]]:
-    """Row groups that hold a selected row, the number of their first row in the file, and which of their rows are selected, from 0."""
+    """Row groups that hold a selected row, the number of their first row in the file, and which of
+    their rows are selected, from 0."""
     first = 0
     for group in range(opened.metadata.num_row_groups):
         rows = opened.metadata.row_group(group).num_rows
@@ -316,16 +385,24 @@ def _in_order(keys: pa.Array) -> Numbers | None:
 
 
 def _may_hold(opened: pq.ParquetFile, group: int, column: str, wanted: Numbers) -> bool:
-    """Whether any of some integers lies between the least and the greatest of a row group's key; also where that is not known."""
+    """Whether any of some integers lies between the least and the greatest of a row group's key;
+    also where that is not known."""
     metadata = opened.metadata.row_group(group)
     chunks = (metadata.column(number) for number in range(metadata.num_columns))
-    statistics = next((chunk.statistics for chunk in chunks if chunk.path_in_schema == column), None)
+    statistics = next(
+        (chunk.statistics for chunk in chunks if chunk.path_in_schema == column), None
+    )
     if statistics is None or not statistics.has_min_max or not isinstance(statistics.min, int):
         return True
-    return bool(np.searchsorted(wanted, statistics.min) < np.searchsorted(wanted, statistics.max, side="right"))
+    return bool(
+        np.searchsorted(wanted, statistics.min)
+        < np.searchsorted(wanted, statistics.max, side="right")
+    )
 
 
-def _are_among(table: pa.Table, keys: pa.Array, entity: Sequence[str]) -> pa.ChunkedArray | pa.Array:
+def _are_among(
+    table: pa.Table, keys: pa.Array, entity: Sequence[str]
+) -> pa.ChunkedArray | pa.Array:
     column = table.column(entity[0])
     if len(entity) > 1:
         return pc.is_in(key_column(table, entity), keys)

@@ -1,7 +1,9 @@
-"""Offline store: versioned Parquet on a file system, a folder for each view. The one source of truth; every online store is rebuilt from it.
+"""Offline store: versioned Parquet on a file system, a folder for each view. The one source of
+truth; every online store is rebuilt from it.
 
-All that is read and committed of a view goes through its handle, ``OfflineStore(root).view(name)``. docs/architecture.md draws the files.
-A part is written under a temporary name, fsynced, renamed, and its folder fsynced, before the journal or a manifest names it.
+All that is read and committed of a view goes through its handle, ``OfflineStore(root).view(name)``.
+docs/architecture.md draws the files. A part is written under a temporary name, fsynced, renamed,
+and its folder fsynced, before the journal or a manifest names it.
 """
 
 from __future__ import annotations
@@ -20,13 +22,28 @@ import pyarrow.parquet as pq
 
 from precompute.store.clock import utc_now
 from precompute.store.disk.crashpoint import crashpoint
-from precompute.store.disk.durable_file import create_once, disk_message, limit_of, make_folder, sha256_of, sync_folder
+from precompute.store.disk.durable_file import (
+    create_once,
+    disk_message,
+    limit_of,
+    make_folder,
+    sha256_of,
+    sync_folder,
+)
 from precompute.store.disk.lease import Lease, is_held
 from precompute.store.errors import SnapshotError, UnreadableError
 from precompute.store.feature_view import NAME
 from precompute.store.offline.catalog import Catalog, add_to_catalog, read_catalog
 from precompute.store.offline.journal import Journals
-from precompute.store.offline.part_file import Deletes, Layers, Numbers, dead_rows, living, read_deletes, write_part_file
+from precompute.store.offline.part_file import (
+    Deletes,
+    Layers,
+    Numbers,
+    dead_rows,
+    living,
+    read_deletes,
+    write_part_file,
+)
 from precompute.store.offline.refs import BadMark, Refs, run_lease
 from precompute.store.offline.runs import Runs
 from precompute.store.offline.selection import CLUSTERS, Selection, all_rows, seed_of
@@ -58,13 +75,17 @@ class OfflineStore:
         """Names of the views that have a folder here, sorted."""
         if not self.root.is_dir():
             return []
-        return sorted(p.name for p in self.root.iterdir() if NAME.match(p.name) and (p / "manifests").is_dir())
+        return sorted(
+            p.name for p in self.root.iterdir() if NAME.match(p.name) and (p / "manifests").is_dir()
+        )
 
 
 class ViewStore:
-    """One view's folder; made by :meth:`OfflineStore.view`. ``snapshot`` arguments are of this view.
+    """One view's folder; made by :meth:`OfflineStore.view`. ``snapshot`` arguments are of this
+    view.
 
-    ``refs`` are the live pointer and the marks, ``runs`` the reports, ``journals`` what unfinished runs leave to the next.
+    ``refs`` are the live pointer and the marks, ``runs`` the reports, ``journals`` what unfinished
+    runs leave to the next.
     """
 
     def __init__(self, offline: OfflineStore, name: str) -> None:
@@ -73,10 +94,14 @@ class ViewStore:
         self.runs = Runs(self.folder / "runs", self.folder / "refs" / "running", name)
         self.journals = Journals(self.folder, self._committed)
         self._catalog: Catalog | None = None
-        self._dead: dict[tuple[tuple[str, ...], tuple[tuple[Path, int], ...]], Mapping[int, Numbers]] = {}
-        """Dead rows of the last two chains: a run asks for those of its parent and of its result a dozen times, and they may be half of all rows."""
+        self._dead: dict[
+            tuple[tuple[str, ...], tuple[tuple[Path, int], ...]], Mapping[int, Numbers]
+        ] = {}
+        """Dead rows of the last two chains: a run asks for those of its parent and of its result a
+        dozen times, and they may be half of all rows."""
         self._deletes: dict[tuple[Path, int], Deletes] = {}
-        """What was read of the files that the last two chains have, by path and time of change (ns): of a chain of 60 deltas of 3 M rows each reading took 25 ms."""
+        """What was read of the files that the last two chains have, by path and time of change
+        (ns): of a chain of 60 deltas of 3 M rows each reading took 25 ms."""
 
     # ---- where its files are
 
@@ -120,10 +145,13 @@ class ViewStore:
             names = os.listdir(self.folder / "manifests")
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted(int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdigit())
+        return sorted(
+            int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdigit()
+        )
 
     def catalog(self) -> Catalog:
-        """What all manifests of the view say of themselves, in short; only those are read that were not before."""
+        """What all manifests of the view say of themselves, in short; only those are read that were
+        not before."""
         self._catalog = read_catalog(self.folder / "manifests", self._catalog_path, self._catalog)
         return self._catalog
 
@@ -150,14 +178,16 @@ class ViewStore:
         except FileNotFoundError as exc:
             have = ", ".join(map(str, self.numbers())) or "none"
             raise SnapshotError(
-                f"view {self.name!r} has no snapshot {number} under {self.offline.root} (it has: {have})"
+                f"view {self.name!r} has no snapshot {number} under {self.offline.root} (it has:"
+                f" {have})"
             ) from exc
         except OSError as exc:
             raise SnapshotError(f"{path} cannot be read: {exc.strerror or exc}") from exc
         return Snapshot.from_bytes(data, str(path))
 
     def frame(self, number: int | None = None) -> Path | None:
-        """The file of the rows that the run of a snapshot was given, of a view that reads none by itself; by default of those given last, whatever became of that run.
+        """The file of the rows that the run of a snapshot was given, of a view that reads none by
+        itself; by default of those given last, whatever became of that run.
 
         Raises:
             SnapshotError: there is no such snapshot, or its manifest is torn.
@@ -179,14 +209,17 @@ class ViewStore:
         return layers[::-1]
 
     def layers(self, snapshot: Snapshot) -> Layers:
-        """Every file of the snapshot's chain with its dead rows; all checked to be there with the size the manifests tell.
+        """Every file of the snapshot's chain with its dead rows; all checked to be there with the
+        size the manifests tell.
 
         Raises:
             SnapshotError: a file is missing or has another size.
         """
         chain = self.chain(snapshot)
         parts = list(dict.fromkeys(part.path for layer in chain for part in layer.parts))
-        deletes = [self.checked_path(layer, layer.deletes) for layer in chain if layer.deletes is not None]
+        deletes = [
+            self.checked_path(layer, layer.deletes) for layer in chain if layer.deletes is not None
+        ]
         sizes = {part.path: (part, layer) for layer in chain for part in layer.parts}
         paths = [self.checked_path(layer, part) for part, layer in (sizes[path] for path in parts)]
         rows = [sizes[path][0].rows for path in parts]
@@ -196,7 +229,9 @@ class ViewStore:
             dead = self._dead_rows(parts, files)
         return Layers(paths, rows, dead)
 
-    def _dead_rows(self, parts: list[str], files: tuple[tuple[Path, int], ...]) -> Mapping[int, Numbers]:
+    def _dead_rows(
+        self, parts: list[str], files: tuple[tuple[Path, int], ...]
+    ) -> Mapping[int, Numbers]:
         """Those that files of deletes name, with the times of their last change."""
         before = [*self._dead][-1:]
         wanted = {*files, *(file for _, of_chain in before for file in of_chain)}
@@ -209,7 +244,8 @@ class ViewStore:
         return dead
 
     def part_paths(self, snapshot: Snapshot) -> list[Path]:
-        """Absolute paths of all Parquet parts of a snapshot's chain, checked as :meth:`layers` does."""
+        """Absolute paths of all Parquet parts of a snapshot's chain, checked as :meth:`layers`
+        does."""
         return self.layers(snapshot).paths
 
     def checked_path(self, snapshot: Snapshot, part: Part) -> Path:
@@ -222,18 +258,29 @@ class ViewStore:
         try:
             size = path.stat().st_size if path.is_file() else None
         except OSError as exc:
-            raise UnreadableError(f"{path} cannot be read: {limit_of(exc) or exc.strerror or exc}") from exc
+            raise UnreadableError(
+                f"{path} cannot be read: {limit_of(exc) or exc.strerror or exc}"
+            ) from exc
         if size != part.size_bytes:
-            state = "is missing" if size is None else f"has {size} bytes instead of {part.size_bytes}"
+            state = (
+                "is missing" if size is None else f"has {size} bytes instead of {part.size_bytes}"
+            )
             raise SnapshotError(
-                f"{path} {state}: snapshot {snapshot.number} of {self.name!r} cannot be used; publish another one"
+                f"{path} {state}: snapshot {snapshot.number} of {self.name!r} cannot be used;"
+                " publish another one"
             )
         return path
 
     def batches(
-        self, snapshot: Snapshot, columns: Sequence[str] | None = None, batch_rows: int = 8192, *, first: int = 0
+        self,
+        snapshot: Snapshot,
+        columns: Sequence[str] | None = None,
+        batch_rows: int = 8192,
+        *,
+        first: int = 0,
     ) -> Iterator[pa.RecordBatch]:
-        """A snapshot's rows, part by part from the file numbered ``first``, in the order they were written; memory holds one row group.
+        """A snapshot's rows, part by part from the file numbered ``first``, in the order they were
+        written; memory holds one row group.
 
         Raises:
             SnapshotError: a part is missing or damaged.
@@ -243,22 +290,35 @@ class ViewStore:
             yield from self._file_batches(snapshot, layers, number, columns, batch_rows)
 
     def _file_batches(
-        self, snapshot: Snapshot, layers: Layers, number: int, columns: Sequence[str] | None, batch_rows: int
+        self,
+        snapshot: Snapshot,
+        layers: Layers,
+        number: int,
+        columns: Sequence[str] | None,
+        batch_rows: int,
     ) -> Iterator[pa.RecordBatch]:
         path = layers.paths[number]
         try:
             with pq.ParquetFile(path) as file:
-                batches = file.iter_batches(batch_rows, columns=None if columns is None else list(columns))
+                batches = file.iter_batches(
+                    batch_rows, columns=None if columns is None else list(columns)
+                )
                 yield from living(batches, layers.dead.get(number))
         except (pa.ArrowException, OSError) as exc:
             remedy = limit_of(exc) or f"snapshot {snapshot.number} is damaged; publish another one"
             raise SnapshotError(f"{path} cannot be read ({exc}): {remedy}") from exc
 
     def sample(
-        self, snapshot: Snapshot, rows: int, columns: Sequence[str] | None = None, places: int = CLUSTERS, turn: int = 0
+        self,
+        snapshot: Snapshot,
+        rows: int,
+        columns: Sequence[str] | None = None,
+        places: int = CLUSTERS,
+        turn: int = 0,
     ) -> pa.Table:
-        """Up to ``rows`` rows drawn at random from all over the snapshot, in its order; the same ones every time of a ``turn``. Reads the row groups they lie in, and
-        of a large snapshot not many of these (``places``): see :meth:`precompute.store.offline.selection.Selection.draw`.
+        """Up to ``rows`` rows drawn at random from all over the snapshot, in its order; the same
+        ones every time of a ``turn``. Reads the row groups they lie in, and of a large snapshot not
+        many of these (``places``): see :meth:`precompute.store.offline.selection.Selection.draw`.
 
         Raises:
             SnapshotError: a part is missing or damaged.
@@ -267,7 +327,9 @@ class ViewStore:
         drawn = all_rows(layers).draw(rows, seed_of(layers) + turn, places)
         return self.table(snapshot, drawn, columns)
 
-    def table(self, snapshot: Snapshot, rows: Selection, columns: Sequence[str] | None = None) -> pa.Table:
+    def table(
+        self, snapshot: Snapshot, rows: Selection, columns: Sequence[str] | None = None
+    ) -> pa.Table:
         """Some of a snapshot's rows; they must fit in memory.
 
         Raises:
@@ -279,18 +341,22 @@ class ViewStore:
         except pa.ArrowException as exc:
             # a bit of a file's footer is enough for another name
             raise SnapshotError(
-                f"the files of snapshot {snapshot.number} of {self.name!r} have not the same columns ({exc}): it is damaged; publish another one"
+                f"the files of snapshot {snapshot.number} of {self.name!r} have not the same"
+                f" columns ({exc}): it is damaged; publish another one"
             ) from exc
 
     def _no_rows(self, snapshot: Snapshot, columns: Sequence[str] | None) -> pa.Table:
         for path in self.part_paths(snapshot):
             table = pq.read_schema(path).empty_table()
             return table if columns is None else table.select(list(columns))
-        raise SnapshotError(f"snapshot {snapshot.number} of {self.name!r} has no part; publish another one")
+        raise SnapshotError(
+            f"snapshot {snapshot.number} of {self.name!r} has no part; publish another one"
+        )
 
     def check_parts(self, snapshot: Snapshot, layers: Sequence[Snapshot] | None = None) -> None:
-        """Re-read every file of the chain, or of those ``layers`` of it, and compare its SHA-256 and row count with the manifests. A snapshot of
-        the chain whose files differ is marked bad: the next run builds on the one before.
+        """Re-read every file of the chain, or of those ``layers`` of it, and compare its SHA-256
+        and row count with the manifests. A snapshot of the chain whose files differ is marked bad:
+        the next run builds on the one before.
 
         Raises:
             SnapshotError: names the first file that differs.
@@ -314,7 +380,8 @@ class ViewStore:
             raise SnapshotError(f"{wrong}; run the view again, it builds on what is whole")
 
     def _mark_writer(self, member: int, part: Part, why: str) -> None:
-        """Mark those of the snapshots that a member of an assembled one builds on bad that name the part as theirs."""
+        """Mark those of the snapshots that a member of an assembled one builds on bad that name the
+        part as theirs."""
         try:
             for layer in self.chain(self.snapshot(member)):
                 if any(part.path == own.path for own in layer.parts):
@@ -339,7 +406,9 @@ class ViewStore:
         except OSError as exc:
             raise SnapshotError(f"{path} cannot be read: {exc.strerror or exc}") from exc
         if digest != part.sha256:
-            return f"{path} differs from its checksum in the manifest: the file was damaged or changed"
+            return (
+                f"{path} differs from its checksum in the manifest: the file was damaged or changed"
+            )
         try:
             self._check_rows(path, part)
         except UnreadableError:
@@ -355,20 +424,28 @@ class ViewStore:
             limit = limit_of(exc)
             if limit is not None:
                 raise UnreadableError(f"{path} cannot be read back ({exc}): {limit}") from exc
-            raise SnapshotError(f"{path} cannot be read back ({exc}); publish another snapshot") from exc
+            raise SnapshotError(
+                f"{path} cannot be read back ({exc}); publish another snapshot"
+            ) from exc
         if rows != part.rows:
-            raise SnapshotError(f"{path} holds {rows} rows, its manifest says {part.rows}; publish another snapshot")
+            raise SnapshotError(
+                f"{path} holds {rows} rows, its manifest says {part.rows}; publish another snapshot"
+            )
 
     # ---- writing
 
-    def write_part(self, run: str, name: str, table: pa.Table, rare: npt.NDArray[np.int64] | None = None) -> Part:
+    def write_part(
+        self, run: str, name: str, table: pa.Table, rare: npt.NDArray[np.int64] | None = None
+    ) -> Part:
         """Write one immutable Parquet file of a run and make it durable.
 
         Args:
             run: id of the run; its folder is created.
             name: file name, unique within the run.
             table: the rows.
-            rare: numbers of those that a gate may allow none of, as :meth:`precompute.store.offline.row_figures.RowCounter.rare` tells them; None where nobody asks.
+            rare: numbers of those that a gate may allow none of, as
+                :meth:`precompute.store.offline.row_figures.RowCounter.rare` tells them; None where
+                nobody asks.
 
         Raises:
             SnapshotError: no space, or another failure of the file system.
@@ -378,14 +455,21 @@ class ViewStore:
         except OSError as exc:
             if exc.errno != errno.EIO:
                 raise SnapshotError(disk_message(self.folder / "data" / run / name, exc)) from exc
-            # What an fsync that failed left on the disk nobody knows: the file is given up, and written once more under another name.
-            log.warning("%s; writing it once more", disk_message(self.folder / "data" / run / name, exc))
+            # What an fsync that failed left on the disk nobody knows: the file is given up, and
+            # written once more under another name.
+            log.warning(
+                "%s; writing it once more", disk_message(self.folder / "data" / run / name, exc)
+            )
         try:
-            return self._write_part(run, f"{name.removesuffix('.parquet')}-again.parquet", table, rare)
+            return self._write_part(
+                run, f"{name.removesuffix('.parquet')}-again.parquet", table, rare
+            )
         except OSError as exc:
             raise SnapshotError(disk_message(self.folder / "data" / run / name, exc)) from exc
 
-    def _write_part(self, run: str, name: str, table: pa.Table, rare: npt.NDArray[np.int64] | None) -> Part:
+    def _write_part(
+        self, run: str, name: str, table: pa.Table, rare: npt.NDArray[np.int64] | None
+    ) -> Part:
         path = self.folder / "data" / run / name
         size_bytes, sha256 = write_part_file(path, table, rare)
         return Part(str(path.relative_to(self.folder)), table.num_rows, size_bytes, sha256)
@@ -393,17 +477,20 @@ class ViewStore:
     def commit(self, snapshot: Snapshot, lease: Lease | None = None) -> Snapshot:
         """Give the snapshot the next free number and create its manifest, exactly once.
 
-        A writer that loses the race for a number takes the next one: no snapshot depends on the number of another but its parent's.
+        A writer that loses the race for a number takes the next one: no snapshot depends on the
+        number of another but its parent's.
 
         Args:
-            snapshot: counts, parts and deletes are checked against each other and against the files.
+            snapshot: counts, parts and deletes are checked against each other and against the
+                files.
             lease: held by the writer; a writer that lost it commits nothing.
 
         Returns:
             the snapshot with its number.
 
         Raises:
-            SnapshotError: the counting invariant does not hold, a part is not as described, or the file system failed.
+            SnapshotError: the counting invariant does not hold, a part is not as described, or the
+                file system failed.
             FencedError: the lease was lost.
         """
         self._check_counts(snapshot)
@@ -417,12 +504,17 @@ class ViewStore:
                 # A bad one may be gone, its number stays taken.
                 taken = {*self.numbers(), *self.refs.marked("bad")}
                 number = max(taken, default=0) + 1
-                numbered = replace(snapshot, number=number, fence=0 if lease is None else lease.record.fence)
+                numbered = replace(
+                    snapshot, number=number, fence=0 if lease is None else lease.record.fence
+                )
                 if lease is not None:
                     lease.check()
                 try:
                     create_once(
-                        self.manifest_path(number), numbered.to_bytes(), folder / f".{snapshot.run}.tmp", point="manifest"
+                        self.manifest_path(number),
+                        numbered.to_bytes(),
+                        folder / f".{snapshot.run}.tmp",
+                        point="manifest",
                     )
                     add_to_catalog(folder, self._catalog_path, numbered)
                     return numbered
@@ -436,32 +528,41 @@ class ViewStore:
         counts.check()
         own, left = sum(p.rows for p in snapshot.parts) - snapshot.own_deletes, 0
         if snapshot.parent is not None:
-            taken = (0 if snapshot.deletes is None else snapshot.deletes.rows) - snapshot.own_deletes
+            taken = (
+                0 if snapshot.deletes is None else snapshot.deletes.rows
+            ) - snapshot.own_deletes
             left = self.snapshot(snapshot.parent).rows - taken
         # rows of the deltas that it takes the place of
         copied = counts.unchanged - left if snapshot.kind == "delta" and snapshot.bases else 0
         expected = counts.rows if snapshot.kind == "full" else counts.written + copied
         if own != expected:
             raise SnapshotError(
-                f"the parts of {name!r} hold {own} rows other than the {expected} there should be; nothing was committed: this is a bug"
+                f"the parts of {name!r} hold {own} rows other than the {expected} there should be;"
+                " nothing was committed: this is a bug"
             )
         if snapshot.parent is not None:
             inherited = {part.path for layer in self.chain(snapshot)[:-1] for part in layer.parts}
             if inherited.intersection(part.path for part in snapshot.parts):
-                raise SnapshotError(f"a part of {name!r} is its parent's too; nothing was committed: this is a bug")
+                raise SnapshotError(
+                    f"a part of {name!r} is its parent's too; nothing was committed: this is a bug"
+                )
             if left + copied != counts.unchanged:
                 raise SnapshotError(
-                    f"of {name!r}'s parent, snapshot {snapshot.parent}, {left} rows stay but {counts.unchanged} were counted as unchanged; "
-                    "nothing was committed: this is a bug"
+                    f"of {name!r}'s parent, snapshot {snapshot.parent}, {left} rows stay but"
+                    f" {counts.unchanged} were counted as unchanged; nothing was committed: this is"
+                    " a bug"
                 )
 
-    def mark_bad(self, number: int, reason: str, *, rows: bool = True, back_to: int | None = None) -> None:
+    def mark_bad(
+        self, number: int, reason: str, *, rows: bool = True, back_to: int | None = None
+    ) -> None:
         """Mark a snapshot bad, for good; marking it twice is no error.
 
         Args:
             number: of the snapshot.
             reason: stored in the mark.
-            rows: its rows are at fault, so that the same rows once more are bad too; not only its files.
+            rows: its rows are at fault, so that the same rows once more are bad too; not only its
+                files.
             back_to: the snapshot that is gone back to: what both hold is not at fault.
 
         Raises:
@@ -491,8 +592,9 @@ class ViewStore:
         return self.offline.root / f".removed-{self.name}"
 
     def remove(self) -> None:
-        """Remove all there is of the view, for good: snapshots, reports, marks. It is out of sight at once; files that a crash leaves behind go
-        the next time. One that is not there is no error.
+        """Remove all there is of the view, for good: snapshots, reports, marks. It is out of sight
+        at once; files that a crash leaves behind go the next time. One that is not there is no
+        error.
 
         Raises:
             SnapshotError: the file system failed.
@@ -506,7 +608,9 @@ class ViewStore:
                 sync_folder(self.offline.root)
                 shutil.rmtree(aside)
         except OSError as exc:
-            raise SnapshotError(disk_message(aside, exc, "it was to be removed; do it once more")) from exc
+            raise SnapshotError(
+                disk_message(aside, exc, "it was to be removed; do it once more")
+            ) from exc
 
     # ---- runs
 
@@ -517,4 +621,6 @@ class ViewStore:
     def _committed(self) -> tuple[frozenset[str], frozenset[str]]:
         """Runs that committed, and paths of the files that manifests name."""
         entries = self.catalog().entries.values()
-        return frozenset(entry.run for entry in entries), frozenset(path for entry in entries for path in entry.files)
+        return frozenset(entry.run for entry in entries), frozenset(
+            path for entry in entries for path in entry.files
+        )

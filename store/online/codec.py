@@ -1,4 +1,5 @@
-"""Row codec: a view's features as one packed little-endian row per key, vectorised both ways; and whether a row that was read is whole."""
+"""Row codec: a view's features as one packed little-endian row per key, vectorised both ways; and
+whether a row that was read is whole."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ class State(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class DecodedRows:
-    """What :meth:`RowCodec.decode` read: one entry per value requested, missing ones null or zero."""
+    """What :meth:`RowCodec.decode` read: one entry per value requested, missing ones null or
+    zero."""
 
     computed_at_us: I8
     columns: list[pa.Array]
@@ -75,18 +77,22 @@ def schema_tag(view: FeatureView) -> int:
 class RowCodec:
     """Packs and unpacks the rows of one view.
 
-        row    = header · null bits · fixed part · variable part
-        header = checksum uint64 · computed_at int64 (µs since 1970, UTC) · snapshot uint32 · schema tag uint32            24 bytes
-        null bits  = one bit a feature, lowest first, rounded up to bytes
-        fixed part = scalars and vectors in declared order, a vector that is ``packed`` as its scale (float32) and its int8 or bits;
+        row    = header · null bits · fixed part · variable part header = checksum uint64 ·
+        computed_at int64 (µs since 1970, UTC) · snapshot uint32 · schema tag uint32            24
+        bytes null bits  = one bit a feature, lowest first, rounded up to bytes fixed part = scalars
+        and vectors in declared order, a vector that is ``packed`` as its scale (float32) and its
+        int8 or bits;
                      for a string or list its size in bytes as uint32
-        variable part = the bytes of strings and lists, in declared order; a list of strings is its lengths, then its text
+        variable part = the bytes of strings and lists, in declared order; a list of strings is its
+        lengths, then its text
 
-    A row vouches for itself: the checksum is xxh3_64 of all behind it, XOR xxh3_64 of its key, so that a flipped bit and another key's row are seen. A row
-    written for another schema (:func:`schema_tag`) is refused instead of read as noise. A **tombstone** is a header alone.
+    A row vouches for itself: the checksum is xxh3_64 of all behind it, XOR xxh3_64 of its key, so
+    that a flipped bit and another key's row are seen. A row written for another schema
+    (:func:`schema_tag`) is refused instead of read as noise. A **tombstone** is a header alone.
 
-    No padding: a row of 384 float32 has 24 + 1 + 1,536 bytes. 24 bytes of header keep a vector of 64, 128, 384, 768 or 1,024 numbers inside the jemalloc size class
-    in Redis that 16 would take (of 768 bytes: 896).
+    No padding: a row of 384 float32 has 24 + 1 + 1,536 bytes. 24 bytes of header keep a vector of
+    64, 128, 384, 768 or 1,024 numbers inside the jemalloc size class in Redis that 16 would take
+    (of 768 bytes: 896).
 
     Build it once per view and snapshot; it is immutable and safe to share between threads.
     """
@@ -133,7 +139,8 @@ class RowCodec:
                 fmt += STRUCT_TYPES[f.dtype]
                 position += 1
         self.record_type = np.dtype(fields)
-        """The fixed part of a row, header and all: ``nulls``; by its number each scalar, vector or size in bytes; ``3:scale`` of a packed vector 3."""
+        """The fixed part of a row, header and all: ``nulls``; by its number each scalar, vector or
+        size in bytes; ``3:scale`` of a packed vector 3."""
         self._struct = struct.Struct(fmt)
         self.fixed_bytes = self.record_type.itemsize
 
@@ -157,11 +164,14 @@ class RowCodec:
         computed_at = np.asarray(batch.column("computed_at").cast(pa.int64()))
         return RowBatch(keys, self.encode(batch, hashed, computed_at, snapshot), hashed)
 
-    def encode(self, batch: pa.RecordBatch, key_hashes: U8, computed_at_us: I8, snapshot: int | I8) -> Packed:
+    def encode(
+        self, batch: pa.RecordBatch, key_hashes: U8, computed_at_us: I8, snapshot: int | I8
+    ) -> Packed:
         """Packed rows of ``batch``'s feature columns.
 
         Args:
-            batch: holds a column per feature, in any order, other columns beside them; may be a slice.
+            batch: holds a column per feature, in any order, other columns beside them; may be a
+                slice.
             key_hashes: xxh3_64 of each row's key, uint64 [rows].
             computed_at_us: int64 [rows], µs since 1970 in UTC.
             snapshot: number of the snapshot, at most 2³² − 1; of each row, where they differ.
@@ -184,7 +194,9 @@ class RowCodec:
                 columns += packed_vectors(f, fixed_values(f, column))
             else:
                 columns.append(fixed_values(f, column))
-        fixed = assembled(columns, key_hashes, computed_at_us, np.full(rows, snapshot, np.uint32), self.schema_tag)
+        fixed = assembled(
+            columns, key_hashes, computed_at_us, np.full(rows, snapshot, np.uint32), self.schema_tag
+        )
         return fixed if not blobs else self._lengthened(fixed, blobs, key_hashes)
 
     def tombstones(self, keys: pa.Array, removed_at_us: int, snapshot: int) -> RowBatch:
@@ -192,7 +204,11 @@ class RowCodec:
         packed_keys = packed_strings(keys)
         key_hashes = kernels.hashes(packed_keys)
         header = np.zeros(len(key_hashes), kernels.ROW_HEADER)
-        header["computed_at"], header["snapshot"], header["tag"] = removed_at_us, snapshot, self.schema_tag
+        header["computed_at"], header["snapshot"], header["tag"] = (
+            removed_at_us,
+            snapshot,
+            self.schema_tag,
+        )
         packed = Packed(header.view(np.uint8), np.arange(len(header) + 1) * HEADER_BYTES)
         header["checksum"] = kernels.hashes(packed, CHECKSUM_BYTES) ^ key_hashes
         return RowBatch(packed_keys, packed, key_hashes)
@@ -213,20 +229,30 @@ class RowCodec:
             position = position + lengths
         packed = Packed(data, offsets)
         checksums = kernels.hashes(packed, CHECKSUM_BYTES) ^ key_hashes
-        data[starts[:, None] + np.arange(CHECKSUM_BYTES)] = checksums.astype("<u8").view(np.uint8).reshape(rows, CHECKSUM_BYTES)
+        data[starts[:, None] + np.arange(CHECKSUM_BYTES)] = (
+            checksums.astype("<u8").view(np.uint8).reshape(rows, CHECKSUM_BYTES)
+        )
         return packed
 
     # ---- whether rows are whole
 
-    def verify(self, found: FoundRows, snapshots: Collection[int]) -> tuple[npt.NDArray[np.uint8], I8]:
-        """What the rows of a read are worth: :class:`State` uint8 [n], and when they were computed, int64 [n] µs, 0 where a row is not whole.
+    def verify(
+        self, found: FoundRows, snapshots: Collection[int]
+    ) -> tuple[npt.NDArray[np.uint8], I8]:
+        """What the rows of a read are worth: :class:`State` uint8 [n], and when they were computed,
+        int64 [n] µs, 0 where a row is not whole.
 
         Args:
             found: as a store returned it.
             snapshots: numbers of those whose rows are read; a row of another one is damaged.
         """
         states, computed_at = kernels.verified(
-            found.packed, found.hashes, self.schema_tag, snapshots, self.fixed_bytes, exact=not self._slots
+            found.packed,
+            found.hashes,
+            self.schema_tag,
+            snapshots,
+            self.fixed_bytes,
+            exact=not self._slots,
         )
         if found.damaged is not None:
             states[found.damaged], computed_at[found.damaged] = State.DAMAGED, 0
@@ -243,7 +269,9 @@ class RowCodec:
         if size < HEADER_BYTES:
             return State.DAMAGED, 0
         checksum, computed_at, snapshot, tag = _HEADER_STRUCT.unpack_from(row)
-        whole = checksum == kernels.hash_of(memoryview(row)[CHECKSUM_BYTES:]) ^ kernels.hash_of(found.keys[0])
+        whole = checksum == kernels.hash_of(memoryview(row)[CHECKSUM_BYTES:]) ^ kernels.hash_of(
+            found.keys[0]
+        )
         if not whole or tag != self.schema_tag or snapshot not in snapshots:
             return State.DAMAGED, 0
         if size == HEADER_BYTES:
@@ -254,7 +282,10 @@ class RowCodec:
     # ---- bytes → Arrow
 
     def decode(
-        self, packed: Packed, present: npt.NDArray[np.bool_] | None = None, features: Sequence[str] | None = None
+        self,
+        packed: Packed,
+        present: npt.NDArray[np.bool_] | None = None,
+        features: Sequence[str] | None = None,
     ) -> DecodedRows:
         """Arrow columns of packed rows that were found whole.
 
@@ -269,12 +300,21 @@ class RowCodec:
         count = len(packed)
         shown = np.ones(count, np.bool_) if present is None else present
         data, starts, record = self._records(packed, present)
-        wanted = range(len(self.features)) if features is None else [self.number_of(name) for name in features]
+        wanted = (
+            range(len(self.features))
+            if features is None
+            else [self.number_of(name) for name in features]
+        )
         computed_at = np.ascontiguousarray(scattered(record["computed_at"], shown))
-        return DecodedRows(computed_at, [self._column(i, data, starts, record, shown) for i in wanted])
+        return DecodedRows(
+            computed_at, [self._column(i, data, starts, record, shown) for i in wanted]
+        )
 
-    def _records(self, packed: Packed, present: npt.NDArray[np.bool_] | None) -> tuple[U1, I8, npt.NDArray[Any]]:
-        """All bytes, where the rows that are looked at start among them, and the fixed part of each."""
+    def _records(
+        self, packed: Packed, present: npt.NDArray[np.bool_] | None
+    ) -> tuple[U1, I8, npt.NDArray[Any]]:
+        """All bytes, where the rows that are looked at start among them, and the fixed part of
+        each."""
         width, data = self.fixed_bytes, packed.data
         starts, sizes = packed.offsets[:-1], packed.sizes
         if present is not None:
@@ -287,7 +327,11 @@ class RowCodec:
             return data, _NO_STARTS, record
         if len(sizes) and (sizes.min() < width or (not self._slots and sizes.max() > width)):
             raise damaged_row("does not have the size of its view's rows")
-        record = _windows(data, width, starts).view(self.record_type).reshape(-1) if len(sizes) else np.empty(0, self.record_type)
+        record = (
+            _windows(data, width, starts).view(self.record_type).reshape(-1)
+            if len(sizes)
+            else np.empty(0, self.record_type)
+        )
         expected = np.full(len(sizes), width, np.int64)
         for _, name in self._slots:
             expected += record[name]
@@ -295,15 +339,23 @@ class RowCodec:
             raise damaged_row("does not have the size its own fields tell")
         return data, starts, record
 
-    def _column(self, i: int, data: U1, starts: I8, record: npt.NDArray[Any], present: npt.NDArray[np.bool_]) -> pa.Array:
+    def _column(
+        self, i: int, data: U1, starts: I8, record: npt.NDArray[Any], present: npt.NDArray[np.bool_]
+    ) -> pa.Array:
         f = self.features[i]
         null_byte = record["nulls"][:, i // 8]
         complete = len(record) == len(present) and not null_byte.any()
         valid = None if complete else scattered((null_byte >> (i % 8)) & 1 == 0, present)
         if is_variable(f):
             return self._variable_column(i, data, starts, record, present, valid)
-        values = record[f"{i}"] if f.packed is None else unpacked_vectors(f, record[f"{i}:scale"], record[f"{i}"])
-        return fixed_array(f, self.arrow_types[i], values if valid is None else scattered(values, present), valid)
+        values = (
+            record[f"{i}"]
+            if f.packed is None
+            else unpacked_vectors(f, record[f"{i}:scale"], record[f"{i}"])
+        )
+        return fixed_array(
+            f, self.arrow_types[i], values if valid is None else scattered(values, present), valid
+        )
 
     def _variable_column(
         self,
@@ -340,11 +392,15 @@ class RowCodec:
             if (sizes % itemsize).any():
                 raise damaged_row("has a list that is no whole number of items")
             items, counts = pa.array(blob.view(NUMPY_TYPES[f.dtype])), sizes // itemsize
-        return pa.ListArray.from_arrays(pa.array(list_offsets(counts)), items, type=self.arrow_types[i], mask=mask)
+        return pa.ListArray.from_arrays(
+            pa.array(list_offsets(counts)), items, type=self.arrow_types[i], mask=mask
+        )
 
     # ---- bytes → Python, one row
 
-    def decode_one(self, value: Buffer, features: Sequence[str] | None = None) -> tuple[int, dict[str, Any]]:
+    def decode_one(
+        self, value: Buffer, features: Sequence[str] | None = None
+    ) -> tuple[int, dict[str, Any]]:
         """One row as plain Python: (computed_at in µs, feature name → value).
 
         Raises:
@@ -358,9 +414,12 @@ class RowCodec:
                 row[name] = found.item()
         return computed_at_us, row
 
-    def arrays_one(self, value: Buffer, features: Sequence[str] | None = None) -> tuple[int, dict[str, Any]]:
-        """As :meth:`decode_one`, a vector as an array of its own and a float narrower than Python's as a numpy scalar: for who writes both
-        with the digits of their own type. 2 µs for 384 float32; as a tuple 10, by Arrow 30.
+    def arrays_one(
+        self, value: Buffer, features: Sequence[str] | None = None
+    ) -> tuple[int, dict[str, Any]]:
+        """As :meth:`decode_one`, a vector as an array of its own and a float narrower than Python's
+        as a numpy scalar: for who writes both with the digits of their own type. 2 µs for 384
+        float32; as a tuple 10, by Arrow 30.
 
         Raises:
             OnlineStoreError: as :meth:`decode`.
@@ -372,7 +431,11 @@ class RowCodec:
         variable = self._variable_values(value, unpacked) if self._slots else {}
         nulls = unpacked[4]
         row: dict[str, Any] = {}
-        for i in range(len(self.features)) if features is None else [self.number_of(name) for name in features]:
+        for i in (
+            range(len(self.features))
+            if features is None
+            else [self.number_of(name) for name in features]
+        ):
             f = self.features[i]
             at = self._positions[i]
             if nulls[i >> 3] >> (i & 7) & 1:
@@ -381,7 +444,9 @@ class RowCodec:
                 row[f.name] = variable[i]
             elif f.packed is not None:
                 stored = np.frombuffer(unpacked[at + 1], stored_layout(f)[0])
-                row[f.name] = unpacked_vectors(f, np.array([unpacked[at]], np.float32), stored[None])[0]
+                row[f.name] = unpacked_vectors(
+                    f, np.array([unpacked[at]], np.float32), stored[None]
+                )[0]
             elif f.dim is not None:
                 row[f.name] = np.frombuffer(unpacked[at], NUMPY_TYPES[f.dtype])
             else:
@@ -424,18 +489,26 @@ class RowCodec:
 
 def rekeyed(row: bytes, key: str, other: str) -> bytes:
     """A packed row of one key as that of another; what was not whole is not whole then."""
-    checksum = int.from_bytes(row[:CHECKSUM_BYTES], "little") ^ kernels.hash_of(key.encode()) ^ kernels.hash_of(other.encode())
+    checksum = (
+        int.from_bytes(row[:CHECKSUM_BYTES], "little")
+        ^ kernels.hash_of(key.encode())
+        ^ kernels.hash_of(other.encode())
+    )
     return checksum.to_bytes(CHECKSUM_BYTES, "little") + row[CHECKSUM_BYTES:]
 
 
 def _layout_of(f: Feature) -> tuple[Any, ...]:
-    """What a feature's values are laid out by. As it ever was without ``packed``: rows of before are of the same schema."""
+    """What a feature's values are laid out by. As it ever was without ``packed``: rows of before
+    are of the same schema."""
     layout = (f.name, f.dtype, f.dim, f.max_items)
     return layout if f.packed is None else (*layout, f.packed)
 
 
 def _windows(data: U1, width: int, starts: I8) -> U1:
-    """``width`` bytes from each start, uint8 [n, width], copied: whole rows at once, where an index of every byte costs 3 ns a byte."""
+    """``width`` bytes from each start, uint8 [n, width], copied: whole rows at once, where an index
+    of every byte costs 3 ns a byte."""
     if len(starts) == 0:
         return np.empty((0, width), np.uint8)
-    return np.lib.stride_tricks.as_strided(data, (len(data) - width + 1, width), (1, 1), writeable=False)[starts]
+    return np.lib.stride_tricks.as_strided(
+        data, (len(data) - width + 1, width), (1, 1), writeable=False
+    )[starts]

@@ -14,7 +14,8 @@ from precompute.store.online.packed import I8, U1, U8, Buffer, Packed
 
 
 class PackedKeys(Sequence[bytes]):
-    """Keys of one read, all of them such as an entity can have: ``packed`` with their ``hashes`` (xxh3_64, uint64 [n]); as bytes one by one when requested.
+    """Keys of one read, all of them such as an entity can have: ``packed`` with their ``hashes``
+    (xxh3_64, uint64 [n]); as bytes one by one when requested.
 
     Args:
         texts: the keys.
@@ -49,8 +50,10 @@ class PackedKeys(Sequence[bytes]):
 
 @dataclass(frozen=True, slots=True)
 class WholeColumns:
-    """The values of n rows as columns: each row's :class:`precompute.store.online.codec.State`, uint8 [n]; when it was computed, int64 [n] µs, 0 where it is not
-    whole; how many are ``whole``; and the bytes of each field's values, zeros where the row is not whole."""
+    """The values of n rows as columns: each row's :class:`precompute.store.online.codec.State`,
+    uint8 [n]; when it was computed, int64 [n] µs, 0 where it is not whole; how many are ``whole``;
+    and the bytes of each field's values, zeros where the row is not whole.
+    """
 
     states: U1
     computed_at_us: I8
@@ -66,20 +69,26 @@ class WholeColumns:
 class Reader(Protocol):
     """What makes columns of rows: :class:`precompute.store.online.column_reader.ColumnReader`."""
 
-    def of_rows(self, rows: Packed, key_hashes: U8, damaged: npt.NDArray[np.bool_] | None = None) -> WholeColumns:
+    def of_rows(
+        self, rows: Packed, key_hashes: U8, damaged: npt.NDArray[np.bool_] | None = None
+    ) -> WholeColumns:
         """Of packed rows."""
 
-    def of_tables(self, tables: Sequence[kernels.Records], keys: Packed, key_hashes: U8) -> WholeColumns:
+    def of_tables(
+        self, tables: Sequence[kernels.Records], keys: Packed, key_hashes: U8
+    ) -> WholeColumns:
         """Of rows that lie in mapped files."""
 
 
 class FoundRows:
-    """A packed row or none for each key, in the keys' order. As a list for few keys, in one buffer for many: made the one from the other when requested.
+    """A packed row or none for each key, in the keys' order. As a list for few keys, in one buffer
+    for many: made the one from the other when requested.
 
     Args:
         keys: what was looked for.
         values: the rows, None for a missing one; or
-        packed: the rows, an empty string for a missing one; or neither, where :meth:`_read` brings them.
+        packed: the rows, an empty string for a missing one; or neither, where :meth:`_read` brings
+            them.
         hashes: xxh3_64 of the keys, where the store had use for them.
         damaged: bool [n], where the store itself saw that it cannot tell.
     """
@@ -94,7 +103,13 @@ class FoundRows:
         hashes: U8 | None = None,
         damaged: npt.NDArray[np.bool_] | None = None,
     ) -> None:
-        self.keys, self._values, self._packed, self._hashes, self._damaged = keys, values, packed, hashes, damaged
+        self.keys, self._values, self._packed, self._hashes, self._damaged = (
+            keys,
+            values,
+            packed,
+            hashes,
+            damaged,
+        )
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -123,27 +138,42 @@ class FoundRows:
     def _read(self) -> tuple[Packed, npt.NDArray[np.bool_] | None]:
         """``packed`` and ``damaged``, when they are first requested."""
         assert self._values is not None
-        # An empty row is none that was ever loaded: one byte instead, which is no row either, and is not taken for a missing one.
-        return Packed.of([b"" if value is None else value or b"\0" for value in self._values]), self._damaged
+        # An empty row is none that was ever loaded: one byte instead, which is no row either, and
+        # is not taken for a missing one.
+        return (
+            Packed.of([b"" if value is None else value or b"\0" for value in self._values]),
+            self._damaged,
+        )
 
     @property
     def hashes(self) -> U8:
         """xxh3_64 of the keys, uint64 [n]."""
         if self._hashes is None:
-            self._hashes = self.keys.hashes if isinstance(self.keys, PackedKeys) else kernels.hashes(Packed.of(self.keys))
+            self._hashes = (
+                self.keys.hashes
+                if isinstance(self.keys, PackedKeys)
+                else kernels.hashes(Packed.of(self.keys))
+            )
         return self._hashes
 
     def columns(self, reader: Reader) -> WholeColumns:
-        """The rows' values as columns, of those rows that are whole: in one step, for who wants nothing else of them."""
+        """The rows' values as columns, of those rows that are whole: in one step, for who wants
+        nothing else of them."""
         return reader.of_rows(self.packed, self.hashes, self.damaged)
 
 
 def overlaid(base: FoundRows, overlay: FoundRows) -> FoundRows:
-    """What stands for the same keys: the overlay's row, a tombstone too, and the base's where the overlay has none."""
-    values = [under if over is None else over for under, over in zip(base.values, overlay.values, strict=True)]
+    """What stands for the same keys: the overlay's row, a tombstone too, and the base's where the
+    overlay has none."""
+    values = [
+        under if over is None else over
+        for under, over in zip(base.values, overlay.values, strict=True)
+    ]
     damaged = base.damaged
     if damaged is not None:
-        damaged = damaged & np.fromiter((over is None for over in overlay.values), np.bool_, len(values))
+        damaged = damaged & np.fromiter(
+            (over is None for over in overlay.values), np.bool_, len(values)
+        )
     if overlay.damaged is not None:
         damaged = overlay.damaged if damaged is None else damaged | overlay.damaged
     return FoundRows(base.keys, values, hashes=base._hashes, damaged=damaged)

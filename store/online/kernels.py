@@ -1,5 +1,6 @@
-"""Kernels: the few steps of a bulk load and of a batch read that run over many packed rows at once, by numpy or by the C extension
-beside this file where it was built. ``PRECOMPUTE_KERNELS=python`` has the first run all the same; both give equal results.
+"""Kernels: the few steps of a bulk load and of a batch read that run over many packed rows at once,
+by numpy or by the C extension beside this file where it was built. ``PRECOMPUTE_KERNELS=python``
+has the first run all the same; both give equal results.
 """
 
 from __future__ import annotations
@@ -48,11 +49,14 @@ LARGEST_KEY, LARGEST_ROW = 2**16 - 1, 2**32 - 1
 ABSENT, FOUND, DAMAGED = 0, 1, 2
 """What reading a key came to."""
 
-ROW_HEADER = np.dtype([("checksum", "<u8"), ("computed_at", "<i8"), ("snapshot", "<u4"), ("tag", "<u4")])
+ROW_HEADER = np.dtype(
+    [("checksum", "<u8"), ("computed_at", "<i8"), ("snapshot", "<u4"), ("tag", "<u4")]
+)
 """The first bytes of every packed row; a tombstone has no others."""
 
 CHECKSUM_BYTES = 8
-"""Of the header: ``hashes(rows, CHECKSUM_BYTES) ^ hashes(keys)``, so that a row under another key does not pass."""
+"""Of the header: ``hashes(rows, CHECKSUM_BYTES) ^ hashes(keys)``, so that a row under another key
+does not pass."""
 
 _PADDING = tuple(bytes(-size % 8) for size in range(8))
 
@@ -61,7 +65,8 @@ hash_of = xxhash.xxh3_64_intdigest
 
 
 def hashes(packed: Packed, skip: int = 0) -> U8:
-    """xxh3_64 (seed 0) of each string without its first ``skip`` bytes, uint64 [n]; of a shorter string, that of nothing."""
+    """xxh3_64 (seed 0) of each string without its first ``skip`` bytes, uint64 [n]; of a shorter
+    string, that of nothing."""
     if native is not None:
         found = np.empty(len(packed), np.uint64)
         native.hashes(packed.data, packed.offsets, skip, found)
@@ -70,22 +75,29 @@ def hashes(packed: Packed, skip: int = 0) -> U8:
     size = (end - first) // max(1, count)
     if size > skip and (packed.sizes == size).all():
         # all of one size: 0.10 µs a row of 1,561 bytes, where slices of a memoryview take 0.16
-        return np.fromiter(map(hash_of, packed.data[first:end].reshape(count, size)[:, skip:]), np.uint64, count)
+        return np.fromiter(
+            map(hash_of, packed.data[first:end].reshape(count, size)[:, skip:]), np.uint64, count
+        )
     view = memoryview(packed.data.data)
     starts, ends = (packed.offsets[:-1] + skip).tolist(), packed.offsets[1:].tolist()
-    return np.fromiter([hash_of(view[a:b]) for a, b in zip(starts, ends, strict=True)], np.uint64, count)
+    return np.fromiter(
+        [hash_of(view[a:b]) for a, b in zip(starts, ends, strict=True)], np.uint64, count
+    )
 
 
 def pack(strings: Sequence[bytes]) -> tuple[Packed, U8]:
     """The strings in one buffer, and their hashes, uint64 [n]."""
     if native is not None:
         data, offsets, found = native.pack(strings)
-        return Packed(np.frombuffer(data, np.uint8), np.frombuffer(offsets, np.int64)), np.frombuffer(found, np.uint64)
+        return Packed(
+            np.frombuffer(data, np.uint8), np.frombuffer(offsets, np.int64)
+        ), np.frombuffer(found, np.uint64)
     return Packed.of(strings), np.fromiter(map(hash_of, strings), np.uint64, len(strings))
 
 
 def pack_texts(texts: Sequence[str], largest: int) -> tuple[Packed, U8, bool]:
-    """As :func:`pack`, of texts in UTF-8; and whether all are keys: of 1 to ``largest`` bytes, none of them 0.
+    """As :func:`pack`, of texts in UTF-8; and whether all are keys: of 1 to ``largest`` bytes, none
+    of them 0.
 
     Raises:
         TypeError: one is no text.
@@ -93,17 +105,34 @@ def pack_texts(texts: Sequence[str], largest: int) -> tuple[Packed, U8, bool]:
     """
     if native is not None:
         data, offsets, found, keys = native.pack_texts(texts, largest)
-        return Packed(np.frombuffer(data, np.uint8), np.frombuffer(offsets, np.int64)), np.frombuffer(found, np.uint64), keys
+        return (
+            Packed(np.frombuffer(data, np.uint8), np.frombuffer(offsets, np.int64)),
+            np.frombuffer(found, np.uint64),
+            keys,
+        )
     packed, found = pack(list(map(str.encode, texts)))
     sizes = packed.sizes
-    return packed, found, not len(texts) or bool(sizes.min() and sizes.max() <= largest and packed.data.all())
+    return (
+        packed,
+        found,
+        not len(texts) or bool(sizes.min() and sizes.max() <= largest and packed.data.all()),
+    )
 
 
-def verified(rows: Packed, key_hashes: U8, tag: int, snapshots: Collection[int], fixed_bytes: int, exact: bool) -> tuple[U1, I8]:
-    """What packed rows are worth, uint8 [n], and when those that are whole were computed, int64 [n] µs, 0 for the others.
+def verified(
+    rows: Packed,
+    key_hashes: U8,
+    tag: int,
+    snapshots: Collection[int],
+    fixed_bytes: int,
+    exact: bool,
+) -> tuple[U1, I8]:
+    """What packed rows are worth, uint8 [n], and when those that are whole were computed, int64 [n]
+    µs, 0 for the others.
 
-    :data:`FOUND`: it is whole and under its own key, by the checksum in its header, and of the tag, the snapshots and the size that are expected.
-    :data:`ABSENT`: an empty row, or a tombstone that is whole. :data:`DAMAGED`: any other.
+    :data:`FOUND`: it is whole and under its own key, by the checksum in its header, and of the tag,
+    the snapshots and the size that are expected. :data:`ABSENT`: an empty row, or a tombstone that
+    is whole. :data:`DAMAGED`: any other.
 
     Args:
         rows: as a store returned them.
@@ -116,13 +145,25 @@ def verified(rows: Packed, key_hashes: U8, tag: int, snapshots: Collection[int],
     if native is not None:
         states, computed_at = np.empty(len(rows), np.uint8), np.empty(len(rows), np.int64)
         numbers = np.fromiter(snapshots, np.uint32, len(snapshots))
-        native.verified(rows.data, rows.offsets, key_hashes, tag, numbers, fixed_bytes, exact, states, computed_at)
+        native.verified(
+            rows.data,
+            rows.offsets,
+            key_hashes,
+            tag,
+            numbers,
+            fixed_bytes,
+            exact,
+            states,
+            computed_at,
+        )
         return states, computed_at
     count, sizes, first = len(rows), rows.sizes, int(rows.offsets[0])
     alike = exact and rows.size_bytes == fixed_bytes * count and bool((sizes == fixed_bytes).all())
     header: npt.NDArray[Any]
     if alike:
-        header = rows.data[first : first + fixed_bytes * count].reshape(count, fixed_bytes)[:, : ROW_HEADER.itemsize]
+        header = rows.data[first : first + fixed_bytes * count].reshape(count, fixed_bytes)[
+            :, : ROW_HEADER.itemsize
+        ]
         header = header.view(ROW_HEADER)[:, 0]
     else:
         header, long = np.zeros(count, ROW_HEADER), np.flatnonzero(sizes >= ROW_HEADER.itemsize)
@@ -144,13 +185,17 @@ def verified(rows: Packed, key_hashes: U8, tag: int, snapshots: Collection[int],
 
 def _headers(data: U1) -> npt.NDArray[Any]:
     """The row header that would begin at each byte, without a copy."""
-    return np.ndarray((max(0, len(data) - ROW_HEADER.itemsize + 1),), ROW_HEADER, data.data, strides=(1,))
+    return np.ndarray(
+        (max(0, len(data) - ROW_HEADER.itemsize + 1),), ROW_HEADER, data.data, strides=(1,)
+    )
 
 
 def lay_out(keys: Packed, rows: Packed) -> tuple[U1, I8]:
-    """The records of a table file: (bytes, where in them each record starts). A record is 8-byte aligned:
+    """The records of a table file: (bytes, where in them each record starts). A record is 8-byte
+    aligned:
 
-    row size uint32 · key size uint16 · 0 uint16 · key · row, the last two with zeros to a multiple of 8 bytes.
+    row size uint32 · key size uint16 · 0 uint16 · key · row, the last two with zeros to a multiple
+    of 8 bytes.
 
     Raises:
         ValueError: a key or row is larger than a record can tell.
@@ -158,7 +203,8 @@ def lay_out(keys: Packed, rows: Packed) -> tuple[U1, I8]:
     key_sizes, row_sizes = keys.sizes, rows.sizes
     if len(keys) and (int(key_sizes.max()) > LARGEST_KEY or int(row_sizes.max()) > LARGEST_ROW):
         raise ValueError(
-            f"keys of {int(key_sizes.max())} and rows of {int(row_sizes.max())} bytes; at most {LARGEST_KEY} and {LARGEST_ROW}"
+            f"keys of {int(key_sizes.max())} and rows of {int(row_sizes.max())} bytes; at most"
+            f" {LARGEST_KEY} and {LARGEST_ROW}"
         )
     ends = np.cumsum(8 + (key_sizes + 7 & -8) + (row_sizes + 7 & -8))
     starts = np.concatenate(([0], ends[:-1])) if len(keys) else ends
@@ -175,8 +221,9 @@ def lay_out(keys: Packed, rows: Packed) -> tuple[U1, I8]:
 
 
 def send(file: int, start: int, end: int) -> None:
-    """Have the system send what was written to a file from ``start`` to ``end`` to the disk, from now on; nobody waits, and nothing is promised.
-    What is left for an fsync takes a third of the time then. Only by the extension, on Linux."""
+    """Have the system send what was written to a file from ``start`` to ``end`` to the disk, from
+    now on; nobody waits, and nothing is promised. What is left for an fsync takes a third of the
+    time then. Only by the extension, on Linux."""
     if native is not None:
         native.send(file, start, end - start)
 
@@ -198,7 +245,8 @@ _MIX = (
     0x1F83D9ABFB41BD6B,
     0x5BE0CD19137E2179,
 )
-"""Odd words without a pattern: the square roots of the first eight primes (as in FIPS 180-4, 5.3.5)."""
+"""Odd words without a pattern: the square roots of the first eight primes (as in FIPS 180-4,
+5.3.5)."""
 
 _SLOT_MIX = np.array(_MIX[:LINE_SLOTS], np.uint64)
 _LINE = struct.Struct("<8Q")
@@ -212,18 +260,23 @@ _PROBED = 4
 
 
 def homes(key_hashes: U8, home_lines: int) -> U8:
-    """The line of the index where each hash's search begins, in the order of the hashes, uint64 [n]."""
+    """The line of the index where each hash's search begins, in the order of the hashes, uint64
+    [n]."""
     half = np.uint64(32)
     return (key_hashes >> half) * np.uint64(home_lines) >> half
 
 
 def slots_of(key_hashes: U8, positions: I8) -> U8:
-    """The slots of records at ``positions`` (bytes, multiples of 8, never 0): 24 low bits of the hash · position / 8. 0 is an empty slot."""
-    return (key_hashes & np.uint64(_TAG)) << np.uint64(40) | positions.astype(np.uint64) >> np.uint64(3)
+    """The slots of records at ``positions`` (bytes, multiples of 8, never 0): 24 low bits of the
+    hash · position / 8. 0 is an empty slot."""
+    return (key_hashes & np.uint64(_TAG)) << np.uint64(40) | positions.astype(
+        np.uint64
+    ) >> np.uint64(3)
 
 
 def line_checks(slots: U8, numbers: U8) -> U8:
-    """The check words of index lines, uint64 [n]: one that a flipped bit, a line of zeros or another's line does not have.
+    """The check words of index lines, uint64 [n]: one that a flipped bit, a line of zeros or
+    another's line does not have.
 
     Args:
         slots: uint64 [n, 7].
@@ -236,7 +289,8 @@ def line_checks(slots: U8, numbers: U8) -> U8:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the records and the index of a table file lie, in bytes from its start; anyone who opens the file has made sure that it is so long."""
+    """Where the records and the index of a table file lie, in bytes from its start; anyone who
+    opens the file has made sure that it is so long."""
 
     records_start: int
     records_end: int
@@ -248,9 +302,11 @@ class Layout:
 
 
 class Records:
-    """The records of a mapped table file, found by the index over them; with a :class:`Layout` that fits, nothing outside is ever read,
-    whatever the bytes are. A slot of the index points to a record. A key's slot is in the line of its hash, or, when that was full, in the
-    next with room; a record that has the tag and another key ends the search only if its checksum does not vouch for it.
+    """The records of a mapped table file, found by the index over them; with a :class:`Layout` that
+    fits, nothing outside is ever read, whatever the bytes are. A slot of the index points to a
+    record. A key's slot is in the line of its hash, or, when that was full, in the next with room;
+    a record that has the tag and another key ends the search only if its checksum does not vouch
+    for it.
 
     Safe to share between threads. The mapping lives as long as this does.
     """
@@ -260,8 +316,11 @@ class Records:
         self._layout = layout
         self.native: Any = None if native is None else native.Records(mapping, *astuple(layout))
         """The extension's table of these records; None where it does not run."""
-        self.find: Callable[[bytes], bytes | None] = self._find if self.native is None else self.native.find
-        """The key's packed row; None when it has none, and an empty one when it cannot be known for damage. 3.5 µs, by the extension 0.3."""
+        self.find: Callable[[bytes], bytes | None] = (
+            self._find if self.native is None else self.native.find
+        )
+        """The key's packed row; None when it has none, and an empty one when it cannot be known for
+        damage. 3.5 µs, by the extension 0.3."""
         self._view = memoryview(mapping)
         self._words: U8 = np.frombuffer(mapping, "<u8", len(mapping) // 8)
         index = self._words[layout.index_start // 8 :][: layout.lines * 8]
@@ -273,10 +332,14 @@ class Records:
             return self._mapping[start : start + size]
         return None if state == ABSENT else b""
 
-    def read(self, keys: Packed, key_hashes: U8, below: Sequence[Records] = ()) -> tuple[Packed, U1]:
-        """The keys' packed rows, copied into one buffer, and of each key uint8 [n]: :data:`ABSENT`, :data:`FOUND` or :data:`DAMAGED`.
+    def read(
+        self, keys: Packed, key_hashes: U8, below: Sequence[Records] = ()
+    ) -> tuple[Packed, U1]:
+        """The keys' packed rows, copied into one buffer, and of each key uint8 [n]: :data:`ABSENT`,
+        :data:`FOUND` or :data:`DAMAGED`.
 
-        A key without a row has an empty one. A row that was found is under its key; whether it is whole its own checksum tells (:func:`verified`).
+        A key without a row has an empty one. A row that was found is under its key; whether it is
+        whole its own checksum tells (:func:`verified`).
 
         Args:
             keys: any number, repeated ones too.
@@ -338,7 +401,8 @@ class Records:
         stored_hash, row = hash_of(stored), self._view[start : start + row_size]
         if (
             row_size < ROW_HEADER.itemsize
-            or int.from_bytes(row[:CHECKSUM_BYTES], "little") != hash_of(row[CHECKSUM_BYTES:]) ^ stored_hash
+            or int.from_bytes(row[:CHECKSUM_BYTES], "little")
+            != hash_of(row[CHECKSUM_BYTES:]) ^ stored_hash
             or stored_hash & _TAG != tag
         ):
             return DAMAGED, 0, 0
@@ -348,7 +412,11 @@ class Records:
 
     def _places(self, keys: Packed, key_hashes: U8) -> tuple[I8, I8, U1]:
         """Where each key's row starts, its bytes, and its state; the first two 0 without a row."""
-        starts, sizes, states = np.zeros(len(keys), np.int64), np.zeros(len(keys), np.int64), np.zeros(len(keys), np.uint8)
+        starts, sizes, states = (
+            np.zeros(len(keys), np.int64),
+            np.zeros(len(keys), np.int64),
+            np.zeros(len(keys), np.uint8),
+        )
         left: Iterable[int] = range(len(keys))
         if len(keys) > _FEW:
             left = self._locate(keys, key_hashes, starts, sizes, states)
@@ -358,7 +426,8 @@ class Records:
         return starts, sizes, states
 
     def _locate(self, keys: Packed, key_hashes: U8, starts: I8, sizes: I8, state: U1) -> list[int]:
-        """Find what the home line tells, into ``starts``, ``sizes`` and ``state``; the others' numbers, to be searched for one by one."""
+        """Find what the home line tells, into ``starts``, ``sizes`` and ``state``; the others'
+        numbers, to be searched for one by one."""
         layout = self._layout
         numbers = homes(key_hashes, layout.home_lines)
         line_numbers = numbers.astype(np.int64)
@@ -394,17 +463,24 @@ class Records:
 
     def _compare_keys(self, keys: Packed, at: I8, same: npt.NDArray[np.bool_]) -> None:
         """Clear ``same`` where the words from ``at`` on are not those of the key."""
-        padded = np.concatenate((keys.data[keys.offsets[0] : keys.offsets[-1]], np.zeros(8, np.uint8)))
+        padded = np.concatenate(
+            (keys.data[keys.offsets[0] : keys.offsets[-1]], np.zeros(8, np.uint8))
+        )
         anywhere: U8 = np.ndarray((len(padded) - 7,), "<u8", padded.data, strides=(1,))
         requested, bits = keys.offsets[:-1] - keys.offsets[0], 8 * keys.sizes * same
         for word in range(-(-int(bits.max()) // 64)):
-            some: slice | npt.NDArray[np.intp] = np.flatnonzero(bits > 64 * word) if word else slice(None)
+            some: slice | npt.NDArray[np.intp] = (
+                np.flatnonzero(bits > 64 * word) if word else slice(None)
+            )
             # of the last word only the bytes that are the key's: what is shifted by 64 is 0
             beyond = np.maximum(0, 64 * (word + 1) - bits[some]).astype(np.uint64)
-            same[some] &= (self._words[at[some] + word] ^ anywhere[requested[some] + 8 * word]) << beyond == 0
+            same[some] &= (
+                self._words[at[some] + word] ^ anywhere[requested[some] + 8 * word]
+            ) << beyond == 0
 
     def _awaited(self, positions: I8, size_bytes: int) -> None:
-        """Have what lies at ``positions`` read all at once if it is not in memory: 100 rows one page fault after the other took 73 ms, so 11."""
+        """Have what lies at ``positions`` read all at once if it is not in memory: 100 rows one
+        page fault after the other took 73 ms, so 11."""
         before = _disk_faults()
         for position in positions[:_PROBED].tolist():
             self._view[position]
@@ -412,18 +488,24 @@ class Records:
             return
         for position in positions[_PROBED:].tolist():
             start = position - position % mmap.PAGESIZE
-            self._mapping.madvise(mmap.MADV_WILLNEED, start, min(position + size_bytes, len(self._mapping)) - start)
+            self._mapping.madvise(
+                mmap.MADV_WILLNEED, start, min(position + size_bytes, len(self._mapping)) - start
+            )
 
     def windows(self, size: int) -> npt.NDArray[np.void]:
         """``size`` bytes from each word on, without a copy: choosing one copies a whole row."""
-        return np.ndarray(((len(self._view) - size) // 8 + 1,), f"V{size}", self._view, strides=(8,))
+        return np.ndarray(
+            ((len(self._view) - size) // 8 + 1,), f"V{size}", self._view, strides=(8,)
+        )
 
     def row(self, start: int, size: int) -> memoryview:
         """Some bytes, without a copy."""
         return self._view[start : start + size]
 
 
-def _gathered(tables: Sequence[Records], owners: npt.NDArray[np.intp], starts: I8, sizes: I8) -> Packed:
+def _gathered(
+    tables: Sequence[Records], owners: npt.NDArray[np.intp], starts: I8, sizes: I8
+) -> Packed:
     """Rows, each of one of the tables, one after the other."""
     offsets = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=offsets[1:])
@@ -440,7 +522,12 @@ def _gathered(tables: Sequence[Records], owners: npt.NDArray[np.intp], starts: I
             rows[own] = table.windows(size)[starts[chosen[own]] >> 3]
         return Packed(rows.view(np.uint8), offsets)
     places = zip(owners.tolist(), starts.tolist(), sizes.tolist(), strict=True)
-    return Packed(np.frombuffer(b"".join([tables[owner].row(start, n) for owner, start, n in places]), np.uint8), offsets)
+    return Packed(
+        np.frombuffer(
+            b"".join([tables[owner].row(start, n) for owner, start, n in places]), np.uint8
+        ),
+        offsets,
+    )
 
 
 def _disk_faults() -> int:

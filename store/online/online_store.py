@@ -1,7 +1,9 @@
 """Online store: entity key → packed row, by view and generation. The contract.
 
-What was loaded in one go is a **generation**: immutable, and numbered by the epoch of the publishing that loaded it. A **base** holds all rows of a snapshot, an
-**overlay** those that changed since the snapshot of what it lies over, and a tombstone for each that left. A pointer per view says which base and overlays are live.
+What was loaded in one go is a **generation**: immutable, and numbered by the epoch of the
+publishing that loaded it. A **base** holds all rows of a snapshot, an
+**overlay** those that changed since the snapshot of what it lies over, and a tombstone for each
+  that left. A pointer per view says which base and overlays are live.
 """
 
 from __future__ import annotations
@@ -11,7 +13,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple
 
-from precompute.store.errors import ConflictError, DamagedPointerError, OnlineStoreError, RowsLostError
+from precompute.store.errors import (
+    ConflictError,
+    DamagedPointerError,
+    OnlineStoreError,
+    RowsLostError,
+)
 from precompute.store.feature_view import FeatureView
 from precompute.store.online.codec import schema_tag
 from precompute.store.online.found_rows import FoundRows
@@ -20,8 +27,11 @@ from precompute.store.record import Record, field, force_setattr, plain, read_re
 
 
 class Generation(Record, frozen=True):
-    """What is loaded in one go: ``snapshot`` is whose rows it holds and ``run`` the run that made that, ``base`` the number of the generation that an overlay
-    lies right over, a base or another overlay; None of a base. ``schema`` is its rows' tag (:func:`precompute.store.online.codec.schema_tag`); None where who loaded it did not say."""
+    """What is loaded in one go: ``snapshot`` is whose rows it holds and ``run`` the run that made
+    that, ``base`` the number of the generation that an overlay lies right over, a base or another
+    overlay; None of a base. ``schema`` is its rows' tag
+    (:func:`precompute.store.online.codec.schema_tag`); None where who loaded it did not say.
+    """
 
     number: int
     snapshot: int
@@ -31,7 +41,8 @@ class Generation(Record, frozen=True):
 
 
 class FileCheck(NamedTuple):
-    """A file by its path, of so many bytes; ``damage`` reads it and says what differs from its checksums, None where nothing does."""
+    """A file by its path, of so many bytes; ``damage`` reads it and says what differs from its
+    checksums, None where nothing does."""
 
     path: str
     size_bytes: int
@@ -39,8 +50,9 @@ class FileCheck(NamedTuple):
 
 
 class Terms(Record, frozen=True):
-    """On what terms a store takes a load. ``lossy``: it may drop rows by itself. ``number`` and ``rows_done``: an unfinished load of the same rows that can be
-    gone on with, and how many of them, from the first on, need not be sent again."""
+    """On what terms a store takes a load. ``lossy``: it may drop rows by itself. ``number`` and
+    ``rows_done``: an unfinished load of the same rows that can be gone on with, and how many of
+    them, from the first on, need not be sent again."""
 
     lossy: bool = False
     number: int | None = None
@@ -50,12 +62,17 @@ class Terms(Record, frozen=True):
 class Pointer(Record, frozen=True):
     """What is live for a view.
 
-    ``epoch`` counts the view's publishings; a pointer never moves to a smaller one. ``generation`` is the base that is read, of the snapshot ``base_snapshot``,
-    and ``overlays`` the generations over it with the snapshot of each, the lowest first: together they make the base what ``snapshot`` is. ``rows`` is the snapshot's row count, ``input_columns`` maps the
-    model's inputs to Arrow type names, ``inputs`` the views the snapshot was computed from to their snapshot's number, ``index`` and ``overlay_index`` are the
-    vector indexes' folders relative to the offline store's root, ``partition`` the interval of data time, ``renewed_at_us`` (µs since 1970) when all rows were
-    last found to be what the model would answer: no row's age counts from earlier. ``owner`` is the project that publishes the view, and ``took_over`` the one
-    that did before, if it was taken from it; ``lossy`` says that the store may drop rows by itself, ``degraded`` that it was seen to have lost some.
+    ``epoch`` counts the view's publishings; a pointer never moves to a smaller one. ``generation``
+    is the base that is read, of the snapshot ``base_snapshot``, and ``overlays`` the generations
+    over it with the snapshot of each, the lowest first: together they make the base what
+    ``snapshot`` is. ``rows`` is the snapshot's row count, ``input_columns`` maps the model's inputs
+    to Arrow type names, ``inputs`` the views the snapshot was computed from to their snapshot's
+    number, ``index`` and ``overlay_index`` are the vector indexes' folders relative to the offline
+    store's root, ``partition`` the interval of data time, ``renewed_at_us`` (µs since 1970) when
+    all rows were last found to be what the model would answer: no row's age counts from earlier.
+    ``owner`` is the project that publishes the view, and ``took_over`` the one that did before, if
+    it was taken from it; ``lossy`` says that the store may drop rows by itself, ``degraded`` that
+    it was seen to have lost some.
     """
 
     view: FeatureView
@@ -88,18 +105,21 @@ class Pointer(Record, frozen=True):
 
     @property
     def generations(self) -> tuple[int, ...]:
-        """Numbers of the generations that are read: the base, and the overlays, the lowest first."""
+        """Numbers of the generations that are read: the base, and the overlays, the lowest
+        first."""
         return (self.generation, *(generation for generation, _ in self.overlays))
 
     @property
     def snapshots(self) -> tuple[int, ...]:
-        """The snapshot that each of :attr:`generations` was loaded for, which is the number that its rows bear."""
+        """The snapshot that each of :attr:`generations` was loaded for, which is the number that
+        its rows bear."""
         return (self.base_snapshot, *(snapshot for _, snapshot in self.overlays))
 
     @property
     def publishing(self) -> tuple[int, str]:
-        """Which publishing made this live: what is stored of one is never used for another. The epoch alone would not distinguish them, since
-        it starts at 1 again in a view whose data was dropped."""
+        """Which publishing made this live: what is stored of one is never used for another. The
+        epoch alone would not distinguish them, since it starts at 1 again in a view whose data was
+        dropped."""
         return self.epoch, self.at
 
     def to_bytes(self) -> bytes:
@@ -111,7 +131,8 @@ class Pointer(Record, frozen=True):
         """The pointer that :meth:`to_bytes` wrote; of that view, where one is given.
 
         Raises:
-            ValueError: it is none, or another one: a flipped bit could make rows fresh that are not; or an index that it names is not below the root.
+            ValueError: it is none, or another one: a flipped bit could make rows fresh that are
+                not; or an index that it names is not below the root.
         """
         pointer = read_record(cls, data)
         if view is not None and pointer.view.name != view:
@@ -125,15 +146,17 @@ class Pointer(Record, frozen=True):
 class OnlineStore(ABC):
     """The contract every online store keeps; one test suite holds them all to it.
 
-    Keys are the UTF-8 of :mod:`precompute.store.entity_key`'s text. All methods raise :class:`OnlineStoreError` when the store cannot be
-    reached or refuses; none swallows anything. Safe to share between threads.
+    Keys are the UTF-8 of :mod:`precompute.store.entity_key`'s text. All methods raise
+    :class:`OnlineStoreError` when the store cannot be reached or refuses; none swallows anything.
+    Safe to share between threads.
     """
 
     blocking: ClassVar[bool] = False
     """True when a read waits for a network: an event loop must hand it to a thread."""
 
     def check_writable(self, view: str, owner: str) -> None:
-        """Whether the store is there, and can be written by this project: found out by using it, before anything is computed for it. Nothing of the view is changed.
+        """Whether the store is there, and can be written by this project: found out by using it,
+        before anything is computed for it. Nothing of the view is changed.
 
         Args:
             view: its name.
@@ -147,7 +170,13 @@ class OnlineStore(ABC):
             check_owner(self.live(view), view, owner)
 
     def prepare(
-        self, view: str, generation: Generation, rows: int, size_bytes: int, owner: str, row_bytes: int | None = None
+        self,
+        view: str,
+        generation: Generation,
+        rows: int,
+        size_bytes: int,
+        owner: str,
+        row_bytes: int | None = None,
     ) -> Terms:
         """Pre-flight: whether the store can take a load, found out before anything moves.
 
@@ -156,23 +185,27 @@ class OnlineStore(ABC):
             generation: what is to be loaded.
             rows: how many there will be, about.
             size_bytes: of keys and packed rows together, about.
-            owner: the project that publishes; a view of another one is refused. Empty: whosoever it is.
+            owner: the project that publishes; a view of another one is refused. Empty: whosoever it
+                is.
             row_bytes: of each row but tombstones; None where they are not all of one width.
 
         Raises:
-            OnlineStoreError: it cannot: no room, no right, a policy that loses rows, somebody else's; says which and what to do.
+            OnlineStoreError: it cannot: no room, no right, a policy that loses rows, somebody
+                else's; says which and what to do.
         """
         self.check_writable(view, owner)
         return Terms()
 
     def doubts(self, view: str) -> list[str]:
-        """What makes the store itself doubt that all rows of what is live are still there, in words; empty when nothing does."""
+        """What makes the store itself doubt that all rows of what is live are still there, in
+        words; empty when nothing does."""
         return []
 
     @abstractmethod
     def load(self, view: str, generation: Generation, rows: Rows, rows_done: int = 0) -> int:
-        """Load a generation whole and durably, replacing what an unfinished load of the same number left, but for the rows that
-        :meth:`prepare` found to be done. Readers see nothing of it before :meth:`flip`.
+        """Load a generation whole and durably, replacing what an unfinished load of the same number
+        left, but for the rows that :meth:`prepare` found to be done. Readers see nothing of it
+        before :meth:`flip`.
 
         Args:
             view: its name.
@@ -192,7 +225,8 @@ class OnlineStore(ABC):
         """Make ``pointer`` live, atomically for every reader.
 
         Raises:
-            ConflictError: the store's pointer has a larger epoch already, or another owner; an equal epoch is accepted, so a flip can be repeated.
+            ConflictError: the store's pointer has a larger epoch already, or another owner; an
+                equal epoch is accepted, so a flip can be repeated.
             OnlineStoreError: a generation it names was never loaded whole.
         """
 
@@ -201,9 +235,11 @@ class OnlineStore(ABC):
         """The view's pointer as it is now, or None."""
 
     def known(self, view: str) -> Pointer | None:
-        """The view's pointer, where it can be known without waiting that it is live; None where it cannot, or there is none. Under the same object nothing has changed.
+        """The view's pointer, where it can be known without waiting that it is live; None where it
+        cannot, or there is none. Under the same object nothing has changed.
 
-        One that lies behind a network is known for a moment after it was requested, and so for as long, at most, after another one was made live: see the store.
+        One that lies behind a network is known for a moment after it was requested, and so for as
+        long, at most, after another one was made live: see the store.
         """
         return None
 
@@ -212,29 +248,35 @@ class OnlineStore(ABC):
 
     @abstractmethod
     def read(self, view: str, keys: Sequence[bytes]) -> tuple[Pointer, FoundRows] | None:
-        """Packed rows of ``keys``, all as the pointer returned has them: of its highest overlay that has one, a tombstone too, and else its base's.
+        """Packed rows of ``keys``, all as the pointer returned has them: of its highest overlay
+        that has one, a tombstone too, and else its base's.
 
-        Returns None when nothing is live for the view. Rows stay valid as long as the caller holds them.
+        Returns None when nothing is live for the view. Rows stay valid as long as the caller holds
+        them.
         """
 
     @abstractmethod
     def read_generation(self, view: str, number: int, keys: Sequence[bytes]) -> FoundRows:
-        """As :meth:`read` for one generation that need not be live: how a load is verified before the flip."""
+        """As :meth:`read` for one generation that need not be live: how a load is verified before
+        the flip."""
 
     @abstractmethod
     def generations(self, view: str) -> list[Generation]:
         """The generations loaded whole, in the order of their numbers."""
 
     def loaded(self, view: str, numbers: Sequence[int]) -> list[Generation]:
-        """Those of some generations that are loaded whole, in the order of their numbers; requested with the rights and the patience of a reader."""
+        """Those of some generations that are loaded whole, in the order of their numbers; requested
+        with the rights and the patience of a reader."""
         return [generation for generation in self.generations(view) if generation.number in numbers]
 
     def record_damage(self, view: str) -> list[str]:
-        """Which small records beside a view's pointer are not as that has them, in words; the next flip puts them right."""
+        """Which small records beside a view's pointer are not as that has them, in words; the next
+        flip puts them right."""
         return []
 
     def file_checks(self, view: str, numbers: Sequence[int]) -> list[FileCheck]:
-        """How files of some generations are compared with their own checksums, where the store has files."""
+        """How files of some generations are compared with their own checksums, where the store has
+        files."""
         return []
 
     @abstractmethod
@@ -247,8 +289,9 @@ class OnlineStore(ABC):
 
     @abstractmethod
     def forget(self, view: str) -> None:
-        """End a view: its pointer goes first, so that readers find no such view at all, and then all its generations, loaded whole or not. One
-        that is not there, or half gone, is no error."""
+        """End a view: its pointer goes first, so that readers find no such view at all, and then
+        all its generations, loaded whole or not. One that is not there, or half gone, is no
+        error."""
 
     @abstractmethod
     def views(self) -> list[str]:
@@ -269,7 +312,10 @@ def check_not_live(pointer: Pointer | None, view: str, number: int) -> None:
 
 def still_live(view: str, number: int) -> ConflictError:
     """The error of replacing or dropping what readers are using."""
-    return ConflictError(f"generation {number} of view {view!r} is live in the online store and cannot be replaced or dropped")
+    return ConflictError(
+        f"generation {number} of view {view!r} is live in the online store and cannot be replaced"
+        " or dropped"
+    )
 
 
 def check_loaded(pointer: Pointer, numbers: Sequence[int]) -> None:
@@ -280,25 +326,31 @@ def check_loaded(pointer: Pointer, numbers: Sequence[int]) -> None:
         if number not in numbers:
             have = ", ".join(map(str, numbers)) or "none"
             raise OnlineStoreError(
-                f"generation {number} of view {pointer.view.name!r} is not loaded whole (loaded: {have}); publish it again"
+                f"generation {number} of view {pointer.view.name!r} is not loaded whole (loaded:"
+                f" {have}); publish it again"
             )
 
 
 def check_own_rows(pointer: Pointer, loaded: Sequence[Generation]) -> None:
     """Raises:
-    RowsLostError: the pointer names a generation that is not among those loaded, or whose rows are another snapshot's or another schema's, none of which would be
-        taken for its own.
+    RowsLostError: the pointer names a generation that is not among those loaded, or whose rows are
+        another snapshot's or another schema's, none of which would be taken for its own.
     """
     view, found = pointer.view.name, {generation.number: generation for generation in loaded}
     for number, snapshot in zip(pointer.generations, pointer.snapshots, strict=True):
         generation = found.get(number)
         if generation is None:
             what = "is not in the online store"
-        elif (generation.snapshot, generation.schema or schema_tag(pointer.view)) != (snapshot, schema_tag(pointer.view)):
+        elif (generation.snapshot, generation.schema or schema_tag(pointer.view)) != (
+            snapshot,
+            schema_tag(pointer.view),
+        ):
             what = "has other rows in the online store than its pointer says"
         else:
             continue
-        raise RowsLostError(f"generation {number} of view {view!r} {what}: precompute publish {view} --reload")
+        raise RowsLostError(
+            f"generation {number} of view {view!r} {what}: precompute publish {view} --reload"
+        )
 
 
 def check_owner(pointer: Pointer | None, view: str, owner: str) -> None:
@@ -312,14 +364,16 @@ def check_owner(pointer: Pointer | None, view: str, owner: str) -> None:
 def foreign_view(view: str, theirs: str, ours: str) -> ConflictError:
     """The error of publishing a view that is another project's."""
     return ConflictError(
-        f"view {view!r} in the online store is published by another project ({theirs}, this one is {ours}): give this one an online store or a "
-        f"prefix of its own; where that project is gone, or its root was lost, `precompute run {view} --take-over` (or `publish`)"
+        f"view {view!r} in the online store is published by another project ({theirs}, this one is"
+        f" {ours}): give this one an online store or a prefix of its own; where that project is"
+        f" gone, or its root was lost, `precompute run {view} --take-over` (or `publish`)"
     )
 
 
 def check_taken(current: Pointer | None, pointer: Pointer) -> None:
     """Raises:
-    ConflictError: ``current`` is another project's, and ``pointer`` does not take the view over from it.
+    ConflictError: ``current`` is another project's, and ``pointer`` does not take the view over
+        from it.
     """
     if current is None or current.owner != pointer.took_over:
         check_owner(current, pointer.view.name, pointer.owner)
@@ -336,5 +390,6 @@ def check_epoch(current: Pointer | None, pointer: Pointer) -> None:
 def stale_epoch(view: str, current: int, offered: int) -> ConflictError:
     """The error of a flip that comes too late."""
     return ConflictError(
-        f"the online pointer of {view!r} is at epoch {current}, past {offered}: a later publish won; nothing was changed"
+        f"the online pointer of {view!r} is at epoch {current}, past {offered}: a later publish"
+        " won; nothing was changed"
     )

@@ -18,8 +18,8 @@ U8 = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Byte strings one after the other: string ``i`` is ``data[offsets[i]:offsets[i + 1]]``. ``data`` is uint8, ``offsets`` int64 [n + 1]; the
-    first offset need not be 0."""
+    """Byte strings one after the other: string ``i`` is ``data[offsets[i]:offsets[i + 1]]``.
+    ``data`` is uint8, ``offsets`` int64 [n + 1]; the first offset need not be 0."""
 
     data: U1
     offsets: I8
@@ -61,7 +61,8 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class RowBatch:
-    """Rows on their way into an online store: ``keys`` and packed ``rows``, equally many, and the keys' ``hashes`` (xxh3_64, uint64 [n])."""
+    """Rows on their way into an online store: ``keys`` and packed ``rows``, equally many, and the
+    keys' ``hashes`` (xxh3_64, uint64 [n])."""
 
     keys: Packed
     rows: Packed
@@ -69,7 +70,10 @@ class RowBatch:
 
     def __post_init__(self) -> None:
         if not len(self.keys) == len(self.rows) == len(self.hashes):
-            raise ValueError(f"{len(self.keys)} keys, {len(self.rows)} rows and {len(self.hashes)} hashes are no batch")
+            raise ValueError(
+                f"{len(self.keys)} keys, {len(self.rows)} rows and {len(self.hashes)} hashes are no"
+                " batch"
+            )
 
     def __len__(self) -> int:
         return len(self.keys)

@@ -1,5 +1,5 @@
-"""Row values: strings, lists and vectors of Arrow as the bytes of packed rows, and back; the parts of the codec that know types.
-Vectors are packed as int8 or signs with a scale, and back."""
+"""Row values: strings, lists and vectors of Arrow as the bytes of packed rows, and back; the parts
+of the codec that know types. Vectors are packed as int8 or signs with a scale, and back."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def one_value(f: Feature, data: bytes, sizes: Sequence[int]) -> Any:
 
 
 def damaged_row(what: str) -> OnlineStoreError:
-    """The error of a row that vouches for itself and yet cannot be read: what wrote it was wrong."""
+    """The error of a row that vouches for itself and yet cannot be read: what wrote it was
+    wrong."""
     return RowsLostError(f"a packed row {what}; publish the view again")
 
 
@@ -70,14 +71,19 @@ def is_variable(f: Feature) -> bool:
 
 
 def is_string_list(f: Feature) -> bool:
-    """Whether a feature is a list of strings, which has two sizes in a row: that of its lengths and that of its text."""
+    """Whether a feature is a list of strings, which has two sizes in a row: that of its lengths and
+    that of its text."""
     return f.max_items is not None and f.dtype == "string"
 
 
 def fixed_values(f: Feature, column: pa.Array) -> npt.NDArray[Any]:
     """[rows] or [rows, dim] values of a scalar or vector column; nulls become zeros."""
     if f.dim is None:
-        filled = pc.fill_null(column, pa.scalar(0, pa.int8()).cast(column.type)) if column.null_count else column
+        filled = (
+            pc.fill_null(column, pa.scalar(0, pa.int8()).cast(column.type))
+            if column.null_count
+            else column
+        )
         return np.asarray(filled)
     if column.null_count:
         values = np.zeros((len(column), f.dim), NUMPY_TYPES[f.dtype])
@@ -86,9 +92,11 @@ def fixed_values(f: Feature, column: pa.Array) -> npt.NDArray[Any]:
     return np.asarray(column.flatten()).reshape(-1, f.dim)
 
 
-def fixed_array(f: Feature, kind: pa.DataType, values: npt.NDArray[Any], valid: npt.NDArray[np.bool_] | None) -> pa.Array:
-    """A scalar or vector column of the Arrow type ``kind`` from [rows] or [rows, dim] values, without a copy where these are contiguous; null where ``valid``, bool
-    [rows], is not."""
+def fixed_array(
+    f: Feature, kind: pa.DataType, values: npt.NDArray[Any], valid: npt.NDArray[np.bool_] | None
+) -> pa.Array:
+    """A scalar or vector column of the Arrow type ``kind`` from [rows] or [rows, dim] values,
+    without a copy where these are contiguous; null where ``valid``, bool [rows], is not."""
     rows, validity = len(values), None if valid is None else pa.array(valid).buffers()[1]
     flat = np.ascontiguousarray(values).reshape(-1)
     # a byte each, which Arrow has a bit for
@@ -101,12 +109,17 @@ def fixed_array(f: Feature, kind: pa.DataType, values: npt.NDArray[Any], valid: 
 
 
 def assembled(
-    columns: Sequence[npt.NDArray[Any]], key_hashes: U8, computed_at_us: I8, snapshots: npt.NDArray[np.uint32], tag: int
+    columns: Sequence[npt.NDArray[Any]],
+    key_hashes: U8,
+    computed_at_us: I8,
+    snapshots: npt.NDArray[np.uint32],
+    tag: int,
 ) -> Packed:
     """Rows of one size that vouch for themselves.
 
     Args:
-        columns: what follows the header: [rows] or [rows, n] values of each field, in the row's order.
+        columns: what follows the header: [rows] or [rows, n] values of each field, in the row's
+            order.
         key_hashes: xxh3_64 of each row's key, uint64 [rows].
         computed_at_us: int64 [rows].
         snapshots: number of each row's snapshot, uint32 [rows].
@@ -120,7 +133,13 @@ def assembled(
     packed = Packed(rows.reshape(-1), offsets)
     if kernels.native is not None:
         kernels.native.assemble(
-            tuple(whole), np.array(widths, np.uint64), key_hashes, np.ascontiguousarray(computed_at_us), snapshots, tag, rows
+            tuple(whole),
+            np.array(widths, np.uint64),
+            key_hashes,
+            np.ascontiguousarray(computed_at_us),
+            snapshots,
+            tag,
+            rows,
         )
         return packed
     header = rows[:, :header_bytes].view(kernels.ROW_HEADER)[:, 0]
@@ -159,19 +178,27 @@ def packed_strings(column: pa.Array) -> Packed:
     _, offsets_buffer, data_buffer = column.buffers()
     if len(column) == 0:
         return Packed.of([])
-    offsets = np.frombuffer(offsets_buffer, np.int32, len(column) + 1, column.offset * 4).astype(np.int64)
-    return Packed(np.frombuffer(data_buffer, np.uint8) if data_buffer is not None else np.empty(0, np.uint8), offsets)
+    offsets = np.frombuffer(offsets_buffer, np.int32, len(column) + 1, column.offset * 4).astype(
+        np.int64
+    )
+    return Packed(
+        np.frombuffer(data_buffer, np.uint8) if data_buffer is not None else np.empty(0, np.uint8),
+        offsets,
+    )
 
 
 def strings(blob: U1, lengths: I8, mask: pa.Array | None) -> pa.Array:
-    """A string array [n] of the UTF-8 of all strings in a row and the bytes of each; null where ``mask`` is true.
+    """A string array [n] of the UTF-8 of all strings in a row and the bytes of each; null where
+    ``mask`` is true.
 
     Raises:
         OnlineStoreError: it is no UTF-8.
     """
     validity = None if mask is None else pc.invert(mask).buffers()[1]
     column = pa.Array.from_buffers(
-        pa.string(), len(lengths), [validity, pa.py_buffer(list_offsets(lengths)), pa.py_buffer(np.ascontiguousarray(blob))]
+        pa.string(),
+        len(lengths),
+        [validity, pa.py_buffer(list_offsets(lengths)), pa.py_buffer(np.ascontiguousarray(blob))],
     )
     try:
         # UTF-8 and all: Arrow takes on trust what is built from buffers
@@ -182,7 +209,8 @@ def strings(blob: U1, lengths: I8, mask: pa.Array | None) -> pa.Array:
 
 
 def list_offsets(lengths: I8) -> npt.NDArray[np.int32]:
-    """Where each of n lists or strings starts and the last one ends, int32 [n + 1], from how long each is."""
+    """Where each of n lists or strings starts and the last one ends, int32 [n + 1], from how long
+    each is."""
     return np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
 
 
@@ -214,7 +242,8 @@ _LARGEST = np.nextafter(np.float32(np.finfo(np.float32).max / INT8_STEPS), np.fl
 
 
 def stored_layout(feature: Feature) -> tuple[str, int]:
-    """Type and number of what a packed vector is stored as beside its scale: a byte a number, or a bit a number, the lowest first."""
+    """Type and number of what a packed vector is stored as beside its scale: a byte a number, or a
+    bit a number, the lowest first."""
     assert feature.dim is not None
     return ("i1", feature.dim) if feature.packed == "int8" else ("u1", (feature.dim + 7) // 8)
 
@@ -223,9 +252,11 @@ def packed_vectors(feature: Feature, vectors: npt.NDArray[Any]) -> tuple[F4, npt
     """(scales, stored) of vectors as the feature's ``packed`` says.
 
     - ``int8``: scale max|x| / 127, numbers x / scale rounded: each is off by half a scale at most.
-    - ``binary``: scale mean|x|, a set bit for a number below 0; of all scales the nearest to the vector by L2 (Rastegari et al. 2016, XNOR-Net, §3.1).
+    - ``binary``: scale mean|x|, a set bit for a number below 0; of all scales the nearest to the
+      vector by L2 (Rastegari et al. 2016, XNOR-Net, §3.1).
 
-    A vector with a NaN or infinity has the scale NaN, and comes back as NaN throughout: what cannot be stored is not made up.
+    A vector with a NaN or infinity has the scale NaN, and comes back as NaN throughout: what cannot
+    be stored is not made up.
 
     Args:
         feature: a vector of float16 or float32 with ``packed``.
@@ -237,13 +268,16 @@ def packed_vectors(feature: Feature, vectors: npt.NDArray[Any]) -> tuple[F4, npt
     vectors = vectors.astype(np.float32, copy=False)
     if feature.packed == "int8":
         largest = np.abs(vectors).max(axis=1)
-        scales = np.where(np.isfinite(largest), np.clip(largest / INT8_STEPS, _SMALLEST, _LARGEST), np.nan)
+        scales = np.where(
+            np.isfinite(largest), np.clip(largest / INT8_STEPS, _SMALLEST, _LARGEST), np.nan
+        )
         scales = scales.astype(np.float32)
         steps = vectors / scales[:, None]
         np.rint(steps, out=steps)
         steps[np.isnan(scales)] = 0
         return scales, steps.astype(np.int8)
-    # float64 first: where numpy converts on the way, its buffer cuts the sum of a row (seen at 9,000 numbers), and how is no promise of numpy's
+    # float64 first: where numpy converts on the way, its buffer cuts the sum of a row (seen at
+    # 9,000 numbers), and how is no promise of numpy's
     means = np.abs(vectors.astype(np.float64)).mean(axis=1)
     means[means < _SMALLEST] = 0
     scales = np.where(np.isfinite(means), means, np.nan).astype(np.float32)
@@ -251,7 +285,8 @@ def packed_vectors(feature: Feature, vectors: npt.NDArray[Any]) -> tuple[F4, npt
 
 
 def unpacked_vectors(feature: Feature, scales: F4, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The vectors that a reader gets for what :func:`packed_vectors` made, in the feature's own dtype: [rows, dim]."""
+    """The vectors that a reader gets for what :func:`packed_vectors` made, in the feature's own
+    dtype: [rows, dim]."""
     dtype = np.dtype(feature.dtype)
     if feature.packed == "int8":
         values = stored.astype(np.float32)
@@ -259,8 +294,8 @@ def unpacked_vectors(feature: Feature, scales: F4, stored: npt.NDArray[Any]) -> 
         return values.astype(dtype, copy=False)
     # the scale's own bits with the sign's: a tenth of the time of choosing between two numbers
     whole = np.dtype(f"u{dtype.itemsize}")
-    signs = np.unpackbits(stored, axis=1, count=feature.dim, bitorder="little").astype(whole) << whole.type(
-        8 * dtype.itemsize - 1
-    )
+    signs = np.unpackbits(stored, axis=1, count=feature.dim, bitorder="little").astype(
+        whole
+    ) << whole.type(8 * dtype.itemsize - 1)
     numbers: npt.NDArray[Any] = (scales.astype(dtype).view(whole)[:, None] ^ signs).view(dtype)
     return numbers

@@ -1,5 +1,5 @@
-"""Table files: one generation's rows in one immutable file, mapped once, shared by all processes; :class:`TableFile` opens and checks one.
-And how one is written."""
+"""Table files: one generation's rows in one immutable file, mapped once, shared by all processes;
+:class:`TableFile` opens and checks one. And how one is written."""
 
 from __future__ import annotations
 
@@ -51,12 +51,19 @@ _WARM_BYTES = 2**24
 """Requested at once when a file is warmed."""
 
 
-def header_of(meta: Mapping[str, Any], rows: int, records_bytes: int, home_lines: int, lines: int) -> bytes:
-    """The first pages of a file: magic · format uint32 · size of the header uint32 · rows uint64 · bytes of records uint64 · home lines of
-    the index uint64 · lines uint64 · size of the JSON uint32 · JSON · zeros · xxh3 of all that uint64."""
+def header_of(
+    meta: Mapping[str, Any], rows: int, records_bytes: int, home_lines: int, lines: int
+) -> bytes:
+    """The first pages of a file: magic · format uint32 · size of the header uint32 · rows uint64 ·
+    bytes of records uint64 · home lines of the index uint64 · lines uint64 · size of the JSON
+    uint32 · JSON · zeros · xxh3 of all that uint64.
+    """
     text = json.dumps(meta, ensure_ascii=False, sort_keys=True, separators=(",", ":")).encode()
     size = -(-(_HEAD.size + len(text) + 8) // _PAGE_BYTES) * _PAGE_BYTES
-    page = _HEAD.pack(MAGIC, FORMAT_VERSION, size, rows, records_bytes, home_lines, lines, len(text)) + text
+    page = (
+        _HEAD.pack(MAGIC, FORMAT_VERSION, size, rows, records_bytes, home_lines, lines, len(text))
+        + text
+    )
     page = page.ljust(size - 8, b"\0")
     return page + hash_of(page).to_bytes(8, "little")
 
@@ -67,16 +74,19 @@ def index_start(records_end: int) -> int:
 
 
 class TableFile:
-    """An open table file, for reading. It is unmapped after the last reader let go; its file may be removed before.
+    """An open table file, for reading. It is unmapped after the last reader let go; its file may be
+    removed before.
 
-        header    header_of(…)                                                              whole pages
-        records   lay_out(keys, rows), in the order they were added, zeros to a multiple of 64 bytes
-        index     lines of 64 bytes: seven slots uint64 (slots_of), in use from the first on; a check word (line_checks). A key's line is
+        header    header_of(…)                                                              whole
+        pages records   lay_out(keys, rows), in the order they were added, zeros to a multiple of 64
+        bytes index     lines of 64 bytes: seven slots uint64 (slots_of), in use from the first on;
+        a check word (line_checks). A key's line is
                   homes(hash), or the next with room; the last line is always empty
-        checksums xxh3 of each MiB of records and index, uint64, the last one shorter
-        footer    xxh3 of the checksums, uint64                                             all little-endian
+        checksums xxh3 of each MiB of records and index, uint64, the last one shorter footer    xxh3
+        of the checksums, uint64                                             all little-endian
 
-    A file that the system cannot read back (a bad sector) ends the process with SIGBUS, as any mapped file does.
+    A file that the system cannot read back (a bad sector) ends the process with SIGBUS, as any
+    mapped file does.
 
     Raises:
         FileNotFoundError: it is not there.
@@ -92,7 +102,9 @@ class TableFile:
             raise
         except (OSError, ValueError) as exc:
             # ValueError: it is empty
-            raise OnlineStoreError(f"cannot read {path}: {exc}; {limit_of(exc) or 'publish the view again'}") from exc
+            raise OnlineStoreError(
+                f"cannot read {path}: {exc}; {limit_of(exc) or 'publish the view again'}"
+            ) from exc
         try:
             self._read_header(mapping)
         except (ValueError, RecursionError, struct.error) as exc:
@@ -107,7 +119,9 @@ class TableFile:
         if mapping[: len(MAGIC)] != MAGIC:
             raise ValueError("it is no table file")
         self.size_bytes = len(mapping)
-        _, version, size, rows, records_bytes, home_lines, lines, text_size = _HEAD.unpack_from(mapping)
+        _, version, size, rows, records_bytes, home_lines, lines, text_size = _HEAD.unpack_from(
+            mapping
+        )
         if version != FORMAT_VERSION:
             raise ValueError(f"it is of format {version}, and this version reads {FORMAT_VERSION}")
         if size % _PAGE_BYTES or not _HEAD.size + text_size + 8 <= size <= len(mapping):
@@ -115,7 +129,9 @@ class TableFile:
         if hash_of(mapping[: size - 8]) != int.from_bytes(mapping[size - 8 : size], "little"):
             raise ValueError("its header is damaged")
         start = index_start(size + records_bytes)
-        self._layout = Layout(size, size + records_bytes, start, home_lines, lines, records_bytes // max(1, rows))
+        self._layout = Layout(
+            size, size + records_bytes, start, home_lines, lines, records_bytes // max(1, rows)
+        )
         self._checks_start = start + LINE_BYTES * lines
         blocks = -(-(self._checks_start - size) // BLOCK_BYTES)
         if records_bytes % 8 or not 0 < home_lines < min(lines, 2**32) or rows > LINE_SLOTS * lines:
@@ -129,12 +145,16 @@ class TableFile:
             raise ValueError("its header tells what cannot be")
         self.meta: dict[str, Any] = meta
 
-    def read(self, keys: Packed, key_hashes: U8, below: Sequence[TableFile] = ()) -> tuple[Packed, U1]:
-        """As :meth:`precompute.store.online.kernels.Records.read`: what this has nothing of is looked for in those ``below``, in turn."""
+    def read(
+        self, keys: Packed, key_hashes: U8, below: Sequence[TableFile] = ()
+    ) -> tuple[Packed, U1]:
+        """As :meth:`precompute.store.online.kernels.Records.read`: what this has nothing of is
+        looked for in those ``below``, in turn."""
         return self.records.read(keys, key_hashes, [table.records for table in below])
 
     def check(self) -> list[str]:
-        """Read all of it, by its checksums: what is damaged, in words; nothing when it is whole. Takes as long as the disk does."""
+        """Read all of it, by its checksums: what is damaged, in words; nothing when it is whole.
+        Takes as long as the disk does."""
         mapping, start, end = self._mapping, self._layout.records_start, self._checks_start
         view = memoryview(mapping)
         if hash_of(view[end:-8]) != int.from_bytes(view[-8:], "little"):
@@ -150,13 +170,18 @@ class TableFile:
         return found
 
     def warm(self, limit_bytes: int) -> int:
-        """Have the index, and then the records, read into memory before the first request asks, up to ``limit_bytes``; how many bytes were."""
+        """Have the index, and then the records, read into memory before the first request asks, up
+        to ``limit_bytes``; how many bytes were."""
         layout, left = self._layout, limit_bytes
-        for start, end in ((layout.index_start, self._checks_start), (layout.records_start, layout.records_end)):
+        for start, end in (
+            (layout.index_start, self._checks_start),
+            (layout.records_start, layout.records_end),
+        ):
             end = min(end, start + left)
             left -= end - start
             for at in range(start, end, _WARM_BYTES):
-                # not mapped as well: who publishes is not who reads, and would be as large as the file
+                # not mapped as well: who publishes is not who reads, and would be as large as the
+                # file
                 self._advise(mmap.MADV_WILLNEED, at, min(at + _WARM_BYTES, end))
         return limit_bytes - left
 
@@ -166,16 +191,19 @@ class TableFile:
 
 
 HOME_ROWS = 3.5
-"""Rows to a line of the index, of the seven it has room for: one key of a hundred is found in a second line, and a row costs 18 bytes."""
+"""Rows to a line of the index, of the seven it has room for: one key of a hundred is found in a
+second line, and a row costs 18 bytes."""
 
 _ENTRY_BYTES = 72
-"""Memory for one row's hash and position: as they came, put together, their order, in order, and some of numpy's own."""
+"""Memory for one row's hash and position: as they came, put together, their order, in order, and
+some of numpy's own."""
 
 PIECE_BYTES = 2**22
 """Rows laid out, checked and written at once, so that all of it is done in the cache."""
 
 SENT_BYTES = 2**24
-"""Sent on to the disk each time so much was written, so that little is left to wait for in the end."""
+"""Sent on to the disk each time so much was written, so that little is left to wait for in the
+end."""
 
 _CHUNK_ROWS = 2**17
 """Rows whose lines are made at once."""
@@ -194,15 +222,18 @@ class Figures(NamedTuple):
 
 
 class TableWriter:
-    """A table file on its way; used as a context manager, it leaves nothing behind when it is left without :meth:`finish`.
+    """A table file on its way; used as a context manager, it leaves nothing behind when it is left
+    without :meth:`finish`.
 
     Args:
-        path: the file to be; until it is whole its name is ``.{name}.{pid}.tmp``, which a process that was killed leaves there.
+        path: the file to be; until it is whole its name is ``.{name}.{pid}.tmp``, which a process
+            that was killed leaves there.
         meta: JSON of the caller's own, stored in the header.
-        memory_bytes: what hashes and positions may take; beyond, they lie in a file without a name beside ``path``.
+        memory_bytes: what hashes and positions may take; beyond, they lie in a file without a name
+            beside ``path``.
 
-    Raises, in every method:
-        OnlineStoreError: the disk is full or failed, a key was added twice, or a key or row is too large.
+    Raises, in every method: OnlineStoreError: the disk is full or failed, a key was added twice, or
+        a key or row is too large.
     """
 
     def __init__(self, path: Path, meta: Mapping[str, Any], memory_bytes: int) -> None:
@@ -225,7 +256,8 @@ class TableWriter:
                 raise
 
     def add(self, batch: RowBatch) -> None:
-        """Write a batch's rows, in a thread beside: the next batch can be made meanwhile, and this one must not be changed any more."""
+        """Write a batch's rows, in a thread beside: the next batch can be made meanwhile, and this
+        one must not be changed any more."""
         self._settle()
         self._writing = self._beside.submit(self._write_rows, batch)
 
@@ -240,13 +272,19 @@ class TableWriter:
             for hashes, positions in self._entries.in_order():
                 self._refuse_repeated(hashes, positions)
                 for at in range(0, len(hashes), _CHUNK_ROWS):
-                    self._write(lines.put(hashes[at : at + _CHUNK_ROWS], positions[at : at + _CHUNK_ROWS]))
+                    self._write(
+                        lines.put(hashes[at : at + _CHUNK_ROWS], positions[at : at + _CHUNK_ROWS])
+                    )
             self._write(lines.last())
             checks = self._checks.all()
             self._file.write(checks + hash_of(checks).to_bytes(8, "little"))
             size_bytes = self._file.tell()
             self._file.seek(0)
-            self._file.write(header_of(self._meta, rows, records_end - self._start, lines.home_lines, lines.lines))
+            self._file.write(
+                header_of(
+                    self._meta, rows, records_end - self._start, lines.home_lines, lines.lines
+                )
+            )
             self._file.flush()
             os.fsync(self._file.fileno())
             os.replace(self._temporary, self._path)
@@ -269,7 +307,12 @@ class TableWriter:
     def __enter__(self) -> TableWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.abort()
 
     def _settle(self) -> None:
@@ -306,18 +349,25 @@ class TableWriter:
             key = self._key(int(positions[i]))
             if key == self._key(int(positions[i + 1])):
                 shown = key.decode(errors="backslashreplace")
-                raise OnlineStoreError(f"{self._path}: the key {shown!r} is there twice among the rows to load, once is right")
+                raise OnlineStoreError(
+                    f"{self._path}: the key {shown!r} is there twice among the rows to load, once"
+                    " is right"
+                )
 
     def _key(self, position: int) -> bytes:
         file = self._file.fileno()
-        return os.pread(file, int.from_bytes(os.pread(file, 2, position + 4), "little"), position + 8)
+        return os.pread(
+            file, int.from_bytes(os.pread(file, 2, position + 4), "little"), position + 8
+        )
 
     @contextlib.contextmanager
     def _disk(self) -> Iterator[None]:
         try:
             yield
         except OSError as exc:
-            raise OnlineStoreError(disk_message(self._path, exc, "the live generation is untouched")) from exc
+            raise OnlineStoreError(
+                disk_message(self._path, exc, "the live generation is untouched")
+            ) from exc
 
 
 class _BlockChecks:
@@ -349,17 +399,19 @@ class _BlockChecks:
 
 
 class _Run(NamedTuple):
-    """Entries in order, in the spill file: hashes, then positions. ``bounds``: where each bucket begins, and the end, int64 [buckets + 1]."""
+    """Entries in order, in the spill file: hashes, then positions. ``bounds``: where each bucket
+    begins, and the end, int64 [buckets + 1]."""
 
     offset: int
     bounds: I8
 
 
 class _Entries:
-    """Hashes and positions of all rows: taken in any order, given back by hash, no more than ``most_rows`` at once in memory.
+    """Hashes and positions of all rows: taken in any order, given back by hash, no more than
+    ``most_rows`` at once in memory.
 
-    What does not fit goes in runs, each in order, to a file that has no name and is gone with the process. What all runs have of some
-    neighbouring buckets fits again.
+    What does not fit goes in runs, each in order, to a file that has no name and is gone with the
+    process. What all runs have of some neighbouring buckets fits again.
     """
 
     def __init__(self, folder: Path, most_rows: int) -> None:
@@ -388,7 +440,9 @@ class _Entries:
         first = 0
         while first < _BUCKETS:
             # as many buckets as fit, at least one
-            stop = first + max(1, int(np.searchsorted(np.cumsum(sizes[first:]), self._most_rows, side="right")))
+            stop = first + max(
+                1, int(np.searchsorted(np.cumsum(sizes[first:]), self._most_rows, side="right"))
+            )
             self._held = [self._part(run, first, stop) for run in self._runs]
             yield self._sorted()
             first = stop
@@ -417,7 +471,11 @@ class _Entries:
 
     def _part(self, run: _Run, first: int, stop: int) -> tuple[U8, I8]:
         assert self._file is not None
-        file, start, end = self._file.fileno(), 8 * int(run.bounds[first]), 8 * int(run.bounds[stop])
+        file, start, end = (
+            self._file.fileno(),
+            8 * int(run.bounds[first]),
+            8 * int(run.bounds[stop]),
+        )
         positions = run.offset + 8 * int(run.bounds[-1])
         return (
             np.frombuffer(_read(file, end - start, run.offset + start), np.uint64),
@@ -437,7 +495,8 @@ def _read(file: int, size: int, start: int) -> bytes:
 
 
 class _Lines:
-    """The lines of an index, made one after the other from entries in order: what a line has no room for stands in the next."""
+    """The lines of an index, made one after the other from entries in order: what a line has no
+    room for stands in the next."""
 
     def __init__(self, home_lines: int) -> None:
         self.home_lines = home_lines
@@ -457,9 +516,15 @@ class _Lines:
         places = np.maximum.accumulate(free) + steps
         last = int(places[-1]) // LINE_SLOTS
         lines = self._empty(last + 1)
-        lines[places // LINE_SLOTS - self._held_line, places % LINE_SLOTS] = slots_of(hashes, positions)
+        lines[places // LINE_SLOTS - self._held_line, places % LINE_SLOTS] = slots_of(
+            hashes, positions
+        )
         complete = self._checked(lines[:-1])
-        self._next_place, self._held, self._held_line = int(places[-1]) + 1, lines[-1, :LINE_SLOTS].copy(), last
+        self._next_place, self._held, self._held_line = (
+            int(places[-1]) + 1,
+            lines[-1, :LINE_SLOTS].copy(),
+            last,
+        )
         return complete
 
     def last(self) -> U8:

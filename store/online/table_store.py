@@ -1,4 +1,5 @@
-"""Table store: one immutable, mapped table file per generation, one small pointer file per view. The embedded default."""
+"""Table store: one immutable, mapped table file per generation, one small pointer file per view.
+The embedded default."""
 
 from __future__ import annotations
 
@@ -16,7 +17,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from precompute.store.disk.durable_file import disk_message, limit_of, locked, make_folder, replace_durably, sync_folder
+from precompute.store.disk.durable_file import (
+    disk_message,
+    limit_of,
+    locked,
+    make_folder,
+    replace_durably,
+    sync_folder,
+)
 from precompute.store.errors import DamagedPointerError, OnlineStoreError, RowsLostError
 from precompute.store.feature_view import NAME
 from precompute.store.online import kernels
@@ -39,7 +47,8 @@ WARM_BYTES = 2**30
 """Of a generation that goes live: read into memory before readers come, at most."""
 
 _open: weakref.WeakValueDictionary[tuple[int, int], TableFile] = weakref.WeakValueDictionary()
-# A file is mapped once in a process, whatever number of stores read it; it goes with the last request that reads it.
+# A file is mapped once in a process, whatever number of stores read it; it goes with the last
+# request that reads it.
 _open_lock = threading.Lock()
 
 
@@ -52,7 +61,10 @@ def _table(path: Path) -> TableFile:
             table = TableFile(path)
             number, view = table.meta.get("number"), table.meta.get("view")
             if (number, view) != (int(path.stem), path.parent.name):
-                raise OnlineStoreError(f"cannot read {path}: it is generation {number} of view {view!r}; publish the view again")
+                raise OnlineStoreError(
+                    f"cannot read {path}: it is generation {number} of view {view!r}; publish the"
+                    " view again"
+                )
             _open[identity] = table
         return table
 
@@ -64,7 +76,8 @@ class _Live:
     tables: tuple[TableFile, ...]
     """The highest overlay first, the base last."""
     file: mmap.mmap
-    """The pointer's, held so that no other file gets its inode: ext4 gives two of them in turn, and two flips may fall into one tick of its clock (4 ms)."""
+    """The pointer's, held so that no other file gets its inode: ext4 gives two of them in turn, and
+    two flips may fall into one tick of its clock (4 ms)."""
 
 
 def _identity_of(status: os.stat_result) -> tuple[int, int]:
@@ -74,10 +87,12 @@ def _identity_of(status: os.stat_result) -> tuple[int, int]:
 class TableStore(OnlineStore):
     """The online store of one machine, in table files.
 
-        <folder>/<view>/<generation:020d>.table   built aside, fsynced, renamed; mapped by every reader, since nothing writes it again
-        <folder>/<view>/live.json                 the pointer, replaced atomically
+        <folder>/<view>/<generation:020d>.table   built aside, fsynced, renamed; mapped by every
+        reader, since nothing writes it again <folder>/<view>/live.json                 the pointer,
+        replaced atomically
 
-    A reader looks at the pointer file's inode and mtime once per request (1.5 µs) and maps the new generations when they changed.
+    A reader looks at the pointer file's inode and mtime once per request (1.5 µs) and maps the new
+    generations when they changed.
 
     Args:
         folder: created on the first load.
@@ -109,7 +124,8 @@ class TableStore(OnlineStore):
         own = self.folder / view
         there = next(folder for folder in (own, *own.absolute().parents) if folder.exists())
         try:
-            # in a folder that is made by the first load if need be; a file without a name leaves nothing behind
+            # in a folder that is made by the first load if need be; a file without a name leaves
+            # nothing behind
             tempfile.TemporaryFile(dir=there).close()
         except OSError as exc:
             raise OnlineStoreError(disk_message(own, exc)) from exc
@@ -135,12 +151,16 @@ class TableStore(OnlineStore):
                 return None
             identity, pointer, file = opened
             try:
-                tables = tuple(_table(self._path(view, number)) for number in reversed(pointer.generations))
+                tables = tuple(
+                    _table(self._path(view, number)) for number in reversed(pointer.generations)
+                )
             except (OSError, OnlineStoreError) as exc:
                 # The pointer moved twice between the two reads and the old generation is gone.
                 if attempt == 1:
                     continue
-                raise RowsLostError(f"cannot open what is live of view {view!r}: {exc}; publish the view again") from exc
+                raise RowsLostError(
+                    f"cannot open what is live of view {view!r}: {exc}; publish the view again"
+                ) from exc
             seen = self._live[view] = _Live(identity, pointer, tables, file)
             return seen
         return None
@@ -161,7 +181,11 @@ class TableStore(OnlineStore):
         try:
             with path.open("rb") as file:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                return _identity_of(os.fstat(file.fileno())), Pointer.from_bytes(mapped[:], view), mapped
+                return (
+                    _identity_of(os.fstat(file.fileno())),
+                    Pointer.from_bytes(mapped[:], view),
+                    mapped,
+                )
         except FileNotFoundError:
             return None
         except OSError as exc:
@@ -170,7 +194,8 @@ class TableStore(OnlineStore):
             raise DamagedPointerError(f"{path} is damaged ({exc}); publish the view again") from exc
 
     def _readable(self, view: str) -> Pointer | None:
-        """The pointer, or None when there is none or it is damaged: what a writer needs, who will replace it."""
+        """The pointer, or None when there is none or it is damaged: what a writer needs, who will
+        replace it."""
         try:
             opened = self._pointer(view)
         except DamagedPointerError:
@@ -185,19 +210,27 @@ class TableStore(OnlineStore):
             return FoundRows(keys, [None] * len(keys))
         except OSError as exc:
             raise OnlineStoreError(
-                f"cannot read {path}: {exc.strerror or exc}; {limit_of(exc) or 'publish the view again'}"
+                f"cannot read {path}: {exc.strerror or exc};"
+                f" {limit_of(exc) or 'publish the view again'}"
             ) from exc
 
     def generations(self, view: str) -> list[Generation]:
-        numbers = sorted(int(p.stem) for p in (self.folder / view).glob("*.table") if p.stem.isdigit())
+        numbers = sorted(
+            int(p.stem) for p in (self.folder / view).glob("*.table") if p.stem.isdigit()
+        )
         return [self._generation(view, number) for number in numbers]
 
     def loaded(self, view: str, numbers: Sequence[int]) -> list[Generation]:
         # no others are opened: those that are read are open already
-        return [self._generation(view, number) for number in sorted(numbers) if self._path(view, number).exists()]
+        return [
+            self._generation(view, number)
+            for number in sorted(numbers)
+            if self._path(view, number).exists()
+        ]
 
     def _generation(self, view: str, number: int) -> Generation:
-        """What a file says it is; of a damaged one no more than its number, so that it can be dropped and is never taken for a snapshot."""
+        """What a file says it is; of a damaged one no more than its number, so that it can be
+        dropped and is never taken for a snapshot."""
         try:
             return record_of(Generation, _table(self._path(view, number)).meta)
         except (OSError, OnlineStoreError, ValueError):
@@ -217,7 +250,8 @@ class TableStore(OnlineStore):
         path = self._path(view, generation.number)
         try:
             make_folder(path.parent)
-            # By processes that were killed while loading. One that lives may be a rollback that took this one's lease.
+            # By processes that were killed while loading. One that lives may be a rollback that
+            # took this one's lease.
             for left in path.parent.glob(".*.table.*"):
                 if not _alive(left, path.name):
                     left.unlink(missing_ok=True)
@@ -233,7 +267,9 @@ class TableStore(OnlineStore):
         check_loaded(pointer, [generation.number for generation in self.generations(view)])
         try:
             warm = self._readable(view)
-            for number in set(pointer.generations).difference(() if warm is None else warm.generations):
+            for number in set(pointer.generations).difference(
+                () if warm is None else warm.generations
+            ):
                 _table(self._path(view, number)).warm(WARM_BYTES)
             with locked(folder / ".lock"):
                 before = self._readable(view)
@@ -264,7 +300,9 @@ class TableStore(OnlineStore):
                 sync_folder(folder)
             shutil.rmtree(folder)
         except OSError as exc:
-            raise OnlineStoreError(f"cannot remove {folder}: {exc.strerror or exc}; do it once more") from exc
+            raise OnlineStoreError(
+                f"cannot remove {folder}: {exc.strerror or exc}; do it once more"
+            ) from exc
         self._live.pop(view, None)
 
     def close(self) -> None:
@@ -277,7 +315,9 @@ class TableStore(OnlineStore):
 def _found(tables: Sequence[TableFile], keys: Sequence[bytes]) -> FoundRows:
     """The rows of the first table that has each key."""
     if len(keys) == 1:
-        row = next((row for row in (table.find(keys[0]) for table in tables) if row is not None), None)
+        row = next(
+            (row for row in (table.find(keys[0]) for table in tables) if row is not None), None
+        )
         return FoundRows(keys, [row])
     return _TableRows(tables, keys)
 
@@ -289,11 +329,15 @@ class _TableRows(FoundRows):
 
     def __init__(self, tables: Sequence[TableFile], keys: Sequence[bytes]) -> None:
         self._tables = tables
-        self._packed_keys, hashes = (keys.packed, keys.hashes) if isinstance(keys, PackedKeys) else kernels.pack(keys)
+        self._packed_keys, hashes = (
+            (keys.packed, keys.hashes) if isinstance(keys, PackedKeys) else kernels.pack(keys)
+        )
         super().__init__(keys, hashes=hashes)
 
     def columns(self, reader: Reader) -> WholeColumns:
-        return reader.of_tables([table.records for table in self._tables], self._packed_keys, self.hashes)
+        return reader.of_tables(
+            [table.records for table in self._tables], self._packed_keys, self.hashes
+        )
 
     def _read(self) -> tuple[Packed, npt.NDArray[np.bool_] | None]:
         first, *below = self._tables
@@ -313,7 +357,8 @@ def _damage(path: Path) -> str | None:
 
 
 def _alive(left: Path, name: str) -> bool:
-    """Whether a temporary file, of another generation than ``name``, is that of a process that is at work: ``.<generation>.table.<pid>.tmp``."""
+    """Whether a temporary file, of another generation than ``name``, is that of a process that is
+    at work: ``.<generation>.table.<pid>.tmp``."""
     pid = left.name.partition(".table.")[2].partition(".")[0]
     if left.name.startswith(f".{name}.") or not pid.isdigit():
         return False

@@ -1,4 +1,5 @@
-"""Figures: what the page shows, gathered from views, the reports of their runs, and what the server's processes counted."""
+"""Figures: what the page shows, gathered from views, the reports of their runs, and what the
+server's processes counted."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ RUNS = 24
 
 @dataclass(frozen=True)
 class ViewFigures:
-    """One view: ``reported`` as :meth:`precompute.store.lookup.Lookup.describe` has it, and its ``runs``, the newest first."""
+    """One view: ``reported`` as :meth:`precompute.store.lookup.Lookup.describe` has it, and its
+    ``runs``, the newest first."""
 
     details: Mapping[str, Any]
     runs: Sequence[Report] = ()
@@ -48,17 +50,26 @@ class Figures:
     def counts(self, instrument: Instrument, *labels: str) -> dict[tuple[str, ...], float]:
         """Labels that are left → number, of a counter's series whose first labels are these."""
         series = self.totals.get(instrument.name, {})
-        return {key[len(labels) :]: numbers[0] for key, numbers in series.items() if key[: len(labels)] == labels and numbers[0]}
+        return {
+            key[len(labels) :]: numbers[0]
+            for key, numbers in series.items()
+            if key[: len(labels)] == labels and numbers[0]
+        }
 
     def times(self, instrument: Instrument) -> dict[str, Times]:
         """First label → what a histogram holds, of those that hold anything."""
         series = self.totals.get(instrument.name, {})
-        return {key[0]: times for key, numbers in sorted(series.items()) if (times := Times(numbers[:-1], numbers[-1])).count}
+        return {
+            key[0]: times
+            for key, numbers in sorted(series.items())
+            if (times := Times(numbers[:-1], numbers[-1])).count
+        }
 
 
 @dataclass(frozen=True)
 class Times:
-    """A histogram: how many took how long, by :data:`BUCKETS`, and one beyond; and all their seconds."""
+    """A histogram: how many took how long, by :data:`BUCKETS`, and one beyond; and all their
+    seconds."""
 
     buckets: Sequence[float]
     seconds: float
@@ -77,15 +88,22 @@ class Times:
         return None
 
 
-def gather(views: Sequence[ViewFigures], meter: Meter, root: Path | None, store_answers: bool) -> Figures:
-    """The page's figures: each view with the runs of which the offline store at ``root`` has reports.
+def gather(
+    views: Sequence[ViewFigures], meter: Meter, root: Path | None, store_answers: bool
+) -> Figures:
+    """The page's figures: each view with the runs of which the offline store at ``root`` has
+    reports.
 
     Raises:
         OSError: what the processes counted cannot be read.
     """
     store = None if root is None else OfflineStore(root)
     with_runs = [
-        view if store is None else replace(view, runs=_runs(store, name), report=report_path(root, name) is not None)
+        (
+            view
+            if store is None
+            else replace(view, runs=_runs(store, name), report=report_path(root, name) is not None)
+        )
         for view, name in ((view, str(view.details["view"])) for view in views)
     ]
     return Figures(with_runs, totals(meter), store_answers, time.time())

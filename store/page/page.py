@@ -1,4 +1,5 @@
-"""The page at ``/``: views and how fresh they are, their runs, latency, fallback; a box to look a key up and to search. No script, nothing from elsewhere."""
+"""The page at ``/``: views and how fresh they are, their runs, latency, fallback; a box to look a
+key up and to search. No script, nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +15,12 @@ from urllib.parse import parse_qs, urlencode
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from precompute.store.clock import duration, shown_time
-from precompute.store.errors import OnlineStoreError, PrecomputeError, RequestError, VectorIndexError
+from precompute.store.errors import (
+    OnlineStoreError,
+    PrecomputeError,
+    RequestError,
+    VectorIndexError,
+)
 from precompute.store.feature_view import Feature
 from precompute.store.key_text import key_from_path
 from precompute.store.lookup import Lookup
@@ -33,7 +39,8 @@ POLICY = (
     + base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
     + "'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
-"""Content-Security-Policy of the page: no script at all, no style but this one, nothing from elsewhere."""
+"""Content-Security-Policy of the page: no script at all, no style but this one, nothing from
+elsewhere."""
 
 LOOKUP, NEAR, TEXT = "lookup", "near", "text"
 _WAYS = {LOOKUP: "Look up a key", NEAR: "Near a key", TEXT: "Search by text"}
@@ -49,7 +56,8 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Question:
-    """``text`` is a key or a text, by what is done with it: looked up, the nearest of it, or searched by."""
+    """``text`` is a key or a text, by what is done with it: looked up, the nearest of it, or
+    searched by."""
 
     view: str = ""
     text: str = ""
@@ -74,7 +82,11 @@ class Question:
             first("view"),
             first("q"),
             way if way in _WAYS else LOOKUP,
-            min(max(int(refresh), 2), 3600) if refresh.isascii() and refresh.isdigit() and len(refresh) < 5 else 0,
+            (
+                min(max(int(refresh), 2), 3600)
+                if refresh.isascii() and refresh.isdigit() and len(refresh) < 5
+                else 0
+            ),
             first("report"),
         )
 
@@ -89,14 +101,24 @@ class Question:
 
 
 def forms(views: Sequence[Mapping[str, Any]], question: Question) -> list[dict[str, Any]]:
-    """The forms: plain GETs, so that an answer has an address, and no script is needed. A text is for the views alone that can be searched by one."""
+    """The forms: plain GETs, so that an answer has an address, and no script is needed. A text is
+    for the views alone that can be searched by one."""
     by_key = (LOOKUP, NEAR) if any(view["searchable"] for view in views) else (LOOKUP,)
     by_text = [view["view"] for view in views if view.get("takes_text")]
-    made = [_form(by_key, "Key (parts of a composite key with / between them)", [view["view"] for view in views], question)]
+    made = [
+        _form(
+            by_key,
+            "Key (parts of a composite key with / between them)",
+            [view["view"] for view in views],
+            question,
+        )
+    ]
     return made + ([_form((TEXT,), "Text", by_text, question)] if by_text else [])
 
 
-def _form(ways: Sequence[str], label: str, views: Sequence[str], question: Question) -> dict[str, Any]:
+def _form(
+    ways: Sequence[str], label: str, views: Sequence[str], question: Question
+) -> dict[str, Any]:
     return {
         "name": ways[0],
         "label": label,
@@ -107,7 +129,8 @@ def _form(ways: Sequence[str], label: str, views: Sequence[str], question: Quest
 
 
 def answered(lookup: Lookup, question: Question) -> tuple[int, dict[str, Any] | None]:
-    """HTTP's status, and the answer for people: ``row``, or the ``rows`` that a search found, or the ``problem`` in words."""
+    """HTTP's status, and the answer for people: ``row``, or the ``rows`` that a search found, or
+    the ``problem`` in words."""
     if not question.posed:
         return 200, None
     try:
@@ -115,7 +138,9 @@ def answered(lookup: Lookup, question: Question) -> tuple[int, dict[str, Any] | 
     except PrecomputeError as exc:
         status = exc.status if isinstance(exc, RequestError) else 503
         silent = isinstance(exc, (OnlineStoreError, VectorIndexError))
-        return status, {"problem": "the online store or the index does not answer" if silent else str(exc)}
+        return status, {
+            "problem": "the online store or the index does not answer" if silent else str(exc)
+        }
 
 
 def _key(lookup: Lookup, question: Question) -> str:
@@ -125,7 +150,9 @@ def _key(lookup: Lookup, question: Question) -> str:
 
 
 def _row(lookup: Lookup, question: Question) -> dict[str, Any]:
-    answer = lookup.begin(question.view, [_key(lookup, question)], LookupOptions(deadline_ms=_PATIENCE_MS))
+    answer = lookup.begin(
+        question.view, [_key(lookup, question)], LookupOptions(deadline_ms=_PATIENCE_MS)
+    )
     answer.wait()
     return {"row": answer.rows()[0]}
 
@@ -136,9 +163,15 @@ def _found(lookup: Lookup, question: Question) -> dict[str, Any]:
     if question.way == NEAR:
         found = lookup.search(question.view, key=_key(lookup, question), k=_K, features=features)
     else:
-        found = lookup.search(question.view, text=question.text, k=_K, deadline_ms=_PATIENCE_MS, features=features)
+        found = lookup.search(
+            question.view, text=question.text, k=_K, deadline_ms=_PATIENCE_MS, features=features
+        )
     # from 0, so that lengths are to each other as scores are: of a cosine to 1, else to the largest
-    longest = 1.0 if found["metric"] == "cosine" else max((row["score"] for row in found["rows"]), default=0.0)
+    longest = (
+        1.0
+        if found["metric"] == "cosine"
+        else max((row["score"] for row in found["rows"]), default=0.0)
+    )
     rows = [
         row
         | {
@@ -151,7 +184,8 @@ def _found(lookup: Lookup, question: Question) -> dict[str, Any]:
 
 
 def telling(features: Sequence[Feature]) -> list[str]:
-    """The features by which a person knows a row again: texts first, then other values and lists; vectors where there is nothing else."""
+    """The features by which a person knows a row again: texts first, then other values and lists;
+    vectors where there is nothing else."""
     kinds = {f.name: 2 if f.dim is not None else 0 if f.dtype == "string" else 1 for f in features}
     names = sorted(kinds, key=kinds.__getitem__)
     return [name for name in names if kinds[name] < 2][:_TELLING] or names[:1]
@@ -179,7 +213,9 @@ class Page:
         look: each view as far as it is known, and whether the online store answers.
     """
 
-    def __init__(self, lookup: Lookup, meter: Meter, look: Callable[[], tuple[Sequence[ViewFigures], bool]]) -> None:
+    def __init__(
+        self, lookup: Lookup, meter: Meter, look: Callable[[], tuple[Sequence[ViewFigures], bool]]
+    ) -> None:
         self._lookup, self._meter, self._look = lookup, meter, look
 
     def render(self, query: bytes) -> tuple[int, str]:
@@ -193,11 +229,17 @@ class Page:
         if question.report:
             # by the names of views alone: no address leads to another file
             names = [str(view.details["view"]) for view in views]
-            path = report_path(self._lookup.root, question.report) if question.report in names else None
+            path = (
+                report_path(self._lookup.root, question.report)
+                if question.report in names
+                else None
+            )
             if path is not None:
                 return 200, path.read_text(encoding="utf-8", errors="replace")
         status, answer = answered(self._lookup, question)
-        return status, status_page(gather(views, self._meter, self._lookup.root, answers), question, answer)
+        return status, status_page(
+            gather(views, self._meter, self._lookup.root, answers), question, answer
+        )
 
 
 def render(template: str, **shown: Any) -> str:
@@ -208,7 +250,9 @@ def render(template: str, **shown: Any) -> str:
 _NOTHING = Question()
 
 
-def status_page(figures: Figures, question: Question = _NOTHING, answer: Mapping[str, Any] | None = None) -> str:
+def status_page(
+    figures: Figures, question: Question = _NOTHING, answer: Mapping[str, Any] | None = None
+) -> str:
     """The page as HTML; ``answer`` is that to what was ``requested``."""
     views = sorted(figures.views, key=sections.by_trouble)
     return render(
@@ -227,8 +271,13 @@ def status_page(figures: Figures, question: Question = _NOTHING, answer: Mapping
 
 def _summary(figures: Figures) -> str:
     words = [(view.details["status"] or "missing") for view in figures.views]
-    counts = {status: words.count(status) for status in ("fresh", "stale", "missing") if status in words}
-    details = ", ".join(f"{count} {'expired' if status == 'missing' else status}" for status, count in counts.items())
+    counts = {
+        status: words.count(status) for status in ("fresh", "stale", "missing") if status in words
+    }
+    details = ", ".join(
+        f"{count} {'expired' if status == 'missing' else status}"
+        for status, count in counts.items()
+    )
     return f"{len(words)} view{'s' if len(words) > 1 else ''}: {details}; " if words else ""
 
 
@@ -237,7 +286,12 @@ _COUNT_COLOURS = {"written": "s2", "unchanged": "s5", "rejected": "s4", "removed
 
 def _templates() -> Environment:
     """What the templates may call, beside what a page hands them; every text is escaped."""
-    made = Environment(loader=FileSystemLoader(_FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    made = Environment(
+        loader=FileSystemLoader(_FOLDER),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+    )
     made.globals |= {
         "style": STYLE,
         "shown": shown,
@@ -251,7 +305,9 @@ def _templates() -> Environment:
         "feature_words": sections.feature_words,
         "search_words": sections.search_words,
         "stages": sections.stages,
-        "stage_words": lambda longest: [f"{name} {sections.duration_ms(seconds)}" for name, seconds in longest.items()],
+        "stage_words": lambda longest: [
+            f"{name} {sections.duration_ms(seconds)}" for name, seconds in longest.items()
+        ],
         "stage_colours": [f"s{i}" for i in range(6)],
         "status_colours": lambda rows: [f"f-{status}" for status in rows],
         "bad_ends": sections.BAD_ENDS,

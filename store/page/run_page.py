@@ -1,4 +1,5 @@
-"""The page of one run: its stages, its rejections, the figures of each feature beside those that are live, a map of its vectors. One file, no script, nothing from elsewhere."""
+"""The page of one run: its stages, its rejections, the figures of each feature beside those that
+are live, a map of its vectors. One file, no script, nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _MAP = 420.0
 
 
 class Point(NamedTuple):
-    """A row on the map: where, from 0 to 1, of which ``kind`` (``new``: computed by the run; ``unchanged``; ``before``: of the other snapshot), and its key."""
+    """A row on the map: where, from 0 to 1, of which ``kind`` (``new``: computed by the run;
+    ``unchanged``; ``before``: of the other snapshot), and its key."""
 
     x: float
     y: float
@@ -32,7 +34,8 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class RowMap:
-    """A sample of the vectors of ``feature`` along the two directions in which they differ most, which hold these ``shares`` of all variance."""
+    """A sample of the vectors of ``feature`` along the two directions in which they differ most,
+    which hold these ``shares`` of all variance."""
 
     feature: str
     points: Sequence[Point]
@@ -41,14 +44,17 @@ class RowMap:
 
     def counts(self) -> dict[str, int]:
         """How many points of each kind there are."""
-        return {kind: n for kind in _KINDS if (n := sum(point.kind == kind for point in self.points))}
+        return {
+            kind: n for kind in _KINDS if (n := sum(point.kind == kind for point in self.points))
+        }
 
 
 _KINDS = ("before", "unchanged", "new")
 
 
 class Bar(NamedTuple):
-    """Of a feature's values: what it stands for, and the shares of the rows of both snapshots that are there."""
+    """Of a feature's values: what it stands for, and the shares of the rows of both snapshots that
+    are there."""
 
     words: str
     first: float
@@ -57,7 +63,8 @@ class Bar(NamedTuple):
 
 @dataclass(frozen=True)
 class FeatureSection:
-    """One feature: its name and type, ``lines`` of figure, value before and value now, and ``bars`` of what is plotted of it (``of``: values, lengths, commonest values)."""
+    """One feature: its name and type, ``lines`` of figure, value before and value now, and ``bars``
+    of what is plotted of it (``of``: values, lengths, commonest values)."""
 
     name: str
     kind: str
@@ -72,7 +79,8 @@ class FeatureSection:
 
 
 class Age(NamedTuple):
-    """The age of the oldest row that was served, in s, from ``since`` to ``until`` (seconds since 1970); ``known`` is False where it was at least that."""
+    """The age of the oldest row that was served, in s, from ``since`` to ``until`` (seconds since
+    1970); ``known`` is False where it was at least that."""
 
     since: float
     until: float
@@ -83,7 +91,8 @@ class Age(NamedTuple):
 
 @dataclass(frozen=True)
 class RunFigures:
-    """All that the page of a run shows. ``snapshot`` is the run's, or what is live where it committed none; ``compared`` the one whose figures stand beside it, and ``compared_as`` what
+    """All that the page of a run shows. ``snapshot`` is the run's, or what is live where it
+    committed none; ``compared`` the one whose figures stand beside it, and ``compared_as`` what
     that is: ``live``, or ``before``."""
 
     report: Report
@@ -126,14 +135,19 @@ def run_page(figures: RunFigures) -> str:
 def _words(kind: str, figures: RunFigures) -> str:
     """What a point of the map stands for."""
     unchanged = "live" if figures.report.snapshot is None else "unchanged"
-    return {"before": f"of snapshot {figures.compared}", "unchanged": unchanged, "new": "computed by this run"}[kind]
+    return {
+        "before": f"of snapshot {figures.compared}",
+        "unchanged": unchanged,
+        "new": "computed by this run",
+    }[kind]
 
 
 _COUNTS = ("written", "unchanged", "rejected", "removed")
 
 
 class AgeLines(NamedTuple):
-    """The drawing of ages: ``lines`` (x1, y1, x2, y2, known), ``limits`` (y, words) that lie in it, and ``ticks`` (x, words); x from 0 to 1, y in pixels of ``height``."""
+    """The drawing of ages: ``lines`` (x1, y1, x2, y2, known), ``limits`` (y, words) that lie in it,
+    and ``ticks`` (x, words); x from 0 to 1, y in pixels of ``height``."""
 
     lines: Sequence[tuple[float, float, float, float, bool]]
     limits: Sequence[tuple[float, str]]
@@ -148,7 +162,9 @@ def age_lines(figures: RunFigures) -> AgeLines | None:
         return None
     view = figures.snapshot.view
     begin, end = figures.ages[0].since, max(figures.ages[-1].until, figures.ages[0].since + 1)
-    top_s = 1.1 * max(view.ttl_s if math.isfinite(view.ttl_s) else 0.0, *(age.last_s for age in figures.ages), 1.0)
+    top_s = 1.1 * max(
+        view.ttl_s if math.isfinite(view.ttl_s) else 0.0, *(age.last_s for age in figures.ages), 1.0
+    )
 
     def x(at: float) -> float:
         return round((at - begin) / (end - begin), 4)
@@ -159,7 +175,9 @@ def age_lines(figures: RunFigures) -> AgeLines | None:
     lines = [(x(a.since), y(a.first_s), x(a.until), y(a.last_s), a.known) for a in figures.ages]
     limits = [(y(view.ttl_s), f"ttl {duration(view.ttl_s)}")] if view.ttl_s < top_s else []
     expires_s = view.ttl_s + view.stale_for_s
-    limits += [(y(expires_s), f"expired {duration(expires_s)}")] if view.ttl_s < expires_s < top_s else []
+    limits += (
+        [(y(expires_s), f"expired {duration(expires_s)}")] if view.ttl_s < expires_s < top_s else []
+    )
     return AgeLines(lines, limits, _ticks(begin, end, x), duration(top_s))
 
 
@@ -172,4 +190,7 @@ def _ticks(begin: float, end: float, x: Callable[[float], float]) -> list[tuple[
     while midnight.timestamp() < end and end - begin >= 2 * 86400:
         ticks.append((x(midnight.timestamp()), f"{midnight:%m-%d}"))
         midnight += timedelta(days=days)
-    return ticks or [(0.0, f"{first:%m-%dT%H:%MZ}"), (1.0, f"{datetime.fromtimestamp(end, UTC):%m-%dT%H:%MZ}")]
+    return ticks or [
+        (0.0, f"{first:%m-%dT%H:%MZ}"),
+        (1.0, f"{datetime.fromtimestamp(end, UTC):%m-%dT%H:%MZ}"),
+    ]

@@ -1,4 +1,5 @@
-"""Sections: what the page's templates show of views, runs, latency, models and caches, made ready for them."""
+"""Sections: what the page's templates show of views, runs, latency, models and caches, made ready
+for them."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _TROUBLE = ("missing", "stale", "fresh")
 
 
 class Cell(NamedTuple):
-    """Of a table: a text and perhaps some code after it; or a bar of two shares, or of a histogram's buckets."""
+    """Of a table: a text and perhaps some code after it; or a bar of two shares, or of a
+    histogram's buckets."""
 
     text: str = ""
     code: str = ""
@@ -26,7 +28,8 @@ class Cell(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A table under a title: names of its columns, which of these hold numbers, its rows, and the class of its style."""
+    """A table under a title: names of its columns, which of these hold numbers, its rows, and the
+    class of its style."""
 
     title: str
     names: Sequence[str]
@@ -36,7 +39,8 @@ class Section(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A run on a line of time: where, from 0 to 1, and of which kind (``fresh``, ``stale``, ``other``, ``missing``)."""
+    """A run on a line of time: where, from 0 to 1, and of which kind (``fresh``, ``stale``,
+    ``other``, ``missing``)."""
 
     at: float
     kind: str
@@ -44,7 +48,8 @@ class Mark(NamedTuple):
 
 
 def by_trouble(view: ViewFigures) -> tuple[int, bool, str]:
-    """What a card is sorted by: what is broken, then what has expired or is stale, then what failed last, then the others, by name."""
+    """What a card is sorted by: what is broken, then what has expired or is stale, then what failed
+    last, then the others, by name."""
     no_model = view.details["fallback"] and not view.details.get("model_ready", True)
     broken = not view.readable or view.trouble is not None or no_model
     age = -1 if broken else _TROUBLE.index(view.details["status"] or "missing")
@@ -57,7 +62,8 @@ def percent(share: float) -> str:
 
 
 def age_mark(age_s: float, ttl_s: float, stale_for_s: float) -> float:
-    """Where an age stands on a bar whose left half is the TTL and whose right half ``stale_for``; what is past both stands at the end."""
+    """Where an age stands on a bar whose left half is the TTL and whose right half ``stale_for``;
+    what is past both stands at the end."""
     if age_s <= ttl_s:
         at = 0.5 * age_s / ttl_s if ttl_s else 0.5
     else:
@@ -66,8 +72,11 @@ def age_mark(age_s: float, ttl_s: float, stale_for_s: float) -> float:
 
 
 def run_marks(runs: Sequence[Report], now_s: float) -> tuple[list[Mark], float]:
-    """Runs over time, the oldest first, and the seconds since it: what flipped the live snapshot, what had nothing to do, what failed."""
-    dated = [(at.timestamp(), run) for run in runs if (at := parsed_time(run.started_at)) is not None]
+    """Runs over time, the oldest first, and the seconds since it: what flipped the live snapshot,
+    what had nothing to do, what failed."""
+    dated = [
+        (at.timestamp(), run) for run in runs if (at := parsed_time(run.started_at)) is not None
+    ]
     first = min((began for began, _ in dated), default=now_s)
     span_s = max(now_s - first, 1.0)
     marks = []
@@ -77,12 +86,19 @@ def run_marks(runs: Sequence[Report], now_s: float) -> tuple[list[Mark], float]:
         words = f"{shown_time(run.started_at)} {run.command}: {run.status}" + (
             "" if run.snapshot is None else f", snapshot {run.snapshot}"
         )
-        marks.append(Mark(0.01 + 0.97 * (began - first) / span_s, went_live if run.status == "published" else quiet, words))
+        marks.append(
+            Mark(
+                0.01 + 0.97 * (began - first) / span_s,
+                went_live if run.status == "published" else quiet,
+                words,
+            )
+        )
     return marks, span_s
 
 
 def search_words(details: Mapping[str, Any]) -> str:
-    """How much of the nearest a search finds, at least, and how: ``recall@10 ≥ 97.1 % by codes``."""
+    """How much of the nearest a search finds, at least, and how: ``recall@10 ≥ 97.1 % by
+    codes``."""
     if not details["searchable"]:
         return "–"
     index = details["index"]
@@ -98,7 +114,13 @@ def feature_words(features: Sequence[Mapping[str, Any]]) -> str:
     """Names and types of the first four features, and how many more there are."""
     shown = []
     for feature in features[:4]:
-        shape = f"[{feature['dim']}]" if "dim" in feature else f"[≤{feature['max_items']}]" if "max_items" in feature else ""
+        shape = (
+            f"[{feature['dim']}]"
+            if "dim" in feature
+            else f"[≤{feature['max_items']}]"
+            if "max_items" in feature
+            else ""
+        )
         packed = f" as {feature['packed']}" if "packed" in feature else ""
         shown.append(f"{feature['name']}: {feature['dtype']}{shape}{packed}")
     return ", ".join(shown) + (f" and {len(features) - 4} more" if len(features) > 4 else "")
@@ -112,15 +134,30 @@ def rows_answered(figures: Figures, view: str) -> tuple[dict[str, float], list[s
         if reason:
             reasons[reason] = reasons.get(reason, 0.0) + rows
     there = {status: rows for status, rows in by_status.items() if rows}
-    why = f" ({', '.join(f'{reason} {rows:,.0f}' for reason, rows in sorted(reasons.items()))})" if reasons else ""
-    return there, [f"{rows:,.0f} {status}{why if status == 'missing' else ''}" for status, rows in there.items()]
+    why = (
+        f" ({', '.join(f'{reason} {rows:,.0f}' for reason, rows in sorted(reasons.items()))})"
+        if reasons
+        else ""
+    )
+    return there, [
+        f"{rows:,.0f} {status}{why if status == 'missing' else ''}"
+        for status, rows in there.items()
+    ]
 
 
 def stages(run: Report) -> dict[str, float]:
     """Where a run's time went: its five longest stages, and the others together, in seconds."""
-    longest = {name: seconds for name, seconds in sorted(run.stages_s.items(), key=lambda item: -item[1]) if seconds >= 0.001}
+    longest = {
+        name: seconds
+        for name, seconds in sorted(run.stages_s.items(), key=lambda item: -item[1])
+        if seconds >= 0.001
+    }
     most = dict(list(longest.items())[:5])
-    return most if len(most) == len(longest) else most | {"others": sum(longest.values()) - sum(most.values())}
+    return (
+        most
+        if len(most) == len(longest)
+        else most | {"others": sum(longest.values()) - sum(most.values())}
+    )
 
 
 def duration_ms(seconds: float | None) -> str:
@@ -145,7 +182,11 @@ def _latency(figures: Figures) -> Section:
     rows = [_times(route, times) for route, times in routes.items()]
     rows += [_times(f"· {stage}", times) for stage, times in parts.items() if routes]
     return Section(
-        "Latency", ("request", "count", "p50 ≤", "p99 ≤", "25 µs … 60 s"), ("count", "p50 ≤", "p99 ≤"), rows, kind=None
+        "Latency",
+        ("request", "count", "p50 ≤", "p99 ≤", "25 µs … 60 s"),
+        ("count", "p50 ≤", "p99 ≤"),
+        rows,
+        kind=None,
     )
 
 
@@ -163,26 +204,44 @@ def _fallback(figures: Figures) -> Section:
         rows.append(
             [
                 Cell(code=view),
-                Cell(", ".join(f"{count:,.0f} {outcome}" for outcome, count in sorted(outcomes.items()))),
+                Cell(
+                    ", ".join(
+                        f"{count:,.0f} {outcome}" for outcome, count in sorted(outcomes.items())
+                    )
+                ),
                 Cell(f"{figures.counts(counted.FALLBACK_QUEUE, view).get((), 0):,.0f}"),
                 Cell("–" if times is None else duration_ms(times.quantile_s(0.5))),
                 Cell("open", bad=True) if opened.get((view,)) else Cell("closed"),
             ]
         )
-    return Section("Fallback", ("view", "misses", "waiting", "a batch p50 ≤", "breaker"), ("waiting", "a batch p50 ≤"), rows)
+    return Section(
+        "Fallback",
+        ("view", "misses", "waiting", "a batch p50 ≤", "breaker"),
+        ("waiting", "a batch p50 ≤"),
+        rows,
+    )
 
 
 def _caches(figures: Figures) -> Section:
-    """What was answered without the online store, or without a model, because it had been answered before, or nearly."""
+    """What was answered without the online store, or without a model, because it had been answered
+    before, or nearly."""
     rows = []
     encoded, misses = (
-        {outcome: rows for (outcome,), rows in figures.counts(counted.CACHE, cache).items()} for cache in ("l1", "miss_cache")
+        {outcome: rows for (outcome,), rows in figures.counts(counted.CACHE, cache).items()}
+        for cache in ("l1", "miss_cache")
     )
     if encoded:
         size = figures.counts(counted.CACHE_BYTES, "l1").get((), 0.0)
-        rows.append(_cache(Cell("encoded rows"), encoded, "reads saved", f"reads saved; {size / 1024:,.0f} KiB"))
+        rows.append(
+            _cache(
+                Cell("encoded rows"), encoded, "reads saved", f"reads saved; {size / 1024:,.0f} KiB"
+            )
+        )
     if misses:
-        details = f"calls saved; {misses.get('stored', 0.0):,.0f} stored, {misses.get('dropped', 0.0):,.0f} not"
+        details = (
+            f"calls saved; {misses.get('stored', 0.0):,.0f} stored,"
+            f" {misses.get('dropped', 0.0):,.0f} not"
+        )
         rows.append(_cache(Cell("cached rows"), misses, "calls saved", details))
     for view, outcomes in _by_view(figures, counted.SEMANTIC_CACHE):
         hits = outcomes.pop("hit", 0.0)
@@ -190,11 +249,15 @@ def _caches(figures: Figures) -> Section:
         words = ["calls saved" + (f" at a similarity of {similarity / hits:.3f}" if hits else "")]
         words += [f"{count:,.0f} {outcome}" for outcome, count in sorted(outcomes.items())]
         counts = {"hit": hits, "miss": sum(outcomes.values())}
-        rows.append(_cache(Cell("similar inputs of ", code=view), counts, "calls saved", "; ".join(words)))
+        rows.append(
+            _cache(Cell("similar inputs of ", code=view), counts, "calls saved", "; ".join(words))
+        )
     return Section("Caches", ("cache", "found", "of", "share", ""), ("found", "of"), rows)
 
 
-def _by_view(figures: Figures, instrument: counted.Instrument) -> Iterator[tuple[str, dict[str, float]]]:
+def _by_view(
+    figures: Figures, instrument: counted.Instrument
+) -> Iterator[tuple[str, dict[str, float]]]:
     """Of each view, in order: outcome → rows."""
     by_view: dict[str, dict[str, float]] = {}
     for (view, outcome), rows in figures.counts(instrument).items():

@@ -1,4 +1,5 @@
-"""View graph: which of the views that are served depend on which, as their last runs reported it, laid out as a drawing: what depends on others stands right of them."""
+"""View graph: which of the views that are served depend on which, as their last runs reported it,
+laid out as a drawing: what depends on others stands right of them."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ class Node(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """From a view to one that depends on it, as an SVG path: by what it ``reads``, or by its schedule alone."""
+    """From a view to one that depends on it, as an SVG path: by what it ``reads``, or by its
+    schedule alone."""
 
     path: str
     reads: bool
@@ -59,14 +61,20 @@ def graph(views: Sequence[ViewFigures]) -> Drawing | None:
         x += width + _GAP
     for name, of in parents.items():
         for parent, reads in of.items():
-            between = [ends[f"{parent} {name}", number] for number in range(columns[parent] + 1, columns[name])]
+            between = [
+                ends[f"{parent} {name}", number]
+                for number in range(columns[parent] + 1, columns[name])
+            ]
             path = _path([ends[parent, columns[parent]], *between, ends[name, columns[name]]])
             edges.append(Edge(path, reads, f"{name} {'reads' if reads else 'runs after'} {parent}"))
     return Drawing(list(nodes.values()), edges, x - _GAP + 2, 2 + _ROW * max(map(len, lanes)))
 
 
-def _lanes(parents: Mapping[str, Mapping[str, bool]], columns: Mapping[str, int]) -> list[list[str]]:
-    """Of each column the views from top to bottom, near those that they depend on, and lines (two names) that pass between them."""
+def _lanes(
+    parents: Mapping[str, Mapping[str, bool]], columns: Mapping[str, int]
+) -> list[list[str]]:
+    """Of each column the views from top to bottom, near those that they depend on, and lines (two
+    names) that pass between them."""
     lanes: list[list[str]] = []
     for number in range(max(columns.values()) + 1):
         rows = {name: row for row, name in enumerate(lanes[-1])} if lanes else {}
@@ -89,7 +97,9 @@ def _path(ends: Sequence[tuple[int, int, int]]) -> str:
     path = f"M{x} {y}"
     for number, (left, right, at) in enumerate(ends[1:], 2):
         middle = (x + left) / 2
-        path += f"C{middle:g} {y} {middle:g} {at} {left} {at}" + (f"H{right}" if number < len(ends) else "")
+        path += f"C{middle:g} {y} {middle:g} {at} {left} {at}" + (
+            f"H{right}" if number < len(ends) else ""
+        )
         x, y = right, at
     return path
 
@@ -100,7 +110,11 @@ def _parents(view: ViewFigures, known: Mapping[str, str]) -> dict[str, bool]:
     if run is None:
         return {}
     own = str(view.details["view"])
-    return {name: name in run.inputs for name in sorted({*run.inputs, *run.parents}) if name in known and name != own}
+    return {
+        name: name in run.inputs
+        for name in sorted({*run.inputs, *run.parents})
+        if name in known and name != own
+    }
 
 
 def _columns(parents: Mapping[str, Mapping[str, bool]]) -> dict[str, int]:

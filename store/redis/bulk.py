@@ -1,4 +1,5 @@
-"""Bulk: rows in great number on their way to a server, as blocks of commands, several at a time, each reply read and what was not answered sent again; and out of it again."""
+"""Bulk: rows in great number on their way to a server, as blocks of commands, several at a time,
+each reply read and what was not answered sent again; and out of it again."""
 
 from __future__ import annotations
 
@@ -22,11 +23,13 @@ STALL_S = 30.0
 NOTE_EVERY_S = 1.0
 """How often it is noted how far a load is: what a killed one does again."""
 SCANNED_KEYS = 1000
-"""Looked at between two pauses: a third of a millisecond of the server's time, and half of one for removing them."""
+"""Looked at between two pauses: a third of a millisecond of the server's time, and half of one for
+removing them."""
 SWEEP_S = 10.0
 """For one such step."""
 LISTED = b"\xff"
-"""What the keys of a list of keys have behind the rows' prefix: no entity key begins so, since they are UTF-8."""
+"""What the keys of a list of keys have behind the rows' prefix: no entity key begins so, since they
+are UTF-8."""
 
 
 @dataclass(slots=True)
@@ -37,14 +40,17 @@ class _Sent:
 
 
 class Pipe:
-    """One connection to one server, with the blocks that are on their way. Not safe to share between threads.
+    """One connection to one server, with the blocks that are on their way. Not safe to share
+    between threads.
 
     Args:
         link: to the server.
         doing: what for, as an infinitive: for messages.
-        same: raises when the server that answers now is not the one that answered before: what it acknowledged may be gone. None: a cut connection is the
-            caller's, as :class:`Lost`, with what is :attr:`unanswered`.
-        refused: what becomes of a command's error reply (the block, the command's number, the reply); by default it ends the load.
+        same: raises when the server that answers now is not the one that answered before: what it
+            acknowledged may be gone. None: a cut connection is the caller's, as :class:`Lost`, with
+            what is :attr:`unanswered`.
+        refused: what becomes of a command's error reply (the block, the command's number, the
+            reply); by default it ends the load.
     """
 
     def __init__(
@@ -73,17 +79,22 @@ class Pipe:
         """Send a block, when there is room for it among those that are on their way.
 
         Raises:
-            OnlineStoreError: the server refused a command, or is gone for longer than :data:`STALL_S`.
+            OnlineStoreError: the server refused a command, or is gone for longer than
+                :data:`STALL_S`.
         """
         while self._sent and self._in_flight_bytes + len(block.data) > IN_FLIGHT_BYTES:
             self._take()
         now = time.monotonic()
         while self._sent and self._sent[0].at < now - NOTE_EVERY_S / 2:
-            # answered since, most likely: a small load, or a slow source, never fills the room there is
+            # answered since, most likely: a small load, or a slow source, never fills the room
+            # there is
             self._take()
         self._sent.append(_Sent(block, number, now))
         self._in_flight_bytes += len(block.data)
-        self._mended(lambda connection: connection.send(block.data, time.monotonic() + STALL_S), already_sent=True)
+        self._mended(
+            lambda connection: connection.send(block.data, time.monotonic() + STALL_S),
+            already_sent=True,
+        )
 
     def settle(self) -> None:
         """Wait until all is answered. Raises as :meth:`send`."""
@@ -113,7 +124,8 @@ class Pipe:
                 self._refused(sent.block, command, reply)
 
     def _mended(self, use: Callable[[Connection], None], already_sent: bool = False) -> None:
-        """Use the connection; when it is cut, make it again, send all that is not answered, and use that."""
+        """Use the connection; when it is cut, make it again, send all that is not answered, and use
+        that."""
         until: float | None = None
         while True:
             try:
@@ -173,7 +185,8 @@ class Acknowledged:
         self._marks.append((number, done))
 
     def settled(self, oldest: int | None) -> None:
-        """All blocks before ``oldest`` are answered; all there are when None. What that makes of the rows is noted once in a while, and at the end."""
+        """All blocks before ``oldest`` are answered; all there are when None. What that makes of
+        the rows is noted once in a while, and at the end."""
         while self._marks and (oldest is None or self._marks[0][0] < oldest):
             self.done = self._marks.popleft()[1]
         due = oldest is None or time.monotonic() >= self._noted_at + NOTE_EVERY_S
@@ -183,15 +196,21 @@ class Acknowledged:
 
 
 def scanned(
-    link: Link, prefix: bytes, doing: str, gone: list[Command] | None = None, check: Callable[[], None] | None = None
+    link: Link,
+    prefix: bytes,
+    doing: str,
+    gone: list[Command] | None = None,
+    check: Callable[[], None] | None = None,
 ) -> Iterator[list[bytes]]:
-    """The keys that begin with a prefix, a few at a time, some of them twice; the server has half as long for others as it takes for this.
+    """The keys that begin with a prefix, a few at a time, some of them twice; the server has half
+    as long for others as it takes for this.
 
     Args:
         link: to the server.
         prefix: of the keys.
         doing: what for.
-        gone: commands that are to be sent with the next look, and are taken from the list; what MOVED is found on the server that has it now.
+        gone: commands that are to be sent with the next look, and are taken from the list; what
+            MOVED is found on the server that has it now.
         check: raises when these are not to be sent any more.
 
     Raises:
@@ -200,14 +219,20 @@ def scanned(
     cursor: bytes | None = b"0"
     gone = [] if gone is None else gone
     while cursor is not None or gone:
-        look: list[Command] = [] if cursor is None else [("SCAN", cursor, "MATCH", prefix + b"*", "COUNT", SCANNED_KEYS)]
+        look: list[Command] = (
+            []
+            if cursor is None
+            else [("SCAN", cursor, "MATCH", prefix + b"*", "COUNT", SCANNED_KEYS)]
+        )
         if gone and check is not None:
             check()
         started = time.monotonic()
         replies = link.replies(packed(*gone, *look), len(gone) + len(look), doing, SWEEP_S)
         taken_s = time.monotonic() - started
         for reply in replies:
-            if isinstance(reply, Refused) and ((look and reply is replies[-1]) or reply.code not in ("MOVED", "ASK")):
+            if isinstance(reply, Refused) and (
+                (look and reply is replies[-1]) or reply.code not in ("MOVED", "ASK")
+            ):
                 raise refusal(link.where, doing, reply)
         gone.clear()
         if cursor is not None:
@@ -225,7 +250,9 @@ def counted(links: Iterable[Link], layout: Layout, doing: str) -> int:
             keys = [key for key in found if not key.startswith(layout.prefix + LISTED)]
             of_each = [1] * len(keys)
             if layout.buckets is not None and keys:
-                said = link.replies(packed(*[("HLEN", key) for key in keys]), len(keys), doing, SWEEP_S)
+                said = link.replies(
+                    packed(*[("HLEN", key) for key in keys]), len(keys), doing, SWEEP_S
+                )
                 for reply in said:
                     if isinstance(reply, Refused) and reply.code not in ("MOVED", "ASK"):
                         raise refusal(link.where, doing, reply)
@@ -239,13 +266,20 @@ def counted(links: Iterable[Link], layout: Layout, doing: str) -> int:
 
 
 def sweep(
-    link: Link, prefix: bytes, unwanted: Callable[[int], bool], doing: str, check: Callable[[], None], *, cluster: bool
+    link: Link,
+    prefix: bytes,
+    unwanted: Callable[[int], bool],
+    doing: str,
+    check: Callable[[], None],
+    *,
+    cluster: bool,
 ) -> None:
     """Remove the keys of some generations.
 
     Args:
         link: to the server.
-        prefix: what the keys of the view's rows begin with; the generation's number and a colon follow.
+        prefix: what the keys of the view's rows begin with; the generation's number and a colon
+            follow.
         unwanted: whether a generation goes, by its number.
         doing: what for.
         check: called before each step; raises when it is not for us to remove them any more.
@@ -256,8 +290,12 @@ def sweep(
     """
     gone: list[Command] = []
     for keys in scanned(link, prefix, doing, gone, check):
-        numbers = {number for key in keys if (number := key[len(prefix) :].partition(b":")[0]).isdigit()}
+        numbers = {
+            number for key in keys if (number := key[len(prefix) :].partition(b":")[0]).isdigit()
+        }
         going = {number for number in numbers if unwanted(int(number))}
-        keys = [key for key in keys if key[len(prefix) :].partition(b":")[0] in going] if going else []
+        keys = (
+            [key for key in keys if key[len(prefix) :].partition(b":")[0] in going] if going else []
+        )
         if keys:
             gone += [("UNLINK", key) for key in keys] if cluster else [("UNLINK", *keys)]

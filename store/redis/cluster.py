@@ -1,4 +1,5 @@
-"""Cluster: the servers of a Redis Cluster behind one face. Rows go to and come from each master over one connection; where a slot moves, or a master goes, they follow."""
+"""Cluster: the servers of a Redis Cluster behind one face. Rows go to and come from each master
+over one connection; where a slot moves, or a master goes, they follow."""
 
 from __future__ import annotations
 
@@ -15,7 +16,16 @@ from precompute.store.errors import OnlineStoreError
 from precompute.store.online.found_rows import FoundRows
 from precompute.store.online.packed import I8, U8, Rows
 from precompute.store.redis.bulk import STALL_S, Acknowledged, Pipe, Throttle, counted
-from precompute.store.redis.link import Breaker, Budget, Command, Connection, Link, RedisOptions, opener, packed
+from precompute.store.redis.link import (
+    Breaker,
+    Budget,
+    Command,
+    Connection,
+    Link,
+    RedisOptions,
+    opener,
+    packed,
+)
 from precompute.store.redis.preflight import identity_of
 from precompute.store.redis.replies import MOVING, Lost, NoAnswer, Refused, no_answer, refusal
 from precompute.store.redis.resp import Block, Layout, Node, SlotMap, slot_of, target
@@ -26,11 +36,13 @@ PAUSE_S = 0.05
 _ASKING = packed(("ASKING",))
 _ANNOUNCED = frozenset({"MOVED", "ASK"})
 REDIRECTIONS = 5
-"""Followed at once, one after the other: more of them are servers that do not agree, which takes a while to pass."""
+"""Followed at once, one after the other: more of them are servers that do not agree, which takes a
+while to pass."""
 
 
 class Cluster(Servers):
-    """The masters of a cluster, found by asking one of its nodes and queried again when something has moved.
+    """The masters of a cluster, found by asking one of its nodes and queried again when something
+    has moved.
 
     Raises:
         ConfigError: the URL cannot be read.
@@ -45,7 +57,8 @@ class Cluster(Servers):
         self._links: dict[Node, Link] = {}
         self._map: SlotMap | None = None
         self._looked_at = self._failed_at = 0.0
-        """When the map was made, and when something last failed by it: of the two the later one decides whether it is believed."""
+        """When the map was made, and when something last failed by it: of the two the later one
+        decides whether it is believed."""
         self._silent: Node | None = None
         """Who did not answer last: queried last about the map."""
         self._announced: Node | None = None
@@ -60,7 +73,13 @@ class Cluster(Servers):
         link = self._links.get(node)
         if link is None:
             link = self._links.setdefault(
-                node, Link(self._connection, f"{node[0]}:{node[1]} of {self.where}", self._options.budget_s, node)
+                node,
+                Link(
+                    self._connection,
+                    f"{node[0]}:{node[1]} of {self.where}",
+                    self._options.budget_s,
+                    node,
+                ),
             )
         return link
 
@@ -84,13 +103,21 @@ class Cluster(Servers):
 
     def _looked(self, deadline: float, doing: str) -> SlotMap:
         announced = () if self._announced is None else (self._announced,)
-        known = dict.fromkeys([*announced, *(self._map.masters if self._map is not None else ()), *self._options.nodes])
+        known = dict.fromkeys(
+            [
+                *announced,
+                *(self._map.masters if self._map is not None else ()),
+                *self._options.nodes,
+            ]
+        )
         error: OnlineStoreError | None = None
         for node in sorted(known, key=lambda node: (node == self._silent, node != self._announced)):
             left_s = deadline - time.monotonic()
             try:
                 # a third each, so that one that hangs does not take it all
-                (reply,) = self.link(node).ask(packed(("CLUSTER", "SLOTS")), 1, doing, max(left_s / 3, 0.01))
+                (reply,) = self.link(node).ask(
+                    packed(("CLUSTER", "SLOTS")), 1, doing, max(left_s / 3, 0.01)
+                )
             except OnlineStoreError as exc:
                 error = error or exc
                 continue
@@ -98,13 +125,15 @@ class Cluster(Servers):
             if not found.uncovered:
                 return found
             error = OnlineStoreError(
-                f"Redis at {self.where} is a cluster of whose 16,384 slots {found.uncovered} are no server's, could not {doing}: see CLUSTER INFO"
+                f"Redis at {self.where} is a cluster of whose 16,384 slots {found.uncovered} are no"
+                f" server's, could not {doing}: see CLUSTER INFO"
             )
         assert error is not None
         raise error
 
     def _follow(self, slot: int, node: Node) -> None:
-        """Believe a MOVED; and look at the map again before anything else is requested, since a slot seldom moves alone."""
+        """Believe a MOVED; and look at the map again before anything else is requested, since a
+        slot seldom moves alone."""
         if self._map is not None:
             self._map = self._map.moved(slot, node)
         self._announced, self._failed_at = node, time.monotonic()
@@ -119,12 +148,16 @@ class Cluster(Servers):
             raise OnlineStoreError(f"Redis at {link.where} has no slots any more: do it again")
         owner = slots.masters.index(link.node)
         # each slot has a number below 200,000: 0.1 s where the server has one only
-        held = (number for number in itertools.count() if slots.owners[slot_of(str(number))] == owner)
+        held = (
+            number for number in itertools.count() if slots.owners[slot_of(str(number))] == owner
+        )
         number = next(itertools.islice(held, at, None))
         return f"{prefix}:{{{number}}}:scratch"
 
     def masters(self) -> list[Link]:
-        slots = self._slots(time.monotonic() + ADMIN_S, "look at the cluster", time.monotonic() - 1.0)
+        slots = self._slots(
+            time.monotonic() + ADMIN_S, "look at the cluster", time.monotonic() - 1.0
+        )
         return [self.link(node) for node in slots.masters]
 
     def close(self) -> None:
@@ -134,10 +167,17 @@ class Cluster(Servers):
     # ---- small commands
 
     def replies(
-        self, key: bytes | str, commands: Sequence[Command], doing: str, budget: Budget | float | None = None
+        self,
+        key: bytes | str,
+        commands: Sequence[Command],
+        doing: str,
+        budget: Budget | float | None = None,
     ) -> list[Any]:
         budget, slot, count = Budget.of(budget, self.read_s), slot_of(key), len(commands)
-        sent, asking = packed(*commands), b"".join([_ASKING + packed(command) for command in commands])
+        sent, asking = (
+            packed(*commands),
+            b"".join([_ASKING + packed(command) for command in commands]),
+        )
         elsewhere: list[Node] = []
 
         def once(looked: float) -> list[Any]:
@@ -149,7 +189,8 @@ class Cluster(Servers):
             else:
                 link = self.link(slots.masters[slots.owners[slot]])
                 replies = link.replies(sent, count, doing, part_s)
-            # all of them again, in one place: what follows a command that was redirected belongs to it
+            # all of them again, in one place: what follows a command that was redirected belongs to
+            # it
             for reply in replies:
                 if isinstance(reply, Refused) and reply.code in MOVING:
                     assert link.node is not None
@@ -162,7 +203,9 @@ class Cluster(Servers):
 
         return self._followed(once, doing, budget)
 
-    def _followed(self, once: Callable[[float], list[Any]], doing: str, budget: Budget) -> list[Any]:
+    def _followed(
+        self, once: Callable[[float], list[Any]], doing: str, budget: Budget
+    ) -> list[Any]:
         """Do something until nothing moves, or the budget is spent."""
         if not budget.guarded:
             return self._until(once, doing, budget.deadline, None)
@@ -171,7 +214,13 @@ class Cluster(Servers):
         call = partial(self._until, once, doing, budget.deadline, self._breaker)
         return self._breaker.probed(call, partial(no_answer, self.where, doing))
 
-    def _until(self, once: Callable[[float], list[Any]], doing: str, deadline: float, breaker: Breaker | None) -> list[Any]:
+    def _until(
+        self,
+        once: Callable[[float], list[Any]],
+        doing: str,
+        deadline: float,
+        breaker: Breaker | None,
+    ) -> list[Any]:
         redirections, looked = 0, self._failed_at
         while True:
             try:
@@ -217,16 +266,24 @@ class Cluster(Servers):
         replies: list[Any] = []
         if keys:
             of_slots = np.concatenate([layout.slots(keys, hashes) for layout in layouts])
-            replies = self._gathered(of_slots, [get for layout in layouts for get in layout.gets(keys, hashes)], doing, budget)
+            replies = self._gathered(
+                of_slots,
+                [get for layout in layouts for get in layout.gets(keys, hashes)],
+                doing,
+                budget,
+            )
         version = None
         if meta is not None:
             # only now: what it names was there while all rows were read
             (version,) = self.ask(meta, [("HGET", meta, "version")], doing, budget)
         return version, [
-            layout.found(keys, replies[i * len(keys) : (i + 1) * len(keys)], hashes) for i, layout in enumerate(layouts)
+            layout.found(keys, replies[i * len(keys) : (i + 1) * len(keys)], hashes)
+            for i, layout in enumerate(layouts)
         ]
 
-    def _gathered(self, of_slots: I8, commands: Sequence[bytes], doing: str, budget: Budget) -> list[Any]:
+    def _gathered(
+        self, of_slots: I8, commands: Sequence[bytes], doing: str, budget: Budget
+    ) -> list[Any]:
         """Replies to commands on one key each, of the slots given, wherever these are by now."""
         values: list[Any] = [None] * len(commands)
         left = list(range(len(commands)))
@@ -236,8 +293,11 @@ class Cluster(Servers):
             slots = self._slots(budget.deadline, doing, looked)
             parts: dict[Node, list[int]] = {}
             for i in left:
-                parts.setdefault(elsewhere.get(i) or slots.masters[slots.owners[of_slots[i]]], []).append(i)
-            # half of what is left: a node that hangs must not take the time to ask who has its slots by now
+                parts.setdefault(
+                    elsewhere.get(i) or slots.masters[slots.owners[of_slots[i]]], []
+                ).append(i)
+            # half of what is left: a node that hangs must not take the time to ask who has its
+            # slots by now
             half = time.monotonic() + max(0.01, budget.left_s / 2)
             failed = self._scattered(parts, commands, elsewhere, values, half, doing)
             left[:] = sorted(failed)
@@ -250,10 +310,14 @@ class Cluster(Servers):
             for node, refused in failed.values():
                 if refused is None:
                     self._silent = node
-                    raise no_answer(self.link(node).where, doing, "no answer, or the connection was cut")
+                    raise no_answer(
+                        self.link(node).where, doing, "no answer, or the connection was cut"
+                    )
             for node, refused in failed.values():
                 assert refused is not None
-                announced = all(reply is not None and reply.code in _ANNOUNCED for _, reply in failed.values())
+                announced = all(
+                    reply is not None and reply.code in _ANNOUNCED for _, reply in failed.values()
+                )
                 raise _Moved(self.link(node), refused, announced=announced)
             return values
 
@@ -268,7 +332,8 @@ class Cluster(Servers):
         deadline: float,
         doing: str,
     ) -> dict[int, tuple[Node, Refused | None]]:
-        """Send each node its commands, all at once, and take the replies into ``values``; what there is none for: the node, and its words if it had any.
+        """Send each node its commands, all at once, and take the replies into ``values``; what
+        there is none for: the node, and its words if it had any.
 
         Raises:
             OnlineStoreError: a node refused what will not go by.
@@ -279,7 +344,9 @@ class Cluster(Servers):
             for node, part in parts.items():
                 try:
                     taken[node] = self.link(node).take(deadline)
-                    commands_here = [_ASKING + commands[i] if i in elsewhere else commands[i] for i in part]
+                    commands_here = [
+                        _ASKING + commands[i] if i in elsewhere else commands[i] for i in part
+                    ]
                     taken[node].send(b"".join(commands_here), deadline)
                 except Lost:
                     failed |= dict.fromkeys(part, (node, None))
@@ -292,14 +359,18 @@ class Cluster(Servers):
                 if part[0] in failed:
                     continue
                 try:
-                    replies = iter(taken[node].receive(len(part) + sum(i in elsewhere for i in part), deadline))
+                    replies = iter(
+                        taken[node].receive(len(part) + sum(i in elsewhere for i in part), deadline)
+                    )
                 except Lost:
                     failed |= dict.fromkeys(part, (node, None))
                     continue
                 self.link(node).give(taken.pop(node))
                 for i in part:
                     # the last of two where the first is that of ASKING
-                    *_, reply = (next(replies), next(replies)) if i in elsewhere else (next(replies),)
+                    *_, reply = (
+                        (next(replies), next(replies)) if i in elsewhere else (next(replies),)
+                    )
                     if not isinstance(reply, Refused):
                         values[i] = reply
                     elif reply.code in MOVING:
@@ -315,10 +386,20 @@ class Cluster(Servers):
 
     # ---- rows in
 
-    def load(self, rows: Rows, layout: Layout, acknowledged: Acknowledged, throttle: Throttle, identity: str, doing: str) -> str:
+    def load(
+        self,
+        rows: Rows,
+        layout: Layout,
+        acknowledged: Acknowledged,
+        throttle: Throttle,
+        identity: str,
+        doing: str,
+    ) -> str:
         load = _Load(self, layout, doing)
         try:
-            for number, (node, block, done) in enumerate(self._laid_out(rows, layout, acknowledged.done, doing)):
+            for number, (node, block, done) in enumerate(
+                self._laid_out(rows, layout, acknowledged.done, doing)
+            ):
                 throttle.wait(len(block.data))
                 load.send(node, block, number)
                 if done is not None:
@@ -334,13 +415,17 @@ class Cluster(Servers):
             there = counted(self.masters(), layout, doing)
             if there != acknowledged.done:
                 raise OnlineStoreError(
-                    f"a server of Redis at {self.where} was restarted, or another one took its place, while this was to {doing}: of {acknowledged.done} rows "
-                    f"{there} are there. Do it again"
+                    f"a server of Redis at {self.where} was restarted, or another one took its"
+                    f" place, while this was to {doing}: of {acknowledged.done} rows {there} are"
+                    " there. Do it again"
                 )
         return now
 
-    def _laid_out(self, rows: Rows, layout: Layout, done: int, doing: str) -> Iterator[tuple[Node, Block, int | None]]:
-        """Blocks, and whose they are; beside the last one of each slice, how many rows there are up to it."""
+    def _laid_out(
+        self, rows: Rows, layout: Layout, done: int, doing: str
+    ) -> Iterator[tuple[Node, Block, int | None]]:
+        """Blocks, and whose they are; beside the last one of each slice, how many rows there are up
+        to it."""
         for batch in slices(rows, layout):
             done += len(batch)
             last: tuple[Node, Block] | None = None
@@ -363,7 +448,8 @@ class Cluster(Servers):
 
 
 class _Load:
-    """The connections of one load, one to each server. What a server does not answer, or has no more, goes to who has it then."""
+    """The connections of one load, one to each server. What a server does not answer, or has no
+    more, goes to who has it then."""
 
     def __init__(self, cluster: Cluster, layout: Layout, doing: str) -> None:
         self._cluster, self._layout, self._doing = cluster, layout, doing
@@ -372,7 +458,9 @@ class _Load:
     @property
     def oldest(self) -> int | None:
         """Number of the oldest block that is not answered."""
-        return min((pipe.oldest for pipe in self._pipes.values() if pipe.oldest is not None), default=None)
+        return min(
+            (pipe.oldest for pipe in self._pipes.values() if pipe.oldest is not None), default=None
+        )
 
     def send(self, node: Node, block: Block, number: int) -> None:
         """Send a block, as :meth:`Pipe.send`."""
@@ -391,7 +479,9 @@ class _Load:
     def _through(self, node: Node, use: Callable[[Pipe], None], block: Block | None = None) -> None:
         pipe = self._pipes.get(node)
         if pipe is None:
-            pipe = self._pipes[node] = Pipe(self._cluster.link(node), self._doing, None, self._refused)
+            pipe = self._pipes[node] = Pipe(
+                self._cluster.link(node), self._doing, None, self._refused
+            )
         try:
             use(pipe)
         except Lost:

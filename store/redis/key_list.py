@@ -1,4 +1,5 @@
-"""Key list: the keys of an overlay's rows, stored beside them, so that dropping it looks at no others: among a million keys that took 1.3 s, however few were its own."""
+"""Key list: the keys of an overlay's rows, stored beside them, so that dropping it looks at no
+others: among a million keys that took 1.3 s, however few were its own."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class KeyList:
         """Written so far."""
 
     def noting(self, rows: Rows) -> Rows:
-        """The rows, once their keys are noted; all of these are written when the last row was taken."""
+        """The rows, once their keys are noted; all of these are written when the last row was
+        taken."""
         for batch in rows:
             self._held += map(bytes, batch.keys.strings())
             self._bytes += batch.keys.size_bytes
@@ -57,7 +59,10 @@ class KeyList:
         if self._held:
             keys = Packed.of(self._held)
             body = np.asarray(keys.sizes, np.uint32).tobytes() + keys.data.tobytes()
-            self._write(part_key(self._prefix, self.parts), _HEAD.pack(kernels.hash_of(body), len(keys)) + body)
+            self._write(
+                part_key(self._prefix, self.parts),
+                _HEAD.pack(kernels.hash_of(body), len(keys)) + body,
+            )
             self.parts += 1
             self._held, self._bytes = [], 0
 
@@ -78,8 +83,11 @@ def keys_of(part: bytes) -> list[bytes]:
     return [body[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
 
 
-def remove(servers: Servers, prefix: bytes, loaded: Loaded, check: Callable[[], None], doing: str) -> bool:
-    """Remove the rows of an overlay, and the list of their keys. False where that is not whole, or a key lies elsewhere by now: what is left is to be looked for.
+def remove(
+    servers: Servers, prefix: bytes, loaded: Loaded, check: Callable[[], None], doing: str
+) -> bool:
+    """Remove the rows of an overlay, and the list of their keys. False where that is not whole, or
+    a key lies elsewhere by now: what is left is to be looked for.
 
     Args:
         servers: where the rows are.
@@ -92,10 +100,18 @@ def remove(servers: Servers, prefix: bytes, loaded: Loaded, check: Callable[[], 
         OnlineStoreError: no answer, or a command was refused.
     """
     if loaded.buckets is not None:
-        return _unlinked(servers, prefix, [bytes(name) for name in names(np.arange(loaded.buckets.number))], check, doing)
+        return _unlinked(
+            servers,
+            prefix,
+            [bytes(name) for name in names(np.arange(loaded.buckets.number))],
+            check,
+            doing,
+        )
     for number in range(loaded.key_parts or 0):
         key = part_key(prefix, number)
-        (found,) = servers.ask(key, [("GET", key) if servers.cluster else ("MGET", key)], doing, SWEEP_S)
+        (found,) = servers.ask(
+            key, [("GET", key) if servers.cluster else ("MGET", key)], doing, SWEEP_S
+        )
         try:
             keys = keys_of((found if servers.cluster else found[0]) or b"")
         except ValueError:
@@ -105,7 +121,9 @@ def remove(servers: Servers, prefix: bytes, loaded: Loaded, check: Callable[[], 
     return loaded.key_parts is not None
 
 
-def _unlinked(servers: Servers, prefix: bytes, keys: list[bytes], check: Callable[[], None], doing: str) -> bool:
+def _unlinked(
+    servers: Servers, prefix: bytes, keys: list[bytes], check: Callable[[], None], doing: str
+) -> bool:
     """Whether all of them are gone; the servers have half as long for others as it takes."""
     for at in range(0, len(keys), SCANNED_KEYS):
         check()

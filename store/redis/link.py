@@ -1,5 +1,5 @@
-"""Link: one Redis server, reached by a few pooled connections; each call has one budget for connecting, trying again and reading.
-And what a Redis URL may say."""
+"""Link: one Redis server, reached by a few pooled connections; each call has one budget for
+connecting, trying again and reading. And what a Redis URL may say."""
 
 from __future__ import annotations
 
@@ -24,16 +24,21 @@ from precompute.store.feature_view import NAME
 from precompute.store.redis.replies import PASSING, Lost, Refused, no_answer, refusal, words
 
 BUDGET_S = 0.1
-"""Of a read of rows, unless the URL says otherwise: what a caller waits for a server that hangs, the first time."""
-FORMS = "write redis://host:6379/0, rediss://…, unix:///path?db=0 or redis+cluster://host:6379,host:6379"
+"""Of a read of rows, unless the URL says otherwise: what a caller waits for a server that hangs,
+the first time."""
+FORMS = (
+    "write redis://host:6379/0, rediss://…, unix:///path?db=0 or"
+    " redis+cluster://host:6379,host:6379"
+)
 
 
 @dataclass(frozen=True)
 class RedisOptions:
     """A Redis URL, read.
 
-    ``url`` is without the options below; ``where`` is for messages, without user, password and query; ``nodes`` are the (host, port) that a cluster is
-    queried at first, empty where there is none.
+    ``url`` is without the options below; ``where`` is for messages, without user, password and
+    query; ``nodes`` are the (host, port) that a cluster is queried at first, empty where there is
+    none.
     """
 
     url: str
@@ -50,11 +55,15 @@ class RedisOptions:
         """Read a URL.
 
         Args:
-            url: ``redis://host:port/db``, ``rediss://…``, ``unix:///path?db=0`` or ``redis+cluster://host:port,host:port`` (``rediss+cluster://`` for TLS).
-                In its query: ``prefix`` (a name; keeps projects apart in one database; default ``precompute``), ``max_load_mb_s`` (a load sends no more
-                than that), ``allow_eviction=yes`` (load though the server may drop rows by itself), ``budget_ms`` (for connecting, trying again and
-                reading together, of rows, default 100), ``buckets=no`` (narrow rows under keys of their own: three to four times the memory, half the time to read many), and
-                what redis-py takes, such as ``ssl_ca_certs``.
+            url: ``redis://host:port/db``, ``rediss://…``, ``unix:///path?db=0`` or
+                ``redis+cluster://host:port,host:port`` (``rediss+cluster://`` for TLS). In its
+                query: ``prefix`` (a name; keeps projects apart in one database; default
+                ``precompute``), ``max_load_mb_s`` (a load sends no more than that),
+                ``allow_eviction=yes`` (load though the server may drop rows by itself),
+                ``budget_ms`` (for connecting, trying again and reading together, of rows, default
+                100), ``buckets=no`` (narrow rows under keys of their own: three to four times the
+                memory, half the time to read many), and what redis-py takes, such as
+                ``ssl_ca_certs``.
 
         Raises:
             ConfigError: it cannot be read; says nothing of what may be a part of a password.
@@ -75,8 +84,13 @@ class RedisOptions:
         if scheme in ("redis+cluster", "rediss+cluster"):
             nodes = _nodes(place.partition("/")[0])
             host, port = nodes[0]
-            scheme, place = scheme.removesuffix("+cluster"), f"{f'[{host}]' if ':' in host else host}:{port}/0"
-        whole = f"{scheme}{separator}{credentials}{at}{place}" + (f"?{'&'.join(others)}" if others else "")
+            scheme, place = (
+                scheme.removesuffix("+cluster"),
+                f"{f'[{host}]' if ':' in host else host}:{port}/0",
+            )
+        whole = f"{scheme}{separator}{credentials}{at}{place}" + (
+            f"?{'&'.join(others)}" if others else ""
+        )
         shown = base.partition("://")
         return cls(whole, f"{shown[0]}{shown[1]}{shown[2].rpartition('@')[2]}", nodes, **own)
 
@@ -88,7 +102,9 @@ def _nodes(text: str) -> tuple[tuple[str, int], ...]:
         host, port = (host, port) if colon else (node, "6379")
         host = host.removeprefix("[").removesuffix("]")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
-            raise ConfigError(f"online: {node!r} is no host and port; write redis+cluster://host:6379,host:6379")
+            raise ConfigError(
+                f"online: {node!r} is no host and port; write redis+cluster://host:6379,host:6379"
+            )
         nodes.append((host, int(port)))
     return tuple(nodes)
 
@@ -96,7 +112,8 @@ def _nodes(text: str) -> tuple[tuple[str, int], ...]:
 def _name(option: str, value: str) -> str:
     if not NAME.match(value):
         raise ConfigError(
-            f"online: {option} {value!r} is not a name (lower-case letters, digits and _); write ?{option}=movielens"
+            f"online: {option} {value!r} is not a name (lower-case letters, digits and _); write"
+            f" ?{option}=movielens"
         )
     return value
 
@@ -107,7 +124,9 @@ def _positive(option: str, value: str) -> float:
     except ValueError:
         number = 0.0
     if not 0 < number < 1e9:
-        raise ConfigError(f"online: {option} {value!r} is not a number above 0; write ?{option}=100")
+        raise ConfigError(
+            f"online: {option} {value!r} is not a number above 0; write ?{option}=100"
+        )
     return number
 
 
@@ -131,14 +150,16 @@ _READERS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
 
 
 RECEIVE_BYTES = 512 * 1024
-"""Read at once: 500 rows of 1,561 bytes in two calls instead of the 12 that the client library's 64 kB take."""
+"""Read at once: 500 rows of 1,561 bytes in two calls instead of the 12 that the client library's 64
+kB take."""
 IDLE_CONNECTIONS = 64
 """Retained, at most: as many as a service has threads."""
 TRIES = 3
 """Of a call whose connection is refused or cut, or that the server is too busy for."""
 
 PROBE_S = 0.01
-"""A call waits for a server that was silent: it is not what its caller has to wait a whole budget for."""
+"""A call waits for a server that was silent: it is not what its caller has to wait a whole budget
+for."""
 
 Command = Sequence[bytes | str | int]
 T = TypeVar("T")
@@ -152,7 +173,8 @@ def packed(*commands: Command) -> bytes:
 
 
 class _Raw(Protocol):
-    """What is used of redis-py's connections: connecting with TLS, AUTH and SELECT, by the URL's rules."""
+    """What is used of redis-py's connections: connecting with TLS, AUTH and SELECT, by the URL's
+    rules."""
 
     socket_timeout: float
     socket_connect_timeout: float
@@ -165,7 +187,8 @@ class _Raw(Protocol):
 
 
 class Connection:
-    """One connection; bytes out, replies in, each within a deadline. Not safe to share between threads."""
+    """One connection; bytes out, replies in, each within a deadline. Not safe to share between
+    threads."""
 
     def __init__(self, raw: _Raw) -> None:
         self._raw, self._timeout_s = raw, 0.0
@@ -238,8 +261,9 @@ class Connection:
             raise self._lost(exc) from exc
 
     def _allow(self, deadline: float) -> None:
-        """Let the socket wait no longer than is left. It is set only when that is much less than was set last: each time costs a system call,
-        and a call may take a quarter of its budget more."""
+        """Let the socket wait no longer than is left. It is set only when that is much less than
+        was set last: each time costs a system call, and a call may take a quarter of its budget
+        more."""
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             self.close()
@@ -250,7 +274,10 @@ class Connection:
 
     def _lost(self, exc: OSError) -> Lost:
         self.close()
-        return Lost("no answer in time" if isinstance(exc, TimeoutError) else words(exc), late=isinstance(exc, TimeoutError))
+        return Lost(
+            "no answer in time" if isinstance(exc, TimeoutError) else words(exc),
+            late=isinstance(exc, TimeoutError),
+        )
 
     def close(self) -> None:
         """Close it; once is enough."""
@@ -261,13 +288,15 @@ _PART: Any = object()
 
 
 class Breaker:
-    """Opens when a call spent its whole budget without an answer; lets one call through after a pause that grows from ``first_s`` to ``most_s``, which
-    :meth:`probed` makes.
+    """Opens when a call spent its whole budget without an answer; lets one call through after a
+    pause that grows from ``first_s`` to ``most_s``, which :meth:`probed` makes.
 
     Safe to share between threads.
     """
 
-    def __init__(self, first_s: float = 0.1, most_s: float = 2.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, first_s: float = 0.1, most_s: float = 2.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._first_s, self._most_s, self._clock = first_s, most_s, clock
         self._lock = threading.Lock()
         self._pause_s = 0.0
@@ -276,8 +305,10 @@ class Breaker:
         """What the server's last silence looked like; None while it answers."""
 
     def opened(self) -> str | None:
-        """None when the call may be made; else why not, in words. Anyone who got None while the breaker is open is the probe: it must tell
-        :meth:`failed` or :meth:`succeeded`, and the others wait for another pause if it does neither."""
+        """None when the call may be made; else why not, in words. Anyone who got None while the
+        breaker is open is the probe: it must tell :meth:`failed` or :meth:`succeeded`, and the
+        others wait for another pause if it does neither.
+        """
         if self.words is None:
             return None
         with self._lock:
@@ -288,7 +319,8 @@ class Breaker:
             return None
 
     def probed(self, call: Callable[[], T], late: Callable[[str], Exception]) -> T:
-        """What a call comes to, where it is the probe; its caller waits no longer than :data:`PROBE_S`, while it goes on behind it and tells what became of it.
+        """What a call comes to, where it is the probe; its caller waits no longer than
+        :data:`PROBE_S`, while it goes on behind it and tells what became of it.
 
         Raises:
             Exception: what the call raises, or ``late`` makes of words where it takes longer.
@@ -331,7 +363,8 @@ class Breaker:
 
 @dataclass(frozen=True)
 class Budget:
-    """What is left of the time of something that may take several calls. ``guarded``: behind the breaker, as a read is; what publishes asks a server that was silent, too."""
+    """What is left of the time of something that may take several calls. ``guarded``: behind the
+    breaker, as a read is; what publishes asks a server that was silent, too."""
 
     deadline: float
     guarded: bool = False
@@ -371,14 +404,17 @@ class Link:
         self._process = os.getpid()
         self.breaker = Breaker()
 
-    def ask(self, commands: bytes, count: int, doing: str, budget: Budget | float | None = None) -> list[Any]:
+    def ask(
+        self, commands: bytes, count: int, doing: str, budget: Budget | float | None = None
+    ) -> list[Any]:
         """Send packed commands and wait for their replies, in one round trip.
 
         Args:
             commands: as :func:`packed` made them; they may be sent again when a reply is lost.
             count: how many they are.
             doing: what for, as an infinitive: for messages.
-            budget: for work that is no read: it has its own, in seconds, and does not look at the breaker; or what is left of one.
+            budget: for work that is no read: it has its own, in seconds, and does not look at the
+                breaker; or what is left of one.
 
         Raises:
             OnlineStoreError: no answer in time, or one of the replies is an error.
@@ -389,8 +425,11 @@ class Link:
                 raise refusal(self.where, doing, reply)
         return replies
 
-    def replies(self, commands: bytes, count: int, doing: str, budget: Budget | float | None = None) -> list[Any]:
-        """As :meth:`ask`, with errors among the replies as :class:`Refused`; only one that goes by is waited for."""
+    def replies(
+        self, commands: bytes, count: int, doing: str, budget: Budget | float | None = None
+    ) -> list[Any]:
+        """As :meth:`ask`, with errors among the replies as :class:`Refused`; only one that goes by
+        is waited for."""
         budget = Budget.of(budget, self.budget_s)
         if not budget.guarded:
             return self._tried(commands, count, doing, budget.deadline, None)
@@ -399,14 +438,17 @@ class Link:
         call = partial(self._tried, commands, count, doing, budget.deadline, self.breaker)
         return self.breaker.probed(call, partial(no_answer, self.where, doing))
 
-    def _tried(self, commands: bytes, count: int, doing: str, deadline: float, breaker: Breaker | None) -> list[Any]:
+    def _tried(
+        self, commands: bytes, count: int, doing: str, deadline: float, breaker: Breaker | None
+    ) -> list[Any]:
         """Replies, by as many tries as there is time for; ``breaker`` learns of silence."""
         tried = 0
         while True:
             try:
                 replies = self._once(commands, count, deadline)
             except Refused as refused:
-                # as it connects: it answers, and the next one learns of it, and not of the silence before
+                # as it connects: it answers, and the next one learns of it, and not of the silence
+                # before
                 self.breaker.succeeded()
                 raise refusal(self.where, doing, refused) from refused
             except Lost as lost:
@@ -469,7 +511,8 @@ class Link:
             connection.close()
 
     def drop(self, connection: Connection) -> None:
-        """Close one that failed; where it came from the pool, the other pooled ones are closed too: the server was restarted, most likely."""
+        """Close one that failed; where it came from the pool, the other pooled ones are closed too:
+        the server was restarted, most likely."""
         connection.close()
         if connection.used:
             self.close()
@@ -505,19 +548,26 @@ def _again(tried: int, deadline: float) -> bool:
 
 
 def opener(options: RedisOptions) -> Callable[[tuple[str, int] | None], Connection]:
-    """What makes connections by the rules of a URL: to its own server, or to another (host, port) with the same user and TLS.
+    """What makes connections by the rules of a URL: to its own server, or to another (host, port)
+    with the same user and TLS.
 
     Raises:
         ConfigError: the URL cannot be read.
     """
     try:
         settings = redis.ConnectionPool.from_url(options.url, retry=Retry(NoBackoff(), 0))
-        # RESP 2 whatever the URL says: no HELLO, and no CLIENT SETINFO either, which are two round trips and need rights
-        kind, arguments = settings.connection_class, settings.connection_kwargs | {"protocol": 2, "driver_info": None}
+        # RESP 2 whatever the URL says: no HELLO, and no CLIENT SETINFO either, which are two round
+        # trips and need rights
+        kind, arguments = (
+            settings.connection_class,
+            settings.connection_kwargs | {"protocol": 2, "driver_info": None},
+        )
         arguments.pop("retry_on_error", None)
 
         def connection(node: tuple[str, int] | None = None) -> Connection:
-            return Connection(kind(**arguments | ({} if node is None else {"host": node[0], "port": node[1]})))
+            return Connection(
+                kind(**arguments | ({} if node is None else {"host": node[0], "port": node[1]}))
+            )
 
         connection()
     except (ValueError, TypeError, redis.RedisError, OnlineStoreError) as exc:

@@ -1,4 +1,5 @@
-"""Meta: what Redis holds about a view beside its rows: one hash, whose fields are changed by small scripts, whole or not at all."""
+"""Meta: what Redis holds about a view beside its rows: one hash, whose fields are changed by small
+scripts, whole or not at all."""
 
 from __future__ import annotations
 
@@ -6,7 +7,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from precompute.store.errors import DamagedPointerError, OnlineStoreError
-from precompute.store.online.online_store import Generation, Pointer, check_loaded, foreign_view, stale_epoch
+from precompute.store.online.online_store import (
+    Generation,
+    Pointer,
+    check_loaded,
+    foreign_view,
+    stale_epoch,
+)
 from precompute.store.record import Record, digest_of, read_record, sealed
 from precompute.store.redis.buckets import Buckets
 from precompute.store.redis.preflight import ServerState, evicted_of, identity_of, keys_of
@@ -23,7 +30,7 @@ if number and number > tonumber(ARGV[1]) then return {'epoch', epoch} end
 redis.call('HDEL', KEYS[1], '-')
 redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'version', ARGV[2], 'pointer', ARGV[3], 'owner', ARGV[4], 'at', ARGV[5], 'live', ARGV[6])
 return {'done', ''}
-"""
+"""  # noqa: E501
 _MARK = """
 local live = ',' .. (redis.call('HGET', KEYS[1], 'live') or '') .. ','
 if string.find(live, ',' .. ARGV[1] .. ',', 1, true) then return {'live', live} end
@@ -57,15 +64,17 @@ if redis.call('HGET', KEYS[1], 'dropping:all') ~= ARGV[1] then return {'changed'
 redis.call('UNLINK', KEYS[1])
 return {'done', ''}
 """
-# At maxmemory Redis >= 7 refuses a script whole unless it is flagged; before 7 it lets a script go on once a command that needs
-# no memory has written, hence the HDELs. So that an operator can go back to an older version, or drop one, when Redis is full.
+# At maxmemory Redis >= 7 refuses a script whole unless it is flagged; before 7 it lets a script go
+# on once a command that needs no memory has written, hence the HDELs. So that an operator can go
+# back to an older version, or drop one, when Redis is full.
 _ALLOW_OOM = "#!lua flags=allow-oom\n"
 EVERYTHING = "all"
 
 
 class Loading(Record, frozen=True):
-    """A load that is on its way, or was: ``done`` of its rows, from the first on, are in the store. ``layout`` is that of rows and keys, ``token`` the
-    process's that loads, the rest as in :class:`Loaded`."""
+    """A load that is on its way, or was: ``done`` of its rows, from the first on, are in the store.
+    ``layout`` is that of rows and keys, ``token`` the process's that loads, the rest as in
+    :class:`Loaded`."""
 
     generation: Generation
     layout: int
@@ -78,9 +87,10 @@ class Loading(Record, frozen=True):
 
 
 class Loaded(Record, frozen=True):
-    """A generation that is whole, and how its server was: ``server`` names the process and its data then (empty: not known), ``evicted`` is its count of keys
-    that were evicted, from before the first row. ``buckets`` that the rows lie in; None where each has a key of its own. ``key_parts`` of the list of
-    its rows' keys; None where there is none."""
+    """A generation that is whole, and how its server was: ``server`` names the process and its data
+    then (empty: not known), ``evicted`` is its count of keys that were evicted, from before the
+    first row. ``buckets`` that the rows lie in; None where each has a key of its own. ``key_parts``
+    of the list of its rows' keys; None where there is none."""
 
     generation: Generation
     rows: int
@@ -107,8 +117,9 @@ class Names:
     <prefix>:{<view>}:meta                         the view's hash
     <prefix>:views                                 set of view names
 
-    In a cluster the text between the first braces decides a key's slot, all of the key where that is empty: so an entity key may hold braces, and a view's
-    rows are spread over all slots whatever they hold.
+    In a cluster the text between the first braces decides a key's slot, all of the key where that
+    is empty: so an entity key may hold braces, and a view's rows are spread over all slots whatever
+    they hold.
     """
 
     prefix: str
@@ -144,7 +155,8 @@ class Meta:
 
     @classmethod
     def of(cls, reply: Sequence[bytes]) -> Meta:
-        """From the reply of HGETALL, or some of its fields. What cannot be read of a generation makes it one that is to be dropped; a field that is named as none of ours is left alone."""
+        """From the reply of HGETALL, or some of its fields. What cannot be read of a generation
+        makes it one that is to be dropped; a field that is named as none of ours is left alone."""
         fields = dict(zip(reply[::2], reply[1::2], strict=True))
         loaded: dict[int, Loaded] = {}
         loading: dict[int, Loading] = {}
@@ -169,7 +181,9 @@ class Meta:
         else:
             owner = fields.get(b"owner", b"").decode(errors="replace")
             try:
-                live = tuple(int(number) for number in fields.get(b"live", b"").split(b",") if number)
+                live = tuple(
+                    int(number) for number in fields.get(b"live", b"").split(b",") if number
+                )
             except ValueError:
                 # nobody can tell: none of them goes before the next flip has written it again
                 live = tuple(sorted({*loaded, *unreadable}))
@@ -182,7 +196,8 @@ class Meta:
 
 
 def doubts(meta: Meta, states: Collection[ServerState], beside: int) -> list[str]:
-    """What makes one doubt that all rows of what is live are there, by what the servers say of themselves; they hold ``beside`` keys that are no rows' of ours."""
+    """What makes one doubt that all rows of what is live are there, by what the servers say of
+    themselves; they hold ``beside`` keys that are no rows' of ours."""
     server, evicted, keys = identity_of(states), evicted_of(states), keys_of(states)
     found = []
     for number in meta.live:
@@ -191,12 +206,23 @@ def doubts(meta: Meta, states: Collection[ServerState], beside: int) -> list[str
             found.append(f"generation {number}, which is live, is not loaded whole")
             continue
         if loaded.server and server and loaded.server != server:
-            found.append(f"the server was restarted, or another one took its place, since generation {number} was loaded")
-        elif evicted is not None and evicted > loaded.evicted and any(state.evicts for state in states):
-            found.append(f"{evicted - loaded.evicted} keys were evicted since generation {number} was loaded")
+            found.append(
+                "the server was restarted, or another one took its place, since generation"
+                f" {number} was loaded"
+            )
+        elif (
+            evicted is not None
+            and evicted > loaded.evicted
+            and any(state.evicts for state in states)
+        ):
+            found.append(
+                f"{evicted - loaded.evicted} keys were evicted since generation {number} was loaded"
+            )
     wanted = sum(loaded.keys for loaded in meta.loaded.values())
     if keys is not None and (there := max(0, keys - beside)) < wanted:
-        found.append(f"the server holds {there} keys of rows, and {wanted} of this view alone were loaded")
+        found.append(
+            f"the server holds {there} keys of rows, and {wanted} of this view alone were loaded"
+        )
     return found
 
 
@@ -218,13 +244,20 @@ def read_pointer(version: bytes, body: bytes, view: str, where: str) -> Pointer:
             raise ValueError("its bytes are not those that were written")
         return Pointer.from_bytes(body, view)
     except (ValueError, KeyError, TypeError) as exc:
-        raise DamagedPointerError(f"the pointer of {view!r} in {where} is damaged ({exc}); publish the view again") from exc
+        raise DamagedPointerError(
+            f"the pointer of {view!r} in {where} is damaged ({exc}); publish the view again"
+        ) from exc
 
 
 def sealed_pointer(version: bytes | None, body: bytes | None) -> Pointer | None:
-    """The pointer of a view's hash; None where there is none, or its bytes are not those that were written."""
+    """The pointer of a view's hash; None where there is none, or its bytes are not those that were
+    written."""
     try:
-        return None if version is None or body is None or version != version_of(body) else Pointer.from_bytes(body)
+        return (
+            None
+            if version is None or body is None or version != version_of(body)
+            else Pointer.from_bytes(body)
+        )
     except (ValueError, KeyError, TypeError):
         return None
 
@@ -236,20 +269,31 @@ BESIDE = ("version", "pointer", "epoch", "owner", "live")
 def beside(pointer: Pointer) -> dict[str, bytes]:
     """What stands beside a pointer for scripts to compare."""
     numbers = ",".join(map(str, pointer.generations))
-    return {"epoch": b"%d" % pointer.epoch, "owner": pointer.owner.encode(), "live": numbers.encode()}
+    return {
+        "epoch": b"%d" % pointer.epoch,
+        "owner": pointer.owner.encode(),
+        "live": numbers.encode(),
+    }
 
 
 def damaged_beside(values: Sequence[bytes | None]) -> dict[str, tuple[bytes, bytes]]:
-    """Of :data:`BESIDE`, as they were read: which are not as their pointer has them, with what they are and what they should be. A pointer that is not whole says nothing."""
+    """Of :data:`BESIDE`, as they were read: which are not as their pointer has them, with what they
+    are and what they should be. A pointer that is not whole says nothing."""
     version, body, *others = values
     pointer = sealed_pointer(version, body)
     if pointer is None:
         return {}
     right = beside(pointer)
-    return {name: (value or b"", right[name]) for name, value in zip(right, others, strict=True) if value != right[name]}
+    return {
+        name: (value or b"", right[name])
+        for name, value in zip(right, others, strict=True)
+        if value != right[name]
+    }
 
 
-def mend_field(name: str, damaged: bytes, right: bytes) -> tuple[str, tuple[bytes | str | int, ...]]:
+def mend_field(
+    name: str, damaged: bytes, right: bytes
+) -> tuple[str, tuple[bytes | str | int, ...]]:
     """Script and arguments that put one of :data:`BESIDE` right, unless it was changed since."""
     return _CHANGE, (name, damaged, name, right)
 
@@ -264,11 +308,14 @@ def buckets_of(record: bytes | None, view: str, number: int) -> Buckets | None:
         return None if record is None else read_record(Loaded, record).buckets
     except ValueError as exc:
         raise DamagedPointerError(
-            f"what is noted of generation {number} of {view!r} is damaged ({exc}); publish the view again"
+            f"what is noted of generation {number} of {view!r} is damaged ({exc}); publish the view"
+            " again"
         ) from exc
 
 
-def script(text: str, allows_oom: bool, meta: str, *arguments: bytes | str | int) -> tuple[bytes | str | int, ...]:
+def script(
+    text: str, allows_oom: bool, meta: str, *arguments: bytes | str | int
+) -> tuple[bytes | str | int, ...]:
     """The command that runs a script on a view's hash."""
     return "EVAL", (_ALLOW_OOM if allows_oom else "") + text, 1, meta, *arguments
 
@@ -276,7 +323,15 @@ def script(text: str, allows_oom: bool, meta: str, *arguments: bytes | str | int
 def flip(pointer: Pointer) -> tuple[str, tuple[bytes | str | int, ...]]:
     """Script and arguments that make a pointer live."""
     body, right = pointer.to_bytes(), beside(pointer)
-    return _FLIP, (pointer.epoch, version_of(body), body, pointer.owner, pointer.at, right["live"], pointer.took_over)
+    return _FLIP, (
+        pointer.epoch,
+        version_of(body),
+        body,
+        pointer.owner,
+        pointer.at,
+        right["live"],
+        pointer.took_over,
+    )
 
 
 def check_flipped(answer: Sequence[bytes], pointer: Pointer, loaded: Sequence[int]) -> None:
@@ -296,35 +351,46 @@ def check_flipped(answer: Sequence[bytes], pointer: Pointer, loaded: Sequence[in
 
 
 def begin_loading(number: int, loading: Loading) -> tuple[str, tuple[bytes | str | int, ...]]:
-    """Script and arguments that note a load, and that take over one of the same number; refused ("live") when readers use it."""
+    """Script and arguments that note a load, and that take over one of the same number; refused
+    ("live") when readers use it."""
     return _MARK, (number, f"loading:{number}", sealed(loading))
 
 
 def begin_dropping(number: int) -> tuple[str, tuple[bytes | str | int, ...]]:
-    """Script and arguments that make a generation one that is to be dropped; refused ("live") when readers use it."""
+    """Script and arguments that make a generation one that is to be dropped; refused ("live") when
+    readers use it."""
     return _MARK, (number, f"dropping:{number}", "1")
 
 
-def note_loading(number: int, before: Loading, after: Loading) -> tuple[str, tuple[bytes | str | int, ...]]:
-    """Script and arguments that note how far a load is; refused ("changed") when it is not this process's any more."""
+def note_loading(
+    number: int, before: Loading, after: Loading
+) -> tuple[str, tuple[bytes | str | int, ...]]:
+    """Script and arguments that note how far a load is; refused ("changed") when it is not this
+    process's any more."""
     return _CHANGE, (f"loading:{number}", sealed(before), f"loading:{number}", sealed(after))
 
 
-def end_loading(number: int, before: Loading, loaded: Loaded) -> tuple[str, tuple[bytes | str | int, ...]]:
-    """Script and arguments that make a generation one that is loaded whole; refused ("changed") as :func:`note_loading`."""
+def end_loading(
+    number: int, before: Loading, loaded: Loaded
+) -> tuple[str, tuple[bytes | str | int, ...]]:
+    """Script and arguments that make a generation one that is loaded whole; refused ("changed") as
+    :func:`note_loading`."""
     return _CHANGE, (f"loading:{number}", sealed(before), f"rows:{number}", sealed(loaded))
 
 
 def end_view(token: str) -> tuple[str, tuple[bytes | str | int, ...]]:
-    """Script and arguments that take a view from its readers, and make all of it one that is to be dropped, by the process that has the token."""
+    """Script and arguments that take a view from its readers, and make all of it one that is to be
+    dropped, by the process that has the token."""
     return _END, (token,)
 
 
 def take_end(token: str) -> tuple[str, tuple[bytes | str | int, ...]]:
-    """Script and arguments that take over the drop of all of a view; refused ("changed") when there is none."""
+    """Script and arguments that take over the drop of all of a view; refused ("changed") when there
+    is none."""
     return _TAKE_END, (token,)
 
 
 def ended(token: str) -> tuple[str, tuple[bytes | str | int, ...]]:
-    """Script and arguments that make an end of a view's hash when all else is dropped; refused ("changed") when that is another process's by now."""
+    """Script and arguments that make an end of a view's hash when all else is dropped; refused
+    ("changed") when that is another process's by now."""
     return _ENDED, (token,)

@@ -22,7 +22,8 @@ class Refused(Exception):
 
 
 class Lost(Exception):
-    """A connection that could not be made, was cut, or did not answer in time; ``late`` says which of these it was."""
+    """A connection that could not be made, was cut, or did not answer in time; ``late`` says which
+    of these it was."""
 
     def __init__(self, words: str, *, late: bool = False) -> None:
         super().__init__(words)
@@ -59,24 +60,42 @@ def refusal(where: str, doing: str, refused: Refused) -> OnlineStoreError:
     said = words(refused)
     match refused.code:
         case "OOM":
-            return Full(f"Redis at {where} is full, could not {doing}: raise maxmemory or drop data ({said})")
+            return Full(
+                f"Redis at {where} is full, could not {doing}: raise maxmemory or drop data"
+                f" ({said})"
+            )
         case "WRONGPASS" | "NOAUTH":
             text = (
-                f"Redis at {where} refuses this user or password, could not {doing}: set the right one, as in "
-                f"PRECOMPUTE_ONLINE=redis://:password@host:6379/0 ({said})"
+                f"Redis at {where} refuses this user or password, could not {doing}: set the right"
+                f" one, as in PRECOMPUTE_ONLINE=redis://:password@host:6379/0 ({said})"
             )
         case "NOPERM":
-            text = f"Redis at {where} does not let this user {doing}: give it the rights that docs/redis.md lists ({said})"
+            text = (
+                f"Redis at {where} does not let this user {doing}: give it the rights that"
+                f" docs/redis.md lists ({said})"
+            )
         case "READONLY":
-            text = f"Redis at {where} is a read-only replica, could not {doing}: name its master ({said})"
+            text = (
+                f"Redis at {where} is a read-only replica, could not {doing}: name its master"
+                f" ({said})"
+            )
         case "MOVED" | "ASK" | "CROSSSLOT":
-            text = f"Redis at {where} is part of a cluster, could not {doing}: write redis+cluster://host:6379 ({said})"
+            text = (
+                f"Redis at {where} is part of a cluster, could not {doing}: write"
+                f" redis+cluster://host:6379 ({said})"
+            )
         case "MISCONF":
-            text = f"Redis at {where} cannot save its data and takes no writes, could not {doing}: see its log ({said})"
+            text = (
+                f"Redis at {where} cannot save its data and takes no writes, could not {doing}: see"
+                f" its log ({said})"
+            )
         case "LOADING" | "BUSY":
             text = f"Redis at {where} is busy, could not {doing}: wait, or see its log ({said})"
         case "CLUSTERDOWN" | "TRYAGAIN" | "MASTERDOWN":
-            text = f"Redis at {where} has lost a node or moves its slots, could not {doing}: wait, or see CLUSTER INFO ({said})"
+            text = (
+                f"Redis at {where} has lost a node or moves its slots, could not {doing}: wait, or"
+                f" see CLUSTER INFO ({said})"
+            )
         case _:
             text = f"Redis at {where} refused, could not {doing}: {said}"
     return OnlineStoreError(text)

@@ -1,4 +1,5 @@
-"""Servers: what a Redis store asks its server for, and a single server's way to do it; a cluster has its own."""
+"""Servers: what a Redis store asks its server for, and a single server's way to do it; a cluster
+has its own."""
 
 from __future__ import annotations
 
@@ -39,15 +40,26 @@ class Servers(ABC):
 
     @abstractmethod
     def replies(
-        self, key: bytes | str, commands: Sequence[Command], doing: str, budget: Budget | float | None = None
+        self,
+        key: bytes | str,
+        commands: Sequence[Command],
+        doing: str,
+        budget: Budget | float | None = None,
     ) -> list[Any]:
-        """Replies to commands on keys of one slot, that of ``key``, errors among them as :class:`Refused`.
+        """Replies to commands on keys of one slot, that of ``key``, errors among them as
+        :class:`Refused`.
 
         Raises:
             OnlineStoreError: no answer in time (of a read's budget, if none is named).
         """
 
-    def ask(self, key: bytes | str, commands: Sequence[Command], doing: str, budget: Budget | float | None = None) -> list[Any]:
+    def ask(
+        self,
+        key: bytes | str,
+        commands: Sequence[Command],
+        doing: str,
+        budget: Budget | float | None = None,
+    ) -> list[Any]:
         """As :meth:`replies`; raises OnlineStoreError too when one of them is an error."""
         replies = self.replies(key, commands, doing, budget)
         for reply in replies:
@@ -63,7 +75,9 @@ class Servers(ABC):
         """
         replies = self.replies(key, commands, doing, ADMIN_S)
         refused = [
-            (str(command[0]), reply) for command, reply in zip(commands, replies, strict=True) if isinstance(reply, Refused)
+            (str(command[0]), reply)
+            for command, reply in zip(commands, replies, strict=True)
+            if isinstance(reply, Refused)
         ]
         lacking = [name for name, reply in refused if reply.code == "NOPERM"]
         if lacking:
@@ -77,7 +91,8 @@ class Servers(ABC):
 
     @abstractmethod
     def scratch(self, link: Link, prefix: str, at: int = 0) -> str:
-        """A key under the prefix that a server holds, and that nobody reads; ``at``: which of them, from 0."""
+        """A key under the prefix that a server holds, and that nobody reads; ``at``: which of them,
+        from 0."""
 
     @abstractmethod
     def masters(self) -> list[Link]:
@@ -93,13 +108,23 @@ class Servers(ABC):
         doing: str,
         budget: Budget | float | None = None,
     ) -> tuple[object, list[FoundRows]]:
-        """What each generation, laid out so, has for each key (``hashes`` are theirs, where they are known), and then the field ``version`` of the hash ``meta`` (None where none is named): read last, so that what it
-        names was there until then."""
+        """What each generation, laid out so, has for each key (``hashes`` are theirs, where they
+        are known), and then the field ``version`` of the hash ``meta`` (None where none is named):
+        read last, so that what it names was there until then."""
 
     @abstractmethod
-    def load(self, rows: Rows, layout: Layout, acknowledged: Acknowledged, throttle: Throttle, identity: str, doing: str) -> str:
-        """Send rows and wait for all replies. ``identity``: who the servers were when what is acknowledged already was counted; returns who they were when all
-        was found to be there. Raises as :class:`Pipe`, and what ``rows`` raises."""
+    def load(
+        self,
+        rows: Rows,
+        layout: Layout,
+        acknowledged: Acknowledged,
+        throttle: Throttle,
+        identity: str,
+        doing: str,
+    ) -> str:
+        """Send rows and wait for all replies. ``identity``: who the servers were when what is
+        acknowledged already was counted; returns who they were when all was found to be there.
+        Raises as :class:`Pipe`, and what ``rows`` raises."""
 
     def states(self, doing: str, budget: Budget | float | None = None) -> dict[Link, ServerState]:
         """Of each master; who they are is looked at once."""
@@ -125,7 +150,11 @@ class SingleServer(Servers):
         self._link = Link(opener(options), options.where, options.budget_s)
 
     def replies(
-        self, key: bytes | str, commands: Sequence[Command], doing: str, budget: Budget | float | None = None
+        self,
+        key: bytes | str,
+        commands: Sequence[Command],
+        doing: str,
+        budget: Budget | float | None = None,
     ) -> list[Any]:
         return self._link.replies(packed(*commands), len(commands), doing, budget)
 
@@ -162,11 +191,25 @@ class SingleServer(Servers):
         version = replies.pop() if meta is not None else None
         found, at = [], 0
         for layout, (_, count) in zip(layouts, parts, strict=False):
-            found.append(layout.found(keys, replies[at] if layout.buckets is None else replies[at : at + count], hashes))
+            found.append(
+                layout.found(
+                    keys,
+                    replies[at] if layout.buckets is None else replies[at : at + count],
+                    hashes,
+                )
+            )
             at += count
         return version, found or [FoundRows(keys, []) for _ in layouts]
 
-    def load(self, rows: Rows, layout: Layout, acknowledged: Acknowledged, throttle: Throttle, identity: str, doing: str) -> str:
+    def load(
+        self,
+        rows: Rows,
+        layout: Layout,
+        acknowledged: Acknowledged,
+        throttle: Throttle,
+        identity: str,
+        doing: str,
+    ) -> str:
         pipe = Pipe(self._link, doing, lambda: check_same(self._link, identity, doing))
         try:
             for number, (block, done) in enumerate(_laid_out(rows, layout, acknowledged.done)):
@@ -196,13 +239,18 @@ def _laid_out(rows: Rows, layout: Layout, done: int) -> Iterator[tuple[Block, in
 
 
 def slices(rows: Rows, layout: Layout) -> Iterator[RowBatch]:
-    """Batches of at most as many rows as are laid out together; for buckets, what comes in smaller ones is put together."""
+    """Batches of at most as many rows as are laid out together; for buckets, what comes in smaller
+    ones is put together."""
     most = layout.slice_rows
     held: list[RowBatch] = []
     for batch in rows:
         for start in range(0, len(batch), most):
             stop = min(start + most, len(batch))
-            part = RowBatch(batch.keys.slice(start, stop), batch.rows.slice(start, stop), batch.hashes[start:stop])
+            part = RowBatch(
+                batch.keys.slice(start, stop),
+                batch.rows.slice(start, stop),
+                batch.hashes[start:stop],
+            )
             if held and (layout.buckets is None or sum(map(len, held)) + len(part) > most):
                 yield _together(held)
                 held = []
@@ -235,17 +283,20 @@ def _joined(strings: Sequence[Packed]) -> Packed:
 
 def check_same(link: Link, identity: str, doing: str) -> None:
     """Raises:
-    OnlineStoreError: the server that answers is not the one that answered before, or nobody can tell.
+    OnlineStoreError: the server that answers is not the one that answered before, or nobody can
+        tell.
     """
     if not identity or server_state(link, doing, ADMIN_S).identity != identity:
         raise OnlineStoreError(
-            f"Redis at {link.where} was restarted, or another one took its place, while this was to {doing}: what it had acknowledged may be gone. Do it again: "
-            "it goes on from what is there for sure"
+            f"Redis at {link.where} was restarted, or another one took its place, while this was to"
+            f" {doing}: what it had acknowledged may be gone. Do it again: it goes on from what is"
+            " there for sure"
         )
 
 
 def replicated(servers: Servers, link: Link, prefix: str, replicas: int, doing: str) -> None:
-    """Wait until a server's replicas have what it has. ``prefix``: of a key that it may hold for a moment.
+    """Wait until a server's replicas have what it has. ``prefix``: of a key that it may hold for a
+    moment.
 
     Raises:
         OnlineStoreError: one does not keep up.
@@ -255,7 +306,11 @@ def replicated(servers: Servers, link: Link, prefix: str, replicas: int, doing: 
     until = time.monotonic() + ADMIN_S
     for at in itertools.count():
         key = servers.scratch(link, prefix, at)
-        commands = (("SET", key, b""), ("WAIT", replicas, int(REPLICATED_S * 1000)), ("UNLINK", key))
+        commands = (
+            ("SET", key, b""),
+            ("WAIT", replicas, int(REPLICATED_S * 1000)),
+            ("UNLINK", key),
+        )
         replies = link.replies(packed(*commands), 3, doing, REPLICATED_S + ADMIN_S)
         refused = next((reply for reply in replies if isinstance(reply, Refused)), None)
         if refused is None:
@@ -268,8 +323,9 @@ def replicated(servers: Servers, link: Link, prefix: str, replicas: int, doing: 
     have = replies[1]
     if have < replicas:
         raise OnlineStoreError(
-            f"of {replicas} replicas of Redis at {link.where} only {have} have what was loaded after {REPLICATED_S:.0f} s: a failover would lose rows. Mend or "
-            "remove the one that lags, and do it again"
+            f"of {replicas} replicas of Redis at {link.where} only {have} have what was loaded"
+            f" after {REPLICATED_S:.0f} s: a failover would lose rows. Mend or remove the one that"
+            " lags, and do it again"
         )
 
 
@@ -287,12 +343,14 @@ def handed_on(servers: Servers, key: str, doing: str) -> None:
     _, have = servers.ask(key, commands, doing, ADMIN_S)
     if not isinstance(have, int) or have < replicas:
         raise OnlineStoreError(
-            f"of {replicas} replicas only {have} keep up, could not {doing}: nothing older is dropped; publish it again"
+            f"of {replicas} replicas only {have} keep up, could not {doing}: nothing older is"
+            " dropped; publish it again"
         )
 
 
 def keep_small(servers: Servers, prefix: str, doing: str) -> bool:
-    """Whether hashes of as many fields as a bucket may have are small ones to the servers, and may be counted: tried, since few may ask how they are set."""
+    """Whether hashes of as many fields as a bucket may have are small ones to the servers, and may
+    be counted: tried, since few may ask how they are set."""
     pairs = [part for i in range(2 * FIELDS) for part in (b"%06d" % i, b"-" * WIDEST_VALUE)]
     for link in servers.masters():
         key = servers.scratch(link, prefix)
@@ -305,9 +363,13 @@ def keep_small(servers: Servers, prefix: str, doing: str) -> bool:
         ]
         _, _, count, encoding, _ = servers.replies(key, tried, doing, ADMIN_S)
         if count != 2 * FIELDS or encoding not in (b"listpack", b"ziplist"):
-            said = next((words(reply) for reply in (count, encoding) if isinstance(reply, Refused)), encoding)
+            said = next(
+                (words(reply) for reply in (count, encoding) if isinstance(reply, Refused)),
+                encoding,
+            )
             log.info(
-                "Redis at %s keeps no small hashes of %d fields, or does not tell (%s): each row has a key of its own",
+                "Redis at %s keeps no small hashes of %d fields, or does not tell (%s): each row"
+                " has a key of its own",
                 link.where,
                 2 * FIELDS,
                 said,

@@ -1,4 +1,5 @@
-"""Clients: the blocking one and the async one, with the stand-in's application where their connections would be; all else of them is as it is."""
+"""Clients: the blocking one and the async one, with the stand-in's application where their
+connections would be; all else of them is as it is."""
 
 from __future__ import annotations
 
@@ -19,7 +20,10 @@ URL = "http://stand-in.test"
 
 Serve = Callable[[Call[Any], list[tuple[bytes, bytes]]], "Future[Outcome]"]
 """Begins to answer a request with these headers."""
-App = Callable[[MutableMapping[str, Any], Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]], Awaitable[None]]
+App = Callable[
+    [MutableMapping[str, Any], Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]],
+    Awaitable[None],
+]
 
 _LOOK_S = 0.02
 """How often it is looked whether a request was given up."""
@@ -35,7 +39,8 @@ class StandInClient(Client):
 
 
 class StandInAsyncClient(AsyncClient):
-    """A :class:`precompute.AsyncClient` that a stand-in answers; ``options`` are those of the client."""
+    """A :class:`precompute.AsyncClient` that a stand-in answers; ``options`` are those of the
+    client."""
 
     def __init__(self, serve: Serve, timeout_s: float = 10.0, **options: Any) -> None:
         super().__init__(URL, timeout_s, **options)
@@ -108,4 +113,6 @@ async def exchanged(app: App, call: Call[Any], headers: list[tuple[bytes, bytes]
 
     await app(scope, receive, send)
     start, *parts = messages
-    return Reply(start["status"], start["headers"], b"".join(bytes(part.get("body", b"")) for part in parts))
+    return Reply(
+        start["status"], start["headers"], b"".join(bytes(part.get("body", b"")) for part in parts)
+    )

@@ -1,4 +1,5 @@
-"""Faults: what goes wrong between a client and its stand-in, on order: answers that come late, and errors in their place."""
+"""Faults: what goes wrong between a client and its stand-in, on order: answers that come late, and
+errors in their place."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from precompute.store.errors import (
 
 @dataclass(slots=True)
 class Fault:
-    """``error`` in place of the answer, or the answer so much later; the next ``times``, None for all; of requests of ``view``, None for all."""
+    """``error`` in place of the answer, or the answer so much later; the next ``times``, None for
+    all; of requests of ``view``, None for all."""
 
     error: PrecomputeError | None = None
     delay_s: float = 0.0
@@ -57,11 +59,14 @@ class Faults:
             self._faults.clear()
 
     def next(self, views: list[str]) -> tuple[float, PrecomputeError | None]:
-        """What becomes of a request of these views: how much later its answer comes, all delays together, and the oldest error."""
+        """What becomes of a request of these views: how much later its answer comes, all delays
+        together, and the oldest error."""
         delay_s, error = 0.0, None
         with self._lock:
             for fault in list(self._faults):
-                if (fault.view is not None and fault.view not in views) or (fault.error is not None and error is not None):
+                if (fault.view is not None and fault.view not in views) or (
+                    fault.error is not None and error is not None
+                ):
                     continue
                 delay_s += fault.delay_s
                 error = fault.error if error is None else error
@@ -73,14 +78,19 @@ class Faults:
 
 
 def outcome_of(error: PrecomputeError) -> Outcome:
-    """What a request came to, for the client to raise this error: the server's refusal, or no answer.
+    """What a request came to, for the client to raise this error: the server's refusal, or no
+    answer.
 
     Raises:
         ConfigError: the client raises no such error.
     """
     if isinstance(error, OverloadedError):
         # as RFC 9110 has it, in whole seconds
-        wait = [] if error.retry_after_s is None else [(b"retry-after", b"%d" % max(0, round(error.retry_after_s)))]
+        wait = (
+            []
+            if error.retry_after_s is None
+            else [(b"retry-after", b"%d" % max(0, round(error.retry_after_s)))]
+        )
         return _problem(503, "busy", str(error), wait)
     if isinstance(error, NoAnswerError):
         return Failure(error, final=isinstance(error, DeadlineError))
@@ -89,10 +99,15 @@ def outcome_of(error: PrecomputeError) -> Outcome:
     if isinstance(error, RequestError):
         return _problem(error.status, error.code, str(error))
     raise ConfigError(
-        f"{type(error).__name__}: the client never raises it; it raises OnlineStoreError, NoAnswerError, DeadlineError, OverloadedError, RequestError, DeniedError"
+        f"{type(error).__name__}: the client never raises it; it raises OnlineStoreError,"
+        " NoAnswerError, DeadlineError, OverloadedError, RequestError, DeniedError"
     )
 
 
-def _problem(status: int, code: str, detail: str, headers: list[tuple[bytes, bytes]] | None = None) -> Reply:
+def _problem(
+    status: int, code: str, detail: str, headers: list[tuple[bytes, bytes]] | None = None
+) -> Reply:
     body = wire.Problem(wire.PROBLEM_URN + code, code.replace("_", " "), status, detail)
-    return Reply(status, [(b"content-type", wire.PROBLEM.encode()), *(headers or [])], wire.encode(body))
+    return Reply(
+        status, [(b"content-type", wire.PROBLEM.encode()), *(headers or [])], wire.encode(body)
+    )

@@ -1,4 +1,5 @@
-"""Memory index: the nearest rows among a few, each compared; in place of the vector index on disk."""
+"""Memory index: the nearest rows among a few, each compared; in place of the vector index on
+disk."""
 
 from __future__ import annotations
 
@@ -26,12 +27,21 @@ class MemoryIndex(VectorIndex):
     """
 
     def __init__(
-        self, view: FeatureView, model: str, rows: Mapping[str, Mapping[str, Any]], computed_at_us: Mapping[str, int]
+        self,
+        view: FeatureView,
+        model: str,
+        rows: Mapping[str, Mapping[str, Any]],
+        computed_at_us: Mapping[str, int],
     ) -> None:
         assert view.index is not None
         feature = view.feature(view.index.on)
         assert feature.dim is not None
-        self.metric, self.dim, self.dtype, self.model = view.index.metric, feature.dim, feature.dtype, model
+        self.metric, self.dim, self.dtype, self.model = (
+            view.index.metric,
+            feature.dim,
+            feature.dtype,
+            model,
+        )
         # one that is null is in no index
         self._keys = [key for key, features in rows.items() if features[feature.name] is not None]
         self._times = [computed_at_us[key] for key in self._keys]
@@ -39,9 +49,14 @@ class MemoryIndex(VectorIndex):
         held = pa.array([rows[key][feature.name] for key in self._keys], feature.arrow_type)
         vectors = np.asarray(held.flatten(), np.float32).reshape(-1, feature.dim)
         if self.metric == "cosine":
-            vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.finfo(np.float32).tiny)
+            vectors = vectors / np.maximum(
+                np.linalg.norm(vectors, axis=1, keepdims=True), np.finfo(np.float32).tiny
+            )
         self._vectors = vectors
-        scalars = {name: pa.array([rows[key][name] for key in self._keys], kind) for name, kind in filterable(view).items()}
+        scalars = {
+            name: pa.array([rows[key][name] for key in self._keys], kind)
+            for name, kind in filterable(view).items()
+        }
         self._scalars = pa.table(scalars) if scalars else None
 
     def __len__(self) -> int:
@@ -63,11 +78,17 @@ class MemoryIndex(VectorIndex):
     ) -> Neighbours:
         """As :meth:`VectorIndex.search`, exact."""
         query = self._checked(vector)
-        wanted = np.array([key not in exclude and (only is None or key in only) for key in self._keys], np.bool_)
+        wanted = np.array(
+            [key not in exclude and (only is None or key in only) for key in self._keys], np.bool_
+        )
         if where is not None and self._scalars is not None:
             wanted &= where.admits(self._scalars)
         near = self.metric == "l2"
         scores = np.square(self._vectors - query).sum(axis=1) if near else self._vectors @ query
         order = np.argsort(scores if near else -scores, kind="stable")
         best = [int(i) for i in order if wanted[i]][:k]
-        return Neighbours([self._keys[i] for i in best], [float(scores[i]) for i in best], [self._times[i] for i in best])
+        return Neighbours(
+            [self._keys[i] for i in best],
+            [float(scores[i]) for i in best],
+            [self._times[i] for i in best],
+        )

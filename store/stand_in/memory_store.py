@@ -1,4 +1,5 @@
-"""Memory store: the contract of an online store in the fewest lines, dictionaries; for tests that need a store and none in particular."""
+"""Memory store: the contract of an online store in the fewest lines, dictionaries; for tests that
+need a store and none in particular."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ class MemoryStore(OnlineStore):
         check_not_live(self.live(view), view, generation.number)
         table: dict[bytes, Buffer] = {}
         for batch in rows:
-            table.update(zip(map(bytes, batch.keys.strings()), map(bytes, batch.rows.strings()), strict=True))
+            table.update(
+                zip(map(bytes, batch.keys.strings()), map(bytes, batch.rows.strings()), strict=True)
+            )
         with self._lock:
             self._generations.setdefault(view, {})[generation.number] = generation, table
         return len(table)
@@ -55,14 +58,18 @@ class MemoryStore(OnlineStore):
             if pointer is None:
                 return None
             tables = [self._generations[view][number][1] for number in pointer.generations]
-        return pointer, reduce(overlaid, [FoundRows(keys, [table.get(key) for key in keys]) for table in tables])
+        return pointer, reduce(
+            overlaid, [FoundRows(keys, [table.get(key) for key in keys]) for table in tables]
+        )
 
     def read_generation(self, view: str, number: int, keys: Sequence[bytes]) -> FoundRows:
         _, table = self._generations.get(view, {}).get(number, (None, {}))
         return FoundRows(keys, [table.get(key) for key in keys])
 
     def generations(self, view: str) -> list[Generation]:
-        return [generation for _, (generation, _) in sorted(self._generations.get(view, {}).items())]
+        return [
+            generation for _, (generation, _) in sorted(self._generations.get(view, {}).items())
+        ]
 
     def drop(self, view: str, number: int) -> None:
         with self._lock:

@@ -1,5 +1,8 @@
-"""Stand-in: a lookup service inside a test, with rows of one's own, answers that come late and failures on order. It is the server's own application over rows
-in memory, and its clients are the real ones but for their connections; so what they answer and raise is what it would be, without a process or a port."""
+"""Stand-in: a lookup service inside a test, with rows of one's own, answers that come late and
+failures on order. It is the server's own application over rows in memory, and its clients are the
+real ones but for their connections; so what they answer and raise is what it would be, without a
+process or a port.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,15 @@ from precompute.store.client.attempts import Failure, Outcome
 from precompute.store.client.calls import Call
 from precompute.store.errors import ConfigError, NoAnswerError, PrecomputeError
 from precompute.store.fallback import Computed, Fallback, Miss, unpacked_view
-from precompute.store.feature_view import NAME, RESERVED, SCALAR_TYPES, Feature, FeatureView, IndexSpec, find_bad
+from precompute.store.feature_view import (
+    NAME,
+    RESERVED,
+    SCALAR_TYPES,
+    Feature,
+    FeatureView,
+    IndexSpec,
+    find_bad,
+)
 from precompute.store.freshness import as_datetime, iso
 from precompute.store.key_text import key_text, split_key
 from precompute.store.lookup import Lookup
@@ -42,12 +53,14 @@ from precompute.store.vectors.vector_index import VectorIndex
 
 DAY_S = 86400.0
 Model = Callable[[str, Mapping[str, Any] | None], Mapping[str, Any] | None]
-"""Key, and the inputs that came with the request → features; None where there is no such entity. To raise TimeoutError is to be too slow, anything else to fail."""
+"""Key, and the inputs that came with the request → features; None where there is no such entity. To
+raise TimeoutError is to be too slow, anything else to fail."""
 _GENERATION = 1
 
 
 class Request(NamedTuple):
-    """A request that a client sent: ``GET`` or ``POST``, its path with the query, the views it is for, and its JSON body, None without one."""
+    """A request that a client sent: ``GET`` or ``POST``, its path with the query, the views it is
+    for, and its JSON body, None without one."""
 
     method: str
     path: str
@@ -71,28 +84,40 @@ class _View:
     def batch(self) -> RowBatch:
         """Packed, for an online store."""
         # a damaged row does not vouch for itself
-        rows = [row[:-1] + bytes([row[-1] ^ 1]) if key in self.damaged else row for key, row in self.values.items()]
+        rows = [
+            row[:-1] + bytes([row[-1] ^ 1]) if key in self.damaged else row
+            for key, row in self.values.items()
+        ]
         names = Packed.of([key.encode() for key in self.values])
         return RowBatch(names, Packed.of(rows), kernels.hashes(names))
 
-    def packed(self, rows: Mapping[str, Mapping[str, Any]], at_us: int, codec: RowCodec | None = None) -> dict[str, bytes]:
+    def packed(
+        self, rows: Mapping[str, Mapping[str, Any]], at_us: int, codec: RowCodec | None = None
+    ) -> dict[str, bytes]:
         """Rows, packed.
 
         Raises:
-            ConfigError: a value is none of its feature's type, or that no model may return, or a feature is not the view's.
+            ConfigError: a value is none of its feature's type, or that no model may return, or a
+                feature is not the view's.
         """
         view = self.view
         for features in rows.values():
             unknown = [name for name in features if name not in view.feature_names]
             if unknown:
-                raise ConfigError(f"view {view.name!r} has no feature {unknown[0]!r} (it has: {', '.join(view.feature_names)})")
+                raise ConfigError(
+                    f"view {view.name!r} has no feature {unknown[0]!r} (it has:"
+                    f" {', '.join(view.feature_names)})"
+                )
         columns = []
         for feature in view.features:
             try:
                 values = [features.get(feature.name) for features in rows.values()]
-                if feature.dtype.startswith(("int", "uint")) and any(isinstance(value, float) for value in values):
+                if feature.dtype.startswith(("int", "uint")) and any(
+                    isinstance(value, float) for value in values
+                ):
                     raise TypeError(
-                        f"a value is a float, and the feature is {feature.dtype}: give features={{{feature.name!r}: {{'dtype': 'float64'}}}}"
+                        f"a value is a float, and the feature is {feature.dtype}: give"
+                        f" features={{{feature.name!r}: {{'dtype': 'float64'}}}}"
                     )
                 columns.append(pa.array(values, feature.arrow_type))
             except (pa.ArrowException, TypeError, ValueError, OverflowError) as exc:
@@ -100,12 +125,16 @@ class _View:
                     # says which
                     for key, features in rows.items():
                         self.packed({key: features}, at_us)
-                raise ConfigError(f"view {view.name!r}, key {next(iter(rows))!r}: {feature.name}: {exc}") from exc
+                raise ConfigError(
+                    f"view {view.name!r}, key {next(iter(rows))!r}: {feature.name}: {exc}"
+                ) from exc
         batch = pa.RecordBatch.from_arrays(columns, schema=view.feature_schema())
         if (misfit := _misfit(view, batch)) is not None:
             raise ConfigError(f"view {view.name!r}, key {list(rows)[misfit[0]]!r}: {misfit[1]}")
         hashes = kernels.hashes(Packed.of([key.encode() for key in rows]))
-        packed = (codec or self.codec).encode(batch, hashes, np.full(len(rows), at_us, np.int64), _GENERATION)
+        packed = (codec or self.codec).encode(
+            batch, hashes, np.full(len(rows), at_us, np.int64), _GENERATION
+        )
         return dict(zip(rows, map(bytes, packed.strings()), strict=True))
 
 
@@ -151,8 +180,9 @@ class StandIn(Fallback):
         Args:
             name: of the view.
             rows: key → features.
-            features: name → ``dtype`` and ``dim`` or ``max_items``, as in a view's file; by default what the first row's values look like: float64, int64, bool,
-                string, and float32 vectors of lists of floats.
+            features: name → ``dtype`` and ``dim`` or ``max_items``, as in a view's file; by default
+                what the first row's values look like: float64, int64, bool, string, and float32
+                vectors of lists of floats.
             entity: the key's columns.
             ttl_s: how long rows are fresh.
             stale_for_s: past that, how long they are stale.
@@ -187,11 +217,13 @@ class StandIn(Fallback):
             self._publish(_View(view, model), dict(inputs or {}), held, age_s)
 
     def service(self, service: Service) -> None:
-        """A feature service over its views, as ``precompute.services("project")["ranking"]`` reads it; a view that is not there is missing, as in a server."""
+        """A feature service over its views, as ``precompute.services("project")["ranking"]`` reads
+        it; a view that is not there is missing, as in a server."""
         self._lookup.services[service.name] = service
 
     def put(self, view: str, key: Any, features: Mapping[str, Any], *, age_s: float = 0.0) -> None:
-        """Add or replace a row; features that are not named are null; a vector is so only beside nothing but nulls.
+        """Add or replace a row; features that are not named are null; a vector is so only beside
+        nothing but nulls.
 
         Raises:
             ConfigError: there is no such view, or a value that it cannot have.
@@ -224,11 +256,15 @@ class StandIn(Fallback):
 
     # ---- what goes wrong
 
-    def fail(self, error: PrecomputeError, *, times: int | None = None, view: str | None = None) -> None:
-        """Have requests fail so that the client raises this error, after trying again where it would.
+    def fail(
+        self, error: PrecomputeError, *, times: int | None = None, view: str | None = None
+    ) -> None:
+        """Have requests fail so that the client raises this error, after trying again where it
+        would.
 
         Args:
-            error: a :class:`NoAnswerError` (nobody is there), :class:`DeadlineError`, :class:`OverloadedError`, :class:`OnlineStoreError` (the server's store is gone),
+            error: a :class:`NoAnswerError` (nobody is there), :class:`DeadlineError`,
+                :class:`OverloadedError`, :class:`OnlineStoreError` (the server's store is gone),
                 :class:`DeniedError` or any :class:`RequestError`.
             times: the next so many requests; each attempt of a call is one. By default all.
             view: only those for this view.
@@ -241,7 +277,8 @@ class StandIn(Fallback):
         self._faults.add(Fault(error=error, times=times, view=view))
 
     def delay(self, seconds: float, *, times: int | None = None, view: str | None = None) -> None:
-        """Have answers come so much later, within the client's time limit or past it; arguments as of :meth:`fail`.
+        """Have answers come so much later, within the client's time limit or past it; arguments as
+        of :meth:`fail`.
 
         Raises:
             ConfigError: that is no time, or there is no such view yet.
@@ -293,7 +330,10 @@ class StandIn(Fallback):
         query: bool = False,
     ) -> list[Future[Computed]]:
         """As :meth:`precompute.store.fallback.Fallback.submit`."""
-        return [self._threads.submit(self._computed, pointer.view.name, key, inputs.get(key), query) for key in keys]
+        return [
+            self._threads.submit(self._computed, pointer.view.name, key, inputs.get(key), query)
+            for key in keys
+        ]
 
     def now_s(self) -> float:
         """What time it is here, s since 1970."""
@@ -318,7 +358,9 @@ class StandIn(Fallback):
             of.index = pointer, index
             return index
 
-    def _computed(self, name: str, key: str, inputs: Mapping[str, Any] | None, query: bool) -> Computed:
+    def _computed(
+        self, name: str, key: str, inputs: Mapping[str, Any] | None, query: bool
+    ) -> Computed:
         of = self._views[name]
         assert of.model is not None
         try:
@@ -337,22 +379,44 @@ class StandIn(Fallback):
 
     def _named(self, view: str) -> _View:
         if view not in self._views:
-            raise ConfigError(f"the stand-in has no view {view!r} (it has: {', '.join(sorted(self._views)) or 'none'})")
+            raise ConfigError(
+                f"the stand-in has no view {view!r} (it has:"
+                f" {', '.join(sorted(self._views)) or 'none'})"
+            )
         return self._views[view]
 
-    def _change(self, view: str, rows: Mapping[Any, Mapping[str, Any] | None], age_s: float = 0.0) -> None:
+    def _change(
+        self, view: str, rows: Mapping[Any, Mapping[str, Any] | None], age_s: float = 0.0
+    ) -> None:
         with self._lock:
             of, pointer = self._named(view), self._store.live(view)
             assert pointer is not None
             self._publish(of, pointer.input_columns, rows, age_s)
 
-    def _publish(self, of: _View, inputs: dict[str, str], rows: Mapping[Any, Mapping[str, Any] | None], age_s: float) -> None:
+    def _publish(
+        self,
+        of: _View,
+        inputs: dict[str, str],
+        rows: Mapping[Any, Mapping[str, Any] | None],
+        age_s: float,
+    ) -> None:
         name, now_us = of.view.name, int(self.now_s() * 1e6)
         at_us = now_us - int(age_s * 1e6)
         gone = {key_text(key, of.view.entity) for key, features in rows.items() if features is None}
-        come = {key_text(key, of.view.entity): _plain(features) for key, features in rows.items() if features is not None}
-        if strange := [text for text in (*come, *gone) if len(split_key(text, of.view.entity)) != len(of.view.entity)]:
-            raise ConfigError(f"view {name!r}: the key {strange[0]!r} has not the parts of {', '.join(of.view.entity)}")
+        come = {
+            key_text(key, of.view.entity): _plain(features)
+            for key, features in rows.items()
+            if features is not None
+        }
+        if strange := [
+            text
+            for text in (*come, *gone)
+            if len(split_key(text, of.view.entity)) != len(of.view.entity)
+        ]:
+            raise ConfigError(
+                f"view {name!r}: the key {strange[0]!r} has not the parts of"
+                f" {', '.join(of.view.entity)}"
+            )
         # refused before any is anybody's row
         of.values |= of.packed(come, at_us)
         of.rows |= come
@@ -389,7 +453,9 @@ class StandIn(Fallback):
             over: Future[Outcome] = Future()
             over.set_result(Failure(NoAnswerError("no answer: the stand-in is closed"), final=True))
             return over
-        return asyncio.run_coroutine_threadsafe(self._answered(call, headers, request.views), self._loop)
+        return asyncio.run_coroutine_threadsafe(
+            self._answered(call, headers, request.views), self._loop
+        )
 
     def _views_of(self, path: str, body: Any) -> list[str]:
         """Names of the views that a request is for."""
@@ -402,7 +468,9 @@ class StandIn(Fallback):
         requests = body.get("requests") if isinstance(body, dict) else None
         return [one["view"] for one in requests or ()]
 
-    async def _answered(self, call: Call[Any], headers: list[tuple[bytes, bytes]], views: list[str]) -> Outcome:
+    async def _answered(
+        self, call: Call[Any], headers: list[tuple[bytes, bytes]], views: list[str]
+    ) -> Outcome:
         delay_s, error = self._faults.next(views)
         if delay_s:
             await asyncio.sleep(delay_s)
@@ -438,20 +506,30 @@ class _MemoryLookup(Lookup):
 
 def _plain(features: Mapping[str, Any]) -> dict[str, Any]:
     """Features, those of numpy as Python's."""
-    return {name: value.tolist() if hasattr(value, "tolist") else value for name, value in features.items()}
+    return {
+        name: value.tolist() if hasattr(value, "tolist") else value
+        for name, value in features.items()
+    }
 
 
 def _features(
-    view: str, rows: Mapping[Any, Mapping[str, Any]], features: Mapping[str, Mapping[str, Any]] | None
+    view: str,
+    rows: Mapping[Any, Mapping[str, Any]],
+    features: Mapping[str, Mapping[str, Any]] | None,
 ) -> tuple[Feature, ...]:
     if features is not None:
         try:
             return tuple(Feature(name, **said) for name, said in features.items())
         except TypeError as exc:
-            raise ConfigError(f"view {view!r}: features: each has a dtype, and dim or max_items: {exc}") from exc
+            raise ConfigError(
+                f"view {view!r}: features: each has a dtype, and dim or max_items: {exc}"
+            ) from exc
     first = next(iter(rows.values()), None)
     if first is None:
-        raise ConfigError(f"view {view!r}: without a row its features are not known: give features={{name: {{'dtype': …}}}}")
+        raise ConfigError(
+            f"view {view!r}: without a row its features are not known: give features={{name:"
+            " {'dtype': …}}"
+        )
     return tuple(_feature(view, name, value) for name, value in _plain(first).items())
 
 
@@ -465,20 +543,28 @@ def _feature(view: str, name: str, value: Any) -> Feature:
         if type(value[0]) in kinds:
             return Feature(name, kinds[type(value[0])], max_items=65536)
     raise ConfigError(
-        f"view {view!r}: what feature {name!r} is cannot be seen from {value!r}: give features={{{name!r}: {{'dtype': …}}}}"
+        f"view {view!r}: what feature {name!r} is cannot be seen from {value!r}: give"
+        f" features={{{name!r}: {{'dtype': …}}}}"
     )
 
 
 def _misfit(view: FeatureView, batch: pa.RecordBatch) -> tuple[int, str] | None:
-    """The first row that no model may return, and why; one of nothing but nulls may be in a view."""
+    """The first row that no model may return, and why; one of nothing but nulls may be in a
+    view."""
     held = np.flatnonzero(~np.all([column.is_null() for column in batch.columns], axis=0))
     for feature, column in zip(view.features, batch.take(pa.array(held)).columns, strict=True):
         bad = dict[int, str]()
         if feature.dim is not None:
-            bad = dict.fromkeys(pc.indices_nonzero(column.is_null()).to_pylist(), f"{feature.name} is null, and a vector")
+            bad = dict.fromkeys(
+                pc.indices_nonzero(column.is_null()).to_pylist(),
+                f"{feature.name} is null, and a vector",
+            )
         elif feature.max_items is not None:
             long = pc.fill_null(pc.greater(pc.list_value_length(column), feature.max_items), False)
-            bad = dict.fromkeys(pc.indices_nonzero(long).to_pylist(), f"{feature.name} has more than {feature.max_items} items")
+            bad = dict.fromkeys(
+                pc.indices_nonzero(long).to_pylist(),
+                f"{feature.name} has more than {feature.max_items} items",
+            )
         if hasattr(column.type, "value_type"):
             nulls = pc.list_parent_indices(column).filter(column.flatten().is_null())
             bad |= dict.fromkeys(nulls.to_pylist(), f"{feature.name} holds a null")
@@ -492,23 +578,39 @@ def _misfit(view: FeatureView, batch: pa.RecordBatch) -> tuple[int, str] | None:
 
 def _check(view: FeatureView) -> None:
     """Raises:
-    ConfigError: a name, a time or a metric that no view could have, or an index on what is no vector of floats.
+    ConfigError: a name, a time or a metric that no view could have, or an index on what is no
+        vector of floats.
     """
-    for name, seconds in (("ttl_s", view.ttl_s), ("stale_for_s", view.stale_for_s), ("deadline_s", view.fallback_deadline_s)):
+    for name, seconds in (
+        ("ttl_s", view.ttl_s),
+        ("stale_for_s", view.stale_for_s),
+        ("deadline_s", view.fallback_deadline_s),
+    ):
         if not 0 <= seconds < math.inf:
             raise ConfigError(f"view {view.name!r}: {name} is {seconds}: give seconds, 0 or more")
     for name in (view.name, *view.entity, *view.feature_names):
         if not NAME.match(name) or (name != view.name and name in RESERVED):
-            raise ConfigError(f"view {view.name!r}: {name!r} is no name of a view, a key column or a feature")
+            raise ConfigError(
+                f"view {view.name!r}: {name!r} is no name of a view, a key column or a feature"
+            )
     for feature in view.features:
         if feature.dtype not in SCALAR_TYPES:
-            raise ConfigError(f"view {view.name!r}: {feature.name}: {feature.dtype!r} is none of {', '.join(SCALAR_TYPES)}")
+            raise ConfigError(
+                f"view {view.name!r}: {feature.name}: {feature.dtype!r} is none of"
+                f" {', '.join(SCALAR_TYPES)}"
+            )
     on = None if view.index is None else view.index.on
-    vectors = [feature.name for feature in view.features if feature.dim is not None and feature.dtype.startswith("float")]
+    vectors = [
+        feature.name
+        for feature in view.features
+        if feature.dim is not None and feature.dtype.startswith("float")
+    ]
     if on is not None and on not in vectors:
         raise ConfigError(f"view {view.name!r}: index.on: {on!r} is no vector of floats")
     if view.index is not None and view.index.metric not in ("cosine", "dot", "l2"):
-        raise ConfigError(f"view {view.name!r}: index.metric: {view.index.metric!r} is none of cosine, dot, l2")
+        raise ConfigError(
+            f"view {view.name!r}: index.metric: {view.index.metric!r} is none of cosine, dot, l2"
+        )
     try:
         default_row(view, RowCodec(view))
     except (ValueError, TypeError, pa.ArrowException) as exc:

@@ -1,5 +1,5 @@
-"""Access log: a line of JSON for each request, written by the handful. It has no key, no query and no token: keys are people's as often as not, and a hash of one
-is found by trying them all.
+"""Access log: a line of JSON for each request, written by the handful. It has no key, no query and
+no token: keys are people's as often as not, and a hash of one is found by trying them all.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ _App = Callable[[_Scope, Any, Any], Awaitable[None]]
 
 
 class AccessLog:
-    """An ASGI application that writes down what another one answers: ``at`` (when it was sent, ISO 8601 in UTC), ``method``, ``route`` (as it is documented, not as it was
-    requested) and ``view``, ``status`` (0 where the client went before there was one), ``bytes`` of the body, ``seconds`` from the request's head to the last of the
-    answer, ``client`` (its address), ``token`` (the name of the one it came with), ``worker``.
+    """An ASGI application that writes down what another one answers: ``at`` (when it was sent, ISO
+    8601 in UTC), ``method``, ``route`` (as it is documented, not as it was requested) and ``view``,
+    ``status`` (0 where the client went before there was one), ``bytes`` of the body, ``seconds``
+    from the request's head to the last of the answer, ``client`` (its address), ``token`` (the name
+    of the one it came with), ``worker``.
 
     Args:
         app: answers.
-        path: the file, appended to and, when it was renamed or removed, begun again; None: the standard error.
+        path: the file, appended to and, when it was renamed or removed, begun again; None: the
+            standard error.
         worker: the name of this process.
 
     Raises:
@@ -59,11 +62,26 @@ class AccessLog:
             await self._app(scope, receive, counted)
         finally:
             route, view = route_of(scope)
-            client, now = scope.get("client"), datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+            client, now = (
+                scope.get("client"),
+                datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            )
             seconds = round(time.perf_counter() - started, 6)
             address = None if client is None else client[0]
-            line = {"at": now, "method": scope["method"], "route": route, "view": view, "status": status, "bytes": size}
-            line |= {"seconds": seconds, "client": address, "token": scope.get("token"), "worker": self._worker}
+            line = {
+                "at": now,
+                "method": scope["method"],
+                "route": route,
+                "view": view,
+                "status": status,
+                "bytes": size,
+            }
+            line |= {
+                "seconds": seconds,
+                "client": address,
+                "token": scope.get("token"),
+                "worker": self._worker,
+            }
             self._lines.append(json.dumps(line).encode())
             if len(self._lines) >= _FLUSH_LINES:
                 self.flush()

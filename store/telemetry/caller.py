@@ -1,5 +1,5 @@
-"""Caller: which request work of other threads and processes is done for: its trace, its route and view. Nothing of OpenTelemetry is here, which is installed only where
-traces are wanted."""
+"""Caller: which request work of other threads and processes is done for: its trace, its route and
+view. Nothing of OpenTelemetry is here, which is installed only where traces are wanted."""
 
 from __future__ import annotations
 
@@ -30,14 +30,24 @@ _OF_A_VIEW = {b"lookup": "/v1/views/{view}/lookup", b"search": "/v1/views/{view}
 _SERVICES = b"/v1/services/"
 _FIXED = {
     path.encode(): path
-    for path in ("/", "/v1/views", "/v1/services", "/v1/lookup", "/livez", "/readyz", "/metrics", "/openapi.json")
+    for path in (
+        "/",
+        "/v1/views",
+        "/v1/services",
+        "/v1/lookup",
+        "/livez",
+        "/readyz",
+        "/metrics",
+        "/openapi.json",
+    )
 }
 OTHER = "other"
 """What is no route of the API."""
 
 
 def route_of(scope: dict[str, Any]) -> tuple[str, str | None]:
-    """(route, view) of an ASGI scope: ``("/v1/views/{view}/rows/{key}", "numbers")``; the view, or the service, as it was requested, cut at 63 characters."""
+    """(route, view) of an ASGI scope: ``("/v1/views/{view}/rows/{key}", "numbers")``; the view, or
+    the service, as it was requested, cut at 63 characters."""
     path: bytes = scope["raw_path"]
     if path.startswith(_SERVICES) and b"/" not in (name := path[len(_SERVICES) :]):
         return "/v1/services/{service}", unquote_to_bytes(name).decode(errors="replace")[:63]

@@ -6,10 +6,23 @@ from collections.abc import Iterator, Mapping
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
-from precompute.store.telemetry.instruments import BUCKETS, INSTRUMENTS, SIZES, Instrument, Kind, Meter, read_slots
+from precompute.store.telemetry.instruments import (
+    BUCKETS,
+    INSTRUMENTS,
+    SIZES,
+    Instrument,
+    Kind,
+    Meter,
+    read_slots,
+)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -20,8 +33,11 @@ Totals = dict[str, Series]
 """Instrument → labels → numbers."""
 
 
-def exposition(meter: Meter, now: Mapping[Instrument, Mapping[tuple[str, ...], float]] | None = None) -> bytes:
-    """The text that ``/metrics`` answers with: of all processes that count into the meter's folder, or of its own where it has none.
+def exposition(
+    meter: Meter, now: Mapping[Instrument, Mapping[tuple[str, ...], float]] | None = None
+) -> bytes:
+    """The text that ``/metrics`` answers with: of all processes that count into the meter's folder,
+    or of its own where it has none.
 
     Args:
         meter: of the process that was requested.
@@ -36,7 +52,9 @@ def exposition(meter: Meter, now: Mapping[Instrument, Mapping[tuple[str, ...], f
 
 
 class _Collector(Collector):
-    def __init__(self, meter: Meter, now: Mapping[Instrument, Mapping[tuple[str, ...], float]]) -> None:
+    def __init__(
+        self, meter: Meter, now: Mapping[Instrument, Mapping[tuple[str, ...], float]]
+    ) -> None:
         self._meter, self._now = meter, now
 
     def collect(self) -> Iterator[Metric]:
@@ -51,7 +69,8 @@ class _Collector(Collector):
 
 
 def totals(meter: Meter) -> Totals:
-    """Instrument → series → numbers over all processes; of a histogram its buckets' counts, one by one, and the sum of seconds.
+    """Instrument → series → numbers over all processes; of a histogram its buckets' counts, one by
+    one, and the sum of seconds.
 
     Raises:
         OSError: the meter's folder cannot be read.
@@ -60,7 +79,10 @@ def totals(meter: Meter) -> Totals:
     added: Totals = {name: {} for name in kinds}
     if meter.folder is None:
         values = meter.slots.values
-        found = [(key, [float(n) for n in values[at : at + SIZES[kinds[key[0]]]]]) for key, at in meter.slots.series()]
+        found = [
+            (key, [float(n) for n in values[at : at + SIZES[kinds[key[0]]]]])
+            for key, at in meter.slots.series()
+        ]
     else:
         found = [(key, numbers) for _, key, numbers in read_slots(meter.folder) if key[0] in kinds]
     for (name, labels), numbers in found:

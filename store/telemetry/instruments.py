@@ -1,8 +1,10 @@
-"""Instruments: what is counted, and the meter that a process counts with. Labels come from closed sets; never a key, never an unknown view's name.
-The numbers lie in memory that all processes can read, and outlive each.
+"""Instruments: what is counted, and the meter that a process counts with. Labels come from closed
+sets; never a key, never an unknown view's name. The numbers lie in memory that all processes can
+read, and outlive each.
 
-``meter.counter(ROWS, view, "fresh", "store", "").add(3)``: a lookup of the series and an addition, 0.4 µs; anyone who counts at every request keeps the
-series. All processes of a server count into one folder, and any of them tells all (:mod:`precompute.store.telemetry.exposition`).
+``meter.counter(ROWS, view, "fresh", "store", "").add(3)``: a lookup of the series and an addition,
+0.4 µs; anyone who counts at every request keeps the series. All processes of a server count into
+one folder, and any of them tells all (:mod:`precompute.store.telemetry.exposition`).
 """
 
 from __future__ import annotations
@@ -26,14 +28,16 @@ from precompute.store.record import Record, read_record, sealed
 from precompute.store.telemetry.caller import Caller
 
 MAX_SLOTS = 1 << 17
-"""Of a process: a file of 1 MiB. A series of a counter takes one, of a histogram twenty: labels come from closed sets, and views are few."""
+"""Of a process: a file of 1 MiB. A series of a counter takes one, of a histogram twenty: labels
+come from closed sets, and views are few."""
 
 Key = tuple[str, tuple[str, ...]]
 """A series: its instrument's name, its labels' values."""
 
 
 class _Run(Record, frozen=True):
-    """A line of the keys' file: a series and how many slots it has, after those of the lines before."""
+    """A line of the keys' file: a series and how many slots it has, after those of the lines
+    before."""
 
     name: str
     labels: tuple[str, ...]
@@ -62,13 +66,19 @@ class Slots:
             self.values = memoryview(bytearray(8 * MAX_SLOTS)).cast("d")
             return
         try:
-            values = os.open(folder / f"{process}.values", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            values = os.open(
+                folder / f"{process}.values", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+            )
             try:
                 _allocate(values)
                 self._map = mmap.mmap(values, 8 * MAX_SLOTS)
             finally:
                 os.close(values)
-            self._keys = os.open(folder / f"{process}.keys", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            self._keys = os.open(
+                folder / f"{process}.keys",
+                os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC,
+                0o600,
+            )
             # what a kill cut short is no line
             whole = (folder / f"{process}.keys").read_bytes().rpartition(b"\n")[0]
             os.ftruncate(self._keys, len(whole) + bool(whole))
@@ -80,7 +90,8 @@ class Slots:
         self.values = memoryview(self._map).cast("d")
 
     def run(self, key: Key, size: int) -> int:
-        """Where the ``size`` slots of a series begin, zeros when it is new. Beyond :data:`MAX_SLOTS` all series share the last ones, which nobody reads."""
+        """Where the ``size`` slots of a series begin, zeros when it is new. Beyond
+        :data:`MAX_SLOTS` all series share the last ones, which nobody reads."""
         first = self._first.get(key)
         if first is None:
             first = self._used
@@ -107,7 +118,8 @@ class Slots:
 
 
 def _allocate(file: int) -> None:
-    """All of it, now: what is written to a hole of a mapped file, on a disk that is full by then, ends the process."""
+    """All of it, now: what is written to a hole of a mapped file, on a disk that is full by then,
+    ends the process."""
     if sys.platform == "linux":
         os.posix_fallocate(file, 0, 8 * MAX_SLOTS)
     else:
@@ -140,11 +152,13 @@ BUCKETS = (
     *(25e-6, 50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3),
     *(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0),
 )
-"""Upper ends of every histogram's buckets, in seconds: from a read of one row out of a mapped file to the longest deadline."""
+"""Upper ends of every histogram's buckets, in seconds: from a read of one row out of a mapped file
+to the longest deadline."""
 
 
 class Kind(StrEnum):
-    """What an instrument is. Of a gauge, processes' values are added, or the highest is reported."""
+    """What an instrument is. Of a gauge, processes' values are added, or the highest is
+    reported."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -154,7 +168,8 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Instrument:
-    """A metric: its name in the exposition (a counter's ends in ``_total`` there), what it means, and its labels' names."""
+    """A metric: its name in the exposition (a counter's ends in ``_total`` there), what it means,
+    and its labels' names."""
 
     name: str
     kind: Kind
@@ -218,7 +233,8 @@ class Meter:
 
     Args:
         folder: shared by a server's processes; None: this one counts for itself.
-        process: its name among them (``worker-0``), the same when it is restarted: counters go on, and gauges begin at 0.
+        process: its name among them (``worker-0``), the same when it is restarted: counters go on,
+            and gauges begin at 0.
 
     Raises:
         PrecomputeError: the folder cannot be written.
@@ -229,7 +245,11 @@ class Meter:
         self.slots = Slots(folder, process)
         self._numbers: dict[tuple[Instrument, tuple[str, ...]], Number] = {}
         self._timers: dict[tuple[Instrument, tuple[str, ...]], Timer] = {}
-        counters = {instrument.name for instrument in INSTRUMENTS if instrument.kind in (Kind.COUNTER, Kind.HISTOGRAM)}
+        counters = {
+            instrument.name
+            for instrument in INSTRUMENTS
+            if instrument.kind in (Kind.COUNTER, Kind.HISTOGRAM)
+        }
         for (name, _), at in self.slots.series():
             if name not in counters:
                 self.slots.values[at] = 0.0
@@ -248,22 +268,29 @@ class Meter:
         """A histogram's series."""
         series = self._timers.get((instrument, labels))
         if series is None:
-            series = self._timers[instrument, labels] = Timer(self.slots.values, self._run(instrument, labels))
+            series = self._timers[instrument, labels] = Timer(
+                self.slots.values, self._run(instrument, labels)
+            )
         return series
 
     def _number(self, instrument: Instrument, labels: tuple[str, ...]) -> Number:
         series = self._numbers.get((instrument, labels))
         if series is None:
-            series = self._numbers[instrument, labels] = Number(self.slots.values, self._run(instrument, labels))
+            series = self._numbers[instrument, labels] = Number(
+                self.slots.values, self._run(instrument, labels)
+            )
         return series
 
     def _run(self, instrument: Instrument, labels: tuple[str, ...]) -> int:
-        assert len(labels) == len(instrument.labels), f"{instrument.name} has the labels {instrument.labels}"
+        assert len(labels) == len(instrument.labels), (
+            f"{instrument.name} has the labels {instrument.labels}"
+        )
         with _lock:
             return self.slots.run((instrument.name, labels), SIZES[instrument.kind])
 
     def process_figures(self) -> None:
-        """Set what is known of this process: memory and open files. Called about once a second, 40 µs; where no file can be opened any more, they stay as they were."""
+        """Set what is known of this process: memory and open files. Called about once a second, 40
+        µs; where no file can be opened any more, they stay as they were."""
         with contextlib.suppress(OSError):
             with open("/proc/self/statm", "rb") as file:
                 pages = int(file.read().split()[1])
@@ -288,7 +315,8 @@ ROWS = _instrument(
 FUTURE_ROWS = _instrument(
     Kind.COUNTER,
     "future_rows",
-    "Rows answered whose computed_at lies in the future: a clock was wrong, and their age is what is known",
+    "Rows answered whose computed_at lies in the future: a clock was wrong, and their age is what"
+    " is known",
     "view",
 )
 DAMAGED_ROWS = _instrument(
@@ -301,7 +329,8 @@ REQUEST_SECONDS = _instrument(Kind.HISTOGRAM, "request_seconds", "Time to answer
 STAGE_SECONDS = _instrument(
     Kind.HISTOGRAM,
     "stage_seconds",
-    "Time of a request's stages: read (keys to packed rows), verify, wait (for the model), search, encode",
+    "Time of a request's stages: read (keys to packed rows), verify, wait (for the model), search,"
+    " encode",
     "stage",
 )
 PROBLEMS = _instrument(Kind.COUNTER, "problems", "Refused or failed requests", "code")
@@ -309,13 +338,16 @@ PROBLEMS = _instrument(Kind.COUNTER, "problems", "Refused or failed requests", "
 CACHE = _instrument(
     Kind.COUNTER,
     "cache_rows",
-    "Rows looked for in a cache: l1 (encoded rows in a worker) or miss_cache (rows computed for misses); outcome hit or miss, dropped, of l1 also in_error (served since the store failed), of miss_cache stored",
+    "Rows looked for in a cache: l1 (encoded rows in a worker) or miss_cache (rows computed for"
+    " misses); outcome hit or miss, dropped, of l1 also in_error (served since the store failed),"
+    " of miss_cache stored",
     *("cache", "outcome"),
 )
 SEMANTIC_CACHE = _instrument(
     Kind.COUNTER,
     "semantic_cache_rows",
-    "Misses looked for among similar inputs; outcome hit, far, no_row, no_vector, unusable or busy; all but hits go to the model",
+    "Misses looked for among similar inputs; outcome hit, far, no_row, no_vector, unusable or busy;"
+    " all but hits go to the model",
     *("view", "outcome"),
 )
 SEMANTIC_SIMILARITY = _instrument(
@@ -332,53 +364,94 @@ CACHE_SERVES_UNTIL = _instrument(
     "view",
 )
 
-FALLBACK_QUEUE = _instrument(Kind.GAUGE, "fallback_queue_rows", "Misses that wait for the model or are in its hands", "view")
+FALLBACK_QUEUE = _instrument(
+    Kind.GAUGE, "fallback_queue_rows", "Misses that wait for the model or are in its hands", "view"
+)
 FALLBACK_ROWS = _instrument(
     Kind.COUNTER,
     "fallback_rows",
-    "Misses given to the model; outcome computed, unknown_entity, deadline, shed, model_error, or given_up by the caller",
+    "Misses given to the model; outcome computed, unknown_entity, deadline, shed, model_error, or"
+    " given_up by the caller",
     *("view", "outcome"),
 )
 MODEL_SECONDS = _instrument(
-    Kind.HISTOGRAM, "model_seconds", "Time that a model took for a batch of misses, and how many batches there were", "view"
+    Kind.HISTOGRAM,
+    "model_seconds",
+    "Time that a model took for a batch of misses, and how many batches there were",
+    "view",
 )
-BREAKER_OPEN = _instrument(Kind.HIGHEST, "breaker_open", "1 while a model that goes on failing is left alone", "view")
+BREAKER_OPEN = _instrument(
+    Kind.HIGHEST, "breaker_open", "1 while a model that goes on failing is left alone", "view"
+)
 FALLBACK_UP = _instrument(
-    Kind.HIGHEST, "fallback_up", "1 while a process of this server has the view's model, as its own files name it, loaded", "view"
+    Kind.HIGHEST,
+    "fallback_up",
+    "1 while a process of this server has the view's model, as its own files name it, loaded",
+    "view",
 )
 REFRESHES = _instrument(
-    Kind.COUNTER, "refreshed_rows", "Stale rows computed behind an answer; outcome as of fallback_rows", *("view", "outcome")
+    Kind.COUNTER,
+    "refreshed_rows",
+    "Stale rows computed behind an answer; outcome as of fallback_rows",
+    *("view", "outcome"),
 )
 RESTARTS = _instrument(
-    Kind.COUNTER, "process_restarts", "Processes replaced, by what they were (worker, model) and why", *("process", "why")
+    Kind.COUNTER,
+    "process_restarts",
+    "Processes replaced, by what they were (worker, model) and why",
+    *("process", "why"),
 )
-MODEL_SPARES = _instrument(Kind.GAUGE, "model_spares", "Processes of models that stand by, loaded, for when one that serves ends")
+MODEL_SPARES = _instrument(
+    Kind.GAUGE,
+    "model_spares",
+    "Processes of models that stand by, loaded, for when one that serves ends",
+)
 
 CONNECTIONS = _instrument(Kind.GAUGE, "connections", "Open connections")
 CONNECTIONS_CLOSED = _instrument(
     Kind.COUNTER,
     "connections_closed",
-    "Connections that were closed on their client: idle, header_time, body_time, slow_reader, full, evicted, too_large, bad_request, overdue",
+    "Connections that were closed on their client: idle, header_time, body_time, slow_reader, full,"
+    " evicted, too_large, bad_request, overdue",
     "reason",
 )
 AUTH_REFUSED = _instrument(
     Kind.COUNTER,
     "auth_refused",
-    "Requests that may not pass: without a token (none), with a wrong one (unknown, scope), for another host (host)",
+    "Requests that may not pass: without a token (none), with a wrong one (unknown, scope), for"
+    " another host (host)",
     "reason",
 )
 
 STORE_UP = _instrument(
-    Kind.GAUGE, "store_up", "1 while the online store says what is live; else the views' figures are the last known"
+    Kind.GAUGE,
+    "store_up",
+    "1 while the online store says what is live; else the views' figures are the last known",
 )
 VIEW_UP = _instrument(
-    Kind.HIGHEST, "view_up", "0 while what is live of the view cannot be read; its figures are the last known", "view"
+    Kind.HIGHEST,
+    "view_up",
+    "0 while what is live of the view cannot be read; its figures are the last known",
+    "view",
 )
-LIVE_SNAPSHOT = _instrument(Kind.HIGHEST, "view_live_snapshot", "Number of the live snapshot", "view")
-EPOCH = _instrument(Kind.HIGHEST, "view_epoch", "Publishings and rollbacks of the view so far: each flip raises it", "view")
-OLDEST_AGE = _instrument(Kind.HIGHEST, "view_oldest_row_age_seconds", "Age of the view's oldest row", "view")
-TTL = _instrument(Kind.HIGHEST, "view_ttl_seconds", "Age up to which the view's rows are fresh", "view")
-STALE_FOR = _instrument(Kind.HIGHEST, "view_stale_for_seconds", "How long past its TTL a row is served as stale", "view")
+LIVE_SNAPSHOT = _instrument(
+    Kind.HIGHEST, "view_live_snapshot", "Number of the live snapshot", "view"
+)
+EPOCH = _instrument(
+    Kind.HIGHEST,
+    "view_epoch",
+    "Publishings and rollbacks of the view so far: each flip raises it",
+    "view",
+)
+OLDEST_AGE = _instrument(
+    Kind.HIGHEST, "view_oldest_row_age_seconds", "Age of the view's oldest row", "view"
+)
+TTL = _instrument(
+    Kind.HIGHEST, "view_ttl_seconds", "Age up to which the view's rows are fresh", "view"
+)
+STALE_FOR = _instrument(
+    Kind.HIGHEST, "view_stale_for_seconds", "How long past its TTL a row is served as stale", "view"
+)
 VIEW_ROWS = _instrument(Kind.HIGHEST, "view_rows", "Rows of the live snapshot", "view")
 COVERAGE = _instrument(Kind.HIGHEST, "view_coverage", "Rows served / rows of the source", "view")
 DEGRADED = _instrument(
@@ -387,11 +460,21 @@ DEGRADED = _instrument(
     "1 while something live of the view (rows, index, pointers, files) is known not to be whole",
     "view",
 )
-CHECKED_AGE = _instrument(Kind.HIGHEST, "view_checked_age_seconds", "Since what is live of the view was last looked at", "view")
+CHECKED_AGE = _instrument(
+    Kind.HIGHEST,
+    "view_checked_age_seconds",
+    "Since what is live of the view was last looked at",
+    "view",
+)
 
-PROCESS_BYTES = _instrument(Kind.GAUGE, "process_resident_bytes", "Memory of a process of the server", "process")
+PROCESS_BYTES = _instrument(
+    Kind.GAUGE, "process_resident_bytes", "Memory of a process of the server", "process"
+)
 PROCESS_FILES = _instrument(
-    Kind.GAUGE, "process_open_files", "Files and connections that a process of the server has open", "process"
+    Kind.GAUGE,
+    "process_open_files",
+    "Files and connections that a process of the server has open",
+    "process",
 )
 
 INSTRUMENTS = tuple(value for value in list(globals().values()) if isinstance(value, Instrument))

@@ -1,7 +1,8 @@
-"""Tracing: a span for each request, for OpenTelemetry, under its caller's where it came with a ``traceparent``, and spans of what was done for it below; imported
-only where it is configured.
+"""Tracing: a span for each request, for OpenTelemetry, under its caller's where it came with a
+``traceparent``, and spans of what was done for it below; imported only where it is configured.
 
-Spans go to the collector in a thread of the SDK's own, in batches; one that does not answer costs spans, and no request waits.
+Spans go to the collector in a thread of the SDK's own, in batches; one that does not answer costs
+spans, and no request waits.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ _CARRIED = (b"traceparent", b"tracestate")
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 MOST_ASKED_S = 100.0
-"""Requests a second that are traced because their callers say so, in a process: a span costs as much as a row, and who may ask for rows must not say what all of
-them cost."""
+"""Requests a second that are traced because their callers say so, in a process: a span costs as
+much as a row, and who may ask for rows must not say what all of them cost."""
 
 
 class Spans:
@@ -42,15 +43,22 @@ class Spans:
 
     def __init__(self, endpoint: str, sample: float, process: str) -> None:
         resource = Resource.create({"service.name": "precompute", "service.instance.id": process})
-        self._provider = TracerProvider(sampler=ParentBased(TraceIdRatioBased(sample)), resource=resource, shutdown_on_exit=False)
+        self._provider = TracerProvider(
+            sampler=ParentBased(TraceIdRatioBased(sample)),
+            resource=resource,
+            shutdown_on_exit=False,
+        )
         exporter = OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=5)
         self._provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=1000))
         self.tracer = self._provider.get_tracer("precompute")
 
     def tell(self, trace: str, name: str, began_ns: int, ended_ns: int, rows: int) -> None:
-        """A span that is over, under the one that ``trace`` (a ``traceparent``) names; times in ns since 1970."""
+        """A span that is over, under the one that ``trace`` (a ``traceparent``) names; times in ns
+        since 1970."""
         within, attributes = _PROPAGATOR.extract({"traceparent": trace}), {"precompute.rows": rows}
-        self.tracer.start_span(name, within, start_time=began_ns, attributes=attributes).end(ended_ns)
+        self.tracer.start_span(name, within, start_time=began_ns, attributes=attributes).end(
+            ended_ns
+        )
 
     def close(self) -> None:
         """Send what was not sent, for at most a few seconds."""
@@ -61,8 +69,9 @@ class Tracing:
     """An ASGI application that traces what another one answers.
 
     Args:
-        app: answers. What it puts into ``scope["stages"]`` (name → seconds, one after the other) become spans of their own; whatever it has other threads and
-            processes do comes under a span named by :data:`precompute.store.telemetry.caller.TRACE` .
+        app: answers. What it puts into ``scope["stages"]`` (name → seconds, one after the other)
+            become spans of their own; whatever it has other threads and processes do comes under a
+            span named by :data:`precompute.store.telemetry.caller.TRACE` .
         spans: of this process.
     """
 
@@ -72,9 +81,17 @@ class Tracing:
 
     async def __call__(self, scope: _Scope, receive: Any, send: Any) -> None:
         """One request."""
-        carrier = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _CARRIED}
+        carrier = {
+            name.decode(): value.decode("latin-1")
+            for name, value in scope["headers"]
+            if name in _CARRIED
+        }
         under = _PROPAGATOR.extract(carrier) if carrier else None
-        if under is not None and get_current_span(under).get_span_context().trace_flags.sampled and not self._has_room():
+        if (
+            under is not None
+            and get_current_span(under).get_span_context().trace_flags.sampled
+            and not self._has_room()
+        ):
             await self._app(scope, receive, send)
             return
         route, view = route_of(scope)
@@ -97,7 +114,11 @@ class Tracing:
             await self._app(scope, receive, seen)
         finally:
             TRACE.reset(before)
-            attributes = {"http.request.method": scope["method"], "http.route": route, "http.response.status_code": status}
+            attributes = {
+                "http.request.method": scope["method"],
+                "http.route": route,
+                "http.response.status_code": status,
+            }
             span.set_attributes(attributes | ({} if view is None else {"precompute.view": view}))
             if status >= 500 or not status:
                 span.set_status(Status(StatusCode.ERROR))

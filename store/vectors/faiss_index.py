@@ -1,7 +1,9 @@
-"""FAISS, as the rest of the wing uses it: a flat file that is written in a stream and mapped, codes that are scanned, and one search over both.
+"""FAISS, as the rest of the wing uses it: a flat file that is written in a stream and mapped, codes
+that are scanned, and one search over both.
 
-Flat: every vector as it is compared with, float32 or float16. Codes: 4 bits for every 2 or 4 numbers, packed for FAISS's fast scan; the best of them are
-compared again with the flat vectors (André, Kermarrec, Le Scouarnec: Quicker ADC, 2019; Douze and others: The Faiss library, 2024).
+Flat: every vector as it is compared with, float32 or float16. Codes: 4 bits for every 2 or 4
+numbers, packed for FAISS's fast scan; the best of them are compared again with the flat vectors
+(André, Kermarrec, Le Scouarnec: Quicker ADC, 2019; Douze and others: The Faiss library, 2024).
 """
 
 from __future__ import annotations
@@ -51,16 +53,21 @@ BITS = npt.NDArray[np.uint8]
 LARGEST_FLOAT16 = 65504.0
 
 _TRAINED_ROWS = 16_384
-_SIGN_AND_MAGNITUDE, _BIASES_APART = np.array(0x8FFFE000, np.uint32).view(np.int32), np.float32(2.0**112)
-"""The bits that a float16, once shifted, has of a float32; and the factor between the two kinds' exponents."""
+_SIGN_AND_MAGNITUDE, _BIASES_APART = (
+    np.array(0x8FFFE000, np.uint32).view(np.int32),
+    np.float32(2.0**112),
+)
+"""The bits that a float16, once shifted, has of a float32; and the factor between the two kinds'
+exponents."""
 _COUNT_AT = 8
-"""Where a flat file's header has its row count (u64): after a word of four letters and the dimension (i32), as FAISS writes every index."""
+"""Where a flat file's header has its row count (u64): after a word of four letters and the
+dimension (i32), as FAISS writes every index."""
 
 
 @contextlib.contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Within, FAISS computes with ``count`` threads for the calling thread. A search takes one: a server has its own threads, and two teams of OpenMP
-    on the same cores wait for each other."""
+    """Within, FAISS computes with ``count`` threads for the calling thread. A search takes one: a
+    server has its own threads, and two teams of OpenMP on the same cores wait for each other."""
     before = faiss.omp_get_max_threads()
     faiss.omp_set_num_threads(count)
     try:
@@ -75,9 +82,11 @@ def cores() -> int:
 
 
 class FlatFile:
-    """A flat index's file, written in a stream, so that no more than a batch is in memory; FAISS maps it.
+    """A flat index's file, written in a stream, so that no more than a batch is in memory; FAISS
+    maps it.
 
-    Its bytes are those that FAISS writes of an index of the same vectors: header, row count, size, and then one vector after the other.
+    Its bytes are those that FAISS writes of an index of the same vectors: header, row count, size,
+    and then one vector after the other.
 
     Args:
         path: of the file.
@@ -99,7 +108,8 @@ class FlatFile:
         self.rows += len(vectors)
 
     def close(self) -> None:
-        """Write how many rows there are. FAISS counts a float16's bytes, and a float32's numbers."""
+        """Write how many rows there are. FAISS counts a float16's bytes, and a float32's
+        numbers."""
         size = self.rows * self.dim * (2 if self._dtype == DTYPES["float16"] else 1)
         self._file.seek(_COUNT_AT)
         self._file.write(self.rows.to_bytes(8, "little"))
@@ -123,7 +133,8 @@ def _flat_header(dim: int, dtype: str, l2: bool) -> bytes:
 
 
 def mapped_vectors(path: Path, dim: int, dtype: str) -> npt.NDArray[Any]:
-    """A flat file's vectors, [n, dim], read from the disk as they are looked at; of no rows, an empty array."""
+    """A flat file's vectors, [n, dim], read from the disk as they are looked at; of no rows, an
+    empty array."""
     offset = len(_flat_header(dim, dtype, l2=False))
     rows = (path.stat().st_size - offset) // (dim * DTYPES[dtype].itemsize)
     if rows == 0:
@@ -135,7 +146,8 @@ def mapped_vectors(path: Path, dim: int, dtype: str) -> npt.NDArray[Any]:
 def widened(vectors: npt.NDArray[Any]) -> FLOAT:
     """Vectors of a flat file, [n, dim], as float32.
 
-    A finite float16 by way of its bits, the very same numbers: numpy takes 2 ns for each, and this 0.4.
+    A finite float16 by way of its bits, the very same numbers: numpy takes 2 ns for each, and this
+    0.4.
     """
     if vectors.dtype != DTYPES["float16"]:
         return vectors
@@ -148,12 +160,14 @@ def widened(vectors: npt.NDArray[Any]) -> FLOAT:
 
 
 def open_flat(path: Path) -> Any:
-    """A flat file as FAISS's index, mapped and not read: 0.5 ms for 300 MB, where reading it takes 150."""
+    """A flat file as FAISS's index, mapped and not read: 0.5 ms for 300 MB, where reading it takes
+    150."""
     return faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
 
 
 def open_codes(path: Path) -> Any:
-    """The codes that :func:`write_codes` wrote. They lie in memory: they are what every search reads."""
+    """The codes that :func:`write_codes` wrote. They lie in memory: they are what every search
+    reads."""
     return faiss.read_index(str(path))
 
 
@@ -168,7 +182,9 @@ def write_codes(index: Any, path: Path) -> None:
         faiss.write_index(index, faiss.PyCallbackIOWriter(file.write))
 
 
-def trained_codes(vectors: npt.NDArray[Any], held_out: ROWS, codes: Codes, *, l2: bool, seed: int = 0) -> Any:
+def trained_codes(
+    vectors: npt.NDArray[Any], held_out: ROWS, codes: Codes, *, l2: bool, seed: int = 0
+) -> Any:
     """An index of codes over all ``vectors``, in their order; the same for the same vectors.
 
     Args:
@@ -180,10 +196,13 @@ def trained_codes(vectors: npt.NDArray[Any], held_out: ROWS, codes: Codes, *, l2
     """
     rows, dim = vectors.shape
     # one list of all rows: without a list FAISS's fast scan takes no bitmap
-    index = faiss.index_factory(dim, f"IVF1,PQ{codes.quantizers}x4fs", faiss.METRIC_L2 if l2 else faiss.METRIC_INNER_PRODUCT)
+    index = faiss.index_factory(
+        dim, f"IVF1,PQ{codes.quantizers}x4fs", faiss.METRIC_L2 if l2 else faiss.METRIC_INNER_PRODUCT
+    )
     learnt_from = np.delete(np.arange(rows), held_out)
     sample = np.sort(np.random.default_rng(seed).permutation(learnt_from)[:_TRAINED_ROWS])
-    # many small k-means: two threads take as long as one on idle cores, and 30 times as long on busy ones, waiting for each other
+    # many small k-means: two threads take as long as one on idle cores, and 30 times as long on
+    # busy ones, waiting for each other
     with threads(1):
         index.train(np.ascontiguousarray(vectors[sample]))
     for start in range(0, rows, 65536):
@@ -191,8 +210,11 @@ def trained_codes(vectors: npt.NDArray[Any], held_out: ROWS, codes: Codes, *, l2
     return index
 
 
-def nearest_of_some(vectors: npt.NDArray[Any], rows: ROWS | None, queries: FLOAT, k: int, *, l2: bool) -> ROWS:
-    """The ``k`` nearest of every query among some rows, by comparing with all of these, in as many threads as FAISS takes; no more than a batch is in memory.
+def nearest_of_some(
+    vectors: npt.NDArray[Any], rows: ROWS | None, queries: FLOAT, k: int, *, l2: bool
+) -> ROWS:
+    """The ``k`` nearest of every query among some rows, by comparing with all of these, in as many
+    threads as FAISS takes; no more than a batch is in memory.
 
     Args:
         vectors: float32 [n, dim], perhaps mapped.
@@ -210,7 +232,9 @@ def nearest_of_some(vectors: npt.NDArray[Any], rows: ROWS | None, queries: FLOAT
     for start in range(0, total, 65536):
         stop = min(start + 65536, total)
         part = np.arange(start, stop) if rows is None else rows[start:stop]
-        of_part, places = faiss.knn(queries, np.ascontiguousarray(vectors[part]), min(k, len(part)), metric=metric)
+        of_part, places = faiss.knn(
+            queries, np.ascontiguousarray(vectors[part]), min(k, len(part)), metric=metric
+        )
         scores, found = np.hstack([scores, of_part]), np.hstack([found, part[places]])
         order = np.argsort(scores if l2 else -scores, axis=1, kind="stable")[:, :k]
         scores, found = np.take_along_axis(scores, order, 1), np.take_along_axis(found, order, 1)
@@ -223,8 +247,8 @@ def gpus() -> int:
 
 
 class _OnGpu:
-    """A flat index copied to a GPU's memory, in the dtype of its file. Once a search fails there, the index on the CPU answers. FAISS answers one search at a
-    time there."""
+    """A flat index copied to a GPU's memory, in the dtype of its file. Once a search fails there,
+    the index on the CPU answers. FAISS answers one search at a time there."""
 
     def __init__(self, flat: Any) -> None:
         self._flat = flat
@@ -284,7 +308,9 @@ def scan_codes(coded: Any, query: FLOAT, k: int, bits: BITS | None = None) -> RO
         coded: what :func:`trained_codes` made.
         query, k, bits: as for :func:`search_flat`.
     """
-    parameters = None if bits is None else faiss.IVFSearchParameters(sel=faiss.IDSelectorBitmap(bits))
+    parameters = (
+        None if bits is None else faiss.IVFSearchParameters(sel=faiss.IDSelectorBitmap(bits))
+    )
     with threads(1):
         _, rows = coded.search(query[None], k, params=parameters)
     found: ROWS = rows[0][rows[0] >= 0]

@@ -1,4 +1,5 @@
-"""Building a vector index's folder, whole or not at all: of a snapshot's rows (a base), or of those that changed since (an overlay)."""
+"""Building a vector index's folder, whole or not at all: of a snapshot's rows (a base), or of those
+that changed since (an overlay)."""
 
 from __future__ import annotations
 
@@ -51,14 +52,21 @@ _EXACT_VECTORS = "exact.faiss"
 
 
 def build_index(
-    folder: Path, rows: Iterable[pa.RecordBatch], view: FeatureView, *, model: str, limits: Limits | None = None
+    folder: Path,
+    rows: Iterable[pa.RecordBatch],
+    view: FeatureView,
+    *,
+    model: str,
+    limits: Limits | None = None,
 ) -> IndexFigures:
-    """Build the index of a snapshot; one that is there already is replaced. Memory holds one batch and the keys' hashes; for an index with codes
-    also the codes and, while it is measured, some bits for each row.
+    """Build the index of a snapshot; one that is there already is replaced. Memory holds one batch
+    and the keys' hashes; for an index with codes also the codes and, while it is measured, some
+    bits for each row.
 
     Args:
         folder: where; its parent is created.
-        rows: with the columns of :func:`precompute.store.vectors.index_rows.index_columns`; those with a null vector are left out.
+        rows: with the columns of :func:`precompute.store.vectors.index_rows.index_columns`; those
+            with a null vector are left out.
         view: which feature is indexed, by which metric, and what recall is promised.
         model: fingerprint of the model that made the vectors.
         limits: what the index may cost.
@@ -89,20 +97,33 @@ def build_index(
             why=choice.why,
             **({} if codes is None else codes._asdict()),
         )
-        return _sealed(temporary, IndexRecord(spec.metric, dim, 0, choice.dtype, model, {}, figures, name=name_of(folder)))
+        return _sealed(
+            temporary,
+            IndexRecord(
+                spec.metric, dim, 0, choice.dtype, model, {}, figures, name=name_of(folder)
+            ),
+        )
 
 
 def build_overlay(
-    folder: Path, base_folder: Path, rows: Iterable[pa.RecordBatch], removed: Iterable[pa.Array], view: FeatureView, *, model: str
+    folder: Path,
+    base_folder: Path,
+    rows: Iterable[pa.RecordBatch],
+    removed: Iterable[pa.Array],
+    view: FeatureView,
+    *,
+    model: str,
 ) -> IndexFigures:
-    """Build the index of an overlay: an exact one of the rows that changed since the base, and which of the base's rows count no more.
+    """Build the index of an overlay: an exact one of the rows that changed since the base, and
+    which of the base's rows count no more.
 
     It costs what changed: nothing of the base is read but its record and where its keys are.
 
     Args:
         folder: where; one that is there already is replaced.
         base_folder: of the index that it lies over.
-        rows: all that changed since the base, as for :func:`build_index`; a null vector takes the base's away.
+        rows: all that changed since the base, as for :func:`build_index`; a null vector takes the
+            base's away.
         removed: key texts of rows that are no more.
         view, model: as for :func:`build_index`; both the base's.
 
@@ -117,35 +138,55 @@ def build_overlay(
         base, mark = read_index_record(base_folder)
         base_rows = IndexRows(base_folder)
     except (OSError, ValueError, KeyError) as exc:
-        raise VectorIndexError(f"the vector index {base_folder} cannot be built on ({exc}): publish with --reload") from exc
+        raise VectorIndexError(
+            f"the vector index {base_folder} cannot be built on ({exc}): publish with --reload"
+        ) from exc
     spec = view.index
     if base.base is not None or spec is None or (base.model, base.metric) != (model, spec.metric):
-        raise VectorIndexError(f"the vector index {base_folder} is of another model or metric: publish with --reload")
+        raise VectorIndexError(
+            f"the vector index {base_folder} is of another model or metric: publish with --reload"
+        )
     with _built_aside(folder) as temporary:
         began = time.monotonic()
         dim, dtype, keys = _write_rows(temporary, rows, view)
         if dim != base.dim:
-            raise VectorIndexError(f"the vector index {base_folder} is of {base.dim} numbers a vector, these have {dim}")
+            raise VectorIndexError(
+                f"the vector index {base_folder} is of {base.dim} numbers a vector, these have"
+                f" {dim}"
+            )
         stored_dtype = base.dtype if dtype == "float16" else "float32"
         _keep_flat(temporary, dim, stored_dtype, l2=spec.metric == "l2")
         replaced = [base_rows.find_all(hashes_of(part), part) for part in (*keys, *removed)]
-        _write_replaced(temporary, np.unique(np.concatenate(replaced)) if replaced else np.zeros(0, np.int64))
+        _write_replaced(
+            temporary, np.unique(np.concatenate(replaced)) if replaced else np.zeros(0, np.int64)
+        )
         figures = overlay_figures(base.figures, round(time.monotonic() - began, 3))
-        return _sealed(temporary, IndexRecord(base.metric, dim, 0, stored_dtype, model, {}, figures, mark, name_of(folder)))
+        return _sealed(
+            temporary,
+            IndexRecord(
+                base.metric, dim, 0, stored_dtype, model, {}, figures, mark, name_of(folder)
+            ),
+        )
 
 
 def overlay_figures(base: IndexFigures, build_s: float) -> IndexFigures:
-    """An overlay's own figures: nothing is approximate in it, and what was promised is the base's."""
+    """An overlay's own figures: nothing is approximate in it, and what was promised is the
+    base's."""
     return IndexFigures(
-        promised=base.promised, build_s=build_s, why="the rows that changed since the base, compared with one by one"
+        promised=base.promised,
+        build_s=build_s,
+        why="the rows that changed since the base, compared with one by one",
     )
 
 
-def _write_rows(folder: Path, rows: Iterable[pa.RecordBatch], view: FeatureView) -> tuple[int, str, list[pa.Array]]:
+def _write_rows(
+    folder: Path, rows: Iterable[pa.RecordBatch], view: FeatureView
+) -> tuple[int, str, list[pa.Array]]:
     """Vectors and rows of an index, in the order they come.
 
     Returns:
-        the dimension, whether float16 could hold every number (``float16``) or not (``float32``), and the keys of all rows, null vectors or not.
+        the dimension, whether float16 could hold every number (``float16``) or not (``float32``),
+            and the keys of all rows, null vectors or not.
     """
     spec = view.index
     assert spec is not None
@@ -190,10 +231,22 @@ def _chosen(folder: Path, view: FeatureView, dim: int, dtype: str, limits: Limit
     if dtype == "float32":
         limits = dataclasses.replace(limits, small_rows=len(vectors) + 1)
     scalars = IndexRows(folder).table.drop_columns(["key", "computed_at"])
-    choice = Chooser(vectors, open_flat(exact), halved, scalars, spec.recall_at_10, metric=spec.metric, limits=limits).choose()
+    choice = Chooser(
+        vectors,
+        open_flat(exact),
+        halved,
+        scalars,
+        spec.recall_at_10,
+        metric=spec.metric,
+        limits=limits,
+    ).choose()
     if dtype == "float32":
         choice = dataclasses.replace(
-            choice, why="the vectors hold numbers that float16 cannot, so that all are compared with as they are"
+            choice,
+            why=(
+                "the vectors hold numbers that float16 cannot, so that all are compared with as"
+                " they are"
+            ),
         )
     if choice.coded is not None:
         write_codes(choice.coded, folder / CODES)
@@ -223,7 +276,10 @@ def _write_float16(folder: Path, dim: int, *, l2: bool) -> None:
 
 def _write_replaced(folder: Path, rows: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
     table = pa.table({"row": rows})
-    with pa.OSFile(str(folder / REPLACED), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+    with (
+        pa.OSFile(str(folder / REPLACED), "wb") as sink,
+        pa.ipc.new_file(sink, table.schema) as writer,
+    ):
         writer.write_table(table)
 
 
@@ -262,12 +318,16 @@ def _built_aside(folder: Path) -> Iterator[Path]:
         raise SnapshotError(disk_message(folder, exc)) from exc
     except RuntimeError as exc:
         # How FAISS reports a failed write.
-        raise SnapshotError(f"cannot write the vector index {folder}: {exc} (the live snapshot is untouched)") from exc
+        raise SnapshotError(
+            f"cannot write the vector index {folder}: {exc} (the live snapshot is untouched)"
+        ) from exc
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _normalised(vectors: FLOAT) -> FLOAT:
-    scaled = vectors / np.maximum(np.abs(vectors).max(axis=1, keepdims=True), np.finfo(np.float32).tiny)
+    scaled = vectors / np.maximum(
+        np.abs(vectors).max(axis=1, keepdims=True), np.finfo(np.float32).tiny
+    )
     norms = np.linalg.norm(scaled, axis=1, keepdims=True)
     return np.asarray(scaled / np.maximum(norms, np.finfo(np.float32).tiny), np.float32)

@@ -1,4 +1,5 @@
-"""The record beside a vector index: what it is, what was measured of it, and a checksum of every file, its own included."""
+"""The record beside a vector index: what it is, what was measured of it, and a checksum of every
+file, its own included."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ from precompute.store.disk.durable_file import write_durably
 from precompute.store.record import Record, field, plain, record_of
 
 NAME = "meta.json"
-VECTORS, CODES, ROWS, HASHES, REPLACED = "vectors.faiss", "codes.faiss", "rows.arrow", "hashes.arrow", "replaced.arrow"
+VECTORS, CODES, ROWS, HASHES, REPLACED = (
+    "vectors.faiss",
+    "codes.faiss",
+    "rows.arrow",
+    "hashes.arrow",
+    "replaced.arrow",
+)
 METRICS = ("cosine", "dot", "l2")
 FORMAT = 4
 
@@ -28,8 +35,10 @@ MOST_RESCORED = 16_384
 class Codes(NamedTuple):
     """How vectors are coded and how far a search goes.
 
-    ``quantizers``: codes of 4 bits for each row. ``rescored``: how many of the best by code are compared again at first, for 10 neighbours. ``margin``: by how many
-    standard deviations the last of these must be worse than the tenth; until then more are compared."""
+    ``quantizers``: codes of 4 bits for each row. ``rescored``: how many of the best by code are
+    compared again at first, for 10 neighbours. ``margin``: by how many standard deviations the last
+    of these must be worse than the tenth; until then more are compared.
+    """
 
     quantizers: int
     rescored: int = 20
@@ -41,13 +50,17 @@ class Codes(NamedTuple):
         return (self.quantizers + 1) // 2 + 8
 
     def to_rescore(self, k: int) -> int:
-        """How many rows are compared again at first for ``k`` neighbours: ``rescored`` for up to 10 and the row that asks, for more in proportion."""
+        """How many rows are compared again at first for ``k`` neighbours: ``rescored`` for up to 10
+        and the row that asks, for more in proportion."""
         return max(k, min(-(-max(k - 1, 10) * self.rescored // 10), MOST_RESCORED))
 
 
 class QueryRecall(Record, frozen=True):
-    """What one kind of query found of the 10 nearest that it may find: the mean over ``queries`` rows that nothing was chosen by, what it is at least with 99 %
-    confidence, and a search's median time. ``by`` is the feature that was filtered by, None where rows stood in for what a filter admits."""
+    """What one kind of query found of the 10 nearest that it may find: the mean over ``queries``
+    rows that nothing was chosen by, what it is at least with 99 % confidence, and a search's median
+    time. ``by`` is the feature that was filtered by, None where rows stood in for what a filter
+    admits.
+    """
 
     recall_at_10: float
     recall_bound: float
@@ -59,10 +72,13 @@ class QueryRecall(Record, frozen=True):
 class IndexFigures(Record, frozen=True):
     """What was measured when an index was built; what operators read of it.
 
-    ``kind`` is ``exact`` (every float32 vector is compared with), ``float16`` (every vector, rounded), or ``codes`` (the best by a code of 4 bits for some
-    numbers are compared again). ``by_query`` has each kind of query that was measured (:mod:`precompute.store.vectors.index_choice`); ``recall_at_10`` and ``recall_bound`` are the least of them, both 1
-    of an exact index, and ``queries`` how many of each kind. ``query_us`` is a search by one thread without a filter, ``exact_us`` what comparing with
-    every float32 vector takes: None where nothing was measured. ``why`` says what the choice came down to.
+    ``kind`` is ``exact`` (every float32 vector is compared with), ``float16`` (every vector,
+    rounded), or ``codes`` (the best by a code of 4 bits for some numbers are compared again).
+    ``by_query`` has each kind of query that was measured
+    (:mod:`precompute.store.vectors.index_choice`); ``recall_at_10`` and ``recall_bound`` are the
+    least of them, both 1 of an exact index, and ``queries`` how many of each kind. ``query_us`` is
+    a search by one thread without a filter, ``exact_us`` what comparing with every float32 vector
+    takes: None where nothing was measured. ``why`` says what the choice came down to.
     """
 
     kind: str = "exact"
@@ -94,8 +110,9 @@ class FileMark(Record, frozen=True):
 
 
 class IndexRecord(Record, frozen=True):
-    """What an index folder holds. ``model`` is the fingerprint of the model that made the vectors. ``base`` is, of an overlay, the mark of its base's record:
-    with any other index it answers nothing."""
+    """What an index folder holds. ``model`` is the fingerprint of the model that made the vectors.
+    ``base`` is, of an overlay, the mark of its base's record: with any other index it answers
+    nothing."""
 
     metric: str
     dim: int
@@ -106,7 +123,8 @@ class IndexRecord(Record, frozen=True):
     figures: IndexFigures = field(default_factory=IndexFigures)
     base: str | None = None
     name: str = ""
-    """Which one it is, as :func:`name_of` has it: another generation's, or another view's, in its place answers nothing."""
+    """Which one it is, as :func:`name_of` has it: another generation's, or another view's, in its
+    place answers nothing."""
     format: int = FORMAT
 
 
@@ -116,8 +134,8 @@ def name_of(folder: Path) -> str:
 
 
 def mark_of(path: Path) -> FileMark:
-    """A file's mark. xxh3 reads a mapped file at 17 GB/s where SHA-256 makes 1.6 (EPYC, 293 MB in the page cache): so a whole index is checked
-    whenever it is opened.
+    """A file's mark. xxh3 reads a mapped file at 17 GB/s where SHA-256 makes 1.6 (EPYC, 293 MB in
+    the page cache): so a whole index is checked whenever it is opened.
 
     Raises:
         OSError: it cannot be read.
@@ -139,7 +157,8 @@ def write_index_record(folder: Path, record: IndexRecord) -> str:
 
 
 def read_index_record(folder: Path) -> tuple[IndexRecord, str]:
-    """The record of an index folder, and its mark; the files are not looked at, but for their sizes.
+    """The record of an index folder, and its mark; the files are not looked at, but for their
+    sizes.
 
     Raises:
         OSError: it, or a file that it names, is not there.
@@ -155,8 +174,17 @@ def read_index_record(folder: Path) -> tuple[IndexRecord, str]:
     if mark != data["xxh3"]:
         raise ValueError(f"{NAME} differs from its checksum")
     record = record_of(IndexRecord, data["index"])
-    wanted = {VECTORS, ROWS, HASHES} | ({CODES} if record.figures.quantizers else set()) | ({REPLACED} if record.base else set())
-    if record.format != FORMAT or record.metric not in METRICS or record.dtype not in DTYPES or set(record.files) != wanted:
+    wanted = (
+        {VECTORS, ROWS, HASHES}
+        | ({CODES} if record.figures.quantizers else set())
+        | ({REPLACED} if record.base else set())
+    )
+    if (
+        record.format != FORMAT
+        or record.metric not in METRICS
+        or record.dtype not in DTYPES
+        or set(record.files) != wanted
+    ):
         raise ValueError(f"{NAME} is not of this version")
     if record.name != name_of(folder):
         raise ValueError(f"it is the index {record.name}")

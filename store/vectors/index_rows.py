@@ -1,4 +1,5 @@
-"""The rows of a vector index: keys, when each was computed, and the scalar features that a search may filter by; Arrow files, mapped."""
+"""The rows of a vector index: keys, when each was computed, and the scalar features that a search
+may filter by; Arrow files, mapped."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ BATCH_ROWS = 2**20
 
 
 def filterable(view: FeatureView) -> dict[str, pa.DataType]:
-    """Scalar features of a view → the type they are stored in. Arrow does not compare float16, so that is stored as float32."""
+    """Scalar features of a view → the type they are stored in. Arrow does not compare float16, so
+    that is stored as float32."""
     scalars = (f for f in view.features if f.dim is None and f.max_items is None)
     return {f.name: pa.float32() if f.arrow_type == pa.float16() else f.arrow_type for f in scalars}
 
@@ -46,7 +48,9 @@ class RowsWriter:
     def __init__(self, folder: Path, view: FeatureView) -> None:
         self._folder, self._view, self._types = folder, view, filterable(view)
         scalars = [pa.field(name, kind) for name, kind in self._types.items()]
-        self._schema = pa.schema([pa.field("key", pa.large_string()), pa.field("computed_at", pa.int64()), *scalars])
+        self._schema = pa.schema(
+            [pa.field("key", pa.large_string()), pa.field("computed_at", pa.int64()), *scalars]
+        )
         self._sink = pa.OSFile(str(folder / ROWS), "wb")
         self._writer = pa.ipc.new_file(self._sink, self._schema)
         self._waiting: list[pa.RecordBatch] = []
@@ -73,8 +77,9 @@ class RowsWriter:
         self._waiting = []
 
     def close(self) -> None:
-        """Write the rows that wait, then the hashes of all keys, ascending, each with its row number and the row's time XORed with the hash. The time is in both
-        files, so that a bit that changes in either is seen.
+        """Write the rows that wait, then the hashes of all keys, ascending, each with its row
+        number and the row's time XORed with the hash. The time is in both files, so that a bit that
+        changes in either is seen.
 
         Raises:
             OSError: the disk is full or refuses.
@@ -83,10 +88,18 @@ class RowsWriter:
         self._writer.close()
         self._sink.close()
         nothing = [np.zeros(0, np.uint64)]
-        every, times = np.concatenate(self._hashes or nothing), np.concatenate(self._times or nothing)
+        every, times = (
+            np.concatenate(self._hashes or nothing),
+            np.concatenate(self._times or nothing),
+        )
         order = np.argsort(every, kind="stable")
-        table = pa.table({"hash": every[order], "row": order.astype(np.int64), "time": (every ^ times)[order]})
-        with pa.OSFile(str(self._folder / HASHES), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        table = pa.table(
+            {"hash": every[order], "row": order.astype(np.int64), "time": (every ^ times)[order]}
+        )
+        with (
+            pa.OSFile(str(self._folder / HASHES), "wb") as sink,
+            pa.ipc.new_file(sink, table.schema) as writer,
+        ):
             writer.write_table(table)
 
     def abandon(self) -> None:
@@ -115,7 +128,9 @@ class IndexRows:
         self._times = found.column("time").to_numpy()
         self._keys = self.table.column("key")
         self._texts = [_text_buffers(chunk) for chunk in self._keys.chunks if len(chunk)]
-        self._starts = [0, *accumulate(len(chunk) for chunk in self._keys.chunks if len(chunk))][:-1]
+        self._starts = [0, *accumulate(len(chunk) for chunk in self._keys.chunks if len(chunk))][
+            :-1
+        ]
         self._computed_at_us: npt.NDArray[np.int64] = self.table.column("computed_at").to_numpy()
         if len(self._hashes) != len(self.table):
             raise ValueError(f"{HASHES} is not of these rows")
@@ -124,8 +139,9 @@ class IndexRows:
         return len(self.table)
 
     def named(self, rows: RowNumbers) -> tuple[list[str], npt.NDArray[np.int64]]:
-        """The key texts of some rows and when they were computed (µs since 1970), which the hashes confirm: the files are mapped, and a bit may have
-        changed since their checksums were compared.
+        """The key texts of some rows and when they were computed (µs since 1970), which the hashes
+        confirm: the files are mapped, and a bit may have changed since their checksums were
+        compared.
 
         Raises:
             VectorIndexError: one is damaged.
@@ -146,13 +162,17 @@ class IndexRows:
 
     def _place(self, hashed: int, row: int) -> int:
         """Where a row stands among those of one hash; -1 where it is not there."""
-        first, end = np.searchsorted(self._hashes, np.uint64(hashed)), np.searchsorted(self._hashes, np.uint64(hashed), "right")
+        first, end = (
+            np.searchsorted(self._hashes, np.uint64(hashed)),
+            np.searchsorted(self._hashes, np.uint64(hashed), "right"),
+        )
         found = np.flatnonzero(self._row_of[first:end] == row)
         return int(first + found[0]) if len(found) else -1
 
     def _damaged(self) -> VectorIndexError:
         return VectorIndexError(
-            f"the vector index {self._folder} is damaged since it was opened: `precompute publish <view> --reload` builds it again"
+            f"the vector index {self._folder} is damaged since it was opened: `precompute publish"
+            " <view> --reload` builds it again"
         )
 
     def _text(self, row: int) -> str | None:
@@ -205,7 +225,9 @@ class IndexRows:
         rows = self._row_of[at[here]]
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(self):
             raise self._damaged()
-        same = pc.equal(self._keys.take(pa.array(rows)), keys.take(pa.array(here)).cast(pa.large_string()))
+        same = pc.equal(
+            self._keys.take(pa.array(rows)), keys.take(pa.array(here)).cast(pa.large_string())
+        )
         whole = np.asarray(same)
         # a hash that two keys have: those few are looked for one by one
         others = keys.take(pa.array(here[~whole])).to_pylist()
@@ -218,6 +240,7 @@ def hashes_of(keys: pa.Array) -> npt.NDArray[np.uint64]:
 
 
 def _text_buffers(texts: pa.Array) -> tuple[memoryview, memoryview]:
-    """Where each text begins, and all of them: read by hand, since Arrow would follow a damaged offset anywhere."""
+    """Where each text begins, and all of them: read by hand, since Arrow would follow a damaged
+    offset anywhere."""
     _, offsets, data = texts.buffers()
     return memoryview(offsets).cast("q")[texts.offset :], memoryview(b"" if data is None else data)

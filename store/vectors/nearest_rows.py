@@ -1,4 +1,5 @@
-"""The nearest of the rows that are admitted, found by comparing with each, or by scanning codes and comparing the best again until no row left can be better."""
+"""The nearest of the rows that are admitted, found by comparing with each, or by scanning codes and
+comparing the best again until no row left can be better."""
 
 from __future__ import annotations
 
@@ -7,7 +8,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from precompute.store.vectors.faiss_index import BITS, FLOAT, ROWS, on_gpu, scan_codes, search_flat, widened
+from precompute.store.vectors.faiss_index import (
+    BITS,
+    FLOAT,
+    ROWS,
+    on_gpu,
+    scan_codes,
+    search_flat,
+    widened,
+)
 from precompute.store.vectors.index_record import Codes
 
 FEW_ROWS = 4096
@@ -16,14 +25,16 @@ _FEW_EXCLUDED = 16
 """So many excluded rows are searched for besides, and dropped; more are marked in a bitmap."""
 _GROWTH = 4
 SCANNED, STREAMED = 1 / 100, 1 / 16
-"""The cost of reading one row's code, and of comparing one row in a scan of all, as shares of gathering a row and comparing it (0.06 µs at 64 numbers, 0.12 at 384;
-Zen 5, 200,000 rows)."""
+"""The cost of reading one row's code, and of comparing one row in a scan of all, as shares of
+gathering a row and comparing it (0.06 µs at 64 numbers, 0.12 at 384; Zen 5, 200,000 rows)."""
 _LEAST_NEIGHBOURS, _LEAST_LATE = 10, 10
-"""How many neighbours, and how many of the last rows, :meth:`NearestRows._is_sure` judges by at least."""
+"""How many neighbours, and how many of the last rows, :meth:`NearestRows._is_sure` judges by at
+least."""
 
 
 class Admitted(NamedTuple):
-    """Which rows may be found: a bit for each, lowest first, None for all; and how many they are."""
+    """Which rows may be found: a bit for each, lowest first, None for all; and how many they
+    are."""
 
     bits: BITS | None
     total: int
@@ -40,15 +51,31 @@ class NearestRows:
         codes: how far a search by them goes.
     """
 
-    def __init__(self, flat: Any, vectors: npt.NDArray[Any], *, l2: bool, coded: Any = None, codes: Codes | None = None) -> None:
-        self._flat, self._vectors, self._l2, self._coded, self._codes = flat, vectors, l2, coded, codes
+    def __init__(
+        self,
+        flat: Any,
+        vectors: npt.NDArray[Any],
+        *,
+        l2: bool,
+        coded: Any = None,
+        codes: Codes | None = None,
+    ) -> None:
+        self._flat, self._vectors, self._l2, self._coded, self._codes = (
+            flat,
+            vectors,
+            l2,
+            coded,
+            codes,
+        )
         self._whole: Any = on_gpu(flat) if codes is None else flat
 
     def vectors(self, rows: ROWS) -> FLOAT:
         """The vectors of some rows, float32 [n, dim]."""
         return widened(self._vectors[rows])
 
-    def nearest(self, query: FLOAT, k: int, admitted: Admitted, excluded: ROWS) -> tuple[FLOAT, ROWS]:
+    def nearest(
+        self, query: FLOAT, k: int, admitted: Admitted, excluded: ROWS
+    ) -> tuple[FLOAT, ROWS]:
         """Scores and rows of the ``k`` nearest, best first.
 
         Args:
@@ -66,11 +93,17 @@ class NearestRows:
                 scores, rows = scores[left], rows[left]
             return scores[:k], rows[:k]
         total = len(self._vectors)
-        bits = np.packbits(np.ones(total, np.bool_), bitorder="little") if admitted.bits is None else admitted.bits.copy()
+        bits = (
+            np.packbits(np.ones(total, np.bool_), bitorder="little")
+            if admitted.bits is None
+            else admitted.bits.copy()
+        )
         np.bitwise_and.at(bits, excluded >> 3, ~(1 << (excluded & 7)).astype(np.uint8))
         count = int(np.bitwise_count(bits).sum())
         if count <= FEW_ROWS:
-            return self.among(query, np.flatnonzero(np.unpackbits(bits, count=total, bitorder="little")), k)
+            return self.among(
+                query, np.flatnonzero(np.unpackbits(bits, count=total, bitorder="little")), k
+            )
         scores, rows, _ = self.search(query, min(k, count), Admitted(bits, count))
         return scores, rows
 
@@ -81,11 +114,14 @@ class NearestRows:
         return self._best(self._scores(query, rows), rows, k)
 
     def search(self, query: FLOAT, k: int, admitted: Admitted) -> tuple[FLOAT, ROWS, float]:
-        """The ``k`` nearest that are admitted, and the cost, as a number of rows gathered and compared.
+        """The ``k`` nearest that are admitted, and the cost, as a number of rows gathered and
+        compared.
 
-        By code the best few are found, and compared again; those rows that come next by code are like the last ones that were compared. While these are
-        not ``margin`` standard deviations worse than the k-th best, one beyond may be better than it, and four times as many are compared. That depends neither on which
-        rows are admitted nor on where the query lies. It is bounded: before it costs more than comparing with all that is admitted, that is done.
+        By code the best few are found, and compared again; those rows that come next by code are
+        like the last ones that were compared. While these are not ``margin`` standard deviations
+        worse than the k-th best, one beyond may be better than it, and four times as many are
+        compared. That depends neither on which rows are admitted nor on where the query lies. It is
+        bounded: before it costs more than comparing with all that is admitted, that is done.
         """
         codes, bits, cost = self._codes, admitted.bits, 0.0
         take = codes.to_rescore(k) if codes is not None else admitted.total
@@ -100,7 +136,8 @@ class NearestRows:
         return scores, rows, cost + len(self._vectors) * STREAMED
 
     def _is_sure(self, scores: FLOAT, k: int, margin: float) -> bool:
-        """Whether the last quarter of the rows, by code, is at least ``margin`` standard deviations worse than the k-th best."""
+        """Whether the last quarter of the rows, by code, is at least ``margin`` standard deviations
+        worse than the k-th best."""
         near = -scores if self._l2 else scores
         count = max(k, _LEAST_NEIGHBOURS)
         if len(near) <= count:
@@ -111,8 +148,11 @@ class NearestRows:
 
     def _scores(self, query: FLOAT, rows: ROWS) -> FLOAT:
         vectors = self.vectors(rows)
-        # vecdot and not @, for which BLAS takes threads of its own: 25 ms for 2,000 rows on busy cores, and this 0.1
-        scores: FLOAT = np.square(vectors - query).sum(axis=1) if self._l2 else np.vecdot(vectors, query)
+        # vecdot and not @, for which BLAS takes threads of its own: 25 ms for 2,000 rows on busy
+        # cores, and this 0.1
+        scores: FLOAT = (
+            np.square(vectors - query).sum(axis=1) if self._l2 else np.vecdot(vectors, query)
+        )
         return scores
 
     def _best(self, scores: FLOAT, rows: ROWS, k: int) -> tuple[FLOAT, ROWS]:

@@ -34,23 +34,37 @@ class RowFilter:
 
     Args:
         view: whose features they are.
-        wanted: feature → a value it must equal, a list of values it must be one of, or bounds: some of ``gte``, ``gt``, ``lte``, ``lt``.
+        wanted: feature → a value it must equal, a list of values it must be one of, or bounds: some
+            of ``gte``, ``gt``, ``lte``, ``lt``.
 
     Raises:
-        RequestError: not of that form, a feature that is not there or no scalar, or a value of another type.
+        RequestError: not of that form, a feature that is not there or no scalar, or a value of
+            another type.
     """
 
     def __init__(self, view: FeatureView, wanted: Mapping[str, Any]) -> None:
         types = filterable(view)
         if not isinstance(wanted, Mapping) or len(wanted) > MOST_CONDITIONS:
-            raise _refused(f"a filter is a mapping of up to {MOST_CONDITIONS} features to what they must be")
+            raise _refused(
+                f"a filter is a mapping of up to {MOST_CONDITIONS} features to what they must be"
+            )
         self._conditions: list[tuple[str, Callable[[Any], Any]]] = []
         for name, condition in wanted.items():
             if name not in types:
                 have = ", ".join(types) or "none"
                 near = did_you_mean(str(name)[:80], types)
-                raise _refused(f"view {view.name!r} has no scalar feature {str(name)[:80]!r} to filter by (it has: {have}){near}")
-            self._conditions.append((name, _tests(name, types[name], condition, half=view.feature(name).dtype == "float16")))
+                raise _refused(
+                    f"view {view.name!r} has no scalar feature {str(name)[:80]!r} to filter by (it"
+                    f" has: {have}){near}"
+                )
+            self._conditions.append(
+                (
+                    name,
+                    _tests(
+                        name, types[name], condition, half=view.feature(name).dtype == "float16"
+                    ),
+                )
+            )
 
     def admits(self, table: pa.Table) -> npt.NDArray[np.bool_]:
         """Whether each row meets all conditions, bool [rows]."""
@@ -68,7 +82,10 @@ def _tests(name: str, kind: pa.DataType, condition: Any, *, half: bool) -> Calla
 
     if isinstance(condition, Mapping):
         if not condition or not set(condition) <= set(_BOUNDS):
-            raise _refused(f"filter: the bounds of {name!r} are some of {', '.join(_BOUNDS)}, got {str(list(condition))[:80]}")
+            raise _refused(
+                f"filter: the bounds of {name!r} are some of {', '.join(_BOUNDS)}, got"
+                f" {str(list(condition))[:80]}"
+            )
         if pa.types.is_boolean(kind):
             raise _refused(f"filter: {name!r} is true or false, it has no bounds")
         values = {bound: value_of(value) for bound, value in condition.items()}
@@ -76,10 +93,14 @@ def _tests(name: str, kind: pa.DataType, condition: Any, *, half: bool) -> Calla
             bounds = [_whole(bound, value) for bound, value in values.items()]
         else:
             bounds = [(_BOUNDS[bound], value) for bound, value in values.items()]
-        return lambda column: functools.reduce(pc.and_, [compare(column, value) for compare, value in bounds])
+        return lambda column: functools.reduce(
+            pc.and_, [compare(column, value) for compare, value in bounds]
+        )
     if isinstance(condition, (list, tuple)):
         if not 0 < len(condition) <= MOST_VALUES:
-            raise _refused(f"filter: {name!r} may be one of 1 to {MOST_VALUES} values, got {len(condition)}")
+            raise _refused(
+                f"filter: {name!r} may be one of 1 to {MOST_VALUES} values, got {len(condition)}"
+            )
         inside = [value.cast(kind) for value in map(value_of, condition) if _fits(value, kind)]
         return lambda column: pc.is_in(column, pa.array([v.as_py() for v in inside], kind))
     value = value_of(condition)
@@ -89,12 +110,15 @@ def _tests(name: str, kind: pa.DataType, condition: Any, *, half: bool) -> Calla
 
 
 def _whole(bound: str, value: pa.Scalar) -> tuple[Callable[[Any, Any], Any], pa.Scalar]:
-    """A bound of integers as the integer that says the same: Arrow refuses to compare those beyond 2⁵³ with a float. Beyond all of int64 it is
-    the last of these, which all of them meet or none."""
+    """A bound of integers as the integer that says the same: Arrow refuses to compare those beyond
+    2⁵³ with a float. Beyond all of int64 it is the last of these, which all of them meet or
+    none."""
     number = value.as_py()
     if bound in ("gte", "gt"):
         least = math.ceil(number) if bound == "gte" else math.floor(number) + 1
-        compare, whole = (pc.greater_equal, max(least, _LEAST)) if least <= _MOST else (pc.greater, _MOST)
+        compare, whole = (
+            (pc.greater_equal, max(least, _LEAST)) if least <= _MOST else (pc.greater, _MOST)
+        )
     else:
         most = math.floor(number) if bound == "lte" else math.ceil(number) - 1
         compare, whole = (pc.less_equal, min(most, _MOST)) if most >= _LEAST else (pc.less, _LEAST)
@@ -108,7 +132,13 @@ def _value(name: str, kind: pa.DataType, value: Any, *, half: bool) -> pa.Scalar
         RequestError: of another type than the feature, not finite, or too large.
     """
     is_text, is_bool = pa.types.is_string(kind), pa.types.is_boolean(kind)
-    right = isinstance(value, str) if is_text else isinstance(value, bool) if is_bool else _is_number(value)
+    right = (
+        isinstance(value, str)
+        if is_text
+        else isinstance(value, bool)
+        if is_bool
+        else _is_number(value)
+    )
     if not right:
         what = "a text" if is_text else "true or false" if is_bool else "a finite number"
         raise _refused(f"filter: {name!r} is compared with {what}, got {str(value)[:80]!r}")
@@ -132,7 +162,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _fits(value: pa.Scalar, kind: pa.DataType) -> bool:
-    """Whether a feature of that type can be equal to the value at all: 300 is no int8, 0.5 no integer."""
+    """Whether a feature of that type can be equal to the value at all: 300 is no int8, 0.5 no
+    integer."""
     if pa.types.is_floating(kind):
         return True
     try:

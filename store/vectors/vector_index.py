@@ -1,4 +1,5 @@
-"""Vector index: the nearest rows of a vector feature. Built from a snapshot, immutable, found through the live pointer."""
+"""Vector index: the nearest rows of a vector feature. Built from a snapshot, immutable, found
+through the live pointer."""
 
 from __future__ import annotations
 
@@ -12,8 +13,22 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from precompute.store.errors import RequestError, VectorIndexError
-from precompute.store.vectors.faiss_index import BITS, FLOAT, ROWS, mapped_vectors, open_codes, open_flat
-from precompute.store.vectors.index_record import CODES, REPLACED, VECTORS, IndexFigures, check_files, read_index_record
+from precompute.store.vectors.faiss_index import (
+    BITS,
+    FLOAT,
+    ROWS,
+    mapped_vectors,
+    open_codes,
+    open_flat,
+)
+from precompute.store.vectors.index_record import (
+    CODES,
+    REPLACED,
+    VECTORS,
+    IndexFigures,
+    check_files,
+    read_index_record,
+)
 from precompute.store.vectors.index_rows import IndexRows
 from precompute.store.vectors.nearest_rows import Admitted, NearestRows
 from precompute.store.vectors.row_filter import RowFilter
@@ -21,7 +36,8 @@ from precompute.store.vectors.row_filter import RowFilter
 
 @dataclass(frozen=True, slots=True)
 class SearchLimits:
-    """Which rows a search may answer with: not those of ``exclude``, only those of ``only`` where it is given, and of these what meets ``where``."""
+    """Which rows a search may answer with: not those of ``exclude``, only those of ``only`` where
+    it is given, and of these what meets ``where``."""
 
     exclude: Collection[str] = ()
     only: Collection[str] | None = None
@@ -29,7 +45,8 @@ class SearchLimits:
 
 
 class IndexLayer:
-    """One layer of an index, a base or an overlay, mapped; opening it compares every file with its checksum.
+    """One layer of an index, a base or an overlay, mapped; opening it compares every file with its
+    checksum.
 
     Args:
         folder: of a base or of an overlay.
@@ -47,18 +64,24 @@ class IndexLayer:
             vectors = mapped_vectors(folder / VECTORS, self.record.dim, self.record.dtype)
             codes = self.record.figures.codes
             coded = None if codes is None else open_codes(folder / CODES)
-            self.replaced: ROWS | None = None if self.record.base is None else _read_replaced(folder)
+            self.replaced: ROWS | None = (
+                None if self.record.base is None else _read_replaced(folder)
+            )
             shape = (flat.d, flat.ntotal, len(self.rows))
             if shape != (self.record.dim, self.record.rows, self.record.rows):
                 raise ValueError("meta.json does not fit the index")
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as exc:
             raise VectorIndexError(
-                f"the vector index {folder} cannot be opened ({exc}): `precompute publish <view> --reload` builds it again"
+                f"the vector index {folder} cannot be opened ({exc}): `precompute publish <view>"
+                " --reload` builds it again"
             ) from exc
-        self._nearest = NearestRows(flat, vectors, l2=self.record.metric == "l2", coded=coded, codes=codes)
+        self._nearest = NearestRows(
+            flat, vectors, l2=self.record.metric == "l2", coded=coded, codes=codes
+        )
         self._gone: BITS | None = None
         self._left: BITS | None = None
-        """A bit for each row, lowest first, set where no overlay replaced it; None: all of them. Made once: of 10 M rows a mask takes 10 ms."""
+        """A bit for each row, lowest first, set where no overlay replaced it; None: all of them.
+        Made once: of 10 M rows a mask takes 10 ms."""
         self.living = len(self.rows)
 
     def without(self, gone: ROWS) -> IndexLayer:
@@ -68,12 +91,18 @@ class IndexLayer:
             VectorIndexError: they are none of its rows.
         """
         if len(gone) and not 0 <= int(gone.min()) <= int(gone.max()) < len(self.rows):
-            raise VectorIndexError("the overlay of a vector index names rows that its base has not: publish with --reload")
+            raise VectorIndexError(
+                "the overlay of a vector index names rows that its base has not: publish with"
+                " --reload"
+            )
         left = object.__new__(IndexLayer)
         left.__dict__ |= self.__dict__
         mask = np.zeros(len(self.rows), np.bool_)
         mask[gone] = True
-        left._gone, left._left = np.packbits(mask, bitorder="little"), np.packbits(~mask, bitorder="little")
+        left._gone, left._left = (
+            np.packbits(mask, bitorder="little"),
+            np.packbits(~mask, bitorder="little"),
+        )
         left.living = len(self.rows) - len(gone)
         return left
 
@@ -102,7 +131,11 @@ class IndexLayer:
             if limits.where is not None:
                 rows = rows[limits.where.admits(self.rows.table.take(pa.array(rows)))]
             return self._nearest.among(query, rows, k)
-        admitted = Admitted(self._left, self.living) if limits.where is None else self._filtered(limits.where)
+        admitted = (
+            Admitted(self._left, self.living)
+            if limits.where is None
+            else self._filtered(limits.where)
+        )
         return self._nearest.nearest(query, k, admitted, excluded)
 
     def _filtered(self, where: RowFilter) -> Admitted:
@@ -119,8 +152,9 @@ def _read_replaced(folder: Path) -> ROWS:
 
 
 class Neighbours(NamedTuple):
-    """What a search found, best first: key texts, for each the cosine or dot product (larger is nearer) or the squared L2 distance (smaller is nearer),
-    and when the row was computed, µs since 1970."""
+    """What a search found, best first: key texts, for each the cosine or dot product (larger is
+    nearer) or the squared L2 distance (smaller is nearer), and when the row was computed, µs since
+    1970."""
 
     keys: list[str]
     scores: list[float]
@@ -128,7 +162,8 @@ class Neighbours(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A row of the index by its key: its vector, float32 [dim], of length 1 for cosine; and when it was computed, µs since 1970."""
+    """A row of the index by its key: its vector, float32 [dim], of length 1 for cosine; and when it
+    was computed, µs since 1970."""
 
     vector: FLOAT
     computed_at_us: int
@@ -137,30 +172,44 @@ class Found(NamedTuple):
 class VectorIndex:
     """Nearest neighbours over one snapshot's vectors; safe to search from several threads.
 
-        <root>/<view>/index/<generation:020d>/   vectors.faiss · codes.faiss where that pays · rows.arrow · hashes.arrow · meta.json
-                                                 of an overlay: replaced.arrow as well
+        <root>/<view>/index/<generation:020d>/   vectors.faiss · codes.faiss where that pays ·
+                                                 rows.arrow · hashes.arrow · meta.json of an
+                                                 overlay: replaced.arrow as well
 
-    Which kind it is and what it was measured to find stands in its figures. Everything is mapped but the codes; every file's checksum is compared once, here.
+    Which kind it is and what it was measured to find stands in its figures. Everything is mapped
+    but the codes; every file's checksum is compared once, here.
 
     Args:
         folder: what :func:`precompute.store.vectors.index_build.build_index` wrote.
-        overlay: what :func:`precompute.store.vectors.index_build.build_overlay` wrote over it, or None.
+        overlay: what :func:`precompute.store.vectors.index_build.build_overlay` wrote over it, or
+            None.
         opened: an index already open; its base is used again where it is the very same.
 
     Raises:
         VectorIndexError: missing, damaged, or an overlay of another base.
     """
 
-    def __init__(self, folder: Path, overlay: Path | None = None, opened: VectorIndex | None = None) -> None:
-        base = IndexLayer(folder) if opened is None or opened.base.mark != _mark(folder) else opened.base
+    def __init__(
+        self, folder: Path, overlay: Path | None = None, opened: VectorIndex | None = None
+    ) -> None:
+        base = (
+            IndexLayer(folder)
+            if opened is None or opened.base.mark != _mark(folder)
+            else opened.base
+        )
         if base.record.base is not None:
-            raise VectorIndexError(f"the vector index {folder} is an overlay, and nothing by itself")
+            raise VectorIndexError(
+                f"the vector index {folder} is an overlay, and nothing by itself"
+            )
         self.base: IndexLayer = base
         self._layers = [base]
         if overlay is not None:
             over = IndexLayer(overlay)
             if over.record.base != base.mark or over.replaced is None:
-                raise VectorIndexError(f"the vector index {overlay} lies over another base than {folder}: publish with --reload")
+                raise VectorIndexError(
+                    f"the vector index {overlay} lies over another base than {folder}: publish with"
+                    " --reload"
+                )
             self._layers = [base.without(over.replaced), over]
         self.metric: str = base.record.metric
         self.dim: int = base.record.dim
@@ -189,7 +238,11 @@ class VectorIndex:
         Raises:
             VectorIndexError: one is damaged.
         """
-        return {key for layer in self._layers for key in layer.rows.named(layer.alive(layer.rows.find(keys)))[0]}
+        return {
+            key
+            for layer in self._layers
+            for key in layer.rows.named(layer.alive(layer.rows.find(keys)))[0]
+        }
 
     def search(
         self,
@@ -214,7 +267,9 @@ class VectorIndex:
         """
         query = self._checked(vector)
         limits = SearchLimits(exclude, only, where)
-        found = [(layer, *layer.nearest(query, k, limits)) for layer in self._layers if layer.living]
+        found = [
+            (layer, *layer.nearest(query, k, limits)) for layer in self._layers if layer.living
+        ]
         if not found:
             return Neighbours([], [], [])
         if len(found) == 1:
@@ -226,7 +281,9 @@ class VectorIndex:
         every = np.concatenate([scores for _, scores, _ in found])
         times = np.concatenate([computed_at_us for _, computed_at_us in named])
         best = np.argsort(every if self.metric == "l2" else -every, kind="stable")[:k]
-        return Neighbours([keys[i] for i in best.tolist()], every[best].tolist(), times[best].tolist())
+        return Neighbours(
+            [keys[i] for i in best.tolist()], every[best].tolist(), times[best].tolist()
+        )
 
     def _checked(self, vector: npt.ArrayLike) -> FLOAT:
         """A query as float32 [dim], of length 1 for cosine.
@@ -241,14 +298,21 @@ class VectorIndex:
         if isinstance(vector, str) or wide.ndim != 1:
             raise RequestError("the vector is not a list of numbers", code="bad_vector")
         if len(wide) != self.dim:
-            raise RequestError(f"the vector has {len(wide)} numbers, this index takes {self.dim}", code="bad_vector")
+            raise RequestError(
+                f"the vector has {len(wide)} numbers, this index takes {self.dim}",
+                code="bad_vector",
+            )
         largest = np.abs(wide).max(initial=0.0)
         # NaN is not, either.
         if not largest <= np.finfo(np.float32).max:
-            raise RequestError("the vector has a number that is not a finite float32", code="bad_vector")
+            raise RequestError(
+                "the vector has a number that is not a finite float32", code="bad_vector"
+            )
         if self.metric == "cosine":
             if largest == 0:
-                raise RequestError("the vector is all zeros, which has no direction for cosine", code="bad_vector")
+                raise RequestError(
+                    "the vector is all zeros, which has no direction for cosine", code="bad_vector"
+                )
             # So that squares neither overflow nor vanish.
             wide = wide / largest
             wide /= np.linalg.norm(wide)
@@ -256,7 +320,8 @@ class VectorIndex:
 
 
 def is_there(folder: Path) -> bool:
-    """Whether an index's files are there, each of its size; opening it tells whether they are whole."""
+    """Whether an index's files are there, each of its size; opening it tells whether they are
+    whole."""
     return _mark(folder) is not None
 
 

@@ -1,11 +1,15 @@
-"""A server at half its capacity under everything at once: floods of misses, poisons, flipped bits, flips, rollbacks, killed workers, FLUSHALL, failover, and a nightly run on the same cores.
+"""A server at half its capacity under everything at once: floods of misses, poisons, flipped bits,
+flips, rollbacks, killed workers, FLUSHALL, failover, and a nightly run on the same cores.
 
     python -m tests.faults.attacked_soak [--seconds 600] [--redis] [--out FOLDER]
 
-Beside what :mod:`tests.faults.serve_soak` does, from other addresses and in other processes: one client asks for a thousand misses at a time without a pause; eight send inputs that kill or hang their
-model; every ten seconds a bit is flipped in a file under the root (of all kinds, see :mod:`tests.faults.flipped_bits`) and, with ``--redis``, in a record there, which is emptied each minute, or replaced by an empty one; MiniLM
-computes 4,000 texts again and again; a scheduler heals. An answer may be refused (503, or a row with its reason), and is counted then; none may be wrong, of two models, or say that
-an entity is unknown that is published. Writes and prints as the other one.
+Beside what :mod:`tests.faults.serve_soak` does, from other addresses and in other processes: one
+client asks for a thousand misses at a time without a pause; eight send inputs that kill or hang
+their model; every ten seconds a bit is flipped in a file under the root (of all kinds, see
+:mod:`tests.faults.flipped_bits`) and, with ``--redis``, in a record there, which is emptied each
+minute, or replaced by an empty one; MiniLM computes 4,000 texts again and again; a scheduler heals.
+An answer may be refused (503, or a row with its reason), and is counted then; none may be wrong, of
+two models, or say that an entity is unknown that is published. Writes and prints as the other one.
 """
 
 from __future__ import annotations
@@ -43,14 +47,16 @@ from tests.server import Server, make_folder, write_numbers
 
 FLOOD_KEYS, FLOOD_MS = 1_000, 1_000
 POISON_S, BIT_S, FLUSH_S, LEFT_S = 5.0, 10.0, 60.0, 40.0
-"""``LEFT_S``: a file that is still as damaged is put right by hand then; what could be healed has been."""
+"""``LEFT_S``: a file that is still as damaged is put right by hand then; what could be healed has
+been."""
 KILLS, HANGS = 1e9, 2e9
 """Values of x from which on the model's process ends, or computes for ever."""
 TEXTS = 4_000
 
 
 class Mortal(Versioned):
-    """A model that inputs can kill, or have it compute for ever; else 0.2 ms for each row of a small batch."""
+    """A model that inputs can kill, or have it compute for ever; else 0.2 ms for each row of a
+    small batch."""
 
     def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
         x = np.asarray(batch.column("x"))
@@ -83,9 +89,20 @@ class AttackedSoak(Soak):
 
     def look_through(self, began: float, kind: str, rows: Sequence[dict[str, Any]]) -> None:
         given = [(row, (row["features"] or {}) if "features" in row else row) for row in rows]
-        there = [(row["model"], float(found["double"]) - 2.0 * int(row["key"])) for row, found in given if found.get("double")]
-        lost = [row for row in rows if row.get("reason") == "unknown_entity" and int(row["key"]) < STORED]
-        mixed = {self.models.setdefault(model, offset) != offset or offset % STEP for model, offset in there}
+        there = [
+            (row["model"], float(found["double"]) - 2.0 * int(row["key"]))
+            for row, found in given
+            if found.get("double")
+        ]
+        lost = [
+            row
+            for row in rows
+            if row.get("reason") == "unknown_entity" and int(row["key"]) < STORED
+        ]
+        mixed = {
+            self.models.setdefault(model, offset) != offset or offset % STEP
+            for model, offset in there
+        }
         if lost or True in mixed or len(set(there)) > 1:
             self.found(began, "mixed", f"{kind}: {lost or rows}"[:600])
         with self.lock:
@@ -103,7 +120,8 @@ def project_in(folder: Path, views: dict[str, Any]) -> Scene:
 
 
 def publish(folder: Path) -> None:
-    """As :func:`tests.faults.serve_soak.publish`; what is damaged may refuse, and is published by a later one."""
+    """As :func:`tests.faults.serve_soak.publish`; what is damaged may refuse, and is published by a
+    later one."""
     for version in map(int, sys.stdin):
         view = {
             "model": {"use": f"{__spec__.name}:Mortal", "args": {"version": version}},
@@ -137,7 +155,10 @@ class Attack:
 
     def run(self) -> None:
         """All at once, until the time is over."""
-        threads = [threading.Thread(target=do) for do in (self.flood, self.flood, self.poison, self.bits, self.nights)]
+        threads = [
+            threading.Thread(target=do)
+            for do in (self.flood, self.flood, self.poison, self.bits, self.nights)
+        ]
         for thread in threads:
             thread.start()
         if self.redis is not None:
@@ -160,12 +181,19 @@ class Attack:
             do(rng)
             at = max(at + seconds, time.monotonic())
 
-    def ask(self, address: str, inputs: dict[str, dict[str, float]], deadline_ms: int) -> Counter[str]:
+    def ask(
+        self, address: str, inputs: dict[str, dict[str, float]], deadline_ms: int
+    ) -> Counter[str]:
         """What became of each row."""
         connection = http.client.HTTPConnection(self.host, timeout=60, source_address=(address, 0))
         body = json.dumps({"keys": list(inputs), "inputs": inputs, "deadline_ms": deadline_ms})
-        with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
-            connection.request("POST", "/v1/views/numbers/lookup", body, {"Content-Type": "application/json"})
+        with (
+            contextlib.closing(connection),
+            contextlib.suppress(OSError, http.client.HTTPException),
+        ):
+            connection.request(
+                "POST", "/v1/views/numbers/lookup", body, {"Content-Type": "application/json"}
+            )
             answer = connection.getresponse()
             told = json.loads(answer.read())
             if answer.status != 200:
@@ -177,9 +205,13 @@ class Attack:
         """A thousand misses at a time, all new."""
         first = 10_000_000 + threading.get_ident() % 1000 * 10_000_000
         while time.monotonic() < self.ends:
-            inputs = {str(key): {"x": float(key % 10**8)} for key in range(first, first + FLOOD_KEYS)}
+            inputs = {
+                str(key): {"x": float(key % 10**8)} for key in range(first, first + FLOOD_KEYS)
+            }
             first += FLOOD_KEYS
-            self.outcomes.update({f"flood {what}": n for what, n in self.ask("127.0.0.2", inputs, FLOOD_MS).items()})
+            self.outcomes.update(
+                {f"flood {what}": n for what, n in self.ask("127.0.0.2", inputs, FLOOD_MS).items()}
+            )
 
     def poison(self) -> None:
         """One that kills, and each fourth time one that hangs, from eight addresses."""
@@ -203,7 +235,9 @@ class Attack:
                 found = places(self.project, self.redis if in_redis else None)
                 # of an emptied Redis there is nothing
                 for place in (
-                    [draw(some, rng)] if (some := [one for one in found if one.kind.startswith("redis") == in_redis]) else []
+                    [draw(some, rng)]
+                    if (some := [one for one in found if one.kind.startswith("redis") == in_redis])
+                    else []
                 ):
                     left.append((time.monotonic() + LEFT_S, place, *place.flip(rng)))
             while left and left[0][0] < time.monotonic():
@@ -217,8 +251,12 @@ class Attack:
         self.every(BIT_S, flip)
 
     def losses(self, client: redis.Redis) -> None:
-        """Everything in Redis is gone: emptied, and each second time its address leads to another server, which is empty."""
-        port, process_id = urlsplit(self.project.online).port, int(client.info("server")["process_id"])
+        """Everything in Redis is gone: emptied, and each second time its address leads to another
+        server, which is empty."""
+        port, process_id = (
+            urlsplit(self.project.online).port,
+            int(client.info("server")["process_id"]),
+        )
         servers: list[RedisProcess] = []
         events = itertools.cycle(("flushall", "failover"))
 
@@ -235,7 +273,16 @@ class Attack:
 
     def nights(self) -> None:
         """The encoder computes all of its view, again and again."""
-        command = [sys.executable, "-m", "precompute.jobs.cli", "-c", str(self.folder), "run", "texts", "--full"]
+        command = [
+            sys.executable,
+            "-m",
+            "precompute.jobs.cli",
+            "-c",
+            str(self.folder),
+            "run",
+            "texts",
+            "--full",
+        ]
         while time.monotonic() < self.ends:
             self.tell("night")
             done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -245,9 +292,21 @@ class Attack:
                 time.sleep(1.0)
 
 
-def attacked(soak: Soak, folder: Path, server: Server, seconds: float, clients: int, per_s: float) -> tuple[float, str]:
+def attacked(
+    soak: Soak, folder: Path, server: Server, seconds: float, clients: int, per_s: float
+) -> tuple[float, str]:
     """Load and attacks for so long; requests a second, and what became of the attacks."""
-    command = [sys.executable, "-m", __spec__.name, "--attack", str(folder), "--url", server.url, "--seconds", str(seconds)]
+    command = [
+        sys.executable,
+        "-m",
+        __spec__.name,
+        "--attack",
+        str(folder),
+        "--url",
+        server.url,
+        "--seconds",
+        str(seconds),
+    ]
     heal = [sys.executable, "-m", "precompute.jobs.cli", "-c", str(folder), "schedule"]
     outcomes, began = [""], time.monotonic()
 
@@ -258,7 +317,10 @@ def attacked(soak: Soak, folder: Path, server: Server, seconds: float, clients: 
             else:
                 soak.events.append((time.monotonic() - began, line.strip()))
 
-    with (folder / "schedule.log").open("wb") as log, subprocess.Popen(heal, stdout=log, stderr=log) as scheduler:
+    with (
+        (folder / "schedule.log").open("wb") as log,
+        subprocess.Popen(heal, stdout=log, stderr=log) as scheduler,
+    ):
         try:
             with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as attack:
                 thread = threading.Thread(target=listen, args=(attack,))
@@ -273,7 +335,8 @@ def attacked(soak: Soak, folder: Path, server: Server, seconds: float, clients: 
 def write_texts(folder: Path) -> None:
     """The source of the view that is computed every night."""
     texts = [
-        f"number {i} of many short descriptions of books, films and songs, in a few words each, for people" for i in range(TEXTS)
+        f"number {i} of many short descriptions of books, films and songs, in a few words each, for people"
+        for i in range(TEXTS)
     ]
     pq.write_table(pa.table({"id": range(TEXTS), "text": texts}), folder / "texts.parquet")
 
@@ -299,7 +362,9 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if arguments.redis:
-            (folder / "online.url").write_text(stack.enter_context(RedisProcess(newest_redis(), folder)).url())
+            (folder / "online.url").write_text(
+                stack.enter_context(RedisProcess(newest_redis(), folder)).url()
+            )
         write_texts(folder)
         texts = {
             "source": {"sql": "SELECT * FROM read_parquet('${data}/texts.parquet')"},
@@ -312,7 +377,9 @@ def main() -> None:
         soak = AttackedSoak(folder)
         with soak.publisher, Server(folder) as server:
             capacity = run(soak, server, 3.0, arguments.clients, 0.0, disturbed=False)
-            rate, outcomes = attacked(soak, folder, server, arguments.seconds, arguments.clients, capacity / 2)
+            rate, outcomes = attacked(
+                soak, folder, server, arguments.seconds, arguments.clients, capacity / 2
+            )
     print(outcomes)
     report(soak, "attacked", arguments.out, arguments.seconds, capacity, rate)
 

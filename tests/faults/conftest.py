@@ -1,4 +1,5 @@
-"""Fixtures of the fault suite: a folder where fsync costs nothing, and scenes that many cases start from."""
+"""Fixtures of the fault suite: a folder where fsync costs nothing, and scenes that many cases start
+from."""
 
 from __future__ import annotations
 
@@ -39,8 +40,9 @@ def scene(folder: Path) -> FaultScene:
 
 
 def two_published(scene: FaultScene) -> FaultScene:
-    """Two full snapshots of different rows published, and the source changed once more: 24 rows to compute, in three chunks; 5 removed. The run
-    to come makes a delta on snapshot 2, and gc then removes snapshot 1."""
+    """Two full snapshots of different rows published, and the source changed once more: 24 rows to
+    compute, in three chunks; 5 removed. The run to come makes a delta on snapshot 2, and gc then
+    removes snapshot 1."""
     scene.write(ROWS)
     scene.run()
     scene.write(changed(scene.rows, range(0, 200, 3)))
@@ -52,7 +54,8 @@ def two_published(scene: FaultScene) -> FaultScene:
 
 @pytest.fixture(scope="session")
 def prepared(memory_folder: Path) -> FaultScene:
-    """Never to be run itself: see :func:`two_published`. It was made where its copies are, since the path is part of the source's SQL."""
+    """Never to be run itself: see :func:`two_published`. It was made where its copies are, since
+    the path is part of the source's SQL."""
     scene = two_published(FaultScene(memory_folder / "stage"))
     scene.folder.rename(memory_folder / "prepared")
     return scene
@@ -92,14 +95,21 @@ def prepared_redis(memory_folder: Path, redis_server: str) -> tuple[FaultScene, 
     client.flushdb()
     scene = two_published(FaultScene(memory_folder / "stage-redis", online=redis_server))
     scene.folder.rename(memory_folder / "prepared-redis")
-    dump = {key: value for key in client.scan_iter(count=5000) if (value := client.dump(key)) is not None}
+    dump = {
+        key: value
+        for key in client.scan_iter(count=5000)
+        if (value := client.dump(key)) is not None
+    }
     client.close()
     return scene, dump
 
 
 @pytest.fixture
-def delta_to_come_redis(prepared_redis: tuple[FaultScene, dict[bytes, bytes]], redis_url: str) -> MakeScene:
-    """Makes a copy of :func:`prepared_redis` in place of the one before, the server's content with it."""
+def delta_to_come_redis(
+    prepared_redis: tuple[FaultScene, dict[bytes, bytes]], redis_url: str
+) -> MakeScene:
+    """Makes a copy of :func:`prepared_redis` in place of the one before, the server's content with
+    it."""
 
     def make() -> FaultScene:
         scene, dump = prepared_redis

@@ -1,10 +1,15 @@
-"""Bits flipped in every kind of file and record under root and online, one after the other, under readers, a scheduler's looks and the nightly run: each is seen or harmless, healed where it can be, none is served.
+"""Bits flipped in every kind of file and record under root and online, one after the other, under
+readers, a scheduler's looks and the nightly run: each is seen or harmless, healed where it can be,
+none is served.
 
     python -m tests.faults.flipped_bits [--flips 500] [--seed 1] [--online redis://…]
 
-The scheduler's reconciler looks again and again, and heals by processes of its own; two readers never rest: every row and every neighbour that they are given is compared with what was computed. A
-flip counts as *seen* when the account, ``status`` or a refusal tells of it; as *rewritten* when nobody minds and the file is another by the next run; as *unseen* when neither: then `verify` is asked, and
-the script ends with 1 where it finds damage that nobody told. Prints a line for each kind of file.
+The scheduler's reconciler looks again and again, and heals by processes of its own; two readers
+never rest: every row and every neighbour that they are given is compared with what was computed. A
+flip counts as *seen* when the account, ``status`` or a refusal tells of it; as *rewritten* when
+nobody minds and the file is another by the next run; as *unseen* when neither: then `verify` is
+asked, and the script ends with 1 where it finds damage that nobody told. Prints a line for each
+kind of file.
 """
 
 from __future__ import annotations
@@ -40,7 +45,8 @@ from tests.server import make_folder, write_numbers
 ROWS = 3_000
 SEEN_S = 60.0
 NOT_FLIPPED = (".lock", ".tmp", "account.json", "sightings.jsonl", "noise")
-"""What no flip is aimed at: the account and what it is made of are derived, the reserve holds nothing."""
+"""What no flip is aimed at: the account and what it is made of are derived, the reserve holds
+nothing."""
 
 
 def files(project: Scene) -> list[Path]:
@@ -51,7 +57,9 @@ def files(project: Scene) -> list[Path]:
 
 def kind_of(project: Scene, path: Path) -> str:
     """What sort of file it is: its path without what differs from one to the next."""
-    name = re.sub(r"[0-9]{4,}[0-9TZ.a-f-]*|(?<=-)[0-9]+(?=\.)", "N", str(path.relative_to(project.folder)))
+    name = re.sub(
+        r"[0-9]{4,}[0-9TZ.a-f-]*|(?<=-)[0-9]+(?=\.)", "N", str(path.relative_to(project.folder))
+    )
     return re.sub(r"/[0-9]+\.json", "/N.json", name)
 
 
@@ -75,20 +83,39 @@ class Place:
 
 def places(project: Scene, client: Any = None) -> list[Place]:
     """Every file, and of a Redis every value and field."""
-    found = [Place(kind_of(project, path), str(path), partial(_read, path), partial(_overwrite, path)) for path in files(project)]
+    found = [
+        Place(kind_of(project, path), str(path), partial(_read, path), partial(_overwrite, path))
+        for path in files(project)
+    ]
     for key in [] if client is None else client.scan_iter(count=1000):
         kind = "redis " + re.sub(r"[0-9a-f]{6,}|[0-9]+", "N", key.decode(errors="replace"))
         sort = client.type(key)
         if sort == b"hash":
             for field in client.hkeys(key):
                 named = (
-                    re.sub(r"[0-9]+", "N", field.decode()) if (field.isascii() and b":" in field) or field.isalpha() else "a row"
+                    re.sub(r"[0-9]+", "N", field.decode())
+                    if (field.isascii() and b":" in field) or field.isalpha()
+                    else "a row"
                 )
                 write = partial(client.hset, key, field)
-                found.append(Place(f"{kind} {named}", f"{key!r} {field!r}", partial(client.hget, key, field), write))
+                found.append(
+                    Place(
+                        f"{kind} {named}",
+                        f"{key!r} {field!r}",
+                        partial(client.hget, key, field),
+                        write,
+                    )
+                )
         elif sort == b"string":
             # not one that has gone meanwhile
-            found.append(Place(kind, repr(key), partial(client.get, key), partial(client.set, key, keepttl=True)))
+            found.append(
+                Place(
+                    kind,
+                    repr(key),
+                    partial(client.get, key),
+                    partial(client.set, key, keepttl=True),
+                )
+            )
     return found
 
 
@@ -137,10 +164,16 @@ class Readers:
                     found = lookup.get("numbers", keys).to_pylist()
                     self.rows += len(found)
                     self.wrong += [
-                        str(row) for row in found if row["double"] is not None and row["double"] != 2.0 * int(row["key"])
+                        str(row)
+                        for row in found
+                        if row["double"] is not None and row["double"] != 2.0 * int(row["key"])
                     ]
                     near = lookup.search("numbers", key=keys[0], k=3)["rows"]
-                    self.wrong += [f"{keys[0]} near {row}" for row in near if abs(int(row["key"]) - keys[0]) > 40]
+                    self.wrong += [
+                        f"{keys[0]} near {row}"
+                        for row in near
+                        if abs(int(row["key"]) - keys[0]) > 40
+                    ]
 
     def stop(self) -> None:
         """End both."""
@@ -153,7 +186,12 @@ class Flipper:
     """Flips a bit, waits until that is seen, and until all is well again."""
 
     def __init__(
-        self, project: Scene, seed: int, counts: dict[str, collections.Counter[str]], unseen: list[str], by_hand: list[str]
+        self,
+        project: Scene,
+        seed: int,
+        counts: dict[str, collections.Counter[str]],
+        unseen: list[str],
+        by_hand: list[str],
     ) -> None:
         self.project, self.rng, self.said = project, random.Random(seed), list[str]()
         self.counts, self.unseen, self.by_hand = counts, unseen, by_hand
@@ -166,13 +204,16 @@ class Flipper:
         return [told for line in project_status(self.project) for told in line["attention"]]
 
     def flip(self) -> bool:
-        """One bit somewhere, each kind as likely as the other; whether all is well again after it, without a hand."""
+        """One bit somewhere, each kind as likely as the other; whether all is well again after it,
+        without a hand."""
         place = draw(places(self.project, self.redis), self.rng)
         whole, damaged = place.flip(self.rng)
         outcome = self._outcome(place, damaged)
         self.counts[place.kind][outcome] += 1
         if outcome == "unseen":
-            self.unseen.append(f"{place.name}: {sum(a != b for a, b in zip(whole, damaged, strict=True))} byte differs")
+            self.unseen.append(
+                f"{place.name}: {sum(a != b for a, b in zip(whole, damaged, strict=True))} byte differs"
+            )
             if place.read() is not None:
                 place.write(whole)
         return self._wait_until_well(place)
@@ -193,7 +234,11 @@ class Flipper:
             return "seen"
         if place.read() != damaged:
             return "rewritten"
-        return "unseen" if any(not check.ok for check in verify(self.project, "numbers")) else "harmless"
+        return (
+            "unseen"
+            if any(not check.ok for check in verify(self.project, "numbers"))
+            else "harmless"
+        )
 
     def _wait_until_well(self, place: Place) -> bool:
         ends = time.monotonic() + SEEN_S
@@ -214,13 +259,19 @@ class Flipper:
 
 
 def project_in(folder: Path, online: str | None) -> Scene:
-    """A view with an index, live as a base with an overlay, a snapshot to go back to, a pin, a mark, cached rows."""
+    """A view with an index, live as a base with an overlay, a snapshot to go back to, a pin, a
+    mark, cached rows."""
     if online is not None:
         # what another folder published there is another project's
         with redis.Redis.from_url(online) as client:
             client.flushdb()
-    view = {"index": {"on": "vector", "metric": "l2"}, "source": {"sql": "SELECT * FROM read_parquet('${data}/data.parquet')"}}
-    project = make_folder(folder, {"numbers": view}, **({} if online is None else {"online": online}))
+    view = {
+        "index": {"on": "vector", "metric": "l2"},
+        "source": {"sql": "SELECT * FROM read_parquet('${data}/data.parquet')"},
+    }
+    project = make_folder(
+        folder, {"numbers": view}, **({} if online is None else {"online": online})
+    )
     write_numbers(folder, list(range(ROWS - 10)))
     project.run()
     write_numbers(folder, list(range(ROWS)))
@@ -250,7 +301,13 @@ def main() -> None:
     while number < arguments.flips:
         # what needs a hand is begun again in another folder
         with tempfile.TemporaryDirectory() as name, every_look_reads_all():
-            flipper = Flipper(project_in(Path(name), arguments.online), arguments.seed + number, counts, unseen, by_hand)
+            flipper = Flipper(
+                project_in(Path(name), arguments.online),
+                arguments.seed + number,
+                counts,
+                unseen,
+                by_hand,
+            )
             readers = Readers(flipper.project)
             try:
                 well = True
@@ -264,7 +321,10 @@ def main() -> None:
             rows += readers.rows
             wrong += readers.wrong
     for kind, outcomes in sorted(counts.items()):
-        print(f"{kind}: " + ", ".join(f"{number} {outcome}" for outcome, number in sorted(outcomes.items())))
+        print(
+            f"{kind}: "
+            + ", ".join(f"{number} {outcome}" for outcome, number in sorted(outcomes.items()))
+        )
     print(
         f"{number} flips, {rows:,} rows read, {len(wrong)} wrong; {len(unseen)} unseen; {len(by_hand)} mended by hand; {time.monotonic() - began:.0f} s"
     )

@@ -1,7 +1,9 @@
-"""Fault harness: small real projects over an arithmetic model, child processes that die as told, and the oracle.
+"""Fault harness: small real projects over an arithmetic model, child processes that die as told,
+and the oracle.
 
-The oracle is arithmetic. Every state the source was ever in is remembered, so every snapshot must equal one of these states as a whole: a row
-that is lost, doubled, or of another state than its neighbours shows.
+The oracle is arithmetic. Every state the source was ever in is remembered, so every snapshot must
+equal one of these states as a whole: a row that is lost, doubled, or of another state than its
+neighbours shows.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ from tests.scene import Scene
 VIEW = "numbers"
 DIM = 4
 WINDOW_ROWS = 8
-"""Rows of a window, and with ``PART_BYTES`` of one byte also of a chunk: what a killed run may lose."""
+"""Rows of a window, and with ``PART_BYTES`` of one byte also of a chunk: what a killed run may
+lose."""
 
 State = tuple[Mapping[int, int], int]
 """Source rows (key → x) and the version of the model: all that makes a snapshot's values."""
@@ -63,13 +66,15 @@ CONTEXT.set_forkserver_preload(
 
 
 class Counted:
-    """``x`` → ``double`` = 2x + a million for each version, and ``vector`` = [x, x + 1, …]; every call is noted in a file.
+    """``x`` → ``double`` = 2x + a million for each version, and ``vector`` = [x, x + 1, …]; every
+    call is noted in a file.
 
     Args:
         log: file that gets a line with the number of rows of every batch.
         version: part of the fingerprint and of the values.
-        raise_at, nan_at, memory_at, kill_at, hang_at: the n-th call of this process raises ValueError, returns NaN, raises MemoryError, kills
-            the process, sleeps for good and takes no SIGTERM.
+        raise_at, nan_at, memory_at, kill_at, hang_at: the n-th call of this process raises
+            ValueError, returns NaN, raises MemoryError, kills the process, sleeps for good and
+            takes no SIGTERM.
     """
 
     def __init__(
@@ -83,7 +88,13 @@ class Counted:
         hang_at: int = 0,
     ) -> None:
         self.log, self.version, self.calls = log, version, 0
-        self.raise_at, self.nan_at, self.memory_at, self.kill_at, self.hang_at = raise_at, nan_at, memory_at, kill_at, hang_at
+        self.raise_at, self.nan_at, self.memory_at, self.kill_at, self.hang_at = (
+            raise_at,
+            nan_at,
+            memory_at,
+            kill_at,
+            hang_at,
+        )
 
     def fingerprint(self) -> str:
         return f"counted {self.version}"
@@ -127,7 +138,8 @@ def values_of(state: State) -> dict[int, tuple[float, tuple[float, ...]]]:
 class FaultScene:
     """A project on disk and everything its source ever was.
 
-    ``seen`` maps the number of a snapshot to its run: a number that comes again with another run was given out twice.
+    ``seen`` maps the number of a snapshot to its run: a number that comes again with another run
+    was given out twice.
     """
 
     folder: Path
@@ -156,8 +168,11 @@ class FaultScene:
         """The view's folder in the offline store."""
         return self.folder / "var" / VIEW
 
-    def write(self, rows: Mapping[int, int] | None = None, *, version: int | None = None, **model: Any) -> FaultScene:
-        """Write the source, and the configuration with these arguments of the model; the state they make is remembered."""
+    def write(
+        self, rows: Mapping[int, int] | None = None, *, version: int | None = None, **model: Any
+    ) -> FaultScene:
+        """Write the source, and the configuration with these arguments of the model; the state they
+        make is remembered."""
         if rows is not None:
             self.rows = dict(rows)
             self.write_source(self.rows)
@@ -170,7 +185,9 @@ class FaultScene:
 
     def write_source(self, rows: Mapping[int, int]) -> None:
         """Replace the source file."""
-        table = pa.table({"id": pa.array(list(rows), pa.int64()), "x": pa.array(list(rows.values()), pa.int64())})
+        table = pa.table(
+            {"id": pa.array(list(rows), pa.int64()), "x": pa.array(list(rows.values()), pa.int64())}
+        )
         temporary = self.folder / "data.tmp"
         self.folder.mkdir(parents=True, exist_ok=True)
         pq.write_table(table, temporary)
@@ -181,9 +198,17 @@ class FaultScene:
         self._project = None
         (self.folder / "views").mkdir(parents=True, exist_ok=True)
         # what is tried is what happens to rows, whatever their values become
-        gates = dict.fromkeys(name for name in GATES if name not in (*COMPUTING_GATES, "rejected", "coverage"))
+        gates = dict.fromkeys(
+            name for name in GATES if name not in (*COMPUTING_GATES, "rejected", "coverage")
+        )
         retention = {"keep": 1, "grace": "0s"}
-        settings = {"root": "./var", "online": self.online, "vars": {"data": "./"}, "notify": ["true"], "retention": retention}
+        settings = {
+            "root": "./var",
+            "online": self.online,
+            "vars": {"data": "./"},
+            "notify": ["true"],
+            "retention": retention,
+        }
         definition = {
             "name": VIEW,
             "entity": ["id"],
@@ -192,7 +217,10 @@ class FaultScene:
                 "use": "tests.faults.harness:Counted",
                 "args": {"log": str(self.log), "version": self.version} | self.model,
             },
-            "features": {"double": {"dtype": "float64"}, "vector": {"dtype": "float32", "dim": DIM}},
+            "features": {
+                "double": {"dtype": "float64"},
+                "vector": {"dtype": "float32", "dim": DIM},
+            },
             "index": {"on": "vector", "metric": "l2"},
             "ttl": "1h",
             "max_rejected": 0.0,
@@ -234,14 +262,18 @@ class FaultScene:
         return self.project().run(**options)
 
     def forget_lease(self, *names: str) -> None:
-        """Make leases look as if their holder had been silent for an hour: what a stopped process's look like after a while."""
+        """Make leases look as if their holder had been silent for an hour: what a stopped process's
+        look like after a while."""
         for name in names or ("run", "publish"):
             for path in (self.view_folder / "refs").glob(f".lease-{name}.*.held"):
                 os.utime(path, (time.time() - 3600, time.time() - 3600))
 
 
 def changed(
-    rows: Mapping[int, int], change: Collection[int] = (), new: Collection[int] = (), gone: Collection[int] = ()
+    rows: Mapping[int, int],
+    change: Collection[int] = (),
+    new: Collection[int] = (),
+    gone: Collection[int] = (),
 ) -> dict[int, int]:
     """The rows with values nobody had before for ``change`` and ``new``, and without ``gone``."""
     top = max(rows.values(), default=0)
@@ -252,9 +284,15 @@ def changed(
 
 
 @contextlib.contextmanager
-def small_chunks(window_rows: int = WINDOW_ROWS, part_bytes: int = 1, **plan: Any) -> Iterator[None]:
-    """Make every window a chunk of its own; ``plan`` replaces constants of :mod:`precompute.jobs.rows.plan`."""
-    todo = [(precompute.jobs.rows.chunks, "WINDOW_ROWS", window_rows), (precompute.jobs.rows.chunks, "PART_BYTES", part_bytes)]
+def small_chunks(
+    window_rows: int = WINDOW_ROWS, part_bytes: int = 1, **plan: Any
+) -> Iterator[None]:
+    """Make every window a chunk of its own; ``plan`` replaces constants of
+    :mod:`precompute.jobs.rows.plan`."""
+    todo = [
+        (precompute.jobs.rows.chunks, "WINDOW_ROWS", window_rows),
+        (precompute.jobs.rows.chunks, "PART_BYTES", part_bytes),
+    ]
     todo += [(precompute.jobs.rows.plan, name, value) for name, value in plan.items()]
     before = [(module, name, getattr(module, name)) for module, name, _ in todo]
     for module, name, value in todo:
@@ -286,7 +324,8 @@ def act(scene: FaultScene, what: str, **options: Any) -> str:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a child ended: what it said, or the signal that ended it. ``error`` is the exception's class and message."""
+    """How a child ended: what it said, or the signal that ended it. ``error`` is the exception's
+    class and message."""
 
     status: str | None = None
     error: str | None = None
@@ -294,7 +333,8 @@ class Ended:
 
 
 class Child:
-    """A process that does one thing to a scene, perhaps with a crash point armed: ``(name, nth, mode)``.
+    """A process that does one thing to a scene, perhaps with a crash point armed: ``(name, nth,
+    mode)``.
 
     Args:
         before: called in the child first, such as to set a limit.
@@ -312,7 +352,16 @@ class Child:
     ) -> None:
         self._answer, theirs = CONTEXT.Pipe(duplex=False)
         self._process = CONTEXT.Process(
-            target=_child, args=(theirs, replace(scene, _project=None), what, crash, dict(chunks or {}), before, options)
+            target=_child,
+            args=(
+                theirs,
+                replace(scene, _project=None),
+                what,
+                crash,
+                dict(chunks or {}),
+                before,
+                options,
+            ),
         )
         self._process.start()
         theirs.close()
@@ -367,7 +416,9 @@ def _child(
     before: Callable[[], None] | None,
     options: dict[str, Any],
 ) -> None:
-    tempfile.tempdir = str(scene.folder)  # a killed process leaves DuckDB's folder: it goes with the scene
+    tempfile.tempdir = str(
+        scene.folder
+    )  # a killed process leaves DuckDB's folder: it goes with the scene
     if before is not None:
         before()
     with small_chunks(**chunks):
@@ -375,7 +426,11 @@ def _child(
             crashpoint.arm(*crash)
         try:
             status = act(scene, what, **options)
-        except (PrecomputeError, InjectedError, OSError) as exc:  # anything else ends the child with a traceback and status 1
+        except (
+            PrecomputeError,
+            InjectedError,
+            OSError,
+        ) as exc:  # anything else ends the child with a traceback and status 1
             answer.send((None, f"{type(exc).__name__}: {exc}"))
         else:
             answer.send((status, None))
@@ -388,10 +443,20 @@ def read_snapshot(scene: FaultScene, number: int) -> dict[int, tuple[float, tupl
     """A snapshot's rows from Parquet; none of them twice."""
     snapshot = scene.store.snapshot(number)
     table = pa.Table.from_batches(scene.store.batches(snapshot, ["id", "double", "vector"]))
-    vectors = map(tuple, np.asarray(table["vector"].combine_chunks().flatten()).reshape(-1, DIM).tolist())
-    found = dict(zip(table["id"].to_pylist(), zip(table["double"].to_pylist(), vectors, strict=True), strict=True))
+    vectors = map(
+        tuple, np.asarray(table["vector"].combine_chunks().flatten()).reshape(-1, DIM).tolist()
+    )
+    found = dict(
+        zip(
+            table["id"].to_pylist(),
+            zip(table["double"].to_pylist(), vectors, strict=True),
+            strict=True,
+        )
+    )
     rows = table.num_rows
-    assert len(found) == rows == snapshot.rows, f"snapshot {number}: {rows} rows, {len(found)} keys, {snapshot.rows} told"
+    assert len(found) == rows == snapshot.rows, (
+        f"snapshot {number}: {rows} rows, {len(found)} keys, {snapshot.rows} told"
+    )
     return found
 
 
@@ -400,7 +465,9 @@ def state_of(scene: FaultScene, found: Mapping[int, Any], what: str) -> State:
     for state in reversed(scene.history):
         if values_of(state) == found:
             return state
-    raise AssertionError(f"{what}: its rows are those of no state the source was in; nearest: {nearest(scene, found)}")
+    raise AssertionError(
+        f"{what}: its rows are those of no state the source was in; nearest: {nearest(scene, found)}"
+    )
 
 
 def nearest(scene: FaultScene, found: Mapping[int, Any]) -> str:
@@ -420,11 +487,16 @@ def check_snapshots(scene: FaultScene) -> None:
     for number in store.numbers():
         state_of(scene, read_snapshot(scene, number), f"snapshot {number}")
         run = store.snapshot(number).run
-        assert scene.seen.setdefault(number, run) == run, f"number {number} was given to two snapshots"
+        assert scene.seen.setdefault(number, run) == run, (
+            f"number {number} was given to two snapshots"
+        )
 
 
-def read_online(scene: FaultScene, online: OnlineStore) -> tuple[int, dict[int, tuple[float, tuple[float, ...]]]]:
-    """(epoch, rows) that a lookup finds for every key there ever was: all in one request, so of one generation."""
+def read_online(
+    scene: FaultScene, online: OnlineStore
+) -> tuple[int, dict[int, tuple[float, tuple[float, ...]]]]:
+    """(epoch, rows) that a lookup finds for every key there ever was: all in one request, so of one
+    generation."""
     keys = sorted({key for rows, _ in scene.history for key in rows})
     found: dict[int, tuple[float, tuple[float, ...]]] = {}
     lookup = Lookup(online, scene.store.offline.root)
@@ -442,7 +514,8 @@ def read_online(scene: FaultScene, online: OnlineStore) -> tuple[int, dict[int, 
 
 
 def check_readers(scene: FaultScene) -> State:
-    """What is live is readable, all of one state, the one of the snapshot it says; the index fits. Holds at any time, recovered or not."""
+    """What is live is readable, all of one state, the one of the snapshot it says; the index fits.
+    Holds at any time, recovered or not."""
     with scene.project().online_store() as online:
         pointer = online.live(VIEW)
         assert pointer is not None
@@ -462,7 +535,8 @@ def check_readers(scene: FaultScene) -> State:
 
 
 def check_everything(scene: FaultScene, *, current: bool = True) -> None:
-    """The whole oracle, after recovery: see the parts. ``current``: live is the newest state of the source."""
+    """The whole oracle, after recovery: see the parts. ``current``: live is the newest state of the
+    source."""
     state = check_readers(scene)
     if current:
         assert state == (scene.rows, scene.version)
@@ -486,16 +560,24 @@ def check_no_orphans(scene: FaultScene) -> None:
     store = scene.store
     collect(store, keep=1, grace_s=0)
     snapshots = [store.snapshot(number) for number in store.numbers()]
-    named = {part.path for s in snapshots for part in (*s.parts, s.deletes, s.rejected) if part is not None}
+    named = {
+        part.path
+        for s in snapshots
+        for part in (*s.parts, s.deletes, s.rejected)
+        if part is not None
+    }
     folder = scene.view_folder
-    data = {str(path.relative_to(folder)) for path in (folder / "data").rglob("*") if path.is_file()}
+    data = {
+        str(path.relative_to(folder)) for path in (folder / "data").rglob("*") if path.is_file()
+    }
     assert data <= named, f"orphans: {sorted(data - named)}"
     others = [p for name in ("manifests", "refs", "runs") for p in (folder / name).rglob("*.tmp")]
     assert others == []
 
 
 def check_online_is_tidy(scene: FaultScene) -> None:
-    """The generations and indexes of what is live and was before, and nothing of any other in the store."""
+    """The generations and indexes of what is live and was before, and nothing of any other in the
+    store."""
     with scene.project().online_store() as online:
         generations = [generation.number for generation in online.generations(VIEW)]
         ref = scene.store.refs.live()
@@ -505,14 +587,22 @@ def check_online_is_tidy(scene: FaultScene) -> None:
         indexes = {path.name for path in (scene.view_folder / "index").iterdir()}
         assert indexes <= {f"{number:020d}" for number in ref.place.generations | before}
     if scene.online.startswith("table:"):
-        files = {path.name for path in (scene.folder / scene.online.removeprefix("table:") / VIEW).iterdir()}
+        files = {
+            path.name
+            for path in (scene.folder / scene.online.removeprefix("table:") / VIEW).iterdir()
+        }
         extra = files - {f"{number:020d}.table" for number in generations} - {"live.json", ".lock"}
         assert extra == set(), f"left in the online store: {sorted(extra)}"
     else:
         client = redis.Redis.from_url(scene.online)
         try:
-            of = {key.decode().split(":")[2] for key in client.scan_iter(match=f"precompute:{{}}{VIEW}:*", count=5000)}
-            assert of <= {str(number) for number in generations}, f"left in Redis: generations {sorted(of)}"
+            of = {
+                key.decode().split(":")[2]
+                for key in client.scan_iter(match=f"precompute:{{}}{VIEW}:*", count=5000)
+            }
+            assert of <= {str(number) for number in generations}, (
+                f"left in Redis: generations {sorted(of)}"
+            )
             fields: list[Any] = client.hkeys(f"precompute:{{{VIEW}}}:meta")
             loading = [field for field in fields if field.startswith((b"loading:", b"dropping:"))]
             assert loading == []

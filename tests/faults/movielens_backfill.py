@@ -1,9 +1,11 @@
-"""A backfill of thirty days of MovieLens-100k's ratings, by their own timestamps, killed twice on the way and completed by ``--resume``.
+"""A backfill of thirty days of MovieLens-100k's ratings, by their own timestamps, killed twice on
+the way and completed by ``--resume``.
 
     python -m tests.faults.movielens_backfill
 
-The first kill takes the backfill and leaves its two runs alive, the second takes the backfill with its runs. Then every row is compared with a count of
-the ratings made apart. Ends with status 1 when one is lost, doubled or wrong.
+The first kill takes the backfill and leaves its two runs alive, the second takes the backfill with
+its runs. Then every row is compared with a count of the ratings made apart. Ends with status 1 when
+one is lost, doubled or wrong.
 """
 
 from __future__ import annotations
@@ -57,7 +59,10 @@ class ItemDay:
     def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
         """See :class:`precompute.model.Model`."""
         n, mean = np.asarray(batch.column("n")).astype(np.float64), np.asarray(batch.column("mean"))
-        return {"ratings": n.astype(np.int32), "mean": (mean * n + 3.5 * self.prior) / (n + self.prior)}
+        return {
+            "ratings": n.astype(np.int32),
+            "mean": (mean * n + 3.5 * self.prior) / (n + self.prior),
+        }
 
 
 def write_project(folder: Path) -> None:
@@ -78,8 +83,22 @@ def write_project(folder: Path) -> None:
 
 def backfill(folder: Path, *options: str) -> subprocess.Popen[bytes]:
     """Begin ``precompute backfill``."""
-    command = [sys.executable, "-m", "precompute.jobs.cli", "-c", str(folder), "backfill", "item_day", *options]
-    return subprocess.Popen(command, cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, stdout=subprocess.DEVNULL)
+    command = [
+        sys.executable,
+        "-m",
+        "precompute.jobs.cli",
+        "-c",
+        str(folder),
+        "backfill",
+        "item_day",
+        *options,
+    ]
+    return subprocess.Popen(
+        command,
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.DEVNULL,
+    )
 
 
 def await_snapshots(store: ViewStore, count: int) -> None:
@@ -146,7 +165,11 @@ def main() -> int:
             f"resumed: exit status {status}, {len(numbers)} snapshots of {len(days)} days, {seconds:.1f} s in all; live: {live} rows"
         )
         print(", ".join(f"{n:,} {what}" for what, n in found.items()))
-    return int(status != 0 or (len(numbers), len(days)) != (DAYS, DAYS) or found["lost"] + found["doubled"] + found["wrong"] > 0)
+    return int(
+        status != 0
+        or (len(numbers), len(days)) != (DAYS, DAYS)
+        or found["lost"] + found["doubled"] + found["wrong"] > 0
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Readers that never rest while bases and overlays are published, dropped, and their loaders killed: every row of every answer must be what the answer's version says.
+"""Readers that never rest while bases and overlays are published, dropped, and their loaders
+killed: every row of every answer must be what the answer's version says.
 
-    python -m tests.faults.online_soak [URL] [--reads 1000000] [--publishings 200] [--seed 0] [--narrow]
+    python -m tests.faults.online_soak [URL] [--reads 1000000] [--publishings 200] [--seed 0]
+    [--narrow]
 
 Prints one line of JSON: reads, and how many were wrong, mixed or lost.
 """
@@ -37,8 +39,11 @@ BATCH_KEYS = 100
 BASE_EVERY = 5
 """Of so many publishings one is a base; the others are overlays over it."""
 NARROW = "--narrow" in sys.argv
-"""Rows of one number, which Redis keeps in buckets; the processes that publish are reported, too."""
-FEATURES = (Feature("x", "float64"),) if NARROW else (Feature("x", "float64"), Feature("v", "float32", 32))
+"""Rows of one number, which Redis keeps in buckets; the processes that publish are reported,
+too."""
+FEATURES = (
+    (Feature("x", "float64"),) if NARROW else (Feature("x", "float64"), Feature("v", "float32", 32))
+)
 VIEW = FeatureView("soak", ("id",), FEATURES, ttl_s=86400, stale_for_s=0)
 CODEC = RowCodec(VIEW)
 
@@ -49,7 +54,8 @@ def base_of(snapshot: int) -> int:
 
 
 def changed_at(key: int, snapshot: int) -> int:
-    """The snapshot that wrote the row of ``key``, as ``snapshot`` has it: its base's, or the last one since that changes one key in 50."""
+    """The snapshot that wrote the row of ``key``, as ``snapshot`` has it: its base's, or the last
+    one since that changes one key in 50."""
     changes = (s for s in range(snapshot, base_of(snapshot), -1) if (key + s) % 50 == 0)
     return next(changes, base_of(snapshot))
 
@@ -63,10 +69,16 @@ def batches(snapshot: int) -> Iterator[RowBatch]:
     """The rows of a base, or of the overlay that makes its base this snapshot."""
     base = base_of(snapshot)
     whole = snapshot == base
-    keys = [k for k in range(KEYS) if not gone(k, snapshot) and (whole or changed_at(k, snapshot) != base)]
+    keys = [
+        k
+        for k in range(KEYS)
+        if not gone(k, snapshot) and (whole or changed_at(k, snapshot) != base)
+    ]
     left = [] if whole else [k for k in range(KEYS) if gone(k, snapshot)]
     if left:
-        yield CODEC.tombstones(pa.array(map(str, left), pa.string()), time.time_ns() // 1000, snapshot)
+        yield CODEC.tombstones(
+            pa.array(map(str, left), pa.string()), time.time_ns() // 1000, snapshot
+        )
     for start in range(0, len(keys), 1000):
         part = np.array(keys[start : start + 1000])
         x = np.array([1000.0 * changed_at(int(k), snapshot) + k for k in part])
@@ -75,7 +87,9 @@ def batches(snapshot: int) -> Iterator[RowBatch]:
             "id": pa.array(part),
             "x": pa.array(x),
             "v": pa.FixedSizeListArray.from_arrays(pa.array(v), 32),
-            "computed_at": pa.array(np.full(len(part), time.time_ns() // 1000), pa.timestamp("us", tz="UTC")),
+            "computed_at": pa.array(
+                np.full(len(part), time.time_ns() // 1000), pa.timestamp("us", tz="UTC")
+            ),
         }
         yield CODEC.row_batch(pa.record_batch(columns), VIEW.entity, snapshot)
 
@@ -87,7 +101,9 @@ def publish(store: OnlineStore, snapshot: int, pause_s: float) -> None:
     if before is not None and before.epoch == snapshot:
         # the one before was killed after its flip
         return
-    generation = Generation(snapshot, snapshot, None if snapshot == base else base, f"run-{snapshot}")
+    generation = Generation(
+        snapshot, snapshot, None if snapshot == base else base, f"run-{snapshot}"
+    )
     terms = store.prepare(VIEW.name, generation, KEYS, KEYS * 300, "soak", CODEC.fixed_bytes)
 
     def slowly() -> Iterator[RowBatch]:
@@ -125,7 +141,11 @@ def _without(rows: Iterator[RowBatch], first: int) -> Iterator[RowBatch]:
         if first >= len(batch):
             first -= len(batch)
             continue
-        yield RowBatch(batch.keys.slice(first, len(batch)), batch.rows.slice(first, len(batch)), batch.hashes[first:])
+        yield RowBatch(
+            batch.keys.slice(first, len(batch)),
+            batch.rows.slice(first, len(batch)),
+            batch.hashes[first:],
+        )
         first = 0
 
 
@@ -149,13 +169,19 @@ class Reader:
         """Compare every row with what the version of the answer says."""
         snapshot, table = answer.pointer.snapshot, answer.table()
         if snapshot not in self._expected:
-            known = [np.nan if gone(k, snapshot) else 1000.0 * changed_at(k, snapshot) + k for k in range(KEYS)]
+            known = [
+                np.nan if gone(k, snapshot) else 1000.0 * changed_at(k, snapshot) + k
+                for k in range(KEYS)
+            ]
             self._expected = {snapshot: np.array(known)}
         expected = self._expected[snapshot][keys]
         x = table["x"].to_numpy(zero_copy_only=False)
         vectors = x.astype(np.float32)[:, None]
         if not NARROW:
-            vectors = np.array([np.full(32, np.nan) if v is None else v for v in table["v"].to_pylist()], np.float32)
+            vectors = np.array(
+                [np.full(32, np.nan) if v is None else v for v in table["v"].to_pylist()],
+                np.float32,
+            )
         self.lost += int((np.isnan(x) & ~np.isnan(expected)).sum())
         right = np.isnan(x) & np.isnan(expected) | (x == expected)
         whole = np.isnan(expected) | (vectors == expected.astype(np.float32)[:, None]).all(1)
@@ -211,16 +237,25 @@ def soak(url: str, reads: int, publishings: int, seed: int) -> dict[str, Any]:
         stop.set()
         for thread in threads:
             thread.join()
-    counted = {name: sum(getattr(reader, name) for reader in readers) for name in ("rows", "wrong", "lost")}
+    counted = {
+        name: sum(getattr(reader, name) for reader in readers) for name in ("rows", "wrong", "lost")
+    }
     seen = len(set[int]().union(*(reader.snapshots for reader in readers)))
     first = next((reader.first_wrong for reader in readers if reader.first_wrong), None)
-    return counted | {"publishings": snapshot, "killed": kills, "versions_seen": seen, "first_wrong": first}
+    return counted | {
+        "publishings": snapshot,
+        "killed": kills,
+        "versions_seen": seen,
+        "first_wrong": first,
+    }
 
 
 def main() -> None:
     """As the command line asks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("url", nargs="?", help="of the online store; table files in a temporary folder by default")
+    parser.add_argument(
+        "url", nargs="?", help="of the online store; table files in a temporary folder by default"
+    )
     parser.add_argument("--reads", type=int, default=1_000_000)
     parser.add_argument("--publishings", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
@@ -232,7 +267,9 @@ def main() -> None:
             publish(store, options.publish, 0.01)
         return
     with tempfile.TemporaryDirectory() as folder:
-        counted = soak(options.url or f"table:{folder}", options.reads, options.publishings, options.seed)
+        counted = soak(
+            options.url or f"table:{folder}", options.reads, options.publishings, options.seed
+        )
     print(json.dumps(counted))
     sys.exit(bool(counted["wrong"] or counted["lost"]))
 

@@ -1,10 +1,12 @@
 """Power loss, played: a disk that keeps what was synced and, of the rest, only what it likes.
 
-POSIX promises the bytes of a file after fsync(2) of that file, and the names in a folder after fsync(2) of that folder; the rest may be
-there or not, in any order. :func:`recorded` notes what each fsync makes safe while something runs, and just before each of them, and at
-the end, it takes the tree that each of :data:`DISKS` would hold if the power failed then.
+POSIX promises the bytes of a file after fsync(2) of that file, and the names in a folder after
+fsync(2) of that folder; the rest may be there or not, in any order. :func:`recorded` notes what
+each fsync makes safe while something runs, and just before each of them, and at the end, it takes
+the tree that each of :data:`DISKS` would hold if the power failed then.
 
-All syncing goes through :func:`os.fsync`: LMDB writes with ``sync=False``, FAISS and Arrow do not sync, and what they wrote is synced by its name.
+All syncing goes through :func:`os.fsync`: LMDB writes with ``sync=False``, FAISS and Arrow do not
+sync, and what they wrote is synced by its name.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from precompute.store.disk import crashpoint
 from tests import REPOSITORY
 
 NOBODY = 2**22 + 1
-"""Number of no process, above what Linux gives out: whoever wrote an image is gone when it is looked at."""
+"""Number of no process, above what Linux gives out: whoever wrote an image is gone when it is
+looked at."""
 
 Tree = dict[str, bytes | None]
 """Path below the folder → bytes of a file, None for a folder."""
@@ -35,7 +38,9 @@ Tree = dict[str, bytes | None]
 
 def _points(path: str) -> bool:
     """Whether a name is one that others are found by: manifests, marks, pointers, reports."""
-    return path.endswith("/live.json") or not {"manifests", "refs", "runs"}.isdisjoint(PurePosixPath(path).parts)
+    return path.endswith("/live.json") or not {"manifests", "refs", "runs"}.isdisjoint(
+        PurePosixPath(path).parts
+    )
 
 
 DISKS: dict[str, Callable[[str], bool]] = {
@@ -44,12 +49,14 @@ DISKS: dict[str, Callable[[str], bool]] = {
     "pointers": _points,
     "data": lambda path: not _points(path),
 }
-"""Which names are on the disk before anybody synced their folder: none; all; those that point, and not what they point to; and the other
-way round. Unsynced bytes are missing with ``lazy``, zeros with the others: a file then has its right size all the same."""
+"""Which names are on the disk before anybody synced their folder: none; all; those that point, and
+not what they point to; and the other way round. Unsynced bytes are missing with ``lazy``, zeros
+with the others: a file then has its right size all the same."""
 
 
 PROMISES = frozenset({"manifest.link", "manifest.dirsync", "live.write", "live.cas", "online.flip"})
-"""Crash points at which more is promised than before: images that differ in nothing else are looked at once."""
+"""Crash points at which more is promised than before: images that differ in nothing else are looked
+at once."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,8 @@ class Image:
     done: bool
 
     def restore(self, folder: Path) -> None:
-        """Make this the content of ``folder``, which is gone if it was never synced into the one above."""
+        """Make this the content of ``folder``, which is gone if it was never synced into the one
+        above."""
         shutil.rmtree(folder, ignore_errors=True)
         for path, data in self.tree.items():
             if data is None:
@@ -93,14 +101,18 @@ class Site:
         """Whether it is being executed by this thread."""
         frame: FrameType | None = sys._getframe()
         while frame is not None:
-            if frame.f_code.co_filename == self.file and self.first_line <= frame.f_lineno <= self.last_line:
+            if (
+                frame.f_code.co_filename == self.file
+                and self.first_line <= frame.f_lineno <= self.last_line
+            ):
                 return True
             frame = frame.f_back
         return False
 
 
 def sites() -> dict[str, Site]:
-    """Every call that syncs a file or a folder of the stores, as ``store/offline/gc.py _remove sync_folder``, numbered where there are several."""
+    """Every call that syncs a file or a folder of the stores, as ``store/offline/gc.py _remove
+    sync_folder``, numbered where there are several."""
     found: dict[str, Site] = {}
     for room in ("store", "jobs"):
         for path in sorted((REPOSITORY / "precompute" / room).rglob("*.py")):
@@ -116,13 +128,16 @@ def sites() -> dict[str, Site]:
                         name = f"{path.relative_to(REPOSITORY / 'precompute')} {function.name} {called}"
                         if name in found:
                             name += f" {sum(known.startswith(name) for known in found) + 1}"
-                        found[name] = Site(name, str(path), node.lineno, node.end_lineno or node.lineno)
+                        found[name] = Site(
+                            name, str(path), node.lineno, node.end_lineno or node.lineno
+                        )
     return found
 
 
 @dataclass
 class _Disk:
-    """What of the tree below ``folder`` is safe, by inode number: ``names`` of folders, ``data`` of files."""
+    """What of the tree below ``folder`` is safe, by inode number: ``names`` of folders, ``data`` of
+    files."""
 
     folder: Path
     forgets: Callable[[], bool]
@@ -143,11 +158,15 @@ class _Disk:
             self._keep(path.stat(), path)
 
     def _hold(self, path: Path) -> None:
-        self._held.append(os.open(path, os.O_PATH))  # so that its inode number is given to no other file
+        self._held.append(
+            os.open(path, os.O_PATH)
+        )  # so that its inode number is given to no other file
 
     def _keep(self, status: os.stat_result, path: Path) -> None:
         if stat.S_ISDIR(status.st_mode):
-            self.names[status.st_ino] = {name: (path / name).lstat().st_ino for name in os.listdir(path)}
+            self.names[status.st_ino] = {
+                name: (path / name).lstat().st_ino for name in os.listdir(path)
+            }
         else:
             self.data[status.st_ino] = path.read_bytes()
 
@@ -167,19 +186,27 @@ class _Disk:
         armed = crashpoint._armed
         passed = PROMISES & (set() if armed is None else armed.hits.keys())
         for disk, survives in DISKS.items():
-            image = Image(disk, self._tree(survives, zeros=disk != "lazy"), passed, self.chunks, done)
+            image = Image(
+                disk, self._tree(survives, zeros=disk != "lazy"), passed, self.chunks, done
+            )
             if image not in self.images:
                 self.images.append(image)
 
     def _tree(self, survives: Callable[[str], bool], *, zeros: bool) -> Tree:
         there = {
-            path.lstat().st_ino: path for path in [self.folder.parent, self.folder, *self.folder.rglob("*")] if path.exists()
+            path.lstat().st_ino: path
+            for path in [self.folder.parent, self.folder, *self.folder.rglob("*")]
+            if path.exists()
         }
         tree: Tree = {}
 
         def folder(number: int, at: str) -> None:
             safe = self.names.get(number, {})
-            now = {path.name: path.lstat().st_ino for path in there[number].iterdir()} if number in there else {}
+            now = (
+                {path.name: path.lstat().st_ino for path in there[number].iterdir()}
+                if number in there
+                else {}
+            )
             for name in sorted(safe | now):
                 path = f"{at}/{name}".lstrip("/")
                 child = (now if survives(path) else safe).get(name)
@@ -205,7 +232,8 @@ class _Disk:
 
 @contextlib.contextmanager
 def recorded(folder: Path, forgets: Callable[[], bool] = lambda: False) -> Iterator[list[Image]]:
-    """Play power loss for what this process does to ``folder`` meanwhile; all that is in it before counts as synced.
+    """Play power loss for what this process does to ``folder`` meanwhile; all that is in it before
+    counts as synced.
 
     Args:
         folder: of the stores.

@@ -1,9 +1,12 @@
-"""Random kills: runs over a source that changes at random, killed at a random moment or crash point, over and over; then every row is looked at.
+"""Random kills: runs over a source that changes at random, killed at a random moment or crash
+point, over and over; then every row is looked at.
 
-    python -m tests.faults.random_kills --kills 500 [--seed N] [--online redis://127.0.0.1:6379/15] [--folder DIR]
+    python -m tests.faults.random_kills --kills 500 [--seed N] [--online redis://127.0.0.1:6379/15]
+    [--folder DIR]
 
-A given seed makes the same changes and the same draws; where a kill by time hits is up to the machine. Ends with status 1, and leaves the folder for
-inspection, when a row was lost, doubled, or of another state of the source than its neighbours.
+A given seed makes the same changes and the same draws; where a kill by time hits is up to the
+machine. Ends with status 1, and leaves the folder for inspection, when a row was lost, doubled, or
+of another state of the source than its neighbours.
 """
 
 from __future__ import annotations
@@ -96,7 +99,8 @@ def check_live(tally: Tally, scene: FaultScene) -> None:
 
 
 def change(draw: random.Random, scene: FaultScene) -> None:
-    """A few rows with other values, a few new, a few gone; now and then another model, so that all are computed."""
+    """A few rows with other values, a few new, a few gone; now and then another model, so that all
+    are computed."""
     keys = list(scene.rows)
     top = max(keys)
     rows = changed(
@@ -137,9 +141,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=500)
     parser.add_argument("--seed", type=int)
     parser.add_argument(
-        "--online", default="table:./var/online", help="table:./folder or a Redis URL; the database is used as it is"
+        "--online",
+        default="table:./var/online",
+        help="table:./folder or a Redis URL; the database is used as it is",
     )
-    parser.add_argument("--folder", help="where to work; a folder in memory, removed at the end, by default")
+    parser.add_argument(
+        "--folder", help="where to work; a folder in memory, removed at the end, by default"
+    )
     options = parser.parse_args(arguments)
     seed = random.SystemRandom().randrange(2**32) if options.seed is None else options.seed
     draw = random.Random(seed)
@@ -147,7 +155,9 @@ def main(arguments: list[str] | None = None) -> int:
     folder = Path(options.folder or tempfile.mkdtemp(prefix="random-kills-", dir=memory))
     print(f"seed {seed}, {options.online.rpartition('@')[2]}, in {folder}", flush=True)
     tally = Tally()
-    scene = FaultScene(folder / "project", "table:./var/online" if options.online == "table" else options.online)
+    scene = FaultScene(
+        folder / "project", "table:./var/online" if options.online == "table" else options.online
+    )
     scene.settings = {"notify": [], "retention": {"keep": 2, "grace": "0s"}}
     scene.write({key: key * 10 for key in range(ROWS)})
     begun = time.monotonic()
@@ -169,8 +179,14 @@ def main(arguments: list[str] | None = None) -> int:
                 break
             if draw.random() < 0.1:  # now and then one that is left in peace: it must get through
                 whole_run(tally, scene)
-            elif ended is not None and ended not in ("published", "current", "committed") and "GateError" not in ended:
-                print(f"kill {tally.kills}: a run that was not killed ended with {ended}", flush=True)
+            elif (
+                ended is not None
+                and ended not in ("published", "current", "committed")
+                and "GateError" not in ended
+            ):
+                print(
+                    f"kill {tally.kills}: a run that was not killed ended with {ended}", flush=True
+                )
             if tally.runs % 100 == 0:
                 print(f"{tally}, {time.monotonic() - begun:.0f} s", flush=True)
         if not tally.wrong:

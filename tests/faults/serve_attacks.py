@@ -1,8 +1,10 @@
-"""What one client can do to a server: each attack for some seconds, while another client goes on asking. Says what memory it came to, and how long that one waited.
+"""What one client can do to a server: each attack for some seconds, while another client goes on
+asking. Says what memory it came to, and how long that one waited.
 
     python -m tests.faults.serve_attacks [ATTACK ...] [--seconds 4]
 
-Prints a line for each; exit status 1 where a worker took more memory than docs/security.md says, died, or an honest request failed.
+Prints a line for each; exit status 1 where a worker took more memory than docs/security.md says,
+died, or an honest request failed.
 """
 
 from __future__ import annotations
@@ -61,7 +63,10 @@ def head(path: str, *headers: str, method: str = "GET") -> bytes:
 
 
 def post(path: str, body: bytes) -> bytes:
-    return head(path, "Content-Type: application/json", f"Content-Length: {len(body)}", method="POST") + body
+    return (
+        head(path, "Content-Type: application/json", f"Content-Length: {len(body)}", method="POST")
+        + body
+    )
 
 
 def endless_headers(crowd: Crowd, stop: Stop) -> None:
@@ -142,7 +147,8 @@ def misses(crowd: Crowd, stop: Stop) -> None:
 
 
 def many_values(crowd: Crowd, stop: Stop) -> None:
-    """4 MB of lists in JSON, and a dictionary that each of some thousand Arrow batches refers to, one request after the other."""
+    """4 MB of lists in JSON, and a dictionary that each of some thousand Arrow batches refers to,
+    one request after the other."""
     sink = pa.BufferOutputStream()
     dictionary = pa.DictionaryArray.from_arrays(pa.array([], pa.int32()), ["1"] * 200_000)
     batch = pa.record_batch({"key": dictionary})
@@ -150,7 +156,10 @@ def many_values(crowd: Crowd, stop: Stop) -> None:
         for _ in range(10_000):
             writer.write_batch(batch)
     arrow, lists = bytes(sink.getvalue()), b'{"keys":[' + b"[[]]," * (4 * MIB // 5 - 10) + b"1]}"
-    what = head(LOOKUP, f"Content-Type: {wire.ARROW}", f"Content-Length: {len(arrow)}", method="POST") + arrow
+    what = (
+        head(LOOKUP, f"Content-Type: {wire.ARROW}", f"Content-Length: {len(arrow)}", method="POST")
+        + arrow
+    )
     while not stop.is_set():
         for data in (what, post(LOOKUP, lists)):
             connection = crowd.one()
@@ -189,7 +198,8 @@ def memory_mib(pid: int) -> float:
 
 
 def ask_honestly(server: Server, seconds: float, told: Connection) -> None:
-    """Tells the seconds that each of an honest client's requests took, and how many failed. A connection that was closed while idle is opened again, as every client does."""
+    """Tells the seconds that each of an honest client's requests took, and how many failed. A
+    connection that was closed while idle is opened again, as every client does."""
     took: list[float] = []
     failed = 0
     limit = time.monotonic() + seconds
@@ -218,7 +228,9 @@ def attacked(server: Server, name: str, seconds: float) -> bool:
     before = highest = memory_mib(pid)
     answers, told_by = multiprocessing.Pipe()
     # of another process: attackers keep this one's lock
-    client = multiprocessing.get_context("fork").Process(target=ask_honestly, args=(server, seconds, told_by))
+    client = multiprocessing.get_context("fork").Process(
+        target=ask_honestly, args=(server, seconds, told_by)
+    )
     client.start()
     with contextlib.ExitStack() as stack:
         thread = threading.Thread(target=lambda: attack(Crowd(server, stack), stop))
@@ -257,7 +269,10 @@ def main() -> int:
         path = Path(folder)
         view = {
             "model": {"use": "tests.arithmetic:Doubler", "args": {"dim": DIM}},
-            "features": {"double": {"dtype": "float64"}, "vector": {"dtype": "float32", "dim": DIM}},
+            "features": {
+                "double": {"dtype": "float64"},
+                "vector": {"dtype": "float32", "dim": DIM},
+            },
             "index": None,
         }
         make_folder(path, {"numbers": view})

@@ -1,10 +1,12 @@
-"""A server at half its capacity through flips to other models, rollbacks and killed workers: no answer fails, none mixes two models, how long they take, and what memory.
+"""A server at half its capacity through flips to other models, rollbacks and killed workers: no
+answer fails, none mixes two models, how long they take, and what memory.
 
     python -m tests.faults.serve_soak [--seconds 600] [--out FOLDER]
 
-Every ten seconds something is published by another model or rolled back, every half minute a worker is killed, but never the first one, whose memory tells. Requests are
-mixed: single rows, lookups as JSON and Arrow, of several views, searches, misses among them. Writes soak.csv, a line a second, and soak.svg; prints one line of JSON, and
-ends with 1 and what is wrong where anything is.
+Every ten seconds something is published by another model or rolled back, every half minute a worker
+is killed, but never the first one, whose memory tells. Requests are mixed: single rows, lookups as
+JSON and Arrow, of several views, searches, misses among them. Writes soak.csv, a line a second, and
+soak.svg; prints one line of JSON, and ends with 1 and what is wrong where anything is.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ STEP = 1e6
 KINDS = {"row": 0.70, "json": 0.20, "arrow": 0.05, "several": 0.03, "search": 0.02}
 """Of the requests."""
 GROWN_MB = 40.0
-"""By more than this: allocators round, what was published last is mapped beside what is live, and what misses leave in cycles is looked for seldom (measured: up to 15
-MB, then no more)."""
+"""By more than this: allocators round, what was published last is mapped beside what is live, and
+what misses leave in cycles is looked for seldom (measured: up to 15 MB, then no more)."""
 CUT_BY_ONE = 8
 """Connections that a killed worker may have had, of as many clients."""
 MOST_TOLD = 20
@@ -89,7 +91,9 @@ class Connection:
     def __exit__(self, *_: object) -> None:
         self._socket.close()
 
-    def ask(self, method: str, path: str, body: bytes = b"", accept: str = "application/json") -> tuple[int, bytes]:
+    def ask(
+        self, method: str, path: str, body: bytes = b"", accept: str = "application/json"
+    ) -> tuple[int, bytes]:
         """Status and body; a connection that was cut off is an OSError."""
         lines = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nAccept: {accept}\r\n"
         if body:
@@ -134,11 +138,14 @@ class Soak:
         self.lock = threading.Lock()
         # a process of its own: who publishes would hold up who measures
         command = [sys.executable, "-m", module, "--publish", str(folder)]
-        self.publisher: Any = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.publisher: Any = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         self.publish(1)
 
     def publish(self, version: int) -> None:
-        """Have all rows computed and published by another model, or gone back to those before by version 0."""
+        """Have all rows computed and published by another model, or gone back to those before by
+        version 0."""
         if version:
             # known before a reader can see the snapshot
             self.offsets[max(self.offsets, default=0) + 1] = STEP * version
@@ -148,7 +155,8 @@ class Soak:
             raise AssertionError("the publisher failed: its words are above")
 
     def disturb(self, server: Server, began: float, seconds: float) -> None:
-        """Flips, rollbacks and killed workers, until the time is over; and what memory the processes have, every second."""
+        """Flips, rollbacks and killed workers, until the time is over; and what memory the
+        processes have, every second."""
         version, flip_at, kill_at, look_at = 1, FLIP_S, KILL_S, 0.0
         first = workers_of(server)[0]
         while (now := time.monotonic() - began) < seconds:
@@ -182,11 +190,21 @@ class Soak:
                     if self.stop.is_set():
                         return
                     # as if others asked, too: who waits is not waited for
-                    next_at = max(next_at + 1 / per_s, time.monotonic() - 1.0) if per_s else time.monotonic()
+                    next_at = (
+                        max(next_at + 1 / per_s, time.monotonic() - 1.0)
+                        if per_s
+                        else time.monotonic()
+                    )
                     time.sleep(max(0.0, next_at - time.monotonic()))
                     try:
                         self.ask(connection, began, rng)
-                    except (AssertionError, ArithmeticError, LookupError, TypeError, ValueError) as exc:
+                    except (
+                        AssertionError,
+                        ArithmeticError,
+                        LookupError,
+                        TypeError,
+                        ValueError,
+                    ) as exc:
                         self.found(began, "failed", f"an answer that cannot be read: {exc!r}")
                 continue
             with self.lock:
@@ -216,7 +234,10 @@ class Soak:
             asked = [{"view": "numbers", "keys": some} for some in (keys[:10], keys[10:])]
             path, body = "/v1/lookup", json.dumps({"requests": asked}).encode()
         elif kind == "search":
-            path, body = "/v1/views/numbers/search", json.dumps({"key": keys[0], "k": 5, "features": ["double"]}).encode()
+            path, body = (
+                "/v1/views/numbers/search",
+                json.dumps({"key": keys[0], "k": 5, "features": ["double"]}).encode(),
+            )
         started = time.perf_counter()
         status, answer = connection.ask("POST" if body else "GET", path, body, accept)
         taken_ms = (time.perf_counter() - started) * 1e3
@@ -233,26 +254,37 @@ class Soak:
                 self.seconds[int(time.monotonic() - began)].failed += 1
 
     def status_is_wrong(self, kind: str, key: int, status: int) -> bool:
-        """Whether no answer of that kind may be so; the source may not know a miss while it is replaced."""
+        """Whether no answer of that kind may be so; the source may not know a miss while it is
+        replaced."""
         return not (kind == "row" and key >= STORED and status == 404)
 
     def look_through(self, began: float, kind: str, rows: Sequence[dict[str, Any]]) -> None:
-        """Rows that were answered as one: all of one snapshot, each as that one's model makes it."""
+        """Rows that were answered as one: all of one snapshot, each as that one's model makes
+        it."""
         bad = [row for row in rows if row.get("reason") not in (None, "unknown_entity")]
         if bad:
             self.found(began, "failed", f"{kind}: {bad[0]}")
         with self.lock:
-            self.seconds[int(time.monotonic() - began)].computed += sum(row["status"] == "computed" for row in rows)
+            self.seconds[int(time.monotonic() - began)].computed += sum(
+                row["status"] == "computed" for row in rows
+            )
         offset = self.offsets.get(rows[0]["snapshot"], 0.0)
         # a miss that the source does not know while it is replaced has no features
-        there = [(row["double"] if "double" in row else (row["features"] or {}).get("double"), row["key"]) for row in rows]
+        there = [
+            (
+                row["double"] if "double" in row else (row["features"] or {}).get("double"),
+                row["key"],
+            )
+            for row in rows
+        ]
         right = all(double is None or double == 2.0 * int(key) + offset for double, key in there)
         if len({(row["snapshot"], row["model"]) for row in rows}) > 1 or not right:
             self.found(began, "mixed", f"{kind}: {rows}"[:600])
 
 
 def publish(folder: Path) -> None:
-    """For each number that is read: rows computed and published by that version of the model, or, by 0, a rollback. Misses are known to the source all the while."""
+    """For each number that is read: rows computed and published by that version of the model, or,
+    by 0, a rollback. Misses are known to the source all the while."""
     for version in map(int, sys.stdin):
         view = {
             "model": {"use": f"{__spec__.name}:Versioned", "args": {"version": version}},
@@ -296,9 +328,13 @@ def rows_of(kind: str, answer: bytes) -> Iterable[Sequence[dict[str, Any]]]:
 
 
 def processes_of(server: Server, first: int) -> list[tuple[int, str]]:
-    """Number and name of each: the supervisor, the worker that is never killed, the other, the models."""
+    """Number and name of each: the supervisor, the worker that is never killed, the other, the
+    models."""
     named = [(server.process.pid, "supervisor")]
-    for pid in map(int, Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()):
+    for pid in map(
+        int,
+        Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split(),
+    ):
         with contextlib.suppress(OSError):
             line = Path(f"/proc/{pid}/cmdline").read_bytes()
             if b"lookup_worker" in line:
@@ -316,17 +352,25 @@ def workers_of(server: Server) -> list[int]:
 def resident(pid: int) -> float:
     """Resident memory in MB; 0 of a process that is no more."""
     with contextlib.suppress(OSError, IndexError):
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+        return (
+            int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+            * os.sysconf("SC_PAGE_SIZE")
+            / 2**20
+        )
     return 0.0
 
 
-def run(soak: Soak, server: Server, seconds: float, clients: int, per_s: float, *, disturbed: bool) -> float:
+def run(
+    soak: Soak, server: Server, seconds: float, clients: int, per_s: float, *, disturbed: bool
+) -> float:
     """Load for so long; returns the requests per second that were answered."""
     soak.seconds.clear()
     soak.stop.clear()
     began = time.monotonic()
     threads = [
-        threading.Thread(target=soak.client, args=(server, began, per_s / clients), name=f"client {number}")
+        threading.Thread(
+            target=soak.client, args=(server, began, per_s / clients), name=f"client {number}"
+        )
         for number in range(clients)
     ]
     for thread in threads:
@@ -344,8 +388,11 @@ def run(soak: Soak, server: Server, seconds: float, clients: int, per_s: float, 
 
 
 def memory(seconds: dict[int, Second], warm_s: float) -> dict[str, list[float]]:
-    """Name of a process → its resident MB at first, once it was warm, and at last; of those that come and go, all together at most."""
-    looked = [(at, second.resident_mb) for at, second in sorted(seconds.items()) if second.resident_mb]
+    """Name of a process → its resident MB at first, once it was warm, and at last; of those that
+    come and go, all together at most."""
+    looked = [
+        (at, second.resident_mb) for at, second in sorted(seconds.items()) if second.resident_mb
+    ]
     warm = min(warm_s, looked[-1][0] / 2)
     told = {}
     for name in ("supervisor", "worker"):
@@ -353,7 +400,10 @@ def memory(seconds: dict[int, Second], warm_s: float) -> dict[str, list[float]]:
         told[name] = [of_it[0][1], next(mb for at, mb in of_it if at >= warm), of_it[-1][1]]
     for name in ("other worker", "model"):
         told[f"{name}, at most"] = [
-            max(max((mb for whose, mb in found.items() if whose.startswith(name)), default=0.0) for _, found in looked)
+            max(
+                max((mb for whose, mb in found.items() if whose.startswith(name)), default=0.0)
+                for _, found in looked
+            )
         ]
     return {name: [round(mb, 1) for mb in figures] for name, figures in told.items()}
 
@@ -361,7 +411,10 @@ def memory(seconds: dict[int, Second], warm_s: float) -> dict[str, list[float]]:
 def report(soak: Soak, name: str, out: Path, seconds: float, capacity: float, rate: float) -> None:
     """Write down and draw what was seen, print its sums, and end with 1 where anything is wrong."""
     total = list(soak.seconds.values())
-    figures = {kind: sum(getattr(second, kind) for second in total) for kind in ("failed", "mixed", "cut", "computed")}
+    figures = {
+        kind: sum(getattr(second, kind) for second in total)
+        for kind in ("failed", "mixed", "cut", "computed")
+    }
     events = Counter(what for _, what in soak.events)
     resident_mb = memory(soak.seconds, soak.warm_s)
     _, warm_mb, last_mb = resident_mb["worker"]
@@ -371,9 +424,17 @@ def report(soak: Soak, name: str, out: Path, seconds: float, capacity: float, ra
         soak.wrong.append(f"{figures['cut']} connections were cut by {events['kill']} kills")
     write_csv(soak.seconds, out / f"{name}.csv")
     write_svg(soak.seconds, soak.events, out / f"{name}.svg", seconds)
-    times, misses = ([ms for second in total for ms in getattr(second, of)] for of in ("times_ms", "misses_ms"))
+    times, misses = (
+        [ms for second in total for ms in getattr(second, of)] for of in ("times_ms", "misses_ms")
+    )
     p50, p99 = np.percentile(times, [50, 99]).round(3)
-    told = {"hits": len(times), "capacity_per_s": round(capacity), "hits_per_s": round(rate), "p50_ms": p50, "p99_ms": p99}
+    told = {
+        "hits": len(times),
+        "capacity_per_s": round(capacity),
+        "hits_per_s": round(rate),
+        "p50_ms": p50,
+        "p99_ms": p99,
+    }
     told |= {"misses": len(misses), "miss_p50_ms": np.percentile(misses or [0.0], 50).round(3)}
     print(json.dumps({**told, **figures, **events, "resident_mb": resident_mb}))
     if soak.wrong:
@@ -396,7 +457,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         soak = Soak(Path(name))
         with soak.publisher, Server(Path(name)) as server:
             capacity = run(soak, server, 3.0, arguments.clients, 0.0, disturbed=False)
-            rate = run(soak, server, arguments.seconds, arguments.clients, capacity / 2, disturbed=True)
+            rate = run(
+                soak, server, arguments.seconds, arguments.clients, capacity / 2, disturbed=True
+            )
     report(soak, "soak", arguments.out, arguments.seconds, capacity, rate)
 
 

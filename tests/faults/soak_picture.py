@@ -44,18 +44,30 @@ def write_csv(seconds: Mapping[int, Second], path: Path) -> None:
     lines = ["second,requests,p50_ms,p99_ms,computed,failed,cut,mixed,worker_mb,supervisor_mb"]
     for number, second in sorted(seconds.items()):
         p50, p99 = np.percentile(second.times_ms, [50, 99]) if second.times_ms else (0.0, 0.0)
-        seen = (
-            f"{number},{len(second.times_ms)},{p50:.2f},{p99:.2f},{second.computed},{second.failed},{second.cut},{second.mixed}"
+        seen = f"{number},{len(second.times_ms)},{p50:.2f},{p99:.2f},{second.computed},{second.failed},{second.cut},{second.mixed}"
+        lines.append(
+            f"{seen},{second.resident_mb.get('worker', 0):.1f},{second.resident_mb.get('supervisor', 0):.1f}"
         )
-        lines.append(f"{seen},{second.resident_mb.get('worker', 0):.1f},{second.resident_mb.get('supervisor', 0):.1f}")
     path.write_text("\n".join(lines) + "\n")
 
 
-def write_svg(seconds: Mapping[int, Second], events: Sequence[tuple[float, str]], path: Path, length_s: float) -> None:
-    """p50 and p99 over time on a logarithmic scale, what happened meanwhile, and the memory of the worker that is never killed."""
-    most_mb = 1.25 * max((second.resident_mb.get("worker", 0.0) for second in seconds.values()), default=1.0)
+def write_svg(
+    seconds: Mapping[int, Second], events: Sequence[tuple[float, str]], path: Path, length_s: float
+) -> None:
+    """p50 and p99 over time on a logarithmic scale, what happened meanwhile, and the memory of the
+    worker that is never killed."""
+    most_mb = 1.25 * max(
+        (second.resident_mb.get("worker", 0.0) for second in seconds.values()), default=1.0
+    )
 
-    slowest_ms = max((float(np.percentile(second.times_ms, 99)) for second in seconds.values() if second.times_ms), default=1.0)
+    slowest_ms = max(
+        (
+            float(np.percentile(second.times_ms, 99))
+            for second in seconds.values()
+            if second.times_ms
+        ),
+        default=1.0,
+    )
     decades = max(3, ceil(log10(slowest_ms / LOW_MS)))
 
     def x(at: float) -> float:
@@ -73,20 +85,38 @@ def write_svg(seconds: Mapping[int, Second], events: Sequence[tuple[float, str]]
 
     def quantile(share: float, colour: str) -> str:
         # the last second is no whole one
-        timed = [(n, second.times_ms) for n, second in sorted(seconds.items()) if second.times_ms and n < int(length_s)]
-        return line([(n + 0.5, ms_y(float(np.percentile(times, share)))) for n, times in timed], colour)
+        timed = [
+            (n, second.times_ms)
+            for n, second in sorted(seconds.items())
+            if second.times_ms and n < int(length_s)
+        ]
+        return line(
+            [(n + 0.5, ms_y(float(np.percentile(times, share)))) for n, times in timed], colour
+        )
 
     marks = [_mark(x(at), COLOURS[what]) for at, what in events]
-    grid = [_grid(ms_y(ms), f"{ms:,g} ms") for ms in (LOW_MS * 10**n for n in range(decades + 1))] + [
+    grid = [
+        _grid(ms_y(ms), f"{ms:,g} ms") for ms in (LOW_MS * 10**n for n in range(decades + 1))
+    ] + [
         _grid(MEMORY[1], "0 MB"),
         _grid(mb_y(most_mb), f"{most_mb:.0f} MB"),
     ]
     ticks = [
-        _text(x(length_s * part / 6), HEIGHT - 22, f"{length_s * part / 6:.0f} s", "end" if part == 6 else "middle")
+        _text(
+            x(length_s * part / 6),
+            HEIGHT - 22,
+            f"{length_s * part / 6:.0f} s",
+            "end" if part == 6 else "middle",
+        )
         for part in range(7)
     ]
     worker = line(
-        [(n, mb_y(second.resident_mb["worker"])) for n, second in sorted(seconds.items()) if "worker" in second.resident_mb], P50
+        [
+            (n, mb_y(second.resident_mb["worker"]))
+            for n, second in sorted(seconds.items())
+            if "worker" in second.resident_mb
+        ],
+        P50,
     )
     path.write_text(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">'
@@ -100,10 +130,14 @@ def _legend(seconds: Mapping[int, Second], events: Sequence[tuple[float, str]]) 
     """What the colours mean, and what was seen in all."""
     total, at, parts = list(seconds.values()), float(LEFT), []
     times = Counter(what for _, what in events)
-    named = [(f"{what} ({times[what]})", colour, True) for what, colour in COLOURS.items() if times[what]]
+    named = [
+        (f"{what} ({times[what]})", colour, True) for what, colour in COLOURS.items() if times[what]
+    ]
     for words, colour, dashed in [("p50", P50, False), ("p99", P99, False), *named]:
         dash = ' stroke-dasharray="2 3"' if dashed else ""
-        parts.append(f'<path d="M{at} 32h18" stroke="{colour}" stroke-width="2.5"{dash}/>{_text(at + 23, 36, words)}')
+        parts.append(
+            f'<path d="M{at} 32h18" stroke="{colour}" stroke-width="2.5"{dash}/>{_text(at + 23, 36, words)}'
+        )
         at += 45 + 7 * len(words)
     told = f"{sum(len(s.times_ms) for s in total):,} answers: {sum(s.failed for s in total)} failed, {sum(s.mixed for s in total)} of two models; {sum(s.cut for s in total)} connections cut"
     return _text(LEFT, 16, told) + "".join(parts)

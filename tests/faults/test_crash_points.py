@@ -1,4 +1,5 @@
-"""Every crash point × every way to fail, at every time it is passed: then the oracle, a run without faults, and the oracle again."""
+"""Every crash point × every way to fail, at every time it is passed: then the oracle, a run without
+faults, and the oracle again."""
 
 from __future__ import annotations
 
@@ -32,7 +33,16 @@ from tests.faults.harness import (
     small_chunks,
 )
 
-WITH_FILE = ("part.write", "part.fsync", "part.rename", "dir.fsync", "journal.append", "manifest.write", "live.log", "live.write")
+WITH_FILE = (
+    "part.write",
+    "part.fsync",
+    "part.rename",
+    "dir.fsync",
+    "journal.append",
+    "manifest.write",
+    "live.log",
+    "live.write",
+)
 """Points that have a file to tear; at the others ``torn`` is ``kill``."""
 PART = ("part.write", "part.fsync", "part.rename", "dir.fsync")
 FLIPPED = ("online.flip", "notify", "gc")
@@ -45,8 +55,8 @@ TO_COMPUTE = 24
 AHEAD = AHEAD_WINDOWS * WINDOW_ROWS
 """Rows that the engine may have computed and that were not written yet."""
 SYNCED = ("part.fsync", "dir.fsync")
-"""Points after a sync and nothing else: a process that dies there leaves the disk as one that dies at the point before, and a loss of power is
-played in test_power_loss.py."""
+"""Points after a sync and nothing else: a process that dies there leaves the disk as one that dies
+at the point before, and a loss of power is played in test_power_loss.py."""
 UNTRANSLATED = tuple(point for point in POINTS if point not in (*TRANSLATED, "gc"))
 """Points where ``enospc`` would be ``eio`` under another name: nobody looks at the number."""
 
@@ -61,8 +71,11 @@ def is_one_more(point: str, mode: str) -> bool:
 CASES = [(point, mode) for point in POINTS for mode in MODES if is_one_more(point, mode)]
 
 
-def inject(scene: FaultScene, point: str, nth: int, mode: str, what: str = "run", **chunks: Any) -> Ended:
-    """Do it with the point armed: in a child where that is the end of a process, here where it is an error."""
+def inject(
+    scene: FaultScene, point: str, nth: int, mode: str, what: str = "run", **chunks: Any
+) -> Ended:
+    """Do it with the point armed: in a child where that is the end of a process, here where it is
+    an error."""
     if mode in ("kill", "torn"):
         ended = Child(scene, what, crash=(point, nth, mode), chunks=chunks).ended()
         assert ended == Ended(signal=9), f"{point}:{nth}:{mode} did not kill"
@@ -80,7 +93,9 @@ def inject(scene: FaultScene, point: str, nth: int, mode: str, what: str = "run"
 def check_error(ended: Ended, point: str, mode: str) -> None:
     """An error says what it is: nothing foreign where the file system failed."""
     if mode == "eio" and point in PART:
-        assert ended == Ended("published"), "a part whose sync failed is written once more under another name"
+        assert ended == Ended("published"), (
+            "a part whose sync failed is written once more under another name"
+        )
     elif mode in ("eio", "enospc") and point == "gc":
         assert ended == Ended("published"), "what could not be removed is removed another time"
     elif mode == "raise":
@@ -134,13 +149,17 @@ def test_every_declared_point_is_passed(hits: dict[str, int]) -> None:
 
 
 def times(mode: str, passed: int) -> Sequence[int]:
-    """Which passings of a point are tried: a process dies at each; all else happens in mid-run, where chunks were noted and more are to come, and
-    to the deletes where it can."""
-    return range(1, passed + 1) if mode == "kill" else [nth for nth in (2, 4) if nth <= passed] or [1]
+    """Which passings of a point are tried: a process dies at each; all else happens in mid-run,
+    where chunks were noted and more are to come, and to the deletes where it can."""
+    return (
+        range(1, passed + 1) if mode == "kill" else [nth for nth in (2, 4) if nth <= passed] or [1]
+    )
 
 
 @pytest.mark.parametrize(("point", "mode"), CASES)
-def test_a_run_that_fails_anywhere(point: str, mode: str, hits: dict[str, int], delta_to_come: MakeScene) -> None:
+def test_a_run_that_fails_anywhere(
+    point: str, mode: str, hits: dict[str, int], delta_to_come: MakeScene
+) -> None:
     for nth in times(mode, hits[point]):
         scene = delta_to_come()
         old, new = scene.history[-2], scene.history[-1]
@@ -151,15 +170,22 @@ def test_a_run_that_fails_anywhere(point: str, mode: str, hits: dict[str, int], 
 
         recover(scene)
         check_reports(scene, ended)
-        lost = WINDOW_ROWS if point in PART and nth <= 3 and not ended.status else 0  # the chunk in flight, never more
+        lost = (
+            WINDOW_ROWS if point in PART and nth <= 3 and not ended.status else 0
+        )  # the chunk in flight, never more
         computed = scene.computed()
-        if (point, mode) == ("journal.append", "torn"):  # half a journal takes what was noted in it long ago with it
+        if (point, mode) == (
+            "journal.append",
+            "torn",
+        ):  # half a journal takes what was noted in it long ago with it
             assert computed <= 2 * TO_COMPUTE
         else:
             assert (
                 TO_COMPUTE + lost
                 <= computed
-                <= TO_COMPUTE + lost + (AHEAD if point in (*PART, "journal.append") and not ended.status else 0)
+                <= TO_COMPUTE
+                + lost
+                + (AHEAD if point in (*PART, "journal.append") and not ended.status else 0)
             )
         check_everything(scene)
 
@@ -239,7 +265,9 @@ REDIS_POINTS = (
 
 @pytest.mark.parametrize("mode", ["kill", "raise"])
 @pytest.mark.parametrize("point", REDIS_POINTS)
-def test_a_run_that_fails_anywhere_with_redis(point: str, mode: str, delta_to_come_redis: MakeScene) -> None:
+def test_a_run_that_fails_anywhere_with_redis(
+    point: str, mode: str, delta_to_come_redis: MakeScene
+) -> None:
     scene = delta_to_come_redis()
     old, new = scene.history[-2], scene.history[-1]
     ended = inject(scene, point, 1, mode)
@@ -256,7 +284,9 @@ def test_a_run_that_fails_anywhere_with_redis(point: str, mode: str, delta_to_co
 
 @pytest.mark.parametrize("mode", ["kill", "raise", "eio"])
 @pytest.mark.parametrize("point", ["live.log", "live.write", "live.cas", "online.flip"])
-def test_a_rollback_that_fails_is_done_by_doing_it_again(point: str, mode: str, third_is_live: MakeScene) -> None:
+def test_a_rollback_that_fails_is_done_by_doing_it_again(
+    point: str, mode: str, third_is_live: MakeScene
+) -> None:
     scene = third_is_live()
     second, third = scene.history[-2], scene.history[-1]
     ended = inject(scene, point, 1, mode, "rollback")
@@ -276,8 +306,13 @@ def again(scene: FaultScene, point: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["kill", "raise"])
-@pytest.mark.parametrize("point", ["online.load", "online.verify", "index.build", "live.write", "live.cas", "online.flip"])
-def test_a_rollback_that_loads_and_fails_is_done_by_doing_it_again(point: str, mode: str, third_is_live: MakeScene) -> None:
+@pytest.mark.parametrize(
+    "point",
+    ["online.load", "online.verify", "index.build", "live.write", "live.cas", "online.flip"],
+)
+def test_a_rollback_that_loads_and_fails_is_done_by_doing_it_again(
+    point: str, mode: str, third_is_live: MakeScene
+) -> None:
     scene = third_is_live()
     for path in (scene.folder / "var" / "online" / VIEW).glob("*2.table"):
         path.unlink()
@@ -289,7 +324,9 @@ def test_a_rollback_that_loads_and_fails_is_done_by_doing_it_again(point: str, m
     check_after_rollback(scene)
 
 
-def test_a_rollback_killed_before_the_flip_goes_no_further_when_repeated(third_is_live: MakeScene) -> None:
+def test_a_rollback_killed_before_the_flip_goes_no_further_when_repeated(
+    third_is_live: MakeScene,
+) -> None:
     scene = third_is_live()
     inject(scene, "live.cas", 1, "kill", "rollback")
     with small_chunks():
@@ -297,8 +334,11 @@ def test_a_rollback_killed_before_the_flip_goes_no_further_when_repeated(third_i
     check_after_rollback(scene)
 
 
-def test_a_rollback_killed_before_the_flip_is_finished_by_the_next_run(third_is_live: MakeScene) -> None:
-    """The source still yields what was rolled back from, so that the run is refused; readers must not be left with it for all that."""
+def test_a_rollback_killed_before_the_flip_is_finished_by_the_next_run(
+    third_is_live: MakeScene,
+) -> None:
+    """The source still yields what was rolled back from, so that the run is refused; readers must
+    not be left with it for all that."""
     scene = third_is_live()
     inject(scene, "live.cas", 1, "kill", "rollback")
     ended = Child(scene, "run").ended()
@@ -319,7 +359,9 @@ def check_after_rollback(scene: FaultScene) -> None:
     check_everything(scene)
 
 
-def test_nothing_is_left_in_the_online_store_by_a_load_that_was_killed(delta_to_come: MakeScene) -> None:
+def test_nothing_is_left_in_the_online_store_by_a_load_that_was_killed(
+    delta_to_come: MakeScene,
+) -> None:
     scene = delta_to_come()
     assert Child(scene, before=kill_in_table_load).ended().signal == 9
     recover(scene)
@@ -335,7 +377,10 @@ def test_nothing_is_left_in_redis_by_a_load_that_was_killed(delta_to_come_redis:
 
 
 def kill_in_table_load() -> None:
-    precompute.store.online.table_file.TableWriter.finish = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment,return-value]
+    def killed(self):  # type: ignore[no-untyped-def]
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    precompute.store.online.table_file.TableWriter.finish = killed  # type: ignore[method-assign]
 
 
 def kill_in_redis_load() -> None:

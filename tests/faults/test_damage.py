@@ -1,4 +1,5 @@
-"""Damaged and missing files: refused by name, never a traceback and never wrong rows; and the next run gets out of it."""
+"""Damaged and missing files: refused by name, never a traceback and never wrong rows; and the next
+run gets out of it."""
 
 from __future__ import annotations
 
@@ -77,7 +78,9 @@ def test_a_manifest_with_any_bit_flipped_is_refused(committed: FaultScene) -> No
         data[position] ^= bit
 
 
-@pytest.mark.parametrize("other", [b"", b"\0" * 4096, b"null", b"[]", b'{"format_version": 1}', b"\xff" * 100])
+@pytest.mark.parametrize(
+    "other", [b"", b"\0" * 4096, b"null", b"[]", b'{"format_version": 1}', b"\xff" * 100]
+)
 def test_anything_else_is_no_manifest(other: bytes) -> None:
     assert parsed(other) is None
 
@@ -98,7 +101,9 @@ def test_a_torn_newest_manifest_is_passed_over(length: int, committed: FaultScen
     check_everything(committed)
 
 
-def test_a_torn_old_manifest_does_not_keep_others_from_being_published(committed: FaultScene) -> None:
+def test_a_torn_old_manifest_does_not_keep_others_from_being_published(
+    committed: FaultScene,
+) -> None:
     manifest(committed, 1).write_bytes(b"torn")
     assert committed.run(command="publish").snapshot == 3
     assert check_readers(committed) == committed.history[-1]
@@ -120,7 +125,9 @@ def test_a_run_over_a_torn_live_manifest_recovers(delta_to_come: MakeScene) -> N
 
 def rewritten(body: dict[str, Any]) -> bytes:
     """A manifest of these fields, with the checksum it must have."""
-    text = json.dumps({k: v for k, v in body.items() if k != "zz_sha256"}, indent=1, sort_keys=True)[:-2]
+    text = json.dumps(
+        {k: v for k, v in body.items() if k != "zz_sha256"}, indent=1, sort_keys=True
+    )[:-2]
     return f'{text},\n "zz_sha256": "{hashlib.sha256(text.encode()).hexdigest()}"\n}}\n'.encode()
 
 
@@ -128,7 +135,10 @@ def test_unknown_fields_are_ignored_and_unknown_formats_refused(committed: Fault
     path = manifest(committed, 3)
     snapshot, body = committed.store.snapshot(3), json.loads(path.read_bytes())
     assert parsed(rewritten(body)) == snapshot
-    extended = body | {"colour": "green", "parts": [part | {"colour": "red"} for part in body["parts"]]}
+    extended = body | {
+        "colour": "green",
+        "parts": [part | {"colour": "red"} for part in body["parts"]],
+    }
     extended |= {"counts": body["counts"] | {"painted": 3}, "kind": "delta"}
     assert parsed(rewritten(extended)) == snapshot
     for version in (FORMAT_VERSION + 1, 0, "2", None, 1.5):
@@ -137,7 +147,9 @@ def test_unknown_fields_are_ignored_and_unknown_formats_refused(committed: Fault
 
 
 @pytest.mark.parametrize("name", ["live.json", "lease-run.json", "epoch.json"])
-def test_unknown_fields_of_pointers_and_leases_are_ignored(name: str, delta_to_come: MakeScene) -> None:
+def test_unknown_fields_of_pointers_and_leases_are_ignored(
+    name: str, delta_to_come: MakeScene
+) -> None:
     scene = delta_to_come()
     path = scene.view_folder / "refs" / name
     path.write_bytes(sealed(content_of(path.read_bytes()) | {"colour": "green"}))
@@ -182,7 +194,9 @@ def test_a_snapshot_with_a_damaged_file_is_never_published(
 
 @pytest.mark.parametrize("harm", HARM)
 @pytest.mark.parametrize("which", ["part-00001.parquet", "deletes.parquet"])
-def test_runs_get_out_of_a_damaged_newest_snapshot(which: str, harm: Callable[[Path], None], committed: FaultScene) -> None:
+def test_runs_get_out_of_a_damaged_newest_snapshot(
+    which: str, harm: Callable[[Path], None], committed: FaultScene
+) -> None:
     run = committed.store.snapshot(3).run
     harm(committed.view_folder / "data" / run / which)
     for _ in range(2):  # the first may find out
@@ -197,7 +211,9 @@ def test_runs_get_out_of_a_damaged_newest_snapshot(which: str, harm: Callable[[P
 
 
 @pytest.mark.parametrize("harm", HARM)
-def test_runs_get_out_of_a_damaged_live_snapshot(harm: Callable[[Path], None], delta_to_come: MakeScene) -> None:
+def test_runs_get_out_of_a_damaged_live_snapshot(
+    harm: Callable[[Path], None], delta_to_come: MakeScene
+) -> None:
     scene = delta_to_come()
     harm(scene.view_folder / scene.store.snapshot(2).parts[0].path)
     old = scene.history[-2]
@@ -226,7 +242,9 @@ def online_rows(scene: FaultScene) -> dict[int, Any]:
 
 
 @pytest.mark.parametrize("harm", [Path.unlink, cut, emptied])
-def test_a_damaged_live_generation_is_loaded_again(harm: Callable[[Path], None], delta_to_come: MakeScene) -> None:
+def test_a_damaged_live_generation_is_loaded_again(
+    harm: Callable[[Path], None], delta_to_come: MakeScene
+) -> None:
     scene = delta_to_come()
     scene.write(scene.history[-2][0])  # nothing changed since
     scene.history.pop(-1)
@@ -239,7 +257,9 @@ def test_a_damaged_live_generation_is_loaded_again(harm: Callable[[Path], None],
 
 
 @pytest.mark.parametrize("harm", [Path.unlink, cut, emptied])
-def test_a_rollback_to_a_damaged_generation_loads_it_again(harm: Callable[[Path], None], delta_to_come: MakeScene) -> None:
+def test_a_rollback_to_a_damaged_generation_loads_it_again(
+    harm: Callable[[Path], None], delta_to_come: MakeScene
+) -> None:
     scene = delta_to_come()
     harm(min((scene.folder / "var" / "online" / VIEW).glob("*.table")))
     assert act(scene, "rollback") == "published"

@@ -41,11 +41,14 @@ from tests.faults.harness import (
 
 
 def limit_file_size(size_bytes: int) -> None:
-    """Files of this process cannot grow beyond; Python ignores the signal, so that a write fails with EFBIG."""
+    """Files of this process cannot grow beyond; Python ignores the signal, so that a write fails
+    with EFBIG."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, size_bytes))
 
 
-@pytest.mark.parametrize("size_bytes", [0, 100, 700, 1500, 2500, 4000, 6000, 10_000, 20_000, 40_000])
+@pytest.mark.parametrize(
+    "size_bytes", [0, 100, 700, 1500, 2500, 4000, 6000, 10_000, 20_000, 40_000]
+)
 def test_a_run_whose_files_cannot_grow(size_bytes: int, delta_to_come: MakeScene) -> None:
     scene = delta_to_come()
     ended = Child(scene, before=partial(limit_file_size, size_bytes)).ended()
@@ -55,7 +58,8 @@ def test_a_run_whose_files_cannot_grow(size_bytes: int, delta_to_come: MakeScene
 
 
 def check_out_of_space(scene: FaultScene, ended: Ended) -> None:
-    """It said so, in our words, and changed nothing that is live; or it needed no more than there was."""
+    """It said so, in our words, and changed nothing that is live; or it needed no more than there
+    was."""
     old, new = scene.history[-2:]
     if ended.error is None:
         assert ended == Ended("published")
@@ -74,7 +78,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 8 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)],
+        capture_output=True,
+        check=False,
+    )
     if mounted.returncode:
         pytest.skip(
             f"cannot mount a small tmpfs: {mounted.stderr.decode().strip()}; the limit on file sizes is tested all the same"
@@ -112,7 +120,8 @@ def test_a_run_on_a_full_disk(small_disk: Path) -> None:
 @pytest.mark.parametrize("at", [1, 2, 3])
 @pytest.mark.parametrize("how", ["raise_at", "memory_at", "nan_at"])
 def test_a_model_that_fails_once(how: str, at: int, delta_to_come: MakeScene) -> None:
-    """A batch it raises on is halved and tried again; a row it makes NaN of is refused, and one is more than this view allows."""
+    """A batch it raises on is halved and tried again; a row it makes NaN of is refused, and one is
+    more than this view allows."""
     scene = delta_to_come()
     fails: dict[str, Any] = {how: at}
     scene.write(**fails)
@@ -184,7 +193,9 @@ def test_a_run_without_memory(delta_to_come: MakeScene) -> None:
 
 @pytest.mark.parametrize("what", ["replaced", "deleted", "truncated"])
 @pytest.mark.parametrize("point", ["part.write", "verify", "online.load"])
-def test_an_input_that_changes_during_the_run(point: str, what: str, delta_to_come: MakeScene) -> None:
+def test_an_input_that_changes_during_the_run(
+    point: str, what: str, delta_to_come: MakeScene
+) -> None:
     """The snapshot is of the input as it was read; the next run is a delta to what it is then."""
     scene = delta_to_come()
     child = Child(scene, crash=(point, 1, "stop"))
@@ -202,7 +213,10 @@ def test_an_input_that_changes_during_the_run(point: str, what: str, delta_to_co
     if what != "replaced":
         with (
             small_chunks(),
-            pytest.raises(PrecomputeError, match=r"there is no file|the source (cannot be read|has unreadable data)"),
+            pytest.raises(
+                PrecomputeError,
+                match=r"there is no file|the source (cannot be read|has unreadable data)",
+            ),
         ):
             scene.run()
         assert check_readers(scene) == as_read
@@ -213,8 +227,11 @@ def test_an_input_that_changes_during_the_run(point: str, what: str, delta_to_co
     check_everything(scene)
 
 
-def test_an_input_swapped_between_checking_and_reading(delta_to_come: MakeScene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the columns were looked at, before the rows are read: the rows are those of one file or the other."""
+def test_an_input_swapped_between_checking_and_reading(
+    delta_to_come: MakeScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the columns were looked at, before the rows are read: the rows are those of one file or
+    the other."""
     scene = delta_to_come()
     rows = changed(scene.rows, change=[1, 2])
     load = Source.load
@@ -235,7 +252,9 @@ def test_an_input_swapped_between_checking_and_reading(delta_to_come: MakeScene,
 
 
 @pytest.mark.parametrize("jump_s", [3600.0, -3600.0])
-def test_a_clock_that_jumps(jump_s: float, delta_to_come: MakeScene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_jumps(
+    jump_s: float, delta_to_come: MakeScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A run under one clock, the next under another: order is by number, and no age is negative."""
     real, real_ns = time.time, time.time_ns
     scene = delta_to_come()
@@ -250,8 +269,11 @@ def test_a_clock_that_jumps(jump_s: float, delta_to_come: MakeScene, monkeypatch
     check_everything(scene)
 
 
-def test_a_lease_whose_clock_jumps_is_lost_and_not_shared(delta_to_come: MakeScene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock an hour ahead makes a living run look dead: a second one may begin, and only one of them is heard."""
+def test_a_lease_whose_clock_jumps_is_lost_and_not_shared(
+    delta_to_come: MakeScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock an hour ahead makes a living run look dead: a second one may begin, and only one of
+    them is heard."""
     scene = delta_to_come()
     first = Child(scene, crash=("verify", 1, "stop"))
     first.stopped()
@@ -272,8 +294,9 @@ def test_a_lease_whose_clock_jumps_is_lost_and_not_shared(delta_to_come: MakeSce
 def full(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[FaultScene], contextlib.AbstractContextManager[None]]:
-    """Makes the disk of a scene full, but for what its reserve takes: of a file system of 8 MB really; or as if, where none can be mounted: then
-    no byte can be written while the reserve is there."""
+    """Makes the disk of a scene full, but for what its reserve takes: of a file system of 8 MB
+    really; or as if, where none can be mounted: then no byte can be written while the reserve is
+    there."""
 
     @contextlib.contextmanager
     def really(scene: FaultScene) -> Iterator[None]:
@@ -306,7 +329,8 @@ def full(
 
 @pytest.fixture
 def scene_on_disk(request: pytest.FixtureRequest, tmp_path: Path) -> FaultScene:
-    """Three full snapshots, the last two published, on a disk of its own where the test asks for a real one."""
+    """Three full snapshots, the last two published, on a disk of its own where the test asks for a
+    real one."""
     real = request.node.callspec.params["full"] == "real"
     folder = request.getfixturevalue("small_disk") if real else tmp_path
     scene = FaultScene(folder / "project")
@@ -338,11 +362,18 @@ def test_a_full_disk_can_be_gone_back_from(
 @pytest.mark.parametrize("left", [0, 1, 7, 20])
 @pytest.mark.parametrize("full", ["real"], indirect=True)
 def test_a_disk_without_inodes_can_be_gone_back_from_and_freed(
-    scene_on_disk: FaultScene, full: object, left: int, small_disk: Path, capsys: pytest.CaptureFixture[str]
+    scene_on_disk: FaultScene,
+    full: object,
+    left: int,
+    small_disk: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """However few are left: room for bytes is no room for names."""
     scene = scene_on_disk
-    subprocess.run(["mount", "-o", f"remount,nr_inodes={inodes(small_disk) + left}", str(small_disk)], check=True)
+    subprocess.run(
+        ["mount", "-o", f"remount,nr_inodes={inodes(small_disk) + left}", str(small_disk)],
+        check=True,
+    )
     if not left:
         with small_chunks(), pytest.raises(PrecomputeError, match="no space left"):
             scene.run(full=True)

@@ -1,4 +1,5 @@
-"""The oracle itself: it sees a row that is lost, doubled or of another state; a child starts clean; the script of random kills runs."""
+"""The oracle itself: it sees a row that is lost, doubled or of another state; a child starts clean;
+the script of random kills runs."""
 
 from __future__ import annotations
 
@@ -65,11 +66,15 @@ def test_a_doubled_row_is_seen(scene: FaultScene) -> None:
     recover(scene)
     part = scene.store.part_paths(scene.store.snapshot(1))[0]
     table = pq.read_table(part)
-    doubled = pa.concat_tables([table.slice(0, 1), table.slice(0, 1), table.slice(2)])  # as many rows as the manifest says
+    doubled = pa.concat_tables(
+        [table.slice(0, 1), table.slice(0, 1), table.slice(2)]
+    )  # as many rows as the manifest says
     pq.write_table(doubled, part)
     manifest = scene.view_folder / "manifests" / f"{1:020d}.json"
     body = scene.store.snapshot(1)
-    parts = tuple(replace(p, size_bytes=part.stat().st_size) if part.name in p.path else p for p in body.parts)
+    parts = tuple(
+        replace(p, size_bytes=part.stat().st_size) if part.name in p.path else p for p in body.parts
+    )
     manifest.write_bytes(replace(body, parts=parts).to_bytes())
     with pytest.raises(AssertionError, match="20 rows, 19 keys"):
         check_snapshots(scene)
@@ -110,8 +115,13 @@ def test_the_environment_arms_a_point(scene: FaultScene) -> None:
     """As an operator would, to see for himself what a crash leaves."""
     scene.write(FEW)
     command = [sys.executable, "-m", "precompute.jobs.cli", "-c", str(scene.folder), "run", VIEW]
-    environment = os.environ | {"PRECOMPUTE_CRASH": "manifest.link:1:kill", "TMPDIR": str(scene.folder)}
-    done = subprocess.run(command, env=environment, capture_output=True, check=False, cwd=Path(__file__).parents[2])
+    environment = os.environ | {
+        "PRECOMPUTE_CRASH": "manifest.link:1:kill",
+        "TMPDIR": str(scene.folder),
+    }
+    done = subprocess.run(
+        command, env=environment, capture_output=True, check=False, cwd=Path(__file__).parents[2]
+    )
     assert done.returncode == -9, done.stderr
     assert scene.store.numbers() == [1]
     assert scene.store.refs.live() is None

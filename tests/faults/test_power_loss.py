@@ -1,4 +1,5 @@
-"""Power lost at any moment: what was promised is on the disk, and what is on the disk is whole. And no sync is there without a reason."""
+"""Power lost at any moment: what was promised is on the disk, and what is on the disk is whole. And
+no sync is there without a reason."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def first(folder: Path) -> FaultScene:
     return FaultScene(folder / "project").write(ROWS)
 
 
-def images_of(scene: FaultScene, what: str = "run", forgets: Callable[[], bool] = lambda: False) -> list[Image]:
+def images_of(
+    scene: FaultScene, what: str = "run", forgets: Callable[[], bool] = lambda: False
+) -> list[Image]:
     """What the disks may hold at the moments of doing it once, which succeeds."""
     with small_chunks(), recorded(scene.folder / "var", forgets) as images:
         assert act(scene, what) in ("published", "dropped")
@@ -70,7 +73,9 @@ def check_live(scene: FaultScene, image: Image, what: str) -> None:
     ref, entries = scene.store.refs.live(), scene.store.refs.publishings()
     assert entries == sorted(entries, key=lambda entry: entry.epoch)
     assert entries[-1:] == ([] if ref is None else [ref.publishing()])
-    assert len(entries) >= len({entry.epoch for entry in entries}) >= (0 if ref is None else ref.epoch), "no publishing is lost"
+    assert (
+        len(entries) >= len({entry.epoch for entry in entries}) >= (0 if ref is None else ref.epoch)
+    ), "no publishing is lost"
     if "online.flip" in image.passed:
         assert served(scene) == new
     elif "live.cas" in image.passed:
@@ -88,17 +93,21 @@ def served(scene: FaultScene) -> State | None:
 
 
 def check_dropped(scene: FaultScene, image: Image, what: str) -> None:
-    """Served whole, or not any more; gone at the end, with its snapshots if they were to be removed."""
+    """Served whole, or not any more; gone at the end, with its snapshots if they were to be
+    removed."""
     if image.done:
         assert (served(scene), scene.store.refs.live()) == (None, None)
-        assert [entry.snapshot for entry in scene.store.refs.publishings()] == ([] if what == "remove" else [1, None])
+        assert [entry.snapshot for entry in scene.store.refs.publishings()] == (
+            [] if what == "remove" else [1, None]
+        )
         assert scene.store.offline.views() == ([] if what == "remove" else [VIEW])
     else:
         assert served(scene) in (scene.history[-1], None)
 
 
 def check_committed(scene: FaultScene, image: Image) -> None:
-    """What was committed stays; until then, every chunk that was noted is there to be taken over."""
+    """What was committed stays; until then, every chunk that was noted is there to be taken
+    over."""
     if "manifest.dirsync" in image.passed:
         newest = Standing(scene.store).newest()
         assert newest is not None
@@ -114,7 +123,9 @@ def check_committed(scene: FaultScene, image: Image) -> None:
         assert found >= image.chunks, f"{image.chunks} chunks were noted, {found} are there"
 
 
-def test_what_is_live_and_what_was_committed_outlasts_a_loss_of_power(delta_to_come: MakeScene) -> None:
+def test_what_is_live_and_what_was_committed_outlasts_a_loss_of_power(
+    delta_to_come: MakeScene,
+) -> None:
     scene = delta_to_come()
     images = images_of(scene)
     assert {image.disk for image in images} == set(DISKS)
@@ -148,7 +159,9 @@ def test_a_run_after_a_loss_of_power_mends_everything(delta_to_come: MakeScene) 
     scene = delta_to_come()
     to_compute = 24
     images = images_of(scene)
-    for image in (image for disk in DISKS for image in [image for image in images if image.disk == disk][::6]):
+    for image in (
+        image for disk in DISKS for image in [image for image in images if image.disk == disk][::6]
+    ):
         after = check(scene, image)
         after.computed()
         recover(after)
@@ -166,7 +179,9 @@ def test_every_sync_is_needed(name: str, delta_to_come: MakeScene, first: FaultS
     """A disk that does nothing at this one call loses something that was promised."""
     forgotten = sites()[name].is_on_the_stack
     if not loses(first, forgotten):
-        assert loses(delta_to_come(), forgotten) or any(loses_when_dropped(first, what, forgotten) for what in ("drop", "remove"))
+        assert loses(delta_to_come(), forgotten) or any(
+            loses_when_dropped(first, what, forgotten) for what in ("drop", "remove")
+        )
 
 
 def loses_when_dropped(scene: FaultScene, what: str, forgets: Callable[[], bool]) -> bool:
@@ -175,7 +190,8 @@ def loses_when_dropped(scene: FaultScene, what: str, forgets: Callable[[], bool]
 
 
 def loses(scene: FaultScene, forgets: Callable[[], bool], what: str = "run") -> bool:
-    """Whether a disk that forgets these syncs breaks a promise; none that was never asked to forget one: it is the disk of the tests above."""
+    """Whether a disk that forgets these syncs breaks a promise; none that was never asked to forget
+    one: it is the disk of the tests above."""
     forgotten = set[bool]()
 
     def forgetting() -> bool:
@@ -187,7 +203,8 @@ def loses(scene: FaultScene, forgets: Callable[[], bool], what: str = "run") -> 
 
 
 def fails(scene: FaultScene, images: list[Image], what: str = "run") -> bool:
-    """Whether an image does not hold what was promised; the latest are looked at first, since most is promised then."""
+    """Whether an image does not hold what was promised; the latest are looked at first, since most
+    is promised then."""
     for image in reversed(images):
         try:
             check(scene, image, what)

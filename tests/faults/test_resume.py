@@ -1,4 +1,5 @@
-"""Resume: what an interrupted run computed is taken over once, whatever changed meanwhile, and never anything else."""
+"""Resume: what an interrupted run computed is taken over once, whatever changed meanwhile, and
+never anything else."""
 
 from __future__ import annotations
 
@@ -46,8 +47,12 @@ def test_a_killed_run_is_taken_over(finished: int, scene: FaultScene) -> None:
     check_everything(scene)
 
 
-@pytest.mark.parametrize(("window_rows", "part_bytes"), [(3, 1), (16, 1), (8192, 64 * 2**20), (7, 500)])
-def test_chunks_of_another_size_are_taken_over(window_rows: int, part_bytes: int, scene: FaultScene) -> None:
+@pytest.mark.parametrize(
+    ("window_rows", "part_bytes"), [(3, 1), (16, 1), (8192, 64 * 2**20), (7, 500)]
+)
+def test_chunks_of_another_size_are_taken_over(
+    window_rows: int, part_bytes: int, scene: FaultScene
+) -> None:
     interrupted(scene.write(FEW), 3)
     with small_chunks(window_rows, part_bytes):
         report = scene.run()
@@ -125,7 +130,8 @@ def test_a_full_run_that_was_completed_is_not_taken_over_by_the_next_one(scene: 
 
 @pytest.mark.parametrize("gone", [False, True])
 def test_a_chunk_that_was_committed_is_not_taken_over_again(gone: bool, scene: FaultScene) -> None:
-    """Its file is a part of a snapshot by now: a row of it that changes, or leaves, and comes back is computed again."""
+    """Its file is a part of a snapshot by now: a row of it that changes, or leaves, and comes back
+    is computed again."""
     scene.settings = {"retention": {"keep": 3, "grace": "1h"}}
     interrupted(scene.write(FEW), 2)
     recover(scene)
@@ -138,7 +144,9 @@ def test_a_chunk_that_was_committed_is_not_taken_over_again(gone: bool, scene: F
     check_everything(scene)
 
 
-def test_a_delta_interrupted_takes_over_and_drops_what_changed_again(delta_to_come: MakeScene) -> None:
+def test_a_delta_interrupted_takes_over_and_drops_what_changed_again(
+    delta_to_come: MakeScene,
+) -> None:
     scene = interrupted(delta_to_come(), 2)
     scene.write(changed(scene.rows, change=[20, 21, 300], gone=[301]))
     report = recover(scene)
@@ -149,7 +157,10 @@ def test_a_delta_interrupted_takes_over_and_drops_what_changed_again(delta_to_co
 def test_rejected_rows_are_not_tried_again_after_a_kill(scene: FaultScene) -> None:
     scene.view = {
         "max_rejected": 0.5,
-        "model": {"use": "tests.faults.harness:Counted", "args": {"log": str(scene.log), "nan_at": 1}},
+        "model": {
+            "use": "tests.faults.harness:Counted",
+            "args": {"log": str(scene.log), "nan_at": 1},
+        },
     }
     scene.write(FEW)
     assert Child(scene, crash=("journal.append", 2, "kill")).ended().signal == 9
@@ -197,9 +208,12 @@ def test_a_chunk_whose_file_is_gone_or_cut_is_computed_again(scene: FaultScene) 
 def test_a_chunk_that_was_flipped_on_the_disk_is_computed_again_at_once(
     delta: bool, column: str, scene: FaultScene, delta_to_come: MakeScene
 ) -> None:
-    """Whether its keys tell when the run is planned, or only its values, which nobody reads then."""
+    """Whether its keys tell when the run is planned, or only its values, which nobody reads
+    then."""
     scene = interrupted(delta_to_come() if delta else scene.write(FEW), 3)
-    _, flipped, _ = sorted(path for path in scene.view_folder.glob("data/*/part-*.parquet") if journaled(path))
+    _, flipped, _ = sorted(
+        path for path in scene.view_folder.glob("data/*/part-*.parquet") if journaled(path)
+    )
     flip_a_byte(flipped, column)
     report = recover(scene)
     assert (report.status, report.resumed) == ("published", 2 * WINDOW_ROWS)
@@ -216,7 +230,11 @@ def flip_a_byte(path: Path, column: str) -> None:
     """Change one byte in the middle of a column's data."""
     with pq.ParquetFile(path) as file:
         group = file.metadata.row_group(0)
-        (chunk,) = (group.column(n) for n in range(group.num_columns) if group.column(n).path_in_schema == column)
+        (chunk,) = (
+            group.column(n)
+            for n in range(group.num_columns)
+            if group.column(n).path_in_schema == column
+        )
     data = bytearray(path.read_bytes())
     data[chunk.data_page_offset + chunk.total_compressed_size - 3] ^= 0xFF
     path.write_bytes(data)

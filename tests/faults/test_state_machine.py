@@ -1,4 +1,5 @@
-"""Any order of runs, changes, crashes, rollbacks, holds, collections, new models and clock jumps: what is live is always one state, and the right one."""
+"""Any order of runs, changes, crashes, rollbacks, holds, collections, new models and clock jumps:
+what is live is always one state, and the right one."""
 
 from __future__ import annotations
 
@@ -65,9 +66,15 @@ class View(RuleBasedStateMachine):
     def source_changes(self, draw: st.DataObject) -> None:
         keys = sorted(self.scene.rows)
         some = draw.draw(st.lists(st.sampled_from(keys), max_size=8, unique=True))
-        gone = draw.draw(st.lists(st.sampled_from(keys), max_size=3, unique=True)) if len(keys) > 12 else []
+        gone = (
+            draw.draw(st.lists(st.sampled_from(keys), max_size=3, unique=True))
+            if len(keys) > 12
+            else []
+        )
         new = range(max(keys) + 1, max(keys) + 1 + draw.draw(st.integers(0, 5)))
-        self.scene.write(changed(self.scene.rows, [key for key in some if key not in gone], new, gone))
+        self.scene.write(
+            changed(self.scene.rows, [key for key in some if key not in gone], new, gone)
+        )
 
     @rule(back=st.integers(1, 4))
     def source_is_as_it_was(self, back: int) -> None:
@@ -160,7 +167,8 @@ class View(RuleBasedStateMachine):
     # ---- helpers
 
     def did(self, what: str, **options: Any) -> None:
-        """Do it under the clock as it is; the state that is live then is known, unless it failed."""
+        """Do it under the clock as it is; the state that is live then is known, unless it
+        failed."""
         expected = self.expected_of_a_run() if what == "run" else None
         real, real_ns, jump_s = time.time, time.time_ns, self.jump_s
 
@@ -203,7 +211,8 @@ class View(RuleBasedStateMachine):
             self.live = (dict(state[0]), state[1])
 
     def may_be(self) -> None:
-        """It failed on the way: readers see what they saw, or what the offline store calls live now."""
+        """It failed on the way: readers see what they saw, or what the offline store calls live
+        now."""
         before = [] if self.live is None else [self.live]
         self.open, self.live = [*before, self.state_of_live()], None
 
@@ -215,7 +224,10 @@ View.TestCase.settings = settings(
     database=None,
     deadline=None,
     print_blob=False,
-    phases=[Phase.explicit, Phase.generate],  # an example that fails is short enough; shrinking it takes minutes
+    phases=[
+        Phase.explicit,
+        Phase.generate,
+    ],  # an example that fails is short enough; shrinking it takes minutes
     suppress_health_check=list(HealthCheck),
 )
 TestView = View.TestCase

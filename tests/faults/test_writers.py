@@ -1,4 +1,5 @@
-"""Several writers: races, processes stopped past their lease and continued, rollbacks during a publishing."""
+"""Several writers: races, processes stopped past their lease and continued, rollbacks during a
+publishing."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from tests.faults.harness import (
 
 
 def overtaken(scene: FaultScene, point: str) -> tuple[Child, FaultScene]:
-    """A run stopped at ``point`` until its leases ran out, and another run, over a source that has changed meanwhile, published."""
+    """A run stopped at ``point`` until its leases ran out, and another run, over a source that has
+    changed meanwhile, published."""
     zombie = Child(scene, crash=(point, 1, "stop"))
     try:
         zombie.stopped()
@@ -45,7 +47,8 @@ BEFORE_COMMIT = ("part.write", "journal.append", "verify", "manifest.write")
 COMMITTED = ("manifest.link", "manifest.dirsync", "online.load", "online.verify", "index.build")
 DONE = ("online.flip", "notify", "gc")
 REFUSED = ("FencedError: ", "ConflictError: ", "SnapshotError: ", "OnlineStoreError: ")
-"""A zombie learns that it lost its lease, or finds first that what it was working on was removed."""
+"""A zombie learns that it lost its lease, or finds first that what it was working on was
+removed."""
 
 
 @pytest.mark.parametrize("point", [*BEFORE_COMMIT, *COMMITTED, *DONE])
@@ -66,7 +69,9 @@ def test_a_zombie_changes_nothing_that_is_live(point: str, delta_to_come: MakeSc
 
 
 @pytest.mark.parametrize("point", ["manifest.dirsync", "online.load", "online.flip"])
-def test_a_zombie_changes_nothing_that_is_live_in_redis(point: str, delta_to_come_redis: MakeScene) -> None:
+def test_a_zombie_changes_nothing_that_is_live_in_redis(
+    point: str, delta_to_come_redis: MakeScene
+) -> None:
     zombie, scene = overtaken(delta_to_come_redis(), point)
     newest = scene.history[-1]
     zombie.go_on()
@@ -86,7 +91,9 @@ def stop_in_redis_load() -> None:
     precompute.store.redis.bulk.Pipe.send = stopped  # type: ignore[method-assign]
 
 
-def test_late_writes_of_a_zombie_go_into_a_generation_of_its_own(delta_to_come_redis: MakeScene) -> None:
+def test_late_writes_of_a_zombie_go_into_a_generation_of_its_own(
+    delta_to_come_redis: MakeScene,
+) -> None:
     scene = delta_to_come_redis()
     zombie = Child(scene, before=stop_in_redis_load)
     zombie.stopped()
@@ -103,7 +110,8 @@ def test_late_writes_of_a_zombie_go_into_a_generation_of_its_own(delta_to_come_r
 
 
 def test_a_zombie_drops_nothing_that_another_one_is_loading(delta_to_come: MakeScene) -> None:
-    """It was stopped after its own flip, before it dropped old generations; the other one's is loaded and not live yet."""
+    """It was stopped after its own flip, before it dropped old generations; the other one's is
+    loaded and not live yet."""
     zombie, scene = overtaken(delta_to_come(), "online.flip")
     scene.write(changed(scene.rows, [4, 5]))
     other = Child(scene, crash=("index.build", 1, "stop"))
@@ -117,7 +125,8 @@ def test_a_zombie_drops_nothing_that_another_one_is_loading(delta_to_come: MakeS
 
 
 def test_a_zombie_drops_nothing_that_is_loading_after_a_rollback(delta_to_come: MakeScene) -> None:
-    """What is live then is the generation before the zombie's own, which it keeps: nothing stops it but its lease."""
+    """What is live then is the generation before the zombie's own, which it keeps: nothing stops it
+    but its lease."""
     scene = delta_to_come()
     zombie = Child(scene, crash=("online.flip", 1, "stop"))
     zombie.stopped()
@@ -133,7 +142,8 @@ def test_a_zombie_drops_nothing_that_is_loading_after_a_rollback(delta_to_come: 
 
 
 def test_a_zombie_collects_nothing_that_was_taken_over_meanwhile(delta_to_come: MakeScene) -> None:
-    """Chunks of a killed run, garbage when the collection began and part of what is live when it goes on."""
+    """Chunks of a killed run, garbage when the collection began and part of what is live when it
+    goes on."""
     scene = delta_to_come()
     assert Child(scene, crash=("journal.append", 2, "kill")).ended().signal == 9
     zombie = Child(scene, "publish", crash=("gc", 1, "stop"))
@@ -153,7 +163,9 @@ def test_a_second_run_is_refused_while_the_first_goes_on(delta_to_come: MakeScen
     scene = delta_to_come()
     first = Child(scene, crash=("part.write", 2, "stop"))
     first.stopped()
-    with pytest.raises(ConflictError, match=rf"another run of view 'numbers' is going on.*process {first.pid}\)"):
+    with pytest.raises(
+        ConflictError, match=rf"another run of view 'numbers' is going on.*process {first.pid}\)"
+    ):
         scene.run()
     assert first.go_on().status == "published"
     check_everything(scene)
@@ -183,7 +195,9 @@ def test_writers_that_race_for_a_number_get_one_each(scene: FaultScene) -> None:
     def commit(writer: int) -> None:
         barrier.wait()
         for attempt in range(10):
-            numbers.append(store.commit(replace(first, run=f"{first.run}-{writer}-{attempt}")).number)
+            numbers.append(
+                store.commit(replace(first, run=f"{first.run}-{writer}-{attempt}")).number
+            )
 
     threads = [threading.Thread(target=commit, args=(writer,)) for writer in range(8)]
     for thread in threads:
@@ -221,12 +235,16 @@ def test_a_rollback_wins_over_a_publishing(point: str, delta_to_come: MakeScene)
 def test_a_publisher_stopped_while_it_moves_the_pointer_is_named(
     point: str, delta_to_come: MakeScene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It holds the pointer's lock, which no lease can take from it: the operator is told, kills it, and goes back."""
+    """It holds the pointer's lock, which no lease can take from it: the operator is told, kills it,
+    and goes back."""
     scene = delta_to_come()
     publisher = Child(scene, crash=(point, 1, "stop"))
     publisher.stopped()
     monkeypatch.setattr(durable_file, "LOCK_WAIT_S", 0.2)
-    with pytest.raises(ConflictError, match=r"locked for .* by a process that is stopped or stuck: find it with `fuser "):
+    with pytest.raises(
+        ConflictError,
+        match=r"locked for .* by a process that is stopped or stuck: find it with `fuser ",
+    ):
         act(scene, "rollback")
     assert publisher.kill().signal == 9
     old, new = scene.history[-2:]

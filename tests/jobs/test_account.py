@@ -1,4 +1,5 @@
-"""Account: damage to whatever is live is seen at the next look, healed from the root where that has it, and never served meanwhile."""
+"""Account: damage to whatever is live is seen at the next look, healed from the root where that has
+it, and never served meanwhile."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def rows(changed: int) -> list[tuple[int, float]]:
 
 @pytest.fixture
 def project(make_project: MakeProject, online: str, monkeypatch: pytest.MonkeyPatch) -> Scene:
-    """A view that is live as a base with an overlay, with an index of both; every look compares every file."""
+    """A view that is live as a base with an overlay, with an index of both; every look compares
+    every file."""
     monkeypatch.setattr(checker, "OFTEN_S", -1.0)
     make_project(rows(0), project={"online": online}, view=INDEXED).run()
     project = make_project(rows(2), project={"online": online}, view=INDEXED)
@@ -76,7 +78,9 @@ def garble(project: Scene, generation: int) -> None:
     with client(project) as server:
         key = keys(project, generation)[0]
         bucket = server.type(key) == b"hash"
-        field, row = sorted(server.hgetall(key).items())[0] if bucket else (b"", server.get(key) or b"")
+        field, row = (
+            sorted(server.hgetall(key).items())[0] if bucket else (b"", server.get(key) or b"")
+        )
         assert isinstance(row, bytes)
         row = row[:-1] + bytes([row[-1] ^ 1])
         if bucket:
@@ -150,7 +154,9 @@ REDIS: dict[str, Callable[[Scene], object]] = {
     "the pointer": on_meta(lambda server, meta: server.hdel(meta, "pointer", "version")),
     "all": on_meta(lambda server, _: server.flushall()),
 }
-ON = [("table", name) for name in FILES | TABLES] + [("redis", name) for name in FILES.keys() & {"the index"} | REDIS.keys()]
+ON = [("table", name) for name in FILES | TABLES] + [
+    ("redis", name) for name in FILES.keys() & {"the index"} | REDIS.keys()
+]
 
 
 @pytest.mark.parametrize(("online", "damage"), sorted(ON), indirect=["online"])
@@ -161,7 +167,11 @@ def test_it_is_seen_and_healed_from_the_root(project: Scene, damage: str) -> Non
     # none of it is served
     with project.lookup() as lookup:
         with contextlib.suppress(PrecomputeError):
-            found = [row["features"]["double"] for row in (lookup.row("numbers", key) for key in range(ROWS)) if row["features"]]
+            found = [
+                row["features"]["double"]
+                for row in (lookup.row("numbers", key) for key in range(ROWS))
+                if row["features"]
+            ]
             assert set(found) <= {2 * x for _, x in rows(2)}
         with contextlib.suppress(PrecomputeError):
             assert [row["key"] for row in lookup.search("numbers", key=7, k=2)["rows"]] in (
@@ -200,7 +210,9 @@ def test_a_bit_of_a_small_record_is_told_as_damage_and_stops_nobody(
     assert project.status()["attention"] == []
     # before anybody looked
     flip(path if path.exists() else project.store.refs.folder / "live.json", 0.4)
-    project = make_project(rows(5), project={"online": project.online}, view=INDEXED | {"gates": {"rolled_back": None}})
+    project = make_project(
+        rows(5), project={"online": project.online}, view=INDEXED | {"gates": {"rolled_back": None}}
+    )
     assert project.run().status == "published"
     reconcile(project, "numbers", Silent())
     assert (project.status()["attention"], project.served(range(ROWS))[0]) == ([], 3)
@@ -232,7 +244,10 @@ def test_another_generations_file_is_not_believed(project: Scene, what: str) -> 
         shutil.rmtree(project.store.index_folder(1))
         shutil.copytree(project.store.index_folder(2), project.store.index_folder(1))
     assert project.cli("status") == 1
-    with project.lookup() as lookup, pytest.raises(PrecomputeError, match=r"it is (generation|the index)"):
+    with (
+        project.lookup() as lookup,
+        pytest.raises(PrecomputeError, match=r"it is (generation|the index)"),
+    ):
         lookup.search("numbers", key=7, k=2, features=["double"])
     assert reconcile(project, "numbers", Silent()) is not None
     assert (project.status()["attention"], project.served(range(ROWS))[0]) == ([], 2)
@@ -248,7 +263,9 @@ RUN: dict[str, Callable[[Scene], None]] = {
 
 @pytest.mark.parametrize("damage", RUN)
 @pytest.mark.parametrize("online", ["table"], indirect=True)
-def test_what_the_root_lost_is_seen_and_computed_again_by_the_next_run(project: Scene, damage: str) -> None:
+def test_what_the_root_lost_is_seen_and_computed_again_by_the_next_run(
+    project: Scene, damage: str
+) -> None:
     RUN[damage](project)
     assert project.cli("status") == 1
     assert read_account(project.store.refs.folder, "numbers").act is Act.NOTHING
@@ -257,7 +274,9 @@ def test_what_the_root_lost_is_seen_and_computed_again_by_the_next_run(project: 
     assert project.run().status == "published"
     attention = project.status()["attention"]
     # a manifest that cannot be read stays until it is given up by hand
-    assert attention == [] or (damage == "a bit of the live manifest" and all("gc" in told for told in attention)), attention
+    assert attention == [] or (
+        damage == "a bit of the live manifest" and all("gc" in told for told in attention)
+    ), attention
     assert project.served(range(ROWS))[1] == [2 * x for _, x in rows(2)]
 
 
@@ -267,7 +286,9 @@ def test_who_publishes_what_is_live_already_heals_it_too(project: Scene, command
     assert (project.run(command=command).status, project.faults()) == ("published", [])
 
 
-def test_an_overlay_is_not_laid_over_a_base_that_lost_rows(project: Scene, make_project: MakeProject) -> None:
+def test_an_overlay_is_not_laid_over_a_base_that_lost_rows(
+    project: Scene, make_project: MakeProject
+) -> None:
     if project.online.startswith("table"):
         flip(table(project, 1), 0.52)
     else:
@@ -298,13 +319,17 @@ def test_a_window_moves_over_all_rows(project: Scene, monkeypatch: pytest.Monkey
         garble(project, 1)
         assert [looked() for _ in range(2)] == [(40, 1, []), (0, 0, [])]
         (told,) = looked()[2]
-        assert told.startswith("1 of 40 rows of view 'numbers' are missing or damaged in the online store, that of key ")
+        assert told.startswith(
+            "1 of 40 rows of view 'numbers' are missing or damaged in the online store, that of key "
+        )
         assert looked()[2] == [told]
         garble(project, 1)
         assert looked()[2] == []
 
 
-def test_what_a_reader_meets_is_looked_at_first(project: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_reader_meets_is_looked_at_first(
+    project: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checker, "OFTEN_S", 1e9)
     refs = project.store.refs.folder
     with project.online_store() as online, project.lookup() as lookup:
@@ -330,18 +355,25 @@ def test_what_was_looked_at_is_told(project: Scene) -> None:
     now_us = known.at_us + 3_120_000_000
     files = len(known.files)
     told = replace(
-        known, turn=Turn(1, 0, 0, 0, 0, known.at_us), files=dict.fromkeys(known.files, known.at_us), files_bytes=12_340_000
+        known,
+        turn=Turn(1, 0, 0, 0, 0, known.at_us),
+        files=dict.fromkeys(known.files, known.at_us),
+        files_bytes=12_340_000,
     )
     assert (
         told.looked_at(now_us)
         == f"all 40 rows read in the last 52 min; {files} files, 12.3 MB, by their checksums in the last 52 min"
     )
     assert (
-        replace(told, turn=Turn(1, 0, 1, 38, known.at_us)).looked_at(now_us).startswith("38 of 40 rows read in the last 52 min; ")
+        replace(told, turn=Turn(1, 0, 1, 38, known.at_us))
+        .looked_at(now_us)
+        .startswith("38 of 40 rows read in the last 52 min; ")
     )
 
 
-def test_beside_a_server_somebody_looks_every_minute(project: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beside_a_server_somebody_looks_every_minute(
+    project: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever the readers say; and heals nothing."""
     monkeypatch.setattr(rounds, "POLL_S", 0.01)
     refs = project.store.refs.folder

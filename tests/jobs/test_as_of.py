@@ -1,4 +1,5 @@
-"""The past is what was served: random histories of real runs, told as lookups were answered meanwhile."""
+"""The past is what was served: random histories of real runs, told as lookups were answered
+meanwhile."""
 
 from __future__ import annotations
 
@@ -23,12 +24,16 @@ def test_what_is_told_of_the_past_is_what_lookups_were_answered(seed: int, tmp_p
     assert list(history.differences()) == []
 
 
-def test_history_passes_over_a_day_without_rows_as_publishing_does(make_project: MakeProject) -> None:
+def test_history_passes_over_a_day_without_rows_as_publishing_does(
+    make_project: MakeProject,
+) -> None:
     days = [dt.date(2024, 1, day) for day in (1, 2)]
     project = make_project(
         pa.table({"id": [1, 2], "x": [1.0, 2.0], "day": pa.array([days[0]] * 2, pa.date32())}),
         view={
-            "source": {"sql": "SELECT id, x FROM read_parquet('${data}/data.parquet') WHERE day >= $start AND day < $end"},
+            "source": {
+                "sql": "SELECT id, x FROM read_parquet('${data}/data.parquet') WHERE day >= $start AND day < $end"
+            },
             "partition": {"by": "day", "start": "2024-01-01", "empty": "keep"},
             "gates": {"coverage": None, "rows": None},
         },
@@ -36,7 +41,11 @@ def test_history_passes_over_a_day_without_rows_as_publishing_does(make_project:
     for day in days:
         project.run(partition=containing("day", datetime(day.year, day.month, day.day, tzinfo=UTC)))
     now = datetime.now(UTC)
-    assert (project.numbers(), project.live().snapshot, project.served((1, 2))) == ([1, 2], 1, (1, [2.0, 4.0]))
+    assert (project.numbers(), project.live().snapshot, project.served((1, 2))) == (
+        [1, 2],
+        1,
+        (1, [2.0, 4.0]),
+    )
     assert sorted(read(project.store, now)["double"].to_pylist()) == [2.0, 4.0]
     assert snapshot_at(project.store, now).number == 1
     assert snapshot_at(project.store, now, values="best_known").number == 1

@@ -34,7 +34,8 @@ class SomeBroken(TorchDoubler):
 
 
 class Alone:
-    """``x`` → ``double`` = 2x, and, as ``among`` says, the mean of ``double`` in the batch added to it."""
+    """``x`` → ``double`` = 2x, and, as ``among`` says, the mean of ``double`` in the batch added to
+    it."""
 
     def __init__(self, among: bool = False) -> None:
         self.among = among
@@ -57,7 +58,8 @@ def rows_of(broken: set[int]) -> list[tuple[int, float]]:
 
 
 def unseen(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """Keys of some 60 rows that the comparison before a run does not see: it takes 100, and those at the ends of ``x``."""
+    """Keys of some 60 rows that the comparison before a run does not see: it takes 100, and those
+    at the ends of ``x``."""
     monkeypatch.setattr("precompute.jobs.pipeline.accuracy.CHECKED_ROWS", 100)
     project = torch_project(make_project, rows_of(set()))
     with open_view(project.view("numbers").feature_view(), project.offline, project.home) as opened:
@@ -66,10 +68,16 @@ def unseen(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> set[in
 
 
 def audited(project: Scene) -> list[str]:
-    return [gate.message for gate in project.snapshot().gates if gate.gate == "accuracy" and "rows of the run" in gate.message]
+    return [
+        gate.message
+        for gate in project.snapshot().gates
+        if gate.gate == "accuracy" and "rows of the run" in gate.message
+    ]
 
 
-def test_broken_rows_that_no_sample_has_are_refused(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_rows_that_no_sample_has_are_refused(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     broken = unseen(make_project, monkeypatch)
     rows = rows_of(broken)
     view = {"accuracy": {"recall_at_10": 0.0}}
@@ -79,12 +87,19 @@ def test_broken_rows_that_no_sample_has_are_refused(make_project: MakeProject, m
     with pytest.raises(GateError):
         project.run()
     before, audit = [gate for gate in project.snapshot().gates if gate.gate == "accuracy"]
-    assert (before.passed, audit.passed, project.snapshot().refused_by) == (True, False, ["accuracy"])
+    assert (before.passed, audit.passed, project.snapshot().refused_by) == (
+        True,
+        False,
+        ["accuracy"],
+    )
     share = f"{len(broken) / ROWS:.2%}"
     assert audit.message.startswith(
         f"bf16-eager against float32, 3,000 rows of the run: double: of 3,000 rows at most {share} are off by more than "
     )
-    assert f"vector: share of rows off by more than 0.0894: {len(broken) / ROWS:.5g} is above 0.001" in audit.message
+    assert (
+        f"vector: share of rows off by more than 0.0894: {len(broken) / ROWS:.5g} is above 0.001"
+        in audit.message
+    )
     assert "vector: worst row error " in audit.message
     # the same rows again: nothing is computed, and it stays refused until somebody accepts it
     with pytest.raises(GateError):
@@ -93,7 +108,9 @@ def test_broken_rows_that_no_sample_has_are_refused(make_project: MakeProject, m
     assert live_number(project.offline) is not None
 
 
-def test_what_is_right_is_said_of_all_rows(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_right_is_said_of_all_rows(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(audit_module, "AUDITED_ROWS", 300)
     view = {"precision": "bf16", "accuracy": LOOSE}
     rows = [(i, 1 + i / 7) for i in range(ROWS)]
@@ -101,20 +118,31 @@ def test_what_is_right_is_said_of_all_rows(make_project: MakeProject, monkeypatc
     assert project.run().status == "published"
     (said,) = audited(project)
     # 3 / 300
-    assert "300 rows of the run: double: of 3,000 rows at most 0.99% are off by more than 0.894 (95 %); worst 0.0" in said
+    assert (
+        "300 rows of the run: double: of 3,000 rows at most 0.99% are off by more than 0.894 (95 %); worst 0.0"
+        in said
+    )
     assert project.report().stages_s["audit"] > 0
     project.run(full=True)
     assert audited(project) == [said]
     # of a delta, its own
-    project = torch_project(make_project, [*rows[:-40], *((i, x + 0.1) for i, x in rows[-40:])], view=view)
+    project = torch_project(
+        make_project, [*rows[:-40], *((i, x + 0.1) for i, x in rows[-40:])], view=view
+    )
     project.run()
     (said,) = audited(project)
     assert "40 rows of the run: double: of 40 rows at most 0.00% are off by" in said
 
 
-def test_without_time_nothing_is_said(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_time_nothing_is_said(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(audit_module, "LEAST_S", 0.0)
-    project = torch_project(make_project, [(i, 1 + i / 7) for i in range(200)], view={"precision": "bf16", "accuracy": LOOSE})
+    project = torch_project(
+        make_project,
+        [(i, 1 + i / 7) for i in range(200)],
+        view={"precision": "bf16", "accuracy": LOOSE},
+    )
     assert (project.run().status, audited(project)) == ("published", [])
 
 
@@ -132,7 +160,10 @@ def test_a_row_that_depends_on_its_batch_is_refused(make_project: MakeProject, r
         project.run()
     snapshot, seen = project.snapshot(), min(rows, audit_module.ALONE_ROWS)
     assert snapshot.refused_by == ["batch"]
-    assert f" of {seen} rows come out differently among other rows than in the batches of the run" in snapshot.gates[0].message
+    assert (
+        f" of {seen} rows come out differently among other rows than in the batches of the run"
+        in snapshot.gates[0].message
+    )
     assert snapshot.gates[0].measured > 0.5
     with pytest.raises(GateError):
         project.run()
@@ -140,7 +171,9 @@ def test_a_row_that_depends_on_its_batch_is_refused(make_project: MakeProject, r
     assert off.run(full=True).status == "published"
 
 
-def test_of_large_rows_fewer_are_held(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_large_rows_fewer_are_held(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(audit_module, "HELD_BYTES", 20_000)
     monkeypatch.setattr(audit_module, "TOGETHER_BYTES", 1)
     held: list[int] = []

@@ -1,5 +1,5 @@
-"""Backfill: what is planned and why, that slots are refilled, that nothing is computed twice, and that a killed one goes on. Real processes; a
-model that waits for a file says when each goes on."""
+"""Backfill: what is planned and why, that slots are refilled, that nothing is computed twice, and
+that a killed one goes on. Real processes; a model that waits for a file says when each goes on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ from tests.conftest import MakeProject
 from tests.scene import Scene
 
 KEYS = (1, 2, 3)
-SQL = "SELECT id, x, day FROM read_parquet('${data}/data.parquet') WHERE day >= $start AND day < $end"
+SQL = (
+    "SELECT id, x, day FROM read_parquet('${data}/data.parquet') WHERE day >= $start AND day < $end"
+)
 NOW = dt.datetime(2024, 3, 1, tzinfo=dt.UTC)
 
 
@@ -98,8 +100,8 @@ MakeDaily = Callable[..., Scene]
 
 @pytest.fixture
 def daily(make_project: MakeProject, tmp_path: Path) -> MakeDaily:
-    """Makes a project whose view ``numbers`` is partitioned by day from 2024-01-01, over ``days`` and extra rows; ``args`` of the model. The gate
-    is shut if ``tmp_path / "gate"`` is there."""
+    """Makes a project whose view ``numbers`` is partitioned by day from 2024-01-01, over ``days``
+    and extra rows; ``args`` of the model. The gate is shut if ``tmp_path / "gate"`` is there."""
 
     def make(
         days: Sequence[int] = (),
@@ -153,8 +155,17 @@ class Command:
     """``precompute -c <project> …`` in a process of its own."""
 
     def __init__(self, project: Scene, *arguments: str) -> None:
-        command = [sys.executable, "-m", "precompute.jobs.cli", "-c", str(project.folder), *arguments]
-        self.process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        command = [
+            sys.executable,
+            "-m",
+            "precompute.jobs.cli",
+            "-c",
+            str(project.folder),
+            *arguments,
+        ]
+        self.process = subprocess.Popen(
+            command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
 
     def end(self) -> tuple[int, str, str]:
         """Exit status, stdout, stderr."""
@@ -224,7 +235,11 @@ def check_rows(project: Scene, *days: int) -> None:
     for number in days:
         snapshot = Standing(store).newest(part(number))
         assert snapshot is not None, number
-        found = {row["id"]: row["double"] for batch in store.batches(snapshot) for row in batch.to_pylist()}
+        found = {
+            row["id"]: row["double"]
+            for batch in store.batches(snapshot)
+            for row in batch.to_pylist()
+        }
         assert found == {key: 2 * x for key, x, _ in rows_of(number)}, number
 
 
@@ -232,8 +247,12 @@ def compute(project: Scene, number: int, command: str = "materialize") -> int | 
     return project.run(command=command, partition=Partition.parse(part(number))).snapshot
 
 
-def plans(project: Scene, first: int = 1, last: int = 6, **asked: Any) -> list[tuple[int, str, str]]:
-    found = plan_backfill(project, "numbers", *range_of(str(day(first)), str(day(last))), now=NOW, **asked)
+def plans(
+    project: Scene, first: int = 1, last: int = 6, **asked: Any
+) -> list[tuple[int, str, str]]:
+    found = plan_backfill(
+        project, "numbers", *range_of(str(day(first)), str(day(last))), now=NOW, **asked
+    )
     return [(plan.partition.start.day, plan.action, plan.why) for plan in found]
 
 
@@ -246,7 +265,8 @@ def options(first: int, last: int, **asked: Any) -> Options:
 
 @pytest.fixture
 def mixed(daily: MakeDaily) -> Iterator[Scene]:
-    """Day 1 done, 2 never run, 3 failed, 4 interrupted, 5 computed by another model, 6 running, 7 killed after an older snapshot."""
+    """Day 1 done, 2 never run, 3 failed, 4 interrupted, 5 computed by another model, 6 running, 7
+    killed after an older snapshot."""
     days = (1, 2, 3, 4, 5, 6, 7)
     project = daily(days, version=1)
     compute(project, 5)
@@ -265,21 +285,52 @@ def mixed(daily: MakeDaily) -> Iterator[Scene]:
 
 @pytest.mark.parametrize(
     ("reprocess", "run"),
-    [("missing", {2, 4}), ("failed", {2, 3, 4, 7}), ("stale", {2, 3, 4, 5, 7}), ("all", {1, 2, 3, 4, 5, 7})],
+    [
+        ("missing", {2, 4}),
+        ("failed", {2, 3, 4, 7}),
+        ("stale", {2, 3, 4, 5, 7}),
+        ("all", {1, 2, 3, 4, 5, 7}),
+    ],
 )
-def test_every_partition_is_planned_with_its_reason(mixed: Scene, reprocess: str, run: set[int]) -> None:
-    whys = {1: "done", 2: "missing", 3: "failed", 4: "missing", 5: "stale model", 6: "running", 7: "failed"}
+def test_every_partition_is_planned_with_its_reason(
+    mixed: Scene, reprocess: str, run: set[int]
+) -> None:
+    whys = {
+        1: "done",
+        2: "missing",
+        3: "failed",
+        4: "missing",
+        5: "stale model",
+        6: "running",
+        7: "failed",
+    }
     if reprocess == "all":
         whys[1] = "forced"
-    expected = [(n, "wait" if n == 6 else "run" if n in run else "skip", why) for n, why in whys.items()]
+    expected = [
+        (n, "wait" if n == 6 else "run" if n in run else "skip", why) for n, why in whys.items()
+    ]
     assert plans(mixed, last=7, reprocess=reprocess) == expected
 
 
-def test_a_dry_run_tells_reasons_and_what_takes_the_rest(mixed: Scene, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_tells_reasons_and_what_takes_the_rest(
+    mixed: Scene, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = sorted(mixed.root.rglob("*"))
-    arguments = ["-c", str(mixed.folder), "backfill", "numbers", "--from", "2024-01-01", "--to", "2024-01-07", "--dry-run"]
+    arguments = [
+        "-c",
+        str(mixed.folder),
+        "backfill",
+        "numbers",
+        "--from",
+        "2024-01-01",
+        "--to",
+        "2024-01-07",
+        "--dry-run",
+    ]
     assert main(arguments) == 0
-    lines = {line[:10]: line for line in capsys.readouterr().out.splitlines() if line.startswith("2024")}
+    lines = {
+        line[:10]: line for line in capsys.readouterr().out.splitlines() if line.startswith("2024")
+    }
     assert list(lines) == [str(day(n)) for n in range(1, 8)]
     assert "done: snapshot 2" in lines["2024-01-01"]
     assert "missing: no snapshot" in lines["2024-01-02"]
@@ -289,7 +340,9 @@ def test_a_dry_run_tells_reasons_and_what_takes_the_rest(mixed: Scene, capsys: p
     assert "--reprocess stale takes it" in lines["2024-01-05"]
     assert "running" in lines["2024-01-06"]
     assert "was killed; snapshot 3 is older; --reprocess failed takes it" in lines["2024-01-07"]
-    assert main([*arguments, "--json", "--reprocess", "all", "--max-active", "2", "--backwards"]) == 0
+    assert (
+        main([*arguments, "--json", "--reprocess", "all", "--max-active", "2", "--backwards"]) == 0
+    )
     found = json.loads(capsys.readouterr().out)
     assert [p["partition"] for p in found["partitions"]] == [part(n) for n in range(7, 0, -1)]
     assert (found["run"], found["skip"], found["wait"], found["rows"]) == (6, 0, 1, 18)
@@ -306,7 +359,10 @@ def test_other_sql_makes_partitions_stale_changed_input_only_on_request(daily: M
     asked = plans(project, last=2, reprocess="stale", check_inputs=True)
     assert asked == [(1, "skip", "done"), (2, "run", "stale input")]
     project = daily((1, 2), view={"source": {"sql": SQL + " AND true"}})
-    assert plans(project, last=2, reprocess="stale") == [(1, "run", "stale recipe"), (2, "run", "stale recipe")]
+    assert plans(project, last=2, reprocess="stale") == [
+        (1, "run", "stale recipe"),
+        (2, "run", "stale recipe"),
+    ]
 
 
 def test_model_tables_that_depend_on_the_partition_are_read_for_each(daily: MakeDaily) -> None:
@@ -315,7 +371,9 @@ def test_model_tables_that_depend_on_the_partition_are_read_for_each(daily: Make
     for number in (1, 2):
         compute(project, number)
     assert plans(project, last=2) == [(1, "skip", "done"), (2, "skip", "done")]
-    project = daily((1,), extra=[(1, 0.5, day(2)), (2, 22.0, day(2)), (3, 23.0, day(2))], view={"model": model})
+    project = daily(
+        (1,), extra=[(1, 0.5, day(2)), (2, 22.0, day(2)), (3, 23.0, day(2))], view={"model": model}
+    )
     assert plans(project, last=2) == [(1, "skip", "done"), (2, "skip", "stale model")]
 
 
@@ -325,13 +383,22 @@ def test_estimates_follow_what_was_measured(daily: MakeDaily) -> None:
 
     def estimates() -> dict[int, tuple[Any, Any, Any]]:
         found = plan_backfill(project, "numbers", first, last, now=NOW, reprocess="all")
-        return {plan.partition.start.day: (plan.rows, plan.seconds, plan.size_bytes) for plan in found}
+        return {
+            plan.partition.start.day: (plan.rows, plan.seconds, plan.size_bytes) for plan in found
+        }
 
     assert set(estimates().values()) == {(None, None, None)}
     for number in (1, 3):
         compute(project, number)
     found = estimates()
-    assert {number: rows for number, (rows, _, _) in found.items()} == {1: 3, 2: 6, 3: 10, 4: 6, 5: 6, 6: 6}
+    assert {number: rows for number, (rows, _, _) in found.items()} == {
+        1: 3,
+        2: 6,
+        3: 10,
+        4: 6,
+        5: 6,
+        6: 6,
+    }
     store = project.store
     size = sum(p.size_bytes for n in (1, 2) for p in store.snapshot(n).parts)
     assert {found[n][2] for n in (2, 4)} == {-(-6 * size // 13)}
@@ -346,7 +413,9 @@ def test_estimates_follow_what_was_measured(daily: MakeDaily) -> None:
         ("2024-01-30", "2024-05-01", [30, 31]),  # February has begun
     ],
 )
-def test_the_range_is_cut_to_what_there_is(daily: MakeDaily, first: str, last: str, expected: list[int]) -> None:
+def test_the_range_is_cut_to_what_there_is(
+    daily: MakeDaily, first: str, last: str, expected: list[int]
+) -> None:
     now = dt.datetime(2024, 2, 1, 12, tzinfo=dt.UTC)
     found = plan_backfill(daily((1,)), "numbers", *range_of(first, last), now=now)
     assert [plan.partition.start.day for plan in found] == expected
@@ -369,7 +438,9 @@ def test_a_date_as_the_end_is_the_whole_day(daily: MakeDaily) -> None:
         ("2024-01-01", "0001-01-01T00:00+09:00", "--to: '0001"),
     ],
 )
-def test_a_range_without_partitions_is_refused_in_words(daily: MakeDaily, first: str, last: str, why: str) -> None:
+def test_a_range_without_partitions_is_refused_in_words(
+    daily: MakeDaily, first: str, last: str, why: str
+) -> None:
     with pytest.raises(ConfigError, match=why):
         plan_backfill(daily((1,)), "numbers", *range_of(first, last), now=NOW)
 
@@ -384,7 +455,9 @@ def test_a_range_without_partitions_is_refused_in_words(daily: MakeDaily, first:
         (["--resume", "nothing"], "has no backfill 'nothing'"),
     ],
 )
-def test_bad_usage(daily: MakeDaily, arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_usage(
+    daily: MakeDaily, arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert daily((1,)).cli("backfill", "numbers", *arguments) == 2
     assert why in capsys.readouterr().err
 
@@ -428,17 +501,41 @@ def test_backwards_begins_with_the_newest_and_nothing_is_published_unasked(
     daily: MakeDaily, capsys: pytest.CaptureFixture[str]
 ) -> None:
     project = daily((1, 2))
-    arguments = ["--from", "2024-01-01", "--to", "2024-01-02", "--backwards", "--no-publish", "--json"]
+    arguments = [
+        "--from",
+        "2024-01-01",
+        "--to",
+        "2024-01-02",
+        "--backwards",
+        "--no-publish",
+        "--json",
+    ]
     assert project.cli("backfill", "numbers", *arguments) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["status"], found["published"], found["not_published"]) == ("done", None, "not asked to")
+    assert (found["status"], found["published"], found["not_published"]) == (
+        "done",
+        None,
+        "not asked to",
+    )
     assert committed(project) == [part(2), part(1)]
     assert live(project) is None
 
 
-def test_a_slot_is_refilled_as_soon_as_it_is_free(daily: MakeDaily, gate: Gate, command: Start) -> None:
+def test_a_slot_is_refilled_as_soon_as_it_is_free(
+    daily: MakeDaily, gate: Gate, command: Start
+) -> None:
     project = daily((1, 2, 3))
-    running = command(project, "backfill", "numbers", "--from", "2024-01-01", "--to", "2024-01-03", "--max-active", "2")
+    running = command(
+        project,
+        "backfill",
+        "numbers",
+        "--from",
+        "2024-01-01",
+        "--to",
+        "2024-01-03",
+        "--max-active",
+        "2",
+    )
     await_begun(gate, 1, 2)
     assert gate.begun() == {1, 2}
     gate.open(2)
@@ -452,7 +549,9 @@ def test_a_slot_is_refilled_as_soon_as_it_is_free(daily: MakeDaily, gate: Gate, 
     assert live(project) == part(3)
 
 
-def test_a_failure_stops_no_other_and_is_tried_again_by_resume(daily: MakeDaily, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_stops_no_other_and_is_tried_again_by_resume(
+    daily: MakeDaily, capsys: pytest.CaptureFixture[str]
+) -> None:
     project = daily((1, 2), extra=[(1, -1.0, day(1))])
     call = ["-c", str(project.folder), "backfill", "numbers"]
     assert main([*call, "--from", "2024-01-01", "--to", "2024-01-02"]) == 1
@@ -471,7 +570,9 @@ def test_a_failure_stops_no_other_and_is_tried_again_by_resume(daily: MakeDaily,
     assert len(committed(project)) == 2
 
 
-def test_what_fails_before_its_run_begins_is_told_by_its_last_words(daily: MakeDaily, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_before_its_run_begins_is_told_by_its_last_words(
+    daily: MakeDaily, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("precompute.jobs.schedule.backfill.FIRST_GROUP", 1)
     project = daily((1, 2))
 
@@ -480,7 +581,10 @@ def test_what_fails_before_its_run_begins_is_told_by_its_last_words(daily: MakeD
             (project.folder / "views" / "numbers.yaml").write_text("entity: 7\n")
 
     done = run_backfill(project, "numbers", options(1, 2), announce=spoil)
-    assert [(item.state, item.run is None) for item in done.items] == [("done", False), ("failed", True)]
+    assert [(item.state, item.run is None) for item in done.items] == [
+        ("done", False),
+        ("failed", True),
+    ]
     error = str(done.items[1].error)
     assert error.startswith("exit status 2: ")
     assert "numbers.yaml" in error
@@ -496,23 +600,45 @@ def test_what_a_model_prints_is_not_taken_for_a_report(daily: MakeDaily) -> None
 
 
 @pytest.mark.parametrize("ends_well", [True, False])
-def test_a_report_that_cannot_be_read_tells_nothing(daily: MakeDaily, ends_well: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_that_cannot_be_read_tells_nothing(
+    daily: MakeDaily, ends_well: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     project = daily((1,), extra=[] if ends_well else [(1, -1.0, day(1))])
     monkeypatch.setattr(Runs, "reports", lambda *_, **__: [])
     monkeypatch.setattr("precompute.jobs.schedule.backfill.ATTEMPTS", 2)
     (item,) = run_backfill(project, "numbers", options(1, 1, publish=False)).items
     assert item.state == ("done" if ends_well else "failed")
-    assert ends_well or "exit status 1: view 'numbers': keys with more than one row" in str(item.error)
+    assert ends_well or "exit status 1: view 'numbers': keys with more than one row" in str(
+        item.error
+    )
 
 
-def test_refused_partitions_are_told_from_failed_ones(daily: MakeDaily, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused_partitions_are_told_from_failed_ones(
+    daily: MakeDaily, capsys: pytest.CaptureFixture[str]
+) -> None:
     view = {"gates": {"coverage": 1.0}}
-    project = daily((1, 2), extra=[(1, None, day(3)), (2, 32.0, day(3)), (3, 33.0, day(3))], view=view, nan_on=22.0, fail_on=23.0)
-    assert project.cli("backfill", "numbers", "--from", "2024-01-01", "--to", "2024-01-03", "--json") == 3
+    project = daily(
+        (1, 2),
+        extra=[(1, None, day(3)), (2, 32.0, day(3)), (3, 33.0, day(3))],
+        view=view,
+        nan_on=22.0,
+        fail_on=23.0,
+    )
+    assert (
+        project.cli("backfill", "numbers", "--from", "2024-01-01", "--to", "2024-01-03", "--json")
+        == 3
+    )
     found = json.loads(capsys.readouterr().out)
-    assert [(item["state"], item["snapshot"]) for item in found["items"]] == [("done", 1), ("refused", None), ("refused", 2)]
+    assert [(item["state"], item["snapshot"]) for item in found["items"]] == [
+        ("done", 1),
+        ("refused", None),
+        ("refused", 2),
+    ]
     assert "2 rows rejected so far, 1 allowed" in found["items"][1]["error"]
-    assert "refused by coverage: 2 of 3 source rows have a value; to publish it all the same:" in found["items"][2]["error"]
+    assert (
+        "refused by coverage: 2 of 3 source rows have a value; to publish it all the same:"
+        in found["items"][2]["error"]
+    )
     assert (found["status"], live(project)) == ("failed", part(1))
 
 
@@ -530,7 +656,9 @@ def test_a_held_view_stays_as_it_is(daily: MakeDaily) -> None:
     compute(project, 1, "run")
     store = project.store
     epoch = store.refs.claim_epoch(1)
-    store.refs.move_live(1, expected_epoch=1, epoch=epoch, reason="test", place=Place(1, 1), held="a bad model")
+    store.refs.move_live(
+        1, expected_epoch=1, epoch=epoch, reason="test", place=Place(1, 1), held="a bad model"
+    )
     done = run_backfill(project, "numbers", options(2, 2))
     assert (done.status, done.published, live(project)) == ("done", None, part(1))
     assert "the view is held (a bad model)" in str(done.not_published)
@@ -551,10 +679,16 @@ def test_forced_in_full_computes_every_row_again(daily: MakeDaily) -> None:
 
 
 @pytest.mark.parametrize("survivor", ["went on", "still runs", "was killed too"])
-def test_killed_it_goes_on_where_it_was(daily: MakeDaily, gate: Gate, command: Start, survivor: str) -> None:
+def test_killed_it_goes_on_where_it_was(
+    daily: MakeDaily, gate: Gate, command: Start, survivor: str
+) -> None:
     project = daily((1, 2))
-    forced = ["--reprocess", "all", "--full"] if survivor == "went on" else []  # the ledger alone tells then what is done
-    first = command(project, "backfill", "numbers", "--from", "2024-01-01", "--to", "2024-01-02", *forced)
+    forced = (
+        ["--reprocess", "all", "--full"] if survivor == "went on" else []
+    )  # the ledger alone tells then what is done
+    first = command(
+        project, "backfill", "numbers", "--from", "2024-01-01", "--to", "2024-01-02", *forced
+    )
     await_begun(gate, 1)
     first.kill()
     (id,) = ids(project)
@@ -576,10 +710,16 @@ def test_killed_it_goes_on_where_it_was(daily: MakeDaily, gate: Gate, command: S
     assert (status, err) == (0, "")
     found = read_backfill(store, id)
     assert (found.status, found.published) == ("done", 2)
-    assert [(i.partition, i.state, i.snapshot) for i in found.items] == [(part(n), "done", n) for n in (1, 2)]
+    assert [(i.partition, i.state, i.snapshot) for i in found.items] == [
+        (part(n), "done", n) for n in (1, 2)
+    ]
     assert committed(project) == [part(1), part(2)]
     check_rows(project, 1, 2)
-    (ended,) = (r.finished_at for r in store.runs.reports() if r.partition == part(1) and r.status == "committed")
+    (ended,) = (
+        r.finished_at
+        for r in store.runs.reports()
+        if r.partition == part(1) and r.status == "committed"
+    )
     assert ended <= str(found.items[1].started_at)  # one at once: a survivor fills its slot
 
 
@@ -590,9 +730,13 @@ def kill_runs(project: Scene, *days: int) -> None:
     await_free(project, *days)
 
 
-def test_a_killed_run_fails_alone_and_resume_makes_it_good(daily: MakeDaily, gate: Gate, command: Start) -> None:
+def test_a_killed_run_fails_alone_and_resume_makes_it_good(
+    daily: MakeDaily, gate: Gate, command: Start
+) -> None:
     project = daily((1, 2))
-    running = command(project, "backfill", "numbers", "--from", "2024-01-01", "--to", "2024-01-02", "--json")
+    running = command(
+        project, "backfill", "numbers", "--from", "2024-01-01", "--to", "2024-01-02", "--json"
+    )
     await_begun(gate, 1)
     kill_runs(project, 1)
     gate.open()
@@ -607,20 +751,30 @@ def test_a_killed_run_fails_alone_and_resume_makes_it_good(daily: MakeDaily, gat
 
 def test_cancelled_can_be_gone_on_with(daily: MakeDaily, gate: Gate, command: Start) -> None:
     project = daily((1, 2))
-    running = command(project, "backfill", "numbers", "--from", "2024-01-01", "--to", "2024-01-02", "--json")
+    running = command(
+        project, "backfill", "numbers", "--from", "2024-01-01", "--to", "2024-01-02", "--json"
+    )
     gate.open(1)
     await_begun(gate, 2)
     running.process.terminate()
     status, out, _ = running.end()
     found = json.loads(out)
-    assert (status, found["status"], found["published"]) == (128 + signal.SIGTERM, "cancelled", None)
+    assert (status, found["status"], found["published"]) == (
+        128 + signal.SIGTERM,
+        "cancelled",
+        None,
+    )
     assert [item["state"] for item in found["items"]] == ["done", "cancelled"]
     store = project.store
     assert not store.running(part(2))
     assert store.runs.reports()[0].status == "killed"
     gate.open()
     resumed = resume_backfill(project, "numbers", found["id"])
-    assert (resumed.status, resumed.signal, [item.state for item in resumed.items]) == ("done", None, ["done", "done"])
+    assert (resumed.status, resumed.signal, [item.state for item in resumed.items]) == (
+        "done",
+        None,
+        ["done", "done"],
+    )
     assert committed(project) == [part(1), part(2)]
 
 
@@ -636,11 +790,22 @@ def test_one_process_computes_several_partitions_with_one_model(
 
     def look() -> None:
         await_begun(gate, 1, 2, 3)
-        eventually(lambda: project.store.refs.live() is not None and project.live_snapshot().partition == part(2))
+        eventually(
+            lambda: (
+                project.store.refs.live() is not None
+                and project.live_snapshot().partition == part(2)
+            )
+        )
         seen.append(
             (
                 project.live_snapshot().partition,
-                len({report.pid for report in project.store.runs.reports() if report.command == "materialize"}),
+                len(
+                    {
+                        report.pid
+                        for report in project.store.runs.reports()
+                        if report.command == "materialize"
+                    }
+                ),
             )
         )
         gate.open()
@@ -653,7 +818,9 @@ def test_one_process_computes_several_partitions_with_one_model(
     assert (done.status, done.published, project.live_snapshot().partition) == ("done", 3, part(3))
 
 
-def test_what_a_killed_process_had_in_hand_is_to_blame_and_nothing_else(daily: MakeDaily, gate: Gate) -> None:
+def test_what_a_killed_process_had_in_hand_is_to_blame_and_nothing_else(
+    daily: MakeDaily, gate: Gate
+) -> None:
     project = daily((1, 2, 3, 4))
     gate.open(1)
 
@@ -669,10 +836,14 @@ def test_what_a_killed_process_had_in_hand_is_to_blame_and_nothing_else(daily: M
     thread.join()
     assert [item.state for item in done.items] == ["done", "failed", "done", "done"]
     assert "SIGKILL" in str(done.items[1].error)
-    assert [item.state for item in resume_backfill(project, "numbers", done.id).items] == ["done"] * 4
+    assert [item.state for item in resume_backfill(project, "numbers", done.id).items] == [
+        "done"
+    ] * 4
 
 
-def test_a_run_that_is_deaf_to_sigterm_is_killed(daily: MakeDaily, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_deaf_to_sigterm_is_killed(
+    daily: MakeDaily, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("precompute.jobs.schedule.backfill.STOP_GRACE_S", 0.2)
     project = daily((1, 2), deaf=True)
 
@@ -686,15 +857,32 @@ def test_a_run_that_is_deaf_to_sigterm_is_killed(daily: MakeDaily, gate: Gate, m
     thread.join()
     assert (done.status, [item.state for item in done.items]) == ("cancelled", ["cancelled"] * 2)
     assert [report.status for report in project.store.runs.reports()] == ["running"] * 2
-    assert plans(project, last=2) == [(1, "run", "missing"), (2, "run", "missing")]  # nobody holds them
+    assert plans(project, last=2) == [
+        (1, "run", "missing"),
+        (2, "run", "missing"),
+    ]  # nobody holds them
 
 
-def test_one_of_two_over_the_same_partitions_is_refused(daily: MakeDaily, gate: Gate, command: Start) -> None:
+def test_one_of_two_over_the_same_partitions_is_refused(
+    daily: MakeDaily, gate: Gate, command: Start
+) -> None:
     project = daily((1, 2, 3))
-    running = command(project, "backfill", "numbers", "--from", "2024-01-01", "--to", "2024-01-02", "--max-active", "2")
+    running = command(
+        project,
+        "backfill",
+        "numbers",
+        "--from",
+        "2024-01-01",
+        "--to",
+        "2024-01-02",
+        "--max-active",
+        "2",
+    )
     await_begun(gate, 1, 2)
     (id,) = ids(project)
-    with pytest.raises(ConflictError, match=f"backfill {id} is going on over 1 of these partitions, as 2024-01-02"):
+    with pytest.raises(
+        ConflictError, match=f"backfill {id} is going on over 1 of these partitions, as 2024-01-02"
+    ):
         run_backfill(project, "numbers", options(2, 3))
     with pytest.raises(ConflictError, match=f"backfill {id} of view 'numbers' is going on"):
         resume_backfill(project, "numbers", id)
@@ -708,12 +896,16 @@ def test_one_of_two_over_the_same_partitions_is_refused(daily: MakeDaily, gate: 
 
 
 @pytest.mark.parametrize("ends_well", [True, False])
-def test_a_partition_somebody_else_computes_is_waited_for(daily: MakeDaily, gate: Gate, command: Start, ends_well: bool) -> None:
+def test_a_partition_somebody_else_computes_is_waited_for(
+    daily: MakeDaily, gate: Gate, command: Start, ends_well: bool
+) -> None:
     project = daily((1, 2))
     other = command(project, "materialize", "numbers", "--partition", "2024-01-01")
     await_begun(gate, 1)
     gate.open(2)
-    running = command(project, "backfill", "numbers", "--from", "2024-01-01", "--to", "2024-01-02", "--json")
+    running = command(
+        project, "backfill", "numbers", "--from", "2024-01-01", "--to", "2024-01-02", "--json"
+    )
     eventually(lambda: committed(project) == [part(2)])  # it holds no slot meanwhile
     if not ends_well:
         other.kill()

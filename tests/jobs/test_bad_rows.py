@@ -1,4 +1,5 @@
-"""Bad rows: what the model declares unusable is set aside, written with null features, or ends the run, as the view says."""
+"""Bad rows: what the model declares unusable is set aside, written with null features, or ends the
+run, as the view says."""
 
 from __future__ import annotations
 
@@ -33,11 +34,17 @@ def features(text: str | None) -> dict[str, Any]:
     if not text:
         return NOTHING
     vector = [float(len(text)), float(ord(text[0])), 1.0, 0.0]
-    return {"length": len(text), "vector": vector, "words": text.split(), "note": text.upper() if text > "c" else None}
+    return {
+        "length": len(text),
+        "vector": vector,
+        "words": text.split(),
+        "note": text.upper() if text > "c" else None,
+    }
 
 
 class Texts:
-    """:func:`features`. Null and empty texts are unusable; ``boom`` raises, ``nan`` is answered with NaN."""
+    """:func:`features`. Null and empty texts are unusable; ``boom`` raises, ``nan`` is answered
+    with NaN."""
 
     stop_on: ClassVar[str | None] = None
     """Text at which the whole run fails."""
@@ -48,7 +55,9 @@ class Texts:
 
     def unusable(self, batch: pa.RecordBatch) -> Mapping[int, str]:
         texts = enumerate(batch.column("x").to_pylist())
-        return {row: "x is null" if text is None else "x is empty" for row, text in texts if not text}
+        return {
+            row: "x is null" if text is None else "x is empty" for row, text in texts if not text
+        }
 
     def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray | pa.Array]:
         texts = batch.column("x").to_pylist()
@@ -71,7 +80,13 @@ class Texts:
 class Misshapen:
     """The ``vector`` of x: of 4 numbers, but for some x something else."""
 
-    BAD: ClassVar[dict[int, Any]] = {3: [1.0], 7: None, 11: "a", 13: [1.0, 2.0, 3.0, 4.0, 5.0], 17: [[1.0] * 4]}
+    BAD: ClassVar[dict[int, Any]] = {
+        3: [1.0],
+        7: None,
+        11: "a",
+        13: [1.0, 2.0, 3.0, 4.0, 5.0],
+        17: [[1.0] * 4],
+    }
 
     def fingerprint(self) -> str:
         return "misshapen 1"
@@ -93,26 +108,41 @@ BAD_KEYS = [*Misshapen.BAD, 23]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_row_that_the_models_answer_does_not_fit_is_rejected_by_its_key(make_project: MakeProject, workers: int) -> None:
-    project = make_project([(i, i) for i in range(300)], view=MISSHAPEN, project={"engine": {"workers": workers}})
+def test_a_row_that_the_models_answer_does_not_fit_is_rejected_by_its_key(
+    make_project: MakeProject, workers: int
+) -> None:
+    project = make_project(
+        [(i, i) for i in range(300)], view=MISSHAPEN, project={"engine": {"workers": workers}}
+    )
     report = project.run()
-    assert (report.status, report.counts["written"], report.counts["rejected"]) == ("published", 294, 6)
+    assert (report.status, report.counts["written"], report.counts["rejected"]) == (
+        "published",
+        294,
+        6,
+    )
     snapshot = project.snapshot()
     assert snapshot.rejected is not None
     rows = pq.read_table(project.store.folder / snapshot.rejected.path).to_pylist()
-    assert sorted((int(row["key"]), row["stage"]) for row in rows) == [(key, "misfit") for key in BAD_KEYS]
+    assert sorted((int(row["key"]), row["stage"]) for row in rows) == [
+        (key, "misfit") for key in BAD_KEYS
+    ]
     assert all("feature 'vector' of view 'numbers'" in row["error"] for row in rows)
 
 
-def test_a_model_whose_answer_fits_for_no_row_fails_the_run_in_words(make_project: MakeProject) -> None:
-    """Model and view are at fault then; of an incremental run a row is, since the same model's answer fitted before."""
+def test_a_model_whose_answer_fits_for_no_row_fails_the_run_in_words(
+    make_project: MakeProject,
+) -> None:
+    """Model and view are at fault then; of an incremental run a row is, since the same model's
+    answer fitted before."""
     project = make_project([(i, 3) for i in range(50)], view=MISSHAPEN | {"max_rejected": 1.0})
     with pytest.raises(
         ModelError,
         match=r"of the model's answer fits the view \(50× feature 'vector' .*: declared as a vector of 4, but .* shape \[1, 1\]",
     ):
         project.run()
-    assert make_project([(i, i + 30) for i in range(50)], view=MISSHAPEN).run().status == "published"
+    assert (
+        make_project([(i, i + 30) for i in range(50)], view=MISSHAPEN).run().status == "published"
+    )
     report = make_project([(i, i + 30) for i in range(50)] + [(99, 3)], view=MISSHAPEN).run()
     assert (report.status, report.counts["rejected"]) == ("published", 1)
 
@@ -130,7 +160,17 @@ class Kinds(Texts):
 def _kinds() -> dict[str, tuple[dict[str, Any], Any]]:
     """Name → (as configured, value)."""
     found: dict[str, tuple[dict[str, Any], Any]] = {}
-    for dtype in ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "bool", "string"):
+    for dtype in (
+        "float16",
+        "float32",
+        "float64",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "bool",
+        "string",
+    ):
         one: Any = {"bool": True, "string": "é"}.get(dtype, 1.0 if dtype.startswith("float") else 1)
         found[f"one_{dtype}"] = ({"dtype": dtype}, one)
         if dtype not in ("bool", "string"):
@@ -154,7 +194,8 @@ VIEW: dict[str, Any] = {
     "gates": {"duplicates": None},
 }
 MIXED: Rows = {1: "a b", 2: None, 3: "", 4: "boom", 5: "nan", 6: "d", 7: "ee e", 8: "b"}
-"""Four rows with a value, two unusable ones, and two that cannot be computed whatever the policy."""
+"""Four rows with a value, two unusable ones, and two that cannot be computed whatever the
+policy."""
 
 
 Make = Callable[..., Scene]
@@ -165,7 +206,9 @@ def make(make_project: MakeProject) -> Make:
     """Makes a project of these texts by id."""
 
     def make(rows: Rows, online: str = "table:./online", **view: Any) -> Scene:
-        table = pa.table({"id": pa.array(rows, pa.int64()), "x": pa.array(rows.values(), pa.string())})
+        table = pa.table(
+            {"id": pa.array(rows, pa.int64()), "x": pa.array(rows.values(), pa.string())}
+        )
         return make_project(table, view=VIEW | view, project={"online": online})
 
     return make
@@ -173,7 +216,11 @@ def make(make_project: MakeProject) -> Make:
 
 def stored(project: Scene, report: Report) -> dict[int, dict[str, Any]]:
     """Features by id, as a reader of the snapshot's chain sees them."""
-    found = [row for batch in project.store.batches(project.snapshot_of(report)) for row in batch.to_pylist()]
+    found = [
+        row
+        for batch in project.store.batches(project.snapshot_of(report))
+        for row in batch.to_pylist()
+    ]
     assert all(row["computed_at"] is not None and row["input_hash"] is not None for row in found)
     assert len({row["id"] for row in found}) == len(found)
     return {row["id"]: {name: row[name] for name in NAMES} for row in found}
@@ -181,7 +228,11 @@ def stored(project: Scene, report: Report) -> dict[int, dict[str, Any]]:
 
 def expected(rows: Rows, *, nulls: bool = True) -> dict[int, dict[str, Any]]:
     """Features by id of the rows that are written."""
-    return {i: features(text) for i, text in rows.items() if text not in ("boom", "nan") and (nulls or text)}
+    return {
+        i: features(text)
+        for i, text in rows.items()
+        if text not in ("boom", "nan") and (nulls or text)
+    }
 
 
 def served(lookup: Lookup, keys: Sequence[int], **options: Any) -> list[dict[str, Any]]:
@@ -202,7 +253,10 @@ def served(lookup: Lookup, keys: Sequence[int], **options: Any) -> list[dict[str
 
 def fresh(rows: Rows) -> list[dict[str, Any]]:
     """What :func:`served` gives of rows in the store."""
-    return [{"key": str(i), "status": "fresh", "source": "store", "reason": None, **found} for i, found in expected(rows).items()]
+    return [
+        {"key": str(i), "status": "fresh", "source": "store", "reason": None, **found}
+        for i, found in expected(rows).items()
+    ]
 
 
 def missing(key: int, reason: str) -> dict[str, Any]:
@@ -251,16 +305,30 @@ def test_null_writes_unusable_rows_with_null_features_and_answers_them(
     assert (snapshot.rows, snapshot.quality["nulls"], snapshot.quality["coverage"]) == (6, 2.0, 0.5)
     lookup = open_lookup(project)
     keys = list(expected(MIXED))
-    assert served(lookup, [*keys, 4, 9]) == [*fresh(MIXED), missing(4, "unknown_entity"), missing(9, "unknown_entity")]
-    assert lookup.row("numbers", 2, features=["note", "vector"])["features"] == {"note": None, "vector": None}
+    assert served(lookup, [*keys, 4, 9]) == [
+        *fresh(MIXED),
+        missing(4, "unknown_entity"),
+        missing(9, "unknown_entity"),
+    ]
+    assert lookup.row("numbers", 2, features=["note", "vector"])["features"] == {
+        "note": None,
+        "vector": None,
+    }
     only_null = served(lookup, [2, 3])
     assert [row["status"] for row in only_null] == ["fresh", "fresh"]
 
     found = lookup.search("numbers", vector=features("d")["vector"], k=10)
-    assert [row["key"] for row in found["rows"]] == ["6", "8", "7", "1"]  # ones without a vector are nobody's neighbours
+    assert [row["key"] for row in found["rows"]] == [
+        "6",
+        "8",
+        "7",
+        "1",
+    ]  # ones without a vector are nobody's neighbours
     found = lookup.search("numbers", key=6, k=10)
     assert [row["key"] for row in found["rows"]] == ["8", "7", "1"]
-    with pytest.raises(RequestError, match="key 2 of view 'numbers' has no vector to search by: it is null") as caught:
+    with pytest.raises(
+        RequestError, match="key 2 of view 'numbers' has no vector to search by: it is null"
+    ) as caught:
         lookup.search("numbers", key=2)
     assert (caught.value.status, caught.value.code) == (404, "null_vector")
     with pytest.raises(RequestError, match="unknown_entity") as caught:
@@ -268,11 +336,20 @@ def test_null_writes_unusable_rows_with_null_features_and_answers_them(
     assert all_is_well(project)[-2] == "4 vectors; 4 sampled ones find themselves"
 
 
-def test_reject_is_the_default_and_sets_them_aside(make: Make, open_lookup: Callable[[Scene], Lookup]) -> None:
+def test_reject_is_the_default_and_sets_them_aside(
+    make: Make, open_lookup: Callable[[Scene], Lookup]
+) -> None:
     project = make(MIXED)
     report = project.run()
     assert stored(project, report) == expected(MIXED, nulls=False)
-    assert report.counts == {"source": 8, "written": 4, "rejected": 4, "unchanged": 0, "removed": 0, "duplicates": 0}
+    assert report.counts == {
+        "source": 8,
+        "written": 4,
+        "rejected": 4,
+        "unchanged": 0,
+        "removed": 0,
+        "duplicates": 0,
+    }
     assert rejected(project, report) == sorted([*COMPUTED_BADLY, *UNUSABLE])
     snapshot = project.snapshot_of(report)
     assert ("nulls" in snapshot.quality, snapshot.quality["coverage"]) == (False, 0.5)
@@ -283,7 +360,9 @@ def test_reject_is_the_default_and_sets_them_aside(make: Make, open_lookup: Call
     assert spelled_out.run().status == "current"
 
 
-def test_null_counts_nothing_against_max_rejected_but_coverage_does(make: Make, capsys: Captured) -> None:
+def test_null_counts_nothing_against_max_rejected_but_coverage_does(
+    make: Make, capsys: Captured
+) -> None:
     rows: Rows = {i: "d" * i for i in range(1, 31)}
     project = make(rows, bad_rows="null", max_rejected=0.1)
     assert project.run().status == "published"
@@ -299,14 +378,25 @@ def test_null_counts_nothing_against_max_rejected_but_coverage_does(make: Make, 
     assert project.cli("run", "numbers") == 3  # nothing to do: judged once more
     last = project.report()
     assert (last.counts["unchanged"], last.counts["nulls"]) == (30, 4)
-    assert make(many, bad_rows="null", gates={"coverage": 0.8, "duplicates": None}).run().counts["nulls"] == 4
+    assert (
+        make(many, bad_rows="null", gates={"coverage": 0.8, "duplicates": None})
+        .run()
+        .counts["nulls"]
+        == 4
+    )
 
 
-def test_fail_ends_the_run_and_leaves_what_is_live(make: Make, capsys: Captured, open_lookup: Callable[[Scene], Lookup]) -> None:
+def test_fail_ends_the_run_and_leaves_what_is_live(
+    make: Make, capsys: Captured, open_lookup: Callable[[Scene], Lookup]
+) -> None:
     good: Rows = {1: "a", 2: "d", 3: "boom", 4: "nan"}
     project = make(good, bad_rows="fail")
     report = project.run()  # rows that the model only fails on are rejected, as ever
-    assert (report.status, report.counts["rejected"], stored(project, report)) == ("published", 2, expected(good))
+    assert (report.status, report.counts["rejected"], stored(project, report)) == (
+        "published",
+        2,
+        expected(good),
+    )
     live = (project.root / "numbers" / "refs" / "live.json").read_bytes()
     assert project.run().status == "current"
     renewed = (project.root / "numbers" / "refs" / "live.json").read_bytes()
@@ -316,7 +406,13 @@ def test_fail_ends_the_run_and_leaves_what_is_live(make: Make, capsys: Captured,
     capsys.readouterr()
     assert project.cli("run", "numbers") == 3
     captured = capsys.readouterr()
-    for part in ("'numbers'", "key '7': x is empty", "bad_rows is fail", "the live snapshot stays", "reject or null"):
+    for part in (
+        "'numbers'",
+        "key '7': x is empty",
+        "bad_rows is fail",
+        "the live snapshot stays",
+        "reject or null",
+    ):
         assert part in captured.err
     assert "Traceback" not in captured.err
     last = project.report()
@@ -345,7 +441,12 @@ def test_a_bare_null_in_yaml_and_in_the_environment_is_the_policy(make: Make) ->
     project = make({1: "a"})
     file = project.folder / "views" / "numbers.yaml"
     text = file.read_text()
-    for written, policy in (("null", "null"), ("'null'", "null"), ("fail", "fail"), ("reject", "reject")):
+    for written, policy in (
+        ("null", "null"),
+        ("'null'", "null"),
+        ("fail", "fail"),
+        ("reject", "reject"),
+    ):
         file.write_text(f"{text}\nbad_rows: {written}\n")
         assert project.reread().view("numbers").bad_rows == policy
     environment = {"PRECOMPUTE_VIEWS__NUMBERS__BAD_ROWS": "null"}
@@ -353,7 +454,10 @@ def test_a_bare_null_in_yaml_and_in_the_environment_is_the_policy(make: Make) ->
 
 
 def test_the_policy_travels_with_the_view(make: Make) -> None:
-    views = {policy: make({1: "a"}, bad_rows=policy).view("numbers").feature_view() for policy in ("reject", "null", "fail")}
+    views = {
+        policy: make({1: "a"}, bad_rows=policy).view("numbers").feature_view()
+        for policy in ("reject", "null", "fail")
+    }
     assert [view.to_json()["definition"]["bad_rows"] for view in views.values()] == list(views)
     assert len({view.fingerprint() for view in views.values()}) == 3
     for view in views.values():
@@ -363,19 +467,27 @@ def test_the_policy_travels_with_the_view(make: Make) -> None:
 # ---- another policy than before
 
 
-def test_from_reject_to_null_the_rows_rejected_before_are_written(make: Make, open_lookup: Callable[[Scene], Lookup]) -> None:
+def test_from_reject_to_null_the_rows_rejected_before_are_written(
+    make: Make, open_lookup: Callable[[Scene], Lookup]
+) -> None:
     first = make(MIXED).run()
     project = make(MIXED, bad_rows="null")
     plan = project.plan()
-    assert str(plan) == ("full: 8 of 8 rows to compute (8 new); every row, since the policy for bad rows changed, reject → null")
+    assert str(plan) == (
+        "full: 8 of 8 rows to compute (8 new); every row, since the policy for bad rows changed, reject → null"
+    )
     report = project.run()
     assert (report.status, stored(project, report)) == ("published", expected(MIXED))
     assert (report.counts["rejected"], report.counts["nulls"]) == (2, 2)
     assert served(open_lookup(project), list(expected(MIXED))) == fresh(MIXED)
-    assert project.snapshot_of(first).content != project.snapshot_of(report).content  # they do not hold the same values
+    assert (
+        project.snapshot_of(first).content != project.snapshot_of(report).content
+    )  # they do not hold the same values
 
 
-def test_from_null_to_reject_the_null_rows_leave(make: Make, open_lookup: Callable[[Scene], Lookup]) -> None:
+def test_from_null_to_reject_the_null_rows_leave(
+    make: Make, open_lookup: Callable[[Scene], Lookup]
+) -> None:
     make(MIXED, bad_rows="null").run()
     project = make(MIXED)
     report = project.run()
@@ -407,12 +519,18 @@ def test_from_reject_to_fail_and_back_what_was_computed_stays(make: Make) -> Non
     Texts.seen.clear()
     project = make(rows, bad_rows="fail")
     report = project.run()
-    assert (report.counts["unchanged"], report.counts["written"], stored(project, report)) == (20, 0, expected(rows))
+    assert (report.counts["unchanged"], report.counts["written"], stored(project, report)) == (
+        20,
+        0,
+        expected(rows),
+    )
     assert make(rows | {7: None}).run().counts["rejected"] == 1
     assert Texts.seen == []
 
 
-def test_an_interrupted_runs_chunks_count_for_its_own_policy_only(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_runs_chunks_count_for_its_own_policy_only(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(chunks, "CHUNK_S", 0.0)
     monkeypatch.setattr(chunks, "WINDOW_ROWS", 2)
     rows: Rows = {1: None, 2: "d", 3: "", 4: "ee", 5: "f", 6: "stop", 7: "g", 8: "h"}
@@ -436,29 +554,46 @@ def test_an_interrupted_runs_chunks_count_for_its_own_policy_only(make: Make, mo
 # ---- deltas
 
 
-def test_a_null_row_is_carried_over_like_any_other(make: Make, online: str, open_lookup: Callable[[Scene], Lookup]) -> None:
+def test_a_null_row_is_carried_over_like_any_other(
+    make: Make, online: str, open_lookup: Callable[[Scene], Lookup]
+) -> None:
     rows: Rows = {**{i: "d" * i for i in range(1, 41)}, 50: None, 51: ""}
     project = make(rows, online, bad_rows="null")
     project.run()
     Texts.seen.clear()
     assert (project.run().status, project.run().counts["nulls"]) == ("current", 2)
     rows[1] = "new"
-    changes: list[tuple[Rows, int]] = [({}, 2), ({50: "found"}, 1), ({3: None}, 2), ({51: "", 4: "x"}, 2)]
+    changes: list[tuple[Rows, int]] = [
+        ({}, 2),
+        ({50: "found"}, 1),
+        ({3: None}, 2),
+        ({51: "", 4: "x"}, 2),
+    ]
     for step, (change, nulls) in enumerate(changes, 2):
         rows |= change
         project = make(rows, online, bad_rows="null")
         report = project.run()
         snapshot = project.snapshot_of(report)
         assert (report.status, snapshot.number, snapshot.kind) == ("published", step, "delta")
-        assert (report.counts["written"], report.counts["unchanged"], report.counts["nulls"]) == (1, 41, nulls)
+        assert (report.counts["written"], report.counts["unchanged"], report.counts["nulls"]) == (
+            1,
+            41,
+            nulls,
+        )
         assert stored(project, report) == expected(rows)
         assert all_is_well(project)[-2].startswith(f"{42 - nulls} vectors; ")
         assert served(open_lookup(project), list(rows)) == fresh(rows)
     assert Texts.seen == ["new", "found", "x"]
-    rows = {i: text for i, text in rows.items() if i not in (3, 51)} | {60: None}  # null rows leave the source, and come
+    rows = {i: text for i, text in rows.items() if i not in (3, 51)} | {
+        60: None
+    }  # null rows leave the source, and come
     project = make(rows, online, bad_rows="null")
     report = project.run()
-    assert (report.counts["removed"], report.counts["nulls"], stored(project, report)) == (2, 1, expected(rows))
+    assert (report.counts["removed"], report.counts["nulls"], stored(project, report)) == (
+        2,
+        1,
+        expected(rows),
+    )
 
 
 def test_compaction_copies_null_rows(make: Make) -> None:
@@ -467,7 +602,11 @@ def test_compaction_copies_null_rows(make: Make) -> None:
     rows |= {i: "e" * i for i in range(1, 6)}
     project = make(rows, bad_rows="null", gates={"norm": None, "drift": None, "moved": None})
     report = project.run()
-    assert (project.snapshot_of(report).kind, report.counts["unchanged"], report.counts["nulls"]) == ("full", 4, 1)
+    assert (
+        project.snapshot_of(report).kind,
+        report.counts["unchanged"],
+        report.counts["nulls"],
+    ) == ("full", 4, 1)
     assert stored(project, report) == expected(rows)
     all_is_well(project)
 
@@ -482,7 +621,9 @@ def test_gates_measure_vectors_that_are_there(make: Make) -> None:
     project = make(changed, bad_rows="null")
     quality = project.snapshot_of(project.run()).quality
     now = np.array([features(text)["vector"] for text in changed.values() if text], np.float64)
-    before = np.linalg.norm([features(text)["vector"] for text in rows.values() if text], axis=1).mean()
+    before = np.linalg.norm(
+        [features(text)["vector"] for text in rows.values() if text], axis=1
+    ).mean()
     assert {name: value for name, value in quality.items() if "." not in name} == pytest.approx(
         {
             "nulls": 10.0,
@@ -500,12 +641,18 @@ def test_gates_measure_vectors_that_are_there(make: Make) -> None:
     )
 
 
-def test_gates_of_a_snapshot_without_a_single_vector(make: Make, open_lookup: Callable[[Scene], Lookup]) -> None:
+def test_gates_of_a_snapshot_without_a_single_vector(
+    make: Make, open_lookup: Callable[[Scene], Lookup]
+) -> None:
     gates = {"gates": {"coverage": None, "rows": None, "norm": None, "drift": None, "moved": None}}
     rows: Rows = dict.fromkeys(range(1, 31))
     project = make(rows, bad_rows="null", **gates)
     report = project.run()
-    assert (report.status, report.counts["nulls"], stored(project, report)) == ("published", 30, expected(rows))
+    assert (report.status, report.counts["nulls"], stored(project, report)) == (
+        "published",
+        30,
+        expected(rows),
+    )
     lookup = open_lookup(project)
     assert lookup.search("numbers", vector=[1.0, 2.0, 3.0, 4.0], k=3)["rows"] == []
     assert served(lookup, [1, 2]) == fresh(rows)[:2]
@@ -521,7 +668,9 @@ def test_no_drift_is_measured_where_no_key_has_a_vector_in_both(make: Make) -> N
     options = {"bad_rows": "null", "gates": {"coverage": None, "duplicates": None}}
     texts: Rows = {i: "d" * i for i in range(1, 31)}
     make(texts | dict.fromkeys(range(31, 61)), **options).run()
-    project = make(dict.fromkeys(range(1, 31)) | {30 + i: text for i, text in texts.items()}, **options)
+    project = make(
+        dict.fromkeys(range(1, 31)) | {30 + i: text for i, text in texts.items()}, **options
+    )
     report = project.run()
     assert (report.status, report.counts["nulls"]) == ("published", 30)
     quality = project.snapshot_of(report).quality
@@ -531,9 +680,17 @@ def test_no_drift_is_measured_where_no_key_has_a_vector_in_both(make: Make) -> N
 # ---- every kind of feature
 
 
-def test_a_null_of_every_kind_of_feature_is_answered(make: Make, open_lookup: Callable[[Scene], Lookup]) -> None:
+def test_a_null_of_every_kind_of_feature_is_answered(
+    make: Make, open_lookup: Callable[[Scene], Lookup]
+) -> None:
     kinds = {name: kind for name, (kind, _) in KINDS.items()}
-    view = {"model": {"use": f"{HERE}:Kinds"}, "features": kinds, "index": None, "bad_rows": "null", "max_rejected": 0.7}
+    view = {
+        "model": {"use": f"{HERE}:Kinds"},
+        "features": kinds,
+        "index": None,
+        "bad_rows": "null",
+        "max_rejected": 0.7,
+    }
     project = make({1: "a", 2: None, 3: "c", 4: ""}, **view)
     assert project.run().counts["nulls"] == 2
     lookup = open_lookup(project)
@@ -554,7 +711,11 @@ def test_without_a_vector_a_row_is_null_when_every_feature_is(make: Make) -> Non
     project = make(rows, features=two, index=None, bad_rows="null")
     report = project.run()
     assert (report.status, report.counts["nulls"], report.counts["written"]) == ("published", 1, 4)
-    found = [row for batch in project.store.batches(project.snapshot_of(report)) for row in batch.to_pylist()]
+    found = [
+        row
+        for batch in project.store.batches(project.snapshot_of(report))
+        for row in batch.to_pylist()
+    ]
     assert [{name: row[name] for name in two} for row in found] == [
         {name: features(text)[name] for name in two} for text in rows.values()
     ]
@@ -567,7 +728,9 @@ def test_without_a_vector_a_row_is_null_when_every_feature_is(make: Make) -> Non
 FALLBACK = {"fallback": {"enabled": True, "deadline": "20s"}, "ttl": 0, "stale_for": 0}
 
 
-def test_the_fallback_answers_an_unusable_row_as_the_batch_job_does(make: Make, open_lookup: Callable[[Scene], Lookup]) -> None:
+def test_the_fallback_answers_an_unusable_row_as_the_batch_job_does(
+    make: Make, open_lookup: Callable[[Scene], Lookup]
+) -> None:
     project = make(MIXED, bad_rows="null", **FALLBACK)
     report = project.run()
     assert (report.status, project.snapshot_of(report).quality["parity"]) == ("published", 0.0)
@@ -578,18 +741,26 @@ def test_the_fallback_answers_an_unusable_row_as_the_batch_job_does(make: Make, 
     assert served(lookup, keys) == computed
     assert served(lookup, [2]) == [computed[1]]
     given = {"98": {"x": "dd"}, "99": {"x": ""}}
-    assert [(row["status"], row["length"], row["vector"]) for row in served(lookup, [98, 99], inputs=given)] == [
+    assert [
+        (row["status"], row["length"], row["vector"])
+        for row in served(lookup, [98, 99], inputs=given)
+    ] == [
         ("computed", 2, features("dd")["vector"]),
         ("computed", None, None),
     ]
-    with pytest.raises(RequestError, match="the inputs could not be embedded: the model cannot take them") as caught:
+    with pytest.raises(
+        RequestError, match="the inputs could not be embedded: the model cannot take them"
+    ) as caught:
         lookup.search("numbers", inputs={"x": ""})
     assert (caught.value.status, caught.value.code) == (422, "model_error")
 
 
 @pytest.mark.parametrize("policy", ["reject", "fail"])
 def test_under_another_policy_the_fallback_says_what_is_wrong(
-    make: Make, open_lookup: Callable[[Scene], Lookup], policy: str, caplog: pytest.LogCaptureFixture
+    make: Make,
+    open_lookup: Callable[[Scene], Lookup],
+    policy: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     project = make({1: "a"}, bad_rows=policy, **FALLBACK)
     project.run()
@@ -600,12 +771,16 @@ def test_under_another_policy_the_fallback_says_what_is_wrong(
     assert [record.getMessage() for record in caplog.records] == [
         "fallback of view 'numbers': x is empty (rows since the last line: 1)"
     ]
-    with pytest.raises(RequestError, match="the inputs could not be embedded: the model cannot take them") as caught:
+    with pytest.raises(
+        RequestError, match="the inputs could not be embedded: the model cannot take them"
+    ) as caught:
         lookup.search("numbers", inputs={"x": ""})
     assert str(caught.value.__cause__) == "x is empty"
 
 
-def test_parity_notices_a_null_where_the_fallback_has_a_value(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parity_notices_a_null_where_the_fallback_has_a_value(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows: Rows = {i: "d" * i for i in range(1, 31)}
     off = {"coverage": None, "zero": None, "parity": 0.5, "duplicates": None}
     project = make(rows, bad_rows="null", gates=off, **FALLBACK)
@@ -614,7 +789,11 @@ def test_parity_notices_a_null_where_the_fallback_has_a_value(make: Make, monkey
 
     def unusable(self: Texts, batch: pa.RecordBatch) -> Mapping[int, str]:
         asked.append(batch.num_rows)
-        return dict.fromkeys(range(batch.num_rows), "not today") if len(asked) == 1 else usable(self, batch)
+        return (
+            dict.fromkeys(range(batch.num_rows), "not today")
+            if len(asked) == 1
+            else usable(self, batch)
+        )
 
     monkeypatch.setattr(Texts, "unusable", unusable)
     report = project.materialize()
@@ -635,12 +814,22 @@ def test_null_features_over_http(make_project: MakeProject, make: Make) -> None:
             ("2", "fresh", "store", NOTHING),
         ]
         reply = server.get("/v1/views/numbers/rows/2")
-        assert (reply.status, reply.json["status"], reply.json["features"]) == (200, "fresh", NOTHING)
-        reply = server.post("/v1/views/numbers/lookup", {"keys": [2, 1]}, accept="application/vnd.apache.arrow.stream")
+        assert (reply.status, reply.json["status"], reply.json["features"]) == (
+            200,
+            "fresh",
+            NOTHING,
+        )
+        reply = server.post(
+            "/v1/views/numbers/lookup",
+            {"keys": [2, 1]},
+            accept="application/vnd.apache.arrow.stream",
+        )
         table = reply.arrow
         assert table.select(["key", "status", *NAMES]).to_pylist() == [
             {"key": "2", "status": "fresh", **NOTHING},
             {"key": "1", "status": "fresh", **features("d")},
         ]
         server.post("/v1/views/numbers/search", {"key": 2}).check_problem(404, "null_vector")
-        assert [row["key"] for row in server.post("/v1/views/numbers/search", {"key": 1}).json["rows"]] == []
+        assert [
+            row["key"] for row in server.post("/v1/views/numbers/search", {"key": 1}).json["rows"]
+        ] == []

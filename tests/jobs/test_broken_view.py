@@ -1,4 +1,5 @@
-"""A mistake in one view's file is that view's: it refuses, says so wherever one looks, and everything else goes on."""
+"""A mistake in one view's file is that view's: it refuses, says so wherever one looks, and
+everything else goes on."""
 
 from __future__ import annotations
 
@@ -28,10 +29,13 @@ BROKEN = {
 
 @pytest.fixture
 def folder(make_project: MakeProject) -> Path:
-    """A project of two views, each with two snapshots, of which the file of ``broken`` was spoiled since."""
+    """A project of two views, each with two snapshots, of which the file of ``broken`` was spoiled
+    since."""
     for rows in (ROWS, [*ROWS, (4, 4.0)]):
         sql = f"SELECT {len(rows)} AS id, 1.0 AS x"
-        project = make_project(rows, view=INDEXED, views={"broken": BROKEN | {"source": {"sql": sql}}})
+        project = make_project(
+            rows, view=INDEXED, views={"broken": BROKEN | {"source": {"sql": sql}}}
+        )
         assert [project.cli("run", view) for view in ("numbers", "broken")] == [0, 0]
     path = project.folder / "views" / "broken.yaml"
     path.write_text(path.read_text().replace("1h", "soon"))
@@ -42,7 +46,9 @@ def call(folder: Path, *command: str) -> int:
     return main(["-c", str(folder), *command])
 
 
-@pytest.mark.parametrize("command", ["run", "materialize", "publish", "backfill", "profile", "tune"])
+@pytest.mark.parametrize(
+    "command", ["run", "materialize", "publish", "backfill", "profile", "tune"]
+)
 def test_what_needs_the_definition_is_refused_with_the_mistake(
     folder: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
@@ -56,7 +62,9 @@ def test_the_other_views_run(folder: Path) -> None:
     assert call(folder, "run", "numbers", "--full") == 0
 
 
-def test_status_shows_what_is_live_and_what_is_wrong(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_shows_what_is_live_and_what_is_wrong(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     capsys.readouterr()
     assert call(folder, "status", "--json") == 1
     broken, numbers = report_of(capsys)
@@ -91,15 +99,21 @@ def test_what_reads_the_store_needs_no_view_file(
 
 def test_a_view_that_has_lost_its_file_is_rolled_back_and_resumed(folder: Path) -> None:
     (folder / "views" / "broken.yaml").unlink()
-    assert [call(folder, *said) for said in (["rollback", "broken", "--hold"], ["resume", "broken"])] == [0, 0]
+    assert [
+        call(folder, *said) for said in (["rollback", "broken", "--hold"], ["resume", "broken"])
+    ] == [0, 0]
     ref = OfflineStore(folder / "var").view("broken").refs.live()
     assert ref is not None
     assert (ref.snapshot, ref.held) == (1, None)
     assert call(folder, "lookup", "broken", "3") == 0
 
 
-@pytest.mark.parametrize("command", ["lookup", "search", "rollback", "resume", "pin", "explain", "verify"])
-def test_a_view_there_never_was_is_still_refused(folder: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+@pytest.mark.parametrize(
+    "command", ["lookup", "search", "rollback", "resume", "pin", "explain", "verify"]
+)
+def test_a_view_there_never_was_is_still_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
     more = {"lookup": ["1"], "explain": ["1"], "search": ["--key", "1"]}.get(command, [])
     assert call(folder, command, "brokn", *more) == 2
     assert "no view 'brokn'" in (said := capsys.readouterr().err)
@@ -113,9 +127,13 @@ def test_it_is_served(folder: Path) -> None:
 
 def test_the_schedule_says_so_and_runs_the_others(folder: Path) -> None:
     settings = folder / "project.yaml"
-    settings.write_text(settings.read_text() + '\nschedule: {numbers: "* * * * *", broken: "* * * * *"}\n')
+    settings.write_text(
+        settings.read_text() + '\nschedule: {numbers: "* * * * *", broken: "* * * * *"}\n'
+    )
     with subprocess.Popen(
-        [sys.executable, "-m", "precompute.jobs.cli", "-c", str(folder), "schedule"], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "precompute.jobs.cli", "-c", str(folder), "schedule"],
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -124,23 +142,34 @@ def test_the_schedule_says_so_and_runs_the_others(folder: Path) -> None:
     assert MESSAGE in line
 
 
-def test_a_broken_view_may_be_read_by_others_and_reads_what_there_is(make_project: MakeProject) -> None:
+def test_a_broken_view_may_be_read_by_others_and_reads_what_there_is(
+    make_project: MakeProject,
+) -> None:
     """Only what is not there at all is a mistake of the view that names it."""
     reads = {"source": {"sql": "SELECT id, double AS x FROM live.numbers"}}
     nothing = {"source": {"sql": "SELECT id, double AS x FROM live.nothing"}}
     views = {"good": BROKEN | reads, "bad": BROKEN | nothing}
-    project = make_project(view={"ttl": "soon"}, views=views, project={"schedule": {"numbers": "* * * * *"}})
+    project = make_project(
+        view={"ttl": "soon"}, views=views, project={"schedule": {"numbers": "* * * * *"}}
+    )
     assert (sorted(project.views), sorted(project.broken)) == (["good"], ["bad", "numbers"])
     assert "live.nothing: no such view" in str(project.broken["bad"])
 
 
-def test_a_broken_project_refuses_everything(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_project_refuses_everything(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "project.yaml").write_text("root: 7")
-    assert [call(folder, *said) for said in (["status"], ["lookup", "numbers", "1"], ["gc"], ["run", "numbers"])] == [2] * 4
+    assert [
+        call(folder, *said)
+        for said in (["status"], ["lookup", "numbers", "1"], ["gc"], ["run", "numbers"])
+    ] == [2] * 4
     assert "project.yaml:1: root" in capsys.readouterr().err
 
 
 def test_an_override_that_spoils_a_view_is_that_views_mistake(folder: Path) -> None:
     project = Scene(folder, {"PRECOMPUTE_VIEWS__NUMBERS__TTL": "never"})
     assert sorted(project.broken) == ["broken", "numbers"]
-    assert json.dumps(str(project.broken["numbers"])).startswith('"environment PRECOMPUTE_VIEWS__NUMBERS__TTL: ttl')
+    assert json.dumps(str(project.broken["numbers"])).startswith(
+        '"environment PRECOMPUTE_VIEWS__NUMBERS__TTL: ttl'
+    )

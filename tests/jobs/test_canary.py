@@ -1,4 +1,5 @@
-"""A canary in every process of a server: whatever is asked over HTTP, nothing is unpickled, compiled, executed or started, and no file is opened but its own."""
+"""A canary in every process of a server: whatever is asked over HTTP, nothing is unpickled,
+compiled, executed or started, and no file is opened but its own."""
 
 from __future__ import annotations
 
@@ -138,11 +139,17 @@ def asked(server: Server) -> int:
         for key in (1, 9, 77):
             get(f"/v1/views/numbers/rows/{key}", accept=accept)
         post("/v1/views/numbers/lookup", {"keys": [1, 9, 77]}, accept=accept)
-    post("/v1/lookup", {"requests": [{"view": "numbers", "keys": [1]}, {"view": "none", "keys": [1]}]})
+    post(
+        "/v1/lookup",
+        {"requests": [{"view": "numbers", "keys": [1]}, {"view": "none", "keys": [1]}]},
+    )
     for search in ({"key": 1}, {"vector": [1, 2, 3, 4]}, {"inputs": {"x": 2.0}}):
         post("/v1/views/numbers/search", search | {"k": 2, "features": ["double"]})
     for text in NASTY:
-        for path in (f"/v1/views/{quote(text, safe='')}/rows/1", f"/v1/views/numbers/rows/{quote(text, safe='')}"):
+        for path in (
+            f"/v1/views/{quote(text, safe='')}/rows/1",
+            f"/v1/views/numbers/rows/{quote(text, safe='')}",
+        ):
             get(path)
         get(f"/v1/views/numbers/rows/1?features={quote(text)}")
         get(f"/?view={quote(text)}&key={quote(text)}&text={quote(text)}")
@@ -167,7 +174,14 @@ def asked(server: Server) -> int:
         for search in hostile:
             post("/v1/views/numbers/search", search)
     for kind in (wire.JSON, wire.ARROW, "application/x-pickle", "application/yaml"):
-        for raw in (PICKLE, b"\x80\x05" + PICKLE, b"", b"\x00" * 100, b"[" * 20_000, b'{"keys":' + b"[" * 5000):
+        for raw in (
+            PICKLE,
+            b"\x80\x05" + PICKLE,
+            b"",
+            b"\x00" * 100,
+            b"[" * 20_000,
+            b'{"keys":' + b"[" * 5000,
+        ):
             post("/v1/views/numbers/lookup", raw, content_type=kind)
     sink = pa.BufferOutputStream()
     table = pa.table({"key": ["1", "2"]}).replace_schema_metadata(
@@ -180,7 +194,11 @@ def asked(server: Server) -> int:
         changed = bytearray(whole)
         for _ in range(chance.randint(1, 6)):
             changed[chance.randrange(len(changed))] = chance.randrange(256)
-        post("/v1/views/numbers/lookup", bytes(changed[: chance.randint(1, len(changed))]), content_type=wire.ARROW)
+        post(
+            "/v1/views/numbers/lookup",
+            bytes(changed[: chance.randint(1, len(changed))]),
+            content_type=wire.ARROW,
+        )
     return number
 
 
@@ -201,8 +219,14 @@ def test_no_request_reaches_what_runs_what_it_reads(server: Server) -> None:
 
     def heard(process: str) -> bool:
         lines = songs.read_text().splitlines() if songs.exists() else []
-        events = {line.partition(": ")[2].partition(" ")[0] for line in lines if line.startswith(process)}
+        events = {
+            line.partition(": ")[2].partition(" ")[0] for line in lines if line.startswith(process)
+        }
         return {"compile", "exec", "open"} <= events
 
-    for process in ("precompute.jobs.service.lookup_worker", "precompute.jobs.service.model_server", "precompute.jobs.cli"):
+    for process in (
+        "precompute.jobs.service.lookup_worker",
+        "precompute.jobs.service.model_server",
+        "precompute.jobs.cli",
+    ):
         eventually(lambda process=process: heard(process), lambda: songs.read_text())  # type: ignore[misc]

@@ -1,4 +1,5 @@
-"""The command line: every command, its ``--json`` report, its exit status, and never a traceback."""
+"""The command line: every command, its ``--json`` report, its exit status, and never a
+traceback."""
 
 from __future__ import annotations
 
@@ -73,9 +74,15 @@ def report_of(capsys: Captured) -> Any:
 
 def test_help_loads_nothing_that_takes_long() -> None:
     code = "import sys; from precompute.jobs.cli import _parser; _parser().format_help(); print(*sys.modules)"
-    told = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    told = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    ).stdout
     loaded = {name.partition(".")[0] for name in told.split()}
-    assert loaded & {"duckdb", "faiss", "numpy", "pandas", "pyarrow", "pydantic", "rich", "torch", "yaml"} == set()
+    assert (
+        loaded
+        & {"duckdb", "faiss", "numpy", "pandas", "pyarrow", "pydantic", "rich", "torch", "yaml"}
+        == set()
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,14 +96,20 @@ def test_help_loads_nothing_that_takes_long() -> None:
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_a_command_that_reads_loads_what_it_needs(published: Scene, command: list[str], needed: set[str]) -> None:
+def test_a_command_that_reads_loads_what_it_needs(
+    published: Scene, command: list[str], needed: set[str]
+) -> None:
     code = f"""import sys; from precompute.jobs.cli import main
 sys.argv[1:] = ["-c", {str(published.folder)!r}, *{command!r}]
 main()
 print(*sys.modules, file=sys.stderr)"""
     # with pandas, unlike other processes of tests
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
+        "PYTHONPATH": str(REPOSITORY)
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
     loaded = {name.partition(".")[0] for name in done.stderr.split()}
     assert loaded & {"duckdb", "faiss", "pandas", "torch", "transformers"} == needed
 
@@ -106,14 +119,29 @@ def test_run_says_what_it_did_in_four_lines(make_project: MakeProject, capsys: C
     captured = capsys.readouterr()
     assert captured.err == "materialize numbers: 4 rows\npublish numbers: 3 rows\n"
     first, second, third, fourth = captured.out.splitlines()
-    assert re.fullmatch(r"  shown by: precompute log \d{8}T[\d.]+Z-[0-9a-f]{6} · precompute history numbers", fourth)
+    assert re.fullmatch(
+        r"  shown by: precompute log \d{8}T[\d.]+Z-[0-9a-f]{6} · precompute history numbers", fourth
+    )
     assert first.startswith("numbers: published, snapshot 1, 3 of 4 rows (1 rejected), ")
     assert re.fullmatch(r"  engine: [\d,]+ rows/s · 1 batch · peak [\d,]+ MiB", third)
-    for stage in ("open", "source", "model", "write", "commit", "check", "load", "verify", "index", "flip"):
+    for stage in (
+        "open",
+        "source",
+        "model",
+        "write",
+        "commit",
+        "check",
+        "load",
+        "verify",
+        "index",
+        "flip",
+    ):
         assert f" {stage} " in second
 
 
-def test_run_materialize_and_publish_report_as_json(make_project: MakeProject, capsys: Captured) -> None:
+def test_run_materialize_and_publish_report_as_json(
+    make_project: MakeProject, capsys: Captured
+) -> None:
     changed = [*ROWS[:2], (3, 31.0)]
     for rows, command, status, snapshot, epoch in (
         (ROWS, ["run"], "published", 1, 1),
@@ -127,16 +155,27 @@ def test_run_materialize_and_publish_report_as_json(make_project: MakeProject, c
         project = make_project(rows)
         assert project.cli(*command, "numbers", "--json") == 0
         report = report_of(capsys)
-        assert (report["command"], report["status"], report["snapshot"], report["epoch"]) == (command[0], status, snapshot, epoch)
+        assert (report["command"], report["status"], report["snapshot"], report["epoch"]) == (
+            command[0],
+            status,
+            snapshot,
+            epoch,
+        )
         assert report == plain(project.store.runs.last())
 
 
-@pytest.mark.parametrize(("compiled", "more"), [(True, ""), (False, ", without its C extension: .*")])
-def test_the_version_is_that_of_the_package(capsys: Captured, monkeypatch: pytest.MonkeyPatch, compiled: bool, more: str) -> None:
+@pytest.mark.parametrize(
+    ("compiled", "more"), [(True, ""), (False, ", without its C extension: .*")]
+)
+def test_the_version_is_that_of_the_package(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch, compiled: bool, more: str
+) -> None:
     monkeypatch.setattr("precompute.store.online.kernels.COMPILED", compiled)
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
-    declared = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["version"]
+    declared = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
+        "version"
+    ]
     assert re.fullmatch(f"precompute {re.escape(declared)}{more}\n", capsys.readouterr().out)
 
 
@@ -153,7 +192,9 @@ def test_publish_takes_a_snapshots_number(make_project: MakeProject, capsys: Cap
     assert "no snapshot 9" in capsys.readouterr().err
 
 
-def test_a_dry_run_tells_what_would_be_computed_and_writes_nothing(make_project: MakeProject, capsys: Captured) -> None:
+def test_a_dry_run_tells_what_would_be_computed_and_writes_nothing(
+    make_project: MakeProject, capsys: Captured
+) -> None:
     project = make_project(ROWS)
     assert project.cli("materialize", "numbers", "--dry-run") == 0
     captured = capsys.readouterr()
@@ -168,20 +209,28 @@ def test_a_dry_run_tells_what_would_be_computed_and_writes_nothing(make_project:
         ([*ROWS, (4, 4.0), (5, 5.0)], [], "full", 2),  # more than half: the others would be copied
         (ROWS, ["--full"], "full", 3),
     ):
-        assert make_project(rows).cli("materialize", "numbers", "--dry-run", "--json", *options) == 0
+        assert (
+            make_project(rows).cli("materialize", "numbers", "--dry-run", "--json", *options) == 0
+        )
         plan = report_of(capsys)
         assert (plan["kind"], plan["source"], plan["compute"]) == (kind, len(rows), compute)
     assert sorted(project.root.rglob("*")) == before
 
 
-def test_a_partition_of_a_view_that_has_none_is_status_2(published: Scene, capsys: Captured) -> None:
+def test_a_partition_of_a_view_that_has_none_is_status_2(
+    published: Scene, capsys: Captured
+) -> None:
     assert published.cli("run", "numbers", "--partition", "2026-01-01") == 2
     assert "'numbers' has none" in capsys.readouterr().err
 
 
-def test_a_run_of_a_partition_takes_the_interval_that_contains_the_time(make_project: MakeProject, capsys: Captured) -> None:
+def test_a_run_of_a_partition_takes_the_interval_that_contains_the_time(
+    make_project: MakeProject, capsys: Captured
+) -> None:
     view = {
-        "source": {"sql": "SELECT id, x FROM read_parquet('${data}/data.parquet') WHERE $start < $end"},
+        "source": {
+            "sql": "SELECT id, x FROM read_parquet('${data}/data.parquet') WHERE $start < $end"
+        },
         "partition": {"by": "day", "start": "2026-01-01"},
     }
     project = make_project(ROWS, view=view)
@@ -192,7 +241,11 @@ def test_a_run_of_a_partition_takes_the_interval_that_contains_the_time(make_pro
     ):
         assert project.cli("run", "numbers", "--json", "--partition", time) == 0
         report = report_of(capsys)
-        assert (report["status"], report["snapshot"], report["partition"][:10]) == (status, number, time[:10])
+        assert (report["status"], report["snapshot"], report["partition"][:10]) == (
+            status,
+            number,
+            time[:10],
+        )
     assert project.cli("run", "numbers", "--partition", "yesterday") == 2
     assert "'yesterday'" in capsys.readouterr().err
 
@@ -215,9 +268,19 @@ def test_lookup_answers_as_json(published: Scene, capsys: Captured) -> None:
     assert (answer["view"], answer["snapshot"], answer["model"]) == ("numbers", 1, model)
     row, missing = answer["rows"]
     assert row["features"] == {"double": 60.0, "vector": [30.0, 31.0, 32.0, 33.0]}
-    assert (row["key"], row["status"], row["source"], row["ttl_s"]) == ("3", "fresh", "store", 3600.0)
+    assert (row["key"], row["status"], row["source"], row["ttl_s"]) == (
+        "3",
+        "fresh",
+        "store",
+        3600.0,
+    )
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{6})?Z", row["computed_at"])
-    assert (missing["key"], missing["status"], missing["reason"], missing["features"]) == ("9", "missing", "unknown_entity", None)
+    assert (missing["key"], missing["status"], missing["reason"], missing["features"]) == (
+        "9",
+        "missing",
+        "unknown_entity",
+        None,
+    )
 
 
 def test_lookup_of_some_features(published: Scene, capsys: Captured) -> None:
@@ -230,13 +293,21 @@ def test_lookup_of_composite_keys(make_project: MakeProject, capsys: Captured) -
     project = make_project(table, view={"entity": ["a", "b"]})
     assert project.cli("run", "numbers", "--json") == 0
     capsys.readouterr()
-    assert project.cli("lookup", "numbers", "1/x%2Fy", "1/50%25", "--features", "double", "--json") == 0
-    assert [(r["key"], r["features"]["double"]) for r in report_of(capsys)["rows"]] == [("1/x%2Fy", 2.0), ("1/50%25", 4.0)]
+    assert (
+        project.cli("lookup", "numbers", "1/x%2Fy", "1/50%25", "--features", "double", "--json")
+        == 0
+    )
+    assert [(r["key"], r["features"]["double"]) for r in report_of(capsys)["rows"]] == [
+        ("1/x%2Fy", 2.0),
+        ("1/50%25", 4.0),
+    ]
     assert project.cli("lookup", "numbers", "1") == 2
     assert "2 part(s) (a, b), got 1" in capsys.readouterr().err
 
 
-def test_lookup_with_the_fallback_runs_the_model(make_project: MakeProject, capsys: Captured) -> None:
+def test_lookup_with_the_fallback_runs_the_model(
+    make_project: MakeProject, capsys: Captured
+) -> None:
     view = {"fallback": {"enabled": True, "deadline": "30s"}}
     project = make_project(ROWS, view=view)
     assert project.cli("run", "numbers", "--json") == 0
@@ -246,13 +317,19 @@ def test_lookup_with_the_fallback_runs_the_model(make_project: MakeProject, caps
     assert report_of(capsys)["rows"][0]["status"] == "missing"
     assert project.cli("lookup", "numbers", "4", "--fallback", "--json") == 0
     row = report_of(capsys)["rows"][0]
-    assert (row["status"], row["source"], row["features"]["double"]) == ("computed", "fallback", 80.0)
+    assert (row["status"], row["source"], row["features"]["double"]) == (
+        "computed",
+        "fallback",
+        80.0,
+    )
 
 
 # ---- search
 
 
-def test_a_feature_may_be_called_score_beside_the_score_of_a_search(make_project: MakeProject, capsys: Captured) -> None:
+def test_a_feature_may_be_called_score_beside_the_score_of_a_search(
+    make_project: MakeProject, capsys: Captured
+) -> None:
     features = {"score": {"dtype": "float64"}, "vector": {"dtype": "float32", "dim": 4}}
     view = INDEXED | {"model": {"use": "tests.jobs.test_cli:Scored"}, "features": features}
     project = make_project(ROWS, view=view)
@@ -301,7 +378,8 @@ class Letters:
     def compute(self, batch: pa.RecordBatch) -> dict[str, Any]:
         return {
             "v": pa.array(
-                [[float(t.count(c)) for c in "abc"] for t in batch.column("text").to_pylist()], pa.list_(pa.float32(), 3)
+                [[float(t.count(c)) for c in "abc"] for t in batch.column("text").to_pylist()],
+                pa.list_(pa.float32(), 3),
             )
         }
 
@@ -331,7 +409,10 @@ def test_status_before_and_after_a_run(make_project: MakeProject, capsys: Captur
         due = r"\d{4}-\d\d-\d\dT\d\d:\d\dZ"
         lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
         assert re.search(due, lines[1])
-        return [re.sub(r"fresh \d+ s 60 min \d+ s", "fresh AGE 60 min AGE", re.sub(due, "DUE", line)) for line in lines]
+        return [
+            re.sub(r"fresh \d+ s 60 min \d+ s", "fresh AGE 60 min AGE", re.sub(due, "DUE", line))
+            for line in lines
+        ]
 
     assert table(1) == [
         "view status age ttl source snapshot rows coverage rejected online last run next due schedule",
@@ -391,8 +472,13 @@ def test_what_cannot_be_done_is_told_with_its_status(
     assert captured.err.count("precompute: ") == (1 if message else 0)
 
 
-@pytest.mark.parametrize("command", [["lookup", "numbers", "1"], ["search", "numbers", "--key", "1"], ["publish", "numbers"]])
-def test_a_view_that_was_never_run_says_what_to_do(make_project: MakeProject, capsys: Captured, command: list[str]) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [["lookup", "numbers", "1"], ["search", "numbers", "--key", "1"], ["publish", "numbers"]],
+)
+def test_a_view_that_was_never_run_says_what_to_do(
+    make_project: MakeProject, capsys: Captured, command: list[str]
+) -> None:
     assert make_project(ROWS).cli(*command) == 1
     assert "precompute run numbers" in capsys.readouterr().err
 
@@ -411,7 +497,9 @@ def test_a_view_that_was_never_run_says_what_to_do(make_project: MakeProject, ca
         ["run", "numbers", "--snapshot", "1"],
     ],
 )
-def test_bad_usage_is_status_2_with_the_usage(published: Scene, capsys: Captured, command: list[str]) -> None:
+def test_bad_usage_is_status_2_with_the_usage(
+    published: Scene, capsys: Captured, command: list[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         published.cli(*command)
     assert caught.value.code == 2
@@ -430,14 +518,23 @@ def test_no_project_or_a_wrong_one_is_status_2(
     assert main(["status"]) == 0
 
 
-def test_an_online_store_that_does_not_answer_is_status_1(make_project: MakeProject, capsys: Captured) -> None:
+def test_an_online_store_that_does_not_answer_is_status_1(
+    make_project: MakeProject, capsys: Captured
+) -> None:
     project = make_project(ROWS, project={"online": "redis://:hunter2@127.0.0.1:1/0"})
-    for command in (["run", "numbers"], ["lookup", "numbers", "1"], ["status"], ["status", "--json"]):
+    for command in (
+        ["run", "numbers"],
+        ["lookup", "numbers", "1"],
+        ["status"],
+        ["status", "--json"],
+    ):
         assert project.cli(*command) == 1
         captured = capsys.readouterr()
         assert "is it running?" in (captured.out if command[0] == "status" else captured.err)
         assert "hunter2" not in captured.err + captured.out
-    assert "hunter2" not in "".join(p.read_text() for p in (project.root / "numbers" / "runs").iterdir())
+    assert "hunter2" not in "".join(
+        p.read_text() for p in (project.root / "numbers" / "runs").iterdir()
+    )
 
 
 # ---- as a process
@@ -450,9 +547,17 @@ def test_a_process_prints_lines_and_not_a_bar_into_a_pipe(make_project: MakeProj
     assert process.stdout.startswith("numbers: published, snapshot 1, 3 of 3 rows")
 
 
-def test_the_environment_names_the_project_and_json_alone_is_on_stdout(make_project: MakeProject) -> None:
+def test_the_environment_names_the_project_and_json_alone_is_on_stdout(
+    make_project: MakeProject,
+) -> None:
     folder = make_project([(1, 1.0), (2, None)]).folder
-    process = spawned("run", "numbers", "--json", PRECOMPUTE_CONFIG=str(folder), PRECOMPUTE_VIEWS__NUMBERS__TTL="5m")
+    process = spawned(
+        "run",
+        "numbers",
+        "--json",
+        PRECOMPUTE_CONFIG=str(folder),
+        PRECOMPUTE_VIEWS__NUMBERS__TTL="5m",
+    )
     assert (process.returncode, process.stderr) == (0, "")
     assert json.loads(process.stdout)["counts"]["rejected"] == 1
     manifest = json.loads((folder / "var" / "numbers" / "manifests" / f"{1:020d}.json").read_text())
@@ -472,9 +577,18 @@ class Loud(Doubler):
 
 
 @pytest.mark.parametrize(
-    "command", ["run numbers", "validate numbers", "profile numbers", "lookup numbers 1 --fallback", "run --all"]
+    "command",
+    [
+        "run numbers",
+        "validate numbers",
+        "profile numbers",
+        "lookup numbers 1 --fallback",
+        "run --all",
+    ],
 )
-def test_what_a_model_prints_is_no_part_of_the_document(make_project: MakeProject, command: str) -> None:
+def test_what_a_model_prints_is_no_part_of_the_document(
+    make_project: MakeProject, command: str
+) -> None:
     project = make_project(ROWS, view={"model": {"use": "loud:Loud"}})
     (project.folder / "loud.py").write_text(LOUD)
     process = spawned("-c", str(project.home), *command.split(), "--json")
@@ -501,12 +615,25 @@ def test_a_reader_that_goes_away_gets_no_traceback() -> None:
 def test_a_run_whose_words_nobody_reads_is_published(make_project: MakeProject) -> None:
     """As under ``2>&1 | head -1``."""
     project = make_project([(i, float(i)) for i in range(5)])
-    command = [sys.executable, "-m", "precompute.jobs.cli", "-c", str(project.folder), "run", "numbers"]
-    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    command = [
+        sys.executable,
+        "-m",
+        "precompute.jobs.cli",
+        "-c",
+        str(project.folder),
+        "run",
+        "numbers",
+    ]
+    process = subprocess.Popen(
+        command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     assert process.stdout is not None
     process.stdout.close()
     assert process.wait() == 0
-    assert (project.report().status, project.served(range(5))) == ("published", (1, [2.0 * i for i in range(5)]))
+    assert (project.report().status, project.served(range(5))) == (
+        "published",
+        (1, [2.0 * i for i in range(5)]),
+    )
 
 
 # ---- words
@@ -521,7 +648,14 @@ def test_a_row_in_words() -> None:
         "ttl_s": 3600.0,
         "snapshot": 3,
         "model": "0123456789abcdef",
-        "features": {"n": None, "f": 0.123456789, "s": "text", "v": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], "l": ["a"], "e": []},
+        "features": {
+            "n": None,
+            "f": 0.123456789,
+            "s": "text",
+            "v": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0],
+            "l": ["a"],
+            "e": [],
+        },
     }
     assert describe_row(row).splitlines() == [
         "7: stale from store, 2 h old of 60 min, snapshot 3, model 0123456789ab",
@@ -532,27 +666,51 @@ def test_a_row_in_words() -> None:
         "  l: [a] (1)",
         "  e: [] (0)",
     ]
-    assert describe_row({"key": "7", "status": "missing", "reason": "expired"}) == "7: missing (expired)"
+    assert (
+        describe_row({"key": "7", "status": "missing", "reason": "expired"})
+        == "7: missing (expired)"
+    )
 
 
 def test_a_report_in_words() -> None:
-    counts = {"source": 1200, "written": 1100, "rejected": 100, "unchanged": 0, "removed": 0, "duplicates": 0}
-    report = Report("run", "v", "run", "published", snapshot=3, counts=counts, rows_per_s=1234.5, seconds=2.0)
+    counts = {
+        "source": 1200,
+        "written": 1100,
+        "rejected": 100,
+        "unchanged": 0,
+        "removed": 0,
+        "duplicates": 0,
+    }
+    report = Report(
+        "run", "v", "run", "published", snapshot=3, counts=counts, rows_per_s=1234.5, seconds=2.0
+    )
     report.add("open", 0.1)
     assert (
         describe_report(report)
         == "v: published, snapshot 3, 1,100 of 1,200 rows (100 rejected), 1,234 rows/s, 2.0 s\n  seconds: open 0.10"
     )
     back = replace(report, command="rollback")
-    assert describe_report(back).startswith("v: rolled back, snapshot 3 is live, 1,100 of 1,200 rows")
+    assert describe_report(back).startswith(
+        "v: rolled back, snapshot 3 is live, 1,100 of 1,200 rows"
+    )
     report = replace(
         report,
         status="refused",
         partition="2026-01-01T00:00Z/2026-01-02T00:00Z",
-        counts={"source": 1200, "written": 100, "rejected": 0, "unchanged": 1100, "removed": 3, "duplicates": 0},
+        counts={
+            "source": 1200,
+            "written": 100,
+            "rejected": 0,
+            "unchanged": 1100,
+            "removed": 3,
+            "duplicates": 0,
+        },
         resumed=40,
         rows_per_s=None,
-        gates=[Verdict("rows", True, 0.0, 0.2, "as before"), Verdict("zero", False, 0.5, 0.01, "50.0% are all zeros")],
+        gates=[
+            Verdict("rows", True, 0.0, 0.2, "as before"),
+            Verdict("zero", False, 0.5, 0.01, "50.0% are all zeros"),
+        ],
     )
     assert describe_report(report).splitlines() == [
         "v: refused, snapshot 3, partition 2026-01-01T00:00Z/2026-01-02T00:00Z, 1,200 of 1,200 rows (1,100 unchanged, 3 removed, "
@@ -563,17 +721,28 @@ def test_a_report_in_words() -> None:
 
 
 def test_a_log_of_json_has_the_runs_id_on_each_of_its_lines(make_project: MakeProject) -> None:
-    bad = {"model": {"use": "tests.arithmetic:Doubler", "args": {"nan_on": 30.0}}, "max_rejected": 0.0}
+    bad = {
+        "model": {"use": "tests.arithmetic:Doubler", "args": {"nan_on": 30.0}},
+        "max_rejected": 0.0,
+    }
     project = make_project(ROWS, view=bad)
     done = spawned("-c", str(project.home), "run", "numbers", "--full", PRECOMPUTE_LOG="json")
     lines = [json.loads(line) for line in done.stderr.splitlines()]
-    assert {"at", "level", "logger", "message", "pid"} <= set.intersection(*(set(line) for line in lines))
+    assert {"at", "level", "logger", "message", "pid"} <= set.intersection(
+        *(set(line) for line in lines)
+    )
     run = project.offline.view("numbers").runs.reports(1)[0].run
     assert [line["message"] for line in lines if line.get("run") == run], done.stderr
     assert done.returncode == 3
-    assert (lines[-1]["level"], lines[-1]["logger"]) == ("ERROR", "precompute.jobs.process.command_process")
+    assert (lines[-1]["level"], lines[-1]["logger"]) == (
+        "ERROR",
+        "precompute.jobs.process.command_process",
+    )
     assert "rejected" in lines[-1]["message"]
     # what no run says is, too
-    for command, said in (("run --all", "numbers (1 of 1)"), ("run --nonsense", "error: no option '--nonsense'")):
+    for command, said in (
+        ("run --all", "numbers (1 of 1)"),
+        ("run --nonsense", "error: no option '--nonsense'"),
+    ):
         process = spawned("-c", str(project.home), *command.split(), PRECOMPUTE_LOG="json")
         assert said in " ".join(json.loads(line)["message"] for line in process.stderr.splitlines())

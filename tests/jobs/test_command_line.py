@@ -1,4 +1,5 @@
-"""What all commands have in common: the project is found, ``-c`` stands anywhere, every refusal is a JSON document too, and a shell completes."""
+"""What all commands have in common: the project is found, ``-c`` stands anywhere, every refusal is
+a JSON document too, and a shell completes."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def _no_project(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_nearest_project_is_found(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+def test_the_nearest_project_is_found(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
     project = make_project(ROWS)
     assert main(["status"]) == 2
     assert "which project? There is no project.yaml here or above" in capsys.readouterr().err
@@ -52,7 +55,10 @@ def test_a_project_above_that_is_anothers_is_not_run(
     else:
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
     assert main(["run", "numbers"]) == 2
-    assert f"project.yaml belongs to another user: if it is the one, name it, -c {project.folder}" in capsys.readouterr().err
+    assert (
+        f"project.yaml belongs to another user: if it is the one, name it, -c {project.folder}"
+        in capsys.readouterr().err
+    )
     # where one stands, one is meant to
     monkeypatch.chdir(project.folder)
     assert main(["run", "numbers"]) == 0
@@ -60,7 +66,11 @@ def test_a_project_above_that_is_anothers_is_not_run(
 
 def test_the_folder_stands_before_or_after_the_command(make_project: MakeProject) -> None:
     folder = str(make_project(ROWS).folder)
-    for command in (["-c", folder, "run", "numbers"], ["run", "-c", folder, "numbers"], ["status", "--config", folder]):
+    for command in (
+        ["-c", folder, "run", "numbers"],
+        ["run", "-c", folder, "numbers"],
+        ["status", "--config", folder],
+    ):
         assert main(command) == 0
     # the last one counts
     assert main(["-c", "nowhere", "status", "-c", folder]) == 0
@@ -68,7 +78,12 @@ def test_the_folder_stands_before_or_after_the_command(make_project: MakeProject
 
 REFUSALS = [
     (["run", "numbrs"], 2, "ConfigError", "did you mean 'numbers'"),
-    (["lookup", "numbers", "1"], 1, "RequestError|OnlineStoreError|SnapshotError|ConfigError", "precompute run numbers"),
+    (
+        ["lookup", "numbers", "1"],
+        1,
+        "RequestError|OnlineStoreError|SnapshotError|ConfigError",
+        "precompute run numbers",
+    ),
     (["search", "numbers", "--key", "1"], 1, "", "precompute run numbers"),
     (["search", "numbers"], 2, "BadUsage", "--key --text is required"),
     (["profile", "numbers", "--rows", "0"], 2, "ConfigError", "--rows: 0: at least 1"),
@@ -87,7 +102,12 @@ REFUSALS = [
     (["nonsense"], 2, "BadUsage", "no command 'nonsense' (there are: init, new, "),
     (["rnu"], 2, "BadUsage", "no command 'rnu'; did you mean 'run'?"),
     (["run", "numbers", "--ful"], 2, "BadUsage", "no option '--ful'; did you mean '--full'?"),
-    (["search", "numbers", "--texxt=a b"], 2, "BadUsage", "no option '--texxt'; did you mean '--text'?"),
+    (
+        ["search", "numbers", "--texxt=a b"],
+        2,
+        "BadUsage",
+        "no option '--texxt'; did you mean '--text'?",
+    ),
     (["--json", "status"], 2, "BadUsage", "no option '--json': it stands after COMMAND"),
     (["token", "me", "--scope", "reed"], 2, "BadUsage", "no scope 'reed'; did you mean 'read'?"),
     (["diff"], 2, "ConfigError", "view 'numbers': nothing of it is live"),
@@ -97,10 +117,17 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(
-    ("command", "code", "kind", "message"), REFUSALS, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
+    ("command", "code", "kind", "message"),
+    REFUSALS,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_refusal_is_one_json_document(
-    make_project: MakeProject, capsys: Captured, command: list[str], code: int, kind: str, message: str
+    make_project: MakeProject,
+    capsys: Captured,
+    command: list[str],
+    code: int,
+    kind: str,
+    message: str,
 ) -> None:
     folder = make_project(ROWS).folder
     try:
@@ -120,7 +147,9 @@ def test_a_refusal_is_one_json_document(
         assert message in document["error"]
 
 
-def test_a_failed_run_has_its_report_and_nothing_else(make_project: MakeProject, capsys: Captured) -> None:
+def test_a_failed_run_has_its_report_and_nothing_else(
+    make_project: MakeProject, capsys: Captured
+) -> None:
     project = make_project([(1, None)])
     assert project.cli("run", "numbers", "--json") == 3
     out = capsys.readouterr().out
@@ -153,7 +182,11 @@ def test_a_failed_run_has_its_report_and_nothing_else(make_project: MakeProject,
     ids=" ".join,
 )
 def test_words_are_completed(
-    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, capsys: Captured, words: list[str], found: list[str]
+    make_project: MakeProject,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Captured,
+    words: list[str],
+    found: list[str],
 ) -> None:
     project = make_project(ROWS, views={"letters": {}})
     monkeypatch.chdir(project.folder)
@@ -162,13 +195,17 @@ def test_words_are_completed(
 
 
 def test_every_command_is_completed(capsys: Captured) -> None:
-    named = next(action.choices for action in _parser()._actions if isinstance(action.choices, dict))
+    named = next(
+        action.choices for action in _parser()._actions if isinstance(action.choices, dict)
+    )
     assert main(["completion", "fish", "--", ""]) == 0
     assert capsys.readouterr().out.split() == list(named)
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_what_a_shell_reads_completes_in_it(make_project: MakeProject, capsys: Captured, tmp_path: Path, shell: str) -> None:
+def test_what_a_shell_reads_completes_in_it(
+    make_project: MakeProject, capsys: Captured, tmp_path: Path, shell: str
+) -> None:
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
     assert "precompute completion " + shell in script
@@ -184,6 +221,11 @@ def test_what_a_shell_reads_completes_in_it(make_project: MakeProject, capsys: C
         "PYTHONPATH": f"{os.environ['PYTHONPATH']}:{REPOSITORY}",
     }
     done = subprocess.run(
-        ["bash", "-c", typed], cwd=make_project(ROWS).folder, env=environment, capture_output=True, text=True, check=True
+        ["bash", "-c", typed],
+        cwd=make_project(ROWS).folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout == "numbers\n"

@@ -1,4 +1,5 @@
-"""Configuration: what its files say; every value can come from the environment. What is refused, and how, is in :mod:`tests.jobs.test_mistakes`."""
+"""Configuration: what its files say; every value can come from the environment. What is refused,
+and how, is in :mod:`tests.jobs.test_mistakes`."""
 
 from __future__ import annotations
 
@@ -42,29 +43,52 @@ def test_on_is_a_key_and_no_truth_value(make_project: MakeProject) -> None:
 @pytest.mark.parametrize("word", ["on", "off", "yes", "no", "y", "n", "On", "NO"])
 def test_only_true_and_false_are_truth_values(make_project: MakeProject, word: str) -> None:
     project = make_project()
-    (project.folder / "project.yaml").write_text(f"root: ./var\nonline: table:./online\nvars: {{data: ./, country: {word}}}\n")
+    (project.folder / "project.yaml").write_text(
+        f"root: ./var\nonline: table:./online\nvars: {{data: ./, country: {word}}}\n"
+    )
     assert Project(project.folder, {}).settings.vars["country"] == word
 
 
 def test_variables_stand_for_their_values_everywhere(make_project: MakeProject) -> None:
     project = make_project(
         project={"vars": {"data": "./", "x": "y", "up": "../up"}},
-        view={"model": {"use": "top_k", "args": {"a": ["${x}", {"b": "${x}${x}"}], "c": 3, "d": "$x ${ x }"}}, "ttl": "1h"},
+        view={
+            "model": {
+                "use": "top_k",
+                "args": {"a": ["${x}", {"b": "${x}${x}"}], "c": 3, "d": "$x ${ x }"},
+            },
+            "ttl": "1h",
+        },
     )
     view = project.view("numbers")
     assert view.model.args == {"a": ["y", {"b": "yy"}], "c": 3, "d": "$x ${ x }"}
-    assert view.source.sql == "SELECT * FROM read_parquet('.//data.parquet')"  # as it is written, wherever the project lies
+    assert (
+        view.source.sql == "SELECT * FROM read_parquet('.//data.parquet')"
+    )  # as it is written, wherever the project lies
 
 
 def test_relative_paths_start_from_the_project(
     make_project: MakeProject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = make_project([(1, 1.0)], project={"root": "var", "online": "table:../online", "vars": {"data": "./"}}).folder
+    folder = make_project(
+        [(1, 1.0)], project={"root": "var", "online": "table:../online", "vars": {"data": "./"}}
+    ).folder
     seen = []
-    for cwd, given in ((tmp_path, "project"), (folder, "."), (folder / "views", ".."), (Path("/"), folder)):
+    for cwd, given in (
+        (tmp_path, "project"),
+        (folder, "."),
+        (folder / "views", ".."),
+        (Path("/"), folder),
+    ):
         monkeypatch.chdir(cwd)
         project = Project(given, {})
-        seen.append((project.root.resolve(), Path(project.online.removeprefix("table:")).resolve(), project.home.resolve()))
+        seen.append(
+            (
+                project.root.resolve(),
+                Path(project.online.removeprefix("table:")).resolve(),
+                project.home.resolve(),
+            )
+        )
         assert project.root.is_absolute()
     assert set(seen) == {(folder / "var", tmp_path / "online", folder)}
 
@@ -85,7 +109,13 @@ def test_a_schedule_spelled_out_and_the_short_form_are_one(make_project: MakePro
             "timezone": "Europe/Berlin",
             "schedule": {
                 "numbers": "0 2 * * *",
-                "b": {"at": "0 3 * * *", "catch_up": "all", "retries": 0, "retry_after": "5s", "deadline": "90m"},
+                "b": {
+                    "at": "0 3 * * *",
+                    "catch_up": "all",
+                    "retries": 0,
+                    "retry_after": "5s",
+                    "deadline": "90m",
+                },
                 "c": "after numbers, b",
                 "d": {"after": ["numbers", "b"], "catch_up": "none"},
                 "e": {"after": "c"},
@@ -94,14 +124,26 @@ def test_a_schedule_spelled_out_and_the_short_form_are_one(make_project: MakePro
         },
         views=dict.fromkeys("bcde", other),
     )
-    usual = {"timezone": "Europe/Berlin", "catch_up": "latest", "retries": 5, "retry_after_s": 60.0, "deadline_s": 7200.0}
+    usual = {
+        "timezone": "Europe/Berlin",
+        "catch_up": "latest",
+        "retries": 5,
+        "retry_after_s": 60.0,
+        "deadline_s": 7200.0,
+    }
     assert {name: asdict(schedule) for name, schedule in project.schedules().items()} == {
         "numbers": usual | {"when": "0 2 * * *", "cron": "0 2 * * *", "parents": ()},
         "b": usual
         | {"when": "0 3 * * *", "cron": "0 3 * * *", "parents": ()}
         | {"catch_up": "all", "retries": 0, "retry_after_s": 5.0, "deadline_s": 5400.0},
         "c": usual | {"when": "after numbers, b", "cron": None, "parents": ("numbers", "b")},
-        "d": usual | {"when": "after numbers, b", "cron": None, "parents": ("numbers", "b"), "catch_up": "none"},
+        "d": usual
+        | {
+            "when": "after numbers, b",
+            "cron": None,
+            "parents": ("numbers", "b"),
+            "catch_up": "none",
+        },
         "e": usual | {"when": "after c", "cron": None, "parents": ("c",)},
     }
 
@@ -140,7 +182,12 @@ def test_a_schedule_from_the_environment_replaces_the_files(make_project: MakePr
         ("ONLINE", "redis://:pw@host:6379/0", "settings.online", "redis://:pw@host:6379/0"),
         ("SERVE__BIND", "unix:./api.sock", "settings.serve.bind", "unix:./api.sock"),
         ("SERVE__LIMITS__IDLE_TIME", "1m", "settings.serve.limits.idle_time", 60.0),
-        ("SERVE__HOSTS", "[Features.internal, x]", "settings.serve.hosts", ["features.internal", "x"]),
+        (
+            "SERVE__HOSTS",
+            "[Features.internal, x]",
+            "settings.serve.hosts",
+            ["features.internal", "x"],
+        ),
         ("SERVE__TLS", "{cert: c.pem, key: k.pem}", "settings.serve.tls.client_ca", None),
         ("SERVE", "{bind: 'localhost:1'}", "settings.serve.bind", "localhost:1"),
         ("MEMORY_MB", "64", "settings.memory_mb", 64),
@@ -160,20 +207,29 @@ def test_a_schedule_from_the_environment_replaces_the_files(make_project: MakePr
         ("VIEWS__NUMBERS__MODEL__ARGS__WORD", "off", "views.numbers.model.args.word", "off"),
         ("VIEWS__NUMBERS__INDEX", "{on: vector}", "views.numbers.index.on", "vector"),
         ("VIEWS__NUMBERS__INDEX__ON", "vector", "views.numbers.index.on", "vector"),
-        ("VIEWS__NUMBERS__SOURCE__SQL", "SELECT '${data}' AS id", "views.numbers.source.sql", "SELECT './' AS id"),
+        (
+            "VIEWS__NUMBERS__SOURCE__SQL",
+            "SELECT '${data}' AS id",
+            "views.numbers.source.sql",
+            "SELECT './' AS id",
+        ),
     ],
 )
 def test_every_value_can_come_from_the_environment(
     make_project: MakeProject, variable: str, value: str, path: str, read: Any
 ) -> None:
-    project = make_project(environment={f"PRECOMPUTE_{variable}": value, "OTHER_ONLINE": "x", "PRECOMPUTE_CONFIG": "x"})
+    project = make_project(
+        environment={f"PRECOMPUTE_{variable}": value, "OTHER_ONLINE": "x", "PRECOMPUTE_CONFIG": "x"}
+    )
     found: Any = project
     for name in path.split("."):
         found = found[name] if isinstance(found, Mapping) else getattr(found, name)
     assert found == read
 
 
-def test_the_environment_is_the_processes_by_default(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_the_processes_by_default(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = make_project().folder
     monkeypatch.setenv("PRECOMPUTE_VIEWS__NUMBERS__TTL", "3h")
     assert Project(folder).view("numbers").ttl == 3 * 3600
@@ -202,7 +258,9 @@ def test_durations(text: Any, seconds: float) -> None:
     assert parse_duration(text) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("text", ["", "h", "1", "1 year", "-1h", "1h30m", "1H", "1e3s", True, None, float("nan"), -1])
+@pytest.mark.parametrize(
+    "text", ["", "h", "1", "1 year", "-1h", "1h30m", "1H", "1e3s", True, None, float("nan"), -1]
+)
 def test_what_is_no_duration(text: Any) -> None:
     with pytest.raises(ValueError, match="26h"):
         parse_duration(text)
@@ -210,7 +268,13 @@ def test_what_is_no_duration(text: Any) -> None:
 
 @pytest.mark.parametrize(
     ("when", "views"),
-    [("after a", ["a"]), ("after a, b ,c", ["a", "b", "c"]), ("0 2 * * *", None), ("afternoon", None), ("after", None)],
+    [
+        ("after a", ["a"]),
+        ("after a, b ,c", ["a", "b", "c"]),
+        ("0 2 * * *", None),
+        ("afternoon", None),
+        ("after", None),
+    ],
 )
 def test_after(when: str, views: list[str] | None) -> None:
     assert after(when) == views
@@ -219,11 +283,23 @@ def test_after(when: str, views: list[str] | None) -> None:
 def test_a_view_becomes_a_feature_view(make_project: MakeProject) -> None:
     project = make_project()
     definition = yaml.safe_load((project.folder / "views" / "numbers.yaml").read_text())
-    definition["features"] = {"b": {"dtype": "float32", "dim": 3}, "a": {"dtype": "string", "max_items": 2}}
-    (project.folder / "views" / "numbers.yaml").write_text(yaml.safe_dump(definition, sort_keys=False))
+    definition["features"] = {
+        "b": {"dtype": "float32", "dim": 3},
+        "a": {"dtype": "string", "max_items": 2},
+    }
+    (project.folder / "views" / "numbers.yaml").write_text(
+        yaml.safe_dump(definition, sort_keys=False)
+    )
     feature_view = Project(project.folder, {}).view("numbers").feature_view()
-    assert feature_view.features == (Feature("b", "float32", dim=3), Feature("a", "string", max_items=2))  # in the file's order
-    assert (feature_view.entity, feature_view.ttl_s, feature_view.stale_for_s) == (("id",), 3600.0, 86400.0)
+    assert feature_view.features == (
+        Feature("b", "float32", dim=3),
+        Feature("a", "string", max_items=2),
+    )  # in the file's order
+    assert (feature_view.entity, feature_view.ttl_s, feature_view.stale_for_s) == (
+        ("id",),
+        3600.0,
+        86400.0,
+    )
     assert feature_view.definition.model == ModelUse("tests.arithmetic:Doubler", {}, "auto", "auto")
 
 
@@ -231,7 +307,14 @@ def test_inputs_are_the_views_that_source_and_arguments_read(make_project: MakeP
     project = make_project(
         view={
             "source": {"sql": "SELECT * FROM live.b JOIN live.numbers USING (id)"},
-            "model": {"use": "top_k", "args": {"items": {"sql": "SELECT * FROM live.c"}, "k": 3, "x": {"sql": "y", "z": 1}}},
+            "model": {
+                "use": "top_k",
+                "args": {
+                    "items": {"sql": "SELECT * FROM live.c"},
+                    "k": 3,
+                    "x": {"sql": "y", "z": 1},
+                },
+            },
         },
         views={
             name: {
@@ -283,7 +366,17 @@ def test_times_are_in_utc_unless_they_say_otherwise(text: Any, at: datetime) -> 
 
 
 @pytest.mark.parametrize(
-    "text", ["", "yesterday", "2026-02-30", "31.01.2026", None, 2026, "0001-01-01T00:00+05:00", "9999-12-31T23:00-05:00"]
+    "text",
+    [
+        "",
+        "yesterday",
+        "2026-02-30",
+        "31.01.2026",
+        None,
+        2026,
+        "0001-01-01T00:00+05:00",
+        "9999-12-31T23:00-05:00",
+    ],
 )
 def test_what_is_no_time(text: Any) -> None:
     with pytest.raises(ValueError, match="write a date or time, such as 2026-01-31"):
@@ -315,7 +408,10 @@ def test_gates_retention_and_renewal_have_defaults(make_project: MakeProject) ->
         "rolled_back": 0.1,
         "parity": 0.05,
     }
-    assert (project.settings.retention, project.settings.notify) == (RetentionConfig(keep=3, grace=86400.0), [])
+    assert (project.settings.retention, project.settings.notify) == (
+        RetentionConfig(keep=3, grace=86400.0),
+        [],
+    )
 
 
 def test_gates_retention_and_renewal_can_be_set(make_project: MakeProject) -> None:
@@ -323,10 +419,16 @@ def test_gates_retention_and_renewal_can_be_set(make_project: MakeProject) -> No
     project = make_project(
         view={"gates": gates, "renew_unchanged": False},
         project={"retention": {"keep": 1, "grace": "2h"}, "notify": ["mail", "-s", "precompute"]},
-        environment={"PRECOMPUTE_VIEWS__NUMBERS__GATES__DRIFT": "0.5", "PRECOMPUTE_RETENTION__KEEP": "2"},
+        environment={
+            "PRECOMPUTE_VIEWS__NUMBERS__GATES__DRIFT": "0.5",
+            "PRECOMPUTE_RETENTION__KEEP": "2",
+        },
     )
     view = project.view("numbers")
-    assert (view.gates, view.renew_unchanged) == (GatesConfig(rows=None, drift=0.5, norm=3.0), False)
+    assert (view.gates, view.renew_unchanged) == (
+        GatesConfig(rows=None, drift=0.5, norm=3.0),
+        False,
+    )
     assert project.settings.retention == RetentionConfig(keep=2, grace=7200.0)
     assert project.settings.notify == ["mail", "-s", "precompute"]
 
@@ -354,7 +456,11 @@ def test_the_shipped_project_is_valid() -> None:
 
 @pytest.mark.parametrize(
     "environment",
-    [{"PRECOMPUTE_VIEWS": "x"}, {"PRECOMPUTE_SERVE": "x", "PRECOMPUTE_SERVE__BIND": "y"}, {"PRECOMPUTE_VARS__D": "2024-13-45"}],
+    [
+        {"PRECOMPUTE_VIEWS": "x"},
+        {"PRECOMPUTE_SERVE": "x", "PRECOMPUTE_SERVE__BIND": "y"},
+        {"PRECOMPUTE_VARS__D": "2024-13-45"},
+    ],
 )
 def test_no_variable_makes_the_command_line_raise(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]

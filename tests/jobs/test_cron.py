@@ -1,4 +1,5 @@
-"""Cron lines have crontab(5)'s meaning: held against a plain reading of that page, minute by minute."""
+"""Cron lines have crontab(5)'s meaning: held against a plain reading of that page, minute by
+minute."""
 
 from __future__ import annotations
 
@@ -28,21 +29,27 @@ def fire_times(line: str, timezone: str = "UTC", start: datetime = START) -> Ite
 
 
 def _values(field: str, low: int, high: int, names: list[str], first_name: int) -> set[int]:
-    """The numbers a field of crontab(5) stands for: lists of ``*``, ``a`` or ``a-b``, each perhaps with ``/step``."""
+    """The numbers a field of crontab(5) stands for: lists of ``*``, ``a`` or ``a-b``, each perhaps
+    with ``/step``."""
     found: set[int] = set()
     for part in field.lower().split(","):
         span, _, step = part.partition("/")
         first, _, last = span.partition("-")
         numbers = [
-            names.index(text) + first_name if text in names else int(text) for text in (first, last) if text not in ("", "*")
+            names.index(text) + first_name if text in names else int(text)
+            for text in (first, last)
+            if text not in ("", "*")
         ]
-        start, end = (low, high) if first == "*" else (numbers[0], numbers[-1] if last or not step else high)
+        start, end = (
+            (low, high) if first == "*" else (numbers[0], numbers[-1] if last or not step else high)
+        )
         found.update(range(start, end + 1, int(step or 1)))
     return found
 
 
 def reference(line: str, days: int) -> Iterator[datetime]:
-    """When a line fires in UTC, for some days from :data:`START`: the two day fields count together unless neither starts with ``*``."""
+    """When a line fires in UTC, for some days from :data:`START`: the two day fields count together
+    unless neither starts with ``*``."""
     minute, hour, day, month, weekday = line.split()
     minutes, hours = sorted(_values(minute, 0, 59, [], 0)), sorted(_values(hour, 0, 23, [], 0))
     months, in_month = _values(month, 1, 12, MONTHS, 1), _values(day, 1, 31, [], 0)
@@ -52,7 +59,11 @@ def reference(line: str, days: int) -> Iterator[datetime]:
         by_month, by_week = on.day in in_month, on.isoweekday() % 7 in in_week
         either = not day.startswith("*") and not weekday.startswith("*")
         if on.month in months and (by_month or by_week if either else by_month and by_week):
-            times = (datetime(on.year, on.month, on.day, h, m, tzinfo=UTC) for h in hours for m in minutes)
+            times = (
+                datetime(on.year, on.month, on.day, h, m, tzinfo=UTC)
+                for h in hours
+                for m in minutes
+            )
             yield from (at for at in times if at > START)
 
 
@@ -111,7 +122,8 @@ def test_a_line_fires_when_cron_would(line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "same"), [("fri-sun", "5-7"), ("5-0/2", "5,7"), ("sun-sun", "0"), ("7-0", "7"), ("0/3", "0,3,6")]
+    ("line", "same"),
+    [("fri-sun", "5-7"), ("5-0/2", "5,7"), ("sun-sun", "0"), ("7-0", "7"), ("0/3", "0,3,6")],
 )
 def test_a_week_of_eight_days_begins_and_ends_with_sunday(line: str, same: str) -> None:
     times = [list(islice(fire_times(f"0 0 * * {days}"), 20)) for days in (line, same)]
@@ -122,15 +134,24 @@ def _field(low: int, high: int) -> st.SearchStrategy[str]:
     """A field's text: a star, or a list of numbers, ranges and steps."""
     number = st.integers(low, high)
     span = st.tuples(number, number).map(lambda pair: f"{min(pair)}-{max(pair)}")
-    stepped = st.tuples(st.integers(low, high - 2), st.integers(1, 2)).map(lambda pair: f"{pair[0]}-{high}/{pair[1]}")
+    stepped = st.tuples(st.integers(low, high - 2), st.integers(1, 2)).map(
+        lambda pair: f"{pair[0]}-{high}/{pair[1]}"
+    )
     steps = st.integers(1, high - low).map(lambda step: f"*/{step}")
     return st.one_of(
-        st.just("*"), st.lists(st.one_of(number.map(str), span, stepped, steps), min_size=1, max_size=3).map(",".join)
+        st.just("*"),
+        st.lists(st.one_of(number.map(str), span, stepped, steps), min_size=1, max_size=3).map(
+            ",".join
+        ),
     )
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(line=st.tuples(_field(0, 59), _field(0, 23), _field(1, 28), _field(1, 12), _field(0, 7)).map(" ".join))
+@given(
+    line=st.tuples(_field(0, 59), _field(0, 23), _field(1, 28), _field(1, 12), _field(0, 7)).map(
+        " ".join
+    )
+)
 def test_any_line_fires_when_cron_would(line: str) -> None:
     expected = list(islice(reference(line, 400), 8))
     assert list(islice(fire_times(line), len(expected))) == expected
@@ -183,7 +204,9 @@ def test_what_is_no_line_or_never_fires_is_refused_with_a_reason(line: str) -> N
         check_cron(line, "UTC")
 
 
-@pytest.mark.parametrize("timezone", ["Mars/Olympus", "", "../etc/passwd", "/etc/localtime", "UTC\0", "europe"])
+@pytest.mark.parametrize(
+    "timezone", ["Mars/Olympus", "", "../etc/passwd", "/etc/localtime", "UTC\0", "europe"]
+)
 def test_an_unknown_time_zone_is_refused_by_name(timezone: str) -> None:
     with pytest.raises(ValueError, match="time zone"):
         check_cron("0 2 * * *", timezone)
@@ -192,9 +215,15 @@ def test_an_unknown_time_zone_is_refused_by_name(timezone: str) -> None:
 def test_hours_are_those_of_the_time_zone() -> None:
     winter, summer = datetime(2026, 1, 5, tzinfo=UTC), datetime(2026, 7, 5, tzinfo=UTC)
     for start, hour in ((winter, 1), (summer, 0)):
-        assert next(fire_times("0 2 * * *", "Europe/Berlin", start - timedelta(hours=2))) == start.replace(hour=hour)
-    assert next(fire_times("0 2 1 * 0", "Europe/Berlin", winter)) == datetime(2026, 1, 11, 1, tzinfo=UTC)
-    assert next(fire_times("30 4 * * *", "Asia/Kolkata", winter)) == datetime(2026, 1, 5, 23, 0, tzinfo=UTC)
+        assert next(
+            fire_times("0 2 * * *", "Europe/Berlin", start - timedelta(hours=2))
+        ) == start.replace(hour=hour)
+    assert next(fire_times("0 2 1 * 0", "Europe/Berlin", winter)) == datetime(
+        2026, 1, 11, 1, tzinfo=UTC
+    )
+    assert next(fire_times("30 4 * * *", "Asia/Kolkata", winter)) == datetime(
+        2026, 1, 5, 23, 0, tzinfo=UTC
+    )
 
 
 CHANGES = {
@@ -209,7 +238,16 @@ CHANGES = {
 
 @pytest.mark.parametrize("timezone", CHANGES)
 @pytest.mark.parametrize(
-    "line", ["30 2 * * *", "0 2 * * *", "15 2 * * *", "45 1 * * *", "0 3 * * *", "0 0 * * *", "30 0 1-31 * *"]
+    "line",
+    [
+        "30 2 * * *",
+        "0 2 * * *",
+        "15 2 * * *",
+        "45 1 * * *",
+        "0 3 * * *",
+        "0 0 * * *",
+        "30 0 1-31 * *",
+    ],
 )
 def test_a_daily_line_fires_once_on_every_day_of_the_year(line: str, timezone: str) -> None:
     start, zone = datetime(2026, 1, 1, 12, tzinfo=UTC), ZoneInfo(timezone)
@@ -226,11 +264,21 @@ def test_a_daily_line_fires_once_on_every_day_of_the_year(line: str, timezone: s
         ("Europe/Berlin", "0 3 * * *", date(2026, 3, 29), ["03:00+0200"]),
         ("Europe/Berlin", "0,30 2 * * *", date(2026, 3, 29), ["03:00+0200"]),
         ("Europe/Berlin", "0,30 2,3 * * *", date(2026, 3, 29), ["03:00+0200", "03:30+0200"]),
-        ("Europe/Berlin", "30 1-3 * * *", date(2026, 3, 29), ["01:30+0100", "03:00+0200", "03:30+0200"]),
+        (
+            "Europe/Berlin",
+            "30 1-3 * * *",
+            date(2026, 3, 29),
+            ["01:30+0100", "03:00+0200", "03:30+0200"],
+        ),
         ("Europe/Berlin", "30 2 30 * *", date(2026, 3, 29), []),
         ("Europe/Berlin", "30 2 * * sun", date(2026, 3, 29), ["03:00+0200"]),
         ("Europe/Berlin", "30 2 * * *", date(2026, 10, 25), ["02:30+0200"]),  # there are two
-        ("Europe/Berlin", "0,30 2,3 * * *", date(2026, 10, 25), ["02:00+0200", "02:30+0200", "03:00+0100", "03:30+0100"]),
+        (
+            "Europe/Berlin",
+            "0,30 2,3 * * *",
+            date(2026, 10, 25),
+            ["02:00+0200", "02:30+0200", "03:00+0100", "03:30+0100"],
+        ),
         ("America/New_York", "30 2 * * *", date(2026, 3, 8), ["03:00-0400"]),
         ("America/New_York", "30 1 * * *", date(2026, 11, 1), ["01:30-0400"]),
         ("America/New_York", "0 2 * * *", date(2026, 11, 1), ["02:00-0500"]),
@@ -243,7 +291,9 @@ def test_a_daily_line_fires_once_on_every_day_of_the_year(line: str, timezone: s
         ("Pacific/Apia", "30 2 * * *", date(2011, 12, 30), []),  # a day that never was
     ],
 )
-def test_a_fixed_time_where_the_clocks_change(timezone: str, line: str, day: date, clock: list[str]) -> None:
+def test_a_fixed_time_where_the_clocks_change(
+    timezone: str, line: str, day: date, clock: list[str]
+) -> None:
     assert shown(line, timezone, day) == clock
 
 
@@ -252,14 +302,19 @@ def shown(line: str, timezone: str, day: date) -> list[str]:
     zone = ZoneInfo(timezone)
     noon = datetime(day.year, day.month, day.day, 12, tzinfo=UTC)
     times = [
-        at.astimezone(zone) for at in schedule.fire_times(line, timezone, noon - timedelta(days=2), noon + timedelta(days=2))
+        at.astimezone(zone)
+        for at in schedule.fire_times(
+            line, timezone, noon - timedelta(days=2), noon + timedelta(days=2)
+        )
     ]
     return [f"{at:%H:%M%z}" for at in times if at.date() == day]
 
 
 @pytest.mark.parametrize("timezone", CHANGES)
 @pytest.mark.parametrize("line", ["*/15 * * * *", "*/5 * * * *"])
-def test_a_line_for_every_so_many_minutes_fires_every_so_many_minutes(timezone: str, line: str) -> None:
+def test_a_line_for_every_so_many_minutes_fires_every_so_many_minutes(
+    timezone: str, line: str
+) -> None:
     step = timedelta(minutes=int(line[2:].split()[0]))
     for change in CHANGES[timezone]:
         start = datetime(change.year, change.month, change.day, tzinfo=UTC) - timedelta(days=1)
@@ -271,25 +326,41 @@ def test_a_line_for_every_so_many_minutes_fires_every_so_many_minutes(timezone: 
     ("timezone", "day", "clock"),
     [
         ("Europe/Berlin", date(2026, 3, 29), ["00:30+0100", "01:30+0100", "03:30+0200"]),
-        ("Europe/Berlin", date(2026, 10, 25), ["00:30+0200", "01:30+0200", "02:30+0200", "02:30+0100"]),
-        ("America/New_York", date(2026, 11, 1), ["00:30-0400", "01:30-0400", "01:30-0500", "02:30-0500"]),
+        (
+            "Europe/Berlin",
+            date(2026, 10, 25),
+            ["00:30+0200", "01:30+0200", "02:30+0200", "02:30+0100"],
+        ),
+        (
+            "America/New_York",
+            date(2026, 11, 1),
+            ["00:30-0400", "01:30-0400", "01:30-0500", "02:30-0500"],
+        ),
     ],
 )
-def test_an_hourly_line_fires_whenever_a_clock_shows_its_minute(timezone: str, day: date, clock: list[str]) -> None:
+def test_an_hourly_line_fires_whenever_a_clock_shows_its_minute(
+    timezone: str, day: date, clock: list[str]
+) -> None:
     assert shown("30 * * * *", timezone, day)[: len(clock)] == clock
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
-    line=st.sampled_from(["*/10 * * * *", "30 2 * * *", "0 1-4 * * *", "15 */2 * * *", "0 3 1 * 0"]),
+    line=st.sampled_from(
+        ["*/10 * * * *", "30 2 * * *", "0 1-4 * * *", "15 */2 * * *", "0 3 1 * 0"]
+    ),
     timezone=st.sampled_from(["UTC", *CHANGES]),
     day=st.integers(0, 364),
     cuts=st.lists(st.integers(0, 6 * 24 * 3600), min_size=2, max_size=6).map(sorted),
 )
-def test_times_in_pieces_are_the_times_of_the_whole(line: str, timezone: str, day: int, cuts: list[int]) -> None:
+def test_times_in_pieces_are_the_times_of_the_whole(
+    line: str, timezone: str, day: int, cuts: list[int]
+) -> None:
     points = [datetime(2026, 1, 1, tzinfo=UTC) + timedelta(days=day, seconds=cut) for cut in cuts]
     whole = list(schedule.fire_times(line, timezone, points[0], points[-1]))
-    assert [at for a, b in pairwise(points) for at in schedule.fire_times(line, timezone, a, b)] == whole
+    assert [
+        at for a, b in pairwise(points) for at in schedule.fire_times(line, timezone, a, b)
+    ] == whole
     assert last_fire(line, timezone, points[0], points[-1]) == (whole[-1] if whole else None)
     if whole:
         assert list(schedule.fire_times(line, timezone, whole[0], whole[-1])) == whole[1:]
@@ -299,12 +370,16 @@ def test_times_in_pieces_are_the_times_of_the_whole(line: str, timezone: str, da
 
 def test_the_last_time_of_years_is_found_in_any_zone() -> None:
     start, end = datetime(2016, 1, 1, tzinfo=UTC), datetime(2026, 7, 1, 12, 34, 56, tzinfo=UTC)
-    assert last_fire("* * * * *", "Europe/Berlin", start, end) == datetime(2026, 7, 1, 12, 34, tzinfo=UTC)
-    assert last_fire("0 0 29 2 *", "Europe/Berlin", start, end) == datetime(2024, 2, 28, 23, tzinfo=UTC)
-    assert last_fire("0 0 29 2 *", "Europe/Berlin", datetime(2024, 3, 1, tzinfo=UTC), end) is None
-    assert last_fire("0 12 * * *", "Asia/Tokyo", start.astimezone(ZoneInfo("Asia/Tokyo")), end) == datetime(
-        2026, 7, 1, 3, tzinfo=UTC
+    assert last_fire("* * * * *", "Europe/Berlin", start, end) == datetime(
+        2026, 7, 1, 12, 34, tzinfo=UTC
     )
+    assert last_fire("0 0 29 2 *", "Europe/Berlin", start, end) == datetime(
+        2024, 2, 28, 23, tzinfo=UTC
+    )
+    assert last_fire("0 0 29 2 *", "Europe/Berlin", datetime(2024, 3, 1, tzinfo=UTC), end) is None
+    assert last_fire(
+        "0 12 * * *", "Asia/Tokyo", start.astimezone(ZoneInfo("Asia/Tokyo")), end
+    ) == datetime(2026, 7, 1, 3, tzinfo=UTC)
 
 
 def test_no_moment_is_given_twice_and_time_goes_on() -> None:
@@ -314,9 +389,21 @@ def test_no_moment_is_given_twice_and_time_goes_on() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["0 2 * *", "* * * * 8", "0 0 30 2 *", "after nobody", "after", "after ", "after ,", "after numbers"]
+    "line",
+    [
+        "0 2 * *",
+        "* * * * 8",
+        "0 0 30 2 *",
+        "after nobody",
+        "after",
+        "after ",
+        "after ,",
+        "after numbers",
+    ],
 )
-def test_a_project_with_a_bad_line_is_refused_with_file_view_and_line(make_project: MakeProject, line: str) -> None:
+def test_a_project_with_a_bad_line_is_refused_with_file_view_and_line(
+    make_project: MakeProject, line: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         make_project([(1, 1.0)], project={"schedule": {"numbers": line}})
     for part in ("project.yaml", "numbers", repr(line) if line != "after numbers" else line):
@@ -324,7 +411,9 @@ def test_a_project_with_a_bad_line_is_refused_with_file_view_and_line(make_proje
 
 
 def test_a_project_with_good_lines_is_read(make_project: MakeProject) -> None:
-    project = make_project([(1, 1.0)], project={"schedule": {"numbers": "0 2 * * sun"}, "timezone": "Europe/Berlin"})
+    project = make_project(
+        [(1, 1.0)], project={"schedule": {"numbers": "0 2 * * sun"}, "timezone": "Europe/Berlin"}
+    )
     assert isinstance(project, Project)
     with pytest.raises(ConfigError, match="Mars"):
         make_project(project={"schedule": {"numbers": "0 2 * * *"}, "timezone": "Mars"})

@@ -1,4 +1,5 @@
-"""Drop: a view is ended as a whole, whatever stops it on the way, and nothing of another view goes with it."""
+"""Drop: a view is ended as a whole, whatever stops it on the way, and nothing of another view goes
+with it."""
 
 from __future__ import annotations
 
@@ -34,12 +35,20 @@ Captured = pytest.CaptureFixture[str]
 
 @pytest.fixture(params=["table", "redis"])
 def published(request: pytest.FixtureRequest, make_project: MakeProject) -> Callable[..., Scene]:
-    """A project of ``numbers`` and ``others``, both live; ``views`` replaces the others' definition."""
-    online = "table:./var/online" if request.param == "table" else request.getfixturevalue("redis_url")
+    """A project of ``numbers`` and ``others``, both live; ``views`` replaces the others'
+    definition."""
+    online = (
+        "table:./var/online" if request.param == "table" else request.getfixturevalue("redis_url")
+    )
 
     def make(**others: Any) -> Scene:
         index = {"index": {"on": "vector", "metric": "l2"}}
-        project = make_project([(1, 1.0), (2, 2.0)], view=index, project={"online": online}, views={"others": OTHER | others})
+        project = make_project(
+            [(1, 1.0), (2, 2.0)],
+            view=index,
+            project={"online": online},
+            views={"others": OTHER | others},
+        )
         for name in ("numbers", "others"):
             project.run(name)
         return project
@@ -48,7 +57,8 @@ def published(request: pytest.FixtureRequest, make_project: MakeProject) -> Call
 
 
 def served(project: Scene) -> list[str]:
-    """Views whose row of key 1 is answered; every other one is unknown, or lost while this project's root says that it is live."""
+    """Views whose row of key 1 is answered; every other one is unknown, or lost while this
+    project's root says that it is live."""
     lookup = project.open_lookup()
     found: list[str] = []
     for name in ("numbers", "others"):
@@ -57,7 +67,11 @@ def served(project: Scene) -> list[str]:
             found.append(name)
         else:
             lost = project.offline.view(name).refs.live() is not None
-            error, words = (RowsLostError, "has no pointer of view") if lost else (RequestError, f"no view '{name}' is live")
+            error, words = (
+                (RowsLostError, "has no pointer of view")
+                if lost
+                else (RequestError, f"no view '{name}' is live")
+            )
             with pytest.raises(error, match=words):
                 lookup.row(name, 1)
     lookup.close()
@@ -74,7 +88,12 @@ def test_a_dropped_view_is_unknown_to_all_readers_and_its_snapshots_stay(
     assert reader.row("numbers", 1)["status"] == "fresh"
     assert project.cli("drop", "numbers", "--yes", "--json") == 0
     said = json.loads(capsys.readouterr().out)
-    assert (said["served"], said["configured"], said["snapshots"], said["data"]) == (True, False, 1, False)
+    assert (said["served"], said["configured"], said["snapshots"], said["data"]) == (
+        True,
+        False,
+        1,
+        False,
+    )
     with pytest.raises(RequestError, match="no view 'numbers' is live"):
         reader.row("numbers", 1)
     reader.close()
@@ -113,13 +132,21 @@ def test_a_drop_that_was_stopped_on_the_way_is_finished_by_the_next(
     def stopped(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    where = ((redis_store, "sweep"), (shutil, "rmtree"), (Refs, "end_live"), (ViewStore, "remove"), (Path, "rename"))
+    where = (
+        (redis_store, "sweep"),
+        (shutil, "rmtree"),
+        (Refs, "end_live"),
+        (ViewStore, "remove"),
+        (Path, "rename"),
+    )
     project = published()
     for owner, name in where:
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, stopped)
             if project.cli("drop", "numbers", "--data", "--yes") == 0:
-                assert (owner, project.online[:5]) == (redis_store, "table"), "the one step it does not take"
+                assert (owner, project.online[:5]) == (redis_store, "table"), (
+                    "the one step it does not take"
+                )
             assert served(project) == ["others"]
         if not (project.root / "numbers").exists():
             project.run()
@@ -165,7 +192,9 @@ def test_what_is_in_use_is_not_dropped(published: Callable[..., Scene], capsys: 
 
 
 @pytest.mark.parametrize("broken", ["a typo", "gone"])
-def test_the_inputs_of_a_live_view_are_not_dropped(published: Callable[..., Scene], capsys: Captured, broken: str) -> None:
+def test_the_inputs_of_a_live_view_are_not_dropped(
+    published: Callable[..., Scene], capsys: Captured, broken: str
+) -> None:
     project = published(source={"sql": "SELECT id, double / 2 AS x FROM live.numbers"})
     path = project.folder / "views" / "others.yaml"
     written = path.read_text()
@@ -176,7 +205,11 @@ def test_the_inputs_of_a_live_view_are_not_dropped(published: Callable[..., Scen
     assert project.cli("drop", "numbers", "--data", "--yes") == 2
     assert "read by others, as live.numbers" in capsys.readouterr().err
     assert served(project) == ["numbers", "others"]
-    path.write_text(written.replace("double / 2 AS x FROM live.numbers", "x FROM read_parquet('${data}/data.parquet')"))
+    path.write_text(
+        written.replace(
+            "double / 2 AS x FROM live.numbers", "x FROM read_parquet('${data}/data.parquet')"
+        )
+    )
     assert project.cli("drop", "numbers", "--yes") == 2  # what is live reads it until the next run
     project.reread().run("others")
     assert project.cli("drop", "numbers", "--data", "--yes") == 0
@@ -202,9 +235,16 @@ def test_no_run_begins_while_a_view_is_dropped(
     assert served(project) == ["numbers", "others"]
 
 
-@pytest.mark.parametrize(("answer", "left"), [("y", ["others"]), ("n", ["numbers", "others"]), ("", ["numbers", "others"])])
+@pytest.mark.parametrize(
+    ("answer", "left"),
+    [("y", ["others"]), ("n", ["numbers", "others"]), ("", ["numbers", "others"])],
+)
 def test_it_asks_first(
-    published: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch, capsys: Captured, answer: str, left: list[str]
+    published: Callable[..., Scene],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Captured,
+    answer: str,
+    left: list[str],
 ) -> None:
     project = published()
     assert project.cli("drop", "numbers") == 2
@@ -216,7 +256,9 @@ def test_it_asks_first(
 
 
 @pytest.mark.parametrize("name", ["../numbers", "numbrs", ".removed-numbers", ""])
-def test_a_name_that_is_no_views_is_refused(make_project: MakeProject, capsys: Captured, name: str) -> None:
+def test_a_name_that_is_no_views_is_refused(
+    make_project: MakeProject, capsys: Captured, name: str
+) -> None:
     project = make_project([(1, 1.0)])
     assert project.cli("drop", name, "--yes") == 2
     assert "no view" in capsys.readouterr().err
@@ -226,13 +268,18 @@ def test_a_name_that_is_no_views_is_refused(make_project: MakeProject, capsys: C
 def test_no_command_of_another_project_changes_what_is_served(
     published: Callable[..., Scene], tmp_path: Path, beside: str
 ) -> None:
-    """Two projects whose online store and names of views are the same; the second one has computed its own, or has not begun."""
+    """Two projects whose online store and names of views are the same; the second one has computed
+    its own, or has not begun."""
     first = published()
     first.run(full=True)
     folder = tmp_path / "second"
     shutil.copytree(first.folder, folder, ignore=shutil.ignore_patterns("var"))
     if first.online.startswith("table"):
-        settings = (folder / "project.yaml").read_text().replace("table:./var/online", f"table:{first.root}/online")
+        settings = (
+            (folder / "project.yaml")
+            .read_text()
+            .replace("table:./var/online", f"table:{first.root}/online")
+        )
         (folder / "project.yaml").write_text(settings)
     second = Scene(folder, {})
     if beside == "with snapshots of its own":
@@ -240,7 +287,12 @@ def test_no_command_of_another_project_changes_what_is_served(
         second.materialize(full=True)
         with contextlib.closing(second.open_online()) as online:
             # as if it had been published there before the first project took the view over
-            second.store.refs.move_live(1, expected_epoch=0, epoch=online.generations("numbers")[-1].number + 3, reason="publish")
+            second.store.refs.move_live(
+                1,
+                expected_epoch=0,
+                epoch=online.generations("numbers")[-1].number + 3,
+                reason="publish",
+            )
     before = everything(first)
     said = []
     for command in (

@@ -1,4 +1,5 @@
-"""What is due, from plain facts; and over any history of stops, failures and jumps of the clock, against a plain reading of the rules."""
+"""What is due, from plain facts; and over any history of stops, failures and jumps of the clock,
+against a plain reading of the rules."""
 
 from __future__ import annotations
 
@@ -15,7 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from precompute.jobs.config.schedule import CatchUp, Schedule, fire_times
-from precompute.jobs.schedule.due import JITTER, LEADER, Decision, Facts, Ledger, Parent, decide, outlook, retry_wait_s
+from precompute.jobs.schedule.due import (
+    JITTER,
+    LEADER,
+    Decision,
+    Facts,
+    Ledger,
+    Parent,
+    decide,
+    outlook,
+    retry_wait_s,
+)
 from precompute.store.disk.lease import take
 from precompute.store.errors import SnapshotError
 from precompute.store.offline.refs import run_lease
@@ -34,21 +45,29 @@ def at(day: int, hour: int = 2, minute: int = 0, second: float = 0.0) -> datetim
     return datetime(2026, 1, day, hour, minute, tzinfo=UTC) + timedelta(seconds=second)
 
 
-def report(status: str, due: datetime | None = None, began: datetime | None = None, **more: Any) -> Report:
+def report(
+    status: str, due: datetime | None = None, began: datetime | None = None, **more: Any
+) -> Report:
     """A run that took ten seconds, begun at its due time unless told otherwise."""
     began = began or due
     assert began is not None
     ended, text = began + timedelta(seconds=10), None if due is None else due.isoformat()
-    made = Report(f"{began:%Y%m%dT%H%M%S}", "v", "run", status, began.isoformat(), ended.isoformat(), due=text)
+    made = Report(
+        f"{began:%Y%m%dT%H%M%S}", "v", "run", status, began.isoformat(), ended.isoformat(), due=text
+    )
     return replace_record(made, **more)
 
 
-def decided(schedule: Schedule, now: datetime, *reports: Report, **facts: Any) -> tuple[str, datetime | None]:
+def decided(
+    schedule: Schedule, now: datetime, *reports: Report, **facts: Any
+) -> tuple[str, datetime | None]:
     decision = decide("v", schedule, Facts(reports, **facts), now)
     return decision.state, decision.due
 
 
-def next_due(project: Scene, store: OfflineStore, view: str, now: datetime) -> tuple[datetime | None, str]:
+def next_due(
+    project: Scene, store: OfflineStore, view: str, now: datetime
+) -> tuple[datetime | None, str]:
     found = outlook(project, store.view(view), now)
     return found.due, found.reason
 
@@ -66,12 +85,21 @@ def test_a_new_line_does_not_run_for_the_past_and_is_kept_from_now_on() -> None:
 def test_what_is_due_is_told_in_the_time_zone_of_the_line() -> None:
     berlin = replace(DAILY, timezone="Europe/Berlin")
     decision = decide("v", berlin, Facts(since=at(5, 12)), at(6, 1, 30))
-    assert decision == Decision("run", "due since 2026-01-06 02:00+01:00", at(6, 1), at(6, 1, 30), at(5, 12))
+    assert decision == Decision(
+        "run", "due since 2026-01-06 02:00+01:00", at(6, 1), at(6, 1, 30), at(5, 12)
+    )
 
 
-@pytest.mark.parametrize(("catch_up", "due"), [("latest", [at(9)]), ("all", [at(6), at(7), at(8), at(9)]), ("none", [])])
+@pytest.mark.parametrize(
+    ("catch_up", "due"), [("latest", [at(9)]), ("all", [at(6), at(7), at(8), at(9)]), ("none", [])]
+)
 def test_missed_times_are_caught_up_on_by_policy(catch_up: CatchUp, due: list[datetime]) -> None:
-    schedule, reports, since, ran = replace(DAILY, catch_up=catch_up), list[Report](), at(5, 12), list[datetime]()
+    schedule, reports, since, ran = (
+        replace(DAILY, catch_up=catch_up),
+        list[Report](),
+        at(5, 12),
+        list[datetime](),
+    )
     for step in count():
         now = at(9, 12, second=60 * step)
         decision = decide("v", schedule, Facts(reports, since=since), now)
@@ -87,21 +115,31 @@ def test_missed_times_are_caught_up_on_by_policy(catch_up: CatchUp, due: list[da
 
 
 @pytest.mark.parametrize(("late_s", "state"), [(0, "run"), (60, "run"), (61, "idle")])
-def test_without_catching_up_a_run_begins_within_a_minute_or_not_at_all(late_s: float, state: str) -> None:
+def test_without_catching_up_a_run_begins_within_a_minute_or_not_at_all(
+    late_s: float, state: str
+) -> None:
     schedule = replace(DAILY, catch_up="none")
     assert decided(schedule, at(6, second=late_s), since=at(5, 12))[0] == state
 
 
 def test_without_catching_up_what_failed_in_time_is_tried_again_late() -> None:
     schedule = replace(DAILY, catch_up="none")
-    assert decided(schedule, at(6, 2, 5), report("failed", at(6)), since=at(5, 12)) == ("run", at(6))
+    assert decided(schedule, at(6, 2, 5), report("failed", at(6)), since=at(5, 12)) == (
+        "run",
+        at(6),
+    )
     assert "was missed" in decide("v", schedule, Facts(since=at(5, 12)), at(6, 2, 5)).reason
 
 
 @pytest.mark.parametrize("status", ["published", "committed", "current"])
 @pytest.mark.parametrize("catch_up", ["latest", "all", "none"])
 def test_a_time_that_was_run_for_is_settled(status: str, catch_up: CatchUp) -> None:
-    decision = decide("v", replace(DAILY, catch_up=catch_up), Facts([report(status, at(6))], since=at(5, 12)), at(6, 3))
+    decision = decide(
+        "v",
+        replace(DAILY, catch_up=catch_up),
+        Facts([report(status, at(6))], since=at(5, 12)),
+        at(6, 3),
+    )
     assert decision == Decision("idle", "next at 2026-01-07 02:00+00:00", None, at(7), at(6))
 
 
@@ -121,7 +159,10 @@ def test_a_time_that_was_run_for_is_settled(status: str, catch_up: CatchUp) -> N
 )
 def test_a_run_by_hand_after_the_time_does_for_the_latest(by_hand: Report, state: str) -> None:
     assert decided(DAILY, at(6, 3), by_hand, since=at(5, 12))[0] == state
-    assert decided(replace(DAILY, catch_up="all"), at(6, 3), by_hand, since=at(5, 12)) == ("run", at(6))
+    assert decided(replace(DAILY, catch_up="all"), at(6, 3), by_hand, since=at(5, 12)) == (
+        "run",
+        at(6),
+    )
     failed = report("failed", at(6))
     assert decided(DAILY, at(6, 3), by_hand, failed, since=at(5, 12))[0] == state
 
@@ -135,7 +176,9 @@ def test_a_run_that_fails_is_tried_again_ever_later_and_then_given_up() -> None:
         assert (waiting.state, waiting.due, waiting.since) == ("retry", at(6), at(5, 12))
         assert waiting.at is not None
         assert f"retry {failures} of 3 at" in waiting.reason
-        assert decided(DAILY, waiting.at - timedelta(milliseconds=1), *reports, since=at(5, 12)) == ("retry", at(6))
+        assert decided(
+            DAILY, waiting.at - timedelta(milliseconds=1), *reports, since=at(5, 12)
+        ) == ("retry", at(6))
         assert decided(DAILY, waiting.at, *reports, since=at(5, 12)) == ("run", at(6))
         waits.append((waiting.at - ended).total_seconds())
         began = waiting.at
@@ -145,7 +188,10 @@ def test_a_run_that_fails_is_tried_again_ever_later_and_then_given_up() -> None:
     for now in (began, at(6, 23)):
         decision = decide("v", DAILY, Facts(reports, since=at(5, 12)), now)
         assert (decision.state, decision.at, decision.since) == ("idle", at(7), at(6))
-        assert decision.reason == "next at 2026-01-07 02:00+00:00; 2026-01-06 02:00+00:00 was given up: failed 4 times"
+        assert (
+            decision.reason
+            == "next at 2026-01-07 02:00+00:00; 2026-01-06 02:00+00:00 was given up: failed 4 times"
+        )
     later = decide("v", DAILY, Facts(reports, since=at(6)), at(6, 23))
     assert later == decision
     assert decided(DAILY, at(7), *reports, since=at(6)) == ("run", at(7))
@@ -154,16 +200,26 @@ def test_a_run_that_fails_is_tried_again_ever_later_and_then_given_up() -> None:
 @pytest.mark.parametrize("status", ["refused", "rejected", "cancelled"])
 @pytest.mark.parametrize("catch_up", ["latest", "all", "none"])
 def test_what_would_end_in_the_same_way_is_not_tried_again(status: str, catch_up: CatchUp) -> None:
-    decision = decide("v", replace(DAILY, catch_up=catch_up), Facts([report(status, at(6))], since=at(5, 12)), at(6, 3))
+    decision = decide(
+        "v",
+        replace(DAILY, catch_up=catch_up),
+        Facts([report(status, at(6))], since=at(5, 12)),
+        at(6, 3),
+    )
     assert (decision.state, decision.since) == ("idle", at(6))
-    assert decision.reason == f"next at 2026-01-07 02:00+00:00; 2026-01-06 02:00+00:00 was given up: {status}"
+    assert (
+        decision.reason
+        == f"next at 2026-01-07 02:00+00:00; 2026-01-06 02:00+00:00 was given up: {status}"
+    )
 
 
 def test_a_newer_time_takes_the_place_of_a_retry_unless_all_are_wanted() -> None:
     failed = report("failed", at(6, 23, 59))
     schedule = replace(DAILY, when="59 23 * * *", cron="*/1 * * * *", retry_after_s=3600.0)
     assert decided(schedule, at(7, 0, 0, 30), failed, since=at(6, 23, 58)) == ("run", at(7, 0))
-    assert decided(replace(schedule, catch_up="all"), at(7, 0, 0, 30), failed, since=at(6, 23, 58)) == ("retry", at(6, 23, 59))
+    assert decided(
+        replace(schedule, catch_up="all"), at(7, 0, 0, 30), failed, since=at(6, 23, 58)
+    ) == ("retry", at(6, 23, 59))
 
 
 def test_while_a_view_runs_nothing_is_decided_and_nothing_is_settled() -> None:
@@ -180,7 +236,12 @@ def test_times_that_come_again_are_run_for_again() -> None:
     ran = replace_record(report("published", at(6)), run="before")
     for since in (at(6), at(6) + timedelta(days=365)):
         decision = decide("v", DAILY, Facts([ran], since=since), at(6, 1))
-        assert (decision.state, decision.at, decision.since, decision.ignored) == ("idle", at(6), at(6, 1), frozenset({"before"}))
+        assert (decision.state, decision.at, decision.since, decision.ignored) == (
+            "idle",
+            at(6),
+            at(6, 1),
+            frozenset({"before"}),
+        )
         again = decide("v", DAILY, Facts([ran], since=at(6, 1), ignored=decision.ignored), at(6))
         assert (again.state, again.due) == ("run", at(6))
     # by a minute, it is waited for
@@ -194,12 +255,22 @@ def test_a_report_with_a_time_nobody_can_read_is_as_one_without(text: str) -> No
     assert decided(DAILY, at(6, 3), odd, since=at(5, 12)) == ("run", at(6))
     no_end = report("failed", at(6), finished_at=text)
     assert decided(DAILY, at(6, 3), no_end, since=at(5, 12)) == ("run", at(6))
-    assert decided(DAILY, at(6, 3), replace_record(no_end, started_at=text), since=at(5, 12)) == ("run", at(6))
+    assert decided(DAILY, at(6, 3), replace_record(no_end, started_at=text), since=at(5, 12)) == (
+        "run",
+        at(6),
+    )
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
-@given(view=st.text(max_size=5), hours=st.integers(0, 10**5), failures=st.integers(1, 20), wait_s=st.floats(0, 1e4))
-def test_waits_keep_within_the_jitter_and_follow_from_the_arguments(view: str, hours: int, failures: int, wait_s: float) -> None:
+@given(
+    view=st.text(max_size=5),
+    hours=st.integers(0, 10**5),
+    failures=st.integers(1, 20),
+    wait_s=st.floats(0, 1e4),
+)
+def test_waits_keep_within_the_jitter_and_follow_from_the_arguments(
+    view: str, hours: int, failures: int, wait_s: float
+) -> None:
     schedule, due = replace(DAILY, retry_after_s=wait_s), at(1) + timedelta(hours=hours)
     wait = retry_wait_s(view, schedule, due, failures)
     plain = wait_s * 2 ** (failures - 1)
@@ -228,14 +299,26 @@ class World:
 
     def tick(self, fails: bool) -> None:
         """One look, and the run it starts, which takes no time."""
-        decision = decide("v", self.schedule, Facts(self.reports[:50], since=self.since, ignored=self.ignored), self.now)
+        decision = decide(
+            "v",
+            self.schedule,
+            Facts(self.reports[:50], since=self.since, ignored=self.ignored),
+            self.now,
+        )
         self.since, self.ignored = decision.since, decision.ignored
-        assert decision.at is None or decision.state != "retry" or decision.at <= self.now + timedelta(seconds=1000)
+        assert (
+            decision.at is None
+            or decision.state != "retry"
+            or decision.at <= self.now + timedelta(seconds=1000)
+        )
         if decision.state == "run":
             assert decision.due is not None
             assert decision.due <= self.now
             begun = report("failed" if fails else "published", decision.due, began=self.now)
-            self.reports.insert(0, replace_record(begun, run=f"{len(self.reports)}", finished_at=self.now.isoformat()))
+            self.reports.insert(
+                0,
+                replace_record(begun, run=f"{len(self.reports)}", finished_at=self.now.isoformat()),
+            )
             if not fails:
                 self.ran.append(decision.due)
 
@@ -258,8 +341,11 @@ STEPS = st.lists(
 def test_each_time_is_run_for_as_often_as_the_clock_passes_it(
     catch_up: CatchUp, line: str, steps: list[tuple[str, int, int, bool]]
 ) -> None:
-    """``all``: every time since the line was first seen. ``latest``: the last one, and none more often than it was passed."""
-    world = World(replace(DAILY, when=line, cron=line, catch_up=catch_up, retries=20, retry_after_s=0.5))
+    """``all``: every time since the line was first seen. ``latest``: the last one, and none more
+    often than it was passed."""
+    world = World(
+        replace(DAILY, when=line, cron=line, catch_up=catch_up, retries=20, retry_after_s=0.5)
+    )
     world.tick(fails=False)
     seen, passed, reached = world.now, Counter[datetime](), world.now
     for what, jump, minutes, fails in [*steps, ("up", 0, 61, False), ("up", 0, 61, False)]:
@@ -287,10 +373,15 @@ def test_each_time_is_run_for_as_often_as_the_clock_passes_it(
         assert max(world.ran) >= expected[-1]
 
 
-@pytest.mark.parametrize("back", [timedelta(minutes=1), timedelta(hours=1), timedelta(hours=23), timedelta(days=3)])
+@pytest.mark.parametrize(
+    "back", [timedelta(minutes=1), timedelta(hours=1), timedelta(hours=23), timedelta(days=3)]
+)
 @pytest.mark.parametrize("line", ["* * * * *", "0 2 * * *"])
-def test_after_a_clock_was_set_back_or_forth_no_day_goes_by_without_a_run(line: str, back: timedelta) -> None:
-    """By the time that really went by, which no clock tells: nothing waits for a time that was passed already."""
+def test_after_a_clock_was_set_back_or_forth_no_day_goes_by_without_a_run(
+    line: str, back: timedelta
+) -> None:
+    """By the time that really went by, which no clock tells: nothing waits for a time that was
+    passed already."""
     step = timedelta(minutes=1) if line.startswith("*") else timedelta(minutes=30)
     for first, then in ((-back, back), (back, -back)):
         world, real = World(replace(DAILY, when=line, cron=line)), 0
@@ -311,26 +402,35 @@ def test_after_a_clock_was_set_back_or_forth_no_day_goes_by_without_a_run(line: 
 # ---- after others
 
 
-def parents(a: int = 1, b: int = 1, *, moved: datetime | None = None, pending: str = "") -> dict[str, Parent]:
+def parents(
+    a: int = 1, b: int = 1, *, moved: datetime | None = None, pending: str = ""
+) -> dict[str, Parent]:
     return {"a": Parent(a, moved or at(6), "a" in pending), "b": Parent(b, at(5), "b" in pending)}
 
 
-def ran_with(status: str, a: int, b: int, due: datetime | None = None, began: datetime | None = None) -> Report:
+def ran_with(
+    status: str, a: int, b: int, due: datetime | None = None, began: datetime | None = None
+) -> Report:
     return report(status, due, began=began or due or at(4), parents={"a": a, "b": b})
 
 
 def test_a_view_runs_for_the_first_time_when_all_its_parents_are_live() -> None:
     assert decided(AFTER, at(6, 3), parents=parents(0, 0)) == ("idle", None)
     assert decided(AFTER, at(6, 3), parents=parents(1, 0)) == ("idle", None)
-    assert "first snapshot of b" in decide("v", AFTER, Facts(parents=parents(1, 0)), at(6, 3)).reason
+    assert (
+        "first snapshot of b" in decide("v", AFTER, Facts(parents=parents(1, 0)), at(6, 3)).reason
+    )
     assert decided(AFTER, at(6, 3), parents=parents(1, 1)) == ("run", at(6))
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "state"), [(2, 5, "idle"), (3, 5, "run"), (2, 6, "run"), (3, 6, "run"), (2, 0, "idle"), (3, 0, "run")]
+    ("a", "b", "state"),
+    [(2, 5, "idle"), (3, 5, "run"), (2, 6, "run"), (3, 6, "run"), (2, 0, "idle"), (3, 0, "run")],
 )
 def test_a_view_runs_when_a_parent_has_another_live_snapshot(a: int, b: int, state: str) -> None:
-    decision = decide("v", AFTER, Facts([ran_with("published", 2, 5)], parents=parents(a, b)), at(6, 3))
+    decision = decide(
+        "v", AFTER, Facts([ran_with("published", 2, 5)], parents=parents(a, b)), at(6, 3)
+    )
     assert decision.state == state
     assert decision.due == (at(6) if state == "run" else None)
     assert decision.epochs == {"a": a, "b": b}
@@ -338,10 +438,16 @@ def test_a_view_runs_when_a_parent_has_another_live_snapshot(a: int, b: int, sta
 
 def test_the_highest_epoch_it_ran_with_counts_whatever_the_clock_said() -> None:
     newest_by_name, really_last = ran_with("published", 2, 5), ran_with("current", 3, 6)
-    assert decided(AFTER, at(6, 3), newest_by_name, really_last, parents=parents(3, 6)) == ("idle", None)
+    assert decided(AFTER, at(6, 3), newest_by_name, really_last, parents=parents(3, 6)) == (
+        "idle",
+        None,
+    )
 
 
-@pytest.mark.parametrize("more", [{"command": "publish"}, {"command": "materialize"}, {"backfill": "x"}, {"status": "failed"}])
+@pytest.mark.parametrize(
+    "more",
+    [{"command": "publish"}, {"command": "materialize"}, {"backfill": "x"}, {"status": "failed"}],
+)
 def test_only_a_whole_run_of_the_view_counts(more: dict[str, Any]) -> None:
     runs = ran_with("published", 2, 5), replace_record(ran_with("published", 3, 5), **more)
     assert decided(AFTER, at(6, 3), *runs, parents=parents(3, 5)) == ("run", at(6))
@@ -349,29 +455,57 @@ def test_only_a_whole_run_of_the_view_counts(more: dict[str, Any]) -> None:
 
 def test_a_parent_that_will_come_soon_is_waited_for() -> None:
     for pending in ("a", "b", "ab"):
-        decision = decide("v", AFTER, Facts([ran_with("current", 2, 5)], parents=parents(3, 5, pending=pending)), at(6, 3))
-        assert (decision.state, decision.reason) == ("idle", f"after a, b: waits for {', '.join(pending)}")
+        decision = decide(
+            "v",
+            AFTER,
+            Facts([ran_with("current", 2, 5)], parents=parents(3, 5, pending=pending)),
+            at(6, 3),
+        )
+        assert (decision.state, decision.reason) == (
+            "idle",
+            f"after a, b: waits for {', '.join(pending)}",
+        )
 
 
 def test_a_view_after_others_is_retried_until_given_up_or_a_parent_moves() -> None:
     old = ran_with("published", 2, 5)
     failures = [ran_with("failed", 3, 5, at(6), began=at(6, 2, n)) for n in range(4)]
     for n in (1, 2, 3):
-        waiting = decide("v", AFTER, Facts([*failures[:n][::-1], old], parents=parents(3, 5)), at(6, 2, n - 1, 10))
+        waiting = decide(
+            "v",
+            AFTER,
+            Facts([*failures[:n][::-1], old], parents=parents(3, 5)),
+            at(6, 2, n - 1, 10),
+        )
         assert waiting.state == "retry"
         assert waiting.at is not None
-        assert decided(AFTER, waiting.at, *failures[:n][::-1], old, parents=parents(3, 5)) == ("run", at(6))
+        assert decided(AFTER, waiting.at, *failures[:n][::-1], old, parents=parents(3, 5)) == (
+            "run",
+            at(6),
+        )
     done = decide("v", AFTER, Facts([*failures[::-1], old], parents=parents(3, 5)), at(9))
     assert (done.state, done.at) == ("idle", None)
-    assert done.reason == "after a, b: was given up: failed 4 times; runs again after the next snapshot of a or b"
+    assert (
+        done.reason
+        == "after a, b: was given up: failed 4 times; runs again after the next snapshot of a or b"
+    )
     assert decided(AFTER, at(9), *failures[::-1], old, parents=parents(3, 6)) == ("run", at(6))
-    assert decided(AFTER, at(9), *failures[::-1], old, parents=parents(4, 5, moved=at(9))) == ("run", at(9))
+    assert decided(AFTER, at(9), *failures[::-1], old, parents=parents(4, 5, moved=at(9))) == (
+        "run",
+        at(9),
+    )
 
 
 @pytest.mark.parametrize("status", ["refused", "rejected", "cancelled"])
 def test_after_others_what_would_end_in_the_same_way_is_not_retried(status: str) -> None:
-    assert decided(AFTER, at(9), ran_with(status, 3, 5, at(6)), parents=parents(3, 5)) == ("idle", None)
-    assert decided(AFTER, at(9), ran_with(status, 3, 5, at(6)), parents=parents(4, 5)) == ("run", at(6))
+    assert decided(AFTER, at(9), ran_with(status, 3, 5, at(6)), parents=parents(3, 5)) == (
+        "idle",
+        None,
+    )
+    assert decided(AFTER, at(9), ran_with(status, 3, 5, at(6)), parents=parents(4, 5)) == (
+        "run",
+        at(6),
+    )
 
 
 def test_what_was_settled_for_these_parents_is_not_run_again() -> None:
@@ -403,7 +537,10 @@ OTHER: dict[str, Any] = {
 def test_next_due_of_a_real_project(make_project: MakeProject) -> None:
     project = make_project(
         [(1, 1.0)],
-        project={"schedule": {"numbers": "0 2 * * *", "b": "after numbers"}, "timezone": "Europe/Berlin"},
+        project={
+            "schedule": {"numbers": "0 2 * * *", "b": "after numbers"},
+            "timezone": "Europe/Berlin",
+        },
         views={"b": OTHER, "c": OTHER},
     )
     store, now = project.offline, datetime(2026, 7, 1, 12, tzinfo=UTC)
@@ -411,8 +548,14 @@ def test_next_due_of_a_real_project(make_project: MakeProject) -> None:
     due = (datetime(2026, 7, 2, tzinfo=UTC), "next at 2026-07-02 02:00+02:00; no scheduler is up")
     assert next_due(project, store, "numbers", now) == due
     with take(store.root / ".scheduler", LEADER, "a test"):
-        assert next_due(project, store, "numbers", now) == (due[0], "next at 2026-07-02 02:00+02:00")
-        assert next_due(project, store, "b", now) == (None, "after numbers: waits for the first snapshot of numbers")
+        assert next_due(project, store, "numbers", now) == (
+            due[0],
+            "next at 2026-07-02 02:00+02:00",
+        )
+        assert next_due(project, store, "b", now) == (
+            None,
+            "after numbers: waits for the first snapshot of numbers",
+        )
         project.run()
         live = store.view("numbers").refs.live()
         assert live is not None
@@ -428,7 +571,9 @@ def test_next_due_of_a_real_project(make_project: MakeProject) -> None:
 
 def test_a_view_waits_for_what_its_parents_wait_for(make_project: MakeProject) -> None:
     schedule = {"numbers": "0 2 * * *", "b": "after numbers", "c": "0 0 1 1 *", "d": "after b, c"}
-    project = make_project([(1, 1.0)], project={"schedule": schedule}, views=dict.fromkeys("bcd", OTHER))
+    project = make_project(
+        [(1, 1.0)], project={"schedule": schedule}, views=dict.fromkeys("bcd", OTHER)
+    )
     now = at(6, 12)
     for view in schedule:
         project.run(view)
@@ -439,9 +584,13 @@ def test_a_view_waits_for_what_its_parents_wait_for(make_project: MakeProject) -
     assert ledger.decision("d", now, {"d"}).state == "running"
 
 
-def test_settled_times_are_kept_for_the_line_and_the_zone_they_belong_to(make_project: MakeProject) -> None:
+def test_settled_times_are_kept_for_the_line_and_the_zone_they_belong_to(
+    make_project: MakeProject,
+) -> None:
     def project(line: str, timezone: str = "UTC") -> Ledger:
-        made = make_project([(1, 1.0)], project={"schedule": {"numbers": line}, "timezone": timezone})
+        made = make_project(
+            [(1, 1.0)], project={"schedule": {"numbers": line}, "timezone": timezone}
+        )
         return Ledger(made, OfflineStore(made.root))
 
     ledger = project("0 2 * * *")
@@ -450,12 +599,21 @@ def test_settled_times_are_kept_for_the_line_and_the_zone_they_belong_to(make_pr
     for other in (project("0 1 * * *"), project("0 2 * * *", "Europe/Berlin")):
         assert other.decision("numbers", at(6, 3)).state == "idle"
     path = make_project().root / "numbers" / "refs" / "schedule.json"
-    for text in ("", "{torn", "[]", "{}", '"x"', json.dumps({"when": "0 2 * * *", "timezone": "UTC", "since": "?"})):
+    for text in (
+        "",
+        "{torn",
+        "[]",
+        "{}",
+        '"x"',
+        json.dumps({"when": "0 2 * * *", "timezone": "UTC", "since": "?"}),
+    ):
         path.write_text(text)
         assert project("0 2 * * *").decision("numbers", at(6, 3)).state == "idle", text
 
 
-def test_a_run_whose_lease_nobody_holds_is_a_killed_one_and_counts_as_that(make_project: MakeProject) -> None:
+def test_a_run_whose_lease_nobody_holds_is_a_killed_one_and_counts_as_that(
+    make_project: MakeProject,
+) -> None:
     project = make_project([(1, 1.0)], project={"schedule": {"numbers": "0 2 * * *"}})
     store = project.store
     ledger = Ledger(project, project.offline)
@@ -469,7 +627,9 @@ def test_a_run_whose_lease_nobody_holds_is_a_killed_one_and_counts_as_that(make_
     assert ledger.dead("numbers") == {None}
 
 
-def test_a_run_that_ends_between_two_looks_is_no_killed_one(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_ends_between_two_looks_is_no_killed_one(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     project = make_project([(1, 1.0)], project={"schedule": {"numbers": "0 2 * * *"}})
     store = project.store
     ledger = Ledger(project, project.offline)
@@ -481,7 +641,9 @@ def test_a_run_that_ends_between_two_looks_is_no_killed_one(make_project: MakePr
         return False
 
     monkeypatch.setattr(ViewStore, "running", ended)
-    assert ledger.decision("numbers", at(6)) == Decision("idle", "next at 2026-01-07 02:00+00:00", None, at(7), at(6))
+    assert ledger.decision("numbers", at(6)) == Decision(
+        "idle", "next at 2026-01-07 02:00+00:00", None, at(7), at(6)
+    )
 
 
 def test_a_backfill_or_publish_holds_no_run_up_and_a_partitions_run_does(
@@ -494,7 +656,11 @@ def test_a_backfill_or_publish_holds_no_run_up_and_a_partitions_run_does(
     part = "2026-01-01T00:00Z/2026-01-02T00:00Z"
     running = report("running", began=at(6), run="1", partition=part)
     with take(store.leases, run_lease(part), "a test"):
-        for more, state in (({"backfill": "b"}, "run"), ({"command": "publish", "partition": None}, "run"), ({}, "running")):
+        for more, state in (
+            ({"backfill": "b"}, "run"),
+            ({"command": "publish", "partition": None}, "run"),
+            ({}, "running"),
+        ):
             store.runs.write(replace_record(running, **more))
             assert ledger.decision("numbers", at(6, 3)).state == state
             assert ledger.dead("numbers") == set()

@@ -1,4 +1,5 @@
-"""Runs of views that an endpoint computes: killed, out of budget, with bad rows; and the model behind a miss."""
+"""Runs of views that an endpoint computes: killed, out of budget, with bad rows; and the model
+behind a miss."""
 
 from __future__ import annotations
 
@@ -53,15 +54,22 @@ def labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeLabels:
 
     def make(stand_in: StandIn, rows: int = ROWS, tokens: int = 10**9) -> Scene:
         (tmp_path / "views").mkdir(exist_ok=True)
-        (tmp_path / "project.yaml").write_text("root: ./var/root\nonline: table:./var/online\nengine: {workers: 2}\n")
-        (tmp_path / "views" / "labels.yaml").write_text(VIEW.format(url=stand_in.url, rows=rows, tokens=tokens))
+        (tmp_path / "project.yaml").write_text(
+            "root: ./var/root\nonline: table:./var/online\nengine: {workers: 2}\n"
+        )
+        (tmp_path / "views" / "labels.yaml").write_text(
+            VIEW.format(url=stand_in.url, rows=rows, tokens=tokens)
+        )
         return Scene(tmp_path, {})
 
     return make
 
 
 def values(scene: Scene) -> dict[int, dict[str, Any]]:
-    return {row["id"]: {"label": row["label"], "score": row["score"]} for row in scene.rows(view="labels")}
+    return {
+        row["id"]: {"label": row["label"], "score": row["score"]}
+        for row in scene.rows(view="labels")
+    }
 
 
 def expected(rows: int = ROWS) -> dict[int, dict[str, Any]]:
@@ -86,7 +94,15 @@ def cached_answers(scene: Scene) -> int:
 def test_a_killed_run_pays_for_no_answer_twice(labels: MakeLabels) -> None:
     with StandIn(delay_s=0.04) as stand_in:
         scene = labels(stand_in)
-        command = [sys.executable, "-m", "precompute.jobs.cli", "-c", str(scene.folder), "run", "labels"]
+        command = [
+            sys.executable,
+            "-m",
+            "precompute.jobs.cli",
+            "-c",
+            str(scene.folder),
+            "run",
+            "labels",
+        ]
         for wanted in (100, 300):
             run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             while run.poll() is None and cached_answers(scene) < wanted:
@@ -95,7 +111,8 @@ def test_a_killed_run_pays_for_no_answer_twice(labels: MakeLabels) -> None:
             assert run.wait() == -signal.SIGKILL
             assert wanted <= cached_answers(scene) < ROWS
         before, paid = cached_answers(scene), stand_in.seen.total()
-        # each of two kills lost what was in flight, and what one commit had in hand; nothing that had been committed
+        # each of two kills lost what was in flight, and what one commit had in hand; nothing that
+        # had been committed
         assert before <= paid <= before + 2 * 2 * 16
         report = scene.run("labels")
         assert (report.status, report.counts["written"]) == ("published", ROWS)
@@ -107,7 +124,9 @@ def test_a_killed_run_pays_for_no_answer_twice(labels: MakeLabels) -> None:
         assert stand_in.seen.total() - paid == ROWS - before
 
 
-def test_a_run_out_of_budget_says_so_and_is_taken_up_again(labels: MakeLabels, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_out_of_budget_says_so_and_is_taken_up_again(
+    labels: MakeLabels, capfd: pytest.CaptureFixture[str]
+) -> None:
     with StandIn() as stand_in:
         assert labels(stand_in, tokens=9_000).cli("run", "labels") == 1
         said = capfd.readouterr().err
@@ -122,7 +141,11 @@ def test_a_run_out_of_budget_says_so_and_is_taken_up_again(labels: MakeLabels, c
         scene = labels(stand_in)
         assert values(scene) == expected()
         assert set(stand_in.seen.values()) == {1}
-        written = [path for path in scene.folder.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
+        written = [
+            path
+            for path in scene.folder.rglob("*")
+            if path.is_file() and KEY.encode() in path.read_bytes()
+        ]
         assert written == []
 
 
@@ -152,7 +175,9 @@ def test_a_feature_that_no_answer_has_is_a_mistake_before_anything_is_sent(
     with StandIn() as stand_in:
         scene = labels(stand_in)
         path = scene.folder / "views" / "labels.yaml"
-        path.write_text(path.read_text().replace("score: {dtype: float64}", "scores: {dtype: float64}"))
+        path.write_text(
+            path.read_text().replace("score: {dtype: float64}", "scores: {dtype: float64}")
+        )
         assert scene.reread().cli("run", "labels") == 2
         assert re.search(
             r"labels\.yaml:\d+: features\.scores: the model's answers have no 'scores'; did you mean 'score'",

@@ -1,4 +1,5 @@
-"""Engine: in the run's own process or in workers, and what is committed is the same, byte for byte."""
+"""Engine: in the run's own process or in workers, and what is committed is the same, byte for
+byte."""
 
 from __future__ import annotations
 
@@ -33,7 +34,10 @@ from tests.scene import Scene
 HERE = "tests.jobs.test_engine"
 TWO = {"workers": 2}
 RNG = np.random.default_rng(7)
-LINEAR = {"weight": RNG.normal(size=(8, 3)).astype(np.float32), "bias": RNG.normal(size=8).astype(np.float32)}
+LINEAR = {
+    "weight": RNG.normal(size=(8, 3)).astype(np.float32),
+    "bias": RNG.normal(size=8).astype(np.float32),
+}
 
 
 class Pid:
@@ -46,7 +50,10 @@ class Pid:
         return "pid"
 
     def compute(self, batch: pa.RecordBatch) -> dict[str, npt.NDArray[np.int64]]:
-        return {"pid": np.full(batch.num_rows, os.getpid()), "sum": np.full(batch.num_rows, self.sum)}
+        return {
+            "pid": np.full(batch.num_rows, os.getpid()),
+            "sum": np.full(batch.num_rows, self.sum),
+        }
 
 
 class OnGpu(Launching):
@@ -88,9 +95,14 @@ TORCH: dict[str, Any] = {
     },
     "features": {"vector": {"dtype": "float32", "dim": 8}},
 }
-BF16 = TORCH | {"model": TORCH["model"] | {"precision": "bf16"}, "accuracy": {"cosine": 0.9, "recall_at_10": 0.0}}
+BF16 = TORCH | {
+    "model": TORCH["model"] | {"precision": "bf16"},
+    "accuracy": {"cosine": 0.9, "recall_at_10": 0.0},
+}
 TOP_K = {
-    "source": {"sql": "SELECT id, [x, y, z]::FLOAT[3] AS vector, [id % 5] AS seen FROM read_parquet('${data}/data.parquet')"},
+    "source": {
+        "sql": "SELECT id, [x, y, z]::FLOAT[3] AS vector, [id % 5] AS seen FROM read_parquet('${data}/data.parquet')"
+    },
     "model": {
         "use": "top_k",
         "args": {
@@ -102,9 +114,14 @@ TOP_K = {
             "device": "cpu",
         },
     },
-    "features": {"items": {"dtype": "int64", "max_items": 3}, "scores": {"dtype": "float32", "max_items": 3}},
+    "features": {
+        "items": {"dtype": "int64", "max_items": 3},
+        "scores": {"dtype": "float32", "max_items": 3},
+    },
 }
-DYING = {"model": {"use": "tests.precompute.dying_models:Dying", "args": {"how": "leave", "on": 5.0}}}
+DYING = {
+    "model": {"use": "tests.precompute.dying_models:Dying", "args": {"how": "leave", "on": 5.0}}
+}
 
 
 @pytest.fixture(autouse=True)
@@ -118,10 +135,14 @@ def numbers(rows: int = 200) -> pa.Table:
     return pa.table({"id": range(rows), "x": values[0], "y": values[1], "z": values[2]})
 
 
-def run(make_project: MakeProject, table: Any, engine: dict[str, Any] | None, **options: Any) -> tuple[Scene, Report]:
+def run(
+    make_project: MakeProject, table: Any, engine: dict[str, Any] | None, **options: Any
+) -> tuple[Scene, Report]:
     """A run that computes every row; publishing is the store's part."""
     command, view = options.pop("command", "materialize"), options.pop("view", {})
-    project = make_project(table, view=view, project={} if engine is None else {"engine": engine}, **options)
+    project = make_project(
+        table, view=view, project={} if engine is None else {"engine": engine}, **options
+    )
     save_file(LINEAR, project.folder / "linear.safetensors")
     return project, project.run(command=command, full=True)
 
@@ -130,7 +151,9 @@ def committed(project: Scene, number: int) -> pa.Table:
     """Every row of a snapshot, in the order it was written, without the time of its computing."""
     store = project.store
     snapshot = store.snapshot(number)
-    return pa.concat_tables(pq.read_table(path) for path in store.part_paths(snapshot)).drop_columns(["computed_at"])
+    return pa.concat_tables(
+        pq.read_table(path) for path in store.part_paths(snapshot)
+    ).drop_columns(["computed_at"])
 
 
 def content(table: pa.Table) -> bytes:
@@ -138,7 +161,11 @@ def content(table: pa.Table) -> bytes:
     sink = pa.BufferOutputStream()
     table = table.replace_schema_metadata(None).combine_chunks()
     with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(pa.Table.from_batches([pa.RecordBatch.from_struct_array(table.to_struct_array().combine_chunks())]))
+        writer.write_table(
+            pa.Table.from_batches(
+                [pa.RecordBatch.from_struct_array(table.to_struct_array().combine_chunks())]
+            )
+        )
     return bytes(sink.getvalue())
 
 
@@ -146,7 +173,9 @@ def content(table: pa.Table) -> bytes:
 
 
 @pytest.mark.parametrize("engine", [None, {"workers": 1}, {"workers": 2}])
-def test_workers_compute_where_they_are_asked_for(make_project: MakeProject, engine: dict[str, Any] | None) -> None:
+def test_workers_compute_where_they_are_asked_for(
+    make_project: MakeProject, engine: dict[str, Any] | None
+) -> None:
     project, report = run(make_project, numbers(), engine, view=PID)
     found = committed(project, 1)
     pids, workers = set(found.column("pid").to_pylist()), (engine or {}).get("workers", 0)
@@ -172,27 +201,41 @@ def test_workers_compute_where_they_are_asked_for(make_project: MakeProject, eng
     ],
 )
 def test_workers_share_the_gpus_that_are_there(
-    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, workers: int, gpus: int, devices: str | None
+    make_project: MakeProject,
+    monkeypatch: pytest.MonkeyPatch,
+    workers: int,
+    gpus: int,
+    devices: str | None,
 ) -> None:
-    monkeypatch.setattr("precompute.models.device.gpu_count", lambda: gpus)  # this machine may have none
+    monkeypatch.setattr(
+        "precompute.models.device.gpu_count", lambda: gpus
+    )  # this machine may have none
     project = make_project(numbers(), view={"model": {"use": f"{HERE}:OnGpu"}})
     meter = Meter()
-    with open_view(project.view("numbers").feature_view(), project.offline, project.home, held=True) as opened:
+    with open_view(
+        project.view("numbers").feature_view(), project.offline, project.home, held=True
+    ) as opened:
         engine = engine_of(opened, EngineConfig(workers=workers), meter)
         assert isinstance(engine, Runner if devices is None else WorkerPool)
         assert devices is None or engine.figures(1.0)["device"] == devices
-    project = make_project(view={"model": {"use": "tests.arithmetic:Doubler"}})  # is on no GPU, however many there are
+    project = make_project(
+        view={"model": {"use": "tests.arithmetic:Doubler"}}
+    )  # is on no GPU, however many there are
     with open_view(project.view("numbers").feature_view(), project.offline, project.home) as opened:
         engine = engine_of(opened, EngineConfig(workers=workers), meter)
         assert isinstance(engine, WorkerPool if workers else Runner)
         assert not workers or engine.figures(1.0)["device"] == f"{workers} workers: as they are"
 
 
-def test_a_worker_that_loads_another_model_computes_nothing(make_project: MakeProject, tmp_path: Path) -> None:
+def test_a_worker_that_loads_another_model_computes_nothing(
+    make_project: MakeProject, tmp_path: Path
+) -> None:
     """As one does that takes the place of a killed one, hours later."""
     weights = tmp_path / "weights"
     weights.write_text("2")
-    project = make_project(numbers(), view=PID | {"model": {"use": f"{HERE}:Weighed", "args": {"path": str(weights)}}})
+    project = make_project(
+        numbers(), view=PID | {"model": {"use": f"{HERE}:Weighed", "args": {"path": str(weights)}}}
+    )
     with open_view(project.view("numbers").feature_view(), project.offline, project.home) as opened:
         engine = engine_of(opened, EngineConfig(workers=1), Meter())
         window = opened.source.head(3).combine_chunks().to_batches()
@@ -205,8 +248,12 @@ def test_a_worker_that_loads_another_model_computes_nothing(make_project: MakePr
 # ---- the same rows
 
 
-@pytest.mark.parametrize("view", [{}, TORCH, BF16, TOP_K], ids=["plain", "torch_module", "bf16", "top_k"])
-def test_workers_commit_the_same_rows_byte_for_byte(make_project: MakeProject, view: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "view", [{}, TORCH, BF16, TOP_K], ids=["plain", "torch_module", "bf16", "top_k"]
+)
+def test_workers_commit_the_same_rows_byte_for_byte(
+    make_project: MakeProject, view: dict[str, Any]
+) -> None:
     project, alone = run(make_project, numbers(), None, view=view)
     _, theirs = run(make_project, None, TWO, view=view)
     assert (alone.status, theirs.status, theirs.snapshot) == ("committed", "committed", 2)
@@ -217,15 +264,18 @@ def test_workers_commit_the_same_rows_byte_for_byte(make_project: MakeProject, v
     assert content(found) == content(ours)
     if view in (TORCH, BF16):  # and in the precision asked for, or the same bytes would say little
         xyz = np.stack([numbers().column(name).to_numpy() for name in "xyz"], 1)
-        off = np.abs(np.stack(found.column("vector").to_numpy()) - (xyz @ LINEAR["weight"].T + LINEAR["bias"])).max()
+        off = np.abs(
+            np.stack(found.column("vector").to_numpy())
+            - (xyz @ LINEAR["weight"].T + LINEAR["bias"])
+        ).max()
         assert off < 1e-5 if view is TORCH else 1e-3 < off < 0.1
 
 
 def test_where_there_is_a_gpu_the_runs_own_process_computes_nothing(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither the rows, nor what the gates compare: what breaks a GPU's context breaks it for its process. The GPU is only counted here, and its worker
-    computes on a CPU."""
+    """Neither the rows, nor what the gates compare: what breaks a GPU's context breaks it for its
+    process. The GPU is only counted here, and its worker computes on a CPU."""
     args = {name: value for name, value in BF16["model"]["args"].items() if name != "device"}
     view = BF16 | {"model": BF16["model"] | {"args": args}, "fallback": {"enabled": True}}
     project, alone = run(make_project, numbers().slice(0, 100), None, view=view)
@@ -234,7 +284,9 @@ def test_where_there_is_a_gpu_the_runs_own_process_computes_nothing(
     _, report = run(make_project, None, None, view=view)
     assert (alone.status, report.status, report.snapshot) == ("committed", "committed", 2)
     assert ("workers" in alone.engine, report.engine["workers"]) == (False, 1)
-    assert [(v.gate, v.passed, v.message) for v in report.gates] == [(v.gate, v.passed, v.message) for v in alone.gates]
+    assert [(v.gate, v.passed, v.message) for v in report.gates] == [
+        (v.gate, v.passed, v.message) for v in alone.gates
+    ]
     assert {"accuracy", "parity"} <= {verdict.gate for verdict in report.gates}
     assert content(committed(project, 2)) == content(committed(project, 1))
 
@@ -245,7 +297,9 @@ def test_a_gpu_that_is_not_there_is_refused_by_name(
 ) -> None:
     monkeypatch.setattr("precompute.models.device.gpu_count", lambda: count)
     view = TORCH | {"model": TORCH["model"] | {"args": TORCH["model"]["args"] | {"device": device}}}
-    with pytest.raises(ConfigError, match=f"device '{device}': torch .* finds {count or 'no'} GPUs"):
+    with pytest.raises(
+        ConfigError, match=f"device '{device}': torch .* finds {count or 'no'} GPUs"
+    ):
         run(make_project, numbers(), None, view=view)
 
 
@@ -255,26 +309,43 @@ def test_a_gpu_that_is_not_there_is_refused_by_name(
 def test_a_row_that_kills_its_worker_is_rejected_alone(make_project: MakeProject) -> None:
     rows = [(i, float(i)) for i in range(12)]
     project, report = run(make_project, rows, TWO, view=DYING, command="run")
-    assert (report.status, report.counts["written"], report.counts["rejected"]) == ("published", 11, 1)
+    assert (report.status, report.counts["written"], report.counts["rejected"]) == (
+        "published",
+        11,
+        1,
+    )
     store = project.store
     (rejected,) = pq.read_table(store.folder / "data" / report.run / "rejected.parquet").to_pylist()
     assert (rejected["key"], rejected["stage"]) == ("5", "worker")
-    assert rejected["error"] == "its worker process exited with status 3; the last line of its stderr: last words (2 of 2 tries)"
+    assert (
+        rejected["error"]
+        == "its worker process exited with status 3; the last line of its stderr: last words (2 of 2 tries)"
+    )
     assert committed(project, 1).select(["id", "double", "vector"]).to_pylist() == [
-        {"id": i, "double": 2.0 * i, "vector": [i, i + 1.0, i + 2.0, i + 3.0]} for i in range(12) if i != 5
+        {"id": i, "double": 2.0 * i, "vector": [i, i + 1.0, i + 2.0, i + 3.0]}
+        for i in range(12)
+        if i != 5
     ]
     with project.online_store() as online:
         lookup = Lookup(online, project.root)
-        assert [lookup.row("numbers", key)["status"] for key in (4, 5, 6)] == ["fresh", "missing", "fresh"]
+        assert [lookup.row("numbers", key)["status"] for key in (4, 5, 6)] == [
+            "fresh",
+            "missing",
+            "fresh",
+        ]
 
 
 # ---- the report
 
 
 @pytest.mark.parametrize("engine", [None, TWO])
-def test_the_report_holds_the_engines_figures(make_project: MakeProject, engine: dict[str, Any] | None) -> None:
+def test_the_report_holds_the_engines_figures(
+    make_project: MakeProject, engine: dict[str, Any] | None
+) -> None:
     project, report = run(make_project, numbers(), engine, view=TORCH)
-    written: dict[str, Any] = json.loads(Path(project.root, "numbers", "runs", f"{report.run}.json").read_text())["engine"]
+    written: dict[str, Any] = json.loads(
+        Path(project.root, "numbers", "runs", f"{report.run}.json").read_text()
+    )["engine"]
     assert written == report.engine
     assert (written["rows"], written["cost"]) == (200, 200)
     assert written["batches"] == 15  # of 16, 16 and 8 rows in each of 5 windows

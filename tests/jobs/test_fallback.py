@@ -56,7 +56,8 @@ class Size:
 
 
 class Everything:
-    """One feature of each kind, some of them null; what the neighbours in the batch are must not show."""
+    """One feature of each kind, some of them null; what the neighbours in the batch are must not
+    show."""
 
     def fingerprint(self) -> str:
         return "everything 1"
@@ -69,7 +70,9 @@ class Everything:
             "text": pa.array([None if v % 4 == 0 else "é" * int(v) for v in x]),
             "half": np.array([[v / 3, -v] for v in x], np.float16),
             "words": pa.array([["", "ü"] * (int(v) % 3) for v in x], pa.list_(pa.string())),
-            "ids": pa.array([None if v == 5 else list(range(int(v))) for v in x], pa.list_(pa.int32())),
+            "ids": pa.array(
+                [None if v == 5 else list(range(int(v))) for v in x], pa.list_(pa.int32())
+            ),
         }
 
 
@@ -106,12 +109,15 @@ class Scaled:
     def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
         x = np.asarray(batch.column("x"))
         if self._fail and (x == 13).any():
-            raise {"SystemExit": SystemExit, "MemoryError": MemoryError, "ValueError": ValueError}[self._fail]("13")
+            raise {"SystemExit": SystemExit, "MemoryError": MemoryError, "ValueError": ValueError}[
+                self._fail
+            ]("13")
         return {"double": self._weights * x}
 
 
 class Reread(Scaled):
-    """Its fingerprint reads the file when it is requested, as ``digest(self.path)`` does. A file ``….next`` takes its place once it was loaded."""
+    """Its fingerprint reads the file when it is requested, as ``digest(self.path)`` does. A file
+    ``….next`` takes its place once it was loaded."""
 
     def __init__(self, path: str, fail: str = "") -> None:
         super().__init__(path, fail)
@@ -161,21 +167,33 @@ def features(table: pa.Table) -> list[dict[str, Any]]:
 def statuses(lookup: Lookup, keys: Sequence[Any], **options: Any) -> list[str]:
     """``computed``, ``fresh``, or why a row is missing."""
     table = lookup.get("numbers", keys, **options)
-    return [reason or status for status, reason in zip(*(table[c].to_pylist() for c in ("status", "reason")), strict=True)]
+    return [
+        reason or status
+        for status, reason in zip(
+            *(table[c].to_pylist() for c in ("status", "reason")), strict=True
+        )
+    ]
 
 
 # ---- parity
 
 
-def test_computed_rows_equal_the_batch_jobs_rows(make_project: MakeProject, open_lookup: OpenLookup) -> None:
+def test_computed_rows_equal_the_batch_jobs_rows(
+    make_project: MakeProject, open_lookup: OpenLookup
+) -> None:
     rows = [(i, float(i)) for i in range(1, 13)]
     over = EVERYTHING | FALLBACK
-    project = make_project(rows, view=over, views={"expired": _view(over | {"ttl": 0, "stale_for": 0})})
+    project = make_project(
+        rows, view=over, views={"expired": _view(over | {"ttl": 0, "stale_for": 0})}
+    )
     project.publish_all()
     lookup, keys = open_lookup(project), [i for i, _ in rows]
     stored, computed = lookup.get("numbers", keys), lookup.get("expired", keys)
     assert set(stored["status"].to_pylist()) == {"fresh"}
-    assert (set(computed["status"].to_pylist()), set(computed["source"].to_pylist())) == ({"computed"}, {"fallback"})
+    assert (set(computed["status"].to_pylist()), set(computed["source"].to_pylist())) == (
+        {"computed"},
+        {"fallback"},
+    )
     assert computed.schema == stored.schema
     assert features(computed) == features(stored)
     for key in (4, 5, 9):
@@ -199,21 +217,46 @@ def test_keys_are_found_in_the_source_by_their_canonical_text_only(
     make_project: MakeProject, open_lookup: OpenLookup, key_type: str
 ) -> None:
     ids = pa.array([1, -5, 2**31 - 1]).cast(key_type)
-    project = make_project(pa.table({"id": ids, "x": [1.0, 2.0, 3.0]}), view=FALLBACK | {"ttl": 0, "stale_for": 0})
+    project = make_project(
+        pa.table({"id": ids, "x": [1.0, 2.0, 3.0]}), view=FALLBACK | {"ttl": 0, "stale_for": 0}
+    )
     project.publish_all()
     table = open_lookup(project).get("numbers", ["1", "-5", str(2**31 - 1)])
     assert table["double"].to_pylist() == [2.0, 4.0, 6.0]
-    odd = ["01", "+1", " 1", "1 ", "1.0", "1_0", "٣", "²", "-0", "--5", str(2**63), "9" * 400, "'", "x"]
+    odd = [
+        "01",
+        "+1",
+        " 1",
+        "1 ",
+        "1.0",
+        "1_0",
+        "٣",
+        "²",
+        "-0",
+        "--5",
+        str(2**63),
+        "9" * 400,
+        "'",
+        "x",
+    ]
     assert set(statuses(open_lookup(project), odd)) == {"unknown_entity"}
 
 
-def test_composite_keys_are_found_in_the_source(make_project: MakeProject, open_lookup: OpenLookup) -> None:
+def test_composite_keys_are_found_in_the_source(
+    make_project: MakeProject, open_lookup: OpenLookup
+) -> None:
     shops = ["a/b", "a", "50%", "é", "%2F"]
     items = [1, 2, 3, 4, 5]
-    table = pa.table({"shop": shops, "item": pa.array(items, pa.int32()), "x": [1.0, 2.0, 3.0, 4.0, 5.0]})
-    project = make_project(table, view=FALLBACK | {"entity": ["shop", "item"], "ttl": 0, "stale_for": 0})
+    table = pa.table(
+        {"shop": shops, "item": pa.array(items, pa.int32()), "x": [1.0, 2.0, 3.0, 4.0, 5.0]}
+    )
+    project = make_project(
+        table, view=FALLBACK | {"entity": ["shop", "item"], "ttl": 0, "stale_for": 0}
+    )
     project.publish_all()
-    found = open_lookup(project).get("numbers", [[s, i] for s, i in zip(shops, items, strict=True)] + [["a/b", 2], "a/b/1"])
+    found = open_lookup(project).get(
+        "numbers", [[s, i] for s, i in zip(shops, items, strict=True)] + [["a/b", 2], "a/b/1"]
+    )
     assert found["double"].to_pylist() == [2.0, 4.0, 6.0, 8.0, 10.0, None, None]
     assert found["key"].to_pylist()[:5] == ["a%2Fb/1", "a/2", "50%25/3", "é/4", "%252F/5"]
 
@@ -221,12 +264,15 @@ def test_composite_keys_are_found_in_the_source(make_project: MakeProject, open_
 # ---- the live snapshot's definition, inputs and model
 
 
-def test_the_live_snapshots_sql_counts_not_the_configurations(make_project: MakeProject, open_lookup: OpenLookup) -> None:
+def test_the_live_snapshots_sql_counts_not_the_configurations(
+    make_project: MakeProject, open_lookup: OpenLookup
+) -> None:
     project = make_project([(1, 1.0)], view=FALLBACK)
     project.publish_all()
     write_data(project, {1: 1.0, 2: 2.0})
     changed = make_project(
-        view=FALLBACK | {"source": {"sql": "SELECT id, x + 100 AS x FROM read_parquet('${data}/data.parquet')"}}
+        view=FALLBACK
+        | {"source": {"sql": "SELECT id, x + 100 AS x FROM read_parquet('${data}/data.parquet')"}}
     )
     assert open_lookup(changed).get("numbers", [2])["double"].to_pylist() == [4.0]
     changed.publish_all()
@@ -234,9 +280,17 @@ def test_the_live_snapshots_sql_counts_not_the_configurations(make_project: Make
     assert open_lookup(changed).get("numbers", [3])["double"].to_pylist() == [206.0]
 
 
-def test_views_it_reads_are_read_at_the_snapshots_the_batch_job_read(make_project: MakeProject, open_lookup: OpenLookup) -> None:
-    reading = _view(FALLBACK | {"source": {"sql": "SELECT id, double AS x FROM live.numbers"}, "ttl": 0, "stale_for": 0})
-    doubles = {"model": {"use": "tests.arithmetic:Doubler", "args": {"dim": 0}}, "features": {"double": {"dtype": "float64"}}}
+def test_views_it_reads_are_read_at_the_snapshots_the_batch_job_read(
+    make_project: MakeProject, open_lookup: OpenLookup
+) -> None:
+    reading = _view(
+        FALLBACK
+        | {"source": {"sql": "SELECT id, double AS x FROM live.numbers"}, "ttl": 0, "stale_for": 0}
+    )
+    doubles = {
+        "model": {"use": "tests.arithmetic:Doubler", "args": {"dim": 0}},
+        "features": {"double": {"dtype": "float64"}},
+    }
     project = make_project([(1, 1.0)], view=doubles, views={"twice": reading | doubles})
     project.publish_all("numbers", "twice")
     write_data(project, {1: 50.0, 2: 60.0})
@@ -256,7 +310,10 @@ def test_a_model_that_is_not_the_snapshots_is_refused_and_hits_go_on(
     weights.write_text("4.0")
     assert statuses(open_lookup(project), [1, 2]) == ["fresh", "model_error"]
     weights.write_text("3.0")
-    assert features(open_lookup(project).get("numbers", [1, 2])) == [{"double": 3.0}, {"double": 6.0}]
+    assert features(open_lookup(project).get("numbers", [1, 2])) == [
+        {"double": 3.0},
+        {"double": 6.0},
+    ]
 
 
 def test_a_refusal_is_remembered_and_the_model_not_loaded_for_each_miss(
@@ -276,7 +333,11 @@ def test_a_refusal_is_remembered_and_the_model_not_loaded_for_each_miss(
     weights.write_text("3.0")
     assert (statuses(lookup, [2]), Scaled.made) == (["model_error"], made)
     # told once
-    assert caplog.text.count("fallback of view") == caplog.text.count("view 'numbers': the model on disk has fingerprint") == 1
+    assert (
+        caplog.text.count("fallback of view")
+        == caplog.text.count("view 'numbers': the model on disk has fingerprint")
+        == 1
+    )
     monkeypatch.setattr("precompute.jobs.service.fallback.REFUSED_S", 0.0)
     assert (statuses(lookup, [2]), Scaled.made) == (["computed"], made + 1)
 
@@ -293,7 +354,10 @@ def test_new_weights_in_place_are_loaded_once_their_snapshot_is_live(
         write_data(project, {1: 1.0})
         project.publish_all()
         write_data(project, {1: 1.0, 2: 2.0})
-        assert features(lookup.get("numbers", [1, 2])) == [{"double": factor}, {"double": 2 * factor}]
+        assert features(lookup.get("numbers", [1, 2])) == [
+            {"double": factor},
+            {"double": 2 * factor},
+        ]
 
 
 def test_weights_replaced_during_loading_are_not_taken_for_the_new_ones(
@@ -321,18 +385,27 @@ def test_weights_that_come_while_others_are_loaded_are_loaded_once_more(
     weights.write_text("3.0")
     weights.with_name("weights.next").write_text("4.0")
     write_data(project, {1: 1.0, 2: 2.0})
-    assert features(open_lookup(project).get("numbers", [1, 2])) == [{"double": 4.0}, {"double": 8.0}]
+    assert features(open_lookup(project).get("numbers", [1, 2])) == [
+        {"double": 4.0},
+        {"double": 8.0},
+    ]
     assert project.store.snapshot(1).model == project.run().model
 
 
-def _scaled(make_project: MakeProject, folder: Path, factor: float, fail: str = "", model: str = "Scaled") -> tuple[Scene, Path]:
+def _scaled(
+    make_project: MakeProject, folder: Path, factor: float, fail: str = "", model: str = "Scaled"
+) -> tuple[Scene, Path]:
     weights = folder / "weights"
     weights.write_text(str(factor))
     used = {"use": f"{HERE}:{model}", "args": {"path": str(weights), "fail": fail}}
-    return make_project([(1, 1.0)], view=FALLBACK | {"model": used, "features": {"double": {"dtype": "float64"}}}), weights
+    return make_project(
+        [(1, 1.0)], view=FALLBACK | {"model": used, "features": {"double": {"dtype": "float64"}}}
+    ), weights
 
 
-def test_views_with_the_same_model_share_it(make_project: MakeProject, open_lookup: OpenLookup) -> None:
+def test_views_with_the_same_model_share_it(
+    make_project: MakeProject, open_lookup: OpenLookup
+) -> None:
     shared = FALLBACK | {
         "model": {"use": f"{HERE}:Shared"},
         "ttl": 0,
@@ -340,7 +413,9 @@ def test_views_with_the_same_model_share_it(make_project: MakeProject, open_look
         "features": {"double": {"dtype": "float64"}},
     }
     other = shared | {"model": {"use": f"{HERE}:Shared", "args": {"version": 2}}}
-    project = make_project([(1, 1.0)], view=shared, views={"second": _view(shared), "third": _view(other)})
+    project = make_project(
+        [(1, 1.0)], view=shared, views={"second": _view(shared), "third": _view(other)}
+    )
     project.publish_all()
     lookup = open_lookup(project)
     Shared.made = 0
@@ -352,31 +427,55 @@ def test_views_with_the_same_model_share_it(make_project: MakeProject, open_look
 def test_misses_of_views_of_one_model_are_one_call(make_project: MakeProject) -> None:
     folder = make_project([(1, 1.0)]).folder
     counting = FALLBACK | {
-        "model": {"use": "tests.arithmetic:Counting", "args": {"path": str(folder / "batches"), "sleep_s": 0.3}}
+        "model": {
+            "use": "tests.arithmetic:Counting",
+            "args": {"path": str(folder / "batches"), "sleep_s": 0.3},
+        }
     }
     one = {"features": {"double": {"dtype": "float64"}, "vector": {"dtype": "float32", "dim": 4}}}
-    views = {"second": _view(counting | one), "other": _view(counting | {"features": {"double": {"dtype": "float64"}}})}
+    views = {
+        "second": _view(counting | one),
+        "other": _view(counting | {"features": {"double": {"dtype": "float64"}}}),
+    }
     project = make_project(view=counting, views=views)
     project.publish_all()
     write_data(project, {i: float(i) for i in range(4, 9)})
-    online, fallback = project.open_online(), ViewFallback(project.offline, project.home, memory_mb=64)
-    pointers = {name: pointer for name in project.views if (pointer := online.live(name)) is not None}
+    online, fallback = (
+        project.open_online(),
+        ViewFallback(project.offline, project.home, memory_mb=64),
+    )
+    pointers = {
+        name: pointer for name in project.views if (pointer := online.live(name)) is not None
+    }
     try:
         for pointer in pointers.values():
             fallback.warm(pointer)
         (folder / "batches").write_text("")
         asked = {("numbers", "4"): _submit(fallback, pointers["numbers"], "4")}
         eventually(lambda: (folder / "batches").read_text() != "")
-        for name, key in (("numbers", "5"), ("second", "5"), ("second", "6"), ("other", "7"), ("numbers", "77")):
+        for name, key in (
+            ("numbers", "5"),
+            ("second", "5"),
+            ("second", "6"),
+            ("other", "7"),
+            ("numbers", "77"),
+        ):
             asked[name, key] = _submit(fallback, pointers[name], key)
-        done = {which: future.exception(timeout=20) or future.result() for which, future in asked.items()}
+        done = {
+            which: future.exception(timeout=20) or future.result()
+            for which, future in asked.items()
+        }
     finally:
         fallback.close()
         online.close()
     unknown = done.pop(("numbers", "77"))
     assert isinstance(unknown, Miss)
     assert unknown.reason is Reason.UNKNOWN_ENTITY
-    doubles = {which: values_of(pointers[which[0]], row)["double"] for which, row in done.items() if isinstance(row, Computed)}
+    doubles = {
+        which: values_of(pointers[which[0]], row)["double"]
+        for which, row in done.items()
+        if isinstance(row, Computed)
+    }
     assert doubles == {which: 2 * float(which[1]) for which in done}
     first, *others = (folder / "batches").read_text().splitlines()
     assert first == "[4.0]"
@@ -384,24 +483,37 @@ def test_misses_of_views_of_one_model_are_one_call(make_project: MakeProject) ->
     assert sorted(others) == ["[5.0, 6.0, 5.0]", "[7.0]"]
 
 
-def test_who_looked_before_a_row_was_kept_is_given_it_all_the_same(make_project: MakeProject, tmp_path: Path) -> None:
+def test_who_looked_before_a_row_was_kept_is_given_it_all_the_same(
+    make_project: MakeProject, tmp_path: Path
+) -> None:
     folder = make_project([(1, 1.0)]).folder
-    counting = {"model": {"use": "tests.arithmetic:Counting", "args": {"path": str(folder / "batches")}}}
+    counting = {
+        "model": {"use": "tests.arithmetic:Counting", "args": {"path": str(folder / "batches")}}
+    }
     other = _view(FALLBACK | counting | {"features": {"double": {"dtype": "float64"}}})
     other["fallback"] = other["fallback"] | {"keep": 0, "keep_missing": 0}
     project = make_project(view=FALLBACK | counting, views={"unkept": other})
     project.publish_all()
     write_data(project, {5: 5.0})
     miss_cache = MissCacheFile(tmp_path / "kept", MissCacheLimits())
-    online, fallback = project.open_online(), ViewFallback(project.offline, project.home, memory_mb=64, miss_cache=miss_cache)
+    online, fallback = (
+        project.open_online(),
+        ViewFallback(project.offline, project.home, memory_mb=64, miss_cache=miss_cache),
+    )
     try:
         for view, calls in (("numbers", 1), ("unkept", 3)):
             pointer = online.live(view)
             assert pointer is not None
             fallback.warm(pointer)
             (folder / "batches").write_text("")
-            doubles = [values_of(pointer, _submit(fallback, pointer, "5").result(20))["double"] for _ in range(3)]
-            assert (doubles, len((folder / "batches").read_text().splitlines())) == ([10.0] * 3, calls)
+            doubles = [
+                values_of(pointer, _submit(fallback, pointer, "5").result(20))["double"]
+                for _ in range(3)
+            ]
+            assert (doubles, len((folder / "batches").read_text().splitlines())) == (
+                [10.0] * 3,
+                calls,
+            )
             for _ in range(2):
                 unknown = _submit(fallback, pointer, "77").exception(20)
                 assert isinstance(unknown, Miss)
@@ -409,7 +521,9 @@ def test_who_looked_before_a_row_was_kept_is_given_it_all_the_same(make_project:
         pointer = online.live("numbers")
         assert pointer is not None
         eventually(lambda: set(miss_cache.read(pointer, ["5", "77"])) == {"5", "77"})
-        assert values_of(pointer, _submit(fallback, pointer, "5", x=9.0).result(20))["double"] == 18.0
+        assert (
+            values_of(pointer, _submit(fallback, pointer, "5", x=9.0).result(20))["double"] == 18.0
+        )
     finally:
         fallback.close()
         online.close()
@@ -420,7 +534,9 @@ class ByIds(Counting):
     """``double`` is the entity's id, twice, and x."""
 
     def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray | pa.Array]:
-        return super().compute(batch) | {"double": 2.0 * np.asarray(batch.column("id")) + np.asarray(batch.column("x"))}
+        return super().compute(batch) | {
+            "double": 2.0 * np.asarray(batch.column("id")) + np.asarray(batch.column("x"))
+        }
 
 
 class OfInputsAlone(Counting):
@@ -431,19 +547,29 @@ class OfInputsAlone(Counting):
 
 
 @pytest.mark.parametrize("model", ["ByIds", "OfInputsAlone"])
-def test_a_row_of_a_requests_inputs_is_computed_once_for_all(make_project: MakeProject, tmp_path: Path, model: str) -> None:
+def test_a_row_of_a_requests_inputs_is_computed_once_for_all(
+    make_project: MakeProject, tmp_path: Path, model: str
+) -> None:
     folder = make_project([(1, 1.0)]).folder
-    project = make_project(view=FALLBACK | {"model": {"use": f"{HERE}:{model}", "args": {"path": str(folder / "batches")}}})
+    project = make_project(
+        view=FALLBACK
+        | {"model": {"use": f"{HERE}:{model}", "args": {"path": str(folder / "batches")}}}
+    )
     project.publish_all()
     write_data(project, {2: 2.0})
     miss_cache = MissCacheFile(tmp_path / "kept", MissCacheLimits())
-    online, fallback = project.open_online(), ViewFallback(project.offline, project.home, memory_mb=64, miss_cache=miss_cache)
+    online, fallback = (
+        project.open_online(),
+        ViewFallback(project.offline, project.home, memory_mb=64, miss_cache=miss_cache),
+    )
     lookup = Lookup(online, None, fallback, miss_cache=miss_cache)
 
     def asked(keys: Sequence[int], x: float | None, **options: Any) -> list[tuple[str, float, str]]:
         inputs = None if x is None else {str(key): {"x": x} for key in keys}
         table = lookup.get("numbers", keys, inputs=inputs, **options)
-        return list(zip(*(table[name].to_pylist() for name in ("key", "double", "source")), strict=True))
+        return list(
+            zip(*(table[name].to_pylist() for name in ("key", "double", "source")), strict=True)
+        )
 
     def double(key: int, x: float) -> float:
         return 2.0 * key + x if model == "ByIds" else 2.0 * x
@@ -456,8 +582,12 @@ def test_a_row_of_a_requests_inputs_is_computed_once_for_all(make_project: MakeP
         (folder / "batches").write_text("")
         other = "fallback" if model == "ByIds" else "cache"
         assert asked([8, 9], 5.0) == [("8", double(8, 5.0), "cache"), ("9", double(9, 5.0), other)]
-        # it stands for no key: neither for one that is published, nor for one that the source has, nor for one that nobody knows
-        assert asked([1, 2], None) == [("1", double(1, 1.0), "store"), ("2", double(2, 2.0), "fallback")]
+        # it stands for no key: neither for one that is published, nor for one that the source has,
+        # nor for one that nobody knows
+        assert asked([1, 2], None) == [
+            ("1", double(1, 1.0), "store"),
+            ("2", double(2, 2.0), "fallback"),
+        ]
         assert statuses(lookup, [8]) == ["unknown_entity"]
         assert asked([1], 5.0) == [("1", double(1, 1.0), "store")]
         assert asked([8], 6.0) == [("8", double(8, 6.0), "fallback")]
@@ -528,7 +658,11 @@ def test_one_clients_rows_are_behind_the_first_of_anothers(
         answer.wait()
     order = [x for xs in Permitted.begun for x in xs if x >= 100]
     assert order == [*range(100, 100 + GROW_BY), 200, *range(100 + GROW_BY, 140)]
-    assert {str(status) for answer in (crawlers, shops) for status in map(answer.status, range(len(answer.keys)))} == {"computed"}
+    assert {
+        str(status)
+        for answer in (crawlers, shops)
+        for status in map(answer.status, range(len(answer.keys)))
+    } == {"computed"}
 
 
 # ---- while snapshots change
@@ -546,7 +680,10 @@ def test_requests_of_the_old_and_new_snapshot_are_each_answered(make_project: Ma
     for _ in range(5):
         fallback = ViewFallback(project.offline, project.home, memory_mb=64)
         try:
-            asked = [_submit(fallback, pointer, "1") for pointer in (pointers[1], pointers[0], pointers[1])]
+            asked = [
+                _submit(fallback, pointer, "1")
+                for pointer in (pointers[1], pointers[0], pointers[1])
+            ]
             computed = [future.result(timeout=20) for future in asked]
         finally:
             fallback.close()
@@ -555,7 +692,9 @@ def test_requests_of_the_old_and_new_snapshot_are_each_answered(make_project: Ma
 
 
 def _submit(fallback: ViewFallback, pointer: Pointer, key: str, **inputs: Any) -> Future[Computed]:
-    return fallback.submit(pointer, [key], {key: inputs} if inputs else {}, time.monotonic() + 20)[0]
+    return fallback.submit(pointer, [key], {key: inputs} if inputs else {}, time.monotonic() + 20)[
+        0
+    ]
 
 
 @pytest.mark.parametrize(
@@ -604,21 +743,28 @@ def test_a_batchs_deadline_follows_the_models_pace_not_patience(make_project: Ma
         assert told[1] == math.inf
 
 
-def test_suspected_rows_are_computed_alone_until_they_came_through(make_project: MakeProject) -> None:
+def test_suspected_rows_are_computed_alone_until_they_came_through(
+    make_project: MakeProject,
+) -> None:
     project = make_project([(number, 1.0) for number in range(1, 5)], view=FALLBACK)
     project.publish_all()
     held: list[list[int]] = []
     one, two, three, four = (row_hash("numbers", str(number), None) for number in range(1, 5))
     suspects = {one: 0.0, two: 0.0, four: math.inf}
     watch = lambda done_by, rows: held.append(list(rows))  # noqa: E731
-    online, fallback = project.open_online(), ViewFallback(project.offline, project.home, 64, watch, suspects=suspects)
+    online, fallback = (
+        project.open_online(),
+        ViewFallback(project.offline, project.home, 64, watch, suspects=suspects),
+    )
     data = project.folder / "data.parquet"
     with contextlib.closing(online), contextlib.closing(fallback):
         pointer = online.live("numbers")
         assert pointer is not None
         # while the view cannot be opened nothing is tried
         gone = data.rename(project.folder / "gone")
-        assert isinstance(fallback.submit(pointer, ["1"], {}, time.monotonic() + 20)[0].exception(20), Miss)
+        assert isinstance(
+            fallback.submit(pointer, ["1"], {}, time.monotonic() + 20)[0].exception(20), Miss
+        )
         gone.rename(data)
         fallback.warm(pointer)
         for alone in ([[one], [two], [three]], [[one, two, three]]):
@@ -629,19 +775,27 @@ def test_suspected_rows_are_computed_alone_until_they_came_through(make_project:
             refused = futures.pop().exception(20)
             assert isinstance(refused, Miss)
             assert (refused.reason, refused.broken) == (Reason.MODEL_ERROR, None)
-            assert [values_of(pointer, future.result(20))["double"] for future in futures] == [2.0] * 3
+            assert [values_of(pointer, future.result(20))["double"] for future in futures] == [
+                2.0
+            ] * 3
             eventually(lambda: [rows for rows in held if rows] == alone)  # noqa: B023
 
 
 def test_what_is_searched_by_is_never_computed_among_rows(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)], view=FALLBACK | {"model": {"use": f"{HERE}:TwoSided"}})
     project.publish_all()
-    online, fallback = project.open_online(), ViewFallback(project.offline, project.home, memory_mb=64)
+    online, fallback = (
+        project.open_online(),
+        ViewFallback(project.offline, project.home, memory_mb=64),
+    )
     pointer = online.live("numbers")
     assert pointer is not None
     try:
         deadline = time.monotonic() + 20
-        asked = [fallback.submit(pointer, ["9"], {"9": {"x": 3.0}}, deadline, query=query)[0] for query in (False, True) * 3]
+        asked = [
+            fallback.submit(pointer, ["9"], {"9": {"x": 3.0}}, deadline, query=query)[0]
+            for query in (False, True) * 3
+        ]
         found = [values_of(pointer, future.result(timeout=20))["double"] for future in asked]
     finally:
         fallback.close()
@@ -651,7 +805,10 @@ def test_what_is_searched_by_is_never_computed_among_rows(make_project: MakeProj
 
 def test_it_is_ready_for_the_epoch_it_was_warmed_for(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)], view=FALLBACK)
-    online, fallback = project.open_online(), ViewFallback(project.offline, project.home, memory_mb=64)
+    online, fallback = (
+        project.open_online(),
+        ViewFallback(project.offline, project.home, memory_mb=64),
+    )
     try:
         for x in (1.0, 2.0):
             make_project([(1, x)], view=FALLBACK).publish_all()
@@ -666,7 +823,10 @@ def test_it_is_ready_for_the_epoch_it_was_warmed_for(make_project: MakeProject) 
 
 
 def test_a_model_that_comes_after_its_snapshot_is_opened_without_a_miss(
-    make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_project: MakeProject,
+    open_lookup: OpenLookup,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for setting in ("lookup_worker.WARM_EVERY_S", "lookup_worker.AGAIN_S", "fallback.REFUSED_S"):
         monkeypatch.setattr(f"precompute.jobs.service.{setting}", 0.01)
@@ -688,7 +848,10 @@ def test_a_model_that_comes_after_its_snapshot_is_opened_without_a_miss(
 
 
 def test_another_model_is_loaded_before_what_it_computed_is_live(
-    make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_project: MakeProject,
+    open_lookup: OpenLookup,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("precompute.jobs.service.lookup_worker.WARM_EVERY_S", 0.01)
     project, weights = _scaled(make_project, tmp_path, 3.0)
@@ -705,7 +868,9 @@ def test_another_model_is_loaded_before_what_it_computed_is_live(
         weights.write_text("4.0")
         project.materialize(full=True)
         coming = project.store.snapshot(2)
-        eventually(lambda: ("numbers", (live.epoch + 1, coming.created_at)) in fallback.open_publishings())
+        eventually(
+            lambda: ("numbers", (live.epoch + 1, coming.created_at)) in fallback.open_publishings()
+        )
         assert wanted[-1] == {live.model, coming.model}
         made = Scaled.made
         project.publish()
@@ -718,7 +883,11 @@ def test_another_model_is_loaded_before_what_it_computed_is_live(
 
 @pytest.mark.parametrize("ended", ["dropped", "root removed"])
 def test_a_view_that_began_anew_is_computed_by_its_own_model(
-    make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: str
+    make_project: MakeProject,
+    open_lookup: OpenLookup,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ended: str,
 ) -> None:
     """Its epochs and generations start at 1 again, under a server that goes on."""
     monkeypatch.setattr("precompute.jobs.service.lookup_worker.WARM_EVERY_S", 0.01)
@@ -737,7 +906,10 @@ def test_a_view_that_began_anew_is_computed_by_its_own_model(
             assert pointer is not None
             pointers.append(pointer)
             eventually(partial(fallback.ready, pointer))
-            assert features(lookup.get("numbers", [1, 2])) == [{"double": factor}, {"double": 2 * factor}]
+            assert features(lookup.get("numbers", [1, 2])) == [
+                {"double": factor},
+                {"double": 2 * factor},
+            ]
             if ended == "dropped":
                 drop(project, "numbers", data=True)
             else:
@@ -750,7 +922,10 @@ def test_a_view_that_began_anew_is_computed_by_its_own_model(
 def test_closed_it_refuses_as_shed(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)], view=FALLBACK)
     project.publish_all()
-    online, fallback = project.open_online(), ViewFallback(project.offline, project.home, memory_mb=64)
+    online, fallback = (
+        project.open_online(),
+        ViewFallback(project.offline, project.home, memory_mb=64),
+    )
     pointer = online.live("numbers")
     assert pointer is not None
     fallback.close()
@@ -771,7 +946,12 @@ def test_a_row_the_model_fails_on_fails_alone_and_the_next_are_computed(
     project.publish_all()
     write_data(project, {1: 1.0, 12: 12.0, 13: 13.0, 14: 14.0})
     lookup = open_lookup(project)
-    assert statuses(lookup, [12, 13, 14, 77], deadline_ms=3000) == ["computed", "model_error", "computed", "unknown_entity"]
+    assert statuses(lookup, [12, 13, 14, 77], deadline_ms=3000) == [
+        "computed",
+        "model_error",
+        "computed",
+        "unknown_entity",
+    ]
     assert statuses(lookup, [14], deadline_ms=3000) == ["computed"]
 
 
@@ -780,11 +960,16 @@ class Misshapen(Doubler):
 
     def compute(self, batch: pa.RecordBatch) -> dict[str, Any]:
         made = super().compute(batch)
-        vectors = [list(row[: 3 if x == 13 else 4]) for row, x in zip(made["vector"], batch.column("x").to_pylist(), strict=True)]
+        vectors = [
+            list(row[: 3 if x == 13 else 4])
+            for row, x in zip(made["vector"], batch.column("x").to_pylist(), strict=True)
+        ]
         return {**made, "vector": vectors}
 
 
-def test_an_answer_that_does_not_fit_is_an_error_of_its_key_alone(make_project: MakeProject, open_lookup: OpenLookup) -> None:
+def test_an_answer_that_does_not_fit_is_an_error_of_its_key_alone(
+    make_project: MakeProject, open_lookup: OpenLookup
+) -> None:
     project = make_project([(1, 1.0)], view=FALLBACK | {"model": {"use": f"{HERE}:Misshapen"}})
     project.publish_all()
     write_data(project, {1: 1.0, 12: 12.0, 13: 13.0, 14: 14.0})
@@ -814,7 +999,9 @@ def test_a_source_that_is_replaced_while_it_is_read_is_read_again(
     assert failed == [["2"]]
 
 
-def test_a_source_that_is_gone_is_a_model_error_until_it_is_back(make_project: MakeProject, open_lookup: OpenLookup) -> None:
+def test_a_source_that_is_gone_is_a_model_error_until_it_is_back(
+    make_project: MakeProject, open_lookup: OpenLookup
+) -> None:
     project = make_project([(1, 1.0)], view=FALLBACK)
     project.publish_all()
     lookup, data = open_lookup(project), project.folder / "data.parquet"
@@ -841,39 +1028,60 @@ def test_a_model_whose_fingerprint_raises_is_a_model_error(
     assert statuses(lookup, [77]) == ["unknown_entity"]
 
 
-def test_inputs_of_a_request_need_no_source_and_missing_ones_are_null(make_project: MakeProject, open_lookup: OpenLookup) -> None:
+def test_inputs_of_a_request_need_no_source_and_missing_ones_are_null(
+    make_project: MakeProject, open_lookup: OpenLookup
+) -> None:
     sql = "SELECT id, x, 1.5 AS y FROM read_parquet('${data}/data.parquet')"
     project = make_project([(1, 1.0)], view=FALLBACK | {"source": {"sql": sql}})
     project.publish_all()
     lookup = open_lookup(project)
-    assert lookup.get("numbers", [500], inputs={"500": {"x": 7, "y": 1}})["double"].to_pylist() == [14.0]
+    assert lookup.get("numbers", [500], inputs={"500": {"x": 7, "y": 1}})["double"].to_pylist() == [
+        14.0
+    ]
     assert lookup.get("numbers", ["500"], inputs={500: {"x": 7}})["double"].to_pylist() == [14.0]
     assert statuses(lookup, [500], inputs={"500": {"y": 7}}) == ["model_error"]
     assert statuses(lookup, [500]) == ["unknown_entity"]
 
 
-def test_bytes_of_a_requests_inputs_are_base64(make_project: MakeProject, open_lookup: OpenLookup) -> None:
+def test_bytes_of_a_requests_inputs_are_base64(
+    make_project: MakeProject, open_lookup: OpenLookup
+) -> None:
     """As JSON has them; in this process they may be bytes. What is neither is no input."""
     sql = "SELECT id, encode('some') AS raw FROM read_parquet('${data}/data.parquet')"
-    columns = {"model": {"use": "tests.jobs.test_fallback:Size"}, "features": {"double": {"dtype": "float64"}}, "index": None}
+    columns = {
+        "model": {"use": "tests.jobs.test_fallback:Size"},
+        "features": {"double": {"dtype": "float64"}},
+        "index": None,
+    }
     project = make_project([(1, 1.0)], view=FALLBACK | {"source": {"sql": sql}} | columns)
     project.publish_all()
     lookup = open_lookup(project)
     for raw in (b"12345", base64.b64encode(b"12345").decode()):
-        assert lookup.get("numbers", [500], inputs={"500": {"raw": raw}})["double"].to_pylist() == [5.0]
+        assert lookup.get("numbers", [500], inputs={"500": {"raw": raw}})["double"].to_pylist() == [
+            5.0
+        ]
     assert statuses(lookup, [501], inputs={"501": {"raw": "none!"}}) == ["model_error"]
 
 
 def test_the_same_key_with_other_inputs_is_another_computation(make_project: MakeProject) -> None:
-    project = make_project([(1, 1.0)], view=FALLBACK | {"model": {"use": "tests.arithmetic:Doubler", "args": {"sleep_s": 0.2}}})
+    project = make_project(
+        [(1, 1.0)],
+        view=FALLBACK | {"model": {"use": "tests.arithmetic:Doubler", "args": {"sleep_s": 0.2}}},
+    )
     project.publish_all()
     write_data(project, {5: 5.0})
-    online, fallback = project.open_online(), ViewFallback(project.offline, project.home, memory_mb=64)
+    online, fallback = (
+        project.open_online(),
+        ViewFallback(project.offline, project.home, memory_mb=64),
+    )
     pointer = online.live("numbers")
     assert pointer is not None
     try:
         fallback.warm(pointer)
-        asked = [_submit(fallback, pointer, "5", **inputs) for inputs in ({}, {"x": 1}, {"x": 2}, {"x": 1}, {})]
+        asked = [
+            _submit(fallback, pointer, "5", **inputs)
+            for inputs in ({}, {"x": 1}, {"x": 2}, {"x": 1}, {})
+        ]
         computed = [future.result(timeout=20) for future in asked]
     finally:
         fallback.close()

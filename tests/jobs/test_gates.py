@@ -1,4 +1,5 @@
-"""Gates: each refuses what it is there for, with the right figures and exit status 3; the old version stays live; a name accepts it."""
+"""Gates: each refuses what it is there for, with the right figures and exit status 3; the old
+version stays live; a name accepts it."""
 
 from __future__ import annotations
 
@@ -38,11 +39,18 @@ Captured = pytest.CaptureFixture[str]
 
 
 class Vectors:
-    """x → ``vector``: for x > 0 the direction of x, of length ``length``; 0 gives zeros, -1 always the same vector, -2 the opposite
-    direction of the row's ``id``; ``double`` = 2x. With ``weights``, a file, a factor of both that the fingerprint does not tell.
-    ``batched``: adds the number of rows in the batch."""
+    """x → ``vector``: for x > 0 the direction of x, of length ``length``; 0 gives zeros, -1 always
+    the same vector, -2 the opposite direction of the row's ``id``; ``double`` = 2x. With
+    ``weights``, a file, a factor of both that the fingerprint does not tell. ``batched``: adds the
+    number of rows in the batch."""
 
-    def __init__(self, length: float = 1.0, version: int = 1, weights: str | None = None, batched: bool = False) -> None:
+    def __init__(
+        self,
+        length: float = 1.0,
+        version: int = 1,
+        weights: str | None = None,
+        batched: bool = False,
+    ) -> None:
         self.length, self.version, self.weights, self.batched = length, version, weights, batched
 
     def fingerprint(self) -> str:
@@ -61,7 +69,9 @@ class Vectors:
 FEATURES = {"double": {"dtype": "float64"}, "vector": {"dtype": "float32", "dim": 2}}
 
 
-def view(gates: Mapping[str, float | None] | None = None, fallback: bool = False, **args: Any) -> dict[str, Any]:
+def view(
+    gates: Mapping[str, float | None] | None = None, fallback: bool = False, **args: Any
+) -> dict[str, Any]:
     return {
         "model": {"use": f"{HERE}:Vectors", "args": args},
         "features": FEATURES,
@@ -82,12 +92,27 @@ def failed(snapshot: Snapshot) -> list[str]:
 
 BAD: dict[str, tuple[Mapping[int, float | None], dict[str, Any], float, str]] = {
     # gate: rows, the model's arguments, figure measured, what is said
-    "rows": ({i: GOOD[i] for i in range(N // 2)}, {}, -0.5, "20 rows, -50.0% against the 40 of snapshot 1"),
+    "rows": (
+        {i: GOOD[i] for i in range(N // 2)},
+        {},
+        -0.5,
+        "20 rows, -50.0% against the 40 of snapshot 1",
+    ),
     "rejected": (GOOD | dict.fromkeys(range(10)), {}, 0.25, "10 of 40 rows rejected"),
     "coverage": (GOOD | dict.fromkeys(range(10)), {}, 0.75, "30 of 40 source rows have a value"),
     "zero": (GOOD | {0: 0.0, 1: 0.0}, {}, 0.05, "2 of 40 vector are all zeros"),
-    "duplicates": (dict.fromkeys(GOOD, -1.0), {}, 0.975, "97.5% of sampled vector repeat another one"),
-    "drift": (dict.fromkeys(GOOD, -2.0), {}, -1.0, "mean cosine of vector to the live snapshot -1.0000, on 40 common keys"),
+    "duplicates": (
+        dict.fromkeys(GOOD, -1.0),
+        {},
+        0.975,
+        "97.5% of sampled vector repeat another one",
+    ),
+    "drift": (
+        dict.fromkeys(GOOD, -2.0),
+        {},
+        -1.0,
+        "mean cosine of vector to the live snapshot -1.0000, on 40 common keys",
+    ),
     "moved": (
         {i: x + 0.75 * (i < 14) for i, x in GOOD.items()},
         {},
@@ -103,11 +128,14 @@ BAD: dict[str, tuple[Mapping[int, float | None], dict[str, Any], float, str]] = 
 }
 OWN = {"rejected": {"rejected": 0.2}, "coverage": {"coverage": 0.8}}
 """Limits for the gates whose default is that of ``max_rejected``, which stops the run earlier."""
-OTHERS = {gate: dict.fromkeys(("rows", "zero", "norm", "duplicates", "drift", "moved")) for gate in BAD}
+OTHERS = {
+    gate: dict.fromkeys(("rows", "zero", "norm", "duplicates", "drift", "moved")) for gate in BAD
+}
 
 
 def projects(make_project: MakeProject, gate: str, limit: Mapping[str, float | None]) -> Scene:
-    """A project with a good snapshot live and the bad rows of a gate in its source, all other gates off."""
+    """A project with a good snapshot live and the bad rows of a gate in its source, all other gates
+    off."""
     rows, args, _, _ = BAD[gate]
     gates = {k: v for k, v in OTHERS[gate].items() if k != gate} | dict(limit)
     make_project(list(GOOD.items()), view=view(gates)).run()
@@ -156,7 +184,8 @@ def first(n: int) -> dict[int, float]:
 
 
 def turned(n: int, by: float, rows: Mapping[int, float] = GOOD) -> dict[int, float]:
-    """The rows with the vectors of the first ``n`` turned by an angle, so that their cosine to what they were is that angle's."""
+    """The rows with the vectors of the first ``n`` turned by an angle, so that their cosine to what
+    they were is that angle's."""
     return {i: x + by * (i < n) for i, x in rows.items()}
 
 
@@ -167,7 +196,9 @@ A, B = 2 * np.arcsin(0.225) - 1e-3, 2 * np.arcsin(0.225) + 1e-3
 def test_every_gate_that_is_measured_is_one_that_is_configured(make_project: MakeProject) -> None:
     features = FEATURES | {"vector": {"dtype": "float32", "dim": 2, "packed": "int8"}}
     gates = {"rows": 0.2}
-    project = make_project(list(GOOD.items()), view=view(fallback=True) | {"features": features, "gates": gates})
+    project = make_project(
+        list(GOOD.items()), view=view(fallback=True) | {"features": features, "gates": gates}
+    )
     project.run()
     project.run(full=True)
     measured = {verdict.gate for verdict in project.snapshot().gates}
@@ -190,14 +221,31 @@ def test_a_share_of_floats_that_is_the_limit_passes() -> None:
     assert [verdict.passed for verdict in verdicts.all] == [True, True]
 
 
-AT_THE_LIMIT: list[tuple[str, Mapping[int, float | None], dict[str, Any], Mapping[int, float | None], dict[str, Any]]] = [
-    # gate, rows and arguments of what still passes, and of what does not any more, after GOOD; every limit its default, but where OWN has one
+AT_THE_LIMIT: list[
+    tuple[
+        str, Mapping[int, float | None], dict[str, Any], Mapping[int, float | None], dict[str, Any]
+    ]
+] = [
+    # gate, rows and arguments of what still passes, and of what does not any more, after GOOD;
+    # every limit its default, but where OWN has one
     ("rows", first(48), {}, first(49), {}),
     ("rows", first(32), {}, first(31), {}),
     ("rejected", GOOD | dict.fromkeys(range(8)), {}, GOOD | dict.fromkeys(range(9)), {}),
     ("coverage", GOOD | dict.fromkeys(range(8)), {}, GOOD | dict.fromkeys(range(9)), {}),
-    ("zero", first(200) | dict.fromkeys(range(2), 0.0), {}, first(200) | dict.fromkeys(range(3), 0.0), {}),
-    ("duplicates", GOOD | dict.fromkeys(range(21), -1.0), {}, GOOD | dict.fromkeys(range(22), -1.0), {}),
+    (
+        "zero",
+        first(200) | dict.fromkeys(range(2), 0.0),
+        {},
+        first(200) | dict.fromkeys(range(3), 0.0),
+        {},
+    ),
+    (
+        "duplicates",
+        GOOD | dict.fromkeys(range(21), -1.0),
+        {},
+        GOOD | dict.fromkeys(range(22), -1.0),
+        {},
+    ),
     ("norm", turned(40, 1e-9), {"length": 1.49}, turned(40, 1e-9), {"length": 1.51}),
     ("norm", turned(40, 1e-9), {"length": 0.51}, turned(40, 1e-9), {"length": 0.49}),
     ("drift", turned(40, np.arccos(0.81)), {}, turned(40, np.arccos(0.79)), {}),
@@ -233,10 +281,22 @@ def test_a_limit_of_ones_own_is_what_still_passes(make_project: MakeProject) -> 
     make_project(list(GOOD.items()), view=view(gates)).run()
     with pytest.raises(GateError, match=r"zero: 3 of 40.*moved: 7\.5%"):
         make_project(list((GOOD | dict.fromkeys(range(3), 0.0)).items()), view=view(gates)).run()
-    assert make_project(list((GOOD | dict.fromkeys(range(2), 0.0)).items()), view=view(gates)).run().status == "published"
-    further = view({"duplicates": None}) | {"gates": {"moved": 0.0, "moved_by": 1.99, "drift": None}}
     assert (
-        make_project(list(turned(9, 3.1).items()), view=further | {"gates": further["gates"] | {"moved_by": 2.0}}).run().status
+        make_project(list((GOOD | dict.fromkeys(range(2), 0.0)).items()), view=view(gates))
+        .run()
+        .status
+        == "published"
+    )
+    further = view({"duplicates": None}) | {
+        "gates": {"moved": 0.0, "moved_by": 1.99, "drift": None}
+    }
+    assert (
+        make_project(
+            list(turned(9, 3.1).items()),
+            view=further | {"gates": further["gates"] | {"moved_by": 2.0}},
+        )
+        .run()
+        .status
         == "published"
     )
 
@@ -254,7 +314,9 @@ def test_a_gate_is_accepted_by_name_on_the_run(make_project: MakeProject, gate: 
 
 
 @pytest.mark.parametrize("gate", ["rows", "drift"])
-def test_a_gate_is_accepted_by_name_on_a_later_publish(make_project: MakeProject, gate: str) -> None:
+def test_a_gate_is_accepted_by_name_on_a_later_publish(
+    make_project: MakeProject, gate: str
+) -> None:
     project = projects(make_project, gate, {})
     assert project.cli("materialize", "numbers") == 0
     assert project.cli("publish", "numbers", "--snapshot", "2") == 3
@@ -279,11 +341,22 @@ def test_accepting_one_of_two_is_not_enough(make_project: MakeProject, capsys: C
     assert "drift: " in error
     assert "rows: " not in error
     assert live(project)[0] == 1
-    assert project.cli("publish", "numbers", "--snapshot", "2", *(f"--accept={gate}" for gate in ("drift", "rows", "moved"))) == 0
+    assert (
+        project.cli(
+            "publish",
+            "numbers",
+            "--snapshot",
+            "2",
+            *(f"--accept={gate}" for gate in ("drift", "rows", "moved")),
+        )
+        == 0
+    )
     assert sorted(project.snapshot().accepted) == ["drift", "moved", "rows"]
 
 
-def test_an_acceptance_holds_in_the_next_run_while_its_gate_says_the_same(make_project: MakeProject) -> None:
+def test_an_acceptance_holds_in_the_next_run_while_its_gate_says_the_same(
+    make_project: MakeProject,
+) -> None:
     off = {"duplicates": None, "drift": None}
     make_project(list(GOOD.items()), view=view(off)).run()
     grown = make_project([(i, float(i + 1)) for i in range(N + 5)], view=view(off))
@@ -303,14 +376,18 @@ def test_an_acceptance_holds_in_the_next_run_while_its_gate_says_the_same(make_p
     project = make_project(half, view=view(off | {"norm": 3.0}, length=3.0))
     assert project.cli("run", "numbers") == 3
     assert stands() == (5, ("rows",), ["moved"])
-    assert project.cli("publish", "numbers", "--snapshot", "1") == 0  # which has other rows than what they were compared with
+    assert (
+        project.cli("publish", "numbers", "--snapshot", "1") == 0
+    )  # which has other rows than what they were compared with
     assert project.cli("run", "numbers") == 3
     assert stands() == (6, (), ["moved", "rows"])
     assert project.cli("run", "numbers", "--accept", "rows", "--accept", "moved") == 0
     assert stands() == (7, ("moved", "rows"), [])
 
 
-def test_publish_by_default_takes_the_newest_that_no_gate_refused(make_project: MakeProject) -> None:
+def test_publish_by_default_takes_the_newest_that_no_gate_refused(
+    make_project: MakeProject,
+) -> None:
     make_project(list(GOOD.items()), view=view()).run()
     project = make_project([(i, GOOD[i]) for i in range(10)], view=view())
     project.materialize()
@@ -325,7 +402,9 @@ def test_a_limit_that_was_changed_is_what_the_next_run_judges_by(make_project: M
     half = [(i, GOOD[i]) for i in range(20)]
     with pytest.raises(GateError):
         make_project(half, view=view()).run()
-    project = make_project(half, view=view({"rows": 0.6}))  # as the operator, told of the refusal, would do
+    project = make_project(
+        half, view=view({"rows": 0.6})
+    )  # as the operator, told of the refusal, would do
     assert project.run().status == "published"
 
 
@@ -339,17 +418,27 @@ def test_rejected_and_coverage_can_be_switched_off(make_project: MakeProject) ->
 # ---- parity
 
 
-def test_parity_computes_a_sample_again_as_the_fallback_would(make_project: MakeProject, tmp_path: Path) -> None:
+def test_parity_computes_a_sample_again_as_the_fallback_would(
+    make_project: MakeProject, tmp_path: Path
+) -> None:
     weights = tmp_path / "weights"
     weights.write_text("1")
     make: dict[str, Any] = {"fallback": True, "weights": str(weights)}
     project = make_project(list(GOOD.items()), view=view(**make))
     project.run()
     parity = [g for g in project.snapshot().gates if g.gate == "parity"]
-    assert parity == [Verdict("parity", True, 0.0, 0.05, "0 of 20 sampled rows come out differently from the fallback")]
-    weights.write_text("1.5")  # the file changed, and the model's fingerprint does not tell: old rows stay, new ones are others
+    assert parity == [
+        Verdict(
+            "parity", True, 0.0, 0.05, "0 of 20 sampled rows come out differently from the fallback"
+        )
+    ]
+    weights.write_text(
+        "1.5"
+    )  # the file changed, and the model's fingerprint does not tell: old rows stay, new ones are others
     project = make_project([*GOOD.items(), (N, 41.0)], view=view(**make))
-    with pytest.raises(GateError, match=r"parity: 20 of 20 sampled rows come out differently.*--accept parity"):
+    with pytest.raises(
+        GateError, match=r"parity: 20 of 20 sampled rows come out differently.*--accept parity"
+    ):
         project.run()
     assert live(project)[0] == 1
 
@@ -360,7 +449,9 @@ def test_parity_finds_a_model_that_answers_by_the_batch(make_project: MakeProjec
     with pytest.raises(GateError, match=said):
         project.run()
     assert (
-        make_project(list(GOOD.items()), view=view({"parity": None}, fallback=True, batched=True)).run(full=True).status
+        make_project(list(GOOD.items()), view=view({"parity": None}, fallback=True, batched=True))
+        .run(full=True)
+        .status
         == "published"
     )
 
@@ -368,7 +459,11 @@ def test_parity_finds_a_model_that_answers_by_the_batch(make_project: MakeProjec
 @pytest.mark.parametrize("variant", ["A", "bf16-eager", None, 3])
 @pytest.mark.parametrize(("off", "status"), [(5e-7, "published"), (2e-6, "refused")])
 def test_a_model_of_ones_own_has_no_precision_whatever_its_attributes(
-    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, variant: Any, off: float, status: str
+    make_project: MakeProject,
+    monkeypatch: pytest.MonkeyPatch,
+    variant: Any,
+    off: float,
+    status: str,
 ) -> None:
     values = Vectors.compute
 
@@ -377,7 +472,9 @@ def test_a_model_of_ones_own_has_no_precision_whatever_its_attributes(
             patch.setattr(
                 Vectors,
                 "compute",
-                lambda self, batch: values(self, batch) | {"double": values(self, batch)["double"] * (1 + off)},
+                lambda self, batch: (
+                    values(self, batch) | {"double": values(self, batch)["double"] * (1 + off)}
+                ),
             )
             return compute(*arguments)
 
@@ -397,17 +494,25 @@ def test_parity_allows_one_row_of_twenty_and_no_more(
 ) -> None:
     def again(*arguments: Any) -> Any:
         done = compute(*arguments)
-        double = np.asarray(done.features["double"]) * np.where(np.arange(len(done.rows)) < rows, 1.5, 1.0)
-        return dataclasses.replace(done, features=done.features.set_column(0, "double", pa.array(double)))
+        double = np.asarray(done.features["double"]) * np.where(
+            np.arange(len(done.rows)) < rows, 1.5, 1.0
+        )
+        return dataclasses.replace(
+            done, features=done.features.set_column(0, "double", pa.array(double))
+        )
 
     monkeypatch.setattr("precompute.jobs.pipeline.gates.compute", again)
     project = make_project(list(GOOD.items()), view=view(fallback=True))
     assert project.cli("run", "numbers") == (0 if passes else 3)
-    assert [(g.gate, g.measured) for g in project.snapshot().gates if g.gate == "parity"] == [("parity", rows / 20)]
+    assert [(g.gate, g.measured) for g in project.snapshot().gates if g.gate == "parity"] == [
+        ("parity", rows / 20)
+    ]
 
 
 @pytest.mark.parametrize(("limit", "passed"), [(1 / N, True), (0.9 / N, False)])
-def test_the_share_that_is_not_finite_is_judged_at_its_limit(make_project: MakeProject, limit: float, passed: bool) -> None:
+def test_the_share_that_is_not_finite_is_judged_at_its_limit(
+    make_project: MakeProject, limit: float, passed: bool
+) -> None:
     project = make_project(list(GOOD.items()), view=view({"finite": limit}))
     project.run()
     store = project.store
@@ -420,7 +525,9 @@ def test_the_share_that_is_not_finite_is_judged_at_its_limit(make_project: MakeP
     assert [(v.passed, v.measured) for v in verdicts.all if v.gate == "finite"] == [(passed, 1 / N)]
 
 
-def test_parity_leaves_out_rows_whose_input_changed_since(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parity_leaves_out_rows_whose_input_changed_since(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from precompute.jobs.pipeline import materialize
 
     project = make_project(list(GOOD.items()), view=view(fallback=True))
@@ -428,7 +535,10 @@ def test_parity_leaves_out_rows_whose_input_changed_since(make_project: MakeProj
 
     def changed(*arguments: Any) -> Snapshot:
         ids = list(GOOD)
-        pq.write_table(pa.table({"id": ids, "x": [GOOD[i] + (1 if i < 30 else 0) for i in ids]}), project.folder / "data.parquet")
+        pq.write_table(
+            pa.table({"id": ids, "x": [GOOD[i] + (1 if i < 30 else 0) for i in ids]}),
+            project.folder / "data.parquet",
+        )
         return compact(*arguments)
 
     monkeypatch.setattr(materialize, "_snapshot", changed)
@@ -447,10 +557,19 @@ def test_parity_of_composite_and_text_keys(make_project: MakeProject) -> None:
 # ---- what is not judged
 
 
-def test_without_a_live_snapshot_there_is_nothing_to_compare_with(make_project: MakeProject) -> None:
+def test_without_a_live_snapshot_there_is_nothing_to_compare_with(
+    make_project: MakeProject,
+) -> None:
     project = make_project(list(GOOD.items()), view=view())
     project.run()
-    assert [g.gate for g in project.snapshot().gates] == ["rejected", "coverage", "finite", "empty", "zero", "duplicates"]
+    assert [g.gate for g in project.snapshot().gates] == [
+        "rejected",
+        "coverage",
+        "finite",
+        "empty",
+        "zero",
+        "duplicates",
+    ]
 
 
 def test_another_model_is_not_judged_by_drift(make_project: MakeProject) -> None:
@@ -471,23 +590,34 @@ def test_fewer_than_twenty_rows_make_no_statistics(make_project: MakeProject) ->
 
 
 @pytest.mark.parametrize(("gone", "refused"), [(40, False), (60, True), (100, True)])
-def test_as_many_rows_under_other_keys_are_other_rows(make_project: MakeProject, gone: int, refused: bool) -> None:
-    """Ids that were padded with zeros, or taken from another table, look like nothing else: all values are as they were. The next run is refused as well."""
+def test_as_many_rows_under_other_keys_are_other_rows(
+    make_project: MakeProject, gone: int, refused: bool
+) -> None:
+    """Ids that were padded with zeros, or taken from another table, look like nothing else: all
+    values are as they were. The next run is refused as well."""
     rows = first(100)
     make_project(list(rows.items()), view=view(ALONE | {"rows": 0.2})).run()
     moved = {i + 1000 if i < gone else i: x for i, x in rows.items()}
     for _ in range(2):
         project = make_project(list(moved.items()), view=view(ALONE | {"rows": 0.2}))
         if refused:
-            with pytest.raises(GateError, match=f"rows: {gone}% of the keys of snapshot 1 are gone"):
+            with pytest.raises(
+                GateError, match=f"rows: {gone}% of the keys of snapshot 1 are gone"
+            ):
                 project.run()
         else:
             assert project.run().status in ("published", "current")
     assert project.pointer().snapshot == (1 if refused else 2)
-    assert make_project(list(moved.items()), view=view(ALONE | {"rows": None})).run().status == "published" or not refused
+    assert (
+        make_project(list(moved.items()), view=view(ALONE | {"rows": None})).run().status
+        == "published"
+        or not refused
+    )
 
 
-def test_half_of_a_view_lost_is_noticed_though_under_twenty_are_left(make_project: MakeProject) -> None:
+def test_half_of_a_view_lost_is_noticed_though_under_twenty_are_left(
+    make_project: MakeProject,
+) -> None:
     make_project(list(GOOD.items()), view=view()).run()
     with pytest.raises(GateError, match=r"10 rows, -75\.0% against the 40 of snapshot 1"):
         make_project([(i, GOOD[i]) for i in range(10)], view=view()).run()
@@ -551,15 +681,19 @@ KINDS = {
 }
 
 
-def test_scalars_lists_texts_and_nulls_are_judged_without_vectors(make_project: MakeProject) -> None:
+def test_scalars_lists_texts_and_nulls_are_judged_without_vectors(
+    make_project: MakeProject,
+) -> None:
     project = make_project(list(GOOD.items()), view=KINDS)
     with pytest.raises(
-        GateError, match=r"constant: 100\.0% of sampled ids are one and the same list .*; empty: 40 of 40 none are null"
+        GateError,
+        match=r"constant: 100\.0% of sampled ids are one and the same list .*; empty: 40 of 40 none are null",
     ):
         project.run()
     project.run(accept=["constant", "empty"])
     project = make_project(
-        [(i, x + 1) for i, x in GOOD.items()], view=KINDS | {"gates": dict.fromkeys(("constant", "empty", "moved", "agreement"))}
+        [(i, x + 1) for i, x in GOOD.items()],
+        view=KINDS | {"gates": dict.fromkeys(("constant", "empty", "moved", "agreement"))},
     )
     assert project.run().status == "published"
     snapshot = project.snapshot()
@@ -567,7 +701,8 @@ def test_scalars_lists_texts_and_nulls_are_judged_without_vectors(make_project: 
 
 
 class Two(Vectors):
-    """Two vectors: ``vector`` is as it should be, ``other`` all zeros; the last one declared does not hide the first."""
+    """Two vectors: ``vector`` is as it should be, ``other`` all zeros; the last one declared does
+    not hide the first."""
 
     def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
         good = super().compute(batch)
@@ -577,7 +712,8 @@ class Two(Vectors):
 def test_each_vector_is_judged_and_named(make_project: MakeProject, capsys: Captured) -> None:
     features = {"first": {"dtype": "float32", "dim": 2}, "vector": {"dtype": "float32", "dim": 2}}
     project = make_project(
-        list(GOOD.items()), view=view({"duplicates": None}) | {"model": {"use": f"{HERE}:Two"}, "features": features}
+        list(GOOD.items()),
+        view=view({"duplicates": None}) | {"model": {"use": f"{HERE}:Two"}, "features": features},
     )
     assert project.cli("run", "numbers") == 3
     error = capsys.readouterr().err
@@ -597,17 +733,23 @@ class AllZero(Two):
         return {"first": zeros, "vector": zeros}
 
 
-def test_a_gate_that_two_vectors_fail_is_named_once_to_be_accepted(make_project: MakeProject, capsys: Captured) -> None:
+def test_a_gate_that_two_vectors_fail_is_named_once_to_be_accepted(
+    make_project: MakeProject, capsys: Captured
+) -> None:
     features = {"first": {"dtype": "float32", "dim": 2}, "vector": {"dtype": "float32", "dim": 2}}
     project = make_project(
-        list(GOOD.items()), view=view({"duplicates": None}) | {"model": {"use": f"{HERE}:AllZero"}, "features": features}
+        list(GOOD.items()),
+        view=view({"duplicates": None})
+        | {"model": {"use": f"{HERE}:AllZero"}, "features": features},
     )
     assert project.cli("run", "numbers") == 3
     assert capsys.readouterr().err.count("--accept zero") == 1
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_numbers_that_are_not_finite_are_found_however_they_came_to_disk(make_project: MakeProject, bad: float) -> None:
+def test_numbers_that_are_not_finite_are_found_however_they_came_to_disk(
+    make_project: MakeProject, bad: float
+) -> None:
     project = make_project(list(GOOD.items()), view=view())
     project.run()
     store = project.store
@@ -619,7 +761,9 @@ def test_numbers_that_are_not_finite_are_found_however_they_came_to_disk(make_pr
     part = store.write_part("other", "part-00000.parquet", table)
     config = project.view("numbers")
     with open_view(config.feature_view(), project.offline, project.home) as opened:
-        verdicts = judge(config, opened, store, replace(snapshot, number=0, parts=(part,), figures=None), None)
+        verdicts = judge(
+            config, opened, store, replace(snapshot, number=0, parts=(part,), figures=None), None
+        )
     (verdict,) = [v for v in verdicts.all if v.gate == "finite"]
     assert (verdict.passed, verdict.measured, verdicts.quality["finite"]) == (False, 1 / N, 1 / N)
     assert verdict.message == "1 of 40 rows are not finite"
@@ -652,7 +796,9 @@ MANY = first(20_000)
 ALONE = {"rows": None, "duplicates": None, "norm": None, "drift": None, "moved": None}
 
 
-def test_zeros_that_begin_after_a_quarter_of_the_rows_are_refused(make_project: MakeProject) -> None:
+def test_zeros_that_begin_after_a_quarter_of_the_rows_are_refused(
+    make_project: MakeProject,
+) -> None:
     project = make_project([(i, x if i < 5_000 else 0.0) for i, x in MANY.items()], view=view())
     with pytest.raises(GateError, match="zero: 15,000 of 20,000 vector are all zeros"):
         project.run()
@@ -668,15 +814,20 @@ def test_negated_and_longer_vectors_are_refused_by_three_gates(
         project.run()
     quality, damage = project.snapshot().quality, 1 - 2048 / 20_000
     assert quality["norm"] == pytest.approx(damage * 49, rel=1e-6)  # of all rows
-    assert (quality["moved"], quality["drift"]) == pytest.approx((damage, 1 - 2 * damage), abs=0.02)  # of rows drawn at random
+    assert (quality["moved"], quality["drift"]) == pytest.approx(
+        (damage, 1 - 2 * damage), abs=0.02
+    )  # of rows drawn at random
     norms = [quality[f"vector.norm.{name}"] for name in ("p01", "p10", "p50", "p90", "p99")]
     assert norms == pytest.approx([1, 1, 50, 50, 50], rel=0.02)
     drifts = [quality[f"vector.drift.{name}"] for name in ("p01", "p10", "p50", "p90", "p99")]
     assert drifts == pytest.approx([-1, -1, -1, 1, 1], abs=1e-6)
 
 
-def test_a_third_of_vectors_moved_is_refused_though_the_mean_is_not(make_project: MakeProject) -> None:
-    """As when a third of all texts came empty: they turn by 45 degrees, the mean cosine stays above its limit."""
+def test_a_third_of_vectors_moved_is_refused_though_the_mean_is_not(
+    make_project: MakeProject,
+) -> None:
+    """As when a third of all texts came empty: they turn by 45 degrees, the mean cosine stays above
+    its limit."""
     make_project(list(MANY.items()), view=view()).run()
     blanked = [(i, x + np.arccos(0.7) * (i % 3 == 0)) for i, x in MANY.items()]
     project = make_project(blanked, view=view())
@@ -692,17 +843,25 @@ def in_parts(monkeypatch: pytest.MonkeyPatch, rows: int = 1000) -> None:
     monkeypatch.setattr(chunks, "PART_BYTES", 1)
 
 
-@pytest.mark.parametrize("damaged", [range(19_700, 20_000), range(9_000, 9_300)], ids=["at the end", "in one part"])
-def test_damage_in_one_part_is_seen(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, damaged: range) -> None:
+@pytest.mark.parametrize(
+    "damaged", [range(19_700, 20_000), range(9_000, 9_300)], ids=["at the end", "in one part"]
+)
+def test_damage_in_one_part_is_seen(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, damaged: range
+) -> None:
     in_parts(monkeypatch)
-    project = make_project(list((MANY | dict.fromkeys(damaged, 0.0)).items()), view=view({"duplicates": None}))
+    project = make_project(
+        list((MANY | dict.fromkeys(damaged, 0.0)).items()), view=view({"duplicates": None})
+    )
     with pytest.raises(GateError, match=r"zero: 300 of 20,000 vector"):
         project.run()
     assert len(project.snapshot().parts) == 20
 
 
 @pytest.mark.parametrize("changed", [1, 600], ids=["delta", "compacted"])
-def test_damage_in_rows_that_were_taken_over_is_seen(make_project: MakeProject, changed: int) -> None:
+def test_damage_in_rows_that_were_taken_over_is_seen(
+    make_project: MakeProject, changed: int
+) -> None:
     rows = first(1000) | dict.fromkeys(range(900, 915), 0.0)
     make_project(list(rows.items()), view=view(ALONE | {"zero": None})).materialize()
     rows |= {i: rows[i] + 0.5 for i in range(changed)}
@@ -710,7 +869,10 @@ def test_damage_in_rows_that_were_taken_over_is_seen(make_project: MakeProject, 
     with pytest.raises(GateError, match=r"zero: 15 of 1,000 vector"):
         project.run()
     snapshot = project.snapshot()
-    assert (snapshot.kind, snapshot.counts.unchanged) == ("delta" if changed == 1 else "full", 1000 - changed)
+    assert (snapshot.kind, snapshot.counts.unchanged) == (
+        "delta" if changed == 1 else "full",
+        1000 - changed,
+    )
     mended = rows | {i: float(i) for i in range(900, 910)}
     assert make_project(list(mended.items()), view=view(ALONE)).run().status == "published"
     assert project.snapshot().quality["zero"] == 0.005  # what was replaced is off the count
@@ -724,7 +886,9 @@ def test_damage_in_chunks_that_an_interrupted_run_finished_is_seen(
     gates = ALONE | {"zero": 0.01}
     project = make_project(list(rows.items()), view=view(gates))
     with monkeypatch.context() as patched:
-        patched.setattr(materialize, "_snapshot", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr(
+            materialize, "_snapshot", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         with pytest.raises(KeyboardInterrupt):
             project.run()
     mended = rows | {i: float(i + 1) for i in range(10)}
@@ -735,34 +899,56 @@ def test_damage_in_chunks_that_an_interrupted_run_finished_is_seen(
     assert report.resumed == 990
 
 
-def test_figures_of_a_chain_are_those_of_its_rows(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever rows came, changed and left: as if all were counted at once; journals and manifests without figures are counted now."""
+def test_figures_of_a_chain_are_those_of_its_rows(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever rows came, changed and left: as if all were counted at once; journals and manifests
+    without figures are counted now."""
     in_parts(monkeypatch, 70)
     draw = np.random.default_rng(5)
     rows = {i: float(draw.normal()) for i in range(500)}
     for step in range(6):
-        project = make_project(list(rows.items()), view=view(ALONE | {"zero": None}, length=float(step + 1)))
+        project = make_project(
+            list(rows.items()), view=view(ALONE | {"zero": None}, length=float(step + 1))
+        )
         project.materialize()
         store, snapshot = project.store, project.snapshot()
         assert snapshot.kind == ("delta" if step else "full")
         counted = count(store.batches(snapshot), snapshot.view)
         assert snapshot.figures is not None
-        assert replace(snapshot.figures, vectors={}, values={}) == replace(counted, vectors={}, values={})
+        assert replace(snapshot.figures, vectors={}, values={}) == replace(
+            counted, vectors={}, values={}
+        )
         values, true_values = (figures.values["double"] for figures in (snapshot.figures, counted))
-        assert (values.rows, values.zero, values.buckets) == (true_values.rows, true_values.zero, true_values.buckets)
-        assert (values.total, values.squares) == pytest.approx((true_values.total, true_values.squares))
+        assert (values.rows, values.zero, values.buckets) == (
+            true_values.rows,
+            true_values.zero,
+            true_values.buckets,
+        )
+        assert (values.total, values.squares) == pytest.approx(
+            (true_values.total, true_values.squares)
+        )
         found, true = snapshot.figures.vectors["vector"], counted.vectors["vector"]
         assert (found.rows, found.zero, found.norms) == (true.rows, true.zero, true.norms)
         assert found.norm_sum == pytest.approx(true.norm_sum)
         if step == 2:
             path = store.manifest_path(snapshot.number)
-            path.write_bytes(replace(snapshot, figures=None).to_bytes())  # as an older version wrote it
+            path.write_bytes(
+                replace(snapshot, figures=None).to_bytes()
+            )  # as an older version wrote it
         gone = draw.choice(sorted(rows), 5, replace=False).tolist()
-        rows = {i: x for i, x in rows.items() if i not in gone} | {1000 * step + i: 0.0 for i in range(3)}
-        rows |= {i: 0.0 if i % 2 else float(i) for i in draw.choice(sorted(rows), 9, replace=False).tolist()}
+        rows = {i: x for i, x in rows.items() if i not in gone} | {
+            1000 * step + i: 0.0 for i in range(3)
+        }
+        rows |= {
+            i: 0.0 if i % 2 else float(i)
+            for i in draw.choice(sorted(rows), 9, replace=False).tolist()
+        }
 
 
-def test_of_very_many_replaced_rows_a_sample_is_taken_off(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_very_many_replaced_rows_a_sample_is_taken_off(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(replaced, "DRAWN_ROWS", 100)
     rows = first(4000)
     make_project(list(rows.items()), view=view(ALONE)).materialize()
@@ -771,7 +957,9 @@ def test_of_very_many_replaced_rows_a_sample_is_taken_off(make_project: MakeProj
     snapshot = project.snapshot()
     assert (snapshot.kind, snapshot.counts.written) == ("delta", 900)
     assert snapshot.figures is not None
-    assert snapshot.figures.vectors["vector"].mean_norm == pytest.approx((3100 + 1800) / 4000, rel=1e-3)
+    assert snapshot.figures.vectors["vector"].mean_norm == pytest.approx(
+        (3100 + 1800) / 4000, rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("left", [0, 1])
@@ -824,8 +1012,14 @@ def test_a_delta_reads_only_row_groups_of_the_rows_it_replaced(
     in_parts(monkeypatch)
     gates: dict[str, float | None] = {"duplicates": None, "parity": None}
     make_project(list(MANY.items()), view=view(gates)).run()
-    project = make_project(list((MANY | {i: MANY[i] + 2.0 for i in range(3100, 3200)}).items()), view=view(gates))
-    monkeypatch.setattr(ViewStore, "sample", lambda self, snapshot, *_: pa.Table.from_batches([next(self.batches(snapshot))]))
+    project = make_project(
+        list((MANY | {i: MANY[i] + 2.0 for i in range(3100, 3200)}).items()), view=view(gates)
+    )
+    monkeypatch.setattr(
+        ViewStore,
+        "sample",
+        lambda self, snapshot, *_: pa.Table.from_batches([next(self.batches(snapshot))]),
+    )
     read: list[int | list[str]] = []
     original = pq.ParquetFile.read_row_group
 
@@ -856,16 +1050,32 @@ SOUND = {
 FAULTS: dict[str, tuple[str, Any, str]] = {
     # feature, what becomes of all its values [rows], and the gate that sees it first
     "zeros": ("score", lambda values: [0.0] * len(values), "constant"),
-    "nulls": ("score", lambda values: [None if i % 4 else v for i, v in enumerate(values)], "empty"),
-    "some nulls": ("score", lambda values: [v if i % 4 else None for i, v in enumerate(values)], "mass"),
+    "nulls": (
+        "score",
+        lambda values: [None if i % 4 else v for i, v in enumerate(values)],
+        "empty",
+    ),
+    "some nulls": (
+        "score",
+        lambda values: [v if i % 4 else None for i, v in enumerate(values)],
+        "mass",
+    ),
     "another sign": ("score", lambda values: [-v for v in values], "agreement"),
     "times ten": ("score", lambda values: [10 * v for v in values], "shift"),
     "an offset": ("score", lambda values: [v + 0.5 for v in values], "moved"),
     "off by one": ("score", lambda values: values[1:] + values[:1], "agreement"),
     "one label": ("label", lambda values: ["a"] * len(values), "constant"),
     "no label": ("label", lambda values: [""] * len(values), "empty"),
-    "labels in another order": ("label", lambda values: ["eabcd"["abcde".index(v)] for v in values], "agreement"),
-    "two labels for one": ("label", lambda values: ["a" if v == "b" else v for v in values], "shift"),
+    "labels in another order": (
+        "label",
+        lambda values: ["eabcd"["abcde".index(v)] for v in values],
+        "agreement",
+    ),
+    "two labels for one": (
+        "label",
+        lambda values: ["a" if v == "b" else v for v in values],
+        "shift",
+    ),
     "no lists": ("items", lambda values: [[] for _ in values], "empty"),
     "one list for all": ("items", lambda values: [[1, 2, 3, 4]] * len(values), "constant"),
     "lists reversed": ("items", lambda values: [v[::-1] for v in values], "agreement"),
@@ -876,7 +1086,8 @@ FAULTS: dict[str, tuple[str, Any, str]] = {
 
 
 class Values:
-    """``SOUND``, or with ``fault`` what that makes of it, which the fingerprint does not tell; rows drift a little with each run."""
+    """``SOUND``, or with ``fault`` what that makes of it, which the fingerprint does not tell; rows
+    drift a little with each run."""
 
     def __init__(self, fault: str | None = None, version: int = 1) -> None:
         self.fault, self.version = fault, version
@@ -887,10 +1098,16 @@ class Values:
     def compute(self, batch: pa.RecordBatch) -> dict[str, Any]:
         ids, day = np.asarray(batch.column("id")).tolist(), float(batch.column("x")[0].as_py())
         values: dict[str, list[Any]] = {name: [of(i) for i in ids] for name, of in SOUND.items()}
-        values["score"] = [v + 0.05 * np.cos(i * day) for i, v in zip(ids, values["score"], strict=True)]
+        values["score"] = [
+            v + 0.05 * np.cos(i * day) for i, v in zip(ids, values["score"], strict=True)
+        ]
         if self.fault is not None and self.fault.endswith("labels are one"):
-            others = [i for i in range(200) if SOUND["label"](i) != "b"][: int(self.fault.split()[0])]
-            values["label"] = ["b" if i in others else label for i, label in zip(ids, values["label"], strict=True)]
+            others = [i for i in range(200) if SOUND["label"](i) != "b"][
+                : int(self.fault.split()[0])
+            ]
+            values["label"] = [
+                "b" if i in others else label for i, label in zip(ids, values["label"], strict=True)
+            ]
         elif self.fault is not None:
             feature, become, _ = FAULTS[self.fault]
             values[feature] = become(values[feature])
@@ -898,14 +1115,24 @@ class Values:
 
 
 def values_view(**args: Any) -> dict[str, Any]:
-    features = {"score": {"dtype": "float32"}, "label": {"dtype": "string"}, "items": {"dtype": "int64", "max_items": 4}}
+    features = {
+        "score": {"dtype": "float32"},
+        "label": {"dtype": "string"},
+        "items": {"dtype": "int64", "max_items": 4},
+    }
     return {"model": {"use": f"{HERE}:Values", "args": args}, "features": features}
 
 
-def test_what_became_of_values_is_refused_and_what_drifts_a_little_is_not(make_project: MakeProject) -> None:
-    """All at once: the model of a fault has the same fingerprint as that of the rows that are live."""
+def test_what_became_of_values_is_refused_and_what_drifts_a_little_is_not(
+    make_project: MakeProject,
+) -> None:
+    """All at once: the model of a fault has the same fingerprint as that of the rows that are
+    live."""
     for day in (1.0, 2.0):
-        assert make_project([(i, day) for i in range(2000)], view=values_view()).run().status == "published"
+        assert (
+            make_project([(i, day) for i in range(2000)], view=values_view()).run().status
+            == "published"
+        )
     seen = {}
     for fault in FAULTS:
         project = make_project([(i, 3.0) for i in range(2000)], view=values_view(fault=fault))
@@ -917,22 +1144,30 @@ def test_what_became_of_values_is_refused_and_what_drifts_a_little_is_not(make_p
 
 
 @pytest.mark.parametrize(("changed", "passes"), [(50, True), (51, False)])
-def test_a_shift_that_may_be_chance_passes(make_project: MakeProject, changed: int, passes: bool) -> None:
+def test_a_shift_that_may_be_chance_passes(
+    make_project: MakeProject, changed: int, passes: bool
+) -> None:
     """Of 200 rows: 0.1, and what chance does to one view in a hundred, 0.152."""
     gates = {"gates": {"shift": 0.1} | dict.fromkeys(("agreement", "moved", "mass", "constant"))}
     make_project([(i, 1.0) for i in range(200)], view=values_view() | gates).run()
-    project = make_project([(i, 1.0) for i in range(200)], view=values_view(fault=f"{changed} labels are one") | gates)
+    project = make_project(
+        [(i, 1.0) for i in range(200)], view=values_view(fault=f"{changed} labels are one") | gates
+    )
     assert project.cli("run", "numbers", "--full") == (0 if passes else 3)
     assert failed(project.snapshot()) == ([] if passes else ["shift"])
 
 
 def test_another_model_may_change_everything_and_it_is_told(make_project: MakeProject) -> None:
     make_project([(i, 1.0) for i in range(200)], view=values_view()).run()
-    project = make_project([(i, 1.0) for i in range(200)], view=values_view(fault="another sign", version=2))
+    project = make_project(
+        [(i, 1.0) for i in range(200)], view=values_view(fault="another sign", version=2)
+    )
     assert project.run().status == "published"
     assert project.snapshot().quality["agreement"] < 0
     with pytest.raises(GateError, match="constant: 100"):
-        make_project([(i, 1.0) for i in range(200)], view=values_view(fault="zeros", version=3)).run()
+        make_project(
+            [(i, 1.0) for i in range(200)], view=values_view(fault="zeros", version=3)
+        ).run()
 
 
 TEXT_KEY = "SELECT CAST(id AS VARCHAR) AS k, x FROM read_parquet('${data}/data.parquet')"
@@ -941,13 +1176,19 @@ CONTRACTS: dict[str, tuple[dict[str, Any], str]] = {
         {"features": {"other": {"dtype": "float64"}, "vector": FEATURES["vector"]}},
         r"feature 'double' is gone \(there are: other, vector\)",
     ),
-    "type": ({"features": FEATURES | {"double": {"dtype": "float32"}}}, "feature 'double' is float32, and was float64"),
+    "type": (
+        {"features": FEATURES | {"double": {"dtype": "float32"}}},
+        "feature 'double' is float32, and was float64",
+    ),
     "dim": (
         {"features": FEATURES | {"vector": {"dtype": "float32", "dim": 3}}},
         "feature 'vector' is a vector of 3 float32, and was a vector of 2 float32",
     ),
     "key": ({"entity": ["k"], "source": {"sql": TEXT_KEY}}, r"the key is \[k\], and was \[id\]"),
-    "metric": ({"index": {"on": "vector", "metric": "dot"}}, "the search is of vector by dot, and was of vector by cosine"),
+    "metric": (
+        {"index": {"on": "vector", "metric": "dot"}},
+        "the search is of vector by dot, and was of vector by cosine",
+    ),
 }
 
 
@@ -962,13 +1203,21 @@ class Anything(Vectors):
             "vector": np.stack([np.cos(x), np.sin(x)], axis=1).astype(np.float32),
         }
         wide: dict[str, np.ndarray] = (
-            {"vector": np.stack([np.cos(x), np.sin(x), x], axis=1).astype(np.float32)} if self.length == 3 else {}
+            {"vector": np.stack([np.cos(x), np.sin(x), x], axis=1).astype(np.float32)}
+            if self.length == 3
+            else {}
         )
-        return {name: value for name, value in (one | wide).items() if name in (self.weights or "double,vector").split(",")}
+        return {
+            name: value
+            for name, value in (one | wide).items()
+            if name in (self.weights or "double,vector").split(",")
+        }
 
 
 @pytest.mark.parametrize("change", CONTRACTS)
-def test_what_readers_rely_on_is_changed_by_name_alone(make_project: MakeProject, change: str) -> None:
+def test_what_readers_rely_on_is_changed_by_name_alone(
+    make_project: MakeProject, change: str
+) -> None:
     base = {"features": FEATURES, "index": {"on": "vector"}, "gates": {"norm": None}}
 
     def with_model(changed: dict[str, Any]) -> dict[str, Any]:
@@ -979,7 +1228,9 @@ def test_what_readers_rely_on_is_changed_by_name_alone(make_project: MakeProject
     make_project(list(GOOD.items()), view=with_model(base)).run()
     changed, said = CONTRACTS[change]
     project = make_project(list(GOOD.items()), view=with_model(base | changed))
-    with pytest.raises(GateError, match=f"contract: who reads numbers would break: {said}.*--accept contract"):
+    with pytest.raises(
+        GateError, match=f"contract: who reads numbers would break: {said}.*--accept contract"
+    ):
         project.run()
     assert project.run(accept=["contract"]).status == "published"
 
@@ -987,10 +1238,16 @@ def test_what_readers_rely_on_is_changed_by_name_alone(make_project: MakeProject
 def test_a_feature_more_breaks_nobody(make_project: MakeProject) -> None:
     def anything(*names: str) -> dict[str, Any]:
         features = {name: FEATURES.get(name, {"dtype": "float64"}) for name in names}
-        return {"features": features, "model": {"use": f"{HERE}:Anything", "args": {"weights": ",".join(names)}}}
+        return {
+            "features": features,
+            "model": {"use": f"{HERE}:Anything", "args": {"weights": ",".join(names)}},
+        }
 
     make_project(list(GOOD.items()), view=anything("double", "vector")).run()
-    assert make_project(list(GOOD.items()), view=anything("vector", "other", "double")).run().status == "published"
+    assert (
+        make_project(list(GOOD.items()), view=anything("vector", "other", "double")).run().status
+        == "published"
+    )
 
 
 def test_a_view_of_one_row_may_change(make_project: MakeProject) -> None:

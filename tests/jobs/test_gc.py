@@ -1,4 +1,5 @@
-"""Garbage collection: what anything can still reach stays, whatever else goes; and nothing goes while somebody works."""
+"""Garbage collection: what anything can still reach stays, whatever else goes; and nothing goes
+while somebody works."""
 
 from __future__ import annotations
 
@@ -30,7 +31,13 @@ LATER = 10.0**6
 Captured = pytest.CaptureFixture[str]
 
 
-def make(make_project: MakeProject, rows: list[tuple[Any, Any]], keep: int = 1, grace: str = "1d", **view: Any) -> Scene:
+def make(
+    make_project: MakeProject,
+    rows: list[tuple[Any, Any]],
+    keep: int = 1,
+    grace: str = "1d",
+    **view: Any,
+) -> Scene:
     retention = {"retention": {"keep": keep, "grace": grace}}
     return make_project(rows, view={"gates": {"rows": None}} | view, project=retention)
 
@@ -43,10 +50,18 @@ def published(make_project: MakeProject, factors: list[float], **options: Any) -
     return project
 
 
-def gc(project: Scene, view: str = "numbers", after_s: float = LATER, dry_run: bool = False) -> list[Garbage]:
+def gc(
+    project: Scene, view: str = "numbers", after_s: float = LATER, dry_run: bool = False
+) -> list[Garbage]:
     retention = project.settings.retention
     now = time.time() + after_s
-    return collect(project.offline.view(view), keep=retention.keep, grace_s=retention.grace, dry_run=dry_run, now_s=now)
+    return collect(
+        project.offline.view(view),
+        keep=retention.keep,
+        grace_s=retention.grace,
+        dry_run=dry_run,
+        now_s=now,
+    )
 
 
 def files(project: Scene) -> set[Path]:
@@ -98,7 +113,9 @@ def test_what_was_rolled_back_from_last_stays_to_be_recognised(make_project: Mak
     assert project.numbers() == [1, 2, 4, 5]  # and 1, by which they are told from what was good
 
 
-def test_of_two_rollbacks_in_a_row_all_that_recognises_the_bad_rows_stays(make_project: MakeProject) -> None:
+def test_of_two_rollbacks_in_a_row_all_that_recognises_the_bad_rows_stays(
+    make_project: MakeProject,
+) -> None:
     project = published(make_project, [1.0, 2.0, 3.0], keep=3)
     for _ in range(2):
         project.rollback()
@@ -141,7 +158,9 @@ def test_ancestors_of_a_delta_stay(make_project: MakeProject) -> None:
     reads_well(project)
 
 
-def test_what_others_were_computed_from_stays_and_their_fallback_works(make_project: MakeProject) -> None:
+def test_what_others_were_computed_from_stays_and_their_fallback_works(
+    make_project: MakeProject,
+) -> None:
     derived = {
         "entity": ["id"],
         "source": {"sql": "SELECT id, double AS x FROM live.numbers"},
@@ -154,7 +173,10 @@ def test_what_others_were_computed_from_stays_and_their_fallback_works(make_proj
     for factor in (1.0, 2.0, 3.0, 4.0):
         rows = [(i, i * factor) for i in (1, 2, 3)]
         project = make_project(
-            rows, views={"derived": derived}, project={"retention": {"keep": 1}}, view={"gates": {"rows": None}}
+            rows,
+            views={"derived": derived},
+            project={"retention": {"keep": 1}},
+            view={"gates": {"rows": None}},
         )
         project.run()
         if factor == 1.0:
@@ -163,7 +185,10 @@ def test_what_others_were_computed_from_stays_and_their_fallback_works(make_proj
     assert project.numbers() == [1, 3, 4]
     online = project.open_online()
     lookup = Lookup(
-        online, project.root, ViewFallback(project.offline, project.home), clock=lambda: time.time() + LATER
+        online,
+        project.root,
+        ViewFallback(project.offline, project.home),
+        clock=lambda: time.time() + LATER,
     )  # expired, so computed now
     row = lookup.row("derived", 2)
     assert (row["status"], row["features"]) == ("computed", {"double": 8.0})
@@ -211,7 +236,9 @@ def test_an_unreadable_manifest_protects_what_it_may_need(make_project: MakeProj
 
 def test_the_newest_of_every_partition_stays(make_project: MakeProject) -> None:
     view: dict[str, Any] = {
-        "source": {"sql": "SELECT id, x FROM read_parquet('${data}/data.parquet') WHERE $start IS NOT NULL"},
+        "source": {
+            "sql": "SELECT id, x FROM read_parquet('${data}/data.parquet') WHERE $start IS NOT NULL"
+        },
         "partition": {"by": "day", "start": "2026-01-01"},
     }
     days = ("2026-01-01", "2026-01-02", "2026-01-03")
@@ -260,9 +287,13 @@ def test_nothing_goes_while_a_manifest_cannot_be_read(make_project: MakeProject)
 # ---- what goes
 
 
-def test_a_dry_run_lists_exactly_what_then_goes(make_project: MakeProject, capsys: Captured) -> None:
+def test_a_dry_run_lists_exactly_what_then_goes(
+    make_project: MakeProject, capsys: Captured
+) -> None:
     project = published(make_project, [1.0, 2.0, 3.0, 4.0])
-    orphan = project.root / "numbers" / "data" / "20000101T000000.000000Z-dead" / "part-00000.parquet"
+    orphan = (
+        project.root / "numbers" / "data" / "20000101T000000.000000Z-dead" / "part-00000.parquet"
+    )
     orphan.parent.mkdir()
     orphan.write_bytes(b"half a part")
     before = files(project)
@@ -291,8 +322,14 @@ def test_the_command_lists_removes_and_reports(make_project: MakeProject, capsys
     assert (listed["removed"], files(project)) == (False, before)
     assert project.cli("gc", "--json") == 0
     gone = json.loads(capsys.readouterr().out)
-    assert (gone["removed"], gone["files"], gone["size_bytes"]) == (True, listed["files"], listed["size_bytes"])
-    assert {str(path) for path in before - files(project)} == {item["path"] for item in gone["files"]}
+    assert (gone["removed"], gone["files"], gone["size_bytes"]) == (
+        True,
+        listed["files"],
+        listed["size_bytes"],
+    )
+    assert {str(path) for path in before - files(project)} == {
+        item["path"] for item in gone["files"]
+    }
     assert project.numbers() == [3, 4]
     assert project.cli("gc") == 0
     assert capsys.readouterr().out == "removed 0 files, 0.0 MB\n"
@@ -328,14 +365,18 @@ def test_what_a_killed_run_left_goes_after_the_grace_and_not_before(
     project = killed(make_project, monkeypatch)
     (folder,) = (project.root / "numbers" / "data").iterdir()
     left = set(folder.iterdir())
-    assert {"journal.jsonl", "part-00000.parquet", "part-00001.parquet"} <= {path.name for path in left}
+    assert {"journal.jsonl", "part-00000.parquet", "part-00001.parquet"} <= {
+        path.name for path in left
+    }
     assert gc(project, after_s=3600) == []
     assert {item.path for item in gc(project)} == left
     assert not folder.exists()
     assert make(make_project, [(1, 1.0), (2, 2.0)]).run().resumed == 0
 
 
-def test_chunks_that_were_taken_over_belong_to_the_snapshot(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_that_were_taken_over_belong_to_the_snapshot(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     killed(make_project, monkeypatch)
     project = make(make_project, [(1, 1.0), (2, 2.0), (3, 3.0)], max_rejected=0.0)
     assert project.run().resumed == 2
@@ -347,7 +388,11 @@ def test_chunks_that_were_taken_over_belong_to_the_snapshot(make_project: MakePr
 def test_temporary_files_of_killed_processes_go(make_project: MakeProject) -> None:
     project = published(make_project, [1.0])
     folder = project.root / "numbers"
-    left = [folder / "manifests" / ".20000101.tmp", folder / "refs" / ".live.json.1.tmp", folder / "refs" / "bad" / ".1.9.tmp"]
+    left = [
+        folder / "manifests" / ".20000101.tmp",
+        folder / "refs" / ".live.json.1.tmp",
+        folder / "refs" / "bad" / ".1.9.tmp",
+    ]
     left.append(folder / "runs" / ".x.json.1.tmp")
     (folder / "refs" / "bad").mkdir()
     for path in left:
@@ -399,9 +444,15 @@ def other_process(make_project: MakeProject) -> Iterator[Any]:
         process.communicate()
 
 
-@pytest.mark.parametrize(("partition", "stays"), [(None, True), ("2026-01-01T00:00Z/2026-01-02T00:00Z", False)])
+@pytest.mark.parametrize(
+    ("partition", "stays"), [(None, True), ("2026-01-01T00:00Z/2026-01-02T00:00Z", False)]
+)
 def test_what_a_killed_run_left_stays_while_another_may_take_it_over(
-    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, other_process: Any, partition: str | None, stays: bool
+    make_project: MakeProject,
+    monkeypatch: pytest.MonkeyPatch,
+    other_process: Any,
+    partition: str | None,
+    stays: bool,
 ) -> None:
     project = killed(make_project, monkeypatch)
     before = files(project)
@@ -411,11 +462,15 @@ def test_what_a_killed_run_left_stays_while_another_may_take_it_over(
     assert files(project) == before - {item.path for item in gone}
 
 
-def test_the_lease_of_a_process_that_died_does_not_count(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lease_of_a_process_that_died_does_not_count(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     project = killed(make_project, monkeypatch)
     folder = project.store.leases
     script = "import os, sys; from pathlib import Path; from precompute.store.disk.lease import take; take(Path(sys.argv[1]), 'run', 'a test'); os._exit(9)"
-    assert subprocess.run([sys.executable, "-c", script, str(folder)], cwd=REPOSITORY).returncode == 9
+    assert (
+        subprocess.run([sys.executable, "-c", script, str(folder)], cwd=REPOSITORY).returncode == 9
+    )
     assert len(gc(project)) > 2
 
 
@@ -434,7 +489,8 @@ def test_one_at_a_time(make_project: MakeProject, capsys: Captured) -> None:
 def test_who_lost_a_lease_removes_nothing_more(
     lost: str, late: bool, make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever took it may publish, or take over, what was garbage a moment ago; ``late``: once the manifests are gone, before their files."""
+    """Whoever took it may publish, or take over, what was garbage a moment ago; ``late``: once the
+    manifests are gone, before their files."""
     project = published(make_project, [2.0, 3.0, 4.0, 5.0], grace="0s", keep=4)
     store = project.store
     folder = store.leases
@@ -449,7 +505,9 @@ def test_who_lost_a_lease_removes_nothing_more(
         else:
             taken()
         with pytest.raises(FencedError, match="to somebody else"):
-            collect(store, keep=1, grace_s=0, leases=[publishing, running], now_s=time.time() + LATER)
+            collect(
+                store, keep=1, grace_s=0, leases=[publishing, running], now_s=time.time() + LATER
+            )
     assert project.numbers() == ([3, 4] if late else [1, 2, 3, 4])
     assert [path for path in parts if not path.exists()] == []
 
@@ -465,10 +523,14 @@ def test_a_view_at_work_holds_up_no_other(make_project: MakeProject, capsys: Cap
     for factor in (1.0, 2.0, 3.0, 4.0):
         rows = [(i, i * factor) for i in (1, 2, 3)]
         retention = {"retention": {"keep": 1, "grace": "1d"}}
-        project = make_project(rows, project=retention, views={"other": other}, view={"gates": {"norm": None}})
+        project = make_project(
+            rows, project=retention, views={"other": other}, view={"gates": {"norm": None}}
+        )
         project.run("other")
         project.run()
-    project = make_project(project={"retention": {"keep": 1, "grace": "0s"}}, views={"other": other})
+    project = make_project(
+        project={"retention": {"keep": 1, "grace": "0s"}}, views={"other": other}
+    )
     with take(project.store.leases, PUBLISH_LEASE, "somebody"):
         project.cli("gc")
     assert project.numbers("numbers") == [1, 2, 3, 4]
@@ -478,7 +540,9 @@ def test_a_view_at_work_holds_up_no_other(make_project: MakeProject, capsys: Cap
     assert project.numbers("numbers") == [3, 4]
 
 
-def test_what_cannot_be_removed_does_not_undo_a_publishing(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_removed_does_not_undo_a_publishing(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     unlink = Path.unlink
 
     def refusing(path: Path, missing_ok: bool = False) -> None:
@@ -518,7 +582,8 @@ def test_a_thousand_reports_are_kept(make_project: MakeProject) -> None:
 
 
 def damaged(project: Scene, number: int, *, known: bool, view: str = "numbers") -> bytes:
-    """Flip a bit of a manifest; ``known``: as by itself, its time stays, so that the catalog tells what it said. Returns what it was."""
+    """Flip a bit of a manifest; ``known``: as by itself, its time stays, so that the catalog tells
+    what it said. Returns what it was."""
     path = project.root / view / "manifests" / f"{number:020d}.json"
     whole, stat = path.read_bytes(), path.stat()
     path.write_bytes(whole[:99] + bytes([whole[99] ^ 1]) + whole[100:])
@@ -528,7 +593,9 @@ def damaged(project: Scene, number: int, *, known: bool, view: str = "numbers") 
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_damaged_manifest_holds_up_only_what_it_may_need(make_project: MakeProject, known: bool) -> None:
+def test_a_damaged_manifest_holds_up_only_what_it_may_need(
+    make_project: MakeProject, known: bool
+) -> None:
     project = published(make_project, [1.0, 2.0, 3.0])
     store = project.store
     before = {path for path in files(project) if "data" in path.parts}
@@ -560,7 +627,10 @@ def test_a_manifest_that_is_damaged_meanwhile_holds_up_all_files(
     """Between the look at what may go and the one at its files."""
     project = published(make_project, [1.0, 2.0, 3.0])
     before, torn = files(project), list[bytes]()
-    monkeypatch.setattr("precompute.store.offline.gc.crashpoint", lambda _: torn.append(damaged(project, 3, known=False)))
+    monkeypatch.setattr(
+        "precompute.store.offline.gc.crashpoint",
+        lambda _: torn.append(damaged(project, 3, known=False)),
+    )
     gone = gc(project)
     assert [item.path.name for item in gone] == [f"{1:020d}.json"]
     assert files(project) == before - {item.path for item in gone}
@@ -568,7 +638,9 @@ def test_a_manifest_that_is_damaged_meanwhile_holds_up_all_files(
     reads_well(project)
 
 
-def test_damage_is_told_by_gc_and_status_and_ended_by_forgetting(make_project: MakeProject, capsys: Captured) -> None:
+def test_damage_is_told_by_gc_and_status_and_ended_by_forgetting(
+    make_project: MakeProject, capsys: Captured
+) -> None:
     project = published(make_project, [1.0, 2.0, 3.0, 4.0], grace="0s", keep=4)
     damaged(project, 2, known=True)
     project = published(make_project, [5.0], grace="0s")
@@ -597,7 +669,9 @@ def test_damage_is_told_by_gc_and_status_and_ended_by_forgetting(make_project: M
     reads_well(project)
 
 
-def test_what_live_or_previous_snapshots_build_on_is_not_forgotten(make_project: MakeProject, capsys: Captured) -> None:
+def test_what_live_or_previous_snapshots_build_on_is_not_forgotten(
+    make_project: MakeProject, capsys: Captured
+) -> None:
     """Each run changes one row in a hundred: 1 is whole, 2 and 3 build on it."""
     rows = {i: float(i) for i in range(100)}
     for step in range(3):
@@ -608,12 +682,20 @@ def test_what_live_or_previous_snapshots_build_on_is_not_forgotten(make_project:
     whole = damaged(project, 1, known=False)
     before = {path for path in files(project) if "data" in path.parts}
     assert main(command) == 1
-    assert "live snapshot 3 of view 'numbers' builds on snapshot 1: `precompute run numbers --full`" in capsys.readouterr().err
+    assert (
+        "live snapshot 3 of view 'numbers' builds on snapshot 1: `precompute run numbers --full`"
+        in capsys.readouterr().err
+    )
     project.run(full=True)
     assert main(command) == 1
-    assert "snapshot 3 of view 'numbers', which `rollback` goes back to, builds on snapshot 1" in capsys.readouterr().err
+    assert (
+        "snapshot 3 of view 'numbers', which `rollback` goes back to, builds on snapshot 1"
+        in capsys.readouterr().err
+    )
     assert before <= files(project)
-    (project.root / "numbers" / "manifests" / f"{1:020d}.json").write_bytes(whole)  # restored: nothing is lost
+    (project.root / "numbers" / "manifests" / f"{1:020d}.json").write_bytes(
+        whole
+    )  # restored: nothing is lost
     reads_well(project)
     damaged(project, 1, known=False)
     project.run(full=True)
@@ -625,7 +707,11 @@ def test_what_may_not_be_forgotten(make_project: MakeProject, capsys: Captured) 
     project = published(make_project, [1.0, 2.0])
     command = ["-c", str(project.folder), "gc", "--forget"]
     for asked, status, message in (
-        (["numbers", "1"], 1, "snapshot 1 of view 'numbers' can be read: there is nothing to forget"),
+        (
+            ["numbers", "1"],
+            1,
+            "snapshot 1 of view 'numbers' can be read: there is nothing to forget",
+        ),
         (["numbers", "7"], 1, "view 'numbers' has no snapshot 7"),
         (["number", "1"], 2, "--forget number 1: name a view (numbers)"),
         (["numbers", "one"], 2, "--forget numbers one: name a view (numbers)"),

@@ -1,4 +1,5 @@
-"""Init and new view: over whatever file, each template is a project that runs at once; and nothing that lies there is touched."""
+"""Init and new view: over whatever file, each template is a project that runs at once; and nothing
+that lies there is touched."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ STRANGE = {
 def written(name: str, table: Mapping[str, Any]) -> Write:
     def write(folder: Path) -> Path:
         path, rows = folder / name, pa.table(table)
-        pq.write_table(rows, path) if name.endswith("parquet") else pyarrow.csv.write_csv(rows, path)
+        pq.write_table(rows, path) if name.endswith("parquet") else pyarrow.csv.write_csv(
+            rows, path
+        )
         return path
 
     return write
@@ -66,7 +69,10 @@ FILES: dict[str, tuple[Write | None, int]] = {
     "a Parquet file": (written("items.parquet", TABLE), 4),
     "one row": (written("items.csv", {name: values[:1] for name, values in TABLE.items()}), 1),
     "a column of nulls": (
-        written("items.parquet", TABLE | {"notes": pa.nulls(4, pa.string()), "weight": pa.nulls(4, pa.float64())}),
+        written(
+            "items.parquet",
+            TABLE | {"notes": pa.nulls(4, pa.string()), "weight": pa.nulls(4, pa.float64())},
+        ),
         4,
     ),
     "strange names": (written("größe – it's 本.csv", STRANGE), 4),
@@ -76,23 +82,33 @@ FILES: dict[str, tuple[Write | None, int]] = {
 @pytest.mark.usefixtures("no_encoder")
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("template", ["embeddings", "scores", "top-k", "pairs", "features"])
-def test_each_template_runs_at_once_over_any_file(tmp_path: Path, capsys: Captured, template: str, file: str) -> None:
+def test_each_template_runs_at_once_over_any_file(
+    tmp_path: Path, capsys: Captured, template: str, file: str
+) -> None:
     write, rows = FILES[file]
     folder = tmp_path / "neu – new"
     given = [] if write is None else ["--from", str(write(tmp_path))]
     assert main(["init", str(folder), "--template", template, *given, "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
     assert (made["template"], made["rows"]) == (template, rows)
-    assert sorted(made["files"]) == sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+    assert sorted(made["files"]) == sorted(
+        str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()
+    )
     # one title is null, and texts of nothing are left out
     left = rows - (template in ("embeddings", "top-k") and rows == 4)
     project = Project(folder)
     for view in made["views"]:
         assert main(["-c", str(folder), "run", view, "--json"]) == 0
         report = json.loads(capsys.readouterr().out)
-        assert (report["status"], report["counts"]["source"], report["counts"]["written"]) == ("published", left, left)
+        assert (report["status"], report["counts"]["source"], report["counts"]["written"]) == (
+            "published",
+            left,
+            left,
+        )
     with contextlib.closing(Lookup.open(project.online, root=project.root)) as lookup:
-        key = next(project.offline.view(view).batches(project.offline.view(view).snapshot(1))).to_pylist()[0]
+        key = next(
+            project.offline.view(view).batches(project.offline.view(view).snapshot(1))
+        ).to_pylist()[0]
         row = lookup.row(view, [key[name] for name in project.view(view).entity])
     assert row["status"] == "fresh"
     if template == "top-k":
@@ -103,9 +119,25 @@ def test_each_template_runs_at_once_over_any_file(tmp_path: Path, capsys: Captur
         assert 0 < row["features"]["score"] < 1
 
 
-def test_a_view_says_what_it_was_made_of(tmp_path: Path, capsys: Captured, no_encoder: None) -> None:
+def test_a_view_says_what_it_was_made_of(
+    tmp_path: Path, capsys: Captured, no_encoder: None
+) -> None:
     path = written("items.csv", TABLE | {"notes": pa.nulls(4, pa.string())})(tmp_path)
-    assert main(["init", str(tmp_path / "shop"), "--from", str(path), "--template", "embeddings", "--key", "item_id"]) == 0
+    assert (
+        main(
+            [
+                "init",
+                str(tmp_path / "shop"),
+                "--from",
+                str(path),
+                "--template",
+                "embeddings",
+                "--key",
+                "item_id",
+            ]
+        )
+        == 0
+    )
     text = (tmp_path / "shop" / "views" / "item_embedding.yaml").read_text()
     view = yaml.safe_load(text.replace("{on:", "{'on':"))
     assert (view["name"], view["entity"], view["features"]) == (
@@ -132,24 +164,50 @@ def test_a_view_says_what_it_was_made_of(tmp_path: Path, capsys: Captured, no_en
     out = capsys.readouterr().out
     assert "  note: rows without text are left out\n" in out
     assert "  precompute lookup item_embedding 1\n" in out
-    assert yaml.safe_load((tmp_path / "shop" / "project.yaml").read_text())["schedule"] == {"item_embedding": "0 2 * * *"}
+    assert yaml.safe_load((tmp_path / "shop" / "project.yaml").read_text())["schedule"] == {
+        "item_embedding": "0 2 * * *"
+    }
 
 
 @pytest.mark.parametrize(
     ("table", "template", "key"),
     [
         (TABLE, "scores", ["item_id"]),
-        ({"user_id": [1, 1, 2, 2], "item_id": [1, 2, 1, 2], "n": [1, 2, 3, 4]}, "pairs", ["user_id", "item_id"]),
-        ({"id": [1, 2], "about": ["a long text about the first of them", "and one about the second"]}, "embeddings", ["id"]),
-        ({"name": ["a", "b", "b"], "number_of": [3, 4, 5], "sku": ["x", "y", "y"]}, "scores", ["sku"]),
+        (
+            {"user_id": [1, 1, 2, 2], "item_id": [1, 2, 1, 2], "n": [1, 2, 3, 4]},
+            "pairs",
+            ["user_id", "item_id"],
+        ),
+        (
+            {
+                "id": [1, 2],
+                "about": ["a long text about the first of them", "and one about the second"],
+            },
+            "embeddings",
+            ["id"],
+        ),
+        (
+            {"name": ["a", "b", "b"], "number_of": [3, 4, 5], "sku": ["x", "y", "y"]},
+            "scores",
+            ["sku"],
+        ),
         ({"word": ["sea", "ship"]}, "embeddings", ["word"]),
         # alike but for where the null is; and a key that would go on as the view's model
         ({"x": [0.5, None, 0.7], "y": [None, 0.5, 3.0]}, "scores", ["row_id"]),
-        ({"user_id": ["a\nmodel: {use: os:system}\n#"] * 2 + ["b"], "item_id": [1, 2, 1]}, "pairs", ["user_id", "item_id"]),
+        (
+            {"user_id": ["a\nmodel: {use: os:system}\n#"] * 2 + ["b"], "item_id": [1, 2, 1]},
+            "pairs",
+            ["user_id", "item_id"],
+        ),
     ],
 )
 def test_the_template_and_the_key_are_found(
-    tmp_path: Path, no_encoder: None, table: dict[str, list[Any]], template: str, key: list[str], capsys: Captured
+    tmp_path: Path,
+    no_encoder: None,
+    table: dict[str, list[Any]],
+    template: str,
+    key: list[str],
+    capsys: Captured,
 ) -> None:
     path = written("given.parquet", table)(tmp_path)
     assert main(["init", str(tmp_path / "p"), "--from", str(path), "--json"]) == 0
@@ -161,7 +219,10 @@ def test_the_template_and_the_key_are_found(
 def test_of_rows_with_one_key_one_is_taken(tmp_path: Path, capsys: Captured) -> None:
     table = {"id": [1, 1, 2, None], "x": [1.0, 2.0, 3.0, 4.0]}
     path = written("given.csv", table)(tmp_path)
-    assert main(["init", str(tmp_path / "p"), "--from", str(path), "--template", "scores", "--json"]) == 0
+    assert (
+        main(["init", str(tmp_path / "p"), "--from", str(path), "--template", "scores", "--json"])
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["notes"] == [
         "2 columns: the key: id; a number of the score: x",
         "rows without 'id' are left out",
@@ -171,7 +232,9 @@ def test_of_rows_with_one_key_one_is_taken(tmp_path: Path, capsys: Captured) -> 
     assert json.loads(capsys.readouterr().out)["counts"]["written"] == 2
 
 
-def test_names_that_are_words_of_sql_or_yaml(tmp_path: Path, capsys: Captured, no_encoder: None) -> None:
+def test_names_that_are_words_of_sql_or_yaml(
+    tmp_path: Path, capsys: Captured, no_encoder: None
+) -> None:
     table = {
         "order": [1, 2],
         "select": ["a ship", "a garden"],
@@ -183,7 +246,22 @@ def test_names_that_are_words_of_sql_or_yaml(tmp_path: Path, capsys: Captured, n
     path = written("given.parquet", table)(tmp_path)
     for template, key in (("top-k", "order"), ("scores", "select,order"), ("scores", "key")):
         folder = tmp_path / f"{template} {key}"
-        assert main(["init", str(folder), "--from", str(path), "--template", template, "--key", key, "--json"]) == 0
+        assert (
+            main(
+                [
+                    "init",
+                    str(folder),
+                    "--from",
+                    str(path),
+                    "--template",
+                    template,
+                    "--key",
+                    key,
+                    "--json",
+                ]
+            )
+            == 0
+        )
         for view in json.loads(capsys.readouterr().out)["views"]:
             assert main(["-c", str(folder), "run", view, "--json"]) == 0
             # of the empty key there is no row
@@ -198,7 +276,12 @@ REFUSED: dict[str, tuple[str, bytes | None, list[str], str]] = {
     "nothing but nulls": ("items.csv", b"id,title\n,\n,\n", [], "no column has a value"),
     "another kind": ("items.json", b"[]", [], r"its name ends with none of \.parquet, \.csv"),
     "no Parquet": ("items.parquet", b"PAR1", [], "items.parquet: .*Parquet file"),
-    "another encoding": ("items.csv", "id,title\n1,Größe\n".encode("latin-1"), [], "is not UTF-8: convert it, as in iconv"),
+    "another encoding": (
+        "items.csv",
+        "id,title\n1,Größe\n".encode("latin-1"),
+        [],
+        "is not UTF-8: convert it, as in iconv",
+    ),
     "a line cut short": (
         "items.csv",
         b"id,title\n1,a\n2\n3,c\n",
@@ -211,7 +294,12 @@ REFUSED: dict[str, tuple[str, bytes | None, list[str], str]] = {
         [],
         "the row that ends on line 3 has 3 values, and the header 2",
     ),
-    "a pattern": ("items[1].csv", b"id,title\n1,a\n", [], r"its name has '\[', which is no plain name to DuckDB: rename it"),
+    "a pattern": (
+        "items[1].csv",
+        b"id,title\n1,a\n",
+        [],
+        r"its name has '\[', which is no plain name to DuckDB: rename it",
+    ),
     "a column that is not there": (
         "items.csv",
         b"id,title\n1,a\n",
@@ -236,8 +324,18 @@ REFUSED: dict[str, tuple[str, bytes | None, list[str], str]] = {
         ["--template", "embeddings"],
         "no column with text.*id BIGINT, x DOUBLE.*--template scores",
     ),
-    "no pair": ("items.csv", b"id,x\n1,0.5\n", ["--template", "pairs"], "no two columns called like ids.*--key user,item"),
-    "nothing to score": ("items.csv", b"id\n1\n", ["--template", "scores"], r"no column beside its key \(id\)"),
+    "no pair": (
+        "items.csv",
+        b"id,x\n1,0.5\n",
+        ["--template", "pairs"],
+        "no two columns called like ids.*--key user,item",
+    ),
+    "nothing to score": (
+        "items.csv",
+        b"id\n1\n",
+        ["--template", "scores"],
+        r"no column beside its key \(id\)",
+    ),
     "an encoder that is none": (
         "items.csv",
         b"id,t\n1,abc\n",
@@ -250,7 +348,12 @@ REFUSED: dict[str, tuple[str, bytes | None, list[str], str]] = {
         ["--template", "model"],
         "give --model FILE, or neither for a sample, too",
     ),
-    "no folder of pictures": ("items.csv", b"id,x\n1,0.5\n", ["--template", "images"], "is no folder: --template images takes"),
+    "no folder of pictures": (
+        "items.csv",
+        b"id,x\n1,0.5\n",
+        ["--template", "images"],
+        "is no folder: --template images takes",
+    ),
     "an encoder for scores": (
         "items.csv",
         b"id,x\n1,0.5\n",
@@ -261,7 +364,9 @@ REFUSED: dict[str, tuple[str, bytes | None, list[str], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_no_project_comes_of_is_refused_and_nothing_written(tmp_path: Path, capsys: Captured, what: str) -> None:
+def test_what_no_project_comes_of_is_refused_and_nothing_written(
+    tmp_path: Path, capsys: Captured, what: str
+) -> None:
     name, content, options, message = REFUSED[what]
     path = tmp_path / name
     path.write_bytes(b"id\n1\n" if content is None else content)
@@ -274,7 +379,9 @@ def test_what_no_project_comes_of_is_refused_and_nothing_written(tmp_path: Path,
 
 
 @pytest.mark.usefixtures("no_encoder")
-def test_a_folder_with_something_in_it_is_refused_unless_harmless(tmp_path: Path, capsys: Captured) -> None:
+def test_a_folder_with_something_in_it_is_refused_unless_harmless(
+    tmp_path: Path, capsys: Captured
+) -> None:
     folder = tmp_path / "p"
     folder.mkdir()
     harmless = (".git", ".env", "README.md", "LICENSE", "notes.md", "other.csv")
@@ -282,7 +389,10 @@ def test_a_folder_with_something_in_it_is_refused_unless_harmless(tmp_path: Path
         (folder / name).write_text(f"mine: {name}")
     (folder / "models.py").write_text("mine")
     assert main(["init", str(folder)]) == 2
-    assert "is not empty (models.py); give a folder that is empty or not there yet" in capsys.readouterr().err
+    assert (
+        "is not empty (models.py); give a folder that is empty or not there yet"
+        in capsys.readouterr().err
+    )
     (folder / "models.py").unlink()
     (folder / "books.csv").write_text("mine")
     assert main(["init", str(folder)]) == 2
@@ -290,7 +400,9 @@ def test_a_folder_with_something_in_it_is_refused_unless_harmless(tmp_path: Path
     assert not (folder / "project.yaml").exists()
     (folder / "books.csv").unlink()
     assert main(["init", str(folder)]) == 0
-    assert [(folder / name).read_text() for name in harmless] == [f"mine: {name}" for name in harmless]
+    assert [(folder / name).read_text() for name in harmless] == [
+        f"mine: {name}" for name in harmless
+    ]
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     capsys.readouterr()
     assert main(["init", str(folder)]) == 2
@@ -311,14 +423,21 @@ def test_on_a_full_disk_nothing_is_left_of_it(tmp_path: Path, capsys: Captured) 
 
 
 @pytest.mark.usefixtures("no_encoder")
-def test_a_view_is_added_and_none_replaced(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_view_is_added_and_none_replaced(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert main(["init", str(tmp_path / "p")]) == 0
     path = written("items.csv", TABLE)(tmp_path)
     monkeypatch.chdir(tmp_path / "p" / "views")
     capsys.readouterr()
-    assert main(["new", "view", "worth", "--from", str(path), "--template", "scores", "--json"]) == 0
+    assert (
+        main(["new", "view", "worth", "--from", str(path), "--template", "scores", "--json"]) == 0
+    )
     made = json.loads(capsys.readouterr().out)
-    assert (made["files"], made["schedule"]) == (["linear_score.py", "views/worth.yaml"], ['worth: "0 2 * * *"'])
+    assert (made["files"], made["schedule"]) == (
+        ["linear_score.py", "views/worth.yaml"],
+        ['worth: "0 2 * * *"'],
+    )
     assert main(["run", "worth", "--json"]) == 0
     before = {path: path.read_bytes() for path in (tmp_path / "p").rglob("*") if path.is_file()}
     capsys.readouterr()
@@ -332,7 +451,11 @@ def test_a_view_is_added_and_none_replaced(tmp_path: Path, capsys: Captured, mon
     (tmp_path / "p" / "linear_score.py").write_text("mine")
     assert main(["new", "view", "second", "--from", str(path), "--template", "scores"]) == 2
     assert "linear_score.py is there, and is another one" in capsys.readouterr().err
-    changed = {path for path in (tmp_path / "p").rglob("*") if path.is_file() and before.get(path) != path.read_bytes()}
+    changed = {
+        path
+        for path in (tmp_path / "p").rglob("*")
+        if path.is_file() and before.get(path) != path.read_bytes()
+    }
     assert changed == {tmp_path / "p" / "linear_score.py"}
 
 
@@ -345,15 +468,23 @@ def test_an_encoder_that_is_there_is_used(tmp_path: Path, capsys: Captured) -> N
     ):
         assert main(["init", str(tmp_path / name), *options]) == 0
         view = Project(tmp_path / name).view("book_embedding")
-        assert (view.model.use, view.model.args, view.features["embedding"].dim) == ("text_encoder", {"path": path}, 384)
+        assert (view.model.use, view.model.args, view.features["embedding"].dim) == (
+            "text_encoder",
+            {"path": path},
+            384,
+        )
     capsys.readouterr()
     assert main(["-c", str(tmp_path / "b"), "validate", "--json"]) == 0
-    checks = {check["check"]: check["found"] for check in json.loads(capsys.readouterr().out)["checks"]}
+    checks = {
+        check["check"]: check["found"] for check in json.loads(capsys.readouterr().out)["checks"]
+    }
     assert "10 of 10 rows computed" in checks["model"]
 
 
 @pytest.mark.parametrize("template", ["model", "images", "features", "top-k"])
-def test_a_sample_is_green_before_the_first_run_and_published_by_it(tmp_path: Path, capsys: Captured, template: str) -> None:
+def test_a_sample_is_green_before_the_first_run_and_published_by_it(
+    tmp_path: Path, capsys: Captured, template: str
+) -> None:
     """Of top-k, whose second view reads what the first will publish, too."""
     if template == "model":
         pytest.importorskip("lightgbm")
@@ -361,32 +492,51 @@ def test_a_sample_is_green_before_the_first_run_and_published_by_it(tmp_path: Pa
     assert main(["init", str(folder), "--template", template, "--json"]) == 0
     views = json.loads(capsys.readouterr().out)["views"]
     assert main(["-c", str(folder), "validate", "--json"]) == 0
-    found = [check["found"] for check in json.loads(capsys.readouterr().out)["checks"] if check["view"] == views[-1]]
-    assert ("not published yet: precompute run book_embedding first" in found[1]) == (template == "top-k")
+    found = [
+        check["found"]
+        for check in json.loads(capsys.readouterr().out)["checks"]
+        if check["view"] == views[-1]
+    ]
+    assert ("not published yet: precompute run book_embedding first" in found[1]) == (
+        template == "top-k"
+    )
     for view in views:
         assert main(["-c", str(folder), "run", view, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["counts"]["rejected"] == 0
 
 
 def test_a_model_file_is_matched_with_the_columns(tmp_path: Path, capsys: Captured) -> None:
-    """By name, whatever the name is in SQL; what it reads and the file has not is one message, and nothing is written."""
+    """By name, whatever the name is in SQL; what it reads and the file has not is one message, and
+    nothing is written."""
     pytest.importorskip("lightgbm")
     model = FOLDER / "book_price.txt"
-    data = {"id": [1, 2, 3], "Jahr": [1900, 1950, None], "pages": [100.0, 600.0, 300.0], "name": ["a", "b", "c"]}
+    data = {
+        "id": [1, 2, 3],
+        "Jahr": [1900, 1950, None],
+        "pages": [100.0, 600.0, 300.0],
+        "name": ["a", "b", "c"],
+    }
     (tmp_path / "m.txt").write_text(model.read_text().replace("pages year", "pages Jahr"))
     path, folder = written("items.csv", data)(tmp_path), tmp_path / "p"
     given = ["init", str(folder), "--from", str(path), "--json", "--model"]
     assert main([*given, str(model)]) == 2
     assert (
-        "book_price.txt reads 'year', and items.csv has no such column" in json.loads(capsys.readouterr().out)["error"]["message"]
+        "book_price.txt reads 'year', and items.csv has no such column"
+        in json.loads(capsys.readouterr().out)["error"]["message"]
     )
     assert main([*given, str(path)]) == 2
     assert "pickles are never read" in json.loads(capsys.readouterr().out)["error"]["message"]
     assert not folder.exists()
     assert main([*given, str(tmp_path / "m.txt")]) == 0
-    assert "empty values are missing values to the model: Jahr (1 of 3)" in json.loads(capsys.readouterr().out)["notes"]
+    assert (
+        "empty values are missing values to the model: Jahr (1 of 3)"
+        in json.loads(capsys.readouterr().out)["notes"]
+    )
     view = Project(folder).view("item_score")
-    assert (view.model.use, view.model.args) == ("lightgbm", {"path": "../m.txt", "columns": {"Jahr": "jahr"}})
+    assert (view.model.use, view.model.args) == (
+        "lightgbm",
+        {"path": "../m.txt", "columns": {"Jahr": "jahr"}},
+    )
     assert main(["-c", str(folder), "run", "item_score", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["counts"]["written"] == 3
 
@@ -396,7 +546,9 @@ def test_an_endpoint_that_is_not_there_is_one_message(tmp_path: Path, capsys: Ca
     assert "url and model in the view are examples" in capsys.readouterr().out
     view = tmp_path / "p" / "views" / "book_label.yaml"
     view.write_text(
-        view.read_text().replace("localhost:11434/v1  ", "127.0.0.1:1/v1").replace("limits: {", "limits: {tries: 1, ")
+        view.read_text()
+        .replace("localhost:11434/v1  ", "127.0.0.1:1/v1")
+        .replace("limits: {", "limits: {tries: 1, ")
     )
     assert main(["-c", str(tmp_path / "p"), "validate", "--json"]) == 1
     bad = [check for check in json.loads(capsys.readouterr().out)["checks"] if not check["ok"]]
@@ -405,13 +557,21 @@ def test_an_endpoint_that_is_not_there_is_one_message(tmp_path: Path, capsys: Ca
 
 
 def test_numbers_as_they_are_written_elsewhere(tmp_path: Path, capsys: Captured) -> None:
-    """Decimal commas are read; texts among numbers, what is empty and NaN are noted, and the project runs."""
+    """Decimal commas are read; texts among numbers, what is empty and NaN are noted, and the
+    project runs."""
     path = tmp_path / "w.csv"
     path.write_text("id;preis;menge;x\n1;1,50;3;nan\n2;12,25;n/a;1\n3;;4;2\n")
-    assert main(["init", str(tmp_path / "p"), "--from", str(path), "--template", "scores", "--json"]) == 0
+    assert (
+        main(["init", str(tmp_path / "p"), "--from", str(path), "--template", "scores", "--json"])
+        == 0
+    )
     notes = json.loads(capsys.readouterr().out)["notes"]
-    assert "empty values count as the mean of their column: preis (1 of 3), x (1 of 3)" in notes, notes
-    assert any("'menge' is text, since 1 of its 3 values are no numbers" in note for note in notes), notes
+    assert "empty values count as the mean of their column: preis (1 of 3), x (1 of 3)" in notes, (
+        notes
+    )
+    assert any(
+        "'menge' is text, since 1 of its 3 values are no numbers" in note for note in notes
+    ), notes
     assert main(["-c", str(tmp_path / "p"), "run", "w_score", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["counts"]["written"] == 3
 
@@ -426,11 +586,20 @@ def test_columns_are_served_as_they_are(tmp_path: Path, capsys: Captured) -> Non
         "tags": [["a"], None],
         "text": ["t", ""],
     }
-    path = written("users.parquet", {"user_id": ["a", "b"]} | rows | {"vector": [[1.0, 2.0], [3.0, 4.0]], "odd": [{"a": 1}] * 2})(
-        tmp_path
+    path = written(
+        "users.parquet",
+        {"user_id": ["a", "b"]}
+        | rows
+        | {"vector": [[1.0, 2.0], [3.0, 4.0]], "odd": [{"a": 1}] * 2},
+    )(tmp_path)
+    assert (
+        main(["init", str(tmp_path / "p"), "--from", str(path), "--template", "features", "--json"])
+        == 0
     )
-    assert main(["init", str(tmp_path / "p"), "--from", str(path), "--template", "features", "--json"]) == 0
-    assert "left out (no feature is STRUCT(a BIGINT)): odd" in json.loads(capsys.readouterr().out)["notes"][0]
+    assert (
+        "left out (no feature is STRUCT(a BIGINT)): odd"
+        in json.loads(capsys.readouterr().out)["notes"][0]
+    )
     assert main(["-c", str(tmp_path / "p"), "run", "user_features"]) == 0
     project = Project(tmp_path / "p")
     with contextlib.closing(Lookup.open(project.online, root=project.root)) as lookup:
@@ -438,14 +607,24 @@ def test_columns_are_served_as_they_are(tmp_path: Path, capsys: Captured) -> Non
     vectors = [np.asarray(row.pop("vector")).tolist() for row in served]
     assert vectors == [[1.0, 2.0], [3.0, 4.0]]
     assert served == [
-        {"n": 1, "x": 0.5, "flag": True, "at": "2026-01-02T03:04:05.000000Z", "tags": ["a"], "text": "t"},
+        {
+            "n": 1,
+            "x": 0.5,
+            "flag": True,
+            "at": "2026-01-02T03:04:05.000000Z",
+            "tags": ["a"],
+            "text": "t",
+        },
         {"n": None, "x": None, "flag": False, "at": None, "tags": None, "text": ""},
     ]
     view = tmp_path / "p" / "views" / "user_features.yaml"
     view.write_text(view.read_text().replace("  flag: {", "  flagg: {"))
     capsys.readouterr()
     assert main(["-c", str(tmp_path / "p"), "validate"]) == 2
-    assert "the source yields no column 'flagg', which the model columns reads" in capsys.readouterr().out
+    assert (
+        "the source yields no column 'flagg', which the model columns reads"
+        in capsys.readouterr().out
+    )
 
 
 def test_templates_are_files_that_the_wheel_takes() -> None:

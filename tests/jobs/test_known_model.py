@@ -1,4 +1,5 @@
-"""Known models: a run that computes nothing loads no built-in model, and one whose files may be others is loaded and looked at."""
+"""Known models: a run that computes nothing loads no built-in model, and one whose files may be
+others is loaded and looked at."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def towers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     for seed in (1, 2):
         pairs = np.array([(0, 0), (1, 1)], np.int64)
         path = folder / f"{seed}.safetensors"
-        train_two_tower(path, TABLE, TABLE, pairs, {"id": False}, {"id": False}, dim=2, epochs=1, seed=seed)
+        train_two_tower(
+            path, TABLE, TABLE, pairs, {"id": False}, {"id": False}, dim=2, epochs=1, seed=seed
+        )
     return folder / "1.safetensors", folder / "2.safetensors"
 
 
@@ -49,7 +52,8 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def project(make_project: MakeProject, towers: tuple[Path, Path]) -> Scene:
-    """A view of a two-tower model that was computed; its model's file has been there for a while."""
+    """A view of a two-tower model that was computed; its model's file has been there for a
+    while."""
     view = {
         "source": {"sql": "SELECT * FROM (VALUES (1), (2)) t(id)"},
         "model": {"use": "two_tower", "args": {"path": "./tower.safetensors", "tower": "user"}},
@@ -80,7 +84,9 @@ def settle() -> None:
     time.sleep(1.1)
 
 
-def test_a_run_that_computes_nothing_loads_no_model_that_is_known(project: Scene, loads: list[str]) -> None:
+def test_a_run_that_computes_nothing_loads_no_model_that_is_known(
+    project: Scene, loads: list[str]
+) -> None:
     settle()
     assert [project.run().status, project.run().status] == ["current", "current"]
     assert loads == ["two_tower"], "what was as new as the model's file was not remembered"
@@ -96,7 +102,9 @@ def test_another_file_of_the_same_size_and_time_is_another_model(
     put(towers[1], project)
     assert project.run().status == "published"
     assert project.run().counts["unchanged"] == 2
-    assert len(loads) == 3, "each time while the file is so new that its time may stay when it is written to again"
+    assert len(loads) == 3, (
+        "each time while the file is so new that its time may stay when it is written to again"
+    )
 
 
 def test_a_damaged_note_is_as_none(project: Scene, loads: list[str]) -> None:
@@ -119,5 +127,8 @@ def test_a_model_that_turns_out_another_when_loaded_computes_nothing(
         return load_with_fingerprint(use, args, folder)
 
     monkeypatch.setattr("precompute.jobs.rows.open_view.load_with_fingerprint", replaced)
-    with pytest.raises(ModelError, match="view 'numbers': the model's files were replaced since the run began: run again"):
+    with pytest.raises(
+        ModelError,
+        match="view 'numbers': the model's files were replaced since the run began: run again",
+    ):
         project.run(full=True)

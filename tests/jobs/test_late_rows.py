@@ -1,4 +1,5 @@
-"""What `status` says of partitions whose rows are not those of today's source or model, and that what it names mends them."""
+"""What `status` says of partitions whose rows are not those of today's source or model, and that
+what it names mends them."""
 
 from __future__ import annotations
 
@@ -44,18 +45,26 @@ def status(corpus: Corpus, capsys: Captured) -> tuple[dict[str, Any], list[str]]
 
 
 @pytest.mark.parametrize("serve", ["newest", "all"])
-def test_late_rows_are_found_by_the_next_run_and_healed_as_status_says(corpus: Corpus, capsys: Captured, serve: str) -> None:
+def test_late_rows_are_found_by_the_next_run_and_healed_as_status_says(
+    corpus: Corpus, capsys: Captured, serve: str
+) -> None:
     corpus.write(partition=serving(serve=serve))
     assert (corpus.run(2).looked_at, corpus.run(2).late) == ([NAMES[1], NAMES[0]], [])
     corpus.write(0, corpus.days[0] | {5: 5.0})
     corpus.write(1, corpus.days[1] | {11: 7.0})
     assert status(corpus, capsys)[1] == []
     report = corpus.run(2)
-    assert (report.status, report.looked_at, report.late) == ("current", [NAMES[1], NAMES[0]], [NAMES[1], NAMES[0]])
+    assert (report.status, report.looked_at, report.late) == (
+        "current",
+        [NAMES[1], NAMES[0]],
+        [NAMES[1], NAMES[0]],
+    )
     partitions, commands = status(corpus, capsys)
     assert (partitions["looked_at"], partitions["late"], partitions["older"]) == (2, NAMES[:2], [])
     dates = [day.date().isoformat() for day in DAYS]
-    assert commands == [f"backfill numbers --from {dates[0]} --to {dates[1]} --reprocess stale --check-inputs"]
+    assert commands == [
+        f"backfill numbers --from {dates[0]} --to {dates[1]} --reprocess stale --check-inputs"
+    ]
     assert corpus.scene.cli(*shlex.split(commands[0])) == 0
     assert status(corpus, capsys)[1] == []
     assert corpus.run(2).late == []
@@ -63,7 +72,9 @@ def test_late_rows_are_found_by_the_next_run_and_healed_as_status_says(corpus: C
         assert corpus.served(30) == {0: 1.0, 1: 2.0, 5: 5.0, 10: 1.0, 11: 7.0, 20: 1.0, 21: 2.0}
 
 
-def test_partitions_of_an_older_model_are_counted_and_mended(corpus: Corpus, capsys: Captured) -> None:
+def test_partitions_of_an_older_model_are_counted_and_mended(
+    corpus: Corpus, capsys: Captured
+) -> None:
     corpus.write(model={"use": "tests.arithmetic:Doubler", "args": {"version": "2"}})
     # the view's file alone says so
     assert status(corpus, capsys)[0]["older"] == NAMES[:3]
@@ -82,7 +93,9 @@ def test_another_source_makes_partitions_older(corpus: Corpus, capsys: Captured)
     assert status(corpus, capsys)[0]["older"] == NAMES[:2]
 
 
-def test_looking_ends_with_its_time(corpus: Corpus, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_looking_ends_with_its_time(
+    corpus: Corpus, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
     corpus.write(1, corpus.days[1] | {11: 7.0})
     monkeypatch.setattr(precompute.jobs.pipeline.run, "LEAST_S", 0.0)
     monkeypatch.setattr(precompute.jobs.pipeline.run, "SHARE", 0.0)
@@ -91,20 +104,31 @@ def test_looking_ends_with_its_time(corpus: Corpus, capsys: Captured, monkeypatc
     assert status(corpus, capsys)[0]["looked_at"] == 2  # of the run before
 
 
-def test_what_a_run_saw_counts_until_a_later_one_looks_again(corpus: Corpus, capsys: Captured) -> None:
+def test_what_a_run_saw_counts_until_a_later_one_looks_again(
+    corpus: Corpus, capsys: Captured
+) -> None:
     corpus.write(0, corpus.days[0] | {5: 5.0})
     assert corpus.run(2).late == [NAMES[0]]
     runs = corpus.scene.offline.view("numbers").runs
-    later = replace(runs.reports()[0], run="99990101T000000.000000Z-000000", looked_at=[NAMES[1]], late=[])
+    later = replace(
+        runs.reports()[0], run="99990101T000000.000000Z-000000", looked_at=[NAMES[1]], late=[]
+    )
     runs.write(later)
     assert status(corpus, capsys)[0]["late"] == [NAMES[0]]
 
 
 def test_sources_that_were_let_go_of_or_cannot_be_read_are_not_late(corpus: Corpus) -> None:
-    corpus.write(3, {30: 1.0}, source={"sql": SQL + " AND CASE WHEN x > 6 THEN error('no') ELSE true END"})
+    corpus.write(
+        3, {30: 1.0}, source={"sql": SQL + " AND CASE WHEN x > 6 THEN error('no') ELSE true END"}
+    )
     assert all(corpus.run(day).finished for day in range(4))
     corpus.write(0, {1: 1.0})
     corpus.write(1, {})
     corpus.write(2, {11: 7.0})
     report = corpus.run(3)
-    assert (report.status, report.looked_at, report.late, report.error) == ("current", [NAMES[0]], [NAMES[0]], None)
+    assert (report.status, report.looked_at, report.late, report.error) == (
+        "current",
+        [NAMES[0]],
+        [NAMES[0]],
+        None,
+    )

@@ -1,4 +1,5 @@
-"""Lost views: one whose pointer vanished from the online store is reported as lost, and answered from what a worker holds; unknown is what nobody published, or what was dropped."""
+"""Lost views: one whose pointer vanished from the online store is reported as lost, and answered
+from what a worker holds; unknown is what nobody published, or what was dropped."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def lose_pointer(project: Scene) -> None:
 
 @pytest.fixture
 def project(make_project: MakeProject, online: str) -> Scene:
-    project = make_project(ROWS, project={"online": online}, view={"index": {"on": "vector", "metric": "l2"}})
+    project = make_project(
+        ROWS, project={"online": online}, view={"index": {"on": "vector", "metric": "l2"}}
+    )
     project.run()
     return project
 
@@ -51,13 +54,20 @@ def test_a_view_that_was_there_is_never_unknown(project: Scene) -> None:
             reply = call(app, method, path, body)
             if path == "/v1/lookup":
                 # one view that is lost fails no other
-                assert reply.json["responses"][0]["problem"]["type"] == "urn:precompute:problem:store_unavailable"
+                assert (
+                    reply.json["responses"][0]["problem"]["type"]
+                    == "urn:precompute:problem:store_unavailable"
+                )
                 continue
             reply.check_problem(503, "store_unavailable")
             assert reply.headers["retry-after"] == "1", path
         # what the worker holds is served, as in any failure of the store
         kept = call(app, "GET", "/v1/views/numbers/rows/1")
-        assert (kept.status, kept.json["status"], kept.json["features"]["double"]) == (200, "stale", 2.0)
+        assert (kept.status, kept.json["status"], kept.json["features"]["double"]) == (
+            200,
+            "stale",
+            2.0,
+        )
         assert call(app, "GET", "/v1/views/nothing/rows/1").status == 404
         ready = call(app, "GET", "/readyz")
         assert (ready.status, ready.json["status"]) == (200, "degraded")

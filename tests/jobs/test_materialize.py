@@ -1,4 +1,5 @@
-"""Materialize: what a snapshot is on disk, that every row is accounted for, and what becomes of bad rows and bad runs."""
+"""Materialize: what a snapshot is on disk, that every row is accounted for, and what becomes of bad
+rows and bad runs."""
 
 from __future__ import annotations
 
@@ -23,7 +24,14 @@ from precompute.jobs.process.job import RunOptions
 from precompute.jobs.process.progress import Silent
 from precompute.jobs.rows import chunks
 from precompute.source import Source
-from precompute.store.errors import ConfigError, ModelError, PrecomputeError, RejectedError, SnapshotError, SourceError
+from precompute.store.errors import (
+    ConfigError,
+    ModelError,
+    PrecomputeError,
+    RejectedError,
+    SnapshotError,
+    SourceError,
+)
 from precompute.store.feature_view import FeatureView
 from precompute.store.offline.journal import Journals
 from precompute.store.offline.part_file import MOST_OVERLAYS
@@ -57,7 +65,9 @@ def made(project: Scene, view: str = "numbers") -> Snapshot:
 
 
 def rejected_of(project: Scene, run: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = pq.read_table(project.root / "numbers" / "data" / run / "rejected.parquet").to_pylist()
+    found: list[dict[str, Any]] = pq.read_table(
+        project.root / "numbers" / "data" / run / "rejected.parquet"
+    ).to_pylist()
     return found
 
 
@@ -78,7 +88,9 @@ def refused(project: Scene, error: type[PrecomputeError]) -> Report:
 
 
 def test_a_snapshot_on_disk_is_what_the_design_says(make_project: MakeProject) -> None:
-    project = make_project([(3, 1.5), (1, -2.0), (2, 0.0)], view={"index": {"on": "vector", "metric": "dot"}})
+    project = make_project(
+        [(3, 1.5), (1, -2.0), (2, 0.0)], view={"index": {"on": "vector", "metric": "dot"}}
+    )
     before = time.time()
     snapshot = made(project)
     root = project.root / "numbers"
@@ -103,12 +115,19 @@ def test_a_snapshot_on_disk_is_what_the_design_says(make_project: MakeProject) -
         ]
     )
     columns = table.select(["id", "double", "vector"]).to_pylist()
-    assert columns == [{"id": i, "double": 2 * x, "vector": [x, x + 1, x + 2, x + 3]} for i, x in ((3, 1.5), (1, -2.0), (2, 0.0))]
+    assert columns == [
+        {"id": i, "double": 2 * x, "vector": [x, x + 1, x + 2, x + 3]}
+        for i, x in ((3, 1.5), (1, -2.0), (2, 0.0))
+    ]
     assert all(before <= at.timestamp() <= time.time() for at in table["computed_at"].to_pylist())
     with duckdb.connect() as connection:
         sql = f"SELECT id, double, vector[4], computed_at <= now(), input_hash FROM read_parquet('{root}/data/{run}/*.parquet') ORDER BY id"
         plain = connection.execute(sql).fetchall()
-    assert [row[:4] for row in plain] == [(1, -4.0, 1.0, True), (2, 0.0, 3.0, True), (3, 3.0, 4.5, True)]
+    assert [row[:4] for row in plain] == [
+        (1, -4.0, 1.0, True),
+        (2, 0.0, 3.0, True),
+        (3, 3.0, 4.5, True),
+    ]
     assert len({row[4] for row in plain}) == 3
 
     text = (root / "manifests" / "00000000000000000001.json").read_text()
@@ -121,9 +140,26 @@ def test_a_snapshot_on_disk_is_what_the_design_says(make_project: MakeProject) -
             "sha256": hashlib.sha256(part.read_bytes()).hexdigest(),
         }
     ]
-    assert manifest["counts"] == {"source": 3, "written": 3, "rejected": 0, "unchanged": 0, "removed": 0, "duplicates": 0}
-    assert (manifest["number"], manifest["kind"], manifest["parent"], manifest["rejected"]) == (1, "full", None, None)
-    assert (manifest["deletes"], manifest["own_deletes"], manifest["partition"], manifest["renewed_at"]) == (None, 0, None, None)
+    assert manifest["counts"] == {
+        "source": 3,
+        "written": 3,
+        "rejected": 0,
+        "unchanged": 0,
+        "removed": 0,
+        "duplicates": 0,
+    }
+    assert (manifest["number"], manifest["kind"], manifest["parent"], manifest["rejected"]) == (
+        1,
+        "full",
+        None,
+        None,
+    )
+    assert (
+        manifest["deletes"],
+        manifest["own_deletes"],
+        manifest["partition"],
+        manifest["renewed_at"],
+    ) == (None, 0, None, None)
     assert (manifest["format_version"], manifest["fence"], manifest["accepted"]) == (1, 1, [])
     assert len(manifest["recipe"]) == 64
     assert manifest["content"].startswith(manifest["recipe"] + ":3-")
@@ -160,7 +196,10 @@ def test_many_windows_and_parts_hold_every_row_once_and_in_order(
     monkeypatch.setattr(chunks, "WINDOW_ROWS", 7)
     monkeypatch.setattr(chunks, "PART_BYTES", 1000)
     xs = [(i * 37 % 101, float(i)) for i in range(100)]
-    project = make_project(xs, view={"model": {"use": "tests.arithmetic:Doubler", "args": {"fail_on": 50, "nan_on": 60}}})
+    project = make_project(
+        xs,
+        view={"model": {"use": "tests.arithmetic:Doubler", "args": {"fail_on": 50, "nan_on": 60}}},
+    )
     snapshot = made(project)
     assert len(snapshot.parts) > 3
     assert sum(p.rows for p in snapshot.parts) == snapshot.counts.written == 98
@@ -170,7 +209,9 @@ def test_many_windows_and_parts_hold_every_row_once_and_in_order(
     micros = [int(r["computed_at"].timestamp() * 1e6) for r in rows]
     assert abs(min(micros) - (snapshot.computed_at_min or 0)) <= 1
     assert abs(max(micros) - (snapshot.computed_at_max or 0)) <= 1
-    assert [r["key"] for r in rejected_of(project, snapshot.run)] == [str(i) for i, x in xs if x in (50, 60)]
+    assert [r["key"] for r in rejected_of(project, snapshot.run)] == [
+        str(i) for i, x in xs if x in (50, 60)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -182,7 +223,9 @@ def test_many_windows_and_parts_hold_every_row_once_and_in_order(
         (pa.array(["1", "2"], pa.large_string()), pa.string()),
     ],
 )
-def test_key_columns_are_int64_or_string(make_project: MakeProject, column: pa.Array, stored: pa.DataType) -> None:
+def test_key_columns_are_int64_or_string(
+    make_project: MakeProject, column: pa.Array, stored: pa.DataType
+) -> None:
     project = make_project(pa.table({"id": column, "x": [1.0, 2.0]}))
     snapshot = made(project)
     batch = next(project.offline.view(snapshot.view.name).batches(snapshot))
@@ -194,8 +237,13 @@ def test_composite_keys_keep_their_columns(make_project: MakeProject) -> None:
     table = pa.table({"x": [1.0, 2.0, 3.0], "b": ["a/b", "é", None], "a": [1, 1, 1]})
     project = make_project(table, view=COMPOSITE)
     snapshot = made(project)
-    assert [(r["a"], r["b"], r["double"]) for r in project.rows(snapshot.number)] == [(1, "a/b", 2.0), (1, "é", 4.0)]
-    assert [(r["key"], r["error"]) for r in rejected_of(project, snapshot.run)] == [(None, "null key")]
+    assert [(r["a"], r["b"], r["double"]) for r in project.rows(snapshot.number)] == [
+        (1, "a/b", 2.0),
+        (1, "é", 4.0),
+    ]
+    assert [(r["key"], r["error"]) for r in rejected_of(project, snapshot.run)] == [
+        (None, "null key")
+    ]
 
 
 # ---- accounting and bad rows
@@ -209,12 +257,27 @@ def test_composite_keys_keep_their_columns(make_project: MakeProject) -> None:
         ([(1, 1.0), (None, 2.0)], {}, Counts(2, 1, rejected=1)),
         ([(1, 1.0), (2, None)], {}, Counts(2, 1, rejected=1)),
         ([(1, 1.0), (2, NAN)], {}, Counts(2, 1, rejected=1)),
-        ([(1, 1.0), (2, 7.0), (3, 8.0), (4, 9.0)], {"fail_on": 7, "nan_on": 9}, Counts(4, 2, rejected=2)),
-        ([(1, 1.0), (None, 7.0), (2, 7.0), (1, 1.0), (3, 3.0), (4, 4.0)], {"fail_on": 7}, Counts(5, 3, rejected=2, duplicates=1)),
+        (
+            [(1, 1.0), (2, 7.0), (3, 8.0), (4, 9.0)],
+            {"fail_on": 7, "nan_on": 9},
+            Counts(4, 2, rejected=2),
+        ),
+        (
+            [(1, 1.0), (None, 7.0), (2, 7.0), (1, 1.0), (3, 3.0), (4, 4.0)],
+            {"fail_on": 7},
+            Counts(5, 3, rejected=2, duplicates=1),
+        ),
     ],
 )
-def test_every_row_is_written_or_rejected(make_project: MakeProject, rows: Any, args: dict[str, Any], counts: Counts) -> None:
-    table = pa.table({"id": pa.array([i for i, _ in rows], pa.int64()), "x": pa.array([x for _, x in rows], pa.float64())})
+def test_every_row_is_written_or_rejected(
+    make_project: MakeProject, rows: Any, args: dict[str, Any], counts: Counts
+) -> None:
+    table = pa.table(
+        {
+            "id": pa.array([i for i, _ in rows], pa.int64()),
+            "x": pa.array([x for _, x in rows], pa.float64()),
+        }
+    )
     project = make_project(table, view={"model": {"use": "tests.arithmetic:Doubler", "args": args}})
     snapshot = made(project)
     assert snapshot.counts == counts
@@ -289,7 +352,10 @@ def test_max_rejected_is_the_share_that_still_passes(
     make_project: MakeProject, allowed: float, bad: int, good: int, passes: bool
 ) -> None:
     rows = [(i, 7.0) for i in range(bad)] + [(bad + i, 1.0) for i in range(good)]
-    view = {"model": {"use": "tests.arithmetic:Doubler", "args": {"fail_on": 7}}, "max_rejected": allowed}
+    view = {
+        "model": {"use": "tests.arithmetic:Doubler", "args": {"fail_on": 7}},
+        "max_rejected": allowed,
+    }
     project = make_project(rows, view=view)
     if passes:
         assert made(project).counts == Counts(bad + good, good, rejected=bad)
@@ -297,21 +363,34 @@ def test_max_rejected_is_the_share_that_still_passes(
         assert refused(project, RejectedError).status == "rejected"
 
 
-def test_too_many_rejected_rows_publish_nothing_and_say_where_they_are(make_project: MakeProject) -> None:
+def test_too_many_rejected_rows_publish_nothing_and_say_where_they_are(
+    make_project: MakeProject,
+) -> None:
     rows = [(1, 7.0), (2, 7.0), (3, 7.0), (4, 1.0)]
-    project = make_project(rows, view={"model": {"use": "tests.arithmetic:Doubler", "args": {"fail_on": 7}}})
+    project = make_project(
+        rows, view={"model": {"use": "tests.arithmetic:Doubler", "args": {"fail_on": 7}}}
+    )
     report = refused(project, RejectedError)
     path = project.root / "numbers" / "data" / report.run / "rejected.parquet"
-    for part in ("3 rows rejected", "2 allowed", "3× ValueError: cannot take 7", str(path), "max_rejected"):
+    for part in (
+        "3 rows rejected",
+        "2 allowed",
+        "3× ValueError: cannot take 7",
+        str(path),
+        "max_rejected",
+    ):
         assert part in (report.error or "")
     assert [r["key"] for r in pq.read_table(path).to_pylist()] == ["1", "2", "3"]
     assert project.store.refs.live() is None
 
 
 @pytest.mark.parametrize("args", [{"fail_on": 7}, {"nan_on": 7}])
-def test_all_rows_rejected_is_a_refusal_even_where_all_are_allowed(make_project: MakeProject, args: dict[str, Any]) -> None:
+def test_all_rows_rejected_is_a_refusal_even_where_all_are_allowed(
+    make_project: MakeProject, args: dict[str, Any]
+) -> None:
     project = make_project(
-        [(1, 7.0), (2, 7.0)], view={"model": {"use": "tests.arithmetic:Doubler", "args": args}, "max_rejected": 1.0}
+        [(1, 7.0), (2, 7.0)],
+        view={"model": {"use": "tests.arithmetic:Doubler", "args": args}, "max_rejected": 1.0},
     )
     report = refused(project, RejectedError)
     assert "all 2 rows" in (report.error or "")
@@ -325,22 +404,67 @@ def test_all_rows_rejected_is_a_refusal_even_where_all_are_allowed(make_project:
     ("rows", "view", "error", "parts"),
     [
         ([(1, 1.0), (1, 2.0)], {}, SourceError, ["1 (2 rows)", "make (id) unique"]),
-        (pa.table({"id": pa.array([], pa.int64()), "x": pa.array([], pa.float64())}), {}, SourceError, ["'numbers'", "no rows"]),
-        (pa.table({"id": [1.5], "x": [1.0]}), {}, ConfigError, ["key column 'id' is double", "CAST(id AS VARCHAR)"]),
+        (
+            pa.table({"id": pa.array([], pa.int64()), "x": pa.array([], pa.float64())}),
+            {},
+            SourceError,
+            ["'numbers'", "no rows"],
+        ),
+        (
+            pa.table({"id": [1.5], "x": [1.0]}),
+            {},
+            ConfigError,
+            ["key column 'id' is double", "CAST(id AS VARCHAR)"],
+        ),
         (pa.table({"other": [1], "x": [1.0]}), {}, ConfigError, ["no column 'id'", "other, x"]),
-        (None, {"source": {"sql": "SELECT * FROM read_parquet('${data}/nothing.parquet')"}}, SourceError, ["nothing.parquet"]),
+        (
+            None,
+            {"source": {"sql": "SELECT * FROM read_parquet('${data}/nothing.parquet')"}},
+            SourceError,
+            ["nothing.parquet"],
+        ),
         (
             None,
             {"source": {"sql": "SELECT nope FROM read_parquet('${data}/data.parquet')"}},
             ConfigError,
             ["numbers.yaml", "nope"],
         ),
-        (None, {"source": {"sql": "SELECT id, error('boom') AS x FROM range(2) t(id)"}}, SourceError, ["boom"]),
-        (None, {"model": {"use": "tests.jobs.test_materialize:ShortVectors"}}, ModelError, ["'vector'", "4", "[1, 3]"]),
-        (None, {"features": {"vector": {"dtype": "float32", "dim": 5}}}, ModelError, ["'vector'", "5", "[1, 4]"]),
-        (None, {"features": {"triple": {"dtype": "float32"}}}, ModelError, ["'triple'", "double, vector"]),
-        (None, {"features": {"double": {"dtype": "int8", "max_items": 3}}}, ModelError, ["'double'", "list"]),
-        (None, {"model": {"use": "tests.arithmetic:Doubler", "args": {"dimm": 4}}}, ConfigError, ["numbers.yaml", "dimm"]),
+        (
+            None,
+            {"source": {"sql": "SELECT id, error('boom') AS x FROM range(2) t(id)"}},
+            SourceError,
+            ["boom"],
+        ),
+        (
+            None,
+            {"model": {"use": "tests.jobs.test_materialize:ShortVectors"}},
+            ModelError,
+            ["'vector'", "4", "[1, 3]"],
+        ),
+        (
+            None,
+            {"features": {"vector": {"dtype": "float32", "dim": 5}}},
+            ModelError,
+            ["'vector'", "5", "[1, 4]"],
+        ),
+        (
+            None,
+            {"features": {"triple": {"dtype": "float32"}}},
+            ModelError,
+            ["'triple'", "double, vector"],
+        ),
+        (
+            None,
+            {"features": {"double": {"dtype": "int8", "max_items": 3}}},
+            ModelError,
+            ["'double'", "list"],
+        ),
+        (
+            None,
+            {"model": {"use": "tests.arithmetic:Doubler", "args": {"dimm": 4}}},
+            ConfigError,
+            ["numbers.yaml", "dimm"],
+        ),
         (None, {"model": {"use": "tests.arithmetic:Nope"}}, ConfigError, ["numbers.yaml", "Nope"]),
         (
             None,
@@ -348,11 +472,20 @@ def test_all_rows_rejected_is_a_refusal_even_where_all_are_allowed(make_project:
             ConfigError,
             ["numbers.yaml", "dim", "nope"],
         ),
-        (None, {"source": {"sql": "SELECT id, x FROM live.numbers"}}, SourceError, ["live.numbers", "never published"]),
+        (
+            None,
+            {"source": {"sql": "SELECT id, x FROM live.numbers"}},
+            SourceError,
+            ["live.numbers", "never published"],
+        ),
     ],
 )
 def test_a_run_that_cannot_work_fails_in_words(
-    make_project: MakeProject, rows: Any, view: dict[str, Any], error: type[PrecomputeError], parts: list[str]
+    make_project: MakeProject,
+    rows: Any,
+    view: dict[str, Any],
+    error: type[PrecomputeError],
+    parts: list[str],
 ) -> None:
     report = refused(make_project([(1, 1.0)] if rows is None else rows, view=view), error)
     assert report.status == "failed"
@@ -360,7 +493,9 @@ def test_a_run_that_cannot_work_fails_in_words(
         assert part in (report.error or "")
 
 
-def test_a_count_that_does_not_add_up_is_not_committed(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_count_that_does_not_add_up_is_not_committed(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     project = make_project([(1, 1.0), (2, 2.0)])
     load = Source.load
     monkeypatch.setattr(Source, "load", lambda source, within: load(source, within) + 1)
@@ -371,7 +506,9 @@ def test_a_count_that_does_not_add_up_is_not_committed(make_project: MakeProject
 # ---- views that read views
 
 
-def test_a_view_reads_the_live_snapshot_of_another_and_says_which(make_project: MakeProject) -> None:
+def test_a_view_reads_the_live_snapshot_of_another_and_says_which(
+    make_project: MakeProject,
+) -> None:
     sums = {
         "entity": ["id"],
         "source": {"sql": "SELECT id, double AS x FROM live.numbers"},
@@ -384,14 +521,21 @@ def test_a_view_reads_the_live_snapshot_of_another_and_says_which(make_project: 
     made(make_project([(1, 100.0)]))  # newer, but not live
     snapshot = made(project, "sums")
     assert snapshot.inputs == {"numbers": 1}
-    assert [(r["id"], r["double"]) for r in project.rows(snapshot.number, "sums")] == [(1, 4.0), (2, 8.0)]
+    assert [(r["id"], r["double"]) for r in project.rows(snapshot.number, "sums")] == [
+        (1, 4.0),
+        (2, 8.0),
+    ]
 
 
 @pytest.mark.parametrize("args", [{"version": 2}, {"dim": 4, "nan_on": 99}])
-def test_the_models_fingerprint_is_its_own_and_not_its_arguments(make_project: MakeProject, args: dict[str, Any]) -> None:
+def test_the_models_fingerprint_is_its_own_and_not_its_arguments(
+    make_project: MakeProject, args: dict[str, Any]
+) -> None:
     rows = [(1, 1.0)]
     first = made(make_project(rows))
-    second = made(make_project(rows, view={"model": {"use": "tests.arithmetic:Doubler", "args": args}}))
+    second = made(
+        make_project(rows, view={"model": {"use": "tests.arithmetic:Doubler", "args": args}})
+    )
     assert (first.model == second.model) == ("version" not in args)
     assert first.view.fingerprint() != second.view.fingerprint()
 
@@ -399,7 +543,20 @@ def test_the_models_fingerprint_is_its_own_and_not_its_arguments(make_project: M
 # ---- only what changed is computed
 
 UNJUDGED: dict[str, Any] = {
-    "gates": dict.fromkeys(("rows", "norm", "duplicates", "drift", "moved", "constant", "shift", "mass", "agreement", "contract"))
+    "gates": dict.fromkeys(
+        (
+            "rows",
+            "norm",
+            "duplicates",
+            "drift",
+            "moved",
+            "constant",
+            "shift",
+            "mass",
+            "agreement",
+            "contract",
+        )
+    )
 }
 MANY = [(i, float(i)) for i in range(40)]
 
@@ -438,24 +595,45 @@ def built(project: Scene, status: str = "committed", **how: Any) -> Snapshot:
     return snapshot
 
 
-def test_a_run_over_unchanged_rows_computes_and_commits_nothing(make_project: MakeProject, calls: Calls) -> None:
+def test_a_run_over_unchanged_rows_computes_and_commits_nothing(
+    make_project: MakeProject, calls: Calls
+) -> None:
     project = make_project([*MANY, (99, None)])
     first = built(project)
     assert calls.take() == 41
     folders = [project.root / "numbers" / name for name in ("data", "manifests")]
-    before = {path: path.read_bytes() for folder in folders for path in folder.rglob("*") if path.is_file()}
+    before = {
+        path: path.read_bytes()
+        for folder in folders
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
     assert len(before) == 4  # a part, two files of the rejected row, and the manifest
     for rows in ([*MANY, (99, None)], [(99, None), *MANY[::-1]], [*MANY, *MANY, (99, None)]):
         assert built(make_project(rows), "current") == first
         assert calls.take() == 0
         report = project.report()
-        assert report.counts == {"source": 41, "written": 0, "rejected": 1, "unchanged": 40, "removed": 0, "duplicates": 0}
+        assert report.counts == {
+            "source": 41,
+            "written": 0,
+            "rejected": 1,
+            "unchanged": 40,
+            "removed": 0,
+            "duplicates": 0,
+        }
         assert (report.plan or "").startswith("nothing to do: 0 of 41 rows to compute (")
-    assert {path: path.read_bytes() for folder in folders for path in folder.rglob("*") if path.is_file()} == before
+    assert {
+        path: path.read_bytes()
+        for folder in folders
+        for path in folder.rglob("*")
+        if path.is_file()
+    } == before
     assert project.numbers() == [1]
 
 
-def test_changed_rows_make_a_delta_and_the_others_cost_no_inference(make_project: MakeProject, calls: Calls) -> None:
+def test_changed_rows_make_a_delta_and_the_others_cost_no_inference(
+    make_project: MakeProject, calls: Calls
+) -> None:
     first = built(make_project(MANY))
     calls.take()
     changed = [(i, 100.0 if i == 7 else x) for i, x in MANY if i not in (3, 39)] + [(50, 5.0)]
@@ -473,7 +651,10 @@ def test_changed_rows_make_a_delta_and_the_others_cost_no_inference(make_project
     assert found == [{"part": path, "row": i, "removed": i != 7, "key_id": i} for i in (3, 7, 39)]
     assert (second.recipe, second.model) == (first.recipe, first.model)
     assert second.content != first.content
-    assert (second.computed_at_min, second.computed_at_max or 0) > (first.computed_at_min, first.computed_at_max or 0)
+    assert (second.computed_at_min, second.computed_at_max or 0) > (
+        first.computed_at_min,
+        first.computed_at_max or 0,
+    )
     assert second.renewed_at == project.report().read_at_us
 
 
@@ -481,17 +662,23 @@ def test_rows_keep_the_time_they_were_computed(make_project: MakeProject) -> Non
     first = built(make_project(MANY))
     project = make_project([(0, 9.0), *MANY[1:]])
     second = built(project)
-    before = {row["id"]: (row["computed_at"], row["input_hash"]) for row in project.rows(first.number)}
+    before = {
+        row["id"]: (row["computed_at"], row["input_hash"]) for row in project.rows(first.number)
+    }
     for row in project.rows(second.number):
         same = (row["computed_at"], row["input_hash"]) == before[row["id"]]
         assert same == (row["id"] != 0)
     assert second.computed_at_min == first.computed_at_min
 
 
-def test_a_row_that_comes_back_as_it_was_is_a_new_one(make_project: MakeProject, calls: Calls) -> None:
+def test_a_row_that_comes_back_as_it_was_is_a_new_one(
+    make_project: MakeProject, calls: Calls
+) -> None:
     project = make_project(MANY)
     built(project)
-    assert built(make_project(MANY[1:])).counts == Counts(source=39, written=0, unchanged=39, removed=1)
+    assert built(make_project(MANY[1:])).counts == Counts(
+        source=39, written=0, unchanged=39, removed=1
+    )
     calls.take()
     last = built(make_project(MANY))
     assert (calls.take(), last.counts) == (1, Counts(source=40, written=1, unchanged=39))
@@ -508,15 +695,25 @@ def test_past_half_of_the_base_the_rows_are_copied_together(
     rows = [(i, x + 0.5 if i < changed else x) for i, x in MANY]
     project = make_project(rows, view=UNJUDGED)
     second = built(project)
-    assert (calls.take(), second.kind, second.parent) == (changed, kind, 1 if kind == "delta" else None)
+    assert (calls.take(), second.kind, second.parent) == (
+        changed,
+        kind,
+        1 if kind == "delta" else None,
+    )
     assert second.counts == Counts(source=40, written=changed, unchanged=40 - changed)
     assert project.doubles(second.number) == {i: 2 * x for i, x in rows}
     if kind == "full":
-        assert (second.deletes, second.own_deletes, sum(part.rows for part in second.parts)) == (None, 0, 40)
+        assert (second.deletes, second.own_deletes, sum(part.rows for part in second.parts)) == (
+            None,
+            0,
+            40,
+        )
         assert len(project.offline.view(second.view.name).chain(second)) == 1
 
 
-def test_small_deltas_are_merged_with_each_other_and_the_base_stays(make_project: MakeProject, calls: Calls) -> None:
+def test_small_deltas_are_merged_with_each_other_and_the_base_stays(
+    make_project: MakeProject, calls: Calls
+) -> None:
     rows = [(i, float(i)) for i in range(200)]
     built(make_project(rows, view=UNJUDGED))
     calls.take()
@@ -540,10 +737,18 @@ def test_small_deltas_are_merged_with_each_other_and_the_base_stays(make_project
             {"model": {"use": "tests.arithmetic:Doubler", "args": {"version": 2}}},
             "model (or its tokenizer or tables) changed, fingerprint",
         ),
-        ({"source": {"sql": "SELECT id, x + 0 AS x FROM read_parquet('${data}/data.parquet')"}}, "source's SQL changed"),
+        (
+            {"source": {"sql": "SELECT id, x + 0 AS x FROM read_parquet('${data}/data.parquet')"}},
+            "source's SQL changed",
+        ),
         ({"features": {"double": {"dtype": "float64"}}}, "features or the entity changed"),
         (
-            {"features": {"double": {"dtype": "float32"}, "vector": {"dtype": "float32", "dim": 4}}},
+            {
+                "features": {
+                    "double": {"dtype": "float32"},
+                    "vector": {"dtype": "float32", "dim": 4},
+                }
+            },
             "features or the entity changed",
         ),
     ],
@@ -555,14 +760,24 @@ def test_a_view_that_means_something_else_is_computed_anew_and_says_why(
     calls.take()
     project = make_project(MANY, view=view)
     second = built(project)
-    assert (calls.take(), second.kind, second.parent, second.counts) == (40, "full", None, Counts(40, 40))
+    assert (calls.take(), second.kind, second.parent, second.counts) == (
+        40,
+        "full",
+        None,
+        Counts(40, 40),
+    )
     assert reason in (project.report().plan or "")
     assert set(project.doubles(second.number).values()) == {2 * x for _, x in MANY}
 
 
 @pytest.mark.parametrize(
     "view",
-    [{"ttl": "2h"}, {"stale_for": "2d"}, {"index": {"on": "vector"}}, {"fallback": {"enabled": True}, "gates": {"parity": None}}],
+    [
+        {"ttl": "2h"},
+        {"stale_for": "2d"},
+        {"index": {"on": "vector"}},
+        {"fallback": {"enabled": True}, "gates": {"parity": None}},
+    ],
 )
 def test_an_edited_view_takes_effect_though_no_row_is_computed(
     make_project: MakeProject, calls: Calls, view: dict[str, Any]
@@ -582,11 +797,19 @@ def test_full_computes_every_row_once_more(make_project: MakeProject, calls: Cal
     built(project)
     calls.take()
     second = built(project, full=True)
-    assert (calls.take(), second.number, second.kind, second.parent, second.counts) == (40, 2, "full", None, Counts(40, 40))
+    assert (calls.take(), second.number, second.kind, second.parent, second.counts) == (
+        40,
+        2,
+        "full",
+        None,
+        Counts(40, 40),
+    )
     assert (project.report().plan or "").endswith("; every row was requested")
 
 
-def test_rejected_rows_are_not_computed_again_until_their_input_changes(make_project: MakeProject, calls: Calls) -> None:
+def test_rejected_rows_are_not_computed_again_until_their_input_changes(
+    make_project: MakeProject, calls: Calls
+) -> None:
     view = {"model": {"use": "tests.arithmetic:Doubler", "args": {"fail_on": 7}}}
     first = built(make_project(MANY, view=view))
     assert first.counts == Counts(40, 39, rejected=1)
@@ -602,8 +825,12 @@ def test_rejected_rows_are_not_computed_again_until_their_input_changes(make_pro
     assert project.doubles(third.number) == {i: 2 * x for i, x in mended}
 
 
-def test_rows_with_a_bad_key_are_rejected_again_without_making_a_snapshot(make_project: MakeProject) -> None:
-    table = pa.table({"id": ["a", "b", "c", None, None, "", "k" * 512], "x": [1.0, 2.0, 3.0, 4.0, 4.0, 5.0, 6.0]})
+def test_rows_with_a_bad_key_are_rejected_again_without_making_a_snapshot(
+    make_project: MakeProject,
+) -> None:
+    table = pa.table(
+        {"id": ["a", "b", "c", None, None, "", "k" * 512], "x": [1.0, 2.0, 3.0, 4.0, 4.0, 5.0, 6.0]}
+    )
     project = make_project(table, view={"max_rejected": 0.9})
     first = built(project)
     assert first.counts == Counts(7, 3, rejected=4)
@@ -622,7 +849,10 @@ def test_rejected_rows_are_tried_again_when_asked(make_project: MakeProject, cal
 
 
 def test_rejected_rows_of_before_count_against_the_threshold(make_project: MakeProject) -> None:
-    view = {"model": {"use": "tests.arithmetic:Doubler", "args": {"fail_on": 7}}, "max_rejected": 0.05}
+    view = {
+        "model": {"use": "tests.arithmetic:Doubler", "args": {"fail_on": 7}},
+        "max_rejected": 0.05,
+    }
     rows = [(i, 7.0 if i < 2 else float(i + 10)) for i in range(40)]
     built(make_project(rows, view=view))
     rows[5] = (5, 7.0)
@@ -631,7 +861,9 @@ def test_rejected_rows_of_before_count_against_the_threshold(make_project: MakeP
     assert "3 rows rejected so far, 2 allowed" in (report.error or "")
 
 
-def test_without_renewal_rows_past_their_ttl_are_computed_again(make_project: MakeProject, calls: Calls) -> None:
+def test_without_renewal_rows_past_their_ttl_are_computed_again(
+    make_project: MakeProject, calls: Calls
+) -> None:
     project = make_project(MANY, view={"ttl": "0s", "renew_unchanged": False})
     first = built(project)
     calls.take()
@@ -653,7 +885,9 @@ def test_a_snapshot_marked_bad_is_not_built_on(make_project: MakeProject, calls:
     assert (calls.take(), third.parent, third.counts) == (1, 1, Counts(40, 1, unchanged=39))
 
 
-def test_composite_and_text_keys_are_compared_whole(make_project: MakeProject, calls: Calls) -> None:
+def test_composite_and_text_keys_are_compared_whole(
+    make_project: MakeProject, calls: Calls
+) -> None:
     table = pa.table({"a": [1, 1, 2, 2], "b": ["x", "x/y", "x", "%"], "x": [1.0, 2.0, 3.0, 4.0]})
     built(make_project(table, view=COMPOSITE))
     calls.take()
@@ -698,7 +932,9 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_finished_chunks_of_an_interrupted_run_are_not_computed_again(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, calls: Calls, window_rows: int
 ) -> None:
-    project = make_project(MANY, view={"model": {"use": "tests.arithmetic:Doubler", "args": {"fail_on": 7}}})
+    project = make_project(
+        MANY, view={"model": {"use": "tests.arithmetic:Doubler", "args": {"fail_on": 7}}}
+    )
     interrupted(project, monkeypatch, 3)
     calls.take()
     monkeypatch.setattr(chunks, "WINDOW_ROWS", window_rows)
@@ -745,14 +981,19 @@ def test_a_killed_run_loses_seconds_of_work_however_slow_the_model(
 
 
 def test_what_a_kill_costs_is_less_than_half_a_minute() -> None:
-    """A chunk; a piece gathered, one ready and one in the model; a batch, for once as long as any may take."""
+    """A chunk; a piece gathered, one ready and one in the model; a batch, for once as long as any
+    may take."""
     assert chunks.CHUNK_S + 3 * runner.HAND_ON_S + LONG_S <= 30
 
 
-def test_pieces_of_windows_are_written_in_the_sources_order(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_of_windows_are_written_in_the_sources_order(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(runner, "HAND_ON_S", 0.0)
     rows = [(i, float(1 + i * 7 % 40)) for i in range(40)]
-    project = make_project(rows, view={"model": {"use": "tests.jobs.test_materialize:Dear", "args": {}}})
+    project = make_project(
+        rows, view={"model": {"use": "tests.jobs.test_materialize:Dear", "args": {}}}
+    )
     assert [row["id"] for row in project.rows(made(project).number)] == [i for i, _ in rows]
 
 
@@ -778,7 +1019,9 @@ def test_rows_changed_since_the_interruption_are_computed_again(
     assert (snapshot.kind, snapshot.counts, snapshot.own_deletes) == ("full", Counts(39, 39), 2)
     assert project.report().resumed == 8
     assert project.doubles(snapshot.number) == {i: 2 * x for i, x in changed}
-    assert len([part for part in snapshot.parts if snapshot.run not in part.path]) == 2  # no row of the first chunk was of use
+    assert (
+        len([part for part in snapshot.parts if snapshot.run not in part.path]) == 2
+    )  # no row of the first chunk was of use
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -792,7 +1035,12 @@ def test_an_interrupted_delta_is_resumed_onto_its_parent(
     interrupted(project, monkeypatch, 2)
     calls.take()
     second = built(project)
-    assert (calls.take(), second.kind, second.parent, second.counts) == (10, "delta", 1, Counts(200, 20, unchanged=180))
+    assert (calls.take(), second.kind, second.parent, second.counts) == (
+        10,
+        "delta",
+        1,
+        Counts(200, 20, unchanged=180),
+    )
     assert project.doubles(second.number) == {i: 2 * x for i, x in changed}
     third = built(make_project([*changed, (500, 1.0)], view=UNJUDGED))
     assert (calls.take(), third.counts) == (1, Counts(201, 1, unchanged=200))
@@ -812,7 +1060,9 @@ def test_chunks_of_another_recipe_are_not_taken_over(
     assert project.doubles(snapshot.number) == {i: 2 * x for i, x in MANY}
 
 
-def test_temporary_files_are_gone_after_every_run(make_project: MakeProject, tmp_path: Path) -> None:
+def test_temporary_files_are_gone_after_every_run(
+    make_project: MakeProject, tmp_path: Path
+) -> None:
     project = make_project([(1, 1.0)])
     made(project)
     refused(make_project([(1, 1.0), (1, 2.0)]), SourceError)

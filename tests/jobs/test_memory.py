@@ -1,4 +1,5 @@
-"""How a worker keeps its memory: what is loaded is not looked through again, and what it frees comes back to it."""
+"""How a worker keeps its memory: what is loaded is not looked through again, and what it frees
+comes back to it."""
 
 from __future__ import annotations
 
@@ -30,7 +31,13 @@ print(first, taken(), gc.get_freeze_count() > 1000, gc.get_threshold())
 
 def test_freed_memory_stays_with_the_process() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SETTLED], cwd=REPOSITORY, env=os.environ, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", SETTLED],
+        cwd=REPOSITORY,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     first, then, rest = done.stdout.split(maxsplit=2)
     assert rest.strip() == "True (50000, 50, 100)"

@@ -1,4 +1,5 @@
-"""What a server tells at ``/metrics`` of itself, its workers and its models: all that alarms, dashboards and the documents ask for is there, and filled by what it counts."""
+"""What a server tells at ``/metrics`` of itself, its workers and its models: all that alarms,
+dashboards and the documents ask for is there, and filled by what it counts."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ class Told(Server):
     token = ""
 
     def request(self, method: str, path: str, body: Any = None, **headers: str) -> Reply:
-        return super().request(method, path, body, **({"authorization": f"Bearer {self.token}"} | headers))
+        return super().request(
+            method, path, body, **({"authorization": f"Bearer {self.token}"} | headers)
+        )
 
     def samples(self) -> dict[str, dict[Labels, float]]:
         """Name → labels → number."""
@@ -45,9 +48,12 @@ class Told(Server):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
-    """Rows 1 to 3 are published, the second damaged; 9 to 12 came into the source since. Of the other view every row is stale."""
+    """Rows 1 to 3 are published, the second damaged; 9 to 12 came into the source since. Of the
+    other view every row is stale."""
     folder = tmp_path_factory.mktemp("metrics")
-    project = make_folder(folder, {"numbers": KEPT, "old": KEPT | {"ttl": 0}}, serve={"tokens": "./tokens"})
+    project = make_folder(
+        folder, {"numbers": KEPT, "old": KEPT | {"ttl": 0}}, serve={"tokens": "./tokens"}
+    )
     Told.token = made_token(folder, "prometheus", "--scope", "admin")
     project.publish_all()
     damage_row(project, "numbers", 2.0)
@@ -58,7 +64,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
 
 
 def test_cached_rows_are_counted_when_written_and_when_found(server: Told) -> None:
-    assert [row["status"] for row in server.lookup("numbers", [1, 9, 10, 77])] == ["fresh", "computed", "computed", "missing"]
+    assert [row["status"] for row in server.lookup("numbers", [1, 9, 10, 77])] == [
+        "fresh",
+        "computed",
+        "computed",
+        "missing",
+    ]
     eventually(lambda: server.number("cache_rows_total", cache="miss_cache", outcome="stored") == 3)
     before = server.number("cache_rows_total", cache="miss_cache", outcome="miss")
     rows = server.lookup("numbers", [9, 10, 77, 11])
@@ -94,7 +105,8 @@ def test_the_rows_that_a_worker_has_encoded_are_counted_with_their_bytes(server:
 
 
 def test_every_name_is_there_and_every_one_that_can_be_is_filled(server: Told) -> None:
-    """Those of the semantic cache are in its own tests, since it wants a view of texts; and how long rows are kept for a store that fails, since files do not."""
+    """Those of the semantic cache are in its own tests, since it wants a view of texts; and how
+    long rows are kept for a store that fails, since files do not."""
     server.lookup("numbers", [1, 2, 9])
     server.get("/v1/views/numbers/rows/1")
     server.post("/v1/views/numbers/search", {"key": 1})
@@ -109,7 +121,11 @@ def test_every_name_is_there_and_every_one_that_can_be_is_filled(server: Told) -
     processes = {dict(labels)["process"] for labels in told["precompute_process_resident_bytes"]}
     assert processes == {"worker-0", "model-0", "supervisor"}
     suffixes = {Kind.COUNTER: "_total", Kind.HISTOGRAM: "_count"}
-    empty = {instrument.name for instrument in INSTRUMENTS if instrument.name + suffixes.get(instrument.kind, "") not in told}
+    empty = {
+        instrument.name
+        for instrument in INSTRUMENTS
+        if instrument.name + suffixes.get(instrument.kind, "") not in told
+    }
     assert empty == {
         "precompute_semantic_cache_rows",
         "precompute_semantic_cache_similarity",
@@ -118,7 +134,11 @@ def test_every_name_is_there_and_every_one_that_can_be_is_filled(server: Told) -
     text = server.get("/metrics").body.decode()
     docs = [REPOSITORY / "docs" / f"{name}.md" for name in ("serving", "operations", "reference")]
     files = [*docs, *(REPOSITORY / "configs" / "monitoring").iterdir()]
-    asked = {name for file in files for name in re.findall(r"\bprecompute_[a-z][a-z0-9_]*", file.read_text(encoding="utf-8"))}
+    asked = {
+        name
+        for file in files
+        for name in re.findall(r"\bprecompute_[a-z][a-z0-9_]*", file.read_text(encoding="utf-8"))
+    }
     assert len(asked) > 30
     for name in asked:
         bare = re.sub("_(total|bucket|sum|count)$", "", name)
@@ -126,8 +146,12 @@ def test_every_name_is_there_and_every_one_that_can_be_is_filled(server: Told) -
 
 
 def test_what_may_never_be_is_told_as_0(server: Told) -> None:
-    """Of a counter that it sees first when it has counted, Prometheus takes that for no increase."""
+    """Of a counter that it sees first when it has counted, Prometheus takes that for no
+    increase."""
     told = server.samples()
-    assert told["precompute_future_rows_total"] == {(("view", "numbers"),): 0, (("view", "old"),): 0}
+    assert told["precompute_future_rows_total"] == {
+        (("view", "numbers"),): 0,
+        (("view", "old"),): 0,
+    }
     assert told["precompute_damaged_rows_total"][("view", "old"),] == 0
     assert told["precompute_process_restarts_total"][("process", "model"), ("why", "killed")] == 0

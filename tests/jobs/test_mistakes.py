@@ -1,4 +1,5 @@
-"""Mistakes: what each is answered with, word for word. File, line, key, value, remedy, the nearest name; and the exit status.
+"""Mistakes: what each is answered with, word for word. File, line, key, value, remedy, the nearest
+name; and the exit status.
 
 Each row of the table changes a project that is right, and gives a command.
 """
@@ -74,12 +75,18 @@ Edit = Callable[[Path], None]
 
 
 def says(text: str, file: str = "views/books.yaml") -> Edit:
-    """``key: value`` in place of what a YAML file says under that key; at its end where it says nothing."""
+    """``key: value`` in place of what a YAML file says under that key; at its end where it says
+    nothing."""
 
     def edit(folder: Path) -> None:
         path, key = folder / file, text.partition(":")[0]
         before = path.read_text()
-        after, found = re.subn(rf"^{re.escape(key)}:.*\n((?: .*\n)*)", lambda _: f"{text}\n", before, flags=re.MULTILINE)
+        after, found = re.subn(
+            rf"^{re.escape(key)}:.*\n((?: .*\n)*)",
+            lambda _: f"{text}\n",
+            before,
+            flags=re.MULTILINE,
+        )
         path.write_text(after if found else f"{before}{text}\n")
 
     return edit
@@ -145,7 +152,8 @@ def nothing(folder: Path) -> None:
 
 
 class Mistake(NamedTuple):
-    """What is wrong, and what a command says of it on standard error, after ``precompute: ``; ``…`` in it is a run's name."""
+    """What is wrong, and what a command says of it on standard error, after ``precompute: ``; ``…``
+    in it is a run's name."""
 
     edit: Edit
     message: str
@@ -461,7 +469,9 @@ def books(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def words(err: str, folder: Path) -> str:
     """What a command reported, without how far it is, and where the project lies."""
-    return re.sub(r"(?m)^(materialize|publish) \w+: \d+ rows\n", "", err).replace(f"{folder.parent}/", "")
+    return re.sub(r"(?m)^(materialize|publish) \w+: \d+ rows\n", "", err).replace(
+        f"{folder.parent}/", ""
+    )
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -486,10 +496,25 @@ def test_a_process_says_no_more(books: Path, name: str) -> None:
     """Nothing of what a library reports as Python ends, and no traceback."""
     mistake = MISTAKES[name]
     mistake.edit(books)
-    clean = {variable: value for variable, value in os.environ.items() if not variable.startswith("PRECOMPUTE_")}
-    command = [sys.executable, "-m", "precompute.jobs.cli", "-c", "books", *mistake.command.split(" ")]
+    clean = {
+        variable: value
+        for variable, value in os.environ.items()
+        if not variable.startswith("PRECOMPUTE_")
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "precompute.jobs.cli",
+        "-c",
+        "books",
+        *mistake.command.split(" "),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, env=clean)
-    assert (done.returncode, done.stdout, words(done.stderr, books)) == (mistake.status, "", f"precompute: {mistake.message}\n")
+    assert (done.returncode, done.stdout, words(done.stderr, books)) == (
+        mistake.status,
+        "",
+        f"precompute: {mistake.message}\n",
+    )
 
 
 def test_a_file_that_is_late_is_waited_for_by_the_scheduler(books: Path) -> None:

@@ -1,4 +1,5 @@
-"""A worker's link to a model process: what was asked ends, whatever becomes of the process, of the link, or of what is live."""
+"""A worker's link to a model process: what was asked ends, whatever becomes of the process, of the
+link, or of what is live."""
 
 from __future__ import annotations
 
@@ -18,13 +19,34 @@ from typing import Any
 
 import pytest
 
-from precompute.jobs.process.suspects import FIRST_S, LONGEST_S, MOST, TRIALS, TRIALS_S, Suspects, row_hash
+from precompute.jobs.process.suspects import (
+    FIRST_S,
+    LONGEST_S,
+    MOST,
+    TRIALS,
+    TRIALS_S,
+    Suspects,
+    row_hash,
+)
 from precompute.jobs.service import model_group
 from precompute.jobs.service.model_group import ModelGroup, ModelLimits, ModelProcess, socket_path
 from precompute.jobs.service.model_server import Conversation
-from precompute.jobs.service.remote_fallback import MOST_IN_FLIGHT, MOST_SENT, ModelLink, RemoteFallback
+from precompute.jobs.service.remote_fallback import (
+    MOST_IN_FLIGHT,
+    MOST_SENT,
+    ModelLink,
+    RemoteFallback,
+)
 from precompute.jobs.service.serve import WorkerKeeper
-from precompute.jobs.service.supervised_process import AGAIN, HELD_UP_S, MOST_HELD, START_S, STILL_S, SupervisedProcess, Watch
+from precompute.jobs.service.supervised_process import (
+    AGAIN,
+    HELD_UP_S,
+    MOST_HELD,
+    START_S,
+    STILL_S,
+    SupervisedProcess,
+    Watch,
+)
 from precompute.store.fallback import CLIENT, Computed, Miss, places
 from precompute.store.online.online_store import Pointer
 from precompute.store.status import Reason
@@ -44,7 +66,13 @@ class Slow:
         self.clients: dict[str, str] = {}
 
     def submit(
-        self, pointer: Pointer, keys: Sequence[str], inputs: Mapping[str, Any], deadline: float, *, query: bool = False
+        self,
+        pointer: Pointer,
+        keys: Sequence[str],
+        inputs: Mapping[str, Any],
+        deadline: float,
+        *,
+        query: bool = False,
     ) -> list[Future[Computed]]:
         futures: list[Future[Computed]] = [Future() for _ in keys]
         self.asked |= dict(zip(keys, futures, strict=True))
@@ -104,7 +132,9 @@ def fallback(runtime: Path) -> Iterator[RemoteFallback]:
         yield fallback
 
 
-def test_a_process_is_told_what_nobody_waits_for_any_more(process: Process, fallback: RemoteFallback, pointer: Pointer) -> None:
+def test_a_process_is_told_what_nobody_waits_for_any_more(
+    process: Process, fallback: RemoteFallback, pointer: Pointer
+) -> None:
     given_up, stays = fallback.submit(pointer, ["a", "b"], {}, soon())
     eventually(lambda: {"a", "b"} <= process.model.asked.keys())
     assert given_up.cancel()
@@ -127,7 +157,9 @@ def test_what_was_given_up_before_there_is_a_process_is_never_requested(
 ) -> None:
     (first,) = fallback.submit(pointer, ["first"], {}, soon())
     for number in range(3):
-        futures = fallback.submit(pointer, [f"{number}-{key}" for key in range(MOST_IN_FLIGHT)], {}, soon())
+        futures = fallback.submit(
+            pointer, [f"{number}-{key}" for key in range(MOST_IN_FLIGHT)], {}, soon()
+        )
         # one client's share had room
         assert sum(future.cancel() for future in futures) == places(MOST_IN_FLIGHT - 1, 1)
     link = fallback._links[pointer.model]
@@ -142,7 +174,9 @@ def test_what_was_given_up_before_there_is_a_process_is_never_requested(
         last.cancel()
 
 
-def test_a_greedy_client_leaves_room_for_others(process: Process, fallback: RemoteFallback, pointer: Pointer) -> None:
+def test_a_greedy_client_leaves_room_for_others(
+    process: Process, fallback: RemoteFallback, pointer: Pointer
+) -> None:
     for client, keys in (("greedy", MOST_IN_FLIGHT), ("other", MOST_IN_FLIGHT), ("polite", 1)):
         account = CLIENT.set(client)
         futures = fallback.submit(pointer, [f"{client} {key}" for key in range(keys)], {}, soon())
@@ -177,7 +211,9 @@ def soon() -> float:
     return time.monotonic() + 30
 
 
-def test_a_request_is_answered_by_the_model_it_saw(process: Process, fallback: RemoteFallback, pointer: Pointer) -> None:
+def test_a_request_is_answered_by_the_model_it_saw(
+    process: Process, fallback: RemoteFallback, pointer: Pointer
+) -> None:
     (future,) = fallback.submit(pointer, ["a"], {}, soon())
     eventually(lambda: "a" in process.model.asked)
     fallback.want({"the next"})
@@ -189,22 +225,32 @@ def test_a_request_is_answered_by_the_model_it_saw(process: Process, fallback: R
     eventually(lambda: process.connections[0].fileno() == -1)
 
 
-def test_what_is_asked_of_a_link_that_was_closed_ends_too(process: Process, runtime: Path, pointer: Pointer) -> None:
+def test_what_is_asked_of_a_link_that_was_closed_ends_too(
+    process: Process, runtime: Path, pointer: Pointer
+) -> None:
     link = ModelLink(socket_path(runtime, pointer.model), lambda: None, lambda views: None)
     link.close()
     (future,) = link.ask(pointer, ["a"], {}, soon())
     assert isinstance(future.exception(5), Miss)
 
 
-def test_a_link_goes_on_where_the_system_had_no_thread_for_once(runtime: Path, pointer: Pointer) -> None:
+def test_a_link_goes_on_where_the_system_had_no_thread_for_once(
+    runtime: Path, pointer: Pointer
+) -> None:
     path, model = runtime / "model.sock", Slow()
-    with contextlib.closing(ModelLink(path, lambda: None, lambda views: None)) as link, socket.socket(socket.AF_UNIX) as listener:
+    with (
+        contextlib.closing(ModelLink(path, lambda: None, lambda views: None)) as link,
+        socket.socket(socket.AF_UNIX) as listener,
+    ):
         listener.bind(str(path))
         listener.listen(8)
         usual = threading.stack_size(2**46)
         try:
             (future,) = link.ask(pointer, ["a"], {}, soon())
-            assert str(future.exception(5)) == "the model process cannot be queried: can't start new thread"
+            assert (
+                str(future.exception(5))
+                == "the model process cannot be queried: can't start new thread"
+            )
         finally:
             threading.stack_size(usual)
         link.ask(pointer, ["b"], {}, soon())
@@ -213,7 +259,9 @@ def test_a_link_goes_on_where_the_system_had_no_thread_for_once(runtime: Path, p
         eventually(lambda: "b" in model.asked)
 
 
-def test_a_lost_process_has_its_requests_sent_to_the_next_one(process: Process, runtime: Path, pointer: Pointer) -> None:
+def test_a_lost_process_has_its_requests_sent_to_the_next_one(
+    process: Process, runtime: Path, pointer: Pointer
+) -> None:
     lost: list[set[str]] = []
     link = ModelLink(socket_path(runtime, pointer.model), lambda: None, lost.append)
     link.ask(pointer, ["a"], {}, soon())
@@ -252,7 +300,9 @@ def test_a_lost_process_has_its_requests_sent_to_the_next_one(process: Process, 
 
 
 def test_a_process_that_should_be_idle_and_shows_no_life_is_killed(runtime: Path) -> None:
-    with contextlib.closing(ModelGroup("model", {}, runtime, ModelLimits(1.0, 10_000, 64), Meter())) as group:
+    with contextlib.closing(
+        ModelGroup("model", {}, runtime, ModelLimits(1.0, 10_000, 64), Meter())
+    ) as group:
         with (socket_path(runtime, "model").with_suffix(".watch")).open("r+b") as file:
             watch = Watch(file.fileno())
         # so that nobody's memory is looked at
@@ -269,18 +319,27 @@ def test_a_process_that_should_be_idle_and_shows_no_life_is_killed(runtime: Path
         assert "a call took 1 s longer" in str(group.serving.judged(now + 102))
 
 
-def test_what_a_model_process_had_on_disk_goes_with_it(runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_model_process_had_on_disk_goes_with_it(
+    runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     group = ModelGroup("model", {}, runtime, ModelLimits(1.0, 10_000, 64), Meter())
     script = "import os, signal; from precompute.store.disk.spill_folder import SpillFolder; folder = SpillFolder(); os.kill(os.getpid(), signal.SIGTERM)"
-    subprocess.run([sys.executable, "-c", script], env={**os.environ, "TMPDIR": str(tmp_path)}, cwd=REPOSITORY, timeout=60)
+    subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        cwd=REPOSITORY,
+        timeout=60,
+    )
     assert len(list(tmp_path.glob("precompute-duckdb-*"))) == 1
     group.close()
     assert not list(tmp_path.glob("precompute-duckdb-*"))
 
 
 def test_what_a_process_had_in_its_hands_is_known_to_the_next_one(runtime: Path) -> None:
-    with contextlib.closing(ModelGroup("model", {}, runtime, ModelLimits(1.0, 10_000, 64), Meter())) as group:
+    with contextlib.closing(
+        ModelGroup("model", {}, runtime, ModelLimits(1.0, 10_000, 64), Meter())
+    ) as group:
         with (socket_path(runtime, "model").with_suffix(".watch")).open("r+b") as file:
             watch = Watch(file.fileno())
         assert watch.held() == []
@@ -312,7 +371,14 @@ def test_inputs_are_known_under_whatever_key_they_come() -> None:
     given = '{"text": "poison"}'
     assert row_hash("films", "1", given) == row_hash("films", "2", given)
     assert (
-        len({row_hash("films", "1", given), row_hash("tags", "1", given), *(row_hash("films", key, None) for key in "12")}) == 4
+        len(
+            {
+                row_hash("films", "1", given),
+                row_hash("tags", "1", given),
+                *(row_hash("films", key, None) for key in "12"),
+            }
+        )
+        == 4
     )
 
 
@@ -332,7 +398,9 @@ def test_trials_that_end_process_after_process_are_suspended() -> None:
 
 
 def test_a_worker_whose_loop_stands_still_is_killed(runtime: Path) -> None:
-    with contextlib.closing(WorkerKeeper(3, {"runtime": str(runtime), "listeners": []}, Meter())) as worker:
+    with contextlib.closing(
+        WorkerKeeper(3, {"runtime": str(runtime), "listeners": []}, Meter())
+    ) as worker:
         with (runtime / "worker-3.watch").open("r+b") as file:
             watch = Watch(file.fileno())
         watch.begin()
@@ -373,7 +441,8 @@ def test_who_was_stopped_itself_lets_a_process_show_first_that_it_lives() -> Non
         assert not process.wait(0.2)
         kept.look(now + STILL_S + 20 + HELD_UP_S)
         assert process.wait(10)
-        # which buries it, where the last look did not see its end yet; a later one would start the next
+        # which buries it, where the last look did not see its end yet; a later one would start the
+        # next
         kept.look(now + STILL_S + 20 + HELD_UP_S)
         assert kept.process is None
 
@@ -384,9 +453,15 @@ def shell(line: str) -> ChildProcess:
     return child
 
 
-def test_a_spare_stands_by_while_memory_allows(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spare_stands_by_while_memory_allows(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     free_mb = 299
-    for name, value in (("SPARE_AFTER_S", 0.0), ("MEMORY_EVERY_S", 0.0), ("memory_mb", lambda pid: 100)):
+    for name, value in (
+        ("SPARE_AFTER_S", 0.0),
+        ("MEMORY_EVERY_S", 0.0),
+        ("memory_mb", lambda pid: 100),
+    ):
         monkeypatch.setattr(model_group, name, value)
     monkeypatch.setattr(model_group, "available_bytes", lambda: free_mb * 2**20)
     monkeypatch.setattr(model_group, "_has_gpu", lambda: False)
@@ -396,7 +471,9 @@ def test_a_spare_stands_by_while_memory_allows(runtime: Path, monkeypatch: pytes
         return shell("exec sleep 60")
 
     monkeypatch.setattr(ModelProcess, "start", start)
-    with contextlib.closing(ModelGroup("model", {}, runtime, ModelLimits(1.0, 10_000, 64), Meter())) as group:
+    with contextlib.closing(
+        ModelGroup("model", {}, runtime, ModelLimits(1.0, 10_000, 64), Meter())
+    ) as group:
         group.serves(["films"])
         group.look(time.monotonic())
         # what serves has nothing open yet
@@ -418,10 +495,14 @@ def test_a_lost_process_is_reported_by_its_views_and_a_planned_end_is_not(
 ) -> None:
     caplog.set_level("INFO")
     statuses = iter((7, AGAIN, 7))
-    monkeypatch.setattr(ModelProcess, "start", lambda self: shell(f"echo unrelated >&2; exit {next(statuses)}"))
+    monkeypatch.setattr(
+        ModelProcess, "start", lambda self: shell(f"echo unrelated >&2; exit {next(statuses)}")
+    )
     monkeypatch.setattr(ModelProcess, "judged", lambda self, now: None)
     monkeypatch.setattr(ModelProcess, "longest_wait_s", 0.3)
-    with contextlib.closing(ModelGroup("d94e358d6ad1ff", {}, runtime, ModelLimits(1.0, 10_000, 64), Meter())) as group:
+    with contextlib.closing(
+        ModelGroup("d94e358d6ad1ff", {}, runtime, ModelLimits(1.0, 10_000, 64), Meter())
+    ) as group:
         group.serves(["tags", "films"])
         group.serves(["films"])
         for ends in (1, 2, 3):

@@ -1,4 +1,5 @@
-"""The processes behind a server's misses: a model that hangs, ends, grows or spins is replaced, and hits never notice."""
+"""The processes behind a server's misses: a model that hangs, ends, grows or spins is replaced, and
+hits never notice."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ SERVE = {"workers": 2, "models": {"grace": "300ms", "memory_mb": 600}}
 
 
 class Faulty(Doubler):
-    """Tells its process's number in ``double`` of every x but the bad ones, which it never gets over."""
+    """Tells its process's number in ``double`` of every x but the bad ones, which it never gets
+    over."""
 
     def fingerprint(self) -> str:
         return "faulty"
@@ -44,7 +46,8 @@ class Faulty(Doubler):
     def compute(self, batch: pa.RecordBatch) -> dict[str, Any]:
         x = batch.column("x").to_pylist()
         if HANG in x:
-            # Python's lock is held all the while: no other thread of the process gets to do anything
+            # Python's lock is held all the while: no other thread of the process gets to do
+            # anything
             ctypes.PyDLL(None).sleep(3600)
         if not {EXIT, AMONG}.isdisjoint(x):
             os._exit(3)
@@ -69,14 +72,21 @@ from precompute.jobs.service.supervised_process import SupervisedProcess
 from precompute.jobs.service.serve import WorkerKeeper
 SupervisedProcess.longest_wait_s = WorkerKeeper.longest_wait_s = 0.1
 """
-"""What ended is restarted at once, however often it does: it ends some twenty times here, which were 40 s of waiting."""
+"""What ended is restarted at once, however often it does: it ends some twenty times here, which
+were 40 s of waiting."""
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Two workers, over a healthy view, a faulty one, and one whose model writes down what it computes."""
+    """Two workers, over a healthy view, a faulty one, and one whose model writes down what it
+    computes."""
     folder = tmp_path_factory.mktemp("models")
-    counting: View = {"model": {"use": "tests.arithmetic:Counting", "args": {"path": str(folder / "batches"), "sleep_s": 0.5}}}
+    counting: View = {
+        "model": {
+            "use": "tests.arithmetic:Counting",
+            "args": {"path": str(folder / "batches"), "sleep_s": 0.5},
+        }
+    }
     counting["fallback"] = {"enabled": True, "deadline": "10s"}
     defaulted: View = {"fallback": {"default": {"double": 7.5, "vector": [0, 0, 0, 1]}}}
     views = {"numbers": {}, "faulty": FAULTY, "counted": counting, "defaulted": defaulted}
@@ -94,7 +104,9 @@ def workers_of(server: Server) -> list[int]:
 def processes_of(server: Server, module: bytes) -> list[int]:
     """Numbers of those that run it."""
     pids = []
-    for pid in Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split():
+    for pid in (
+        Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+    ):
         # it has just ended
         with contextlib.suppress(OSError):
             if module in Path(f"/proc/{pid}/cmdline").read_bytes():
@@ -127,7 +139,9 @@ def ask(server: Server, path: str) -> Any:
     ],
     ids=["hangs", "spins", "grows", "ends", "loses its GPU"],
 )
-def test_a_model_that_is_lost_is_replaced_and_nobody_else_notices(server: Server, bad: int, deadline_ms: int, code: str) -> None:
+def test_a_model_that_is_lost_is_replaced_and_nobody_else_notices(
+    server: Server, bad: int, deadline_ms: int, code: str
+) -> None:
     before, other = process_of(server, 10), server.get("/v1/views/numbers/rows/10").json
     with ask(server, f"/v1/views/faulty/rows/{bad}?deadline_ms={deadline_ms}") as waiting:
         while True:
@@ -161,7 +175,12 @@ def test_only_the_row_to_blame_for_an_ended_process_is_left_alone(server: Server
     eventually(lambda: server.get("/v1/views/faulty/rows/13").status == 200)
     assert (third := process_of(server, 13)) != first
     rows = server.lookup("faulty", [20, 21, AMONG, 22], deadline_ms=9000)
-    assert [row["features"] and int(row["features"]["double"]) for row in rows] == [third, third, None, third]
+    assert [row["features"] and int(row["features"]["double"]) for row in rows] == [
+        third,
+        third,
+        None,
+        third,
+    ]
 
 
 STANDING_BY = (
@@ -188,15 +207,27 @@ def test_a_spare_takes_over_and_what_ended_the_first_ends_no_other(tmp_path: Pat
         # another one is begun; meanwhile and then the row is refused, under whatever key it comes
         eventually(lambda: spares(server) == 1)
         server.get(f"/v1/views/faulty/rows/{EXIT}").check_problem(502, "model_error")
-        # of those in hand together each is tried alone, once a third one stands by, and one row is to blame
+        # of those in hand together each is tried alone, once a third one stands by, and one row is
+        # to blame
         *innocents, guilty = server.lookup("faulty", [20, 21, AMONG], deadline_ms=30_000)
-        assert ({row["status"] for row in innocents}, guilty["reason"]) == ({"computed"}, "model_error")
+        assert ({row["status"] for row in innocents}, guilty["reason"]) == (
+            {"computed"},
+            "model_error",
+        )
         assert process_of(server, 10) not in (first, second)
 
 
 def spares(server: Server) -> int:
     """How many processes of models stand by."""
-    return int(float(re.findall(r"^precompute_model_spares (\S+)", server.get("/metrics").body.decode(), re.MULTILINE)[0]))
+    return int(
+        float(
+            re.findall(
+                r"^precompute_model_spares (\S+)",
+                server.get("/metrics").body.decode(),
+                re.MULTILINE,
+            )[0]
+        )
+    )
 
 
 def alive(pid: int) -> bool:
@@ -208,7 +239,9 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(("bad", "patience_ms"), [(SPIN[1], 1000), (SPIN[2], 60_000)])
-def test_a_call_is_abandoned_by_its_views_limit_not_a_clients_patience(server: Server, bad: int, patience_ms: int) -> None:
+def test_a_call_is_abandoned_by_its_views_limit_not_a_clients_patience(
+    server: Server, bad: int, patience_ms: int
+) -> None:
     # the last one may still be ending
     eventually(lambda: server.get("/v1/views/faulty/rows/12").status == 200)
     before = process_of(server, 12)
@@ -224,14 +257,19 @@ def test_a_call_is_abandoned_by_its_views_limit_not_a_clients_patience(server: S
 
 def test_no_model_is_loaded_where_hits_are_answered(server: Server) -> None:
     """Nor is what models are made of: a worker that is restarted answers soon."""
-    for pid, unwanted in ((workers_of(server)[0], ("libtorch", "_duckdb")), (server.process.pid, ("libtorch", "faiss"))):
+    for pid, unwanted in (
+        (workers_of(server)[0], ("libtorch", "_duckdb")),
+        (server.process.pid, ("libtorch", "faiss")),
+    ):
         libraries = Path(f"/proc/{pid}/maps").read_text()
         assert not [name for name in unwanted if name in libraries]
 
 
 def test_many_requests_for_one_missing_key_over_all_workers_are_one_call(server: Server) -> None:
     with contextlib.ExitStack() as stack:
-        connections = [stack.enter_context(ask(server, "/v1/views/counted/rows/50")) for _ in range(60)]
+        connections = [
+            stack.enter_context(ask(server, "/v1/views/counted/rows/50")) for _ in range(60)
+        ]
         replies = [read_reply(connection) for connection in connections]
     assert {(reply.status, reply.json["features"]["double"]) for reply in replies} == {(200, 100.0)}
     batches = Path(str(server.log.parent / "batches")).read_text().splitlines()
@@ -247,7 +285,11 @@ def test_a_computed_miss_and_an_unknown_entity_are_cached_for_all_workers(server
     write_numbers(server.log.parent, [*range(1, 60), 7777, *BAD])
     for _ in range(10):
         kept = server.get("/v1/views/counted/rows/51").json
-        assert (kept["status"], kept["source"], kept["features"]["double"]) == ("fresh", "cache", 102.0)
+        assert (kept["status"], kept["source"], kept["features"]["double"]) == (
+            "fresh",
+            "cache",
+            102.0,
+        )
         server.get("/v1/views/counted/rows/7777").check_problem(404, "unknown_entity")
     assert batches.read_text().splitlines().count("[51.0]") == 1
 
@@ -255,7 +297,11 @@ def test_a_computed_miss_and_an_unknown_entity_are_cached_for_all_workers(server
 def test_a_default_answers_for_a_missing_row_and_tells_why_it_is_missing(server: Server) -> None:
     reply = server.get("/v1/views/defaulted/rows/9")
     told = {name: reply.json[name] for name in ("status", "source", "reason", "age_s", "features")}
-    assert (reply.status, reply.headers["cache-control"], "etag" in reply.headers) == (200, "no-store", False)
+    assert (reply.status, reply.headers["cache-control"], "etag" in reply.headers) == (
+        200,
+        "no-store",
+        False,
+    )
     assert told == {
         "status": "missing",
         "source": "default",
@@ -274,13 +320,19 @@ def test_a_worker_killed_under_load_loses_only_what_it_had_in_hand(server: Serve
     stop, before = threading.Event(), workers_of(server)
 
     def load(_: int) -> tuple[int, int]:
-        """Requests that were answered, and connections that were cut off, one request on each at a time."""
+        """Requests that were answered, and connections that were cut off, one request on each at a
+        time."""
         answered = cut = 0
         while not stop.is_set():
-            with contextlib.suppress(OSError, http.client.HTTPException), server.connect() as connection:
+            with (
+                contextlib.suppress(OSError, http.client.HTTPException),
+                server.connect() as connection,
+            ):
                 cut += 1
                 while not stop.is_set():
-                    connection.sendall(b"GET /v1/views/numbers/rows/1 HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                    connection.sendall(
+                        b"GET /v1/views/numbers/rows/1 HTTP/1.1\r\nHost: localhost\r\n\r\n"
+                    )
                     assert read_reply(connection).json["status"] == "fresh"
                     answered += 1
                 cut -= 1
@@ -292,7 +344,9 @@ def test_a_worker_killed_under_load_loses_only_what_it_had_in_hand(server: Serve
             os.kill(killed, signal.SIGKILL)
             eventually(lambda: len(set(workers_of(server)) - set(before)) > before.index(killed))  # noqa: B023
         stop.set()
-        answered, cut = (sum(counts) for counts in zip(*(one.result() for one in loads), strict=True))
+        answered, cut = (
+            sum(counts) for counts in zip(*(one.result() for one in loads), strict=True)
+        )
     assert answered > 100
     assert cut <= 2 * 4
     assert not set(workers_of(server)) & set(before)
@@ -318,16 +372,24 @@ def test_a_workers_loop_shows_that_it_lives(server: Server) -> None:
             watch = Watch(file.fileno())
         began = time.monotonic()
         # later than it began, and none of what a process that was started has leave for
-        eventually(lambda: not watch.is_still(began + STILL_S) and watch.has_begun(time.monotonic()))  # noqa: B023
+        eventually(
+            lambda watch=watch, began=began: (  # type: ignore[misc]
+                not watch.is_still(began + STILL_S) and watch.has_begun(time.monotonic())
+            )
+        )
 
 
 def test_where_no_worker_comes_up_the_server_says_so_and_ends(tmp_path: Path) -> None:
-    supervisor = Supervisor({"runtime": str(tmp_path), "listeners": []}, {}, ModelLimits(1.0, 1000, 64))
+    supervisor = Supervisor(
+        {"runtime": str(tmp_path), "listeners": []}, {}, ModelLimits(1.0, 1000, 64)
+    )
     with pytest.raises(PrecomputeError, match="no lookup worker comes up"):
         supervisor.run()
 
 
-def test_a_stalled_worker_that_should_end_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stalled_worker_that_should_end_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def deaf(worker: WorkerKeeper) -> ChildProcess:
         worker._watch.beat(time.monotonic())
         (tmp_path / "deaf").touch()
@@ -335,7 +397,9 @@ def test_a_stalled_worker_that_should_end_is_not_waited_for(tmp_path: Path, monk
 
     monkeypatch.setattr(WorkerKeeper, "start", deaf)
     monkeypatch.setattr("precompute.jobs.service.serve.DRAIN_STILL_S", 0.5)
-    supervisor = Supervisor({"runtime": str(tmp_path), "listeners": []}, {}, ModelLimits(1.0, 1000, 64))
+    supervisor = Supervisor(
+        {"runtime": str(tmp_path), "listeners": []}, {}, ModelLimits(1.0, 1000, 64)
+    )
 
     def stop() -> None:
         eventually((tmp_path / "deaf").exists)
@@ -351,9 +415,20 @@ def test_a_stalled_worker_that_should_end_is_not_waited_for(tmp_path: Path, monk
 def test_sigterm_ends_a_server_whose_model_hangs_once_it_has_answered(tmp_path: Path) -> None:
     make_folder(tmp_path, {"faulty": FAULTY}, serve={"models": {"grace": "30s"}}).publish_all()
     write_numbers(tmp_path, [1, 2, 3, HANG])
-    with Server(tmp_path) as server, ask(server, f"/v1/views/faulty/rows/{HANG}?deadline_ms=1500") as waiting:
-        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-        eventually(lambda: b'precompute_fallback_queue_rows{view="faulty"} 1.0' in server.get("/metrics").body)
+    with (
+        Server(tmp_path) as server,
+        ask(server, f"/v1/views/faulty/rows/{HANG}?deadline_ms=1500") as waiting,
+    ):
+        children = (
+            Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
+            .read_text()
+            .split()
+        )
+        eventually(
+            lambda: (
+                b'precompute_fallback_queue_rows{view="faulty"} 1.0' in server.get("/metrics").body
+            )
+        )
         started = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         read_reply(waiting).check_problem(504, "deadline")

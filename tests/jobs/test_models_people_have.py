@@ -1,4 +1,5 @@
-"""Models people have, from their own formats: each published, its bad rows rejected alone, its misses answered with the same values, its damaged file named."""
+"""Models people have, from their own formats: each published, its bad rows rejected alone, its
+misses answered with the same values, its damaged file named."""
 
 from __future__ import annotations
 
@@ -27,8 +28,9 @@ ROWS = 40
 class Made:
     """A model's files in a folder, and what it makes of a source.
 
-    ``args`` of the model; the source's ``table``; ``expected`` values of all rows by feature, computed by the library itself; ``bad`` key → end of the reason;
-    ``file`` is the one that is damaged, and ``others`` are arguments that make other values."""
+    ``args`` of the model; the source's ``table``; ``expected`` values of all rows by feature,
+    computed by the library itself; ``bad`` key → end of the reason; ``file`` is the one that is
+    damaged, and ``others`` are arguments that make other values."""
 
     args: dict[str, Any]
     features: dict[str, Any]
@@ -40,7 +42,8 @@ class Made:
 
 
 def tree_table() -> pa.Table:
-    """Rows with a missing number and a missing category, and one, 7, with a category that no model knows."""
+    """Rows with a missing number and a missing category, and one, 7, with a category that no model
+    knows."""
     rng = np.random.default_rng(1)
     genres = ["drama", "comedy", None, "horror"] * (ROWS // 4)
     genres[7] = "western"
@@ -60,7 +63,13 @@ def training() -> tuple[Any, Any]:
 
     rng = np.random.default_rng(0)
     genres = rng.choice(["comedy", "drama", "horror"], 2000)
-    frame = pd.DataFrame({"age": rng.integers(0, 40, 2000), "price": rng.random(2000), "genre": pd.Categorical(genres)})
+    frame = pd.DataFrame(
+        {
+            "age": rng.integers(0, 40, 2000),
+            "price": rng.random(2000),
+            "genre": pd.Categorical(genres),
+        }
+    )
     return frame, frame["age"] / 10 + 3 * (frame["genre"] == "drama") + frame["price"]
 
 
@@ -69,7 +78,9 @@ def as_trained(table: pa.Table) -> Any:
     import pandas as pd
 
     frame = table.select(["age", "price", "genre"]).to_pandas()
-    frame["genre"] = pd.Categorical(frame["genre"].replace("western", None), categories=["comedy", "drama", "horror"])
+    frame["genre"] = pd.Categorical(
+        frame["genre"].replace("western", None), categories=["comedy", "drama", "horror"]
+    )
     return frame
 
 
@@ -87,7 +98,13 @@ def lightgbm(folder: Path) -> Made:
     expected = {"score": booster.predict(as_trained(table))}
     args = {"path": "./model.txt"}
     return Made(
-        args, {"score": {"dtype": "float64"}}, table, expected, {7: UNKNOWN}, "model.txt", [{"unknown": "missing"}, {"raw": True}]
+        args,
+        {"score": {"dtype": "float64"}},
+        table,
+        expected,
+        {7: UNKNOWN},
+        "model.txt",
+        [{"unknown": "missing"}, {"raw": True}],
     )
 
 
@@ -101,12 +118,23 @@ def xgboost(folder: Path) -> Made:
     booster.save_model(folder / "model.json")
     table = tree_table()
     scores = booster.predict(library.DMatrix(as_trained(table), enable_categorical=True))
-    huge = table.set_column(2, "price", pa.array([1e300 if row == 3 else x for row, x in enumerate(table["price"].to_pylist())]))
-    expected = {"score": scores, "rating": np.array(["low", "middle", "high"])[scores.argmax(1)].tolist()}
+    huge = table.set_column(
+        2,
+        "price",
+        pa.array([1e300 if row == 3 else x for row, x in enumerate(table["price"].to_pylist())]),
+    )
+    expected = {
+        "score": scores,
+        "rating": np.array(["low", "middle", "high"])[scores.argmax(1)].tolist(),
+    }
     args = {"path": "./model.json", "label": "rating", "classes": ["low", "middle", "high"]}
     features = {"score": {"dtype": "float32", "dim": 3}, "rating": {"dtype": "string"}}
     bad = {3: "price is 1e+300, which is not finite in float32", 7: UNKNOWN}
-    others: list[dict[str, Any]] = [{"unknown": "missing"}, {"raw": True}, {"classes": ["low", "high", "middle"]}]
+    others: list[dict[str, Any]] = [
+        {"unknown": "missing"},
+        {"raw": True},
+        {"classes": ["low", "high", "middle"]},
+    ]
     return Made(args, features, huge, expected, bad, "model.json", others)
 
 
@@ -126,7 +154,10 @@ def catboost(folder: Path) -> Made:
     model.save_model(folder / "model.json", format="json")
     table = tree_table()
     known = table.select(["age", "price", "genre"]).to_pandas().fillna({"genre": ""})
-    expected = {"score": model.predict_proba(known)[:, 1], "rating": [str(one) for one in model.predict(known)]}
+    expected = {
+        "score": model.predict_proba(known)[:, 1],
+        "rating": [str(one) for one in model.predict(known)],
+    }
     args = {"path": "./model.json", "label": "rating"}
     features = {"score": {"dtype": "float64"}, "rating": {"dtype": "string"}}
     absent = "genre is null, and CatBoost has no missing category: COALESCE it in the source to the text it was trained with"
@@ -143,7 +174,8 @@ def catboost(folder: Path) -> Made:
 
 
 def onnx(folder: Path) -> Made:
-    """A scikit-learn pipeline of several named inputs, which raises of a category that it does not know."""
+    """A scikit-learn pipeline of several named inputs, which raises of a category that it does not
+    know."""
     from skl2onnx import to_onnx
     from skl2onnx.common.data_types import FloatTensorType, StringTensorType
     from sklearn.compose import ColumnTransformer
@@ -153,30 +185,62 @@ def onnx(folder: Path) -> Made:
 
     frame, target = training()
     frame = frame.astype({"age": float, "genre": object})
-    encoders = [("numbers", StandardScaler(), ["age", "price"]), ("genre", OneHotEncoder(), ["genre"])]
+    encoders = [
+        ("numbers", StandardScaler(), ["age", "price"]),
+        ("genre", OneHotEncoder(), ["genre"]),
+    ]
     model = make_pipeline(ColumnTransformer(encoders), LogisticRegression(max_iter=300)).fit(
         frame, np.where(target > 4, "high", "low")
     )
-    types = [("age", FloatTensorType([None, 1])), ("price", FloatTensorType([None, 1])), ("genre", StringTensorType([None, 1]))]
+    types = [
+        ("age", FloatTensorType([None, 1])),
+        ("price", FloatTensorType([None, 1])),
+        ("genre", StringTensorType([None, 1])),
+    ]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         (folder / "model.onnx").write_bytes(to_onnx(model, initial_types=types).SerializeToString())
-    table = tree_table().set_column(3, "genre", pa.array(["drama", "comedy", None, "horror"] * (ROWS // 4)))
+    table = tree_table().set_column(
+        3, "genre", pa.array(["drama", "comedy", None, "horror"] * (ROWS // 4))
+    )
     known = table.select(["age", "price", "genre"]).to_pandas().fillna({"age": 0, "genre": "drama"})
     expected = {"rating": model.predict(known).tolist(), "score": model.predict_proba(known)[:, 1]}
-    args = {"path": "./model.onnx", "outputs": {"rating": "output_label", "score": {"output": "output_probability", "column": 1}}}
+    args = {
+        "path": "./model.onnx",
+        "outputs": {
+            "rating": "output_label",
+            "score": {"output": "output_probability", "column": 1},
+        },
+    }
     features = {"rating": {"dtype": "string"}, "score": {"dtype": "float32"}}
-    bad = {row: f"{name} is null" for name in ("age", "genre") for row, x in enumerate(table[name].to_pylist()) if x is None}
-    other = {"outputs": {"rating": "output_label", "score": {"output": "output_probability", "column": 0}}}
+    bad = {
+        row: f"{name} is null"
+        for name in ("age", "genre")
+        for row, x in enumerate(table[name].to_pylist())
+        if x is None
+    }
+    other = {
+        "outputs": {
+            "rating": "output_label",
+            "score": {"output": "output_probability", "column": 0},
+        }
+    }
     return Made(args, features, table, expected, bad, "model.onnx", [other, {"nulls": "nan"}])
 
 
 def texts() -> pa.Table:
     """Rows with one that is null, 3, and one that is blank, 5."""
     words = ["a", "heist", "in", "the", "snow", "film", "cold", "warm"]
-    made = [" ".join(words[(row * 3 + n * n) % 8] for n in range(1 + row % 7)) for row in range(ROWS)]
+    made = [
+        " ".join(words[(row * 3 + n * n) % 8] for n in range(1 + row % 7)) for row in range(ROWS)
+    ]
     return pa.table(
-        {"id": range(ROWS), "text": [None if row == 3 else " " if row == 5 else text for row, text in enumerate(made)]}
+        {
+            "id": range(ROWS),
+            "text": [
+                None if row == 3 else " " if row == 5 else text for row, text in enumerate(made)
+            ],
+        }
     )
 
 
@@ -187,7 +251,9 @@ def text_classifier(folder: Path) -> Made:
     from tests.precompute.test_text_classifier import logits
 
     names = {0: "bad", 1: "fair", 2: "good"}
-    transformer(folder / "reviews", "bert", AutoModelForSequenceClassification, num_labels=3, id2label=names)
+    transformer(
+        folder / "reviews", "bert", AutoModelForSequenceClassification, num_labels=3, id2label=names
+    )
     table = texts()
     found = logits(folder / "reviews", [text or "a" for text in table["text"].to_pylist()])
     scores = np.exp(found) / np.exp(found).sum(1, keepdims=True)
@@ -212,7 +278,15 @@ def static_embedding(folder: Path) -> Made:
     bad = {3: "text is null", 5: "text is empty"}
     args = {"path": "./static", "device": "cpu"}
     features = {"embedding": {"dtype": "float32", "dim": 6}}
-    return Made(args, features, table, {"embedding": expected}, bad, "static/model.safetensors", [{"normalize": False}])
+    return Made(
+        args,
+        features,
+        table,
+        {"embedding": expected},
+        bad,
+        "static/model.safetensors",
+        [{"normalize": False}],
+    )
 
 
 def image_encoder(folder: Path) -> Made:
@@ -228,7 +302,9 @@ def image_encoder(folder: Path) -> Made:
     features = {"embedding": {"dtype": "float32", "dim": 8}}
     values = {"embedding": expected(model, processor, images)}
     bad = {4: "image is a broken picture: OSError: image file is truncated"}
-    return Made(args, features, table, values, bad, "clip/model.safetensors", [{"normalize": False}])
+    return Made(
+        args, features, table, values, bad, "clip/model.safetensors", [{"normalize": False}]
+    )
 
 
 CASES: dict[str, Callable[[Path], Made]] = {
@@ -259,7 +335,9 @@ def view_of(case: str, made: Made, **over: Any) -> dict[str, Any]:
     }
 
 
-def test_it_is_published_and_answers_misses_alike(make_project: MakeProject, tmp_path: Path, case: str) -> None:
+def test_it_is_published_and_answers_misses_alike(
+    make_project: MakeProject, tmp_path: Path, case: str
+) -> None:
     (tmp_path / "project").mkdir()
     made = CASES[case](tmp_path / "project")
     project = make_project(made.table, view=view_of(case, made))
@@ -271,7 +349,13 @@ def test_it_is_published_and_answers_misses_alike(make_project: MakeProject, tmp
     )
     # of the gates, parity computes rows again one by one, as a miss would
     assert {gate.gate: gate.message for gate in report.gates}["parity"].startswith("0 of ")
-    rejected = pq.read_table(project.root / "numbers" / "data" / report.run / "rejected.parquet").to_pylist() if made.bad else []
+    rejected = (
+        pq.read_table(
+            project.root / "numbers" / "data" / report.run / "rejected.parquet"
+        ).to_pylist()
+        if made.bad
+        else []
+    )
     reasons = {int(row["key"]): (row["stage"], row["error"]) for row in rejected}
     assert {key: stage for key, (stage, _) in reasons.items()} == dict.fromkeys(made.bad, "input")
     for key, reason in made.bad.items():
@@ -285,21 +369,28 @@ def test_it_is_published_and_answers_misses_alike(make_project: MakeProject, tmp
             assert got == [values[row] for row in good]
         else:
             np.testing.assert_allclose(
-                np.array(got), np.asarray(values)[good], rtol=2e-3 if "float16" in str(made.features) else 1e-5, atol=1e-6
+                np.array(got),
+                np.asarray(values)[good],
+                rtol=2e-3 if "float16" in str(made.features) else 1e-5,
+                atol=1e-6,
             )
 
     project = make_project(view=view_of(case, made, ttl="0s", stale_for="0s"))
     project.run()
     snapshot = project.live_snapshot()
     with project.answering() as lookup:
-        answers = pa.concat_tables([lookup.get("numbers", keys) for keys in (good[:20], *([key] for key in good[20:24]))])
+        answers = pa.concat_tables(
+            [lookup.get("numbers", keys) for keys in (good[:20], *([key] for key in good[20:24]))]
+        )
         bad = lookup.get("numbers", list(made.bad)).to_pylist() if made.bad else []
     assert set(answers["status"].to_pylist()) == {"computed"}
     assert differing(rows.slice(0, 24), answers, snapshot.view, "fp32-eager") == {}
     assert [row["reason"] for row in bad] == ["model_error"] * len(bad)
 
 
-def test_a_column_that_the_source_lacks_is_named(make_project: MakeProject, tmp_path: Path, case: str) -> None:
+def test_a_column_that_the_source_lacks_is_named(
+    make_project: MakeProject, tmp_path: Path, case: str
+) -> None:
     (tmp_path / "project").mkdir()
     made = CASES[case](tmp_path / "project")
     column = made.table.column_names[-1]
@@ -323,8 +414,12 @@ def test_a_damaged_file_is_one_message(tmp_path: Path, case: str, damage: str) -
     made = CASES[case](tmp_path)
     file = tmp_path / made.file
     content = file.read_bytes()
-    file.write_bytes({"empty": b"", "half": content[: len(content) // 2], "foreign": b'{"a": [1, 2]}'}[damage])
-    with pytest.raises(PrecomputeError, match=rf"^{case}: .*{re.escape(made.file.partition('/')[0])}") as raised:
+    file.write_bytes(
+        {"empty": b"", "half": content[: len(content) // 2], "foreign": b'{"a": [1, 2]}'}[damage]
+    )
+    with pytest.raises(
+        PrecomputeError, match=rf"^{case}: .*{re.escape(made.file.partition('/')[0])}"
+    ) as raised:
         load_model(case, made.args, tmp_path)
     assert "\n" not in str(raised.value)
     assert isinstance(raised.value, ModelError)
@@ -332,7 +427,10 @@ def test_a_damaged_file_is_one_message(tmp_path: Path, case: str, damage: str) -
 
 def test_what_makes_other_values_makes_another_fingerprint(tmp_path: Path, case: str) -> None:
     made = CASES[case](tmp_path)
-    load: Callable[..., Any] = lambda **more: load_model(case, made.args | more, tmp_path).fingerprint()  # noqa: E731
+
+    def load(**more: Any) -> str:
+        return load_model(case, made.args | more, tmp_path).fingerprint()
+
     known = [load()] + [load(**more) for more in made.others]
     file = tmp_path / made.file
     moved = tmp_path / "elsewhere"
@@ -340,5 +438,7 @@ def test_what_makes_other_values_makes_another_fingerprint(tmp_path: Path, case:
     for inside in list(tmp_path.iterdir()):
         if inside != moved:
             inside.rename(moved / inside.name)
-    assert load_model(case, made.args, moved).fingerprint() == known[0], "where it lies does not count"
+    assert load_model(case, made.args, moved).fingerprint() == known[0], (
+        "where it lies does not count"
+    )
     assert len(set(known)) == len(known), file

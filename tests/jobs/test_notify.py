@@ -1,4 +1,5 @@
-"""Notify: what the operator's command is told, and that whatever it does, the run's outcome stays what it was."""
+"""Notify: what the operator's command is told, and that whatever it does, the run's outcome stays
+what it was."""
 
 from __future__ import annotations
 
@@ -37,11 +38,17 @@ def lines(told: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in told.read_text().splitlines()] if told.exists() else []
 
 
-def project_of(make_project: MakeProject, command: list[str], x: float | None = 1.0, **view: Any) -> Scene:
-    return make_project([(1, x), (2, 2.0)], project={"notify": command}, view={"gates": {"rejected": 0.0}} | view)
+def project_of(
+    make_project: MakeProject, command: list[str], x: float | None = 1.0, **view: Any
+) -> Scene:
+    return make_project(
+        [(1, x), (2, 2.0)], project={"notify": command}, view={"gates": {"rejected": 0.0}} | view
+    )
 
 
-def test_a_publishing_a_refusal_and_a_failure_are_told(make_project: MakeProject, tmp_path: Path) -> None:
+def test_a_publishing_a_refusal_and_a_failure_are_told(
+    make_project: MakeProject, tmp_path: Path
+) -> None:
     told = tmp_path / "told"
     project = project_of(make_project, writing(told))
     report = project.run()
@@ -69,10 +76,17 @@ def test_a_publishing_a_refusal_and_a_failure_are_told(make_project: MakeProject
     (project.folder / "data.parquet").unlink()
     with pytest.raises(SourceError):
         project.run()
-    assert [line["STATUS"] for line in lines(told)] == ["published", "refused", "rejected", "failed"]
+    assert [line["STATUS"] for line in lines(told)] == [
+        "published",
+        "refused",
+        "rejected",
+        "failed",
+    ]
 
 
-def test_a_materialize_is_told_only_when_it_fails(make_project: MakeProject, tmp_path: Path) -> None:
+def test_a_materialize_is_told_only_when_it_fails(
+    make_project: MakeProject, tmp_path: Path
+) -> None:
     told = tmp_path / "told"
     project = project_of(make_project, writing(told))
     project.materialize()
@@ -100,14 +114,18 @@ def test_a_command_that_fails_does_not_fail_the_run(
     report = project.run()
     assert (report.status, report.error) == ("published", None)
     warned = [
-        r.getMessage() for r in caplog.records if r.name == "precompute.jobs.process.notify" and r.levelno == logging.WARNING
+        r.getMessage()
+        for r in caplog.records
+        if r.name == "precompute.jobs.process.notify" and r.levelno == logging.WARNING
     ]
     assert len(warned) == (0 if how in ("reads", "not UTF-8, and well") else 1)
     if how == "another status":
         assert "status 3: gone wrong" in warned[0]
 
 
-def test_a_command_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_command_that_hangs_is_ended(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(notify_module, "TIMEOUT_S", 0.2)
     notify(python("import time; time.sleep(100)"), Report("id", "numbers", "run"), Path())
     assert "timed out after 0.2 seconds" in caplog.text
@@ -121,7 +139,9 @@ def test_any_error_can_be_told(tmp_path: Path, error: str) -> None:
     assert (line["VIEW"], line["STATUS"], line["ERROR"][:1]) == ("numbers", "failed", error[:1])
 
 
-def test_the_runs_own_error_is_told_whatever_it_holds(make_project: MakeProject, tmp_path: Path) -> None:
+def test_the_runs_own_error_is_told_whatever_it_holds(
+    make_project: MakeProject, tmp_path: Path
+) -> None:
     told = tmp_path / "told"
     rows = [("a\0b", 1.0), ("a\0b", 2.0)]
     project = make_project(rows, project={"notify": writing(told)})
@@ -132,16 +152,16 @@ def test_the_runs_own_error_is_told_whatever_it_holds(make_project: MakeProject,
 def test_the_command_may_be_precompute_itself(make_project: MakeProject, tmp_path: Path) -> None:
     out = tmp_path / "status.json"
     project = make_project([(1, 1.0)])
-    script = (
-        f"import os; os.system({f'{sys.executable} -m precompute.jobs.cli -c {project.folder} status --json > {out} 2>&1'!r})"
-    )
+    script = f"import os; os.system({f'{sys.executable} -m precompute.jobs.cli -c {project.folder} status --json > {out} 2>&1'!r})"
     project = make_project([(1, 1.0)], project={"notify": python(script)})
     project.run()
     (line,) = json.loads(out.read_text())
     assert (line["view"], line["snapshot"]) == ("numbers", 1)
 
 
-def test_its_output_is_not_the_reports(make_project: MakeProject, capfd: pytest.CaptureFixture[str]) -> None:
+def test_its_output_is_not_the_reports(
+    make_project: MakeProject, capfd: pytest.CaptureFixture[str]
+) -> None:
     project = project_of(make_project, python("print('hello')"))
     assert project.cli("run", "numbers", "--json") == 0
     assert json.loads(capfd.readouterr().out)["status"] == "published"

@@ -12,7 +12,9 @@ from tests.conftest import MakeProject
 from tests.scene import Scene
 
 UNJUDGED: dict[str, Any] = {
-    "gates": dict.fromkeys(("duplicates", "drift", "moved", "constant", "shift", "mass", "agreement")),
+    "gates": dict.fromkeys(
+        ("duplicates", "drift", "moved", "constant", "shift", "mass", "agreement")
+    ),
     "index": {"on": "vector"},
 }
 

@@ -1,4 +1,5 @@
-"""A project from Python: run, looked up, searched; rows from DataFrames, and answers as DataFrames."""
+"""A project from Python: run, looked up, searched; rows from DataFrames, and answers as
+DataFrames."""
 
 from __future__ import annotations
 
@@ -49,10 +50,14 @@ def of_polars(data: dict[str, Any]) -> Any:
 FORMS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "pandas": pd.DataFrame,
     "pandas, the key as its index": lambda data: pd.DataFrame(data).set_index("id"),
-    "pandas, beside what Arrow has no type for": lambda data: pd.DataFrame(data | {"junk": [1, "a", object()]}),
+    "pandas, beside what Arrow has no type for": lambda data: pd.DataFrame(
+        data | {"junk": [1, "a", object()]}
+    ),
     "polars": of_polars,
     "Arrow": pa.table,
-    "Arrow in batches": lambda data: pa.Table.from_batches(pa.table(data).to_batches(max_chunksize=1)),
+    "Arrow in batches": lambda data: pa.Table.from_batches(
+        pa.table(data).to_batches(max_chunksize=1)
+    ),
     "a stream": lambda data: pa.table(data).to_reader(),
     "rows": lambda data: pa.table(data).to_pylist(),
     "columns": dict,
@@ -60,8 +65,11 @@ FORMS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
-def test_a_frame_is_a_source_like_any_other(project: OpenProject, scene: Scene, form: Callable[[dict[str, Any]], Any]) -> None:
-    """Whatever it comes as, the same content is the same rows; what changed is computed, what is gone is removed."""
+def test_a_frame_is_a_source_like_any_other(
+    project: OpenProject, scene: Scene, form: Callable[[dict[str, Any]], Any]
+) -> None:
+    """Whatever it comes as, the same content is the same rows; what changed is computed, what is
+    gone is removed."""
     first = project.run("numbers", frame=pd.DataFrame(DATA), progress=False)
     assert (first.status, first.counts["written"]) == ("published", 3)
     assert scene.doubles() == {1: 2.0, 2: 4.0, 3: 6.0}
@@ -69,7 +77,14 @@ def test_a_frame_is_a_source_like_any_other(project: OpenProject, scene: Scene, 
     assert (again.status, again.snapshot) == ("current", 1)
     changed = {"x": [1.0, 5.0, 4.0], "id": [1, 2, 4], "junk": [None, None, None]}
     delta = project.run("numbers", frame=form(changed), accept=["rows"], progress=False)
-    assert delta.counts == {"source": 3, "written": 2, "unchanged": 1, "removed": 1, "rejected": 0, "duplicates": 0}
+    assert delta.counts == {
+        "source": 3,
+        "written": 2,
+        "unchanged": 1,
+        "removed": 1,
+        "rejected": 0,
+        "duplicates": 0,
+    }
     assert project.lookup("numbers", [1, 2, 3, 4])["double"].to_pylist() == [2.0, 10.0, None, 8.0]
 
 
@@ -77,7 +92,9 @@ def keys_of(kind: pa.DataType) -> pa.Array:
     keys = ["a b", "ü/%"]
     if not pa.types.is_dictionary(kind):
         return pa.array(keys, kind)
-    return pa.DictionaryArray.from_arrays(pa.array([0, 1], kind.index_type), pa.array(keys, kind.value_type))
+    return pa.DictionaryArray.from_arrays(
+        pa.array([0, 1], kind.index_type), pa.array(keys, kind.value_type)
+    )
 
 
 def test_a_frame_of_every_type(make_project: MakeProject) -> None:
@@ -106,16 +123,31 @@ def test_what_is_no_frame_of_the_view_is_refused(project: OpenProject, scene: Sc
     lazy = type("LazyFrame", (), {"collect": lambda self: None})()
     twice = pd.DataFrame([[1, 1.0, 2.0]], columns=["id", "x", "x"])
     cases: list[tuple[Any, str]] = [
-        (pd.DataFrame({"id": [1]}), r"the frame has no column 'x', which source\.frame names \(it has: id\)"),
+        (
+            pd.DataFrame({"id": [1]}),
+            r"the frame has no column 'x', which source\.frame names \(it has: id\)",
+        ),
         (pd.DataFrame(), r"the frame has no column 'id'.*\(it has: none\)"),
-        ({"id": [1.0, None], "x": [1, 2]}, r"key column 'id' of the frame is double: .*pandas makes floats of integers.*dropna"),
-        ({"id": [b"a"], "x": [1]}, "key column 'id' of the frame is binary: a key is text, or an integer"),
+        (
+            {"id": [1.0, None], "x": [1, 2]},
+            r"key column 'id' of the frame is double: .*pandas makes floats of integers.*dropna",
+        ),
+        (
+            {"id": [b"a"], "x": [1]},
+            "key column 'id' of the frame is binary: a key is text, or an integer",
+        ),
         ({"id": [1, 2], "x": [1, "a"]}, "the frame cannot be read as Arrow: .*'a'"),
         (twice, "the frame cannot be read as Arrow: Duplicate column names"),
         (lazy, r"got LazyFrame: collect\(\) it first"),
-        ({"id": [1, 2], "x": ["\ud800", "a"]}, r"cannot be read as Arrow: .*surrogates not allowed"),
+        (
+            {"id": [1, 2], "x": ["\ud800", "a"]},
+            r"cannot be read as Arrow: .*surrogates not allowed",
+        ),
         (7, r"a frame is a DataFrame of pandas or polars.*got int"),
-        ({"id": [1, 1], "x": [1.0, 2.0]}, r"keys with more than one row and different values, for example 1 \(2 rows\)"),
+        (
+            {"id": [1, 1], "x": [1.0, 2.0]},
+            r"keys with more than one row and different values, for example 1 \(2 rows\)",
+        ),
         (pd.DataFrame(DATA).iloc[:0], "yielded no rows"),
     ]
     for frame, message in cases:
@@ -130,9 +162,13 @@ def test_what_is_no_frame_of_the_view_is_refused(project: OpenProject, scene: Sc
 
 
 def test_a_run_without_a_frame_is_refused(
-    project: OpenProject, scene: Scene, make_project: MakeProject, capsys: pytest.CaptureFixture[str]
+    project: OpenProject,
+    scene: Scene,
+    make_project: MakeProject,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """By the command line and a schedule, too: what is live stays as old as it is, and does not pass for looked at."""
+    """By the command line and a schedule, too: what is live stays as old as it is, and does not
+    pass for looked at."""
     project.run("numbers", frame=DATA, progress=False)
     live = scene.live()
     why = "view 'numbers' takes its rows from a DataFrame, and this run was given none; only Python gives one: precompute.open"
@@ -144,8 +180,17 @@ def test_a_run_without_a_frame_is_refused(
         assert why in capsys.readouterr().err
     assert (scene.report().status, scene.live()) == ("failed", live)
     assert why in (scene.report().error or "")
-    make_project([(1, 1.0)], view={"source": {"sql": "SELECT * FROM read_parquet('data.parquet')"}, "gates": {"contract": False}})
-    with pytest.raises(pc.ConfigError, match=r"view 'numbers' reads SQL.*source: \{frame: \[id, …\]\}.*numbers\.yaml"):
+    make_project(
+        [(1, 1.0)],
+        view={
+            "source": {"sql": "SELECT * FROM read_parquet('data.parquet')"},
+            "gates": {"contract": False},
+        },
+    )
+    with pytest.raises(
+        pc.ConfigError,
+        match=r"view 'numbers' reads SQL.*source: \{frame: \[id, …\]\}.*numbers\.yaml",
+    ):
         project.run("numbers", frame=DATA)
 
 
@@ -159,7 +204,9 @@ def test_what_samples_a_view_reads_the_frame_given_last(
     assert "numbers: 3 rows" in capsys.readouterr().out
 
 
-def test_a_frames_run_that_ended_goes_on(project: OpenProject, scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frames_run_that_ended_goes_on(
+    project: OpenProject, scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Given once more, what was computed of it is taken over; what was changed meanwhile is not."""
     with monkeypatch.context() as patch:
         patch.setattr("precompute.jobs.pipeline.materialize._judged", lambda *_: 1 / 0)
@@ -173,7 +220,8 @@ def test_a_frames_run_that_ended_goes_on(project: OpenProject, scene: Scene, mon
 def test_a_refused_frame_changes_nothing_of_what_is_live(
     project: OpenProject, scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model behind misses reads the frame of what is live, and the next run builds on what is nearest to its own, whatever became of runs between."""
+    """The model behind misses reads the frame of what is live, and the next run builds on what is
+    nearest to its own, whatever became of runs between."""
 
     def behind(key: int) -> float:
         # as another process, which opens the view now
@@ -186,7 +234,8 @@ def test_a_refused_frame_changes_nothing_of_what_is_live(
     project.run("numbers", frame=good, progress=False)
     for written in (200, 0):
         with pytest.raises(
-            pc.GateError, match=r"snapshot 2 is not published.*: mend the frame that the run is given or the model.*full=True"
+            pc.GateError,
+            match=r"snapshot 2 is not published.*: mend the frame that the run is given or the model.*full=True",
         ):
             project.run("numbers", frame=bad, progress=False)
         assert scene.report().counts["written"] == written
@@ -199,7 +248,9 @@ def test_a_refused_frame_changes_nothing_of_what_is_live(
     assert behind(3) == 3.0
     one_more = {"id": [*good["id"], 200], "x": [*good["x"], 0.5]}
     delta = project.run("numbers", frame=one_more, progress=False)
-    assert (delta.report.plan or "").endswith("1 of 201 rows to compute (1 new), 200 unchanged; builds on snapshot 1")
+    assert (delta.report.plan or "").endswith(
+        "1 of 201 rows to compute (1 new), 200 unchanged; builds on snapshot 1"
+    )
     assert (delta.snapshot, behind(200)) == (3, 1.0)
     assert scene.cli("rollback", "numbers") == 0
     assert behind(3) == 3.0
@@ -214,12 +265,20 @@ def test_the_model_behind_misses_reads_the_frame(project: OpenProject, scene: Sc
     assert computed["status"].to_pylist() == ["computed", "missing"]
     assert computed["double"].to_pylist() == [6.0, None]
     for fallback in (None, True):
-        assert project.lookup("numbers", 9, inputs={9: {"x": 2.5}}, fallback=fallback)[0]["double"] == 5.0
-    assert project.lookup("numbers", 9, inputs={9: {"x": 2.5}}, fallback=False)[0]["reason"] == "unknown_entity"
+        assert (
+            project.lookup("numbers", 9, inputs={9: {"x": 2.5}}, fallback=fallback)[0]["double"]
+            == 5.0
+        )
+    assert (
+        project.lookup("numbers", 9, inputs={9: {"x": 2.5}}, fallback=False)[0]["reason"]
+        == "unknown_entity"
+    )
     # as a service of another process has it, wherever the root lies
     moved = scene.folder.rename(scene.folder.with_name("elsewhere"))
     with pc.open(moved) as elsewhere:
-        assert elsewhere.lookup("numbers", 3, max_age_s=0, fallback=True)["double"].to_pylist() == [6.0]
+        assert elsewhere.lookup("numbers", 3, max_age_s=0, fallback=True)["double"].to_pylist() == [
+            6.0
+        ]
         assert elsewhere.run("numbers", frame=DATA, progress=False).status == "current"
 
 
@@ -233,11 +292,16 @@ def test_the_model_behind_misses_reads_the_frame(project: OpenProject, scene: Sc
         ({"source": {"frame": []}}, "source.frame"),
         ({"source": {"frame": ["id", ""]}}, "source.frame: a column has no name"),
         ({"source": {"frame": "df"}}, "source.frame"),
-        ({"source": {"frame": ["id", "x"]}, "partition": {"by": "day", "start": "2026-01-01"}}, "partition: a frame has none"),
+        (
+            {"source": {"frame": ["id", "x"]}, "partition": {"by": "day", "start": "2026-01-01"}},
+            "partition: a frame has none",
+        ),
         ({"source": {"frme": ["id", "x"]}}, "source.*frame"),
     ],
 )
-def test_a_mistake_in_a_frame_is_told(make_project: MakeProject, view: dict[str, Any], message: str) -> None:
+def test_a_mistake_in_a_frame_is_told(
+    make_project: MakeProject, view: dict[str, Any], message: str
+) -> None:
     scene = make_project(view=view)
     with pytest.raises(pc.ConfigError, match=message), pc.open(scene.folder) as project:
         project.run("numbers", frame=DATA)
@@ -249,7 +313,9 @@ def test_a_mistake_in_a_frame_is_told(make_project: MakeProject, view: dict[str,
 @pytest.fixture
 def filled(project: OpenProject) -> OpenProject:
     project.run("numbers", frame=DATA, progress=False)
-    project.run("numbers", frame=DATA | {"x": [1.0, 2.0, 7.0]}, accept=["shift", "moved"], progress=False)
+    project.run(
+        "numbers", frame=DATA | {"x": [1.0, 2.0, 7.0]}, accept=["shift", "moved"], progress=False
+    )
     return project
 
 
@@ -260,8 +326,18 @@ def test_answers_are_those_of_a_lookup(filled: OpenProject, scene: Scene) -> Non
         near = lookup.search("numbers", key=1, k=2, features=["double"])
     timeless = [name for name in expected.column_names if name != "age_s"]
     frame = pd.DataFrame({"x": [0, 0, 0], "id": wanted})
-    for keys in (wanted, np.array(wanted), pd.Series(wanted), pa.array(wanted), iter(wanted), frame, pa.Table.from_pandas(frame)):
-        assert filled.lookup("numbers", keys).table.select(timeless).equals(expected.select(timeless))
+    for keys in (
+        wanted,
+        np.array(wanted),
+        pd.Series(wanted),
+        pa.array(wanted),
+        iter(wanted),
+        frame,
+        pa.Table.from_pandas(frame),
+    ):
+        assert (
+            filled.lookup("numbers", keys).table.select(timeless).equals(expected.select(timeless))
+        )
     found = filled.search("numbers", key=1, k=2)
     assert found["key"].to_pylist() == [row["key"] for row in near["rows"]] == ["2", "3"]
     assert found["score"].to_pylist() == [row["score"] for row in near["rows"]]
@@ -280,9 +356,15 @@ def test_answers_are_those_of_a_lookup(filled: OpenProject, scene: Scene) -> Non
 
 def test_history_and_training_sets(filled: OpenProject) -> None:
     snapshots = filled.history("numbers")
-    assert [(row["snapshot"], row["kind"], row["live"]) for row in snapshots] == [(2, "delta", True), (1, "full", False)]
+    assert [(row["snapshot"], row["kind"], row["live"]) for row in snapshots] == [
+        (2, "delta", True),
+        (1, "full", False),
+    ]
     versions = filled.history("numbers", 3)
-    assert [(row["snapshot"], row["state"], row["double"]) for row in versions] == [(2, "live", 14.0), (1, "replaced", 6.0)]
+    assert [(row["snapshot"], row["state"], row["double"]) for row in versions] == [
+        (2, "live", 14.0),
+        (1, "replaced", 6.0),
+    ]
     between = versions[1]["served_until"]
     assert between == versions[0]["served_from"]
     before = filled.history("numbers", at=versions[1]["served_from"])
@@ -290,7 +372,10 @@ def test_history_and_training_sets(filled: OpenProject) -> None:
     times = pd.to_datetime([versions[1]["served_from"], datetime.now(UTC)])
     rows = pd.DataFrame({"id": [3, 3], "event_timestamp": times})
     service = pc.Service("ranking", ("id",), (pc.ServicePart("numbers", ("double",)),))
-    for training in (filled.get_historical_features(rows, "numbers"), filled.get_historical_features(rows, service=service)):
+    for training in (
+        filled.get_historical_features(rows, "numbers"),
+        filled.get_historical_features(rows, service=service),
+    ):
         assert training["numbers__double"].to_pylist() == [6.0, 14.0]
 
 
@@ -299,7 +384,11 @@ def test_answers_are_dataframes_of_any_library(filled: OpenProject) -> None:
     assert rows.to_arrow() is rows.table
     assert pa.table(rows).equals(rows.table)
     assert list(rows) == rows.to_pylist() == rows.table.to_pylist()
-    assert (rows[0]["key"], rows[-1]["status"], rows.columns) == ("1", "missing", rows.table.column_names)
+    assert (rows[0]["key"], rows[-1]["status"], rows.columns) == (
+        "1",
+        "missing",
+        rows.table.column_names,
+    )
     assert rows.to_pandas()["double"].tolist()[:1] == [2.0]
     polars = pytest.importorskip("polars")
     assert polars.DataFrame(rows).equals(rows.to_polars())
@@ -308,14 +397,19 @@ def test_answers_are_dataframes_of_any_library(filled: OpenProject) -> None:
         rows[2]
 
 
-def test_a_library_that_is_missing_is_named(filled: OpenProject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_is_missing_is_named(
+    filled: OpenProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "polars", None)
-    with pytest.raises(pc.ConfigError, match=r"polars is not installed: pip install polars, or take \.to_arrow\(\)"):
+    with pytest.raises(
+        pc.ConfigError, match=r"polars is not installed: pip install polars, or take \.to_arrow\(\)"
+    ):
         filled.lookup("numbers", 1).to_polars()
 
 
 def test_what_a_notebook_shows(filled: OpenProject, scene: Scene) -> None:
-    """What one needs, as text and as HTML: short, and whatever stands in it, no markup of its own."""
+    """What one needs, as text and as HTML: short, and whatever stands in it, no markup of its
+    own."""
     (scene.folder / "views" / "broken.yaml").write_text("name: broken\nentity: <b>\n")
     (scene.folder / "views" / "new.yaml").write_text(
         (scene.folder / "views" / "numbers.yaml").read_text().replace("name: numbers", "name: new")
@@ -323,7 +417,13 @@ def test_what_a_notebook_shows(filled: OpenProject, scene: Scene) -> None:
     text, html = repr(filled), filled._repr_html_()
     assert text.splitlines()[0] == f"Precompute project project ({scene.folder}): 3 views"
     assert [line.split("  ")[0] for line in text.splitlines()[2:5]] == ["broken", "new", "numbers"]
-    for shown in ("its file is wrong", "not published", "vector float32[4]", "fresh", "broken.yaml:2: entity"):
+    for shown in (
+        "its file is wrong",
+        "not published",
+        "vector float32[4]",
+        "fresh",
+        "broken.yaml:2: entity",
+    ):
         assert shown in text
         assert shown in html
     assert "<b>'" not in html
@@ -331,9 +431,14 @@ def test_what_a_notebook_shows(filled: OpenProject, scene: Scene) -> None:
     rows = filled.lookup("numbers", range(40))
     assert "numbers: 40 rows, 37 of them missing" in repr(rows)
     assert "[7, 8, 9, 10]" in rows._repr_html_()
-    assert repr(rows).splitlines()[-2:] == ["… 20 more", "whether 0 was rejected, or removed: history('numbers', '0')"]
+    assert repr(rows).splitlines()[-2:] == [
+        "… 20 more",
+        "whether 0 was rejected, or removed: history('numbers', '0')",
+    ]
     assert rows._repr_html_().count("<tr>") == 21
-    odd = Rows.of([{"a": "<script>", "b": [1.5] * 9, "c": {"d": 1}}, {"a": 7, "b": None, "c": None}], "<odd>")
+    odd = Rows.of(
+        [{"a": "<script>", "b": [1.5] * 9, "c": {"d": 1}}, {"a": 7, "b": None, "c": None}], "<odd>"
+    )
     assert "<script>" not in odd._repr_html_()
     assert "<odd>" not in odd._repr_html_()
     assert "[1.5, 1.5, 1.5, 1.5, …] (9)" in repr(odd)
@@ -341,7 +446,11 @@ def test_what_a_notebook_shows(filled: OpenProject, scene: Scene) -> None:
     assert repr(ran).startswith("numbers: current, snapshot 2, 3 of 3 rows (3 unchanged)")
     assert ran._repr_html_().startswith("<pre>numbers: current")
     status = filled.status()
-    assert {row["view"]: row["status"] for row in status} == {"broken": "unpublished", "new": "unpublished", "numbers": "fresh"}
+    assert {row["view"]: row["status"] for row in status} == {
+        "broken": "unpublished",
+        "new": "unpublished",
+        "numbers": "fresh",
+    }
     assert "broken.yaml" in repr(status)
 
 
@@ -363,17 +472,45 @@ def test_mistakes_are_told(filled: OpenProject, scene: Scene, tmp_path: Path) ->
     view = scene.folder / "views" / "numbers.yaml"
     cases: list[tuple[Callable[[], Any], type[Exception], str]] = [
         (lambda: pc.open(tmp_path / "nowhere"), pc.ConfigError, "no folder"),
-        (lambda: pc.open(view), pc.ConfigError, r"numbers\.yaml: a project is a folder with project\.yaml"),
-        (lambda: pc.open("table:./var/online"), pc.ConfigError, r"precompute\.Lookup\.open\(url, root=…\) reads an online store"),
+        (
+            lambda: pc.open(view),
+            pc.ConfigError,
+            r"numbers\.yaml: a project is a folder with project\.yaml",
+        ),
+        (
+            lambda: pc.open("table:./var/online"),
+            pc.ConfigError,
+            r"precompute\.Lookup\.open\(url, root=…\) reads an online store",
+        ),
         (lambda: pc.open("redis+cluster://h:1"), pc.ConfigError, "is no project's folder"),
         (lambda: filled.run("numers"), pc.ConfigError, "no view 'numers'.*did you mean 'numbers'"),
-        (lambda: filled.lookup("numers", 1), pc.ConfigError, "no view 'numers'.*did you mean 'numbers'"),
-        (lambda: filled.lookup("numbers", [], features=["no"]), pc.RequestError, "has no feature 'no'"),
-        (lambda: filled.lookup("numbers", pd.DataFrame({"x": [1]})), pc.RequestError, r"without the column 'id'.*it has: x\)"),
-        (lambda: filled.lookup("numbers", 1, features=["no"]), pc.RequestError, "has no feature 'no'"),
+        (
+            lambda: filled.lookup("numers", 1),
+            pc.ConfigError,
+            "no view 'numers'.*did you mean 'numbers'",
+        ),
+        (
+            lambda: filled.lookup("numbers", [], features=["no"]),
+            pc.RequestError,
+            "has no feature 'no'",
+        ),
+        (
+            lambda: filled.lookup("numbers", pd.DataFrame({"x": [1]})),
+            pc.RequestError,
+            r"without the column 'id'.*it has: x\)",
+        ),
+        (
+            lambda: filled.lookup("numbers", 1, features=["no"]),
+            pc.RequestError,
+            "has no feature 'no'",
+        ),
         (lambda: filled.lookup("numbers", 1.5), pc.RequestError, "a list of keys"),
         (lambda: filled.search("numbers"), pc.RequestError, "exactly one of key"),
-        (lambda: filled.search("numbers", text="a", inputs={"x": 1}), pc.RequestError, "exactly one of key, text"),
+        (
+            lambda: filled.search("numbers", text="a", inputs={"x": 1}),
+            pc.RequestError,
+            "exactly one of key, text",
+        ),
         (
             lambda: filled.search("numbers", text="a"),
             pc.RequestError,
@@ -381,19 +518,53 @@ def test_mistakes_are_told(filled: OpenProject, scene: Scene, tmp_path: Path) ->
         ),
         (lambda: filled.history("numers"), pc.ConfigError, "did you mean 'numbers'"),
         (lambda: filled.history("numbers", 99), pc.RequestError, "no history of key '99'"),
-        (lambda: filled.history("numbers", 1, at="2026-01-01"), pc.RequestError, "a key, or a time"),
-        (lambda: filled.history("numbers", at="yesterday"), pc.RequestError, "'yesterday': write a date or time"),
-        (lambda: filled.history("numbers", at="2020-01-01"), pc.SnapshotError, "nothing to read as of"),
-        (lambda: filled.run("numbers", frame=DATA, accept="shfit"), pc.ConfigError, "accept shfit: there is no such gate"),
-        (lambda: filled.run("numbers", frame=DATA, partition="2026-01-01"), pc.ConfigError, "partition: view 'numbers' has none"),
-        (lambda: filled.get_historical_features({"id": [1]}, "numbers"), pc.RequestError, "no timestamp column"),
-        (lambda: filled.get_historical_features(7, "numbers"), pc.SourceError, "a frame is a DataFrame"),
         (
-            lambda: filled.get_historical_features({"id": [1], "event_timestamp": [datetime.now(UTC)]}),
+            lambda: filled.history("numbers", 1, at="2026-01-01"),
+            pc.RequestError,
+            "a key, or a time",
+        ),
+        (
+            lambda: filled.history("numbers", at="yesterday"),
+            pc.RequestError,
+            "'yesterday': write a date or time",
+        ),
+        (
+            lambda: filled.history("numbers", at="2020-01-01"),
+            pc.SnapshotError,
+            "nothing to read as of",
+        ),
+        (
+            lambda: filled.run("numbers", frame=DATA, accept="shfit"),
+            pc.ConfigError,
+            "accept shfit: there is no such gate",
+        ),
+        (
+            lambda: filled.run("numbers", frame=DATA, partition="2026-01-01"),
+            pc.ConfigError,
+            "partition: view 'numbers' has none",
+        ),
+        (
+            lambda: filled.get_historical_features({"id": [1]}, "numbers"),
+            pc.RequestError,
+            "no timestamp column",
+        ),
+        (
+            lambda: filled.get_historical_features(7, "numbers"),
+            pc.SourceError,
+            "a frame is a DataFrame",
+        ),
+        (
+            lambda: filled.get_historical_features(
+                {"id": [1], "event_timestamp": [datetime.now(UTC)]}
+            ),
             pc.RequestError,
             "no features",
         ),
-        (lambda: filled.get_historical_features({"id": [1]}, service="no"), pc.ConfigError, "no service 'no'"),
+        (
+            lambda: filled.get_historical_features({"id": [1]}, service="no"),
+            pc.ConfigError,
+            "no service 'no'",
+        ),
     ]
     for call, kind, message in cases:
         with pytest.raises(kind, match=message):
@@ -427,22 +598,39 @@ print(*loaded())
 
 
 def test_to_import_it_loads_nothing() -> None:
-    done = subprocess.run([sys.executable, "-c", LIGHT], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.stdout, done.stderr) == ("precompute\nprecompute precompute.store precompute.store.errors\n", "")
+    done = subprocess.run(
+        [sys.executable, "-c", LIGHT],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == (
+        "precompute\nprecompute precompute.store precompute.store.errors\n",
+        "",
+    )
 
 
 def test_without_the_engine_it_says_what_to_install() -> None:
     code = f"{ABSENT}\nimport precompute\ntry:\n    precompute.open('.')\nexcept precompute.ConfigError as exc:\n    print(exc)"
     command = [sys.executable, "-c", code, " ".join(declared("client"))]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
-    assert "is not installed: a project is opened with pip install 'precompute-store[cpu]'" in done.stdout, done.stderr
+    done = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (
+        "is not installed: a project is opened with pip install 'precompute-store[cpu]'"
+        in done.stdout
+    ), done.stderr
 
 
 def test_a_project_that_is_not_closed_ends_in_silence(make_project: MakeProject) -> None:
     scene = make_project([(1, 1.0)], view={"fallback": {"enabled": True}})
     scene.run()
     code = f"import precompute as pc; p = pc.open({str(scene.folder)!r}); print(p.lookup('numbers', [1, 99], fallback=True).to_pylist()[1]['status'])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
     assert (done.stdout, done.stderr) == ("missing\n", "")
 
 

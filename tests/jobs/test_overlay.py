@@ -1,4 +1,5 @@
-"""Overlays: publishing costs what changed, and what is served is the snapshot, whole, whichever way it got there."""
+"""Overlays: publishing costs what changed, and what is served is the snapshot, whole, whichever way
+it got there."""
 
 from __future__ import annotations
 
@@ -27,7 +28,20 @@ from tests.scene import Scene
 
 ROWS = 40
 UNJUDGED: dict[str, Any] = {
-    "gates": dict.fromkeys(("rows", "norm", "duplicates", "drift", "moved", "constant", "shift", "mass", "agreement", "contract"))
+    "gates": dict.fromkeys(
+        (
+            "rows",
+            "norm",
+            "duplicates",
+            "drift",
+            "moved",
+            "constant",
+            "shift",
+            "mass",
+            "agreement",
+            "contract",
+        )
+    )
 }
 
 
@@ -36,7 +50,9 @@ def published(make_project: MakeProject, online: str) -> Any:
     """Publishes a table of key → x, as a delta of what was before."""
 
     def publish(table: dict[int, float], **view: Any) -> Scene:
-        project = make_project(sorted(table.items()), project={"online": online}, view=UNJUDGED | view)
+        project = make_project(
+            sorted(table.items()), project={"online": online}, view=UNJUDGED | view
+        )
         project.run()
         check(project, table)
         return project
@@ -49,9 +65,13 @@ def check(project: Scene, table: dict[int, float]) -> None:
     keys = list(range(-1, 2 * ROWS))
     snapshot, doubles = project.served(keys)
     assert snapshot == project.live().snapshot
-    assert dict(zip(keys, doubles, strict=True)) == {key: 2 * table[key] if key in table else None for key in keys}
+    assert dict(zip(keys, doubles, strict=True)) == {
+        key: 2 * table[key] if key in table else None for key in keys
+    }
     with project.lookup() as lookup:
-        assert [lookup.row("numbers", key)["status"] for key in keys] == ["fresh" if key in table else "missing" for key in keys]
+        assert [lookup.row("numbers", key)["status"] for key in keys] == [
+            "fresh" if key in table else "missing" for key in keys
+        ]
     assert project.faults() == []
 
 
@@ -69,16 +89,24 @@ def test_a_delta_loads_what_changed_alone(published: Any) -> None:
     table = BASE | {3: 33.0, 77: 1.0}
     del table[5]
     project = published(table)
-    assert (project.live().place, project.live().previous_place) == (Place(1, 1, ((2, 2),)), Place(1, 1))
+    assert (project.live().place, project.live().previous_place) == (
+        Place(1, 1, ((2, 2),)),
+        Place(1, 1),
+    )
     run, tag = project.snapshot(2).run, schema_tag(project.snapshot(2).view)
-    assert loaded(project) == [Generation(1, 1, None, project.snapshot(1).run, tag), Generation(2, 2, 1, run, tag)]
+    assert loaded(project) == [
+        Generation(1, 1, None, project.snapshot(1).run, tag),
+        Generation(2, 2, 1, run, tag),
+    ]
     with project.online_store() as store:
         found = store.read_generation("numbers", 2, [b"3", b"77", b"5", b"4"]).values
     # two rows, a tombstone, and nothing of what stayed
     assert [None if row is None else len(row) for row in found][2:] == [24, None]
 
 
-def test_a_row_that_is_rejected_now_is_not_served_from_the_base(make_project: MakeProject, online: str) -> None:
+def test_a_row_that_is_rejected_now_is_not_served_from_the_base(
+    make_project: MakeProject, online: str
+) -> None:
     """It is in the source still, so it did not leave; but what it was is not what it is."""
     view = UNJUDGED | {"model": {"use": "tests.arithmetic:Doubler", "args": {"nan_on": -1.0}}}
     tables = (BASE, BASE | {3: -1.0}, BASE | {3: -1.0, 4: -1.0, 5: 50.0}, BASE | {4: -1.0})
@@ -92,28 +120,40 @@ def test_a_row_that_is_rejected_now_is_not_served_from_the_base(make_project: Ma
 def test_a_row_that_is_again_as_before_an_interruption_is_of_the_base(
     published: Any, make_project: MakeProject, online: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the interrupted run made of it is dead, but it is not: it had a tombstone over it, and was unknown."""
+    """What the interrupted run made of it is dead, but it is not: it had a tombstone over it, and
+    was unknown."""
     published(BASE)
     monkeypatch.setattr(chunks, "WINDOW_ROWS", 2)
     monkeypatch.setattr(chunks, "PART_BYTES", 1)
     table = BASE | {0: 100.0, 1: 101.0, 2: 102.0, 3: 103.0}
-    interrupted(make_project(sorted(table.items()), project={"online": online}, view=UNJUDGED), monkeypatch, 1)
+    interrupted(
+        make_project(sorted(table.items()), project={"online": online}, view=UNJUDGED),
+        monkeypatch,
+        1,
+    )
     del table[30]
     project = published(table | {0: BASE[0], 3: BASE[3]})
     snapshot = project.snapshot(2)
-    assert (snapshot.own_deletes, snapshot.counts.removed, project.live().place) == (1, 1, Place(1, 1, ((2, 2),)))
+    assert (snapshot.own_deletes, snapshot.counts.removed, project.live().place) == (
+        1,
+        1,
+        Place(1, 1, ((2, 2),)),
+    )
 
 
 def test_each_publish_loads_what_changed_and_small_overlays_are_merged(published: Any) -> None:
     table = dict(BASE)
     published(table)
     for step in range(2, 6):
-        table |= {2: 102.0} | dict.fromkeys(range(20, 28), -1.0) if step == 2 else {step: 100.0 + step}
+        table |= (
+            {2: 102.0} | dict.fromkeys(range(20, 28), -1.0) if step == 2 else {step: 100.0 + step}
+        )
         project = published(table)
     assert project.live().place == Place(1, 1, ((2, 2), (3, 3), (4, 4), (5, 5)))
     table[6] = 106.0
     project = published(table)
-    # the fifth takes the place of the highest, and of those under it that are no heavier than both together; as its snapshot does of theirs
+    # the fifth takes the place of the highest, and of those under it that are no heavier than both
+    # together; as its snapshot does of theirs
     assert project.live().place == Place(1, 1, ((2, 2), (6, 6)))
     assert [layer.number for layer in project.store.chain(project.snapshot(6))] == [1, 2, 6]
     assert [g.number for g in loaded(project)] == [1, 2, 3, 4, 5, 6]
@@ -143,7 +183,11 @@ def test_a_snapshot_without_another_row_loads_nothing(published: Any) -> None:
     project = published(table)
     place = project.live().place
     project = published(table, ttl="2h")
-    assert (project.live().snapshot, project.live().place, [g.number for g in loaded(project)]) == (3, place, [1, 2])
+    assert (project.live().snapshot, project.live().place, [g.number for g in loaded(project)]) == (
+        3,
+        place,
+        [1, 2],
+    )
     # and what comes next lies over that
     project = published(table | {4: 44.0}, ttl="2h")
     assert project.live().place == Place(1, 1, ((2, 2), (4, 4)))
@@ -169,7 +213,11 @@ def test_going_back_and_forth_between_overlays_and_base_loads_nothing(published:
     published(second)
     project = published(third)
     both = Place(1, 1, ((2, 2), (3, 3)))
-    for number, table, place in ((2, second, both.lowest(2)), (3, third, both), (1, BASE, both.lowest(1))):
+    for number, table, place in (
+        (2, second, both.lowest(2)),
+        (3, third, both),
+        (1, BASE, both.lowest(1)),
+    ):
         report = project.publish(number=number)
         assert "load" not in report.stages_s
         assert project.live().place == place
@@ -207,16 +255,21 @@ def test_many_deltas_end_where_one_full_run_does(published: Any) -> None:
         if step > 17:
             top, _ = place.layers[-1]
             index = VectorIndex(
-                project.store.index_folder(place.generation), project.store.index_folder(top) if place.overlays else None
+                project.store.index_folder(place.generation),
+                project.store.index_folder(top) if place.overlays else None,
             )
-            assert {key for key in range(-1, 2 * ROWS) if index.find(str(key)) is not None} == set(table)
+            assert {key for key in range(-1, 2 * ROWS) if index.find(str(key)) is not None} == set(
+                table
+            )
     assert (len(bases) > 1, most) == (True, MOST_OVERLAYS)
     assert project.publish(reload=True).status == "published"
     assert project.live().place.overlays == ()
     check(project, table)
 
 
-def test_a_reader_meets_one_version_while_deltas_are_published(make_project: MakeProject, online: str) -> None:
+def test_a_reader_meets_one_version_while_deltas_are_published(
+    make_project: MakeProject, online: str
+) -> None:
     """Each delta changes the rows 0 to 3 together, as one."""
 
     def make(x: float) -> Scene:
@@ -252,28 +305,40 @@ def test_a_reader_meets_one_version_while_deltas_are_published(make_project: Mak
     assert project.live().place.overlays != ()
 
 
-def test_a_store_that_may_drop_rows_gets_no_overlay(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_may_drop_rows_gets_no_overlay(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What an overlay replaces would be served again, were its row dropped."""
     monkeypatch.setattr(TableStore, "prepare", lambda *_: Terms(lossy=True))
     for x in (1.0, -1.0):
         project = make_project([(i, x if i == 1 else float(i)) for i in range(ROWS)], view=UNJUDGED)
         project.run()
     assert project.live().place == Place(2, 2, lossy=True)
-    assert ("load" in project.publish(number=1).stages_s, project.live().place) == (False, Place(1, 1, lossy=True))
+    assert ("load" in project.publish(number=1).stages_s, project.live().place) == (
+        False,
+        Place(1, 1, lossy=True),
+    )
     with project.lookup() as lookup:
         assert lookup.row("numbers", 999)["reason"] == "not_in_store"
 
 
-def test_deltas_that_lie_under_no_overlay_are_merged(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is a base of its own where rows may be dropped, so no chain is lengthened for what is loaded there."""
+def test_deltas_that_lie_under_no_overlay_are_merged(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is a base of its own where rows may be dropped, so no chain is lengthened for what is
+    loaded there."""
     monkeypatch.setattr(TableStore, "prepare", lambda *_: Terms(lossy=True))
     for x in range(1, MOST_OVERLAYS + 5):
-        project = make_project([(i, -1.0 if i == x else float(i)) for i in range(ROWS)], view=UNJUDGED)
+        project = make_project(
+            [(i, -1.0 if i == x else float(i)) for i in range(ROWS)], view=UNJUDGED
+        )
         project.run()
     assert len(project.store.chain(project.live_snapshot())) <= MOST_OVERLAYS + 1
 
 
-def test_a_base_of_another_run_lies_under_no_overlay(published: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_base_of_another_run_lies_under_no_overlay(
+    published: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of the same number, as where the root was restored from an older copy."""
     with published(BASE).online_store() as online:
         store = type(online)
@@ -313,12 +378,16 @@ def test_what_an_overlay_lies_over_is_looked_at_by_its_keys_alone(
 ) -> None:
     """Its rows vouch for themselves; of vectors, Parquet costs ten times what it does of keys."""
     make_project(sorted(BASE.items()), project={"online": online}, view=UNJUDGED).run()
-    project = make_project(sorted((BASE | {3: 33.0}).items()), project={"online": online}, view=UNJUDGED)
+    project = make_project(
+        sorted((BASE | {3: 33.0}).items()), project={"online": online}, view=UNJUDGED
+    )
     project.materialize()
     asked: list[tuple[int, int, Any]] = []
     sample = ViewStore.sample
 
-    def watched(self: ViewStore, snapshot: Snapshot, rows: int, columns: Any = None, *places: int) -> Any:
+    def watched(
+        self: ViewStore, snapshot: Snapshot, rows: int, columns: Any = None, *places: int
+    ) -> Any:
         asked.append((snapshot.number, rows, columns))
         return sample(self, snapshot, rows, columns, *places)
 

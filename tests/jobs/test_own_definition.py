@@ -41,7 +41,9 @@ def _copies(view: FeatureView, canary: Path) -> FeatureView:
 FORGED: dict[str, Change] = {
     "another class": _touches,
     "another SQL": _copies,
-    "other arguments": lambda view, _: _defined(view, model=dataclasses.replace(view.definition.model, args={"version": 1})),
+    "other arguments": lambda view, _: _defined(
+        view, model=dataclasses.replace(view.definition.model, args={"version": 1})
+    ),
     "another entity": lambda view, _: dataclasses.replace(view, entity=('id" FROM x --',)),
     "other features": lambda view, _: dataclasses.replace(view, features=view.features[::-1]),
     "nothing at all": lambda view, _: dataclasses.replace(view, definition=Definition()),
@@ -95,7 +97,10 @@ def test_what_only_the_online_store_says_is_served_and_not_run(
         assert told(project)[1] == OFF[1]
     assert "names SQL or a model that neither the manifest of snapshot 1" in caplog.text
     assert not canary.exists()
-    with answering(project) as lookup, contextlib.closing(ViewFallback(project.offline, project.home)) as fallback:
+    with (
+        answering(project) as lookup,
+        contextlib.closing(ViewFallback(project.offline, project.home)) as fallback,
+    ):
         pointer = lookup.online.live("numbers")
         assert pointer is not None
         fallback.warm(pointer)
@@ -103,7 +108,8 @@ def test_what_only_the_online_store_says_is_served_and_not_run(
 
 
 def test_what_an_open_model_makes_is_no_row_of_another_pointer(project: Scene) -> None:
-    """Of the same publishing, as it is named, so that the model is open already; the store answers all the same, and what is missing is reported row by row."""
+    """Of the same publishing, as it is named, so that the model is open already; the store answers
+    all the same, and what is missing is reported row by row."""
     with answering(project) as lookup:
         assert lookup.get("numbers", [9])["status"].to_pylist() == ["computed"]
         view, pointer = project.pointer().view, project.pointer()
@@ -116,8 +122,13 @@ def test_what_an_open_model_makes_is_no_row_of_another_pointer(project: Scene) -
             assert table["reason"].to_pylist() == ["model_error"] * len(keys)
 
 
-def test_a_server_without_manifests_goes_by_its_own_view_files(project: Scene, make_project: MakeProject) -> None:
-    manifests, view = project.store.manifest_path(1).parent, project.folder / "views" / "numbers.yaml"
+def test_a_server_without_manifests_goes_by_its_own_view_files(
+    project: Scene, make_project: MakeProject
+) -> None:
+    manifests, view = (
+        project.store.manifest_path(1).parent,
+        project.folder / "views" / "numbers.yaml",
+    )
     shutil.move(manifests, project.folder / "elsewhere")
     assert told(project) == COMPUTED
     text = view.read_text()
@@ -145,7 +156,14 @@ def test_a_pointer_leads_nowhere_but_to_its_own(project: Scene, tmp_path: Path) 
     for index in ("/etc/index", "../../index", "numbers/../../index"):
         for changes in ({"index": index}, {"overlay_index": index}):
             forge(project, pointer.view, **changes)
-            with project.online_store() as store, pytest.raises(DamagedPointerError, match="not below the root"):
+            with (
+                project.online_store() as store,
+                pytest.raises(DamagedPointerError, match="not below the root"),
+            ):
                 store.live("numbers")
-            (Path(project.online.removeprefix("table:")) / "numbers" / "live.json").write_bytes(body)
-    assert {socket_path(tmp_path, model).parent for model in ("a" * 64, "../../x", "/etc/x\0")} == {tmp_path}
+            (Path(project.online.removeprefix("table:")) / "numbers" / "live.json").write_bytes(
+                body
+            )
+    assert {socket_path(tmp_path, model).parent for model in ("a" * 64, "../../x", "/etc/x\0")} == {
+        tmp_path
+    }

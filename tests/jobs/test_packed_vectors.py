@@ -1,4 +1,5 @@
-"""A view whose online store packs its vectors: what is kept and what is served, what a change of mind costs, and the gate that judges it."""
+"""A view whose online store packs its vectors: what is kept and what is served, what a change of
+mind costs, and the gate that judges it."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ class Directions:
 
 def direction(x: float) -> list[float]:
     """As good as any other: the nearest are not much nearer than the next."""
-    vector: list[float] = np.random.default_rng(int(x)).standard_normal(DIM).astype(np.float32).tolist()
+    vector: list[float] = (
+        np.random.default_rng(int(x)).standard_normal(DIM).astype(np.float32).tolist()
+    )
     return vector
 
 
@@ -85,29 +88,48 @@ KEYS = [5, 0, 59]
 
 
 @pytest.mark.parametrize("packed", ["int8", "binary"])
-def test_rows_are_packed_and_parquet_and_index_are_not(make_project: MakeProject, online: str, packed: str) -> None:
+def test_rows_are_packed_and_parquet_and_index_are_not(
+    make_project: MakeProject, online: str, packed: str
+) -> None:
     project = make_project(DATA, view=view(packed, **ANY), project={"online": online})
     project.run()
     assert served(project, KEYS) == kept(packed, KEYS)
     assert [row["vector"] for row in project.rows()] == [direction(x) for _, x in DATA]
     assert project.faults() == []
     with project.lookup() as lookup:
-        by_key, by_vector = lookup.search("numbers", key=5, k=9), lookup.search("numbers", vector=direction(5), k=10)
-        assert [row["key"] for row in by_key["rows"]] == [row["key"] for row in by_vector["rows"][1:]]
-        assert [row["score"] for row in by_key["rows"]] == pytest.approx([row["score"] for row in by_vector["rows"][1:]])
+        by_key, by_vector = (
+            lookup.search("numbers", key=5, k=9),
+            lookup.search("numbers", vector=direction(5), k=10),
+        )
+        assert [row["key"] for row in by_key["rows"]] == [
+            row["key"] for row in by_vector["rows"][1:]
+        ]
+        assert [row["score"] for row in by_key["rows"]] == pytest.approx(
+            [row["score"] for row in by_vector["rows"][1:]]
+        )
         assert by_vector["rows"][0]["score"] == pytest.approx(1)
         (told,) = lookup.views()
-    assert told["features"][1] == {"name": "vector", "dtype": "float32", "dim": DIM, "packed": packed}
+    assert told["features"][1] == {
+        "name": "vector",
+        "dtype": "float32",
+        "dim": DIM,
+        "packed": packed,
+    }
     assert f"vector: float32[{DIM}] as {packed}" in status_page(Figures([ViewFigures(told)]))
 
 
-def test_another_packing_computes_nothing_and_loads_a_base(make_project: MakeProject, online: str) -> None:
+def test_another_packing_computes_nothing_and_loads_a_base(
+    make_project: MakeProject, online: str
+) -> None:
     settings = {"online": online}
     full = [direction(key) for key in KEYS]
     for number, packed in enumerate((None, "int8", "binary", None), 1):
         project = make_project(DATA, view=view(packed, **ANY), project=settings)
         report = project.run()
-        assert (report.status, report.counts["written"]) == ("published", ROWS if number == 1 else 0)
+        assert (report.status, report.counts["written"]) == (
+            "published",
+            ROWS if number == 1 else 0,
+        )
         assert project.live().place == Place(number, number)
         assert served(project, KEYS) == (full if packed is None else kept(packed, KEYS))
         assert project.faults() == []
@@ -128,7 +150,9 @@ def test_a_delta_of_packed_rows_is_an_overlay(make_project: MakeProject, online:
 
 
 @pytest.mark.parametrize("packed", ["int8", "binary"])
-def test_what_the_fallback_computes_is_packed_as_what_is_stored(make_project: MakeProject, packed: str) -> None:
+def test_what_the_fallback_computes_is_packed_as_what_is_stored(
+    make_project: MakeProject, packed: str
+) -> None:
     more = ANY | {"fallback": {"enabled": True, "deadline": "20s"}}
     project = make_project(DATA, view=view(packed, **more))
     project.run()
@@ -137,7 +161,10 @@ def test_what_the_fallback_computes_is_packed_as_what_is_stored(make_project: Ma
         computed = lookup.get("numbers", KEYS, max_age_s=0)
         mixed = lookup.get("numbers", [*KEYS, 7], inputs={"7": {"x": 5.0}}, max_age_s=1e9)
         alone = lookup.row("numbers", 5)["features"]["vector"]
-    assert (set(stored["status"].to_pylist()), set(computed["status"].to_pylist())) == ({"fresh"}, {"computed"})
+    assert (set(stored["status"].to_pylist()), set(computed["status"].to_pylist())) == (
+        {"fresh"},
+        {"computed"},
+    )
     assert computed["vector"] == stored["vector"]
     assert mixed["vector"].to_pylist() == kept(packed, [*KEYS, 7])
     assert list(alone) == kept(packed, [5])[0]
@@ -148,7 +175,11 @@ def test_what_the_fallback_computes_is_packed_as_what_is_stored(make_project: Ma
 
 def figures(project: Scene) -> dict[str, float]:
     quality = project.snapshot().quality
-    return {name.removeprefix("vector.packed."): value for name, value in quality.items() if name.startswith("vector.packed.")}
+    return {
+        name.removeprefix("vector.packed."): value
+        for name, value in quality.items()
+        if name.startswith("vector.packed.")
+    }
 
 
 def test_int8_passes_with_its_figures(make_project: MakeProject) -> None:
@@ -171,8 +202,13 @@ def test_binary_is_refused_where_it_loses_neighbours_and_accepted_by_name(
     told, said = figures(project), capsys.readouterr().err
     assert 0.7 < told["mean_cosine"] < 0.9
     assert 0.2 < told["recall_at_10"] < 0.8
-    message = f"packed as binary, sampled vector keep {told['recall_at_10']:.1%} of their 10 nearest"
-    assert f"packed: {message}, mean cosine {told['mean_cosine']:.4f}; as int8 they would keep 9" in said
+    message = (
+        f"packed as binary, sampled vector keep {told['recall_at_10']:.1%} of their 10 nearest"
+    )
+    assert (
+        f"packed: {message}, mean cosine {told['mean_cosine']:.4f}; as int8 they would keep 9"
+        in said
+    )
     assert "--accept packed" in said
     assert (project.live().snapshot, served(project, KEYS)) == (1, [direction(key) for key in KEYS])
     assert project.cli("publish", "numbers", "--snapshot", "2", "--accept", "packed") == 0
@@ -195,11 +231,16 @@ def test_a_limit_of_ones_own_and_none(make_project: MakeProject) -> None:
 
 
 @pytest.mark.parametrize(("rows", "judged"), [(11, False), (19, False), (20, True)])
-def test_of_few_rows_it_is_measured_and_not_judged(make_project: MakeProject, rows: int, judged: bool) -> None:
+def test_of_few_rows_it_is_measured_and_not_judged(
+    make_project: MakeProject, rows: int, judged: bool
+) -> None:
     project = make_project(DATA[:rows], view=view("int8"))
     project.run()
     assert ("packed" in [verdict.gate for verdict in project.snapshot().gates]) is judged
-    assert ("recall_at_10" in figures(project), "mean_cosine" in figures(project)) == (rows >= 12, True)
+    assert ("recall_at_10" in figures(project), "mean_cosine" in figures(project)) == (
+        rows >= 12,
+        True,
+    )
 
 
 def test_what_is_null_or_not_finite_is_not_what_it_judges() -> None:
@@ -210,7 +251,13 @@ def test_what_is_null_or_not_finite_is_not_what_it_judges() -> None:
     for vectors in (good, holes + good + holes, holes):
         sample = pa.table({"vector": pa.array(vectors, feature.arrow_type)})
         verdicts = Verdicts(ROWS)
-        judge_packed(feature, sample, FeatureView("numbers", ("id",), (feature,), 1, 1), GatesConfig(), verdicts)
+        judge_packed(
+            feature,
+            sample,
+            FeatureView("numbers", ("id",), (feature,), 1, 1),
+            GatesConfig(),
+            verdicts,
+        )
         told.append((verdicts.quality, verdicts.all))
     assert told[0] == told[1]
     assert (len(told[0][1]), told[2]) == (1, ({}, []))
@@ -223,5 +270,7 @@ def test_nulls_are_no_vectors_to_judge(make_project: MakeProject) -> None:
     assert project.run().status == "published"
     assert figures(project)["min_cosine"] > 0.9999
     assert served(project, [3, 40]) == [None, *kept("int8", [40])]
-    project = make_project([(i, -1.0) for i, _ in DATA], view=view("int8", bad_rows="null", gates=gates))
+    project = make_project(
+        [(i, -1.0) for i, _ in DATA], view=view("int8", bad_rows="null", gates=gates)
+    )
     assert (project.run().status, figures(project)) == ("published", {})

@@ -1,4 +1,5 @@
-"""A partitioned view: what $start and $end stand for, which partition a run takes, and that live never moves back in data time."""
+"""A partitioned view: what $start and $end stand for, which partition a run takes, and that live
+never moves back in data time."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ Captured = pytest.CaptureFixture[str]
 
 
 def events(factor: float = 1.0, kind: pa.DataType | None = None) -> pa.Table:
-    """Three rows a day; x is the key, times the factor, plus a hundred for every day since the first."""
+    """Three rows a day; x is the key, times the factor, plus a hundred for every day since the
+    first."""
     times = [day + timedelta(hours=8 * n) for day in DAYS for n in range(3)]
     rows = [(n + 1, (n + 1) * factor + 100 * d) for d in range(len(DAYS)) for n in range(3)]
     kind = kind or pa.timestamp("us", "UTC")
@@ -42,10 +44,18 @@ def events(factor: float = 1.0, kind: pa.DataType | None = None) -> pa.Table:
     at = (
         seconds
         if kind == pa.int64()
-        else pa.array([at.replace(tzinfo=None) for at in times], pa.timestamp("us")).cast(pa.timestamp("us"))
+        else pa.array([at.replace(tzinfo=None) for at in times], pa.timestamp("us")).cast(
+            pa.timestamp("us")
+        )
     )
     if kind != pa.int64():
-        at = at.cast(pa.date32(), safe=False) if kind == pa.date32() else pa.array(times, kind) if kind.tz else at
+        at = (
+            at.cast(pa.date32(), safe=False)
+            if kind == pa.date32()
+            else pa.array(times, kind)
+            if kind.tz
+            else at
+        )
     return pa.table({"id": [i for i, _ in rows], "x": [x for _, x in rows], "t": at})
 
 
@@ -58,14 +68,20 @@ def make(make_project: MakeProject, table: pa.Table | None = None, **view: Any) 
     return make_project(events() if table is None else table, view=definition | view)
 
 
-def run(project: Scene, day: datetime | None = None, command: str = "run", **options: Any) -> Report:
+def run(
+    project: Scene, day: datetime | None = None, command: str = "run", **options: Any
+) -> Report:
     partition = None if day is None else containing("day", day)
     return project.run(command=command, partition=partition, **options)
 
 
 def values(project: Scene, number: int) -> dict[int, float]:
     store = project.store
-    return {row["id"]: row["double"] / 2 for b in store.batches(store.snapshot(number)) for row in b.to_pylist()}
+    return {
+        row["id"]: row["double"] / 2
+        for b in store.batches(store.snapshot(number))
+        for row in b.to_pylist()
+    }
 
 
 def expected(day: int, factor: float = 1.0) -> dict[int, float]:
@@ -98,7 +114,9 @@ def day(n: int) -> str:
         (pa.date32(), "t = $start::DATE"),
     ],
 )
-def test_start_and_end_bound_each_kind_of_time(make_project: MakeProject, kind: pa.DataType, where: str) -> None:
+def test_start_and_end_bound_each_kind_of_time(
+    make_project: MakeProject, kind: pa.DataType, where: str
+) -> None:
     sql = f"SELECT id, x FROM read_parquet('${{data}}/data.parquet') WHERE {where}"
     project = make(make_project, events(kind=kind), source={"sql": sql})
     for n in (0, 3):
@@ -108,7 +126,9 @@ def test_start_and_end_bound_each_kind_of_time(make_project: MakeProject, kind: 
 
 
 @pytest.mark.parametrize("zone", ["America/New_York", "Asia/Tokyo"])
-def test_the_machines_time_zone_does_not_count(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, zone: str) -> None:
+def test_the_machines_time_zone_does_not_count(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, zone: str
+) -> None:
     monkeypatch.setenv("TZ", zone)
     time.tzset()
     try:
@@ -120,11 +140,16 @@ def test_the_machines_time_zone_does_not_count(make_project: MakeProject, monkey
 
 
 @pytest.mark.parametrize("kind", [pa.date32(), pa.timestamp("us"), pa.timestamp("us", "UTC")])
-def test_rows_outside_the_partition_are_refused(make_project: MakeProject, kind: pa.DataType) -> None:
+def test_rows_outside_the_partition_are_refused(
+    make_project: MakeProject, kind: pa.DataType
+) -> None:
     partition = {"by": "day", "start": day(0), "column": "t"}
     sql = "SELECT id + day(t) * 1000 AS id, x, t FROM read_parquet('${data}/data.parquet') WHERE t >= $start"
     project = make(make_project, events(kind=kind), source={"sql": sql}, partition=partition)
-    with pytest.raises(SourceError, match=rf"6 rows have a t outside the partition {day(2)} .*bind \$start and \$end"):
+    with pytest.raises(
+        SourceError,
+        match=rf"6 rows have a t outside the partition {day(2)} .*bind \$start and \$end",
+    ):
         run(project, DAYS[2])
     good = make(make_project, source={"sql": f"{sql} AND t < $end"}, partition=partition)
     assert run(good, DAYS[2]).counts["written"] == 3
@@ -132,7 +157,9 @@ def test_rows_outside_the_partition_are_refused(make_project: MakeProject, kind:
 
 def test_a_null_time_lies_outside(make_project: MakeProject) -> None:
     sql = "SELECT 1 AS id, 2.0 AS x, NULL::TIMESTAMP AS t WHERE $start < $end"
-    project = make(make_project, source={"sql": sql}, partition={"by": "day", "start": day(0), "column": "t"})
+    project = make(
+        make_project, source={"sql": sql}, partition={"by": "day", "start": day(0), "column": "t"}
+    )
     with pytest.raises(SourceError, match="1 rows have a t outside"):
         run(project)
 
@@ -140,14 +167,21 @@ def test_a_null_time_lies_outside(make_project: MakeProject) -> None:
 def test_a_column_that_is_no_time_is_told(make_project: MakeProject) -> None:
     sql = f"SELECT id, x, t FROM ({SQL.replace('SELECT id, x', 'SELECT *').replace('$start', 'epoch($start)').replace('$end', 'epoch($end)')})"
     project = make(
-        make_project, events(kind=pa.int64()), source={"sql": sql}, partition={"by": "day", "start": day(0), "column": "t"}
+        make_project,
+        events(kind=pa.int64()),
+        source={"sql": sql},
+        partition={"by": "day", "start": day(0), "column": "t"},
     )
     with pytest.raises(ConfigError, match=r"partition\.column"):
         run(project)
 
 
 def test_tables_of_the_model_take_the_bounds_too(make_project: MakeProject) -> None:
-    args = {"table": {"sql": "SELECT max(x) AS m FROM read_parquet('${data}/data.parquet') WHERE t < $end"}}
+    args = {
+        "table": {
+            "sql": "SELECT max(x) AS m FROM read_parquet('${data}/data.parquet') WHERE t < $end"
+        }
+    }
     model = {"use": "tests.jobs.test_plan:WithTable", "args": args}
     project = make(make_project, model=model, features={"double": {"dtype": "float64"}})
     first, second = (run(project, DAYS[n], "materialize") for n in (0, 1))
@@ -169,16 +203,26 @@ def test_a_run_takes_the_latest_that_is_over(make_project: MakeProject) -> None:
 
 def test_the_first_partition_must_be_over(make_project: MakeProject) -> None:
     project = make(make_project, partition={"by": "day", "start": day(4)})
-    with pytest.raises(ConfigError, match=f"its first partition, of {day(4)}T00:00Z, is not over yet"):
+    with pytest.raises(
+        ConfigError, match=f"its first partition, of {day(4)}T00:00Z, is not over yet"
+    ):
         run(project)
     noon = (DAYS[3] + timedelta(hours=12)).isoformat()
-    assert run(make(make_project, partition={"by": "day", "start": noon})).partition == f"{day(3)}T00:00Z/{day(4)}T00:00Z"
+    assert (
+        run(make(make_project, partition={"by": "day", "start": noon})).partition
+        == f"{day(3)}T00:00Z/{day(4)}T00:00Z"
+    )
 
 
 @pytest.mark.parametrize(
     ("by", "now", "start", "end"),
     [
-        ("hour", "2026-03-29T02:30+02:00", "2026-03-28T23:00", "2026-03-29T00:00"),  # a clock change is no matter in UTC
+        (
+            "hour",
+            "2026-03-29T02:30+02:00",
+            "2026-03-28T23:00",
+            "2026-03-29T00:00",
+        ),  # a clock change is no matter in UTC
         ("day", "2026-03-01T00:00", "2026-02-28T00:00", "2026-03-01T00:00"),
         ("day", "2026-03-01T23:59:59.999999", "2026-02-28T00:00", "2026-03-01T00:00"),
         ("week", "2026-03-02T00:00", "2026-02-23T00:00", "2026-03-02T00:00"),
@@ -187,15 +231,21 @@ def test_the_first_partition_must_be_over(make_project: MakeProject) -> None:
         ("month", "2027-01-01T00:00", "2026-12-01T00:00", "2027-01-01T00:00"),
     ],
 )
-def test_the_latest_partition_that_is_over(make_project: MakeProject, by: str, now: str, start: str, end: str) -> None:
+def test_the_latest_partition_that_is_over(
+    make_project: MakeProject, by: str, now: str, start: str, end: str
+) -> None:
     project = make(make_project, partition={"by": by, "start": "2020-01-01"})
     at = datetime.fromisoformat(now)
-    found = project.view("numbers").partition_at(at.replace(tzinfo=UTC) if at.tzinfo is None else at)
+    found = project.view("numbers").partition_at(
+        at.replace(tzinfo=UTC) if at.tzinfo is None else at
+    )
     assert str(found) == f"{start}Z/{end}Z"
     assert Partition.parse(str(found)) == found
 
 
-def test_materialize_takes_a_partition_by_any_time_in_it(make_project: MakeProject, capsys: Captured) -> None:
+def test_materialize_takes_a_partition_by_any_time_in_it(
+    make_project: MakeProject, capsys: Captured
+) -> None:
     project = make(make_project)
     for text in (day(1), f"{day(1)}T13:45", f"{day(2)}T01:00+02:00"):
         assert project.cli("materialize", "numbers", "--partition", text, "--json") == 0
@@ -205,18 +255,26 @@ def test_materialize_takes_a_partition_by_any_time_in_it(make_project: MakeProje
     assert "3 of 3 rows to compute (3 new); the first snapshot" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("text", ["tomorrow", "2026-13-01", "", "9999-12-31", "0001-01-01T00:00+05:00"])
-def test_a_partition_that_is_no_time_is_bad_usage(make_project: MakeProject, capsys: Captured, text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["tomorrow", "2026-13-01", "", "9999-12-31", "0001-01-01T00:00+05:00"]
+)
+def test_a_partition_that_is_no_time_is_bad_usage(
+    make_project: MakeProject, capsys: Captured, text: str
+) -> None:
     project = make(make_project)
     assert project.cli("materialize", "numbers", "--partition", text) == 2
     assert "--partition" in capsys.readouterr().err
 
 
-def test_a_partition_before_the_first_or_not_over_is_bad_usage(make_project: MakeProject, capsys: Captured) -> None:
+def test_a_partition_before_the_first_or_not_over_is_bad_usage(
+    make_project: MakeProject, capsys: Captured
+) -> None:
     project = make(make_project, partition={"by": "day", "start": day(1)})
     assert project.cli("materialize", "numbers", "--partition", day(0)) == 2
     assert day(1) in capsys.readouterr().err
-    assert project.cli("run", "numbers", "--partition", day(4)) == 2  # half a day would look like a whole one
+    assert (
+        project.cli("run", "numbers", "--partition", day(4)) == 2
+    )  # half a day would look like a whole one
     assert project.numbers() == []
 
 
@@ -269,7 +327,10 @@ def test_live_does_not_move_back_though_the_run_had_looked_before(
 def test_each_partition_builds_on_its_own_snapshots(make_project: MakeProject) -> None:
     project = make(make_project)
     for n in range(4):
-        assert run(project, DAYS[n], "materialize").plan == "full: 3 of 3 rows to compute (3 new); the first snapshot"
+        assert (
+            run(project, DAYS[n], "materialize").plan
+            == "full: 3 of 3 rows to compute (3 new); the first snapshot"
+        )
     table = events().to_pylist()
     table[3]["x"] = -5.0  # of the second day
     project = make(make_project, pa.Table.from_pylist(table, events().schema), gates={})
@@ -285,15 +346,21 @@ def test_a_partition_is_judged_against_its_own_earlier_snapshot(make_project: Ma
     def with_second_day(x: Callable[[int], float], rows: int) -> Scene:
         days = [(i, 5.0 + i, DAYS[0] + timedelta(hours=1)) for i in range(30)]
         days += [(i, x(i), DAYS[1] + timedelta(hours=1)) for i in range(rows)]
-        table = pa.table({name: [row[n] for row in days] for n, name in enumerate(("id", "x", "t"))})
+        table = pa.table(
+            {name: [row[n] for row in days] for n, name in enumerate(("id", "x", "t"))}
+        )
         return make(make_project, table, **(vectors() | {"gates": {"shift": None}}))
 
     project = with_second_day(lambda i: -2.0 - i, 90)
     assert run(project, DAYS[0]).status == "published"
-    assert run(project, DAYS[1]).status == "published"  # three times the rows, and vectors that point elsewhere
+    assert (
+        run(project, DAYS[1]).status == "published"
+    )  # three times the rows, and vectors that point elsewhere
     with pytest.raises(GateError, match="drift"):
         run(with_second_day(lambda i: 2.0 + i, 90), DAYS[1])
-    for _ in range(3):  # a refused snapshot is no measure, neither of itself nor of what comes after it
+    for _ in range(
+        3
+    ):  # a refused snapshot is no measure, neither of itself nor of what comes after it
         with pytest.raises(GateError, match="drift"):
             run(project, DAYS[1])
     with pytest.raises(GateError, match="rows"):
@@ -303,7 +370,9 @@ def test_a_partition_is_judged_against_its_own_earlier_snapshot(make_project: Ma
 
 def test_a_view_that_loses_its_partitions_is_published_again(make_project: MakeProject) -> None:
     run(make(make_project))
-    project = make_project([(1, 1.0), (2, 2.0), (3, 3.0)], view={"gates": {"rows": None, "norm": None}})
+    project = make_project(
+        [(1, 1.0), (2, 2.0), (3, 3.0)], view={"gates": {"rows": None, "norm": None}}
+    )
     assert run(project).status == "published"
     assert live(project) == (2, None)
     assert run(project, command="publish").snapshot == 2
@@ -320,7 +389,9 @@ def test_a_view_that_gets_partitions_is_published(make_project: MakeProject) -> 
 
 
 def test_the_fallback_computes_with_the_partition_that_is_live(make_project: MakeProject) -> None:
-    project = make(make_project, fallback={"enabled": True, "deadline": "20s"}, ttl="1s", stale_for="0s")
+    project = make(
+        make_project, fallback={"enabled": True, "deadline": "20s"}, ttl="1s", stale_for="0s"
+    )
     run(project, DAYS[2])
     fallback = ViewFallback(project.offline, project.home)
     lookup = project.open_lookup(fallback, clock=lambda: time.time() + 10**6)
@@ -330,7 +401,9 @@ def test_the_fallback_computes_with_the_partition_that_is_live(make_project: Mak
                 run(project, DAYS[3])
             rows = [lookup.row("numbers", key) for key in (1, 2, 3, 4)]
             assert [row["status"] for row in rows] == ["computed"] * 3 + ["missing"]
-            assert {key: rows[key - 1]["features"]["double"] / 2 for key in (1, 2, 3)} == expected(n)
+            assert {key: rows[key - 1]["features"]["double"] / 2 for key in (1, 2, 3)} == expected(
+                n
+            )
     finally:
         fallback.close()
         lookup.close()
@@ -348,7 +421,9 @@ def test_the_parity_gate_reads_the_partition(make_project: MakeProject) -> None:
 # ---- resume
 
 
-def test_what_is_resumed_is_of_the_same_partition(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_resumed_is_of_the_same_partition(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(chunks, "WINDOW_ROWS", 1)
     monkeypatch.setattr(chunks, "PART_BYTES", 1)
     rows = events().to_pylist()
@@ -373,7 +448,9 @@ def test_two_partitions_run_at_once_and_one_only_once(make_project: MakeProject)
     project = make(make_project)
     folder = project.store.leases
     with take(folder, run_lease(str(containing("day", DAYS[0]))), "another"):
-        with pytest.raises(ConflictError, match=f"another run of view 'numbers' and partition {day(0)}"):
+        with pytest.raises(
+            ConflictError, match=f"another run of view 'numbers' and partition {day(0)}"
+        ):
             run(project, DAYS[0])
         assert run(project, DAYS[1]).status == "published"
 
@@ -383,7 +460,9 @@ def test_any_parquet_reader_can_read_one_partition(make_project: MakeProject) ->
     run(project, DAYS[1])
     snapshot = project.store.snapshot(1)
     table = pq.read_table(project.root / "numbers" / snapshot.parts[0].path)
-    assert dict(zip(table["id"].to_pylist(), (v / 2 for v in table["double"].to_pylist()), strict=True)) == expected(1)
+    assert dict(
+        zip(table["id"].to_pylist(), (v / 2 for v in table["double"].to_pylist()), strict=True)
+    ) == expected(1)
 
 
 # ---- partitions without rows
@@ -400,15 +479,26 @@ def run_day(project: Scene, number: int, **how: Any) -> Report:
     return project.run(partition=containing("day", DAYS[number]), **how)
 
 
-def test_an_empty_partition_is_done_and_what_is_live_stays(make_project: MakeProject, capsys: Captured) -> None:
+def test_an_empty_partition_is_done_and_what_is_live_stays(
+    make_project: MakeProject, capsys: Captured
+) -> None:
     project = make(make_project, without(2, 3))
     store, online = project.store, project.open_online()
     assert run_day(project, 1).status == "published"
     for number, snapshot in ((2, 2), (3, 3)):
         report = run_day(project, number)
-        assert (report.status, report.snapshot, report.counts["source"]) == ("committed", snapshot, 0)
+        assert (report.status, report.snapshot, report.counts["source"]) == (
+            "committed",
+            snapshot,
+            0,
+        )
         found = store.snapshot(snapshot)
-        assert (found.rows, found.gates, found.computed_at_min, found.partition) == (0, (), None, report.partition)
+        assert (found.rows, found.gates, found.computed_at_min, found.partition) == (
+            0,
+            (),
+            None,
+            report.partition,
+        )
         (part,) = store.part_paths(found)
         assert pq.read_schema(part).names == ["id", "double", "vector", "computed_at", "input_hash"]
         assert run_day(project, number).status == "current"
@@ -431,7 +521,9 @@ def test_a_view_may_forbid_empty_partitions_or_publish_them(make_project: MakePr
     by = {"by": "day", "start": DAYS[0].date().isoformat()}
     project = make(make_project, without(3), partition=by | {"empty": "fail"})
     run_day(project, 2)
-    with pytest.raises(SourceError, match=rf"the source of partition {DAYS[3]:%Y-%m-%d}\S* yielded no rows"):
+    with pytest.raises(
+        SourceError, match=rf"the source of partition {DAYS[3]:%Y-%m-%d}\S* yielded no rows"
+    ):
         run_day(project, 3)
     project = make(make_project, without(3), partition=by | {"empty": "publish"})
     report = run_day(project, 3)
@@ -439,12 +531,16 @@ def test_a_view_may_forbid_empty_partitions_or_publish_them(make_project: MakePr
     assert project.pointer().rows == 0
 
 
-def test_a_partition_that_lost_all_rows_is_refused_until_accepted(make_project: MakeProject) -> None:
+def test_a_partition_that_lost_all_rows_is_refused_until_accepted(
+    make_project: MakeProject,
+) -> None:
     table = pa.table({"id": range(30), "x": [float(n) for n in range(30)], "t": [DAYS[2]] * 30})
     project = make(make_project, table, gates={"rows": 0.2, "drift": None, "norm": None})
     run_day(project, 2)
     make(make_project, table.slice(0, 0), gates={"rows": 0.2, "drift": None, "norm": None})
-    with pytest.raises(GateError, match=r"no rows any more, against the 30 of snapshot 1 \(limit 0.2\)"):
+    with pytest.raises(
+        GateError, match=r"no rows any more, against the 30 of snapshot 1 \(limit 0.2\)"
+    ):
         run_day(project, 2)
     store = project.store
     assert (store.snapshot(2).rows, store.snapshot(2).counts.removed) == (0, 30)
@@ -458,7 +554,9 @@ def test_an_empty_partition_refused_is_judged_by_todays_gates(make_project: Make
     empty = make(make_project, table.slice(0, 0), gates={"rows": 0.2, "drift": None, "norm": None})
     with pytest.raises(GateError, match="no rows any more"):
         run_day(empty, 2)
-    project = make(make_project, table.slice(0, 0), gates={"rows": None, "drift": None, "norm": None})
+    project = make(
+        make_project, table.slice(0, 0), gates={"rows": None, "drift": None, "norm": None}
+    )
     assert (run_day(project, 2).status, run_day(project, 2).status) == ("committed", "current")
 
 
@@ -469,11 +567,16 @@ def test_a_new_partition_is_judged_beside_the_newest_one(make_project: MakeProje
         {
             "id": [key for of in rows.values() for key, _ in of],
             "x": [x for of in rows.values() for _, x in of],
-            "t": pa.array([DAYS[n] for n, of in rows.items() for _ in of], pa.timestamp("us", "UTC")),
+            "t": pa.array(
+                [DAYS[n] for n, of in rows.items() for _ in of], pa.timestamp("us", "UTC")
+            ),
         }
     )
     project = make(
-        make_project, table, gates={}, features={"vector": {"dtype": "float32", "dim": 4}, "double": {"dtype": "float64"}}
+        make_project,
+        table,
+        gates={},
+        features={"vector": {"dtype": "float32", "dim": 4}, "double": {"dtype": "float64"}},
     )
     assert [run_day(project, n).status for n in range(2)] == ["published", "published"]
     with pytest.raises(GateError, match=r"shift: the values of double .*norm: mean norm of vector"):

@@ -1,4 +1,5 @@
-"""Plan: which rows a run computes and the words it says so with; and that a chain of deltas is, row by row, what a full run makes."""
+"""Plan: which rows a run computes and the words it says so with; and that a chain of deltas is, row
+by row, what a full run makes."""
 
 from __future__ import annotations
 
@@ -97,12 +98,28 @@ def test_nothing_to_do_changed_new_and_removed_are_counted(make_project: MakePro
     )
     project = make_project([*ROWS[:5], (9, 9.0)])  # four rows of eight: half, and no more
     found = project.plan()
-    assert str(found) == "delta: 1 of 6 rows to compute (1 new), 5 unchanged, 3 removed; builds on snapshot 1"
-    kinds = {name: found.to_json()[name] for name in ("kind", "new", "changed", "unchanged", "removed", "parent", "compact")}
-    assert kinds == {"kind": "delta", "new": 1, "changed": 0, "unchanged": 5, "removed": 3, "parent": 1, "compact": False}
+    assert (
+        str(found)
+        == "delta: 1 of 6 rows to compute (1 new), 5 unchanged, 3 removed; builds on snapshot 1"
+    )
+    kinds = {
+        name: found.to_json()[name]
+        for name in ("kind", "new", "changed", "unchanged", "removed", "parent", "compact")
+    }
+    assert kinds == {
+        "kind": "delta",
+        "new": 1,
+        "changed": 0,
+        "unchanged": 5,
+        "removed": 3,
+        "parent": 1,
+        "compact": False,
+    }
 
 
-def test_rows_hashed_by_another_duckdb_are_computed_again(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_hashed_by_another_duckdb_are_computed_again(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     project = make_project(ROWS)
     project.materialize()
     monkeypatch.setattr("precompute.source.hash_kind", lambda: "duckdb-0123456789abcdef")
@@ -111,7 +128,9 @@ def test_rows_hashed_by_another_duckdb_are_computed_again(make_project: MakeProj
     )
 
 
-def test_a_dry_run_writes_nothing_and_says_the_same_as_the_run(make_project: MakeProject, capsys: Captured) -> None:
+def test_a_dry_run_writes_nothing_and_says_the_same_as_the_run(
+    make_project: MakeProject, capsys: Captured
+) -> None:
     project = make_project(ROWS)
     project.materialize()
     project = make_project([(1, 10.0), *ROWS[1:]])
@@ -123,14 +142,20 @@ def test_a_dry_run_writes_nothing_and_says_the_same_as_the_run(make_project: Mak
     assert project.cli("materialize", "numbers", "--dry-run", "--json") == 0
     assert json.loads(capsys.readouterr().out)["changed"] == 1
     assert sorted(project.root.rglob("*")) == before
-    assert project.materialize().plan == "delta: 1 of 8 rows to compute (1 changed), 7 unchanged; builds on snapshot 1"
+    assert (
+        project.materialize().plan
+        == "delta: 1 of 8 rows to compute (1 changed), 7 unchanged; builds on snapshot 1"
+    )
 
 
 def test_full_computes_every_row(make_project: MakeProject) -> None:
     project = make_project(ROWS, view=COUNTING)
     project.materialize()
     computed.clear()
-    assert str(project.plan(full=True)) == "full: 8 of 8 rows to compute (8 new); every row was requested"
+    assert (
+        str(project.plan(full=True))
+        == "full: 8 of 8 rows to compute (8 new); every row was requested"
+    )
     report = project.materialize(full=True)
     assert sorted(computed)[-8:] == [x for _, x in ROWS]
     assert (project.snapshot_of(report).kind, report.snapshot) == ("full", 2)
@@ -141,17 +166,25 @@ OTHER: dict[str, tuple[dict[str, Any], Any]] = {
         {"model": {"use": "tests.arithmetic:Doubler", "args": {"version": 2}}},
         "model (or its tokenizer or tables) changed, fingerprint ",
     ),
-    "the SQL": ({"source": {"sql": "SELECT *, 1 AS y FROM read_parquet('${data}/data.parquet')"}}, "source's SQL changed"),
+    "the SQL": (
+        {"source": {"sql": "SELECT *, 1 AS y FROM read_parquet('${data}/data.parquet')"}},
+        "source's SQL changed",
+    ),
     "a feature": (
         {"features": {"double": {"dtype": "float32"}, "vector": {"dtype": "float32", "dim": 4}}},
         "features or the entity changed",
     ),
-    "one feature less": ({"features": {"double": {"dtype": "float64"}}}, "features or the entity changed"),
+    "one feature less": (
+        {"features": {"double": {"dtype": "float64"}}},
+        "features or the entity changed",
+    ),
 }
 
 
 @pytest.mark.parametrize("what", OTHER)
-def test_another_recipe_computes_every_row_and_says_why(make_project: MakeProject, what: str) -> None:
+def test_another_recipe_computes_every_row_and_says_why(
+    make_project: MakeProject, what: str
+) -> None:
     change, reason = OTHER[what]
     make_project(ROWS).materialize()
     project = make_project(ROWS, view=change)
@@ -168,7 +201,9 @@ def test_another_table_of_the_model_computes_every_row(make_project: MakeProject
         "source": {"sql": "SELECT * FROM read_parquet('${data}/data.parquet')"},
         "model": {
             "use": f"{HERE}:WithTable",
-            "args": {"table": {"sql": "SELECT max(x) AS m FROM read_parquet('${data}/data.parquet')"}},
+            "args": {
+                "table": {"sql": "SELECT max(x) AS m FROM read_parquet('${data}/data.parquet')"}
+            },
         },
         "features": {"double": {"dtype": "float64"}},
         "ttl": "1h",
@@ -176,7 +211,9 @@ def test_another_table_of_the_model_computes_every_row(make_project: MakeProject
     make_project(ROWS, views={"tabled": items}).materialize("tabled")
     project = make_project([*ROWS[:7], (8, 80.0)], views={"tabled": items})
     found = project.plan("tabled")
-    assert found.reason.startswith("every row, since the model (or its tokenizer or tables) changed")
+    assert found.reason.startswith(
+        "every row, since the model (or its tokenizer or tables) changed"
+    )
     assert found.diff.compute == 8
 
 
@@ -190,23 +227,37 @@ class WithTable(Doubler):
 def test_another_column_type_computes_every_row(make_project: MakeProject) -> None:
     make_project(pa.table({"id": [1, 2], "x": pa.array([1, 2], pa.int32())})).materialize()
     project = make_project(pa.table({"id": [1, 2], "x": pa.array([1, 2], pa.int64())}))
-    assert project.plan().reason.startswith("every row, since the type of a column changed: 'x', int32 → int64 (cast it")
-    project = make_project(pa.table({"id": pa.array([1, 2], pa.int16()), "x": pa.array([1, 2], pa.int32())}))
-    assert "since the type or order of columns changed, of the key perhaps: 'id', int16 now" in project.plan().reason
+    assert project.plan().reason.startswith(
+        "every row, since the type of a column changed: 'x', int32 → int64 (cast it"
+    )
+    project = make_project(
+        pa.table({"id": pa.array([1, 2], pa.int16()), "x": pa.array([1, 2], pa.int32())})
+    )
+    assert (
+        "since the type or order of columns changed, of the key perhaps: 'id', int16 now"
+        in project.plan().reason
+    )
 
 
 def test_two_changes_are_both_said(make_project: MakeProject) -> None:
     make_project(ROWS).materialize()
     change = OTHER["the SQL"][0] | OTHER["a feature"][0]
     reason = make_project(ROWS, view=change).plan().reason
-    assert reason == "every row, since the source's SQL changed, and the features or the entity changed"
+    assert (
+        reason
+        == "every row, since the source's SQL changed, and the features or the entity changed"
+    )
 
 
-def test_an_edited_ttl_index_or_fallback_takes_effect_with_the_next_run(make_project: MakeProject) -> None:
+def test_an_edited_ttl_index_or_fallback_takes_effect_with_the_next_run(
+    make_project: MakeProject,
+) -> None:
     project = make_project(ROWS, view=COUNTING)
     project.run()
     computed.clear()
-    project = make_project(ROWS, view=COUNTING | {"ttl": "2h", "index": {"on": "vector", "metric": "l2"}})
+    project = make_project(
+        ROWS, view=COUNTING | {"ttl": "2h", "index": {"on": "vector", "metric": "l2"}}
+    )
     project.run()
     pointer = project.pointer()
     assert (pointer.view.ttl_s, pointer.index is not None) == (7200.0, True)
@@ -216,7 +267,9 @@ def test_an_edited_ttl_index_or_fallback_takes_effect_with_the_next_run(make_pro
 # ---- rejected rows
 
 
-def test_a_rejected_row_is_not_tried_again_before_its_input_changes(make_project: MakeProject) -> None:
+def test_a_rejected_row_is_not_tried_again_before_its_input_changes(
+    make_project: MakeProject,
+) -> None:
     rows = [*ROWS[:7], (8, -1.0)]
     project = make_project(rows, view=COUNTING)
     assert project.materialize().counts["rejected"] == 1
@@ -226,7 +279,10 @@ def test_a_rejected_row_is_not_tried_again_before_its_input_changes(make_project
     )
     assert project.materialize().status == "current"
     again = project.plan(retry_rejected=True)
-    assert str(again) == "delta: 1 of 8 rows to compute (1 new, 1 of them rejected before), 7 unchanged; builds on snapshot 1"
+    assert (
+        str(again)
+        == "delta: 1 of 8 rows to compute (1 new, 1 of them rejected before), 7 unchanged; builds on snapshot 1"
+    )
     for attempts in (2, 3):
         report = project.materialize(retry_rejected=True)
         store = project.offline
@@ -234,12 +290,34 @@ def test_a_rejected_row_is_not_tried_again_before_its_input_changes(make_project
         assert rejected is not None
         (row,) = pq.read_table(store.root / "numbers" / rejected.path).to_pylist()
         assert (row["key"], row["stage"], row["attempts"]) == ("8", "model", attempts)
-    assert (report.counts["rejected"], report.counts["unchanged"], report.counts["written"]) == (1, 7, 0)
-    report = make_project([*ROWS[:6], (7, 70.0), (8, -1.0)], view=COUNTING).materialize()  # what was rejected stays told
-    assert report.counts == {"source": 8, "written": 1, "rejected": 1, "unchanged": 6, "removed": 0, "duplicates": 0}
+    assert (report.counts["rejected"], report.counts["unchanged"], report.counts["written"]) == (
+        1,
+        7,
+        0,
+    )
+    report = make_project(
+        [*ROWS[:6], (7, 70.0), (8, -1.0)], view=COUNTING
+    ).materialize()  # what was rejected stays told
+    assert report.counts == {
+        "source": 8,
+        "written": 1,
+        "rejected": 1,
+        "unchanged": 6,
+        "removed": 0,
+        "duplicates": 0,
+    }
     report = make_project([*ROWS[:6], (7, 70.0), (8, 8.0)], view=COUNTING).materialize()
-    assert report.counts == {"source": 8, "written": 1, "rejected": 0, "unchanged": 7, "removed": 0, "duplicates": 0}
-    assert make_project().doubles(report.snapshot or 0) == {i: 2.0 * i for i in range(1, 9)} | {7: 140.0}
+    assert report.counts == {
+        "source": 8,
+        "written": 1,
+        "rejected": 0,
+        "unchanged": 7,
+        "removed": 0,
+        "duplicates": 0,
+    }
+    assert make_project().doubles(report.snapshot or 0) == {i: 2.0 * i for i in range(1, 9)} | {
+        7: 140.0
+    }
 
 
 def test_a_damaged_file_of_rejected_rows_does_not_stop_a_retry(make_project: MakeProject) -> None:
@@ -261,11 +339,20 @@ def test_rows_that_turn_bad_leave_the_snapshot(make_project: MakeProject) -> Non
     make_project(ROWS, view=COUNTING).materialize()
     project = make_project([*ROWS[:7], (8, -8.0)], view=COUNTING)
     report = project.materialize()
-    assert report.counts == {"source": 8, "written": 0, "rejected": 1, "unchanged": 7, "removed": 0, "duplicates": 0}
+    assert report.counts == {
+        "source": 8,
+        "written": 0,
+        "rejected": 1,
+        "unchanged": 7,
+        "removed": 0,
+        "duplicates": 0,
+    }
     assert project.doubles(2) == {i: 2.0 * i for i in range(1, 8)}
 
 
-def test_a_source_with_a_null_key_has_nothing_to_do_when_nothing_changed(make_project: MakeProject) -> None:
+def test_a_source_with_a_null_key_has_nothing_to_do_when_nothing_changed(
+    make_project: MakeProject,
+) -> None:
     project = make_project([*ROWS, (None, 1.0), (None, 1.0)])
     report = project.materialize()
     assert (report.counts["rejected"], report.counts["source"]) == (2, 10)
@@ -277,7 +364,9 @@ def test_a_source_with_a_null_key_has_nothing_to_do_when_nothing_changed(make_pr
 # ---- what an interrupted run left
 
 
-def test_resumed_rows_are_said_and_not_computed(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_rows_are_said_and_not_computed(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(chunks, "WINDOW_ROWS", 2)
     monkeypatch.setattr(chunks, "PART_BYTES", 1)
     view = COUNTING | {"max_rejected": 0.0}
@@ -297,7 +386,8 @@ def test_resumed_rows_are_said_and_not_computed(make_project: MakeProject, monke
 
 
 def test_small_deltas_are_merged_with_each_other_without_a_model(make_project: MakeProject) -> None:
-    """Whatever was published: a chain is short, and what lies under the live base stays as it is."""
+    """Whatever was published: a chain is short, and what lies under the live base stays as it
+    is."""
     rows = {i: float(i) for i in range(100)}
     project = make_project(list(rows.items()), view=COUNTING)
     project.materialize()
@@ -310,7 +400,11 @@ def test_small_deltas_are_merged_with_each_other_without_a_model(make_project: M
         report = project.materialize()
         assert computed == [rows[step]]
         snapshot = project.snapshot_of(report)
-        assert (snapshot.kind, snapshot.counts.written, snapshot.counts.unchanged) == ("delta", 1, len(rows) - 1)
+        assert (snapshot.kind, snapshot.counts.written, snapshot.counts.unchanged) == (
+            "delta",
+            1,
+            len(rows) - 1,
+        )
         assert project.doubles(snapshot.number) == {i: 2 * x for i, x in rows.items()}
         assert snapshot.figures is not None
         assert snapshot.figures.rows == len(rows)
@@ -333,7 +427,11 @@ def test_small_deltas_are_merged_with_each_other_without_a_model(make_project: M
 def test_more_than_half_of_the_base_compacts(make_project: MakeProject) -> None:
     rows = [(i, float(i)) for i in range(20)]
     make_project(rows).materialize()
-    for changed, kind in ((6, "delta"), (10, "delta"), (11, "full")):  # 6, then 6 + 4, then 10 + 1 rows of 20
+    for changed, kind in (
+        (6, "delta"),
+        (10, "delta"),
+        (11, "full"),
+    ):  # 6, then 6 + 4, then 10 + 1 rows of 20
         project = make_project([(i, x + 100 if i < changed else x) for i, x in rows])
         assert project.snapshot_of(project.materialize()).kind == kind
     assert project.doubles(4) == {i: 2 * (x + 100 if i < 11 else x) for i, x in rows}
@@ -343,7 +441,11 @@ def test_removed_rows_count_towards_compaction(make_project: MakeProject) -> Non
     make_project(ROWS, view=GATES_OFF).materialize()
     project = make_project(ROWS[:3], view=GATES_OFF)
     report = project.materialize()
-    assert (project.snapshot_of(report).kind, report.counts["removed"], report.counts["written"]) == ("full", 5, 0)
+    assert (
+        project.snapshot_of(report).kind,
+        report.counts["removed"],
+        report.counts["written"],
+    ) == ("full", 5, 0)
     assert set(project.doubles(2)) == {1, 2, 3}
 
 
@@ -360,13 +462,24 @@ def test_one_percent_changed_is_one_percent_computed(make_project: MakeProject) 
     project = make_project(pa.table({"id": np.arange(n), "x": x}), view=COUNTING)
     report = project.materialize()
     assert sorted(computed) == sorted(x[np.arange(n) % 100 == 7])
-    assert report.counts == {"source": n, "written": 200, "rejected": 0, "unchanged": n - 200, "removed": 0, "duplicates": 0}
+    assert report.counts == {
+        "source": n,
+        "written": 200,
+        "rejected": 0,
+        "unchanged": n - 200,
+        "removed": 0,
+        "duplicates": 0,
+    }
     rows = project.rows(2)
     assert len(rows) == n
-    assert {row["id"]: row["double"] for row in rows} == dict(zip(range(n), (2 * x).tolist(), strict=True))
+    assert {row["id"]: row["double"] for row in rows} == dict(
+        zip(range(n), (2 * x).tolist(), strict=True)
+    )
 
 
-def test_unchanged_rows_keep_computed_at_through_deltas_and_compaction(make_project: MakeProject) -> None:
+def test_unchanged_rows_keep_computed_at_through_deltas_and_compaction(
+    make_project: MakeProject,
+) -> None:
     rows = {i: float(i) for i in range(50)}
     project = make_project(list(rows.items()))
     project.materialize()
@@ -386,12 +499,16 @@ def test_unchanged_rows_keep_computed_at_through_deltas_and_compaction(make_proj
 # ---- any sequence of changes
 
 X = st.sampled_from([-1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0])
-KEY = st.tuples(st.sampled_from(["a", "a/b", "50%", "", None]), st.one_of(st.none(), st.integers(1, 4)))
+KEY = st.tuples(
+    st.sampled_from(["a", "a/b", "50%", "", None]), st.one_of(st.none(), st.integers(1, 4))
+)
 TABLES = st.lists(st.dictionaries(KEY, X, min_size=1, max_size=12), min_size=2, max_size=6)
 
 
 @given(tables=TABLES, doubled=st.booleans(), renew=st.booleans())
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_a_chain_of_deltas_is_what_a_full_run_makes(
     make_project: MakeProject,
     tmp_path_factory: pytest.TempPathFactory,
@@ -431,7 +548,9 @@ def test_a_chain_of_deltas_is_what_a_full_run_makes(
         assert len(rows) == len(good)
         assert {(row["a"], row["b"]): row["double"] for row in rows} == good
         if report.status == "committed" and snapshot.parent is not None:
-            assert counts["unchanged"] == sum(previous.get(key) == value for key, value in good.items())
+            assert counts["unchanged"] == sum(
+                previous.get(key) == value for key, value in good.items()
+            )
             assert counts["removed"] == sum(key not in table for key in previous)
         project.offline.view(snapshot.view.name).check_parts(snapshot)
         previous = good
@@ -481,9 +600,14 @@ def looked_up(project: Scene, ahead_s: float, keys: list[int]) -> list[tuple[str
 
 @pytest.mark.parametrize("online", ["table", "redis"])
 def test_unchanged_rows_are_as_fresh_as_the_run_that_saw_them(
-    make_project: MakeProject, request: pytest.FixtureRequest, clock: Callable[[float], None], online: str
+    make_project: MakeProject,
+    request: pytest.FixtureRequest,
+    clock: Callable[[float], None],
+    online: str,
 ) -> None:
-    project_yaml = {"online": request.getfixturevalue("redis_url") if online == "redis" else "table:./online"}
+    project_yaml = {
+        "online": request.getfixturevalue("redis_url") if online == "redis" else "table:./online"
+    }
     project = make_project(ROWS, view=COUNTING, project=project_yaml)
     project.run()
     clock(5000)  # past the ttl of an hour
@@ -503,7 +627,9 @@ def test_unchanged_rows_are_as_fresh_as_the_run_that_saw_them(
     assert (at[0] - at[1]).total_seconds() > 9990  # when it was computed is still told
 
 
-def test_without_renewal_rows_past_their_ttl_are_computed(make_project: MakeProject, clock: Callable[[float], None]) -> None:
+def test_without_renewal_rows_past_their_ttl_are_computed(
+    make_project: MakeProject, clock: Callable[[float], None]
+) -> None:
     view = COUNTING | {"renew_unchanged": False}
     project = make_project(ROWS, view=view)
     project.run()
@@ -517,7 +643,9 @@ def test_without_renewal_rows_past_their_ttl_are_computed(make_project: MakeProj
     assert round(project_status(project)[0]["age_s"] / 100) == 30
     clock(4000)
     computed.clear()
-    assert str(project.plan()).startswith("full, compacting: 7 of 8 rows to compute (7 past ttl), 1 unchanged")
+    assert str(project.plan()).startswith(
+        "full, compacting: 7 of 8 rows to compute (7 past ttl), 1 unchanged"
+    )
     project.run()
     assert sorted(computed) == [x for _, x in ROWS[1:]]
     assert looked_up(project, 4000, [1, 2]) == [("fresh", 20), ("fresh", 0)]
@@ -535,7 +663,11 @@ def test_expired_rows_that_an_interrupted_run_computed_are_published(
         project.run()
     crashpoint.disarm()
     computed.clear()
-    assert (project.plan().diff.resumed, project.plan().diff.compute, project.run().status) == (8, 0, "published")
+    assert (project.plan().diff.resumed, project.plan().diff.compute, project.run().status) == (
+        8,
+        0,
+        "published",
+    )
     assert (computed, looked_up(project, 4000, [1])) == ([], [("fresh", 0)])
 
 
@@ -553,7 +685,9 @@ def test_going_back_to_computing_at_ttl_computes_what_was_only_renewed(
 # ---- other views read a chain
 
 
-def test_views_that_read_a_delta_chain_see_its_rows_and_no_others(make_project: MakeProject) -> None:
+def test_views_that_read_a_delta_chain_see_its_rows_and_no_others(
+    make_project: MakeProject,
+) -> None:
     derived = {
         "entity": ["id"],
         "source": {"sql": "SELECT id, double AS x FROM live.numbers"},
@@ -583,9 +717,17 @@ def test_views_that_read_a_delta_chain_see_its_rows_and_no_others(make_project: 
 def test_top_k_ranks_the_items_of_a_delta_chain(make_project: MakeProject) -> None:
     users = {
         "entity": ["id"],
-        "source": {"sql": "SELECT id, [1.0::FLOAT, 0, 0, 0] AS vector FROM (VALUES (1), (2)) t(id)"},
-        "model": {"use": "top_k", "args": {"items": {"sql": "SELECT id, vector FROM live.numbers"}, "k": 3}},
-        "features": {"items": {"dtype": "int64", "max_items": 3}, "scores": {"dtype": "float32", "max_items": 3}},
+        "source": {
+            "sql": "SELECT id, [1.0::FLOAT, 0, 0, 0] AS vector FROM (VALUES (1), (2)) t(id)"
+        },
+        "model": {
+            "use": "top_k",
+            "args": {"items": {"sql": "SELECT id, vector FROM live.numbers"}, "k": 3},
+        },
+        "features": {
+            "items": {"dtype": "int64", "max_items": 3},
+            "scores": {"dtype": "float32", "max_items": 3},
+        },
         "ttl": "1h",
     }
     base = {i: float(i) for i in range(40)}
@@ -599,7 +741,9 @@ def test_top_k_ranks_the_items_of_a_delta_chain(make_project: MakeProject) -> No
     assert project.snapshot_of(project.run()).kind == "delta"
     report = project.run("users")
     assert "tables) changed" in (report.plan or "")
-    assert [row["items"] for row in project.rows(report.snapshot or 0, "users")] == [[0, 38, 37]] * 2
+    assert [row["items"] for row in project.rows(report.snapshot or 0, "users")] == [
+        [0, 38, 37]
+    ] * 2
     for _ in range(3):  # the same chain read again is the same table
         assert project.run("users").status == "current"
 
@@ -628,7 +772,9 @@ def test_a_parent_whose_part_is_gone_is_passed_over(make_project: MakeProject) -
     assert project.doubles(2) == {i: 2 * x for i, x in ROWS}
 
 
-def test_the_plan_says_nothing_of_compaction_where_there_is_nothing_to_do(make_project: MakeProject) -> None:
+def test_the_plan_says_nothing_of_compaction_where_there_is_nothing_to_do(
+    make_project: MakeProject,
+) -> None:
     project = make_project(ROWS)
     project.materialize()
     found: Plan = replace(project.plan(), compact=True)
@@ -648,20 +794,28 @@ def run_to_the_commit(project: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("changed", [1, 6], ids=["delta", "compacted"])
-def test_damage_the_plan_does_not_see_is_reported_and_not_built_on(make_project: MakeProject, changed: int) -> None:
+def test_damage_the_plan_does_not_see_is_reported_and_not_built_on(
+    make_project: MakeProject, changed: int
+) -> None:
     project = make_project(ROWS, view=COUNTING | GATES_OFF)
     project.materialize()
     store = project.offline
     (path,) = store.view("numbers").part_paths(store.view("numbers").snapshot(1))
     metadata = pq.read_metadata(path).row_group(0)
-    (column,) = [c for c in map(metadata.column, range(metadata.num_columns)) if "vector" in c.path_in_schema]
+    (column,) = [
+        c for c in map(metadata.column, range(metadata.num_columns)) if "vector" in c.path_in_schema
+    ]
     data = bytearray(path.read_bytes())
     start = column.dictionary_page_offset or column.data_page_offset
     data[start : start + column.total_compressed_size] = bytes(column.total_compressed_size)
     path.write_bytes(data)
-    project = make_project([(i, x + 100 * (i <= changed)) for i, x in ROWS], view=COUNTING | GATES_OFF)
+    project = make_project(
+        [(i, x + 100 * (i <= changed)) for i, x in ROWS], view=COUNTING | GATES_OFF
+    )
     computed.clear()
-    with pytest.raises(SnapshotError, match=r"snapshot 1, .* is damaged, and marked bad now.*run the view again"):
+    with pytest.raises(
+        SnapshotError, match=r"snapshot 1, .* is damaged, and marked bad now.*run the view again"
+    ):
         project.materialize()
     report = project.materialize()
     assert (report.status, report.resumed, sorted(computed)) == (

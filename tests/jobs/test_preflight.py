@@ -1,4 +1,5 @@
-"""Preflight: what would keep a run from publishing is told before its model computes a row; and what publishes nothing needs no online store."""
+"""Preflight: what would keep a run from publishing is told before its model computes a row; and
+what publishes nothing needs no online store."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ import pytest
 import redis
 
 from precompute.jobs.commands.command import FAILED, REJECTED
-from precompute.store.errors import ConfigError, ConflictError, GateError, OnlineStoreError, PrecomputeError
+from precompute.store.errors import (
+    ConfigError,
+    ConflictError,
+    GateError,
+    OnlineStoreError,
+    PrecomputeError,
+)
 from tests.arithmetic import Doubler
 from tests.conftest import MakeProject
 from tests.scene import Scene
@@ -44,20 +51,38 @@ def refused(project: Scene, error: type[PrecomputeError], message: str, **option
     assert project.report().error is not None
 
 
-def test_a_store_that_is_not_there_or_cannot_be_written(make_project: MakeProject, tmp_path: Path, redis_url: str) -> None:
+def test_a_store_that_is_not_there_or_cannot_be_written(
+    make_project: MakeProject, tmp_path: Path, redis_url: str
+) -> None:
     down = make_project(ROWS, view=COUNTED, project={"online": "redis://127.0.0.1:1/0"})
-    refused(down, OnlineStoreError, "does not answer, could not look whether 'numbers' can be published: is it running")
+    refused(
+        down,
+        OnlineStoreError,
+        "does not answer, could not look whether 'numbers' can be published: is it running",
+    )
     (tmp_path / "file").write_text("")
     # below a file there is nothing, and below /proc nothing is made, by whomever
     for folder in (tmp_path / "file", "/proc"):
         unwritable = make_project(project={"online": f"table:{folder}/online"}, view=COUNTED)
-        refused(unwritable, OnlineStoreError, f"{folder}/online/numbers.*(No such file|Not a directory|Permission|Read-only)")
+        refused(
+            unwritable,
+            OnlineStoreError,
+            f"{folder}/online/numbers.*(No such file|Not a directory|Permission|Read-only)",
+        )
     with redis.Redis.from_url(redis_url) as client:
-        client.acl_setuser("reader", enabled=True, nopass=True, keys=["*"], commands=["+@read", "+hello", "+info", "+ping"])
+        client.acl_setuser(
+            "reader",
+            enabled=True,
+            nopass=True,
+            keys=["*"],
+            commands=["+@read", "+hello", "+info", "+ping"],
+        )
         try:
             reader = redis_url.replace("redis://", "redis://reader:x@")
             refused(
-                make_project(view=COUNTED, project={"online": reader}), OnlineStoreError, "may not|no right|NOPERM|permission"
+                make_project(view=COUNTED, project={"online": reader}),
+                OnlineStoreError,
+                "may not|no right|NOPERM|permission",
             )
         finally:
             client.acl_deluser("reader")
@@ -79,7 +104,9 @@ def test_nothing_stays_of_what_was_tried(make_project: MakeProject, redis_url: s
 def test_a_view_of_another_project(make_project: MakeProject, tmp_path: Path, online: str) -> None:
     make_project(ROWS, view=COUNTED, project={"online": online}).run()
     other = make_project(view=COUNTED, project={"online": online, "root": "./another"})
-    refused(other, ConflictError, "published by another project .*`precompute run numbers --take-over`")
+    refused(
+        other, ConflictError, "published by another project .*`precompute run numbers --take-over`"
+    )
     assert other.cli("run", "numbers", "--take-over") == 0
 
 
@@ -95,14 +122,22 @@ def test_a_broken_contract(make_project: MakeProject, capsys: pytest.CaptureFixt
     assert project.run(accept=["contract"]).status == "published"
 
 
-def test_an_index_that_nothing_here_builds(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_that_nothing_here_builds(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     project = make_project(ROWS, view=COUNTED | {"index": {"on": "vector"}})
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "faiss" else find(name, *more))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *more: None if name == "faiss" else find(name, *more),
+    )
     refused(project, ConfigError, "index: FAISS, which builds it, is not installed: pip install")
 
 
-def test_a_run_that_publishes_nothing_needs_no_online_store(make_project: MakeProject, online: str) -> None:
+def test_a_run_that_publishes_nothing_needs_no_online_store(
+    make_project: MakeProject, online: str
+) -> None:
     first = {"online": online}
     project = make_project(ROWS, view=DAYS, project=first)
     for day in ("2026-01-03", "2026-01-02"):
@@ -112,7 +147,17 @@ def test_a_run_that_publishes_nothing_needs_no_online_store(make_project: MakePr
     assert down.cli("run", "numbers", "--partition", "2026-01-04") == FAILED
     assert down.cli("backfill", "numbers", "--from", "2026-01-05", "--to", "2026-01-05") == FAILED
     assert (
-        down.cli("backfill", "numbers", "--from", "2026-01-04", "--to", "2026-01-05", "--reprocess", "failed", "--no-publish")
+        down.cli(
+            "backfill",
+            "numbers",
+            "--from",
+            "2026-01-04",
+            "--to",
+            "2026-01-05",
+            "--reprocess",
+            "failed",
+            "--no-publish",
+        )
         == 0
     )
     days = sorted(str(down.snapshot(number).partition)[:10] for number in down.numbers())

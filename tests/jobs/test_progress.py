@@ -43,7 +43,10 @@ def test_no_time_is_told_while_rows_are_tried_again() -> None:
     lines.begin("load", 4000)
     lines.advance(2999, 1000)
     lines.advance(1000, 1)
-    assert [line.split(" rows/s, ")[1] for line in out.getvalue().splitlines()[1:]] == ["retrying 1,000 rows", "retrying 1 row"]
+    assert [line.split(" rows/s, ")[1] for line in out.getvalue().splitlines()[1:]] == [
+        "retrying 1,000 rows",
+        "retrying 1 row",
+    ]
 
 
 def test_a_step_of_no_rows_is_a_step() -> None:

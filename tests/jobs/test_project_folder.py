@@ -1,4 +1,5 @@
-"""The project's folder: where relative paths start from, whatever the working directory, and what may be moved without computing anything again."""
+"""The project's folder: where relative paths start from, whatever the working directory, and what
+may be moved without computing anything again."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from tests.conftest import MakeProject
 from tests.scene import Scene
 
 RIGHT, WRONG = 1.0, 666.0
-"""``x`` of the one row in the project's files, and in files of the same names in the working directory."""
+"""``x`` of the one row in the project's files, and in files of the same names in the working
+directory."""
 
 
 class Weighed(Doubler):
@@ -49,7 +51,10 @@ class Weighed(Doubler):
 
 
 WEIGHED: dict[str, Any] = {
-    "model": {"use": "tests.jobs.test_project_folder:Weighed", "args": {"weights": "./weights.txt"}},
+    "model": {
+        "use": "tests.jobs.test_project_folder:Weighed",
+        "args": {"weights": "./weights.txt"},
+    },
     "features": {"double": {"dtype": "float64"}},
 }
 
@@ -101,18 +106,29 @@ READS = {
 
 
 @pytest.mark.parametrize("how", READS)
-def test_files_in_sql_start_from_the_projects_folder(make_project: MakeProject, elsewhere: Path, how: str) -> None:
+def test_files_in_sql_start_from_the_projects_folder(
+    make_project: MakeProject, elsewhere: Path, how: str
+) -> None:
     project = make_project(view={"source": {"sql": READS[how]}})
     write_files(project.folder, RIGHT)
     with Source(project.view("numbers").source.sql, ["id"], {}, folder=project.home) as source:
         assert source.sample(9).select(["id", "x"]).to_pylist() == [{"id": 1, "x": RIGHT}]
         assert source.load() == 1
         assert source.rows(["1"]).to_pylist()[0]["x"] == RIGHT
-        assert source.table(source_sql := project.view("numbers").source.sql).column("x").to_pylist() == [RIGHT], source_sql
+        assert source.table(source_sql := project.view("numbers").source.sql).column(
+            "x"
+        ).to_pylist() == [RIGHT], source_sql
 
 
-def test_what_is_only_in_the_working_directory_is_not_found(make_project: MakeProject, elsewhere: Path) -> None:
-    for sql in ("FROM 'data.csv'", "FROM read_csv('data.csv')", "FROM read_csv('*.csv')", "FROM data.csv"):
+def test_what_is_only_in_the_working_directory_is_not_found(
+    make_project: MakeProject, elsewhere: Path
+) -> None:
+    for sql in (
+        "FROM 'data.csv'",
+        "FROM read_csv('data.csv')",
+        "FROM read_csv('*.csv')",
+        "FROM data.csv",
+    ):
         with pytest.raises((SourceError, ConfigError)):
             Source(sql, ["id"], {}, folder=make_project().home)
 
@@ -140,19 +156,24 @@ def test_a_folder_whose_name_is_a_pattern_and_has_a_quote(tmp_path: Path, elsewh
         "FROM read_csv((SELECT list(file) FROM glob('../*/data.csv')))",
     ],
 )
-def test_a_project_in_a_hive_partition_reads_no_column_of_it(tmp_path: Path, elsewhere: Path, sql: str) -> None:
+def test_a_project_in_a_hive_partition_reads_no_column_of_it(
+    tmp_path: Path, elsewhere: Path, sql: str
+) -> None:
     folder = tmp_path / "id=9" / "project"
     write_files(folder, RIGHT)
-    said = (
-        r"starts from the project's folder, .*/id=9/project, and DuckDB takes 'id=9' for a partition.*hive_partitioning = false"
-    )
+    said = r"starts from the project's folder, .*/id=9/project, and DuckDB takes 'id=9' for a partition.*hive_partitioning = false"
     with pytest.raises(ConfigError, match=said):
         Source(sql, ["id"], {}, folder=folder)
-    with Source("SELECT 1 AS id", ["id"], {}, folder=folder) as source, pytest.raises(ConfigError, match=said):
+    with (
+        Source("SELECT 1 AS id", ["id"], {}, folder=folder) as source,
+        pytest.raises(ConfigError, match=said),
+    ):
         source.table(sql)
 
 
-def test_a_project_in_a_hive_partition_may_read_unpartitioned_files(tmp_path: Path, elsewhere: Path) -> None:
+def test_a_project_in_a_hive_partition_may_read_unpartitioned_files(
+    tmp_path: Path, elsewhere: Path
+) -> None:
     folder, other = tmp_path / "id=9" / "project", tmp_path / "other"
     for each in (folder, other):
         write_files(each, RIGHT)
@@ -164,25 +185,43 @@ def test_a_project_in_a_hive_partition_may_read_unpartitioned_files(tmp_path: Pa
     ):
         with Source(sql, ["id"], {}, folder=folder) as source:
             assert source.sample(9).to_pylist() == [{"id": 1, "x": RIGHT}]
-    with Source(f"FROM '{folder}/data.csv'", ["id"], {}, folder=folder) as source:  # as it is written: it does not move
+    with Source(
+        f"FROM '{folder}/data.csv'", ["id"], {}, folder=folder
+    ) as source:  # as it is written: it does not move
         assert source.sample(9).to_pylist() == [{"id": 9, "x": RIGHT}]
 
 
-@pytest.mark.parametrize("read", ["'day=*/*.parquet'", "read_parquet('./day=7/part.parquet', hive_partitioning = true)"])
-def test_partitions_below_the_projects_folder_are_columns(tmp_path: Path, elsewhere: Path, read: str) -> None:
+@pytest.mark.parametrize(
+    "read", ["'day=*/*.parquet'", "read_parquet('./day=7/part.parquet', hive_partitioning = true)"]
+)
+def test_partitions_below_the_projects_folder_are_columns(
+    tmp_path: Path, elsewhere: Path, read: str
+) -> None:
     write_files(tmp_path / "project", RIGHT)
     with Source(f"FROM {read}", ["id", "day"], {}, folder=tmp_path / "project") as source:
         assert source.sample(9).to_pylist() == [{"id": 1, "x": RIGHT, "day": 7}]
 
 
-def test_a_pattern_below_a_folder_with_a_backslash_is_refused(tmp_path: Path, elsewhere: Path) -> None:
+def test_a_pattern_below_a_folder_with_a_backslash_is_refused(
+    tmp_path: Path, elsewhere: Path
+) -> None:
     folder = tmp_path / "a\\b [1]"
     write_files(folder, RIGHT)
-    for sql in ("FROM 'data.csv'", "FROM read_parquet(['./data.parquet', 'sub/part-2.parquet']) LIMIT 1"):
+    for sql in (
+        "FROM 'data.csv'",
+        "FROM read_parquet(['./data.parquet', 'sub/part-2.parquet']) LIMIT 1",
+    ):
         with Source(sql, ["id"], {}, folder=folder) as source:
             assert source.sample(9).to_pylist() == [{"id": 1, "x": RIGHT}]
-    for sql in ("FROM 'dat*.csv'", "FROM read_csv('./dat?.csv')", "SELECT 1 AS id FROM glob('[d]*')"):
-        with pytest.raises(ConfigError, match=r"no pattern can find '.*' in the project's folder, .*backslash.*name each file"):
+    for sql in (
+        "FROM 'dat*.csv'",
+        "FROM read_csv('./dat?.csv')",
+        "SELECT 1 AS id FROM glob('[d]*')",
+    ):
+        with pytest.raises(
+            ConfigError,
+            match=r"no pattern can find '.*' in the project's folder, .*backslash.*name each file",
+        ):
             Source(sql, ["id"], {}, folder=folder)
 
 
@@ -194,7 +233,9 @@ def test_a_pattern_below_a_folder_with_a_backslash_is_refused(tmp_path: Path, el
         ("SELECT * FROM read_csv('data-' || nextval('none') || '.csv')", "write it as a text"),
     ],
 )
-def test_sql_whose_files_cannot_be_told_is_refused(make_project: MakeProject, elsewhere: Path, sql: str, said: str) -> None:
+def test_sql_whose_files_cannot_be_told_is_refused(
+    make_project: MakeProject, elsewhere: Path, sql: str, said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         Source(sql, ["id"], {}, folder=make_project().home)
 
@@ -206,7 +247,9 @@ def test_sql_whose_files_cannot_be_told_is_refused(make_project: MakeProject, el
         "SELECT 1 AS id, x FROM read_csv('./' || strftime($start, '%Y') || '.csv')",
     ],
 )
-def test_a_partitions_bounds_may_be_part_of_a_files_name(make_project: MakeProject, elsewhere: Path, sql: str) -> None:
+def test_a_partitions_bounds_may_be_part_of_a_files_name(
+    make_project: MakeProject, elsewhere: Path, sql: str
+) -> None:
     partition = {"by": "month", "start": "2020-01-01"}
     project = make_project(view={"source": {"sql": sql}, "partition": partition})
     at = project.view("numbers").partition_at
@@ -222,7 +265,11 @@ def test_a_partitions_bounds_may_be_part_of_a_files_name(make_project: MakeProje
 
 def rows_of(project: Scene, number: int) -> list[Any]:
     store = project.store
-    return [row["double"] for batch in store.batches(store.snapshot(number)) for row in batch.to_pylist()]
+    return [
+        row["double"]
+        for batch in store.batches(store.snapshot(number))
+        for row in batch.to_pylist()
+    ]
 
 
 def computed(project: Scene, key: str) -> list[Any]:
@@ -234,9 +281,12 @@ def computed(project: Scene, key: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_run_and_its_workers_take_the_projects_files(make_project: MakeProject, elsewhere: Path, workers: int) -> None:
+def test_a_run_and_its_workers_take_the_projects_files(
+    make_project: MakeProject, elsewhere: Path, workers: int
+) -> None:
     project = make_project(
-        view=WEIGHED | {"source": {"sql": "FROM 'data.csv'"}}, project={"engine": {"workers": workers}, "vars": None}
+        view=WEIGHED | {"source": {"sql": "FROM 'data.csv'"}},
+        project={"engine": {"workers": workers}, "vars": None},
     )
     write_files(project.folder, 3.0)
     assert project.run().status == "published"
@@ -246,8 +296,12 @@ def test_a_run_and_its_workers_take_the_projects_files(make_project: MakeProject
 def test_the_fallback_takes_the_files_of_the_project_it_serves(
     make_project: MakeProject, elsewhere: Path, tmp_path: Path
 ) -> None:
-    """Published in one folder, served from another: the definition travels in the pointer, as it was written."""
-    view = WEIGHED | {"source": {"sql": "FROM 'data.csv'"}, "fallback": {"enabled": True, "deadline": "20s"}}
+    """Published in one folder, served from another: the definition travels in the pointer, as it
+    was written."""
+    view = WEIGHED | {
+        "source": {"sql": "FROM 'data.csv'"},
+        "fallback": {"enabled": True, "deadline": "20s"},
+    }
     project = make_project(view=view)
     write_files(project.folder, 3.0)
     project.run()
@@ -259,8 +313,13 @@ def test_the_fallback_takes_the_files_of_the_project_it_serves(
     assert computed(Scene(moved, {}), "2") == [15.0]
 
 
-def test_arguments_of_any_depth_are_paths_when_they_start_with_dot_slash(make_project: MakeProject, elsewhere: Path) -> None:
-    args = {"weights": "../project/weights.txt", "nested": {"files": ["./data.csv"], "texts": [".", "..", "no/such.csv", "/x y"]}}
+def test_arguments_of_any_depth_are_paths_when_they_start_with_dot_slash(
+    make_project: MakeProject, elsewhere: Path
+) -> None:
+    args = {
+        "weights": "../project/weights.txt",
+        "nested": {"files": ["./data.csv"], "texts": [".", "..", "no/such.csv", "/x y"]},
+    }
     project = make_project([(1, 2.0)], view=WEIGHED | {"model": WEIGHED["model"] | {"args": args}})
     write_files(project.folder, 3.0)
     project.run()
@@ -276,7 +335,10 @@ def test_a_copied_or_moved_project_computes_nothing_and_commits_nothing(
     sql = "SELECT t.* FROM read_csv('${data}/data.csv') t JOIN './data.parquet' USING (id)"
     extra = {"sql": "SELECT * FROM 'data.parquet'"}
     project = make_project(
-        view={"source": {"sql": sql}, "model": {"use": "tests.jobs.test_project_folder:Tabled", "args": {"table": extra}}}
+        view={
+            "source": {"sql": sql},
+            "model": {"use": "tests.jobs.test_project_folder:Tabled", "args": {"table": extra}},
+        }
     )
     write_files(project.folder, 3.0)
     project.run()
@@ -292,14 +354,19 @@ def test_a_copied_or_moved_project_computes_nothing_and_commits_nothing(
     assert str(project.folder) not in json.dumps(project.pointer().view.to_json())
 
 
-def test_a_key_that_would_change_with_the_projects_place_is_refused(tmp_path: Path, elsewhere: Path) -> None:
+def test_a_key_that_would_change_with_the_projects_place_is_refused(
+    tmp_path: Path, elsewhere: Path
+) -> None:
     (tmp_path / "here" / "sub").mkdir(parents=True)
     (tmp_path / "here" / "sub" / "a.txt").write_text("a")
     for read in ("read_text('./sub/*.txt')", "read_text('../here/sub/a.txt')"):
         sql = f"SELECT {{}} AS id, 1 AS part, filename FROM {read}"
         with (
             Source(sql.format("filename"), ["part", "id"], {}, folder=tmp_path / "here") as source,
-            pytest.raises(ConfigError, match=r"key 'id' starts with the project's folder .*parse_filename\(filename\)"),
+            pytest.raises(
+                ConfigError,
+                match=r"key 'id' starts with the project's folder .*parse_filename\(filename\)",
+            ),
         ):
             source.load()
         for cut in ("parse_filename(filename)", "regexp_replace(filename, '^.*/sub/', '')"):
@@ -316,7 +383,9 @@ class Tabled(Doubler):
         assert table.column("x").to_pylist() == [3.0]
 
 
-def test_other_data_under_the_same_name_is_another_recipe(make_project: MakeProject, tmp_path: Path) -> None:
+def test_other_data_under_the_same_name_is_another_recipe(
+    make_project: MakeProject, tmp_path: Path
+) -> None:
     """A variable's value is part of what is written."""
     project = make_project([(1, 1.0)])
     project.run()
@@ -325,14 +394,25 @@ def test_other_data_under_the_same_name_is_another_recipe(make_project: MakeProj
     assert "source's SQL changed" in project.plan().reason
 
 
-def test_every_process_runs_our_code_wherever_it_starts(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules with the names of ours, in a project's folder that is the working directory: they end the process that imports them, and say that it is done."""
+def test_every_process_runs_our_code_wherever_it_starts(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Modules with the names of ours, in a project's folder that is the working directory: they end
+    the process that imports them, and say that it is done."""
     sql = "SELECT id, x, $start AS day FROM 'data.csv' WHERE $end > $start"
     view = {"source": {"sql": sql}, "partition": {"by": "month", "start": "2026-01-01"}}
     project = make_project(view=view, project={"engine": {"workers": 1}})
     write_files(project.folder, 3.0)
     for name in ("jobs", "store", "precompute", "demo"):
-        for module in ("__init__", "__main__", "cli", "errors", "model", "workers/__init__", "workers/worker"):
+        for module in (
+            "__init__",
+            "__main__",
+            "cli",
+            "errors",
+            "model",
+            "workers/__init__",
+            "workers/worker",
+        ):
             path = project.folder / name / f"{module}.py"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("import os; os._exit(0)")
@@ -342,16 +422,48 @@ def test_every_process_runs_our_code_wherever_it_starts(make_project: MakeProjec
     shutil.rmtree(project.root / "online")
     assert ChildProcess(reconcile_command(project, "numbers")).wait(60)
     assert (project.report().command, project.report().status) == ("reconcile", "published")
-    assert main(["-c", ".", "backfill", "numbers", "--from", "2026-01-01", "--to", "2026-01-01", "--json"]) == 0
+    assert (
+        main(
+            [
+                "-c",
+                ".",
+                "backfill",
+                "numbers",
+                "--from",
+                "2026-01-01",
+                "--to",
+                "2026-01-01",
+                "--json",
+            ]
+        )
+        == 0
+    )
     assert rows_of(project, 2) == [6.0]
 
 
-def test_a_schedules_and_a_backfills_children_take_the_projects_files(make_project: MakeProject, elsewhere: Path) -> None:
+def test_a_schedules_and_a_backfills_children_take_the_projects_files(
+    make_project: MakeProject, elsewhere: Path
+) -> None:
     sql = "SELECT id, x, $start AS day FROM 'data.csv' WHERE $end > $start"
     view = WEIGHED | {"source": {"sql": sql}, "partition": {"by": "month", "start": "2026-01-01"}}
     project = make_project(view=view)
     write_files(project.folder, 3.0)
-    assert main(["-c", "../project", "backfill", "numbers", "--from", "2026-01-01", "--to", "2026-01-01", "--json"]) == 0
+    assert (
+        main(
+            [
+                "-c",
+                "../project",
+                "backfill",
+                "numbers",
+                "--from",
+                "2026-01-01",
+                "--to",
+                "2026-01-01",
+                "--json",
+            ]
+        )
+        == 0
+    )
     assert rows_of(project, 1) == [9.0]
 
 

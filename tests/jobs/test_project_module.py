@@ -1,4 +1,5 @@
-"""Python in the project's folder: imported under a name of its own, with its neighbours, again when it has changed."""
+"""Python in the project's folder: imported under a name of its own, with its neighbours, again when
+it has changed."""
 
 from __future__ import annotations
 
@@ -50,9 +51,19 @@ def values(folder: Path, use: str) -> list[float]:
 
 @pytest.mark.parametrize(
     ("name", "workers"),
-    [("store", 0), ("store", 1), ("jobs", 0), ("precompute", 0), ("json", 0), ("numbers", 0), ("tests", 0)],
+    [
+        ("store", 0),
+        ("store", 1),
+        ("jobs", 0),
+        ("precompute", 0),
+        ("json", 0),
+        ("numbers", 0),
+        ("tests", 0),
+    ],
 )
-def test_a_module_may_be_called_anything(make_project: MakeProject, name: str, workers: int) -> None:
+def test_a_module_may_be_called_anything(
+    make_project: MakeProject, name: str, workers: int
+) -> None:
     """Also what a package of ours, of the standard library or of the path is called."""
     project = make_project([(1, 1.0)])
     write(project.folder, f"{name}.py")
@@ -85,7 +96,13 @@ IMPORTS = {
 
 @pytest.mark.parametrize("statement", IMPORTS)
 def test_a_module_imports_its_neighbours(tmp_path: Path, statement: str) -> None:
-    for name in ("neighbour.py", "package/__init__.py", "package/inner.py", "bare/inner.py", "store.py"):
+    for name in (
+        "neighbour.py",
+        "package/__init__.py",
+        "package/inner.py",
+        "bare/inner.py",
+        "store.py",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("factor = 7.0\n")
     write(tmp_path, "mine.py", statement, IMPORTS[statement])
@@ -134,16 +151,22 @@ def test_a_model_goes_on_under_the_code_it_was_made_of_whenever_it_imports(tmp_p
     assert {plain_name(str(type(model))) for model in models} == {"<class 'mine.Times'>"}
 
 
-def test_a_model_may_import_while_another_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_may_import_while_another_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As a server's does, in the thread that computes."""
-    (tmp_path / "mine.py").write_text(LATE.replace("from neighbour import factor\n", "factor = 1.0\n", 1))
+    (tmp_path / "mine.py").write_text(
+        LATE.replace("from neighbour import factor\n", "factor = 1.0\n", 1)
+    )
     (tmp_path / "neighbour.py").write_text("factor = 2.0\n")
     model, found = load_model("mine:Times", {}, tmp_path), list[Any]()
     digest_of = project_module._digest
 
     def while_files_are_looked_at(path: Path) -> str | None:
         if not found:
-            computing = threading.Thread(target=lambda: found.append(model.compute(BATCH)["double"]))
+            computing = threading.Thread(
+                target=lambda: found.append(model.compute(BATCH)["double"])
+            )
             computing.start()
             computing.join(timeout=20)
         return digest_of(path)
@@ -156,7 +179,11 @@ def test_a_model_may_import_while_another_is_loaded(tmp_path: Path, monkeypatch:
 def test_two_projects_have_modules_of_one_name(tmp_path: Path) -> None:
     for name, factor in (("a", "2.0"), ("b", "3.0")):
         write(tmp_path / name, "mine.py", factor=factor)
-    assert [values(tmp_path / name, "mine:Times") for name in ("a", "b", "a")] == [[2.0, 4.0], [3.0, 6.0], [2.0, 4.0]]
+    assert [values(tmp_path / name, "mine:Times") for name in ("a", "b", "a")] == [
+        [2.0, 4.0],
+        [3.0, 6.0],
+        [2.0, 4.0],
+    ]
 
 
 def test_a_folder_of_data_hides_no_module(tmp_path: Path) -> None:
@@ -164,13 +191,19 @@ def test_a_folder_of_data_hides_no_module(tmp_path: Path) -> None:
     (tmp_path / "numpy").mkdir()
     (tmp_path / "numpy" / "x.npy").write_bytes(b"")
     assert import_module("numpy", tmp_path) is np
-    assert (module_exists("numpy", tmp_path), module_exists("nowhere_at_all", tmp_path)) == (True, False)
+    assert (module_exists("numpy", tmp_path), module_exists("nowhere_at_all", tmp_path)) == (
+        True,
+        False,
+    )
 
 
-def test_no_module_and_no_class_are_refused_by_the_names_the_user_gave(make_project: MakeProject, tmp_path: Path) -> None:
+def test_no_module_and_no_class_are_refused_by_the_names_the_user_gave(
+    make_project: MakeProject, tmp_path: Path
+) -> None:
     write(tmp_path, "store.py")
     with pytest.raises(
-        ConfigError, match=r"^unknown model 'store:Time': module 'store' has no class 'Time'; did you mean 'Times'\?$"
+        ConfigError,
+        match=r"^unknown model 'store:Time': module 'store' has no class 'Time'; did you mean 'Times'\?$",
     ):
         load_model("store:Time", {}, tmp_path)
     (error,) = make_project(view={"model": {"use": "nowhere_at_all:Model"}}).broken.values()
@@ -188,7 +221,9 @@ def test_no_module_and_no_class_are_refused_by_the_names_the_user_gave(make_proj
     ],
 )  # fmt: skip
 def test_messages_have_the_names_the_user_gave(tmp_path: Path, use: str, message: str) -> None:
-    (tmp_path / "mine.py").write_text("class A:\n    def __init__(self):\n        raise ValueError(f'no {A} here')\n")
+    (tmp_path / "mine.py").write_text(
+        "class A:\n    def __init__(self):\n        raise ValueError(f'no {A} here')\n"
+    )
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").touch()
     (tmp_path / "package" / "broken.py").write_text("from package.absent import b\n")
@@ -201,8 +236,14 @@ def test_messages_of_torch_module_have_them_too(tmp_path: Path) -> None:
     (tmp_path / "nets.py").write_text(
         "import torch\nclass Net(torch.nn.Module):\n    def __init__(self):\n        raise ValueError(Net)\n"
     )
-    with pytest.raises(ModelError, match=r"nets:Net failed to load: ValueError: <class 'nets.Net'> \(nets\.py:4\)$"):
-        load_model("torch_module", {"module": "nets:Net", "inputs": {"x": ["x"]}, "outputs": {"y": 0}}, tmp_path)
+    with pytest.raises(
+        ModelError, match=r"nets:Net failed to load: ValueError: <class 'nets.Net'> \(nets\.py:4\)$"
+    ):
+        load_model(
+            "torch_module",
+            {"module": "nets:Net", "inputs": {"x": ["x"]}, "outputs": {"y": 0}},
+            tmp_path,
+        )
 
 
 RANKER = """
@@ -223,9 +264,19 @@ class Ranker(torch.nn.Module):
 def test_torch_module_takes_a_class_beside_the_views(
     make_project: MakeProject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
-    args = {"module": "store:Ranker", "weights": "./ranker.safetensors", "inputs": {"x": ["x"]}, "outputs": {"double": 0}}
-    view = {"model": {"use": "torch_module", "args": args}, "features": {"double": {"dtype": "float32"}}}
-    project = make_project([(1, 1.0), (2, 3.0)], view=view, project={"engine": {"workers": workers}})
+    args = {
+        "module": "store:Ranker",
+        "weights": "./ranker.safetensors",
+        "inputs": {"x": ["x"]},
+        "outputs": {"double": 0},
+    }
+    view = {
+        "model": {"use": "torch_module", "args": args},
+        "features": {"double": {"dtype": "float32"}},
+    }
+    project = make_project(
+        [(1, 1.0), (2, 3.0)], view=view, project={"engine": {"workers": workers}}
+    )
     (project.folder / "store.py").write_text(RANKER)
     (project.folder / "layers.py").write_text("scale = 10.0\n")
     weights = {"linear.weight": torch.tensor([[2.0]]), "linear.bias": torch.tensor([1.0])}
@@ -233,7 +284,9 @@ def test_torch_module_takes_a_class_beside_the_views(
     monkeypatch.chdir(tmp_path)
     first = project.run()
     offline = project.store
-    rows = [row["double"] for batch in offline.batches(offline.snapshot(1)) for row in batch.to_pylist()]
+    rows = [
+        row["double"] for batch in offline.batches(offline.snapshot(1)) for row in batch.to_pylist()
+    ]
     assert rows == [30.0, 70.0]
     project.folder.rename(tmp_path / "moved")
     moved = Scene(tmp_path / "moved", {})
@@ -257,4 +310,8 @@ def test_classes_are_the_same_facts_wherever_the_project_lies(tmp_path: Path) ->
         (tmp_path / name / "mine.py").write_text(code)
     here, there = (import_module("mine", tmp_path / name) for name in ("here", "there"))
     assert here.Kind.__module__ != there.Kind.__module__
-    assert here.found == there.found == digest(kind="<class 'mine.Kind'>", kinds=["<class 'mine.Kind'>"], name="mine.Kind")
+    assert (
+        here.found
+        == there.found
+        == digest(kind="<class 'mine.Kind'>", kinds=["<class 'mine.Kind'>"], name="mine.Kind")
+    )

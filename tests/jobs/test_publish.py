@@ -1,4 +1,5 @@
-"""Publish: old or new and never a part; what is refused; what is dropped; how an interrupted publish heals."""
+"""Publish: old or new and never a part; what is refused; what is dropped; how an interrupted
+publish heals."""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ from precompute.jobs.process.report import recorded
 from precompute.jobs.publish.loader import Loader
 from precompute.jobs.publish.publisher import Publisher
 from precompute.store.disk.lease import take
-from precompute.store.errors import ConflictError, GateError, OnlineStoreError, PrecomputeError, SnapshotError
+from precompute.store.errors import (
+    ConflictError,
+    GateError,
+    OnlineStoreError,
+    PrecomputeError,
+    SnapshotError,
+)
 from precompute.store.lookup import Lookup
 from precompute.store.offline.refs import PUBLISH_LEASE
 from precompute.store.offline.runs import Report
@@ -33,7 +40,20 @@ from tests.scene import Scene
 
 INDEXED = {"index": {"on": "vector", "metric": "l2"}}
 UNJUDGED: dict[str, Any] = {
-    "gates": dict.fromkeys(("rows", "norm", "duplicates", "drift", "moved", "constant", "shift", "mass", "agreement", "contract"))
+    "gates": dict.fromkeys(
+        (
+            "rows",
+            "norm",
+            "duplicates",
+            "drift",
+            "moved",
+            "constant",
+            "shift",
+            "mass",
+            "agreement",
+            "contract",
+        )
+    )
 }
 
 
@@ -54,8 +74,13 @@ def committed(project: Scene) -> ViewStore:
     return project.store
 
 
-def publish_to(online: MemoryStore, store: ViewStore, number: int | None = None) -> tuple[Report, Pointer]:
-    with take(store.leases, PUBLISH_LEASE, "publish") as lease, recorded(store, "publish") as report:
+def publish_to(
+    online: MemoryStore, store: ViewStore, number: int | None = None
+) -> tuple[Report, Pointer]:
+    with (
+        take(store.leases, PUBLISH_LEASE, "publish") as lease,
+        recorded(store, "publish") as report,
+    ):
         return report, Publisher(store, online, report, Silent(), lease).publish(number)
 
 
@@ -118,7 +143,9 @@ def test_publishing_what_is_live_reads_none_of_its_parts(make_project: MakeProje
     assert memory.live("numbers") == before
 
 
-def test_a_run_that_found_nothing_changed_renews_what_is_live(make_project: MakeProject, online: str) -> None:
+def test_a_run_that_found_nothing_changed_renews_what_is_live(
+    make_project: MakeProject, online: str
+) -> None:
     project = make_project([(1, 1.0), (2, 2.0)], project={"online": online})
     first = project.run()
     opened = project.open_online()
@@ -128,7 +155,12 @@ def test_a_run_that_found_nothing_changed_renews_what_is_live(make_project: Make
     opened.close()
     assert before is not None
     assert ref is not None
-    assert (first.status, again.status, again.snapshot, again.epoch) == ("published", "current", 1, 1)
+    assert (first.status, again.status, again.snapshot, again.epoch) == (
+        "published",
+        "current",
+        1,
+        1,
+    )
     assert before.renewed_at_us == 0
     assert after == replace(before, renewed_at_us=again.read_at_us)
     assert ref.renewed_at == again.read_at_us > first.read_at_us
@@ -137,11 +169,18 @@ def test_a_run_that_found_nothing_changed_renews_what_is_live(make_project: Make
     assert project.store.refs.live() == ref
 
 
-def test_a_run_over_unchanged_rows_publishes_what_was_only_committed(make_project: MakeProject) -> None:
+def test_a_run_over_unchanged_rows_publishes_what_was_only_committed(
+    make_project: MakeProject,
+) -> None:
     project = make_project([(1, 1.0)])
     committed(project)
     report = project.run()
-    assert (report.status, report.snapshot, report.epoch, report.counts["written"]) == ("published", 1, 1, 0)
+    assert (report.status, report.snapshot, report.epoch, report.counts["written"]) == (
+        "published",
+        1,
+        1,
+        0,
+    )
     assert project.served() == (1, [2.0, None, None])
 
 
@@ -149,7 +188,9 @@ def test_a_delta_is_served_whole(make_project: MakeProject, online: str) -> None
     make = {"project": {"online": online}, "view": INDEXED}
     rows = [(i, float(i)) for i in range(30)]
     make_project(rows, **make).run()
-    project = make_project([(1, 100.0), *rows[2:], (30, 30.0)], **make)  # 0 left, 1 changed, 30 is new
+    project = make_project(
+        [(1, 100.0), *rows[2:], (30, 30.0)], **make
+    )  # 0 left, 1 changed, 30 is new
     assert project.run().snapshot == 2
     snapshot = project.store.snapshot(2)
     assert (snapshot.kind, snapshot.counts.written, snapshot.counts.unchanged) == ("delta", 2, 28)
@@ -161,8 +202,11 @@ def test_a_delta_is_served_whole(make_project: MakeProject, online: str) -> None
 
 
 @pytest.mark.parametrize("damage", ["part", "deletes"])
-def test_a_delta_over_a_damaged_parent_is_never_loaded_from_it(make_project: MakeProject, damage: str) -> None:
-    """What the online store holds of the parent since it was whole vouches for itself, and is built on."""
+def test_a_delta_over_a_damaged_parent_is_never_loaded_from_it(
+    make_project: MakeProject, damage: str
+) -> None:
+    """What the online store holds of the parent since it was whole vouches for itself, and is built
+    on."""
     rows = [(i, float(i)) for i in range(30)]
     project = make_project(rows)
     project.run()
@@ -185,7 +229,9 @@ def test_a_delta_over_a_damaged_parent_is_never_loaded_from_it(make_project: Mak
         assert project.served([0, 1, 2]) == (2, [None, 200.0, 4.0])
 
 
-def test_going_back_to_the_snapshot_before_loads_nothing(make_project: MakeProject, online: str) -> None:
+def test_going_back_to_the_snapshot_before_loads_nothing(
+    make_project: MakeProject, online: str
+) -> None:
     make = {"project": {"online": online}, "view": INDEXED}
     for x in (1.0, 10.0):
         project = make_project([(1, x), (2, x), (3, x)], **make)
@@ -198,7 +244,12 @@ def test_going_back_to_the_snapshot_before_loads_nothing(make_project: MakeProje
     assert report.stages_s.keys() & {"check", "load", "verify", "index"} == set()
     ref = store.refs.live()
     assert ref is not None
-    assert (ref.epoch, ref.place.generation, ref.previous, ref.previous_place and ref.previous_place.generation) == (3, 1, 2, 2)
+    assert (
+        ref.epoch,
+        ref.place.generation,
+        ref.previous,
+        ref.previous_place and ref.previous_place.generation,
+    ) == (3, 1, 2, 2)
     assert project.served() == (1, [2.0, 2.0, 2.0])
     assert project.nearest(1.0)[0] == 1
     assert (epochs(project), generations(project)) == ((3, 3), [1, 2])
@@ -207,11 +258,18 @@ def test_going_back_to_the_snapshot_before_loads_nothing(make_project: MakeProje
     assert project.served() == (2, [20.0, 20.0, 20.0])
     ref = store.refs.live()
     assert ref is not None
-    assert (ref.epoch, ref.place.generation, ref.previous, ref.previous_place and ref.previous_place.generation) == (4, 2, 1, 1)
+    assert (
+        ref.epoch,
+        ref.place.generation,
+        ref.previous,
+        ref.previous_place and ref.previous_place.generation,
+    ) == (4, 2, 1, 1)
     assert generations(project) == [1, 2]
 
 
-def test_the_snapshot_before_is_loaded_again_when_its_generation_is_gone(make_project: MakeProject, online: str) -> None:
+def test_the_snapshot_before_is_loaded_again_when_its_generation_is_gone(
+    make_project: MakeProject, online: str
+) -> None:
     for x in (1.0, 10.0):
         project = make_project([(1, x)], project={"online": online})
         project.run()
@@ -225,7 +283,8 @@ def test_the_snapshot_before_is_loaded_again_when_its_generation_is_gone(make_pr
 
 
 def test_a_generations_number_is_never_used_again(make_project: MakeProject) -> None:
-    """Whoever slept inside its load wakes up in a generation of its own, whatever became of its publishing."""
+    """Whoever slept inside its load wakes up in a generation of its own, whatever became of its
+    publishing."""
     store, loaded = committed(make_project([(1, 1.0)])), []
 
     class Noted(MemoryStore):
@@ -254,9 +313,15 @@ def test_what_was_rolled_back_from_is_never_published_again(make_project: MakePr
     store = project.store
     project.publish(number=1)
     store.mark_bad(2, "rolled back from")
-    with pytest.raises(GateError, match=r"snapshot 2 is marked bad \(rolled back from\); the live one stays.*bad/2.json"):
+    with pytest.raises(
+        GateError,
+        match=r"snapshot 2 is marked bad \(rolled back from\); the live one stays.*bad/2.json",
+    ):
         project.publish(number=2)
-    with pytest.raises(GateError, match=r"snapshot 2 is marked bad.*snapshot 3 builds on it or holds the very same rows"):
+    with pytest.raises(
+        GateError,
+        match=r"snapshot 2 is marked bad.*snapshot 3 builds on it or holds the very same rows",
+    ):
         project.run()
     assert (project.served([1]), epochs(project)) == ((1, [2.0]), (3, 3))
     report = project.publish()
@@ -270,7 +335,10 @@ def test_a_snapshot_refused_by_a_gate_is_published_once_accepted(make_project: M
     project = make_project(rows)
     project.run()
     make_project(rows[:20])
-    with pytest.raises(GateError, match=r"snapshot 2 is not published.*rows: 20 rows, -50.0%.*--snapshot 2 --accept rows"):
+    with pytest.raises(
+        GateError,
+        match=r"snapshot 2 is not published.*rows: 20 rows, -50.0%.*--snapshot 2 --accept rows",
+    ):
         project.run()
     store = project.store
     report = store.runs.last()
@@ -279,18 +347,26 @@ def test_a_snapshot_refused_by_a_gate_is_published_once_accepted(make_project: M
     assert [gate.gate for gate in report.gates if not gate.passed] == ["rows"]
     assert (store.numbers(), store.snapshot(2).refused_by) == ([1, 2], ["rows"])
     assert project.served([1, 30]) == (1, [4.0, 62.0])
-    with pytest.raises(GateError):  # nothing changed, nothing is computed, and it is refused all the same
+    with pytest.raises(
+        GateError
+    ):  # nothing changed, nothing is computed, and it is refused all the same
         project.run()
     assert (store.numbers(), project.served([1])) == ([1, 2], (1, [4.0]))
     assert project.publish().status == "current"  # the newest that may be published is live
     accepted = project.publish(number=2, accept=["rows"])
     assert (accepted.status, accepted.snapshot) == ("published", 3)
     snapshot = store.snapshot(3)
-    assert (snapshot.accepted, snapshot.refused_by, snapshot.parts) == (("rows",), [], store.snapshot(2).parts)
+    assert (snapshot.accepted, snapshot.refused_by, snapshot.parts) == (
+        ("rows",),
+        [],
+        store.snapshot(2).parts,
+    )
     assert project.served([1, 30]) == (3, [4.0, None])
 
 
-def test_an_older_snapshot_can_be_published_again_and_then_the_newest(make_project: MakeProject, online: str) -> None:
+def test_an_older_snapshot_can_be_published_again_and_then_the_newest(
+    make_project: MakeProject, online: str
+) -> None:
     for x in (1.0, 10.0, 100.0):
         project = make_project([(1, x), (2, x), (3, x)], project={"online": online}, view=INDEXED)
         project.run()
@@ -301,8 +377,13 @@ def test_an_older_snapshot_can_be_published_again_and_then_the_newest(make_proje
     assert project.served() == (3, [200.0, 200.0, 200.0])
 
 
-@pytest.mark.parametrize(("number", "message"), [(99, r"no snapshot 99.*it has: 1"), (0, "no snapshot 0"), (-1, "no snapshot")])
-def test_a_snapshot_that_is_not_there_is_refused(make_project: MakeProject, number: int, message: str) -> None:
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [(99, r"no snapshot 99.*it has: 1"), (0, "no snapshot 0"), (-1, "no snapshot")],
+)
+def test_a_snapshot_that_is_not_there_is_refused(
+    make_project: MakeProject, number: int, message: str
+) -> None:
     project = make_project([(1, 1.0)])
     with pytest.raises(SnapshotError, match=r"no snapshot yet.*precompute run numbers"):
         project.publish()
@@ -312,26 +393,35 @@ def test_a_snapshot_that_is_not_there_is_refused(make_project: MakeProject, numb
     assert epochs(project) == (1, 1)
 
 
-def test_old_generations_and_indexes_are_dropped_but_the_last_is_kept(make_project: MakeProject, online: str) -> None:
+def test_old_generations_and_indexes_are_dropped_but_the_last_is_kept(
+    make_project: MakeProject, online: str
+) -> None:
     for n in range(1, 6):
         project = make_project([(1, float(n))], project={"online": online}, view=INDEXED)
         project.run()
         kept = [epoch for epoch in (n - 1, n) if epoch > 0]
         assert generations(project) == kept
-        assert sorted(p.name for p in (project.root / "numbers" / "index").iterdir()) == [f"{epoch:020d}" for epoch in kept]
+        assert sorted(p.name for p in (project.root / "numbers" / "index").iterdir()) == [
+            f"{epoch:020d}" for epoch in kept
+        ]
 
 
 def test_a_view_that_loses_its_index_is_no_longer_searchable(make_project: MakeProject) -> None:
     make_project([(1, 1.0)], view=INDEXED).run()
     project = make_project([(1, 1.0)])
-    with pytest.raises(GateError, match="who reads numbers would break: the search is no more, and was of vector by l2"):
+    with pytest.raises(
+        GateError,
+        match="who reads numbers would break: the search is no more, and was of vector by l2",
+    ):
         project.run()
     project.run(accept=["contract"])
     with pytest.raises(PrecomputeError, match="no vector index"):
         project.nearest(1.0)
 
 
-def test_a_reader_sees_one_snapshot_or_the_next_and_never_both(make_project: MakeProject, online: str) -> None:
+def test_a_reader_sees_one_snapshot_or_the_next_and_never_both(
+    make_project: MakeProject, online: str
+) -> None:
     rows, make = 500, {"project": {"online": online}, "view": UNJUDGED}
     project = make_project([(i, 1.0) for i in range(rows)], **make)
     project.run()
@@ -374,7 +464,10 @@ class Alters(MemoryStore):
         raise NotImplementedError
 
     def load(self, view: str, generation: Generation, rows: Rows, rows_done: int = 0) -> int:
-        tables = (dict(zip(map(bytes, b.keys.strings()), map(bytes, b.rows.strings()), strict=True)) for b in rows)
+        tables = (
+            dict(zip(map(bytes, b.keys.strings()), map(bytes, b.rows.strings()), strict=True))
+            for b in rows
+        )
         return super().load(view, generation, (batch_of(self.altered(table)) for table in tables))
 
 
@@ -463,7 +556,9 @@ def test_a_store_that_lost_or_altered_rows_is_not_made_live(
     assert Lookup(memory).get("numbers", [1, 2, 3])["double"].to_pylist() == [20.0, 40.0, 60.0]
 
 
-def test_a_redis_that_runs_full_keeps_what_is_live(make_project: MakeProject, redis_url: str) -> None:
+def test_a_redis_that_runs_full_keeps_what_is_live(
+    make_project: MakeProject, redis_url: str
+) -> None:
     make: dict[str, Any] = {"project": {"online": redis_url}, "view": UNJUDGED}
     project = make_project([(1, 1.0)], **make)
     project.run()
@@ -501,7 +596,9 @@ def swap(part: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [cut, flip, swap, lambda part, other: part.unlink()])
-def test_a_damaged_snapshot_is_never_published(make_project: MakeProject, damage: Callable[[Path, Path], None]) -> None:
+def test_a_damaged_snapshot_is_never_published(
+    make_project: MakeProject, damage: Callable[[Path, Path], None]
+) -> None:
     project = make_project([(1, 1.0), (2, 2.0)])
     project.run()
     committed(make_project([(1, 9.0), (2, 8.0)]))
@@ -532,15 +629,23 @@ def test_a_torn_manifest_is_never_published(make_project: MakeProject, text: str
 
 @pytest.mark.parametrize("text", [b"", b"{}", b"[]", b"not JSON", b'{"epoch": 1}', b"\xff"])
 @pytest.mark.parametrize("where", ["offline", "online"])
-def test_a_damaged_pointer_is_mended_by_publishing_again(make_project: MakeProject, where: str, text: bytes) -> None:
+def test_a_damaged_pointer_is_mended_by_publishing_again(
+    make_project: MakeProject, where: str, text: bytes
+) -> None:
     """Which is what its own message advises."""
     project = make_project([(1, 1.0)], project={"online": "table:./online"})
     project.run()
-    path = project.root / "numbers" / "refs" if where == "offline" else project.folder / "online" / "numbers"
+    path = (
+        project.root / "numbers" / "refs"
+        if where == "offline"
+        else project.folder / "online" / "numbers"
+    )
     (path / "live.json").write_bytes(text)
     assert project.publish().status == "published"
     assert project.served([1]) == (1, [2.0])
-    assert epochs(project) == ((2, 2) if where == "offline" else (1, 1))  # what tells it all is the offline pointer
+    assert epochs(project) == (
+        (2, 2) if where == "offline" else (1, 1)
+    )  # what tells it all is the offline pointer
 
 
 # ---- pointers that disagree
@@ -583,7 +688,9 @@ def test_a_lost_root_goes_past_the_online_epoch(make_project: MakeProject, onlin
     assert project.run().status == "current"
 
 
-def test_a_root_restored_from_an_older_backup_goes_past_the_online_epoch(make_project: MakeProject, online: str) -> None:
+def test_a_root_restored_from_an_older_backup_goes_past_the_online_epoch(
+    make_project: MakeProject, online: str
+) -> None:
     make = {"project": {"online": online}}
     project = make_project([(1, 1.0)], **make)
     project.run()
@@ -605,7 +712,9 @@ class FlipFails(MemoryStore):
         raise OnlineStoreError("gone")
 
 
-def test_a_publish_that_stopped_between_the_two_pointers_heals_at_the_next(make_project: MakeProject) -> None:
+def test_a_publish_that_stopped_between_the_two_pointers_heals_at_the_next(
+    make_project: MakeProject,
+) -> None:
     store = committed(make_project([(1, 1.0)]))
     memory = MemoryStore()
     publish_to(memory, store)
@@ -641,7 +750,9 @@ def test_a_publish_that_was_overtaken_changes_nothing(make_project: MakeProject)
     assert (ref.epoch, ref.reason) == (5, "another machine")
 
 
-def test_an_index_that_cannot_be_written_keeps_rows_and_index_as_they_were(make_project: MakeProject, online: str) -> None:
+def test_an_index_that_cannot_be_written_keeps_rows_and_index_as_they_were(
+    make_project: MakeProject, online: str
+) -> None:
     make: dict[str, Any] = {"project": {"online": online}, "view": INDEXED}
     project = make_project([(1, 1.0)], **make)
     project.run()
@@ -662,7 +773,8 @@ def test_an_index_that_cannot_be_written_keeps_rows_and_index_as_they_were(make_
 def test_what_was_not_read_back_is_never_published(
     make_project: MakeProject, online: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor kept: a publishing that fails leaves no generation behind, and the next one loads again."""
+    """Nor kept: a publishing that fails leaves no generation behind, and the next one loads
+    again."""
 
     def fails(*_: Any) -> None:
         raise OnlineStoreError("other bytes")
@@ -680,14 +792,20 @@ def test_what_was_not_read_back_is_never_published(
     assert project.served([1, 2]) == (1, [2.0, 4.0])
 
 
-def test_what_a_reload_replaced_is_there_until_the_next_publishing(make_project: MakeProject, online: str) -> None:
+def test_what_a_reload_replaced_is_there_until_the_next_publishing(
+    make_project: MakeProject, online: str
+) -> None:
     """A request that took the pointer before the flip reads it after."""
     for x in (1.0, 10.0):
         project = make_project([(1, x), (2, x)], project={"online": online}, view=INDEXED)
         project.run()
     before = project.pointer()
     project.publish(reload=True)
-    assert (before.generation, project.pointer().generation, generations(project)) == (2, 3, [1, 2, 3])
+    assert (before.generation, project.pointer().generation, generations(project)) == (
+        2,
+        3,
+        [1, 2, 3],
+    )
     assert before.index is not None
     assert len(VectorIndex(project.root / before.index)) == 2
     with project.online_store() as store:
@@ -699,7 +817,9 @@ def test_what_a_reload_replaced_is_there_until_the_next_publishing(make_project:
     assert project.served([1, 2]) == (1, [2.0, 2.0])
 
 
-def test_a_damaged_pointer_over_a_lost_generation_is_published_again(make_project: MakeProject) -> None:
+def test_a_damaged_pointer_over_a_lost_generation_is_published_again(
+    make_project: MakeProject,
+) -> None:
     project = make_project([(1, 1.0)], project={"online": "table:./online"})
     project.run()
     folder = project.folder / "online" / "numbers"

@@ -1,4 +1,5 @@
-"""Reconcile: what the online store lost of what is live is seen, told, and brought back, by hand and by the scheduler."""
+"""Reconcile: what the online store lost of what is live is seen, told, and brought back, by hand
+and by the scheduler."""
 
 from __future__ import annotations
 
@@ -77,7 +78,9 @@ def lose_features(project: Scene) -> None:
     """The pointer tells of other rows than its generations have."""
     view = project.pointer().view
     with project.online_store() as online:
-        online.flip(replace(project.pointer(), view=dataclasses.replace(view, features=view.features[::-1])))
+        online.flip(
+            replace(project.pointer(), view=dataclasses.replace(view, features=view.features[::-1]))
+        )
 
 
 LOSSES: dict[str, Callable[[Scene], None]] = {
@@ -98,11 +101,18 @@ def test_what_was_lost_is_told_and_brought_back(project: Scene, loss: str) -> No
     assert "numbers" in wrong
     line = project.status()
     assert line["attention"] == [
-        wrong if line["online"] else "the online store does not serve what is live: precompute reconcile numbers"
+        wrong
+        if line["online"]
+        else "the online store does not serve what is live: precompute reconcile numbers"
     ]
     report = reconcile(project, "numbers", Silent())
     assert report is not None
-    assert (report.command, report.status, report.snapshot, report.attention) == ("reconcile", "published", 2, [wrong])
+    assert (report.command, report.status, report.snapshot, report.attention) == (
+        "reconcile",
+        "published",
+        2,
+        [wrong],
+    )
     assert project.served(range(40)) == (2, DOUBLES)
     assert (said(project), project.status()["attention"]) == (None, [])
     assert len(project.store.runs.reports()) == reports + 1
@@ -110,13 +120,17 @@ def test_what_was_lost_is_told_and_brought_back(project: Scene, loss: str) -> No
     assert project.rollback().snapshot == 1
 
 
-def test_a_damaged_note_of_a_generation_in_redis_counts_as_lost(make_project: MakeProject, redis_url: str) -> None:
+def test_a_damaged_note_of_a_generation_in_redis_counts_as_lost(
+    make_project: MakeProject, redis_url: str
+) -> None:
     project = make_project(ROWS, project={"online": redis_url})
     project.run()
     with contextlib.closing(redis.Redis.from_url(redis_url)) as client:
         note = client.hget("precompute:{numbers}:meta", "rows:1")
         assert isinstance(note, bytes)
-        client.hset("precompute:{numbers}:meta", "rows:1", note.replace(b'"number": 1', b'"number": 3'))
+        client.hset(
+            "precompute:{numbers}:meta", "rows:1", note.replace(b'"number": 1', b'"number": 3')
+        )
     assert "what is noted of generation 1 of 'numbers' is damaged" in (said(project) or "")
     report = reconcile(project, "numbers", Silent())
     assert report is not None
@@ -124,7 +138,9 @@ def test_a_damaged_note_of_a_generation_in_redis_counts_as_lost(make_project: Ma
     assert said(project) is None
 
 
-def test_doubts_are_looked_into_once_and_values_are_compared_every_hour(project: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doubts_are_looked_into_once_and_values_are_compared_every_hour(
+    project: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     doubts = [[], ["restarted"], ["restarted"], ["restarted", "3 keys were evicted"], []]
     looks, sample = list[int](), ViewStore.sample
 
@@ -149,12 +165,21 @@ def test_a_pointer_left_behind_is_moved_and_nothing_loaded(project: Scene) -> No
         behind = online.live("numbers")
         assert behind is not None
     store = project.store
-    store.refs.move_live(2, expected_epoch=2, epoch=3, reason="a crash between the two pointers", place=store.refs.live().place)  # type: ignore[union-attr]
+    store.refs.move_live(
+        2,
+        expected_epoch=2,
+        epoch=3,
+        reason="a crash between the two pointers",
+        place=store.refs.live().place,  # type: ignore[union-attr]
+    )
     assert said(project) == "the online store serves snapshot 2 of view 'numbers', and 2 is live"
     report = reconcile(project, "numbers", Silent())
     assert report is not None
     assert (report.status, report.epoch, "load" in report.stages_s) == ("published", 3, False)
-    assert (project.pointer(), said(project)) == (replace(behind, epoch=3, at=project.live().at), None)
+    assert (project.pointer(), said(project)) == (
+        replace(behind, epoch=3, at=project.live().at),
+        None,
+    )
 
 
 def test_a_hold_outlives_what_was_lost(project: Scene) -> None:
@@ -166,7 +191,9 @@ def test_a_hold_outlives_what_was_lost(project: Scene) -> None:
     assert (project.live().held, project.live().snapshot) == (held, 1)
 
 
-def test_until_it_is_back_a_row_that_is_not_there_is_no_unknown_entity(project: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_until_it_is_back_a_row_that_is_not_there_is_no_unknown_entity(
+    project: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lose(project, 1)
     seen: list[str] = []
     with project.online_store() as online:
@@ -186,7 +213,9 @@ def test_until_it_is_back_a_row_that_is_not_there_is_no_unknown_entity(project: 
         assert lookup.row("numbers", 999)["reason"] == "unknown_entity"
 
 
-def test_rows_known_to_be_lost_stay_so_until_loaded_again(project: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_known_to_be_lost_stay_so_until_loaded_again(
+    project: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lose(project, 1)
     with monkeypatch.context() as refusing:
         refusing.setattr(Publisher, "_loaded", refuse)
@@ -234,7 +263,9 @@ def test_another_projects_view_is_left_alone(project: Scene) -> None:
     assert project.pointer() == foreign
 
 
-def test_a_store_that_does_not_answer_has_lost_nothing(project: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_does_not_answer_has_lost_nothing(
+    project: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with project.online_store() as online:
         kind = type(online)
     monkeypatch.setattr(kind, "blocking", True)
@@ -261,7 +292,10 @@ def test_a_root_that_is_older_than_what_is_served_lost_nothing(project: Scene) -
 def test_the_command_says_what_it_did(project: Scene, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert project.cli("reconcile", "numbers") == 0
-    assert capsys.readouterr().out == "numbers: nothing that is live is missing from the online store\n"
+    assert (
+        capsys.readouterr().out
+        == "numbers: nothing that is live is missing from the online store\n"
+    )
     lose_all(project)
     assert project.cli("reconcile", "numbers") == 0
     assert "numbers: published, snapshot 2" in capsys.readouterr().out
@@ -273,13 +307,18 @@ def test_all_views_are_reconciled_though_one_cannot_be(
     """After a loss there is one command, and one document."""
     project = make_project(ROWS, project={"online": online})
     others = yaml.safe_load((project.folder / "views" / "numbers.yaml").read_text())
-    project = make_project(ROWS, project={"online": online}, views={"others": others | {"name": "others"}})
+    project = make_project(
+        ROWS, project={"online": online}, views={"others": others | {"name": "others"}}
+    )
     project.publish_all()
     lose_all(project)
     capsys.readouterr()
     shutil.rmtree(project.store.data)
     assert project.cli("reconcile", "--json") == 3
-    done = {one["view"]: (one["status"], one.get("error")) for one in json.loads(capsys.readouterr().out)}
+    done = {
+        one["view"]: (one["status"], one.get("error"))
+        for one in json.loads(capsys.readouterr().out)
+    }
     assert done["others"] == ("published", None)
     assert done["numbers"][0] == "refused"
     assert done["numbers"][1]
@@ -296,7 +335,10 @@ def test_the_scheduler_brings_back_what_was_lost(make_project: MakeProject, onli
     try:
         lose_all(project)
         ends = time.monotonic() + 60
-        while not (said and said[-1] == "numbers: the online store serves what is live") and time.monotonic() < ends:
+        while (
+            not (said and said[-1] == "numbers: the online store serves what is live")
+            and time.monotonic() < ends
+        ):
             time.sleep(0.05)
     finally:
         scheduler.stop()
@@ -305,7 +347,9 @@ def test_the_scheduler_brings_back_what_was_lost(make_project: MakeProject, onli
     assert project.served(range(40)) == (1, DOUBLES)
 
 
-def test_what_cannot_be_brought_back_is_tried_again_later_and_later(make_project: MakeProject) -> None:
+def test_what_cannot_be_brought_back_is_tried_again_later_and_later(
+    make_project: MakeProject,
+) -> None:
     project = make_project(ROWS)
     project.run()
     lose_all(project)
@@ -315,14 +359,19 @@ def test_what_cannot_be_brought_back_is_tried_again_later_and_later(make_project
         reconciler.look()
         reconciler.wait()
     assert len(announced) == 2
-    assert announced[1] == "numbers: it could not be brought back (exit status 1); its output tells more; once more in 2 min"
+    assert (
+        announced[1]
+        == "numbers: it could not be brought back (exit status 1); its output tells more; once more in 2 min"
+    )
     reconciler._attempts["numbers"], reconciler._not_before["numbers"] = 5000, 0.0
     reconciler.look()
     reconciler.wait()
     assert announced[-1].endswith("; once more in 60 min")
 
 
-def test_other_damage_waits_for_no_attempt_at_what_was_lost_before(make_project: MakeProject) -> None:
+def test_other_damage_waits_for_no_attempt_at_what_was_lost_before(
+    make_project: MakeProject,
+) -> None:
     project = make_project(ROWS)
     project.run()
     lose_all(project)
@@ -338,7 +387,9 @@ def test_other_damage_waits_for_no_attempt_at_what_was_lost_before(make_project:
     copy = project.root / ".identity-copy.json"
     copy.write_bytes(copy.read_bytes()[:-1])
     assert [attempts(), attempts()] == [2, 2]
-    assert {line.rpartition("; ")[2] for line in announced if "once more in" in line} == {"once more in 2 min"}
+    assert {line.rpartition("; ")[2] for line in announced if "once more in" in line} == {
+        "once more in 2 min"
+    }
     # what comes and goes is no other thing
     copy.unlink()
     assert attempts() == 2
@@ -349,10 +400,16 @@ def test_other_damage_waits_for_no_attempt_at_what_was_lost_before(make_project:
 def test_a_load_that_takes_hours_keeps_no_other_view_waiting(make_project: MakeProject) -> None:
     project = make_project(ROWS, project={"reconcile": "1h"})
     others = yaml.safe_load((project.folder / "views" / "numbers.yaml").read_text())
-    project = make_project(ROWS, project={"reconcile": "1h"}, views={"others": others | {"name": "others"}})
+    project = make_project(
+        ROWS, project={"reconcile": "1h"}, views={"others": others | {"name": "others"}}
+    )
     project.publish_all()
     announced: list[str] = []
-    reconciler = Reconciler(project, announced.append, lambda _, view: ["sleep", "600"] if view == "numbers" else ["false"])
+    reconciler = Reconciler(
+        project,
+        announced.append,
+        lambda _, view: ["sleep", "600"] if view == "numbers" else ["false"],
+    )
     lose_all(project)
     reconciler.look()
     ends = time.monotonic() + 60

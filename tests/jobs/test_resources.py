@@ -1,4 +1,5 @@
-"""Resources: what a process is short of is reported in one line, with the remedy, and never taken for damage."""
+"""Resources: what a process is short of is reported in one line, with the remedy, and never taken
+for damage."""
 
 from __future__ import annotations
 
@@ -38,7 +39,11 @@ def test_what_a_process_has_no_memory_or_threads_for_is_one_line(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     project = make_project([(1, 1.0)])
-    for short in (duckdb.OutOfMemoryException("Allocation failure"), MemoryError(), RuntimeError("can't start new thread")):
+    for short in (
+        duckdb.OutOfMemoryException("Allocation failure"),
+        MemoryError(),
+        RuntimeError("can't start new thread"),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(duckdb, "connect", mock.Mock(side_effect=short))
             assert project.cli("run", "numbers") == 1

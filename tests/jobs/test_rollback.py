@@ -1,4 +1,5 @@
-"""Rollback: one pointer move to a snapshot that was good; rows and index together; and what was left is never published again."""
+"""Rollback: one pointer move to a snapshot that was good; rows and index together; and what was
+left is never published again."""
 
 from __future__ import annotations
 
@@ -32,12 +33,20 @@ Captured = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def versions(make_project: MakeProject) -> Versions:
-    """Publishes one snapshot after the other; in the one of factor f, every x is f times its key."""
+    """Publishes one snapshot after the other; in the one of factor f, every x is f times its
+    key."""
 
-    def publish(*factors: float, online: str = "table:./online", project: dict[str, Any] | None = None, **view: Any) -> Scene:
+    def publish(
+        *factors: float,
+        online: str = "table:./online",
+        project: dict[str, Any] | None = None,
+        **view: Any,
+    ) -> Scene:
         for factor in factors:
             made = make_project(
-                [(key, key * factor) for key in KEYS], project={"online": online} | (project or {}), view=INDEXED | view
+                [(key, key * factor) for key in KEYS],
+                project={"online": online} | (project or {}),
+                view=INDEXED | view,
             )
             made.run()
         return made
@@ -50,11 +59,17 @@ def served(project: Scene) -> tuple[int, float]:
     with project.lookup() as lookup:
         table = lookup.get("numbers", KEYS)
         (snapshot,) = set(table["snapshot"].to_pylist())
-        factors = {double / 2 / key for double, key in zip(table["double"].to_pylist(), KEYS, strict=True)}
+        factors = {
+            double / 2 / key for double, key in zip(table["double"].to_pylist(), KEYS, strict=True)
+        }
         assert len(factors) == 1
         factor = factors.pop()
         found = lookup.search("numbers", vector=[2 * factor + n for n in range(4)], k=1)
-        assert (found["snapshot"], found["rows"][0]["key"], found["rows"][0]["score"]) == (snapshot, "2", 0.0)
+        assert (found["snapshot"], found["rows"][0]["key"], found["rows"][0]["score"]) == (
+            snapshot,
+            "2",
+            0.0,
+        )
         return snapshot, factor
 
 
@@ -64,7 +79,12 @@ def served(project: Scene) -> tuple[int, float]:
 def test_back_to_what_was_live_before_by_one_pointer_move(versions: Versions, online: str) -> None:
     project = versions(1.0, 10.0, online=online)
     report = project.rollback()
-    assert (report.status, report.command, report.snapshot, report.epoch) == ("published", "rollback", 1, 3)
+    assert (report.status, report.command, report.snapshot, report.epoch) == (
+        "published",
+        "rollback",
+        1,
+        3,
+    )
     assert {"load", "index", "check"}.isdisjoint(report.stages_s)  # nothing was loaded
     assert served(project) == (1, 1.0)
     ref = project.live()
@@ -117,7 +137,9 @@ def test_a_collected_snapshot_is_told_with_those_there_are(versions: Versions) -
     assert project.rollback().snapshot == 3
 
 
-def test_a_view_that_was_never_published_is_told(make_project: MakeProject, capsys: Captured) -> None:
+def test_a_view_that_was_never_published_is_told(
+    make_project: MakeProject, capsys: Captured
+) -> None:
     project = make_project([(1, 1.0)])
     assert project.cli("rollback", "numbers") == 1
     assert "never published" in capsys.readouterr().err
@@ -126,7 +148,9 @@ def test_a_view_that_was_never_published_is_told(make_project: MakeProject, caps
         project.rollback()
 
 
-def test_a_bad_target_is_refused_and_what_is_live_stays_good(versions: Versions, capsys: Captured) -> None:
+def test_a_bad_target_is_refused_and_what_is_live_stays_good(
+    versions: Versions, capsys: Captured
+) -> None:
     project = versions(1.0, 10.0)
     project.rollback()
     project = versions(100.0)
@@ -138,7 +162,8 @@ def test_a_bad_target_is_refused_and_what_is_live_stays_good(versions: Versions,
 
 
 def test_back_from_a_snapshot_of_the_very_same_rows(versions: Versions) -> None:
-    """As after ``run --full``: what was computed again is wrong, what was there before was right, and the source is the same."""
+    """As after ``run --full``: what was computed again is wrong, what was there before was right,
+    and the source is the same."""
     project = versions(1.0)
     project.run(full=True)
     assert project.rollback().snapshot == 1
@@ -178,7 +203,9 @@ def test_a_snapshot_that_a_gate_refused_is_no_default_target(make_project: MakeP
 # ---- what comes after
 
 
-def test_the_same_rows_are_never_published_again_and_others_are(versions: Versions, capsys: Captured) -> None:
+def test_the_same_rows_are_never_published_again_and_others_are(
+    versions: Versions, capsys: Captured
+) -> None:
     project = versions(1.0, 10.0)
     project.rollback()
     for _ in range(2):
@@ -216,7 +243,9 @@ def test_publish_never_picks_one_that_builds_on_a_bad_one(make_project: MakeProj
         project.publish(number=3)
 
 
-def test_publish_never_picks_one_that_copied_the_rows_of_a_bad_one(make_project: MakeProject) -> None:
+def test_publish_never_picks_one_that_copied_the_rows_of_a_bad_one(
+    make_project: MakeProject,
+) -> None:
     make = {"view": {"gates": {"rows": None, "norm": None, "drift": None, "moved": None}}}
     rows = [(i, float(i)) for i in range(20)]
     make_project(rows, **make).run()
@@ -233,8 +262,14 @@ def test_back_from_a_partition_goes_to_the_one_before_it(make_project: MakeProje
     sql = "SELECT id, x * $n AS x FROM read_parquet('${data}/data.parquet') WHERE $start < $end"
 
     def computed(day: int, factor: int, command: str = "run") -> Scene:
-        view = {"source": {"sql": sql.replace("$n", str(factor))}, "partition": {"by": "day", "start": "2026-01-01"}}
-        project = make_project([(key, float(key)) for key in KEYS], view=INDEXED | {"gates": {"rows": None, "norm": None}} | view)
+        view = {
+            "source": {"sql": sql.replace("$n", str(factor))},
+            "partition": {"by": "day", "start": "2026-01-01"},
+        }
+        project = make_project(
+            [(key, float(key)) for key in KEYS],
+            view=INDEXED | {"gates": {"rows": None, "norm": None}} | view,
+        )
         partition = containing("day", datetime(2026, 1, day, tzinfo=UTC))
         project.run(command=command, partition=partition)
         return project
@@ -282,7 +317,9 @@ def test_a_publish_that_is_refused_leaves_the_hold(versions: Versions) -> None:
     assert ref.held is not None
 
 
-def test_resume_of_a_view_that_is_not_held_or_not_published(versions: Versions, make_project: MakeProject) -> None:
+def test_resume_of_a_view_that_is_not_held_or_not_published(
+    versions: Versions, make_project: MakeProject
+) -> None:
     project = make_project([(1, 1.0)])
     assert project.cli("resume", "numbers") == 1
     project = versions(1.0)
@@ -347,7 +384,9 @@ def test_an_index_that_is_gone_or_damaged_is_built_again(versions: Versions, dam
     assert project.faults() == []
 
 
-def test_a_target_whose_parts_are_damaged_is_refused_and_the_old_rows_stay(versions: Versions) -> None:
+def test_a_target_whose_parts_are_damaged_is_refused_and_the_old_rows_stay(
+    versions: Versions,
+) -> None:
     project = versions(1.0, 10.0, 100.0)
     run_id = project.store.snapshot(1).run
     for path in (project.root / "numbers" / "data" / run_id).glob("*.parquet"):
@@ -369,7 +408,9 @@ def test_an_emptied_online_store_is_filled_by_going_back(versions: Versions) -> 
 # ---- others at work
 
 
-def test_readers_see_one_snapshot_or_the_other_and_never_both(versions: Versions, online: str) -> None:
+def test_readers_see_one_snapshot_or_the_other_and_never_both(
+    versions: Versions, online: str
+) -> None:
     project = versions(1.0, 2.0, online=online)
     failures: list[str] = []
     stop = threading.Event()
@@ -379,13 +420,24 @@ def test_readers_see_one_snapshot_or_the_other_and_never_both(versions: Versions
         try:
             while not stop.is_set():
                 table = lookup.get("numbers", KEYS)
-                factors = {d / 2 / key for d, key in zip(table["double"].to_pylist(), KEYS, strict=True)}
+                factors = {
+                    d / 2 / key for d, key in zip(table["double"].to_pylist(), KEYS, strict=True)
+                }
                 snapshots = set(table["snapshot"].to_pylist())
-                if len(factors) != 1 or len(snapshots) != 1 or factors != {float(next(iter(snapshots)))}:
+                if (
+                    len(factors) != 1
+                    or len(snapshots) != 1
+                    or factors != {float(next(iter(snapshots)))}
+                ):
                     failures.append(f"{factors} {snapshots}")
                     return
-                found = lookup.search("numbers", vector=[2.0, 3.0, 4.0, 5.0], k=1)  # 2 of factor 1, 1 of factor 2
-                if found["rows"][0]["score"] == 0.0 and found["rows"][0]["key"] != {1: "2", 2: "1"}.get(found["snapshot"], "1"):
+                found = lookup.search(
+                    "numbers", vector=[2.0, 3.0, 4.0, 5.0], k=1
+                )  # 2 of factor 1, 1 of factor 2
+                if found["rows"][0]["score"] == 0.0 and found["rows"][0]["key"] != {
+                    1: "2",
+                    2: "1",
+                }.get(found["snapshot"], "1"):
                     failures.append(str(found))
                     return
         except BaseException as exc:
@@ -456,7 +508,9 @@ def test_the_operators_command_is_told(versions: Versions, tmp_path: Path) -> No
     told = tmp_path / "told"
     script = f"import os; open({str(told)!r}, 'a').write(' '.join(os.environ['NOTIFY_' + n] for n in ('COMMAND', 'STATUS', 'SNAPSHOT')) + chr(10))"
     project = versions(1.0, 10.0, project={"notify": [sys.executable, "-c", script]})
-    crashpoint.arm("live.cas", mode="raise")  # the rows are another's by now, and the online store does not know
+    crashpoint.arm(
+        "live.cas", mode="raise"
+    )  # the rows are another's by now, and the online store does not know
     with pytest.raises(InjectedError):
         project.rollback()
     crashpoint.disarm()
@@ -466,7 +520,9 @@ def test_the_operators_command_is_told(versions: Versions, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("to", "goes_to"), [(None, 2), (2, 2), (1, 1)])
-def test_a_rollback_that_was_killed_is_finished_or_overruled(versions: Versions, to: int | None, goes_to: int) -> None:
+def test_a_rollback_that_was_killed_is_finished_or_overruled(
+    versions: Versions, to: int | None, goes_to: int
+) -> None:
     project = versions(1.0, 10.0, 100.0)
     crashpoint.arm("live.cas", mode="raise")
     with pytest.raises(InjectedError):
@@ -499,7 +555,9 @@ def test_a_run_of_a_held_view_needs_no_online_store(
     assert "whether readers see what is live is not known" in caplog.text
 
 
-def test_a_run_refused_by_a_gate_fails_though_it_would_not_go_live(make_project: MakeProject, tmp_path: Path) -> None:
+def test_a_run_refused_by_a_gate_fails_though_it_would_not_go_live(
+    make_project: MakeProject, tmp_path: Path
+) -> None:
     told = tmp_path / "told"
     script = f"import os; open({str(told)!r}, 'a').write(os.environ['NOTIFY_STATUS'] + chr(10))"
     notified = {"notify": [sys.executable, "-c", script]}

@@ -1,4 +1,5 @@
-"""What was rolled back from does not return: not as a whole, not row by row through a delta, a compaction, another partition, a full run."""
+"""What was rolled back from does not return: not as a whole, not row by row through a delta, a
+compaction, another partition, a full run."""
 
 from __future__ import annotations
 
@@ -25,7 +26,12 @@ PARTITIONED = {
 }
 
 
-def run(make_project: MakeProject, rows: Mapping[int, float], view: Mapping[str, Any] = VIEW, **options: Any) -> Report:
+def run(
+    make_project: MakeProject,
+    rows: Mapping[int, float],
+    view: Mapping[str, Any] = VIEW,
+    **options: Any,
+) -> Report:
     return make_project(list(rows.items()), view=dict(view)).run(**options)
 
 
@@ -39,20 +45,30 @@ def test_a_rollback_is_not_undone_by_the_next_run_when_a_row_changed(
     run(make_project, GOOD)
     run(make_project, BAD)
     back(make_project)
-    with pytest.raises(GateError, match=r"snapshot 2 is marked bad .*holds the very same rows.*--accept rolled_back"):
+    with pytest.raises(
+        GateError,
+        match=r"snapshot 2 is marked bad .*holds the very same rows.*--accept rolled_back",
+    ):
         run(make_project, BAD)
     for changed in (1, 2):  # built on what was refused last: its rows are what they are
         with pytest.raises(
-            GateError, match=f"rolled_back: {40 - changed} of the 40 rows come again that snapshot 2 had computed"
+            GateError,
+            match=f"rolled_back: {40 - changed} of the 40 rows come again that snapshot 2 had computed",
         ):
             run(make_project, BAD | {i: NEW[i] for i in range(changed)})
     project = make_project(view=VIEW)
-    assert (project.snapshot().number, project.snapshot().counts.written, project.live_snapshot().number) == (5, 1, 1)
+    assert (
+        project.snapshot().number,
+        project.snapshot().counts.written,
+        project.live_snapshot().number,
+    ) == (5, 1, 1)
     assert project.snapshot().quality["rolled_back"] == 38 / 40
     with pytest.raises(GateError, match="rolled_back: 38 of the 40"):
         run(make_project, BAD | {i: NEW[i] for i in range(2)}, full=True)
     assert project.cli("publish", "numbers", "--accept", "rolled_back", "--snapshot", "5") == 0
-    assert run(make_project, BAD | {i: NEW[i] for i in range(3)}).status == "published"  # what is live is no news
+    assert (
+        run(make_project, BAD | {i: NEW[i] for i in range(3)}).status == "published"
+    )  # what is live is no news
 
 
 def test_the_very_same_rows_can_be_accepted_by_name(make_project: MakeProject) -> None:
@@ -78,7 +94,10 @@ def test_a_mended_source_passes_though_some_rows_are_as_they_were_there(
         return
     with pytest.raises(GateError, match=f"rolled_back: {again} of the 40 rows"):
         run(make_project, mended)
-    assert run(make_project, mended, VIEW | {"gates": GATES | {"rolled_back": 0.2}}).status == "published"
+    assert (
+        run(make_project, mended, VIEW | {"gates": GATES | {"rolled_back": 0.2}}).status
+        == "published"
+    )
 
 
 def test_a_mended_model_passes(make_project: MakeProject) -> None:
@@ -95,7 +114,10 @@ def test_null_switches_it_off_and_other_damage_is_no_reason(make_project: MakePr
     back(make_project)
     off = VIEW | {"gates": GATES | {"rolled_back": None}}
     report = run(make_project, BAD | {0: 7.0}, off)
-    assert (report.status, make_project(view=VIEW).snapshot().quality["rolled_back"]) == ("published", 39 / 40)
+    assert (report.status, make_project(view=VIEW).snapshot().quality["rolled_back"]) == (
+        "published",
+        39 / 40,
+    )
     project = make_project(view=VIEW)
     project.store.mark_bad(project.live_snapshot().number, "damaged: …", rows=False)
     assert run(make_project, BAD | {0: 7.0, 1: 8.0}).status == "published"
@@ -122,7 +144,9 @@ def test_rows_of_snapshots_between_good_and_bad_are_at_fault_too(make_project: M
     run(make_project, between, command="materialize")
     run(make_project, between | {4: BAD[4]})
     back(make_project, to=1)
-    with pytest.raises(GateError, match="rolled_back: 4 of the 5 rows come again that snapshot 3 had computed"):
+    with pytest.raises(
+        GateError, match="rolled_back: 4 of the 5 rows come again that snapshot 3 had computed"
+    ):
         run(make_project, between | {9: 7.0})
     assert make_project(view=VIEW).snapshot().parent == 2  # which nobody marked
 
@@ -140,7 +164,9 @@ def test_the_rows_at_fault_are_known_after_gc_and_a_full_run(make_project: MakeP
     for later in (NEW, {i: x + 0.125 for i, x in NEW.items()}):
         rows = later | {i: GOOD[i] for i in range(8)}
         assert day(rows, full=True).status == "published"
-    with pytest.raises(GateError, match="rolled_back: 2 of the 2 rows come again that snapshot 2 had computed"):
+    with pytest.raises(
+        GateError, match="rolled_back: 2 of the 2 rows come again that snapshot 2 had computed"
+    ):
         day(rows | {0: BAD[0], 1: BAD[1]})
 
 
@@ -149,7 +175,9 @@ def test_the_worst_of_several_counts(make_project: MakeProject) -> None:
     for rows in (BAD, NEW):
         run(make_project, rows)
         back(make_project)
-    with pytest.raises(GateError, match="rolled_back: 39 of the 40 rows come again that snapshot 2 had computed"):
+    with pytest.raises(
+        GateError, match="rolled_back: 39 of the 40 rows come again that snapshot 2 had computed"
+    ):
         run(make_project, BAD | {0: NEW[0]})
 
 
@@ -165,16 +193,28 @@ def test_they_do_not_return_in_slices(make_project: MakeProject, full: bool) -> 
     back(make_project)
     assert run(make_project, NEW | slice_of(0, 3), full=full).status == "published"
     for last in (6, 5):
-        with pytest.raises(GateError, match=f"rolled_back: {last} of the 40 rows come again .*, 3 of them live already"):
+        with pytest.raises(
+            GateError,
+            match=f"rolled_back: {last} of the 40 rows come again .*, 3 of them live already",
+        ):
             run(make_project, NEW | slice_of(0, last), full=full)
     assert run(make_project, NEW | slice_of(0, 4), full=full).status == "published"
-    assert run(make_project, NEW | slice_of(3, 7), full=full).status == "published"  # 4 again: others of them are gone
-    assert run(make_project, NEW | slice_of(0, 20), full=full, accept=["rolled_back"]).status == "published"
+    assert (
+        run(make_project, NEW | slice_of(3, 7), full=full).status == "published"
+    )  # 4 again: others of them are gone
+    assert (
+        run(make_project, NEW | slice_of(0, 20), full=full, accept=["rolled_back"]).status
+        == "published"
+    )
     assert run(make_project, NEW | slice_of(0, 24), full=full).status == "published"
     assert run(make_project, NEW | slice_of(0, 24) | {39: 7.0}, full=full).status == "published"
-    with pytest.raises(GateError, match=r"rolled_back: 5 of the 40 rows come again .*, 4 of them live already"):
+    with pytest.raises(
+        GateError, match=r"rolled_back: 5 of the 40 rows come again .*, 4 of them live already"
+    ):
         run(make_project, NEW | slice_of(0, 25), full=full)
-    with pytest.raises(GateError, match="rolled_back: 11 of the 40 rows come again"):  # others in place of what was accepted
+    with pytest.raises(
+        GateError, match="rolled_back: 11 of the 40 rows come again"
+    ):  # others in place of what was accepted
         run(make_project, NEW | slice_of(20, 35), full=full)
 
 
@@ -183,7 +223,9 @@ def test_rows_that_what_was_gone_back_to_has_too_are_no_slice(make_project: Make
     run(make_project, GOOD | slice_of(0, 10))
     back(make_project)
     for changed in range(1, 5):
-        assert run(make_project, GOOD | {30 + i: NEW[i] for i in range(changed)}).status == "published"
+        assert (
+            run(make_project, GOOD | {30 + i: NEW[i] for i in range(changed)}).status == "published"
+        )
     assert make_project(view=VIEW).snapshot().returned == {2: 0}
 
 
@@ -191,7 +233,12 @@ def test_another_partition_does_not_bring_them_back(make_project: MakeProject) -
     view = VIEW | PARTITIONED
 
     def day(number: int, rows: Mapping[int, float]) -> Report:
-        return run(make_project, rows, view, partition=containing("day", datetime(2026, 1, number, tzinfo=UTC)))
+        return run(
+            make_project,
+            rows,
+            view,
+            partition=containing("day", datetime(2026, 1, number, tzinfo=UTC)),
+        )
 
     day(1, GOOD)
     day(2, GOOD | {i: BAD[i] for i in range(30)})
@@ -221,18 +268,25 @@ def test_what_cannot_be_recognised_after_a_change_of_hash_is_refused(
     back(make_project)
     monkeypatch.setattr("precompute.source.hash_kind", lambda: "duckdb-another")
     for changed in (1, 2):
-        with pytest.raises(GateError, match=r"the rows of snapshot 2, .* cannot be recognised after the change of hash.*look"):
+        with pytest.raises(
+            GateError,
+            match=r"the rows of snapshot 2, .* cannot be recognised after the change of hash.*look",
+        ):
             run(make_project, BAD | {i: NEW[i] for i in range(changed)}, full=True)
     project = make_project(view=VIEW)
     assert (project.snapshot().quality["rolled_back"], project.live_snapshot().number) == (1.0, 1)
     assert run(make_project, NEW, full=True, accept=["rolled_back"]).status == "published"
-    assert run(make_project, NEW | {0: 7.0}).status == "published"  # somebody looked: it is not asked again
+    assert (
+        run(make_project, NEW | {0: 7.0}).status == "published"
+    )  # somebody looked: it is not asked again
     back(make_project)
     with pytest.raises(GateError, match="rolled_back: 1 of the 1 rows come again"):  # hashed as now
         run(make_project, NEW | {0: 7.0, 1: 8.0})
 
 
-def test_a_change_of_hash_and_of_the_model_passes(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_of_hash_and_of_the_model_passes(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run(make_project, GOOD)
     run(make_project, BAD)
     back(make_project)
@@ -247,7 +301,11 @@ FEW = GOOD | {i: BAD[i] for i in range(5)}
 @pytest.mark.parametrize(
     ("damaged", "again", "said"),
     [
-        (1, FEW, "39 of the 40 rows come again that snapshot 3"),  # nobody can tell which of them were good before
+        (
+            1,
+            FEW,
+            "39 of the 40 rows come again that snapshot 3",
+        ),  # nobody can tell which of them were good before
         (2, FEW, "5 of the 5 rows come again that snapshot 3"),
         (3, NEW, "39 of the 40 rows come again that snapshot 2"),
     ],
@@ -267,7 +325,9 @@ def test_damage_of_one_does_not_hide_the_rows_of_another(
 
 
 @pytest.mark.parametrize("damaged", [[], [2], [3], [2, 3]])
-def test_lost_deletes_hide_no_rows_that_were_at_fault(make_project: MakeProject, damaged: list[int]) -> None:
+def test_lost_deletes_hide_no_rows_that_were_at_fault(
+    make_project: MakeProject, damaged: list[int]
+) -> None:
     run(make_project, GOOD)
     run(make_project, GOOD | {39: NEW[39]})
     bad = GOOD | {39: NEW[39]} | {i: BAD[i] for i in range(5)}
@@ -279,5 +339,7 @@ def test_lost_deletes_hide_no_rows_that_were_at_fault(make_project: MakeProject,
         assert (snapshot.kind, snapshot.deletes is None) == ("delta", False)
         assert snapshot.deletes is not None
         (store.folder / snapshot.deletes.path).unlink()
-    with pytest.raises(GateError, match="rolled_back: 5 of the 5 rows come again that snapshot 3 had computed"):
+    with pytest.raises(
+        GateError, match="rolled_back: 5 of the 5 rows come again that snapshot 3 had computed"
+    ):
         run(make_project, bad | {38: 7.0})

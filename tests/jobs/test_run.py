@@ -1,4 +1,5 @@
-"""Run: killed anywhere, twice at once, on a disk that refuses. The old rows are served until the new ones are, and the next run heals."""
+"""Run: killed anywhere, twice at once, on a disk that refuses. The old rows are served until the
+new ones are, and the next run heals."""
 
 from __future__ import annotations
 
@@ -23,7 +24,13 @@ from benchmarks.store_history import add_past
 from precompute.jobs.process.report import close_dead
 from precompute.store.clock import containing
 from precompute.store.disk.lease import Lease, take
-from precompute.store.errors import ConfigError, ConflictError, FencedError, RejectedError, SourceError
+from precompute.store.errors import (
+    ConfigError,
+    ConflictError,
+    FencedError,
+    RejectedError,
+    SourceError,
+)
 from precompute.store.offline.gc import SWEPT_FOLDERS
 from precompute.store.offline.journal import Journals
 from precompute.store.offline.refs import run_lease
@@ -60,7 +67,10 @@ sys.exit(main(command))
 
 
 def options(online: str = "table:./online", **args: Any) -> dict[str, Any]:
-    view = {"index": {"on": "vector", "metric": "l2"}, "model": {"use": "tests.arithmetic:Doubler", "args": args}}
+    view = {
+        "index": {"on": "vector", "metric": "l2"},
+        "model": {"use": "tests.arithmetic:Doubler", "args": args},
+    }
     return {"project": {"online": online}, "view": view}
 
 
@@ -82,24 +92,55 @@ def served(project: Scene) -> list[float | None]:
 
 
 def killed(project: Scene, where: str, when: str) -> None:
-    command = [sys.executable, "-c", DYING, where, when, "-c", str(project.folder), "run", "numbers"]
+    command = [
+        sys.executable,
+        "-c",
+        DYING,
+        where,
+        when,
+        "-c",
+        str(project.folder),
+        "run",
+        "numbers",
+    ]
     process = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert process.returncode == -9, process.stderr
 
 
 # ---- kill -9
 
-TABLE, REDIS = "precompute.store.online.table_store:", "precompute.store.redis.redis_store:RedisStore."
+TABLE, REDIS = (
+    "precompute.store.online.table_store:",
+    "precompute.store.redis.redis_store:RedisStore.",
+)
 
 KILLS = [  # with the number of snapshots there are afterwards
-    ("table", "precompute.store.offline.view_store:ViewStore.write_part", "after", 1, OLD),  # between two parts
+    (
+        "table",
+        "precompute.store.offline.view_store:ViewStore.write_part",
+        "after",
+        1,
+        OLD,
+    ),  # between two parts
     ("table", "precompute.store.offline.journal:Journals.add", "after", 1, OLD),
-    ("table", "precompute.store.offline.view_store:ViewStore.commit", "before", 1, OLD),  # before the manifest
+    (
+        "table",
+        "precompute.store.offline.view_store:ViewStore.commit",
+        "before",
+        1,
+        OLD,
+    ),  # before the manifest
     ("table", "os:link", "before", 1, OLD),  # the manifest written, not linked
     ("table", "os:link", "after", 2, OLD),  # the manifest linked, its temporary name still there
     ("table", TABLE + "TableWriter.finish", "before", 2, OLD),  # a generation inserted, not renamed
     ("table", "precompute.jobs.publish.loader:build_index", "after", 2, OLD),
-    ("table", "precompute.store.offline.refs:Refs.move_live", "after", 2, OLD),  # between the two pointers
+    (
+        "table",
+        "precompute.store.offline.refs:Refs.move_live",
+        "after",
+        2,
+        OLD,
+    ),  # between the two pointers
     ("table", TABLE + "TableStore.flip", "after", 2, NEW),
     ("redis", "precompute.store.redis.bulk:Pipe.send", "after", 2, OLD),  # inside a load
     ("redis", REDIS + "flip", "before", 2, OLD),
@@ -108,7 +149,13 @@ KILLS = [  # with the number of snapshots there are afterwards
 
 @pytest.mark.parametrize(("kind", "where", "when", "snapshots", "then"), KILLS)
 def test_killed_anywhere_old_or_new_is_served_whole(
-    make_project: MakeProject, request: pytest.FixtureRequest, kind: str, where: str, when: str, snapshots: int, then: list[float]
+    make_project: MakeProject,
+    request: pytest.FixtureRequest,
+    kind: str,
+    where: str,
+    when: str,
+    snapshots: int,
+    then: list[float],
 ) -> None:
     online = "table:./online" if kind == "table" else request.getfixturevalue("redis_url")
     make_project(rows(), **options(online)).run()
@@ -123,15 +170,29 @@ def test_killed_anywhere_old_or_new_is_served_whole(
     assert project.run().snapshot == 2  # what was committed is not computed again
     assert served(project) == NEW
     last = store.snapshot(2)
-    assert (last.counts.source, last.counts.written, sum(part.rows for part in last.parts)) == (5, 5, 5)
+    assert (last.counts.source, last.counts.written, sum(part.rows for part in last.parts)) == (
+        5,
+        5,
+        5,
+    )
     assert project.cli("publish", "numbers") == 0
     assert served(project) == NEW
 
 
-def test_a_model_that_takes_the_process_with_it_leaves_the_old_rows(make_project: MakeProject) -> None:
+def test_a_model_that_takes_the_process_with_it_leaves_the_old_rows(
+    make_project: MakeProject,
+) -> None:
     make_project(rows(), **options()).run()
     project = make_project(rows(10), **options(kill_on=30))
-    command = [sys.executable, "-m", "precompute.jobs.cli", "-c", str(project.folder), "run", "numbers"]
+    command = [
+        sys.executable,
+        "-m",
+        "precompute.jobs.cli",
+        "-c",
+        str(project.folder),
+        "run",
+        "numbers",
+    ]
     assert subprocess.run(command, cwd=REPOSITORY, capture_output=True).returncode == -9
     assert served(project) == OLD
     assert project.numbers() == [1]
@@ -139,7 +200,9 @@ def test_a_model_that_takes_the_process_with_it_leaves_the_old_rows(make_project
     assert served(project) == NEW
 
 
-def test_after_a_kill_at_most_the_chunk_in_flight_is_computed_again(make_project: MakeProject) -> None:
+def test_after_a_kill_at_most_the_chunk_in_flight_is_computed_again(
+    make_project: MakeProject,
+) -> None:
     make_project(rows(), **options()).run()
     project = make_project(rows(10), **options())
     killed(project, "precompute.store.offline.journal:Journals.add", "after")
@@ -152,7 +215,9 @@ def test_after_a_kill_at_most_the_chunk_in_flight_is_computed_again(make_project
     assert served(project) == NEW
 
 
-def test_a_killed_runs_report_says_running_until_the_next_run_closes_it(make_project: MakeProject) -> None:
+def test_a_killed_runs_report_says_running_until_the_next_run_closes_it(
+    make_project: MakeProject,
+) -> None:
     make_project(rows(), **options()).run()
     project = make_project(rows(10), **options())
     killed(project, "precompute.store.offline.view_store:ViewStore.commit", "before")
@@ -169,7 +234,9 @@ def test_a_killed_runs_report_says_running_until_the_next_run_closes_it(make_pro
     assert project.report().status == "published"
 
 
-def test_what_was_committed_before_a_kill_is_published_without_computing(make_project: MakeProject) -> None:
+def test_what_was_committed_before_a_kill_is_published_without_computing(
+    make_project: MakeProject,
+) -> None:
     make_project(rows(), **options()).run()
     project = make_project(rows(10), **options())
     killed(project, "precompute.jobs.publish.publisher:Publisher.publish", "before")
@@ -185,7 +252,15 @@ def test_what_was_committed_before_a_kill_is_published_without_computing(make_pr
 def running(make_project: MakeProject) -> Iterator[tuple[Scene, subprocess.Popen[str]]]:
     """A run of its own process that takes its time."""
     project = make_project(rows(), **options(sleep_s=60))
-    command = [sys.executable, "-m", "precompute.jobs.cli", "-c", str(project.folder), "run", "numbers"]
+    command = [
+        sys.executable,
+        "-m",
+        "precompute.jobs.cli",
+        "-c",
+        str(project.folder),
+        "run",
+        "numbers",
+    ]
     process = subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
@@ -199,7 +274,9 @@ def running(make_project: MakeProject) -> Iterator[tuple[Scene, subprocess.Popen
 
 @pytest.mark.usefixtures("impatient")
 def test_a_second_run_is_refused_while_the_first_goes_on(
-    make_project: MakeProject, running: tuple[Scene, subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]
+    make_project: MakeProject,
+    running: tuple[Scene, subprocess.Popen[str]],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     project, process = running
     for command in ("run", "materialize"):
@@ -216,11 +293,21 @@ def test_a_second_run_is_refused_while_the_first_goes_on(
     assert make_project(rows(), **options()).run().snapshot == 1
 
 
-def test_an_earlier_snapshot_can_be_published_while_a_run_goes_on(make_project: MakeProject) -> None:
+def test_an_earlier_snapshot_can_be_published_while_a_run_goes_on(
+    make_project: MakeProject,
+) -> None:
     for factor in (1, 10):
         make_project(rows(factor), **options()).run()
     project = make_project(rows(100), **options(sleep_s=60))
-    command = [sys.executable, "-m", "precompute.jobs.cli", "-c", str(project.folder), "run", "numbers"]
+    command = [
+        sys.executable,
+        "-m",
+        "precompute.jobs.cli",
+        "-c",
+        str(project.folder),
+        "run",
+        "numbers",
+    ]
     process = subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
@@ -233,11 +320,16 @@ def test_an_earlier_snapshot_can_be_published_while_a_run_goes_on(make_project: 
         process.communicate()
 
 
-def test_a_run_that_is_told_to_end_reports_it_and_lets_go(running: tuple[Scene, subprocess.Popen[str]]) -> None:
+def test_a_run_that_is_told_to_end_reports_it_and_lets_go(
+    running: tuple[Scene, subprocess.Popen[str]],
+) -> None:
     project, process = running
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
-    assert (process.returncode, err.splitlines()[-1]) == (143, "precompute: ended by SIGTERM")  # a signal may come after the flip
+    assert (process.returncode, err.splitlines()[-1]) == (
+        143,
+        "precompute: ended by SIGTERM",
+    )  # a signal may come after the flip
     report = project.report()
     assert (report.status, report.finished_at > report.started_at) == ("killed", True)
     assert report.error == "ended by SIGTERM"
@@ -252,7 +344,15 @@ HUNG = [
     ("run", {"source": {"sql": LONG_QUERY}}),
     ("profile", {"source": {"sql": LONG_QUERY}}),
     *(
-        ("run", {"model": {"use": "tests.precompute.dying_models:Hanging", "args": {"how": how, "at": at}}})
+        (
+            "run",
+            {
+                "model": {
+                    "use": "tests.precompute.dying_models:Hanging",
+                    "args": {"how": how, "at": at},
+                }
+            },
+        )
         for how, at in (("in_c", "load"), ("unmoved", "load"), ("in_c", "compute"))
     ),
 ]
@@ -265,7 +365,8 @@ WITHIN = "from precompute.jobs.process import command_process; command_process.G
 def test_a_signal_ends_whatever_it_hangs_in(
     make_project: MakeProject, tmp_path: Path, command: str, view: dict[str, Any]
 ) -> None:
-    """A query of minutes, a model that sleeps in C, one that takes every exception: long before they would end."""
+    """A query of minutes, a model that sleeps in C, one that takes every exception: long before
+    they would end."""
     project = make_project(rows(), view=view)
     # one of those that do not end by themselves is given the time that they are in earnest
     start = (
@@ -286,7 +387,9 @@ def test_a_signal_ends_whatever_it_hangs_in(
             assert "hangs\n" in iter(process.stderr.readline, "")
         while not list(tmp_path.glob("precompute-duckdb-*")):  # the source is open
             time.sleep(0.05)
-        time.sleep(0.5)  # until it is in the middle of it; where that takes longer, it is ended before
+        time.sleep(
+            0.5
+        )  # until it is in the middle of it; where that takes longer, it is ended before
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=60)
     finally:
@@ -297,7 +400,9 @@ def test_a_signal_ends_whatever_it_hangs_in(
         report = project.report()
         assert (report.status, report.error) == ("killed", "ended by SIGTERM")
         store = project.store
-        assert not list(store.leases.glob(".lease-*.held")), "another machine need not wait for its silence"
+        assert not list(store.leases.glob(".lease-*.held")), (
+            "another machine need not wait for its silence"
+        )
 
 
 MUTE = """
@@ -318,7 +423,11 @@ with termination.terminable(), termination.last_words(lambda: time.sleep(600)):
 def test_a_signal_ends_a_process_whose_last_words_hang() -> None:
     """As a report does that lies on a mount which does not answer."""
     process = subprocess.Popen(
-        [sys.executable, "-c", MUTE], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", MUTE],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         assert process.stdout is not None
@@ -327,21 +436,33 @@ def test_a_signal_ends_a_process_whose_last_words_hang() -> None:
         _, err = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert (process.returncode, err) == (143, "precompute: ended by SIGTERM, and did not end within 0.1 s\n")
+    assert (process.returncode, err) == (
+        143,
+        "precompute: ended by SIGTERM, and did not end within 0.1 s\n",
+    )
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_run_is_told_as_running_while_it_goes_on(running: tuple[Scene, subprocess.Popen[str]]) -> None:
+def test_a_run_is_told_as_running_while_it_goes_on(
+    running: tuple[Scene, subprocess.Popen[str]],
+) -> None:
     project, process = running
     report = project.report()
-    assert (report.status, report.command, report.pid, report.finished_at) == ("running", "run", process.pid, "")
+    assert (report.status, report.command, report.pid, report.finished_at) == (
+        "running",
+        "run",
+        process.pid,
+        "",
+    )
     assert project.store.running()
     with pytest.raises(ConflictError):
         project.run()
     assert project.report() == report  # a refused run closes no report of the one that goes on
 
 
-def test_a_run_whose_lease_was_taken_commits_nothing(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_lease_was_taken_commits_nothing(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_project(rows(), **options()).run()
     project = make_project(rows(10), **options())
     store = project.store
@@ -363,7 +484,9 @@ def test_a_run_whose_lease_was_taken_commits_nothing(make_project: MakeProject, 
     assert served(project) == NEW
 
 
-def test_two_views_run_at_once(make_project: MakeProject, running: tuple[Scene, subprocess.Popen[str]]) -> None:
+def test_two_views_run_at_once(
+    make_project: MakeProject, running: tuple[Scene, subprocess.Popen[str]]
+) -> None:
     other = {
         "entity": ["id"],
         "source": {"sql": "SELECT 1 AS id, 2.0 AS x"},
@@ -389,15 +512,27 @@ def test_two_views_run_at_once(make_project: MakeProject, running: tuple[Scene, 
     ],
 )
 def test_every_run_leaves_a_report(
-    make_project: MakeProject, changed: Any, args: dict[str, Any], command: str, status: str, error: str | None
+    make_project: MakeProject,
+    changed: Any,
+    args: dict[str, Any],
+    command: str,
+    status: str,
+    error: str | None,
 ) -> None:
     project = make_project(changed, **options(**args))
     code = project.cli(command, "numbers", "--json")
-    assert code == {"published": 0, "committed": 0, "rejected": 3}.get(status, 2 if "nonsense" in args else 1)
+    assert code == {"published": 0, "committed": 0, "rejected": 3}.get(
+        status, 2 if "nonsense" in args else 1
+    )
     reports = list((project.root / "numbers" / "runs").iterdir())
     assert len(reports) == 1
     report = json.loads(reports[0].read_text())
-    assert (report["run"], report["view"], report["command"], report["status"]) == (reports[0].stem, "numbers", command, status)
+    assert (report["run"], report["view"], report["command"], report["status"]) == (
+        reports[0].stem,
+        "numbers",
+        command,
+        status,
+    )
     assert (report["error"] is None) if error is None else (error in report["error"])
     assert report["started_at"] < report["finished_at"]
     assert report["seconds"] >= sum(report["stages_s"].values()) - 0.01 * len(report["stages_s"])
@@ -427,16 +562,23 @@ def test_an_interrupted_run_is_reported_and_leaves_the_old_rows(
     assert served(project) == OLD
 
 
-def test_a_time_of_the_schedule_is_run_for_until_a_run_of_it_is_done(make_project: MakeProject) -> None:
+def test_a_time_of_the_schedule_is_run_for_until_a_run_of_it_is_done(
+    make_project: MakeProject,
+) -> None:
     due = "2024-02-29T00:00:00Z"
     with pytest.raises(SourceError):
-        make_project([(1, 1.0)], view={"source": {"sql": "SELECT 1 AS id, 1.0 AS x WHERE false"}}).run(due=due)
+        make_project(
+            [(1, 1.0)], view={"source": {"sql": "SELECT 1 AS id, 1.0 AS x WHERE false"}}
+        ).run(due=due)
     project = make_project([(1, 1.0)])
     retried = project.run(due=due)
     assert (retried.status, retried.due) == ("published", due)
     # what a scheduler that was killed began is not begun again
     assert project.run(due=due).run == retried.run
-    assert [(report.status, report.due) for report in project.store.runs.reports()] == [("published", due), ("failed", due)]
+    assert [(report.status, report.due) for report in project.store.runs.reports()] == [
+        ("published", due),
+        ("failed", due),
+    ]
 
 
 def test_an_unknown_view_is_a_config_error(make_project: MakeProject) -> None:
@@ -457,7 +599,11 @@ def test_an_unknown_view_is_a_config_error(make_project: MakeProject) -> None:
     ],
 )
 def test_a_run_that_fails_leaves_the_old_rows(
-    make_project: MakeProject, capsys: pytest.CaptureFixture[str], changed: Any, args: dict[str, Any], code: int
+    make_project: MakeProject,
+    capsys: pytest.CaptureFixture[str],
+    changed: Any,
+    args: dict[str, Any],
+    code: int,
 ) -> None:
     make_project(rows(), **options()).run()
     project = make_project(changed, **options(**args))
@@ -482,12 +628,21 @@ def blocked_by_a_folder(path: Path) -> None:
     (path / "in the way").mkdir(parents=True)
 
 
-FILES = ("var", "var/numbers", *(f"var/numbers/{name}" for name in ("data", "manifests", "refs", "runs", "index")))
+FILES = (
+    "var",
+    "var/numbers",
+    *(f"var/numbers/{name}" for name in ("data", "manifests", "refs", "runs", "index")),
+)
 LEASES = ("refs/lease-run.json", "refs/lease-publish.json")
-FOLDERS = tuple(f"var/numbers/{name}" for name in (*LEASES, "refs/.lock", "refs/epoch.json", "refs/live.json"))
+FOLDERS = tuple(
+    f"var/numbers/{name}" for name in (*LEASES, "refs/.lock", "refs/epoch.json", "refs/live.json")
+)
 BLOCKS = [
     *((name, blocked_by_a_file) for name in (*FILES, "online", "online/numbers")),
-    *((name, blocked_by_a_folder) for name in (*FOLDERS, "online/numbers/.lock", "online/numbers/live.json")),
+    *(
+        (name, blocked_by_a_folder)
+        for name in (*FOLDERS, "online/numbers/.lock", "online/numbers/live.json")
+    ),
 ]
 
 
@@ -511,7 +666,11 @@ def test_whatever_cannot_be_written_ends_in_a_message(
 @pytest.mark.parametrize(("where", "block"), [b for b in BLOCKS if "lock" not in b[0]])
 @pytest.mark.parametrize("command", [["status"], ["lookup", "numbers", "1"]])
 def test_whatever_cannot_be_read_ends_in_a_message(
-    make_project: MakeProject, capsys: pytest.CaptureFixture[str], where: str, block: Any, command: list[str]
+    make_project: MakeProject,
+    capsys: pytest.CaptureFixture[str],
+    where: str,
+    block: Any,
+    command: list[str],
 ) -> None:
     project = make_project(rows(), **options())
     project.run()
@@ -521,12 +680,23 @@ def test_whatever_cannot_be_read_ends_in_a_message(
     assert "Traceback" not in captured.err
     if command == ["status"]:
         assert captured.out.splitlines()[1].startswith("numbers ")
-        # what status reads must be there and readable; a view whose folder is no folder was never run
-        reads = ("var", "var/numbers", "var/numbers/manifests", "var/numbers/refs", "var/numbers/refs/live.json")
+        # what status reads must be there and readable; a view whose folder is no folder was never
+        # run
+        reads = (
+            "var",
+            "var/numbers",
+            "var/numbers/manifests",
+            "var/numbers/refs",
+            "var/numbers/refs/live.json",
+        )
         unreadable = where.startswith("online") or where in reads
         # these it looks at to tell whether what is live is whole, and tells what it cannot see
         small = ("lease-publish.json", "lease-run.json", "epoch.json")
-        compares = ("var/numbers/data", "var/numbers/index", *(f"var/numbers/refs/{name}" for name in small))
+        compares = (
+            "var/numbers/data",
+            "var/numbers/index",
+            *(f"var/numbers/refs/{name}" for name in small),
+        )
         assert code == (1 if unreadable or where in compares else 0)
         said = ("unreadable", "unpublished", "whether it is served is not known")
         assert any(words in captured.out + captured.err for words in said) == unreadable
@@ -540,13 +710,19 @@ def test_a_file_system_that_takes_no_folder_ends_in_a_message(
     make_project: MakeProject, capsys: pytest.CaptureFixture[str], where: str
 ) -> None:
     project = make_project(
-        rows(), project={"online": "table:./online", where: {"root": "", "online": "table:"}[where] + "/proc/nowhere"}
+        rows(),
+        project={
+            "online": "table:./online",
+            where: {"root": "", "online": "table:"}[where] + "/proc/nowhere",
+        },
     )
     assert project.cli("run", "numbers") == 1
     assert "cannot write /proc/nowhere" in capsys.readouterr().err
 
 
-def test_a_full_disk_at_any_moment_ends_in_a_message(make_project: MakeProject, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_at_any_moment_ends_in_a_message(
+    make_project: MakeProject, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The limit on a file's size stands for the disk: each larger one lets the run come further."""
     many = [(i, -float(i)) for i in range(6, 3000)]
     make_project([*rows(), *many], **options()).run()
@@ -595,7 +771,10 @@ def test_a_refusing_gate_is_status_3_and_accepting_it_by_name_is_status_0(
     assert project.cli("run", "numbers", "--accept", "rows") == 0
     assert (project.report().status, served(project)) == ("published", NEW)
     assert project.cli("run", "numbers", "--accept", "nonsense") == 2
-    assert "--accept nonsense: there is no such gate; it is one of accuracy, " in capsys.readouterr().err
+    assert (
+        "--accept nonsense: there is no such gate; it is one of accuracy, "
+        in capsys.readouterr().err
+    )
 
 
 def test_rows_rejected_below_the_threshold_are_status_0_and_told(
@@ -630,7 +809,8 @@ def looked_at(project: Scene, monkeypatch: pytest.MonkeyPatch, **options: Any) -
 def test_a_run_reads_as_much_after_many_snapshots_as_after_two(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Manifests, reports and folders: what is read is what is needed, and 64 folders to be looked through in turn."""
+    """Manifests, reports and folders: what is read is what is needed, and 64 folders to be looked
+    through in turn."""
     project = make_project([(i, float(i)) for i in range(3)], view={"gates": {"norm": None}})
     first = project.run().snapshot
     assert first is not None
@@ -640,7 +820,9 @@ def test_a_run_reads_as_much_after_many_snapshots_as_after_two(
         add_past(store, store.snapshot(first), past, partitions=False)
         first = store.numbers()[-1]
         for step in (0.1, 0.2):  # the first one learns what it was not told of
-            project = make_project([(i, i + past + step) for i in range(3)], view={"gates": {"norm": None}})
+            project = make_project(
+                [(i, i + past + step) for i in range(3)], view={"gates": {"norm": None}}
+            )
             seen = looked_at(project, monkeypatch)
         few = few or seen
     folders = {path for path in seen if Path(path).parent.name == "data"}
@@ -668,7 +850,9 @@ def test_the_runs_of_many_partitions_read_no_manifest_of_the_others(
         assert [Path(path).stem for path in seen if "manifests" in path] == [f"{first:020d}"]
 
 
-def test_reports_of_dead_runs_are_found_without_reading_the_others(make_project: MakeProject) -> None:
+def test_reports_of_dead_runs_are_found_without_reading_the_others(
+    make_project: MakeProject,
+) -> None:
     project = make_project([(1, 1.0)])
     project.run()
     store = project.store

@@ -1,4 +1,5 @@
-"""Several views at once: which are chosen, in which order they run, what a failure stops, and the one report of all; the graph of what depends on what."""
+"""Several views at once: which are chosen, in which order they run, what a failure stops, and the
+one report of all; the graph of what depends on what."""
 
 from __future__ import annotations
 
@@ -30,12 +31,23 @@ def view(parent: str | None = None, **args: Any) -> dict[str, Any]:
         else f"SELECT id, double AS x FROM live.{parent}"
     )
     model = {"use": "tests.arithmetic:Doubler", "args": {"dim": 0} | args}
-    return {"entity": ["id"], "source": {"sql": sql}, "model": model, "features": {"double": {"dtype": "float64"}}, "ttl": "1h"}
+    return {
+        "entity": ["id"],
+        "source": {"sql": sql},
+        "model": model,
+        "features": {"double": {"dtype": "float64"}},
+        "ttl": "1h",
+    }
 
 
 def make(make_project: MakeProject, **of_middle: Any) -> Scene:
     """numbers ← middle ← leaf, and beside: numbers before late, by the schedule alone."""
-    views = {"middle": view("numbers", **of_middle), "leaf": view("middle"), "late": view(), "alone": view()}
+    views = {
+        "middle": view("numbers", **of_middle),
+        "leaf": view("middle"),
+        "late": view(),
+        "alone": view(),
+    }
     schedule = {"numbers": "0 2 * * *", "late": "after numbers", "leaf": "after numbers"}
     return make_project(ROWS, views=views, project={"schedule": schedule})
 
@@ -53,7 +65,9 @@ def make(make_project: MakeProject, **of_middle: Any) -> Scene:
         ([], ["alone", "numbers", "late", "middle", "leaf"]),
     ],
 )
-def test_selectors_name_views_in_the_order_they_run(make_project: MakeProject, selectors: list[str], chosen: list[str]) -> None:
+def test_selectors_name_views_in_the_order_they_run(
+    make_project: MakeProject, selectors: list[str], chosen: list[str]
+) -> None:
     assert selected(make(make_project), Selection(selectors)) == chosen
 
 
@@ -84,7 +98,10 @@ def test_the_graph_is_a_tree_and_a_flowchart(make_project: MakeProject, capsys: 
     assert project.cli("graph", "--json") == 0
     told = json.loads(capsys.readouterr().out)
     assert told["order"] == ["alone", "numbers", "late", "middle", "leaf"]
-    assert told["views"]["leaf"] == {"schedule": "after numbers", "depends_on": {"middle": ["reads"], "numbers": ["after"]}}
+    assert told["views"]["leaf"] == {
+        "schedule": "after numbers",
+        "depends_on": {"middle": ["reads"], "numbers": ["after"]},
+    }
 
 
 def test_views_that_read_each_other_have_an_order_too(make_project: MakeProject) -> None:
@@ -95,14 +112,19 @@ def test_views_that_read_each_other_have_an_order_too(make_project: MakeProject)
     assert dependencies.text(["a", "b", "c"]).count("c  (") == 1
 
 
-def test_one_that_fails_stops_only_what_depends_on_it(make_project: MakeProject, capsys: Captured) -> None:
+def test_one_that_fails_stops_only_what_depends_on_it(
+    make_project: MakeProject, capsys: Captured
+) -> None:
     make(make_project, kill_on=4.0)
     project = make(make_project, kill_on=4.0)
     (project.folder / "views" / "alone.yaml").write_text("name: alone\nentity: nonsense\n")
     project = project.reread()
     assert project.cli("run", "--all", "--json") == 2
     report = json.loads(capsys.readouterr().out)
-    ends = {line["view"]: (line["status"], line["exit_status"], line["rows"]) for line in report["views"]}
+    ends = {
+        line["view"]: (line["status"], line["exit_status"], line["rows"])
+        for line in report["views"]
+    }
     assert ends == {
         "alone": ("failed", 2, None),
         "numbers": ("published", 0, 3),
@@ -114,7 +136,10 @@ def test_one_that_fails_stops_only_what_depends_on_it(make_project: MakeProject,
     assert "alone.yaml: " in errors["alone"]
     assert errors["middle"] == "its process was ended by signal 9 (SIGKILL)"
     assert errors["leaf"] == "not run: middle was killed"
-    assert (report["exit_status"], report["counts"]) == (2, {"failed": 1, "published": 2, "killed": 1, "skipped": 1})
+    assert (report["exit_status"], report["counts"]) == (
+        2,
+        {"failed": 1, "published": 2, "killed": 1, "skipped": 1},
+    )
 
     # what failed, and what waited for it, without the rest
     assert selected(project, Selection(failed=True)) == ["alone", "middle", "leaf"]
@@ -123,7 +148,9 @@ def test_one_that_fails_stops_only_what_depends_on_it(make_project: MakeProject,
     assert "is run by: precompute run alone+\n" in capsys.readouterr().out
     project = make(make_project)
     assert project.cli("run", "--failed", "--json") == 0
-    assert [(line["view"], line["status"]) for line in json.loads(capsys.readouterr().out)["views"]] == [
+    assert [
+        (line["view"], line["status"]) for line in json.loads(capsys.readouterr().out)["views"]
+    ] == [
         ("middle", "published"),
         ("leaf", "published"),
     ]
@@ -139,7 +166,8 @@ def test_one_that_fails_stops_only_what_depends_on_it(make_project: MakeProject,
 
 
 @pytest.mark.parametrize(
-    ("statuses", "expected"), [((), 0), ((0, None), 0), ((0, 3), 3), ((3, 1), 1), ((1, 2, 3, 0), 2), ((0, 1, None), 1)]
+    ("statuses", "expected"),
+    [((), 0), ((0, None), 0), ((0, 3), 3), ((3, 1), 1), ((1, 2, 3, 0), 2), ((0, 1, None), 1)],
 )
 def test_the_exit_status_is_the_worst(statuses: tuple[int | None, ...], expected: int) -> None:
     assert worst([Outcome("v", "", status) for status in statuses]) == expected
@@ -148,7 +176,10 @@ def test_the_exit_status_is_the_worst(statuses: tuple[int | None, ...], expected
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ((), r"run what? Name a view (alone, late, leaf, middle, numbers), or say --all, --stale or --failed"),
+        (
+            (),
+            r"run what? Name a view (alone, late, leaf, middle, numbers), or say --all, --stale or --failed",
+        ),
         (("--all", "numbers"), "--all and numbers: name views, or all of them"),
         (("numbers+", "--accept", "rows"), "--accept is of one view"),
         (("numbers", "late", "--partition", "2026-01-01"), "--partition is of one view"),
@@ -165,8 +196,18 @@ def test_what_makes_no_sense_of_several_is_refused(
 
 def test_what_ends_it_ends_the_run_in_hand(make_project: MakeProject) -> None:
     project = make(make_project, sleep_s=60.0)
-    command = [sys.executable, "-m", "precompute.jobs.cli", "-c", str(project.folder), "run", "+leaf"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    command = [
+        sys.executable,
+        "-m",
+        "precompute.jobs.cli",
+        "-c",
+        str(project.folder),
+        "run",
+        "+leaf",
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         runs = project.offline.view("middle").runs
         limit = time.monotonic() + 60
         while runs.last() is None and time.monotonic() < limit:

@@ -1,4 +1,5 @@
-"""The schedule: what begins when and after what, what never runs twice, who acts, and that everything ends with it."""
+"""The schedule: what begins when and after what, what never runs twice, who acts, and that
+everything ends with it."""
 
 from __future__ import annotations
 
@@ -125,7 +126,11 @@ class Running:
         """Until each line was announced, written as a regular expression."""
 
         def missing() -> list[str]:
-            return [line for line in lines if not any(re.fullmatch(line, said) for said in list(self.said))]
+            return [
+                line
+                for line in lines
+                if not any(re.fullmatch(line, said) for said in list(self.said))
+            ]
 
         eventually(lambda: not missing(), lambda: f"{missing()} not in {self.said}")
 
@@ -140,10 +145,16 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def running(make_project: MakeProject, tmp_path: Path) -> Iterator[MakeRunning]:
-    """Makes a running scheduler from view → (when, shell); those of ``due`` missed the last leap day."""
+    """Makes a running scheduler from view → (when, shell); those of ``due`` missed the last leap
+    day."""
     made: list[Running] = []
 
-    def make(views: dict[str, tuple[Any, str]], due: Sequence[str] = (), start: bool = True, **settings: Any) -> Running:
+    def make(
+        views: dict[str, tuple[Any, str]],
+        due: Sequence[str] = (),
+        start: bool = True,
+        **settings: Any,
+    ) -> Running:
         schedule = {view: when for view, (when, _) in views.items()}
         project = make_project(
             [(1, 1.0)],
@@ -165,14 +176,20 @@ DONE = f"{NOTE}; published"
 
 def test_it_tells_what_is_scheduled_and_runs_nothing_before_its_time(running: MakeRunning) -> None:
     schedule = running({"numbers": (RARELY, DONE), "b": ("after numbers", DONE)})
-    schedule.await_said(r"numbers: next at \d{4}-02-29 00:00\+00:00", "b: after numbers: waits for the first snapshot of numbers")
+    schedule.await_said(
+        r"numbers: next at \d{4}-02-29 00:00\+00:00",
+        "b: after numbers: waits for the first snapshot of numbers",
+    )
     time.sleep(0.3)
     schedule.stop()
     assert (schedule.ran(), len(schedule.said)) == ([], 2)
 
 
 def test_a_chain_runs_each_view_when_the_one_before_is_live(running: MakeRunning) -> None:
-    schedule = running({"c": ("after b", DONE), "numbers": (RARELY, DONE), "b": ("after numbers", DONE)}, ["numbers"])
+    schedule = running(
+        {"c": ("after b", DONE), "numbers": (RARELY, DONE), "b": ("after numbers", DONE)},
+        ["numbers"],
+    )
     schedule.await_said(r"c: done after .*")
     assert schedule.ran() == ["numbers", "b", "c"]
     assert [line for line in schedule.said if "started" in line] == [
@@ -182,19 +199,32 @@ def test_a_chain_runs_each_view_when_the_one_before_is_live(running: MakeRunning
     ]
     assert [schedule.store.view(view).runs.reports(1)[0].due for view in ("numbers", "b", "c")] == [
         LEAP_DAY,
-        *(ref.at for view in ("numbers", "b") if (ref := schedule.store.view(view).refs.live()) is not None),
+        *(
+            ref.at
+            for view in ("numbers", "b")
+            if (ref := schedule.store.view(view).refs.live()) is not None
+        ),
     ]
     time.sleep(0.3)
     assert schedule.ran() == ["numbers", "b", "c"]
 
 
 def test_a_parent_that_found_nothing_new_starts_nothing(running: MakeRunning) -> None:
-    schedule = running({"numbers": ({"at": YEARLY, "catch_up": "all"}, DONE), "b": ("after numbers", DONE)}, start=False)
-    schedule._shell["numbers"] = f"{NOTE}; if [ -e $ROOT/b/runs ]; then report current; else published; fi"
+    schedule = running(
+        {"numbers": ({"at": YEARLY, "catch_up": "all"}, DONE), "b": ("after numbers", DONE)},
+        start=False,
+    )
+    schedule._shell["numbers"] = (
+        f"{NOTE}; if [ -e $ROOT/b/runs ]; then report current; else published; fi"
+    )
     now = datetime.now(UTC)
-    Ledger(schedule.project, schedule.store).settle("numbers", now.replace(month=1, day=1, hour=0) - timedelta(hours=1))
+    Ledger(schedule.project, schedule.store).settle(
+        "numbers", now.replace(month=1, day=1, hour=0) - timedelta(hours=1)
+    )
     schedule.start().await_said(r"b: done after .*")
-    Path(schedule.project.root / "numbers/runs").rename(schedule.project.root / "numbers/old")  # as if it had not run
+    Path(schedule.project.root / "numbers/runs").rename(
+        schedule.project.root / "numbers/old"
+    )  # as if it had not run
     schedule.make_due("numbers")
     eventually(lambda: schedule.statuses("numbers")[:1] == ["current"])
     time.sleep(0.3)
@@ -208,7 +238,11 @@ def test_a_parent_that_found_nothing_new_starts_nothing(running: MakeRunning) ->
         ("exit 1", "failed with status 1", "failed"),
         ("exit 2", "refused: bad configuration", "failed"),
         ("exit 0", "done", "failed"),
-        ("report rejected; exit 3", "not published: rows were rejected, or a gate refused", "rejected"),
+        (
+            "report rejected; exit 3",
+            "not published: rows were rejected, or a gate refused",
+            "rejected",
+        ),
         ("report cancelled; exit 130", "cancelled", "cancelled"),
         ("kill -9 $$", "killed by signal 9", "killed"),
         ("report running; kill -SEGV $$", "killed by signal 11", "killed"),
@@ -234,9 +268,15 @@ def test_after_a_failure_nothing_follows_it_shows_and_the_others_go_on(
         assert report.error == f"{outcome}, and left no report; its output tells more"
 
 
-def test_a_view_after_two_others_runs_once_when_the_last_of_them_is_done(running: MakeRunning) -> None:
+def test_a_view_after_two_others_runs_once_when_the_last_of_them_is_done(
+    running: MakeRunning,
+) -> None:
     wait = "while [ ! -e $LOG.$VIEW ]; do sleep 0.05; done"
-    views = {"numbers": (RARELY, f"{wait}; {DONE}"), "b": (RARELY, f"{wait}; {DONE}"), "both": ("after numbers, b", DONE)}
+    views = {
+        "numbers": (RARELY, f"{wait}; {DONE}"),
+        "b": (RARELY, f"{wait}; {DONE}"),
+        "both": ("after numbers, b", DONE),
+    }
     schedule = running(views, ["numbers", "b"])
     Path(f"{schedule.log}.numbers").touch()
     schedule.await_said("numbers: done after .*")
@@ -247,7 +287,10 @@ def test_a_view_after_two_others_runs_once_when_the_last_of_them_is_done(running
 
 
 def test_one_run_of_a_view_at_a_time_and_different_views_side_by_side(running: MakeRunning) -> None:
-    views = {"numbers": ({"at": YEARLY, "catch_up": "all"}, f"{NOTE}; sleep 60"), "b": (RARELY, DONE)}
+    views = {
+        "numbers": ({"at": YEARLY, "catch_up": "all"}, f"{NOTE}; sleep 60"),
+        "b": (RARELY, DONE),
+    }
     schedule = running(views, ["numbers", "b"])
     schedule.await_said("b: done after .*", "numbers: started .*")
     due = Decision("run", "by hand", datetime(2026, 1, 1, tzinfo=UTC))
@@ -256,8 +299,13 @@ def test_one_run_of_a_view_at_a_time_and_different_views_side_by_side(running: M
     assert sorted(schedule.ran()) == ["b", "numbers"]
 
 
-@pytest.mark.parametrize(("catch_up", "years"), [("all", ["2023", "2024", "2025", "2026"]), ("latest", ["2026"]), ("none", [])])
-def test_what_was_missed_while_no_scheduler_was_up_is_caught_up_on(running: MakeRunning, catch_up: str, years: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("catch_up", "years"),
+    [("all", ["2023", "2024", "2025", "2026"]), ("latest", ["2026"]), ("none", [])],
+)
+def test_what_was_missed_while_no_scheduler_was_up_is_caught_up_on(
+    running: MakeRunning, catch_up: str, years: list[str]
+) -> None:
     note = "echo $DUE | cut -c 1-4 >> $LOG; sleep 0.1; published"
     schedule = running({"numbers": ({"at": YEARLY, "catch_up": catch_up}, note)}, start=False)
     schedule.scheduler.clock = lambda: datetime(2026, 6, 1, tzinfo=UTC)
@@ -276,7 +324,12 @@ def test_what_was_missed_while_no_scheduler_was_up_is_caught_up_on(running: Make
 
 
 def test_a_failing_run_is_retried_after_a_restart_and_then_given_up(running: MakeRunning) -> None:
-    views = {"numbers": ({"at": RARELY, "retries": 2, "retry_after": "1s"}, f"{NOTE}; report failed; exit 1")}
+    views = {
+        "numbers": (
+            {"at": RARELY, "retries": 2, "retry_after": "1s"},
+            f"{NOTE}; report failed; exit 1",
+        )
+    }
     schedule = running(views, ["numbers"])
     schedule.await_said(rf"numbers: {re.escape(SINCE)}, retry 1 of 2 at .*")
     schedule.stop()
@@ -298,7 +351,9 @@ def test_a_retry_that_succeeds_ends_it_and_the_next_view_follows(running: MakeRu
 
 
 def test_a_bad_configuration_is_not_tried_again_nor_after_a_restart(running: MakeRunning) -> None:
-    schedule = running({"numbers": (RARELY, DONE), "b": ("after numbers", f"{NOTE}; exit 2")}, ["numbers"])
+    schedule = running(
+        {"numbers": (RARELY, DONE), "b": ("after numbers", f"{NOTE}; exit 2")}, ["numbers"]
+    )
     schedule._shell["numbers"] = DONE
     schedule.await_said("b: refused: bad configuration after .*")
     time.sleep(0.3)
@@ -310,10 +365,16 @@ def test_a_bad_configuration_is_not_tried_again_nor_after_a_restart(running: Mak
     assert again.ran() == ["numbers", "b"]
 
 
-def test_a_command_that_cannot_be_started_is_told_counts_and_stops_nothing(running: MakeRunning, tmp_path: Path) -> None:
-    schedule = running({"numbers": ({"at": RARELY, "retry_after": "1s"}, DONE)}, ["numbers"], start=False)
+def test_a_command_that_cannot_be_started_is_told_counts_and_stops_nothing(
+    running: MakeRunning, tmp_path: Path
+) -> None:
+    schedule = running(
+        {"numbers": ({"at": RARELY, "retry_after": "1s"}, DONE)}, ["numbers"], start=False
+    )
     schedule.scheduler.command = lambda project, view, due: [str(tmp_path / "no such program")]
-    schedule.start().await_said("numbers: cannot be started: .*no such program.*", ".*retry 1 of 3 at.*")
+    schedule.start().await_said(
+        "numbers: cannot be started: .*no such program.*", ".*retry 1 of 3 at.*"
+    )
     assert schedule.statuses("numbers") == ["failed"]
     schedule.scheduler.command = schedule._command
     schedule.await_said("numbers: done after .*")
@@ -321,7 +382,9 @@ def test_a_command_that_cannot_be_started_is_told_counts_and_stops_nothing(runni
 
 
 def test_a_failure_that_cannot_be_written_down_holds_the_view_off(running: MakeRunning) -> None:
-    schedule = running({"numbers": (RARELY, f"{NOTE}; exit 1"), "b": (RARELY, DONE)}, ["numbers"], start=False)
+    schedule = running(
+        {"numbers": (RARELY, f"{NOTE}; exit 1"), "b": (RARELY, DONE)}, ["numbers"], start=False
+    )
     (schedule.project.root / "numbers" / "runs").touch()  # where the folder should be
     schedule.start().await_said("numbers: cannot write .*runs.*")
     schedule.make_due("b")
@@ -331,7 +394,11 @@ def test_a_failure_that_cannot_be_written_down_holds_the_view_off(running: MakeR
 
 
 def test_a_damaged_file_of_one_view_is_told_once_and_the_others_go_on(running: MakeRunning) -> None:
-    schedule = running({"numbers": (RARELY, DONE), "b": ("after numbers", DONE), "c": (RARELY, DONE)}, ["c"], start=False)
+    schedule = running(
+        {"numbers": (RARELY, DONE), "b": ("after numbers", DONE), "c": (RARELY, DONE)},
+        ["c"],
+        start=False,
+    )
     path = schedule.project.root / "numbers" / "refs" / "live.json"
     path.parent.mkdir(parents=True)
     path.write_text("{torn")
@@ -352,7 +419,9 @@ def _alive(pid: int) -> bool:
 
 def test_stop_ends_all_processes_and_begins_nothing_more(running: MakeRunning) -> None:
     shell = "report running; echo $$ >> $LOG; sleep 60 & echo $! >> $LOG; wait"
-    schedule = running({"numbers": (RARELY, shell), "b": ("after numbers", "echo b >> $LOG")}, ["numbers"])
+    schedule = running(
+        {"numbers": (RARELY, shell), "b": ("after numbers", "echo b >> $LOG")}, ["numbers"]
+    )
     eventually(lambda: len(schedule.ran()) == 2)
     pids = [int(word) for word in schedule.ran()]
     assert all(map(_alive, pids))
@@ -371,7 +440,9 @@ def test_stop_ends_all_processes_and_begins_nothing_more(running: MakeRunning) -
 DEAF = "trap '' TERM; report running; echo $$ >> $LOG; sleep 60 & echo $! >> $LOG; while :; do sleep 0.05; done"
 
 
-def test_what_does_not_heed_sigterm_is_killed_after_the_grace(running: MakeRunning, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_heed_sigterm_is_killed_after_the_grace(
+    running: MakeRunning, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(precompute.jobs.schedule.scheduler, "STOP_GRACE_S", 0.3)
     schedule = running({"numbers": (RARELY, DEAF), "b": ("after numbers", NOTE)}, ["numbers"])
     eventually(lambda: len(schedule.ran()) == 2)
@@ -381,13 +452,18 @@ def test_what_does_not_heed_sigterm_is_killed_after_the_grace(running: MakeRunni
     schedule.await_said("numbers: killed by signal 9 after .*")
 
 
-def test_a_run_past_its_deadline_is_ended_with_its_children(running: MakeRunning, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_past_its_deadline_is_ended_with_its_children(
+    running: MakeRunning, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(precompute.jobs.schedule.scheduler, "STOP_GRACE_S", 0.3)
     shell = f"if [ -e $ROOT/numbers/runs ]; then published; exit; fi; {DEAF}"
     schedule = running({"numbers": ({"at": RARELY, "deadline": "1s"}, shell)}, ["numbers"])
     eventually(lambda: len(schedule.ran()) == 2)
     pids = [int(word) for word in schedule.ran()]
-    schedule.await_said(r"numbers: killed by signal 9 \(its deadline of 1 s passed\) after .*", "numbers: done after .*")
+    schedule.await_said(
+        r"numbers: killed by signal 9 \(its deadline of 1 s passed\) after .*",
+        "numbers: done after .*",
+    )
     eventually(lambda: not any(map(_alive, pids)))
     assert [(r.status, r.error) for r in schedule.store.view("numbers").runs.reports()] == [
         ("published", None),
@@ -410,7 +486,9 @@ def test_a_run_that_ends_well_on_sigterm_starts_nothing_after_it(running: MakeRu
     assert schedule.ran() == ["in"]
 
 
-def test_a_run_begun_in_the_moment_of_stopping_is_ended_with_the_others(running: MakeRunning) -> None:
+def test_a_run_begun_in_the_moment_of_stopping_is_ended_with_the_others(
+    running: MakeRunning,
+) -> None:
     views = {"numbers": (RARELY, DONE), "b": ("after numbers", "echo $$ >> $LOG; exec sleep 60")}
     schedule = running(views, ["numbers"], start=False)
 
@@ -429,7 +507,9 @@ def test_a_run_begun_in_the_moment_of_stopping_is_ended_with_the_others(running:
 # ---- ticks
 
 
-def test_a_clock_set_back_does_not_silence_the_ticks(running: MakeRunning, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_set_back_does_not_silence_the_ticks(
+    running: MakeRunning, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """APScheduler would wait for the time it had in mind."""
     jobs_seen: list[Job] = []
     plain = BackgroundScheduler.add_job
@@ -457,7 +537,9 @@ def test_a_clock_set_forward_is_one_tick_and_not_one_for_every_second() -> None:
 # ---- who acts
 
 
-def test_a_second_scheduler_stands_by_and_takes_over_when_the_first_stops(running: MakeRunning) -> None:
+def test_a_second_scheduler_stands_by_and_takes_over_when_the_first_stops(
+    running: MakeRunning,
+) -> None:
     first = running({"numbers": (RARELY, DONE)})
     second = Running(first.project, {"numbers": DONE}, first.log.parent)
     second.start().await_said("standing by: another one acts .*")
@@ -474,7 +556,9 @@ def test_a_second_scheduler_stands_by_and_takes_over_when_the_first_stops(runnin
 def test_a_scheduler_that_lost_its_lease_stands_by_and_starts_nothing(running: MakeRunning) -> None:
     schedule = running({"numbers": (RARELY, DONE)})
     with take(schedule.project.root / ".scheduler", LEADER, "a test", force=True):
-        schedule.await_said("standing by: the scheduler on .* was silent .* lost its lease 'leader' to a test.*")
+        schedule.await_said(
+            "standing by: the scheduler on .* was silent .* lost its lease 'leader' to a test.*"
+        )
         schedule.make_due("numbers")
         time.sleep(0.5)
         assert schedule.ran() == []
@@ -503,7 +587,12 @@ class Process:
 
     def __init__(self, project: Scene) -> None:
         self.popen = subprocess.Popen(
-            _command(project), cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+            _command(project),
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
         self.said = list[str]()
         self._reader = threading.Thread(target=self._read)
@@ -512,10 +601,16 @@ class Process:
     def _read(self) -> None:
         assert self.popen.stdout is not None
         # each line with its time; what a run prints itself has none
-        self.said.extend(re.sub(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ (?=\S)", "", line.rstrip()) for line in self.popen.stdout)
+        self.said.extend(
+            re.sub(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ (?=\S)", "", line.rstrip())
+            for line in self.popen.stdout
+        )
 
     def await_said(self, line: str) -> None:
-        eventually(lambda: any(re.fullmatch(line, said) for said in list(self.said)), lambda: f"{line} not in {self.said}")
+        eventually(
+            lambda: any(re.fullmatch(line, said) for said in list(self.said)),
+            lambda: f"{line} not in {self.said}",
+        )
 
     def end(self, number: int) -> tuple[int, str]:
         """Send a signal; returns the exit status and stderr."""
@@ -552,7 +647,9 @@ def process() -> Iterator[Callable[[Scene], Process]]:
 def test_precompute_schedule_ends_on_a_signal_with_status_0(
     make_project: MakeProject, process: Callable[[Scene], Process], number: int
 ) -> None:
-    project = make_project([(1, 1.0)], project={"schedule": {"numbers": RARELY}, "timezone": "Europe/Berlin"})
+    project = make_project(
+        [(1, 1.0)], project={"schedule": {"numbers": RARELY}, "timezone": "Europe/Berlin"}
+    )
     schedule = process(project)
     schedule.await_said(r"numbers: next at \d{4}-02-29 00:00\+01:00")
     status, err = schedule.end(number)
@@ -564,7 +661,9 @@ def test_real_views_run_for_their_missed_time_and_after_each_other(
 ) -> None:
     twice = BASE | {"source": {"sql": "SELECT id, double AS x FROM live.numbers"}}
     project = make_project(
-        [(1, 1.0), (2, 2.0)], project={"schedule": {"numbers": RARELY, "twice": "after numbers"}}, views={"twice": twice}
+        [(1, 1.0), (2, 2.0)],
+        project={"schedule": {"numbers": RARELY, "twice": "after numbers"}},
+        views={"twice": twice},
     )
     store = project.offline
     Ledger(project, store).settle("numbers", LONG_AGO)
@@ -576,23 +675,33 @@ def test_real_views_run_for_their_missed_time_and_after_each_other(
     assert live["twice"] is not None
     rows = [
         row
-        for batch in store.view("twice").batches(store.view("twice").snapshot(live["twice"].snapshot))
+        for batch in store.view("twice").batches(
+            store.view("twice").snapshot(live["twice"].snapshot)
+        )
         for row in batch.to_pylist()
     ]
     assert sorted((row["id"], row["double"]) for row in rows) == [(1, 4.0), (2, 8.0)]
-    ledger = {view: [(r.status, r.due, r.parents) for r in store.view(view).runs.reports()] for view in live}
+    ledger = {
+        view: [(r.status, r.due, r.parents) for r in store.view(view).runs.reports()]
+        for view in live
+    }
     assert ledger == {
         "numbers": [("published", LEAP_DAY, {})],
         "twice": [("published", live["numbers"].at, {"numbers": live["numbers"].epoch})],
     }
 
 
-def slow(make_project: MakeProject, again: bool = False, **options: Any) -> tuple[Scene, OfflineStore]:
-    """A project whose view is due and takes a minute; ``again`` leaves its source alone, which a run may be reading."""
+def slow(
+    make_project: MakeProject, again: bool = False, **options: Any
+) -> tuple[Scene, OfflineStore]:
+    """A project whose view is due and takes a minute; ``again`` leaves its source alone, which a
+    run may be reading."""
     model = {"use": "tests.arithmetic:Doubler", "args": {"sleep_s": 60}}
     schedule = {"numbers": {"at": RARELY} | options}
     rows = None if again else [(1, 1.0)]
-    project = make_project(rows, view={"model": model}, project={"schedule": schedule, "lease": "2s"})
+    project = make_project(
+        rows, view={"model": model}, project={"schedule": schedule, "lease": "2s"}
+    )
     store = project.offline
     Ledger(project, store).settle("numbers", LONG_AGO)
     return project, store
@@ -645,7 +754,9 @@ def test_the_deadline_of_a_run_outlives_the_scheduler_that_started_it(
     make_project: MakeProject, process: Callable[[Scene], Process]
 ) -> None:
     project, store = slow(make_project, deadline="1h", retries=1)
-    before = Report("20240101T000000.000000Z-000000", "numbers", "run", "failed", due=LEAP_DAY, error="x")
+    before = Report(
+        "20240101T000000.000000Z-000000", "numbers", "run", "failed", due=LEAP_DAY, error="x"
+    )
     store.view("numbers").runs.write(before)
     first = process(project)
     report = running_report(store)
@@ -685,12 +796,25 @@ def test_a_stopped_scheduler_loses_the_lead_and_stands_by_when_it_wakes(
 
 def test_a_run_is_precompute_run_of_that_view_with_this_python(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)])
-    command = [sys.executable, "-P", "-m", "precompute.jobs.cli", "-c", str(project.folder), "run", "numbers", "--due", LEAP_DAY]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "precompute.jobs.cli",
+        "-c",
+        str(project.folder),
+        "run",
+        "numbers",
+        "--due",
+        LEAP_DAY,
+    ]
     assert run_command(project, "numbers", LEAP_DAY) == command
 
 
 def test_an_empty_schedule_is_refused_with_status_2(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)])
-    done = subprocess.run(_command(project), cwd=REPOSITORY, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        _command(project), cwd=REPOSITORY, capture_output=True, text=True, timeout=30
+    )
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert "project.yaml: schedule: empty" in done.stderr

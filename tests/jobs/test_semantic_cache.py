@@ -1,4 +1,5 @@
-"""The semantic cache: a miss is answered by the row of the entity whose input is nearest, or by the model, and says which; and what that would cost, measured."""
+"""The semantic cache: a miss is answered by the row of the entity whose input is nearest, or by the
+model, and says which; and what that would cost, measured."""
 
 from __future__ import annotations
 
@@ -37,13 +38,15 @@ from tests.server import Server
 
 HERE = "tests.jobs.test_semantic_cache"
 TEXTS = {1: "aaaa", 2: "bbbb", 3: "aaab", 4: "abbb", 5: "cccc"}
-"""As counts of letters, 1 and 3 have a cosine of 3/√10, 2 and 4 too; 3 and 4 one of 6/10; 5 is like none."""
+"""As counts of letters, 1 and 3 have a cosine of 3/√10, 2 and 4 too; 3 and 4 one of 6/10; 5 is like
+none."""
 table_only = pytest.mark.parametrize("online", ["table:./online"])
 """For what another store does not change."""
 
 
 class Letters:
-    """``vector``: how often the letters a, b and c stand in ``text``. Its process ends by a text with a ``!``.
+    """``vector``: how often the letters a, b and c stand in ``text``. Its process ends by a text
+    with a ``!``.
 
     Args:
         path: a file whose content belongs to the fingerprint.
@@ -67,7 +70,8 @@ class Letters:
 
 
 class Labeller:
-    """``label``: the letter that most of a text are, ``length``: how many there are. Writes a line for every batch.
+    """``label``: the letter that most of a text are, ``length``: how many there are. Writes a line
+    for every batch.
 
     Args:
         path: the file.
@@ -83,12 +87,17 @@ class Labeller:
         texts = batch.column("text").to_pylist()
         with open(self._path, "a") as file:
             file.write(f"{texts}\n")
-        return {"label": pa.array([max(text, key=text.count) for text in texts]), "length": pa.array(list(map(len, texts)))}
+        return {
+            "label": pa.array([max(text, key=text.count) for text in texts]),
+            "length": pa.array(list(map(len, texts))),
+        }
 
 
 def write_texts(folder: Path, texts: dict[int, str]) -> None:
     """The source's file."""
-    pq.write_table(pa.table({"id": list(texts), "text": list(texts.values())}), folder / "texts.parquet")
+    pq.write_table(
+        pa.table({"id": list(texts), "text": list(texts.values())}), folder / "texts.parquet"
+    )
 
 
 MakeTexts = Callable[..., Scene]
@@ -96,9 +105,12 @@ MakeTexts = Callable[..., Scene]
 
 @pytest.fixture
 def make_texts(make_project: MakeProject, tmp_path: Path, online: str) -> MakeTexts:
-    """Makes a project of ``labels``, whose misses ``vectors`` looks into; ``labels`` and ``vectors`` replace keys of either, None removes one."""
+    """Makes a project of ``labels``, whose misses ``vectors`` looks into; ``labels`` and
+    ``vectors`` replace keys of either, None removes one."""
 
-    def make(*, labels: dict[str, Any] | None = None, vectors: dict[str, Any] | None = None) -> Scene:
+    def make(
+        *, labels: dict[str, Any] | None = None, vectors: dict[str, Any] | None = None
+    ) -> Scene:
         (tmp_path / "calls").write_text("")
         (tmp_path / "weights").write_text("1")
         common = {
@@ -146,7 +158,8 @@ MEASURED = 2
 
 
 def computed(scene: Scene) -> list[str]:
-    """The batches that the labeller computed since publishing, but for those that its pace was measured by when it was opened."""
+    """The batches that the labeller computed since publishing, but for those that its pace was
+    measured by when it was opened."""
     return calls(scene).read_text().splitlines()[MEASURED:]
 
 
@@ -161,7 +174,12 @@ def asking(scene: Scene, **options: Any) -> Iterator[tuple[Lookup, Counter[str]]
 
 
 def asked(
-    lookup: Lookup, text: str, key: str = "9", *, cache_control: CacheControl | None = None, **words: Any
+    lookup: Lookup,
+    text: str,
+    key: str = "9",
+    *,
+    cache_control: CacheControl | None = None,
+    **words: Any,
 ) -> dict[str, Any]:
     """The row of a key whose text comes along, without what is the same in every row."""
     options = LookupOptions(inputs={key: {"text": text}}, **words)
@@ -188,9 +206,17 @@ def test_the_nearest_stored_input_answers_from_the_threshold_on(make_texts: Make
         # the cosine is 0.9487, and the letters are counted exactly
         nearly = asked(lookup, "aabb" * 2 + "aaaa", "8")
         far = asked(lookup, "aabb", "7")
-        table = lookup.get("labels", [1, "9", "7", 77], inputs={"9": {"text": "aa"}, "7": {"text": "abc"}})
+        table = lookup.get(
+            "labels", [1, "9", "7", 77], inputs={"9": {"text": "aa"}, "7": {"text": "abc"}}
+        )
     assert "similarity" not in stored
-    assert row == stored | {"key": "9", "source": "cache", "similarity": 1.0, "nearest": "1", "age_s": row["age_s"]}
+    assert row == stored | {
+        "key": "9",
+        "source": "cache",
+        "similarity": 1.0,
+        "nearest": "1",
+        "age_s": row["age_s"],
+    }
     assert row["age_s"] >= stored["age_s"] > 0
     assert (short(nearly), nearly["features"]["length"]) == (("fresh", "cache", "3", "a"), 4)
     assert nearly["similarity"] == pytest.approx((8 * 3 + 4) / (80 * 10) ** 0.5, abs=1e-6)
@@ -220,7 +246,11 @@ def test_a_row_of_another_grows_old_as_it_does(make_texts: MakeTexts) -> None:
             found.append((short(row), row["age_s"] == pytest.approx(clock["ahead"], abs=60)))
         clock["ahead"] = 60.0
         too_old = asked(lookup, "aaa", max_age_s=30.0)
-    assert found == [(("fresh", "cache", "1", "a"), True), (("stale", "cache", "1", "a"), True), ((*COMPUTED, "a"), True)]
+    assert found == [
+        (("fresh", "cache", "1", "a"), True),
+        (("stale", "cache", "1", "a"), True),
+        ((*COMPUTED, "a"), True),
+    ]
     assert short(too_old) == (*COMPUTED, "a")
 
 
@@ -228,10 +258,23 @@ def test_a_row_of_another_grows_old_as_it_does(make_texts: MakeTexts) -> None:
 def test_who_wants_the_origin_gets_no_other_row(make_texts: MakeTexts) -> None:
     scene = published(make_texts())
     with asking(scene) as (lookup, outcomes):
-        assert short(asked(lookup, "aaa", cache_control=CacheControl(no_cache=True))) == (*COMPUTED, "a")
-        assert short(asked(lookup, "aaa", cache_control=CacheControl(only_if_cached=True))) == ("missing", None, None, None)
+        assert short(asked(lookup, "aaa", cache_control=CacheControl(no_cache=True))) == (
+            *COMPUTED,
+            "a",
+        )
+        assert short(asked(lookup, "aaa", cache_control=CacheControl(only_if_cached=True))) == (
+            "missing",
+            None,
+            None,
+            None,
+        )
         assert short(asked(lookup, "aaa", fallback=False)) == ("missing", None, None, None)
-        assert short(asked(lookup, "aaa", cache_control=CacheControl(max_age_s=100.0))) == ("fresh", "cache", "1", "a")
+        assert short(asked(lookup, "aaa", cache_control=CacheControl(max_age_s=100.0))) == (
+            "fresh",
+            "cache",
+            "1",
+            "a",
+        )
         assert +outcomes == {"hit": 1}
 
 
@@ -259,7 +302,10 @@ def _damaged(scene: Scene) -> None:
     ids=["not published", "damaged index", "another fingerprint"],
 )
 def test_whatever_is_amiss_the_model_answers(
-    make_texts: MakeTexts, amiss: Callable[[Scene], None], outcome: str, caplog: pytest.LogCaptureFixture
+    make_texts: MakeTexts,
+    amiss: Callable[[Scene], None],
+    outcome: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     scene = published(make_texts())
     amiss(scene)
@@ -270,17 +316,27 @@ def test_whatever_is_amiss_the_model_answers(
 
 
 @table_only
-def test_an_encoder_that_is_too_slow_leaves_the_model_its_time(make_texts: MakeTexts, tmp_path: Path) -> None:
+def test_an_encoder_that_is_too_slow_leaves_the_model_its_time(
+    make_texts: MakeTexts, tmp_path: Path
+) -> None:
     slow = {"use": f"{HERE}:Letters", "args": {"path": str(tmp_path / "weights"), "slow": 0.5}}
-    scene = published(make_texts(vectors={"model": slow, "fallback": {"enabled": True, "deadline": "100ms"}}))
+    scene = published(
+        make_texts(vectors={"model": slow, "fallback": {"enabled": True, "deadline": "100ms"}})
+    )
     with asking(scene) as (lookup, outcomes):
         row = asked(lookup, "aaaax")
     assert short(row) == (*COMPUTED, "a")
     assert +outcomes == {"no_vector": 1}
 
 
-def test_of_the_near_ones_the_first_with_a_row_answers(make_texts: MakeTexts, monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = make_texts(labels={"source": {"sql": "SELECT * FROM read_parquet('${data}/texts.parquet') WHERE id <> 1"}})
+def test_of_the_near_ones_the_first_with_a_row_answers(
+    make_texts: MakeTexts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = make_texts(
+        labels={
+            "source": {"sql": "SELECT * FROM read_parquet('${data}/texts.parquet') WHERE id <> 1"}
+        }
+    )
     published(scene)
     with asking(scene) as (lookup, _):
         assert short(asked(lookup, "aaaaab")) == ("fresh", "cache", "3", "a")
@@ -293,7 +349,9 @@ def test_of_the_near_ones_the_first_with_a_row_answers(make_texts: MakeTexts, mo
 
 
 @table_only
-def test_a_key_without_inputs_is_looked_up_only_where_sources_are_one(make_texts: MakeTexts) -> None:
+def test_a_key_without_inputs_is_looked_up_only_where_sources_are_one(
+    make_texts: MakeTexts,
+) -> None:
     other = {"source": {"sql": "SELECT * FROM read_parquet('${data}/texts.parquet') WHERE true"}}
     for labels, wanted in (({}, ("fresh", "cache", "1", "a")), (other, (*COMPUTED, "a"))):
         scene = make_texts(labels=labels)
@@ -325,7 +383,12 @@ def test_a_row_of_a_later_publishing_is_not_mixed_in(make_texts: MakeTexts) -> N
         assert lookup._misses is not None
         semantic, begin = lookup._misses._semantic, lookup.begin
 
-        def published_meanwhile(view: str, keys: Sequence[Any], options: LookupOptions = LookupOptions(), **more: Any) -> Answer:  # noqa: B008 - a value
+        def published_meanwhile(
+            view: str,
+            keys: Sequence[Any],
+            options: LookupOptions = LookupOptions(),  # noqa: B008
+            **more: Any,
+        ) -> Answer:
             write_texts(scene.folder, TEXTS | {1: "aaaaaa"})
             scene.run("labels")
             return begin(view, keys, options, **more)
@@ -336,11 +399,17 @@ def test_a_row_of_a_later_publishing_is_not_mixed_in(make_texts: MakeTexts) -> N
         assert +outcomes == {"no_row": 1}
         semantic._begin = begin
         row = asked(lookup, "aaa", "8")
-        assert (short(row), row["snapshot"], row["features"]["length"]) == (("fresh", "cache", "1", "a"), 2, 6)
+        assert (short(row), row["snapshot"], row["features"]["length"]) == (
+            ("fresh", "cache", "1", "a"),
+            2,
+            6,
+        )
 
 
 @table_only
-def test_beyond_a_number_of_requests_at_once_the_model_answers(make_texts: MakeTexts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beyond_a_number_of_requests_at_once_the_model_answers(
+    make_texts: MakeTexts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(semantic_cache, "AT_ONCE", 1)
     scene = published(make_texts())
     with asking(scene) as (lookup, outcomes):
@@ -367,7 +436,10 @@ def test_over_http_a_row_says_whose_it_is(make_texts: MakeTexts) -> None:
         write_texts(scene.folder, TEXTS | {6: "bb"})
         one = call(app, "GET", "/v1/views/labels/rows/6")
         same = call(app, "GET", "/v1/views/labels/rows/6", if_none_match=one.headers["etag"])
-        views = {view["view"]: view["semantic_cache"] for view in call(app, "GET", "/v1/views").json["views"]}
+        views = {
+            view["view"]: view["semantic_cache"]
+            for view in call(app, "GET", "/v1/views").json["views"]
+        }
         metrics = call(app, "GET", "/metrics").body.decode()
     assert [(row["source"], row.get("similarity"), row.get("nearest")) for row in rows] == [
         ("cache", 1.0, "1"),
@@ -386,15 +458,25 @@ def test_over_http_a_row_says_whose_it_is(make_texts: MakeTexts) -> None:
 def test_in_a_server_each_model_is_a_process_of_its_own(make_texts: MakeTexts) -> None:
     scene = published(make_texts())
     with Server(scene.folder) as server, Client(server.url) as client:
-        near, far = client.rows("labels", ["9", "8"], inputs={"9": {"text": "aaaaa"}, "8": {"text": "abc"}}).rows
+        near, far = client.rows(
+            "labels", ["9", "8"], inputs={"9": {"text": "aaaaa"}, "8": {"text": "abc"}}
+        ).rows
         (ended,) = client.rows("labels", ["7"], inputs={"7": {"text": "aaaa!"}}).rows
         exact = client.rows("labels", ["9"], inputs={"9": {"text": "aaaaa"}}, no_cache=True).rows[0]
         stored = client.rows("labels", [1]).rows[0]
     assert (near.status, near.source, near.similarity, near.nearest) == ("fresh", "cache", 1.0, "1")
     assert near.computed_at == stored.computed_at
-    assert [(row.status, row.similarity) for row in (far, ended, exact)] == [("computed", msgspec.UNSET)] * 3
+    assert [(row.status, row.similarity) for row in (far, ended, exact)] == [
+        ("computed", msgspec.UNSET)
+    ] * 3
     # and, twice, the row that the model was warmed up with
-    assert sorted(calls(scene).read_text().splitlines()) == ["['aaaa!']", "['aaaa']", "['aaaa']", "['aaaaa']", "['abc']"]
+    assert sorted(calls(scene).read_text().splitlines()) == [
+        "['aaaa!']",
+        "['aaaa']",
+        "['aaaa']",
+        "['aaaaa']",
+        "['abc']",
+    ]
 
 
 # ---- the configuration
@@ -403,16 +485,28 @@ def test_in_a_server_each_model_is_a_process_of_its_own(make_texts: MakeTexts) -
 @pytest.mark.parametrize(
     ("labels", "vectors", "message"),
     [
-        ({"semantic_cache": {"view": "vector", "threshold": 0.9}}, {}, r"'vector': no such view; did you mean 'vectors'\?"),
+        (
+            {"semantic_cache": {"view": "vector", "threshold": 0.9}},
+            {},
+            r"'vector': no such view; did you mean 'vectors'\?",
+        ),
         ({"semantic_cache": {"view": "labels", "threshold": 0.9}}, {}, "in its own stead"),
         ({}, {"entity": ["text"]}, "its key is text, and this view's id"),
         ({}, {"index": None}, "it has no index"),
         ({}, {"index": {"on": "vector", "metric": "l2"}}, "compares by l2"),
         ({}, {"fallback": {"enabled": False}}, "view 'vectors' has no fallback"),
         ({"fallback": {"enabled": False}}, {}, "view 'labels' has no fallback"),
-        ({}, {"features": {"vector": {"dtype": "float32", "dim": 3, "packed": "binary"}}}, "packed as binary"),
+        (
+            {},
+            {"features": {"vector": {"dtype": "float32", "dim": 3, "packed": "binary"}}},
+            "packed as binary",
+        ),
         ({}, {"semantic_cache": {"view": "labels", "threshold": 0.9}}, "a circle"),
-        ({"semantic_cache": {"view": "vectors", "threshold": 1.1}}, {}, r"semantic_cache\.threshold: 1\.1"),
+        (
+            {"semantic_cache": {"view": "vectors", "threshold": 1.1}},
+            {},
+            r"semantic_cache\.threshold: 1\.1",
+        ),
         ({"features": {"nearest": {"dtype": "string"}}}, {}, "a column 'nearest' of their own"),
     ],
 )
@@ -428,9 +522,13 @@ def test_what_cannot_work_is_refused_when_the_project_is_read(
 
 
 @table_only
-def test_what_it_would_save_and_cost_is_measured_on_the_views_own_rows(make_texts: MakeTexts) -> None:
+def test_what_it_would_save_and_cost_is_measured_on_the_views_own_rows(
+    make_texts: MakeTexts,
+) -> None:
     scene = make_texts()
-    texts = {i: "a" * 10 + "b" * (i % 3) for i in range(300)} | {1000 + i: "b" * (8 + i % 2) + "c" for i in range(100)}
+    texts = {i: "a" * 10 + "b" * (i % 3) for i in range(300)} | {
+        1000 + i: "b" * (8 + i % 2) + "c" for i in range(100)
+    }
     write_texts(scene.folder, texts | {2000: "c"})
     published(scene)
     measured = thresholds(scene, "labels")
@@ -449,10 +547,15 @@ def test_what_it_would_save_and_cost_is_measured_on_the_views_own_rows(make_text
 
 
 @table_only
-def test_where_no_threshold_is_sure_enough_that_is_said(make_texts: MakeTexts, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_no_threshold_is_sure_enough_that_is_said(
+    make_texts: MakeTexts, capsys: pytest.CaptureFixture[str]
+) -> None:
     scene = published(make_texts())
     assert scene.cli("thresholds", "labels") == 0
-    assert "No threshold surely keeps 0.95: 4 answers are too few to be sure." in capsys.readouterr().out
+    assert (
+        "No threshold surely keeps 0.95: 4 answers are too few to be sure."
+        in capsys.readouterr().out
+    )
     assert scene.cli("thresholds", "labels", "--json", "--agreement", "0.1", "--rows", "5") == 0
     measured = json.loads(capsys.readouterr().out)
     assert measured["suggested"] is not None
@@ -465,7 +568,9 @@ def test_where_no_threshold_is_sure_enough_that_is_said(make_texts: MakeTexts, c
 
 
 @table_only
-def test_where_answers_do_not_agree_no_threshold_is_suggested(make_texts: MakeTexts, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_answers_do_not_agree_no_threshold_is_suggested(
+    make_texts: MakeTexts, capsys: pytest.CaptureFixture[str]
+) -> None:
     scene = make_texts()
     # by the letters that are counted all are the same
     write_texts(scene.folder, {i: "a" + letter * 2 for i, letter in enumerate("defghijklmno")})
@@ -514,8 +619,13 @@ ALL = FeatureView(
         ({"items": ["x", "y", "w", "v"], "label": "b"}, 0.0),
     ],
 )
-def test_how_far_a_row_is_the_right_answer_in_anothers_place(changed: dict[str, Any], agreement: float) -> None:
+def test_how_far_a_row_is_the_right_answer_in_anothers_place(
+    changed: dict[str, Any], agreement: float
+) -> None:
     wanted = {"label": "a", "score": 2.0, "vector": [1.0, 0.0], "items": ["x", "y", "z"]}
-    rows = [pa.RecordBatch.from_pylist([values], ALL.feature_schema()) for values in (wanted, wanted | changed)]
+    rows = [
+        pa.RecordBatch.from_pylist([values], ALL.feature_schema())
+        for values in (wanted, wanted | changed)
+    ]
     assert agreement_of(rows[0], rows[1], ALL, AccuracyConfig()) == agreement
     assert agreement_of(rows[1], rows[0], ALL, AccuracyConfig()) == agreement

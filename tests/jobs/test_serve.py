@@ -1,4 +1,5 @@
-"""``precompute serve`` as a process of its own: its life and death, and what it answers while models and stores come and go."""
+"""``precompute serve`` as a process of its own: its life and death, and what it answers while
+models and stores come and go."""
 
 from __future__ import annotations
 
@@ -31,14 +32,21 @@ from tests.server import Server, View, eventually, make_folder, read_reply, slow
 
 
 def counting(path: Path, seconds: float) -> View:
-    return {"model": {"use": "tests.arithmetic:Counting", "args": {"path": str(path), "sleep_s": seconds}}}
+    return {
+        "model": {
+            "use": "tests.arithmetic:Counting",
+            "args": {"path": str(path), "sleep_s": seconds},
+        }
+    }
 
 
 # ---- life and death
 
 
 @pytest.mark.parametrize("bind", ["127.0.0.1:0", "unix:./api.sock"])
-def test_sigterm_finishes_the_requests_at_hand_and_ends_with_status_0(tmp_path: Path, bind: str) -> None:
+def test_sigterm_finishes_the_requests_at_hand_and_ends_with_status_0(
+    tmp_path: Path, bind: str
+) -> None:
     make_folder(tmp_path, {"numbers": counting(tmp_path / "batches", 0.5)}).publish_all()
     write_numbers(tmp_path, [1, 2, 3, 9])
     with Server(tmp_path, bind) as server, server.connect() as idle, server.connect() as busy:
@@ -46,7 +54,11 @@ def test_sigterm_finishes_the_requests_at_hand_and_ends_with_status_0(tmp_path: 
         eventually(lambda: "[9.0]" in (tmp_path / "batches").read_text())
         server.process.send_signal(signal.SIGTERM)
         reply = read_reply(busy)
-        assert (reply.status, reply.json["status"], reply.json["features"]["double"]) == (200, "computed", 18.0)
+        assert (reply.status, reply.json["status"], reply.json["features"]["double"]) == (
+            200,
+            "computed",
+            18.0,
+        )
         assert idle.recv(1) == b""
         assert server.end() == 0
         told = server.log.read_text()
@@ -57,7 +69,10 @@ def test_sigterm_finishes_the_requests_at_hand_and_ends_with_status_0(tmp_path: 
 
 def test_an_address_in_use_is_refused_and_the_first_server_goes_on(tmp_path: Path) -> None:
     make_folder(tmp_path, {"numbers": {"fallback": None}}).publish_all()
-    with Server(tmp_path, "unix:./api.sock") as server, socket.create_server(("127.0.0.1", 0)) as other:
+    with (
+        Server(tmp_path, "unix:./api.sock") as server,
+        socket.create_server(("127.0.0.1", 0)) as other,
+    ):
         for taken in ("unix:./api.sock", f"127.0.0.1:{other.getsockname()[1]}"):
             _check_refused_to_bind(tmp_path, taken)
         assert server.get("/v1/views/numbers/rows/1").status == 200
@@ -69,7 +84,9 @@ def test_a_port_that_there_cannot_be_is_refused_with_status_2_and_one_line(tmp_p
 
 
 @pytest.mark.parametrize("bind", ["0.0.0.0:0", "unix:./" + "long" * 40, "unix:./views"])
-def test_an_address_that_cannot_be_bound_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bind: str) -> None:
+def test_an_address_that_cannot_be_bound_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bind: str
+) -> None:
     make_folder(tmp_path, {"numbers": {}})
     monkeypatch.setenv("PRECOMPUTE_SERVE__BIND", bind)
     with pytest.raises(ConfigError, match=rf"^serve\.bind: .*{re.escape(bind)}"):
@@ -79,7 +96,9 @@ def test_an_address_that_cannot_be_bound_is_refused(tmp_path: Path, monkeypatch:
 def _check_refused_to_bind(folder: Path, bind: str) -> None:
     command = [sys.executable, "-m", "precompute.jobs.cli", "-c", str(folder), "serve"]
     environment = os.environ | {"PRECOMPUTE_SERVE__BIND": bind}
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=30
+    )
     lines = [line for line in done.stderr.splitlines() if line.startswith("precompute:")]
     assert (done.returncode, done.stdout, len(lines)) == (2, "", 1), done
     assert lines[0].startswith("precompute: serve.bind: ")
@@ -116,24 +135,36 @@ def test_it_is_ready_once_a_view_is_published_without_a_restart(tmp_path: Path) 
     with Server(tmp_path, ready=False) as server:
         for _ in range(2):
             assert server.get("/livez").status == 200
-            assert (server.get("/readyz").status, server.get("/readyz").json["status"]) == (503, "not ready")
+            assert (server.get("/readyz").status, server.get("/readyz").json["status"]) == (
+                503,
+                "not ready",
+            )
             server.get("/v1/views/numbers/rows/1").check_problem(404, "unknown_view")
             assert server.get("/v1/views").json == {"views": []}
             assert "No view is published" in server.get("/").body.decode()
         project.publish_all()
         eventually(lambda: server.get("/readyz").status == 200, lambda: str(server.get("/readyz")))
-        assert server.get("/readyz").json == {"status": "ready", "views": {"numbers": 1}, "fallback": {}}
+        assert server.get("/readyz").json == {
+            "status": "ready",
+            "views": {"numbers": 1},
+            "fallback": {},
+        }
         assert server.get("/v1/views/numbers/rows/1").json["features"]["double"] == 2.0
 
 
 @pytest.mark.parametrize(
     "model",
     [
-        pytest.param({"use": "tests.arithmetic:Moody", "args": {"path": "${data}moody"}}, id="raises anything"),
+        pytest.param(
+            {"use": "tests.arithmetic:Moody", "args": {"path": "${data}moody"}},
+            id="raises anything",
+        ),
         pytest.param({"use": "tests.arithmetic:Doubler"}, id="source gone"),
     ],
 )
-def test_a_model_that_cannot_be_opened_degrades_and_hits_are_served(tmp_path: Path, model: dict[str, Any]) -> None:
+def test_a_model_that_cannot_be_opened_degrades_and_hits_are_served(
+    tmp_path: Path, model: dict[str, Any]
+) -> None:
     project = make_folder(tmp_path, {"numbers": {"model": model}}, vars={"data": f"{tmp_path}/"})
     project.publish_all()
     (tmp_path / "moody").touch()
@@ -141,8 +172,16 @@ def test_a_model_that_cannot_be_opened_degrades_and_hits_are_served(tmp_path: Pa
         (tmp_path / "data.parquet").rename(tmp_path / "gone")
     server = Server(tmp_path, ready=False)
     try:
-        eventually(lambda: server.get("/readyz").status == 200, lambda: f"{server.get('/readyz')} {server.log.read_text()}", 8)
-        assert server.get("/readyz").json == {"status": "degraded", "views": {"numbers": 1}, "fallback": {"numbers": "not ready"}}
+        eventually(
+            lambda: server.get("/readyz").status == 200,
+            lambda: f"{server.get('/readyz')} {server.log.read_text()}",
+            8,
+        )
+        assert server.get("/readyz").json == {
+            "status": "degraded",
+            "views": {"numbers": 1},
+            "fallback": {"numbers": "not ready"},
+        }
         assert server.get("/v1/views/numbers/rows/1").json["status"] == "fresh"
         server.get("/v1/views/numbers/rows/9").check_problem(502, "model_error")
         (tmp_path / "moody").unlink()
@@ -170,8 +209,13 @@ def test_a_view_with_a_damaged_pointer_is_refused_alone(tmp_path: Path) -> None:
             assert server.get("/v1/views/others/rows/1").status == 200
             ready, views = server.get("/readyz"), server.get("/v1/views").json
             assert (ready.status, ready.json["status"]) == (200, "degraded")
-            assert ready.json["why"].endswith("what is live of numbers cannot be read; the server's log says why")
-            assert ([view["view"] for view in views["views"]], views["unreadable"]) == (["numbers", "others"], ["numbers"])
+            assert ready.json["why"].endswith(
+                "what is live of numbers cannot be read; the server's log says why"
+            )
+            assert ([view["view"] for view in views["views"]], views["unreadable"]) == (
+                ["numbers", "others"],
+                ["numbers"],
+            )
             told = server.get("/metrics").body.decode()
             assert 'precompute_view_up{view="numbers"} 0.0' in told
             assert 'precompute_view_up{view="others"} 1.0' in told
@@ -190,7 +234,9 @@ def _with_store(store: str, redis_url: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("store", ["table", "redis"])
-def test_a_publish_is_picked_up_at_once_and_no_answer_mixes_two_snapshots(tmp_path: Path, redis_url: str, store: str) -> None:
+def test_a_publish_is_picked_up_at_once_and_no_answer_mixes_two_snapshots(
+    tmp_path: Path, redis_url: str, store: str
+) -> None:
     ids = list(range(40))
     # all rows are the same, and grow from snapshot to snapshot
     alike = {"gates": dict.fromkeys(("norm", "duplicates", "constant", "shift", "moved"))}
@@ -204,19 +250,36 @@ def test_a_publish_is_picked_up_at_once_and_no_answer_mixes_two_snapshots(tmp_pa
         while not done.is_set():
             if kind == "json":
                 reply = server.post("/v1/views/numbers/lookup", {"keys": ids})
-                rows = [(r["features"]["double"], r["features"]["vector"][0], r["snapshot"]) for r in reply.json["rows"]]
+                rows = [
+                    (r["features"]["double"], r["features"]["vector"][0], r["snapshot"])
+                    for r in reply.json["rows"]
+                ]
                 outer = reply.json["snapshot"]
             elif kind == "arrow":
-                table = server.post("/v1/views/numbers/lookup", {"keys": ids}, accept=wire.ARROW).arrow
+                table = server.post(
+                    "/v1/views/numbers/lookup", {"keys": ids}, accept=wire.ARROW
+                ).arrow
                 vectors = table.column("vector").to_pylist()
-                rows = list(zip(table["double"].to_pylist(), [v[0] for v in vectors], table["snapshot"].to_pylist(), strict=True))
+                rows = list(
+                    zip(
+                        table["double"].to_pylist(),
+                        [v[0] for v in vectors],
+                        table["snapshot"].to_pylist(),
+                        strict=True,
+                    )
+                )
                 outer = rows[0][2]
             else:
-                reply = server.post("/v1/views/numbers/search", {"vector": [0, 0, 0, 0], "k": 40, "features": ["double"]})
+                reply = server.post(
+                    "/v1/views/numbers/search",
+                    {"vector": [0, 0, 0, 0], "k": 40, "features": ["double"]},
+                )
                 assert reply.status == 200, reply
                 outer = reply.json["snapshot"]
                 near = reply.json["rows"]
-                assert [r["score"] for r in near] == [float(sum((outer + i) ** 2 for i in range(4)))] * 40
+                assert [r["score"] for r in near] == [
+                    float(sum((outer + i) ** 2 for i in range(4)))
+                ] * 40
                 rows = [(r["features"]["double"], outer, r["snapshot"]) for r in near]
             assert rows == [(2.0 * outer, outer, outer)] * 40
             assert outer >= last
@@ -248,7 +311,10 @@ def test_after_a_publish_the_fallback_uses_the_new_snapshots_model(tmp_path: Pat
         project = make_folder(tmp_path, {"numbers": slow(0, version=2)})
         project.publish_all()
         write_numbers(tmp_path, [1, 2, 3, 9])
-        hit, second = server.get("/v1/views/numbers/rows/1").json, server.get("/v1/views/numbers/rows/9").json
+        hit, second = (
+            server.get("/v1/views/numbers/rows/1").json,
+            server.get("/v1/views/numbers/rows/9").json,
+        )
     assert (first["status"], first["snapshot"]) == ("computed", 1)
     assert (second["status"], second["snapshot"], second["model"]) == ("computed", 2, hit["model"])
     assert first["model"] != second["model"]
@@ -268,7 +334,9 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, 
         yield server, batches
 
 
-def test_fifty_requests_at_once_for_one_missing_key_run_the_model_once(counted: tuple[Server, Path]) -> None:
+def test_fifty_requests_at_once_for_one_missing_key_run_the_model_once(
+    counted: tuple[Server, Path],
+) -> None:
     server, batches = counted
     before = batches.read_text()
     with contextlib.ExitStack() as stack:
@@ -276,9 +344,7 @@ def test_fifty_requests_at_once_for_one_missing_key_run_the_model_once(counted: 
         for i, connection in enumerate(connections):
             target = "GET /v1/views/numbers/rows/9" if i % 2 else "POST /v1/views/numbers/lookup"
             body = "" if i % 2 else '{"keys":[9,9]}'
-            head = (
-                f"{target} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-            )
+            head = f"{target} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
             connection.sendall((head + body).encode())
         replies = [read_reply(connection) for connection in connections]
     rows = [row for reply in replies for row in reply.json.get("rows", [reply.json])]
@@ -287,7 +353,9 @@ def test_fifty_requests_at_once_for_one_missing_key_run_the_model_once(counted: 
     assert batches.read_text() == f"{before}[9.0]\n"
 
 
-def test_past_the_deadline_a_row_is_504_and_missing_in_a_batch(counted: tuple[Server, Path]) -> None:
+def test_past_the_deadline_a_row_is_504_and_missing_in_a_batch(
+    counted: tuple[Server, Path],
+) -> None:
     server, _ = counted
     server.get("/v1/views/numbers/rows/12?deadline_ms=50").check_problem(504, "deadline")
     rows = server.lookup("numbers", [1, 10, 2], deadline_ms=50)
@@ -313,7 +381,9 @@ def test_past_the_deadline_a_row_is_504_and_missing_in_a_batch(counted: tuple[Se
     assert server.get("/v1/views/numbers/rows/11").json["status"] == "computed"
 
 
-def test_what_does_not_fit_the_queue_is_shed_and_hits_are_served(counted: tuple[Server, Path]) -> None:
+def test_what_does_not_fit_the_queue_is_shed_and_hits_are_served(
+    counted: tuple[Server, Path],
+) -> None:
     server, batches = counted
     with server.connect() as first, server.connect() as second:
         for connection, start in ((first, 1000), (second, 2000)):
@@ -344,7 +414,9 @@ def test_over_redis_every_route_answers_as_over_table_files(tmp_path: Path, redi
                 server.get("/v1/views/numbers/rows/9"),
                 server.get("/v1/views/numbers/rows/77"),
                 server.get("/v1/views/nothing/rows/1"),
-                server.post("/v1/views/numbers/lookup", {"keys": [3, 77, 1, 9], "features": ["double"]}),
+                server.post(
+                    "/v1/views/numbers/lookup", {"keys": [3, 77, 1, 9], "features": ["double"]}
+                ),
                 server.post("/v1/lookup", {"requests": [{"view": "numbers", "keys": ["2"]}]}),
                 server.post("/v1/views/numbers/search", {"key": 1, "features": ["double"]}),
                 server.get("/v1/views"),
@@ -373,7 +445,9 @@ def test_without_redis_all_is_503_and_with_it_back_all_is_answered(tmp_path: Pat
             assert server.get("/v1/views/numbers/rows/1").status == 200
         # kept in the worker's memory, and served in the store's stead
         eventually(lambda: server.get("/v1/views/numbers/rows/1").json["status"] == "stale")
-        server.get("/v1/views/numbers/rows/1", cache_control="no-cache").check_problem(503, "store_unavailable")
+        server.get("/v1/views/numbers/rows/1", cache_control="no-cache").check_problem(
+            503, "store_unavailable"
+        )
         for reply in (
             server.get("/v1/views/numbers/rows/2"),
             server.get("/v1/views/numbers/rows/a/b"),
@@ -383,19 +457,31 @@ def test_without_redis_all_is_503_and_with_it_back_all_is_answered(tmp_path: Pat
             reply.check_problem(503, "store_unavailable")
             assert int(reply.headers["retry-after"]) > 0
             assert str(port) not in reply.body.decode()
-        (one,) = server.post("/v1/lookup", {"requests": [{"view": "numbers", "keys": [1]}]}).json["responses"]
+        (one,) = server.post("/v1/lookup", {"requests": [{"view": "numbers", "keys": [1]}]}).json[
+            "responses"
+        ]
         assert (one["view"], one["problem"]["status"]) == ("numbers", 503)
         views = server.get("/v1/views").json
-        assert ([view["view"] for view in views["views"]], views["unreadable"]) == (["numbers"], ["numbers"])
+        assert ([view["view"] for view in views["views"]], views["unreadable"]) == (
+            ["numbers"],
+            ["numbers"],
+        )
         # whatever worker is asked, and whichever has the row
         ready = server.get("/readyz")
-        assert (ready.status, ready.json["status"], ready.json["views"]) == (200, "degraded", {"numbers": 1})
+        assert (ready.status, ready.json["status"], ready.json["views"]) == (
+            200,
+            "degraded",
+            {"numbers": 1},
+        )
         assert ready.json["why"].startswith("the online store does not answer")
         assert [server.get(path).status for path in ("/livez", "/metrics", "/")] == [200, 200, 200]
         told = server.get("/metrics").body.decode()
         assert "precompute_store_up 0.0" in told
         assert 'precompute_view_live_snapshot{view="numbers"} 1.0' in told
-        assert str(port) not in told + server.get("/readyz").body.decode() + server.get("/").body.decode()
+        assert (
+            str(port)
+            not in told + server.get("/readyz").body.decode() + server.get("/").body.decode()
+        )
         assert f":{port}" in server.log.read_text()
         with RedisProcess(redis_binary(), tmp_path, port=port):
             # the store asks a server that was gone only once in a while

@@ -1,4 +1,5 @@
-"""Who reaches ``precompute serve``: tokens, TLS, an address for operators, limits from the configuration; all of them over one server."""
+"""Who reaches ``precompute serve``: tokens, TLS, an address for operators, limits from the
+configuration; all of them over one server."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ ROW, LOOKUP = "/v1/views/numbers/rows/1", "/v1/views/numbers/lookup"
 
 
 class Guarded(Server):
-    """A server that is spoken to over TLS, with a certificate and a token of one's own, or without."""
+    """A server that is spoken to over TLS, with a certificate and a token of one's own, or
+    without."""
 
     folder: Path
     identity: str | None = "client"
@@ -38,7 +40,9 @@ class Guarded(Server):
     def connect(self) -> socket.socket:
         context = ssl.create_default_context(cafile=str(self.folder / "server.pem"))
         if self.identity is not None:
-            context.load_cert_chain(self.folder / f"{self.identity}.pem", self.folder / f"{self.identity}.key")
+            context.load_cert_chain(
+                self.folder / f"{self.identity}.pem", self.folder / f"{self.identity}.key"
+            )
         host, _, port = self.url.removeprefix("https://").rpartition(":")
         raw = socket.create_connection((host, int(port)), timeout=20)
         return context.wrap_socket(raw, server_hostname=host)
@@ -55,7 +59,11 @@ class Guarded(Server):
         connection.sock.connect(str(self.folder / "admin.sock"))
         connection.request("GET", path, headers=headers)
         response = connection.getresponse()
-        reply = Reply(response.status, {name.lower(): value for name, value in response.getheaders()}, response.read())
+        reply = Reply(
+            response.status,
+            {name.lower(): value for name, value in response.getheaders()},
+            response.read(),
+        )
         connection.close()
         return reply
 
@@ -95,7 +103,9 @@ def test_with_a_certificate_and_a_token_every_route_answers(server: Guarded) -> 
     assert server.get(ROW).json["features"]["double"] == 2.0
     assert server.lookup("numbers", [1, 9])[0]["status"] == "fresh"
     assert server.post("/v1/views/numbers/search", {"key": 1}).status == 200
-    assert [server.get(path).status for path in ("/v1/views", "/readyz", "/openapi.json", "/livez")] == [200] * 4
+    assert [
+        server.get(path).status for path in ("/v1/views", "/readyz", "/openapi.json", "/livez")
+    ] == [200] * 4
     assert server.get("/openapi.json").json["security"] == [{"token": ["read"], "certificate": []}]
 
 
@@ -112,7 +122,9 @@ def test_without_a_certificate_of_the_right_hand_nobody_is_let_in(server: Guarde
         raw.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert b"HTTP" not in raw.recv(1000)
     # and one that says nothing at all is sent away
-    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=20) as silent:
+    with socket.create_connection(
+        ("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=20
+    ) as silent:
         assert silent.recv(1) == b""
 
 
@@ -148,7 +160,9 @@ def test_metrics_and_the_page_are_on_their_own_address_for_admins(server: Guarde
 def test_tokens_are_exchanged_and_taken_back_without_a_restart(server: Guarded) -> None:
     made = [made_token(server.folder, "rotated") for _ in range(2)]
     for secret in made:
-        eventually(lambda secret=secret: server.get(ROW, authorization=f"Bearer {secret}").status == 200)  # type: ignore[misc]
+        eventually(
+            lambda secret=secret: server.get(ROW, authorization=f"Bearer {secret}").status == 200  # type: ignore[misc]
+        )
     made_token(server.folder, "rotated")
     eventually(lambda: server.get(ROW, authorization=f"Bearer {made[0]}").status == 401)
     assert server.get(ROW, authorization=f"Bearer {made[1]}").status == 200
@@ -175,7 +189,9 @@ def test_a_new_certificate_is_shown_without_a_restart(server: Guarded) -> None:
                 return old
 
         eventually(lambda: shown() != old)
-        before.sendall(f"GET {ROW} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {server.token}\r\n\r\n".encode())
+        before.sendall(
+            f"GET {ROW} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {server.token}\r\n\r\n".encode()
+        )
         assert read_reply(before).status == 200
 
 
@@ -188,12 +204,20 @@ def test_every_request_is_a_line_in_the_access_log_without_its_key(server: Serve
         server.get(f"/v1/views/numbers/rows/alice{number}?deadline_ms=0")
 
         def lines() -> list[Any]:
-            found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+            found = (
+                [json.loads(line) for line in path.read_text().splitlines()]
+                if path.exists()
+                else []
+            )
             return [line for line in found if line["view"] == "numbers" and line["status"] == 404]
 
         eventually(lambda: lines() != [])
         last = lines()[-1]
-        assert (last["method"], last["route"], last["token"]) == ("GET", "/v1/views/{view}/rows/{key}", "ranker")
+        assert (last["method"], last["route"], last["token"]) == (
+            "GET",
+            "/v1/views/{view}/rows/{key}",
+            "ranker",
+        )
         assert last["client"] == "127.0.0.1"
         text = path.read_text()
         assert not [word for word in ("alice", "deadline_ms", "pct_") if word in text]
@@ -206,13 +230,19 @@ def test_limits_are_those_of_the_configuration(server: Guarded) -> None:
     eventually(lambda: server.admin("/metrics", authorization=admin).status == 200)
     assert [server.get(ROW).status for _ in range(3)] == [200] * 3
     # no row is kept
-    assert 'cache="l1",outcome="hit"' not in server.admin("/metrics", authorization=admin).body.decode()
+    assert (
+        'cache="l1",outcome="hit"'
+        not in server.admin("/metrics", authorization=admin).body.decode()
+    )
 
 
 @pytest.mark.parametrize(
     ("serve", "why"),
     [
-        ({"access_log": "./none/access.log"}, "serve.access_log: .*none/access.log cannot be written"),
+        (
+            {"access_log": "./none/access.log"},
+            "serve.access_log: .*none/access.log cannot be written",
+        ),
         ({"tls": {"cert": "./a.pem", "key": "./b.pem"}}, "serve.tls: .*a.pem.* cannot be used"),
         ({"tokens": "./tokens"}, "serve.tokens: .*tokens cannot be read.*precompute token NAME"),
         ({"admin": "0.0.0.0:9090"}, "serve.admin: '0.0.0.0:9090' is reached from other machines"),
@@ -234,7 +264,10 @@ def test_token_is_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     make_folder(tmp_path, {"numbers": {}})
     command = ["-c", str(tmp_path), "token", "ranker"]
     assert main(command) == 2
-    assert "serve.tokens: no file is named; write `serve: {tokens: ./tokens}`" in capsys.readouterr().err
+    assert (
+        "serve.tokens: no file is named; write `serve: {tokens: ./tokens}`"
+        in capsys.readouterr().err
+    )
     make_folder(tmp_path, {"numbers": {}}, serve={"tokens": "./tokens"})
     assert main([*command, "--json", "--scope", "admin"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -248,26 +281,41 @@ def test_token_is_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.parametrize("kind", ["blocking", "async"])
 def test_the_client_shows_a_certificate_and_a_token(server: Guarded, kind: str) -> None:
-    folder, tls = server.folder, Tls(server.folder / "server.pem", server.folder / "client.pem", server.folder / "client.key")
+    folder, tls = (
+        server.folder,
+        Tls(
+            server.folder / "server.pem", server.folder / "client.pem", server.folder / "client.key"
+        ),
+    )
     with opened(kind, server.url, token=lambda: server.token or "", tls=tls) as client:
         assert features_of(client.row("numbers", 1))["double"] == 2.0
         assert client.get("numbers", [1, 2, 3])["double"].to_pylist() == [2.0, 4.0, 6.0]
     for token, code in ((None, "no_token"), ("pct_nobodys", "unknown_token")):
-        with opened(kind, server.url, token=token, tls=tls) as client, pytest.raises(DeniedError) as caught:
+        with (
+            opened(kind, server.url, token=token, tls=tls) as client,
+            pytest.raises(DeniedError) as caught,
+        ):
             client.views()
         assert (caught.value.status, caught.value.code) == (401, code)
-    with opened(kind, server.url, tls=Tls(folder / "server.pem"), retries=0) as client, pytest.raises(NoAnswerError):
+    with (
+        opened(kind, server.url, tls=Tls(folder / "server.pem"), retries=0) as client,
+        pytest.raises(NoAnswerError),
+    ):
         client.views()
 
 
 def test_the_last_requests_are_written_down_too(tmp_path: Path) -> None:
     make_folder(
-        tmp_path, {"numbers": {"fallback": None}}, serve={"access_log": "./access.log", "limits": {"header_time": "1h"}}
+        tmp_path,
+        {"numbers": {"fallback": None}},
+        serve={"access_log": "./access.log", "limits": {"header_time": "1h"}},
     ).publish_all()
     with Server(tmp_path) as server:
         for _ in range(20):
             server.get("/v1/views/numbers/rows/2")
-    routes = [json.loads(line)["route"] for line in (tmp_path / "access.log").read_text().splitlines()]
+    routes = [
+        json.loads(line)["route"] for line in (tmp_path / "access.log").read_text().splitlines()
+    ]
     assert routes.count("/v1/views/{view}/rows/{key}") == 20
 
 
@@ -277,10 +325,15 @@ def test_answers_say_what_took_how_long_where_that_is_configured(tmp_path: Path)
     with Server(tmp_path) as server:
         hit, miss = server.get("/v1/views/numbers/rows/1"), server.get("/v1/views/numbers/rows/9")
         many, again = server.post(LOOKUP, {"keys": [1, 9]}), server.get("/v1/views/numbers/rows/1")
-        several = server.post("/v1/lookup", {"requests": [{"view": "numbers", "keys": [1, 9]}, {"view": "numbers", "keys": [2]}]})
+        several = server.post(
+            "/v1/lookup",
+            {"requests": [{"view": "numbers", "keys": [1, 9]}, {"view": "numbers", "keys": [2]}]},
+        )
         found = server.post("/v1/views/numbers/search", {"key": 1})
         replies = (hit, miss, many, again, several, found)
-        told = [re.findall(r"(\w+);dur=([0-9.]+)", reply.headers["server-timing"]) for reply in replies]
+        told = [
+            re.findall(r"(\w+);dur=([0-9.]+)", reply.headers["server-timing"]) for reply in replies
+        ]
         assert [[name for name, _ in stages] for stages in told] == [
             ["read", "verify", "encode", "total"],
             ["read", "verify", "wait", "encode", "total"],
@@ -309,7 +362,12 @@ def test_a_server_traces_its_requests_to_the_model(tmp_path: Path) -> None:
         with Server(tmp_path) as server:
 
             def asked(trace: str, path: str, body: Any = None) -> None:
-                reply = server.request("POST" if body else "GET", path, body, traceparent=f"00-{trace}-b7ad6b7169203331-01")
+                reply = server.request(
+                    "POST" if body else "GET",
+                    path,
+                    body,
+                    traceparent=f"00-{trace}-b7ad6b7169203331-01",
+                )
                 assert reply.status == 200
 
             asked(traces[0], "/v1/views/numbers/rows/2")
@@ -319,12 +377,18 @@ def test_a_server_traces_its_requests_to_the_model(tmp_path: Path) -> None:
             server.lookup("numbers", [9])
             eventually(lambda: sum(span.name == "model" for span in spans()) == 2)
         # what a worker has not sent is sent at its end
-        of_trace = [{span.name: span for span in spans() if span.trace_id.hex() == trace} for trace in traces]
+        of_trace = [
+            {span.name: span for span in spans() if span.trace_id.hex() == trace}
+            for trace in traces
+        ]
         assert len(spans()) == sum(map(len, of_trace))
     hit, missed, searched = of_trace
     model = {"queue", "inputs", "model"}
     assert hit.keys() == {"GET /v1/views/{view}/rows/{key}", "read", "verify", "encode"}
-    assert missed.keys() == {"POST /v1/views/{view}/lookup", "read", "verify", "wait", "encode"} | model
+    assert (
+        missed.keys()
+        == {"POST /v1/views/{view}/lookup", "read", "verify", "wait", "encode"} | model
+    )
     assert searched.keys() == {"POST /v1/views/{view}/search", "search"} | model
     for root, named in (("lookup", missed), ("search", searched)):
         whole = named[f"POST /v1/views/{{view}}/{root}"]
@@ -332,7 +396,10 @@ def test_a_server_traces_its_requests_to_the_model(tmp_path: Path) -> None:
         times = [time for name in ("queue", "inputs", "model") for time in _times(named[name])]
         assert [_times(whole)[0], *times, _times(whole)[1]] == sorted([*_times(whole), *times])
         assert {named[name].parent_span_id for name in model} == {whole.span_id}
-    rows = {name: {a.key: a.value.int_value for a in missed[name].attributes}["precompute.rows"] for name in model}
+    rows = {
+        name: {a.key: a.value.int_value for a in missed[name].attributes}["precompute.rows"]
+        for name in model
+    }
     # of the key that the source does not know there is nothing to compute
     assert rows == {"queue": 3, "inputs": 3, "model": 2}
 

@@ -1,4 +1,5 @@
-"""A view that serves all of its partitions: each key has its row of the newest that has it, whatever is computed, lost, rolled back from or let go of."""
+"""A view that serves all of its partitions: each key has its row of the newest that has it,
+whatever is computed, lost, rolled back from or let go of."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ from tests.scene import Scene
 TODAY = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
 DAYS = [TODAY - timedelta(days=n) for n in range(8, 0, -1)]
 SQL = "SELECT id, x FROM read_parquet('${data}/data.parquet') WHERE t >= $start AND t < $end"
-UNGATED: dict[str, Any] = {name: None for name, of in GatesConfig.model_fields.items() if type(None) in get_args(of.annotation)}
+UNGATED: dict[str, Any] = {
+    name: None
+    for name, of in GatesConfig.model_fields.items()
+    if type(None) in get_args(of.annotation)
+}
 Rows = dict[int, float]
 
 
@@ -61,7 +66,9 @@ class Corpus:
         self.scene = self.make_project(table, view=definition | self.view, project=self.project)
         return self.scene
 
-    def run(self, day: int, rows: Rows | None = None, command: str = "run", **options: Any) -> Report:
+    def run(
+        self, day: int, rows: Rows | None = None, command: str = "run", **options: Any
+    ) -> Report:
         if rows is not None or day not in self.days:
             self.write(day, rows)
         return self.scene.run(command=command, partition=containing("day", DAYS[day]), **options)
@@ -96,7 +103,11 @@ class Model:
 
     def publish(self) -> None:
         newest = max(self.computed, default=0)
-        state = {d: rows for d, rows in self.computed.items() if self.keep is None or d > newest - self.keep}
+        state = {
+            d: rows
+            for d, rows in self.computed.items()
+            if self.keep is None or d > newest - self.keep
+        }
         if state and (not self.published or self.published[-1] != state):
             self.published.append(state)
 
@@ -104,17 +115,25 @@ class Model:
         left, back = self.published.pop(), self.published[-1]
         for day, rows in left.items():
             if rows is not back.get(day) and self.computed.get(day) is rows:
-                self.computed = {d: r for d, r in self.computed.items() if d != day} | ({day: back[day]} if day in back else {})
+                self.computed = {d: r for d, r in self.computed.items() if d != day} | (
+                    {day: back[day]} if day in back else {}
+                )
 
     def served(self) -> Rows:
-        return {key: x for day in sorted(self.published[-1]) for key, x in self.published[-1][day].items()}
+        return {
+            key: x
+            for day in sorted(self.published[-1])
+            for key, x in self.published[-1][day].items()
+        }
 
 
 def drive(corpus: Corpus, model: Model, seed: int, steps: int) -> None:
     """Do ``steps`` random things, and compare every lookup with the model."""
     at_random = random.Random(seed)
     for step in range(steps):
-        what = at_random.choice(["run", "run", "run", "empty", "materialize", "again", "rollback", "gc"])
+        what = at_random.choice(
+            ["run", "run", "run", "empty", "materialize", "again", "rollback", "gc"]
+        )
         day = at_random.randrange(len(DAYS))
         if what in ("run", "materialize", "empty"):
             keys = [] if what == "empty" else at_random.sample(range(12), at_random.randrange(1, 7))
@@ -141,7 +160,9 @@ def drive(corpus: Corpus, model: Model, seed: int, steps: int) -> None:
 
 
 @pytest.mark.parametrize(("seed", "keep"), [(1, None), (2, 3)])
-def test_random_days_are_served_as_ten_lines_say(corpus: Corpus, seed: int, keep: int | None) -> None:
+def test_random_days_are_served_as_ten_lines_say(
+    corpus: Corpus, seed: int, keep: int | None
+) -> None:
     corpus.view = {"index": {"on": "vector", "metric": "l2"}}
     corpus.view |= {"partition": serving(**({} if keep is None else {"keep": f"{keep}d"}))}
     drive(corpus, Model(keep), seed, 30)
@@ -153,16 +174,24 @@ def test_random_days_are_served_as_ten_lines_say(corpus: Corpus, seed: int, keep
 def test_a_new_day_is_an_overlay_and_a_lost_key_gives_way_to_the_older_row(corpus: Corpus) -> None:
     corpus.run(0, {key: float(key) for key in range(40)})
     corpus.run(1, {1: 10.0, 2: 20.0})
-    assert (corpus.scene.live().place.overlays, corpus.scene.live_snapshot().counts.written) == (((2, 4),), 2)
+    assert (corpus.scene.live().place.overlays, corpus.scene.live_snapshot().counts.written) == (
+        ((2, 4),),
+        2,
+    )
     assert corpus.served(3) == {0: 0.0, 1: 10.0, 2: 20.0}
     report = corpus.run(1, {2: 20.0, 99: 5.0})
     assert corpus.served(3) == {0: 0.0, 1: 1.0, 2: 20.0}
     counts = corpus.scene.snapshot_of(report).counts
     assert (counts.written, counts.unchanged, counts.removed) == (2, 39, 0)
     corpus.run(1, {2: 20.0})
-    assert (corpus.scene.live_snapshot().counts.removed, corpus.scene.live_snapshot().rows) == (1, 40)
+    assert (corpus.scene.live_snapshot().counts.removed, corpus.scene.live_snapshot().rows) == (
+        1,
+        40,
+    )
     # of the row that came back, when it was computed
-    computed_at = {row["id"]: row["computed_at"] for row in corpus.scene.rows(corpus.scene.live().snapshot)}
+    computed_at = {
+        row["id"]: row["computed_at"] for row in corpus.scene.rows(corpus.scene.live().snapshot)
+    }
     assert computed_at[1] == computed_at[0] < computed_at[2]
     corpus.run(0, {key: -float(key) for key in range(40)})
     assert corpus.served(3) == {0: 0.0, 1: -1.0, 2: 20.0}
@@ -175,7 +204,8 @@ def test_empty_partitions_first_last_in_the_middle_and_twice(corpus: Corpus) -> 
     for day in (1, 3, 3):
         assert corpus.run(day, {}).status == "current"
         assert corpus.served() == {1: 1.0}
-    # what a partition had stays, by default; another view says that an empty one is one without rows
+    # what a partition had stays, by default; another view says that an empty one is one without
+    # rows
     corpus.run(2, {})
     assert corpus.served() == {1: 1.0}
     corpus.write(partition=serving(empty="publish"))
@@ -304,11 +334,15 @@ def test_a_damaged_partition_is_told_and_computed_again(corpus: Corpus, verified
     for day in range(3):
         corpus.run(day, {day: 1.0, 10 + day: 2.0})
     store = corpus.scene.store
-    member = store.snapshot(corpus.scene.live_snapshot().members[max(corpus.scene.live_snapshot().members)])
+    member = store.snapshot(
+        corpus.scene.live_snapshot().members[max(corpus.scene.live_snapshot().members)]
+    )
     path = store.folder / member.parts[0].path
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     assert not verified or "checksums" in [check.check for check in corpus.scene.faults()]
-    with pytest.raises(SnapshotError, match="is served and has no good snapshot any more; what is live stays"):
+    with pytest.raises(
+        SnapshotError, match="is served and has no good snapshot any more; what is live stays"
+    ):
         corpus.run(3, {3: 1.0})
     assert len(corpus.served(20)) == 6
     assert corpus.run(2, {2: 1.0, 12: 2.0}).status == "published"
@@ -317,7 +351,15 @@ def test_a_damaged_partition_is_told_and_computed_again(corpus: Corpus, verified
 
 
 @pytest.mark.parametrize(
-    "point", ["part.rename:2", "manifest.write:2", "manifest.link:2", "online.load:1", "live.cas:1", "online.flip:1"]
+    "point",
+    [
+        "part.rename:2",
+        "manifest.write:2",
+        "manifest.link:2",
+        "online.load:1",
+        "live.cas:1",
+        "online.flip:1",
+    ],
 )
 def test_a_publishing_that_was_killed_is_gone_on_with(corpus: Corpus, point: str) -> None:
     corpus.run(0, {1: 1.0, 2: 1.0})
@@ -331,7 +373,9 @@ def test_a_publishing_that_was_killed_is_gone_on_with(corpus: Corpus, point: str
     corpus.scene.publish()
     assert corpus.served() == {1: 2.0, 2: 1.0, 3: 2.0}
     # one of the first day, one of both
-    assert [len(s.members) for s in map(corpus.scene.snapshot, corpus.scene.numbers()) if s.members] == [1, 2]
+    assert [
+        len(s.members) for s in map(corpus.scene.snapshot, corpus.scene.numbers()) if s.members
+    ] == [1, 2]
     assert corpus.scene.faults() == []
 
 
@@ -354,14 +398,23 @@ def test_the_past_of_partitions_that_add_up_is_what_was_served(corpus: Corpus) -
     between = datetime.now(UTC)
     corpus.run(1, {1: 10.0, 3: 30.0})
     store = corpus.scene.store
-    for at, expected in ((between, {1: 2.0, 2: 4.0}), (datetime.now(UTC), {1: 20.0, 2: 4.0, 3: 60.0})):
+    for at, expected in (
+        (between, {1: 2.0, 2: 4.0}),
+        (datetime.now(UTC), {1: 20.0, 2: 4.0, 3: 60.0}),
+    ):
         rows = read(store, as_of=at)
-        assert dict(zip(rows["id"].to_pylist(), rows["double"].to_pylist(), strict=True)) == expected
-        entities = pa.table({"id": [1, 2, 3], "event_timestamp": pa.array([at] * 3, pa.timestamp("us", "UTC"))})
+        assert (
+            dict(zip(rows["id"].to_pylist(), rows["double"].to_pylist(), strict=True)) == expected
+        )
+        entities = pa.table(
+            {"id": [1, 2, 3], "event_timestamp": pa.array([at] * 3, pa.timestamp("us", "UTC"))}
+        )
         found = get_historical_features(store.offline, entities, ["numbers"])
         assert found["numbers__double"].to_pylist() == [expected.get(key) for key in (1, 2, 3)]
     # in data time a day's rows count until the next day's do
-    entities = pa.table({"id": [1, 2], "event_timestamp": pa.array([DAYS[1]] * 2, pa.timestamp("us", "UTC"))})
+    entities = pa.table(
+        {"id": [1, 2], "event_timestamp": pa.array([DAYS[1]] * 2, pa.timestamp("us", "UTC"))}
+    )
     known = get_historical_features(store.offline, entities, ["numbers"], values="best_known")
     assert known["numbers__double"].to_pylist() == [2.0, 4.0]
     versions = explain(store, 1).versions
@@ -371,12 +424,17 @@ def test_the_past_of_partitions_that_add_up_is_what_was_served(corpus: Corpus) -
     ]
 
 
-def test_a_view_of_the_newest_partition_says_what_that_means(corpus: Corpus, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_view_of_the_newest_partition_says_what_that_means(
+    corpus: Corpus, capsys: pytest.CaptureFixture[str]
+) -> None:
     corpus.write(partition=serving(serve="newest"))
     for day in range(3):
         corpus.run(day, {10 * day + key: 1.0 for key in range(4)})
     assert corpus.scene.cli("status") == 0
-    assert "numbers: newest partition only: 4 of about 12 keys computed so far, in 3 partitions" in capsys.readouterr().out
+    assert (
+        "numbers: newest partition only: 4 of about 12 keys computed so far, in 3 partitions"
+        in capsys.readouterr().out
+    )
     corpus.write(partition=serving())
     corpus.scene.publish()
     assert len(corpus.served(30)) == 12
@@ -390,17 +448,27 @@ def test_a_view_of_the_newest_partition_says_what_that_means(corpus: Corpus, cap
 @pytest.mark.parametrize(
     ("view", "message"),
     [
-        ({"partition": serving(serve="newest", keep="9d")}, r"partition\.keep: only what serves all partitions lets go"),
+        (
+            {"partition": serving(serve="newest", keep="9d")},
+            r"partition\.keep: only what serves all partitions lets go",
+        ),
         (
             {"partition": serving(keep="9d"), "ttl": "26h"},
             r"partition\.keep: rows of 9 d ago are to be served, and ttl lets them expire after 26 h",
         ),
         (
-            {"model": {"use": "tests.arithmetic:Doubler", "args": {"version": {"sql": "SELECT $start"}}}},
+            {
+                "model": {
+                    "use": "tests.arithmetic:Doubler",
+                    "args": {"version": {"sql": "SELECT $start"}},
+                }
+            },
             r"partition\.serve: all: model\.args\.version\.sql takes \$start",
         ),
     ],
 )
-def test_what_cannot_be_served_is_a_mistake_of_the_file(corpus: Corpus, view: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_served_is_a_mistake_of_the_file(
+    corpus: Corpus, view: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         corpus.write(**view).view("numbers")

@@ -1,4 +1,5 @@
-"""``services/<service>.yaml``: what may stand there, what is wrong with it in one line each, and the training sets that are made by it."""
+"""``services/<service>.yaml``: what may stand there, what is wrong with it in one line each, and
+the training sets that are made by it."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from tests.server import make_folder
 
 HEAD = "name: ranking\nentity: [id]\n"
 GOOD = (
-    HEAD + "views: {numbers: [double], other: {features: [vector], max_age: 1h, defaults: {vector: [0, 0, 0, 1]}}}\nmax_age: 1d\n"
+    HEAD
+    + "views: {numbers: [double], other: {features: [vector], max_age: 1h, defaults: {vector: [0, 0, 0, 1]}}}\nmax_age: 1d\n"
 )
 
 
@@ -41,7 +43,12 @@ def test_a_service_is_read_as_it_is_written(scene: Scene) -> None:
         "entity": ["id"],
         "parts": [
             {"view": "numbers", "features": ["double"], "max_age_s": None, "defaults": {}},
-            {"view": "other", "features": ["vector"], "max_age_s": 3600.0, "defaults": {"vector": [0, 0, 0, 1]}},
+            {
+                "view": "other",
+                "features": ["vector"],
+                "max_age_s": 3600.0,
+                "defaults": {"vector": [0, 0, 0, 1]},
+            },
         ],
         "max_age_s": 86400.0,
         "deadline_ms": None,
@@ -52,15 +59,24 @@ def test_a_service_is_read_as_it_is_written(scene: Scene) -> None:
 
 
 WRONG = [
-    (HEAD + "views: {numbers: [double]}\nmax_agee: 1h", "max_agee: unknown key; did you mean 'max_age'?"),
+    (
+        HEAD + "views: {numbers: [double]}\nmax_agee: 1h",
+        "max_agee: unknown key; did you mean 'max_age'?",
+    ),
     (
         HEAD + "views: {numbers: {features: [double], default: {}}}",
         "views.numbers.default: unknown key; did you mean 'defaults'?",
     ),
-    (HEAD + "views: {numbers: {}}", "views.numbers.features: missing; add it, for it has no default"),
+    (
+        HEAD + "views: {numbers: {}}",
+        "views.numbers.features: missing; add it, for it has no default",
+    ),
     (HEAD + "views: {numbers: []}", "views.numbers: []: needs at least 1"),
     (HEAD + "views: {}", "views"),
-    (HEAD + "views: {numbers: [double]}\nmax_age: soon", "max_age: 'soon': write a number with a unit"),
+    (
+        HEAD + "views: {numbers: [double]}\nmax_age: soon",
+        "max_age: 'soon': write a number with a unit",
+    ),
     (HEAD + "views: {numbers: [double]}\ndeadline: 2m", "deadline: '2m'"),
     (HEAD + "views: {Numbers: [double]}", "'Numbers': a name has lower-case letters"),
     (HEAD + "views: {numbers: [double, double]}", "two columns 'numbers__double'"),
@@ -77,7 +93,9 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("text", "match"), WRONG)
-def test_a_wrong_file_is_reported_and_the_others_are_served(scene: Scene, text: str, match: str) -> None:
+def test_a_wrong_file_is_reported_and_the_others_are_served(
+    scene: Scene, text: str, match: str
+) -> None:
     project = written(written(scene, text), GOOD.replace("ranking", "good"), "good")
     with pytest.raises(ConfigError) as raised:
         project.service("ranking")
@@ -94,8 +112,14 @@ def test_a_wrong_file_is_reported_and_the_others_are_served(scene: Scene, text: 
 
 
 MISFITS = [
-    ("views: {number: [double]}", "views.number: no such view; did you mean 'numbers'? (there are: numbers, other)"),
-    ("views: {numbers: [dubble]}", "views.numbers.features: it has no feature 'dubble'; did you mean 'double'?"),
+    (
+        "views: {number: [double]}",
+        "views.number: no such view; did you mean 'numbers'? (there are: numbers, other)",
+    ),
+    (
+        "views: {numbers: [dubble]}",
+        "views.numbers.features: it has no feature 'dubble'; did you mean 'double'?",
+    ),
     (
         "views: {numbers: {features: [double], defaults: {double: none}}}",
         "views.numbers.defaults.double: 'none' is no float64 as the view declares it",
@@ -108,7 +132,9 @@ MISFITS = [
 
 
 @pytest.mark.parametrize(("views", "match"), MISFITS)
-def test_what_does_not_fit_the_views_is_reported_and_served_all_the_same(scene: Scene, views: str, match: str) -> None:
+def test_what_does_not_fit_the_views_is_reported_and_served_all_the_same(
+    scene: Scene, views: str, match: str
+) -> None:
     project = written(scene, HEAD + views)
     assert project.service_mistakes() == [f"{scene.folder / 'services' / 'ranking.yaml'}: {match}"]
     scene.publish_all()
@@ -141,10 +167,16 @@ def test_the_schema_is_exported() -> None:
     assert schema["additionalProperties"] is False
 
 
-def test_a_training_set_is_made_on_the_command_line(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_training_set_is_made_on_the_command_line(
+    scene: Scene, capsys: pytest.CaptureFixture[str]
+) -> None:
     project = written(scene, GOOD)
     project.publish_all()
-    now, out, rows = datetime.now(UTC).isoformat(), scene.folder / "out.parquet", scene.folder / "rows.csv"
+    now, out, rows = (
+        datetime.now(UTC).isoformat(),
+        scene.folder / "out.parquet",
+        scene.folder / "rows.csv",
+    )
     rows.write_text(f"id,label,event_timestamp\n1,0,{now}\n077,1,{now}\n02,0,{now}\n")
     assert project.cli("training", "ranking", str(rows), "--to", str(out)) == 0
     assert capsys.readouterr().out == (
@@ -159,7 +191,18 @@ def test_a_training_set_is_made_on_the_command_line(scene: Scene, capsys: pytest
         {"id": "02", "label": 0, "numbers__double": None, "other__vector": [0.0, 0.0, 0.0, 1.0]},
     ]
     pq.write_table(table.select(["id", "event_timestamp"]), scene.folder / "rows.parquet")
-    assert project.cli("training", "ranking", str(scene.folder / "rows.parquet"), "--to", str(out), "--replace", "--json") == 0
+    assert (
+        project.cli(
+            "training",
+            "ranking",
+            str(scene.folder / "rows.parquet"),
+            "--to",
+            str(out),
+            "--replace",
+            "--json",
+        )
+        == 0
+    )
     printed = json.loads(capsys.readouterr().out)
     assert printed == {
         "service": "ranking",
@@ -170,7 +213,9 @@ def test_a_training_set_is_made_on_the_command_line(scene: Scene, capsys: pytest
     }
 
 
-def test_a_training_set_that_cannot_be_made_is_refused_in_a_line(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_training_set_that_cannot_be_made_is_refused_in_a_line(
+    scene: Scene, capsys: pytest.CaptureFixture[str]
+) -> None:
     project = written(scene, GOOD)
     rows, out = scene.folder / "rows.csv", scene.folder / "out.parquet"
     rows.write_text("id,at\n1,yesterday\n")
@@ -182,10 +227,22 @@ def test_a_training_set_that_cannot_be_made_is_refused_in_a_line(scene: Scene, c
         (["rankin", str(rows)], 2, "did you mean 'ranking'"),
         (["ranking", "nowhere.csv"], 2, "nowhere.csv: cannot be read"),
         (["ranking", str(rows)], 2, "has no timestamp column 'event_timestamp'"),
-        (["ranking", str(rows), "--timestamp", "at"], 2, "row 1: at: 'yesterday': write a date or time"),
-        (["ranking", str(scene.folder / "nulls.csv")], 2, "1 rows of the entity table have no 'event_timestamp'"),
+        (
+            ["ranking", str(rows), "--timestamp", "at"],
+            2,
+            "row 1: at: 'yesterday': write a date or time",
+        ),
+        (
+            ["ranking", str(scene.folder / "nulls.csv")],
+            2,
+            "1 rows of the entity table have no 'event_timestamp'",
+        ),
         (["ranking", str(scene.folder / "bare.parquet")], 2, "has no timestamp column"),
-        (["ranking", str(scene.folder / "times.csv"), "--timestamp", "at"], 2, "has 2 timestamp columns 'at'"),
+        (
+            ["ranking", str(scene.folder / "times.csv"), "--timestamp", "at"],
+            2,
+            "has 2 timestamp columns 'at'",
+        ),
     ]:
         assert project.cli("training", *command, "--to", str(out)) == status, command
         assert match in capsys.readouterr().err
@@ -200,8 +257,13 @@ def test_a_training_set_that_cannot_be_made_is_refused_in_a_line(scene: Scene, c
     ]:
         assert project.cli("training", "ranking", str(rows), "--to", str(scene.folder / name)) == 2
         assert match in capsys.readouterr().err
-    assert project.cli("training", "ranking", str(scene.folder / "twice.csv"), "--to", str(out)) == 2
-    assert "the entity table has 2 columns 'id', a key column of view 'numbers'" in capsys.readouterr().err
+    assert (
+        project.cli("training", "ranking", str(scene.folder / "twice.csv"), "--to", str(out)) == 2
+    )
+    assert (
+        "the entity table has 2 columns 'id', a key column of view 'numbers'"
+        in capsys.readouterr().err
+    )
     before = set(scene.folder.iterdir())
     with files_of_at_most(100):
         assert project.cli("training", "ranking", str(rows), "--to", str(out)) == 1
@@ -218,7 +280,9 @@ def test_a_service_may_be_written_in_python(scene: Scene) -> None:
         assert lookup.service(service, {"id": [3]})["numbers__double"].to_pylist() == [6.0]
 
 
-def test_a_service_from_python_and_as_validate_reports_it(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_service_from_python_and_as_validate_reports_it(
+    scene: Scene, capsys: pytest.CaptureFixture[str]
+) -> None:
     written(scene, GOOD)
     for view in ("numbers", "other"):
         assert scene.cli("run", view) == 0

@@ -1,4 +1,5 @@
-"""Snapshots: the command that lists what a view has committed, and what of it can be gone back to."""
+"""Snapshots: the command that lists what a view has committed, and what of it can be gone back
+to."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ ROWS = 40
 
 def run(make_project: MakeProject, rows: int, factor: float, **how: object) -> Scene:
     project = make_project(
-        [(i, i * factor) for i in range(rows)], view={"gates": {"moved": None, "rolled_back": None, "shift": None}}
+        [(i, i * factor) for i in range(rows)],
+        view={"gates": {"moved": None, "rolled_back": None, "shift": None}},
     )
     project.run(**how)  # type: ignore[arg-type]
     return project
@@ -25,7 +27,8 @@ def run(make_project: MakeProject, rows: int, factor: float, **how: object) -> S
 
 @pytest.fixture
 def project(make_project: MakeProject) -> Scene:
-    """1 pinned, 2 with a gate accepted, 3 of more rows and rolled back from, 4 committed only and built on 2; 2 is live."""
+    """1 pinned, 2 with a gate accepted, 3 of more rows and rolled back from, 4 committed only and
+    built on 2; 2 is live."""
     run(make_project, ROWS, 1.0)
     run(make_project, ROWS, 100.0, accept=["norm"])
     project = run(make_project, ROWS + 4, 100.0)
@@ -39,20 +42,38 @@ def test_every_snapshot_has_its_line_the_newest_first(project: Scene) -> None:
     store = project.store
     model = store.snapshot(1).model
     committed = {n: store.snapshot(n).created_at for n in (1, 2, 3, 4)}
-    common: dict[str, Any] = {"partition": None, "model": model, "refused_by": [], "accepted": [], "bad": None, "error": None}
+    common: dict[str, Any] = {
+        "partition": None,
+        "model": model,
+        "refused_by": [],
+        "accepted": [],
+        "bad": None,
+        "error": None,
+    }
     marks = {"live": False, "previous": False, "pinned": False}
     assert list_snapshots(project, "numbers") == [
         {"snapshot": n, "created_at": committed[n]} | common | marks | facts
         for n, facts in (
             (4, {"kind": "delta", "parent": 2, "rows": ROWS + 1}),
-            (3, {"kind": "delta", "parent": 2, "rows": ROWS + 4, "bad": "rolled back from", "previous": True}),
+            (
+                3,
+                {
+                    "kind": "delta",
+                    "parent": 2,
+                    "rows": ROWS + 4,
+                    "bad": "rolled back from",
+                    "previous": True,
+                },
+            ),
             (2, {"kind": "full", "parent": None, "rows": ROWS, "accepted": ["norm"], "live": True}),
             (1, {"kind": "full", "parent": None, "rows": ROWS, "pinned": True}),
         )
     ]
 
 
-def test_the_table_says_what_can_be_gone_back_to(project: Scene, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_says_what_can_be_gone_back_to(
+    project: Scene, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = list_snapshots(project, "numbers")
     assert project.cli("snapshots", "numbers", "--json") == 0
     assert json.loads(capsys.readouterr().out) == found
@@ -74,7 +95,12 @@ def test_what_builds_on_a_bad_one_says_so_and_a_damaged_one_hides_no_other(proje
     store.mark_bad(2, "wrong prices")
     (project.root / "numbers" / "manifests" / f"{1:020d}.json").write_text("{torn")
     found = {s["snapshot"]: s for s in list_snapshots(project, "numbers")}
-    assert [found[n]["bad"] for n in (4, 3, 2, 1)] == ["builds on 2: wrong prices", "rolled back from", "wrong prices", None]
+    assert [found[n]["bad"] for n in (4, 3, 2, 1)] == [
+        "builds on 2: wrong prices",
+        "rolled back from",
+        "wrong prices",
+        None,
+    ]
     assert "is torn" in found[1]["error"]
     assert (found[1]["pinned"], found[1]["rows"]) == (True, None)
     assert describe_snapshots("numbers", list(found.values())).count("is torn") == 1

@@ -1,4 +1,5 @@
-"""Source age: a source that is frozen upstream shows, though each run that finds it unchanged makes its rows fresh again."""
+"""Source age: a source that is frozen upstream shows, though each run that finds it unchanged makes
+its rows fresh again."""
 
 from __future__ import annotations
 
@@ -35,11 +36,17 @@ def set_back(path: Path, at: datetime) -> None:
     os.utime(path, (at.timestamp(), at.timestamp()))
 
 
-def told(project: Scene, report: Report, name: str = "numbers") -> tuple[str | None, str | None, str | None]:
+def told(
+    project: Scene, report: Report, name: str = "numbers"
+) -> tuple[str | None, str | None, str | None]:
     """``source_at`` as the run's report, the live snapshot's manifest and ``status`` have it."""
     store, line = project.offline, project.status(name)
     recorded = next(r for r in store.view(name).runs.reports(1) if r.run == report.run)
-    return recorded.source_at, store.view(name).snapshot(line["snapshot"]).source_at, line["source_at"]
+    return (
+        recorded.source_at,
+        store.view(name).snapshot(line["snapshot"]).source_at,
+        line["source_at"],
+    )
 
 
 def test_a_file_that_nobody_writes_any_more(make_project: MakeProject) -> None:
@@ -52,7 +59,9 @@ def test_a_file_that_nobody_writes_any_more(make_project: MakeProject) -> None:
     assert (line["status"], line["attention"]) == ("fresh", [])
     assert 30 * DAY_S <= line["source_age_s"] < 30.1 * DAY_S
 
-    set_back(project.folder / "data.parquet", written)  # with the rows it had: nothing is committed, and the report tells it
+    set_back(
+        project.folder / "data.parquet", written
+    )  # with the rows it had: nothing is committed, and the report tells it
     second = project.run()
     assert (second.status, second.snapshot) == ("current", 1)
     assert told(project, second) == (iso(written), iso(frozen), iso(written))
@@ -62,7 +71,10 @@ def test_a_file_that_nobody_writes_any_more(make_project: MakeProject) -> None:
 @pytest.mark.parametrize(
     ("sql", "newest"),
     [
-        ("SELECT * FROM read_csv('./in[1]/*.csv')", 3),  # the folder is a pattern to DuckDB, which matches in1
+        (
+            "SELECT * FROM read_csv('./in[1]/*.csv')",
+            3,
+        ),  # the folder is a pattern to DuckDB, which matches in1
         ("SELECT * FROM read_csv(['./b.csv', './a.csv'])", 5),
         ("SELECT * FROM './a.csv'", 5),
         ("SELECT * FROM read_csv('./' || 'b.csv')", 7),
@@ -76,9 +88,13 @@ def test_a_file_that_nobody_writes_any_more(make_project: MakeProject) -> None:
 def test_the_newest_of_the_local_files_the_sql_reads(
     make_project: MakeProject, tmp_path: Path, sql: str, newest: int | None
 ) -> None:
-    project = make_project(view={"source": {"sql": sql.replace("{folder}", str(tmp_path / "project"))}})
+    project = make_project(
+        view={"source": {"sql": sql.replace("{folder}", str(tmp_path / "project"))}}
+    )
     (project.folder / "in1").mkdir()
-    for number, (name, days) in enumerate({"a.csv": 5, "b.csv": 7, "in1/c.csv": 3, "in1/d.csv": 4, "unread.csv": 1}.items()):
+    for number, (name, days) in enumerate(
+        {"a.csv": 5, "b.csv": 7, "in1/c.csv": 3, "in1/d.csv": 4, "unread.csv": 1}.items()
+    ):
         (project.folder / name).write_text(f"id,x\n{number},1.0\n")
         set_back(project.folder / name, ago(days))
     report = project.run()
@@ -87,7 +103,9 @@ def test_the_newest_of_the_local_files_the_sql_reads(
     assert newest is None or newest * DAY_S <= age_s < (newest + 0.1) * DAY_S
 
 
-def test_a_remote_file_may_be_newer_than_the_local_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_remote_file_may_be_newer_than_the_local_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a.csv").write_text("id\n1\n")
     with Source("SELECT * FROM './a.csv'", ("id",), {}, folder=tmp_path) as source:
         assert source.modified_us() == (tmp_path / "a.csv").stat().st_mtime_ns // 1000
@@ -100,12 +118,22 @@ def test_a_remote_file_may_be_newer_than_the_local_ones(tmp_path: Path, monkeypa
     [
         (pa.array([date(2026, 1, 5), date(2026, 1, 2)]), "2026-01-05T00:00:00Z"),
         (pa.array([datetime(2026, 1, 2, 3, 4, 5, 6), None]), "2026-01-02T03:04:05.000006Z"),
-        (pa.array([datetime(2026, 1, 2, 3, tzinfo=UTC)] * 2, pa.timestamp("ns", "Europe/Berlin")), "2026-01-02T03:00:00Z"),
-        (pa.array([date(9999, 12, 31), date(2026, 1, 2)]), "2026-01-02T00:00:00Z"),  # no row was updated in the future
+        (
+            pa.array(
+                [datetime(2026, 1, 2, 3, tzinfo=UTC)] * 2, pa.timestamp("ns", "Europe/Berlin")
+            ),
+            "2026-01-02T03:00:00Z",
+        ),
+        (
+            pa.array([date(9999, 12, 31), date(2026, 1, 2)]),
+            "2026-01-02T00:00:00Z",
+        ),  # no row was updated in the future
         (pa.array([None, None], pa.timestamp("us")), None),
     ],
 )
-def test_a_column_tells_it_better_than_a_file(make_project: MakeProject, column: pa.Array, newest: str | None) -> None:
+def test_a_column_tells_it_better_than_a_file(
+    make_project: MakeProject, column: pa.Array, newest: str | None
+) -> None:
     rows = pa.table({"id": [1, 2], "x": [1.0, 2.0], "at": column})
     project = make_project(rows, view={"source": {"sql": FILE, "updated_at": "at"}})
     report = project.run()
@@ -121,14 +149,21 @@ def test_a_view_of_another_view_is_as_old_as_what_that_one_read(make_project: Ma
     assert told(project, project.run("reader"), "reader") == (iso(frozen),) * 3
     set_back(project.folder / "data.parquet", written)
     project.run()  # finds nothing new: only its report tells
-    assert told(project, project.run("reader"), "reader") == (iso(written), iso(frozen), iso(written))
+    assert told(project, project.run("reader"), "reader") == (
+        iso(written),
+        iso(frozen),
+        iso(written),
+    )
 
 
 def test_past_max_age_it_needs_attention(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)])
     set_back(project.folder / "data.parquet", ago(8))
     project.run()
-    for max_age, attention in (("9d", []), ("7d", ["its source was last modified 8 d ago, and source.max_age is 7 d"])):
+    for max_age, attention in (
+        ("9d", []),
+        ("7d", ["its source was last modified 8 d ago, and source.max_age is 7 d"]),
+    ):
         line = make_project(view={"source": {"sql": FILE, "max_age": max_age}}).status()
         assert (line["status"], line["attention"]) == ("fresh", attention)
 

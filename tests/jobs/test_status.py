@@ -66,7 +66,9 @@ def test_a_view_that_was_computed_but_not_published(make_project: MakeProject) -
 
 
 def test_a_view_that_is_live(make_project: MakeProject) -> None:
-    project = make_project([(1, 1.0), (2, 2.0), (3, 3.0), (4, None)], project={"schedule": {"numbers": "0 2 * * *"}})
+    project = make_project(
+        [(1, 1.0), (2, 2.0), (3, 3.0), (4, None)], project={"schedule": {"numbers": "0 2 * * *"}}
+    )
     before = time.time()
     run = project.run()
     line = project.status()
@@ -110,8 +112,11 @@ def test_a_view_that_is_live(make_project: MakeProject) -> None:
     ("ttl", "stale_for", "status_"),
     [("1h", "1h", "fresh"), ("0s", "1h", "stale"), ("0s", "0s", "expired"), ("1h", "0s", "fresh")],
 )
-def test_the_age_is_judged_by_the_ttl_that_is_served(make_project: MakeProject, ttl: str, stale_for: str, status_: str) -> None:
-    """Which is the published one: an edited TTL takes effect with the next run, here as in every lookup."""
+def test_the_age_is_judged_by_the_ttl_that_is_served(
+    make_project: MakeProject, ttl: str, stale_for: str, status_: str
+) -> None:
+    """Which is the published one: an edited TTL takes effect with the next run, here as in every
+    lookup."""
     make_project([(1, 1.0)], view={"ttl": ttl, "stale_for": stale_for}).run()
     line = make_project().status()
     assert (line["status"], line["attention"]) == (status_, [] if status_ == "fresh" else [status_])
@@ -139,18 +144,31 @@ def test_an_online_store_that_serves_something_else_shows(make_project: MakeProj
     shutil.rmtree(project.root / "online")
     line = project.status()
     assert (line["status"], line["online"]) == ("fresh", False)
-    assert line["attention"] == ["the online store does not serve what is live: precompute reconcile numbers"]
+    assert line["attention"] == [
+        "the online store does not serve what is live: precompute reconcile numbers"
+    ]
     project.publish()
     line = project.status()
     assert (line["online"], line["attention"]) == (True, [])
 
 
-def test_what_the_files_know_shows_though_the_online_store_is_down(make_project: MakeProject) -> None:
+def test_what_the_files_know_shows_though_the_online_store_is_down(
+    make_project: MakeProject,
+) -> None:
     project = make_project([(1, 1.0)])
     project.run()
-    (known,), (line,) = project_status(project), project_status(make_project(project={"online": "redis://127.0.0.1:1/0"}))
-    assert line["attention"][0].startswith("whether it is served is not known: Redis at redis://127.0.0.1:1/0 does not answer")
-    differing = {"age_s": line["age_s"], "source_age_s": line["source_age_s"], "attention": line["attention"]}
+    (known,), (line,) = (
+        project_status(project),
+        project_status(make_project(project={"online": "redis://127.0.0.1:1/0"})),
+    )
+    assert line["attention"][0].startswith(
+        "whether it is served is not known: Redis at redis://127.0.0.1:1/0 does not answer"
+    )
+    differing = {
+        "age_s": line["age_s"],
+        "source_age_s": line["source_age_s"],
+        "attention": line["attention"],
+    }
     assert line == known | differing | {"online": None}
 
 
@@ -165,7 +183,9 @@ def test_every_view_has_its_line(make_project: MakeProject) -> None:
 
 
 @pytest.mark.parametrize("file", ["refs/live.json", f"manifests/{1:020d}.json"])
-def test_a_damaged_file_is_an_error_and_the_other_views_have_their_lines(make_project: MakeProject, file: str) -> None:
+def test_a_damaged_file_is_an_error_and_the_other_views_have_their_lines(
+    make_project: MakeProject, file: str
+) -> None:
     project = make_project([(1, 1.0)], views={"another": OTHER})
     project.run()
     project.run("another")
@@ -174,12 +194,18 @@ def test_a_damaged_file_is_an_error_and_the_other_views_have_their_lines(make_pr
         project.status()
     another, numbers = project_status(project)
     assert (another["view"], another["status"], another["attention"]) == ("another", "fresh", [])
-    assert (numbers["view"], numbers["status"], numbers["attention"]) == ("numbers", "unreadable", [str(caught.value)])
+    assert (numbers["view"], numbers["status"], numbers["attention"]) == (
+        "numbers",
+        "unreadable",
+        [str(caught.value)],
+    )
     assert (numbers["ttl_s"], numbers.keys()) == (3600.0, another.keys())
     assert {numbers[k] for k in numbers.keys() - {"view", "status", "attention", "ttl_s"}} == {None}
 
 
-def test_a_damaged_report_is_skipped_with_a_warning(make_project: MakeProject, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_report_is_skipped_with_a_warning(
+    make_project: MakeProject, caplog: pytest.LogCaptureFixture
+) -> None:
     project = make_project([(1, 1.0)])
     run = project.run()
     torn = project.root / "numbers" / "runs" / "99999999T000000.000000Z-ffffff.json"
@@ -192,7 +218,9 @@ def test_a_damaged_report_is_skipped_with_a_warning(make_project: MakeProject, c
 
 
 @pytest.mark.parametrize("command", ["run", "materialize", "publish", "rollback"])
-def test_a_killed_run_shows_as_killed_and_one_that_goes_on_as_running(make_project: MakeProject, command: str) -> None:
+def test_a_killed_run_shows_as_killed_and_one_that_goes_on_as_running(
+    make_project: MakeProject, command: str
+) -> None:
     project = make_project([(1, 1.0)])
     project.run()
     store = project.store
@@ -228,14 +256,21 @@ def test_how_the_last_run_ended_needs_attention_when_it_was_badly(
     assert project.status()["attention"] == attention
 
 
-def test_a_run_that_found_nothing_changed_makes_the_view_fresh_again(make_project: MakeProject) -> None:
+def test_a_run_that_found_nothing_changed_makes_the_view_fresh_again(
+    make_project: MakeProject,
+) -> None:
     project = make_project([(1, 1.0)])
     project.run()
     time.sleep(0.02)
     before = time.time()
     report = project.run()
     line = project.status()
-    assert (report.status, line["snapshot"], line["online"], line["last_run"]["status"]) == ("current", 1, True, "current")
+    assert (report.status, line["snapshot"], line["online"], line["last_run"]["status"]) == (
+        "current",
+        1,
+        True,
+        "current",
+    )
     assert line["age_s"] <= time.time() - before
 
 
@@ -265,7 +300,9 @@ def test_a_view_that_is_held_needs_attention(make_project: MakeProject) -> None:
     assert project.status()["attention"] == []
 
 
-def test_a_live_snapshot_whose_manifest_is_gone_is_an_error_in_words(make_project: MakeProject) -> None:
+def test_a_live_snapshot_whose_manifest_is_gone_is_an_error_in_words(
+    make_project: MakeProject,
+) -> None:
     project = make_project([(1, 1.0)])
     project.run()
     shutil.rmtree(project.root / "numbers" / "manifests")
@@ -286,7 +323,9 @@ def behind_and_attention(project: Scene) -> tuple[list[tuple[str, int, int]], li
     for found in line["behind"]:
         assert 0 <= found["behind_s"] < 600
     attention = [text.partition(": behind for")[0] for text in line["attention"]]
-    return [(found["input"], found["computed_from"], found["live"]) for found in line["behind"]], attention
+    return [
+        (found["input"], found["computed_from"], found["live"]) for found in line["behind"]
+    ], attention
 
 
 BEHIND = "computed from snapshot 1 of numbers, of which 2 is live"
@@ -307,7 +346,10 @@ TWO, ONE = [(1, 1.0), (2, 2.0)], [(1, 1.0)]
 def test_a_view_behind_its_input_needs_attention_when_nothing_will_run_it(
     make_project: MakeProject, schedule: dict[str, str], ttl: str, attention: list[str]
 ) -> None:
-    views = {"another": OTHER | {"ttl": ttl}, "third": OTHER | {"source": {"sql": "SELECT 1 AS id, 1.0 AS x"}}}
+    views = {
+        "another": OTHER | {"ttl": ttl},
+        "third": OTHER | {"source": {"sql": "SELECT 1 AS id, 1.0 AS x"}},
+    }
     project = make_project(TWO, project={"schedule": schedule}, views=views)
     for name in ("numbers", "another", "third"):
         project.run(name)
@@ -335,10 +377,13 @@ def test_a_view_is_behind_since_its_input_has_other_rows(make_project: MakeProje
     assert found["behind_s"] > 365 * 86_400
 
 
-def test_views_that_read_each_other_end_the_search_for_what_runs_them(make_project: MakeProject) -> None:
+def test_views_that_read_each_other_end_the_search_for_what_runs_them(
+    make_project: MakeProject,
+) -> None:
     views: dict[str, Any] = {"another": OTHER}
     views |= {
-        name: OTHER | {"source": {"sql": f"SELECT * FROM live.{of}"}} for name, of in (("third", "fourth"), ("fourth", "third"))
+        name: OTHER | {"source": {"sql": f"SELECT * FROM live.{of}"}}
+        for name, of in (("third", "fourth"), ("fourth", "third"))
     }
     scheduled = {"schedule": {"third": "0 2 * * *", "another": "after third"}}
     for rows in (TWO, ONE):
@@ -349,7 +394,9 @@ def test_views_that_read_each_other_end_the_search_for_what_runs_them(make_proje
     assert behind_and_attention(project) == ([("numbers", 1, 2)], [BEHIND])
 
 
-def test_the_same_rows_under_another_number_are_nothing_to_be_behind(make_project: MakeProject) -> None:
+def test_the_same_rows_under_another_number_are_nothing_to_be_behind(
+    make_project: MakeProject,
+) -> None:
     project = chained(make_project, TWO)
     project.run()
     project.run("another")
@@ -357,9 +404,15 @@ def test_the_same_rows_under_another_number_are_nothing_to_be_behind(make_projec
     assert behind_and_attention(project) == ([], [])
 
 
-def test_a_run_that_found_its_own_rows_unchanged_has_seen_the_input(make_project: MakeProject) -> None:
+def test_a_run_that_found_its_own_rows_unchanged_has_seen_the_input(
+    make_project: MakeProject,
+) -> None:
     for rows in (TWO, ONE):
-        project = chained(make_project, rows, source={"sql": "SELECT id, double AS x FROM live.numbers WHERE id = 1"})
+        project = chained(
+            make_project,
+            rows,
+            source={"sql": "SELECT id, double AS x FROM live.numbers WHERE id = 1"},
+        )
         project.run()
         if rows == TWO:
             project.run("another")
@@ -380,14 +433,18 @@ def test_an_input_that_was_rolled_back_is_another_one_too(make_project: MakeProj
 # ---- a schedule that is not kept
 
 
-def test_a_scheduler_that_is_gone_and_a_run_that_is_overdue_need_attention(make_project: MakeProject) -> None:
+def test_a_scheduler_that_is_gone_and_a_run_that_is_overdue_need_attention(
+    make_project: MakeProject,
+) -> None:
     at = datetime.now(UTC) - timedelta(hours=12)  # what is due at this very minute is not late yet
     project = make_project(ONE, project={"schedule": {"numbers": f"{at:%-M %-H} * * *"}})
     project.run()
     store = project.store
     assert project.status()["attention"] == [], "it was never up, and nothing was due since the run"
     leader = take(store.offline.root / ".scheduler", LEADER, "a scheduler")
-    assert project.status()["attention"] == ["the scheduler that is up does not know its schedule: restart it"]
+    assert project.status()["attention"] == [
+        "the scheduler that is up does not know its schedule: restart it"
+    ]
     ledger = Ledger(project, project.offline)
     ledger.settle("numbers", datetime.now(UTC))
     assert project.status()["attention"] == []
@@ -472,9 +529,16 @@ def test_a_run_under_a_fast_clock_is_told_and_hides_no_later_run(
 
 
 def test_what_was_measured_of_the_vector_index_is_told(make_project: MakeProject) -> None:
-    project = make_project([(i, float(i)) for i in range(30)], view={"index": {"on": "vector", "recall_at_10": 0.9}})
+    project = make_project(
+        [(i, float(i)) for i in range(30)], view={"index": {"on": "vector", "recall_at_10": 0.9}}
+    )
     run = project.run()
     index = project.status()["index"]
     assert index == run.index
-    assert (index["kind"], index["promised"], index["recall_at_10"], index["recall_bound"]) == ("exact", 0.9, 1.0, 1.0)
+    assert (index["kind"], index["promised"], index["recall_at_10"], index["recall_bound"]) == (
+        "exact",
+        0.9,
+        1.0,
+        1.0,
+    )
     assert index["why"].startswith("30 rows")

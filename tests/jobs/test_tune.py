@@ -1,4 +1,5 @@
-"""Tune, the tuning file, and the accuracy gate: the fastest precision is taken only where its values are near enough, and never silently."""
+"""Tune, the tuning file, and the accuracy gate: the fastest precision is taken only where its
+values are near enough, and never silently."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ Captured = pytest.CaptureFixture[str]
 
 
 class TorchDoubler(torch.nn.Module):
-    """``x`` [rows, 1] → ``vector`` = [x, x + 1, x + 2, x + 3] and ``double`` = 2x [rows, 1], as :class:`tests.arithmetic.Doubler`."""
+    """``x`` [rows, 1] → ``vector`` = [x, x + 1, x + 2, x + 3] and ``double`` = 2x [rows, 1], as
+    :class:`tests.arithmetic.Doubler`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +84,10 @@ class Shortened(TorchDoubler):
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         vector = self.linear(x)
-        return {"vector": vector * 0.2 if vector.dtype == torch.bfloat16 else vector, "double": 2 * vector[:, :1]}
+        return {
+            "vector": vector * 0.2 if vector.dtype == torch.bfloat16 else vector,
+            "double": 2 * vector[:, :1],
+        }
 
 
 class HalfLost(TorchDoubler):
@@ -90,10 +95,14 @@ class HalfLost(TorchDoubler):
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         found = super().forward(x)
-        return {name: t * float("nan") if t.dtype == torch.bfloat16 else t for name, t in found.items()}
+        return {
+            name: t * float("nan") if t.dtype == torch.bfloat16 else t for name, t in found.items()
+        }
 
 
-def torch_model(module: str = "TorchDoubler", *, concurrent: Any = False, **changes: Any) -> dict[str, Any]:
+def torch_model(
+    module: str = "TorchDoubler", *, concurrent: Any = False, **changes: Any
+) -> dict[str, Any]:
     """A view's ``model``; its weights are written by :func:`torch_project`."""
     args = {
         "module": f"{HERE}:{module}",
@@ -114,12 +123,14 @@ def torch_project(
     view: dict[str, Any] | None = None,
     **options: Any,
 ) -> Scene:
-    """:func:`tests.conftest.make_project` with :class:`TorchDoubler` in the place of the arithmetic model; ``view`` may hold ``precision``,
-    ``backend`` and ``concurrent``."""
+    """:func:`tests.conftest.make_project` with :class:`TorchDoubler` in the place of the arithmetic
+    model; ``view`` may hold ``precision``, ``backend`` and ``concurrent``."""
     view = dict(view or {})
     chosen = {key: view.pop(key) for key in ("precision", "backend", "concurrent") if key in view}
     view.setdefault("model", torch_model(module, **chosen))
-    view.setdefault("gates", {"duplicates": None})  # bfloat16 makes equal vectors of nearly equal ones
+    view.setdefault(
+        "gates", {"duplicates": None}
+    )  # bfloat16 makes equal vectors of nearly equal ones
     project = make_project(rows, view=view, **options)
     state = {"linear.weight": torch.ones(4, 1), "linear.bias": torch.arange(4.0)}
     save_file(state, project.folder / "doubler.safetensors")
@@ -130,48 +141,67 @@ def expected(x: Any, dtype: torch.dtype = torch.float32) -> dict[str, npt.NDArra
     """What the module makes of ``x`` [rows], rounded where bfloat16 rounds."""
     taken = torch.tensor(np.asarray(x, np.float32)).to(dtype)
     vector = (taken[:, None].float() + torch.arange(4.0)).to(dtype)
-    return {"double": (2 * vector[:, 0]).float().numpy().astype(np.float64), "vector": vector.float().numpy()}
+    return {
+        "double": (2 * vector[:, 0]).float().numpy().astype(np.float64),
+        "vector": vector.float().numpy(),
+    }
 
 
 def expected_batch(x: Any, dtype: torch.dtype, project: Scene) -> pa.RecordBatch:
     made = expected(x, dtype)
     vector = pa.FixedSizeListArray.from_arrays(pa.array(made["vector"].reshape(-1)), 4)
     return pa.RecordBatch.from_arrays(
-        [pa.array(made["double"]), vector], schema=project.view("numbers").feature_view().feature_schema()
+        [pa.array(made["double"]), vector],
+        schema=project.view("numbers").feature_view().feature_schema(),
     )
 
 
-def stored(project: Scene, number: int, view: str = "numbers") -> dict[int, tuple[float, list[float]]]:
+def stored(
+    project: Scene, number: int, view: str = "numbers"
+) -> dict[int, tuple[float, list[float]]]:
     """Every row of a snapshot: id → (double, vector)."""
     store = project.offline
-    rows = [row for batch in store.view(view).batches(store.view(view).snapshot(number)) for row in batch.to_pylist()]
+    rows = [
+        row
+        for batch in store.view(view).batches(store.view(view).snapshot(number))
+        for row in batch.to_pylist()
+    ]
     assert len({row["id"] for row in rows}) == len(rows)
     return {row["id"]: (row["double"], row["vector"]) for row in rows}
 
 
-def wanted(rows: list[tuple[int, float]], dtype: torch.dtype = torch.float32) -> dict[int, tuple[float, list[float]]]:
+def wanted(
+    rows: list[tuple[int, float]], dtype: torch.dtype = torch.float32
+) -> dict[int, tuple[float, list[float]]]:
     """As :func:`stored`, what must be there."""
     made = expected([x for _, x in rows], dtype)
-    return {i: (made["double"][n].item(), made["vector"][n].tolist()) for n, (i, _) in enumerate(rows)}
+    return {
+        i: (made["double"][n].item(), made["vector"][n].tolist()) for n, (i, _) in enumerate(rows)
+    }
 
 
 def figures(project: Scene, dtype: torch.dtype, x: list[float]) -> dict[str, Any]:
     """The accuracy figures of a dtype against float32 over ``x``."""
     batches = [expected_batch(x, d, project) for d in (torch.float32, dtype)]
     config = project.view("numbers")
-    found = compare(batches[0], batches[1], config.feature_view(), limits_of(config.accuracy)).to_json()["features"]
+    found = compare(
+        batches[0], batches[1], config.feature_view(), limits_of(config.accuracy)
+    ).to_json()["features"]
     assert isinstance(found, dict)
     return found
 
 
 def drawn(project: Scene, rows: int = 1000) -> list[float]:
-    """``x`` of a sample of the source, in its order: which of equally near neighbours counts depends on it."""
+    """``x`` of a sample of the source, in its order: which of equally near neighbours counts
+    depends on it."""
     with open_view(project.view("numbers").feature_view(), project.offline, project.home) as opened:
         return [x for x in opened.source.sample(rows).column("x").to_pylist() if x is not None]
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()
+    }
 
 
 def again(project: Scene, **environment: str) -> Scene:
@@ -186,7 +216,10 @@ def with_rates(monkeypatch: pytest.MonkeyPatch, **rates: float) -> None:
     """Rows/s as told, by name with _ for -, whatever the machine is at."""
 
     def fixed(trials: Trials, until: float, tell: Any) -> dict[str, Rate]:
-        return {name: Rate(rates[name.replace("-", "_")], {"p50": 1.0, "p95": 2.0, "p99": 3.0}) for name in trials.ready}
+        return {
+            name: Rate(rates[name.replace("-", "_")], {"p50": 1.0, "p95": 2.0, "p99": 3.0})
+            for name in trials.ready
+        }
 
     monkeypatch.setattr(Trials, "rates", fixed)
 
@@ -196,7 +229,10 @@ def with_rates(monkeypatch: pytest.MonkeyPatch, **rates: float) -> None:
 
 def tuned(project: Scene, precision: str = "bf16", backend: str = "eager") -> Path:
     return write_tuning(
-        project.folder, "numbers", project.model_as_written("numbers"), {"precision": precision, "backend": backend}
+        project.folder,
+        "numbers",
+        project.model_as_written("numbers"),
+        {"precision": precision, "backend": backend},
     )
 
 
@@ -209,7 +245,9 @@ def test_a_tuning_file_is_what_auto_stands_for(make_project: MakeProject) -> Non
     project = torch_project(make_project, ROWS)
     assert chosen(project) == ("auto", "auto")
     path = tuned(project)
-    assert path == tuning_path(project.folder, "numbers") == project.folder / "tuning" / "numbers.json"
+    assert (
+        path == tuning_path(project.folder, "numbers") == project.folder / "tuning" / "numbers.json"
+    )
     assert json.loads(path.read_text()) == {
         "version": 1,
         "view": "numbers",
@@ -225,14 +263,23 @@ def test_a_tuning_file_is_what_auto_stands_for(make_project: MakeProject) -> Non
 
 @pytest.mark.parametrize(
     "changed",
-    [{"max_cost": 64}, {"module": f"{HERE}:Unusual"}, {"outputs": {"double": "double", "vector": "vector", "z": "double"}}],
+    [
+        {"max_cost": 64},
+        {"module": f"{HERE}:Unusual"},
+        {"outputs": {"double": "double", "vector": "vector", "z": "double"}},
+    ],
 )
-def test_a_tuning_file_of_other_arguments_does_not_count(make_project: MakeProject, changed: dict[str, Any]) -> None:
+def test_a_tuning_file_of_other_arguments_does_not_count(
+    make_project: MakeProject, changed: dict[str, Any]
+) -> None:
     tuned(torch_project(make_project, ROWS))
     model = torch_model()
     other = torch_project(make_project, view={"model": model | {"args": model["args"] | changed}})
     assert chosen(other) == ("auto", "auto")
-    assert chosen(torch_project(make_project)) == ("bf16", "eager")  # and counts again with those it was made for
+    assert chosen(torch_project(make_project)) == (
+        "bf16",
+        "eager",
+    )  # and counts again with those it was made for
 
 
 def test_a_tuning_file_of_another_model_does_not_count(make_project: MakeProject) -> None:
@@ -258,11 +305,19 @@ def test_an_explicit_precision_or_back_end_stands(
 def test_the_environment_may_say_it_instead(make_project: MakeProject) -> None:
     project = torch_project(make_project, ROWS)
     tuned(project)
-    assert chosen(again(project, PRECOMPUTE_VIEWS__NUMBERS__MODEL__PRECISION="fp32")) == ("fp32", "auto")
-    assert chosen(again(project, PRECOMPUTE_VIEWS__NUMBERS__MODEL__ARGS__MAX_COST="64")) == ("auto", "auto")
+    assert chosen(again(project, PRECOMPUTE_VIEWS__NUMBERS__MODEL__PRECISION="fp32")) == (
+        "fp32",
+        "auto",
+    )
+    assert chosen(again(project, PRECOMPUTE_VIEWS__NUMBERS__MODEL__ARGS__MAX_COST="64")) == (
+        "auto",
+        "auto",
+    )
 
 
-def test_variables_are_not_filled_in_so_the_file_holds_on_every_machine(make_project: MakeProject, tmp_path: Path) -> None:
+def test_variables_are_not_filled_in_so_the_file_holds_on_every_machine(
+    make_project: MakeProject, tmp_path: Path
+) -> None:
     project = torch_project(make_project, ROWS)
     tuned(project)
     assert str(project.folder) not in tuning_path(project.folder, "numbers").read_text()
@@ -281,7 +336,10 @@ def test_variables_are_not_filled_in_so_the_file_holds_on_every_machine(make_pro
         ("[]", "is no tuning file of this version"),
         ("null", "is no tuning file of this version"),
         ('{"version": 1, "model": {}}', "is no tuning file of this version"),
-        ('{"version": 2, "model": {}, "precision": "fp32", "backend": "eager"}', "is no tuning file of this version"),
+        (
+            '{"version": 2, "model": {}, "precision": "fp32", "backend": "eager"}',
+            "is no tuning file of this version",
+        ),
         (b"\xff\xfe", "cannot be read"),
     ],
 )
@@ -303,7 +361,8 @@ def test_a_damaged_tuning_file_is_named_and_what_helps_does_help(
 
 
 @pytest.mark.parametrize(
-    ("precision", "backend"), [("bf17", "eager"), ("fp32", "magic"), (None, "eager"), (["bf16"], {}), (1, 2)]
+    ("precision", "backend"),
+    [("bf17", "eager"), ("fp32", "magic"), (None, "eager"), (["bf16"], {}), (1, 2)],
 )
 def test_a_precision_that_this_version_does_not_know_is_refused_by_name(
     make_project: MakeProject, precision: Any, backend: Any
@@ -363,7 +422,9 @@ def test_tune_compares_every_candidate_and_picks_the_fastest_that_passes(
     with_rates(monkeypatch, fp32_eager=100.0, fp32_onednn=180.0, bf16_eager=200.0)
     project = torch_project(make_project, ROWS, view={"accuracy": LOOSE})
     before, told = files(project.folder), list[str]()
-    found = tune(project, "numbers", only=["bf16-eager", "fp32-onednn", "bf16-eager"], tell=told.append)
+    found = tune(
+        project, "numbers", only=["bf16-eager", "fp32-onednn", "bf16-eager"], tell=told.append
+    )
     x = drawn(project)
     for row in found["measured"]:
         assert row.pop("convert_s") >= 0
@@ -393,7 +454,9 @@ def test_tune_compares_every_candidate_and_picks_the_fastest_that_passes(
             "accuracy": figures(project, torch.float32, x),
         },
     ]
-    assert {k: found[k] for k in ("view", "picked", "precision", "backend", "rows", "budget", "file")} == {
+    assert {
+        k: found[k] for k in ("view", "picked", "precision", "backend", "rows", "budget", "file")
+    } == {
         "view": "numbers",
         "picked": "bf16-eager",
         "precision": "bf16",
@@ -406,11 +469,18 @@ def test_tune_compares_every_candidate_and_picks_the_fastest_that_passes(
     after = files(project.folder)
     written = json.loads(after.pop("tuning/numbers.json"))
     kept = [path for path in after if path not in before]
-    assert [path.rpartition("/")[2].rpartition("-")[0] for path in kept] == ["accuracy-bf16-eager", "accuracy-fp32-onednn"]
-    assert {path: body for path, body in after.items() if path not in kept} == before  # nothing else, above all no snapshot
+    assert [path.rpartition("/")[2].rpartition("-")[0] for path in kept] == [
+        "accuracy-bf16-eager",
+        "accuracy-fp32-onednn",
+    ]
+    assert {
+        path: body for path, body in after.items() if path not in kept
+    } == before  # nothing else, above all no snapshot
     body = {key: value for key, value in written.items() if key not in ("version", "model")}
     for row in body["measured"]:
-        assert [row.pop(name) is not row for name in ("convert_s", "batch_ms", "memory_bytes")] == [True] * 3
+        assert [row.pop(name) is not row for name in ("convert_s", "batch_ms", "memory_bytes")] == [
+            True
+        ] * 3
     assert body == {key: value for key, value in found.items() if key != "file"}
 
     project = again(project)
@@ -420,7 +490,9 @@ def test_tune_compares_every_candidate_and_picks_the_fastest_that_passes(
     assert stored(project, report.snapshot) == wanted(ROWS, torch.bfloat16)
 
 
-def test_each_candidate_is_measured_as_what_it_is_in_turns(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_candidate_is_measured_as_what_it_is_in_turns(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     computed: list[tuple[str, list[float]]] = []
 
     class Watched(Runner):
@@ -462,7 +534,16 @@ def test_what_cannot_be_converted_or_is_inaccurate_is_refused(
     monkeypatch.setenv("CXX", "no-such-compiler")
     with_rates(monkeypatch, fp32_eager=100.0, bf16_eager=900.0)
     project = torch_project(make_project, ROWS)
-    command = ["-c", str(project.folder), "tune", "numbers", "--only", "bf16-eager", "--only", "fp32-aoti"]
+    command = [
+        "-c",
+        str(project.folder),
+        "tune",
+        "numbers",
+        "--only",
+        "bf16-eager",
+        "--only",
+        "fp32-aoti",
+    ]
     assert main([*command, "--json"]) == 0
     captured = capsys.readouterr()
     found = json.loads(captured.out)
@@ -488,29 +569,47 @@ def test_what_cannot_be_converted_or_is_inaccurate_is_refused(
     assert main(command) == 0
     captured = capsys.readouterr()
     assert [line for line in captured.err.splitlines() if "converting" in line] == [
-        f"{name}: converting and comparing 120 rows" for name in ("fp32-eager", "bf16-eager", "fp32-aoti")
+        f"{name}: converting and comparing 120 rows"
+        for name in ("fp32-eager", "bf16-eager", "fp32-aoti")
     ]
     lines = captured.out.splitlines()
-    assert [line.split()[0] for line in lines[1:]] == ["precision", "fp32-eager", "bf16-eager", "fp32-aoti", "fp32-eager"]
+    assert [line.split()[0] for line in lines[1:]] == [
+        "precision",
+        "fp32-eager",
+        "bf16-eager",
+        "fp32-aoti",
+        "fp32-eager",
+    ]
     assert lines[2].endswith("picked")
     assert lines[3].endswith(f"refused: {bf16['refused']}")
     assert lines[4].endswith(f"refused: {aoti['refused']}")
 
 
-def test_a_vectors_length_is_judged(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vectors_length_is_judged(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with_rates(monkeypatch, fp32_eager=100.0, bf16_eager=900.0)
     budget = {"recall_at_10": 0.1}
     reason = r"vector: median row error 0\.\d+ is above 0\.04472"
-    found = tune(torch_project(make_project, ROWS, module="Shortened", view={"accuracy": budget}), "numbers", only=["bf16-eager"])
+    found = tune(
+        torch_project(make_project, ROWS, module="Shortened", view={"accuracy": budget}),
+        "numbers",
+        only=["bf16-eager"],
+    )
     assert found["picked"] == "fp32-eager"
     assert re.search(reason, found["measured"][1]["refused"])
-    project = torch_project(make_project, ROWS, module="Shortened", view={"accuracy": budget, "precision": "bf16"})
+    project = torch_project(
+        make_project, ROWS, module="Shortened", view={"accuracy": budget, "precision": "bf16"}
+    )
     with pytest.raises(GateError, match=reason):
         project.run()
     # of one feature, somebody may mean it
     free = {"median": 1.0, "bound": 1.0, "worst": 1.0}
     meant = torch_project(
-        make_project, ROWS, module="Shortened", view={"accuracy": budget | {"features": {"vector": free}}, "precision": "bf16"}
+        make_project,
+        ROWS,
+        module="Shortened",
+        view={"accuracy": budget | {"features": {"vector": free}}, "precision": "bf16"},
     )
     assert meant.run().gates[0].passed
 
@@ -522,14 +621,23 @@ def test_a_module_unknown_to_a_back_end_is_refused_and_others_go_on(
     project = torch_project(make_project, ROWS, module="Unusual", view={"accuracy": LOOSE})
     found = tune(project, "numbers", only=["fp32-onednn", "bf16-eager"])
     assert [row["name"] for row in found["measured"]] == ["fp32-eager", "fp32-onednn", "bf16-eager"]
-    assert found["measured"][1]["refused"].startswith("precision fp32-onednn does not work with this model: ")
+    assert found["measured"][1]["refused"].startswith(
+        "precision fp32-onednn does not work with this model: "
+    )
     assert found["picked"] == "bf16-eager"
     assert found["measured"][2]["accuracy"] == figures(project, torch.bfloat16, drawn(project))
 
 
-def test_rows_that_are_lost_refuse_it_whatever_the_budget(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_are_lost_refuse_it_whatever_the_budget(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with_rates(monkeypatch, fp32_eager=100.0, bf16_eager=900.0)
-    project = torch_project(make_project, ROWS, module="HalfLost", view={"accuracy": {"cosine": 1e-9, "recall_at_10": 0.0}})
+    project = torch_project(
+        make_project,
+        ROWS,
+        module="HalfLost",
+        view={"accuracy": {"cosine": 1e-9, "recall_at_10": 0.0}},
+    )
     found = tune(project, "numbers", only=["bf16-eager"])
     assert found["measured"][1]["refused"] == "rows that both compute: 0 is below 1"
     assert (found["measured"][1]["accuracy"], found["picked"]) == ({}, "fp32-eager")
@@ -553,11 +661,15 @@ def row(name: str, speed: float | None, refused: str | None = None) -> dict[str,
         ([row("fp32-aoti", None, "no compiler"), row("bf16-eager", 0.1)], "fp32-eager"),
     ],
 )
-def test_the_pick_is_the_fastest_that_passes_and_worth_it(rows: list[dict[str, Any]], picked: str) -> None:
+def test_the_pick_is_the_fastest_that_passes_and_worth_it(
+    rows: list[dict[str, Any]], picked: str
+) -> None:
     assert tune_module._pick([row("fp32-eager", 1.0), *rows]) == picked
 
 
-def test_by_default_the_candidates_of_this_machine_are_tried(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_default_the_candidates_of_this_machine_are_tried(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[tuple[str, str]] = []
 
     def candidates(device: Any, model: TorchModel) -> list[Technique]:
@@ -566,30 +678,50 @@ def test_by_default_the_candidates_of_this_machine_are_tried(make_project: MakeP
 
     monkeypatch.setattr("precompute.precision.conversion.candidates", candidates)
     with_rates(monkeypatch, fp32_eager=100.0, fp32_onednn=104.0)
-    project = torch_project(make_project, ROWS, view={"precision": "bf16"})  # what is configured now is no matter
+    project = torch_project(
+        make_project, ROWS, view={"precision": "bf16"}
+    )  # what is configured now is no matter
     found = tune(project, "numbers")
     assert asked == [("cpu", "fp32-eager")]
-    assert [(r["name"], r["speed"]) for r in found["measured"]] == [("fp32-eager", 1.0), ("fp32-onednn", 1.04)]
+    assert [(r["name"], r["speed"]) for r in found["measured"]] == [
+        ("fp32-eager", 1.0),
+        ("fp32-onednn", 1.04),
+    ]
     assert found["picked"] == "fp32-eager"
 
 
-def test_what_there_is_no_time_for_is_left_out_and_said(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_there_is_no_time_for_is_left_out_and_said(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = ["fp32-eager", "bf16-eager", "fp32-aoti", "fp32-onednn"]
-    monkeypatch.setattr("precompute.precision.conversion.candidates", lambda *_: [technique(name) for name in names])
+    monkeypatch.setattr(
+        "precompute.precision.conversion.candidates", lambda *_: [technique(name) for name in names]
+    )
     project = torch_project(make_project, ROWS, view={"accuracy": LOOSE})
     told = list[str]()
-    found = tune(project, "numbers", within_s=20, tell=told.append)  # compiling takes about a minute
-    assert ([row["name"] for row in found["measured"]], found["left_out"]) == ([*names[:2], names[3]], ["fp32-aoti"])
+    found = tune(
+        project, "numbers", within_s=20, tell=told.append
+    )  # compiling takes about a minute
+    assert ([row["name"] for row in found["measured"]], found["left_out"]) == (
+        [*names[:2], names[3]],
+        ["fp32-aoti"],
+    )
     assert "fp32-aoti: left out, since it would take longer than there is time" in told
     told.clear()
     found = tune(project, "numbers", within_s=0, tell=told.append)
-    assert (len(found["measured"]), found["left_out"], found["picked"]) == (1, names[1:], "fp32-eager")
+    assert (len(found["measured"]), found["left_out"], found["picked"]) == (
+        1,
+        names[1:],
+        "fp32-eager",
+    )
     assert [line for line in told if "round" in line] == ["measuring 1 candidates, round 1 of 3"]
     found = tune(project, "numbers", within_s=0, only=["bf16-eager"])
     assert (len(found["measured"]), found["left_out"]) == (2, [])
 
 
-def test_a_bad_row_is_no_obstacle(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_row_is_no_obstacle(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with_rates(monkeypatch, fp32_eager=100.0, bf16_eager=900.0)
     project = torch_project(make_project, [*ROWS, (500, None)], view={"accuracy": LOOSE})
     found = tune(project, "numbers", only=["bf16-eager"])
@@ -601,11 +733,23 @@ def test_what_cannot_be_tuned_is_said(make_project: MakeProject, capsys: Capture
     plain = make_project(ROWS)
     folder = ["-c", str(plain.folder)]
     for command, status, said in (
-        (["tune", "numbers"], 2, "view 'numbers': this model computes in its own way; only torch models"),
-        (["tune", "numbers", "--only", "bf16"], 2, "unknown precision 'bf16': write one of fp32-eager, "),
+        (
+            ["tune", "numbers"],
+            2,
+            "view 'numbers': this model computes in its own way; only torch models",
+        ),
+        (
+            ["tune", "numbers", "--only", "bf16"],
+            2,
+            "unknown precision 'bf16': write one of fp32-eager, ",
+        ),
         (["tune", "numbers", "--only", ""], 2, "unknown precision ''"),
         (["tune", "numbers", "--rows", "0"], 2, "--rows: 0: at least 1"),
-        (["tune", "numbers", "--partition", "2026-01-01"], 2, "--partition: view 'numbers' has none"),
+        (
+            ["tune", "numbers", "--partition", "2026-01-01"],
+            2,
+            "--partition: view 'numbers' has none",
+        ),
         (["tune", "nombers"], 2, "no view 'nombers'"),
     ):
         assert main([*folder, *command]) == status
@@ -614,8 +758,13 @@ def test_what_cannot_be_tuned_is_said(make_project: MakeProject, capsys: Capture
         assert captured.err.splitlines()[-1].startswith(f"precompute: {said}")
     assert not (plain.folder / "tuning").exists()
 
-    empty = torch_project(make_project, pa.table({"id": pa.array([], pa.int64()), "x": pa.array([], pa.float64())}))
-    with pytest.raises(SourceError, match="view 'numbers': the source yielded no rows: nothing to compare precisions on"):
+    empty = torch_project(
+        make_project, pa.table({"id": pa.array([], pa.int64()), "x": pa.array([], pa.float64())})
+    )
+    with pytest.raises(
+        SourceError,
+        match="view 'numbers': the source yielded no rows: nothing to compare precisions on",
+    ):
         tune(empty, "numbers")
 
 
@@ -627,22 +776,39 @@ def test_a_conversion_shown_rows_of_one_size_computes_any_number(make_project: M
 
 
 def test_tune_of_a_sample_with_no_usable_row_writes_nothing(make_project: MakeProject) -> None:
-    project = torch_project(make_project, pa.table({"id": [1, 2], "x": pa.array([None, None], pa.float64())}))
-    with pytest.raises(SourceError, match=r"^view 'numbers': none of 2 rows could be computed in float32; the first: x is "):
+    project = torch_project(
+        make_project, pa.table({"id": [1, 2], "x": pa.array([None, None], pa.float64())})
+    )
+    with pytest.raises(
+        SourceError,
+        match=r"^view 'numbers': none of 2 rows could be computed in float32; the first: x is ",
+    ):
         tune(project, "numbers", only=["fp32-onednn"])
     assert not (project.folder / "tuning").exists()
 
 
 def test_tune_of_a_partition(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
     with_rates(monkeypatch, fp32_eager=100.0, bf16_eager=900.0)
-    table = pa.table({"id": [i for i, _ in ROWS], "x": [x for _, x in ROWS], "d": ["2026-01-01"] * 50 + ["2026-01-02"] * 70})
+    table = pa.table(
+        {
+            "id": [i for i, _ in ROWS],
+            "x": [x for _, x in ROWS],
+            "d": ["2026-01-01"] * 50 + ["2026-01-02"] * 70,
+        }
+    )
     sql = "SELECT id, x FROM read_parquet('${data}/data.parquet') WHERE d::DATE >= $start AND d::DATE < $end"
-    view = {"source": {"sql": sql}, "partition": {"by": "day", "start": "2026-01-01"}, "accuracy": LOOSE}
+    view = {
+        "source": {"sql": sql},
+        "partition": {"by": "day", "start": "2026-01-01"},
+        "accuracy": LOOSE,
+    }
     project = torch_project(make_project, table, view=view)
     assert project.cli("tune", "numbers", "--partition", "2026-01-01", "--only", "bf16-eager") == 0
     written = json.loads(tuning_path(project.folder, "numbers").read_text())
     assert (written["rows"], written["picked"]) == (50, "bf16-eager")
-    assert written["measured"][1]["accuracy"] == figures(project, torch.bfloat16, [x for _, x in ROWS[:50]])
+    assert written["measured"][1]["accuracy"] == figures(
+        project, torch.bfloat16, [x for _, x in ROWS[:50]]
+    )
     with pytest.raises(SourceError, match="the source yielded no rows"):  # yesterday's
         tune(project, "numbers", only=["bf16-eager"])
 
@@ -668,14 +834,23 @@ def test_the_table_can_be_read() -> None:
                 "batch_ms": {"p50": 7.25, "p95": 112.0, "p99": 1230.0},
                 "memory_bytes": 1234 * 2**20,
             },
-            {"name": "bf16-eager", "rows_per_s": 98765.4, "speed": 80.005, "refused": None, "accuracy": {"vector": vector}},
+            {
+                "name": "bf16-eager",
+                "rows_per_s": 98765.4,
+                "speed": 80.005,
+                "refused": None,
+                "accuracy": {"vector": vector},
+            },
             {"name": "fp32-aoti", "rows_per_s": None, "speed": None, "refused": "no compiler"},
             {
                 "name": "int8-static-onnx",
                 "rows_per_s": 2.0,
                 "speed": 0.002,
                 "refused": "vector: recall@10 0.5 is below 0.985",
-                "accuracy": {"vector": {"recall_at_10": 0.5}, "score": {"rank_correlation": 1.0, "max_abs_error": 1e-7}},
+                "accuracy": {
+                    "vector": {"recall_at_10": 0.5},
+                    "score": {"rank_correlation": 1.0, "max_abs_error": 1e-7},
+                },
             },
         ],
     }
@@ -697,7 +872,9 @@ def test_the_table_can_be_read() -> None:
 # ---- the gate before a run
 
 
-def test_a_precision_that_is_not_accurate_enough_computes_nothing(make_project: MakeProject, capsys: Captured) -> None:
+def test_a_precision_that_is_not_accurate_enough_computes_nothing(
+    make_project: MakeProject, capsys: Captured
+) -> None:
     project = torch_project(make_project, ROWS)
     assert project.cli("run", "numbers") == 0
     store = project.offline
@@ -720,12 +897,17 @@ def test_a_precision_that_is_not_accurate_enough_computes_nothing(make_project: 
         f"view 'numbers': {message}. Nothing was computed; choose another precision (`precompute tune numbers` measures them all), change "
         "the view's `accuracy`, or accept it: precompute run numbers --accept accuracy"
     )
-    assert (report.status, report.snapshot, report.counts, report.engine) == ("refused", None, {}, {})
+    assert (report.status, report.snapshot, report.counts, report.engine) == (
+        "refused",
+        None,
+        {},
+        {},
+    )
     after = files(project.root)
     aside = ("/runs/", "lease", "/compiled/accuracy-")  # what was measured is kept
-    assert {path: body for path, body in after.items() if not any(part in path for part in aside)} == {
-        path: body for path, body in before.items() if not any(part in path for part in aside)
-    }
+    assert {
+        path: body for path, body in after.items() if not any(part in path for part in aside)
+    } == {path: body for path, body in before.items() if not any(part in path for part in aside)}
     assert (store.view("numbers").numbers(), store.view("numbers").refs.live()) == ([1], live)
     assert project.cli("lookup", "numbers", "7") == 0
     assert "double: 2.14" in capsys.readouterr().out
@@ -734,7 +916,11 @@ def test_a_precision_that_is_not_accurate_enough_computes_nothing(make_project: 
 def test_a_precision_within_budget_is_committed_and_not_measured_again(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    view = {"precision": "bf16", "accuracy": LOOSE, "fallback": {"enabled": True}}  # the gate parity computes rows again, too
+    view = {
+        "precision": "bf16",
+        "accuracy": LOOSE,
+        "fallback": {"enabled": True},
+    }  # the gate parity computes rows again, too
     project = torch_project(make_project, ROWS, view=view)
     assert project.cli("run", "numbers") == 0
     store = project.offline
@@ -766,13 +952,19 @@ def test_a_precision_within_budget_is_committed_and_not_measured_again(
     assert project.report().status == "current"
 
 
-def test_what_tune_measured_no_run_measures_again(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_tune_measured_no_run_measures_again(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with_rates(monkeypatch, fp32_eager=100.0, bf16_eager=900.0)
     project = torch_project(make_project, ROWS, view={"accuracy": LOOSE})
     tune(project, "numbers", only=["bf16-eager"])
     measured: list[str] = []
     measure = AccuracyCheck._measure
-    monkeypatch.setattr(AccuracyCheck, "_measure", lambda *given: measured.append("again") or measure(*given))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(
+        AccuracyCheck,
+        "_measure",
+        lambda *given: measured.append("again") or measure(*given),  # type: ignore[func-returns-value]
+    )
     project = again(project)
     report = project.run()
     assert (report.gates[0].gate, report.gates[0].passed, measured) == ("accuracy", True, [])
@@ -783,12 +975,16 @@ def test_what_tune_measured_no_run_measures_again(make_project: MakeProject, mon
     report = project.run(full=True)
     assert (report.gates[0].message, measured, kept.read_bytes()) == (message, ["again"], before)
     # other rows, or other features of them, are measured
-    other = torch_project(make_project, [*ROWS, (500, 9.5)], view={"precision": "bf16", "accuracy": LOOSE})
+    other = torch_project(
+        make_project, [*ROWS, (500, 9.5)], view={"precision": "bf16", "accuracy": LOOSE}
+    )
     assert other.cli("run", "numbers", "--full") == 0
     assert len(measured) == 2
 
 
-def test_beside_a_run_nothing_is_written_before_it_is_known(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beside_a_run_nothing_is_written_before_it_is_known(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept, written = threading.Event(), list[list[str]]()
     project = torch_project(make_project, ROWS, view={"precision": "bf16", "concurrent": True})
     keep, compared = Chunks._keep, comparison.compared
@@ -805,14 +1001,26 @@ def test_beside_a_run_nothing_is_written_before_it_is_known(make_project: MakePr
     monkeypatch.setattr(Chunks, "_keep", keeping)
     monkeypatch.setattr(accuracy_module, "compared", comparing)
     assert project.cli("run", "numbers") == 3
-    assert "is below 0.985. Nothing was written; choose another precision" in str(project.report().error)
+    assert "is below 0.985. Nothing was written; choose another precision" in str(
+        project.report().error
+    )
     left = [path for path in files(project.root) if path.startswith("numbers/")]
-    assert [path for path in left if not path.startswith(("numbers/runs/", "numbers/refs/", "numbers/compiled/accuracy-"))] == []
+    assert [
+        path
+        for path in left
+        if not path.startswith(("numbers/runs/", "numbers/refs/", "numbers/compiled/accuracy-"))
+    ] == []
     assert project.numbers() == []
     assert project.cli("run", "numbers") == 3
-    assert "Nothing was computed; choose another precision" in str(project.report().error)  # it was kept
+    assert "Nothing was computed; choose another precision" in str(
+        project.report().error
+    )  # it was kept
     assert written == [[]]
-    loose = torch_project(make_project, [*ROWS, (500, 9.5)], view={"precision": "bf16", "concurrent": True, "accuracy": LOOSE})
+    loose = torch_project(
+        make_project,
+        [*ROWS, (500, 9.5)],
+        view={"precision": "bf16", "concurrent": True, "accuracy": LOOSE},
+    )
     kept.clear()
     report = loose.run()
     assert report.snapshot is not None
@@ -820,18 +1028,24 @@ def test_beside_a_run_nothing_is_written_before_it_is_known(make_project: MakePr
     assert stored(loose, report.snapshot) == wanted([*ROWS, (500, 9.5)], torch.bfloat16)
 
 
-def test_a_check_that_fails_or_that_nobody_waits_for_ends(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_fails_or_that_nobody_waits_for_ends(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*_: Any) -> Any:
         raise ModelError("the reference fell over")
 
-    project = torch_project(make_project, ROWS, view={"precision": "bf16", "concurrent": True, "accuracy": LOOSE})
+    project = torch_project(
+        make_project, ROWS, view={"precision": "bf16", "concurrent": True, "accuracy": LOOSE}
+    )
     with monkeypatch.context() as patched:
         patched.setattr(accuracy_module, "compared", broken)
         with pytest.raises(ModelError, match="the reference fell over"):
             project.run()
     assert project.numbers() == []
     bad = torch_project(
-        make_project, [*ROWS, (500, None)], view={"precision": "bf16", "concurrent": True, "accuracy": LOOSE, "bad_rows": "fail"}
+        make_project,
+        [*ROWS, (500, None)],
+        view={"precision": "bf16", "concurrent": True, "accuracy": LOOSE, "bad_rows": "fail"},
     )
     with pytest.raises(RejectedError):
         bad.run()
@@ -839,17 +1053,24 @@ def test_a_check_that_fails_or_that_nobody_waits_for_ends(make_project: MakeProj
 
 
 @pytest.mark.skipif(not has_bf16(), reason="oneDNN packs bfloat16 where the CPU multiplies it")
-def test_a_fault_of_both_packed_precisions_is_seen(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Float32 is computed by packed layers where that is quicker, and only while the module itself computes the same."""
+def test_a_fault_of_both_packed_precisions_is_seen(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Float32 is computed by packed layers where that is quicker, and only while the module itself
+    computes the same."""
     techniques: list[str] = []
     measured = AccuracyCheck._computed
 
     def computing(check: AccuracyCheck, model: TorchModel, rows: pa.RecordBatch) -> Any:
-        techniques.append(f"{'module' if model.forward is model.module else 'packed'} {rows.num_rows}")
+        techniques.append(
+            f"{'module' if model.forward is model.module else 'packed'} {rows.num_rows}"
+        )
         return measured(check, model, rows)
 
     monkeypatch.setattr(AccuracyCheck, "_computed", computing)
-    project = torch_project(make_project, ROWS, view={"precision": "bf16", "backend": "onednn", "accuracy": LOOSE})
+    project = torch_project(
+        make_project, ROWS, view={"precision": "bf16", "backend": "onednn", "accuracy": LOOSE}
+    )
     right = project.run().gates[0]
     assert right.passed
     assert techniques == ["packed 128", "packed 128", f"module {PROOF_ROWS}"]
@@ -868,12 +1089,16 @@ def test_a_fault_of_both_packed_precisions_is_seen(make_project: MakeProject, mo
     techniques.clear()
     monkeypatch.setattr(onednn, "probe", probe)
     monkeypatch.setattr(PackedLinear, "__init__", None)
-    eager = torch_project(make_project, ROWS, view={"precision": "bf16", "backend": "eager", "accuracy": LOOSE})
+    eager = torch_project(
+        make_project, ROWS, view={"precision": "bf16", "backend": "eager", "accuracy": LOOSE}
+    )
     assert eager.run(full=True).gates[0].passed
     assert techniques == ["packed 128", "module 128"]
 
 
-def test_few_rows_do_where_they_leave_no_doubt(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_do_where_they_leave_no_doubt(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And what tune measured on as few spares a run its own."""
     measured: list[int] = []
     computed = AccuracyCheck._computed
@@ -888,22 +1113,34 @@ def test_few_rows_do_where_they_leave_no_doubt(make_project: MakeProject, monkey
     def project(budget: dict[str, float] | None = None, **chosen: str) -> Scene:
         model = torch_model(**chosen)
         model["args"]["outputs"] = {"vector": "vector"}
-        view = {"model": model, "features": {"vector": {"dtype": "float32", "dim": 4}}, "accuracy": budget or {}}
+        view = {
+            "model": model,
+            "features": {"vector": {"dtype": "float32", "dim": 4}},
+            "accuracy": budget or {},
+        }
         return torch_project(make_project, table, view=view)
 
     assert (
-        project(precision="fp32", backend="onednn").run().gates[0].message.startswith("fp32-onednn against float32 on 128 rows: ")
+        project(precision="fp32", backend="onednn")
+        .run()
+        .gates[0]
+        .message.startswith("fp32-onednn against float32 on 128 rows: ")
     )
     assert measured == [136, 136]  # and four at each end
     measured.clear()
-    with pytest.raises(GateError, match=r"bf16-eager against float32 on 200 rows: .* recall@10 .* is below 0\.985"):
+    with pytest.raises(
+        GateError, match=r"bf16-eager against float32 on 200 rows: .* recall@10 .* is below 0\.985"
+    ):
         project(precision="bf16").run()
     assert measured == [136, 136, 16, 72, 72, 16]
     # figures are kept, and the verdict is not
     measured.clear()
     for budget, rows in (({"recall_at_10": 0.1}, 200), ({"recall_at_10": 0.99}, 0)):
         if rows:
-            assert f"on {rows} rows" in project(budget, precision="bf16").run(full=True).gates[0].message
+            assert (
+                f"on {rows} rows"
+                in project(budget, precision="bf16").run(full=True).gates[0].message
+            )
         else:
             with pytest.raises(GateError, match="on 200 rows"):
                 project(budget, precision="bf16").run(full=True)
@@ -916,17 +1153,22 @@ def test_few_rows_do_where_they_leave_no_doubt(make_project: MakeProject, monkey
     assert measured == []
 
 
-def test_what_is_no_float32_is_compared_with_nothing(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_float32_is_compared_with_nothing(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     linear = torch.nn.functional.linear
 
-    def rounded(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def rounded(
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         return linear(x.bfloat16().to(x.dtype), weight.bfloat16().to(x.dtype), bias)
 
     monkeypatch.setattr(torch.nn.functional, "linear", rounded)
     project = torch_project(make_project, ROWS, view={"precision": "bf16", "accuracy": LOOSE})
     for asked in (project.run, lambda: tune(project, "numbers", only=["bf16-eager"])):
         with pytest.raises(
-            ConfigError, match=r"products in float32 are off by 0\.00\d on cpu: something lets torch compute them by fewer bits"
+            ConfigError,
+            match=r"products in float32 are off by 0\.00\d on cpu: something lets torch compute them by fewer bits",
         ):
             asked()
     assert project.numbers() == []
@@ -956,9 +1198,14 @@ def test_an_acceptance_holds_when_another_gate_is_accepted_later(make_project: M
     project = torch_project(make_project, ROWS, view=view)
     assert project.cli("run", "numbers", "--accept", "accuracy") == 3
     store = project.offline
-    assert (store.view("numbers").snapshot(1).refused_by, live_number(store)) == (["duplicates"], None)
+    assert (store.view("numbers").snapshot(1).refused_by, live_number(store)) == (
+        ["duplicates"],
+        None,
+    )
     assert project.cli("run", "numbers") == 3  # judged again
-    assert store.view("numbers").snapshot(store.view("numbers").numbers()[-1]).refused_by == ["duplicates"]
+    assert store.view("numbers").snapshot(store.view("numbers").numbers()[-1]).refused_by == [
+        "duplicates"
+    ]
     assert project.cli("publish", "numbers", "--accept", "duplicates") == 0
     live = live_number(store)
     assert live is not None
@@ -999,7 +1246,9 @@ def test_a_verdict_is_kept_when_the_other_gates_judge_again(make_project: MakePr
 
 def test_a_conversion_without_a_usable_row_is_refused(make_project: MakeProject) -> None:
     rows = [*((i, None) for i in range(600)), *((i, 1.0 + i / 1000) for i in range(600, 1300))]
-    project = torch_project(make_project, rows, view={"precision": "bf16", "accuracy": LOOSE, "max_rejected": 0.6})
+    project = torch_project(
+        make_project, rows, view={"precision": "bf16", "accuracy": LOOSE, "max_rejected": 0.6}
+    )
     assert project.cli("run", "numbers") == 2
     file, _, error = str(project.report().error).partition(":")
     assert file.endswith("project/views/numbers.yaml")
@@ -1063,8 +1312,13 @@ def test_other_weights_are_not_called_another_precision(make_project: MakeProjec
     project = torch_project(make_project, ROWS)
     assert project.cli("run", "numbers") == 0
     other = torch_project(make_project, view={"precision": "fp32"})
-    save_file({"linear.weight": torch.ones(4, 1), "linear.bias": torch.zeros(4)}, other.folder / "doubler.safetensors")
-    assert other.plan().reason.startswith("every row, since the model (or its tokenizer or tables) changed")
+    save_file(
+        {"linear.weight": torch.ones(4, 1), "linear.bias": torch.zeros(4)},
+        other.folder / "doubler.safetensors",
+    )
+    assert other.plan().reason.startswith(
+        "every row, since the model (or its tokenizer or tables) changed"
+    )
 
 
 def test_saying_what_auto_is_computes_nothing(make_project: MakeProject) -> None:
@@ -1116,7 +1370,13 @@ def test_the_fallback_computes_in_the_precision_of_each_snapshot(make_project: M
     fallback = ViewFallback(project.offline, project.home, memory_mb=64)
     try:
         for _ in range(2):
-            for name, values in (("numbers", exact), ("half", half), ("packed", exact), ("half_too", half), ("numbers", exact)):
+            for name, values in (
+                ("numbers", exact),
+                ("half", half),
+                ("packed", exact),
+                ("half_too", half),
+                ("numbers", exact),
+            ):
                 assert (name, computed(project, fallback, name, str(key))) == (name, values)
     finally:
         fallback.close()
@@ -1126,7 +1386,12 @@ Write = Callable[[Scene], None]
 
 
 def test_data_that_differs_when_the_fallback_opens_is_computed(make_project: MakeProject) -> None:
-    on = {"accuracy": LOOSE, "gates": {"duplicates": None}, "fallback": {"enabled": True}, "precision": "bf16"}
+    on = {
+        "accuracy": LOOSE,
+        "gates": {"duplicates": None},
+        "fallback": {"enabled": True},
+        "precision": "bf16",
+    }
     project = torch_project(make_project, ROWS, view=on)
     project.run()
     pq.write_table(pa.table({"id": [900], "x": [1.003]}), project.folder / "data.parquet")
@@ -1144,7 +1409,12 @@ def test_data_that_differs_when_the_fallback_opens_is_computed(make_project: Mak
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_empty_partition_needs_no_conversion(make_project: MakeProject, workers: int) -> None:
     sql = "SELECT * FROM read_parquet('${data}/data.parquet') WHERE $start < $end AND x < 0"
-    view = {"source": {"sql": sql}, "partition": {"by": "day", "start": "2026-01-01"}, "precision": "bf16", "backend": "eager"}
+    view = {
+        "source": {"sql": sql},
+        "partition": {"by": "day", "start": "2026-01-01"},
+        "precision": "bf16",
+        "backend": "eager",
+    }
     project = torch_project(make_project, ROWS, view=view, project={"engine": {"workers": workers}})
     day = containing("day", datetime(2026, 1, 1, tzinfo=UTC))
     assert project.run(partition=day).status == "committed"

@@ -1,4 +1,5 @@
-"""Validate and doctor: what is wrong is found in seconds, each with its remedy, and nothing is published or written."""
+"""Validate and doctor: what is wrong is found in seconds, each with its remedy, and nothing is
+published or written."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def wrong(project: Scene, *names: str) -> dict[str, str]:
     return {check.check: check.found for check in validate(project, names) if not check.ok}
 
 
-def test_a_view_that_would_run_passes_and_nothing_is_written(make_project: MakeProject, capsys: Captured) -> None:
+def test_a_view_that_would_run_passes_and_nothing_is_written(
+    make_project: MakeProject, capsys: Captured
+) -> None:
     project = make_project(ROWS, view={"index": {"on": "vector"}})
     before = sorted(project.folder.rglob("*"))
     assert project.cli("validate", "numbers") == 0
@@ -56,7 +59,12 @@ def test_a_view_that_would_run_passes_and_nothing_is_written(make_project: MakeP
     ]
     assert lines[2].startswith("ok   numbers: model: loaded in ")
     assert ", 10 of 10 rows computed in " in lines[2]
-    assert [line.split(": ")[1] for line in lines[3:]] == ["index", "contract", "root", "online store"]
+    assert [line.split(": ")[1] for line in lines[3:]] == [
+        "index",
+        "contract",
+        "root",
+        "online store",
+    ]
     assert sorted(project.folder.rglob("*")) == before
     assert project.cli("run", "numbers") == 0
     capsys.readouterr()
@@ -67,12 +75,30 @@ def test_a_view_that_would_run_passes_and_nothing_is_written(make_project: MakeP
 
 SQL = "SELECT id, x FROM read_parquet('${data}/data.parquet')"
 WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], int, str, str]] = {
-    "a key that is unknown": ({"ttll": "1h"}, {}, 2, "configuration", "ttll: unknown key; did you mean 'ttl'"),
-    "SQL": ({"source": {"sql": "SELECT idd FROM read_parquet('${data}/data.parquet')"}}, {}, 2, "source", "idd"),
+    "a key that is unknown": (
+        {"ttll": "1h"},
+        {},
+        2,
+        "configuration",
+        "ttll: unknown key; did you mean 'ttl'",
+    ),
+    "SQL": (
+        {"source": {"sql": "SELECT idd FROM read_parquet('${data}/data.parquet')"}},
+        {},
+        2,
+        "source",
+        "idd",
+    ),
     "a file": ({"source": {"sql": "SELECT * FROM 'nowhere.csv'"}}, {}, 1, "source", "nowhere.csv"),
     "no rows": ({"source": {"sql": f"{SQL} WHERE id < 0"}}, {}, 1, "source", "yields no rows"),
     "a class": ({"model": {"use": "tests.arithmetic:Dobler"}}, {}, 2, "model", "Dobler"),
-    "an argument": ({"model": {"use": "tests.arithmetic:Doubler", "args": {"dimm": 3}}}, {}, 2, "model", "dimm"),
+    "an argument": (
+        {"model": {"use": "tests.arithmetic:Doubler", "args": {"dimm": 3}}},
+        {},
+        2,
+        "model",
+        "dimm",
+    ),
     "a column": (
         {"model": {"use": "tests.jobs.test_validate:Reader"}},
         {},
@@ -80,14 +106,22 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], int, str, str]] = {
         "model",
         "reads a column 'xx'.*did you mean 'x'.*it yields: id, x",
     ),
-    "a feature": ({"features": {"treble": {"dtype": "float64"}}}, {}, 1, "model", "computes none of the first 10 rows.*treble"),
+    "a feature": (
+        {"features": {"treble": {"dtype": "float64"}}},
+        {},
+        1,
+        "model",
+        "computes none of the first 10 rows.*treble",
+    ),
     "Redis": ({}, {"online": "redis://:secret@127.0.0.1:1/0"}, 1, "online store", "is it running"),
     "the root": ({}, {"root": "/proc/var"}, 1, "root", "/proc/var"),
 }
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_is_wrong_is_found_and_what_depends_on_it_not_tried(make_project: MakeProject, capsys: Captured, what: str) -> None:
+def test_what_is_wrong_is_found_and_what_depends_on_it_not_tried(
+    make_project: MakeProject, capsys: Captured, what: str
+) -> None:
     view, settings, code, check, message = WRONG[what]
     other = {
         "entity": ["id"],
@@ -121,14 +155,31 @@ def lines(project: Scene | None) -> dict[str, Line]:
     return {line.check: line for line in examine(project)}
 
 
-def test_a_machine_that_is_well(make_project: MakeProject, capsys: Captured, redis_url: str) -> None:
+def test_a_machine_that_is_well(
+    make_project: MakeProject, capsys: Captured, redis_url: str
+) -> None:
     project = make_project(ROWS, project={"online": redis_url})
     found = lines(project)
     assert [line for line in found.values() if line.status == "bad"] == []
-    assert {"versions", "libraries", "extension for lookups", "extension for text", "processor", "GPU", "limits", "memory"} < set(
-        found
-    )
-    assert {"configuration", "disk (root)", "disk (TMPDIR)", "Redis", "clock of Redis", "online store", "clock"} < set(found)
+    assert {
+        "versions",
+        "libraries",
+        "extension for lookups",
+        "extension for text",
+        "processor",
+        "GPU",
+        "limits",
+        "memory",
+    } < set(found)
+    assert {
+        "configuration",
+        "disk (root)",
+        "disk (TMPDIR)",
+        "Redis",
+        "clock of Redis",
+        "online store",
+        "clock",
+    } < set(found)
     assert f"precompute-store {metadata.version('precompute-store')}" in found["versions"].found
     assert project.cli("doctor", "--json") == 0
     assert json.loads(capsys.readouterr().out)["ok"] is True
@@ -136,7 +187,9 @@ def test_a_machine_that_is_well(make_project: MakeProject, capsys: Captured, red
         assert client.keys() == []
 
 
-def test_without_a_project_the_machine_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+def test_without_a_project_the_machine_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PRECOMPUTE_CONFIG", raising=False)
     assert main(["doctor"]) == 0
@@ -165,18 +218,30 @@ def few_handles() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("few_handles")
-def test_each_trouble_has_its_remedy(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, redis_url: str) -> None:
+def test_each_trouble_has_its_remedy(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, redis_url: str
+) -> None:
     own, needs = metadata.version, metadata.requires("precompute-store")
     monkeypatch.setattr(kernels, "COMPILED", False)
     monkeypatch.setattr(os, "statvfs", lambda path: _Disk())
-    monkeypatch.setattr(metadata, "version", lambda name: {"duckdb": "1.4.0", "xxhash": "5.0"}.get(name) or own(name))
+    monkeypatch.setattr(
+        metadata,
+        "version",
+        lambda name: {"duckdb": "1.4.0", "xxhash": "5.0"}.get(name) or own(name),
+    )
     monkeypatch.setattr(
         metadata,
         "requires",
-        lambda name: [*(needs or ()), "nowhere-to-be>=1; extra == 'engine'", "none-such; extra == 'dev'"],
+        lambda name: [
+            *(needs or ()),
+            "nowhere-to-be>=1; extra == 'engine'",
+            "none-such; extra == 'dev'",
+        ],
     )
     monkeypatch.setattr(doctor, "_available_bytes", lambda: 100 * 2**20)
-    found = lines(make_project(ROWS, project={"online": redis_url.replace("/0", "/0?prefix=another")}))
+    found = lines(
+        make_project(ROWS, project={"online": redis_url.replace("/0", "/0?prefix=another")})
+    )
     for check, status, said, remedy in (
         (
             "libraries",
@@ -200,11 +265,23 @@ def test_each_trouble_has_its_remedy(make_project: MakeProject, monkeypatch: pyt
 
 def test_a_store_that_is_down_or_gives_no_right(make_project: MakeProject, redis_url: str) -> None:
     down = lines(make_project(ROWS, project={"online": "redis://127.0.0.1:1/0"}))["online store"]
-    assert (down.status, "is it running" in down.found, "docs/redis.md" in down.remedy) == ("bad", True, True)
+    assert (down.status, "is it running" in down.found, "docs/redis.md" in down.remedy) == (
+        "bad",
+        True,
+        True,
+    )
     with redis.Redis.from_url(redis_url) as client:
-        client.acl_setuser("reader", enabled=True, nopass=True, keys=["*"], commands=["+@read", "+hello", "+info", "+ping"])
+        client.acl_setuser(
+            "reader",
+            enabled=True,
+            nopass=True,
+            keys=["*"],
+            commands=["+@read", "+hello", "+info", "+ping"],
+        )
         try:
-            line = lines(make_project(project={"online": redis_url.replace("redis://", "redis://reader:x@")}))["online store"]
+            line = lines(
+                make_project(project={"online": redis_url.replace("redis://", "redis://reader:x@")})
+            )["online store"]
         finally:
             client.acl_deluser("reader")
     assert line.status == "bad"

@@ -52,35 +52,51 @@ def parts(project: Scene) -> list[Path]:
     return [project.root / "numbers" / part.path for layer in layers for part in layer.parts]
 
 
-def test_all_is_well(make_project: MakeProject, online: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_is_well(
+    make_project: MakeProject, online: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     project = chain(make_project, online)
     capsys.readouterr()
     assert project.cli("verify", "numbers") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "ok   numbers: manifest: snapshot 3, epoch 3; chain: 1 (full), 2 (delta), 3 (delta)"
+    assert (
+        lines[0]
+        == "ok   numbers: manifest: snapshot 3, epoch 3; chain: 1 (full), 2 (delta), 3 (delta)"
+    )
     assert lines[1].startswith("ok   numbers: checksums: 3 parts, ")
     assert lines[2:4] == [
         "ok   numbers: rows: 60 rows, as the manifest says",
         "ok   numbers: online pointer: snapshot 3, epoch 3, generation 1, overlay 2, overlay 3",
     ]
-    found_themselves = re.fullmatch(r"ok   numbers: index: 60 vectors; (\d+) sampled ones find themselves", lines[5])
+    found_themselves = re.fullmatch(
+        r"ok   numbers: index: 60 vectors; (\d+) sampled ones find themselves", lines[5]
+    )
     assert found_themselves
-    assert 16 <= int(found_themselves[1]) <= 32  # of the part of two rows, both may be drawn once more
+    assert (
+        16 <= int(found_themselves[1]) <= 32
+    )  # of the part of two rows, both may be drawn once more
     # of all views where none is named
     assert project.cli("verify", "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["ok"], [(c["view"], c["check"]) for c in found["checks"]]) == (True, [("numbers", check) for check in CHECKS])
+    assert (found["ok"], [(c["view"], c["check"]) for c in found["checks"]]) == (
+        True,
+        [("numbers", check) for check in CHECKS],
+    )
 
 
 def test_a_view_without_an_index_and_one_with_texts(make_project: MakeProject) -> None:
     project = make_project([("a/b", 1.0), ("é", 2.0)])
     project.run()
-    assert verify(project, "numbers")[-2] == Check("online rows", True, "2 sampled rows equal those in Parquet")
+    assert verify(project, "numbers")[-2] == Check(
+        "online rows", True, "2 sampled rows equal those in Parquet"
+    )
 
 
 @pytest.mark.parametrize("metric", ["cosine", "dot", "l2"])
 def test_every_metric_verifies(make_project: MakeProject, metric: str) -> None:
-    project = make_project([(i, float(i - 5)) for i in range(30)], view={"index": {"on": "vector", "metric": metric}})
+    project = make_project(
+        [(i, float(i - 5)) for i in range(30)], view={"index": {"on": "vector", "metric": metric}}
+    )
     project.run()
     assert bad(project) == {}
 
@@ -90,7 +106,10 @@ def test_vectors_that_are_all_alike_verify(make_project: MakeProject) -> None:
     for metric in ("l2", "cosine", "dot"):
         project = make_project(
             rows,
-            view={"index": {"on": "vector", "metric": metric}, "gates": {"duplicates": None, "constant": None, "contract": None}},
+            view={
+                "index": {"on": "vector", "metric": metric},
+                "gates": {"duplicates": None, "constant": None, "contract": None},
+            },
         )
         project.run(full=True)
         assert bad(project) == {}
@@ -113,23 +132,34 @@ def test_what_was_published_while_it_was_verified_is_verified_again(
     assert [report.snapshot for report in published] == [2]
 
 
-def test_a_pointer_that_is_about_to_follow_the_other_is_waited_for(make_project: MakeProject) -> None:
+def test_a_pointer_that_is_about_to_follow_the_other_is_waited_for(
+    make_project: MakeProject,
+) -> None:
     """Whoever publishes moves one after the other."""
     project = make_project([(1, 1.0)])
     project.run()
     pointer, store = project.pointer(), project.store
-    with project.online_store() as online, take(store.leases, PUBLISH_LEASE, "a publishing", ttl_s=60):
-        ref = store.refs.move_live(1, expected_epoch=1, epoch=2, reason="loaded again", place=project.live().place)
+    with (
+        project.online_store() as online,
+        take(store.leases, PUBLISH_LEASE, "a publishing", ttl_s=60),
+    ):
+        ref = store.refs.move_live(
+            1, expected_epoch=1, epoch=2, reason="loaded again", place=project.live().place
+        )
         follows = threading.Timer(0.2, online.flip, [replace(pointer, epoch=2, at=ref.at)])
         follows.start()
         found = bad(project)
         follows.join()
     assert found == {}
-    store.refs.move_live(1, expected_epoch=2, epoch=3, reason="and nobody publishes", place=project.live().place)
+    store.refs.move_live(
+        1, expected_epoch=2, epoch=3, reason="and nobody publishes", place=project.live().place
+    )
     assert list(bad(project)) == ["online pointer"]
 
 
-def test_exit_status_and_json_for_alerting(make_project: MakeProject, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_status_and_json_for_alerting(
+    make_project: MakeProject, capsys: pytest.CaptureFixture[str]
+) -> None:
     project = chain(make_project)
     parts(project)[0].unlink()
     capsys.readouterr()
@@ -144,7 +174,9 @@ def test_exit_status_and_json_for_alerting(make_project: MakeProject, capsys: py
 
 def test_a_view_that_is_not_published(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)])
-    assert verify(project, "numbers") == [Check("manifest", False, "nothing is live: precompute run numbers")]
+    assert verify(project, "numbers") == [
+        Check("manifest", False, "nothing is live: precompute run numbers")
+    ]
 
 
 # ---- offline
@@ -190,7 +222,9 @@ def test_a_damaged_file_of_the_chain_is_found_and_named(
 
 @pytest.mark.parametrize("number", [1, 2, 3])
 @pytest.mark.parametrize("damage", [gone, cut, flipped])
-def test_a_damaged_manifest_of_the_chain_is_found(make_project: MakeProject, number: int, damage: Callable[[Path], None]) -> None:
+def test_a_damaged_manifest_of_the_chain_is_found(
+    make_project: MakeProject, number: int, damage: Callable[[Path], None]
+) -> None:
     project = chain(make_project)
     damage(project.root / "numbers" / "manifests" / f"{number:020d}.json")
     found = bad(project)
@@ -242,7 +276,12 @@ def test_a_changed_online_row_is_found_and_named(make_project: MakeProject, onli
     project = chain(make_project, online)
     for key in (b"0", b"17", b"59"):  # of each layer
         right = row(project, key)
-        for wrong in (right[:-1] + bytes([right[-1] ^ 1]), right[:-1], b"x", bytes([right[0] ^ 1]) + right[1:]):
+        for wrong in (
+            right[:-1] + bytes([right[-1] ^ 1]),
+            right[:-1],
+            b"x",
+            bytes([right[0] ^ 1]) + right[1:],
+        ):
             put(project, key, wrong)
             found = bad(project)
             assert list(found) == ["online rows"]
@@ -260,7 +299,9 @@ def test_an_online_row_of_another_time_is_found(make_project: MakeProject, onlin
     (table,) = project.store.batches(base)
     later = pc.add(table.column("computed_at"), pa.scalar(1_000_000, pa.duration("us")))
     rows = RowCodec(base.view).row_batch(
-        table.set_column(table.schema.get_field_index("computed_at"), "computed_at", later), base.view.entity, base.number
+        table.set_column(table.schema.get_field_index("computed_at"), "computed_at", later),
+        base.view.entity,
+        base.number,
     )
     at = table.column("id").to_pylist().index(17)
     put(project, b"17", bytes(rows.rows.at(at)))
@@ -309,7 +350,9 @@ def test_a_damaged_table_file_is_found(make_project: MakeProject, damage: str) -
     project = chain(make_project)
     folder = project.folder / "online" / "numbers"
     path = folder / ("live.json" if damage == "pointer" else f"{3:020d}.table")
-    gone(path) if damage == "gone" else path.write_bytes(path.read_bytes()[:4097] if damage == "cut" else b"{")
+    gone(path) if damage == "gone" else path.write_bytes(
+        path.read_bytes()[:4097] if damage == "cut" else b"{"
+    )
     assert list(bad(project)) == ["online pointer" if damage == "pointer" else "online rows"]
 
 
@@ -326,9 +369,13 @@ def index_folder(project: Scene, generation: int = 3) -> Path:
     return project.root / "numbers" / "index" / f"{generation:020d}"
 
 
-@pytest.mark.parametrize("name", ["vectors.faiss", "rows.arrow", "hashes.arrow", "replaced.arrow", "meta.json"])
+@pytest.mark.parametrize(
+    "name", ["vectors.faiss", "rows.arrow", "hashes.arrow", "replaced.arrow", "meta.json"]
+)
 @pytest.mark.parametrize("damage", [gone, cut, flipped])
-def test_a_damaged_index_is_found(make_project: MakeProject, name: str, damage: Callable[[Path], None]) -> None:
+def test_a_damaged_index_is_found(
+    make_project: MakeProject, name: str, damage: Callable[[Path], None]
+) -> None:
     project = chain(make_project)
     damage(index_folder(project) / name)
     found = bad(project)
@@ -344,7 +391,9 @@ def test_a_missing_index_is_found(make_project: MakeProject) -> None:
 
 def test_another_generations_index_in_its_place_is_found(make_project: MakeProject) -> None:
     project = chain(make_project)
-    make_project([(i, float(i)) for i in range(50)], project={"online": "table:./online"}, view=INDEXED).run()
+    make_project(
+        [(i, float(i)) for i in range(50)], project={"online": "table:./online"}, view=INDEXED
+    ).run()
     shutil.rmtree(index_folder(project, 4))
     shutil.copytree(index_folder(project, 1), index_folder(project, 4))
     assert "(it is the index numbers/00000000000000000001)" in bad(project)["index"]
@@ -352,8 +401,13 @@ def test_another_generations_index_in_its_place_is_found(make_project: MakeProje
 
 @pytest.mark.parametrize("metric", ["cosine", "dot", "l2"])
 @pytest.mark.parametrize("rows", [6, 60])
-def test_an_index_of_another_snapshot_with_as_many_rows_is_found(make_project: MakeProject, metric: str, rows: int) -> None:
-    view = {"index": {"on": "vector", "metric": metric}, "gates": dict.fromkeys(("drift", "moved", "shift", "agreement"))}
+def test_an_index_of_another_snapshot_with_as_many_rows_is_found(
+    make_project: MakeProject, metric: str, rows: int
+) -> None:
+    view = {
+        "index": {"on": "vector", "metric": metric},
+        "gates": dict.fromkeys(("drift", "moved", "shift", "agreement")),
+    }
     for sign in (1.0, -1.0):
         project = make_project([(i, sign * (i * i + 1)) for i in range(rows)], view=view)
         project.run()

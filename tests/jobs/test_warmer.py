@@ -1,4 +1,5 @@
-"""The warmer's thread outlives whatever it finds: one view's trouble is no other's, and models are wanted while nobody can tell what is live."""
+"""The warmer's thread outlives whatever it finds: one view's trouble is no other's, and models are
+wanted while nobody can tell what is live."""
 
 from __future__ import annotations
 
@@ -97,7 +98,9 @@ def test_indexes_are_opened_before_they_are_searched(
         warmer.stop()
 
 
-def test_a_failure_that_nobody_foresaw_does_not_end_it(warmer: Warmer, house: House, models: Models) -> None:
+def test_a_failure_that_nobody_foresaw_does_not_end_it(
+    warmer: Warmer, house: House, models: Models
+) -> None:
     eventually(lambda: {("left", 2), ("right", 2)} <= set(models.opened))
     models.failing = "left"
     pointer = house.online.live("left")

@@ -1,4 +1,5 @@
-"""Models that end their process, or do other things that only a process of their own survives; what they compute is arithmetic."""
+"""Models that end their process, or do other things that only a process of their own survives; what
+they compute is arithmetic."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from tests.arithmetic import Doubler
 
 
 class Dying(Doubler):
-    """A :class:`tests.arithmetic.Doubler` that does ``how`` when ``on`` is in the batch, or for every batch.
+    """A :class:`tests.arithmetic.Doubler` that does ``how`` when ``on`` is in the batch, or for
+    every batch.
 
     Args:
         how: name of a method.
@@ -33,12 +35,16 @@ class Dying(Doubler):
         arguments: the Doubler's.
     """
 
-    def __init__(self, how: str, on: float | None = None, once: str | None = None, **arguments: Any) -> None:
+    def __init__(
+        self, how: str, on: float | None = None, once: str | None = None, **arguments: Any
+    ) -> None:
         super().__init__(**arguments)
         self.how, self.on, self.once = how, on, once
 
     def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
-        if (self.on is None or self.on in batch.column("x").to_pylist()) and not (self.once and Path(self.once).exists()):
+        if (self.on is None or self.on in batch.column("x").to_pylist()) and not (
+            self.once and Path(self.once).exists()
+        ):
             if self.once:
                 Path(self.once).touch()
             getattr(self, self.how)()
@@ -91,7 +97,8 @@ class Waiting(Doubler):
 
 
 class Poisoned(Doubler):
-    """CUDA's context in its process is gone once ``on`` was in a batch: whatever comes then, the same error comes of it."""
+    """CUDA's context in its process is gone once ``on`` was in a batch: whatever comes then, the
+    same error comes of it."""
 
     ASSERTED = """CUDA error: device-side assert triggered
 CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
@@ -136,12 +143,18 @@ class SlowToLoad(Doubler):
 
 
 class Told:
-    """What the process was told, as text: ``said`` = the worker's arguments, the table's sum, its environment and its CPUs; one that sees GPU 7 takes a
-    fifth of the others' time."""
+    """What the process was told, as text: ``said`` = the worker's arguments, the table's sum, its
+    environment and its CPUs; one that sees GPU 7 takes a fifth of the others' time."""
 
     def __init__(self, table: pa.Table, device: str | None = None) -> None:
         names = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "RAYON_NUM_THREADS")
-        self.said = " ".join([str(device), str(sum(table.column("n").to_pylist())), *(os.environ.get(n, "-") for n in names)])
+        self.said = " ".join(
+            [
+                str(device),
+                str(sum(table.column("n").to_pylist())),
+                *(os.environ.get(n, "-") for n in names),
+            ]
+        )
         self.said += f" on {','.join(map(str, sorted(os.sched_getaffinity(0))))}"
 
     def fingerprint(self) -> str:
@@ -162,7 +175,9 @@ class Launching(Doubler):
         return _Ahead()
 
     def unusable(self, batch: pa.RecordBatch) -> Mapping[int, str]:
-        return {row: "x is negative" for row, x in enumerate(batch.column("x").to_pylist()) if x < 0}
+        return {
+            row: "x is negative" for row, x in enumerate(batch.column("x").to_pylist()) if x < 0
+        }
 
     def prepare(self, batch: pa.RecordBatch) -> Prepared:
         return Prepared(np.ones(batch.num_rows, np.int64), batch)
@@ -197,7 +212,8 @@ class _Ahead:
 
 
 class Hanging(Doubler):
-    """A :class:`tests.arithmetic.Doubler` that does ``how`` for ten minutes and says so on stderr, when it is loaded or for every batch."""
+    """A :class:`tests.arithmetic.Doubler` that does ``how`` for ten minutes and says so on stderr,
+    when it is loaded or for every batch."""
 
     def __init__(self, how: str, at: str = "load") -> None:
         super().__init__()
@@ -214,7 +230,9 @@ class Hanging(Doubler):
         getattr(self, self.how)(time.monotonic() + 600)
 
     def in_c(self, _: float) -> None:
-        hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # lets go of the interpreter, and is not ended by a signal
+        hashlib.pbkdf2_hmac(
+            "sha256", b"", b"", 2**31 - 1
+        )  # lets go of the interpreter, and is not ended by a signal
 
     def unmoved(self, limit: float) -> None:
         while time.monotonic() < limit:

@@ -1,4 +1,5 @@
-"""Tiny sentence-transformers models of many shapes, with random weights, made and saved by sentence-transformers itself."""
+"""Tiny sentence-transformers models of many shapes, with random weights, made and saved by
+sentence-transformers itself."""
 
 from __future__ import annotations
 
@@ -55,15 +56,32 @@ SHAPES: dict[str, dict[str, Any]] = {
     "xlm-roberta": {**SMALL, "pad_token_id": 1},
     "camembert": {**SMALL, "pad_token_id": 1},
     "mpnet": {**SMALL, "pad_token_id": 1},
-    "distilbert": {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24, "max_position_embeddings": 40},
-    "modernbert": {**SMALL, "num_hidden_layers": 3, "global_attn_every_n_layers": 2, "local_attention": 8, "pad_token_id": 1},
+    "distilbert": {
+        "dim": 16,
+        "n_layers": 2,
+        "n_heads": 2,
+        "hidden_dim": 24,
+        "max_position_embeddings": 40,
+    },
+    "modernbert": {
+        **SMALL,
+        "num_hidden_layers": 3,
+        "global_attn_every_n_layers": 2,
+        "local_attention": 8,
+        "pad_token_id": 1,
+    },
     "ernie": SMALL,
     "eurobert": GROUPED,
     "gte": SMALL,
     "nomic_bert": SMALL,
     "electra": {**SMALL, "embedding_size": 8},
     "albert": {**SMALL, "embedding_size": 8},
-    "deberta-v2": {**SMALL, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False},
+    "deberta-v2": {
+        **SMALL,
+        "relative_attention": True,
+        "pos_att_type": ["p2c", "c2p"],
+        "position_biased_input": False,
+    },
     "qwen2": GROUPED,
     "qwen3": {**GROUPED, "head_dim": 8},
     "llama": GROUPED,
@@ -96,7 +114,9 @@ def tokenizer(kind: str) -> PreTrainedTokenizerFast:
         made.pre_tokenizer = pre_tokenizers.Metaspace()
     else:
         special = (
-            ["[CLS]", "[PAD]", "[SEP]", "[UNK]", "[MASK]"] if kind == "mpnet" else ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]"]
+            ["[CLS]", "[PAD]", "[SEP]", "[UNK]", "[MASK]"]
+            if kind == "mpnet"
+            else ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]"]
         )
         letters = [p + c for c in "abcdefghijklmnopqrstuvwxyz0123456789" for p in ("", "##")]
         vocabulary = {token: i for i, token in enumerate([*special, *WORDS, *letters])}
@@ -106,7 +126,11 @@ def tokenizer(kind: str) -> PreTrainedTokenizerFast:
     first, pad, last = ("<s>", "<pad>", "</s>") if "<s>" in special else ("[CLS]", "[PAD]", "[SEP]")
     single = f"$A {last}" if kind in DECODERS else f"{first} $A {last}"
     # one more between two texts, as RoBERTa's kind has it, or segments as BERT's
-    pair = f"{first} $A {last} {last} $B {last}" if "<s>" in special else f"{first} $A {last} $B:1 {last}:1"
+    pair = (
+        f"{first} $A {last} {last} $B {last}"
+        if "<s>" in special
+        else f"{first} $A {last} $B:1 {last}:1"
+    )
     made.post_processor = processors.TemplateProcessing(
         single=single, pair=pair, special_tokens=[(t, made.token_to_id(t)) for t in (first, last)]
     )
@@ -114,7 +138,9 @@ def tokenizer(kind: str) -> PreTrainedTokenizerFast:
     names = {"unk_token": special[3], "mask_token": special[4], "pad_token": pad, "eos_token": last}
     if single.split()[0] != "$A":
         names["cls_token"] = first
-    return PreTrainedTokenizerFast(tokenizer_object=made, padding_side=side, model_max_length=40, **names)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, padding_side=side, model_max_length=40, **names
+    )
 
 
 def transformer(folder: Path, kind: str, auto: Any = AutoModel, **changes: Any) -> Path:
@@ -122,10 +148,13 @@ def transformer(folder: Path, kind: str, auto: Any = AutoModel, **changes: Any) 
     torch.manual_seed(0)
     words = tokenizer(kind)
     config = AutoConfig.for_model(
-        kind, **{**SHAPES[kind], "vocab_size": len(words), "pad_token_id": words.pad_token_id, **changes}
+        kind,
+        **{**SHAPES[kind], "vocab_size": len(words), "pad_token_id": words.pad_token_id, **changes},
     )
     model = auto.from_config(config).eval()
-    with torch.no_grad():  # weights of 0.02, as they are made, would leave a token's neighbours without influence
+    with (
+        torch.no_grad()
+    ):  # weights of 0.02, as they are made, would leave a token's neighbours without influence
         for name, weights in model.named_parameters():
             if weights.dim() > 1:
                 weights.normal_(0, 0.4, generator=torch.Generator().manual_seed(len(name)))
@@ -143,11 +172,22 @@ def sentence_model(
     limit: int | None = None,
     **options: Any,
 ) -> SentenceTransformer:
-    """A sentence-transformers model, saved in ``folder`` and read again; ``parts`` come after its pooling, one Normalize by default."""
-    first = modules.Transformer(str(transformer(folder / "plain", kind)), max_seq_length=limit, **options.pop("transformer", {}))
-    pool = pooling if isinstance(pooling, modules.Pooling) else modules.Pooling(first.get_embedding_dimension(), pooling)
+    """A sentence-transformers model, saved in ``folder`` and read again; ``parts`` come after its
+    pooling, one Normalize by default."""
+    first = modules.Transformer(
+        str(transformer(folder / "plain", kind)),
+        max_seq_length=limit,
+        **options.pop("transformer", {}),
+    )
+    pool = (
+        pooling
+        if isinstance(pooling, modules.Pooling)
+        else modules.Pooling(first.get_embedding_dimension(), pooling)
+    )
     made = SentenceTransformer(
-        modules=[first, pool, *([modules.Normalize()] if parts is None else parts)], device="cpu", **options
+        modules=[first, pool, *([modules.Normalize()] if parts is None else parts)],
+        device="cpu",
+        **options,
     )
     made.save(str(folder / "saved"), create_model_card=False)
     return read(folder / "saved")
@@ -155,4 +195,6 @@ def sentence_model(
 
 def read(folder: Path) -> SentenceTransformer:
     """What sentence-transformers reads."""
-    return SentenceTransformer(str(folder), device="cpu", local_files_only=True, model_kwargs={"dtype": torch.float32})
+    return SentenceTransformer(
+        str(folder), device="cpu", local_files_only=True, model_kwargs={"dtype": torch.float32}
+    )

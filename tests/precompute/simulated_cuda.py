@@ -1,9 +1,11 @@
-"""A stand-in for CUDA that computes on the CPU and finds races: every stream, and the host, has a vector clock, and what touches memory must come after all that it
-depends on by an event that was waited for (Mattern 1989; as race detectors for threads do, Flanagan & Freund 2009). So an order that is missing is found whatever
-a real GPU's timing would have been.
+"""A stand-in for CUDA that computes on the CPU and finds races: every stream, and the host, has a
+vector clock, and what touches memory must come after all that it depends on by an event that was
+waited for (Mattern 1989; as race detectors for threads do, Flanagan & Freund 2009). So an order
+that is missing is found whatever a real GPU's timing would have been.
 
-What torch does for its user is taken for granted: a stream's work is done in order, a launch comes after what the host did before, and pinned memory that a copy
-reads is not given to others before that copy is done.
+What torch does for its user is taken for granted: a stream's work is done in order, a launch comes
+after what the host did before, and pinned memory that a copy reads is not given to others before
+that copy is done.
 """
 
 from __future__ import annotations
@@ -74,7 +76,9 @@ class Machine:
         clock[who] = clock.get(who, 0) + 1
         for block in reads:
             if block.write is not None and not self.before(block.write, who):
-                self.races.append(f"{what} by {who} reads {block.what} before {block.write[0]} has written it")
+                self.races.append(
+                    f"{what} by {who} reads {block.what} before {block.write[0]} has written it"
+                )
             block.reads[who] = clock[who]
         for block in writes:
             pending = [
@@ -83,15 +87,20 @@ class Machine:
                 if not self.before(access, who)
             ]
             if pending:
-                self.races.append(f"{what} by {who} writes {block.what} while {pending[0][0]} is at it")
+                self.races.append(
+                    f"{what} by {who} writes {block.what} while {pending[0][0]} is at it"
+                )
             block.write, block.reads = (who, clock[who]), {}
 
     def freed(self, block: Memory) -> None:
-        """It is given to whoever asks next, in the order of the stream that took it and of those that were recorded."""
+        """It is given to whoever asks next, in the order of the stream that took it and of those
+        that were recorded."""
         if block.owner == HOST:
             return
         for who, at in (*block.reads.items(), *([block.write] if block.write else [])):
-            if who not in (block.owner, HOST, *block.recorded) and not self.before((who, at), block.owner):
+            if who not in (block.owner, HOST, *block.recorded) and not self.before(
+                (who, at), block.owner
+            ):
                 self.races.append(f"{block.what} is freed while {who} is at it")
 
     def block_of(self, tensor: torch.Tensor) -> Memory | None:
@@ -133,7 +142,12 @@ class OnGpu(torch.Tensor):
     @staticmethod
     def __new__(cls, inner: torch.Tensor, block: Memory) -> OnGpu:
         made: Any = torch.Tensor._make_wrapper_subclass(
-            cls, inner.size(), dtype=inner.dtype, device=GPU, strides=inner.stride(), storage_offset=inner.storage_offset()
+            cls,
+            inner.size(),
+            dtype=inner.dtype,
+            device=GPU,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
         )
         made.plain, made.block, made.machine = inner, block, block.machine
         found: OnGpu = made
@@ -149,7 +163,17 @@ class OnGpu(torch.Tensor):
 
 ATTRIBUTES = ("device", "is_cuda", "requires_grad", "grad_fn", "plain", "block")
 """Told by the tensor itself, and not by what is inside."""
-WAITING = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero", "unique", "masked_select")
+WAITING = (
+    "item",
+    "tolist",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "nonzero",
+    "unique",
+    "masked_select",
+)
 """What the host cannot know before the device has computed."""
 
 
@@ -164,21 +188,32 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def launch(machine: Machine, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a function of torch on the current stream, or a copy between host and device; the host waits where torch would have it wait."""
+    """Run a function of torch on the current stream, or a copy between host and device; the host
+    waits where torch would have it wait."""
     known: dict[int, Memory] = {}
     for t in _tensors((args, kwargs)):
         block = t.block if isinstance(t, OnGpu) else machine.block_of(t)
         if block is not None:
             known[_storage(t.plain if isinstance(t, OnGpu) else t)] = block
-        assert isinstance(t, OnGpu) or not t.dim() or name == "copy_", f"{name} of the GPU's and the host's tensors"
+        assert isinstance(t, OnGpu) or not t.dim() or name == "copy_", (
+            f"{name} of the GPU's and the host's tensors"
+        )
     plain = tree_map(_plain, (args, kwargs))
     run = varlen if "_varlen_attn" in name else func
     out = run(*plain[0], **plain[1])
     results, who = _tensors(out), machine.current.name
     given_out = plain[1].get("out")
-    in_place = (name.endswith("_") and not name.startswith("__")) or name == "__setitem__" or given_out is not None
+    in_place = (
+        (name.endswith("_") and not name.startswith("__"))
+        or name == "__setitem__"
+        or given_out is not None
+    )
     target = plain[0][0] if given_out is None and plain[0] else given_out
-    mutated = [known[_storage(target)]] if in_place and isinstance(target, torch.Tensor) and _storage(target) in known else []
+    mutated = (
+        [known[_storage(target)]]
+        if in_place and isinstance(target, torch.Tensor) and _storage(target) in known
+        else []
+    )
     made = {_storage(t): Memory(machine, who, name) for t in results if _storage(t) not in known}
     reads = [block for block in known.values() if block not in mutated]
     waits = name in WAITING or (name == "repeat_interleave" and kwargs.get("output_size") is None)
@@ -187,7 +222,9 @@ def launch(machine: Machine, name: str, func: Any, args: Any, kwargs: Any) -> An
         if machine.recording is not None:
             assert not waits, f"{name} waits while a graph is recorded"
             writes = [*made.values(), *mutated]
-            machine.recording.calls.append(lambda: again(machine, name, run, plain, out, reads, writes))
+            machine.recording.calls.append(
+                lambda: again(machine, name, run, plain, out, reads, writes)
+            )
     if waits:
         machine.waits.append(name)
         machine.join(HOST, machine.clocks[who])
@@ -195,14 +232,31 @@ def launch(machine: Machine, name: str, func: Any, args: Any, kwargs: Any) -> An
     hosts = name == "copy_" and not isinstance(args[0], OnGpu)
     if in_place and given_out is None and isinstance(args[0], OnGpu):
         return args[0]
-    return tree_map(lambda v: OnGpu(v, known[_storage(v)]) if isinstance(v, torch.Tensor) and not hosts else v, out)
+    return tree_map(
+        lambda v: OnGpu(v, known[_storage(v)]) if isinstance(v, torch.Tensor) and not hosts else v,
+        out,
+    )
 
 
 def _plain(value: Any) -> Any:
-    return value.plain if isinstance(value, OnGpu) else torch.device("cpu") if isinstance(value, torch.device) else value
+    return (
+        value.plain
+        if isinstance(value, OnGpu)
+        else torch.device("cpu")
+        if isinstance(value, torch.device)
+        else value
+    )
 
 
-def again(machine: Machine, name: str, run: Any, plain: Any, out: Any, reads: list[Memory], writes: list[Memory]) -> None:
+def again(
+    machine: Machine,
+    name: str,
+    run: Any,
+    plain: Any,
+    out: Any,
+    reads: list[Memory],
+    writes: list[Memory],
+) -> None:
     """A function of a graph, into the same memory."""
     for place, value in zip(_tensors(out), _tensors(run(*plain[0], **plain[1])), strict=True):
         if place.data_ptr() != value.data_ptr():
@@ -210,14 +264,25 @@ def again(machine: Machine, name: str, run: Any, plain: Any, out: Any, reads: li
     machine.touch(machine.current.name, reads, writes, f"{name} of a graph")
 
 
-def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, *rest: Any, **options: Any) -> Any:
+def varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    starts: torch.Tensor,
+    *rest: Any,
+    **options: Any,
+) -> Any:
     """What FlashAttention computes: [tokens, heads, dim]."""
     bounds = starts.tolist()
     texts = []
     for a, b in itertools.pairwise(bounds):
         one, two, three = (t[a:b].transpose(0, 1).float() for t in (q, k, v))
         scale = rest[4] if len(rest) > 4 else options.get("scale")
-        texts.append(torch.nn.functional.scaled_dot_product_attention(one, two, three, scale=scale).transpose(0, 1))
+        texts.append(
+            torch.nn.functional.scaled_dot_product_attention(
+                one, two, three, scale=scale
+            ).transpose(0, 1)
+        )
     return torch.cat(texts).to(q.dtype), torch.empty(0), torch.empty(0)
 
 
@@ -263,7 +328,11 @@ class _Mode(TorchFunctionMode):
             device is not None and torch.device(device).type == "cuda"
         ):
             return launch(
-                self.machine, name, func, args, kwargs | ({"device": torch.device("cpu")} if device is not None else {})
+                self.machine,
+                name,
+                func,
+                args,
+                kwargs | ({"device": torch.device("cpu")} if device is not None else {}),
             )
         return func(*args, **kwargs)
 
@@ -276,7 +345,9 @@ class _Mode(TorchFunctionMode):
     def moved(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
         """A copy to or from the GPU; None of what stays where it is."""
         tensor = args[0]
-        wanted = kwargs.get("device", next((a for a in args[1:] if isinstance(a, (str, torch.device))), None))
+        wanted = kwargs.get(
+            "device", next((a for a in args[1:] if isinstance(a, (str, torch.device))), None)
+        )
         here = torch.device("cpu" if name == "cpu" else tensor.device if wanted is None else wanted)
         if here.type == tensor.device.type:
             rest = [a for a in args[1:] if isinstance(a, (torch.dtype, torch.Tensor))]
@@ -287,7 +358,10 @@ class _Mode(TorchFunctionMode):
             kwargs.pop("device", None)
             return launch(self.machine, name, func, (tensor, *rest), kwargs)
         waits = not (kwargs.get("non_blocking") or (len(args) > 3 and args[3]))
-        dtype = next((a for a in (kwargs.get("dtype"), *args[1:]) if isinstance(a, torch.dtype)), tensor.dtype)
+        dtype = next(
+            (a for a in (kwargs.get("dtype"), *args[1:]) if isinstance(a, torch.dtype)),
+            tensor.dtype,
+        )
         machine, who = self.machine, self.machine.current.name
         source = tensor.plain if isinstance(tensor, OnGpu) else tensor
         block = tensor.block if isinstance(tensor, OnGpu) else machine.block_of(source)
@@ -301,7 +375,9 @@ class _Mode(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def simulated_cuda(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> Iterator[Machine]:
+def simulated_cuda(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)
+) -> Iterator[Machine]:
     """One GPU, for what this thread does within."""
     machine = Machine()
 

@@ -1,5 +1,6 @@
-"""A device that computes while others are launched, in simulated time: a batch takes a while for itself and some for each unit of cost, padding counted, and
-some memory. Nothing sleeps, and every run is the same."""
+"""A device that computes while others are launched, in simulated time: a batch takes a while for
+itself and some for each unit of cost, padding counted, and some memory. Nothing sleeps, and every
+run is the same."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ VIEW = FeatureView("simulated", ("id",), (Feature("y", "float32"),), 60.0, 60.0)
 
 @dataclass(frozen=True)
 class Speed:
-    """``launch_s`` is the host's part of a batch; a batch then takes ``batch_s``, and ``cost_s`` and ``cost_bytes`` for each unit."""
+    """``launch_s`` is the host's part of a batch; a batch then takes ``batch_s``, and ``cost_s``
+    and ``cost_bytes`` for each unit."""
 
     launch_s: float = 200e-6
     batch_s: float = 1e-3
@@ -132,7 +134,8 @@ def simulated(
     start_cost: int,
     prepare_s: float = 0.0,
 ) -> Runner:
-    """Compute rows of these costs as a run does, the stages one after the other; ``prepare_s`` is what the stages before need for a batch."""
+    """Compute rows of these costs as a run does, the stages one after the other; ``prepare_s`` is
+    what the stages before need for a batch."""
     clock = SimpleNamespace(monotonic=lambda: device.now)
     monkeypatch.setattr(forward, "time", clock)
     monkeypatch.setattr(prepare, "time", clock)
@@ -164,7 +167,9 @@ class _Made(Iterator[Batch]):
     def _make(self) -> None:
         while len(self._made) <= AHEAD_BATCHES:
             # one that was full begins when there is room
-            self._at = (max(self._at, self._device.now) if len(self._made) == AHEAD_BATCHES else self._at) + self._seconds
+            self._at = (
+                max(self._at, self._device.now) if len(self._made) == AHEAD_BATCHES else self._at
+            ) + self._seconds
             self._made.append((next(self._batches, None), self._at))
 
     def ready(self) -> bool:

@@ -1,4 +1,5 @@
-"""Ahead: the items of an iterator, in order, made in a thread that stays within its bounds and ends when it is told to."""
+"""Ahead: the items of an iterator, in order, made in a thread that stays within its bounds and ends
+when it is told to."""
 
 from __future__ import annotations
 
@@ -12,7 +13,12 @@ from precompute.engine.ahead import Ahead, StageTime
 
 
 def ahead(
-    items: Iterator[int], *, size: int = 1, max_bytes: int = 3, before: Ahead[int] | None = None, max_items: int = 1000
+    items: Iterator[int],
+    *,
+    size: int = 1,
+    max_bytes: int = 3,
+    before: Ahead[int] | None = None,
+    max_items: int = 1000,
 ) -> Ahead[int]:
     return Ahead("test", items, StageTime(), lambda _: size, max_bytes, before, max_items)
 

@@ -1,4 +1,5 @@
-"""Attention without padding is attention: text by text on a CPU, and by what torch has for a GPU."""
+"""Attention without padding is attention: text by text on a CPU, and by what torch has for a
+GPU."""
 
 from __future__ import annotations
 
@@ -19,14 +20,18 @@ def bert() -> Bert:
 
 
 def test_texts_laid_end_to_end_come_out_as_padded_ones() -> None:
-    ids = torch.randint(1, 50, (len(LENGTHS), max(LENGTHS)), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(
+        1, 50, (len(LENGTHS), max(LENGTHS)), generator=torch.Generator().manual_seed(1)
+    )
     lengths = torch.tensor(LENGTHS)
     mask = (torch.arange(max(LENGTHS)) < lengths[:, None]).long()
     flat, positions = ids[mask > 0][None], torch.cat([torch.arange(n) for n in LENGTHS])[None]
     starts = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()])
     with torch.inference_mode():
         padded = Encoder(bert())(ids, mask)
-        unpadded = UnpaddedEncoder(bert(), Head(16))(flat, positions, starts, torch.tensor(max(LENGTHS)))
+        unpadded = UnpaddedEncoder(bert(), Head(16))(
+            flat, positions, starts, torch.tensor(max(LENGTHS))
+        )
     torch.testing.assert_close(unpadded, padded, atol=1e-6, rtol=0)
 
 
@@ -46,7 +51,11 @@ def test_torchs_own_takes_what_it_is_given_on_a_gpu() -> None:
         q = torch.empty(1, 2, sum(LENGTHS), 64, device="cuda", dtype=torch.bfloat16)
         starts = torch.empty(len(LENGTHS) + 1, device="cuda", dtype=torch.int32)
         found = unpadded_attention(q, q, q, starts, 12)
-        assert (found.shape, found.dtype, found.device.type) == ((1, sum(LENGTHS), 2, 64), torch.bfloat16, "cuda")
+        assert (found.shape, found.dtype, found.device.type) == (
+            (1, sum(LENGTHS), 2, 64),
+            torch.bfloat16,
+            "cuda",
+        )
 
 
 @pytest.mark.parametrize(

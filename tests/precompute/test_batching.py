@@ -12,7 +12,9 @@ from precompute.engine.prepare import batches_by_cost
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 2**40), max_size=200), st.integers(1, 2**41))
-def test_every_row_once_and_the_budget_kept_except_by_single_rows(costs: list[int], max_cost: int) -> None:
+def test_every_row_once_and_the_budget_kept_except_by_single_rows(
+    costs: list[int], max_cost: int
+) -> None:
     array = np.array(costs, np.int64)
     batches = [rows.tolist() for rows in batches_by_cost(array, max_cost)]
     assert sorted(row for batch in batches for row in batch) == list(range(len(costs)))
@@ -23,7 +25,9 @@ def test_every_row_once_and_the_budget_kept_except_by_single_rows(costs: list[in
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(1, 200))
-def test_dearest_first_and_no_batch_could_take_the_next_row(costs: list[int], max_cost: int) -> None:
+def test_dearest_first_and_no_batch_could_take_the_next_row(
+    costs: list[int], max_cost: int
+) -> None:
     batches = [rows.tolist() for rows in batches_by_cost(np.array(costs, np.int64), max_cost)]
     assert [costs[r] for b in batches for r in b] == sorted(costs, reverse=True)
     for batch in batches[:-1]:
@@ -42,11 +46,19 @@ def test_dearest_first_and_no_batch_could_take_the_next_row(costs: list[int], ma
     ],
 )
 def test_examples(costs: list[int], max_cost: int, batches: list[list[int]]) -> None:
-    assert [rows.tolist() for rows in batches_by_cost(np.array(costs, np.int64), max_cost)] == batches
+    assert [
+        rows.tolist() for rows in batches_by_cost(np.array(costs, np.int64), max_cost)
+    ] == batches
 
 
-@given(st.lists(st.integers(1, 300), min_size=1, max_size=400), st.integers(1, 2000), st.sampled_from([0.0, 0.01, 0.1]))
-def test_padding_is_low_without_losing_rows_or_half_empty_batches(costs: list[int], max_cost: int, max_padding: float) -> None:
+@given(
+    st.lists(st.integers(1, 300), min_size=1, max_size=400),
+    st.integers(1, 2000),
+    st.sampled_from([0.0, 0.01, 0.1]),
+)
+def test_padding_is_low_without_losing_rows_or_half_empty_batches(
+    costs: list[int], max_cost: int, max_padding: float
+) -> None:
     array = np.array(costs, np.int64)
     batches = list(batches_by_cost(array, max_cost, max_padding))
     assert sorted(np.concatenate(batches).tolist()) == list(range(len(costs)))

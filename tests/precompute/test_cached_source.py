@@ -39,7 +39,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def opened(folder: Path, sql: str = "FROM 'data.parquet'", entity: tuple[str, ...] = ("id",)) -> tuple[Source, CachedSource]:
+def opened(
+    folder: Path, sql: str = "FROM 'data.parquet'", entity: tuple[str, ...] = ("id",)
+) -> tuple[Source, CachedSource]:
     source = Source(sql, entity, {}, folder=folder, memory_mb=64, threads=1)
     return source, source.cached()
 
@@ -60,12 +62,18 @@ def never_kept(cached: CachedSource) -> bool:
     ("sql", "entity", "keys"),
     [
         ("FROM 'data.parquet'", ("id",), ["3", "1", "7", "01", "é"]),
-        ("SELECT 's' || id AS shop, id, x FROM 'data.parquet'", ("shop", "id"), ["s3/3", "s1/1", "s1/3"]),
+        (
+            "SELECT 's' || id AS shop, id, x FROM 'data.parquet'",
+            ("shop", "id"),
+            ["s3/3", "s1/1", "s1/3"],
+        ),
         ("SELECT CASE WHEN id > 1 THEN id END AS id, x FROM 'data.parquet'", ("id",), ["3", "1"]),
     ],
     ids=["one column", "two columns", "a key that is null"],
 )
-def test_kept_rows_are_the_sources_own(folder: Path, sql: str, entity: tuple[str, ...], keys: list[str]) -> None:
+def test_kept_rows_are_the_sources_own(
+    folder: Path, sql: str, entity: tuple[str, ...], keys: list[str]
+) -> None:
     source, cached = opened(folder, sql, entity)
     with source:
         eventually(lambda: is_kept(cached))
@@ -89,7 +97,9 @@ def test_they_count_as_long_as_the_file_is_what_it_was(folder: Path) -> None:
         assert cached.rows(["1"]) is None
 
 
-def test_a_file_that_changes_while_it_is_read_is_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_changes_while_it_is_read_is_read_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real, changed = Database.query_aside, list[str]()
 
     def query(self: Database, sql: str, parameters: Mapping[str, Any] | None = None) -> pa.Table:
@@ -135,14 +145,18 @@ def test_what_may_be_otherwise_is_not_kept(folder: Path, sql: str) -> None:
 
 
 @pytest.mark.parametrize("limit", ["MOST_ROWS", "MOST_BYTES"])
-def test_what_is_large_is_not_kept(folder: Path, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_large_is_not_kept(
+    folder: Path, limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(f"precompute.sources.cached_source.{limit}", 2)
     source, cached = opened(folder)
     with source:
         assert never_kept(cached)
 
 
-def test_what_is_large_is_read_once_for_the_files_that_there_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_large_is_read_once_for_the_files_that_there_are(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("precompute.sources.cached_source.MOST_ROWS", 2)
     real, read = Database.query_aside, list[str]()
 

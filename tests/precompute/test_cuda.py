@@ -1,4 +1,5 @@
-"""What only a GPU runs, on a stand-in that computes on the CPU and finds races (:mod:`tests.precompute.simulated_cuda`)."""
+"""What only a GPU runs, on a stand-in that computes on the CPU and finds races
+(:mod:`tests.precompute.simulated_cuda`)."""
 
 from __future__ import annotations
 
@@ -67,7 +68,9 @@ def computed(model: Any, view: FeatureView, given: pa.RecordBatch) -> npt.NDArra
     (window,) = forward.windows(preparation.batches([preparation.window(Window(given, given))]))
     assert not window.rejections
     rows = np.concatenate([rows for rows, _ in window.pieces])
-    made = np.concatenate([np.stack(features[view.features[0].name].to_pylist()) for _, features in window.pieces])
+    made = np.concatenate(
+        [np.stack(features[view.features[0].name].to_pylist()) for _, features in window.pieces]
+    )
     return made[np.argsort(rows)]
 
 
@@ -103,7 +106,10 @@ def no(of: type, name: str) -> Callable[[pytest.MonkeyPatch], None]:
     [
         (no_wait_of("a stream"), "reads a copy to the cuda before a stream has written it"),
         (no_wait_of("a stream 3"), "before computing has written it"),
-        (no(Event, "synchronize"), "numpy by host reads pinned memory before a stream 3 has written it"),
+        (
+            no(Event, "synchronize"),
+            "numpy by host reads pinned memory before a stream 3 has written it",
+        ),
         (no(OnGpu, "record_stream"), "is freed while computing is at it"),
     ],
     ids=["inputs", "outputs", "landing", "memory"],
@@ -128,9 +134,14 @@ def test_rows_are_filled_up_by_a_fifth_at_most(rows: int) -> None:
     assert bucketed_rows(filled) == filled
 
 
-def test_graphs_are_recorded_for_shapes_that_repeat_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_recorded_for_shapes_that_repeat_and_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     module = mlp()
-    given = [torch.randn(rows, 8, generator=torch.Generator().manual_seed(rows)) for rows in (30, 32, 29, 31, 30, 5, 32)]
+    given = [
+        torch.randn(rows, 8, generator=torch.Generator().manual_seed(rows))
+        for rows in (30, 32, 29, 31, 30, 5, 32)
+    ]
     expected = [module(x) for x in given]
     with simulated_cuda(monkeypatch) as machine, torch.inference_mode():
         model = Rows(module, Device())
@@ -145,7 +156,9 @@ def test_graphs_are_recorded_for_shapes_that_repeat_and_counted(monkeypatch: pyt
     assert (machine.replays, machine.races, machine.waits) == (4, [], [])
 
 
-def test_a_graphs_inputs_are_not_written_while_it_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graphs_inputs_are_not_written_while_it_is_replayed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As they would be from the stream that copies."""
     with simulated_cuda(monkeypatch) as machine, torch.inference_mode():
         model = Rows(mlp(), Device())
@@ -158,13 +171,19 @@ def test_a_graphs_inputs_are_not_written_while_it_is_replayed(monkeypatch: pytes
             graphed(x)
             machine.current = own
             graphed(x)
-    assert any("writes aten.new_zeros.default while" in race or "writes" in race for race in machine.races)
+    assert any(
+        "writes aten.new_zeros.default while" in race or "writes" in race for race in machine.races
+    )
 
 
 def test_a_module_that_takes_no_entry_a_row_has_no_graphs() -> None:
     assert check_rows(mlp(), [(torch.ones(3, 8),)]) == ""
-    assert "output 0 has shape [] for 3 rows" in check_rows(lambda x: x.sum(), [(torch.ones(3, 8),)])
-    assert "input 1 has shape [4] for 3 rows" in check_rows(lambda x, _: x, [(torch.ones(3, 8), torch.ones(4))])
+    assert "output 0 has shape [] for 3 rows" in check_rows(
+        lambda x: x.sum(), [(torch.ones(3, 8),)]
+    )
+    assert "input 1 has shape [4] for 3 rows" in check_rows(
+        lambda x, _: x, [(torch.ones(3, 8), torch.ones(4))]
+    )
 
 
 # ---- memory
@@ -174,7 +193,10 @@ def test_a_gpu_holds_one_copy_of_the_weights(monkeypatch: pytest.MonkeyPatch) ->
     with simulated_cuda(monkeypatch):
         model = Rows(mlp(), Device())
         convert(model, technique("bf16-eager"), lambda: [(torch.ones(3, 8),), (torch.ones(5, 8),)])
-        places = [{p.device.type for p in module.parameters()} for module in (model.module, model.forward)]  # type: ignore[union-attr]
+        places = [
+            {p.device.type for p in module.parameters()}  # type: ignore[union-attr]
+            for module in (model.module, model.forward)
+        ]
         assert places == [{"cpu"}, {"cuda"}]
         # for the accuracy check, and back
         restore = model.restorer()
@@ -185,7 +207,9 @@ def test_a_gpu_holds_one_copy_of_the_weights(monkeypatch: pytest.MonkeyPatch) ->
         # what shares them needs no second copy
         model.use(torch.nn.Sequential(*model.module.children()).to("cuda"))
         found = computed(model, VIEW, batch(20))
-    np.testing.assert_allclose(found, computed(Rows(mlp(), Device("cpu")), VIEW, batch(20)), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        found, computed(Rows(mlp(), Device("cpu")), VIEW, batch(20)), rtol=1e-5, atol=1e-6
+    )
 
 
 # ---- models
@@ -200,7 +224,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 TEXTS = pa.record_batch(
-    {"text": [" ".join(["snow", "the", "film", "music", "night"][: 1 + n % 5] * (1 + n % 7)) for n in range(40)]}
+    {
+        "text": [
+            " ".join(["snow", "the", "film", "music", "night"][: 1 + n % 5] * (1 + n % 7))
+            for n in range(40)
+        ]
+    }
 )
 DOCS = FeatureView("docs", ("id",), (Feature("embedding", "float32", dim=16),), 60.0, 60.0)
 SMALL: dict[str, Any] = {"max_tokens": 32, "max_cost": 128}
@@ -214,7 +243,11 @@ def converted(model: TextEncoder, name: str) -> TextEncoder:
 @pytest.mark.parametrize("name", ["bf16-eager", "fp16-eager"])
 @pytest.mark.parametrize(("capability", "unpadded"), [((9, 0), True), ((7, 5), False)])
 def test_texts_are_laid_end_to_end_where_a_gpu_can_and_padded_elsewhere(
-    folder: str, name: str, capability: tuple[int, int], unpadded: bool, monkeypatch: pytest.MonkeyPatch
+    folder: str,
+    name: str,
+    capability: tuple[int, int],
+    unpadded: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     expected = computed(TextEncoder(folder, device="cpu", **SMALL), DOCS, TEXTS)
     with simulated_cuda(monkeypatch, capability) as machine:
@@ -226,12 +259,16 @@ def test_texts_are_laid_end_to_end_where_a_gpu_can_and_padded_elsewhere(
     assert (machine.races, machine.waits) == ([], [])
 
 
-def test_by_graphs_texts_are_padded_to_few_lengths(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_graphs_texts_are_padded_to_few_lengths(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = computed(TextEncoder(folder, device="cpu", **SMALL), DOCS, TEXTS)
     with simulated_cuda(monkeypatch) as machine:
         model = TextEncoder(folder, **SMALL)
         model.use(graphed := Graphed(model.module, model.device.torch))
-        assert [t.shape[1] for t in model.inputs(model.prepare(TEXTS.slice(0, 1)), np.arange(1))] == [8, 8]
+        assert [
+            t.shape[1] for t in model.inputs(model.prepare(TEXTS.slice(0, 1)), np.arange(1))
+        ] == [8, 8]
         for _ in range(4):
             found = computed(model, DOCS, TEXTS)
     np.testing.assert_allclose(found, expected, atol=1e-5)
@@ -241,10 +278,21 @@ def test_by_graphs_texts_are_padded_to_few_lengths(folder: str, monkeypatch: pyt
 
 def test_top_k_ranks_on_a_gpu_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
-    items = pa.table({"item": range(50), "vector": list(rng.normal(size=(50, 4)).astype(np.float32))})
-    users = pa.record_batch({"vector": list(rng.normal(size=(30, 4)).astype(np.float32)), "seen": [[n % 7] for n in range(30)]})
+    items = pa.table(
+        {"item": range(50), "vector": list(rng.normal(size=(50, 4)).astype(np.float32))}
+    )
+    users = pa.record_batch(
+        {
+            "vector": list(rng.normal(size=(30, 4)).astype(np.float32)),
+            "seen": [[n % 7] for n in range(30)],
+        }
+    )
     view = FeatureView(
-        "best", ("id",), (Feature("items", "int64", max_items=5), Feature("scores", "float32", max_items=5)), 60, 60
+        "best",
+        ("id",),
+        (Feature("items", "int64", max_items=5), Feature("scores", "float32", max_items=5)),
+        60,
+        60,
     )
 
     def ranked(**device: Any) -> list[Any]:
@@ -259,7 +307,9 @@ def test_top_k_ranks_on_a_gpu_without_waiting(monkeypatch: pytest.MonkeyPatch) -
     assert (machine.races, machine.waits) == ([], [])
 
 
-def test_a_torch_without_attention_of_that_kind_pads(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_without_attention_of_that_kind_pads(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch.nn.attention.varlen as of_torch
 
     def refused(*_: Any, **__: Any) -> None:
@@ -302,12 +352,25 @@ def test_tf32_is_allowed_while_the_model_computes_and_not_beyond() -> None:
 @pytest.mark.parametrize(
     ("capability", "offered"),
     [
-        ((7, 5), {"fp16-eager", "fp16-compile", "fp16-graphs", "fp16-autotune", "fp32-compile", "fp32-graphs", "fp32-autotune"}),
+        (
+            (7, 5),
+            {
+                "fp16-eager",
+                "fp16-compile",
+                "fp16-graphs",
+                "fp16-autotune",
+                "fp32-compile",
+                "fp32-graphs",
+                "fp32-autotune",
+            },
+        ),
         ((8, 0), {"bf16-eager", "tf32-eager"}),
         ((9, 0), {"fp8-eager", "fp8-compile"}),
     ],
 )
-def test_a_gpu_is_offered_what_it_can(capability: tuple[int, int], offered: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_offered_what_it_can(
+    capability: tuple[int, int], offered: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)  # Triton, too
     monkeypatch.setattr("precompute.techniques.onnx.providers", lambda _: [])
     with simulated_cuda(monkeypatch, capability):

@@ -1,4 +1,5 @@
-"""The C++ encoder: torch's values but for bfloat16's roundings, the same bits by every kernel, and nothing read beside what it was given."""
+"""The C++ encoder: torch's values but for bfloat16's roundings, the same bits by every kernel, and
+nothing read beside what it was given."""
 
 from __future__ import annotations
 
@@ -39,15 +40,23 @@ from tests.precompute.test_precision import bert as small_bert
 from tests.precompute.test_precision import mlp, outputs
 
 NATIVE = encoder._extension()
-pytestmark = pytest.mark.skipif(NATIVE is None, reason="the C++ extension is not built: python setup.py build_ext --inplace")
+pytestmark = pytest.mark.skipif(
+    NATIVE is None, reason="the C++ extension is not built: python setup.py build_ext --inplace"
+)
 
 HERE: list[str] = NATIVE.kernels() if NATIVE else []
 SIZES = [(64, 2, 96, 2), (128, 2, 160, 1), (32, 1, 1056, 1)]
-"""Width, heads, inner width, layers: heads of 32 and 64; an inner layer that no panels fill evenly, and one that is done in three parts."""
+"""Width, heads, inner width, layers: heads of 32 and 64; an inner layer that no panels fill evenly,
+and one that is done in three parts."""
 LENGTHS = [1, 2, 11, 12, 13, 31, 32, 33, 5, 17, 64, 0, 13, 255]
 
 
-def transformer(kind: str = "bert", size: tuple[int, int, int, int] = SIZES[0], positions: int = 340, **settings: Any) -> Any:
+def transformer(
+    kind: str = "bert",
+    size: tuple[int, int, int, int] = SIZES[0],
+    positions: int = 340,
+    **settings: Any,
+) -> Any:
     """One with random weights; biases and gains, too."""
     torch.manual_seed(0)
     width, heads, inner, layers = size
@@ -83,7 +92,9 @@ def texts(lengths: list[int], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_values_are_torchs_and_equal_bits_by_every_kernel(kind: str, size: tuple[int, int, int, int]) -> None:
+def test_values_are_torchs_and_equal_bits_by_every_kernel(
+    kind: str, size: tuple[int, int, int, int]
+) -> None:
     model = transformer(kind, size)
     ids, mask = texts(LENGTHS)
     expected = model(input_ids=ids, attention_mask=mask).last_hidden_state
@@ -104,11 +115,15 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 
 
 def by_the_recipe(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """One text's last hidden state [tokens, width], rounded where the extension rounds, by torch's own functions in float32."""
+    """One text's last hidden state [tokens, width], rounded where the extension rounds, by torch's
+    own functions in float32."""
     config, embeddings = model.config, model.embeddings
     x = embeddings.LayerNorm(
         embeddings.word_embeddings(ids)
-        + (embeddings.position_embeddings.weight[: len(ids)] + embeddings.token_type_embeddings.weight[0])
+        + (
+            embeddings.position_embeddings.weight[: len(ids)]
+            + embeddings.token_type_embeddings.weight[0]
+        )
     )
     for layer in model.encoder.layer:
         attention = layer.attention.self
@@ -120,7 +135,11 @@ def by_the_recipe(model: Any, ids: torch.Tensor) -> torch.Tensor:
         )
         scores = q @ k.mT / q.shape[-1] ** 0.5
         weights = (scores - scores.amax(-1, keepdim=True)).exp()
-        context = rounded(rounded(weights) @ v / weights.sum(-1, keepdim=True)).transpose(0, 1).reshape(x.shape)
+        context = (
+            rounded(rounded(weights) @ v / weights.sum(-1, keepdim=True))
+            .transpose(0, 1)
+            .reshape(x.shape)
+        )
         out = layer.attention.output
         x = out.LayerNorm(x + context @ rounded(out.dense.weight).T + out.dense.bias)
         up, down = layer.intermediate.dense, layer.output
@@ -131,7 +150,8 @@ def by_the_recipe(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def test_only_what_goes_into_products_is_rounded() -> None:
-    """What remains, by GELU's polynomial and where a number lay between two of bfloat16's, is a sixth to a third of what the roundings do."""
+    """What remains, by GELU's polynomial and where a number lay between two of bfloat16's, is a
+    sixth to a third of what the roundings do."""
     for size in SIZES:
         model = transformer(size=size)
         ids, mask = texts([100])
@@ -141,7 +161,8 @@ def test_only_what_goes_into_products_is_rounded() -> None:
 
 
 def test_gelu_is_as_near_as_it_says() -> None:
-    """A model that gives gelu(its bias), rounded, less the mean: its LayerNorm divides by what it multiplies with."""
+    """A model that gives gelu(its bias), rounded, less the mean: its LayerNorm divides by what it
+    multiplies with."""
     model = transformer(size=(64, 2, 64, 1), layer_norm_eps=1e6)
     for parameter in model.parameters():
         parameter.zero_()
@@ -154,7 +175,9 @@ def test_gelu_is_as_near_as_it_says() -> None:
         for name in HERE:
             difference = UnpaddedBert(model, name)(ids, mask)[0, 0] - (expected - expected.mean())
             # half of bfloat16's step, and as much for the mean's
-            assert (difference.abs() <= 1e-4 + expected.abs() / 256 + expected.abs().mean() / 512).all(), (least, name)
+            assert (
+                difference.abs() <= 1e-4 + expected.abs() / 256 + expected.abs().mean() / 512
+            ).all(), (least, name)
 
 
 def test_a_text_has_the_same_bits_alone_and_among_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +203,10 @@ def test_texts_longer_than_a_chunk_and_none_at_all() -> None:
     expected = model(input_ids=ids, attention_mask=mask).last_hidden_state
     for name in HERE:
         hidden = UnpaddedBert(model, name)(ids, mask)
-        assert torch.nn.functional.cosine_similarity(hidden[mask > 0], expected[mask > 0]).min() > 0.9999
+        assert (
+            torch.nn.functional.cosine_similarity(hidden[mask > 0], expected[mask > 0]).min()
+            > 0.9999
+        )
         assert UnpaddedBert(model, name)(ids[:0], mask[:0]).shape == (0, 600, 64)
         assert not UnpaddedBert(model, name)(ids, mask * 0).any()
         # tokens of a prompt that the pooling leaves out are marked by 2
@@ -226,7 +252,11 @@ def test_scores_in_the_thousands_numbers_far_below_zero_and_nan() -> None:
         ("electra", {}, "the transformer is no plain BERT (ElectraModel)"),
         ("bert", {"hidden_act": "gelu_new"}, "the transformer is no plain BERT (BertModel)"),
         ("bert", {"is_decoder": True}, "the transformer is no plain BERT (BertModel)"),
-        ("bert", {"hidden_size": 48}, "heads of 24 and an inner layer of 96 numbers: only multiples of 32 are understood"),
+        (
+            "bert",
+            {"hidden_size": 48},
+            "heads of 24 and an inner layer of 96 numbers: only multiples of 32 are understood",
+        ),
         (
             "bert",
             {"intermediate_size": 100},
@@ -234,7 +264,9 @@ def test_scores_in_the_thousands_numbers_far_below_zero_and_nan() -> None:
         ),
     ],
 )
-def test_what_is_not_understood_is_left_to_torch(kind: str, settings: dict[str, Any], reason: str) -> None:
+def test_what_is_not_understood_is_left_to_torch(
+    kind: str, settings: dict[str, Any], reason: str
+) -> None:
     model = transformer(kind, **settings)
     assert not_understood(model) == reason
     with pytest.raises(ConfigError, match=re.escape(reason)):
@@ -242,7 +274,8 @@ def test_what_is_not_understood_is_left_to_torch(kind: str, settings: dict[str, 
 
 
 def arguments(lengths: list[int]) -> dict[str, Any]:
-    """What the extension is called with, of a model of 32 numbers, one layer, 50 words and 40 places."""
+    """What the extension is called with, of a model of 32 numbers, one layer, 50 words and 40
+    places."""
     ids, mask = texts(lengths)
     made = UnpaddedBert(transformer(size=(32, 1, 64, 1), positions=40), "plain")
     held = {name: getattr(made, f"_{name}") for name in ("words", "places", "vectors", "panels")}
@@ -252,7 +285,14 @@ def arguments(lengths: list[int]) -> dict[str, Any]:
         "lengths": mask.sum(1).numpy(),
         "out": np.zeros((*ids.shape, 32), np.float32),
     }
-    return {"kernel": "plain", "threads": 2, "shape": (1, 32, 1, 64), "epsilon": 1e-12, **held, **rest}
+    return {
+        "kernel": "plain",
+        "threads": 2,
+        "shape": (1, 32, 1, 64),
+        "epsilon": 1e-12,
+        **held,
+        **rest,
+    }
 
 
 def changed(array: npt.NDArray[Any], at: tuple[int, ...], value: int) -> npt.NDArray[Any]:
@@ -327,16 +367,21 @@ def test_what_does_not_fit_together_is_refused(case: str) -> None:
 
 
 def test_random_sizes_are_computed_or_refused() -> None:
-    """Lengths, ids and positions at random, a few of them beyond their bounds: refused just then."""
+    """Lengths, ids and positions at random, a few of them beyond their bounds: refused just
+    then."""
     assert NATIVE is not None
     generator = np.random.default_rng(5)
     for name in HERE:
         for _ in range(60):
-            given = arguments([int(n) for n in generator.integers(0, 40, generator.integers(1, 30))] + [1]) | {"kernel": name}
+            given = arguments(
+                [int(n) for n in generator.integers(0, 40, generator.integers(1, 30))] + [1]
+            ) | {"kernel": name}
             for field, least, most in (("ids", -1, 51), ("positions", -1, 41), ("lengths", -1, 41)):
                 if generator.random() < 0.3:
                     place = tuple(int(generator.integers(0, n)) for n in given[field].shape)
-                    given[field] = changed(given[field], place, int(generator.integers(least, most)))
+                    given[field] = changed(
+                        given[field], place, int(generator.integers(least, most))
+                    )
             rows = given["ids"].shape[1]
             seen = np.arange(rows) < given["lengths"][:, None]
             sound = ((given["lengths"] >= 0) & (given["lengths"] <= rows)).all()
@@ -435,12 +480,22 @@ except MemoryError:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere memory is not bounded by this")
 def test_few_threads_and_little_memory_suffice() -> None:
-    small_stacks = ["sh", "-c", 'ulimit -s 256; exec "$@"', "sh", sys.executable, "-c", WITH_LITTLE_MEMORY]
+    small_stacks = [
+        "sh",
+        "-c",
+        'ulimit -s 256; exec "$@"',
+        "sh",
+        sys.executable,
+        "-c",
+        WITH_LITTLE_MEMORY,
+    ]
     told = subprocess.run(small_stacks, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert told.stdout == "refused\n"
 
 
-def test_what_was_not_built_or_is_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_not_built_or_is_of_another_version_is_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for built in (None, SimpleNamespace(VERSION=encoder._VERSION - 1)):
         monkeypatch.setitem(sys.modules, "precompute.text._encoder", built)
         assert kernel() is None
@@ -448,12 +503,18 @@ def test_what_was_not_built_or_is_of_another_version_is_not_used(monkeypatch: py
             UnpaddedBert(transformer(), "plain")
 
 
-@pytest.mark.skipif(sys.platform != "linux" or platform.machine() != "x86_64", reason="no flags to compare with")
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64", reason="no flags to compare with"
+)
 def test_kernels_are_those_of_the_cpu() -> None:
-    found = re.search(r"^flags\s*: (.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    found = re.search(
+        r"^flags\s*: (.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert found is not None
     flags = set(found[1].split())
-    assert ("avx512" in HERE) == (flags >= {"avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_bf16"})
+    assert ("avx512" in HERE) == (
+        flags >= {"avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_bf16"}
+    )
     # the system may not lend the tiles that the CPU has
     assert "amx" not in HERE or flags >= {"amx_tile", "amx_bf16"}
 
@@ -486,13 +547,25 @@ def test_tiles_give_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         pytest.skip(f"no C++ compiler {compiler}")
     made = tmp_path / "_encoder.so"
     # what it computes takes as long by -O2, and compiling longer
-    flags = ["-std=c++17", "-O0", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", "-DENCODER_EMULATE_TILES"]
+    flags = [
+        "-std=c++17",
+        "-O0",
+        "-ffp-contract=off",
+        "-fPIC",
+        "-shared",
+        "-pthread",
+        "-DENCODER_EMULATE_TILES",
+    ]
     source = REPOSITORY / "precompute" / "text" / "_encoder.cpp"
     subprocess.run(
-        [compiler, *flags, f"-I{sysconfig.get_paths()['include']}", str(source), "-o", str(made)], check=True, timeout=110
+        [compiler, *flags, f"-I{sysconfig.get_paths()['include']}", str(source), "-o", str(made)],
+        check=True,
+        timeout=110,
     )
     emulated, without_tiles = _loaded(made), next(name for name in HERE if name != "amx")
-    for seed, (kind, size) in enumerate((("bert", SIZES[0]), ("roberta", SIZES[1]), ("bert", SIZES[2]))):
+    for seed, (kind, size) in enumerate(
+        (("bert", SIZES[0]), ("roberta", SIZES[1]), ("bert", SIZES[2]))
+    ):
         model = transformer(kind, size)
         lengths = [int(n) for n in np.random.default_rng(seed).integers(0, 70, 20)] + [300, 1, 257]
         ids, mask = texts(lengths, seed)
@@ -519,11 +592,15 @@ def test_a_model_computes_by_it_and_its_reference_stays(monkeypatch: pytest.Monk
     assert np.array_equal(outputs(model, asked)[0], before)
 
 
-def test_it_is_proposed_to_what_it_understands_where_the_cpu_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_proposed_to_what_it_understands_where_the_cpu_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, device = small_bert(), Device("cpu")
     assert "bf16-encoder" not in {one.name for one in candidates(device, model)}  # heads of 8
     model.module = Encoder(transformer()).eval()
-    assert ("bf16-encoder" in {one.name for one in candidates(device, model)}) == (has_bf16() and kernel() is not None)
+    assert ("bf16-encoder" in {one.name for one in candidates(device, model)}) == (
+        has_bf16() and kernel() is not None
+    )
     monkeypatch.setattr(technique_file, "computes_in", lambda *_: True)
     monkeypatch.setattr(technique_file, "kernel", lambda: "avx512")
     assert [one.name for one in candidates(device, model)][:2] == ["fp32-eager", "bf16-encoder"]
@@ -531,7 +608,9 @@ def test_it_is_proposed_to_what_it_understands_where_the_cpu_has_it(monkeypatch:
     assert "bf16-encoder" not in {one.name for one in candidates(device, model)}
 
 
-def test_what_it_cannot_do_is_told_and_the_reference_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_it_cannot_do_is_told_and_the_reference_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(technique_file, "kernel", lambda: "plain")
     for model, reason in (
         (mlp(), "this model is no text encoder"),
@@ -542,11 +621,17 @@ def test_what_it_cannot_do_is_told_and_the_reference_computes(monkeypatch: pytes
         assert model.forward is model.module
     model = small_bert()
     model.module = Encoder(transformer()).eval()
-    monkeypatch.setattr(UnpaddedBert, "__call__", lambda self, ids, mask: torch.randn(*ids.shape, 64))
-    with pytest.raises(ConfigError, match=r"computes something else than this transformer \(cosine"):
+    monkeypatch.setattr(
+        UnpaddedBert, "__call__", lambda self, ids, mask: torch.randn(*ids.shape, 64)
+    )
+    with pytest.raises(
+        ConfigError, match=r"computes something else than this transformer \(cosine"
+    ):
         convert(model, technique("bf16-encoder"), lambda: [texts([20, 9])])
     monkeypatch.setattr(technique_file, "kernel", lambda: None)
-    with pytest.raises(ConfigError, match="was not built, or this CPU has neither AVX512-BF16 nor AMX"):
+    with pytest.raises(
+        ConfigError, match="was not built, or this CPU has neither AVX512-BF16 nor AMX"
+    ):
         convert(model, technique("bf16-encoder"), lambda: [texts([2])])
 
 

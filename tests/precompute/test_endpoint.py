@@ -1,4 +1,5 @@
-"""Endpoints: rows answered by a service: what it answers is checked, cached, counted and paid once, and what is wrong with it is one bad row."""
+"""Endpoints: rows answered by a service: what it answers is checked, cached, counted and paid once,
+and what is wrong with it is one bad row."""
 
 from __future__ import annotations
 
@@ -36,9 +37,17 @@ SCHEMA = {
     "properties": {"label": {"enum": ["long", "short"]}, "score": {"type": "number"}},
     "required": ["label"],
 }
-LABELS = FeatureView("labels", ("id",), (Feature("label", "string"), Feature("score", "float64")), ttl_s=86400, stale_for_s=0)
+LABELS = FeatureView(
+    "labels",
+    ("id",),
+    (Feature("label", "string"), Feature("score", "float64")),
+    ttl_s=86400,
+    stale_for_s=0,
+)
 TEXTS = FeatureView("texts", ("id",), (Feature("text", "string"),), ttl_s=86400, stale_for_s=0)
-VECTORS = FeatureView("vectors", ("id",), (Feature("embedding", "float32", 4),), ttl_s=86400, stale_for_s=0)
+VECTORS = FeatureView(
+    "vectors", ("id",), (Feature("embedding", "float32", 4),), ttl_s=86400, stale_for_s=0
+)
 KEY = "sk-very-secret-0123"
 
 
@@ -55,7 +64,12 @@ def labels(tmp_path: Path) -> Callable[..., ChatEndpoint]:
     """Makes a model of labels that sends to a stand-in."""
 
     def make(stand_in: StandIn, **args: Any) -> ChatEndpoint:
-        args = {"model": "small", "prompt": "Label: {text}", "schema": SCHEMA, "cache": str(tmp_path / "answers")} | args
+        args = {
+            "model": "small",
+            "prompt": "Label: {text}",
+            "schema": SCHEMA,
+            "cache": str(tmp_path / "answers"),
+        } | args
         return ChatEndpoint(stand_in.url, **args)
 
     return make
@@ -83,7 +97,10 @@ def scripted(behave: dict[str, Any]) -> Behaviour:
 
 WRONG: dict[str, tuple[Any, str]] = {
     "half": (chat('{"label": "lo'), "the answer is no JSON"),
-    "other schema": (chat({"label": "medium", "score": 1}), 'label: "medium" is not one of "long" or "short"'),
+    "other schema": (
+        chat({"label": "medium", "score": 1}),
+        'label: "medium" is not one of "long" or "short"',
+    ),
     "no object": (chat([1, 2]), 'is not of type "object"'),
     "missing": (chat({"score": 1}), '"label" is a required property'),
     "not finite": (chat('{"label": "long", "score": NaN}'), "NaN is no number"),
@@ -98,18 +115,27 @@ WRONG: dict[str, tuple[Any, str]] = {
         Answer({"error": {"message": "maximum context length is 512"}}, 400),
         "answered 400 (maximum context length is 512)",
     ),
-    "echo": (Answer({"error": f"bad \x1b[31m{KEY} " + "x" * 1000}, 422), "answered 422 (bad  [31m*** xxx"),
+    "echo": (
+        Answer({"error": f"bad \x1b[31m{KEY} " + "x" * 1000}, 422),
+        "answered 422 (bad  [31m*** xxx",
+    ),
 }
 """What is answered, and what its row's rejection says of it."""
 
 
-def test_what_is_wrong_with_an_answer_is_one_bad_row(labels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_with_an_answer_is_one_bad_row(
+    labels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("STAND_IN_KEY", KEY)
-    with StandIn(behave=scripted({name: answer for name, (answer, _) in WRONG.items()})) as stand_in:
+    with StandIn(
+        behave=scripted({name: answer for name, (answer, _) in WRONG.items()})
+    ) as stand_in:
         model = labels(stand_in, api_key_env="STAND_IN_KEY", limits={"in_flight": 12})
         texts = [text for name in WRONG for text in (name, f"{name}, then a good one")]
         outcome = compute(model, LABELS, rows(*texts, None, " \n"))
-    good = {2 * i + 1: length_label(f"Label: {name}, then a good one") for i, name in enumerate(WRONG)}
+    good = {
+        2 * i + 1: length_label(f"Label: {name}, then a good one") for i, name in enumerate(WRONG)
+    }
     assert computed(outcome) == good
     rejected = {r.row: (r.stage, r.error) for r in outcome.rejections}
     assert sorted(rejected) == [*range(0, 2 * len(WRONG), 2), 2 * len(WRONG), 2 * len(WRONG) + 1]
@@ -132,20 +158,33 @@ GOOD = {
     "until the end": Answer(chat({"label": "long", "score": 1}), framed="end"),
     "closed": Answer(chat({"label": "long", "score": 1}), headers={"Connection": "close"}),
     "once lost": [Answer("", cut=0), chat({"label": "long", "score": 1})],
-    "half a body": [Answer(chat({"label": "long", "score": 1}), cut=40), chat({"label": "long", "score": 1})],
+    "half a body": [
+        Answer(chat({"label": "long", "score": 1}), cut=40),
+        chat({"label": "long", "score": 1}),
+    ],
     "half an envelope": [Answer('{"choices": [{"mess'), chat({"label": "long", "score": 1})],
     "no envelope": [Answer('{"hello": 1}'), Answer("[]"), chat({"label": "long", "score": 1})],
     "broken": [Answer("oops", 500), Answer("<html>", 502), chat({"label": "long", "score": 1})],
     "slow": [Answer("", delay_s=30), chat({"label": "long", "score": 1})],
-    "busy": [Answer("", 429, {"Retry-After": "0.05"}), Answer("", 429), chat({"label": "long", "score": 1})],
-    "until a time": [Answer("", 429, {"Retry-After": formatdate(0, usegmt=True)}), chat({"label": "long", "score": 1})],
-    "loading": [Answer("", 503, {"retry-after": "0.01"})] * 7 + [chat({"label": "long", "score": 1})],
+    "busy": [
+        Answer("", 429, {"Retry-After": "0.05"}),
+        Answer("", 429),
+        chat({"label": "long", "score": 1}),
+    ],
+    "until a time": [
+        Answer("", 429, {"Retry-After": formatdate(0, usegmt=True)}),
+        chat({"label": "long", "score": 1}),
+    ],
+    "loading": [Answer("", 503, {"retry-after": "0.01"})] * 7
+    + [chat({"label": "long", "score": 1})],
 }
 """What comes to a good answer, after a while."""
 
 
 @pytest.mark.parametrize("loop", [asyncio, uvloop])
-def test_what_may_pass_is_tried_again(labels: Any, monkeypatch: pytest.MonkeyPatch, loop: Any) -> None:
+def test_what_may_pass_is_tried_again(
+    labels: Any, monkeypatch: pytest.MonkeyPatch, loop: Any
+) -> None:
     monkeypatch.setattr("precompute.endpoint.session.asyncio.new_event_loop", loop.new_event_loop)
     with StandIn(behave=scripted(GOOD)) as stand_in:
         outcome = compute(labels(stand_in, limits={"timeout_s": 0.3}), LABELS, rows(*GOOD))
@@ -161,21 +200,36 @@ FATAL = {
         Answer({"error": {"message": f"Incorrect API key provided: {KEY}"}}, 401),
         "answered 401 (Incorrect API key provided: ***)",
     ),
-    "no such model": (Answer({"error": {"message": "The model `small` does not exist"}}, 404), "does not exist"),
+    "no such model": (
+        Answer({"error": {"message": "The model `small` does not exist"}}, 404),
+        "does not exist",
+    ),
     "moved": (Answer("", 308, {"Location": "http://elsewhere/"}), "answered 308"),
-    "no money": (Answer({"error": {"code": "insufficient_quota", "message": "You exceeded"}}, 429), "You exceeded"),
-    "for hours": (Answer("", 429, {"Retry-After": "7200"}), "it is to wait for 7200 s more, beyond patience_s (600)"),
+    "no money": (
+        Answer({"error": {"code": "insufficient_quota", "message": "You exceeded"}}, 429),
+        "You exceeded",
+    ),
+    "for hours": (
+        Answer("", 429, {"Retry-After": "7200"}),
+        "it is to wait for 7200 s more, beyond patience_s (600)",
+    ),
     "broken": (Answer("", 500), "answered 500, the last of 5 tries"),
 }
 
 
 @pytest.mark.parametrize("name", FATAL)
-def test_what_will_not_pass_ends_the_run(labels: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_what_will_not_pass_ends_the_run(
+    labels: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     answer, said = FATAL[name]
     monkeypatch.setenv("STAND_IN_KEY", KEY)
     with StandIn(behave=lambda text, seen: answer) as stand_in:
         with pytest.raises(ModelError) as raised:
-            compute(labels(stand_in, api_key_env="STAND_IN_KEY"), LABELS, rows(*(f"{i}" for i in range(40))))
+            compute(
+                labels(stand_in, api_key_env="STAND_IN_KEY"),
+                LABELS,
+                rows(*(f"{i}" for i in range(40))),
+            )
         assert said in str(raised.value)
         assert stand_in.url in str(raised.value)
         assert KEY not in str(raised.value)
@@ -186,7 +240,10 @@ def test_an_endpoint_that_is_not_there_ends_the_run(labels: Any) -> None:
         taken.bind(("127.0.0.1", 0))
         stand_in = StandIn()
         stand_in.port = taken.getsockname()[1]
-        with pytest.raises(ModelError, match=r"no answer from http://127.0.0.1:.*Connect call failed.*the last of 2 tries$"):
+        with pytest.raises(
+            ModelError,
+            match=r"no answer from http://127.0.0.1:.*Connect call failed.*the last of 2 tries$",
+        ):
             compute(labels(stand_in, limits={"tries": 2}), LABELS, rows("a"))
 
 
@@ -196,27 +253,40 @@ def test_each_input_is_sent_once_and_no_more_at_once_than_allowed(labels: Any) -
         model = labels(stand_in, limits={"in_flight": 8})
         windows, done = [rows(*texts[:700]), rows(*texts[700:])], dict[int, dict[str, Any]]()
         for _, piece in Runner(model, LABELS).stream(windows):
-            done |= {700 * piece.window + row: features for row, features in computed(piece).items()}
+            done |= {
+                700 * piece.window + row: features for row, features in computed(piece).items()
+            }
         assert done == dict(enumerate(length_label(f"Label: {text}") for text in texts))
         assert set(stand_in.seen.values()) == {1}
         assert stand_in.most_in_flight == 8
         # another process, or another day
         again = labels(stand_in)
-        assert computed(compute(again, LABELS, rows(*texts[:500]))) == computed(compute(model, LABELS, rows(*texts[:500])))
-        assert (len(stand_in.requests), again.figures()["from_cache"], again.figures()["requests"]) == (500, 500, 0)
+        assert computed(compute(again, LABELS, rows(*texts[:500]))) == computed(
+            compute(model, LABELS, rows(*texts[:500]))
+        )
+        assert (
+            len(stand_in.requests),
+            again.figures()["from_cache"],
+            again.figures()["requests"],
+        ) == (500, 500, 0)
 
 
-def test_what_is_damaged_is_sent_for_again_and_what_misfits_may_be(labels: Any, tmp_path: Path) -> None:
+def test_what_is_damaged_is_sent_for_again_and_what_misfits_may_be(
+    labels: Any, tmp_path: Path
+) -> None:
     half = {"half": [chat("{"), chat("{"), chat({"label": "long", "score": 7})]}
     with StandIn(behave=scripted(half)) as stand_in:
         outcomes = [
-            compute(labels(stand_in, limits={"answer_tries": tries}), LABELS, rows("a", "half")) for tries in (1, 1, 2, 2)
+            compute(labels(stand_in, limits={"answer_tries": tries}), LABELS, rows("a", "half"))
+            for tries in (1, 1, 2, 2)
         ]
         assert [len(outcome.rejections) for outcome in outcomes] == [1, 1, 1, 1]
         assert stand_in.seen == {"Label: a": 1, "Label: half": 2}
         gc.collect()
         with sqlite3.connect(tmp_path / "answers" / NAME) as file:
-            file.execute("UPDATE answers SET answer = CAST(replace(answer, 'short', 'long') AS BLOB) WHERE wrong IS NULL")
+            file.execute(
+                "UPDATE answers SET answer = CAST(replace(answer, 'short', 'long') AS BLOB) WHERE wrong IS NULL"
+            )
         file.close()
         outcome = compute(labels(stand_in, limits={"answer_tries": 3}), LABELS, rows("a", "half"))
         assert computed(outcome) == {0: length_label("Label: a"), 1: {"label": "long", "score": 7}}
@@ -224,13 +294,17 @@ def test_what_is_damaged_is_sent_for_again_and_what_misfits_may_be(labels: Any, 
 
 
 @pytest.mark.parametrize("what", ["no folder", "no database"])
-def test_nothing_is_sent_where_no_answer_can_be_kept(labels: Any, tmp_path: Path, what: str) -> None:
+def test_nothing_is_sent_where_no_answer_can_be_kept(
+    labels: Any, tmp_path: Path, what: str
+) -> None:
     folder = tmp_path / "answers"
     if what == "no folder":
         folder.write_text("")
     else:
         folder.mkdir()
-        (folder / NAME).write_text("nothing that SQLite knows, and long enough to be looked at" * 100)
+        (folder / NAME).write_text(
+            "nothing that SQLite knows, and long enough to be looked at" * 100
+        )
     with StandIn() as stand_in:
         with pytest.raises(ModelError, match="cannot be opened"):
             compute(labels(stand_in), LABELS, rows("a"))
@@ -251,8 +325,12 @@ USAGES: list[tuple[Any, bool]] = [
 
 
 @pytest.mark.parametrize(("usage", "credible"), USAGES)
-def test_tokens_are_counted_whatever_the_endpoint_says(labels: Any, usage: Any, credible: bool) -> None:
-    with StandIn(behave=lambda text, seen: Answer(chat(length_label(text), usage=usage))) as stand_in:
+def test_tokens_are_counted_whatever_the_endpoint_says(
+    labels: Any, usage: Any, credible: bool
+) -> None:
+    with StandIn(
+        behave=lambda text, seen: Answer(chat(length_label(text), usage=usage))
+    ) as stand_in:
         model = labels(stand_in, price={"input": 2, "output": 10})
         assert len(computed(compute(model, LABELS, rows("something")))) == 1
     figures = model.figures()
@@ -260,7 +338,9 @@ def test_tokens_are_counted_whatever_the_endpoint_says(labels: Any, usage: Any, 
     # "Label: something" has 16 bytes and its answer 34
     assert 12 <= figures["input_tokens"] <= 80
     assert 9 <= figures["output_tokens"] <= 12
-    assert figures["money"] == pytest.approx((2 * figures["input_tokens"] + 10 * figures["output_tokens"]) / 1e6, abs=1e-6)
+    assert figures["money"] == pytest.approx(
+        (2 * figures["input_tokens"] + 10 * figures["output_tokens"]) / 1e6, abs=1e-6
+    )
 
 
 BUDGETS = [
@@ -277,7 +357,9 @@ def attempt(model: ChatEndpoint, batch: pa.RecordBatch) -> Outcome | ModelError:
 
 
 @pytest.mark.parametrize(("budget", "price", "said"), BUDGETS)
-def test_a_budget_that_is_spent_ends_the_run_and_the_next_one_goes_on(labels: Any, budget: Any, price: Any, said: str) -> None:
+def test_a_budget_that_is_spent_ends_the_run_and_the_next_one_goes_on(
+    labels: Any, budget: Any, price: Any, said: str
+) -> None:
     batch = rows(*(f"number {i}" for i in range(200)))
     with StandIn(delay_s=0.002) as stand_in:
         runs = 0
@@ -299,16 +381,26 @@ def test_a_budget_counts_all_that_is_sent(labels: Any) -> None:
     """Tools, too, which an honest endpoint bills."""
     tools = [{"type": "function", "function": {"name": "look", "description": "x" * 3_000}}]
     with StandIn(
-        behave=lambda text, seen: Answer(chat(length_label(text), usage={"prompt_tokens": 900, "completion_tokens": 9}))
+        behave=lambda text, seen: Answer(
+            chat(length_label(text), usage={"prompt_tokens": 900, "completion_tokens": 9})
+        )
     ) as stand_in:
-        model = labels(stand_in, budget={"tokens": 20_000}, max_tokens=50, params={"tools": tools}, limits={"in_flight": 1})
+        model = labels(
+            stand_in,
+            budget={"tokens": 20_000},
+            max_tokens=50,
+            params={"tools": tools},
+            limits={"in_flight": 1},
+        )
         assert isinstance(attempt(model, rows(*map(str, range(40)))), ModelError)
         figures = model.figures()
         assert figures["input_tokens"] == 900 * len(stand_in.requests) <= 20_000
         assert figures["estimated_usage"] == 0
 
 
-def test_an_answer_expires_as_the_view_said_that_paid_it(labels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_expires_as_the_view_said_that_paid_it(
+    labels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with StandIn() as stand_in:
         compute(labels(stand_in, cache_days=365), LABELS, rows("long"))
         compute(labels(stand_in, cache_days=30), LABELS, rows("short"))
@@ -319,7 +411,9 @@ def test_an_answer_expires_as_the_view_said_that_paid_it(labels: Any, monkeypatc
         assert stand_in.seen == {"Label: long": 1, "Label: short": 2}
 
 
-def test_a_bad_hour_of_an_endpoint_is_over_in_an_hour(labels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_hour_of_an_endpoint_is_over_in_an_hour(
+    labels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What was answered with nothing is sent once more then, and not before."""
     with StandIn(behave=scripted({"a": [chat("")]})) as stand_in:
         outcomes = [compute(labels(stand_in), LABELS, rows("a")) for _ in range(2)]
@@ -329,7 +423,9 @@ def test_a_bad_hour_of_an_endpoint_is_over_in_an_hour(labels: Any, monkeypatch: 
         assert stand_in.seen == {"Label: a": 1}
         later = time.time() + 3700
         monkeypatch.setattr("precompute.endpoint.answer_cache.time.time", lambda: later)
-        assert computed(compute(labels(stand_in), LABELS, rows("a"))) == {0: length_label("Label: a")}
+        assert computed(compute(labels(stand_in), LABELS, rows("a"))) == {
+            0: length_label("Label: a")
+        }
 
 
 def test_a_half_that_was_answered_is_cached_though_the_other_ends_the_run(tmp_path: Path) -> None:
@@ -353,7 +449,12 @@ def test_a_half_that_was_answered_is_cached_though_the_other_ends_the_run(tmp_pa
 
 def test_a_summary_is_the_whole_answer(labels: Any) -> None:
     with StandIn(behave=lambda text, seen: Answer(chat(f" About {text}\n"))) as stand_in:
-        model = labels(stand_in, schema=None, system="Be brief.", params={"temperature": None, "seed": 1, "max_tokens": 99})
+        model = labels(
+            stand_in,
+            schema=None,
+            system="Be brief.",
+            params={"temperature": None, "seed": 1, "max_tokens": 99},
+        )
         assert computed(compute(model, TEXTS, rows("dogs", "größer 猫"))) == {
             0: {"text": "About Label: dogs"},
             1: {"text": "About Label: größer 猫"},
@@ -362,7 +463,10 @@ def test_a_summary_is_the_whole_answer(labels: Any) -> None:
         "model": "small",
         "max_tokens": 99,
         "seed": 1,
-        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Label: dogs"}],
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Label: dogs"},
+        ],
     }
 
 
@@ -374,7 +478,9 @@ def test_a_summary_is_the_whole_answer(labels: Any) -> None:
         (SCHEMA | {"additionalProperties": False, "required": ["score", "label"]}, True),
     ],
 )
-def test_a_schema_is_sent_and_strict_where_it_is_closed(labels: Any, schema: dict[str, Any], strict: bool) -> None:
+def test_a_schema_is_sent_and_strict_where_it_is_closed(
+    labels: Any, schema: dict[str, Any], strict: bool
+) -> None:
     with StandIn() as stand_in:
         assert compute(labels(stand_in, schema=schema), LABELS, rows("a")).done == 1
     wanted = {"name": "answer", "schema": schema, "strict": strict}
@@ -382,11 +488,20 @@ def test_a_schema_is_sent_and_strict_where_it_is_closed(labels: Any, schema: dic
 
 
 def test_a_prompt_has_columns_of_any_type_and_braces(labels: Any) -> None:
-    batch = pa.record_batch({"n": [1, None, 3], "when": pa.array([0, 1, 2], pa.date32()), "raw": [b"caf\xc3\xa9", b"x", b"\xff"]})
+    batch = pa.record_batch(
+        {
+            "n": [1, None, 3],
+            "when": pa.array([0, 1, 2], pa.date32()),
+            "raw": [b"caf\xc3\xa9", b"x", b"\xff"],
+        }
+    )
     with StandIn() as stand_in:
         outcome = compute(labels(stand_in, prompt="{{{n}}} of {when}: {raw}"), LABELS, batch)
         assert list(stand_in.seen) == ["{1} of 1970-01-01: café"]
-        assert [r.error for r in outcome.rejections] == ["n is null", "raw is not UTF-8: invalid start byte at byte 0"]
+        assert [r.error for r in outcome.rejections] == [
+            "n is null",
+            "raw is not UTF-8: invalid start byte at byte 0",
+        ]
 
 
 def test_a_rate_spreads_requests_over_the_minute() -> None:
@@ -406,11 +521,19 @@ def test_embeddings_are_those_of_their_texts_and_a_bad_text_is_one_bad_row(tmp_p
     with StandIn(behave=scripted({"too long": Answer("too long", 413)})) as stand_in:
         model = embedder(stand_in, tmp_path)
         outcome = compute(model, VECTORS, rows(*texts))
-        assert computed(outcome) == {i: {"embedding": vector_of(text)} for i, text in enumerate(texts) if text != "too long"}
-        assert [(r.row, r.error) for r in outcome.rejections] == [(37, "BadAnswer: the endpoint answered 413 (too long)")]
+        assert computed(outcome) == {
+            i: {"embedding": vector_of(text)} for i, text in enumerate(texts) if text != "too long"
+        }
+        assert [(r.row, r.error) for r in outcome.rejections] == [
+            (37, "BadAnswer: the endpoint answered 413 (too long)")
+        ]
         assert [len(body["input"]) for body in stand_in.requests[:2]] == [16, 16]
-        queries = embedder(stand_in, tmp_path, prompt="passage: ", query_prompt="query: ").for_queries()
-        assert computed(compute(queries, VECTORS, rows("cats"))) == {0: {"embedding": vector_of("query: cats")}}
+        queries = embedder(
+            stand_in, tmp_path, prompt="passage: ", query_prompt="query: "
+        ).for_queries()
+        assert computed(compute(queries, VECTORS, rows("cats"))) == {
+            0: {"embedding": vector_of("query: cats")}
+        }
         assert queries.for_queries() is queries
 
 
@@ -427,21 +550,43 @@ ODD: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", ODD)
 def test_an_embedding_that_is_none_is_a_bad_row(tmp_path: Path, name: str) -> None:
-    with StandIn(behave=lambda text, seen: Answer(ODD[name](["bad"])) if text == "bad" else None) as stand_in:
-        outcome = compute(embedder(stand_in, tmp_path, texts_per_request=2), VECTORS, rows("good", "bad", "fine"))
-        assert computed(outcome) == {0: {"embedding": vector_of("good")}, 2: {"embedding": vector_of("fine")}}
+    with StandIn(
+        behave=lambda text, seen: Answer(ODD[name](["bad"])) if text == "bad" else None
+    ) as stand_in:
+        outcome = compute(
+            embedder(stand_in, tmp_path, texts_per_request=2), VECTORS, rows("good", "bad", "fine")
+        )
+        assert computed(outcome) == {
+            0: {"embedding": vector_of("good")},
+            2: {"embedding": vector_of("fine")},
+        }
         assert [r.row for r in outcome.rejections] == [1]
 
 
 def test_embeddings_in_base64_are_the_same(tmp_path: Path) -> None:
     packed = base64.b64encode(struct.pack("<4f", 1, 2, 3, 0.1)).decode()
-    with StandIn(behave=lambda text, seen: Answer({"data": [{"index": 0, "embedding": packed}]})) as stand_in:
-        outcome = compute(embedder(stand_in, tmp_path, params={"encoding_format": "base64", "dimensions": 4}), VECTORS, rows("a"))
-        assert computed(outcome) == {0: {"embedding": np.array([1, 2, 3, 0.1], np.float32).tolist()}}
-        assert stand_in.requests == [{"model": "small", "input": ["a"], "encoding_format": "base64", "dimensions": 4}]
+    with StandIn(
+        behave=lambda text, seen: Answer({"data": [{"index": 0, "embedding": packed}]})
+    ) as stand_in:
+        outcome = compute(
+            embedder(stand_in, tmp_path, params={"encoding_format": "base64", "dimensions": 4}),
+            VECTORS,
+            rows("a"),
+        )
+        assert computed(outcome) == {
+            0: {"embedding": np.array([1, 2, 3, 0.1], np.float32).tolist()}
+        }
+        assert stand_in.requests == [
+            {"model": "small", "input": ["a"], "encoding_format": "base64", "dimensions": 4}
+        ]
 
 
-CHAT: dict[str, Any] = {"url": "http://host:1/v1", "model": "m", "prompt": "{text}", "schema": SCHEMA}
+CHAT: dict[str, Any] = {
+    "url": "http://host:1/v1",
+    "model": "m",
+    "prompt": "{text}",
+    "schema": SCHEMA,
+}
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"url": "host:1"}, "url is 'host:1'"),
     ({"url": "http://me:secret@host/v1"}, "a key comes from the environment alone"),
@@ -449,13 +594,22 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"url": "http://host/v1/chat/completions"}, "give the API's base without it: http://host/v1"),
     ({"model": ""}, "model is ''"),
     ({"api_key_env": "NO_SUCH_KEY"}, "the environment has no NO_SUCH_KEY"),
-    ({"api_key_env": "sk-secret"}, "api_key_env is no name of an environment variable (it is not shown here)"),
+    (
+        {"api_key_env": "sk-secret"},
+        "api_key_env is no name of an environment variable (it is not shown here)",
+    ),
     ({"prompt": "Which genre?"}, "names no column"),
     ({"prompt": "{text!r:>10}"}, "the name of a column and nothing else"),
     ({"prompt": "{text"}, "expected '}'"),
     ({"schema": {"type": "array"}}, "give a JSON Schema of an object"),
-    ({"schema": {"type": "object", "properties": {"a": {"type": "txt"}}}}, "schema is no JSON Schema"),
-    ({"schema": {"type": "object", "properties": {"a": {"$ref": "http://127.0.0.1:9/a.json"}}}}, "Retrieval is disabled"),
+    (
+        {"schema": {"type": "object", "properties": {"a": {"type": "txt"}}}},
+        "schema is no JSON Schema",
+    ),
+    (
+        {"schema": {"type": "object", "properties": {"a": {"$ref": "http://127.0.0.1:9/a.json"}}}},
+        "Retrieval is disabled",
+    ),
     ({"max_tokens": 0}, "max_tokens is 0"),
     ({"limits": {"in_flights": 3}}, "it takes answer_tries, in_flight, "),
     ({"limits": {"in_flight": 0}}, "limits.in_flight is 0"),
@@ -468,14 +622,20 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("args", "said"), MISTAKES)
-def test_a_mistake_is_reported_before_anything_is_sent(args: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_a_mistake_is_reported_before_anything_is_sent(
+    args: dict[str, Any], said: str, tmp_path: Path
+) -> None:
     with pytest.raises((ConfigError, ModelError)) as raised:
-        compute(load_model("chat_endpoint", {**CHAT, "cache": str(tmp_path), **args}), LABELS, rows("a"))
+        compute(
+            load_model("chat_endpoint", {**CHAT, "cache": str(tmp_path), **args}), LABELS, rows("a")
+        )
     assert said in str(raised.value)
     assert "secret" not in str(raised.value)
 
 
-def test_the_fingerprint_is_of_what_makes_the_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fingerprint_is_of_what_makes_the_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def chat_of(**args: Any) -> str:
         return load_model("chat_endpoint", {**CHAT, **args}).fingerprint()
 
@@ -503,6 +663,14 @@ def test_the_fingerprint_is_of_what_makes_the_answers(tmp_path: Path, monkeypatc
     ]
     assert {chat_of(**args) for args in same} == {chat_of()}
     assert len({chat_of(**args) for args in others}) == len(others)
-    own: list[dict[str, Any]] = [{}, {"prompt": "a"}, {"query_prompt": "a"}, {"column": "title"}, {"params": {"dimensions": 3}}]
+    own: list[dict[str, Any]] = [
+        {},
+        {"prompt": "a"},
+        {"query_prompt": "a"},
+        {"column": "title"},
+        {"params": {"dimensions": 3}},
+    ]
     embedding: dict[str, Any] = {"url": "http://host/v1", "model": "m"}
-    assert len({load_model("embedding_endpoint", embedding | args).fingerprint() for args in own}) == len(own)
+    assert len(
+        {load_model("embedding_endpoint", embedding | args).fingerprint() for args in own}
+    ) == len(own)

@@ -1,4 +1,5 @@
-"""The engine, attacked: whatever fails wherever, every other row comes out once, in its place, and equal to the arithmetic."""
+"""The engine, attacked: whatever fails wherever, every other row comes out once, in its place, and
+equal to the arithmetic."""
 
 from __future__ import annotations
 
@@ -21,7 +22,13 @@ from hypothesis import strategies as st
 from onnxruntime.capi.onnxruntime_pybind11_state import Fail, RuntimeException
 
 from precompute.engine import prepare, runner
-from precompute.engine.memory import ResidentPeak, available_bytes, is_device_lost, is_out_of_memory, resident_bytes
+from precompute.engine.memory import (
+    ResidentPeak,
+    available_bytes,
+    is_device_lost,
+    is_out_of_memory,
+    resident_bytes,
+)
 from precompute.engine.meter import Meter
 from precompute.engine.runner import Runner, compute
 from precompute.engine.window import Outcome
@@ -35,13 +42,21 @@ from tests.precompute.dying_models import Poisoned
 
 ASSERTED = Poisoned.ASSERTED
 
-VIEW = FeatureView("numbers", ("id",), (Feature("double", "float64"), Feature("vector", "float32", dim=4)), 60.0, 60.0)
+VIEW = FeatureView(
+    "numbers",
+    ("id",),
+    (Feature("double", "float64"), Feature("vector", "float32", dim=4)),
+    60.0,
+    60.0,
+)
 SINGLE = FeatureView("numbers", ("id",), (Feature("double", "float32"),), 60.0, 60.0)
 
 
 def window(xs: Sequence[float], first: int = 0) -> pa.RecordBatch:
     ids = pa.array(range(first, first + len(xs)), pa.int64())
-    return pa.record_batch({"id": ids, "x": pa.array(xs, pa.float64()), "secret": pa.array(xs, pa.float64())})
+    return pa.record_batch(
+        {"id": ids, "x": pa.array(xs, pa.float64()), "secret": pa.array(xs, pa.float64())}
+    )
 
 
 def windows(xs: Sequence[float], rows: int) -> list[pa.RecordBatch]:
@@ -52,7 +67,9 @@ def features(xs: Sequence[float]) -> list[dict[str, Any]]:
     return [{"double": 2 * x, "vector": [x, x + 1, x + 2, x + 3]} for x in xs]
 
 
-def gathered(results: Iterator[tuple[pa.RecordBatch, Outcome]]) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
+def gathered(
+    results: Iterator[tuple[pa.RecordBatch, Outcome]],
+) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
     """(id → features, id → error) of all windows; an id that comes twice fails."""
     values: dict[int, dict[str, Any]] = {}
     errors: dict[int, str] = {}
@@ -71,7 +88,13 @@ def gathered(results: Iterator[tuple[pa.RecordBatch, Outcome]]) -> tuple[dict[in
 class Faulty(Doubler):
     """Raises at the n-th batch, or whenever ``fails`` says so of the batch's size."""
 
-    def __init__(self, raise_at: int = 0, error: type[BaseException] = ValueError, most: int = 0, **arguments: Any) -> None:
+    def __init__(
+        self,
+        raise_at: int = 0,
+        error: type[BaseException] = ValueError,
+        most: int = 0,
+        **arguments: Any,
+    ) -> None:
         super().__init__(**arguments)
         self.raise_at, self.error, self.most = raise_at, error, most
         self.sizes: list[int] = []
@@ -103,12 +126,18 @@ class Times(torch.nn.Module):
 
 
 class Staged(TorchModel):
-    """x → double, in stages; row x costs x where ``by_cost``; ``bad_input`` makes an input that cannot be made."""
+    """x → double, in stages; row x costs x where ``by_cost``; ``bad_input`` makes an input that
+    cannot be made."""
 
     start_cost = 8
 
     def __init__(
-        self, module: Times | None = None, *, by_cost: bool = False, unpreparable: float = -99.0, bad_input: float = -99.0
+        self,
+        module: Times | None = None,
+        *,
+        by_cost: bool = False,
+        unpreparable: float = -99.0,
+        bad_input: float = -99.0,
     ) -> None:
         super().__init__(module or Times(), Device("cpu"))
         self.by_cost, self.unpreparable, self.bad_input = by_cost, unpreparable, bad_input
@@ -179,14 +208,21 @@ def test_no_rows_and_one_row(count: int, model: Model) -> None:
     assert [v["double"] for v in values.values()] == [6.0] * count
     assert errors == {}
     [(_, empty)] = list(Runner(model, view).stream([window([])]))
-    assert (empty.rows.tolist(), empty.features.num_rows, empty.features.schema) == ([], 0, view.feature_schema())
+    assert (empty.rows.tolist(), empty.features.num_rows, empty.features.schema) == (
+        [],
+        0,
+        view.feature_schema(),
+    )
 
 
-@pytest.mark.parametrize(("model", "batch_rows"), [(Faulty(fail_on=5.0), 3), (Staged(Times(), by_cost=True), 16)])
+@pytest.mark.parametrize(
+    ("model", "batch_rows"), [(Faulty(fail_on=5.0), 3), (Staged(Times(), by_cost=True), 16)]
+)
 def test_a_window_that_takes_long_is_handed_on_as_it_is_computed(
     model: Any, batch_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Batch for batch, were no time long enough; each row in one piece, and the rows of a model without costs in their order."""
+    """Batch for batch, were no time long enough; each row in one piece, and the rows of a model
+    without costs in their order."""
     monkeypatch.setattr(runner, "HAND_ON_S", 0.0)
     monkeypatch.setattr(runner, "START_ROWS", 3)
     monkeypatch.setattr(runner, "BATCH_S", 1e-12)  # all are too slow
@@ -203,9 +239,15 @@ def test_a_window_that_takes_long_is_handed_on_as_it_is_computed(
     assert len(pieces) >= 40 / batch_rows
     values, errors = gathered(iter(pieces))
     assert errors == (
-        {} if view is SINGLE else {i: f"model: ValueError: cannot take 5.0{REFUSED_AT}" for i, x in enumerate(xs) if x == 5}
+        {}
+        if view is SINGLE
+        else {
+            i: f"model: ValueError: cannot take 5.0{REFUSED_AT}" for i, x in enumerate(xs) if x == 5
+        }
     )
-    assert {i: v["double"] for i, v in values.items()} == {i: 2 * x for i, x in enumerate(xs) if i not in errors}
+    assert {i: v["double"] for i, v in values.items()} == {
+        i: 2 * x for i, x in enumerate(xs) if i not in errors
+    }
     if view is VIEW:
         assert list(values) == sorted(values)
 
@@ -217,7 +259,9 @@ def test_a_staged_model_is_one_and_a_plain_model_is_none() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(-2, 40), max_size=60), st.integers(1, 20), st.booleans())
-def test_a_staged_model_computes_or_rejects_each_row_once(xs: list[int], rows: int, by_cost: bool) -> None:
+def test_a_staged_model_computes_or_rejects_each_row_once(
+    xs: list[int], rows: int, by_cost: bool
+) -> None:
     model = Staged(by_cost=by_cost)
     values, errors = gathered(Runner(model, SINGLE).stream(windows(xs, rows)))
     assert values == {i: {"double": 2.0 * x} for i, x in enumerate(xs) if x >= 0}
@@ -229,16 +273,22 @@ def test_a_staged_model_computes_or_rejects_each_row_once(xs: list[int], rows: i
 
 @pytest.mark.parametrize("error", [ValueError, MemoryError, RuntimeError, SystemExit])
 @pytest.mark.parametrize("at", range(1, 9))
-def test_a_batch_that_raises_once_is_tried_again_in_halves(at: int, error: type[BaseException]) -> None:
+def test_a_batch_that_raises_once_is_tried_again_in_halves(
+    at: int, error: type[BaseException]
+) -> None:
     xs = [float(i) for i in range(60)]
-    values, errors = gathered(Runner(Faulty(at, error), VIEW).stream(windows(xs, 8), hidden=("secret",)))
+    values, errors = gathered(
+        Runner(Faulty(at, error), VIEW).stream(windows(xs, 8), hidden=("secret",))
+    )
     assert list(values.values()) == features(xs)
     assert errors == {}
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(0, 2**32))
-def test_out_of_memory_at_random_batches_loses_and_doubles_nothing(count: int, rows: int, seed: int) -> None:
+def test_out_of_memory_at_random_batches_loses_and_doubles_nothing(
+    count: int, rows: int, seed: int
+) -> None:
     chosen = random.Random(seed)
     module = Times(oom_at=[n for n in range(1, 40) if chosen.random() < 0.3])
     xs = [float(i) for i in range(count)]
@@ -261,7 +311,8 @@ def test_memory_that_holds_only_so_many_rows_is_found_and_kept_to() -> None:
     assert runner.budget.ceiling is not None
     assert runner.meter.out_of_memory == runner.budget.failures < 40
     late = module.sizes[len(module.sizes) // 2 :]
-    # it does not run into the wall again and again: a larger one after 32 that went well, and what was made by then in its wake
+    # it does not run into the wall again and again: a larger one after 32 that went well, and what
+    # was made by then in its wake
     assert sum(size > 5 for size in late) < len(late) / 10
 
 
@@ -295,19 +346,25 @@ def test_a_row_that_never_fits_is_rejected_and_shrinks_no_other_batch() -> None:
 def test_a_row_that_cannot_be_prepared_is_rejected_alone() -> None:
     xs = [float(i) for i in range(20)]
     values, errors = gathered(Runner(Staged(unpreparable=11.0), SINGLE).stream(windows(xs, 8)))
-    assert errors == {11: "prepare: UnicodeError: cannot prepare it" + raised_at(__file__, 'UnicodeError("cannot')}
+    assert errors == {
+        11: "prepare: UnicodeError: cannot prepare it" + raised_at(__file__, 'UnicodeError("cannot')
+    }
     assert values == {i: {"double": 2.0 * i} for i in range(20) if i != 11}
 
 
 def test_a_row_no_input_can_be_made_of_is_rejected_alone() -> None:
     xs = [float(i) for i in range(20)]
     values, errors = gathered(Runner(Staged(bad_input=5.0), SINGLE).stream(windows(xs, 8)))
-    assert errors == {5: "model: IndexError: cannot make an input of it" + raised_at(__file__, 'IndexError("cannot')}
+    assert errors == {
+        5: "model: IndexError: cannot make an input of it"
+        + raised_at(__file__, 'IndexError("cannot')
+    }
     assert values == {i: {"double": 2.0 * i} for i in range(20) if i != 5}
 
 
 class Reusing(Doubler):
-    """Answers with the same mapping and the same arrays each time; a shorter batch in a part of them."""
+    """Answers with the same mapping and the same arrays each time; a shorter batch in a part of
+    them."""
 
     max_cost = 4
 
@@ -369,7 +426,9 @@ def test_what_was_prepared_is_let_go_when_its_window_is_computed() -> None:
         assert (window_at_hand.num_rows, len(alive)) == (3, 0)
 
 
-def test_a_device_without_room_for_a_measurement_fails_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_room_for_a_measurement_fails_no_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = Staged()
     runner = Runner(model, SINGLE)
     list(runner.stream(windows([1.0, 2.0], 2)))
@@ -454,7 +513,13 @@ def test_the_meter_counts_rows_costs_and_padding() -> None:
     model.max_cost = 8
     runner = Runner(model, SINGLE, meter)
     gathered(runner.stream(windows([4.0, 4.0, 3.0, 2.0, 1.0], 5)))  # batches: 4 4 · 3 2 · 1
-    assert (meter.rows, meter.batches, meter.cost, meter.padded_cost, meter.flops) == (5, 3, 14, 8 + 6 + 1, 5.0)
+    assert (meter.rows, meter.batches, meter.cost, meter.padded_cost, meter.flops) == (
+        5,
+        3,
+        14,
+        8 + 6 + 1,
+        5.0,
+    )
     figures = runner.figures(2.0)
     assert figures["padding"] == round(1 / 15, 4)
     assert (figures["rows_per_s"], figures["cost_per_s"], figures["flops_per_s"]) == (2.5, 7.0, 2)
@@ -478,16 +543,36 @@ def test_the_stage_that_is_slow_is_told() -> None:
         (MemoryError(), True),
         (pa.ArrowMemoryError("malloc of size 99 failed"), True),
         (torch.OutOfMemoryError("CUDA out of memory"), True),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried …"), True),
+        (
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried …"
+            ),
+            True,
+        ),
         (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be …"), True),
         (torch.AcceleratorError("CUDA error: out of memory"), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
-        (RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"), True),
+        (
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            ),
+            True,
+        ),
+        (
+            RuntimeError(
+                "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"
+            ),
+            True,
+        ),
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
         (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), True),
         (RuntimeError("Triton Error [CUDA]: out of memory"), True),
         (RuntimeError("CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY"), True),
-        (RuntimeError("CUDA error: CUSPARSE_STATUS_INSUFFICIENT_RESOURCES when calling `cusparseSpMM( …`"), True),
+        (
+            RuntimeError(
+                "CUDA error: CUSPARSE_STATUS_INSUFFICIENT_RESOURCES when calling `cusparseSpMM( …`"
+            ),
+            True,
+        ),
         (RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes."), True),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
         (OSError(errno.ENOENT, "No such file or directory"), False),
@@ -498,7 +583,12 @@ def test_the_stage_that_is_slow_is_told() -> None:
             True,
         ),
         (RuntimeException("… Available memory of 5 is smaller than requested bytes of 9"), True),
-        (Fail("[ONNXRuntimeError] : 1 : FAIL : CUDA failure 2: out of memory ; GPU=0 ; hostname=…"), True),
+        (
+            Fail(
+                "[ONNXRuntimeError] : 1 : FAIL : CUDA failure 2: out of memory ; GPU=0 ; hostname=…"
+            ),
+            True,
+        ),
         (RuntimeError("shape mismatch"), False),
         (RuntimeError(ASSERTED), False),
         (ValueError("out of memory"), False),
@@ -517,20 +607,48 @@ def test_which_errors_are_out_of_memory(error: BaseException, yes: bool) -> None
         (RuntimeError("CUDA error: unspecified launch failure"), True),
         (RuntimeError("CUDA error: misaligned address"), True),
         (RuntimeError("CUDA error: uncorrectable ECC error encountered"), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm( …`"), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"), True),
+        (
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm( …`"
+            ),
+            True,
+        ),
+        (
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
+            ),
+            True,
+        ),
         (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), True),
         (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), True),
-        (Fail("[ONNXRuntimeError] : 1 : FAIL : CUDA failure 700: an illegal memory access was encountered ; GPU=0"), True),
-        (RuntimeError("CUDA error: no kernel image is available for execution on the device"), False),
-        (RuntimeError("CUDA error: invalid configuration argument\nCUDA kernel errors might be …"), False),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_INVALID_VALUE when calling `cublasSgemm( …`"), False),
+        (
+            Fail(
+                "[ONNXRuntimeError] : 1 : FAIL : CUDA failure 700: an illegal memory access was encountered ; GPU=0"
+            ),
+            True,
+        ),
+        (
+            RuntimeError("CUDA error: no kernel image is available for execution on the device"),
+            False,
+        ),
+        (
+            RuntimeError(
+                "CUDA error: invalid configuration argument\nCUDA kernel errors might be …"
+            ),
+            False,
+        ),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_INVALID_VALUE when calling `cublasSgemm( …`"),
+            False,
+        ),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"), False),
         (RuntimeError("shape mismatch"), False),
         (ValueError(ASSERTED), False),
     ],
 )
-def test_which_errors_say_that_a_gpu_is_lost_to_the_process(error: BaseException, lost: bool) -> None:
+def test_which_errors_say_that_a_gpu_is_lost_to_the_process(
+    error: BaseException, lost: bool
+) -> None:
     assert is_device_lost(error) is lost
 
 
@@ -543,4 +661,6 @@ def test_a_real_allocation_that_fails_is_out_of_memory() -> None:
 
 def test_compute_is_the_same_in_one_thread() -> None:
     xs = [3.0, 1.0, 2.0]
-    assert compute(Faulty(), VIEW, window(xs).drop_columns(["secret"])).features.to_pylist() == features(xs)
+    assert compute(
+        Faulty(), VIEW, window(xs).drop_columns(["secret"])
+    ).features.to_pylist() == features(xs)

@@ -1,4 +1,5 @@
-"""Lanes: several batches computed at once on a CPU come out as if there had been one, whatever fails, and leave no trace in the process."""
+"""Lanes: several batches computed at once on a CPU come out as if there had been one, whatever
+fails, and leave no trace in the process."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from tests.precompute.test_engine import SINGLE, Staged, Times, gathered, window
 
 
 class AtOnce(Times):
-    """2x; how many batches were in it at once, at each call the rows, and where its threads computed. With ``meet``, a batch waits for another."""
+    """2x; how many batches were in it at once, at each call the rows, and where its threads
+    computed. With ``meet``, a batch waits for another."""
 
     def __init__(self, meet: bool = False, hungry: int = 0, bad: float = -99.0) -> None:
         super().__init__()
@@ -116,7 +118,8 @@ def test_a_model_that_does_not_say_so_computes_one_batch_after_the_other() -> No
 
 
 def test_torchs_threads_and_the_affinity_are_the_lanes_own() -> None:
-    """The process may be a user's: what it computes with, before and after, and in threads of its own, stays as it was."""
+    """The process may be a user's: what it computes with, before and after, and in threads of its
+    own, stays as it was."""
     before, allowed = compute_threads(), os.sched_getaffinity(0)
     torch.set_num_threads(4)
     try:
@@ -133,8 +136,11 @@ def test_torchs_threads_and_the_affinity_are_the_lanes_own() -> None:
         torch.set_num_threads(before)
 
 
-def test_each_lane_is_on_cores_of_its_own_where_it_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two hardware threads a core; what may not be used is passed over, and a share of the machine is not pinned."""
+def test_each_lane_is_on_cores_of_its_own_where_it_has_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two hardware threads a core; what may not be used is passed over, and a share of the machine
+    is not pinned."""
     siblings = {0: {0, 4}, 1: {1, 5}, 4: {0, 4}, 5: {1, 5}}
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 4, 5})
     monkeypatch.setattr(cores, "_siblings", lambda cpu: frozenset(siblings[cpu]))
@@ -144,7 +150,9 @@ def test_each_lane_is_on_cores_of_its_own_where_it_has_them(monkeypatch: pytest.
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 4})
     assert places(2) == [{4}, {1}] or places(2) == [{1}, {4}]
     moved: list[frozenset[int]] = []
-    monkeypatch.setattr("precompute.engine.cores.places", lambda total: [frozenset({n}) for n in range(total)])
+    monkeypatch.setattr(
+        "precompute.engine.cores.places", lambda total: [frozenset({n}) for n in range(total)]
+    )
     monkeypatch.setattr("precompute.engine.cores.move_to", moved.append)
     lanes = Lanes(2, 2, 4, lambda threads: None)
     meeting = threading.Barrier(2)
@@ -154,13 +162,18 @@ def test_each_lane_is_on_cores_of_its_own_where_it_has_them(monkeypatch: pytest.
     assert sorted(moved, key=min) == [{0, 1}, {2, 3}]
 
 
-def test_worker_processes_share_all_cores_and_keep_to_a_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Two sockets whose CPUs take turns in being counted, four cores each, two hardware threads a core; the last core is another's."""
+def test_worker_processes_share_all_cores_and_keep_to_a_node(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two sockets whose CPUs take turns in being counted, four cores each, two hardware threads a
+    core; the last core is another's."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)) - {7, 15})
     for cpu in range(16):
         (tmp_path / f"cpu{cpu}" / f"node{cpu % 2}").mkdir(parents=True)
         (tmp_path / f"cpu{cpu}" / "topology").mkdir()
-        (tmp_path / f"cpu{cpu}" / "topology" / "thread_siblings_list").write_text(f"{cpu % 8},{cpu % 8 + 8}\n")
+        (tmp_path / f"cpu{cpu}" / "topology" / "thread_siblings_list").write_text(
+            f"{cpu % 8},{cpu % 8 + 8}\n"
+        )
     monkeypatch.setattr(cores, "_TOPOLOGY", tmp_path)
     monkeypatch.setattr(cores, "_QUOTA", tmp_path / "cpu.max")
     assert [share(n, 2) for n in range(2)] == [{0, 8, 2, 10, 4, 12}, {6, 14, 1, 9, 3, 11, 5, 13}]
@@ -170,7 +183,9 @@ def test_worker_processes_share_all_cores_and_keep_to_a_node(monkeypatch: pytest
     assert share(0, 2) == frozenset(), "some are another's at any time, and nobody knows which"
 
 
-def test_no_more_threads_than_the_control_group_grants(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_more_threads_than_the_control_group_grants(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     monkeypatch.setattr(cores, "_QUOTA", tmp_path / "cpu.max")
     assert usable_threads(12) == 12
@@ -209,7 +224,9 @@ def test_a_thread_that_begins_meanwhile_has_the_processs_threads() -> None:
 
 def test_a_bad_row_is_one_bad_row() -> None:
     xs = [float(i) for i in range(300)]
-    values, errors = gathered(Runner(staged(AtOnce(bad=77.0)), SINGLE, lanes=3).stream(windows(xs, 100)))
+    values, errors = gathered(
+        Runner(staged(AtOnce(bad=77.0)), SINGLE, lanes=3).stream(windows(xs, 100))
+    )
     assert values == {i: {"double": 2 * x} for i, x in enumerate(xs) if x != 77}
     assert errors.keys() == {77}
     assert errors[77].startswith("model: ValueError: cannot take it")

@@ -1,4 +1,5 @@
-"""The micro-batcher: who shares a flight, who shares a batch, who is refused, and that its thread outlives everything."""
+"""The micro-batcher: who shares a flight, who shares a batch, who is refused, and that its thread
+outlives everything."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ class Refused(Exception):
 
 
 class Runs:
-    """A ``run`` that notes its batches, and waits at a gate while that is closed. It answers each payload with ten times itself; a
-    payload that is an exception is returned, one that is a callable is called."""
+    """A ``run`` that notes its batches, and waits at a gate while that is closed. It answers each
+    payload with ten times itself; a payload that is an exception is returned, one that is a
+    callable is called."""
 
     def __init__(self) -> None:
         self.batches: list[tuple[Hashable, list[Any]]] = []
@@ -71,7 +73,8 @@ def later(seconds: float = WAIT_S) -> float:
 
 
 def hold(batcher: Batcher, runs: Runs) -> Future[Any]:
-    """Keep the thread inside a run of its own until the gate opens; what is requested meanwhile waits."""
+    """Keep the thread inside a run of its own until the gate opens; what is requested meanwhile
+    waits."""
     runs.gate.clear()
     future = batcher.submit("held", "held", 0, later())
     assert runs.inside.acquire(timeout=WAIT_S)
@@ -103,10 +106,22 @@ def test_one_request_is_one_result(make: Make) -> None:
 def test_what_waits_for_the_same_group_is_one_batch_in_the_order_it_came(make: Make) -> None:
     batcher, runs = make()
     held = hold(batcher, runs)
-    futures = {key: batcher.submit(key[0], key, int(key[1]), later()) for key in ("b1", "a2", "b3", "a4", "b5")}
+    futures = {
+        key: batcher.submit(key[0], key, int(key[1]), later())
+        for key in ("b1", "a2", "b3", "a4", "b5")
+    }
     runs.gate.set()
-    assert {key: future.result(WAIT_S) for key, future in futures.items()} == {"b1": 10, "a2": 20, "b3": 30, "a4": 40, "b5": 50}
-    assert (held.result(WAIT_S), runs.batches) == (0, [("held", [0]), ("b", [1, 3, 5]), ("a", [2, 4])])
+    assert {key: future.result(WAIT_S) for key, future in futures.items()} == {
+        "b1": 10,
+        "a2": 20,
+        "b3": 30,
+        "a4": 40,
+        "b5": 50,
+    }
+    assert (held.result(WAIT_S), runs.batches) == (
+        0,
+        [("held", [0]), ("b", [1, 3, 5]), ("a", [2, 4])],
+    )
 
 
 def test_a_batch_has_max_batch_payloads_at_most(make: Make) -> None:
@@ -122,7 +137,9 @@ def test_of_too_many_the_least_patient_come_first(make: Make) -> None:
     batcher, runs = make(max_batch=2)
     hold(batcher, runs)
     asked = [("a", 1, 90.0), ("a", 2, 80.0), ("b", 3, 90.0), ("a", 4, 60.0), ("a", 5, 70.0)]
-    futures = [batcher.submit(group, number, number, later(seconds)) for group, number, seconds in asked]
+    futures = [
+        batcher.submit(group, number, number, later(seconds)) for group, number, seconds in asked
+    ]
     runs.gate.set()
     assert [future.result(WAIT_S) for future in futures] == [10, 20, 30, 40, 50]
     assert runs.batches[1:] == [("a", [4, 5]), ("a", [2, 1]), ("b", [3])]
@@ -134,7 +151,9 @@ def test_who_is_told_that_it_is_too_late_may_ask_for_more(make: Make) -> None:
     more: list[Future[Any]] = []
     late = [batcher.submit("a", number, number, later(-1)) for number in range(3)]
     for future in late:
-        future.add_done_callback(lambda _: more.append(batcher.submit("a", len(more) + 3, len(more) + 3, later())))
+        future.add_done_callback(
+            lambda _: more.append(batcher.submit("a", len(more) + 3, len(more) + 3, later()))
+        )
     runs.gate.set()
     assert [refusal(future) for future in late] == ["deadline"] * 3
     eventually(lambda: len(more) == 3)
@@ -145,9 +164,17 @@ def test_requests_for_one_key_share_a_flight(make: Make) -> None:
     batcher, runs = make()
     held = hold(batcher, runs)
     waiting = [batcher.submit("a", "k", 1, later()) for _ in range(50)]
-    running, other = batcher.submit("held", "held", 4, later()), batcher.submit("b", "k", 2, later())
+    running, other = (
+        batcher.submit("held", "held", 4, later()),
+        batcher.submit("b", "k", 2, later()),
+    )
     runs.gate.set()
-    assert [future.result(WAIT_S) for future in (held, running, *waiting, other)] == [0, 0, *[10] * 50, 20]
+    assert [future.result(WAIT_S) for future in (held, running, *waiting, other)] == [
+        0,
+        0,
+        *[10] * 50,
+        20,
+    ]
     assert batcher.submit("a", "k", 3, later()).result(WAIT_S) == 30
     assert runs.batches == [("held", [0]), ("a", [1]), ("b", [2]), ("a", [3])]
 
@@ -161,7 +188,10 @@ def test_many_threads_each_get_the_result_of_their_key(make: Make) -> None:
 
     with ThreadPoolExecutor(16) as threads:
         assert all(threads.map(ask, range(2000)))
-    assert all(len(payloads) <= 4 and {p % 2 for p in payloads} == {group} for group, payloads in runs.batches)
+    assert all(
+        len(payloads) <= 4 and {p % 2 for p in payloads} == {group}
+        for group, payloads in runs.batches
+    )
     assert all(len(set(payloads)) == len(payloads) for _, payloads in runs.batches)
 
 
@@ -183,10 +213,17 @@ def test_what_does_not_fit_is_shed_and_a_known_key_still_joins_its_flight(make: 
 def test_a_full_queue_of_one_owner_is_no_others(make: Make) -> None:
     batcher, runs = make(max_queue=2)
     hold(batcher, runs)
-    futures = [batcher.submit("a", (owner, i), i, later(), owner) for owner in "xy" for i in (1, 2, 3)]
+    futures = [
+        batcher.submit("a", (owner, i), i, later(), owner) for owner in "xy" for i in (1, 2, 3)
+    ]
     runs.gate.set()
     assert [refusal(future) for future in futures[2::3]] == ["shed", "shed"]
-    assert [future.result(WAIT_S) for number, future in enumerate(futures) if number % 3 < 2] == [10, 20, 10, 20]
+    assert [future.result(WAIT_S) for number, future in enumerate(futures) if number % 3 < 2] == [
+        10,
+        20,
+        10,
+        20,
+    ]
     assert runs.batches[1:] == [("a", [1, 1, 2, 2])]
     assert batcher.submit("a", 4, 4, later(), "x").result(WAIT_S) == 40
 
@@ -194,7 +231,9 @@ def test_a_full_queue_of_one_owner_is_no_others(make: Make) -> None:
 def test_what_takes_longer_than_anybody_waits_is_not_begun(pace: MakePaced) -> None:
     batcher, paced = pace("x", row_s=0.8)
     asked = [("a", 1, 0.6), ("a", 2, 9.0), ("b", 3, 0.6)]
-    hasty, patient, other = (batcher.submit(group, key, key, paced.now + seconds) for group, key, seconds in asked)
+    hasty, patient, other = (
+        batcher.submit(group, key, key, paced.now + seconds) for group, key, seconds in asked
+    )
     assert (refusal(hasty), patient.result(WAIT_S), other.result(WAIT_S)) == ("deadline", 2, 3)
     # it may have been slow for a while only
     paced.now += REMEMBERED_S
@@ -207,13 +246,19 @@ def test_a_flight_nobody_waits_for_any_more_is_not_begun(make: Make) -> None:
     past, future = batcher.submit("a", 1, 1, later(-1)), batcher.submit("a", 2, 2, later())
     only_past = batcher.submit("b", 3, 3, later(-1))
     runs.gate.set()
-    assert (refusal(past), refusal(only_past), future.result(WAIT_S)) == ("deadline", "deadline", 20)
+    assert (refusal(past), refusal(only_past), future.result(WAIT_S)) == (
+        "deadline",
+        "deadline",
+        20,
+    )
     assert runs.batches == [("held", [0]), ("a", [2])]
     assert batcher.submit("a", 1, 1, later()).result(WAIT_S) == 10
 
 
 @pytest.mark.parametrize("deadlines", [(1.0, 5.0), (5.0, 1.0)])
-def test_a_flight_waits_as_long_as_the_most_patient_of_those_who_share_it(make: Make, deadlines: tuple[float, float]) -> None:
+def test_a_flight_waits_as_long_as_the_most_patient_of_those_who_share_it(
+    make: Make, deadlines: tuple[float, float]
+) -> None:
     paced = Paced()
     batcher, runs = make(clock=paced.clock)
     hold(batcher, runs)
@@ -252,7 +297,9 @@ def _raise(error: BaseException) -> Any:
         pytest.param(lambda: None, id="None"),
     ],
 )
-def test_a_run_that_fails_fails_all_of_its_callers_and_no_others(make: Make, broken: Callable[[], Any]) -> None:
+def test_a_run_that_fails_fails_all_of_its_callers_and_no_others(
+    make: Make, broken: Callable[[], Any]
+) -> None:
     batcher, runs = make()
     hold(batcher, runs)
     futures = [batcher.submit("a", 1, 1, later()), batcher.submit("a", 2, broken, later())]
@@ -300,8 +347,8 @@ def test_a_callback_may_ask_for_more(make: Make) -> None:
 
 
 class Paced:
-    """A ``run`` of a model that takes ``row_s`` a row, and ``start_s`` more a batch, by a clock that only it moves. It notes its batches; before one is done,
-    ``meanwhile`` is called."""
+    """A ``run`` of a model that takes ``row_s`` a row, and ``start_s`` more a batch, by a clock
+    that only it moves. It notes its batches; before one is done, ``meanwhile`` is called."""
 
     def __init__(self, row_s: float = 0.01, start_s: float = 0.0) -> None:
         self.now, self._row_s, self._start_s = 0.0, row_s, start_s
@@ -323,16 +370,21 @@ MakePaced = Callable[..., tuple[Batcher, Paced]]
 
 @pytest.fixture
 def pace() -> Iterator[MakePaced]:
-    """Makes a batcher over a model whose pace it has seen: in batches of one and of two, asked for by ``owners``; and closes it."""
+    """Makes a batcher over a model whose pace it has seen: in batches of one and of two, asked for
+    by ``owners``; and closes it."""
     made: list[Batcher] = []
 
-    def make_one(owners: str, row_s: float = 0.01, start_s: float = 0.0, **limits: int) -> tuple[Batcher, Paced]:
+    def make_one(
+        owners: str, row_s: float = 0.01, start_s: float = 0.0, **limits: int
+    ) -> tuple[Batcher, Paced]:
         paced = Paced(row_s, start_s)
         batcher = MicroBatcher[Any, Any](paced, _refused, clock=paced.clock, **limits)
         made.append(batcher)
         for owner in owners:
             for rows in (1, 1, 2):
-                ask_all(batcher, [f"{owner} learns {i}" for i in range(rows)], math.inf, owner)[-1].result(WAIT_S)
+                ask_all(batcher, [f"{owner} learns {i}" for i in range(rows)], math.inf, owner)[
+                    -1
+                ].result(WAIT_S)
         paced.batches.clear()
         return batcher, paced
 
@@ -410,11 +462,13 @@ def test_a_batch_is_cut_so_that_its_rows_and_the_next_ones_are_in_time(pace: Mak
     many = ask_all(batcher, range(20), start + 10.0, "x")
     # of groups of their own; behind two rows of the first, it is the other's turn
     others = [
-        batcher.submit(name[0], name, name, start + seconds, "y") for name, seconds in (("b1", 0.14), ("b2", 0.14), ("c", 0.275))
+        batcher.submit(name[0], name, name, start + seconds, "y")
+        for name, seconds in (("b1", 0.14), ("b2", 0.14), ("c", 0.275))
     ]
     held.set()
     assert results([*soon, *many, *others]) == ["soon", *range(20), "b1", "b2", "c"]
-    # 0.06 s of 0.065; 0.07 s of 0.075; 0.08 s, since 0.06 s more are to be over by 0.275 s; and then as many as may be
+    # 0.06 s of 0.065; 0.07 s of 0.075; 0.08 s, since 0.06 s more are to be over by 0.275 s; and
+    # then as many as may be
     assert paced.batches[1:6] == [["soon"], ["b1", "b2"], [0, 1, 2], ["c"], [*range(3, 10)]]
 
 

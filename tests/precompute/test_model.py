@@ -36,7 +36,8 @@ class Broken:
 
 
 class Meanwhile(Doubler):
-    """Reads a file, lets the next of :data:`after` happen, and hashes the file when it is requested its fingerprint.
+    """Reads a file, lets the next of :data:`after` happen, and hashes the file when it is requested
+    its fingerprint.
 
     Args:
         path: the file; by default a place that no argument names.
@@ -94,17 +95,34 @@ def test_built_ins_and_dotted_paths_are_known(use: str) -> None:
     ("use", "args", "error", "message"),
     [
         ("tests.arithmetic:Nope", {}, ConfigError, "no class 'Nope'"),
-        ("tests.arithmetic:Doubler", {"dimm": 3}, ConfigError, r"takes no argument 'dimm'; did you mean 'dim'\?$"),
+        (
+            "tests.arithmetic:Doubler",
+            {"dimm": 3},
+            ConfigError,
+            r"takes no argument 'dimm'; did you mean 'dim'\?$",
+        ),
         ("tests.precompute.test_model:Broken", {}, ConfigError, "how"),
-        ("tests.precompute.test_model:NoCompute", {}, ConfigError, r"has no method compute\(batch\)"),
+        (
+            "tests.precompute.test_model:NoCompute",
+            {},
+            ConfigError,
+            r"has no method compute\(batch\)",
+        ),
         ("os:getcwd", {}, ConfigError, r"has no method fingerprint\(\) and no compute\(batch\)"),
         ("os:sep", {}, ConfigError, "no class 'sep'"),
-        ("tests.precompute.test_model:Broken", {"how": "value"}, ModelError, "ValueError: broken by value"),
+        (
+            "tests.precompute.test_model:Broken",
+            {"how": "value"},
+            ModelError,
+            "ValueError: broken by value",
+        ),
         ("tests.precompute.test_model:Broken", {"how": "os"}, ModelError, "OSError: broken by os"),
         ("tests.precompute.test_model:Broken", {"how": "own"}, ModelError, "^broken by own"),
     ],
 )
-def test_a_class_that_cannot_be_made_is_refused(use: str, args: Mapping[str, Any], error: type[Exception], message: str) -> None:
+def test_a_class_that_cannot_be_made_is_refused(
+    use: str, args: Mapping[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         load_model(use, args)
 
@@ -147,9 +165,17 @@ def test_a_module_that_fails_to_import_is_an_error_with_its_reason(
 
 
 def fingerprint(
-    model: Doubler | None = None, use: str = "a:B", precision: str = "fp32", tables: Mapping[str, pa.Table] | None = None
+    model: Doubler | None = None,
+    use: str = "a:B",
+    precision: str = "fp32",
+    tables: Mapping[str, pa.Table] | None = None,
 ) -> str:
-    return model_fingerprint((model or Doubler()).fingerprint(), use, precision, {"items": ITEMS} if tables is None else tables)
+    return model_fingerprint(
+        (model or Doubler()).fingerprint(),
+        use,
+        precision,
+        {"items": ITEMS} if tables is None else tables,
+    )
 
 
 @pytest.mark.parametrize(
@@ -185,7 +211,9 @@ def test_the_fingerprint_is_the_same_for_the_same_facts() -> None:
         ("offset", pa.concat_tables([ITEMS, ITEMS]).combine_chunks().slice(3, 3)),
     ],
 )
-def test_the_fingerprint_looks_at_a_tables_rows_and_not_at_how_they_lie(name: str, other: pa.Table) -> None:
+def test_the_fingerprint_looks_at_a_tables_rows_and_not_at_how_they_lie(
+    name: str, other: pa.Table
+) -> None:
     assert fingerprint(tables={"items": other}) == fingerprint()
 
 
@@ -193,7 +221,9 @@ def test_what_lies_under_a_null_or_beside_a_slice_does_not_count() -> None:
     plain = pa.table({"n": [1, None, 3]})
     beside = pa.table({"n": [7, 1, None, 3, 9, None]}).slice(1, 3)
     with Source("SELECT 1 AS id", ("id",), {}) as source:
-        under = source.table("SELECT CASE WHEN n = 2 THEN NULL ELSE n END AS n FROM (SELECT unnest([1, 2, 3]::BIGINT[]) AS n)")
+        under = source.table(
+            "SELECT CASE WHEN n = 2 THEN NULL ELSE n END AS n FROM (SELECT unnest([1, 2, 3]::BIGINT[]) AS n)"
+        )
     for other in (beside, under):
         assert other.equals(plain)
         assert table_digest(other) == table_digest(plain)
@@ -291,18 +321,27 @@ def test_a_relative_name_starts_from_the_projects_folder(weights: Path, tmp_path
 
 
 @pytest.mark.parametrize(
-    "text", ["deep/ranker.safetensors", "deep/../deep/ranker.safetensors", "ranker.safetensors", "deep/", "./deep"]
+    "text",
+    [
+        "deep/ranker.safetensors",
+        "deep/../deep/ranker.safetensors",
+        "ranker.safetensors",
+        "deep/",
+        "./deep",
+    ],
 )
 @pytest.mark.parametrize("fact", [lambda text: text, lambda text: {"a": [text]}])
 def test_the_relative_name_of_a_file_of_the_project_is_no_text(
     weights: Path, tmp_path: Path, text: str, fact: Callable[[str], Any]
 ) -> None:
-    """Its content may change, and the rows that were computed before would count as computed by it. Outside a project it is a text as any."""
+    """Its content may change, and the rows that were computed before would count as computed by it.
+    Outside a project it is a text as any."""
     shutil.copy(weights, tmp_path)
     as_text = digest(weights=fact(text))
     with starting_from(tmp_path):
         with pytest.raises(
-            ConfigError, match=r"digest: (weights|a)='.*' names what lies in the project's folder.*_path=….*Verbatim"
+            ConfigError,
+            match=r"digest: (weights|a)='.*' names what lies in the project's folder.*_path=….*Verbatim",
         ):
             digest(weights=fact(text))
         assert digest(weights=Verbatim(fact(text))) == as_text
@@ -331,15 +370,26 @@ def test_a_path_where_nothing_is_is_refused(tmp_path: Path, make: Callable[[Path
 
 
 def test_a_text_stands_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the working directory has; and as it was, so that fingerprints stay what they are."""
-    facts = {"name": "title length v1", "separator": "/", "rule": "./x", "scale": 1.5, "none": None, "layers": [1, 2]}
+    """Whatever the working directory has; and as it was, so that fingerprints stay what they
+    are."""
+    facts = {
+        "name": "title length v1",
+        "separator": "/",
+        "rule": "./x",
+        "scale": 1.5,
+        "none": None,
+        "layers": [1, 2],
+    }
     expected = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     assert digest(**facts) == expected
     monkeypatch.chdir(tmp_path)
     (tmp_path / "title length v1").write_text("")
     (tmp_path / "x").write_text("")
     assert digest(**facts) == expected
-    assert len({digest(a="1"), digest(a=1), digest(a=True), digest(b="1"), digest(a=["1"]), digest()}) == 6
+    assert (
+        len({digest(a="1"), digest(a=1), digest(a=True), digest(b="1"), digest(a=["1"]), digest()})
+        == 6
+    )
 
 
 @pytest.mark.parametrize("form", [lambda fact: fact, Verbatim])
@@ -350,7 +400,16 @@ def test_a_mapping_counts_with_its_keys_in_any_order(form: Callable[[Any], Any])
         assert digest(a=[form(of_one_kind)]) == hashlib.sha256(as_it_was.encode()).hexdigest()
     mixed = digest(a=form({1: 2, "b": 3, None: 4}))
     assert mixed == digest(a=form({"b": 3, None: 4, 1: 2}))
-    assert len({mixed, digest(a=form({1: 2, "b": 4, None: 4})), digest(a=form({2: 2, "b": 3, None: 4}))}) == 3
+    assert (
+        len(
+            {
+                mixed,
+                digest(a=form({1: 2, "b": 4, None: 4})),
+                digest(a=form({2: 2, "b": 3, None: 4})),
+            }
+        )
+        == 3
+    )
     for keys, message in (
         ({(1, 2): 3}, r"the key \(1, 2\), a tuple: give texts or numbers"),
         ({1: 2, "1": 3}, "keys 1, '1' of a mapping"),
@@ -416,7 +475,8 @@ def test_an_array_counts_with_every_value() -> None:
 
 @pytest.fixture
 def places(tmp_path: Path) -> Iterator[Path]:
-    """A folder with ``first/weights`` (old), ``second/weights`` (new), and links: ``link`` to the first, and ``linked/weights``."""
+    """A folder with ``first/weights`` (old), ``second/weights`` (new), and links: ``link`` to the
+    first, and ``linked/weights``."""
     for name, text in (("first", "old"), ("second", "new")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "weights").write_text(text)
@@ -453,16 +513,24 @@ def arguments(places: Path, name: str, path: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", REPLACED)
-def test_a_fingerprint_is_that_of_what_was_loaded(places: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_a_fingerprint_is_that_of_what_was_loaded(
+    places: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     """Also where what took its place is older, by its times."""
     name, path, replace = REPLACED[how]
     if name:
         _later(monkeypatch)
     Meanwhile.after = [lambda: replace(places)]
-    loaded = load_with_fingerprint("tests.precompute.test_model:Meanwhile", arguments(places, name, path))
+    loaded = load_with_fingerprint(
+        "tests.precompute.test_model:Meanwhile", arguments(places, name, path)
+    )
     assert isinstance(loaded.model, Meanwhile)
     (places / "same").write_text(loaded.model.weights)
-    assert (loaded.model.weights, loaded.fingerprint, Meanwhile.made) == ("new", digest(places / "same"), 2)
+    assert (loaded.model.weights, loaded.fingerprint, Meanwhile.made) == (
+        "new",
+        digest(places / "same"),
+        2,
+    )
 
 
 def _later(monkeypatch: pytest.MonkeyPatch, seconds: float = 3600) -> None:
@@ -488,16 +556,21 @@ def test_files_that_stay_are_loaded_once_and_new_ones_at_most_twice(
 def test_files_that_do_not_stop_changing_are_told(places: Path) -> None:
     weights = places / "first/weights"
     Meanwhile.after = [lambda: weights.write_text("newer"), lambda: weights.write_text("newest")]
-    with pytest.raises(ModelError, match=r"its files were replaced while it was loaded, and again .* run again"):
+    with pytest.raises(
+        ModelError, match=r"its files were replaced while it was loaded, and again .* run again"
+    ):
         load_with_fingerprint("tests.precompute.test_model:Meanwhile", {"path": str(weights)})
 
 
 def test_what_a_users_code_raised_is_told_with_their_line(tmp_path: Path) -> None:
-    """The innermost line of theirs, though a library raised it; what is raised by us alone has none."""
+    """The innermost line of theirs, though a library raised it; what is raised by us alone has
+    none."""
     (tmp_path / "mine_models.py").write_text(
         "import json\n\nclass Mine:\n    def __init__(self, text):\n        self.read(text)\n\n    def read(self, text):\n        json.loads(text)\n"
     )
-    with pytest.raises(ModelError, match=r"failed to load: JSONDecodeError: .* \(mine_models\.py:8\)$"):
+    with pytest.raises(
+        ModelError, match=r"failed to load: JSONDecodeError: .* \(mine_models\.py:8\)$"
+    ):
         load_model("mine_models:Mine", {"text": "{"}, tmp_path)
     assert described(ValueError("x" * 600)) == "ValueError: " + "x" * 488
     assert described(KeyboardInterrupt()) == "KeyboardInterrupt"

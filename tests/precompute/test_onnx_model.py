@@ -1,4 +1,5 @@
-"""ONNX graphs: inputs of every kind from columns, outputs as features, weights beside the file; what does not fit is named."""
+"""ONNX graphs: inputs of every kind from columns, outputs as features, weights beside the file;
+what does not fit is named."""
 
 from __future__ import annotations
 
@@ -28,11 +29,21 @@ TYPES = {
 
 def identity(folder: Path, kind: str, shape: list[Any], **save: Any) -> str:
     """A graph that gives its input ``x`` back as ``y``, and as ``z`` twice side by side."""
-    given, *made = (helper.make_tensor_value_info(name, TYPES[kind], shape if name == "x" else None) for name in "xyz")
-    nodes = [helper.make_node("Identity", ["x"], ["y"]), helper.make_node("Concat", ["x", "x"], ["z"], axis=len(shape) - 1)]
+    given, *made = (
+        helper.make_tensor_value_info(name, TYPES[kind], shape if name == "x" else None)
+        for name in "xyz"
+    )
+    nodes = [
+        helper.make_node("Identity", ["x"], ["y"]),
+        helper.make_node("Concat", ["x", "x"], ["z"], axis=len(shape) - 1),
+    ]
     graph = helper.make_graph(nodes, "identity", [given], made)
     path = folder / "model.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), str(path), **save)
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8),
+        str(path),
+        **save,
+    )
     return str(path)
 
 
@@ -47,20 +58,53 @@ VECTORS = pa.array([[1, 2], None, [3], [4, None], [5, 6]], pa.list_(pa.int64()))
     ("kind", "shape", "columns", "expected", "bad"),
     [
         ("float", [None], {"x": [1, 2, None]}, [1.0, 2.0], {2: "x is null"}),
-        ("float", [None, 1], {"x": pa.array(["1.5", "2"]).cast(pa.decimal128(5, 2))}, [1.5, 2.0], {}),
+        (
+            "float",
+            [None, 1],
+            {"x": pa.array(["1.5", "2"]).cast(pa.decimal128(5, 2))},
+            [1.5, 2.0],
+            {},
+        ),
         ("double", [None, 2], {"a": [1, 2], "b": [0.5, None]}, [[1.0, 0.5]], {1: "b is null"}),
-        ("double", [None, 2], {"a": VECTORS}, [[1, 2], [5, 6]], {1: "a is null", 2: "a has 1 values, not 2", 3: "a is null"}),
+        (
+            "double",
+            [None, 2],
+            {"a": VECTORS},
+            [[1, 2], [5, 6]],
+            {1: "a is null", 2: "a has 1 values, not 2", 3: "a is null"},
+        ),
         (
             "double",
             [None, "n"],
-            {"a": pa.array([[1, 2], None, [4, None], [5, 6]], pa.list_(pa.int64(), 2)), "b": [9, 9, 9, 9]},
+            {
+                "a": pa.array([[1, 2], None, [4, None], [5, 6]], pa.list_(pa.int64(), 2)),
+                "b": [9, 9, 9, 9],
+            },
             [[1, 2, 9], [5, 6, 9]],
             {1: "a is null", 2: "a is null"},
         ),
         # most rows of a batch are no measure of the others
-        ("double", [None, 2], {"a": [[3], [3], [1, 2]], "b": [9, 9, 9]}, [[3, 9], [3, 9]], {2: "a has 2 values, not 1"}),
-        ("float", [None], {"x": [[1.0], [1, 2], [1, 2]]}, [1], {1: "x has 2 values, not 1", 2: "x has 2 values, not 1"}),
-        ("float", [None, 1], {"x": [1.5, 1e300]}, [1.5], {1: "x is 1e+300, which is not finite in float32"}),
+        (
+            "double",
+            [None, 2],
+            {"a": [[3], [3], [1, 2]], "b": [9, 9, 9]},
+            [[3, 9], [3, 9]],
+            {2: "a has 2 values, not 1"},
+        ),
+        (
+            "float",
+            [None],
+            {"x": [[1.0], [1, 2], [1, 2]]},
+            [1],
+            {1: "x has 2 values, not 1", 2: "x has 2 values, not 1"},
+        ),
+        (
+            "float",
+            [None, 1],
+            {"x": [1.5, 1e300]},
+            [1.5],
+            {1: "x is 1e+300, which is not finite in float32"},
+        ),
         (
             "float",
             [None, 2],
@@ -75,13 +119,30 @@ VECTORS = pa.array([[1, 2], None, [3], [4, None], [5, 6]], pa.list_(pa.int64()))
             [7],
             {0: f"x is {2**64 - 1}, and the graph's input 'x' takes {-(2**63)} to {2**63 - 1}"},
         ),
-        ("int8", [None, 1], {"x": [1, 300, -128]}, [1, -128], {1: "x is 300, and the graph's input 'x' takes -128 to 127"}),
+        (
+            "int8",
+            [None, 1],
+            {"x": [1, 300, -128]},
+            [1, -128],
+            {1: "x is 300, and the graph's input 'x' takes -128 to 127"},
+        ),
         ("bool", [None, 1], {"x": [True, None, False]}, [True, False], {1: "x is null"}),
-        ("string", [None, 1], {"x": pa.array(["a", None, "ü"]).dictionary_encode()}, ["a", "ü"], {1: "x is null"}),
+        (
+            "string",
+            [None, 1],
+            {"x": pa.array(["a", None, "ü"]).dictionary_encode()},
+            ["a", "ü"],
+            {1: "x is null"},
+        ),
     ],
 )
 def test_columns_become_the_graphs_inputs(
-    tmp_path: Path, kind: str, shape: list[Any], columns: dict[str, Any], expected: list[Any], bad: dict[int, str]
+    tmp_path: Path,
+    kind: str,
+    shape: list[Any],
+    columns: dict[str, Any],
+    expected: list[Any],
+    bad: dict[int, str],
 ) -> None:
     batch = pa.record_batch(columns)
     inputs = {} if list(columns) == ["x"] else {"inputs": {"x": list(columns)}}
@@ -94,9 +155,16 @@ def test_columns_become_the_graphs_inputs(
 
 
 def test_an_output_is_a_vector_or_one_of_its_numbers(tmp_path: Path) -> None:
-    model = loaded(identity(tmp_path, "float", [None, 1]), {"both": "z", "second": {"output": "z", "column": 1}, "one": "y"})
+    model = loaded(
+        identity(tmp_path, "float", [None, 1]),
+        {"both": "z", "second": {"output": "z", "column": 1}, "one": "y"},
+    )
     made = model.compute(pa.record_batch({"x": [1.0, 2.0]}))
-    assert {name: values.tolist() for name, values in made.items()} == {"both": [[1, 1], [2, 2]], "second": [1, 2], "one": [1, 2]}
+    assert {name: values.tolist() for name, values in made.items()} == {
+        "both": [[1, 1], [2, 2]],
+        "second": [1, 2],
+        "one": [1, 2],
+    }
 
 
 def test_a_null_number_is_nan_where_the_graph_knows_it(tmp_path: Path) -> None:
@@ -110,9 +178,18 @@ def test_a_null_number_is_nan_where_the_graph_knows_it(tmp_path: Path) -> None:
     ("args", "message"),
     [
         ({"outputs": {}}, "outputs maps features to the graph's outputs ('y', 'z'), got {}"),
-        ({"outputs": {"a": "YY"}}, "outputs.a names 'YY'; the graph gives 'y', 'z'; did you mean 'y'?"),
-        ({"outputs": {"a": {"output": "z", "at": 1}}}, "outputs.a is the name of an output, or {output: name, column: 1}"),
-        ({"outputs": {"a": {"output": "z", "column": -1}}}, "outputs.a.column is a whole number from 0, got -1"),
+        (
+            {"outputs": {"a": "YY"}},
+            "outputs.a names 'YY'; the graph gives 'y', 'z'; did you mean 'y'?",
+        ),
+        (
+            {"outputs": {"a": {"output": "z", "at": 1}}},
+            "outputs.a is the name of an output, or {output: name, column: 1}",
+        ),
+        (
+            {"outputs": {"a": {"output": "z", "column": -1}}},
+            "outputs.a.column is a whole number from 0, got -1",
+        ),
         ({"inputs": {"xx": "a"}}, "inputs names 'xx'; the graph takes 'x'; did you mean 'x'?"),
         ({"inputs": {"x": ["a", "b", "c"]}}, "inputs.x names 3 columns, and the graph takes 2"),
         ({"inputs": {"x": 3}}, "inputs.x is a column or a list of columns, got 3"),
@@ -120,31 +197,54 @@ def test_a_null_number_is_nan_where_the_graph_knows_it(tmp_path: Path) -> None:
         ({"path": "."}, "path '.' is a folder: name the .onnx file"),
     ],
 )
-def test_an_argument_that_does_not_fit_is_named(tmp_path: Path, args: dict[str, Any], message: str) -> None:
+def test_an_argument_that_does_not_fit_is_named(
+    tmp_path: Path, args: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"onnx: {message}")):
         loaded(**{"path": identity(tmp_path, "float", [None, 2])} | args)
 
 
 def test_what_the_graph_does_not_take_ends_the_run(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=re.escape("input 'x' has the shape [1, 2]: export it as [None] or [None, columns]")):
+    with pytest.raises(
+        ModelError,
+        match=re.escape("input 'x' has the shape [1, 2]: export it as [None] or [None, columns]"),
+    ):
         loaded(identity(tmp_path, "float", [1, 2]))
     model = loaded(identity(tmp_path, "int8", [None, 2]), inputs={"x": ["a", "b"]})
     for columns, message in (
-        ({"a": [1], "b": [0.5]}, "column 'b' is double, and the graph's input 'x' takes tensor(int8): CAST it in the source"),
-        ({"a": [1], "b": ["c"]}, "column 'b' is string, and the graph's input 'x' takes tensor(int8)"),
+        (
+            {"a": [1], "b": [0.5]},
+            "column 'b' is double, and the graph's input 'x' takes tensor(int8): CAST it in the source",
+        ),
+        (
+            {"a": [1], "b": ["c"]},
+            "column 'b' is string, and the graph's input 'x' takes tensor(int8)",
+        ),
     ):
         with pytest.raises(ModelError, match=re.escape(f"onnx: {message}")):
             model.prepare(pa.record_batch(columns))
     for width, lists, message in (
         (2, {"a": [1]}, "the graph's input 'x' takes 2 numbers a row, and 'a' are 1: name them"),
-        (2, {"a": pa.array([[1, 2, 3]], pa.list_(pa.int64(), 3))}, "input 'x' takes 2 numbers a row, and 'a' are 3: name them"),
-        (3, {"a": pa.array([[1, 2, 3]], pa.list_(pa.int64(), 3)), "b": [[1]]}, "and 'a', 'b' are 3 and a list: name them"),
+        (
+            2,
+            {"a": pa.array([[1, 2, 3]], pa.list_(pa.int64(), 3))},
+            "input 'x' takes 2 numbers a row, and 'a' are 3: name them",
+        ),
+        (
+            3,
+            {"a": pa.array([[1, 2, 3]], pa.list_(pa.int64(), 3)), "b": [[1]]},
+            "and 'a', 'b' are 3 and a list: name them",
+        ),
         (
             3,
             {"a": [[1, 2]], "b": [[1]]},
             "column 'a' the graph's input 'x' takes is not known: CAST(a AS BIGINT[n]) in the source",
         ),
-        ("n", {"a": [[1, 2]]}, "column 'a' the graph's input 'x' takes is not known: CAST(a AS BIGINT[n]) in the source"),
+        (
+            "n",
+            {"a": [[1, 2]]},
+            "column 'a' the graph's input 'x' takes is not known: CAST(a AS BIGINT[n]) in the source",
+        ),
     ):
         model = loaded(identity(tmp_path, "int8", [None, width]), inputs={"x": list(lists)})
         with pytest.raises(ModelError, match=re.escape(message)):
@@ -155,10 +255,20 @@ def with_weights(folder: Path, name: str) -> str:
     """A graph that adds weights which lie in a file beside it."""
     folder.mkdir()
     tensor = onnx.numpy_helper.from_array(np.arange(300, dtype=np.float32), "w")
-    given, made = (helper.make_tensor_value_info(one, TensorProto.FLOAT, [None, 300]) for one in "xy")
-    graph = helper.make_graph([helper.make_node("Add", ["x", "w"], ["y"])], "add", [given], [made], [tensor])
+    given, made = (
+        helper.make_tensor_value_info(one, TensorProto.FLOAT, [None, 300]) for one in "xy"
+    )
+    graph = helper.make_graph(
+        [helper.make_node("Add", ["x", "w"], ["y"])], "add", [given], [made], [tensor]
+    )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    onnx.save(model, str(folder / "model.onnx"), save_as_external_data=True, location="weights.bin", size_threshold=0)
+    onnx.save(
+        model,
+        str(folder / "model.onnx"),
+        save_as_external_data=True,
+        location="weights.bin",
+        size_threshold=0,
+    )
     if name != "weights.bin":
         graph = onnx.load(str(folder / "model.onnx"), load_external_data=False)
         graph.graph.initializer[0].external_data[0].value = name
@@ -175,5 +285,8 @@ def test_weights_beside_the_file_count_and_none_from_elsewhere(tmp_path: Path) -
     (tmp_path / "whole" / "weights.bin").write_bytes(np.ones(300, np.float32).tobytes())
     assert loaded(path).fingerprint() != before
     for number, name in enumerate(("../whole/weights.bin", "/etc/hostname", "none.bin")):
-        with pytest.raises(ModelError, match=r"names weights at .*, (which is outside its folder|where there is nothing)"):
+        with pytest.raises(
+            ModelError,
+            match=r"names weights at .*, (which is outside its folder|where there is nothing)",
+        ):
             loaded(with_weights(tmp_path / str(number), name))

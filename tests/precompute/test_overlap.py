@@ -1,4 +1,5 @@
-"""A device that computes while others are launched is kept busy: the search for a batch's size ends, whatever the rows cost, and holds nothing up."""
+"""A device that computes while others are launched is kept busy: the search for a batch's size
+ends, whatever the rows cost, and holds nothing up."""
 
 from __future__ import annotations
 
@@ -9,12 +10,83 @@ import pytest
 
 from precompute.engine.prepare import DEVICE_WINDOW_ROWS, joined
 from precompute.engine.runner import Runner
-from tests.precompute.simulated_device import VIEW, SimulatedDevice, SimulatedModel, Speed, simulated
+from tests.precompute.simulated_device import (
+    VIEW,
+    SimulatedDevice,
+    SimulatedModel,
+    Speed,
+    simulated,
+)
 
-DOCSTRINGS = [3, 7, 9, 9, 10, 11, 12, 13, 13, 14, 15, 16, 18, 19, 22, 24, 27, 30, 33, 36, 40, 43, 48, 54, 62, 71, 80, 91, 110]
+DOCSTRINGS = [
+    3,
+    7,
+    9,
+    9,
+    10,
+    11,
+    12,
+    13,
+    13,
+    14,
+    15,
+    16,
+    18,
+    19,
+    22,
+    24,
+    27,
+    30,
+    33,
+    36,
+    40,
+    43,
+    48,
+    54,
+    62,
+    71,
+    80,
+    91,
+    110,
+]
 DOCSTRINGS += [136, 181, 256, 256]
-"""Quantiles, each of 1/32, of the tokens (MiniLM's, at most 256) of the standard library's 5,268 docstrings."""
-TITLES = [4, 4, 5, 5, 5, 5, 6, 6, 6, 6, 6, 6, 7, 7, 7, 7, 7, 8, 8, 8, 8, 8, 9, 9, 9, 10, 10, 11, 11, 12, 14, 16, 27]
+"""Quantiles, each of 1/32, of the tokens (MiniLM's, at most 256) of the standard library's 5,268
+docstrings."""
+TITLES = [
+    4,
+    4,
+    5,
+    5,
+    5,
+    5,
+    6,
+    6,
+    6,
+    6,
+    6,
+    6,
+    7,
+    7,
+    7,
+    7,
+    7,
+    8,
+    8,
+    8,
+    8,
+    8,
+    9,
+    9,
+    9,
+    10,
+    10,
+    11,
+    11,
+    12,
+    14,
+    16,
+    27,
+]
 """Of the 1,682 titles of MovieLens-100k, with their genres."""
 
 ROWS = {
@@ -41,12 +113,18 @@ def rate(speed: Speed, cost: int) -> float:
 
 
 def share_of_best(runner: Runner, start: int, speed: Speed) -> float:
-    allowed = [start * 2**n // 2 for n in range(8) if start * 2**n // 2 * speed.cost_bytes < 0.8 * speed.memory_bytes]
+    allowed = [
+        start * 2**n // 2
+        for n in range(8)
+        if start * 2**n // 2 * speed.cost_bytes < 0.8 * speed.memory_bytes
+    ]
     return rate(speed, runner.budget.cost) / max(rate(speed, cost) for cost in allowed)
 
 
 @pytest.mark.parametrize("name", list(ROWS))
-def test_nearly_all_batches_overlap_and_the_search_ends(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nearly_all_batches_overlap_and_the_search_ends(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     quantiles, start, speed = ROWS[name]
     costs = drawn(quantiles, 600_000 if quantiles is DOCSTRINGS else 2_000_000)
     device = SimulatedDevice(speed)
@@ -61,9 +139,13 @@ def test_nearly_all_batches_overlap_and_the_search_ends(name: str, monkeypatch: 
 
 
 @pytest.mark.parametrize("prepare_s", [5e-3, 50e-3])
-def test_a_device_that_waits_for_rows_settles_as_one_that_does_not(prepare_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_waits_for_rows_settles_as_one_that_does_not(
+    prepare_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     speed = Speed()
-    runner = simulated(monkeypatch, SimulatedDevice(speed), drawn(DOCSTRINGS, 200_000), 16_384, prepare_s)
+    runner = simulated(
+        monkeypatch, SimulatedDevice(speed), drawn(DOCSTRINGS, 200_000), 16_384, prepare_s
+    )
     assert runner.budget.settled
     assert share_of_best(runner, 16_384, speed) >= 0.94
 
@@ -79,9 +161,19 @@ def test_windows_are_as_large_as_a_device_wants_and_memory_allows() -> None:
     batches = [pa.record_batch({"x": np.zeros(8192)}) for _ in range(20)]
     model = SimulatedModel(SimulatedDevice(Speed()), 1)
     assert Runner(model, VIEW).window_rows == DEVICE_WINDOW_ROWS
-    assert [b.num_rows for b in joined(iter(batches), DEVICE_WINDOW_ROWS)] == [131_072, 20 * 8192 - 131_072]
-    assert [b.num_rows for b in joined(iter(batches), 131_072, 3 * 8 * 8192)] == [3 * 8192] * 6 + [2 * 8192]
+    assert [b.num_rows for b in joined(iter(batches), DEVICE_WINDOW_ROWS)] == [
+        131_072,
+        20 * 8192 - 131_072,
+    ]
+    assert [b.num_rows for b in joined(iter(batches), 131_072, 3 * 8 * 8192)] == [3 * 8192] * 6 + [
+        2 * 8192
+    ]
     # one that is larger alone, and all of a model that computes when it is asked to
     assert [b.num_rows for b in joined(iter(batches), 131_072, 1)] == [8192] * 20
     model.device.depth = 0
-    assert all(a is b for a, b in zip(batches, joined(iter(batches), Runner(model, VIEW).window_rows), strict=True))
+    assert all(
+        a is b
+        for a, b in zip(
+            batches, joined(iter(batches), Runner(model, VIEW).window_rows), strict=True
+        )
+    )

@@ -1,4 +1,5 @@
-"""Patience: rows that a worker was given up with are waited for as long as the run's own batches took, and each of them at last with all patience."""
+"""Patience: rows that a worker was given up with are waited for as long as the run's own batches
+took, and each of them at last with all patience."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ BATCH = pa.record_batch({"x": [1.0, 2.0, 3.0]})
 
 
 def task(rows: int, *, hung: bool = True, deaths: int = 0) -> Task:
-    return Task.of(HeldWindow(0, BATCH, BATCH, 3, 24), np.arange(rows), suspect=True, hung=hung, deaths=deaths)
+    return Task.of(
+        HeldWindow(0, BATCH, BATCH, 3, 24), np.arange(rows), suspect=True, hung=hung, deaths=deaths
+    )
 
 
 def measured(*seconds: float) -> Patience:
@@ -25,7 +28,9 @@ def measured(*seconds: float) -> Patience:
 
 
 @pytest.mark.parametrize(("seconds", "waited_s"), [((0.0,), 2.0), ((0.5, 10.0, 1.0), 42.0)])
-def test_rows_that_hung_are_waited_for_by_what_was_measured(seconds: tuple[float, ...], waited_s: float) -> None:
+def test_rows_that_hung_are_waited_for_by_what_was_measured(
+    seconds: tuple[float, ...], waited_s: float
+) -> None:
     assert measured(*seconds).for_task(task(3), 0) == waited_s
 
 
@@ -38,12 +43,15 @@ def test_rows_that_hung_are_waited_for_by_what_was_measured(seconds: tuple[float
     ],
     ids=["nothing was measured", "rows that did not hang", "a row's last try"],
 )
-def test_all_others_are_waited_for_as_long_as_is_configured(patience: Patience, given: Task) -> None:
+def test_all_others_are_waited_for_as_long_as_is_configured(
+    patience: Patience, given: Task
+) -> None:
     assert patience.for_task(given, 0) == math.inf
 
 
 def test_a_machine_that_became_slower_is_waited_for() -> None:
-    """Twice as long for each worker that was lost with nothing finished in between; however many."""
+    """Twice as long for each worker that was lost with nothing finished in between; however
+    many."""
     waited = [measured(0.5).for_task(task(3), fruitless) for fruitless in (-2, 0, 1, 3)]
     assert waited == [4.0, 4.0, 8.0, 32.0]
     assert 600.0 < measured(0.5).for_task(task(3), 5000) < math.inf

@@ -1,4 +1,5 @@
-"""Peak: what MFU is a share of is what the machine can do with products of the model's shapes, and never less than the model did."""
+"""Peak: what MFU is a share of is what the machine can do with products of the model's shapes, and
+never less than the model did."""
 
 from __future__ import annotations
 
@@ -33,15 +34,23 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_every_way_is_probed_and_the_best_one_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     took = {torch.nn.Linear: 2.0, PackedLinear: 0.5}
     monkeypatch.setattr(peak, "_known", {})
-    monkeypatch.setattr(peak, "_seconds", lambda layer, x, *, mean=False: 4.0 if mean else took[type(layer)])
+    monkeypatch.setattr(
+        peak, "_seconds", lambda layer, x, *, mean=False: 4.0 if mean else took[type(layer)]
+    )
     monkeypatch.setattr(peak, "compute_threads", lambda: 2)
     assert probed([(16, 8)], torch.float32) == 2 * ROWS * 16 * 8 / 0.5
-    monkeypatch.setattr(peak, "_seconds", lambda layer, x, *, mean=False: 0.4 if mean else took[type(layer)])
+    monkeypatch.setattr(
+        peak, "_seconds", lambda layer, x, *, mean=False: 0.4 if mean else took[type(layer)]
+    )
     assert probed([(16, 8)], torch.float32) == 2 * ROWS * 16 * 8 / 0.5  # once a process
-    assert probed([(8, 16)], torch.float32) == pytest.approx(2 * ROWS * 16 * 8 / 0.2)  # two at once, 0.4 s each
+    assert probed([(8, 16)], torch.float32) == pytest.approx(
+        2 * ROWS * 16 * 8 / 0.2
+    )  # two at once, 0.4 s each
 
 
-def test_a_peak_is_stored_where_nobody_else_computed_meanwhile(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peak_is_stored_where_nobody_else_computed_meanwhile(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(peak, "compute_threads", lambda: 1)
     # a quota of one, on a machine of eight
     monkeypatch.setattr(peak, "usable_threads", lambda _: 1)
@@ -74,7 +83,11 @@ def test_a_peak_is_stored_where_nobody_else_computed_meanwhile(folder: Path, mon
 
 def test_what_a_technique_computes_in_is_probed_as_that() -> None:
     model = mlp()
-    assert (model.device.dtype, model.device.pack, model.device.peak_flops() > 1e6) == (torch.float32, None, True)
+    assert (model.device.dtype, model.device.pack, model.device.peak_flops() > 1e6) == (
+        torch.float32,
+        None,
+        True,
+    )
     convert(model, technique("bf16-eager"), some_rows)
     assert (model.device.dtype, model.device.pack) == (torch.bfloat16, None)
     if has_int8_products():
@@ -100,5 +113,8 @@ def test_a_batchs_milliseconds_are_told_to_a_percent() -> None:
     assert meter.batch_ms() == {}
     for number in range(1000):
         meter.batch_took((1 + number) / 1000)
-    assert meter.batch_ms() == {name: pytest.approx(ms, rel=0.011) for name, ms in (("p50", 500), ("p95", 950), ("p99", 990))}
+    assert meter.batch_ms() == {
+        name: pytest.approx(ms, rel=0.011)
+        for name, ms in (("p50", 500), ("p95", 950), ("p99", 990))
+    }
     assert meter.to_json(1)["batch_ms"] == meter.batch_ms()

@@ -1,4 +1,5 @@
-"""Precision: every variant computes the reference's values, leaves the reference alone, and refuses what it cannot do in one line."""
+"""Precision: every variant computes the reference's values, leaves the reference alone, and refuses
+what it cannot do in one line."""
 
 from __future__ import annotations
 
@@ -77,7 +78,9 @@ def mlp() -> Arithmetic:
     return Arithmetic(Mlp(), Device("cpu"))
 
 
-POOLED = Pooling(("cls", "max", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"), include_prompt=False)
+POOLED = Pooling(
+    ("cls", "max", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"), include_prompt=False
+)
 
 
 def head(size: int = 8) -> Head:
@@ -115,7 +118,9 @@ def prompted(count: int, length: int) -> Tensors:
 
 def hidden(count: int, length: int) -> Tensors:
     """What a transformer makes of them."""
-    return torch.randn(count, length, 8, generator=torch.Generator().manual_seed(count)), prompted(count, length)[1]
+    return torch.randn(count, length, 8, generator=torch.Generator().manual_seed(count)), prompted(
+        count, length
+    )[1]
 
 
 def some_rows() -> list[Tensors]:
@@ -130,7 +135,13 @@ def outputs(model: TorchModel, inputs: Tensors) -> list[npt.NDArray[Any]]:
     return [a.copy() for a in model.launch(inputs).arrays()]
 
 
-def check(model: TorchModel, name: str, batches: list[Tensors], tolerance: float, folder: Path | None = None) -> None:
+def check(
+    model: TorchModel,
+    name: str,
+    batches: list[Tensors],
+    tolerance: float,
+    folder: Path | None = None,
+) -> None:
     """Convert, compare every batch with the reference, and the reference with itself before."""
     state = {k: (v.data_ptr(), v.clone()) for k, v in model.module.state_dict().items()}
     expected = [outputs(model, b) for b in batches]
@@ -143,7 +154,9 @@ def check(model: TorchModel, name: str, batches: list[Tensors], tolerance: float
             assert y.dtype == np.float32
             np.testing.assert_allclose(y, x, atol=tolerance, rtol=0)
     assert repr(model.module) == structure
-    assert {k: v.data_ptr() for k, v in model.module.state_dict().items()} == {k: v for k, (v, _) in state.items()}
+    assert {k: v.data_ptr() for k, v in model.module.state_dict().items()} == {
+        k: v for k, (v, _) in state.items()
+    }
     assert all(torch.equal(v, state[k][1]) for k, v in model.module.state_dict().items())
     convert(model, technique("fp32-eager"), list)
     for a, b in zip(expected, [outputs(model, b) for b in batches], strict=True):
@@ -168,7 +181,9 @@ def test_a_name_is_one_technique_and_what_a_view_says_is_one_name() -> None:
     assert technique_name("auto", "compile") == "fp32-compile"
 
 
-@pytest.mark.parametrize("name", ["", "fp32", "fp32-", "int8-onnx", "fp32-static-onnx", "fp64-eager", "FP32-eager"])
+@pytest.mark.parametrize(
+    "name", ["", "fp32", "fp32-", "int8-onnx", "fp32-static-onnx", "fp64-eager", "FP32-eager"]
+)
 def test_unknown_names_are_refused_with_the_known_ones(name: str) -> None:
     with pytest.raises(ConfigError, match=r"unknown precision .*fp32-eager, .*int8-static-onnx"):
         technique(name)
@@ -185,10 +200,15 @@ def test_unknown_names_are_refused_with_the_known_ones(name: str) -> None:
             "fp16-onnx",
             "precision fp16 has no backend onnx: it has eager, onednn, compile, aoti, autotune, graphs; onnx there is of fp32, int8",
         ),
-        ("int8-dynamic-onnx", "precision int8-dynamic has no backend onnx: it has onednn; onnx there is of fp32, int8"),
+        (
+            "int8-dynamic-onnx",
+            "precision int8-dynamic has no backend onnx: it has onednn; onnx there is of fp32, int8",
+        ),
     ],
 )
-def test_a_backend_that_a_precision_has_not_is_refused_in_the_views_words(name: str, told: str) -> None:
+def test_a_backend_that_a_precision_has_not_is_refused_in_the_views_words(
+    name: str, told: str
+) -> None:
     with pytest.raises(ConfigError, match=f"^{told}$"):
         technique(name)
 
@@ -205,8 +225,12 @@ def test_a_backend_that_a_precision_has_not_is_refused_in_the_views_words(name: 
     ],
     ids=["mlp", "bert", "poolings"],
 )
-@pytest.mark.parametrize(("name", "tolerance"), [("fp32-onednn", 1e-6), ("bf16-eager", 0.05), ("fp16-eager", 0.01)])
-def test_values_are_the_references(make: Callable[[], Arithmetic], batches: list[Tensors], name: str, tolerance: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "tolerance"), [("fp32-onednn", 1e-6), ("bf16-eager", 0.05), ("fp16-eager", 0.01)]
+)
+def test_values_are_the_references(
+    make: Callable[[], Arithmetic], batches: list[Tensors], name: str, tolerance: float
+) -> None:
     check(make(), name, batches, tolerance)
 
 
@@ -214,7 +238,10 @@ def wide() -> Arithmetic:
     """Layers as the kernels for integers want them, and one that they do not take."""
     torch.manual_seed(0)
     layers = torch.nn.Sequential(
-        torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 16, bias=False), torch.nn.Linear(16, 3)
+        torch.nn.Linear(32, 64),
+        torch.nn.ReLU(),
+        torch.nn.Linear(64, 16, bias=False),
+        torch.nn.Linear(16, 3),
     )
     return Arithmetic(layers, Device("cpu"))
 
@@ -264,7 +291,8 @@ def test_layers_that_their_kernels_read_past_the_end_of_stay_as_they_are() -> No
     kinds = [type(part).__name__ for part in model.forward.modules()]  # type: ignore[attr-defined]
     assert (kinds.count("Int8Linear"), kinds.count("Linear")) == (2, 1)
     with pytest.raises(
-        ConfigError, match="int4-weights-eager: no linear layer has multiples of 32 inputs and 16 outputs: choose bf16-eager"
+        ConfigError,
+        match="int4-weights-eager: no linear layer has multiples of 32 inputs and 16 outputs: choose bf16-eager",
     ):
         convert(mlp(), technique("int4-weights-eager"), some_rows)
 
@@ -283,7 +311,9 @@ def test_half_precision_computes_in_half_precision() -> None:
 def test_a_copy_shares_the_tensors_and_nothing_else() -> None:
     module = Mlp()
     twin = copied(module)
-    assert {k: v.data_ptr() for k, v in twin.state_dict().items()} == {k: v.data_ptr() for k, v in module.state_dict().items()}
+    assert {k: v.data_ptr() for k, v in twin.state_dict().items()} == {
+        k: v.data_ptr() for k, v in module.state_dict().items()
+    }
     twin.out = torch.nn.Identity()
     assert isinstance(module.out, torch.nn.Linear)
     half = copied(module, torch.bfloat16)
@@ -308,7 +338,9 @@ def test_packed_layers_take_inputs_that_are_not_contiguous() -> None:
 
 
 @pytest.mark.parametrize("kind", [PackedLinear, PerRowLinear, Int8Linear, Int4Linear, Fp8Linear])
-def test_a_layer_in_anothers_place_takes_its_input_by_that_ones_name(kind: type[torch.nn.Module]) -> None:
+def test_a_layer_in_anothers_place_takes_its_input_by_that_ones_name(
+    kind: type[torch.nn.Module],
+) -> None:
     named = [list(inspect.signature(layer.forward).parameters) for layer in (kind, torch.nn.Linear)]
     assert named == [["self", "input"]] * 2
 
@@ -320,10 +352,18 @@ def test_compiled_code_computes_the_references_values(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["fp32-compile", "fp32-onnx"])
 def test_every_pooling_is_compiled_and_exported(name: str, tmp_path: Path) -> None:
-    check(Arithmetic(head(), Device("cpu")), name, [hidden(4, 9), hidden(7, 5), hidden(3, 16)], 1e-5, tmp_path)
+    check(
+        Arithmetic(head(), Device("cpu")),
+        name,
+        [hidden(4, 9), hidden(7, 5), hidden(3, 16)],
+        1e-5,
+        tmp_path,
+    )
 
 
-def test_a_compiled_file_is_made_once_and_for_these_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_file_is_made_once_and_for_these_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[str] = []
 
     def package(module: torch.nn.Module, examples: Sequence[Tensors], path: Path) -> None:
@@ -357,8 +397,13 @@ def test_a_converted_file_has_its_bytes_when_it_has_its_name(tmp_path: Path) -> 
 def test_onnx_computes_the_references_values(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     check(mlp(), "fp32-onnx", [*some_rows(), rows(1)], 1e-5, tmp_path)
-    check(mlp(), "int8-static-onnx", [*some_rows(), rows(1)], 0.05, tmp_path)  # outputs have a deviation of 0.1 and 0.3
-    assert sorted(p.name.rpartition("-")[0] for p in tmp_path.iterdir()) == ["fp32-onnx", "int8-static-onnx"]
+    check(
+        mlp(), "int8-static-onnx", [*some_rows(), rows(1)], 0.05, tmp_path
+    )  # outputs have a deviation of 0.1 and 0.3
+    assert sorted(p.name.rpartition("-")[0] for p in tmp_path.iterdir()) == [
+        "fp32-onnx",
+        "int8-static-onnx",
+    ]
 
 
 class Variadic(Mlp):
@@ -383,18 +428,26 @@ def test_a_size_that_no_example_showed_is_refused_and_not_computed(tmp_path: Pat
         outputs(model, rows(6))
 
 
-def test_a_session_that_would_compute_on_the_cpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_that_would_compute_on_the_cpu_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = mlp()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's exporter deprecates parts of itself, and `convert` hides that
+        warnings.simplefilter(
+            "ignore"
+        )  # torch's exporter deprecates parts of itself, and `convert` hides that
         onnx.write(model.module, some_rows(), tmp_path / "mlp.onnx")
     # what is left when CUDA's libraries do not load
     monkeypatch.setattr(onnx, "providers", lambda _: [("CPUExecutionProvider", {})])
-    with pytest.raises(ConfigError, match=r"^ONNX Runtime could not load CPUExecutionProvider: are CUDA's"):
+    with pytest.raises(
+        ConfigError, match=r"^ONNX Runtime could not load CPUExecutionProvider: are CUDA's"
+    ):
         onnx.load(tmp_path / "mlp.onnx", False, torch.device("cuda:0"))
 
 
-def test_onnx_runtime_is_found_under_whatever_name_it_was_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_onnx_runtime_is_found_under_whatever_name_it_was_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def missing(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
@@ -406,7 +459,10 @@ def test_onnx_runtime_is_found_under_whatever_name_it_was_installed(monkeypatch:
 def test_on_a_gpu_tensorrt_is_tried_before_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     import onnxruntime
 
-    gpu, built = torch.device("cuda:1"), ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"]
+    gpu, built = (
+        torch.device("cuda:1"),
+        ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"],
+    )
     assert onnx.providers(torch.device("cpu")) == ["CPUExecutionProvider"]
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: built)
     assert onnx.providers(gpu) == [(name, {"device_id": "1"}) for name in built[:2]]
@@ -435,7 +491,9 @@ def test_a_module_that_cannot_be_converted_computes_the_reference(name: str) -> 
     model = Arithmetic(Odd(), Device("cpu"))
     before = outputs(model, rows(3))
     convert(model, technique("bf16-eager"), some_rows)
-    with pytest.raises(ConfigError, match=rf"^precision {name} does not work with this model: \w+: [^\n]+$"):
+    with pytest.raises(
+        ConfigError, match=rf"^precision {name} does not work with this model: \w+: [^\n]+$"
+    ):
         convert(model, technique(name), some_rows)
     assert model.forward is model.module
     assert model.device.dtype == torch.float32
@@ -461,7 +519,9 @@ def test_operators_that_are_missing_or_wrong_are_refused(
 
     def found(self: Any, x: torch.Tensor) -> torch.Tensor:
         if operator == "missing":
-            raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_linear_pointwise'")
+            raise AttributeError(
+                "'_OpNamespace' 'mkldnn' object has no attribute '_linear_pointwise'"
+            )
         result: torch.Tensor = forward(self, x.roll(1, -1))
         return result
 
@@ -475,15 +535,22 @@ def test_operators_that_are_missing_or_wrong_are_refused(
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ConfigError, match="precision fp32-compile: there is no C\\+\\+ compiler 'no-such-compiler'"):
+    with pytest.raises(
+        ConfigError, match="precision fp32-compile: there is no C\\+\\+ compiler 'no-such-compiler'"
+    ):
         convert(mlp(), technique("fp32-compile"), some_rows)
     assert not {v.backend for v in candidates(Device("cpu"), mlp())} & {"compile", "aoti"}
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onnx, "missing_packages", lambda _: "onnxruntime not installed: pip install 'precompute-store[onnx]'")
+    monkeypatch.setattr(
+        onnx,
+        "missing_packages",
+        lambda _: "onnxruntime not installed: pip install 'precompute-store[onnx]'",
+    )
     with pytest.raises(
-        ConfigError, match=r"precision fp32-onnx: onnxruntime not installed: pip install 'precompute-store\[onnx\]'"
+        ConfigError,
+        match=r"precision fp32-onnx: onnxruntime not installed: pip install 'precompute-store\[onnx\]'",
     ):
         convert(mlp(), technique("fp32-onnx"), some_rows)
 
@@ -501,7 +568,13 @@ def test_no_examples_are_refused() -> None:
     [
         ([], "AVX512", True, {}, False),  # AVX-512 without it: oneDNN emulates it
         (["avx512_bf16"], "AVX512", True, {}, True),
-        (["avx512_bf16", "amx_bf16"], "AVX512", True, {"ONEDNN_MAX_CPU_ISA": "AVX10_1_512_AMX"}, True),
+        (
+            ["avx512_bf16", "amx_bf16"],
+            "AVX512",
+            True,
+            {"ONEDNN_MAX_CPU_ISA": "AVX10_1_512_AMX"},
+            True,
+        ),
         (["avx512_bf16"], "AVX512", True, {"ONEDNN_MAX_CPU_ISA": "avx512_core"}, False),
         (["avx512_bf16"], "AVX512", True, {"DNNL_MAX_CPU_ISA": "AVX512_CORE_VNNI"}, False),
         (["avx512_bf16"], "AVX512", False, {"ONEDNN_MAX_CPU_ISA": "AVX2"}, False),
@@ -539,7 +612,13 @@ def test_what_the_environment_forbids_is_not_proposed(name: str) -> None:
     code = "from precompute.techniques.machine import has_bf16; print(has_bf16())"
     environment = os.environ | {name: "AVX2" if name.startswith("ONEDNN") else "avx2"}
     assert (
-        subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
         == "False\n"
     )
 
@@ -548,19 +627,29 @@ def test_packed_layers_are_not_proposed_to_a_module_without_any() -> None:
     model = Arithmetic(torch.nn.Sequential(torch.nn.ReLU()), Device("cpu"))
     assert not {v.precision for v in candidates(Device("cpu"), model)} & {"int8"}
     assert not {v.backend for v in candidates(Device("cpu"), model)} & {"onednn"}
-    assert shutil.which("g++") is None or "compile" in {v.backend for v in candidates(Device("cpu"), model)}
+    assert shutil.which("g++") is None or "compile" in {
+        v.backend for v in candidates(Device("cpu"), model)
+    }
 
 
 def test_compiled_code_is_kept_apart_by_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    warnings.simplefilter("ignore")  # pytest restores them; torch deprecates parts of what it imports
+    warnings.simplefilter(
+        "ignore"
+    )  # pytest restores them; torch deprecates parts of what it imports
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     kept = []
-    for capability, given in (("AVX2", None), ("AVX512", default_cache_dir()), ("AVX2", "/of/my/own")):
+    for capability, given in (
+        ("AVX2", None),
+        ("AVX512", default_cache_dir()),
+        ("AVX2", "/of/my/own"),
+    ):
         monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
         if given is not None:
             monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", given)
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
+        monkeypatch.setattr(
+            torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability
+        )
         inductor.compiled(torch.nn.Linear(2, 2))
         kept.append(os.environ["TORCHINDUCTOR_CACHE_DIR"].removeprefix(default_cache_dir()))
     assert kept == ["_avx2", "_avx512", "/of/my/own"]

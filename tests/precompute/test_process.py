@@ -1,4 +1,5 @@
-"""A child process: nothing of it is left, nobody else is signalled, and it is known how it ended and what it said last."""
+"""A child process: nothing of it is left, nobody else is signalled, and it is known how it ended
+and what it said last."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ from pathlib import Path
 import pytest
 
 from precompute.workers import process as process_module
-from precompute.workers.process import TAIL_BYTES, AdoptedProcess, ChildProcess, ProcessGroup, end_all
+from precompute.workers.process import (
+    TAIL_BYTES,
+    AdoptedProcess,
+    ChildProcess,
+    ProcessGroup,
+    end_all,
+)
 from tests import REPOSITORY
 
 
@@ -97,7 +104,8 @@ def test_what_cannot_be_started_is_an_error_and_leaves_nothing_open(tmp_path: Pa
 
 def test_it_has_a_session_of_its_own_an_empty_stdin_and_its_environment(tmp_path: Path) -> None:
     child = ChildProcess(
-        ["/bin/sh", "-c", f"cat > {tmp_path}/in; echo $WHO > {tmp_path}/who; sleep 60"], environment={"WHO": "me"}
+        ["/bin/sh", "-c", f"cat > {tmp_path}/in; echo $WHO > {tmp_path}/who; sleep 60"],
+        environment={"WHO": "me"},
     )
     eventually(lambda: (tmp_path / "who").exists() and (tmp_path / "who").read_text() == "me\n")
     assert (tmp_path / "in").read_text() == ""
@@ -120,7 +128,8 @@ os._exit(0)
 
 
 @pytest.mark.skipif(
-    sys.platform != "linux", reason="threads with priorities of their own, and sessions that share cores, are Linux's"
+    sys.platform != "linux",
+    reason="threads with priorities of their own, and sessions that share cores, are Linux's",
 )
 def test_a_nicer_process_is_so_with_all_its_threads_and_to_other_sessions() -> None:
     child = ChildProcess([sys.executable, "-c", NICER], output="piped")
@@ -170,7 +179,9 @@ def test_what_it_started_ends_with_it(how: str, tmp_path: Path) -> None:
     eventually(lambda: state(grandchild) in ("", "Z"))
 
 
-def test_one_that_is_gone_is_not_signalled_for_its_number_may_be_anothers(signalled: list[tuple[int, int, str]]) -> None:
+def test_one_that_is_gone_is_not_signalled_for_its_number_may_be_anothers(
+    signalled: list[tuple[int, int, str]],
+) -> None:
     child = shell("exit 0")
     eventually(lambda: state(child.pid) == "Z")
     child.signal(signal.SIGTERM)
@@ -182,7 +193,9 @@ def test_one_that_is_gone_is_not_signalled_for_its_number_may_be_anothers(signal
     assert len(signalled) == 2
 
 
-def test_one_that_somebody_else_reaped_has_ended_and_is_not_signalled(signalled: list[tuple[int, int, str]]) -> None:
+def test_one_that_somebody_else_reaped_has_ended_and_is_not_signalled(
+    signalled: list[tuple[int, int, str]],
+) -> None:
     child = shell("exit 5")
     os.waitpid(child.pid, 0)
     assert child.wait(20)
@@ -256,7 +269,9 @@ def test_what_holds_stderr_open_and_left_the_group_keeps_nobody_waiting(tmp_path
     assert child.last_words() == "bye"
     assert time.monotonic() - began < 10
     os.kill(number_in(tmp_path / "pid"), signal.SIGKILL)
-    eventually(lambda: not any(thread.name == f"stderr of {child.pid}" for thread in threading.enumerate()))
+    eventually(
+        lambda: not any(thread.name == f"stderr of {child.pid}" for thread in threading.enumerate())
+    )
 
 
 OUTLIVED = """
@@ -271,7 +286,9 @@ time.sleep(60)
 @pytest.fixture
 def orphan(tmp_path: Path) -> Iterator[int]:
     """Pid of a child whose parent was killed."""
-    with subprocess.Popen([sys.executable, "-c", OUTLIVED, str(tmp_path)], cwd=REPOSITORY) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", OUTLIVED, str(tmp_path)], cwd=REPOSITORY
+    ) as parent:
         pid = number_in(tmp_path / "pid")
         parent.kill()
     yield pid
@@ -321,6 +338,8 @@ def test_a_reused_process_number_is_not_signalled(
 
 def test_who_leads_no_group_is_not_adopted() -> None:
     with subprocess.Popen(["/bin/sleep", "60"]) as follower:
-        with pytest.raises(ProcessLookupError, match=f"process {follower.pid} is gone, or at the head of no group"):
+        with pytest.raises(
+            ProcessLookupError, match=f"process {follower.pid} is gone, or at the head of no group"
+        ):
             AdoptedProcess(follower.pid)
         follower.kill()

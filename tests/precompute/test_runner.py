@@ -1,4 +1,5 @@
-"""Runner: one bad row is one bad row, be it one that the model raises for or one that its answer does not fit."""
+"""Runner: one bad row is one bad row, be it one that the model raises for or one that its answer
+does not fit."""
 
 from __future__ import annotations
 
@@ -72,7 +73,9 @@ class Checking(Sized):
     """Cannot take negative x."""
 
     def unusable(self, batch: pa.RecordBatch) -> Mapping[int, str]:
-        return {row: "x is negative" for row, x in enumerate(batch.column("x").to_pylist()) if x < 0}
+        return {
+            row: "x is negative" for row, x in enumerate(batch.column("x").to_pylist()) if x < 0
+        }
 
 
 def expected(xs: Sequence[float]) -> list[dict[str, Any]]:
@@ -98,10 +101,14 @@ def test_order_is_kept_when_rows_are_computed_by_cost() -> None:
     assert done.features.to_pylist() == expected(xs)
 
 
-def test_models_that_name_no_costs_get_a_bounded_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_that_name_no_costs_get_a_bounded_number_of_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(runner, "MAX_BATCH_ROWS", 4)
     model = Doubler()
-    assert compute(model, view(*NUMBERS), batch(range(10))).features.to_pylist() == expected(range(10))
+    assert compute(model, view(*NUMBERS), batch(range(10))).features.to_pylist() == expected(
+        range(10)
+    )
     assert model.calls == 3
 
 
@@ -138,7 +145,9 @@ def test_one_raising_row_among_many_is_found_and_rejected_alone(rows: int, at: i
 
 def test_a_model_that_raises_for_every_row_rejects_every_row() -> None:
     done = compute(Returning(lambda x: 1 / 0), view(*NUMBERS), batch([1, 2, 3]))
-    assert [r.error for r in done.rejections] == ["ZeroDivisionError: division by zero" + raised_at(__file__, "1 / 0")] * 3
+    assert [r.error for r in done.rejections] == [
+        "ZeroDivisionError: division by zero" + raised_at(__file__, "1 / 0")
+    ] * 3
     assert done.features.num_rows == 0
     assert done.features.schema == view(*NUMBERS).feature_schema()
 
@@ -168,11 +177,19 @@ def test_no_rows_are_no_error() -> None:
         (Feature("f", "float16"), lambda x: {"f": x.astype(np.float16)}),
         (Feature("f", "float32", dim=2), lambda x: {"f": np.stack([np.zeros_like(x), x], 1)}),
         (Feature("f", "float16", dim=2), lambda x: {"f": np.stack([x, x], 1)}),
-        (Feature("f", "float32", dim=1), lambda x: {"f": pa.array([[v] for v in x.tolist()], pa.list_(pa.float64(), 1))}),
-        (Feature("f", "float32", max_items=2), lambda x: {"f": pa.array([[1.0, v] for v in x.tolist()])}),
+        (
+            Feature("f", "float32", dim=1),
+            lambda x: {"f": pa.array([[v] for v in x.tolist()], pa.list_(pa.float64(), 1))},
+        ),
+        (
+            Feature("f", "float32", max_items=2),
+            lambda x: {"f": pa.array([[1.0, v] for v in x.tolist()])},
+        ),
     ],
 )
-def test_a_row_with_a_number_that_is_not_finite_is_rejected_alone(feature: Feature, make: Any, value: float) -> None:
+def test_a_row_with_a_number_that_is_not_finite_is_rejected_alone(
+    feature: Feature, make: Any, value: float
+) -> None:
     done = compute(Returning(make), view(feature), batch([1, value, 3]))
     assert done.rows.tolist() == [0, 2]
     assert rejected(done) == [(1, "output", "f is not finite")]
@@ -182,27 +199,41 @@ def test_a_row_with_a_number_that_is_not_finite_is_rejected_alone(feature: Featu
 def test_a_number_too_large_for_the_declared_type_is_not_finite(feature: Feature) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        done = compute(Returning(lambda x: {"f": x if feature.dim is None else x[:, None]}), view(feature), batch([1, 1e6, 3]))
+        done = compute(
+            Returning(lambda x: {"f": x if feature.dim is None else x[:, None]}),
+            view(feature),
+            batch([1, 1e6, 3]),
+        )
     assert rejected(done) == [(1, "output", "f is not finite")]
 
 
 def test_a_vector_too_large_for_its_type_prints_no_warning() -> None:
-    done = compute(Returning(lambda x: {"f": x[:, None]}), view(Feature("f", "float16", dim=1)), batch([1, 1e6, 3]))
+    done = compute(
+        Returning(lambda x: {"f": x[:, None]}),
+        view(Feature("f", "float16", dim=1)),
+        batch([1, 1e6, 3]),
+    )
     assert done.rows.tolist() == [0, 2]
 
 
-@pytest.mark.parametrize(("metric", "rows"), [("cosine", [0, 2]), ("dot", [0, 1, 2]), ("l2", [0, 1, 2])])
+@pytest.mark.parametrize(
+    ("metric", "rows"), [("cosine", [0, 2]), ("dot", [0, 1, 2]), ("l2", [0, 1, 2])]
+)
 def test_a_zero_vector_is_rejected_where_it_has_no_direction(metric: str, rows: list[int]) -> None:
     features = (Feature("v", "float32", dim=2), Feature("free", "float32", dim=2))
     model = Returning(lambda x: {"v": np.stack([x, x], 1), "free": np.zeros((len(x), 2))})
     done = compute(model, view(*features, index=IndexSpec("v", metric)), batch([1, 0, -1]))
     assert done.rows.tolist() == rows
-    assert [r.error for r in done.rejections] == ["v is all zeros, which has no direction for cosine"] * (3 - len(rows))
+    assert [r.error for r in done.rejections] == [
+        "v is all zeros, which has no direction for cosine"
+    ] * (3 - len(rows))
 
 
 def test_a_vector_that_becomes_zero_in_the_declared_type_is_rejected() -> None:
     model = Returning(lambda x: {"v": np.stack([x, x], 1)})
-    done = compute(model, view(Feature("v", "float16", dim=2), index=IndexSpec("v")), batch([1, 1e-12]))
+    done = compute(
+        model, view(Feature("v", "float16", dim=2), index=IndexSpec("v")), batch([1, 1e-12])
+    )
     assert done.rows.tolist() == [0]
 
 
@@ -210,12 +241,19 @@ def test_null_scalars_and_lists_are_values() -> None:
     features = (Feature("s", "string"), Feature("n", "float32"), Feature("l", "int64", max_items=2))
     made = {"s": pa.array(["a", None]), "n": pa.array([None, 2.0]), "l": pa.array([None, [1, 2]])}
     done = compute(Returning(lambda x: made), view(*features), batch([1, 2]))
-    assert done.features.to_pylist() == [{"s": "a", "n": None, "l": None}, {"s": None, "n": 2.0, "l": [1, 2]}]
+    assert done.features.to_pylist() == [
+        {"s": "a", "n": None, "l": None},
+        {"s": None, "n": 2.0, "l": [1, 2]},
+    ]
 
 
 # ---- a model that breaks its view's declaration
 
-VECTOR, SCALAR, LIST = Feature("f", "float32", dim=2), Feature("f", "float32"), Feature("f", "int64", max_items=2)
+VECTOR, SCALAR, LIST = (
+    Feature("f", "float32", dim=2),
+    Feature("f", "float32"),
+    Feature("f", "int64", max_items=2),
+)
 
 
 @pytest.mark.parametrize(
@@ -224,9 +262,17 @@ VECTOR, SCALAR, LIST = Feature("f", "float32", dim=2), Feature("f", "float32"), 
         (VECTOR, lambda x: {"f": np.zeros((len(x), 5))}, r"'f'.*vector of 2.*\[3, 5\].*`dim`"),
         (VECTOR, lambda x: {"f": np.zeros(len(x))}, r"'f'.*vector of 2.*\[3\]"),
         (VECTOR, lambda x: {"f": np.zeros((len(x), 1, 2))}, r"'f'.*vector of 2.*\[3, 1, 2\]"),
-        (VECTOR, lambda x: {"f": pa.array([[1.0, 2.0, 3.0]] * len(x), pa.list_(pa.float32(), 3))}, r"'f'.*\[3\].*\[2\]"),
+        (
+            VECTOR,
+            lambda x: {"f": pa.array([[1.0, 2.0, 3.0]] * len(x), pa.list_(pa.float32(), 3))},
+            r"'f'.*\[3\].*\[2\]",
+        ),
         (VECTOR, lambda x: {"f": pa.array([[1.0, 2.0], [1.0], [1.0, 2.0]])}, "'f'"),
-        (VECTOR, lambda x: {"f": pa.array([[1.0, 2.0], None, [1.0, 2.0]], pa.list_(pa.float32(), 2))}, "'f'.*null"),
+        (
+            VECTOR,
+            lambda x: {"f": pa.array([[1.0, 2.0], None, [1.0, 2.0]], pa.list_(pa.float32(), 2))},
+            "'f'.*null",
+        ),
         (SCALAR, lambda x: {"f": np.zeros((len(x), 1))}, r"'f'.*one value a row.*\[3, 1\]"),
         (SCALAR, lambda x: {"f": np.zeros(len(x) - 1)}, "'f'.*2 values for 3 rows"),
         (VECTOR, lambda x: {"f": np.zeros((len(x) + 1, 2))}, "'f'.*4 values for 3 rows"),
@@ -255,7 +301,9 @@ VECTOR, SCALAR, LIST = Feature("f", "float32", dim=2), Feature("f", "float32"), 
         (Feature("f", "string"), lambda x: {"f": pa.array([b"\xff"] * len(x))}, "'f'"),
     ],
 )
-def test_anything_but_what_the_view_declares_does_not_fit(feature: Feature, make: Any, message: str) -> None:
+def test_anything_but_what_the_view_declares_does_not_fit(
+    feature: Feature, make: Any, message: str
+) -> None:
     with pytest.raises(Misfit, match=message):
         Declared(view(feature)).columns(make(np.array([1.0, 2.0, 3.0])), 3)
 
@@ -265,7 +313,16 @@ def one_bad(feature: Feature, good: Any, bad: Any) -> Any:
     return Returning(lambda x: {feature.name: [bad if row == 3 else good for row in x]})
 
 
-WHOLE = {"int8": 1, "int32": 1, "int64": 1, "float16": 1.5, "float32": 1.5, "float64": 1.5, "bool": True, "string": "a"}
+WHOLE = {
+    "int8": 1,
+    "int32": 1,
+    "int64": 1,
+    "float16": 1.5,
+    "float32": 1.5,
+    "float64": 1.5,
+    "bool": True,
+    "string": "a",
+}
 BAD_OF_ANY = ["{}", "[[[1]]]", "object()", "np.zeros((2, 2))", "b'\\xff'", "torch.zeros(2, 2)"]
 BAD_OF: dict[str, list[str]] = {
     "scalar": ["[1, 2]", "np.zeros(2)", "torch.zeros(3)", "(1,)", "1j"],
@@ -295,33 +352,63 @@ def bad_answers() -> Iterator[Any]:
             continue
         values = [*BAD_OF_ANY, *BAD_OF[shape]]
         if shape == "scalar":
-            values += BAD_OF["string"] if dtype == "string" else BAD_OF["number"] if dtype != "bool" else ["'a'"]
-            values += [*BAD_OF["integer"], "128 if dtype == 'int8' else 2**63"] if dtype.startswith("int") else []
-        yield pytest.param(Feature("f", dtype, **SHAPES[shape]), WHOLE[dtype], values, id=f"{dtype}-{shape}")
+            values += (
+                BAD_OF["string"]
+                if dtype == "string"
+                else BAD_OF["number"]
+                if dtype != "bool"
+                else ["'a'"]
+            )
+            values += (
+                [*BAD_OF["integer"], "128 if dtype == 'int8' else 2**63"]
+                if dtype.startswith("int")
+                else []
+            )
+        yield pytest.param(
+            Feature("f", dtype, **SHAPES[shape]), WHOLE[dtype], values, id=f"{dtype}-{shape}"
+        )
 
 
 @pytest.mark.parametrize(("feature", "one", "values"), list(bad_answers()))
-def test_a_row_whose_answer_does_not_fit_is_one_bad_row(feature: Feature, one: Any, values: list[str]) -> None:
+def test_a_row_whose_answer_does_not_fit_is_one_bad_row(
+    feature: Feature, one: Any, values: list[str]
+) -> None:
     good = [one, one] if feature.dim or feature.max_items else one
     for text in values:
         bad = eval(text, {"np": np, "torch": torch, "dtype": feature.dtype})
         done = compute(one_bad(feature, good, bad), view(feature), batch(range(10)))
         told = [(rejected.row, rejected.stage) for rejected in done.rejections]
-        assert (text, done.rows.tolist(), told) == (text, [0, 1, 2, 4, 5, 6, 7, 8, 9], [(3, "misfit")])
+        assert (text, done.rows.tolist(), told) == (
+            text,
+            [0, 1, 2, 4, 5, 6, 7, 8, 9],
+            [(3, "misfit")],
+        )
         assert done.features.to_pylist() == [{"f": good}] * 9, text
 
 
 def test_a_number_in_a_text_is_no_number_whatever_stands_beside_it() -> None:
     """numpy makes texts of numbers beside a text."""
-    done = compute(Returning(lambda x: {"f": ["2.5" if row == 1 else row for row in x.tolist()]}), view(SCALAR), batch([1, 2, 3]))
-    assert ([r.row for r in done.rejections], done.features.to_pylist()) == ([0], [{"f": 2.0}, {"f": 3.0}])
+    done = compute(
+        Returning(lambda x: {"f": ["2.5" if row == 1 else row for row in x.tolist()]}),
+        view(SCALAR),
+        batch([1, 2, 3]),
+    )
+    assert ([r.row for r in done.rejections], done.features.to_pylist()) == (
+        [0],
+        [{"f": 2.0}, {"f": 3.0}],
+    )
 
 
 def test_what_is_masked_is_null_or_does_not_fit() -> None:
     def masked(x: Any) -> Any:
         return np.ma.array(x, mask=x == 2)
 
-    made = Returning(lambda x: {"f": masked(x), "v": np.ma.array(np.stack([x, x], 1), mask=np.stack([x == 3, x == 9], 1))})
+    made = Returning(
+        lambda x: {
+            "f": masked(x),
+            "v": np.ma.array(np.stack([x, x], 1), mask=np.stack([x == 3, x == 9], 1)),
+        }
+    )
     done = compute(made, view(SCALAR, Feature("v", "float32", dim=2)), batch([1, 2, 3]))
     assert done.features.to_pylist() == [{"f": 1.0, "v": [1.0, 1.0]}, {"f": None, "v": [2.0, 2.0]}]
     assert [(r.row, r.stage) for r in done.rejections] == [(2, "misfit")]
@@ -335,7 +422,10 @@ def test_a_tensor_whose_memory_is_used_again_keeps_its_values() -> None:
         return {"f": memory[: len(x)]}
 
     done = list(Runner(Returning(make), view(SCALAR)).stream([batch([1, 2]), batch([3, 4])]))
-    assert [outcome.features.column("f").to_pylist() for _, outcome in done] == [[1.0, 2.0], [3.0, 4.0]]
+    assert [outcome.features.column("f").to_pylist() for _, outcome in done] == [
+        [1.0, 2.0],
+        [3.0, 4.0],
+    ]
 
 
 RAGGED = [[1, 2], [], [3]]
@@ -346,7 +436,11 @@ LISTS: dict[str, tuple[str, Any, list[Any]]] = {
     "arrays": ("float32", [np.array(row, np.float64) for row in RAGGED], RAGGED),
     "half arrays": ("float16", [np.array(row, np.float16) for row in RAGGED], RAGGED),
     "objects": ("int64", np.array([[1, 2], [], [3]], object), RAGGED),
-    "objects of arrays": ("int16", np.array([np.array(row, np.int64) for row in RAGGED] + [None], object)[:3], RAGGED),
+    "objects of arrays": (
+        "int16",
+        np.array([np.array(row, np.int64) for row in RAGGED] + [None], object)[:3],
+        RAGGED,
+    ),
     "matrix": ("float32", np.array([[1, 2], [3, 4], [5, 6]]), [[1, 2], [3, 4], [5, 6]]),
     "empty": ("int64", [[], [], []], [[], [], []]),
     "nulls": ("int64", [[1], None, [2, 3]], [[1], None, [2, 3]]),
@@ -368,10 +462,19 @@ REUSED: dict[str, tuple[Feature, Callable[[npt.NDArray[np.float64]], Any]]] = {
     "a matrix": (Feature("f", "float64", max_items=2), lambda buffer: buffer),
     "a list of arrays": (Feature("f", "float64", max_items=2), list),
     "a tuple of arrays": (Feature("f", "float64", max_items=2), tuple),
-    "an object array": (Feature("f", "float64", max_items=2), lambda buffer: np.array([*buffer, None], object)[:-1]),
-    "an object array of lists": (Feature("f", "float64", max_items=2), lambda buffer: kept_lists(buffer)),
+    "an object array": (
+        Feature("f", "float64", max_items=2),
+        lambda buffer: np.array([*buffer, None], object)[:-1],
+    ),
+    "an object array of lists": (
+        Feature("f", "float64", max_items=2),
+        lambda buffer: kept_lists(buffer),
+    ),
     "an Arrow array": (Feature("f", "float64", dim=2), lambda buffer: arrow_of(buffer)),
-    "an Arrow array in chunks": (Feature("f", "float64", dim=2), lambda buffer: pa.chunked_array([arrow_of(buffer)])),
+    "an Arrow array in chunks": (
+        Feature("f", "float64", dim=2),
+        lambda buffer: pa.chunked_array([arrow_of(buffer)]),
+    ),
     "vectors": (Feature("f", "float64", dim=2), list),
 }
 
@@ -401,7 +504,11 @@ def test_what_a_model_returned_may_be_used_again(how: str) -> None:
         return {"f": form(buffer[: len(x)])}
 
     made = Runner(Returning(reusing), view(feature))
-    done = [row for _, computed in made.stream([batch(range(100))]) for row in computed.features.column("f").to_pylist()]
+    done = [
+        row
+        for _, computed in made.stream([batch(range(100))])
+        for row in computed.features.column("f").to_pylist()
+    ]
     assert done == [[x, -x] for x in range(100)]
 
 
@@ -466,7 +573,12 @@ def test_a_models_own_model_error_fails_the_run() -> None:
 
 @pytest.mark.parametrize(
     "costs",
-    [lambda x: np.array([1, 2]), lambda x: np.array([1, 2, 3, 4]), lambda x: np.array([[1], [2], [3]]), lambda x: None],
+    [
+        lambda x: np.array([1, 2]),
+        lambda x: np.array([1, 2, 3, 4]),
+        lambda x: np.array([[1], [2], [3]]),
+        lambda x: None,
+    ],
 )
 def test_costs_of_another_number_of_rows_are_a_model_error(costs: Any) -> None:
     model = Sized(10)

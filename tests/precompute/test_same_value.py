@@ -1,4 +1,5 @@
-"""Same value: the noise of every precision passes; another pooling, tokenizer, row or feature is refused in all of them."""
+"""Same value: the noise of every precision passes; another pooling, tokenizer, row or feature is
+refused in all of them."""
 
 from __future__ import annotations
 
@@ -16,7 +17,16 @@ from transformers import AutoModel
 from precompute.model import resolve_path
 from precompute.models.text_encoder import TextEncoder
 from precompute.precision.conversion import use_variant
-from precompute.precision.same_value import MARGIN, MOST, NOISE, ROUNDING, differing, noise_of, relative_errors, tolerance
+from precompute.precision.same_value import (
+    MARGIN,
+    MOST,
+    NOISE,
+    ROUNDING,
+    differing,
+    noise_of,
+    relative_errors,
+    tolerance,
+)
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.techniques.table import TABLE
 
@@ -52,7 +62,10 @@ def table(of: FeatureView, *columns: Any) -> pa.RecordBatch:
 def wrong() -> dict[str, Floats]:
     """Embeddings of :data:`TEXTS` that are none of MiniLM's: float32 [12, 384] each, of norm 1."""
     folder = resolve_path(MINILM)
-    model, tokenizer = AutoModel.from_pretrained(folder).eval(), Tokenizer.from_file(str(folder / "tokenizer.json"))
+    model, tokenizer = (
+        AutoModel.from_pretrained(folder).eval(),
+        Tokenizer.from_file(str(folder / "tokenizer.json")),
+    )
     tokenizer.no_padding()
     ids = [encoding.ids for encoding in tokenizer.encode_batch(TEXTS)]
     tokenizer.normalizer = BertNormalizer(lowercase=False)
@@ -60,7 +73,9 @@ def wrong() -> dict[str, Floats]:
 
     @torch.inference_mode()
     def hidden(rows: list[list[int]]) -> list[torch.Tensor]:
-        return [model(input_ids=torch.tensor([row])).last_hidden_state[0] for row in rows]  # [T, D] each
+        return [
+            model(input_ids=torch.tensor([row])).last_hidden_state[0] for row in rows
+        ]  # [T, D] each
 
     def unit(rows: list[torch.Tensor]) -> Floats:
         return np.asarray(torch.nn.functional.normalize(torch.stack(rows), dim=1).numpy())
@@ -71,13 +86,20 @@ def wrong() -> dict[str, Floats]:
         "first token": unit([h[0] for h in right]),
         "largest": unit([h.amax(0) for h in right]),
         "mean without the special tokens": unit([h[1:-1].mean(0) for h in right]),
-        "ids off by one": unit([h.mean(0) for h in hidden([[row[0], *(i + 1 for i in row[1:-1]), row[-1]] for row in ids])]),
+        "ids off by one": unit(
+            [
+                h.mean(0)
+                for h in hidden([[row[0], *(i + 1 for i in row[1:-1]), row[-1]] for row in ids])
+            ]
+        ),
         "a tokenizer that keeps capitals": unit([h.mean(0) for h in hidden(cased)]),
         "the next row's": np.roll(mean, 1, axis=0),
         "shifted by a number": np.roll(mean, 1, axis=1),
         "turned round": -mean,
         "not normalised": mean * 1.1,
-        "one number lost": np.where(np.abs(mean) == np.abs(mean).max(axis=1, keepdims=True), 0, mean),
+        "one number lost": np.where(
+            np.abs(mean) == np.abs(mean).max(axis=1, keepdims=True), 0, mean
+        ),
     }
 
 
@@ -99,10 +121,14 @@ def test_a_precisions_noise_is_the_same_value_and_nothing_else_is(
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_as_much_as_is_allowed_is_the_same_value_and_nothing_else_is(name: str, wrong: dict[str, Floats]) -> None:
+def test_as_much_as_is_allowed_is_the_same_value_and_nothing_else_is(
+    name: str, wrong: dict[str, Floats]
+) -> None:
     right = np.roll(wrong["the next row's"], -1, axis=0).astype(np.float64)
     noise = np.random.default_rng(0).standard_normal(right.shape)
-    noise *= 0.9 * min(noise_of(name) * MARGIN, MOST) / relative_errors(right, right + noise)[:, None]
+    noise *= (
+        0.9 * min(noise_of(name) * MARGIN, MOST) / relative_errors(right, right + noise)[:, None]
+    )
     check(name, right, right + noise, wrong)
 
 
@@ -112,14 +138,17 @@ def check(variant: str, stored: Floats, computed: Floats, wrong: dict[str, Float
         kept = table(of, stored)
         assert differing(kept, table(of, computed), of, variant) == {}
         for what, values in wrong.items():
-            assert sorted(differing(kept, table(of, values), of, variant)) == list(range(len(TEXTS))), what
+            assert sorted(differing(kept, table(of, values), of, variant)) == list(
+                range(len(TEXTS))
+            ), what
 
 
 # ---- what is near, and is another row's
 
 
 def test_a_vector_within_the_limit_that_is_another_rows_is_refused() -> None:
-    """Rows as like as 0.9998, nearer to each other than bfloat16's limit: what is off by more than its noise must be its own row's."""
+    """Rows as like as 0.9998, nearer to each other than bfloat16's limit: what is off by more than
+    its noise must be its own row's."""
     of = view(Feature("v", "float32", dim=64))
     rows = np.ones((20, 64)) + 0.02 * np.random.default_rng(1).choice([-1, 1], (20, 64))
     shifted = np.roll(rows, 1, axis=0)
@@ -134,7 +163,10 @@ def test_a_vector_within_the_limit_that_is_another_rows_is_refused() -> None:
     )  # off by more than is known, each by itself
     assert differing(table(of, rows), table(of, noisy), of, "bf16-eager") == {}
     alike = np.ones((20, 64))  # which of equal rows it is nobody can tell
-    assert differing(table(of, alike), table(of, alike * (1 + 2 * NOISE["bf16"])), of, "bf16-eager") == {}
+    assert (
+        differing(table(of, alike), table(of, alike * (1 + 2 * NOISE["bf16"])), of, "bf16-eager")
+        == {}
+    )
 
 
 def test_scores_within_the_limit_in_another_order_are_refused() -> None:
@@ -145,7 +177,9 @@ def test_scores_within_the_limit_in_another_order_are_refused() -> None:
     assert (np.abs(shifted - scores) < allowed.limit * 100).all()
     found = differing(table(of, scores), table(of, shifted), of, "bf16-eager")
     assert len(found) >= 4  # gates.parity allows two of forty
-    assert {what.partition(", ")[2] for what in found.values()} == {"and stands where another row was"}
+    assert {what.partition(", ")[2] for what in found.values()} == {
+        "and stands where another row was"
+    }
     noise = np.random.default_rng(4).uniform(-1, 1, 40) * NOISE["bf16"] * 100
     assert differing(table(of, scores), table(of, scores + noise), of, "bf16-eager") == {}
 
@@ -165,7 +199,10 @@ def test_a_float_may_be_off_by_its_limit_and_no_more(precision: str | None, dtyp
     def off(share: float) -> dict[int, str]:
         value = 1 + limit * share
         return differing(
-            one, table(of, [value, 1.0], np.array([[1.0, 1.0], [value, value]]), [[1.0, -1.0], [1.0]]), of, precision
+            one,
+            table(of, [value, 1.0], np.array([[1.0, 1.0], [value, value]]), [[1.0, -1.0], [1.0]]),
+            of,
+            precision,
         )
 
     step = float(np.finfo(np.dtype(dtype)).eps)
@@ -176,14 +213,19 @@ def test_a_float_may_be_off_by_its_limit_and_no_more(precision: str | None, dtyp
 
 
 def test_tolerances_are_those_of_what_computed() -> None:
-    assert [tolerance(name, "float32").limit for name in ("fp32-onnx", "fp16-eager", "bf16-compile", "int8-static-onnx")] == [
-        pytest.approx(limit, rel=1e-4) for limit in (2.012e-5, 6e-3, 4e-2, 8e-3)
-    ]
+    assert [
+        tolerance(name, "float32").limit
+        for name in ("fp32-onnx", "fp16-eager", "bf16-compile", "int8-static-onnx")
+    ] == [pytest.approx(limit, rel=1e-4) for limit in (2.012e-5, 6e-3, 4e-2, 8e-3)]
     assert tolerance(None, "float64").limit == pytest.approx(1e-6)
     assert tolerance(None, "float32") == tolerance("fp32-eager", "float32")
-    assert tolerance("fp32-eager", "float64").limit == pytest.approx(2e-5)  # what computed counts, wherever it is kept
+    assert tolerance("fp32-eager", "float64").limit == pytest.approx(
+        2e-5
+    )  # what computed counts, wherever it is kept
     assert tolerance("fp32-eager", "float16").limit == pytest.approx(2e-5 + 2**-10)
-    assert [noise_of(name) for name in ("int8-static-onnx", "int8-dynamic-onednn", "bf16-compile")] == [2e-3, 2.5e-2, 1e-2]
+    assert [
+        noise_of(name) for name in ("int8-static-onnx", "int8-dynamic-onednn", "bf16-compile")
+    ] == [2e-3, 2.5e-2, 1e-2]
 
 
 def test_a_score_near_zero_has_the_noise_of_the_others() -> None:
@@ -191,7 +233,9 @@ def test_a_score_near_zero_has_the_noise_of_the_others() -> None:
     stored = table(of, [1e-6, 3.0, -4.0, 5.0, -6.0])
     assert differing(stored, table(of, [-1e-5, 3.0, -4.0, 5.0, -6.0]), of, "fp32-eager") == {}
     assert list(differing(stored, table(of, [1e-3, 3.0, -4.0, 5.0, -6.0]), of, "fp32-eager")) == [0]
-    assert list(differing(table(of, [0.0]), table(of, [1e-9]), of, "bf16-eager")) == [0]  # and of nothing, none
+    assert list(differing(table(of, [0.0]), table(of, [1e-9]), of, "bf16-eager")) == [
+        0
+    ]  # and of nothing, none
 
 
 def test_a_score_near_zero_has_the_noise_of_the_others_where_most_are_zero() -> None:
@@ -199,8 +243,12 @@ def test_a_score_near_zero_has_the_noise_of_the_others_where_most_are_zero() -> 
     rest = [0.0] * 12 + [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     assert differing(table(of, [1e-7, *rest]), table(of, [0.0, *rest]), of, "fp32-eager") == {}
     assert differing(table(of, [0.0, *rest]), table(of, [-1e-7, *rest]), of, "fp32-eager") == {}
-    assert list(differing(table(of, [0.0, *rest]), table(of, [1e-3, *rest]), of, "fp32-eager")) == [0]
-    assert differing(table(of, [0.0, 0.0]), table(of, [0.0, 0.5]), of, "fp32-eager") == {1: "s is 0.5, not 0.0"}
+    assert list(differing(table(of, [0.0, *rest]), table(of, [1e-3, *rest]), of, "fp32-eager")) == [
+        0
+    ]
+    assert differing(table(of, [0.0, 0.0]), table(of, [0.0, 0.5]), of, "fp32-eager") == {
+        1: "s is 0.5, not 0.0"
+    }
 
 
 @pytest.mark.parametrize(
@@ -211,11 +259,19 @@ def test_a_score_near_zero_has_the_noise_of_the_others_where_most_are_zero() -> 
         (Feature("f", "bool"), True, [False, None]),
         (Feature("f", "int8", dim=2), [1, 2], [[2, 1], None]),
         (Feature("f", "int64", max_items=3), [1, 2], [[2, 1], [1], [1, 2, 3], None]),
-        (Feature("f", "float32", max_items=3), [1.0, 2.0], [[2.0, 1.0], [1.0], [1.0, 2.0, 0.0], None]),
+        (
+            Feature("f", "float32", max_items=3),
+            [1.0, 2.0],
+            [[2.0, 1.0], [1.0], [1.0, 2.0, 0.0], None],
+        ),
         (Feature("f", "float32"), 1.0, [float("nan"), float("inf"), -1.0, None]),
         (Feature("f", "float32"), float("nan"), [0.0, float("inf"), None]),
         (Feature("f", "float32"), float("inf"), [-float("inf"), float("nan"), 3e38]),
-        (Feature("f", "float32", dim=2), [1.0, 0.0], [[0.0, 1.0], [-1.0, 0.0], [1.0, float("nan")], None]),
+        (
+            Feature("f", "float32", dim=2),
+            [1.0, 0.0],
+            [[0.0, 1.0], [-1.0, 0.0], [1.0, float("nan")], None],
+        ),
         (Feature("f", "float32", dim=2), [0.0, 0.0], [[0.0, 1e-30]]),
         (Feature("f", "float32", dim=2), [1.0, float("inf")], [[1.0, 1.0], [1.0, -float("inf")]]),
     ],
@@ -237,20 +293,36 @@ def test_items_change_places_only_where_their_scores_are_the_same() -> None:
     stored = ([10, 20, 30, 40], [4.0, 3.0, 2.99, 1.0])
 
     def refused(items: list[int], scores: list[float], precision: str = "bf16-eager") -> bool:
-        return differing(table(of, [stored[0]], [stored[1]]), table(of, [items], [scores]), of, precision) != {}
+        return (
+            differing(
+                table(of, [stored[0]], [stored[1]]), table(of, [items], [scores]), of, precision
+            )
+            != {}
+        )
 
     assert not refused([10, 20, 30, 40], [4.01, 3.01, 2.98, 1.01])
     assert not refused([10, 30, 20, 40], [4.0, 3.0, 2.99, 1.0])  # a tie in bfloat16
     assert refused([10, 30, 20, 40], [4.0, 3.0, 2.99, 1.0], "fp32-eager")  # and none in float32
     assert refused([20, 10, 30, 40], [4.0, 3.0, 2.99, 1.0])
-    assert not refused([10, 20, 30, 50], [4.0, 3.0, 2.99, 1.01])  # the fifth was as good as the fourth
+    assert not refused(
+        [10, 20, 30, 50], [4.0, 3.0, 2.99, 1.01]
+    )  # the fifth was as good as the fourth
     assert refused([10, 20, 50, 40], [4.0, 3.0, 2.99, 1.0])
     assert refused([10, 20, 30, 30], [4.0, 3.0, 2.99, 1.0])
     assert refused([10, 20, 30], [4.0, 3.0, 2.99])
     # one that comes twice stands for none that is gone, however near that was to the last
-    assert differing(table(of, [[1, 2]], [[3.0, 3.0]]), table(of, [[1, 1]], [[3.0, 3.0]]), of, "bf16-eager") != {}
-    alone = view(Feature("items", "int64", max_items=4))  # without scores nobody knows what a tie is
-    assert differing(table(alone, [[1, 2]]), table(alone, [[2, 1]]), alone, "bf16-eager") == {0: "items is [2, 1], not [1, 2]"}
+    assert (
+        differing(
+            table(of, [[1, 2]], [[3.0, 3.0]]), table(of, [[1, 1]], [[3.0, 3.0]]), of, "bf16-eager"
+        )
+        != {}
+    )
+    alone = view(
+        Feature("items", "int64", max_items=4)
+    )  # without scores nobody knows what a tie is
+    assert differing(table(alone, [[1, 2]]), table(alone, [[2, 1]]), alone, "bf16-eager") == {
+        0: "items is [2, 1], not [1, 2]"
+    }
 
 
 def test_other_numbers_of_rows_are_refused() -> None:

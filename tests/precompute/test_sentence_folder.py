@@ -1,4 +1,5 @@
-"""A sentence-transformers folder: the values of sentence-transformers itself, and what is refused by name."""
+"""A sentence-transformers folder: the values of sentence-transformers itself, and what is refused
+by name."""
 
 from __future__ import annotations
 
@@ -26,7 +27,14 @@ from precompute.techniques.technique import technique
 from precompute.text.sentence_folder import read_sentence_folder
 from precompute.text.transformer import DECODERS, ENCODERS
 from tests.conftest import MakeProject
-from tests.precompute.sentence_models import SHAPES, SentenceTransformer, modules, read, sentence_model, transformer
+from tests.precompute.sentence_models import (
+    SHAPES,
+    SentenceTransformer,
+    modules,
+    read,
+    sentence_model,
+    transformer,
+)
 
 TEXTS = [
     "a heist in the snow",
@@ -41,7 +49,9 @@ PROMPTS = {"query": "query : ", "document": "the passage document : "}
 
 
 def encode(encoder: TextEncoder, texts: Sequence[str] = TEXTS) -> npt.NDArray[np.float32]:
-    values: npt.NDArray[np.float32] = encoder.compute(pa.record_batch({"text": pa.array(texts, pa.string())}))["embedding"]
+    values: npt.NDArray[np.float32] = encoder.compute(
+        pa.record_batch({"text": pa.array(texts, pa.string())})
+    )["embedding"]
     return values
 
 
@@ -56,7 +66,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SentenceTransf
     """A BERT with prompts, mean pooling, a Dense layer and normalising."""
     folder = tmp_path_factory.mktemp("made")
     dense = modules.Dense(16, 8, activation_function=torch.nn.Tanh())
-    return folder / "saved", sentence_model(folder, parts=[dense, modules.Normalize()], prompts=PROMPTS, limit=32)
+    return folder / "saved", sentence_model(
+        folder, parts=[dense, modules.Normalize()], prompts=PROMPTS, limit=32
+    )
 
 
 @pytest.fixture
@@ -75,7 +87,9 @@ def change(file: Path, **changes: Any) -> None:
 
 @pytest.mark.parametrize("kind", SHAPES)
 def test_every_transformer_that_is_taken_has_its_values(kind: str, tmp_path: Path) -> None:
-    theirs = sentence_model(tmp_path, kind, pooling="lasttoken" if kind in DECODERS else "mean", limit=24)
+    theirs = sentence_model(
+        tmp_path, kind, pooling="lasttoken" if kind in DECODERS else "mean", limit=24
+    )
     ours = TextEncoder(str(tmp_path / "saved"))
     same(encode(ours), theirs.encode(TEXTS))
     same(encode(ours, TEXTS[::-1]), np.stack([theirs.encode(text) for text in TEXTS[::-1]]))
@@ -89,19 +103,27 @@ def test_every_transformer_that_is_taken_is_in_the_table() -> None:
 @pytest.mark.parametrize(
     ("mode", "include_prompt"),
     [
-        *((mode, False) for mode in ("mean", "cls", "lasttoken", "max", "weightedmean", "mean_sqrt_len_tokens")),
+        *(
+            (mode, False)
+            for mode in ("mean", "cls", "lasttoken", "max", "weightedmean", "mean_sqrt_len_tokens")
+        ),
         ("mean", True),
         (("lasttoken", "cls", "weightedmean"), True),
     ],
 )
-def test_every_pooling_has_its_values_for_documents_and_queries(mode: Any, include_prompt: bool, tmp_path: Path) -> None:
+def test_every_pooling_has_its_values_for_documents_and_queries(
+    mode: Any, include_prompt: bool, tmp_path: Path
+) -> None:
     kind = "qwen3" if mode == "lasttoken" else "bert"
     pooling = modules.Pooling(16, mode, include_prompt=include_prompt)
     theirs = sentence_model(tmp_path, kind, [], pooling=pooling, prompts=PROMPTS, limit=38)
     ours = TextEncoder(str(tmp_path / "saved"))
     same(encode(ours), theirs.encode_document(TEXTS))
     same(encode(ours.for_queries()), theirs.encode_query(TEXTS))
-    same(encode(TextEncoder(str(tmp_path / "saved"), prompt="", query_prompt="film ")), theirs.encode(TEXTS, prompt=""))
+    same(
+        encode(TextEncoder(str(tmp_path / "saved"), prompt="", query_prompt="film ")),
+        theirs.encode(TEXTS, prompt=""),
+    )
     assert np.abs(encode(ours) - encode(ours.for_queries())).max() > 0.01
 
 
@@ -110,8 +132,15 @@ def test_every_pooling_has_its_values_for_documents_and_queries(mode: Any, inclu
     [
         [],
         [modules.Dense(16, 8), modules.Normalize()],
-        [modules.Normalize(), modules.Dropout(0.5), modules.Dense(16, 24, bias=False, activation_function=torch.nn.GELU())],
-        [modules.Dense(16, 16, use_residual=True, activation_function=None), modules.Dense(16, 4, use_residual=True)],
+        [
+            modules.Normalize(),
+            modules.Dropout(0.5),
+            modules.Dense(16, 24, bias=False, activation_function=torch.nn.GELU()),
+        ],
+        [
+            modules.Dense(16, 16, use_residual=True, activation_function=None),
+            modules.Dense(16, 4, use_residual=True),
+        ],
     ],
     ids=["nothing", "dense, normalize", "normalize, dense", "residual"],
 )
@@ -122,26 +151,38 @@ def test_what_follows_the_pooling_has_its_values(parts: list[Any], tmp_path: Pat
     assert ours.dim == theirs.get_embedding_dimension()
 
 
-def test_truncate_dim_cuts_and_does_not_normalise_again(made: tuple[Path, SentenceTransformer], copied: Path) -> None:
+def test_truncate_dim_cuts_and_does_not_normalise_again(
+    made: tuple[Path, SentenceTransformer], copied: Path
+) -> None:
     change(copied / "config_sentence_transformers.json", truncate_dim=5)
     theirs = read(copied)
     assert theirs.encode_document(TEXTS).shape == (7, 5)
     same(encode(TextEncoder(str(copied))), theirs.encode_document(TEXTS))
-    same(encode(TextEncoder(str(copied), truncate_dim=3)), theirs.encode_document(TEXTS, truncate_dim=3))
+    same(
+        encode(TextEncoder(str(copied), truncate_dim=3)),
+        theirs.encode_document(TEXTS, truncate_dim=3),
+    )
     change(copied / "config_sentence_transformers.json", truncate_dim=99)
     same(encode(TextEncoder(str(copied))), made[1].encode_document(TEXTS))
 
 
 def test_the_layout_of_older_versions_has_its_values(tmp_path: Path) -> None:
-    """Written as version 2 did: other class names, flags for the pooling, length and lowercasing beside the transformer."""
+    """Written as version 2 did: other class names, flags for the pooling, length and lowercasing
+    beside the transformer."""
     sentence_model(tmp_path, "distilbert", pooling=("cls", "max"))
     saved = tmp_path / "saved"
     (saved / "0_DistilBERT").mkdir()
     for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
         shutil.move(saved / name, saved / "0_DistilBERT" / name)
     (saved / "sentence_bert_config.json").unlink()
-    (saved / "0_DistilBERT" / "sentence_distilbert_config.json").write_text('{"max_seq_length": 12, "do_lower_case": true}')
-    names = [("Transformer", "0_DistilBERT"), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")]
+    (saved / "0_DistilBERT" / "sentence_distilbert_config.json").write_text(
+        '{"max_seq_length": 12, "do_lower_case": true}'
+    )
+    names = [
+        ("Transformer", "0_DistilBERT"),
+        ("Pooling", "1_Pooling"),
+        ("Normalize", "2_Normalize"),
+    ]
     entries = [
         {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{name}"}
         for i, (name, path) in enumerate(names)
@@ -149,7 +190,9 @@ def test_the_layout_of_older_versions_has_its_values(tmp_path: Path) -> None:
     (saved / "modules.json").write_text(json.dumps(entries))
     flags = dict.fromkeys(("pooling_mode_mean_tokens", "pooling_mode_mean_sqrt_len_tokens"), False)
     flags |= {"pooling_mode_max_tokens": True, "pooling_mode_cls_token": True}
-    (saved / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 16, **flags}))
+    (saved / "1_Pooling" / "config.json").write_text(
+        json.dumps({"word_embedding_dimension": 16, **flags})
+    )
     shutil.rmtree(saved / "2_Normalize")  # an empty folder, which git does not keep
     theirs, ours = read(saved), TextEncoder(str(saved))
     same(encode(ours), theirs.encode(TEXTS))
@@ -164,13 +207,19 @@ def test_only_what_fills_the_longest_input_decides_and_all_of_it(kind: str, tmp_
     ours = TextEncoder(str(tmp_path / "saved"))
     texts = [" " * 500 + "the snow", ("y" * 120 + " ") * 3 + "film the", "the snow " * 500, "snow"]
     same(encode(ours, texts), theirs.encode(texts))
-    bad = TextEncoder(str(tmp_path / "saved"), too_long="bad").prepare(pa.record_batch({"text": texts})).bad
+    bad = (
+        TextEncoder(str(tmp_path / "saved"), too_long="bad")
+        .prepare(pa.record_batch({"text": texts}))
+        .bad
+    )
     counts = [len(theirs.tokenizer(text)["input_ids"]) for text in texts]
     assert sorted(bad) == [row for row, count in enumerate(counts) if count > 8]
 
 
 def test_without_a_limit_of_its_own_it_is_what_the_positions_have_room_for(tmp_path: Path) -> None:
-    sentence_model(tmp_path, "xlm-roberta")  # whose first position stands behind that of the padding
+    sentence_model(
+        tmp_path, "xlm-roberta"
+    )  # whose first position stands behind that of the padding
     saved = tmp_path / "saved"
     change(saved / "tokenizer_config.json", model_max_length=512)
     assert TextEncoder(str(saved)).max_tokens == 38
@@ -196,7 +245,9 @@ def test_weights_in_several_files_are_one_model(tmp_path: Path) -> None:
     np.testing.assert_array_equal(encode(ours), encode(whole))
     before = ours.fingerprint()
     tensors = load_file(parts[0])
-    save_file({name: tensor + 1 for name, tensor in tensors.items()}, parts[0], metadata={"format": "pt"})
+    save_file(
+        {name: tensor + 1 for name, tensor in tensors.items()}, parts[0], metadata={"format": "pt"}
+    )
     assert TextEncoder(str(saved)).fingerprint() != before
     parts[0].unlink()
     with pytest.raises(ConfigError, match=f"has no {parts[0].name}"):
@@ -211,15 +262,24 @@ def test_texts_laid_end_to_end_have_the_same_values(made: tuple[Path, SentenceTr
 
 
 PACKED = pytest.param(
-    "bf16-onednn", marks=pytest.mark.skipif(not has_bf16(), reason="oneDNN packs bfloat16 where the CPU multiplies it")
+    "bf16-onednn",
+    marks=pytest.mark.skipif(
+        not has_bf16(), reason="oneDNN packs bfloat16 where the CPU multiplies it"
+    ),
 )
 
 
 @pytest.mark.parametrize("name", ["bf16-eager", "fp32-onednn", PACKED])
-def test_other_precisions_compute_the_dense_layer_and_the_queries_too(name: str, made: tuple[Path, SentenceTransformer]) -> None:
+def test_other_precisions_compute_the_dense_layer_and_the_queries_too(
+    name: str, made: tuple[Path, SentenceTransformer]
+) -> None:
     ours = TextEncoder(str(made[0]))
     prepared = ours.prepare(pa.record_batch({"text": TEXTS}))
-    convert(ours, technique(name), lambda: [ours.tensors(prepared, np.arange(3)), ours.tensors(prepared, np.arange(7))])
+    convert(
+        ours,
+        technique(name),
+        lambda: [ours.tensors(prepared, np.arange(3)), ours.tensors(prepared, np.arange(7))],
+    )
     for found, expected in (
         (encode(ours), made[1].encode_document(TEXTS)),
         (encode(ours.for_queries()), made[1].encode_query(TEXTS)),
@@ -233,7 +293,9 @@ def test_a_decoders_operations_count_its_shared_keys_and_its_gate(tmp_path: Path
     ours = TextEncoder(str(tmp_path / "saved"))
     prepared = ours.prepare(pa.record_batch({"text": ["x", "xx"]}))
     assert prepared.costs.tolist() == [2, 3]
-    per_token = 2 * 2 * (16 * 32 + 2 * 16 * 16 + 32 * 16 + 3 * 16 * 24)  # layers, (query, key and value, output, gated MLP)
+    per_token = (
+        2 * 2 * (16 * 32 + 2 * 16 * 16 + 32 * 16 + 3 * 16 * 24)
+    )  # layers, (query, key and value, output, gated MLP)
     assert ours.flops(prepared, np.arange(2)) == 5 * per_token + 4 * 2 * 32 * (2**2 + 3**2)
 
 
@@ -241,8 +303,11 @@ def test_a_decoders_operations_count_its_shared_keys_and_its_gate(tmp_path: Path
 
 
 def sided_prompts() -> list[dict[str, str | None]]:
-    """A query's and a document's, each with a text, empty, null and not there; beside them a passage's and a corpus'."""
-    sides: dict[str, list[str | None]] = {name: [f"{name} : ", "", None, "-"] for name in ("query", "document")}
+    """A query's and a document's, each with a text, empty, null and not there; beside them a
+    passage's and a corpus'."""
+    sides: dict[str, list[str | None]] = {
+        name: [f"{name} : ", "", None, "-"] for name in ("query", "document")
+    }
     both = [dict(zip(sides, texts, strict=True)) for texts in itertools.product(*sides.values())]
     others: dict[str, str | None] = {"passage": "passage : ", "corpus": "corpus : "}
     return [{name: text for name, text in named.items() if text != "-"} | others for named in both]
@@ -284,9 +349,12 @@ def test_a_model_without_prompts_is_one_for_both(tmp_path: Path) -> None:
 
 
 def test_rows_are_documents_and_what_is_searched_by_is_a_query(
-    made: tuple[Path, SentenceTransformer], make_project: MakeProject, capsys: pytest.CaptureFixture[str]
+    made: tuple[Path, SentenceTransformer],
+    make_project: MakeProject,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """From the first run to ``search --text``, by command; and a miss with its own inputs is a row, not a query."""
+    """From the first run to ``search --text``, by command; and a miss with its own inputs is a row,
+    not a query."""
     view = {
         "model": {"use": "text_encoder", "args": {"path": str(made[0]), "output": "v"}},
         "features": {"v": {"dtype": "float32", "dim": 8}},
@@ -302,19 +370,28 @@ def test_rows_are_documents_and_what_is_searched_by_is_a_query(
     scores = made[1].encode_document(TEXTS) @ made[1].encode_query("film of the snow")
     np.testing.assert_allclose([row["score"] for row in rows], np.sort(scores)[::-1], atol=1e-5)
     with project.answering() as lookup:
-        answer = lookup.begin("numbers", [99], LookupOptions(inputs={99: {"text": "cold film"}}, deadline_ms=60_000))
+        answer = lookup.begin(
+            "numbers", [99], LookupOptions(inputs={99: {"text": "cold film"}}, deadline_ms=60_000)
+        )
         answer.wait()
         row = answer.rows()[0]
     assert row["status"] == "computed"
-    np.testing.assert_allclose(row["features"]["v"], made[1].encode_document("cold film"), atol=1e-5)
+    np.testing.assert_allclose(
+        row["features"]["v"], made[1].encode_document("cold film"), atol=1e-5
+    )
 
 
-def test_kept_tokens_are_a_documents(made: tuple[Path, SentenceTransformer], tmp_path: Path) -> None:
+def test_kept_tokens_are_a_documents(
+    made: tuple[Path, SentenceTransformer], tmp_path: Path
+) -> None:
     ours = TextEncoder(str(made[0]), token_cache=str(tmp_path))
     for _ in range(2):
         same(encode(ours), made[1].encode_document(TEXTS))
         same(encode(ours.for_queries()), made[1].encode_query(TEXTS))
-    same(encode(TextEncoder(str(made[0]), prompt="film ", token_cache=str(tmp_path))), made[1].encode(TEXTS, prompt="film "))
+    same(
+        encode(TextEncoder(str(made[0]), prompt="film ", token_cache=str(tmp_path))),
+        made[1].encode(TEXTS, prompt="film "),
+    )
     assert len(list(tmp_path.iterdir())) == 2  # a prompt's each, and none for what is searched by
 
 
@@ -327,43 +404,101 @@ OWN, SETTINGS = "sentence_bert_config.json", "config_sentence_transformers.json"
 @pytest.mark.parametrize(
     ("file", "changes", "message"),
     [
-        (POOLING, {"pooling_mode": "median"}, r"1_Pooling/config\.json: pooling mode 'median' is not known; cls, max, mean"),
+        (
+            POOLING,
+            {"pooling_mode": "median"},
+            r"1_Pooling/config\.json: pooling mode 'median' is not known; cls, max, mean",
+        ),
         (POOLING, {"pooling_mode": ["mean", "last2"]}, "pooling mode 'last2' is not known"),
-        (POOLING, {"pooling_mode_mean_last_2_tokens": True}, "sets pooling_mode_mean_last_2_tokens, which is not understood"),
+        (
+            POOLING,
+            {"pooling_mode_mean_last_2_tokens": True},
+            "sets pooling_mode_mean_last_2_tokens, which is not understood",
+        ),
         (
             DENSE,
             {"activation_function": "os.system"},
             r"2_Dense/config\.json: activation_function 'os\.system' is not known; Identity",
         ),
-        (DENSE, {"activation_function": "torch.nn.modules.activation.Softmax"}, r"activation\.Softmax' is not known"),
+        (
+            DENSE,
+            {"activation_function": "torch.nn.modules.activation.Softmax"},
+            r"activation\.Softmax' is not known",
+        ),
         (DENSE, {"activation_function": "torch.hub.Tanh"}, r"torch\.hub\.Tanh' is not known"),
         (DENSE, {"in_features": 12}, "2_Dense takes 12 numbers, and what comes before it gives 16"),
-        (DENSE, {"module_input_name": "token_embeddings"}, "module_input_name is 'token_embeddings'; only sentence_embedding"),
+        (
+            DENSE,
+            {"module_input_name": "token_embeddings"},
+            "module_input_name is 'token_embeddings'; only sentence_embedding",
+        ),
         (DENSE, {"scale": 2}, "sets scale, which is not understood"),
-        ("3_Normalize/config.json", {"module_output_name": "other"}, "module_output_name is 'other'"),
-        (OWN, {"transformer_task": "fill-mask"}, "transformer_task is 'fill-mask'; only feature-extraction"),
-        (OWN, {"modality_config": {"message": {"method": "forward"}}}, "modality_config renders texts by a chat template"),
-        (OWN, {"modality_config": {"text": {"method": "get_text_features"}}}, "more than the last hidden state"),
-        (OWN, {"query_expansion": {"strategy": "min", "length": 8}}, "sets query_expansion, which is not understood"),
+        (
+            "3_Normalize/config.json",
+            {"module_output_name": "other"},
+            "module_output_name is 'other'",
+        ),
+        (
+            OWN,
+            {"transformer_task": "fill-mask"},
+            "transformer_task is 'fill-mask'; only feature-extraction",
+        ),
+        (
+            OWN,
+            {"modality_config": {"message": {"method": "forward"}}},
+            "modality_config renders texts by a chat template",
+        ),
+        (
+            OWN,
+            {"modality_config": {"text": {"method": "get_text_features"}}},
+            "more than the last hidden state",
+        ),
+        (
+            OWN,
+            {"query_expansion": {"strategy": "min", "length": 8}},
+            "sets query_expansion, which is not understood",
+        ),
         (OWN, {"document_length": 8}, "sets document_length"),
         (OWN, {"processing_kwargs": {"text": {"max_length": 8}}}, "sets processing_kwargs"),
         (OWN, {"config_args": {"num_hidden_layers": 1}}, r"sets config_args\.num_hidden_layers"),
         (OWN, {"tokenizer_args": {"do_lower_case": False}}, r"sets tokenizer_args\.do_lower_case"),
-        (SETTINGS, {"model_type": "SparseEncoder"}, "model_type is SparseEncoder; only SentenceTransformer"),
-        (SETTINGS, {"default_prompt_name": "sts"}, "default_prompt_name is 'sts', and there is no such prompt"),
+        (
+            SETTINGS,
+            {"model_type": "SparseEncoder"},
+            "model_type is SparseEncoder; only SentenceTransformer",
+        ),
+        (
+            SETTINGS,
+            {"default_prompt_name": "sts"},
+            "default_prompt_name is 'sts', and there is no such prompt",
+        ),
         (SETTINGS, {"truncate_dim": 0}, "truncate_dim is 0"),
-        ("config.json", {"model_type": "t5"}, "model_type 't5' is not known to come out right in batches; albert, bert"),
+        (
+            "config.json",
+            {"model_type": "t5"},
+            "model_type 't5' is not known to come out right in batches; albert, bert",
+        ),
         (
             "config.json",
             {"auto_map": {"AutoModel": "modeling.New"}},
             r"own code \(auto_map: modeling\.New\) is never run: .* own 'bert' is meant",
         ),
         ("adapter_config.json", {"peft_type": "LORA"}, "is an adapter .* on another model: merge"),
-        ("tokenizer_config.json", {"truncation_side": "left"}, "truncation_side is left; only right"),
-        ("tokenizer_config.json", {"model_max_length": 2}, r"names no longest input that can be used \(2\): set max_tokens"),
+        (
+            "tokenizer_config.json",
+            {"truncation_side": "left"},
+            "truncation_side is left; only right",
+        ),
+        (
+            "tokenizer_config.json",
+            {"model_max_length": 2},
+            r"names no longest input that can be used \(2\): set max_tokens",
+        ),
     ],
 )
-def test_what_is_not_understood_is_refused_by_name(file: str, changes: dict[str, Any], message: str, copied: Path) -> None:
+def test_what_is_not_understood_is_refused_by_name(
+    file: str, changes: dict[str, Any], message: str, copied: Path
+) -> None:
     change(copied / file, **changes)
     with pytest.raises(ConfigError, match=message):
         TextEncoder(str(copied))
@@ -380,10 +515,15 @@ def test_what_is_not_understood_is_refused_by_name(file: str, changes: dict[str,
         ("sentence_transformers.models.CLIPModel", "the module CLIPModel"),
         ("sentence_transformers.models.StaticEmbedding", "the module StaticEmbedding"),
         ("custom_st.Transformer", r"names custom_st\.Transformer, code that comes with the model"),
-        ("sentence_transformers.models.Normalize", "lists Normalize, Pooling, Dense, Normalize; a Transformer, then one Pooling"),
+        (
+            "sentence_transformers.models.Normalize",
+            "lists Normalize, Pooling, Dense, Normalize; a Transformer, then one Pooling",
+        ),
     ],
 )
-def test_modules_that_are_not_understood_are_refused_by_name(kind: str, message: str, copied: Path) -> None:
+def test_modules_that_are_not_understood_are_refused_by_name(
+    kind: str, message: str, copied: Path
+) -> None:
     entries = json.loads((copied / "modules.json").read_text())
     entries[0]["type"] = kind
     (copied / "modules.json").write_text(json.dumps(entries))
@@ -393,8 +533,12 @@ def test_modules_that_are_not_understood_are_refused_by_name(kind: str, message:
 
 def test_a_module_outside_the_folder_is_refused(copied: Path) -> None:
     entries = json.loads((copied / "modules.json").read_text())
-    (copied / "modules.json").write_text(json.dumps([*entries[:2], {**entries[2], "path": "../2_Dense"}]))
-    with pytest.raises(ConfigError, match=r"module Dense lies at '\.\./2_Dense', outside the folder"):
+    (copied / "modules.json").write_text(
+        json.dumps([*entries[:2], {**entries[2], "path": "../2_Dense"}])
+    )
+    with pytest.raises(
+        ConfigError, match=r"module Dense lies at '\.\./2_Dense', outside the folder"
+    ):
         TextEncoder(str(copied))
 
 
@@ -412,7 +556,13 @@ def test_a_dense_layer_without_or_with_damaged_weights_is_refused(copied: Path) 
 
 @pytest.mark.parametrize("file", ["modules.json", POOLING, DENSE, OWN, SETTINGS])
 @pytest.mark.parametrize(
-    "content", [b"", b"7", b'{"prompts": [7], "pooling_mode": 7, "in_features": "x", "do_lower_case": 1}', b"\xff"]
+    "content",
+    [
+        b"",
+        b"7",
+        b'{"prompts": [7], "pooling_mode": 7, "in_features": "x", "do_lower_case": 1}',
+        b"\xff",
+    ],
 )
 def test_a_damaged_file_is_named(file: str, content: bytes, copied: Path) -> None:
     (copied / file).write_bytes(content)
@@ -449,7 +599,9 @@ def _weights(copied: Path) -> None:
         lambda f: change(f / POOLING, include_prompt=False),
         lambda f: change(f / DENSE, activation_function="torch.nn.modules.activation.ReLU"),
         _weights,
-        lambda f: (f / "modules.json").write_text(json.dumps(json.loads((f / "modules.json").read_text())[:3])),
+        lambda f: (f / "modules.json").write_text(
+            json.dumps(json.loads((f / "modules.json").read_text())[:3])
+        ),
         lambda f: change(f / SETTINGS, prompts=PROMPTS | {"document": "d: "}),
         lambda f: change(f / SETTINGS, prompts=PROMPTS | {"query": "q: "}),
         lambda f: change(f / SETTINGS, truncate_dim=4),
@@ -467,9 +619,19 @@ def test_the_fingerprint_changes_with_whatever_decides_a_value(
     assert TextEncoder(str(copied)).fingerprint() != before
 
 
-def test_the_fingerprint_changes_with_the_arguments_that_decide_a_value(made: tuple[Path, SentenceTransformer]) -> None:
-    given: list[dict[str, Any]] = [{}, {"prompt": ""}, {"query_prompt": ""}, {"truncate_dim": 4}, {"max_tokens": 9}]
+def test_the_fingerprint_changes_with_the_arguments_that_decide_a_value(
+    made: tuple[Path, SentenceTransformer],
+) -> None:
+    given: list[dict[str, Any]] = [
+        {},
+        {"prompt": ""},
+        {"query_prompt": ""},
+        {"truncate_dim": 4},
+        {"max_tokens": 9},
+    ]
     given.append({"prompt": str(made[0])})  # a text, even where it looks like a path
-    assert len({TextEncoder(str(made[0]), **arguments).fingerprint() for arguments in given}) == len(given)
+    assert len(
+        {TextEncoder(str(made[0]), **arguments).fingerprint() for arguments in given}
+    ) == len(given)
     as_it_is = TextEncoder(str(made[0]), prompt=PROMPTS["document"], truncate_dim=8)
     assert as_it_is.fingerprint() == TextEncoder(str(made[0])).fingerprint()

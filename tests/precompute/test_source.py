@@ -47,7 +47,9 @@ HOSTILE = [
 ]
 
 
-def loaded(sql: str, entity: tuple[str, ...] = ("id",), batch_rows: int = 4096, **options: Any) -> list[dict[str, Any]]:
+def loaded(
+    sql: str, entity: tuple[str, ...] = ("id",), batch_rows: int = 4096, **options: Any
+) -> list[dict[str, Any]]:
     with Source(sql, entity, {}, **options) as source:
         source.load()
         return [row for batch in source.batches(batch_rows) for row in batch.to_pylist()]
@@ -56,7 +58,11 @@ def loaded(sql: str, entity: tuple[str, ...] = ("id",), batch_rows: int = 4096, 
 def hashes(sql: str) -> list[int]:
     with Source(sql, ("id",), {}) as source:
         source.load()
-        return [value for batch in source.batches(4096) for value in batch.column("input_hash").to_pylist()]
+        return [
+            value
+            for batch in source.batches(4096)
+            for value in batch.column("input_hash").to_pylist()
+        ]
 
 
 def values_sql(folder: Path, table: pa.Table) -> str:
@@ -75,18 +81,33 @@ def test_parquet_csv_and_json_give_the_same_rows_and_hashes(tmp_path: Path, kind
     elif kind == "csv":
         path.write_text('id,text\n1,a\n2,"b, c"\n3,d\n')
     else:
-        path.write_text('{"id": 1, "text": "a"}\n{"id": 2, "text": "b, c"}\n{"id": 3, "text": "d"}\n')
+        path.write_text(
+            '{"id": 1, "text": "a"}\n{"id": 2, "text": "b, c"}\n{"id": 3, "text": "d"}\n'
+        )
     sql = f"SELECT * FROM read_{kind}('{path}')"
     rows = loaded(sql)
     assert [(r["id"], r["text"]) for r in rows] == [(1, "a"), (2, "b, c"), (3, "d")]
-    assert [r["input_hash"] for r in rows] == [7877088969425273369, -5155486049419566608, 7723697031610516315]
+    assert [r["input_hash"] for r in rows] == [
+        7877088969425273369,
+        -5155486049419566608,
+        7723697031610516315,
+    ]
 
 
 def test_another_views_snapshot_is_a_table_of_all_its_parts(tmp_path: Path) -> None:
     paths = [tmp_path / "it's part 0.parquet", tmp_path / "part-1.parquet"]
-    pq.write_table(pa.table({"id": [1, 2], "v": pa.array([[1.0, 2.0], [3.0, 4.0]], pa.list_(pa.float32(), 2))}), paths[0])
-    pq.write_table(pa.table({"id": [3], "v": pa.array([[5.0, 6.0]], pa.list_(pa.float32(), 2))}), paths[1])
-    with Source("SELECT id, v FROM live.items ORDER BY id DESC", ("id",), {"items": Files(paths)}) as source:
+    pq.write_table(
+        pa.table(
+            {"id": [1, 2], "v": pa.array([[1.0, 2.0], [3.0, 4.0]], pa.list_(pa.float32(), 2))}
+        ),
+        paths[0],
+    )
+    pq.write_table(
+        pa.table({"id": [3], "v": pa.array([[5.0, 6.0]], pa.list_(pa.float32(), 2))}), paths[1]
+    )
+    with Source(
+        "SELECT id, v FROM live.items ORDER BY id DESC", ("id",), {"items": Files(paths)}
+    ) as source:
         assert source.load() == 3
         batch = next(source.batches(10))
         assert batch.column("id").to_pylist() == [3, 2, 1]
@@ -96,18 +117,29 @@ def test_another_views_snapshot_is_a_table_of_all_its_parts(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("batch_rows", [1, 7, 1000, 100_000])
-def test_batches_come_in_source_order_and_are_no_longer_than_asked(tmp_path: Path, batch_rows: int) -> None:
+def test_batches_come_in_source_order_and_are_no_longer_than_asked(
+    tmp_path: Path, batch_rows: int
+) -> None:
     n = 20_000 if batch_rows > 10 else 100
-    pq.write_table(pa.table({"id": [(i * 7919) % 20_011 for i in range(n)]}), tmp_path / "d.parquet", row_group_size=1000)
+    pq.write_table(
+        pa.table({"id": [(i * 7919) % 20_011 for i in range(n)]}),
+        tmp_path / "d.parquet",
+        row_group_size=1000,
+    )
     with Source(f"SELECT * FROM read_parquet('{tmp_path}/d.parquet')", ("id",), {}) as source:
         assert source.load() == n
         batches = list(source.batches(batch_rows))
     assert max(b.num_rows for b in batches) <= batch_rows
-    assert [i for b in batches for i in b.column("id").to_pylist()] == [(i * 7919) % 20_011 for i in range(n)]
+    assert [i for b in batches for i in b.column("id").to_pylist()] == [
+        (i * 7919) % 20_011 for i in range(n)
+    ]
 
 
 def test_batches_before_load_are_refused() -> None:
-    with Source("SELECT 1 AS id", ("id",), {}) as source, pytest.raises(SourceError, match=r"load\(\)"):
+    with (
+        Source("SELECT 1 AS id", ("id",), {}) as source,
+        pytest.raises(SourceError, match=r"load\(\)"),
+    ):
         next(source.batches(1))
 
 
@@ -117,7 +149,9 @@ def test_what_was_loaded_is_pinned_for_the_whole_run(tmp_path: Path) -> None:
         source.load()
         values_sql(tmp_path, pa.table({"id": [7], "x": [9]}))
         assert [r["id"] for b in source.batches(10) for r in b.to_pylist()] == [1, 2]
-        assert source.rows(["7"]).to_pylist() == [{"key": "7", "id": 7, "x": 9}]  # the fallback reads what is there now
+        assert source.rows(["7"]).to_pylist() == [
+            {"key": "7", "id": 7, "x": 9}
+        ]  # the fallback reads what is there now
 
 
 @pytest.mark.parametrize("end", [" -- all of them", ";", " ;\n ", "; -- done", "\n/* all */"])
@@ -144,7 +178,9 @@ def test_sql_may_end_with_a_semicolon_or_comment(end: str) -> None:
     ],
 )
 @pytest.mark.parametrize("folder", [None, Path("/nowhere")])
-def test_a_semicolon_in_a_comment_or_text_cuts_nothing_off(before: str, after: str, kept: list[int], folder: Path | None) -> None:
+def test_a_semicolon_in_a_comment_or_text_cuts_nothing_off(
+    before: str, after: str, kept: list[int], folder: Path | None
+) -> None:
     sql = f"-- one; two\nSELECT id, 'x' || id AS x FROM range(1, 4) t(id){before}{after}"
     with Source(sql, ("id",), {}, folder=folder) as source:
         assert source.load() == len(kept)
@@ -165,7 +201,11 @@ with Source(sql, ("id",), {}, memory_mb=64) as source:
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, file=sys.stderr)
 """
     peaks = [
-        int(subprocess.run([sys.executable, "-c", script, str(n)], capture_output=True, check=True).stderr)
+        int(
+            subprocess.run(
+                [sys.executable, "-c", script, str(n)], capture_output=True, check=True
+            ).stderr
+        )
         for n in (100_000, 500_000)
     ]
     assert peaks[1] - peaks[0] < 64, f"{peaks} MB"
@@ -187,13 +227,17 @@ def test_rows_finds_integer_keys_by_their_canonical_text_only() -> None:
 
 
 def test_rows_takes_the_ends_of_the_integer_range() -> None:
-    with Source("SELECT unnest([-9223372036854775808, 9223372036854775807]) AS id", ("id",), {}) as source:
+    with Source(
+        "SELECT unnest([-9223372036854775808, 9223372036854775807]) AS id", ("id",), {}
+    ) as source:
         keys = ["-9223372036854775808", "9223372036854775807", "9223372036854775808"]
         assert sorted(source.rows(keys).column("key").to_pylist()) == keys[:2]
 
 
 def test_rows_finds_hostile_text_keys_and_only_them(tmp_path: Path) -> None:
-    sql = values_sql(tmp_path, pa.table({"id": [*HOSTILE, "other"], "n": list(range(len(HOSTILE) + 1))}))
+    sql = values_sql(
+        tmp_path, pa.table({"id": [*HOSTILE, "other"], "n": list(range(len(HOSTILE) + 1))})
+    )
     with Source(sql, ("id",), {}) as source:
         for i, key in enumerate(HOSTILE):
             assert source.rows([key]).to_pylist() == [{"key": key, "id": key, "n": i}]
@@ -202,7 +246,9 @@ def test_rows_finds_hostile_text_keys_and_only_them(tmp_path: Path) -> None:
 
 
 def test_rows_finds_composite_keys_by_their_joined_text(tmp_path: Path) -> None:
-    table = pa.table({"a": [1] * len(HOSTILE), "b": HOSTILE}).append_column("n", pa.array(range(len(HOSTILE))))
+    table = pa.table({"a": [1] * len(HOSTILE), "b": HOSTILE}).append_column(
+        "n", pa.array(range(len(HOSTILE)))
+    )
     with Source(values_sql(tmp_path, table), ("a", "b"), {}) as source:
         keys = key_column(table, ("a", "b")).to_pylist()
         assert keys[HOSTILE.index("a/b")] == "1/a%2Fb"
@@ -213,7 +259,14 @@ def test_rows_finds_composite_keys_by_their_joined_text(tmp_path: Path) -> None:
 
 
 @settings(max_examples=12, deadline=None)
-@given(st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")), min_size=1, max_size=5, unique=True))
+@given(
+    st.lists(
+        st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")),
+        min_size=1,
+        max_size=5,
+        unique=True,
+    )
+)
 def test_rows_finds_any_text(texts: list[str]) -> None:
     quoted = ", ".join("'" + t.replace("'", "''") + "'" for t in texts)
     with Source(f"SELECT unnest([{quoted}]) AS id", ("id",), {}) as source:
@@ -221,7 +274,8 @@ def test_rows_finds_any_text(texts: list[str]) -> None:
 
 
 def test_an_input_column_may_be_called_key() -> None:
-    """``rows`` adds a ``key`` column of its own: the source's must not be taken for it, or the configuration must refuse it."""
+    """``rows`` adds a ``key`` column of its own: the source's must not be taken for it, or the
+    configuration must refuse it."""
     try:
         source = Source("SELECT 1 AS id, 7 AS key", ("id",), {})
     except ConfigError:
@@ -252,14 +306,18 @@ def test_an_input_column_may_be_called_key() -> None:
     ],
 )
 def test_different_inputs_have_different_hashes(one: str, other: str) -> None:
-    found = [hashes(f"SELECT 1 AS id, a, b FROM (SELECT {values}) t(a, b)")[0] for values in (one, other)]
+    found = [
+        hashes(f"SELECT 1 AS id, a, b FROM (SELECT {values}) t(a, b)")[0] for values in (one, other)
+    ]
     assert found[0] != found[1]
 
 
 def test_the_hash_is_the_same_in_every_time_zone() -> None:
     sql = "SELECT 1 AS id, TIMESTAMPTZ '2024-01-01 00:00:00+00' AS x"
     script = f"from tests.precompute.test_source import hashes; print(hashes({sql!r}))"
-    elsewhere = subprocess.check_output([sys.executable, "-c", script], env={**os.environ, "TZ": "Pacific/Chatham"}, text=True)
+    elsewhere = subprocess.check_output(
+        [sys.executable, "-c", script], env={**os.environ, "TZ": "Pacific/Chatham"}, text=True
+    )
     assert elsewhere == f"{hashes(sql)}\n"
 
 
@@ -277,7 +335,11 @@ def test_equal_rows_are_folded_counted_and_stay_in_order(tmp_path: Path) -> None
     with Source(values_sql(tmp_path, table), ("id",), {}) as source:
         assert source.load() == 3
         assert source.rows_read == 6
-        assert [(r["id"], r["x"]) for b in source.batches(10) for r in b.to_pylist()] == [(3, "c"), (1, "a"), (2, "b")]
+        assert [(r["id"], r["x"]) for b in source.batches(10) for r in b.to_pylist()] == [
+            (3, "c"),
+            (1, "a"),
+            (2, "b"),
+        ]
 
 
 def test_one_repetition_does_not_shuffle_ten_thousand_rows() -> None:
@@ -286,8 +348,11 @@ def test_one_repetition_does_not_shuffle_ten_thousand_rows() -> None:
 
 
 @pytest.mark.parametrize("repeated", [[], [(1, "a")]])
-def test_rows_without_a_key_are_counted_alike_whatever_else_is_repeated(tmp_path: Path, repeated: list[tuple[int, str]]) -> None:
-    """They are rejected later, each one: whether two of them look alike must not depend on other keys."""
+def test_rows_without_a_key_are_counted_alike_whatever_else_is_repeated(
+    tmp_path: Path, repeated: list[tuple[int, str]]
+) -> None:
+    """They are rejected later, each one: whether two of them look alike must not depend on other
+    keys."""
     rows = [(1, "a"), (None, "z"), (None, "z"), *repeated]
     table = pa.table({"id": pa.array([i for i, _ in rows], pa.int64()), "x": [x for _, x in rows]})
     with Source(values_sql(tmp_path, table), ("id",), {}) as source:
@@ -296,7 +361,9 @@ def test_rows_without_a_key_are_counted_alike_whatever_else_is_repeated(tmp_path
 
 
 def test_a_key_with_two_values_is_refused_by_name(tmp_path: Path) -> None:
-    table = pa.table({"a": [1, 1, 1, 2, 2, 3], "b": ["x", "x", "x", "y", "y", "z"], "v": [1, 2, 1, 5, 5, 6]})
+    table = pa.table(
+        {"a": [1, 1, 1, 2, 2, 3], "b": ["x", "x", "x", "y", "y", "z"], "v": [1, 2, 1, 5, 5, 6]}
+    )
     with (
         Source(values_sql(tmp_path, table), ("a", "b"), {}) as source,
         pytest.raises(SourceError, match=r"1/x \(3 rows\): make \(a, b\) unique") as caught,
@@ -306,7 +373,10 @@ def test_a_key_with_two_values_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_at_most_some_contradicting_keys_are_named() -> None:
-    with Source("SELECT range // 2 AS id, range AS v FROM range(2000)", ("id",), {}) as source, pytest.raises(SourceError) as e:
+    with (
+        Source("SELECT range // 2 AS id, range AS v FROM range(2000)", ("id",), {}) as source,
+        pytest.raises(SourceError) as e,
+    ):
         source.load()
     assert "0 (2 rows); 1 (2 rows)" in str(e.value)
     assert len(str(e.value)) < 500
@@ -339,7 +409,15 @@ def test_anything_but_one_select_is_refused(sql: str, message: str) -> None:
         check_sql(sql)
 
 
-@pytest.mark.parametrize("sql", ["VALUES (1)", "FROM range(3)", "WITH a AS (SELECT 1 AS id) SELECT * FROM a", "SELECT ';' AS id"])
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "VALUES (1)",
+        "FROM range(3)",
+        "WITH a AS (SELECT 1 AS id) SELECT * FROM a",
+        "SELECT ';' AS id",
+    ],
+)
 def test_other_spellings_of_a_select_are_taken(sql: str) -> None:
     check_sql(sql)
 
@@ -350,8 +428,16 @@ def test_other_spellings_of_a_select_are_taken(sql: str) -> None:
         ("SELECT nope FROM range(3)", ConfigError, 'Referenced column "nope"'),
         ("SELECT * FROM nope", ConfigError, "no table 'nope': read a file by"),
         ("SELECT nope(1) AS id", ConfigError, "nope"),
-        ("SELECT 1 AS other", ConfigError, r"^entity: the source yields no column 'id' \(there are: other\)$"),
-        ("SELECT 1.5::DOUBLE AS id", ConfigError, r"key column 'id' is double.*CAST\(id AS VARCHAR\)"),
+        (
+            "SELECT 1 AS other",
+            ConfigError,
+            r"^entity: the source yields no column 'id' \(there are: other\)$",
+        ),
+        (
+            "SELECT 1.5::DOUBLE AS id",
+            ConfigError,
+            r"key column 'id' is double.*CAST\(id AS VARCHAR\)",
+        ),
         ("SELECT 1.5 AS id", ConfigError, "key column 'id' is decimal"),
         ("SELECT [1] AS id", ConfigError, "key column 'id' is list"),
         ("SELECT 'a'::BLOB AS id", ConfigError, "key column 'id' is binary"),
@@ -364,7 +450,9 @@ def test_other_spellings_of_a_select_are_taken(sql: str) -> None:
         ("SELECT $keys AS id", (ConfigError, SourceError), "keys"),
     ],
 )
-def test_sql_that_cannot_run_is_refused_with_duckdbs_words(sql: str, error: type[Exception], message: str) -> None:
+def test_sql_that_cannot_run_is_refused_with_duckdbs_words(
+    sql: str, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message) as caught:
         Source(sql, ("id",), {})
     assert "\n" not in str(caught.value)
@@ -372,7 +460,9 @@ def test_sql_that_cannot_run_is_refused_with_duckdbs_words(sql: str, error: type
 
 @pytest.mark.parametrize("what", ["error('boom')", "CAST(text AS INTEGER)"])
 def test_a_failure_on_some_row_is_a_source_error(what: str) -> None:
-    with Source(f"SELECT id, {what} AS x FROM (SELECT 1 AS id, 'a' AS text)", ("id",), {}) as source:
+    with Source(
+        f"SELECT id, {what} AS x FROM (SELECT 1 AS id, 'a' AS text)", ("id",), {}
+    ) as source:
         with pytest.raises(SourceError, match=r"boom|'a'"):
             source.load()
         with pytest.raises(SourceError, match=r"boom|'a'"):
@@ -387,7 +477,9 @@ def test_a_file_that_is_no_parquet_is_a_source_error(tmp_path: Path) -> None:
 
 def test_a_parquet_file_cut_short_is_a_source_error(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
-    pq.write_table(pa.table({"id": list(range(10_000)), "text": [str(i) * 9 for i in range(10_000)]}), path)
+    pq.write_table(
+        pa.table({"id": list(range(10_000)), "text": [str(i) * 9 for i in range(10_000)]}), path
+    )
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(SourceError, match=r"x\.parquet"):
@@ -395,7 +487,11 @@ def test_a_parquet_file_cut_short_is_a_source_error(tmp_path: Path) -> None:
 
 
 def bad_text(folder: Path) -> str:
-    text = pa.Array.from_buffers(pa.string(), 2, [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0\4\0\0\0"), pa.py_buffer(b"ok\xff\xfe")])
+    text = pa.Array.from_buffers(
+        pa.string(),
+        2,
+        [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0\4\0\0\0"), pa.py_buffer(b"ok\xff\xfe")],
+    )
     return values_sql(folder, pa.table({"id": [1, 2], "text": text}))
 
 
@@ -408,7 +504,10 @@ def test_a_csv_that_was_cut_off_is_no_question_of_its_encoding(tmp_path: Path) -
 
 
 def test_invalid_utf8_in_parquet_is_a_source_error_with_a_remedy(tmp_path: Path) -> None:
-    with Source(bad_text(tmp_path), ("id",), {}) as source, pytest.raises(SourceError, match=r"(?i)utf.*BLOB"):
+    with (
+        Source(bad_text(tmp_path), ("id",), {}) as source,
+        pytest.raises(SourceError, match=r"(?i)utf.*BLOB"),
+    ):
         source.load()
 
 
@@ -421,7 +520,9 @@ def test_invalid_utf8_in_csv_is_a_source_error_with_a_remedy(tmp_path: Path) -> 
         source.load()
 
 
-def test_nothing_is_left_on_disk_after_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_left_on_disk_after_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with Source("SELECT 1 AS id", ("id",), {}) as source:
         source.load()
@@ -456,7 +557,8 @@ def test_the_views_that_sql_reads_are_known(sql: str, views: list[str]) -> None:
 # ---- what was computed before
 
 MODULI = 3
-"""Rows of the made-up histories differ in an input of that many values, so that many agree by chance."""
+"""Rows of the made-up histories differ in an input of that many values, so that many agree by
+chance."""
 
 
 @cache
@@ -491,12 +593,17 @@ def key_text(key: tuple[Any, ...]) -> str | None:
     if None in key:
         return None
     parts = [str(part) for part in key]
-    return parts[0] if len(parts) == 1 else "/".join(p.replace("%", "%25").replace("/", "%2F") for p in parts)
+    return (
+        parts[0]
+        if len(parts) == 1
+        else "/".join(p.replace("%", "%25").replace("/", "%2F") for p in parts)
+    )
 
 
 @st.composite
 def histories(draw: st.DrawFn) -> History:
-    """Keys are few, so that everything meets everything; half of the sources come in their order."""
+    """Keys are few, so that everything meets everything; half of the sources come in their
+    order."""
     texts = st.sampled_from(["a", "a/b", "%2F", "é", "1"])
     entity: tuple[str, ...] = draw(st.sampled_from([("i",), ("t",), ("i", "t")]))
     whole = {"i": st.integers(-2, 4), "t": texts}
@@ -507,7 +614,12 @@ def histories(draw: st.DrawFn) -> History:
     rows = list(draw(st.dictionaries(keys, xs, max_size=8)).items())
     rows += draw(st.lists(st.tuples(nullable.filter(lambda key: None in key), xs), max_size=2))
     if rows:
-        rows += draw(st.lists(st.sampled_from([row for row in rows if None not in row[0]] or [rows[0]]), max_size=2))
+        rows += draw(
+            st.lists(
+                st.sampled_from([row for row in rows if None not in row[0]] or [rows[0]]),
+                max_size=2,
+            )
+        )
     rows = draw(st.permutations(rows))
     if draw(st.booleans()):
         rows = sorted({key: x for key, x in rows if None not in key}.items())
@@ -520,7 +632,11 @@ def histories(draw: st.DrawFn) -> History:
             living.add(past.key)
     finished = draw(st.lists(st.lists(pasts, max_size=4), max_size=3))
     texts_of = keys.map(key_text) | st.none()
-    refused = draw(st.lists(st.lists(st.tuples(texts_of, xs, st.integers(1, 3)), min_size=1, max_size=4), max_size=2))
+    refused = draw(
+        st.lists(
+            st.lists(st.tuples(texts_of, xs, st.integers(1, 3)), min_size=1, max_size=4), max_size=2
+        )
+    )
     return History(entity, rows, known, finished, refused, draw(st.none() | us))
 
 
@@ -548,14 +664,22 @@ def write_past(folder: Path, name: str, history: History, parts: list[list[Past]
 # what an interrupted run computed, and is past its time by now
 @example(History(("i",), [((1,), 0)], [], [[Past((1,), 0, -1, False)]], [], 0), 9)
 def test_a_diff_is_what_comparing_row_by_row_gives(history: History, block_rows: int) -> None:
-    with tempfile.TemporaryDirectory() as name, ExitStack() as opened, pytest.MonkeyPatch.context() as patch:
+    with (
+        tempfile.TemporaryDirectory() as name,
+        ExitStack() as opened,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setattr("precompute.diff.BLOCK_ROWS", block_rows)
         folder = Path(name)
         table = {
-            c: pa.array([key[i] for key, _ in history.rows], pa.int64() if c == "i" else pa.string())
+            c: pa.array(
+                [key[i] for key, _ in history.rows], pa.int64() if c == "i" else pa.string()
+            )
             for i, c in enumerate(history.entity)
         }
-        sql = values_sql(folder, pa.table(table | {"x": pa.array([x for _, x in history.rows], pa.int64())}))
+        sql = values_sql(
+            folder, pa.table(table | {"x": pa.array([x for _, x in history.rows], pa.int64())})
+        )
         known, finished = (
             write_past(folder, "known", history, history.known),
             write_past(folder, "done", history, history.finished),
@@ -577,13 +701,25 @@ def test_a_diff_is_what_comparing_row_by_row_gives(history: History, block_rows:
             )
         source = opened.enter_context(Source(sql, history.entity, {}))
         source.load()
-        found = compare(source, known, finished, refused, expired_before_us=history.expired_before_us)
-        deletes, again, todo = find_deletes(source).to_pylist(), refused_rows(source).to_pylist(), list(source.batches(3))
-        check_diff(history, found, deletes, again, [row for batch in todo for row in batch.to_pylist()])
+        found = compare(
+            source, known, finished, refused, expired_before_us=history.expired_before_us
+        )
+        deletes, again, todo = (
+            find_deletes(source).to_pylist(),
+            refused_rows(source).to_pylist(),
+            list(source.batches(3)),
+        )
+        check_diff(
+            history, found, deletes, again, [row for batch in todo for row in batch.to_pylist()]
+        )
 
 
 def check_diff(
-    history: History, found: Diff, deletes: list[dict[str, Any]], again: list[dict[str, Any]], todo: list[dict[str, Any]]
+    history: History,
+    found: Diff,
+    deletes: list[dict[str, Any]],
+    again: list[dict[str, Any]],
+    todo: list[dict[str, Any]],
 ) -> None:
     """The same by hand, one row at a time."""
     before = -(2**62) if history.expired_before_us is None else history.expired_before_us
@@ -591,13 +727,26 @@ def check_diff(
     for key, x in history.rows:
         if None in key or (key, x) not in rows:
             rows.append((key, x))
-    living = {past.key: (f, r, past) for f, part in enumerate(history.known) for r, past in enumerate(part) if not past.dead}
+    living = {
+        past.key: (f, r, past)
+        for f, part in enumerate(history.known)
+        for r, past in enumerate(part)
+        if not past.dead
+    }
     kept, picked, ages = set(), set(), []
     counts = dict.fromkeys(("new", "changed", "expired", "unchanged", "resumed", "refused"), 0)
     wanted, expected_again = [], []
     for key, x in rows:
         past = living.get(key)
-        state = "new" if past is None else "changed" if past[2].x != x else "expired" if past[2].us < before else "unchanged"
+        state = (
+            "new"
+            if past is None
+            else "changed"
+            if past[2].x != x
+            else "expired"
+            if past[2].us < before
+            else "unchanged"
+        )
         counts[state] += 1
         if past is not None and state == "unchanged":
             kept.add(past[:2])
@@ -609,7 +758,9 @@ def check_diff(
             for r, p in enumerate(part)
             if not p.dead and (p.key, p.x) == (key, x) and p.us >= before
         ]
-        attempts = [n for part in history.refused for k, rx, n in part if (k, rx) == (key_text(key), x)]
+        attempts = [
+            n for part in history.refused for k, rx, n in part if (k, rx) == (key_text(key), x)
+        ]
         if done:
             counts["resumed"] += 1
             picked.add(min(done)[:2])
@@ -617,12 +768,27 @@ def check_diff(
         elif attempts:
             counts["refused"] += 1
             expected_again.append(
-                {"key": key_text(key), "stage": "model", "error": "cannot", "input_hash": hash_of(x), "attempts": max(attempts)}
+                {
+                    "key": key_text(key),
+                    "stage": "model",
+                    "error": "cannot",
+                    "input_hash": hash_of(x),
+                    "attempts": max(attempts),
+                }
             )
         else:
-            wanted.append(dict(zip(history.entity, key, strict=True)) | {"x": x, "input_hash": hash_of(x)})
-    removed = [past.key for _, _, past in living.values() if past.key not in {key for key, _ in rows}]
-    expected = Diff(**counts, removed=len(removed), oldest_us=min(ages, default=None), newest_us=max(ages, default=None))
+            wanted.append(
+                dict(zip(history.entity, key, strict=True)) | {"x": x, "input_hash": hash_of(x)}
+            )
+    removed = [
+        past.key for _, _, past in living.values() if past.key not in {key for key, _ in rows}
+    ]
+    expected = Diff(
+        **counts,
+        removed=len(removed),
+        oldest_us=min(ages, default=None),
+        newest_us=max(ages, default=None),
+    )
     assert found == expected
     assert found.compute == len(wanted)
     assert todo == wanted
@@ -645,21 +811,41 @@ def check_diff(
 
 def rejected_file(folder: Path, rows: list[tuple[str, int, int]]) -> Path:
     keys, found, attempts = zip(*rows, strict=True)
-    columns = {"key": pa.array(keys), "stage": pa.array(["model"] * len(rows)), "error": pa.array(["cannot"] * len(rows))}
-    columns |= {"input_hash": pa.array(found, pa.int64()), "attempts": pa.array(attempts, pa.int32())}
+    columns = {
+        "key": pa.array(keys),
+        "stage": pa.array(["model"] * len(rows)),
+        "error": pa.array(["cannot"] * len(rows)),
+    }
+    columns |= {
+        "input_hash": pa.array(found, pa.int64()),
+        "attempts": pa.array(attempts, pa.int32()),
+    }
     pq.write_table(pa.table(columns), folder / "rejected.parquet")
     return folder / "rejected.parquet"
 
 
 def test_a_row_that_was_rejected_with_the_same_input_is_not_computed_again(tmp_path: Path) -> None:
-    path = rejected_file(tmp_path, [("1", hash_of(0), 1), ("2", hash_of(1), 1), ("1", hash_of(0), 2), ("9", hash_of(0), 1)])
-    with Source("SELECT * FROM (VALUES (1, 0::BIGINT), (2, 2::BIGINT), (3, 0::BIGINT)) t(id, x)", ("id",), {}) as source:
+    path = rejected_file(
+        tmp_path,
+        [("1", hash_of(0), 1), ("2", hash_of(1), 1), ("1", hash_of(0), 2), ("9", hash_of(0), 1)],
+    )
+    with Source(
+        "SELECT * FROM (VALUES (1, 0::BIGINT), (2, 2::BIGINT), (3, 0::BIGINT)) t(id, x)",
+        ("id",),
+        {},
+    ) as source:
         source.load()
         diff = compare(source, refused=[path])
         assert (diff, diff.compute) == (Diff(new=3, refused=1), 2)
         assert [row["id"] for batch in source.batches(10) for row in batch.to_pylist()] == [2, 3]
         assert refused_rows(source).to_pylist() == [
-            {"key": "1", "stage": "model", "error": "cannot", "input_hash": hash_of(0), "attempts": 2}
+            {
+                "key": "1",
+                "stage": "model",
+                "error": "cannot",
+                "input_hash": hash_of(0),
+                "attempts": 2,
+            }
         ]
         assert find_deletes(source).num_rows == 0
 
@@ -669,11 +855,20 @@ def test_without_anything_before_every_row_is_new() -> None:
         source.load()
         assert compare(source) == Diff(new=5)
         assert (find_deletes(source).num_rows, refused_rows(source).num_rows) == (0, 0)
-        assert [row["id"] for batch in source.batches(2) for row in batch.to_pylist()] == [0, 1, 2, 3, 4]
+        assert [row["id"] for batch in source.batches(2) for row in batch.to_pylist()] == [
+            0,
+            1,
+            2,
+            3,
+            4,
+        ]
 
 
 def test_a_diff_before_load_is_refused() -> None:
-    with Source("SELECT 1 AS id", ("id",), {}) as source, pytest.raises(SourceError, match=r"load\(\) comes before compare\(\)"):
+    with (
+        Source("SELECT 1 AS id", ("id",), {}) as source,
+        pytest.raises(SourceError, match=r"load\(\) comes before compare\(\)"),
+    ):
         compare(source)
 
 
@@ -695,8 +890,16 @@ def test_a_changed_row_among_many_is_found_and_the_rest_streams_past(tmp_path: P
     with Source(changed, ("id",), {}) as source:
         source.load()
         diff = compare(source, Files([path], dead))
-        assert diff == Diff(new=4, changed=1, unchanged=rows - 5, removed=2, oldest_us=7, newest_us=7)
-        assert [row["id"] for batch in source.batches(10) for row in batch.to_pylist()] == [1, 123_456, 199_999, 250_000, 250_001]
+        assert diff == Diff(
+            new=4, changed=1, unchanged=rows - 5, removed=2, oldest_us=7, newest_us=7
+        )
+        assert [row["id"] for batch in source.batches(10) for row in batch.to_pylist()] == [
+            1,
+            123_456,
+            199_999,
+            250_000,
+            250_001,
+        ]
         assert [(row["row"], row["removed"]) for row in find_deletes(source).to_pylist()] == [
             (0, True),
             (123_456, False),
@@ -705,10 +908,14 @@ def test_a_changed_row_among_many_is_found_and_the_rest_streams_past(tmp_path: P
 
 
 @pytest.mark.parametrize("kind", ["UUID", "JSON"])
-def test_keys_that_are_text_to_arrow_alone_are_keys_from_run_to_run(tmp_path: Path, kind: str) -> None:
+def test_keys_that_are_text_to_arrow_alone_are_keys_from_run_to_run(
+    tmp_path: Path, kind: str
+) -> None:
     folder = tmp_path / "project"
     folder.mkdir()
-    keys = [f"00000000-0000-0000-0000-00000000000{i}" if kind == "UUID" else f"{i}" for i in range(5)]
+    keys = [
+        f"00000000-0000-0000-0000-00000000000{i}" if kind == "UUID" else f"{i}" for i in range(5)
+    ]
     pq.write_table(pa.table({"k": keys, "x": range(5)}), folder / "keys.parquet")
     sql = f"SELECT k::{kind} AS k, x FROM 'keys.parquet'"
     with Source(sql, ("k",), {}, folder=folder) as source:
@@ -730,7 +937,8 @@ def test_keys_that_are_text_to_arrow_alone_are_keys_from_run_to_run(tmp_path: Pa
 def test_keys_are_compared_as_bytes_whatever_the_sqls_collation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, collation: str, block_rows: int
 ) -> None:
-    """Every other key is upper case, so that they ascend in another order by the collation; three come in both cases."""
+    """Every other key is upper case, so that they ascend in another order by the collation; three
+    come in both cases."""
     monkeypatch.setattr("precompute.diff.BLOCK_ROWS", block_rows)
     keys = [f"{'aA'[i % 2]}{i:04d}x" for i in range(1000)]
     twins = [key.swapcase() for key in keys[:3]]
@@ -739,20 +947,24 @@ def test_keys_are_compared_as_bytes_whatever_the_sqls_collation(
     with Source(collated, ("k",), {}) as source:
         assert source.load() == 1003
         rows = pa.Table.from_batches(source.batches(2000))
-        assert sorted(source.rows([keys[0], twins[1]]).column("k").to_pylist()) == sorted([keys[0], twins[1]])
+        assert sorted(source.rows([keys[0], twins[1]]).column("k").to_pylist()) == sorted(
+            [keys[0], twins[1]]
+        )
         assert source.content() == content_of(plain, ("k",))
-    known = rows.append_column("computed_at", pa.array([7] * 1003, pa.timestamp("us", "UTC"))).sort_by("k")
+    known = rows.append_column(
+        "computed_at", pa.array([7] * 1003, pa.timestamp("us", "UTC"))
+    ).sort_by("k")
     pq.write_table(known, tmp_path / "known.parquet")
     for order in ("", "ORDER BY k", "ORDER BY k COLLATE C"):
-        changed = (
-            f"FROM ({collated}) WHERE k COLLATE C NOT IN ({', '.join(map(repr, [*twins, keys[500]]))}) UNION ALL SELECT 'ä', 0"
-        )
+        changed = f"FROM ({collated}) WHERE k COLLATE C NOT IN ({', '.join(map(repr, [*twins, keys[500]]))}) UNION ALL SELECT 'ä', 0"
         with Source(f"FROM ({changed}) {order}", ("k",), {}) as source:
             assert source.load() == 1000
             expected = Diff(new=1, unchanged=999, removed=4, oldest_us=7, newest_us=7)
             assert compare(source, Files([tmp_path / "known.parquet"])) == expected
             assert [row["k"] for batch in source.batches(10) for row in batch.to_pylist()] == ["ä"]
-            assert sorted(row["key_k"] for row in find_deletes(source).to_pylist()) == sorted([*twins, keys[500]])
+            assert sorted(row["key_k"] for row in find_deletes(source).to_pylist()) == sorted(
+                [*twins, keys[500]]
+            )
 
 
 def test_files_of_ours_have_no_columns_of_the_folders_above_them(tmp_path: Path) -> None:
@@ -765,15 +977,27 @@ def test_files_of_ours_have_no_columns_of_the_folders_above_them(tmp_path: Path)
     pq.write_table(columns, folder / "known.parquet")
     refused = rejected_file(folder, [("2", rows["input_hash"][2].as_py(), 1)])
     known = Files([folder / "known.parquet"], {0: np.array([2], np.int64)})
-    with Source("SELECT id, x FROM live.items UNION ALL SELECT 2, 1", ("id",), {"items": known}) as source:
-        assert source.table("FROM live.items").column_names == ["id", "x", "input_hash", "computed_at"]
+    with Source(
+        "SELECT id, x FROM live.items UNION ALL SELECT 2, 1", ("id",), {"items": known}
+    ) as source:
+        assert source.table("FROM live.items").column_names == [
+            "id",
+            "x",
+            "input_hash",
+            "computed_at",
+        ]
         source.load()
-        assert compare(source, known, refused=[refused]) == Diff(new=1, unchanged=2, refused=1, oldest_us=7, newest_us=7)
+        assert compare(source, known, refused=[refused]) == Diff(
+            new=1, unchanged=2, refused=1, oldest_us=7, newest_us=7
+        )
 
 
 def test_files_that_cannot_be_compared_with_are_damage(tmp_path: Path) -> None:
     (tmp_path / "part.parquet").write_bytes(b"not Parquet")
-    damaged: list[dict[str, Any]] = [{"known": Files([tmp_path / "part.parquet"])}, {"refused": [tmp_path / "part.parquet"]}]
+    damaged: list[dict[str, Any]] = [
+        {"known": Files([tmp_path / "part.parquet"])},
+        {"refused": [tmp_path / "part.parquet"]},
+    ]
     for files in damaged:
         with Source("SELECT 1 AS id", ("id",), {}) as source:
             source.load()
@@ -784,13 +1008,18 @@ def test_files_that_cannot_be_compared_with_are_damage(tmp_path: Path) -> None:
 def test_dead_rows_of_another_views_snapshot_are_not_read(tmp_path: Path) -> None:
     paths = [tmp_path / "part-0.parquet", tmp_path / "it's part 1.parquet"]
     for number, path in enumerate(paths):
-        pq.write_table(pa.table({"id": [10 * number, 10 * number + 1, 10 * number + 2], "v": ["a", "b", "c"]}), path)
+        pq.write_table(
+            pa.table({"id": [10 * number, 10 * number + 1, 10 * number + 2], "v": ["a", "b", "c"]}),
+            path,
+        )
     files = Files(paths, {0: np.array([0, 2], np.int64), 1: np.array([1], np.int64)})
     with Source("SELECT * FROM live.items ORDER BY id", ("id",), {"items": files}) as source:
         assert source.load() == 3
         batch = next(source.batches(10))
         assert batch.schema.names == ["id", "v", "input_hash"]
-        assert list(zip(batch.column("id").to_pylist(), batch.column("v").to_pylist(), strict=True)) == [
+        assert list(
+            zip(batch.column("id").to_pylist(), batch.column("v").to_pylist(), strict=True)
+        ) == [
             (1, "b"),
             (10, "a"),
             (12, "c"),
@@ -834,12 +1063,16 @@ def test_the_content_changes_with_any_key_and_any_value(values: str) -> None:
 
 
 def test_the_content_tells_composite_keys_apart() -> None:
-    one, other = (content_of(f"SELECT {a} AS a, {b} AS b, 1 AS x", ("a", "b")) for a, b in (("'a/b'", "'c'"), ("'a'", "'b/c'")))
+    one, other = (
+        content_of(f"SELECT {a} AS a, {b} AS b, 1 AS x", ("a", "b"))
+        for a, b in (("'a/b'", "'c'"), ("'a'", "'b/c'"))
+    )
     assert one != other
 
 
 def test_rows_that_come_again_are_counted_by_key_and_input(tmp_path: Path) -> None:
-    """Of what the bad result had and the good one had not; those that are live by now are no news; dead rows are no rows."""
+    """Of what the bad result had and the good one had not; those that are live by now are no news;
+    dead rows are no rows."""
 
     def files(name: str, sql: str, dead: Sequence[int] = ()) -> Files:
         with Source(sql, ("a", "id"), {}) as source:
@@ -850,7 +1083,9 @@ def test_rows_that_come_again_are_counted_by_key_and_input(tmp_path: Path) -> No
     rows = "SELECT 'k' AS a, i AS id, {} AS x FROM range(10) t(i)"
     good = files("good", rows.format("i"))
     bad = files("bad", rows.format("CASE WHEN i < 6 THEN -i - 1 ELSE i END"), dead=[5])
-    live = files("live", "SELECT 'k' AS a, 0 AS id, (-1)::BIGINT AS x")  # of one recipe, so of one type
+    live = files(
+        "live", "SELECT 'k' AS a, 0 AS id, (-1)::BIGINT AS x"
+    )  # of one recipe, so of one type
     with Source(rows.format("CASE WHEN i < 3 THEN -i - 1 ELSE i END"), ("a", "id"), {}) as source:
         source.load()
         assert returned_rows(source, bad, good, live) == (5, 2, 1)
@@ -879,14 +1114,18 @@ def test_a_sample_is_of_the_whole_source_and_the_same_in_any_order() -> None:
     ids = np.array(ids_of(before))
     assert before.column("x").to_pylist() == (ids * 2).tolist()
     assert np.histogram(ids, 10, (0, 20_000))[0] == pytest.approx([100] * 10, abs=40)
-    assert np.histogram(ids[:200], 4, (0, 20_000))[0] == pytest.approx([50] * 4, abs=25)  # its beginning is a sample too
+    assert np.histogram(ids[:200], 4, (0, 20_000))[0] == pytest.approx(
+        [50] * 4, abs=25
+    )  # its beginning is a sample too
     with Source(sql + " DESC", ("id",), {}) as source:
         assert source.sample(1000).equals(before)
         assert source.sample(10**6).num_rows == 20_000
 
 
 def test_a_sample_of_composite_keys_holds_the_source_s_columns_only() -> None:
-    with Source("SELECT 'a' AS a, i AS id, NULL::INTEGER AS x FROM range(50) t(i)", ("a", "id"), {}) as source:
+    with Source(
+        "SELECT 'a' AS a, i AS id, NULL::INTEGER AS x FROM range(50) t(i)", ("a", "id"), {}
+    ) as source:
         source.load()
         assert source.sample(7).schema.names == ["a", "id", "x"]
         assert sorted(ids_of(source.sample(99))) == list(range(50))
@@ -905,12 +1144,19 @@ def test_the_bounds_of_a_partition_are_bound_wherever_the_sql_runs() -> None:
         assert source.load() == 1
         assert [row["id"] for row in next(source.batches(10)).to_pylist()] == [2]
         assert source.rows(["1", "2", "3"]).column("key").to_pylist() == ["2"]
-        assert source.sample(9).column("id").to_pylist() == source.head(9).column("id").to_pylist() == [2]
+        assert (
+            source.sample(9).column("id").to_pylist()
+            == source.head(9).column("id").to_pylist()
+            == [2]
+        )
         assert source.table("SELECT $start AS s").to_pylist() == [{"s": datetime(2026, 1, 1)}]
         assert source.table("SELECT 1 AS one").to_pylist() == [{"one": 1}]
 
 
-@pytest.mark.parametrize(("where", "ids"), [("day >= $start", [2, 3]), ("day < $end", [1, 2]), ("$end > $start", [1, 2, 3])])
+@pytest.mark.parametrize(
+    ("where", "ids"),
+    [("day >= $start", [2, 3]), ("day < $end", [1, 2]), ("$end > $start", [1, 2, 3])],
+)
 def test_sql_may_take_one_of_the_bounds_or_use_them_as_it_likes(where: str, ids: list[int]) -> None:
     with Source(f"SELECT id FROM {DAYS} WHERE {where}", ("id",), {}, bounds=DAY) as source:
         assert source.load() == len(ids)
@@ -930,10 +1176,17 @@ def test_partition_bounds_are_found_after_a_semicolon_in_a_comment() -> None:
     [
         ("DATE", "2026-01-01", "2026-01-01", "2026-01-02"),
         ("TIMESTAMP", "2026-01-01 00:00:00", "2026-01-01 23:59:59.999999", "2026-01-02 00:00:00"),
-        ("TIMESTAMPTZ", "2026-01-01 00:00:00+00", "2026-01-02 01:59:59+02", "2026-01-01 23:00:00-01"),
+        (
+            "TIMESTAMPTZ",
+            "2026-01-01 00:00:00+00",
+            "2026-01-02 01:59:59+02",
+            "2026-01-01 23:00:00-01",
+        ),
     ],
 )
-def test_rows_outside_their_partition_are_refused(column: str, first: str, last: str, after: str) -> None:
+def test_rows_outside_their_partition_are_refused(
+    column: str, first: str, last: str, after: str
+) -> None:
     inside = f"SELECT 1 AS id, {column} '{first}' AS at, $start AS s UNION ALL SELECT 2, {column} '{last}', $start"
     with Source(inside, ("id",), {}, bounds=DAY) as source:
         assert source.load("at") == 2
@@ -949,14 +1202,21 @@ def test_rows_outside_their_partition_are_refused(column: str, first: str, last:
 def test_a_partition_column_that_the_source_does_not_yield_is_refused() -> None:
     with (
         Source("SELECT 1 AS id, $start AS s", ("id",), {}, bounds=DAY) as source,
-        pytest.raises(ConfigError, match=r"^partition.column: the source yields no column 'day' \(there are: id, s\)$"),
+        pytest.raises(
+            ConfigError,
+            match=r"^partition.column: the source yields no column 'day' \(there are: id, s\)$",
+        ),
     ):
         source.load("day")
 
 
 @pytest.mark.parametrize(
     ("sql", "message"),
-    [("SELECT $begin AS id", r"parameter \$begin"), ("SELECT ? AS id", "parameter"), ("SELECT $1 AS id", "parameter")],
+    [
+        ("SELECT $begin AS id", r"parameter \$begin"),
+        ("SELECT ? AS id", "parameter"),
+        ("SELECT $1 AS id", "parameter"),
+    ],
 )
 def test_parameters_other_than_the_bounds_are_refused(sql: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

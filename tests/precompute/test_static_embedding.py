@@ -1,4 +1,5 @@
-"""Static embeddings: the vectors of model2vec and of sentence-transformers, from folders of every layout."""
+"""Static embeddings: the vectors of model2vec and of sentence-transformers, from folders of every
+layout."""
 
 from __future__ import annotations
 
@@ -27,8 +28,17 @@ def vocabulary(kind: str) -> Tokenizer:
     """A tokenizer without a hole among its ids: of words, or as a kind of transformer has it."""
     if kind != "words":
         return tokenizer(kind).backend_tokenizer
-    tokens = dict.fromkeys(["[PAD]", "[UNK]", *WORDS, *(p + c for c in "abcdefghijklmnopqrstuvwxyz" for p in ("", "##"))])
-    made = Tokenizer(models.WordPiece({token: i for i, token in enumerate(tokens)}, unk_token="[UNK]"))
+    tokens = dict.fromkeys(
+        [
+            "[PAD]",
+            "[UNK]",
+            *WORDS,
+            *(p + c for c in "abcdefghijklmnopqrstuvwxyz" for p in ("", "##")),
+        ]
+    )
+    made = Tokenizer(
+        models.WordPiece({token: i for i, token in enumerate(tokens)}, unk_token="[UNK]")
+    )
     made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     return made
 
@@ -69,7 +79,10 @@ SHARED: dict[str, Any] = {
 def test_vectors_are_those_of_model2vec(tmp_path: Path, kind: str, changes: Any) -> None:
     if changes == "shared":
         size = vocabulary(kind).get_vocab_size()
-        changes = {name: values if name == "embeddings" else values[:size] for name, values in SHARED.items()}
+        changes = {
+            name: values if name == "embeddings" else values[:size]
+            for name, values in SHARED.items()
+        }
     saved(tmp_path, kind, **changes)
     model = loaded(tmp_path)
     prepared = model.prepare(ROWS)
@@ -84,10 +97,15 @@ def test_vectors_are_those_of_model2vec(tmp_path: Path, kind: str, changes: Any)
 def test_vectors_are_those_of_sentence_transformers(tmp_path: Path, normalize: bool) -> None:
     words = vocabulary("words")
     table = np.random.default_rng(0).normal(size=(words.get_vocab_size(), 6)).astype(np.float32)
-    made: list[Any] = [modules.StaticEmbedding(words, embedding_weights=table), *([modules.Normalize()] if normalize else [])]
+    made: list[Any] = [
+        modules.StaticEmbedding(words, embedding_weights=table),
+        *([modules.Normalize()] if normalize else []),
+    ]
     peer = SentenceTransformer(modules=made, device="cpu")
     peer.save(str(tmp_path), create_model_card=False)
-    np.testing.assert_allclose(loaded(tmp_path).compute(ROWS)["embedding"], peer.encode(TEXTS), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        loaded(tmp_path).compute(ROWS)["embedding"], peer.encode(TEXTS), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_a_text_without_a_known_token_is_a_bad_row(tmp_path: Path) -> None:
@@ -98,7 +116,11 @@ def test_a_text_without_a_known_token_is_a_bad_row(tmp_path: Path) -> None:
     assert prepared.bad == {0: "text has no token that the model knows"}
     made = model.land(model.launch(model.inputs(prepared, np.array([1]))))
     assert np.linalg.norm(made["vector"]) == pytest.approx(1)
-    assert loaded(tmp_path, normalize=False).fingerprint() != loaded(tmp_path).fingerprint() == model.fingerprint()
+    assert (
+        loaded(tmp_path, normalize=False).fingerprint()
+        != loaded(tmp_path).fingerprint()
+        == model.fingerprint()
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,7 +128,10 @@ def test_a_text_without_a_known_token_is_a_bad_row(tmp_path: Path) -> None:
     [
         ({"embeddings": np.ones((5, 6), np.float32)}, "its table has 5 rows, its tokenizer"),
         ({"embeddings": np.ones(500, np.float32)}, "its table has the shape [500]"),
-        ({"embeddings": np.full((500, 6), np.inf, np.float32)}, "its table has a number that is not finite"),
+        (
+            {"embeddings": np.full((500, 6), np.inf, np.float32)},
+            "its table has a number that is not finite",
+        ),
         ({"mapping": np.full(500, 999)}, "its mapping names rows that are not there"),
         ({"vectors": np.ones((500, 6), np.float32)}, "embeddings"),
     ],
@@ -114,17 +139,25 @@ def test_a_text_without_a_known_token_is_a_bad_row(tmp_path: Path) -> None:
 def test_a_damaged_table_is_named(tmp_path: Path, damage: dict[str, Any], message: str) -> None:
     file = saved(tmp_path) / "model.safetensors"
     tensors = {} if "vectors" in damage else load_file(file)
-    save_file({name: np.ascontiguousarray(values) for name, values in (tensors | damage).items()}, file)
-    with pytest.raises(ModelError, match=f"static_embedding: .* is damaged: .*{re.escape(message)}"):
+    save_file(
+        {name: np.ascontiguousarray(values) for name, values in (tensors | damage).items()}, file
+    )
+    with pytest.raises(
+        ModelError, match=f"static_embedding: .* is damaged: .*{re.escape(message)}"
+    ):
         loaded(tmp_path)
 
 
 def test_what_is_no_such_folder_is_refused(tmp_path: Path) -> None:
     saved(tmp_path)
     (tmp_path / "config_sentence_transformers.json").write_text("{}")
-    types = [{"type": f"sentence_transformers.models.{name}"} for name in ("StaticEmbedding", "Dense")]
+    types = [
+        {"type": f"sentence_transformers.models.{name}"} for name in ("StaticEmbedding", "Dense")
+    ]
     (tmp_path / "modules.json").write_text(json.dumps(types))
-    with pytest.raises(ConfigError, match=r"has StaticEmbedding, Dense: StaticEmbedding, and Normalize after it"):
+    with pytest.raises(
+        ConfigError, match=r"has StaticEmbedding, Dense: StaticEmbedding, and Normalize after it"
+    ):
         loaded(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"has no tokenizer.json; give a folder that model2vec"):

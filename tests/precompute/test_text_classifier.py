@@ -1,4 +1,5 @@
-"""Text classifiers: the scores of sentence-transformers' cross-encoders and of transformers' classifiers, by their folders; pairs, labels, precisions."""
+"""Text classifiers: the scores of sentence-transformers' cross-encoders and of transformers'
+classifiers, by their folders; pairs, labels, precisions."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ KINDS = [kind for kind in SHAPES if kind not in DECODERS and kind != "gemma3_tex
 
 
 def saved(folder: Path, kind: str = "bert", segments: bool = False, **config: Any) -> Path:
-    """A classifier with random weights; ``segments`` has its tokenizer tell which text a token is of."""
+    """A classifier with random weights; ``segments`` has its tokenizer tell which text a token is
+    of."""
     transformer(folder, kind, AutoModelForSequenceClassification, **config)
     if segments:
         file = folder / "tokenizer_config.json"
@@ -36,7 +38,10 @@ def saved(folder: Path, kind: str = "bert", segments: bool = False, **config: An
 
 
 def loaded(folder: Path, **args: Any) -> Any:
-    return load_model("text_classifier", {"path": str(folder), "columns": ["query", "document"], "device": "cpu", **args})
+    return load_model(
+        "text_classifier",
+        {"path": str(folder), "columns": ["query", "document"], "device": "cpu", **args},
+    )
 
 
 @torch.inference_mode()
@@ -44,7 +49,10 @@ def logits(folder: Path, *columns: list[str], longest: int = 38) -> Any:
     """As transformers has them, a row alone, so that nothing is padded."""
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    rows = [tokenizer(*row, truncation=True, max_length=longest, return_tensors="pt") for row in zip(*columns, strict=True)]
+    rows = [
+        tokenizer(*row, truncation=True, max_length=longest, return_tensors="pt")
+        for row in zip(*columns, strict=True)
+    ]
     return np.concatenate([model(**row).logits.numpy() for row in rows])
 
 
@@ -58,7 +66,10 @@ def test_pairs_have_the_scores_of_transformers(tmp_path: Path, kind: str) -> Non
     assert made["best"].to_pylist() == [f"LABEL_{n}" for n in expected.argmax(1)]
     # each row is itself, in whatever batch
     prepared = model.prepare(PAIRS)
-    alone = [model.land(model.launch(model.inputs(prepared, np.array([row]))))["score"][0] for row in range(4)]
+    alone = [
+        model.land(model.launch(model.inputs(prepared, np.array([row]))))["score"][0]
+        for row in range(4)
+    ]
     np.testing.assert_allclose(alone, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -66,7 +77,9 @@ def test_of_a_pair_the_segments_count(tmp_path: Path) -> None:
     folder = saved(tmp_path / "with", segments=True, num_labels=1)
     made = loaded(folder, activation="none", max_tokens=38).compute(PAIRS)["score"]
     np.testing.assert_allclose(made, logits(folder, QUERIES, DOCUMENTS)[:, 0], rtol=1e-4, atol=1e-5)
-    other = loaded(saved(tmp_path / "without", num_labels=1), activation="none", max_tokens=38).compute(PAIRS)["score"]
+    other = loaded(
+        saved(tmp_path / "without", num_labels=1), activation="none", max_tokens=38
+    ).compute(PAIRS)["score"]
     assert not np.allclose(made, other, atol=1e-4)
 
 
@@ -85,12 +98,16 @@ SIGMOID, IDENTITY = "torch.nn.modules.activation.Sigmoid", "torch.nn.modules.lin
         ({"num_labels": 3}, {"activation": "none"}, "none"),
     ],
 )
-def test_the_folder_says_what_becomes_of_the_logits(tmp_path: Path, config: Any, args: Any, expected: str) -> None:
+def test_the_folder_says_what_becomes_of_the_logits(
+    tmp_path: Path, config: Any, args: Any, expected: str
+) -> None:
     folder = saved(tmp_path, **config)
     raw = torch.from_numpy(logits(folder, QUERIES))
     wanted = {"none": raw, "sigmoid": raw.sigmoid(), "softmax": raw.softmax(-1)}[expected].numpy()
     made = loaded(folder, columns="query", max_tokens=38, **args).compute(PAIRS)["score"]
-    np.testing.assert_allclose(made, wanted[:, 0] if config["num_labels"] == 1 else wanted, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        made, wanted[:, 0] if config["num_labels"] == 1 else wanted, rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("name", ["fp32-onednn", "bf16-eager"])
@@ -99,11 +116,15 @@ def test_it_computes_in_other_precisions(tmp_path: Path, name: str) -> None:
     exact = model.compute(PAIRS)["score"]
     prepared = model.prepare(PAIRS)
     convert(model, technique(name), lambda: [model.tensors(prepared, np.arange(n)) for n in (2, 4)])
-    np.testing.assert_allclose(model.compute(PAIRS)["score"], exact, atol=1e-5 if name.startswith("fp32") else 0.05)
+    np.testing.assert_allclose(
+        model.compute(PAIRS)["score"], exact, atol=1e-5 if name.startswith("fp32") else 0.05
+    )
 
 
 def test_bad_texts_are_bad_rows(tmp_path: Path) -> None:
-    rows = pa.record_batch({"query": ["a", None, " ", "b"], "document": [b"c", b"d", b"\xff", b"\xff"]})
+    rows = pa.record_batch(
+        {"query": ["a", None, " ", "b"], "document": [b"c", b"d", b"\xff", b"\xff"]}
+    )
     model = loaded(saved(tmp_path))
     reason = "document is not UTF-8: invalid start byte at byte 0"
     assert model.unusable(rows) == {1: "query is null", 2: "query is empty", 3: reason}
@@ -115,9 +136,17 @@ def test_bad_texts_are_bad_rows(tmp_path: Path) -> None:
         ({}, {"columns": ["a", "b", "c"]}, "columns is a text column, or a list of two"),
         ({}, {"activation": "tanh"}, "activation is none, sigmoid, softmax, got 'tanh'"),
         ({}, {"label": "score"}, "label and output are both 'score'"),
-        ({"num_labels": 1}, {"label": "best"}, "has one label, which is a score: leave out `label`"),
+        (
+            {"num_labels": 1},
+            {"label": "best"},
+            "has one label, which is a score: leave out `label`",
+        ),
         ({}, {"max_tokens": 41}, "max_tokens is 41, this model takes 3 to 40"),
-        ({"sentence_transformers": {"activation_fn": "torch.nn.Tanh"}}, {}, "names the activation 'torch.nn.Tanh'"),
+        (
+            {"sentence_transformers": {"activation_fn": "torch.nn.Tanh"}},
+            {},
+            "names the activation 'torch.nn.Tanh'",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(tmp_path: Path, config: Any, args: Any, message: str) -> None:

@@ -1,4 +1,5 @@
-"""Text encoder: the values of an independent computation, whatever else is in the batch, and what is refused.
+"""Text encoder: the values of an independent computation, whatever else is in the batch, and what
+is refused.
 
 MiniLM is loaded once; whatever does not need its values uses a BERT of one layer, made here.
 """
@@ -73,18 +74,27 @@ def copied(small_folder: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(small_folder, tmp_path / "copied"))
 
 
-def encode(encoder: TextEncoder, texts: Sequence[Any], kind: pa.DataType | None = None) -> Embeddings:
-    values: Embeddings = encoder.compute(pa.record_batch({"text": pa.array(texts, kind or pa.string())}))["embedding"]
+def encode(
+    encoder: TextEncoder, texts: Sequence[Any], kind: pa.DataType | None = None
+) -> Embeddings:
+    values: Embeddings = encoder.compute(
+        pa.record_batch({"text": pa.array(texts, kind or pa.string())})
+    )["embedding"]
     return values
 
 
 @torch.inference_mode()
 def independent(folder: Path, texts: Sequence[str], max_tokens: int) -> Embeddings:
     """sentence-transformers' recipe, one text at a time, so that nothing is padded."""
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), BertModel.from_pretrained(folder).eval()
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(folder),
+        BertModel.from_pretrained(folder).eval(),
+    )
     rows = []
     for text in texts:
-        hidden = model(**tokenizer(text, truncation=True, max_length=max_tokens, return_tensors="pt")).last_hidden_state[0]
+        hidden = model(
+            **tokenizer(text, truncation=True, max_length=max_tokens, return_tensors="pt")
+        ).last_hidden_state[0]
         mean = hidden.mean(0).numpy()
         rows.append(mean / np.linalg.norm(mean))
     return np.stack(rows)
@@ -102,22 +112,31 @@ def test_minilm_equals_an_independent_computation(minilm: TextEncoder) -> None:
 
 def test_minilm_gives_the_same_values_alone_and_in_a_batch(minilm: TextEncoder) -> None:
     together, allowed = encode(minilm, TEXTS), tolerance("fp32-eager", "float32").known
-    assert relative_errors(together, np.concatenate([encode(minilm, [text]) for text in TEXTS])).max() <= allowed
+    assert (
+        relative_errors(together, np.concatenate([encode(minilm, [text]) for text in TEXTS])).max()
+        <= allowed
+    )
     assert relative_errors(together, encode(minilm, TEXTS[::-1])[::-1]).max() <= allowed
 
 
 def test_minilm_puts_like_beside_like(minilm: TextEncoder) -> None:
-    cat, kitten, bond = encode(minilm, ["a cat sleeps", "the kitten is napping", "yield of government bonds"])
+    cat, kitten, bond = encode(
+        minilm, ["a cat sleeps", "the kitten is napping", "yield of government bonds"]
+    )
     assert cat @ kitten > 0.5 > 0.2 > cat @ bond
 
 
 def test_any_text_equals_an_independent_computation(small: TextEncoder, small_folder: Path) -> None:
     texts = [*TEXTS, "long " * 500, "y" * 5000, "\u200b", "a" * 99 + " b"]
-    np.testing.assert_allclose(encode(small, texts), independent(small_folder, texts, 32), atol=1e-5)
+    np.testing.assert_allclose(
+        encode(small, texts), independent(small_folder, texts, 32), atol=1e-5
+    )
 
 
 def test_through_the_runner_every_row_gets_its_own_embedding(small: TextEncoder) -> None:
-    view = FeatureView("v", ("id",), (Feature("embedding", "float32", dim=16),), 1.0, 1.0, IndexSpec("embedding"))
+    view = FeatureView(
+        "v", ("id",), (Feature("embedding", "float32", dim=16),), 1.0, 1.0, IndexSpec("embedding")
+    )
     texts = [f"{i} words " + "and more " * (i * 7 % 20) for i in range(100)]
     texts[13] = texts[77] = " "
     done = compute(small, view, pa.record_batch({"id": list(range(100)), "text": texts}))
@@ -128,8 +147,12 @@ def test_through_the_runner_every_row_gets_its_own_embedding(small: TextEncoder)
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary(), pa.large_binary()])
-def test_text_in_any_column_type_has_the_same_embedding(small: TextEncoder, kind: pa.DataType) -> None:
-    np.testing.assert_array_equal(encode(small, [t.encode() for t in TEXTS], kind), encode(small, TEXTS))
+def test_text_in_any_column_type_has_the_same_embedding(
+    small: TextEncoder, kind: pa.DataType
+) -> None:
+    np.testing.assert_array_equal(
+        encode(small, [t.encode() for t in TEXTS], kind), encode(small, TEXTS)
+    )
 
 
 def test_another_column_and_output(small_folder: Path, small: TextEncoder) -> None:
@@ -147,21 +170,33 @@ def test_a_megabyte_of_text_is_cut_like_any_long_text(small: TextEncoder) -> Non
     batch = pa.record_batch({"text": [huge]})
     assert small.unusable(batch) == {}
     assert small.prepare(batch).costs.tolist() == [32]
-    np.testing.assert_allclose(encode(small, [huge]), encode(small, ["read a file line by line " * 20]), atol=1e-6)
+    np.testing.assert_allclose(
+        encode(small, [huge]), encode(small, ["read a file line by line " * 20]), atol=1e-6
+    )
 
 
 def test_text_after_a_page_of_blanks_still_counts(small: TextEncoder) -> None:
-    np.testing.assert_allclose(encode(small, [" " * 5000 + "a heist in the snow"]), encode(small, [TEXTS[0].lower()]), atol=1e-5)
+    np.testing.assert_allclose(
+        encode(small, [" " * 5000 + "a heist in the snow"]),
+        encode(small, [TEXTS[0].lower()]),
+        atol=1e-5,
+    )
 
 
 def test_costs_are_tokens_special_ones_included(small: TextEncoder) -> None:
-    assert small.prepare(pa.record_batch({"text": ["snow", "the snow", "snow " * 99]})).costs.tolist() == [3, 4, 32]
+    assert small.prepare(
+        pa.record_batch({"text": ["snow", "the snow", "snow " * 99]})
+    ).costs.tolist() == [3, 4, 32]
 
 
 @pytest.mark.parametrize(
     ("kind", "values", "bad"),
     [
-        (pa.string(), ["a", None, "", " \n\t\u3000", "b"], {1: "text is null", 2: "text is empty", 3: "text is empty"}),
+        (
+            pa.string(),
+            ["a", None, "", " \n\t\u3000", "b"],
+            {1: "text is null", 2: "text is empty", 3: "text is empty"},
+        ),
         (
             pa.binary(),
             [b"a", None, b"", b" \n\t", b"b"],
@@ -191,7 +226,9 @@ def test_null_empty_and_broken_texts_are_unusable(
         (pa.record_batch({"text": pa.nulls(1)}), "column 'text' is null, not text"),
     ],
 )
-def test_a_source_without_text_is_a_model_error(small: TextEncoder, batch: pa.RecordBatch, message: str) -> None:
+def test_a_source_without_text_is_a_model_error(
+    small: TextEncoder, batch: pa.RecordBatch, message: str
+) -> None:
     with pytest.raises(ModelError, match=message):
         small.unusable(batch)
 
@@ -224,9 +261,15 @@ def test_weights_that_are_not_all_there_are_refused_and_not_made_up(copied: Path
 
 
 def test_weights_without_the_unused_pooler_are_taken(copied: Path, small: TextEncoder) -> None:
-    weights = {k: v for k, v in load_file(copied / "model.safetensors").items() if not k.startswith("pooler.")}
+    weights = {
+        k: v
+        for k, v in load_file(copied / "model.safetensors").items()
+        if not k.startswith("pooler.")
+    }
     save_file(weights, copied / "model.safetensors", metadata={"format": "pt"})
-    np.testing.assert_array_equal(encode(TextEncoder(str(copied), max_tokens=32), TEXTS), encode(small, TEXTS))
+    np.testing.assert_array_equal(
+        encode(TextEncoder(str(copied), max_tokens=32), TEXTS), encode(small, TEXTS)
+    )
 
 
 def test_pickled_weights_are_never_read(copied: Path) -> None:
@@ -249,17 +292,24 @@ def test_no_such_folder() -> None:
 # ---- fingerprint
 
 
-def test_the_fingerprint_is_of_the_content_and_not_of_the_path(copied: Path, small: TextEncoder) -> None:
+def test_the_fingerprint_is_of_the_content_and_not_of_the_path(
+    copied: Path, small: TextEncoder
+) -> None:
     assert TextEncoder(str(copied), max_tokens=32).fingerprint() == small.fingerprint()
 
 
-def test_the_fingerprint_changes_with_weights_tokenizer_config_and_limit(copied: Path, small: TextEncoder) -> None:
+def test_the_fingerprint_changes_with_weights_tokenizer_config_and_limit(
+    copied: Path, small: TextEncoder
+) -> None:
     seen = {small.fingerprint(), TextEncoder(str(copied), max_tokens=31).fingerprint()}
     weights = load_file(copied / "model.safetensors")
     weights["embeddings.word_embeddings.weight"][0, 0] += 1e-3
     save_file(weights, copied / "model.safetensors", metadata={"format": "pt"})
     seen.add(TextEncoder(str(copied), max_tokens=32).fingerprint())
-    for name in ("tokenizer.json", "config.json"):  # the same content in other bytes: better one change too many than one missed
+    for name in (
+        "tokenizer.json",
+        "config.json",
+    ):  # the same content in other bytes: better one change too many than one missed
         (copied / name).write_text(json.dumps(json.loads((copied / name).read_text()), indent=3))
         seen.add(TextEncoder(str(copied), max_tokens=32).fingerprint())
     assert len(seen) == 5
@@ -267,11 +317,15 @@ def test_the_fingerprint_changes_with_weights_tokenizer_config_and_limit(copied:
 
 def test_values_are_the_same_for_one_batch_or_several_at_once(small_folder: Path) -> None:
     encoder = TextEncoder(str(small_folder), max_cost=64, device="cpu")
-    view = FeatureView("texts", ("id",), (Feature("embedding", "float32", dim=encoder.dim),), 60.0, 60.0)
+    view = FeatureView(
+        "texts", ("id",), (Feature("embedding", "float32", dim=encoder.dim),), 60.0, 60.0
+    )
     rows = pa.record_batch({"id": pa.array(range(210)), "text": TEXTS * 30})
     alone = compute(encoder, view, rows).features.column("embedding").flatten()
     together = np.empty((210, encoder.dim), np.float32)
-    for _, done in Runner(encoder, view, lanes=3).stream([rows.slice(at, 70) for at in range(0, 210, 70)]):
+    for _, done in Runner(encoder, view, lanes=3).stream(
+        [rows.slice(at, 70) for at in range(0, 210, 70)]
+    ):
         # on a busy machine a window comes in pieces
         vectors = np.asarray(done.features.column("embedding").flatten())
         together[70 * done.window + done.rows] = vectors.reshape(-1, encoder.dim)

@@ -24,20 +24,29 @@ def test_what_was_put_is_got(tmp_path: Path) -> None:
 
 def test_a_key_is_of_each_text_their_order_and_the_tokenizer(tmp_path: Path) -> None:
     cache, other = TokenCache(tmp_path, "one"), TokenCache(tmp_path, "two")
-    keys = [cache.key(texts) for texts in (["ab", "c"], ["a", "bc"], ["c", "ab"], ["ab", "c", ""], ["ab"])]
+    keys = [
+        cache.key(texts)
+        for texts in (["ab", "c"], ["a", "bc"], ["c", "ab"], ["ab", "c", ""], ["ab"])
+    ]
     assert len({*keys, other.key(["ab", "c"])}) == 6
 
 
 def test_a_damaged_file_is_as_none_whatever_it_holds(tmp_path: Path) -> None:
-    """Cut anywhere, any byte another, or zeros in place of the last ones, which leave a file of the right length; nothing is raised."""
+    """Cut anywhere, any byte another, or zeros in place of the last ones, which leave a file of the
+    right length; nothing is raised."""
     cache, path = TokenCache(tmp_path, "tokenizer"), tmp_path / "k.tokens"
     cache.put("k", IDS, LENGTHS)
     whole = path.read_bytes()
     damaged = [b"garbage" * 9, b"\x93NUMPY\x01\x00v\x00{'descr'", bytes(8)]
     damaged += [
-        whole[:size] + end for size in range(len(whole)) for end in (b"", bytes(len(whole) - size)) if whole[:size] + end != whole
+        whole[:size] + end
+        for size in range(len(whole))
+        for end in (b"", bytes(len(whole) - size))
+        if whole[:size] + end != whole
     ]
-    damaged += [whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :] for at in range(len(whole))]
+    damaged += [
+        whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :] for at in range(len(whole))
+    ]
     for content in damaged:
         path.write_bytes(content)
         assert cache.get("k") is None, content
@@ -49,7 +58,9 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:
     cache = TokenCache(tmp_path, "tokenizer", max_bytes=80)
     for number, key in enumerate(("old", "used", "new")):
         cache.put(key, IDS, LENGTHS)  # 36 bytes each
-        os.utime(tmp_path / f"{key}.tokens", (number, number)) if (tmp_path / f"{key}.tokens").exists() else None
+        os.utime(tmp_path / f"{key}.tokens", (number, number)) if (
+            tmp_path / f"{key}.tokens"
+        ).exists() else None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new.tokens", "used.tokens"]
 
 

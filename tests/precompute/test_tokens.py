@@ -1,4 +1,5 @@
-"""Tokens: of any text, and at any longest input, those that transformers' own call makes, though most of a long text is never looked at."""
+"""Tokens: of any text, and at any longest input, those that transformers' own call makes, though
+most of a long text is never looked at."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def check(kind: str, text: str, max_tokens: int) -> None:
     assert ids.tolist() == theirs(text, truncation=True, max_length=max_tokens)["input_ids"]  # type: ignore[operator]
     assert lengths.tolist() == [len(ids)]
     longer = len(theirs(text)["input_ids"]) > max_tokens  # type: ignore[operator]
-    assert tokenizers(kind, max_tokens, True)[0].tokenized([text])[1].tolist() == [max_tokens + 1 if longer else len(ids)]
+    assert tokenizers(kind, max_tokens, True)[0].tokenized([text])[1].tolist() == [
+        max_tokens + 1 if longer else len(ids)
+    ]
 
 
 @pytest.mark.parametrize("kind", ["bert", "distilbert", "roberta", "xlm-roberta"])

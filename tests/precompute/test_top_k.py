@@ -27,8 +27,12 @@ def table(ids: Any, vectors: Any, kind: pa.DataType | None = None) -> pa.Table:
     return pa.table({"id": ids, "vector": pa.array(rows, kind or pa.list_(pa.float32()))})
 
 
-def users(vectors: npt.ArrayLike, seen: Any = None, kind: pa.DataType | None = None) -> pa.RecordBatch:
-    columns: dict[str, Any] = {"vector": pa.array(np.asarray(vectors, np.float32).tolist(), pa.list_(pa.float32()))}
+def users(
+    vectors: npt.ArrayLike, seen: Any = None, kind: pa.DataType | None = None
+) -> pa.RecordBatch:
+    columns: dict[str, Any] = {
+        "vector": pa.array(np.asarray(vectors, np.float32).tolist(), pa.list_(pa.float32()))
+    }
     if seen is not None:
         columns["seen"] = pa.array(seen, kind or pa.list_(pa.int64()))
     return pa.record_batch(columns)
@@ -50,10 +54,14 @@ def brute_force(ids: list[Any], items: Any, vectors: Any, seen: list[Any], k: in
     return rows
 
 
-def assert_same(found: Lists, wanted: Lists, scores: npt.NDArray[np.float32], ids: list[Any]) -> None:
+def assert_same(
+    found: Lists, wanted: Lists, scores: npt.NDArray[np.float32], ids: list[Any]
+) -> None:
     """Equal scores in the same order; an id may differ only where another item scores the same."""
     for row, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
-        np.testing.assert_allclose([s for _, s in ours], [s for _, s in theirs], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            [s for _, s in ours], [s for _, s in theirs], rtol=1e-5, atol=1e-5
+        )
         assert len({i for i, _ in ours}) == len(ours)
         for item, score in ours:
             assert abs(scores[row, ids.index(item)] - score) < 1e-4
@@ -68,7 +76,9 @@ def test_equal_to_brute_force_whatever_the_tile(data: st.DataObject) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     items, vectors = rng.integers(-3, 4, (n_items, DIM)), rng.integers(-3, 4, (n_users, DIM))
     item = st.sampled_from([*ids, 1, 2**40])
-    seen = data.draw(st.lists(st.none() | st.lists(item, max_size=40), min_size=n_users, max_size=n_users))
+    seen = data.draw(
+        st.lists(st.none() | st.lists(item, max_size=40), min_size=n_users, max_size=n_users)
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(top_k, "ITEM_TILE", tile)
         found = ranked(TopK(table(ids, items), k, exclude="seen"), users(vectors, seen))
@@ -79,13 +89,19 @@ def test_equal_to_brute_force_whatever_the_tile(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("n_items", [9, 10, 11, 20, 21])
-def test_the_best_is_found_on_either_side_of_a_tiles_edge(monkeypatch: pytest.MonkeyPatch, n_items: int) -> None:
+def test_the_best_is_found_on_either_side_of_a_tiles_edge(
+    monkeypatch: pytest.MonkeyPatch, n_items: int
+) -> None:
     monkeypatch.setattr(top_k, "ITEM_TILE", 10)
     for best in (0, min(9, n_items - 1), n_items - 1):
         items = np.full((n_items, 1), 1.0)
         items[best] = 2
-        assert ranked(TopK(table(list(range(n_items)), items), 1), users([[3.0]])) == [[(best, 6.0)]]
-        without = ranked(TopK(table(list(range(n_items)), items), 1, exclude="seen"), users([[3.0]], [[best]]))
+        assert ranked(TopK(table(list(range(n_items)), items), 1), users([[3.0]])) == [
+            [(best, 6.0)]
+        ]
+        without = ranked(
+            TopK(table(list(range(n_items)), items), 1, exclude="seen"), users([[3.0]], [[best]])
+        )
         assert [score for _, score in without[0]] == [3.0]
         assert without[0][0][0] != best
 
@@ -96,14 +112,17 @@ def test_the_best_is_found_on_either_side_of_a_tiles_edge(monkeypatch: pytest.Mo
 def in_order(ids: list[Any], items: Any, vectors: Any, seen: list[Any], k: int) -> Lists:
     """In float64; of items that score the same, the first in the table comes first."""
     rows = []
-    for row, excluded in zip(np.asarray(vectors, np.float64) @ np.asarray(items, np.float64).T, seen, strict=True):
+    for row, excluded in zip(
+        np.asarray(vectors, np.float64) @ np.asarray(items, np.float64).T, seen, strict=True
+    ):
         order = np.lexsort((np.arange(len(ids)), -row)).tolist()
         rows.append([(ids[i], float(row[i])) for i in order if ids[i] not in (excluded or [])][:k])
     return rows
 
 
 def everything(draw: st.DataObject) -> tuple[list[int], Any, Any, list[Any], int]:
-    """(ids, items, vectors, seen, k) of few different numbers, so that many items score the same."""
+    """(ids, items, vectors, seen, k) of few different numbers, so that many items score the
+    same."""
     n_items, n_users = draw.draw(st.integers(1, 150)), draw.draw(st.integers(1, 40))
     ids = draw.draw(st.permutations(range(n_items)))
     rng = np.random.default_rng(draw.draw(st.integers(0, 2**32)))
@@ -112,7 +131,10 @@ def everything(draw: st.DataObject) -> tuple[list[int], Any, Any, list[Any], int
         items = items[np.argsort(items[:, 0], kind="stable")]
         vectors[:, 1:] = 0
     share = draw.draw(st.sampled_from([0.0, 0.2, 0.9, 1.0]))
-    seen = [None if rng.random() < 0.1 else np.flatnonzero(rng.random(n_items) < share).tolist() for _ in range(n_users)]
+    seen = [
+        None if rng.random() < 0.1 else np.flatnonzero(rng.random(n_items) < share).tolist()
+        for _ in range(n_users)
+    ]
     return list(ids), items, vectors, seen, draw.draw(st.sampled_from([1, 2, 5, 30, 200]))
 
 
@@ -132,7 +154,10 @@ def test_ties_go_to_the_first_item_whatever_the_tiles(data: st.DataObject) -> No
 def test_what_a_gpu_computes_is_the_same(data: st.DataObject) -> None:
     ids, items, vectors, seen, k = everything(data)
     model, batch = TopK(table(ids, items), k, exclude="seen", device="cpu"), users(vectors, seen)
-    inputs, module = model.inputs(model.prepare(batch), np.arange(batch.num_rows)), cast(Any, model.module)
+    inputs, module = (
+        model.inputs(model.prepare(batch), np.arange(batch.num_rows)),
+        cast(Any, model.module),
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(top_k, "GPU_SCORES", data.draw(st.sampled_from([1, 500, 2000, 2**26])))
         made = model.features([module.by_topk(*inputs).numpy()])
@@ -160,17 +185,24 @@ def test_the_stages_of_a_run_give_what_compute_gives() -> None:
     rng = np.random.default_rng(0)
     items, vectors = rng.integers(-9, 10, (700, DIM)), rng.integers(-9, 10, (3000, DIM))
     seen = [rng.integers(0, 800, rng.integers(0, 30)).tolist() for _ in vectors]
-    model, batch = TopK(table(list(range(700)), items), 20, exclude="seen", device="cpu"), users(vectors, seen)
+    model, batch = (
+        TopK(table(list(range(700)), items), 20, exclude="seen", device="cpu"),
+        users(vectors, seen),
+    )
     model.start_cost = 100  # batches of 50 to 400 users
     features = (Feature("items", "int64", max_items=20), Feature("scores", "float32", max_items=20))
     runner = Runner(model, FeatureView("v", ("id",), features, 1.0, 1.0))
-    done = [computed.features for _, computed in runner.stream(batch.slice(start, 1000) for start in (0, 1000, 2000))]
+    done = [
+        computed.features
+        for _, computed in runner.stream(batch.slice(start, 1000) for start in (0, 1000, 2000))
+    ]
     streamed = pa.Table.from_batches(done)
     assert [column.to_pylist() for column in streamed.columns] == [
         pa.array(model.compute(batch)[n]).to_pylist() for n in ("items", "scores")
     ]
     assert list(zip(*(c.to_pylist() for c in streamed.columns), strict=True)) == [
-        tuple(map(list, zip(*row, strict=True))) for row in in_order(list(range(700)), items, vectors, seen, 20)
+        tuple(map(list, zip(*row, strict=True)))
+        for row in in_order(list(range(700)), items, vectors, seen, 20)
     ]
     assert runner.meter.batches > 8
     assert runner.meter.flops == 2 * 3000 * 700 * DIM
@@ -180,7 +212,12 @@ def test_fewer_items_than_k_and_fewer_left_than_k() -> None:
     model = TopK(table([1, 2, 3], [[1.0], [3.0], [2.0]]), k=5, exclude="seen")
     assert (model.reads(), TopK(table([1], [[1.0]])).reads()) == (["vector", "seen"], ["vector"])
     found = ranked(model, users([[1.0], [1.0], [-1.0], [1.0]], [[], [2, 9], None, [1, 2, 3]]))
-    assert found == [[(2, 3.0), (3, 2.0), (1, 1.0)], [(3, 2.0), (1, 1.0)], [(1, -1.0), (3, -2.0), (2, -3.0)], []]
+    assert found == [
+        [(2, 3.0), (3, 2.0), (1, 1.0)],
+        [(3, 2.0), (1, 1.0)],
+        [(1, -1.0), (3, -2.0), (2, -3.0)],
+        [],
+    ]
 
 
 def test_string_ids_unknown_seen_ids_nulls_and_repetitions() -> None:
@@ -201,8 +238,12 @@ def test_string_ids_unknown_seen_ids_nulls_and_repetitions() -> None:
         (pa.array([1, 2], pa.int64()), [[2, 3]], pa.list_(pa.float64())),
     ],
 )
-def test_seen_ids_of_another_type_that_are_no_items_are_ignored(ids: pa.Array, seen: Any, kind: pa.DataType) -> None:
-    found = ranked(TopK(table(ids, [[1.0], [3.0]]), k=2, exclude="seen"), users([[1.0]], seen, kind))
+def test_seen_ids_of_another_type_that_are_no_items_are_ignored(
+    ids: pa.Array, seen: Any, kind: pa.DataType
+) -> None:
+    found = ranked(
+        TopK(table(ids, [[1.0], [3.0]]), k=2, exclude="seen"), users([[1.0]], seen, kind)
+    )
     assert found == [[(ids[0].as_py(), 1.0)]]
 
 
@@ -213,10 +254,19 @@ def test_no_one_has_seen_anything() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [pa.list_(pa.float32()), pa.list_(pa.float64()), pa.list_(pa.float32(), 2), pa.list_(pa.float16(), 2)]
+    "kind",
+    [
+        pa.list_(pa.float32()),
+        pa.list_(pa.float64()),
+        pa.list_(pa.float32(), 2),
+        pa.list_(pa.float16(), 2),
+    ],
 )
 def test_vectors_come_as_lists_of_any_float(kind: pa.DataType) -> None:
-    items, batch = table([1, 2], [[1, 0], [0, 1]], kind), pa.record_batch({"vector": pa.array([[1.0, 0.5], [0.25, 2.0]], kind)})
+    items, batch = (
+        table([1, 2], [[1, 0], [0, 1]], kind),
+        pa.record_batch({"vector": pa.array([[1.0, 0.5], [0.25, 2.0]], kind)}),
+    )
     assert ranked(TopK(items, 2), batch) == [[(1, 1.0), (2, 0.5)], [(2, 2.0), (1, 0.25)]]
     assert ranked(TopK(items.slice(1), 2), batch.slice(1)) == [[(2, 2.0)]]
 
@@ -226,17 +276,27 @@ def test_vectors_come_as_lists_of_any_float(kind: pa.DataType) -> None:
 
 def test_only_rows_with_a_whole_finite_vector_are_ranked() -> None:
     view = FeatureView(
-        "v", ("id",), (Feature("items", "int64", max_items=2), Feature("scores", "float32", max_items=2)), 1.0, 1.0
+        "v",
+        ("id",),
+        (Feature("items", "int64", max_items=2), Feature("scores", "float32", max_items=2)),
+        1.0,
+        1.0,
     )
     batch = pa.record_batch(
         {
             "id": list(range(5)),
-            "vector": pa.array([[1.0, 0.0], None, [float("nan"), 1.0], [0.0, 1.0], [None, 1.0]], pa.list_(pa.float32())),
+            "vector": pa.array(
+                [[1.0, 0.0], None, [float("nan"), 1.0], [0.0, 1.0], [None, 1.0]],
+                pa.list_(pa.float32()),
+            ),
         }
     )
     done = compute(TopK(table([7, 8], [[1, 0], [0, 1]]), 2), view, batch)
     assert done.rows.tolist() == [0, 3]
-    assert done.features.to_pylist() == [{"items": [7, 8], "scores": [1.0, 0.0]}, {"items": [8, 7], "scores": [1.0, 0.0]}]
+    assert done.features.to_pylist() == [
+        {"items": [7, 8], "scores": [1.0, 0.0]},
+        {"items": [8, 7], "scores": [1.0, 0.0]},
+    ]
     assert [r.row for r in done.rejections] == [1, 2, 4]
     assert all("vector" in r.error for r in done.rejections)
 
@@ -254,9 +314,13 @@ def test_a_vector_whose_scores_overflow_is_a_bad_row() -> None:
 
 @pytest.mark.parametrize("kind", [pa.list_(pa.float64()), pa.list_(pa.float32())])
 def test_a_vector_of_another_length_is_one_bad_row(kind: pa.DataType) -> None:
-    vectors = pa.array([[9.0, 9.0], [1.0, 0.0], [1.0], [], None, [1.0, None], [0.0, 1.0], [1.0, 2.0, 3.0]], kind)
+    vectors = pa.array(
+        [[9.0, 9.0], [1.0, 0.0], [1.0], [], None, [1.0, None], [0.0, 1.0], [1.0, 2.0, 3.0]], kind
+    )
     items, best = Feature("items", "int64", max_items=1), TopK(table([7, 8], [[1, 0], [0, 1]]), 1)
-    view = FeatureView("best", ("vector",), (items, Feature("scores", "float32", max_items=1)), 60.0, 60.0)
+    view = FeatureView(
+        "best", ("vector",), (items, Feature("scores", "float32", max_items=1)), 60.0, 60.0
+    )
     # a slice of a batch, as windows are
     done = compute(best, view, pa.record_batch({"vector": vectors}).slice(1))
     assert done.features.column("items").to_pylist() == [[7], [8]]
@@ -270,8 +334,12 @@ def test_a_vector_of_another_length_is_one_bad_row(kind: pa.DataType) -> None:
 
 
 def test_a_null_among_vectors_of_one_length_is_one_bad_row() -> None:
-    vectors = pa.array([[1.0, 0.0], None, [0.0, float("nan")], [0.0, 1.0]], pa.list_(pa.float32(), 2))
-    assert TopK(table([7, 8], [[1, 0], [0, 1]]), 1).unusable(pa.record_batch({"vector": vectors})) == {
+    vectors = pa.array(
+        [[1.0, 0.0], None, [0.0, float("nan")], [0.0, 1.0]], pa.list_(pa.float32(), 2)
+    )
+    assert TopK(table([7, 8], [[1, 0], [0, 1]]), 1).unusable(
+        pa.record_batch({"vector": vectors})
+    ) == {
         1: "vector is null",
         2: "vector has a null or a number that is not finite",
     }
@@ -300,7 +368,9 @@ def test_items_of_another_shape_are_refused(items: Any, message: str) -> None:
         TopK(items)
 
 
-@pytest.mark.parametrize("arguments", [{"k": 0}, {"k": -1}, {"k": "10"}, {"outputs": ["items"]}, {"outputs": ["a", "a"]}])
+@pytest.mark.parametrize(
+    "arguments", [{"k": 0}, {"k": -1}, {"k": "10"}, {"outputs": ["items"]}, {"outputs": ["a", "a"]}]
+)
 def test_arguments_that_make_no_sense_are_refused_at_once(arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(arguments))):
         TopK(table([1], [[1.0]]), **arguments)
@@ -310,11 +380,18 @@ def test_arguments_that_make_no_sense_are_refused_at_once(arguments: dict[str, A
     ("batch", "message"),
     [
         (users([[1.0, 2.0]], [[1]]), "1 numbers"),
-        (pa.record_batch({"vector": pa.array([[1.0, 2.0]], pa.list_(pa.float32(), 2)), "seen": [[1]]}), "vectors of 1"),
+        (
+            pa.record_batch(
+                {"vector": pa.array([[1.0, 2.0]], pa.list_(pa.float32(), 2)), "seen": [[1]]}
+            ),
+            "vectors of 1",
+        ),
         (pa.record_batch({"vector": [1.0], "seen": [[1]]}), "'vector' is double"),
     ],
 )
-def test_a_source_that_does_not_fit_the_items_is_a_model_error(batch: pa.RecordBatch, message: str) -> None:
+def test_a_source_that_does_not_fit_the_items_is_a_model_error(
+    batch: pa.RecordBatch, message: str
+) -> None:
     with pytest.raises(ModelError, match=f"top_k.*{message}"):
         TopK(table([1], [[1.0]]), exclude="seen").compute(batch)
 
@@ -329,6 +406,14 @@ def test_the_fingerprint_changes_with_arguments_and_items() -> None:
         (table([1, 2], [[1.0], [2.5]]), {}),
         (table([1, 3], [[1.0], [2.0]]), {}),
     ]
-    prints = {model_fingerprint(TopK(t, **arguments).fingerprint(), "top_k", "fp32", {"items": t}) for t, arguments in changed}
+    prints = {
+        model_fingerprint(TopK(t, **arguments).fingerprint(), "top_k", "fp32", {"items": t})
+        for t, arguments in changed
+    }
     assert len(prints) == len(changed)
-    assert model_fingerprint(TopK(items).fingerprint(), "top_k", "fp32", {"items": table([1, 2], [[1.0], [2.0]])}) in prints
+    assert (
+        model_fingerprint(
+            TopK(items).fingerprint(), "top_k", "fp32", {"items": table([1, 2], [[1.0], [2.0]])}
+        )
+        in prints
+    )

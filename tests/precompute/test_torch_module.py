@@ -1,4 +1,5 @@
-"""Torch module: columns in, features out, the same from a class and from an exported program; what does not fit is said by name."""
+"""Torch module: columns in, features out, the same from a class and from an exported program; what
+does not fit is said by name."""
 
 from __future__ import annotations
 
@@ -76,10 +77,16 @@ class Raises(torch.nn.Module):
 
 
 NO_MODULE = 5
-STATE = {"linear.weight": torch.tensor([[1.0, 2.0, 3.0]]), "linear.bias": torch.zeros(1), "embedding.weight": EMBEDDING}
+STATE = {
+    "linear.weight": torch.tensor([[1.0, 2.0, 3.0]]),
+    "linear.bias": torch.zeros(1),
+    "embedding.weight": EMBEDDING,
+}
 INPUTS = {"x": ["a", "b", "c"], "genre": "genre"}
 OUTPUTS = {"total": "total", "both": "both"}
-VIEW = FeatureView("ranks", ("id",), (Feature("total", "float32"), Feature("both", "float32", dim=2)), 60.0, 60.0)
+VIEW = FeatureView(
+    "ranks", ("id",), (Feature("total", "float32"), Feature("both", "float32", dim=2)), 60.0, 60.0
+)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +98,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def export(path: Path, module: torch.nn.Module | None = None, rows: Any = None, **inputs: torch.Tensor) -> Path:
+def export(
+    path: Path, module: torch.nn.Module | None = None, rows: Any = None, **inputs: torch.Tensor
+) -> Path:
     if module is None:
         module = Ranker()
         module.load_state_dict(STATE)
@@ -99,13 +108,22 @@ def export(path: Path, module: torch.nn.Module | None = None, rows: Any = None, 
         inputs = {"x": torch.rand(4, 3), "genre": torch.arange(4)}
     rows = torch.export.Dim("rows") if rows is None else rows
     shapes = {name: {0: rows} for name in inputs} if rows != "fixed" else None
-    torch.export.save(torch.export.export(module, tuple(inputs.values()), dynamic_shapes=shapes), path)
+    torch.export.save(
+        torch.export.export(module, tuple(inputs.values()), dynamic_shapes=shapes), path
+    )
     return path
 
 
 def ranker(folder: Path, **changed: Any) -> TorchModule:
-    given = {"module": f"{HERE}:Ranker", "weights": str(folder / "ranker.safetensors"), "inputs": INPUTS, "outputs": OUTPUTS}
-    model = load_model("torch_module", {k: v for k, v in (given | changed).items() if v is not None})
+    given = {
+        "module": f"{HERE}:Ranker",
+        "weights": str(folder / "ranker.safetensors"),
+        "inputs": INPUTS,
+        "outputs": OUTPUTS,
+    }
+    model = load_model(
+        "torch_module", {k: v for k, v in (given | changed).items() if v is not None}
+    )
     assert isinstance(model, TorchModule)
     return model
 
@@ -125,12 +143,20 @@ def made(model: TorchModule, **columns: Any) -> Any:
 def rows(n: int) -> pa.RecordBatch:
     number = np.arange(n)
     return pa.record_batch(
-        {"id": number, "a": number % 7, "b": number / 2, "c": pa.array(number % 3, pa.int8()), "genre": number % 5}
+        {
+            "id": number,
+            "a": number % 7,
+            "b": number / 2,
+            "c": pa.array(number % 3, pa.int8()),
+            "genre": number % 5,
+        }
     )
 
 
 def expected(batch: pa.RecordBatch) -> dict[str, Any]:
-    a, b, c, genre = (np.asarray(batch.column(n)).astype(np.float64) for n in ("a", "b", "c", "genre"))
+    a, b, c, genre = (
+        np.asarray(batch.column(n)).astype(np.float64) for n in ("a", "b", "c", "genre")
+    )
     total = a + 2 * b + 3 * c + 2 * genre
     return {"total": total, "both": np.stack([total, 2 * genre + 1], 1)}
 
@@ -142,7 +168,10 @@ def test_a_class_with_its_weights_computes_what_it_says(folder: Path) -> None:
     batch = rows(50)
     model = ranker(folder)
     got = model.compute(batch.select(model.reads()))
-    assert {name: values.dtype for name, values in got.items()} == {"total": np.float32, "both": np.float32}
+    assert {name: values.dtype for name, values in got.items()} == {
+        "total": np.float32,
+        "both": np.float32,
+    }
     for name, values in expected(batch).items():
         np.testing.assert_array_equal(got[name], values)
 
@@ -159,7 +188,9 @@ def test_a_program_exported_with_keyword_arguments_takes_them_by_name(tmp_path: 
     module, dim = Ranker().eval(), torch.export.Dim("rows")
     module.load_state_dict(STATE)
     given = {"genre": torch.arange(4), "x": torch.rand(4, 3)}
-    exported = torch.export.export(module, (), given, dynamic_shapes={"genre": {0: dim}, "x": {0: dim}})
+    exported = torch.export.export(
+        module, (), given, dynamic_shapes={"genre": {0: dim}, "x": {0: dim}}
+    )
     torch.export.save(exported, tmp_path / "k.pt2")
     got = program(tmp_path / "k.pt2").compute(rows(9))
     np.testing.assert_array_equal(got["both"], expected(rows(9))["both"])
@@ -172,7 +203,10 @@ def test_stream_and_compute_give_the_same_and_a_bad_row_is_one_bad_row(
     monkeypatch.setattr(prepare, "START_WINDOW_ROWS", 8192)
     model = ranker(folder) if kind == "class" else program(folder / "ranker.pt2")
     batch = rows(20_000)
-    genre, a = np.array(batch.column("genre")), pa.array([None if i == 9000 else i % 7 for i in range(20_000)])
+    genre, a = (
+        np.array(batch.column("genre")),
+        pa.array([None if i == 9000 else i % 7 for i in range(20_000)]),
+    )
     genre[[3, 12_345]] = 5, -1  # beyond the embedding's five rows
     batch = batch.set_column(1, "a", a).set_column(4, "genre", pa.array(genre))
     windows = [batch.slice(start, 8192) for start in range(0, 20_000, 8192)]
@@ -180,8 +214,16 @@ def test_stream_and_compute_give_the_same_and_a_bad_row_is_one_bad_row(
     whole: list[Outcome] = [Runner(model, VIEW).compute(window) for window in windows]
     assert [d.features for d in streamed] == [d.features for d in whole]
     assert [d.rejections for d in streamed] == [d.rejections for d in whole]
-    found = [(8192 * w + r.row, r.stage, r.error.partition(":")[0]) for w, d in enumerate(streamed) for r in d.rejections]
-    assert found == [(3, "model", "IndexError"), (9000, "input", "a is null"), (12_345, "model", "IndexError")]
+    found = [
+        (8192 * w + r.row, r.stage, r.error.partition(":")[0])
+        for w, d in enumerate(streamed)
+        for r in d.rejections
+    ]
+    assert found == [
+        (3, "model", "IndexError"),
+        (9000, "input", "a is null"),
+        (12_345, "model", "IndexError"),
+    ]
     kept = np.concatenate([8192 * w + d.rows for w, d in enumerate(streamed)])
     np.testing.assert_array_equal(kept, np.setdiff1d(np.arange(20_000), [3, 9000, 12_345]))
     got = np.concatenate([np.asarray(d.features.column("total")) for d in streamed])
@@ -214,7 +256,10 @@ def test_flops_are_two_for_each_weight_of_linear_layers(folder: Path) -> None:
         (pa.array([True, False]), np.array([1, 0])),
         (pa.array([1.5, 2.0], pa.float64()), np.array([1.5, 2.0], np.float32)),
         (pa.array([Decimal("1.5"), Decimal("2.0")]), np.array([1.5, 2.0], np.float32)),
-        (pa.array([[1.0, 2.0], [3.0, 4.0]], pa.list_(pa.float32(), 2)), np.array([[1, 2], [3, 4]], np.float32)),
+        (
+            pa.array([[1.0, 2.0], [3.0, 4.0]], pa.list_(pa.float32(), 2)),
+            np.array([[1, 2], [3, 4]], np.float32),
+        ),
         (pa.array([[1, 2], [3, 4]], pa.list_(pa.int32(), 2)), np.array([[1, 2], [3, 4]])),
     ],
 )
@@ -222,12 +267,19 @@ def test_one_column_keeps_its_own_shape(column: pa.Array, values: Any) -> None:
     got = made(echo("v"), v=column)
     np.testing.assert_array_equal(got, values)
     assert got.dtype == values.dtype
-    cut = echo("v").compute(pa.record_batch({"v": pa.concat_arrays([column, column])}).slice(1, 2))["y"]
+    cut = echo("v").compute(pa.record_batch({"v": pa.concat_arrays([column, column])}).slice(1, 2))[
+        "y"
+    ]
     np.testing.assert_array_equal(cut, values[[1, 0]])
 
 
 def test_several_columns_are_one_float32_matrix() -> None:
-    got = made(echo(["a", "b", "c"]), a=[1, 2], b=[True, False], c=pa.array([Decimal("0.5"), Decimal("1.5")]))
+    got = made(
+        echo(["a", "b", "c"]),
+        a=[1, 2],
+        b=[True, False],
+        c=pa.array([Decimal("0.5"), Decimal("1.5")]),
+    )
     np.testing.assert_array_equal(got, np.array([[1, 1, 0.5], [2, 0, 1.5]], np.float32))
     assert made(echo(["a"]), a=[1, 2]).tolist() == [1, 2]  # [rows, 1] is one value a row
 
@@ -240,7 +292,9 @@ def test_several_columns_are_one_float32_matrix() -> None:
         pa.array([1e39, -1e300, 1 + 2**-24, 1e-46], pa.float64()),
         pa.array([float("nan"), float("inf"), -0.0, 65504.0], pa.float16()),
         pa.array([True, False, True, True]),
-        pa.array([Decimal("1.5"), Decimal("-0.1"), Decimal(10) ** 30, Decimal(0)], pa.decimal128(38, 5)),
+        pa.array(
+            [Decimal("1.5"), Decimal("-0.1"), Decimal(10) ** 30, Decimal(0)], pa.decimal128(38, 5)
+        ),
     ],
     ids=lambda column: str(column.type),
 )
@@ -264,8 +318,12 @@ def test_a_list_column_has_the_length_that_dim_says() -> None:
 
 
 @pytest.mark.parametrize("words", [["b", "a"], pa.table({"word": ["b", "a"]})])
-@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int8(), pa.string())])
-def test_text_is_its_place_in_the_vocabulary_and_0_when_unknown_or_null(words: Any, kind: pa.DataType) -> None:
+@pytest.mark.parametrize(
+    "kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int8(), pa.string())]
+)
+def test_text_is_its_place_in_the_vocabulary_and_0_when_unknown_or_null(
+    words: Any, kind: pa.DataType
+) -> None:
     model = echo({"column": "v", "vocabulary": "known"}, known=words)
     column = pa.array(["a", "x", None, "b", "a"], pa.string()).cast(kind)
     assert made(model, v=column).tolist() == [2, 0, 0, 1, 2]
@@ -279,18 +337,31 @@ def test_a_vocabulary_may_stand_in_place_and_hold_whole_numbers() -> None:
 
 def test_nulls_are_filled_or_named() -> None:
     columns = {"a": [1, None, None], "b": pa.array([Decimal("0.5"), None, Decimal("2.5")])}
-    assert made(echo({"columns": ["a", "b"], "fill": 9}), **columns).tolist() == [[1, 0.5], [9, 9], [9, 2.5]]
+    assert made(echo({"columns": ["a", "b"], "fill": 9}), **columns).tolist() == [
+        [1, 0.5],
+        [9, 9],
+        [9, 2.5],
+    ]
     assert made(echo({"column": "a", "fill": 0}), **columns).tolist() == [1, 0, 0]
-    assert echo(["a", "b"]).prepare(pa.record_batch(columns)).bad == {1: "b is null", 2: "a is null"}
+    assert echo(["a", "b"]).prepare(pa.record_batch(columns)).bad == {
+        1: "b is null",
+        2: "a is null",
+    }
     whole = echo("a")
     assert whole.prepare(pa.record_batch({"a": [1, 2]})).bad == {}
-    assert whole.prepare(pa.record_batch({"a": pa.array([None, None], pa.int64())})).bad == {0: "a is null", 1: "a is null"}
+    assert whole.prepare(pa.record_batch({"a": pa.array([None, None], pa.int64())})).bad == {
+        0: "a is null",
+        1: "a is null",
+    }
 
 
 def test_outputs_are_chosen_by_position_or_key() -> None:
     model = TorchModule(f"{HERE}:Echo", {"x": "v"}, {"second": 1, "first": 0}, {"returns": "pair"})
     got = model.compute(pa.record_batch({"v": [1, 2]}))
-    assert {name: values.tolist() for name, values in got.items()} == {"second": [2, 4], "first": [1, 2]}
+    assert {name: values.tolist() for name, values in got.items()} == {
+        "second": [2, 4],
+        "first": [1, 2],
+    }
 
 
 # ---- what is wrong, said by name
@@ -311,34 +382,57 @@ def test_outputs_are_chosen_by_position_or_key() -> None:
         ({"inputs": {"x": {"column": "a", "dim": 0}}}, "dim is a length from 1, got 0"),
         ({"inputs": {"x": {"column": "a", "dim": 2, "fill": 0}}}, "do not go together"),
         ({"inputs": {"x": {"columns": ["a"], "vocabulary": ["b"]}}}, "do not go together"),
-        ({"inputs": {"x": {"column": "a", "vocabulary": "words"}}}, "there is no vocabulary 'words'; add `words:"),
+        (
+            {"inputs": {"x": {"column": "a", "vocabulary": "words"}}},
+            "there is no vocabulary 'words'; add `words:",
+        ),
         (
             {"inputs": {"x": {"column": "a", "vocabulary": []}}},
             "vocabulary is empty.*first value has the id 1, 0 is null and unknown",
         ),
-        ({"inputs": {"x": {"column": "a", "vocabulary": ["b", "b"]}}}, "vocabulary has a value twice, 'b'.*each value has one"),
-        ({"inputs": {"x": {"column": "a", "vocabulary": [None]}}}, "a list of text or whole numbers without nulls"),
+        (
+            {"inputs": {"x": {"column": "a", "vocabulary": ["b", "b"]}}},
+            "vocabulary has a value twice, 'b'.*each value has one",
+        ),
+        (
+            {"inputs": {"x": {"column": "a", "vocabulary": [None]}}},
+            "a list of text or whole numbers without nulls",
+        ),
         ({"words": ["a"]}, "no input names the vocabulary 'words'"),
         ({"output": {"y": 0}}, "unknown argument 'output'; a further argument is a vocabulary"),
         ({"words": pa.table({"a": ["b"], "c": ["d"]})}, "words has 2 columns"),
-        ({"words": pa.table({"a": [1.5]})}, "words is double; a vocabulary holds text or whole numbers"),
+        (
+            {"words": pa.table({"a": [1.5]})},
+            "words is double; a vocabulary holds text or whole numbers",
+        ),
         ({"outputs": {}}, "outputs maps features to positions or keys"),
         ({"outputs": {"y": -1}}, "outputs.y is a position from 0 or a key, got -1"),
         ({"outputs": {"y": 1.0}}, "outputs.y is a position from 0 or a key, got 1.0"),
         ({"max_cost": 0}, "max_cost is a number of rows from 1, got 0"),
         ({"concurrent": "yes"}, "concurrent is true or false, got 'yes'"),
-        ({"module": "Ranker"}, "module is package.module:Class or a file ending in .pt2, got 'Ranker'"),
+        (
+            {"module": "Ranker"},
+            "module is package.module:Class or a file ending in .pt2, got 'Ranker'",
+        ),
         ({"module": "no.such:Ranker"}, "'no.such:Ranker' cannot be imported: ModuleNotFoundError"),
         ({"module": f"{HERE}:None"}, f"module '{HERE}' has no class 'None'"),
         ({"module": f"{HERE}:NO_MODULE"}, "not a torch.nn.Module"),
         ({"args": {"genre": 5}}, r"args: .*takes no argument 'genre'; did you mean 'genres'\?$"),
-        ({"inputs": {"x": "a"}}, r"has forward\(x.*; inputs names x: missing a required argument: 'genre'"),
+        (
+            {"inputs": {"x": "a"}},
+            r"has forward\(x.*; inputs names x: missing a required argument: 'genre'",
+        ),
         ({"inputs": {**INPUTS, "y": "a"}}, "got an unexpected keyword argument 'y'"),
-        ({"weights": None}, "has weights .embedding.weight, linear.bias, linear.weight. and none were given: set `weights`"),
+        (
+            {"weights": None},
+            "has weights .embedding.weight, linear.bias, linear.weight. and none were given: set `weights`",
+        ),
         ({"weights": "/no/such"}, "nothing at /no/such"),
     ],
 )
-def test_a_configuration_that_is_wrong_in_itself(folder: Path, changed: dict[str, Any], message: str) -> None:
+def test_a_configuration_that_is_wrong_in_itself(
+    folder: Path, changed: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         ranker(folder, **changed)
 
@@ -346,7 +440,9 @@ def test_a_configuration_that_is_wrong_in_itself(folder: Path, changed: dict[str
 def test_a_class_that_fails_and_weights_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="Raises failed to load: RuntimeError: no luck"):
         TorchModule(f"{HERE}:Raises", {"x": "a"}, {"y": 0})
-    with pytest.raises(ModelError, match=r"(?s)does not load into .*Ranker: .*size mismatch for embedding.weight"):
+    with pytest.raises(
+        ModelError, match=r"(?s)does not load into .*Ranker: .*size mismatch for embedding.weight"
+    ):
         ranker(folder, args={"genres": 6})
     (tmp_path / "cut").write_bytes((folder / "ranker.safetensors").read_bytes()[:50])
     with pytest.raises(ModelError, match="cut does not load into"):
@@ -369,8 +465,16 @@ def test_a_class_that_fails_and_weights_that_do_not_fit(folder: Path, tmp_path: 
         (["v"], [[1.0]], "a list among columns of numbers"),
         ({"column": "v", "fill": 0}, [[1.0]], "a list cannot be filled"),
         ({"column": "v", "dim": 2}, [1.0], "not a list, which its dim says it is"),
-        ({"column": "v", "dim": 2}, pa.array([[1.0]], pa.list_(pa.float32(), 1)), "not of 2 numbers, as its dim says"),
-        ({"column": "v", "vocabulary": ["a"]}, [1.5], "not text or whole numbers: CAST it AS VARCHAR"),
+        (
+            {"column": "v", "dim": 2},
+            pa.array([[1.0]], pa.list_(pa.float32(), 1)),
+            "not of 2 numbers, as its dim says",
+        ),
+        (
+            {"column": "v", "vocabulary": ["a"]},
+            [1.5],
+            "not text or whole numbers: CAST it AS VARCHAR",
+        ),
     ],
 )
 def test_columns_that_do_not_fit(spec: Any, column: Any, message: str) -> None:
@@ -400,7 +504,8 @@ def test_an_output_with_too_few_rows_is_the_rows_own() -> None:
     view = FeatureView("echoes", ("id",), (Feature("y", "float32"),), 60.0, 60.0)
     done = Runner(echo("v", "short", 0), view).compute(pa.record_batch({"v": [1.0, 2.0]}))
     assert [(row.row, row.error) for row in done.rejections] == [
-        (row, "feature 'y' of view 'echoes': the model returned 0 values for 1 rows") for row in (0, 1)
+        (row, "feature 'y' of view 'echoes': the model returned 0 values for 1 rows")
+        for row in (0, 1)
     ]
 
 
@@ -416,11 +521,15 @@ def test_programs_that_cannot_be_used(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing at"):
         program(tmp_path / "none.pt2")
     x = torch.rand(4, 3)
-    with pytest.raises(ModelError, match=r"takes x of shape \[4, 3\] only: export it with dynamic_shapes"):
+    with pytest.raises(
+        ModelError, match=r"takes x of shape \[4, 3\] only: export it with dynamic_shapes"
+    ):
         program(export(tmp_path / "fixed.pt2", Echo(), "fixed", x=x))
     with pytest.raises(ModelError, match="takes at least 3 rows of x"):
         program(export(tmp_path / "three.pt2", Echo(), torch.export.Dim("rows", min=3), x=x))
-    with pytest.raises(ModelError, match=r"exported in training mode \(aten.dropout.default\): call eval\(\)"):
+    with pytest.raises(
+        ModelError, match=r"exported in training mode \(aten.dropout.default\): call eval\(\)"
+    ):
         program(export(tmp_path / "training.pt2", Dropping(), x=x))
     for content in (b"", b"PK", path.read_bytes()[:1000]):
         (tmp_path / "cut.pt2").write_bytes(content)
@@ -428,17 +537,25 @@ def test_programs_that_cannot_be_used(folder: Path, tmp_path: Path) -> None:
             program(tmp_path / "cut.pt2")
     with zipfile.ZipFile(tmp_path / "other.pt2", "w") as other:
         other.writestr("archive/version", "1")
-    with pytest.raises(ModelError, match=r"has no models/model.json: save it with torch.export.save"):
+    with pytest.raises(
+        ModelError, match=r"has no models/model.json: save it with torch.export.save"
+    ):
         program(tmp_path / "other.pt2")
 
 
 def test_a_program_of_at_most_some_rows_is_given_no_more(tmp_path: Path) -> None:
     path = export(tmp_path / "few.pt2", Echo(), torch.export.Dim("rows", max=64), x=torch.rand(4))
     model = TorchModule(str(path), {"x": "v"}, {"y": 0})
-    assert (model.max_cost, TorchModule(str(path), {"x": "v"}, {"y": 0}, max_cost=9).max_cost) == (64, 9)
+    assert (model.max_cost, TorchModule(str(path), {"x": "v"}, {"y": 0}, max_cost=9).max_cost) == (
+        64,
+        9,
+    )
     view = FeatureView("echoes", ("id",), (Feature("y", "float32"),), 60.0, 60.0)
     done = Runner(model, view).compute(pa.record_batch({"v": np.arange(1000.0)}))
-    assert (done.rejections, np.asarray(done.features.column("y")).tolist()) == ([], list(range(1000)))
+    assert (done.rejections, np.asarray(done.features.column("y")).tolist()) == (
+        [],
+        list(range(1000)),
+    )
 
 
 class Evil:
@@ -472,7 +589,9 @@ class Counting(torch.nn.Module):
         return x + self.calls
 
 
-def test_a_class_computes_in_threads_where_declared_a_program_where_seen(folder: Path, tmp_path: Path) -> None:
+def test_a_class_computes_in_threads_where_declared_a_program_where_seen(
+    folder: Path, tmp_path: Path
+) -> None:
     counting = export(tmp_path / "counting.pt2", Counting().eval(), x=torch.rand(4, 1))
     models = (
         ranker(folder),
@@ -487,7 +606,12 @@ def test_a_class_computes_in_threads_where_declared_a_program_where_seen(folder:
     windows = [batch.slice(at, 4096) for at in range(0, 20_000, 4096)]
     for model in models[1:3]:
         runner = Runner(model, VIEW, lanes=3)
-        got = np.concatenate([np.asarray(done.features.column("total")) for _, done in runner.stream(windows, hidden=("id",))])
+        got = np.concatenate(
+            [
+                np.asarray(done.features.column("total"))
+                for _, done in runner.stream(windows, hidden=("id",))
+            ]
+        )
         np.testing.assert_array_equal(got, expected(batch)["total"])
         assert runner.state_figures()["lanes"]["count"] == 3
 
@@ -495,8 +619,12 @@ def test_a_class_computes_in_threads_where_declared_a_program_where_seen(folder:
 def test_a_pickle_in_a_program_is_not_loaded(folder: Path, tmp_path: Path) -> None:
     mark = tmp_path / "ran"
     bomb = pickle.dumps(Evil(mark))
-    path = rewritten(folder, tmp_path / "bomb.pt2", lambda name, data: bomb if "sample_inputs" in name else data)
-    np.testing.assert_array_equal(program(path).compute(rows(5))["total"], expected(rows(5))["total"])
+    path = rewritten(
+        folder, tmp_path / "bomb.pt2", lambda name, data: bomb if "sample_inputs" in name else data
+    )
+    np.testing.assert_array_equal(
+        program(path).compute(rows(5))["total"], expected(rows(5))["total"]
+    )
 
     def pickled(name: str, data: bytes) -> bytes:
         if name.endswith("weights_config.json"):
@@ -511,7 +639,9 @@ def test_a_pickle_in_a_program_is_not_loaded(folder: Path, tmp_path: Path) -> No
 # ---- fingerprints
 
 
-def test_the_fingerprint_is_of_weights_class_arguments_inputs_and_outputs(folder: Path, tmp_path: Path) -> None:
+def test_the_fingerprint_is_of_weights_class_arguments_inputs_and_outputs(
+    folder: Path, tmp_path: Path
+) -> None:
     same = ranker(folder).fingerprint()
     copy = tmp_path / "copy.safetensors"
     copy.write_bytes((folder / "ranker.safetensors").read_bytes())
@@ -525,8 +655,14 @@ def test_the_fingerprint_is_of_weights_class_arguments_inputs_and_outputs(folder
         {"outputs": {"total": "total"}},
     ]
     found = [ranker(folder, **change).fingerprint() for change in changes]
-    words = [echo({"column": "v", "vocabulary": "known"}, known=known).fingerprint() for known in (["a", "b"], ["b", "a"])]
-    programs = [program(p).fingerprint() for p in (folder / "ranker.pt2", rewritten(folder, tmp_path / "p.pt2", lambda _, d: d))]
+    words = [
+        echo({"column": "v", "vocabulary": "known"}, known=known).fingerprint()
+        for known in (["a", "b"], ["b", "a"])
+    ]
+    programs = [
+        program(p).fingerprint()
+        for p in (folder / "ranker.pt2", rewritten(folder, tmp_path / "p.pt2", lambda _, d: d))
+    ]
     everything = [same, *found, *words, *programs]
     assert len(set(everything)) == len(everything)
 

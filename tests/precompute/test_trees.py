@@ -1,4 +1,5 @@
-"""Trees: which column is which feature of the model, and what is said where they do not fit; files of every shape, whole and damaged."""
+"""Trees: which column is which feature of the model, and what is said where they do not fit; files
+of every shape, whole and damaged."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from precompute.model import Model, StagedModel
 from precompute.registry import load_model
 from precompute.store.errors import ConfigError, ModelError, PrecomputeError
 
-ROWS = pa.record_batch({"age": [31.0, None], "genre": ["drama", "comedy"], "year": pa.array([1990, 2000], pa.int16())})
+ROWS = pa.record_batch(
+    {"age": [31.0, None], "genre": ["drama", "comedy"], "year": pa.array([1990, 2000], pa.int16())}
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +33,18 @@ def books(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model of a number, a category of texts and one of numbers."""
     rng = np.random.default_rng(0)
     frame = pd.DataFrame(
-        {"age": rng.integers(0, 80, 500), "genre": rng.choice(["comedy", "drama"], 500), "year": rng.choice([1990, 2000], 500)}
+        {
+            "age": rng.integers(0, 80, 500),
+            "genre": rng.choice(["comedy", "drama"], 500),
+            "year": rng.choice([1990, 2000], 500),
+        }
     )
     frame = frame.astype({"genre": "category", "year": "category"})
     target = frame["age"] + 9 * (frame["genre"] == "drama") + (frame["year"] == 1990) > 40
     path = str(tmp_path_factory.mktemp("books") / "model.txt")
-    lightgbm.train({"objective": "binary", "verbose": -1, "num_leaves": 4}, lightgbm.Dataset(frame, target), 3).save_model(path)
+    lightgbm.train(
+        {"objective": "binary", "verbose": -1, "num_leaves": 4}, lightgbm.Dataset(frame, target), 3
+    ).save_model(path)
     return path
 
 
@@ -59,21 +68,35 @@ def test_columns_are_named_in_order_or_by_feature(books: str) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"columns": ["age"]}, "columns has 1 names, the model has 3 features ('age', 'genre', 'year')"),
+        (
+            {"columns": ["age"]},
+            "columns has 1 names, the model has 3 features ('age', 'genre', 'year')",
+        ),
         (
             {"columns": {"gener": "g"}},
             "columns names 'gener'; the model has 3 features ('age', 'genre', 'year'); did you mean 'genre'?",
         ),
-        ({"columns": 3}, "columns is a list of columns, or a mapping of features to columns; got 3"),
+        (
+            {"columns": 3},
+            "columns is a list of columns, or a mapping of features to columns; got 3",
+        ),
         ({"unknown": "null"}, "unknown is bad or missing, got 'null'"),
         ({"raw": "yes"}, "raw is true or false, got 'yes'"),
-        ({"label": "l"}, "label needs `classes`, the names of the model's 2 classes in its order; got None"),
-        ({"label": "score", "classes": ["a", "b"]}, "label and output are both 'score': give them two names"),
+        (
+            {"label": "l"},
+            "label needs `classes`, the names of the model's 2 classes in its order; got None",
+        ),
+        (
+            {"label": "score", "classes": ["a", "b"]},
+            "label and output are both 'score': give them two names",
+        ),
         ({"classes": ["a", "b"]}, "classes names what `label` is made of: set `label`"),
         ({"path": "."}, "path '.' is a folder: name the model's file"),
     ],
 )
-def test_an_argument_that_does_not_fit_is_named(books: str, args: dict[str, Any], message: str) -> None:
+def test_an_argument_that_does_not_fit_is_named(
+    books: str, args: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"lightgbm: {message}")):
         loaded(**{"path": books} | args)
 
@@ -81,7 +104,11 @@ def test_an_argument_that_does_not_fit_is_named(books: str, args: dict[str, Any]
 @pytest.mark.parametrize(
     ("column", "values", "message"),
     [
-        ("age", ["old", "young"], "column 'age' is string, and the model's feature 'age' is a number"),
+        (
+            "age",
+            ["old", "young"],
+            "column 'age' is string, and the model's feature 'age' is a number",
+        ),
         (
             "genre",
             [1, 2],
@@ -94,7 +121,9 @@ def test_an_argument_that_does_not_fit_is_named(books: str, args: dict[str, Any]
         ),
     ],
 )
-def test_a_source_of_other_columns_ends_the_run(books: str, column: str, values: Any, message: str) -> None:
+def test_a_source_of_other_columns_ends_the_run(
+    books: str, column: str, values: Any, message: str
+) -> None:
     place = ROWS.schema.get_field_index(column)
     rows = ROWS.set_column(place, column, pa.array(values))
     with pytest.raises(ModelError, match=re.escape(f"lightgbm: {message}")):
@@ -107,24 +136,42 @@ def test_a_category_that_is_unknown_is_a_bad_row_or_a_missing_value(books: str) 
     assert loaded(books).prepare(rows).bad == {0: reason}
     missing = rows.set_column(2, "year", pa.array([None, 2000], pa.int64()))
     as_missing = loaded(books, unknown="missing")
-    assert as_missing.compute(rows)["score"].tolist() == loaded(books).compute(missing)["score"].tolist()
+    assert (
+        as_missing.compute(rows)["score"].tolist()
+        == loaded(books).compute(missing)["score"].tolist()
+    )
 
 
-def trained(folder: Path, library: str, settings: dict[str, Any], x: Any, y: Any) -> tuple[str, Any]:
+def trained(
+    folder: Path, library: str, settings: dict[str, Any], x: Any, y: Any
+) -> tuple[str, Any]:
     """(a model's file, the library's own object)."""
     path = str(folder / library)
     if library == "lightgbm":
-        made: Any = lightgbm.train({"num_leaves": 5, "verbose": -1, **settings}, lightgbm.Dataset(x, y), 3)
+        made: Any = lightgbm.train(
+            {"num_leaves": 5, "verbose": -1, **settings}, lightgbm.Dataset(x, y), 3
+        )
         made.save_model(path)
     elif library == "xgboost":
         made = xgboost.train({"max_depth": 3, "nthread": 1, **settings}, xgboost.DMatrix(x, y), 3)
         made.save_model(f"{path}.json")
         path += ".json"
     else:
-        threshold, settings = settings.get("threshold"), {key: value for key, value in settings.items() if key != "threshold"}
-        options = {"iterations": 3, "depth": 3, "verbose": False, "allow_writing_files": False, "thread_count": 1}
+        threshold, settings = (
+            settings.get("threshold"),
+            {key: value for key, value in settings.items() if key != "threshold"},
+        )
+        options = {
+            "iterations": 3,
+            "depth": 3,
+            "verbose": False,
+            "allow_writing_files": False,
+            "thread_count": 1,
+        }
         is_regression = settings.get("loss_function", "").startswith(("RMSE", "MultiRMSE"))
-        made = (catboost.CatBoostRegressor if is_regression else catboost.CatBoostClassifier)(**options, **settings).fit(x, y)
+        made = (catboost.CatBoostRegressor if is_regression else catboost.CatBoostClassifier)(
+            **options, **settings
+        ).fit(x, y)
         if threshold is not None:
             made.set_probability_threshold(threshold)
         made.save_model(path, format="json")
@@ -179,7 +226,10 @@ def test_a_label_follows_from_a_score_of_classes_alone(
     assert np.array_equal(load_model(library, args).compute(batch)["score"], of_library[library]())
     labelled = {**args, "label": "l", "classes": ["no", "yes"]}
     if middle is None:
-        with pytest.raises(ConfigError, match=f"^{library}: label is a row's class, and the objective '.+' gives no score from"):
+        with pytest.raises(
+            ConfigError,
+            match=f"^{library}: label is a row's class, and the objective '.+' gives no score from",
+        ):
             load_model(library, labelled)
         return
     plain = load_model(library, args | {"raw": False}).compute(batch)["score"]
@@ -204,11 +254,18 @@ def shapes_of_lightgbm(folder: Path) -> dict[str, Callable[[Any], Any]]:
             lightgbm.Dataset(x, y > 0),
         ),
         "constant": ({}, lightgbm.Dataset(x, np.ones(600))),
-        "codes": ({}, lightgbm.Dataset(codes, y, feature_name=["größe", "b", "c", "d"], categorical_feature=[3])),
+        "codes": (
+            {},
+            lightgbm.Dataset(
+                codes, y, feature_name=["größe", "b", "c", "d"], categorical_feature=[3]
+            ),
+        ),
     }
     found = dict[str, Callable[[Any], Any]]()
     for name, (settings, data) in sets.items():
-        lightgbm.train({"num_leaves": 5, "verbose": -1, **settings}, data, 3).save_model(folder / f"{name}.lightgbm")
+        lightgbm.train({"num_leaves": 5, "verbose": -1, **settings}, data, 3).save_model(
+            folder / f"{name}.lightgbm"
+        )
         found[f"{name}.lightgbm"] = lightgbm.Booster(model_file=folder / f"{name}.lightgbm").predict
     return found
 
@@ -229,7 +286,9 @@ def shapes_of_xgboost(folder: Path) -> dict[str, Callable[[Any], Any]]:
     }
     found = dict[str, Callable[[Any], Any]]()
     for name, (settings, target) in sets.items():
-        booster = xgboost.train({"max_depth": 3, "nthread": 1, **settings}, xgboost.DMatrix(x, target), 3)
+        booster = xgboost.train(
+            {"max_depth": 3, "nthread": 1, **settings}, xgboost.DMatrix(x, target), 3
+        )
         booster.save_model(folder / f"{name}.json")
         (folder / f"{name}.json").rename(folder / f"{name}.xgboost")
         found[f"{name}.xgboost"] = partial(xgboost_scores, booster)
@@ -244,7 +303,9 @@ def test_files_of_every_shape_give_the_librarys_own_scores(
     rows[:, 3] = np.arange(50)
     rows[3, 1] = np.nan
     for file, predict in shapes(tmp_path).items():
-        model: Model = load_model(file.rpartition(".")[2], {"path": str(tmp_path / file), "columns": list("abcd")})
+        model: Model = load_model(
+            file.rpartition(".")[2], {"path": str(tmp_path / file), "columns": list("abcd")}
+        )
         batch = pa.record_batch({name: rows[:, place] for place, name in enumerate("abcd")})
         assert np.array_equal(model.compute(batch)["score"], predict(rows)), file
 
@@ -269,7 +330,9 @@ def test_a_file_with_a_flaw_is_refused_or_computes(
                 case 1:
                     del flawed[at : at + drawn.randrange(1, 200)]
                 case _:
-                    flawed[number.start() : number.end()] = str(drawn.choice([-1, 0, 5, 99_999, 10**12])).encode()
+                    flawed[number.start() : number.end()] = str(
+                        drawn.choice([-1, 0, 5, 99_999, 10**12])
+                    ).encode()
             (tmp_path / "flawed").write_bytes(flawed)
             try:
                 model: Any = load_model(file.rpartition(".")[2], {"path": str(tmp_path / "flawed")})
@@ -277,7 +340,9 @@ def test_a_file_with_a_flaw_is_refused_or_computes(
             except PrecomputeError as exc:
                 refused.append(str(exc))
     assert len(refused) > 20
-    assert not [message for message in refused if "failed to load" in message], "an error of the library that nobody translated"
+    assert not [message for message in refused if "failed to load" in message], (
+        "an error of the library that nobody translated"
+    )
 
 
 def test_the_best_round_is_the_last_that_counts(tmp_path: Path) -> None:
@@ -292,7 +357,9 @@ def test_the_best_round_is_the_last_that_counts(tmp_path: Path) -> None:
         verbose_eval=False,
     )
     booster.save_model(tmp_path / "model.json")
-    best = int(json.loads((tmp_path / "model.json").read_text())["learner"]["attributes"]["best_iteration"])
+    best = int(
+        json.loads((tmp_path / "model.json").read_text())["learner"]["attributes"]["best_iteration"]
+    )
     rows = rng.random((20, 2))
     model: Any = load_model("xgboost", {"path": str(tmp_path / "model.json")})
     expected = booster.inplace_predict(rows.astype(np.float32), iteration_range=(0, best + 1))

@@ -1,4 +1,5 @@
-"""Two-tower: the same bytes from the same seed, what it learns, and what it makes of entities it never saw."""
+"""Two-tower: the same bytes from the same seed, what it learns, and what it makes of entities it
+never saw."""
 
 from __future__ import annotations
 
@@ -20,9 +21,22 @@ from precompute.registry import load_model
 from precompute.store.errors import ConfigError, ModelError
 
 N_USERS, N_ITEMS = 20, 10
-USERS = pa.table({"user_id": list(range(N_USERS)), "team": ["even" if u % 2 == 0 else "odd" for u in range(N_USERS)]})
-ITEMS = pa.table({"item_id": list(range(N_ITEMS)), "genres": ["a b" if i % 2 == 0 else "c" for i in range(N_ITEMS)]})
-PAIRS = np.array([(u, i) for u in range(N_USERS) for i in range(N_ITEMS) if u % 2 == i % 2 and (u + i) % 3], np.int64)
+USERS = pa.table(
+    {
+        "user_id": list(range(N_USERS)),
+        "team": ["even" if u % 2 == 0 else "odd" for u in range(N_USERS)],
+    }
+)
+ITEMS = pa.table(
+    {
+        "item_id": list(range(N_ITEMS)),
+        "genres": ["a b" if i % 2 == 0 else "c" for i in range(N_ITEMS)],
+    }
+)
+PAIRS = np.array(
+    [(u, i) for u in range(N_USERS) for i in range(N_ITEMS) if u % 2 == i % 2 and (u + i) % 3],
+    np.int64,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,7 +48,13 @@ def one_thread() -> Iterator[None]:
 
 
 def train(path: Path, users: pa.Table = USERS, items: pa.Table = ITEMS, **changed: Any) -> Path:
-    arguments = {"dim": 8, "epochs": 25, "batch_pairs": 16, "learning_rate": 0.02, "seed": 0} | changed
+    arguments = {
+        "dim": 8,
+        "epochs": 25,
+        "batch_pairs": 16,
+        "learning_rate": 0.02,
+        "seed": 0,
+    } | changed
     fields = {"user_id": False, "team": False}, {"item_id": False, "genres": True}
     train_two_tower(path, users, items, PAIRS, *fields, **arguments)
     return path
@@ -46,14 +66,18 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def vectors(path: Path, tower: str, table: pa.Table) -> npt.NDArray[np.float32]:
-    made: npt.NDArray[np.float32] = TwoTower(str(path), tower).compute(table.combine_chunks().to_batches()[0])["embedding"]
+    made: npt.NDArray[np.float32] = TwoTower(str(path), tower).compute(
+        table.combine_chunks().to_batches()[0]
+    )["embedding"]
     assert (made.dtype, made.shape) == (np.dtype(np.float32), (table.num_rows, 8))
     return made
 
 
 def test_one_seed_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
     torch.rand(7)  # the global generator must not matter
-    files = [train(tmp_path / name, epochs=2, seed=seed) for name, seed in (("a", 0), ("b", 0), ("c", 1))]
+    files = [
+        train(tmp_path / name, epochs=2, seed=seed) for name, seed in (("a", 0), ("b", 0), ("c", 1))
+    ]
     digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     assert digests[0] == digests[1] != digests[2]
 
@@ -81,7 +105,11 @@ def test_an_unknown_user_is_placed_by_the_other_fields(trained: Path) -> None:
 
 
 def test_unknown_tokens_nulls_and_empty_text_are_one_and_the_same(trained: Path) -> None:
-    same = vectors(trained, "item", pa.table({"item_id": [777, None, -1, 10**12], "genres": ["zzz", None, "", "yyy"]}))
+    same = vectors(
+        trained,
+        "item",
+        pa.table({"item_id": [777, None, -1, 10**12], "genres": ["zzz", None, "", "yyy"]}),
+    )
     np.testing.assert_array_equal(same, same[[0, 0, 0, 0]])
     assert np.isfinite(same).all()
 
@@ -104,7 +132,11 @@ def test_the_fingerprint_is_of_the_files_bytes_and_the_tower(trained: Path, tmp_
     copy = tmp_path / "copy"
     copy.write_bytes(trained.read_bytes())
     user = TwoTower(str(trained), "user").fingerprint()
-    assert TwoTower(str(copy), "user").fingerprint() == user != TwoTower(str(copy), "item").fingerprint()
+    assert (
+        TwoTower(str(copy), "user").fingerprint()
+        == user
+        != TwoTower(str(copy), "item").fingerprint()
+    )
     assert TwoTower(str(train(tmp_path / "other", epochs=1)), "user").fingerprint() != user
 
 
@@ -128,9 +160,30 @@ def test_a_file_cut_short_is_a_model_error(trained: Path, tmp_path: Path, size: 
         {"two_tower": "{}"},
         {"two_tower": json.dumps({"dim": 8, "towers": {"user": []}})},
         {"two_tower": json.dumps({"dim": 8, "towers": {"user": None}})},
-        {"two_tower": json.dumps({"dim": 9, "towers": {"user": [{"column": "x", "vocabulary": ["a"], "multiple": False}]}})},
-        {"two_tower": json.dumps({"dim": "8", "towers": {"user": [{"column": "x", "vocabulary": ["a"], "multiple": False}]}})},
-        {"two_tower": json.dumps({"dim": -8, "towers": {"user": [{"column": "x", "vocabulary": ["a"], "multiple": False}]}})},
+        {
+            "two_tower": json.dumps(
+                {
+                    "dim": 9,
+                    "towers": {"user": [{"column": "x", "vocabulary": ["a"], "multiple": False}]},
+                }
+            )
+        },
+        {
+            "two_tower": json.dumps(
+                {
+                    "dim": "8",
+                    "towers": {"user": [{"column": "x", "vocabulary": ["a"], "multiple": False}]},
+                }
+            )
+        },
+        {
+            "two_tower": json.dumps(
+                {
+                    "dim": -8,
+                    "towers": {"user": [{"column": "x", "vocabulary": ["a"], "multiple": False}]},
+                }
+            )
+        },
     ],
 )
 def test_weights_of_another_architecture_are_a_model_error(

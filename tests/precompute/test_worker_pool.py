@@ -1,4 +1,5 @@
-"""Worker pool: what comes out is what the runner makes in one process, however workers die; and no worker outlives its stream."""
+"""Worker pool: what comes out is what the runner makes in one process, however workers die; and no
+worker outlives its stream."""
 
 from __future__ import annotations
 
@@ -32,19 +33,34 @@ from precompute.workers.worker_process import WorkerSpec
 from tests.precompute.dying_models import Launching, Poisoned
 
 ROOT = str(Path(__file__).parents[2])
-VIEW = FeatureView("numbers", ("id",), (Feature("double", "float64"), Feature("vector", "float32", dim=4)), 60.0, 60.0)
+VIEW = FeatureView(
+    "numbers",
+    ("id",),
+    (Feature("double", "float64"), Feature("vector", "float32", dim=4)),
+    60.0,
+    60.0,
+)
 DOUBLER, DYING, LAUNCHING, TOLD, SLOW_TO_LOAD, POISONED, WAITING = (
     "tests.arithmetic:Doubler",
-    *(f"tests.precompute.dying_models:{name}" for name in ("Dying", "Launching", "Told", "SlowToLoad", "Poisoned", "Waiting")),
+    *(
+        f"tests.precompute.dying_models:{name}"
+        for name in ("Dying", "Launching", "Told", "SlowToLoad", "Poisoned", "Waiting")
+    ),
 )
 IN_TIME: dict[str, Any] = {"heartbeat_s": 0.1, "stall_s": 1.5, "hang_s": 1.5}
 Stream = Iterable[tuple[pa.RecordBatch, Outcome]]
 
 
 def pool(
-    use: str, args: Mapping[str, Any] | None = None, workers: int = 1, meter: Meter | None = None, **given: Any
+    use: str,
+    args: Mapping[str, Any] | None = None,
+    workers: int = 1,
+    meter: Meter | None = None,
+    **given: Any,
 ) -> WorkerPool:
-    return WorkerPool(WorkerSpec(use, args or {}, {}, VIEW), meter or Meter(), [None] * workers, **given)
+    return WorkerPool(
+        WorkerSpec(use, args or {}, {}, VIEW), meter or Meter(), [None] * workers, **given
+    )
 
 
 def windows(count: int, rows: int, first: int = 0) -> Iterator[pa.RecordBatch]:
@@ -52,12 +68,17 @@ def windows(count: int, rows: int, first: int = 0) -> Iterator[pa.RecordBatch]:
     for number in range(count):
         xs = [float(first + number * rows + row) for row in range(rows)]
         yield pa.record_batch(
-            {"id": [f"row {x}" for x in xs], "x": pa.array(xs, pa.float64()), "input_hash": pa.array(range(rows))}
+            {
+                "id": [f"row {x}" for x in xs],
+                "x": pa.array(xs, pa.float64()),
+                "input_hash": pa.array(range(rows)),
+            }
         )
 
 
 def everything(stream: Stream) -> list[Any]:
-    """All that a stream says, window for window and row for row, in however many pieces it says it."""
+    """All that a stream says, window for window and row for row, in however many pieces it says
+    it."""
     windows: dict[int, list[tuple[pa.RecordBatch, Outcome]]] = {}
     for batch, done in stream:
         pieces = windows.setdefault(done.window, [])
@@ -66,15 +87,33 @@ def everything(stream: Stream) -> list[Any]:
     found = []
     for _, pieces in sorted(windows.items()):
         assert pieces[-1][1].last
-        rows = sorted((r, f) for _, done in pieces for r, f in zip(done.rows.tolist(), done.features.to_pylist(), strict=True))
-        rejections = sorted((r for _, done in pieces for r in done.rejections), key=lambda rejection: rejection.row)
+        rows = sorted(
+            (r, f)
+            for _, done in pieces
+            for r, f in zip(done.rows.tolist(), done.features.to_pylist(), strict=True)
+        )
+        rejections = sorted(
+            (r for _, done in pieces for r in done.rejections), key=lambda rejection: rejection.row
+        )
         batch, first = pieces[0]
-        found.append((batch.to_pylist(), [r for r, _ in rows], first.features.schema, [f for _, f in rows], rejections))
+        found.append(
+            (
+                batch.to_pylist(),
+                [r for r, _ in rows],
+                first.features.schema,
+                [f for _, f in rows],
+                rejections,
+            )
+        )
     return found
 
 
-def as_one_process(use: str, args: Mapping[str, Any], given: Iterable[pa.RecordBatch], meter: Meter | None = None) -> list[Any]:
-    return everything(Runner(load_model(use, args), VIEW, meter).stream(given, hidden=["input_hash"]))
+def as_one_process(
+    use: str, args: Mapping[str, Any], given: Iterable[pa.RecordBatch], meter: Meter | None = None
+) -> list[Any]:
+    return everything(
+        Runner(load_model(use, args), VIEW, meter).stream(given, hidden=["input_hash"])
+    )
 
 
 def without(everything: Sequence[Any], window: int, row: int) -> tuple[list[Any], str]:
@@ -95,7 +134,13 @@ def less(everything: Sequence[Any], window: int, row: int) -> list[Any]:
     left = list(everything)
     batch, rows, schema, features, rejections = left[window]
     at = rows.index(row)
-    left[window] = (batch, rows[:at] + rows[at + 1 :], schema, features[:at] + features[at + 1 :], rejections)
+    left[window] = (
+        batch,
+        rows[:at] + rows[at + 1 :],
+        schema,
+        features[:at] + features[at + 1 :],
+        rejections,
+    )
     return left
 
 
@@ -120,7 +165,9 @@ def workers_of(parent: int) -> list[int]:
     for pid, (_, command) in processes().items():
         if "-m precompute.workers.worker" in command:
             try:
-                ppid = int((Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
+                ppid = int(
+                    (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[1]
+                )
             except OSError:
                 continue
             if ppid == parent:
@@ -161,14 +208,28 @@ def test_what_comes_out_is_what_the_runner_makes(workers: int) -> None:
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_a_device_that_is_batches_ahead_keeps_nobody_waiting(count: int) -> None:
     """Also where a window has no batch at all, and where nothing follows."""
-    given = [w for i in range(count) for w in [*windows(1, 9, first=9 * i), *windows(1, 3, first=-3)]]
+    given = [
+        w for i in range(count) for w in [*windows(1, 9, first=9 * i), *windows(1, 3, first=-3)]
+    ]
     ours, theirs = Meter(), Meter()
     workers = pool(LAUNCHING, meter=ours)
     stream = workers.stream(given, hidden=["input_hash"])
-    assert everything(stream) == everything(Runner(Launching(), VIEW, theirs).stream(given, hidden=["input_hash"]))
-    assert (ours.batches, ours.cost, ours.padded_cost, ours.flops) == (theirs.batches, 9 * count, 9 * count, 90.0 * count)
+    assert everything(stream) == everything(
+        Runner(Launching(), VIEW, theirs).stream(given, hidden=["input_hash"])
+    )
+    assert (ours.batches, ours.cost, ours.padded_cost, ours.flops) == (
+        theirs.batches,
+        9 * count,
+        9 * count,
+        90.0 * count,
+    )
     figures = workers.figures(1.0)
-    assert (figures["budget"], figures["cost_unit"], figures["device_peak_memory_bytes"], figures["peak_flops"]) == (
+    assert (
+        figures["budget"],
+        figures["cost_unit"],
+        figures["device_peak_memory_bytes"],
+        figures["peak_flops"],
+    ) == (
         4,
         "rows",
         0,
@@ -178,8 +239,11 @@ def test_a_device_that_is_batches_ahead_keeps_nobody_waiting(count: int) -> None
 
 
 @pytest.mark.parametrize("args", [{}, {"fail_on": 1.0}], ids=["", "rejected"])
-def test_what_is_computed_is_handed_on_during_the_window(tmp_path: Path, args: dict[str, Any]) -> None:
-    """Its worker dies at the last row, when other rows are out already, or rejected; none is so twice."""
+def test_what_is_computed_is_handed_on_during_the_window(
+    tmp_path: Path, args: dict[str, Any]
+) -> None:
+    """Its worker dies at the last row, when other rows are out already, or rejected; none is so
+    twice."""
     given = list(windows(1, 40))
     dying = {"how": "leave", "on": 39.0, "sleep_s": 0.4, "once": str(tmp_path / "once")}
     stream = pool(DYING, dying | args).stream(given, hidden=["input_hash"])
@@ -196,7 +260,9 @@ def test_no_windows_are_no_error() -> None:
 
 def test_what_a_model_prints_is_not_taken_for_an_answer(capfd: pytest.CaptureFixture[str]) -> None:
     given = list(windows(3, 4))
-    assert everything(pool(DYING, {"how": "speak"}).stream(given, hidden=["input_hash"])) == as_one_process(DOUBLER, {}, given)
+    assert everything(
+        pool(DYING, {"how": "speak"}).stream(given, hidden=["input_hash"])
+    ) == as_one_process(DOUBLER, {}, given)
     printed = capfd.readouterr()
     assert printed.out == ""
     assert printed.err.count("printed by Python\nprinted below it\n") == 3
@@ -264,7 +330,10 @@ def test_no_more_is_read_than_may_be_held() -> None:
             last = next(read)
             yield window
 
-    for rows, memory_mb, most in ((1, 512, HELD + 2), (10_000, 1, 2)):  # half of the memory holds one window and its features
+    for rows, memory_mb, most in (
+        (1, 512, HELD + 2),
+        (10_000, 1, 2),
+    ):  # half of the memory holds one window and its features
         read, stream = itertools.count(), pool(DOUBLER).stream(counted(rows), memory_mb=memory_mb)
         next(stream)
         time.sleep(0.7)
@@ -298,7 +367,10 @@ def test_a_row_that_breaks_a_gpus_context_is_rejected_alone() -> None:
     left, error = without(everything(stream), 1, 2)
     assert left == less(as_one_process(DOUBLER, {}, given), 1, 2)
     why = f"the GPU is lost to this process: {Poisoned.ASSERTED.splitlines()[0]}"
-    assert error == f"its worker process exited with status 70; the last line of its stderr: {why} (2 of 2 tries)"
+    assert (
+        error
+        == f"its worker process exited with status 70; the last line of its stderr: {why} (2 of 2 tries)"
+    )
 
 
 def test_without_a_worker_a_broken_context_fails_the_run() -> None:
@@ -308,7 +380,9 @@ def test_without_a_worker_a_broken_context_fails_the_run() -> None:
 
 def test_two_such_rows_in_one_window_are_both_found() -> None:
     given = [pa.record_batch({"x": [3.0, 1.0, 2.0, 3.0]})]
-    ((_, rows, _, features, rejections),) = everything(pool(DOUBLER, {"kill_on": 3.0}, 2, attempts=1).stream(given))
+    ((_, rows, _, features, rejections),) = everything(
+        pool(DOUBLER, {"kill_on": 3.0}, 2, attempts=1).stream(given)
+    )
     assert (rows, [value["double"] for value in features]) == ([1, 2], [2.0, 4.0])
     assert [(r.row, r.stage) for r in rejections] == [(0, "worker"), (3, "worker")]
 
@@ -316,14 +390,20 @@ def test_two_such_rows_in_one_window_are_both_found() -> None:
 def test_a_suspect_is_tried_alone_and_as_often_as_said(capfd: pytest.CaptureFixture[str]) -> None:
     """Once with a neighbour, most often, and then twice without."""
     given = list(windows(12, 1))
-    left, _ = without(everything(pool(DYING, {"how": "leave", "on": 5.0}).stream(given, hidden=["input_hash"])), 5, 0)
+    left, _ = without(
+        everything(pool(DYING, {"how": "leave", "on": 5.0}).stream(given, hidden=["input_hash"])),
+        5,
+        0,
+    )
     assert left == less(as_one_process(DOUBLER, {}, given), 5, 0)
     assert capfd.readouterr().err.count("last words") in (2, 3)
 
 
 def test_a_row_that_silences_its_worker_is_rejected_alone() -> None:
     given = list(windows(2, 2))
-    stream = pool(DYING, {"how": "stop", "on": 3.0}, attempts=1, **IN_TIME).stream(given, hidden=["input_hash"])
+    stream = pool(DYING, {"how": "stop", "on": 3.0}, attempts=1, **IN_TIME).stream(
+        given, hidden=["input_hash"]
+    )
     left, error = without(everything(stream), 1, 1)
     assert left == less(as_one_process(DOUBLER, {}, given), 1, 1)
     assert error == "its worker process gave no sign of life for 1.5 s (1 of 1 tries)"
@@ -332,11 +412,17 @@ def test_a_row_that_silences_its_worker_is_rejected_alone() -> None:
 def test_a_row_that_hangs_its_worker_is_rejected_and_a_slow_one_is_not(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows that hung are tried with less patience, each with all of it before it is rejected, and that when all others are done."""
+    """Rows that hung are tried with less patience, each with all of it before it is rejected, and
+    that when all others are done."""
     # so little that it does not do for the slow one, however slow the machine is
     monkeypatch.setattr(patience, "TIMES", 0.0)
     given, meter = list(windows(3, 2)), Meter()
-    workers = pool(WAITING, {"waits": {"2.0": 0.5, "3.0": 600.0}}, meter=meter, **IN_TIME | {"heartbeat_s": 0.05})
+    workers = pool(
+        WAITING,
+        {"waits": {"2.0": 0.5, "3.0": 600.0}},
+        meter=meter,
+        **IN_TIME | {"heartbeat_s": 0.05},
+    )
     pieces = []
     for piece in workers.stream(given, hidden=["input_hash"]):
         pieces.append((*piece, meter.rows_retried))
@@ -365,14 +451,18 @@ def test_a_window_whose_worker_died_once_is_computed_whole(tmp_path: Path) -> No
     given = list(windows(4, 8))
     meter = Meter()
     args = {"how": "kill", "on": 9.0, "once": str(tmp_path / "once")}
-    assert everything(pool(DYING, args, meter=meter).stream(given, hidden=["input_hash"])) == as_one_process(DOUBLER, {}, given)
+    assert everything(
+        pool(DYING, args, meter=meter).stream(given, hidden=["input_hash"])
+    ) == as_one_process(DOUBLER, {}, given)
     assert meter.batches == 4
 
 
 @pytest.mark.parametrize(("workers", "number"), [(1, signal.SIGKILL), (2, signal.SIGSTOP)])
 def test_workers_ended_from_outside_cost_no_row(workers: int, number: int) -> None:
     given = list(windows(20, 3))
-    stream = pool(DOUBLER, {"sleep_s": 0.03}, workers, **IN_TIME).stream(given, hidden=["input_hash"])
+    stream = pool(DOUBLER, {"sleep_s": 0.03}, workers, **IN_TIME).stream(
+        given, hidden=["input_hash"]
+    )
     chosen = random.Random(number)
     seen = []
     for item in stream:
@@ -384,7 +474,9 @@ def test_workers_ended_from_outside_cost_no_row(workers: int, number: int) -> No
 
 def test_a_worker_ended_while_loading_costs_no_row(tmp_path: Path) -> None:
     given = list(windows(20, 3))
-    stream = pool(SLOW_TO_LOAD, {"folder": str(tmp_path / "loaded")}, 2, **IN_TIME).stream(given, hidden=["input_hash"])
+    stream = pool(SLOW_TO_LOAD, {"folder": str(tmp_path / "loaded")}, 2, **IN_TIME).stream(
+        given, hidden=["input_hash"]
+    )
     seen = [next(stream)]
     for process in workers_of(os.getpid()):
         os.kill(process, signal.SIGKILL)  # one computes, the other still loads
@@ -393,14 +485,17 @@ def test_a_worker_ended_while_loading_costs_no_row(tmp_path: Path) -> None:
 
 def test_a_worker_that_never_loads_fails_the_run_though_another_one_does(tmp_path: Path) -> None:
     args = {"folder": str(tmp_path / "loaded"), "fail": True}
-    with pytest.raises(ModelError, match="could not be loaded: its worker process exited with status 7"):
+    with pytest.raises(
+        ModelError, match="could not be loaded: its worker process exited with status 7"
+    ):
         everything(pool(SLOW_TO_LOAD, args, 2).stream(windows(400, 3), hidden=["input_hash"]))
 
 
 def test_a_model_that_always_dies_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_stream, "MAX_FRUITLESS", 4)
     with pytest.raises(
-        ModelError, match=r"^5 worker processes died one after the other .* the last one exited with status 3; .*last words"
+        ModelError,
+        match=r"^5 worker processes died one after the other .* the last one exited with status 3; .*last words",
     ):
         everything(pool(DYING, {"how": "leave"}).stream(windows(1, 1000)))
 
@@ -408,8 +503,12 @@ def test_a_model_that_always_dies_fails_the_run(monkeypatch: pytest.MonkeyPatch)
 # ---- errors
 
 
-@pytest.mark.parametrize(("args", "kind"), [({"how": "raise"}, ModelError), ({"when": 1}, ConfigError)])
-def test_a_model_that_does_not_load_fails_the_run_in_its_own_words(args: dict[str, Any], kind: type[Exception]) -> None:
+@pytest.mark.parametrize(
+    ("args", "kind"), [({"how": "raise"}, ModelError), ({"when": 1}, ConfigError)]
+)
+def test_a_model_that_does_not_load_fails_the_run_in_its_own_words(
+    args: dict[str, Any], kind: type[Exception]
+) -> None:
     use = "tests.precompute.dying_models:Unloadable"
     with pytest.raises(kind) as theirs:
         load_model(use, args)
@@ -421,13 +520,18 @@ def test_a_model_that_does_not_load_fails_the_run_in_its_own_words(args: dict[st
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        ("leave", "could not be loaded: its worker process exited with status 7; the last line of its stderr: no memory"),
+        (
+            "leave",
+            "could not be loaded: its worker process exited with status 7; the last line of its stderr: no memory",
+        ),
         ("exit", "failed to load: SystemExit: no licence"),
     ],
 )
 def test_a_model_that_ends_its_process_while_it_loads_fails_the_run(how: str, told: str) -> None:
     with pytest.raises(ModelError, match=told):
-        everything(pool("tests.precompute.dying_models:Unloadable", {"how": how}, 2).stream(windows(3, 1)))
+        everything(
+            pool("tests.precompute.dying_models:Unloadable", {"how": how}, 2).stream(windows(3, 1))
+        )
 
 
 def test_a_model_that_refuses_the_source_fails_the_run() -> None:
@@ -441,7 +545,10 @@ def test_a_model_that_refuses_the_source_fails_the_run() -> None:
 def test_rows_whose_features_do_not_fit_are_rejected_as_in_one_process() -> None:
     expected = as_one_process(DOUBLER, {"dim": 3}, windows(1, 2))
     assert [rejected.row for rejected in expected[0][-1]] == [0, 1]
-    assert everything(pool(DOUBLER, {"dim": 3}).stream(windows(1, 2), hidden=["input_hash"])) == expected
+    assert (
+        everything(pool(DOUBLER, {"dim": 3}).stream(windows(1, 2), hidden=["input_hash"]))
+        == expected
+    )
 
 
 def test_what_the_windows_raise_is_passed_on_after_what_they_gave() -> None:
@@ -450,7 +557,9 @@ def test_what_the_windows_raise_is_passed_on_after_what_they_gave() -> None:
         raise OSError("the disk is gone")
 
     stream = pool(DOUBLER, workers=2).stream(failing(), hidden=["input_hash"])
-    assert everything([next(stream) for _ in range(3)]) == as_one_process(DOUBLER, {}, windows(3, 4))
+    assert everything([next(stream) for _ in range(3)]) == as_one_process(
+        DOUBLER, {}, windows(3, 4)
+    )
     with pytest.raises(OSError, match="the disk is gone"):
         next(stream)
 
@@ -474,7 +583,11 @@ def test_a_closed_stream_leaves_no_process(how: str) -> None:
     groups = set(workers_of(os.getpid()))
     assert len(groups) == 2
     if how == "start_another":
-        assert soon(lambda: any(group in groups and "sleep" in command for group, command in processes().values()))
+        assert soon(
+            lambda: any(
+                group in groups and "sleep" in command for group, command in processes().values()
+            )
+        )
     stream.close()
     assert closed == [True]
     assert [command for group, command in processes().values() if group in groups] == []
@@ -494,7 +607,14 @@ def parent() -> Iterator[Callable[[int], subprocess.Popen[str]]]:
     started: list[subprocess.Popen[str]] = []
 
     def start(count: int) -> subprocess.Popen[str]:
-        started.append(subprocess.Popen([sys.executable, "-c", SCRIPT, str(count)], cwd=ROOT, stdout=subprocess.PIPE, text=True))
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-c", SCRIPT, str(count)],
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
         return started[-1]
 
     yield start
@@ -505,7 +625,9 @@ def parent() -> Iterator[Callable[[int], subprocess.Popen[str]]]:
         process.stdout.close()
 
 
-def test_workers_end_when_their_parent_is_killed(parent: Callable[[int], subprocess.Popen[str]]) -> None:
+def test_workers_end_when_their_parent_is_killed(
+    parent: Callable[[int], subprocess.Popen[str]],
+) -> None:
     process = parent(1000)
     assert process.stdout is not None
     pids = {int(pid) for pid in process.stdout.readline().split()}
@@ -514,7 +636,9 @@ def test_workers_end_when_their_parent_is_killed(parent: Callable[[int], subproc
     assert soon(lambda: not pids & set(processes()))
 
 
-def test_a_parent_that_was_paused_blames_no_worker(parent: Callable[[int], subprocess.Popen[str]]) -> None:
+def test_a_parent_that_was_paused_blames_no_worker(
+    parent: Callable[[int], subprocess.Popen[str]],
+) -> None:
     process = parent(40)
     assert process.stdout is not None
     lines = [process.stdout.readline()]

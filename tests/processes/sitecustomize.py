@@ -1,6 +1,8 @@
-"""What Python runs first in every process that a test starts: pandas is not there, as with most who install this, whatever the tests have it for.
+"""What Python runs first in every process that a test starts: pandas is not there, as with most who
+install this, whatever the tests have it for.
 
-pyarrow imports it with the first array that it is given, where it is installed: 0.3 to 0.5 s of each of about a thousand processes.
+pyarrow imports it with the first array that it is given, where it is installed: 0.3 to 0.5 s of
+each of about a thousand processes.
 """
 
 import sys
@@ -10,10 +12,13 @@ from types import ModuleType
 
 
 class WithoutPandas(PathFinder):
-    """As who finds modules in the folders of ``sys.path``, but for pandas, which is neither imported nor, as by torch, only looked for."""
+    """As who finds modules in the folders of ``sys.path``, but for pandas, which is neither
+    imported nor, as by torch, only looked for."""
 
     @classmethod
-    def find_spec(cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         return None if fullname == "pandas" else PathFinder.find_spec(fullname, path, target)
 
 

@@ -1,4 +1,5 @@
-"""Who may ask: tokens as they are made, kept, exchanged and taken back; and the gate that asks for them."""
+"""Who may ask: tokens as they are made, kept, exchanged and taken back; and the gate that asks for
+them."""
 
 from __future__ import annotations
 
@@ -48,7 +49,10 @@ def test_a_token_opens_and_only_its_hash_is_kept(file: Path) -> None:
     assert (found.name, found.scope) == ("ranker", "read")
     assert found.digest.hex() == hashlib.sha256(secret.encode()).hexdigest()
     assert secret not in file.read_text()
-    assert (file.stat().st_mode & 0o777, sorted(p.name for p in file.parent.iterdir())) == (0o640, [".tokens.lock", "tokens"])
+    assert (file.stat().st_mode & 0o777, sorted(p.name for p in file.parent.iterdir())) == (
+        0o640,
+        [".tokens.lock", "tokens"],
+    )
     for other in (
         b"",
         secret.encode()[:-1],
@@ -64,13 +68,21 @@ def test_of_a_name_the_last_two_are_valid_and_of_others_all(file: Path) -> None:
     other = make_token(file, "other", "admin")
     made = [make_token(file, "ranker", "read") for _ in range(4)]
     tokens = Tokens(file)
-    assert [tokens.find(secret.encode()) is not None for secret in (other, *made)] == [True, False, False, True, True]
+    assert [tokens.find(secret.encode()) is not None for secret in (other, *made)] == [
+        True,
+        False,
+        False,
+        True,
+        True,
+    ]
     assert remove_tokens(file, "ranker") == 2
     assert remove_tokens(file, "ranker") == 0
     assert [token.name for token in read_tokens(file)] == ["other"]
 
 
-def test_a_file_that_changed_is_taken_up_and_one_that_is_bad_is_not(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_changed_is_taken_up_and_one_that_is_bad_is_not(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     first = make_token(file, "a", "read").encode()
     tokens = Tokens(file)
     second = make_token(file, "b", "read").encode()
@@ -111,7 +123,9 @@ def test_a_file_that_changed_is_taken_up_and_one_that_is_bad_is_not(file: Path, 
         ("é", "cannot be read"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_refused_with_what_to_do(tmp_path: Path, text: str | None, why: str) -> None:
+def test_a_file_that_cannot_be_used_is_refused_with_what_to_do(
+    tmp_path: Path, text: str | None, why: str
+) -> None:
     path = tmp_path / "tokens"
     if text is not None:
         path.write_text(text)
@@ -130,9 +144,13 @@ def test_a_name_is_a_word(file: Path, name: str) -> None:
 
 
 def asked(
-    path: str, authorization: bytes | None = None, server: tuple[str, int | None] | None = ("127.0.0.1", 80)
+    path: str,
+    authorization: bytes | None = None,
+    server: tuple[str, int | None] | None = ("127.0.0.1", 80),
 ) -> dict[str, Any]:
-    headers = [(b"host", b"x")] + ([(b"authorization", authorization)] if authorization is not None else [])
+    headers = [(b"host", b"x")] + (
+        [(b"authorization", authorization)] if authorization is not None else []
+    )
     return {"raw_path": path.encode(), "headers": headers, "server": server}
 
 
@@ -165,10 +183,17 @@ def test_every_route_but_two_needs_a_token_and_operators_another(file: Path) -> 
         assert [status(path, basic(secret)) for secret in (read, admin)] == [200, 200]
         assert status(path, None) == 401
     for path in ("/", "/metrics"):
-        assert [status(path, f"bearer  {secret}".encode()) for secret in (read, admin)] == [403, 200]
+        assert [status(path, f"bearer  {secret}".encode()) for secret in (read, admin)] == [
+            403,
+            200,
+        ]
         assert status(path, None) == 401
     for path in ("/livez", "/readyz"):
-        for authorization, stranger in ((None, True), (b"Bearer x", True), (f"Bearer {read}".encode(), False)):
+        for authorization, stranger in (
+            (None, True),
+            (b"Bearer x", True),
+            (f"Bearer {read}".encode(), False),
+        ):
             scope = asked(path, authorization)
             assert (gate(scope), scope[STRANGER]) == (None, stranger)
     for wrong in (
@@ -188,7 +213,9 @@ def test_every_route_but_two_needs_a_token_and_operators_another(file: Path) -> 
     headers = dict(reply.headers)
     assert headers[b"www-authenticate"].startswith(b"Bearer")
     assert headers[b"cache-control"] == b"no-store"
-    assert [int(meter.counter(AUTH_REFUSED, why).value) for why in ("none", "unknown", "scope")] == [16, 3, 2]
+    assert [
+        int(meter.counter(AUTH_REFUSED, why).value) for why in ("none", "unknown", "scope")
+    ] == [16, 3, 2]
 
 
 def test_who_passed_is_known_by_name(file: Path) -> None:
@@ -200,35 +227,87 @@ def test_who_passed_is_known_by_name(file: Path) -> None:
 @pytest.mark.parametrize(
     ("admin", "there", "elsewhere"),
     [
-        (("127.0.0.1", 9090), [("127.0.0.1", 9090)], [("127.0.0.1", 80), ("127.0.0.2", 9090), ("/a.sock", None), None]),
+        (
+            ("127.0.0.1", 9090),
+            [("127.0.0.1", 9090)],
+            [("127.0.0.1", 80), ("127.0.0.2", 9090), ("/a.sock", None), None],
+        ),
         (("0.0.0.0", 9090), [("127.0.0.1", 9090), ("10.1.1.1", 9090)], [("127.0.0.1", 80), None]),
         (("::1", 9090, 0, 0), [("::1", 9090)], [("::1", 80)]),
-        ("/run/admin.sock", [("/run/admin.sock", None)], [("/run/api.sock", None), ("127.0.0.1", 80), None]),
+        (
+            "/run/admin.sock",
+            [("/run/admin.sock", None)],
+            [("/run/api.sock", None), ("127.0.0.1", 80), None],
+        ),
     ],
 )
-def test_what_operators_look_at_is_on_the_admin_address_alone(admin: Any, there: list[Any], elsewhere: list[Any]) -> None:
+def test_what_operators_look_at_is_on_the_admin_address_alone(
+    admin: Any, there: list[Any], elsewhere: list[Any]
+) -> None:
     gate = Gate(Meter(), None, admin)
     for path in ("/", "/metrics"):
         assert [gate(asked(path, None, server)) for server in there] == [None] * len(there)
         replies = [gate(asked(path, None, server)) for server in elsewhere]
         assert [reply and reply.status for reply in replies] == [404] * len(elsewhere)
-    assert [gate(asked("/v1/views", None, server)) for server in (*there, *elsewhere)] == [None] * (len(there) + len(elsewhere))
+    assert [gate(asked("/v1/views", None, server)) for server in (*there, *elsewhere)] == [None] * (
+        len(there) + len(elsewhere)
+    )
 
 
 @pytest.mark.parametrize(
     ("host", "allowed"),
     [
-        *((host, True) for host in (b"", b"127.0.0.1", b"127.0.0.1:8080", b"10.1.2.3:80", b"[::1]", b"[::1]:8080")),
         *(
             (host, True)
-            for host in (b"localhost", b"LocalHost:8080", b"localhost.", b"features.internal", b"Features.Internal:80")
+            for host in (
+                b"",
+                b"127.0.0.1",
+                b"127.0.0.1:8080",
+                b"10.1.2.3:80",
+                b"[::1]",
+                b"[::1]:8080",
+            )
+        ),
+        *(
+            (host, True)
+            for host in (
+                b"localhost",
+                b"LocalHost:8080",
+                b"localhost.",
+                b"features.internal",
+                b"Features.Internal:80",
+            )
         ),
         *(
             (host, False)
-            for host in (b"evil.example", b"evil.example:8080", b"localhost.evil.example", b"127.0.0.1.evil.example")
+            for host in (
+                b"evil.example",
+                b"evil.example:8080",
+                b"localhost.evil.example",
+                b"127.0.0.1.evil.example",
+            )
         ),
-        *((host, False) for host in (b"localhost, evil.example", b"localhost:80@evil.example", b"internal", b"[evil.example]")),
-        *((host, False) for host in (b"x.features.internal", b":", b":80", b"::1", b".", b"\xff", b"localhost\x00")),
+        *(
+            (host, False)
+            for host in (
+                b"localhost, evil.example",
+                b"localhost:80@evil.example",
+                b"internal",
+                b"[evil.example]",
+            )
+        ),
+        *(
+            (host, False)
+            for host in (
+                b"x.features.internal",
+                b":",
+                b":80",
+                b"::1",
+                b".",
+                b"\xff",
+                b"localhost\x00",
+            )
+        ),
     ],
 )
 def test_a_page_of_another_name_reaches_nothing(host: bytes, allowed: bool) -> None:
@@ -236,9 +315,10 @@ def test_a_page_of_another_name_reaches_nothing(host: bytes, allowed: bool) -> N
     gate, scope = Gate(meter, hosts=Hosts(["features.internal"])), asked("/v1/views")
     scope["headers"] = [(b"accept", b"*/*"), (b"host", host)]
     reply = gate(scope)
-    assert ((None if reply is None else reply.status), meter.counter(AUTH_REFUSED, "host").value) == (
-        (None, 0) if allowed else (421, 1)
-    )
+    assert (
+        (None if reply is None else reply.status),
+        meter.counter(AUTH_REFUSED, "host").value,
+    ) == ((None, 0) if allowed else (421, 1))
     # also as the second of two
     scope["headers"].insert(0, (b"host", b"localhost"))
     assert (gate(scope) is None) == allowed
@@ -251,9 +331,19 @@ def test_a_page_of_another_name_reaches_nothing(host: bytes, allowed: bool) -> N
 
 
 @pytest.mark.parametrize(
-    "address", ["0.0.0.0:0", "[::]:0", "10.0.0.1:0", "192.0.2.1:80", "example.com:80", "127.0.0.1.example.com:80"]
+    "address",
+    [
+        "0.0.0.0:0",
+        "[::]:0",
+        "10.0.0.1:0",
+        "192.0.2.1:80",
+        "example.com:80",
+        "127.0.0.1.example.com:80",
+    ],
 )
-def test_where_strangers_come_by_nothing_is_served_without_a_guard(tmp_path: Path, address: str) -> None:
+def test_where_strangers_come_by_nothing_is_served_without_a_guard(
+    tmp_path: Path, address: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         Listener("serve.bind", address, tmp_path, **BIND)
     assert str(refused.value) == (
@@ -265,7 +355,11 @@ def test_where_strangers_come_by_nothing_is_served_without_a_guard(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("address", "shown"),
-    [("127.0.0.1:0", "http://127.0.0.1:"), ("localhost:0", "http://localhost:"), ("127.9.9.9:0", "http://127.9.9.9:")],
+    [
+        ("127.0.0.1:0", "http://127.0.0.1:"),
+        ("localhost:0", "http://localhost:"),
+        ("127.9.9.9:0", "http://127.9.9.9:"),
+    ],
 )
 def test_what_only_this_machine_reaches_is_served(tmp_path: Path, address: str, shown: str) -> None:
     listener = Listener("serve.bind", address, tmp_path, **BIND)
@@ -282,8 +376,28 @@ def test_what_only_this_machine_reaches_is_served(tmp_path: Path, address: str, 
 def certificate(folder: Path, name: str, days: int = 2) -> tuple[Path, Path]:
     """A certificate of 127.0.0.1 that signs itself, and its key."""
     cert, key = folder / f"{name}.pem", folder / f"{name}.key"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", str(days)]
-    command += ["-keyout", str(key), "-out", str(cert), "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:P-256",
+        "-nodes",
+        "-days",
+        str(days),
+    ]
+    command += [
+        "-keyout",
+        str(key),
+        "-out",
+        str(cert),
+        "-subj",
+        f"/CN={name}",
+        "-addext",
+        "subjectAltName=IP:127.0.0.1",
+    ]
     subprocess.run(command, check=True, capture_output=True)
     return cert, key
 
@@ -293,7 +407,17 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     _, other = certificate(tmp_path, "two")
     locked = tmp_path / "locked.key"
     subprocess.run(
-        ["openssl", "ec", "-in", str(key), "-aes128", "-passout", "pass:secret", "-out", str(locked)],
+        [
+            "openssl",
+            "ec",
+            "-in",
+            str(key),
+            "-aes128",
+            "-passout",
+            "pass:secret",
+            "-out",
+            str(locked),
+        ],
         check=True,
         capture_output=True,
     )
@@ -304,7 +428,9 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
         Tls(cert, key, key)
 
 
-def test_a_pair_of_which_half_is_there_does_not_come_into_use(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_pair_of_which_half_is_there_does_not_come_into_use(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     cert, key = certificate(tmp_path, "one")
     tls = Tls(cert, key)
     new_cert, new_key = certificate(tmp_path, "two")
@@ -315,4 +441,6 @@ def test_a_pair_of_which_half_is_there_does_not_come_into_use(tmp_path: Path, ca
         os.replace(new_key, key)
         for _ in range(3):
             tls.look()
-    assert [record.levelname for record in caplog.records if record.name == "precompute.store.guard.tls"] == ["ERROR", "INFO"]
+    assert [
+        record.levelname for record in caplog.records if record.name == "precompute.store.guard.tls"
+    ] == ["ERROR", "INFO"]

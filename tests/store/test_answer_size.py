@@ -28,8 +28,16 @@ DTYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "b
 FEATURES = {
     "vectors": (Feature("vector", "float32", dim=384),),
     "int8s": (Feature("vector", "float32", dim=384, packed="int8"),),
-    "texts": (Feature("title", "string"), Feature("tags", "string", max_items=50), Feature("top", "int64", max_items=50)),
-    **{dtype: (Feature("one", dtype), Feature("many", dtype, dim=64)) for dtype in DTYPES if dtype != "bool"},
+    "texts": (
+        Feature("title", "string"),
+        Feature("tags", "string", max_items=50),
+        Feature("top", "int64", max_items=50),
+    ),
+    **{
+        dtype: (Feature("one", dtype), Feature("many", dtype, dim=64))
+        for dtype in DTYPES
+        if dtype != "bool"
+    },
 }
 
 
@@ -46,7 +54,11 @@ def _column(feature: Feature, rng: np.random.Generator) -> pa.Array:
     else:
         limits = np.iinfo(dtype)
         values = rng.integers(limits.min, limits.max, count, dtype)
-    return pa.array(values) if feature.dim is None else pa.FixedSizeListArray.from_arrays(pa.array(values), feature.dim)
+    return (
+        pa.array(values)
+        if feature.dim is None
+        else pa.FixedSizeListArray.from_arrays(pa.array(values), feature.dim)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +67,15 @@ def lookup() -> Lookup:
     for name, features in FEATURES.items():
         view = FeatureView(name, ("id",), features, ttl_s=1e6, stale_for_s=1)
         columns = {feature.name: _column(feature, rng) for feature in features}
-        columns |= {"id": pa.array(range(ROWS)), "computed_at": pa.array([time.time_ns() // 1000] * ROWS, pa.int64())}
-        online.load(name, Generation(1, 1), iter([RowCodec(view).row_batch(pa.record_batch(columns), ("id",), 1)]))
+        columns |= {
+            "id": pa.array(range(ROWS)),
+            "computed_at": pa.array([time.time_ns() // 1000] * ROWS, pa.int64()),
+        }
+        online.load(
+            name,
+            Generation(1, 1),
+            iter([RowCodec(view).row_batch(pa.record_batch(columns), ("id",), 1)]),
+        )
         online.flip(Pointer(view, 1, 1, "m" * 64, ROWS, ROWS, "now", 0))
     return Lookup(online)
 
@@ -68,11 +87,21 @@ def app(lookup: Lookup) -> Front:
 
 @pytest.mark.parametrize("as_arrow", [False, True])
 @pytest.mark.parametrize("view", FEATURES)
-def test_how_large_an_answer_will_be_is_known_about(lookup: Lookup, app: Front, view: str, as_arrow: bool) -> None:
+def test_how_large_an_answer_will_be_is_known_about(
+    lookup: Lookup, app: Front, view: str, as_arrow: bool
+) -> None:
     keys = [str(i) for i in range(300)]
     told: list[int] = []
-    lookup.begin(view, keys, admit=lambda plan, found: told.append(answer_bytes(plan, found, as_arrow)))
-    reply = call(app, "POST", f"/v1/views/{view}/lookup", {"keys": keys}, accept=wire.ARROW if as_arrow else wire.JSON)
+    lookup.begin(
+        view, keys, admit=lambda plan, found: told.append(answer_bytes(plan, found, as_arrow))
+    )
+    reply = call(
+        app,
+        "POST",
+        f"/v1/views/{view}/lookup",
+        {"keys": keys},
+        accept=wire.ARROW if as_arrow else wire.JSON,
+    )
     assert 0.75 < told[0] / len(reply.body) < 2
 
 
@@ -84,7 +113,11 @@ def test_a_large_answer_comes_in_pieces_and_says_what_a_small_one_says(
     for view in ("vectors", "texts"):
         keys = [str(i) for i in range(-20, 980)]
         reply = call(app, "POST", f"/v1/views/{view}/lookup", {"keys": keys}, accept=accept)
-        assert (reply.status, "content-length" in reply.headers, int(reply.headers["pieces"]) > 3) == (200, False, True)
+        assert (
+            reply.status,
+            "content-length" in reply.headers,
+            int(reply.headers["pieces"]) > 3,
+        ) == (200, False, True)
         expected = lookup.get(view, keys).drop_columns(["age_s"])
         if accept == wire.ARROW:
             assert reply.arrow.drop_columns(["age_s"]).combine_chunks() == expected
@@ -92,9 +125,15 @@ def test_a_large_answer_comes_in_pieces_and_says_what_a_small_one_says(
             rows = [row | (row["features"] or {}) for row in reply.json["rows"]]
             for name in ("key", "status", "reason", *(f.name for f in FEATURES[view])):
                 field = expected.schema.field(name)
-                assert pa.array([row.get(name) for row in rows], field.type) == expected[name].combine_chunks()
+                assert (
+                    pa.array([row.get(name) for row in rows], field.type)
+                    == expected[name].combine_chunks()
+                )
         small = call(app, "POST", f"/v1/views/{view}/lookup", {"keys": keys[:1]}, accept=accept)
-        assert (small.headers["pieces"], int(small.headers["content-length"])) == ("1", len(small.body))
+        assert (small.headers["pieces"], int(small.headers["content-length"])) == (
+            "1",
+            len(small.body),
+        )
 
 
 def test_several_views_come_in_pieces_too(app: Front) -> None:
@@ -117,12 +156,24 @@ def test_an_answer_that_would_be_too_large_is_refused_before_it_is_made(lookup: 
     assert "about 5,3" in reply.json["detail"]
     # as fewer keys, or of fewer bytes
     assert call(small, "POST", "/v1/views/vectors/lookup", {"keys": keys[:100]}).status == 200
-    assert call(small, "POST", "/v1/views/vectors/lookup", {"keys": keys[:500]}, accept=wire.ARROW).status == 200
-    assert call(small, "POST", "/v1/views/vectors/lookup", {"keys": keys, "features": []}).status == 200
+    assert (
+        call(
+            small, "POST", "/v1/views/vectors/lookup", {"keys": keys[:500]}, accept=wire.ARROW
+        ).status
+        == 200
+    )
+    assert (
+        call(small, "POST", "/v1/views/vectors/lookup", {"keys": keys, "features": []}).status
+        == 200
+    )
     # what there is room for is answered, the rest refused
     requests = [{"view": "vectors", "keys": keys[:100]}] * 3
     answers = call(small, "POST", "/v1/lookup", {"requests": requests}).json["responses"]
-    assert [a["problem"]["status"] if "problem" in a else len(a["rows"]) for a in answers] == [100, 413, 413]
+    assert [a["problem"]["status"] if "problem" in a else len(a["rows"]) for a in answers] == [
+        100,
+        413,
+        413,
+    ]
 
 
 def test_the_model_is_not_asked_for_an_answer_that_is_too_large(lookup: Lookup) -> None:
@@ -132,7 +183,8 @@ def test_the_model_is_not_asked_for_an_answer_that_is_too_large(lookup: Lookup) 
 
 
 def test_answers_that_are_not_taken_are_so_many_and_no_more(lookup: Lookup) -> None:
-    """Four of the largest at a time; the next is told to come again, and is answered when one of them is done or gone."""
+    """Four of the largest at a time; the next is told to come again, and is answered when one of
+    them is done or gone."""
     app = create_app(lookup, answer_bytes=1_200_000)
     scope, body = scope_of("POST", "/v1/views/vectors/lookup", {"keys": list(range(200))})
 
@@ -154,11 +206,17 @@ def test_answers_that_are_not_taken_are_so_many_and_no_more(lookup: Lookup) -> N
         statuses = [(await exchange(app, scope, body)).status]
         tasks[0].cancel()
         await asyncio.gather(tasks[0], return_exceptions=True)
-        statuses += [(await exchange(app, scope, body)).status, (await exchange(app, scope, body)).status]
+        statuses += [
+            (await exchange(app, scope, body)).status,
+            (await exchange(app, scope, body)).status,
+        ]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         return statuses
 
     assert asyncio.run(scene()) == [503, 200, 200]
-    assert json.loads(call(app, "POST", "/v1/views/vectors/lookup", {"keys": [1]}).body)["view"] == "vectors"
+    assert (
+        json.loads(call(app, "POST", "/v1/views/vectors/lookup", {"keys": [1]}).body)["view"]
+        == "vectors"
+    )

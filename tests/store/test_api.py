@@ -1,4 +1,5 @@
-"""The HTTP API as its callers meet it, over a real server: what it promises, and what it makes of those who mean it harm."""
+"""The HTTP API as its callers meet it, over a real server: what it promises, and what it makes of
+those who mean it harm."""
 
 from __future__ import annotations
 
@@ -29,19 +30,45 @@ from precompute.store.lookup import MAX_KEYS
 from precompute.store.online.codec import RowCodec
 from tests.server import Reply, Server, damage_row, make_folder, read_reply, slow, write_numbers
 
-PAIRS = [("a/b", "c"), ("a", "b/c"), ("50%", "%2F"), ("é€😀", "x y"), ("..", "."), ("?", "#&=+"), ("%25", "%")]
-TEXTS = ["a/b", "/a", "a/", "a//b", "50%", "%2F", "%252F", "é€😀", "a b", "..", "../x", "?#&=+", "\t\x7f", "x" * 511]
+PAIRS = [
+    ("a/b", "c"),
+    ("a", "b/c"),
+    ("50%", "%2F"),
+    ("é€😀", "x y"),
+    ("..", "."),
+    ("?", "#&=+"),
+    ("%25", "%"),
+]
+TEXTS = [
+    "a/b",
+    "/a",
+    "a/",
+    "a//b",
+    "50%",
+    "%2F",
+    "%252F",
+    "é€😀",
+    "a b",
+    "..",
+    "../x",
+    "?#&=+",
+    "\t\x7f",
+    "x" * 511,
+]
 
 
 def _values(columns: str, rows: Sequence[tuple[str, ...]]) -> dict[str, str]:
     """A source of these rows, with x = 1, 2, 3, …"""
     texts = (", ".join(f"'{part}'" for part in row) + f", {i}.0" for i, row in enumerate(rows, 1))
-    return {"sql": f"SELECT * FROM (VALUES {', '.join(f'({text})' for text in texts)}) AS t({columns}, x)"}
+    return {
+        "sql": f"SELECT * FROM (VALUES {', '.join(f'({text})' for text in texts)}) AS t({columns}, x)"
+    }
 
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Views of rows 1, 2, 3; since they were published, 9, 13 and 14 came into the source, and row 2 of the spoilt ones was damaged."""
+    """Views of rows 1, 2, 3; since they were published, 9, 13 and 14 came into the source, and row
+    2 of the spoilt ones was damaged."""
     folder = tmp_path_factory.mktemp("api")
     views: dict[str, dict[str, Any]] = {
         "numbers": {},
@@ -56,7 +83,9 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "spoilt_backed": {},
         "twins": {"source": {"sql": "SELECT * FROM (VALUES (1, 5.0), (2, 5.0)) AS t(id, x)"}},
     }
-    project = make_folder(folder, views, serve={"bind": "127.0.0.1:0", "hosts": ["features.internal"]})
+    project = make_folder(
+        folder, views, serve={"bind": "127.0.0.1:0", "hosts": ["features.internal"]}
+    )
     project.publish_all()
     for view in ("spoilt", "spoilt_backed"):
         damage_row(project, view, 2.0)
@@ -70,7 +99,10 @@ def healthy(api: Server) -> Iterator[Server]:
     """The server; afterwards it must answer as if nothing had happened."""
     yield api
     assert api.process.poll() is None
-    assert api.get("/v1/views/numbers/rows/1").json["features"] == {"double": 2.0, "vector": [1.0, 2.0, 3.0, 4.0]}
+    assert api.get("/v1/views/numbers/rows/1").json["features"] == {
+        "double": 2.0,
+        "vector": [1.0, 2.0, 3.0, 4.0],
+    }
 
 
 def arrow(keys: Any, name: str = "key", **options: Any) -> bytes:
@@ -81,7 +113,9 @@ def arrow(keys: Any, name: str = "key", **options: Any) -> bytes:
 
 def arrow_table(table: pa.Table, compression: str | None = None) -> bytes:
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
+    with pa.ipc.new_stream(
+        sink, table.schema, options=pa.ipc.IpcWriteOptions(compression=compression)
+    ) as writer:
         writer.write_table(table)
     return bytes(sink.getvalue())
 
@@ -95,17 +129,22 @@ def arrow_batches(batch: pa.RecordBatch, times: int) -> bytes:
 
 
 def arrow_compressed_as_of_old(keys: list[str], codec: str) -> bytes:
-    """A compressed stream as Arrow 0.15 wrote it and every later version still reads: metadata version 4, whose batch names its codec
-    in the message's own metadata instead of the record batch's ``compression`` field."""
+    """A compressed stream as Arrow 0.15 wrote it and every later version still reads: metadata
+    version 4, whose batch names its codec in the message's own metadata instead of the record
+    batch's ``compression`` field."""
     sink, batch = pa.BufferOutputStream(), pa.record_batch({"key": pa.array(keys)})
-    with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(compression=codec)) as writer:
+    with pa.ipc.new_stream(
+        sink, batch.schema, options=pa.ipc.IpcWriteOptions(compression=codec)
+    ) as writer:
         writer.write_batch(batch, custom_metadata={"ARROW:experimental_compression": codec})
     body = bytearray(sink.getvalue())
 
     def number(kind: str, at: int) -> int:
         return int(struct.unpack_from(kind, body, at)[0])
 
-    def slot(table: int, field: int) -> int:  # of a flatbuffer's table: where its vtable says the field is
+    def slot(
+        table: int, field: int
+    ) -> int:  # of a flatbuffer's table: where its vtable says the field is
         return table - number("<i", table) + 4 + 2 * field
 
     prefix = 8  # of each message: a marker and the length of its metadata
@@ -170,7 +209,11 @@ def test_the_status_of_a_row_that_is_there(
 ) -> None:
     row = api.get(f"/v1/views/{view}/rows/{key}{query}").json
     assert (row["status"], row["source"], row["features"]["double"]) == (status, source, double)
-    assert ("reason" in row, row["computed_at"] is None, row["age_s"] is None) == (False, False, False)
+    assert ("reason" in row, row["computed_at"] is None, row["age_s"] is None) == (
+        False,
+        False,
+        False,
+    )
     if status == "stale":
         assert row["age_s"] > row["ttl_s"] == 0
 
@@ -198,7 +241,10 @@ def test_the_reason_of_a_row_that_is_missing(
     assert reply.headers["cache-control"] == "no-store"
     assert reply.headers["cache-status"].startswith("precompute; fwd=")
     row = api.lookup(view, [key], **options)[0]
-    assert {name: row[name] for name in ("key", "status", "source", "reason", "computed_at", "age_s", "features")} == {
+    assert {
+        name: row[name]
+        for name in ("key", "status", "source", "reason", "computed_at", "age_s", "features")
+    } == {
         "key": str(key),
         "status": "missing",
         "source": None,
@@ -224,9 +270,7 @@ def test_a_rows_headers_are_its_freshness_in_the_words_of_http(api: Server) -> N
         stale_for = {"numbers": 86400, "stale": 86400, "renewed": 0}[view]
         age_s = int(headers["age"])
         fresh_s, stale_s = min(ttl, age_s + 60), min(ttl + stale_for, age_s + 60)
-        told = (
-            f"max-age={fresh_s}, stale-while-revalidate={max(0, stale_s - fresh_s)}, stale-if-error={ttl + stale_for - fresh_s}"
-        )
+        told = f"max-age={fresh_s}, stale-while-revalidate={max(0, stale_s - fresh_s)}, stale-if-error={ttl + stale_for - fresh_s}"
         assert headers["cache-control"] == f"private, {told}"
         assert re.fullmatch(f'precompute; {how}; detail="v1"', headers["cache-status"])
         assert abs(int(headers["age"]) - row["age_s"]) <= 1
@@ -246,13 +290,21 @@ def test_a_row_the_caller_has_already_is_304_without_a_body(api: Server, form: s
     first = api.get("/v1/views/numbers/rows/1")
     etag = first.headers["etag"]
     # the comparison is weak
-    again = api.get("/v1/views/numbers/rows/1", if_none_match=etag[2:] if form == "strong" else form.format(etag))
+    again = api.get(
+        "/v1/views/numbers/rows/1",
+        if_none_match=etag[2:] if form == "strong" else form.format(etag),
+    )
     assert (again.status, again.body) == (304, b"")
-    assert [again.headers[h] for h in ("etag", "cache-control")] == [first.headers[h] for h in ("etag", "cache-control")]
+    assert [again.headers[h] for h in ("etag", "cache-control")] == [
+        first.headers[h] for h in ("etag", "cache-control")
+    ]
 
 
 def test_another_row_snapshot_or_computation_has_another_etag(api: Server) -> None:
-    etags = [api.get(f"/v1/views/{path}").headers["etag"] for path in ("numbers/rows/1", "numbers/rows/2", "renewed/rows/1") * 2]
+    etags = [
+        api.get(f"/v1/views/{path}").headers["etag"]
+        for path in ("numbers/rows/1", "numbers/rows/2", "renewed/rows/1") * 2
+    ]
     assert etags[0] == etags[3] != etags[1] == etags[4]
     assert etags[2] != etags[5]
     assert api.get("/v1/views/numbers/rows/1", if_none_match=etags[1]).status == 200
@@ -260,7 +312,8 @@ def test_another_row_snapshot_or_computation_has_another_etag(api: Server) -> No
 
 
 def test_an_etag_is_the_snapshot_the_rows_own_checksum_its_status_and_form(api: Server) -> None:
-    """Of key, time, snapshot and values: rows of equal values have two, and every replica the same one for the same row."""
+    """Of key, time, snapshot and values: rows of equal values have two, and every replica the same
+    one for the same row."""
     features = (Feature("double", "float64"), Feature("vector", "float32", dim=4))
     tag = RowCodec(FeatureView("twins", ("id",), features, ttl_s=1, stale_for_s=1)).schema_tag
     etags = set()
@@ -273,17 +326,30 @@ def test_an_etag_is_the_snapshot_the_rows_own_checksum_its_status_and_form(api: 
             behind = struct.pack("<qIIBd4f", at_us, 1, tag, 0, 10.0, 5.0, 6.0, 7.0, 8.0)
             checksum = xxhash.xxh3_64_intdigest(behind) ^ xxhash.xxh3_64_intdigest(key)
             form = {wire.JSON: "j", wire.ARROW: "a"}[accept]
-            assert etag == f'W/"1-{round(row["ttl_s"] * 1e6)}-{checksum.to_bytes(8, "little").hex()}-f{form}"'
+            assert (
+                etag
+                == f'W/"1-{round(row["ttl_s"] * 1e6)}-{checksum.to_bytes(8, "little").hex()}-f{form}"'
+            )
             etags.add(etag)
     assert len(etags) == 4
 
 
 def test_bodies_that_differ_have_etags_that_differ(api: Server) -> None:
-    asked = [("numbers", query, accept) for query in ("", "?features=vector", "?features=") for accept in (wire.JSON, wire.ARROW)]
-    etags = [api.get(f"/v1/views/{view}/rows/1{query}", accept=accept).headers["etag"] for view, query, accept in asked]
+    asked = [
+        ("numbers", query, accept)
+        for query in ("", "?features=vector", "?features=")
+        for accept in (wire.JSON, wire.ARROW)
+    ]
+    etags = [
+        api.get(f"/v1/views/{view}/rows/1{query}", accept=accept).headers["etag"]
+        for view, query, accept in asked
+    ]
     assert len(set(etags)) == len(asked)
     for etag, (view, query, accept) in zip(etags, asked, strict=True):
-        statuses = [api.get(f"/v1/views/{view}/rows/1{query}", accept=accept, if_none_match=one).status for one in etags]
+        statuses = [
+            api.get(f"/v1/views/{view}/rows/1{query}", accept=accept, if_none_match=one).status
+            for one in etags
+        ]
         assert statuses == [304 if one == etag else 200 for one in etags]
 
 
@@ -296,18 +362,36 @@ def test_a_damaged_row_is_a_problem_of_its_own_and_no_others(api: Server) -> Non
     before = _metrics(api)
     alone = api.get("/v1/views/spoilt/rows/2")
     alone.check_problem(500, "damaged")
-    assert (alone.headers["cache-control"], "etag" in alone.headers, "age" in alone.headers) == ("no-store", False, False)
+    assert (alone.headers["cache-control"], "etag" in alone.headers, "age" in alone.headers) == (
+        "no-store",
+        False,
+        False,
+    )
     api.get("/v1/views/spoilt/rows/2", if_none_match="*").check_problem(500, "damaged")
-    expected = [("fresh", None, 2.0), ("missing", "damaged", None), ("fresh", None, 6.0), ("missing", "unknown_entity", None)]
+    expected = [
+        ("fresh", None, 2.0),
+        ("missing", "damaged", None),
+        ("fresh", None, 6.0),
+        ("missing", "unknown_entity", None),
+    ]
     keys = [1, 2, 3, 77]
     told = [
         api.lookup("spoilt", keys),
-        api.post("/v1/lookup", {"requests": [{"view": "spoilt", "keys": keys}]}).json["responses"][0]["rows"],
+        api.post("/v1/lookup", {"requests": [{"view": "spoilt", "keys": keys}]}).json["responses"][
+            0
+        ]["rows"],
     ]
     for rows in told:
-        assert [(r["status"], r.get("reason"), r["features"] and r["features"]["double"]) for r in rows] == expected
+        assert [
+            (r["status"], r.get("reason"), r["features"] and r["features"]["double"]) for r in rows
+        ] == expected
     table = api.post("/v1/views/spoilt/lookup", {"keys": keys}, accept=wire.ARROW).arrow
-    assert list(zip(*(table[name].to_pylist() for name in ("status", "reason", "double")), strict=True)) == expected
+    assert (
+        list(
+            zip(*(table[name].to_pylist() for name in ("status", "reason", "double")), strict=True)
+        )
+        == expected
+    )
     grown = {key: value - before.get(key, 0) for key, value in _metrics(api).items()}
     assert grown["precompute_damaged_rows_total", (("view", "spoilt"),)] == 5
     assert grown["precompute_problems_total", (("code", "damaged"),)] == 2
@@ -316,42 +400,62 @@ def test_a_damaged_row_is_a_problem_of_its_own_and_no_others(api: Server) -> Non
 
 def test_a_search_leaves_a_damaged_row_out_and_counts_it(api: Server) -> None:
     before, key = _metrics(api), ("precompute_damaged_rows_total", (("view", "spoilt"),))
-    reply = api.post("/v1/views/spoilt/search", {"vector": [2, 3, 4, 5], "k": 3, "features": ["double"]})
+    reply = api.post(
+        "/v1/views/spoilt/search", {"vector": [2, 3, 4, 5], "k": 3, "features": ["double"]}
+    )
     assert (reply.status, [row["key"] for row in reply.json["rows"]]) == (200, ["1", "3"])
     assert _metrics(api)[key] - before.get(key, 0) == 1
     # the index is whole, and searched by what it has of the row
-    assert [row["key"] for row in api.post("/v1/views/spoilt/search", {"key": 2}).json["rows"]] == ["1", "3"]
+    assert [row["key"] for row in api.post("/v1/views/spoilt/search", {"key": 2}).json["rows"]] == [
+        "1",
+        "3",
+    ]
 
 
 def test_a_damaged_row_is_computed_where_a_model_stands_behind_it(api: Server) -> None:
     before = _metrics(api)
     alone = api.get("/v1/views/spoilt_backed/rows/2")
-    assert (alone.status, alone.json["status"], alone.json["features"]["double"]) == (200, "computed", 4.0)
+    assert (alone.status, alone.json["status"], alone.json["features"]["double"]) == (
+        200,
+        "computed",
+        4.0,
+    )
     rows = api.lookup("spoilt_backed", [1, 2])
-    assert [(row["status"], row["features"]["double"]) for row in rows] == [("fresh", 2.0), ("computed", 4.0)]
+    assert [(row["status"], row["features"]["double"]) for row in rows] == [
+        ("fresh", 2.0),
+        ("computed", 4.0),
+    ]
     api.get("/v1/views/spoilt_backed/rows/2?fallback=false").check_problem(500, "damaged")
     key = ("precompute_damaged_rows_total", (("view", "spoilt_backed"),))
     assert _metrics(api)[key] - before.get(key, 0) == 3
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_a_composite_key_is_found_by_url_by_list_and_by_its_text(api: Server, pair: tuple[str, str]) -> None:
+def test_a_composite_key_is_found_by_url_by_list_and_by_its_text(
+    api: Server, pair: tuple[str, str]
+) -> None:
     expected = 2.0 * (PAIRS.index(pair) + 1)
     by_url = api.get(f"/v1/views/pairs/rows/{'/'.join(quote(part, safe='') for part in pair)}")
     assert by_url.json["features"]["double"] == expected
     text = by_url.json["key"]
     rows = api.lookup("pairs", [list(pair), text])
     assert [(row["key"], row["features"]["double"]) for row in rows] == [(text, expected)] * 2
-    table = api.post("/v1/views/pairs/lookup", arrow([text]), content_type=wire.ARROW, accept=wire.ARROW).arrow
+    table = api.post(
+        "/v1/views/pairs/lookup", arrow([text]), content_type=wire.ARROW, accept=wire.ARROW
+    ).arrow
     assert (table["key"].to_pylist(), table["double"].to_pylist()) == ([text], [expected])
 
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("safe", ["", "/"])
-def test_any_text_is_a_key_decoded_exactly_once_from_the_url(api: Server, text: str, safe: str) -> None:
+def test_any_text_is_a_key_decoded_exactly_once_from_the_url(
+    api: Server, text: str, safe: str
+) -> None:
     row = api.get(f"/v1/views/texts/rows/{quote(text, safe=safe)}").json
     assert (row["key"], row["features"]["double"]) == (text, 2.0 * (TEXTS.index(text) + 1))
-    assert api.lookup("texts", [text]) == [_row(row) | {"age_s": pytest.approx(row["age_s"], abs=60)}]
+    assert api.lookup("texts", [text]) == [
+        _row(row) | {"age_s": pytest.approx(row["age_s"], abs=60)}
+    ]
 
 
 def _row(row: dict[str, Any]) -> dict[str, Any]:
@@ -365,8 +469,13 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
 def test_rows_come_in_the_order_of_the_keys_each_with_its_own_status(api: Server) -> None:
     reply = api.post(LOOKUP, {"keys": [3, "77", "1", 9, 3]})
     body = reply.json
-    assert {k: v for k, v in body.items() if k not in ("rows", "model")} == {"view": "numbers", "snapshot": 1}
-    assert [(r["key"], r["status"], r["features"] and r["features"]["double"]) for r in body["rows"]] == [
+    assert {k: v for k, v in body.items() if k not in ("rows", "model")} == {
+        "view": "numbers",
+        "snapshot": 1,
+    }
+    assert [
+        (r["key"], r["status"], r["features"] and r["features"]["double"]) for r in body["rows"]
+    ] == [
         ("3", "fresh", 6.0),
         ("77", "missing", None),
         ("1", "fresh", 2.0),
@@ -376,7 +485,19 @@ def test_rows_come_in_the_order_of_the_keys_each_with_its_own_status(api: Server
     assert {(r["snapshot"], r["model"]) for r in body["rows"]} == {(1, body["model"])}
 
 
-BAD_KEYS = [b"null", b"true", b"1.5", b"{}", b'{"a":1}', b"[]", b"[1,2]", b"[null]", b'[["a"]]', b'""', rb'"a\u0000b"']
+BAD_KEYS = [
+    b"null",
+    b"true",
+    b"1.5",
+    b"{}",
+    b'{"a":1}',
+    b"[]",
+    b"[1,2]",
+    b"[null]",
+    b'[["a"]]',
+    b'""',
+    rb'"a\u0000b"',
+]
 BAD_KEYS += [
     b"18446744073709551616",
     b"1e400",
@@ -392,11 +513,21 @@ BAD_KEYS += [
 def test_one_bad_key_never_fails_the_others(healthy: Server, bad: bytes) -> None:
     expected = [("fresh", None, 2.0), ("missing", "bad_key", None), ("fresh", None, 4.0)]
     reply = healthy.post(LOOKUP, b'{"keys":["1",%s,2]}' % bad)
-    rows = [(r["status"], r.get("reason"), r["features"] and r["features"]["double"]) for r in reply.json["rows"]]
+    rows = [
+        (r["status"], r.get("reason"), r["features"] and r["features"]["double"])
+        for r in reply.json["rows"]
+    ]
     assert (reply.status, rows) == (200, expected)
     table = healthy.post(LOOKUP, b'{"keys":["1",%s,2]}' % bad, accept=wire.ARROW).arrow
-    assert list(zip(*(table[name].to_pylist() for name in ("status", "reason", "double")), strict=True)) == expected
-    assert [row["reason"] for row in healthy.post(LOOKUP, b'{"keys":[%s]}' % bad).json["rows"]] == ["bad_key"]
+    assert (
+        list(
+            zip(*(table[name].to_pylist() for name in ("status", "reason", "double")), strict=True)
+        )
+        == expected
+    )
+    assert [row["reason"] for row in healthy.post(LOOKUP, b'{"keys":[%s]}' % bad).json["rows"]] == [
+        "bad_key"
+    ]
 
 
 ARROW_KEYS = [
@@ -407,26 +538,41 @@ ARROW_KEYS = [
     pa.array(["1", "77", "1", "é"]).dictionary_encode(),
     pa.array(["1", "77", "1", "é"], pa.large_string()).dictionary_encode(),
     # those that nobody asks for, and a null among them
-    pa.DictionaryArray.from_arrays(pa.array([50_001, 50_003, 50_001, 50_002]), [*map(str, range(50_000)), None, "1", "é", "77"]),
-    pa.DictionaryArray.from_arrays([0, 2, 0, 1], pa.array(["1", "é", "77", None], pa.string_view())),
-    pa.DictionaryArray.from_arrays(pa.array([3, 1, 3, 2], pa.int8()), pa.array([None, "77", "é", "1"])),
+    pa.DictionaryArray.from_arrays(
+        pa.array([50_001, 50_003, 50_001, 50_002]), [*map(str, range(50_000)), None, "1", "é", "77"]
+    ),
+    pa.DictionaryArray.from_arrays(
+        [0, 2, 0, 1], pa.array(["1", "é", "77", None], pa.string_view())
+    ),
+    pa.DictionaryArray.from_arrays(
+        pa.array([3, 1, 3, 2], pa.int8()), pa.array([None, "77", "é", "1"])
+    ),
 ]
 
 
 @pytest.mark.parametrize("keys", ARROW_KEYS, ids=[str(keys.type) for keys in ARROW_KEYS])
 def test_keys_come_as_any_kind_of_text(api: Server, keys: pa.Array) -> None:
     reply = api.post(LOOKUP + "?fallback=false", arrow(keys), content_type=wire.ARROW)
-    assert (reply.status, [row["key"] for row in reply.json["rows"]]) == (200, ["1", "77", "1", "é"])
+    assert (reply.status, [row["key"] for row in reply.json["rows"]]) == (
+        200,
+        ["1", "77", "1", "é"],
+    )
 
 
 @pytest.mark.parametrize("key", ["", "a\0b", "x" * 4096])
 def test_one_bad_key_of_an_arrow_body_never_fails_the_others(healthy: Server, key: str) -> None:
     reply = healthy.post(LOOKUP, arrow(["1", key, "2"]), content_type=wire.ARROW)
-    assert [(row["key"], row.get("reason")) for row in reply.json["rows"]] == [("1", None), (key, "bad_key"), ("2", None)]
+    assert [(row["key"], row.get("reason")) for row in reply.json["rows"]] == [
+        ("1", None),
+        (key, "bad_key"),
+        ("2", None),
+    ]
 
 
 @pytest.mark.parametrize("features", [["vector"], ["double"], ["vector", "double"], []])
-def test_only_the_features_asked_for_come_in_the_order_asked_for(api: Server, features: list[str]) -> None:
+def test_only_the_features_asked_for_come_in_the_order_asked_for(
+    api: Server, features: list[str]
+) -> None:
     whole = {"double": 2.0, "vector": [1.0, 2.0, 3.0, 4.0]}
     expected = [(name, whole[name]) for name in features]
     assert list(api.lookup("numbers", [1], features=features)[0]["features"].items()) == expected
@@ -450,10 +596,15 @@ def test_inputs_of_the_request_compute_an_entity_the_source_does_not_know(api: S
 
 
 @pytest.mark.parametrize("x", ["text", None, [1, 2], {"a": 1}, True, 1e308, 10**30])
-def test_inputs_that_do_not_fit_are_a_model_error_of_their_row_alone(healthy: Server, x: Any) -> None:
+def test_inputs_that_do_not_fit_are_a_model_error_of_their_row_alone(
+    healthy: Server, x: Any
+) -> None:
     rows = healthy.lookup("numbers", [500, 9], inputs={"500": {"x": x}})
     assert (rows[1]["status"], rows[1]["features"]["double"]) == ("computed", 18.0)
-    assert (rows[0]["status"], rows[0].get("reason")) in {("missing", "model_error"), ("computed", None)}
+    assert (rows[0]["status"], rows[0].get("reason")) in {
+        ("missing", "model_error"),
+        ("computed", None),
+    }
     if rows[0]["status"] == "computed":
         assert rows[0]["features"]["double"] == 2.0 * x
 
@@ -461,12 +612,25 @@ def test_inputs_that_do_not_fit_are_a_model_error_of_their_row_alone(healthy: Se
 def test_arrow_requests_and_answers_say_what_json_says(api: Server) -> None:
     keys = ["3", "77", "1", "9"]
     rows = api.lookup("numbers", keys)
-    for body, kind in ((arrow(keys), wire.ARROW), (arrow(pa.array([3, 77, 1, 9])), wire.ARROW), ({"keys": keys}, wire.JSON)):
+    for body, kind in (
+        (arrow(keys), wire.ARROW),
+        (arrow(pa.array([3, 77, 1, 9])), wire.ARROW),
+        ({"keys": keys}, wire.JSON),
+    ):
         reply = api.post(LOOKUP, body, content_type=kind, accept=wire.ARROW)
         assert (reply.status, reply.headers["content-type"]) == (200, wire.ARROW)
         for row, given in zip(reply.arrow.to_pylist(), rows, strict=True):
             features = given["features"] or {"double": None, "vector": None}
-            expected = given | features | {"reason": given.get("reason"), "features": None, "computed_at": None, "age_s": None}
+            expected = (
+                given
+                | features
+                | {
+                    "reason": given.get("reason"),
+                    "features": None,
+                    "computed_at": None,
+                    "age_s": None,
+                }
+            )
             assert row | {"features": None, "computed_at": None, "age_s": None} == expected
             if given["status"] == "fresh":
                 assert row["computed_at"] == datetime.fromisoformat(given["computed_at"])
@@ -474,7 +638,10 @@ def test_arrow_requests_and_answers_say_what_json_says(api: Server) -> None:
     assert one["double"].to_pylist() == [2.0]
     options = f"{LOOKUP}?features=double&fallback=false&max_age_s=3600&deadline_ms=10"
     table = api.post(options, arrow(keys), content_type=wire.ARROW, accept=wire.ARROW).arrow
-    assert (table.column_names[9:], table["status"].to_pylist()) == (["double"], ["fresh", "missing", "fresh", "missing"])
+    assert (table.column_names[9:], table["status"].to_pylist()) == (
+        ["double"],
+        ["fresh", "missing", "fresh", "missing"],
+    )
 
 
 def test_several_views_are_answered_in_one_call(api: Server) -> None:
@@ -486,7 +653,10 @@ def test_several_views_are_answered_in_one_call(api: Server) -> None:
     reply = api.post("/v1/lookup", {"requests": requests})
     assert reply.status == 200, reply
     answers = reply.json["responses"]
-    assert [(a["view"], a["snapshot"], [(r["key"], r["status"], r["features"]) for r in a["rows"]]) for a in answers] == [
+    assert [
+        (a["view"], a["snapshot"], [(r["key"], r["status"], r["features"]) for r in a["rows"]])
+        for a in answers
+    ] == [
         ("numbers", 1, [("1", "fresh", {"double": 2.0}), ("9", "computed", {"double": 18.0})]),
         ("expired", 1, [("1", "missing", None)]),
         ("pairs", 1, [("a/b%2Fc", "fresh", {})]),
@@ -513,9 +683,13 @@ def test_one_view_with_a_problem_never_fails_the_others(healthy: Server, view: s
         for a in reply.json["responses"]
     ]
     kinds = ["unknown_view", "unknown_feature", "no_keys", "too_many_keys"]
-    problems = list(zip((404, 400, 400, 413), (f"urn:precompute:problem:{kind}" for kind in kinds), strict=True))
+    problems = list(
+        zip((404, 400, 400, 413), (f"urn:precompute:problem:{kind}" for kind in kinds), strict=True)
+    )
     assert told == [{"double": 2.0}, *problems, {"double": 2.0}]
-    assert [answer["view"] for answer in reply.json["responses"]] == [request["view"] for request in requests]
+    assert [answer["view"] for answer in reply.json["responses"]] == [
+        request["view"] for request in requests
+    ]
 
 
 def test_a_thousand_keys_are_answered_and_one_more_is_refused(healthy: Server) -> None:
@@ -545,7 +719,9 @@ def test_a_thousand_keys_are_answered_and_one_more_is_refused(healthy: Server) -
         ({"vector": [3, 4, 5, 6], "only": []}, []),
     ],
 )
-def test_a_search_gives_the_nearest_rows_best_first(api: Server, request_: Any, expected: list[tuple[str, float]]) -> None:
+def test_a_search_gives_the_nearest_rows_best_first(
+    api: Server, request_: Any, expected: list[tuple[str, float]]
+) -> None:
     reply = api.post(SEARCH, request_)
     assert reply.status == 200, reply
     body = reply.json
@@ -556,10 +732,16 @@ def test_a_search_gives_the_nearest_rows_best_first(api: Server, request_: Any, 
 def test_a_neighbour_is_a_row_with_its_freshness_and_features(api: Server) -> None:
     found = api.post(SEARCH, {"key": 1, "k": 1, "features": ["double"]}).json
     row = api.get("/v1/views/numbers/rows/2?features=double").json
-    assert found["rows"] == [_row(row) | {"score": 4.0, "age_s": pytest.approx(row["age_s"], abs=60)}]
+    assert found["rows"] == [
+        _row(row) | {"score": 4.0, "age_s": pytest.approx(row["age_s"], abs=60)}
+    ]
     assert found["model"] == row["model"]
     stale = api.post("/v1/views/stale/search", {"vector": [1, 2, 3, 4]}).json["rows"]
-    assert [(r["key"], r["status"]) for r in stale] == [("1", "stale"), ("2", "stale"), ("3", "stale")]
+    assert [(r["key"], r["status"]) for r in stale] == [
+        ("1", "stale"),
+        ("2", "stale"),
+        ("3", "stale"),
+    ]
     assert api.post("/v1/views/expired/search", {"vector": [1, 2, 3, 4]}).json["rows"] == []
 
 
@@ -575,7 +757,10 @@ def test_views_lists_what_is_live(api: Server) -> None:
     assert numbers == {
         "view": "numbers",
         "entity": ["id"],
-        "features": [{"name": "double", "dtype": "float64"}, {"name": "vector", "dtype": "float32", "dim": 4}],
+        "features": [
+            {"name": "double", "dtype": "float64"},
+            {"name": "vector", "dtype": "float32", "dim": 4},
+        ],
         "snapshot": 1,
         "model": api.get("/v1/views/numbers/rows/1").json["model"],
         "rows": 3,
@@ -584,18 +769,25 @@ def test_views_lists_what_is_live(api: Server) -> None:
         "status": "fresh",
         "coverage": 1.0,
         "searchable": True,
-        "index": numbers["index"] | {"kind": "exact", "promised": 0.95, "recall_at_10": 1.0, "recall_bound": 1.0},
+        "index": numbers["index"]
+        | {"kind": "exact", "promised": 0.95, "recall_at_10": 1.0, "recall_bound": 1.0},
         "fallback": True,
         "semantic_cache": None,
     }
     assert (views["pairs"]["entity"], views["broken"]["searchable"]) == (["shop", "item"], False)
-    assert (views["stale"]["status"], views["expired"]["status"], views["stale"]["fallback"]) == ("stale", "missing", False)
+    assert (views["stale"]["status"], views["expired"]["status"], views["stale"]["fallback"]) == (
+        "stale",
+        "missing",
+        False,
+    )
 
 
 def test_it_is_alive_and_ready_and_says_which_snapshots(api: Server) -> None:
     assert api.get("/livez").status == 200
     ready = api.get("/readyz")
-    fallbacks = dict.fromkeys(["broken", "numbers", "pairs", "renewed", "spoilt_backed", "texts", "twins"], "ready")
+    fallbacks = dict.fromkeys(
+        ["broken", "numbers", "pairs", "renewed", "spoilt_backed", "texts", "twins"], "ready"
+    )
     views = dict.fromkeys(VIEWS, 1)
     # of rows that are spoilt on purpose it is told once somebody looked
     said = ready.json
@@ -609,7 +801,11 @@ def _metrics(api: Server) -> dict[tuple[str, tuple[tuple[str, str], ...]], float
     reply = api.get("/metrics")
     assert reply.headers["content-type"].startswith("text/plain")
     families = text_string_to_metric_families(reply.body.decode())
-    return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
+    return {
+        (s.name, tuple(sorted(s.labels.items()))): s.value
+        for family in families
+        for s in family.samples
+    }
 
 
 def test_metrics_count_rows_requests_and_refusals(api: Server) -> None:
@@ -620,10 +816,16 @@ def test_metrics_count_rows_requests_and_refusals(api: Server) -> None:
     api.post(SEARCH, {"key": 1})
     api.get("/v1/views/never-heard-of/rows/1")
     after = _metrics(api)
-    grown = {key: value - before.get(key, 0) for key, value in after.items() if value != before.get(key, 0)}
+    grown = {
+        key: value - before.get(key, 0)
+        for key, value in after.items()
+        if value != before.get(key, 0)
+    }
 
     rows = {
-        tuple(value for _, value in labels): n for (name, labels), n in grown.items() if name == "precompute_lookup_rows_total"
+        tuple(value for _, value in labels): n
+        for (name, labels), n in grown.items()
+        if name == "precompute_lookup_rows_total"
     }
     assert rows == {
         ("", "store", "fresh", "numbers"): 2,
@@ -638,7 +840,9 @@ def test_metrics_count_rows_requests_and_refusals(api: Server) -> None:
     assert after["precompute_view_live_snapshot", (("view", "numbers"),)] == 1
     assert after["precompute_view_epoch", (("view", "numbers"),)] == 1
     assert after["precompute_view_ttl_seconds", (("view", "numbers"),)] == 3600
-    assert after["precompute_view_up", (("view", "numbers"),)] == after["precompute_store_up", ()] == 1
+    assert (
+        after["precompute_view_up", (("view", "numbers"),)] == after["precompute_store_up", ()] == 1
+    )
     assert after["precompute_view_coverage", (("view", "numbers"),)] == 1
     assert 0 < after["precompute_view_oldest_row_age_seconds", (("view", "numbers"),)] < 3600
     assert "never-heard-of" not in api.get("/metrics").body.decode()
@@ -662,7 +866,9 @@ def test_openapi_describes_every_route_and_all_its_references_resolve(api: Serve
             node = node[part]
     for path, methods in document["paths"].items():
         for method in methods:
-            reply = api.request(method.upper(), path.replace("{view}", "numbers").replace("{key}", "1"), b"")
+            reply = api.request(
+                method.upper(), path.replace("{view}", "numbers").replace("{key}", "1"), b""
+            )
             assert str(reply.status) in methods[method]["responses"], (method, path, reply)
 
 
@@ -675,19 +881,26 @@ def test_answers_are_of_the_types_that_openapi_describes(api: Server) -> None:
         (api.get("/v1/views/nothing/rows/1"), wire.Problem),
         (api.post(LOOKUP, lookup), wire.LookupAnswer),
         (
-            api.post("/v1/lookup", {"requests": [{"view": "numbers", **lookup}, {"view": "expired", "keys": [1]}]}),
+            api.post(
+                "/v1/lookup",
+                {"requests": [{"view": "numbers", **lookup}, {"view": "expired", "keys": [1]}]},
+            ),
             wire.MultiLookupAnswer,
         ),
         (api.post(SEARCH, {"key": 1, "features": ["double"]}), wire.SearchAnswer),
     ):
         # a field too few is refused, one too many is dropped
-        assert json.loads(wire.encode(msgspec.json.decode(reply.body, type=body))) == reply.json, reply
+        assert json.loads(wire.encode(msgspec.json.decode(reply.body, type=body))) == reply.json, (
+            reply
+        )
 
 
 def test_the_page_shows_each_view(api: Server) -> None:
     page = api.get("/")
     assert (page.status, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
-    assert page.headers["content-security-policy"].startswith("default-src 'none'; style-src 'sha256-")
+    assert page.headers["content-security-policy"].startswith(
+        "default-src 'none'; style-src 'sha256-"
+    )
     text = page.body.decode()
     for shown in (
         "<code>numbers</code>",
@@ -716,7 +929,9 @@ def test_the_page_shows_each_view(api: Server) -> None:
         ("view=numbers&q=%00", 200, "missing: bad_key</span>"),
     ],
 )
-def test_the_page_answers_what_its_box_asks(api: Server, question: str, status: int, answer: str) -> None:
+def test_the_page_answers_what_its_box_asks(
+    api: Server, question: str, status: int, answer: str
+) -> None:
     page = api.get(f"/?{question}")
     assert (page.status, page.headers["content-type"]) == (status, "text/html; charset=utf-8")
     assert answer in page.body.decode()
@@ -729,7 +944,11 @@ def test_what_a_body_holds_is_counted_before_it_is_decoded() -> None:
     most = wire.MAX_VALUES - 2 * wire.CONTAINER_VALUES
     for count, refused in ((most, False), (most + 1, True)):
         body = b'{"keys":[' + b"1," * count + b"1]}"
-        with pytest.raises(RequestError, match="at most 500,000 values") if refused else contextlib.nullcontext():
+        with (
+            pytest.raises(RequestError, match="at most 500,000 values")
+            if refused
+            else contextlib.nullcontext()
+        ):
             assert len(wire.decode(wire.decode_lookup, body).keys) == count + 1
 
 
@@ -748,7 +967,12 @@ def _json_refusals() -> Iterator[tuple[str, str, Any, int | None]]:
         units = b",".join([unit] * (4 * 10**6 // (len(unit) + 1)))
         yield f"{unit.decode()} for a body", LOOKUP, b'{"keys":[%b]}' % units, 413
     yield "no requests", "/v1/lookup", {"requests": []}, 400
-    yield "too many requests", "/v1/lookup", {"requests": [{"view": "numbers", "keys": [1]}] * 33}, 413
+    yield (
+        "too many requests",
+        "/v1/lookup",
+        {"requests": [{"view": "numbers", "keys": [1]}] * 33},
+        413,
+    )
     yield "request without a view", "/v1/lookup", {"requests": [{"keys": [1]}]}, 422
     for body in (
         b"",
@@ -780,8 +1004,23 @@ def _json_refusals() -> Iterator[tuple[str, str, Any, int | None]]:
         yield f"only {depth} deep", SEARCH, b'{"key":1,"only":[%s]}' % deep, 400
         yield f"filter {depth} deep", SEARCH, b'{"key":1,"filter":{"double":%s}}' % deep, None
         yield f"inputs {depth} deep", SEARCH, b'{"inputs":{"x":%s}}' % deep, None
-        yield f"objects {depth} deep", LOOKUP, b'{"keys":[500],"inputs":%s1%s}' % (b'{"a":' * depth, b"}" * depth), None
-    for wrong in (b"[]", b"1", b'"x"', b"null", b"{}", b'{"keys":"1"}', b'{"keys":{"a":1}}', b'{"keys":1}', b'{"keys":null}'):
+        yield (
+            f"objects {depth} deep",
+            LOOKUP,
+            b'{"keys":[500],"inputs":%s1%s}' % (b'{"a":' * depth, b"}" * depth),
+            None,
+        )
+    for wrong in (
+        b"[]",
+        b"1",
+        b'"x"',
+        b"null",
+        b"{}",
+        b'{"keys":"1"}',
+        b'{"keys":{"a":1}}',
+        b'{"keys":1}',
+        b'{"keys":null}',
+    ):
         yield f"wrong {wrong!r}", LOOKUP, wrong, 422
     for key in (
         b"null",
@@ -806,10 +1045,29 @@ def _json_refusals() -> Iterator[tuple[str, str, Any, int | None]]:
         ("fallback", '"no"'),
         ("fallback", "0"),
     ]
-    options += [("inputs", "[]"), ("inputs", '{"9":1}'), ("inputs", '{"9":{}}'), ("inputs", '{"9":{"nope":1}}'), ("kyes", "[1]")]
+    options += [
+        ("inputs", "[]"),
+        ("inputs", '{"9":1}'),
+        ("inputs", '{"9":{}}'),
+        ("inputs", '{"9":{"nope":1}}'),
+        ("kyes", "[1]"),
+    ]
     options += [("inputs", '{"9":[]}'), ("inputs", '{"9":{"id":1}}')]
     for name in ("deadline_ms", "max_age_s"):
-        options += [(name, value) for value in (nan, "Infinity", "-Infinity", "1e999", "-1", '"1"', "[]", "true", "9" * 400)]
+        options += [
+            (name, value)
+            for value in (
+                nan,
+                "Infinity",
+                "-Infinity",
+                "1e999",
+                "-1",
+                '"1"',
+                "[]",
+                "true",
+                "9" * 400,
+            )
+        ]
     for name, value in options:
         yield f"{name} {value[:12]}", LOOKUP, f'{{"keys":[9],"{name}":{value}}}'.encode(), None
     for vector in (
@@ -826,7 +1084,12 @@ def _json_refusals() -> Iterator[tuple[str, str, Any, int | None]]:
     ):
         yield f"vector {vector}", SEARCH, f'{{"vector":{vector}}}'.encode(), None
     yield "vector of a million", SEARCH, b'{"vector":[' + b"1," * 999_999 + b"1]}", 413
-    searches: list[dict[str, Any]] = [{}, {"key": 1, "vector": [1, 2, 3, 4]}, {"key": 1, "inputs": {"x": 1}}, {"key": None}]
+    searches: list[dict[str, Any]] = [
+        {},
+        {"key": 1, "vector": [1, 2, 3, 4]},
+        {"key": 1, "inputs": {"x": 1}},
+        {"key": None},
+    ]
     searches += [{"key": 1, "k": k} for k in (0, -1, 1001, 1.5, "1", None, True, 2**70)]
     conditions: list[Any] = [
         None,
@@ -843,13 +1106,24 @@ def _json_refusals() -> Iterator[tuple[str, str, Any, int | None]]:
         [2] * 1001,
         [[2]],
     ]
-    filters: list[Any] = [[], "x", {"exclude": [1]}, {"vector": 1}, {"id": 1}, *({"double": wrong} for wrong in conditions)]
+    filters: list[Any] = [
+        [],
+        "x",
+        {"exclude": [1]},
+        {"vector": 1},
+        {"id": 1},
+        *({"double": wrong} for wrong in conditions),
+    ]
     searches += [{"key": 1, "filter": filter} for filter in filters]
     searches += [
         {"key": 1, "filter": {"double": 1} | {f"f{n}": 1 for n in range(16)}},
         {"vector": [1, 2, 3, 4], "model": "another"},
     ]
-    searches += [{"key": 1, name: keys} for name in ("only", "exclude") for keys in (1, [None], {"a": 1}, many)]
+    searches += [
+        {"key": 1, name: keys}
+        for name in ("only", "exclude")
+        for keys in (1, [None], {"a": 1}, many)
+    ]
     features: list[Any] = [["nope"], "double", [1], None]
     searches += [{"key": 1, "features": names} for names in features]
     inputs: list[Any] = [{}, [], {"nope": 1}, {"x": "text"}, {"x": None}, {"x": 1e308}, {"id": 1}]
@@ -859,7 +1133,12 @@ def _json_refusals() -> Iterator[tuple[str, str, Any, int | None]]:
     for search in searches:
         yield f"search {str(search)[:40]}", SEARCH, search, None
     yield "neighbours of a row that is not there", SEARCH, {"key": 77}, 404
-    yield "unknown feature and no neighbours", SEARCH, {"key": 1, "features": ["nope"], "exclude": [2, 3]}, 400
+    yield (
+        "unknown feature and no neighbours",
+        SEARCH,
+        {"key": 1, "features": ["nope"], "exclude": [2, 3]},
+        400,
+    )
     yield "search without an index", "/v1/views/broken/search", {"key": 1}, 400
     yield "search of inputs without a fallback", "/v1/views/stale/search", {"inputs": {"x": 1}}, 400
 
@@ -870,17 +1149,25 @@ def check_refused(reply: Reply, status: int | None = None) -> None:
     reply.check_problem(status or reply.status)
 
 
-@pytest.mark.parametrize(("path", "body", "status"), [pytest.param(*r, id=name) for name, *r in _json_refusals()])
-def test_a_bad_json_body_is_refused(healthy: Server, path: str, body: Any, status: int | None) -> None:
+@pytest.mark.parametrize(
+    ("path", "body", "status"), [pytest.param(*r, id=name) for name, *r in _json_refusals()]
+)
+def test_a_bad_json_body_is_refused(
+    healthy: Server, path: str, body: Any, status: int | None
+) -> None:
     check_refused(healthy.post(path, body), status)
 
 
 @pytest.mark.parametrize("vector", [[1e38] * 4, [3e38, 0, 0, 0]])
-def test_a_finite_vector_whose_norm_overflows_is_searched_like_any_other(healthy: Server, vector: list[float]) -> None:
+def test_a_finite_vector_whose_norm_overflows_is_searched_like_any_other(
+    healthy: Server, vector: list[float]
+) -> None:
     path = "/v1/views/cosine/search"
     small = healthy.post(path, {"vector": [v / 1e38 for v in vector]}).json["rows"]
     large = healthy.post(path, {"vector": vector}).json["rows"]
-    assert [(r["key"], r["score"]) for r in large] == [(r["key"], pytest.approx(r["score"])) for r in small]
+    assert [(r["key"], r["score"]) for r in large] == [
+        (r["key"], pytest.approx(r["score"])) for r in small
+    ]
 
 
 def test_a_vector_without_a_direction_is_refused_where_it_counts(healthy: Server) -> None:
@@ -895,7 +1182,11 @@ def _arrow_refusals() -> Iterator[tuple[str, bytes, int]]:
     yield "no columns", arrow_table(pa.table({})), 400
     yield "another column", arrow(["1"], "keys"), 400
     yield "an extra column", arrow_table(pa.table({"key": ["1"], "x": [1.0]})), 400
-    yield "the column twice", arrow_table(pa.Table.from_arrays([pa.array(["1"])] * 2, ["key", "key"])), 400
+    yield (
+        "the column twice",
+        arrow_table(pa.Table.from_arrays([pa.array(["1"])] * 2, ["key", "key"])),
+        400,
+    )
     arrays = [
         pa.array([1.0]),
         pa.array([True]),
@@ -916,33 +1207,59 @@ def _arrow_refusals() -> Iterator[tuple[str, bytes, int]]:
     yield "a hundred thousand keys", arrow(pa.array(range(100_000))), 413
     # each batch would have all of it looked through
     dictionary = pa.DictionaryArray.from_arrays(pa.array([0], pa.int32()), ["1"] * 100_000)
-    yield "a dictionary in many batches", arrow_batches(pa.record_batch({"key": dictionary}), 20), 400
-    yield "many batches without a row", arrow_batches(pa.record_batch({"key": pa.array([], pa.string())}), 20_000), 400
+    yield (
+        "a dictionary in many batches",
+        arrow_batches(pa.record_batch({"key": dictionary}), 20),
+        400,
+    )
+    yield (
+        "many batches without a row",
+        arrow_batches(pa.record_batch({"key": pa.array([], pa.string())}), 20_000),
+        400,
+    )
     yield "a key that is not UTF-8", arrow(["@@"]).replace(b"@@", b"\xff\xfe"), 400
     offsets = np.array([0, 2, 3], np.int32).tobytes()
     for wrong in ([0, 2**30, 3], [0, -1, 3], [0, 3, 2]):
-        yield f"offsets {wrong}", arrow(["ab", "c"]).replace(offsets, np.array(wrong, np.int32).tobytes()), 400
+        yield (
+            f"offsets {wrong}",
+            arrow(["ab", "c"]).replace(offsets, np.array(wrong, np.int32).tobytes()),
+            400,
+        )
     # a text of a megabyte, a thousand times
     for many in (
         pa.DictionaryArray.from_arrays([0] * 1000, ["x" * 2**20]),
         pa.Array.from_buffers(
             pa.string_view(),
             1000,
-            [None, pa.py_buffer(struct.pack("<i4sii", 2**20, b"xxxx", 0, 0) * 1000), pa.py_buffer(b"x" * 2**20)],
+            [
+                None,
+                pa.py_buffer(struct.pack("<i4sii", 2**20, b"xxxx", 0, 0) * 1000),
+                pa.py_buffer(b"x" * 2**20),
+            ],
         ),
     ):
         yield f"many times one {many.type}", arrow(many), 413
     for codec in ("lz4", "zstd"):
-        yield f"a dictionary compressed by {codec}", arrow(pa.array(["1" * 100] * 9).dictionary_encode(), compression=codec), 400
+        yield (
+            f"a dictionary compressed by {codec}",
+            arrow(pa.array(["1" * 100] * 9).dictionary_encode(), compression=codec),
+            400,
+        )
         yield f"compressed by {codec}", arrow(["1" * 100] * 9, compression=codec), 400
-        yield f"compressed by {codec} as of old", arrow_compressed_as_of_old(["1" * 100] * 9, codec), 400
+        yield (
+            f"compressed by {codec} as of old",
+            arrow_compressed_as_of_old(["1" * 100] * 9, codec),
+            400,
+        )
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, pa.schema([("key", pa.string())])) as writer:
         writer.write_table(pa.table({"key": ["1"]}))
     yield "a file, not a stream", bytes(sink.getvalue()), 400
 
 
-@pytest.mark.parametrize(("body", "status"), [pytest.param(*r, id=name) for name, *r in _arrow_refusals()])
+@pytest.mark.parametrize(
+    ("body", "status"), [pytest.param(*r, id=name) for name, *r in _arrow_refusals()]
+)
 def test_a_bad_arrow_body_is_refused(healthy: Server, body: bytes, status: int) -> None:
     check_refused(healthy.post(LOOKUP, body, content_type=wire.ARROW), status)
 
@@ -954,7 +1271,8 @@ def test_options_of_an_arrow_request_are_checked_too(healthy: Server) -> None:
 
 @pytest.fixture
 def send_arrow(healthy: Server) -> Iterator[Callable[[bytes], int]]:
-    """Sends an Arrow body over one kept connection and returns the status, which it checks to be 200 or a refusal."""
+    """Sends an Arrow body over one kept connection and returns the status, which it checks to be
+    200 or a refusal."""
     connection = http.client.HTTPConnection("localhost")
     connection.sock = healthy.connect()
 
@@ -972,7 +1290,9 @@ def send_arrow(healthy: Server) -> Iterator[Callable[[bytes], int]]:
 
 
 @pytest.mark.parametrize("keys", [pa.array(["1", "2", "a longer key"]), pa.array([1, 2, 3])])
-def test_an_arrow_body_cut_anywhere_is_refused(send_arrow: Callable[[bytes], int], keys: pa.Array) -> None:
+def test_an_arrow_body_cut_anywhere_is_refused(
+    send_arrow: Callable[[bytes], int], keys: pa.Array
+) -> None:
     whole = arrow(keys)
     end_of_stream = 8
     assert send_arrow(whole) == 200
@@ -982,10 +1302,15 @@ def test_an_arrow_body_cut_anywhere_is_refused(send_arrow: Callable[[bytes], int
         send_arrow(whole[:length])
 
 
-def test_an_arrow_body_with_flipped_bytes_is_never_an_error(send_arrow: Callable[[bytes], int]) -> None:
+def test_an_arrow_body_with_flipped_bytes_is_never_an_error(
+    send_arrow: Callable[[bytes], int],
+) -> None:
     statuses = []
     long = ["1", "2", "a key of more than twelve bytes"]
-    for whole in (arrow(pa.array(long, pa.string_view())), arrow(pa.array(long).dictionary_encode())):
+    for whole in (
+        arrow(pa.array(long, pa.string_view())),
+        arrow(pa.array(long).dictionary_encode()),
+    ):
         for position in range(len(whole)):
             flipped = bytearray(whole)
             flipped[position] ^= 0xFF
@@ -1006,7 +1331,15 @@ def test_an_arrow_body_with_flipped_bytes_is_never_an_error(send_arrow: Callable
 
 
 @pytest.mark.parametrize(
-    "kind", ["text/plain", "application/x-www-form-urlencoded", "application/jsonx", "", wire.ARROW + ".x", "x" * 9000]
+    "kind",
+    [
+        "text/plain",
+        "application/x-www-form-urlencoded",
+        "application/jsonx",
+        "",
+        wire.ARROW + ".x",
+        "x" * 9000,
+    ],
 )
 @pytest.mark.parametrize("path", [LOOKUP, SEARCH, "/v1/lookup"])
 def test_another_content_type_is_refused(healthy: Server, path: str, kind: str) -> None:
@@ -1020,11 +1353,15 @@ def test_a_compressed_body_is_refused(healthy: Server, encoding: str) -> None:
 
 @pytest.mark.parametrize("path", [LOOKUP, SEARCH, "/v1/lookup"])
 @pytest.mark.parametrize("how", ["told", "chunked"])
-def test_a_body_over_four_mebibytes_is_refused_before_it_is_kept(healthy: Server, path: str, how: str) -> None:
+def test_a_body_over_four_mebibytes_is_refused_before_it_is_kept(
+    healthy: Server, path: str, how: str
+) -> None:
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with healthy.connect() as connection:
         if how == "told":
-            connection.sendall(f"{head}Content-Length: {wire.MAX_BODY_BYTES + 1}\r\n\r\n{{".encode())
+            connection.sendall(
+                f"{head}Content-Length: {wire.MAX_BODY_BYTES + 1}\r\n\r\n{{".encode()
+            )
         else:
             chunk = b"10000\r\n" + b" " * 65536 + b"\r\n"
             connection.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
@@ -1096,7 +1433,9 @@ def test_a_body_of_four_mebibytes_is_read(healthy: Server) -> None:
     ],
 )
 def test_a_bad_url_is_refused(healthy: Server, path: str, status: int | None) -> None:
-    check_refused(healthy.raw(f"GET /v1/views/{path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()), status)
+    check_refused(
+        healthy.raw(f"GET /v1/views/{path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()), status
+    )
 
 
 def test_a_page_that_had_its_own_name_lead_here_is_told_nothing(healthy: Server) -> None:
@@ -1129,7 +1468,16 @@ def test_a_method_that_is_not_allowed_is_refused_with_those_that_are(
 
 
 @pytest.mark.parametrize(
-    "path", ["/nothing", "/v1", "/v1/views/numbers/nothing", "/%00", "//livez", "/v1/../livez", "/metrics.php"]
+    "path",
+    [
+        "/nothing",
+        "/v1",
+        "/v1/views/numbers/nothing",
+        "/%00",
+        "//livez",
+        "/v1/../livez",
+        "/metrics.php",
+    ],
 )
 def test_an_unknown_route_is_a_problem_too(healthy: Server, path: str) -> None:
     check_refused(healthy.get(path), 404)
@@ -1157,7 +1505,9 @@ def test_what_is_not_http_is_400_or_hung_up_on(healthy: Server, data: bytes) -> 
 
 @pytest.mark.parametrize("kind", [wire.JSON, wire.ARROW])
 @pytest.mark.parametrize("path", [LOOKUP, SEARCH, "/v1/lookup"])
-def test_callers_that_stop_in_the_middle_of_a_body_leave_no_trace(healthy: Server, path: str, kind: str) -> None:
+def test_callers_that_stop_in_the_middle_of_a_body_leave_no_trace(
+    healthy: Server, path: str, kind: str
+) -> None:
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\nContent-Length: 100\r\n\r\n".encode()
     with contextlib.ExitStack() as stack:
         for data in (head, head + b'{"keys":[', head[:40]):
@@ -1171,7 +1521,10 @@ def test_callers_that_stop_in_the_middle_of_a_body_leave_no_trace(healthy: Serve
 def test_a_body_that_trickles_in_is_answered_while_others_are_too(healthy: Server) -> None:
     body = b'{"keys":[1]}'
     with healthy.connect() as slow_one:
-        slow_one.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n" % LOOKUP.encode())
+        slow_one.sendall(
+            b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            % LOOKUP.encode()
+        )
         slow_one.sendall(b"Content-Length: %d\r\n\r\n" % len(body))
         for i in range(len(body)):
             slow_one.sendall(body[i : i + 1])

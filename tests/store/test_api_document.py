@@ -1,5 +1,6 @@
-"""The API against its own document, by schemathesis with all of its checks: what conforms is answered, what does not is refused, all in the forms described; and
-nobody is let in without what the document asks for."""
+"""The API against its own document, by schemathesis with all of its checks: what conforms is
+answered, what does not is refused, all in the forms described; and nobody is let in without what
+the document asks for."""
 
 from __future__ import annotations
 
@@ -24,13 +25,22 @@ from tests.memory_store import MemoryStore
 from tests.store.test_http_freshness import World
 
 # what it does not know to make, tests/store/test_api.py does
-pytestmark = pytest.mark.filterwarnings("ignore:Skipped test cases with unsupported payload media types:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Skipped test cases with unsupported payload media types:UserWarning"
+)
 
-EXAMPLES = settings(max_examples=25, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+EXAMPLES = settings(
+    max_examples=25,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
 
 
 class Served:
-    """The application that is asked: an empty one while the tests are collected, then one with a view."""
+    """The application that is asked: an empty one while the tests are collected, then one with a
+    view."""
 
     app = create_app(Lookup(MemoryStore()))
 
@@ -65,7 +75,10 @@ ANY, OF_A_VIEW, WITH_A_TOKEN = document_of(SERVED), document_of(SERVED, True), d
 
 @OF_A_VIEW.hook
 def map_path_parameters(_: Any, parameters: Any) -> Any:
-    return parameters and {name: "things" if name in ("view", "service") else value for name, value in parameters.items()}
+    return parameters and {
+        name: "things" if name in ("view", "service") else value
+        for name, value in parameters.items()
+    }
 
 
 @OF_A_VIEW.hook
@@ -89,7 +102,9 @@ def token(tmp_path_factory: pytest.TempPathFactory) -> str:
     SERVED.app = world.app
     token = make_token(folder / "tokens", "operator", "admin")
     gate = Gate(Meter(), Tokens(folder / "tokens"))
-    GUARDED.app = create_app(world.lookup, fallback_ready=lambda _: True, gate=gate, asks=Asks.TOKEN)
+    GUARDED.app = create_app(
+        world.lookup, fallback_ready=lambda _: True, gate=gate, asks=Asks.TOKEN
+    )
     return token
 
 
@@ -119,8 +134,19 @@ class Teapot(Served):
         if scope["path"] == "/openapi.json":
             await self.app(scope, receive, send)
             return
-        await send({"type": "http.response.start", "status": 418, "headers": [(b"content-type", wire.PROBLEM.encode())]})
-        await send({"type": "http.response.body", "body": wire.encode(wire.Problem("urn:a", "b", 418, "c"))})
+        await send(
+            {
+                "type": "http.response.start",
+                "status": 418,
+                "headers": [(b"content-type", wire.PROBLEM.encode())],
+            }
+        )
+        await send(
+            {
+                "type": "http.response.body",
+                "body": wire.encode(wire.Problem("urn:a", "b", 418, "c")),
+            }
+        )
 
 
 @pytest.mark.parametrize("path", ["/v1/views/{view}/rows/{key}", "/v1/views", "/livez"])
@@ -131,12 +157,22 @@ def test_an_answer_that_the_document_does_not_tell_of_is_seen(path: str) -> None
 
 
 def test_every_status_that_the_code_names_is_in_the_document() -> None:
-    """By the numbers in the files that answer: also those that come before any route is looked for, which no test of a route meets."""
-    files = [path for wing in ("api", "guard") for path in (REPOSITORY / "store" / wing).glob("*.py")]
-    named = {int(number) for path in files for number in re.findall(r"(?<![\w.])[45]\d\d(?!\w)", path.read_text())}
+    """By the numbers in the files that answer: also those that come before any route is looked for,
+    which no test of a route meets."""
+    files = [
+        path for wing in ("api", "guard") for path in (REPOSITORY / "store" / wing).glob("*.py")
+    ]
+    named = {
+        int(number)
+        for path in files
+        for number in re.findall(r"(?<![\w.])[45]\d\d(?!\w)", path.read_text())
+    }
     # of another method, which is no operation
     told = {
-        int(status) for methods in openapi_document()["paths"].values() for one in methods.values() for status in one["responses"]
+        int(status)
+        for methods in openapi_document()["paths"].values()
+        for one in methods.values()
+        for status in one["responses"]
     }
     assert named - {405} <= told
     assert named >= {408, 421, 431, 504}
@@ -161,12 +197,19 @@ def test_every_status_that_the_code_names_is_in_the_document() -> None:
         ),
     ],
 )
-def test_the_document_tells_what_its_server_asks_for(asks: Asks, read: Any, metrics: Any, livez: Any) -> None:
+def test_the_document_tells_what_its_server_asks_for(
+    asks: Asks, read: Any, metrics: Any, livez: Any
+) -> None:
     document = openapi_document(asks)
     told = {
-        path: next(iter(methods.values())).get("security", document["security"]) for path, methods in document["paths"].items()
+        path: next(iter(methods.values())).get("security", document["security"])
+        for path, methods in document["paths"].items()
     }
-    assert told == dict.fromkeys(document["paths"], read) | {"/metrics": metrics, "/livez": livez, "/readyz": livez}
+    assert told == dict.fromkeys(document["paths"], read) | {
+        "/metrics": metrics,
+        "/livez": livez,
+        "/readyz": livez,
+    }
     schemes = document["components"]["securitySchemes"]
     assert {name: (scheme["type"], scheme.get("scheme")) for name, scheme in schemes.items()} == {
         "token": ("http", "bearer"),

@@ -1,4 +1,5 @@
-"""Streams put together from a template: to the reader the table that pyarrow would have written, whatever the keys, rows and features."""
+"""Streams put together from a template: to the reader the table that pyarrow would have written,
+whatever the keys, rows and features."""
 
 from __future__ import annotations
 
@@ -22,14 +23,26 @@ from tests.memory_store import MemoryStore
 
 NOW = 1_700_000_000.0
 DTYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64")
-PLAIN = [feature for dtype in DTYPES for feature in (Feature(f"one_{dtype}", dtype), Feature(f"many_{dtype}", dtype, dim=5))]
-OTHER = [Feature("flag", "bool"), Feature("packed", "float32", dim=8, packed="int8"), Feature("text", "string")]
+PLAIN = [
+    feature
+    for dtype in DTYPES
+    for feature in (Feature(f"one_{dtype}", dtype), Feature(f"many_{dtype}", dtype, dim=5))
+]
+OTHER = [
+    Feature("flag", "bool"),
+    Feature("packed", "float32", dim=8, packed="int8"),
+    Feature("text", "string"),
+]
 KEYS = ["a", "b" * 63, "c" * 64, "d" * 65, "é" * 255, *map(str, range(200))]
 
 
-def lookup_over(features: Sequence[Feature], null: int | None = None, semantic: SemanticCacheSpec | None = None) -> Lookup:
+def lookup_over(
+    features: Sequence[Feature], null: int | None = None, semantic: SemanticCacheSpec | None = None
+) -> Lookup:
     """A view ``things`` whose row number ``null`` has no values, the others random ones."""
-    view = FeatureView("things", ("id",), tuple(features), ttl_s=10, stale_for_s=5, semantic_cache=semantic)
+    view = FeatureView(
+        "things", ("id",), tuple(features), ttl_s=10, stale_for_s=5, semantic_cache=semantic
+    )
     rng = np.random.default_rng(0)
     columns: dict[str, pa.Array] = {"id": pa.array(KEYS)}
     for feature in features:
@@ -41,11 +54,17 @@ def lookup_over(features: Sequence[Feature], null: int | None = None, semantic: 
         else:
             values = rng.integers(-100, 100, shape).astype(feature.dtype).tolist()
         rows = [row if feature.dim else row[0] for row in values]
-        columns[feature.name] = pa.array([None if i == null else row for i, row in enumerate(rows)], feature.arrow_type)
+        columns[feature.name] = pa.array(
+            [None if i == null else row for i, row in enumerate(rows)], feature.arrow_type
+        )
     times = [round((NOW - i / 100) * 1e6) for i in range(len(KEYS))]
     columns["computed_at"] = pa.array(times, pa.int64())
     store = MemoryStore()
-    store.load("things", Generation(1, 1), iter([RowCodec(view).row_batch(pa.record_batch(columns), ("id",), 1)]))
+    store.load(
+        "things",
+        Generation(1, 1),
+        iter([RowCodec(view).row_batch(pa.record_batch(columns), ("id",), 1)]),
+    )
     store.flip(Pointer(view, 1, 1, "m" * 64, len(KEYS), len(KEYS), "now", min(times)))
     return Lookup(store, clock=lambda: NOW, monotonic=lambda: 0.0)
 
@@ -53,7 +72,9 @@ def lookup_over(features: Sequence[Feature], null: int | None = None, semantic: 
 PLAIN_LOOKUP = lookup_over(PLAIN)
 
 
-def check(lookup: Lookup, keys: Sequence[str], features: Sequence[str] | None, templated: bool) -> None:
+def check(
+    lookup: Lookup, keys: Sequence[str], features: Sequence[str] | None, templated: bool
+) -> None:
     answer = lookup.begin("things", keys, LookupOptions(features), columnar=True)
     stream = stream_of(answer)
     assert (stream is not None) == templated
@@ -76,21 +97,40 @@ names = [feature.name for feature in PLAIN]
     keys=st.lists(st.sampled_from(KEYS), min_size=2, max_size=300),
     features=st.one_of(st.none(), st.lists(st.sampled_from(names), unique=True)),
 )
-def test_a_stream_from_a_template_reads_as_the_table(keys: list[str], features: list[str] | None) -> None:
+def test_a_stream_from_a_template_reads_as_the_table(
+    keys: list[str], features: list[str] | None
+) -> None:
     check(PLAIN_LOOKUP, keys, features, True)
 
 
 def test_numbers_as_json_are_cut_where_they_were_put_together() -> None:
     odd = [float("nan"), float("inf"), float("-inf"), -0.0, 1e-45, 3.4e38, 0.1, 1e16]
-    values = {"a": np.array(odd, np.float32), "b": np.array(odd), "c": np.array(odd * 2, np.float32).reshape(-1, 2)}
-    features = (Feature("a", "float32"), Feature("b", "float64"), Feature("c", "float32", dim=2), Feature("d", "float32", dim=1))
+    values = {
+        "a": np.array(odd, np.float32),
+        "b": np.array(odd),
+        "c": np.array(odd * 2, np.float32).reshape(-1, 2),
+    }
+    features = (
+        Feature("a", "float32"),
+        Feature("b", "float64"),
+        Feature("c", "float32", dim=2),
+        Feature("d", "float32", dim=1),
+    )
     view = FeatureView("things", ("id",), features, ttl_s=10, stale_for_s=5)
-    columns = {"id": pa.array(list("ABCDEFGH")), "a": pa.array(values["a"]), "b": pa.array(values["b"])}
+    columns = {
+        "id": pa.array(list("ABCDEFGH")),
+        "a": pa.array(values["a"]),
+        "b": pa.array(values["b"]),
+    }
     columns["c"] = pa.FixedSizeListArray.from_arrays(pa.array(values["c"].ravel()), 2)
     columns["d"] = pa.FixedSizeListArray.from_arrays(pa.array(values["a"]), 1)
     columns["computed_at"] = pa.array([round(NOW * 1e6)] * 8, pa.int64())
     store = MemoryStore()
-    store.load("things", Generation(1, 1), iter([RowCodec(view).row_batch(pa.record_batch(columns), ("id",), 1)]))
+    store.load(
+        "things",
+        Generation(1, 1),
+        iter([RowCodec(view).row_batch(pa.record_batch(columns), ("id",), 1)]),
+    )
     store.flip(Pointer(view, 1, 1, "100%b", 8, 8, "now", round(NOW * 1e6)))
     lookup = Lookup(store, clock=lambda: NOW, monotonic=lambda: 0.0)
     for names in (None, [], ["d"], ["c", "a"]):
@@ -104,7 +144,11 @@ def test_one_template_serves_keys_of_any_size() -> None:
 
 def test_columns_that_only_some_views_have_stand_before_the_features() -> None:
     lookup = lookup_over(PLAIN, semantic=SemanticCacheSpec("others", 0.9))
-    assert lookup.get("things", ["1"], features=names[:1]).column_names[-3:] == ["similarity", "nearest", names[0]]
+    assert lookup.get("things", ["1"], features=names[:1]).column_names[-3:] == [
+        "similarity",
+        "nearest",
+        names[0],
+    ]
     for keys in (["1", "2"], ["5", "d" * 65, "3"]):
         check(lookup, keys, None, True)
 

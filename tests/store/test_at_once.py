@@ -1,4 +1,5 @@
-"""Answers that need no waiting go out without a task: the same bytes as by the whole way, in the order they were asked for, under the same limits."""
+"""Answers that need no waiting go out without a task: the same bytes as by the whole way, in the
+order they were asked for, under the same limits."""
 
 from __future__ import annotations
 
@@ -74,13 +75,21 @@ def served(app: Any, **limits: Any) -> Iterator[tuple[tuple[str, int], Meter]]:
 def house(**options: Any) -> House:
     made = House(MemoryStore(), **options)
     made.publish(
-        1, {"a": (1.5, 2.0), "é/b": (float("nan"), 0.25), "old": (2.0, 20.0), "ahead": (3.0, -1000.0), "stale": (1.0, 12.0)}
+        1,
+        {
+            "a": (1.5, 2.0),
+            "é/b": (float("nan"), 0.25),
+            "old": (2.0, 20.0),
+            "ahead": (3.0, -1000.0),
+            "stale": (1.0, 12.0),
+        },
     )
     return made
 
 
 def sent(address: tuple[str, int], data: bytes) -> bytes:
-    """All that is answered, up to the answer of a last request, after which the connection is closed, if it was not before."""
+    """All that is answered, up to the answer of a last request, after which the connection is
+    closed, if it was not before."""
     with socket.create_connection(address, timeout=20) as connection:
         connection.sendall(data + b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
@@ -88,17 +97,31 @@ def sent(address: tuple[str, int], data: bytes) -> bytes:
 
 
 def get(path: str, *headers: str, method: str = "GET", version: str = "1.1") -> bytes:
-    return "\r\n".join([f"{method} {ROW}{path} HTTP/{version}", "Host: x", *headers, "", ""]).encode()
+    return "\r\n".join(
+        [f"{method} {ROW}{path} HTTP/{version}", "Host: x", *headers, "", ""]
+    ).encode()
 
 
 ARROW = "application/vnd.apache.arrow.stream"
 
 
 def post(
-    body: bytes, *headers: str, path: str = "/v1/views/things/lookup", kind: str = "application/json", size: int | None = None
+    body: bytes,
+    *headers: str,
+    path: str = "/v1/views/things/lookup",
+    kind: str = "application/json",
+    size: int | None = None,
 ) -> bytes:
     length = len(body) if size is None else size
-    lines = [f"POST {path} HTTP/1.1", "Host: x", f"Content-Type: {kind}", f"Content-Length: {length}", *headers, "", ""]
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "Host: x",
+        f"Content-Type: {kind}",
+        f"Content-Length: {length}",
+        *headers,
+        "",
+        "",
+    ]
     return "\r\n".join(lines).encode() + body
 
 
@@ -139,7 +162,9 @@ LOOKUPS = [
     post(b'{"key": "a"}', path="/v1/views/things/search"),
     post(keys("a"), path="/livez"),
     # several, of which one is answered at once, among rows
-    b"".join([get("a"), post(keys("a")), get("é"), post(keys("stale", "b")), post(keys("a")), get("a")]),
+    b"".join(
+        [get("a"), post(keys("a")), get("é"), post(keys("stale", "b")), post(keys("a")), get("a")]
+    ),
 ]
 
 
@@ -170,7 +195,10 @@ REQUESTS = [
 
 @pytest.mark.parametrize("cache_bytes", [0, 2**20])
 def test_the_short_way_answers_as_the_whole_way_byte_by_byte(cache_bytes: int) -> None:
-    at_once, whole = Counted(house(cache_bytes=cache_bytes).app), WholeWay(house(cache_bytes=cache_bytes).app)
+    at_once, whole = (
+        Counted(house(cache_bytes=cache_bytes).app),
+        WholeWay(house(cache_bytes=cache_bytes).app),
+    )
     with served(at_once) as (here, _), served(whole) as (there, _):
         for data in REQUESTS + LOOKUPS:
             for _ in range(2):
@@ -183,7 +211,10 @@ def test_the_short_way_answers_as_the_whole_way_byte_by_byte(cache_bytes: int) -
 
 def test_a_posted_body_in_pieces_is_answered_the_same() -> None:
     at_once = Counted(house().app)
-    with served(at_once, body_bytes=64) as (address, meter), socket.create_connection(address, timeout=20) as connection:
+    with (
+        served(at_once, body_bytes=64) as (address, meter),
+        socket.create_connection(address, timeout=20) as connection,
+    ):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         whole = post(keys("a", "stale"))
         connection.sendall(whole)
@@ -195,7 +226,10 @@ def test_a_posted_body_in_pieces_is_answered_the_same() -> None:
             time.sleep(0.03)
             connection.sendall(whole[cut:])
             (again,) = replies(connection, 1)
-            assert (again.status, again.json["rows"][0]["features"]) == (200, reply.json["rows"][0]["features"])
+            assert (again.status, again.json["rows"][0]["features"]) == (
+                200,
+                reply.json["rows"][0]["features"],
+            )
         # its head alone came first, or it did not
         assert at_once.answered == 2
         # of those that come together one, so that others have their turn
@@ -209,7 +243,10 @@ def test_a_posted_body_in_pieces_is_answered_the_same() -> None:
         connection.sendall(post(keys("x" * 60)))
         assert [reply.status for reply in replies(connection, 1)] == [413]
         assert meter.counter(CONNECTIONS_CLOSED, "too_large").value == 1
-    with served(house().app, bodies_bytes=8) as (address, _), socket.create_connection(address, timeout=20) as connection:
+    with (
+        served(house().app, bodies_bytes=8) as (address, _),
+        socket.create_connection(address, timeout=20) as connection,
+    ):
         # with what stands before it as many bytes as the whole, which is not there yet
         connection.sendall(get("a", "X: " + "y" * 99) + whole[:-5])
         assert [reply.status for reply in replies(connection, 2)] == [200, 503]
@@ -229,7 +266,10 @@ def test_the_gate_stands_before_it_and_is_asked_once() -> None:
 
 
 def test_many_at_once_are_answered_in_order_and_not_without_end() -> None:
-    with served(house().app, pipelined=4) as (address, meter), socket.create_connection(address, timeout=20) as connection:
+    with (
+        served(house().app, pipelined=4) as (address, meter),
+        socket.create_connection(address, timeout=20) as connection,
+    ):
         connection.sendall(get("a") * 6)
         assert [reply.status for reply in replies(connection, 6)] == [200] * 6
         connection.sendall(get("a") * 40)
@@ -249,7 +289,9 @@ def test_who_wants_one_thing_does_not_wait_for_all_of_anothers() -> None:
             go_on.wait(20)
 
     with served(house(gate=gate).app) as (address, _), contextlib.ExitStack() as stack:
-        many, one, hold = (stack.enter_context(socket.create_connection(address, timeout=20)) for _ in range(3))
+        many, one, hold = (
+            stack.enter_context(socket.create_connection(address, timeout=20)) for _ in range(3)
+        )
         for connection in (many, one):
             connection.sendall(get("a"))
             replies(connection, 1)
@@ -269,7 +311,10 @@ def test_who_wants_one_thing_does_not_wait_for_all_of_anothers() -> None:
 def test_who_does_not_take_these_answers_is_cut_off_too() -> None:
     made = House(MemoryStore())
     made.publish(1, {str(i): (float(i), 0.0) for i in range(10)})
-    with served(made.app, write_s=0.2, pipelined=100_000) as (address, meter), socket.socket() as connection:
+    with (
+        served(made.app, write_s=0.2, pipelined=100_000) as (address, meter),
+        socket.socket() as connection,
+    ):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.settimeout(20)
         connection.connect(address)

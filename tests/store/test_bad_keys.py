@@ -1,4 +1,5 @@
-"""Bad keys: whatever stands among the keys of a request, the others are answered as if it did not."""
+"""Bad keys: whatever stands among the keys of a request, the others are answered as if it did
+not."""
 
 from __future__ import annotations
 
@@ -23,16 +24,24 @@ from tests.asgi import call
 from tests.store.test_api import arrow
 from tests.store.test_http_freshness import LOOKUP, ROW, SEARCH, World
 
-NUMBERS = st.from_regex(r"-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,4})?([eE][+-]?[0-9]{1,4})?", fullmatch=True)
+NUMBERS = st.from_regex(
+    r"-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,4})?([eE][+-]?[0-9]{1,4})?", fullmatch=True
+)
 TEXTS = st.text(st.characters(), max_size=8).map(json.dumps)
 """JSON's own spelling, of halves of surrogate pairs too."""
 VALUES = st.recursive(
     st.one_of(
-        NUMBERS, TEXTS, st.sampled_from(["null", "true", "false", "1" + "0" * 700, "-" + "9" * 5000, '"' + "k" * 600 + '"'])
+        NUMBERS,
+        TEXTS,
+        st.sampled_from(
+            ["null", "true", "false", "1" + "0" * 700, "-" + "9" * 5000, '"' + "k" * 600 + '"']
+        ),
     ),
     lambda inner: st.one_of(
         st.lists(inner, max_size=3).map(lambda items: f"[{','.join(items)}]"),
-        st.lists(st.tuples(TEXTS, inner), max_size=3).map(lambda pairs: f"{{{','.join(f'{k}:{v}' for k, v in pairs)}}}"),
+        st.lists(st.tuples(TEXTS, inner), max_size=3).map(
+            lambda pairs: f"{{{','.join(f'{k}:{v}' for k, v in pairs)}}}"
+        ),
     ),
     max_leaves=4,
 )
@@ -40,7 +49,9 @@ VALUES = st.recursive(
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return World(tmp_path_factory.mktemp("world"), {"new": 1.0, "old": 9.0, "gone": 20.0}, fallback=False)
+    return World(
+        tmp_path_factory.mktemp("world"), {"new": 1.0, "old": 9.0, "gone": 20.0}, fallback=False
+    )
 
 
 @settings(max_examples=15, deadline=None)
@@ -49,27 +60,59 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 @example(r'"\ud800"', 0)
 @example(r'[["a\udc00b"]]', 3)
 @example("9" * 5000, 2)
-def test_no_value_that_json_can_have_changes_the_answer_of_another_key(world: World, bad: str, at: int) -> None:
+def test_no_value_that_json_can_have_changes_the_answer_of_another_key(
+    world: World, bad: str, at: int
+) -> None:
     good = ['"new"', '"gone"', '"old"']
     alone = world.post(LOOKUP, f'{{"keys":[{",".join(good)}]}}'.encode()).json["rows"]
     mixed = f'"keys":[{",".join([*good[:at], bad, *good[at:]])}]'
-    inputs = f'"fallback":false,"inputs":{{{bad}:{{"x":1}}}}' if bad.startswith('"') else '"inputs":null'
+    inputs = (
+        f'"fallback":false,"inputs":{{{bad}:{{"x":1}}}}' if bad.startswith('"') else '"inputs":null'
+    )
     several = f'{{"requests":[{{"view":"things",{mixed}}},{{"view":{json.dumps(bad)},{mixed}}},{{"view":"things",{mixed}}}]}}'
     table = world.post(LOOKUP, f"{{{mixed}}}".encode(), accept=wire.ARROW).arrow
     first, unknown, last = world.post("/v1/lookup", several.encode()).json["responses"]
     assert unknown["problem"]["status"] == 404
-    for rows in (world.post(LOOKUP, f"{{{mixed},{inputs}}}".encode()).json["rows"], first["rows"], last["rows"]):
+    for rows in (
+        world.post(LOOKUP, f"{{{mixed},{inputs}}}".encode()).json["rows"],
+        first["rows"],
+        last["rows"],
+    ):
         assert rows[:at] + rows[at + 1 :] == alone
         assert len(rows) == 4
         assert rows[at]["status"] == "missing" or rows[at] in alone
-    told = list(zip(table["key"].to_pylist(), table["status"].to_pylist(), table["double"].to_pylist(), strict=True))
-    assert told[:at] + told[at + 1 :] == [("new", "fresh", 2.0), ("gone", "missing", None), ("old", "fresh", 2.0)]
+    told = list(
+        zip(
+            table["key"].to_pylist(),
+            table["status"].to_pylist(),
+            table["double"].to_pylist(),
+            strict=True,
+        )
+    )
+    assert told[:at] + told[at + 1 :] == [
+        ("new", "fresh", 2.0),
+        ("gone", "missing", None),
+        ("old", "fresh", 2.0),
+    ]
 
 
 @pytest.mark.parametrize(
     ("wrong", "status"),
     [
-        *[(text, 400) for text in ("NaN", "-Infinity", "nul", "[1,]", '"\x01"', r'"\x"', "1e", "01", '"\ud800"')],
+        *[
+            (text, 400)
+            for text in (
+                "NaN",
+                "-Infinity",
+                "nul",
+                "[1,]",
+                '"\x01"',
+                r'"\x"',
+                "1e",
+                "01",
+                '"\ud800"',
+            )
+        ],
         # JSON, and no key: the body's own fields are refused as ever
         (r'1],"fallback":1e400,"keys":[1', 422),
         (r'"\ud800"],"fallback":1,"keys":[1', 422),
@@ -82,17 +125,25 @@ def test_no_value_that_json_can_have_changes_the_answer_of_another_key(world: Wo
         (r'1],"inputs":{"1":"\ud800"},"keys":[1', 400),
     ],
 )
-def test_what_is_no_json_and_what_no_field_can_be_is_refused_whole(world: World, wrong: str, status: int) -> None:
+def test_what_is_no_json_and_what_no_field_can_be_is_refused_whole(
+    world: World, wrong: str, status: int
+) -> None:
     body = b'{"keys":["new",%b]}' % wrong.encode(errors="surrogatepass")
     world.post(LOOKUP, body).check_problem(status)
     several = world.post("/v1/lookup", b'{"requests":[{"view":"things",%b}]}' % body[1:-1])
-    assert (several.json["responses"][0]["problem"] if several.status == 200 else several.json)["status"] == status
+    assert (several.json["responses"][0]["problem"] if several.status == 200 else several.json)[
+        "status"
+    ] == status
 
 
 def test_a_view_named_by_half_a_surrogate_pair_is_one_unknown_view(world: World) -> None:
     body = rb'{"requests":[{"view":"\ud800","keys":[1]},{"view":"things","keys":["new"]}]}'
     unknown, known = world.post("/v1/lookup", body).json["responses"]
-    assert (unknown["view"], unknown["problem"]["status"], known["rows"][0]["status"]) == ("?", 404, "fresh")
+    assert (unknown["view"], unknown["problem"]["status"], known["rows"][0]["status"]) == (
+        "?",
+        404,
+        "fresh",
+    )
 
 
 def test_a_body_of_very_many_values_is_read_once(world: World) -> None:
@@ -119,7 +170,9 @@ KEYS = ["new", None, "old"]
 )
 def test_a_null_of_an_arrow_body_is_one_bad_key(world: World, keys: pa.Array) -> None:
     rows = world.post(LOOKUP, arrow(keys), content_type=wire.ARROW).json["rows"]
-    assert [row.get("reason") for row in rows] == [None if key else "bad_key" for key in keys.to_pylist()]
+    assert [row.get("reason") for row in rows] == [
+        None if key else "bad_key" for key in keys.to_pylist()
+    ]
 
 
 @pytest.mark.parametrize("key", ["%ED%A0%80", "%ff", "%00", "k" * 600, ""])
@@ -127,7 +180,9 @@ def test_a_url_that_ends_in_no_key_is_a_problem_of_its_own(world: World, key: st
     world.get(ROW + key).check_problem(400, "bad_key")
 
 
-@pytest.mark.parametrize("bad", [r'"\ud800"', "1e400", "9" * 5000, "1.5", r'["\ud800"]', '""', "null"])
+@pytest.mark.parametrize(
+    "bad", [r'"\ud800"', "1e400", "9" * 5000, "1.5", r'["\ud800"]', '""', "null"]
+)
 def test_a_search_refuses_what_no_key_can_be(world: World, bad: str) -> None:
     wherever = [f'"key":"new","only":[{bad}]', f'"key":"new","exclude":[{bad}]']
     for asked in (*wherever, f'"key":{bad}') if bad != "null" else wherever:
@@ -135,7 +190,12 @@ def test_a_search_refuses_what_no_key_can_be(world: World, bad: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "status"), [('"vector":[1e400,1]', 422), (r'"key":"new","filter":{"double":"\ud800"}', 400), ('"key":null', 400)]
+    ("asked", "status"),
+    [
+        ('"vector":[1e400,1]', 422),
+        (r'"key":"new","filter":{"double":"\ud800"}', 400),
+        ('"key":null', 400),
+    ],
 )
 def test_a_search_by_nothing_is_refused(world: World, asked: str, status: int) -> None:
     world.post(SEARCH, f"{{{asked}}}".encode()).check_problem(status)
@@ -143,7 +203,10 @@ def test_a_search_by_nothing_is_refused(world: World, asked: str, status: int) -
 
 def test_bad_keys_are_shown_as_they_were_written(world: World) -> None:
     keys = ["1e400", "-2e400", '["w1", 1e999]', "[null, true]", "1" + "0" * 5000, "2" + "0" * 5000]
-    shown = [row["key"] for row in world.post(LOOKUP, f'{{"keys":[{",".join(keys)}]}}'.encode()).json["rows"]]
+    shown = [
+        row["key"]
+        for row in world.post(LOOKUP, f'{{"keys":[{",".join(keys)}]}}'.encode()).json["rows"]
+    ]
     assert shown[:4] == keys[:4]
     assert [text[:3] for text in shown[4:]] == ["100", "200"]
 
@@ -178,7 +241,10 @@ def answers(world: World, keys: Any) -> list[tuple[Any, ...]]:
         assert [(row.key, row.status, row.reason or None) for row in rows] == list(
             zip(*(table[name].to_pylist() for name in columns), strict=True)
         )
-    return [(key, reason) for key, reason in zip(table["key"].to_pylist(), table["reason"].to_pylist(), strict=True)]
+    return [
+        (key, reason)
+        for key, reason in zip(table["key"].to_pylist(), table["reason"].to_pylist(), strict=True)
+    ]
 
 
 ONE, TWO, NULL = ("1", None), ("2", None), ("null", "bad_key")
@@ -201,27 +267,74 @@ ONE, TWO, NULL = ("1", None), ("2", None), ("null", "bad_key")
         (pd.Index([1, 2]), [ONE, TWO]),
         ([1, pd.NaT, "\ud800", 2], [ONE, NULL, ("?", "bad_key"), TWO]),
         ([1, b"1", "\ud800"], [ONE, ('{"bytes": "b\'1\'"}', "bad_key"), ("?", "bad_key")]),
-        ([datetime.date(2026, 1, 2), "\ud800"], [('{"date": "datetime.date(2026, 1, 2)"}', "bad_key"), ("?", "bad_key")]),
+        (
+            [datetime.date(2026, 1, 2), "\ud800"],
+            [('{"date": "datetime.date(2026, 1, 2)"}', "bad_key"), ("?", "bad_key")],
+        ),
         ([1, 10**5000, 2], [ONE, ('{"int": "16610 bits"}', "bad_key"), TWO]),
-        ([True, 1.5, float("inf")], [("true", "bad_key"), ("1.5", "bad_key"), ('{"float": "inf"}', "bad_key")]),
+        (
+            [True, 1.5, float("inf")],
+            [("true", "bad_key"), ("1.5", "bad_key"), ('{"float": "inf"}', "bad_key")],
+        ),
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_keys_of_whatever_holds_them_are_answered_alike(numbers: World, keys: Any, told: list[Any]) -> None:
+def test_keys_of_whatever_holds_them_are_answered_alike(
+    numbers: World, keys: Any, told: list[Any]
+) -> None:
     assert answers(numbers, keys) == told
 
 
 PARTS = st.one_of(
-    st.sampled_from([1, "1", 2, "2", np.int64(1), np.uint8(2), np.str_("1"), pa.scalar(1), np.array("2")]),
-    st.sampled_from([None, pd.NA, pd.NaT, float("nan"), float("-inf"), pa.scalar(None), np.datetime64("NaT", "ns")]),
-    st.sampled_from([b"1", np.bytes_(b"1"), np.datetime64(1, "ns"), object(), {1}, frozenset(), range(2), 1j, np.longdouble(1)]),
-    st.sampled_from([datetime.date(2026, 1, 2), decimal.Decimal(1), uuid.UUID(int=1), pd.Timestamp(0), np.bool_(True)]),
-    st.one_of(st.integers(), st.integers(-20, 20).map(lambda power: 7 ** abs(power * 200)), st.floats(), st.text(max_size=3)),
+    st.sampled_from(
+        [1, "1", 2, "2", np.int64(1), np.uint8(2), np.str_("1"), pa.scalar(1), np.array("2")]
+    ),
+    st.sampled_from(
+        [
+            None,
+            pd.NA,
+            pd.NaT,
+            float("nan"),
+            float("-inf"),
+            pa.scalar(None),
+            np.datetime64("NaT", "ns"),
+        ]
+    ),
+    st.sampled_from(
+        [
+            b"1",
+            np.bytes_(b"1"),
+            np.datetime64(1, "ns"),
+            object(),
+            {1},
+            frozenset(),
+            range(2),
+            1j,
+            np.longdouble(1),
+        ]
+    ),
+    st.sampled_from(
+        [
+            datetime.date(2026, 1, 2),
+            decimal.Decimal(1),
+            uuid.UUID(int=1),
+            pd.Timestamp(0),
+            np.bool_(True),
+        ]
+    ),
+    st.one_of(
+        st.integers(),
+        st.integers(-20, 20).map(lambda power: 7 ** abs(power * 200)),
+        st.floats(),
+        st.text(max_size=3),
+    ),
 )
 ANY_KEY = st.recursive(
     PARTS,
     lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.tuples(inner), st.dictionaries(st.sampled_from(["1", 1, None, b"1"]), inner, max_size=2)
+        st.lists(inner, max_size=3),
+        st.tuples(inner),
+        st.dictionaries(st.sampled_from(["1", 1, None, b"1"]), inner, max_size=2),
     ),
     max_leaves=4,
 )
@@ -229,7 +342,9 @@ ANY_KEY = st.recursive(
 
 @settings(max_examples=40, deadline=None)
 @given(keys=st.lists(ANY_KEY, min_size=1, max_size=4), at=st.integers(0, 4))
-def test_any_keys_are_answered_alike_and_change_no_other(numbers: World, keys: list[Any], at: int) -> None:
+def test_any_keys_are_answered_alike_and_change_no_other(
+    numbers: World, keys: list[Any], at: int
+) -> None:
     nested: list[Any] = [1]
     for _ in range(3000):
         nested = [nested]
@@ -244,7 +359,9 @@ def test_a_generator_is_read_once(numbers: World) -> None:
 
     assert numbers.lookup.get("things", once())["key"].to_pylist() == ["1", "2"]
     assert ask(numbers, calls.table("things", once(), {}))["key"].to_pylist() == ["1", "2"]
-    found = numbers.lookup.search("things", vector=[1, 2], only=once(), exclude=(key for key in [np.int64(2)]))
+    found = numbers.lookup.search(
+        "things", vector=[1, 2], only=once(), exclude=(key for key in [np.int64(2)])
+    )
     assert [row["key"] for row in found["rows"]] == ["1"]
     words: calls.SearchWords = {"vector": [1, 2], "only": once(), "exclude": np.array([2])}
     assert [row.key for row in ask(numbers, calls.search("things", words)).rows] == ["1"]
@@ -256,7 +373,9 @@ def test_one_key_may_be_numpys_and_arrows(numbers: World) -> None:
         assert ask(numbers, calls.row("things", key, {})).status == "fresh"
         near = numbers.lookup.search("things", key=key)["rows"]
         assert (
-            [row["key"] for row in near] == [row.key for row in ask(numbers, calls.search("things", {"key": key})).rows] == ["2"]
+            [row["key"] for row in near]
+            == [row.key for row in ask(numbers, calls.search("things", {"key": key})).rows]
+            == ["2"]
         )
     for key in (b"1", None, 1.5):
         with pytest.raises(RequestError) as caught:

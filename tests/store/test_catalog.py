@@ -1,4 +1,5 @@
-"""The catalog says what the manifests say, whatever became of its file, and reads each of them once."""
+"""The catalog says what the manifests say, whatever became of its file, and reads each of them
+once."""
 
 from __future__ import annotations
 
@@ -28,10 +29,23 @@ def store(tmp_path: Path) -> ViewStore:
     return store
 
 
-def commit(store: ViewStore, run: str, partition: str | None, parent: int | None = None) -> Snapshot:
+def commit(
+    store: ViewStore, run: str, partition: str | None, parent: int | None = None
+) -> Snapshot:
     part = store.write_part(run, "part-00000.parquet", TABLE)
     counts = Counts(6, 3, unchanged=3) if parent else Counts(3, 3)
-    made = Snapshot(VIEW, run, "model", counts, (part,), None, "2026-01-01T00:00:00+00:00", None, None, partition=partition)
+    made = Snapshot(
+        VIEW,
+        run,
+        "model",
+        counts,
+        (part,),
+        None,
+        "2026-01-01T00:00:00+00:00",
+        None,
+        None,
+        partition=partition,
+    )
     return store.commit(replace(made, kind="delta" if parent else "full", parent=parent))
 
 
@@ -62,7 +76,9 @@ def path_of(store: ViewStore) -> Path:
     return store.folder / "refs" / "catalog.jsonl"
 
 
-def test_it_says_what_the_manifests_say_and_parses_none_that_it_knows(store: ViewStore, parsed: list[int]) -> None:
+def test_it_says_what_the_manifests_say_and_parses_none_that_it_knows(
+    store: ViewStore, parsed: list[int]
+) -> None:
     expected = truth(store)
     assert [(e.partition, e.parent, e.files) for e in (expected[1], expected[6])] == [
         (DAYS[1], None, ("data/run1/part-00000.parquet",)),
@@ -84,7 +100,10 @@ def test_a_process_parses_its_lines_once_and_sees_all_that_changes(
     assert store.catalog().entries == truth(store)
     parsed.clear()
     with monkeypatch.context() as patch:
-        patch.setattr("precompute.store.offline.catalog._lines", lambda _: pytest.fail("its lines are parsed once more"))
+        patch.setattr(
+            "precompute.store.offline.catalog._lines",
+            lambda _: pytest.fail("its lines are parsed once more"),
+        )
         assert list(store.catalog().entries) == [1, 2, 3, 4, 5, 6]
         (store.manifest_path(3)).unlink()
         assert list(store.catalog().entries) == [1, 2, 4, 5, 6]
@@ -96,7 +115,9 @@ def test_a_process_parses_its_lines_once_and_sees_all_that_changes(
     assert list(store.catalog().damaged) == [7]
 
 
-def test_of_a_partition_only_its_own_newest_manifest_is_read(store: ViewStore, parsed: list[int]) -> None:
+def test_of_a_partition_only_its_own_newest_manifest_is_read(
+    store: ViewStore, parsed: list[int]
+) -> None:
     for day, number in ((DAYS[1], 5), (DAYS[0], 6)):
         parsed.clear()
         newest = Standing(store).newest(day)
@@ -143,12 +164,16 @@ def test_a_damaged_manifest_is_told_and_known_by_what_it_was(store: ViewStore) -
     catalog = catalog_of(store)
     assert (list(catalog.entries), list(catalog.damaged)) == ([1, 2, 4, 5, 6], [3])
     assert "its checksum does not match" in str(catalog.damaged[3])
-    os.utime(manifest, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # a bit that flips by itself changes no time
+    os.utime(
+        manifest, ns=(stat.st_atime_ns, stat.st_mtime_ns)
+    )  # a bit that flips by itself changes no time
     assert catalog_of(store).entries == expected
     assert list(store.damage()) == [3]
 
 
-def test_lines_of_removed_manifests_go_once_they_are_many(store: ViewStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_of_removed_manifests_go_once_they_are_many(
+    store: ViewStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("precompute.store.offline.catalog._SPARE_LINES", 1)
     before = path_of(store).read_bytes()
     for number in (1, 3, 4, 5):
@@ -168,6 +193,8 @@ def test_without_space_or_rights_it_is_derived_every_time(store: ViewStore) -> N
 
 
 def test_an_entry_names_every_file() -> None:
-    one, two, three = (Part(f"data/r/{name}.parquet", 1, 1, "") for name in ("part", "deletes", "rejected"))
+    one, two, three = (
+        Part(f"data/r/{name}.parquet", 1, 1, "") for name in ("part", "deletes", "rejected")
+    )
     made = Snapshot(VIEW, "r", "m", Counts(1, 1), (one,), three, "now", None, None, deletes=two)
     assert Entry.of(1, made).files == (one.path, two.path, three.path)

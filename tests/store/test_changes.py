@@ -1,4 +1,5 @@
-"""Changes: put over the snapshot they are counted from, what was written since and what left make the later one, row for row."""
+"""Changes: put over the snapshot they are counted from, what was written since and what left make
+the later one, row for row."""
 
 from __future__ import annotations
 
@@ -38,15 +39,26 @@ def changed(rows: Rows, new: Mapping[Any, float | None]) -> dict[Any, float]:
     return {key: x for key, x in {**rows, **new}.items() if x is not None}
 
 
-def committed(make_project: MakeProject, *stages: Rows, entity: Mapping[str, pa.DataType] = NUMBER, **view: Any) -> Scene:
+def committed(
+    make_project: MakeProject,
+    *stages: Rows,
+    entity: Mapping[str, pa.DataType] = NUMBER,
+    **view: Any,
+) -> Scene:
     """A chain of snapshots, numbered from 1: a full one, and deltas."""
     for rows in stages:
         keys = [key if isinstance(key, tuple) else (key,) for key in rows]
-        columns = [pa.array([key[i] for key in keys], kind) for i, kind in enumerate(entity.values())]
-        table = pa.table([*columns, pa.array(list(rows.values()), pa.float64())], names=[*entity, "x"])
+        columns = [
+            pa.array([key[i] for key in keys], kind) for i, kind in enumerate(entity.values())
+        ]
+        table = pa.table(
+            [*columns, pa.array(list(rows.values()), pa.float64())], names=[*entity, "x"]
+        )
         project = make_project(table, view=VIEW | {"entity": list(entity)} | view)
         assert project.materialize().status == "committed"
-    assert [project.snapshot(n).kind for n in project.numbers()] == ["full"] + ["delta"] * (len(stages) - 1)
+    assert [project.snapshot(n).kind for n in project.numbers()] == ["full"] + ["delta"] * (
+        len(stages) - 1
+    )
     return project
 
 
@@ -112,7 +124,8 @@ def test_a_key_that_left_and_came_back_is_a_row(make_project: MakeProject) -> No
 
 
 def test_a_key_that_came_and_left_is_no_row(make_project: MakeProject) -> None:
-    """Whether it is among the removed does not matter: there is nothing under it that would come through."""
+    """Whether it is among the removed does not matter: there is nothing under it that would come
+    through."""
     came = changed(BASE, {50: 5.0, 51: 6.0})
     project = committed(make_project, BASE, came, changed(came, {50: None}))
     rows, removed = changes(project, 1, 3)
@@ -138,7 +151,8 @@ def test_a_key_that_left_came_back_and_left_again_has_left(make_project: MakePro
 
 
 def test_a_row_that_is_rejected_since_has_left(make_project: MakeProject) -> None:
-    """It is still in the source, but the snapshot has no row of it any more: the earlier one's must not come through."""
+    """It is still in the source, but the snapshot has no row of it any more: the earlier one's must
+    not come through."""
     second = changed(BASE, {3: BAD, 4: 40.0})
     third = changed(second, {3: BAD, 5: BAD, 4: BAD})
     project = committed(make_project, BASE, second, third, changed(third, {3: 33.0}))
@@ -151,7 +165,10 @@ def test_a_row_that_is_rejected_since_has_left(make_project: MakeProject) -> Non
 
 def test_a_key_of_two_columns_is_its_text(make_project: MakeProject) -> None:
     base = {
-        (shop, item): float(i) for i, (shop, item) in enumerate((s, n) for s in ("a", "a/b", "50%", "%2F") for n in range(10))
+        (shop, item): float(i)
+        for i, (shop, item) in enumerate(
+            (s, n) for s in ("a", "a/b", "50%", "%2F") for n in range(10)
+        )
     }
     second = changed(base, {("a/b", 1): None, ("50%", 2): None, ("a", 1): 77.0, ("é/", -7): 5.0})
     third = changed(second, {("a/b", 1): 1.5, ("%2F", 3): None})
@@ -160,7 +177,10 @@ def test_a_key_of_two_columns_is_its_text(make_project: MakeProject) -> None:
     def text(shop: str, item: int) -> str:
         return key_text((shop, item), list(PAIR))
 
-    assert changes(project, 1, 2) == ({text("a", 1): 154.0, text("é/", -7): 10.0}, {text("a/b", 1), text("50%", 2)})
+    assert changes(project, 1, 2) == (
+        {text("a", 1): 154.0, text("é/", -7): 10.0},
+        {text("a/b", 1), text("50%", 2)},
+    )
     assert changes(project, 1, 3) == (
         {text("a", 1): 154.0, text("é/", -7): 10.0, text("a/b", 1): 3.0},
         {text("50%", 2), text("%2F", 3)},
@@ -170,7 +190,9 @@ def test_a_key_of_two_columns_is_its_text(make_project: MakeProject) -> None:
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     stages=st.lists(
-        st.dictionaries(st.integers(0, 5), st.sampled_from([None, 1.0, 2.0, BAD]), max_size=3), min_size=1, max_size=3
+        st.dictionaries(st.integers(0, 5), st.sampled_from([None, 1.0, 2.0, BAD]), max_size=3),
+        min_size=1,
+        max_size=3,
     )
 )
 def test_whatever_came_and_went_the_changes_make_the_later_snapshot(
@@ -188,8 +210,12 @@ def test_whatever_came_and_went_the_changes_make_the_later_snapshot(
         changes(project, since, len(rows))
 
 
-def test_damage_of_what_came_since_is_reported_and_older_is_not_read(make_project: MakeProject) -> None:
-    project = committed(make_project, BASE, changed(BASE, {3: 30.0}), changed(BASE, {3: 30.0, 4: None}))
+def test_damage_of_what_came_since_is_reported_and_older_is_not_read(
+    make_project: MakeProject,
+) -> None:
+    project = committed(
+        make_project, BASE, changed(BASE, {3: 30.0}), changed(BASE, {3: 30.0, 4: None})
+    )
     first, second, third = (project.snapshot(n) for n in (1, 2, 3))
 
     def flip(path: str) -> None:

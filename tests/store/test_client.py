@@ -22,7 +22,13 @@ from msgspec import UNSET
 
 from precompute.store.client import Client, ViewLookupRequest
 from precompute.store.client.tables import arrays
-from precompute.store.errors import MissingRowError, NoAnswerError, OnlineStoreError, PrecomputeError, RequestError
+from precompute.store.errors import (
+    MissingRowError,
+    NoAnswerError,
+    OnlineStoreError,
+    PrecomputeError,
+    RequestError,
+)
 from precompute.store.lookup import ANSWER_FIELDS, Lookup
 from precompute.store.record import plain
 from tests import REPOSITORY
@@ -40,9 +46,12 @@ def packed_features(packed: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Scene:
-    """Rows 1, 2, 3 are published; 9 and 13 came into the source since, and the model fails on 13. Row 2 of the spoilt view was damaged."""
+    """Rows 1, 2, 3 are published; 9 and 13 came into the source since, and the model fails on 13.
+    Row 2 of the spoilt view was damaged."""
     folder = tmp_path_factory.mktemp("client")
-    pairs = {"sql": "SELECT * FROM (VALUES ('a/b', '50%', 1.0), ('é', '../x y', 2.0)) AS t(shop, item, x)"}
+    pairs = {
+        "sql": "SELECT * FROM (VALUES ('a/b', '50%', 1.0), ('é', '../x y', 2.0)) AS t(shop, item, x)"
+    }
     views: dict[str, dict[str, Any]] = {
         "numbers": slow(0, fail_on=13),
         "stale": {"ttl": 0, "fallback": None},
@@ -82,19 +91,25 @@ def lookup(project: Scene) -> Iterator[Lookup]:
 
 
 def _rows(table: pa.Table) -> list[dict[str, Any]]:
-    """An answer's rows without what a clock decides: every age, and when a row was computed just now."""
+    """An answer's rows without what a clock decides: every age, and when a row was computed just
+    now."""
     rows = table.drop_columns(["age_s"]).to_pylist()
     return [row | {"computed_at": None} if row["status"] == "computed" else row for row in rows]
 
 
 def _json_rows(reply: Any, table: pa.Table) -> list[dict[str, Any]]:
-    """The rows of a JSON answer in the columns of an Arrow one, numbers as values of their own type: JSON has no more digits than lead back to it."""
+    """The rows of a JSON answer in the columns of an Arrow one, numbers as values of their own
+    type: JSON has no more digits than lead back to it."""
     names = [name for name in table.column_names if name != "age_s"]
     rows = []
     for row in reply["rows"]:
         flat = row | (row["features"] or {})
         if flat["computed_at"] is not None:
-            flat["computed_at"] = None if flat["status"] == "computed" else datetime.fromisoformat(flat["computed_at"])
+            flat["computed_at"] = (
+                None
+                if flat["status"] == "computed"
+                else datetime.fromisoformat(flat["computed_at"])
+            )
         rows.append({name: flat.get(name) for name in names})
     for name in table.column_names[len(ANSWER_FIELDS) :]:
         values = pa.array([row[name] for row in rows], table.schema.field(name).type).to_pylist()
@@ -140,7 +155,12 @@ def _json_rows(reply: Any, table: pa.Table) -> list[dict[str, Any]]:
     ],
 )
 def test_in_process_over_json_and_over_arrow_the_answers_are_equal(
-    lookup: Lookup, client: Client, server: Server, view: str, keys: list[Any], options: dict[str, Any]
+    lookup: Lookup,
+    client: Client,
+    server: Server,
+    view: str,
+    keys: list[Any],
+    options: dict[str, Any],
 ) -> None:
     before = lookup.get(view, keys, **options)
     arrow = client.get(view, keys, **options)
@@ -152,8 +172,14 @@ def test_in_process_over_json_and_over_arrow_the_answers_are_equal(
     assert {(reply["view"], reply["snapshot"], reply["model"])} == {
         (view, row["snapshot"], row["model"]) for row in arrow.to_pylist()
     }
-    ages = zip(*(t["age_s"].to_pylist() for t in (before, arrow, after)), (r["age_s"] for r in reply["rows"]), strict=True)
-    for status, (first, over_arrow, last, over_json) in zip(arrow["status"].to_pylist(), ages, strict=True):
+    ages = zip(
+        *(t["age_s"].to_pylist() for t in (before, arrow, after)),
+        (r["age_s"] for r in reply["rows"]),
+        strict=True,
+    )
+    for status, (first, over_arrow, last, over_json) in zip(
+        arrow["status"].to_pylist(), ages, strict=True
+    ):
         if status in ("fresh", "stale"):
             assert first <= over_arrow <= over_json <= last
         else:
@@ -255,7 +281,9 @@ def test_a_search_finds_the_same_in_process_and_from_the_client(
         found = plain(path.search("numbers", **arguments))
         for row in found["rows"]:
             row.pop("age_s")
-        answers.append(json.loads(json.dumps(found, default=lambda at: at.isoformat().replace("+00:00", "Z"))))
+        answers.append(
+            json.loads(json.dumps(found, default=lambda at: at.isoformat().replace("+00:00", "Z")))
+        )
     assert answers[0]["rows"]
     assert answers[0] == answers[1]
 
@@ -272,7 +300,9 @@ def test_a_search_finds_the_same_in_process_and_from_the_client(
         {"key": 1, "filter": {"nope": 1}},
     ],
 )
-def test_a_search_that_is_refused_is_refused_alike(lookup: Lookup, client: Client, arguments: dict[str, Any]) -> None:
+def test_a_search_that_is_refused_is_refused_alike(
+    lookup: Lookup, client: Client, arguments: dict[str, Any]
+) -> None:
     refusals = []
     for path in (lookup, client):
         with pytest.raises(RequestError) as caught:
@@ -283,7 +313,12 @@ def test_a_search_that_is_refused_is_refused_alike(lookup: Lookup, client: Clien
 
 def test_a_damaged_row_is_left_out_of_a_search_alike(lookup: Lookup, client: Client) -> None:
     for path in (lookup, client):
-        assert [row["key"] for row in plain(path.search("spoilt", vector=[2, 3, 4, 5], features=["double"]))["rows"]] == [
+        assert [
+            row["key"]
+            for row in plain(path.search("spoilt", vector=[2, 3, 4, 5], features=["double"]))[
+                "rows"
+            ]
+        ] == [
             "1",
             "3",
         ]
@@ -308,7 +343,10 @@ def test_several_views_are_asked_in_one_call(client: Client) -> None:
     assert [row.status for row in numbers.rows] == ["fresh", "missing"]
     assert nothing.rows is UNSET
     assert nothing.problem is not UNSET
-    assert (nothing.problem.status, nothing.problem.type) == (404, "urn:precompute:problem:unknown_view")
+    assert (nothing.problem.status, nothing.problem.type) == (
+        404,
+        "urn:precompute:problem:unknown_view",
+    )
     assert pairs.rows is not UNSET
     assert [row.features for row in pairs.rows] == [{"double": 2.0}]
 
@@ -343,13 +381,17 @@ def test_an_answer_becomes_numpy_and_pandas(client: Client) -> None:
     columns = arrays(table)
     assert columns["key"].tolist() == ["2", "77", "1"]
     np.testing.assert_array_equal(columns["double"], [4.0, np.nan, 2.0])
-    np.testing.assert_array_equal(columns["vector"], np.array([[2, 3, 4, 5], [np.nan] * 4, [1, 2, 3, 4]], np.float32))
+    np.testing.assert_array_equal(
+        columns["vector"], np.array([[2, 3, 4, 5], [np.nan] * 4, [1, 2, 3, 4]], np.float32)
+    )
     assert (str(columns["vector"].dtype), columns["computed_at"].dtype.kind) == ("float32", "M")
     assert columns["reason"].tolist() == [None, "unknown_entity", None]
     whole = arrays(client.get("numbers", [1, 2, 3]))
     assert (whole["vector"].shape, whole["snapshot"].tolist()) == ((3, 4), [1, 1, 1])
     assert table.to_pandas()["double"].tolist()[0] == 4.0
-    lists = arrays(pa.table({"items": pa.array([[1, 2], None], pa.list_(pa.int64())), "flag": [True, None]}))
+    lists = arrays(
+        pa.table({"items": pa.array([[1, 2], None], pa.list_(pa.int64())), "flag": [True, None]})
+    )
     assert [lists["items"][1], lists["flag"].tolist()] == [None, [True, None]]
 
 
@@ -367,7 +409,9 @@ def test_numpy_arrays_load_no_pandas_which_takes_longer_than_anybody_waits(clien
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
     command = [sys.executable, "-c", WITHOUT_PANDAS]
-    done = subprocess.run(command, input=sink.getvalue().to_pybytes(), capture_output=True, cwd=REPOSITORY, timeout=60)
+    done = subprocess.run(
+        command, input=sink.getvalue().to_pybytes(), capture_output=True, cwd=REPOSITORY, timeout=60
+    )
     assert (done.stdout.decode(), done.stderr.decode()) == ("False\n", "")
 
 
@@ -379,7 +423,9 @@ def test_numpy_has_every_kind_of_column_within_a_buffer_too() -> None:
             "half": pa.array([1.5, None, 2.5], pa.float16()),
             "small": pa.array([1, 2, 3], pa.int8()),
             "flag": [True, False, True],
-            "vector": pa.FixedSizeListArray.from_arrays(pa.array(np.arange(6, dtype=np.float16)), 2),
+            "vector": pa.FixedSizeListArray.from_arrays(
+                pa.array(np.arange(6, dtype=np.float16)), 2
+            ),
             "items": pa.array([[1, 2], [], [3]], pa.list_(pa.int64())),
             "names": [["a"], ["b", "c"], []],
         }
@@ -400,9 +446,15 @@ def test_numpy_has_every_kind_of_column_within_a_buffer_too() -> None:
             assert columns[name].tolist() == part[name].to_pylist()
         for name in ("items", "names"):
             assert [one.tolist() for one in columns[name]] == part[name].to_pylist()
-        np.testing.assert_array_equal(columns["vector"], np.array(part["vector"].to_pylist(), np.float16))
-        np.testing.assert_array_equal(columns["half"], np.array(part["half"].to_pylist(), np.float16))
-        assert columns["time"].astype(object).tolist() == [t and t.replace(tzinfo=None) for t in part["time"].to_pylist()]
+        np.testing.assert_array_equal(
+            columns["vector"], np.array(part["vector"].to_pylist(), np.float16)
+        )
+        np.testing.assert_array_equal(
+            columns["half"], np.array(part["half"].to_pylist(), np.float16)
+        )
+        assert columns["time"].astype(object).tolist() == [
+            t and t.replace(tzinfo=None) for t in part["time"].to_pylist()
+        ]
 
 
 @pytest.mark.parametrize(
@@ -415,9 +467,13 @@ def test_numpy_has_every_kind_of_column_within_a_buffer_too() -> None:
         ({"only_if_cached": True, "no_cache": True}, ["missing", "missing"]),
     ],
 )
-def test_how_fresh_rows_must_be_is_asked_in_the_words_of_http(client: Client, words: Any, statuses: list[str]) -> None:
+def test_how_fresh_rows_must_be_is_asked_in_the_words_of_http(
+    client: Client, words: Any, statuses: list[str]
+) -> None:
     keys = [["a/b", "50%"], ["x", "y"]]
-    assert [row.status for row in client.rows("pairs", keys, **({"fallback": False} | words)).rows] == statuses
+    assert [
+        row.status for row in client.rows("pairs", keys, **({"fallback": False} | words)).rows
+    ] == statuses
     # the words hold for each of several views
     twice = [ViewLookupRequest(view="pairs", keys=keys, fallback=False)] * 2
     answers = client.several(twice, **words)
@@ -454,8 +510,16 @@ def test_a_word_of_a_newer_server_is_taken_as_it_is() -> None:
         "snapshot": 3,
         "model": "m",
     }
-    answer = {"view": "numbers", "snapshot": 3, "model": "m", "rows": [row | {"features": {}, "luck": 1}]}
-    with Hostile(lambda visit: visit.answer(200, json.dumps(answer).encode())) as server, Client(server.url) as client:
+    answer = {
+        "view": "numbers",
+        "snapshot": 3,
+        "model": "m",
+        "rows": [row | {"features": {}, "luck": 1}],
+    }
+    with (
+        Hostile(lambda visit: visit.answer(200, json.dumps(answer).encode())) as server,
+        Client(server.url) as client,
+    ):
         (told,) = client.rows("numbers", [1]).rows
     assert (told.status, told.source) == ("guessed", "moon")
 
@@ -465,7 +529,9 @@ def test_a_word_of_a_newer_server_is_taken_as_it_is() -> None:
 
 def test_over_tcp_it_answers_as_over_a_unix_socket(project: Scene, lookup: Lookup) -> None:
     with Server(project.folder) as server, Client(server.url + "/") as over_tcp:
-        assert _rows(over_tcp.get("numbers", [1, 77, 9])) == _rows(lookup.get("numbers", [1, 77, 9]))
+        assert _rows(over_tcp.get("numbers", [1, 77, 9])) == _rows(
+            lookup.get("numbers", [1, 77, 9])
+        )
 
 
 def test_threads_share_a_client_and_each_gets_its_own_answer(client: Client) -> None:
@@ -531,7 +597,10 @@ def test_whatever_answers_instead_of_the_server_is_an_error_of_ours(answer: byte
         thread.start()
         host, port = listener.getsockname()
         try:
-            with Client(f"http://{host}:{port}", timeout_s=10) as client, pytest.raises(PrecomputeError):
+            with (
+                Client(f"http://{host}:{port}", timeout_s=10) as client,
+                pytest.raises(PrecomputeError),
+            ):
                 client.get("numbers", [1])
         finally:
             with socket.create_connection((host, port)) as connection:
@@ -541,8 +610,12 @@ def test_whatever_answers_instead_of_the_server_is_an_error_of_ours(answer: byte
 
 @pytest.mark.parametrize("kind", ["blocking", "async"])
 def test_limits_arrive_as_they_were_said(kind: str) -> None:
-    """Fewer digits would let rows pass that are older; JSON would make a NaN null, which is no limit."""
-    with Hostile(lambda visit: visit.answer(404, b"{}")) as server, opened(kind, server.url) as client:
+    """Fewer digits would let rows pass that are older; JSON would make a NaN null, which is no
+    limit."""
+    with (
+        Hostile(lambda visit: visit.answer(404, b"{}")) as server,
+        opened(kind, server.url) as client,
+    ):
         with pytest.raises(NoAnswerError):
             client.row("numbers", 1, max_age_s=1_234_567, deadline_ms=40.25)
         for age_s in (math.nan, math.inf, -1.0):
@@ -555,7 +628,10 @@ def test_limits_arrive_as_they_were_said(kind: str) -> None:
 
 
 def test_the_server_is_told_whom_it_is_asked_as() -> None:
-    for family, address, written in ((socket.AF_INET, "127.0.0.1", "127.0.0.1"), (socket.AF_INET6, "::1", "[::1]")):
+    for family, address, written in (
+        (socket.AF_INET, "127.0.0.1", "127.0.0.1"),
+        (socket.AF_INET6, "::1", "[::1]"),
+    ):
         with socket.create_server((address, 0), family=family) as listener:
             port, heads = listener.getsockname()[1], list[bytes]()
 
@@ -563,7 +639,9 @@ def test_the_server_is_told_whom_it_is_asked_as() -> None:
                 connection, _ = listener.accept()
                 with connection:
                     heads.append(connection.recv(65536))
-                    connection.sendall(b'HTTP/1.1 200 OK\r\nContent-Length: 13\r\n\r\n{"views": []}')
+                    connection.sendall(
+                        b'HTTP/1.1 200 OK\r\nContent-Length: 13\r\n\r\n{"views": []}'
+                    )
 
             thread = threading.Thread(target=answer)
             thread.start()
@@ -576,12 +654,21 @@ def test_the_server_is_told_whom_it_is_asked_as() -> None:
 def test_a_server_that_never_answers_is_given_up_after_the_timeout() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         host, port = listener.getsockname()
-        with Client(f"http://{host}:{port}", timeout_s=0.2) as client, pytest.raises(OnlineStoreError, match="timed out"):
+        with (
+            Client(f"http://{host}:{port}", timeout_s=0.2) as client,
+            pytest.raises(OnlineStoreError, match="timed out"),
+        ):
             client.row("numbers", 1)
 
 
 @pytest.mark.parametrize(
-    "url", ["http://127.0.0.1:{port}", "unix:{folder}/none.sock", "unix:{folder}/{long}", "http://no-such-host.invalid"]
+    "url",
+    [
+        "http://127.0.0.1:{port}",
+        "unix:{folder}/none.sock",
+        "unix:{folder}/{long}",
+        "http://no-such-host.invalid",
+    ],
 )
 def test_nobody_there_is_an_error_that_names_the_address(tmp_path: Path, url: str) -> None:
     url = url.format(port=free_port(), folder=tmp_path, long="long" * 40)

@@ -74,7 +74,12 @@ def refusing(visit: Visit) -> None:
 
 
 def problem(status: int, code: str, **more: Any) -> bytes:
-    fields = {"type": f"urn:precompute:problem:{code}", "title": code, "status": status, "detail": f"it is {code}"} | more
+    fields = {
+        "type": f"urn:precompute:problem:{code}",
+        "title": code,
+        "status": status,
+        "detail": f"it is {code}",
+    } | more
     return repr(fields).replace("'", '"').encode()
 
 
@@ -88,7 +93,9 @@ def problem(status: int, code: str, **more: Any) -> bytes:
         held,
         lambda visit: visit.drip(b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 10_000, 0.01),
         lambda visit: visit.drip(ANSWER, 0) or visit.drip(b" " * 13, 0.1),
-        lambda visit: visit.drip(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 1000, 0.01),
+        lambda visit: visit.drip(
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 1000, 0.01
+        ),
     ],
     ids=["silent", "head in drops", "body in drops", "chunks in drops"],
 )
@@ -122,7 +129,11 @@ def test_a_pause_never_goes_past_the_deadline(kind: str) -> None:
 
 @KINDS
 def test_waiting_for_a_connection_counts_and_the_limit_holds(kind: str) -> None:
-    with Hostile(held) as server, opened(kind, server.url, connections=3) as client, ThreadPoolExecutor(12) as threads:
+    with (
+        Hostile(held) as server,
+        opened(kind, server.url, connections=3) as client,
+        ThreadPoolExecutor(12) as threads,
+    ):
         holding = [threads.submit(client.views, timeout_s=1) for _ in range(3)]
         eventually(lambda: len(server.requests) == 3)
         waiting = [threads.submit(client.views, timeout_s=0.2) for _ in range(9)]
@@ -141,7 +152,10 @@ def test_nothing_is_left_open(behaviour: Callable[[Visit], None]) -> None:
     """A ResourceWarning would be an error; the server sees every connection end."""
     for kind in ("blocking", "async"):
         with Hostile(behaviour) as server:
-            with opened(kind, server.url, connections=4) as client, ThreadPoolExecutor(8) as threads:
+            with (
+                opened(kind, server.url, connections=4) as client,
+                ThreadPoolExecutor(8) as threads,
+            ):
                 for done in [threads.submit(client.views, timeout_s=0.2) for _ in range(24)]:
                     with contextlib.suppress(PrecomputeError):
                         done.result()
@@ -165,7 +179,9 @@ def test_a_connection_that_ends_is_replaced_at_once(kind: str) -> None:
 @KINDS
 @pytest.mark.parametrize("status", [429, 502, 503, 504])
 def test_who_is_refused_for_now_asks_again(kind: str, status: int) -> None:
-    with Hostile(lambda visit: visit.answer(status, b"busy") if visit.number < 2 else good(visit)) as server:
+    with Hostile(
+        lambda visit: visit.answer(status, b"busy") if visit.number < 2 else good(visit)
+    ) as server:
         with opened(kind, server.url) as client:
             assert client.views() == []
         assert len(server.requests) == 3
@@ -194,7 +210,12 @@ def test_it_comes_back_not_before_retry_after(kind: str) -> None:
         (404, b"<html>", NoAnswerError, None),
         (400, b"", NoAnswerError, None),
         (413, b'{"type":"about:blank","title":"","status":413,"detail":""}', NoAnswerError, None),
-        (404, problem(404, "unknown_entity", snapshot=1, model="m"), RequestError, "unknown_entity"),
+        (
+            404,
+            problem(404, "unknown_entity", snapshot=1, model="m"),
+            RequestError,
+            "unknown_entity",
+        ),
         (500, problem(500, "internal_error"), NoAnswerError, None),
         (504, problem(504, "deadline"), RequestError, "deadline"),
         (307, b"", NoAnswerError, None),
@@ -204,7 +225,10 @@ def test_what_would_be_refused_again_is_asked_once(
     kind: str, status: int, body: bytes, error: type[Exception], code: str | None
 ) -> None:
     headers = [b"Content-Type: application/problem+json", b"Location: /elsewhere"]
-    with Hostile(lambda visit: visit.answer(status, body, *headers)) as server, opened(kind, server.url) as client:
+    with (
+        Hostile(lambda visit: visit.answer(status, body, *headers)) as server,
+        opened(kind, server.url) as client,
+    ):
         with pytest.raises(error) as caught:
             client.views()
         assert getattr(caught.value, "code", None) == code
@@ -214,17 +238,26 @@ def test_what_would_be_refused_again_is_asked_once(
 @KINDS
 def test_a_store_that_does_not_answer_is_told_as_that(kind: str) -> None:
     told = problem(503, "store_unavailable")
-    with Hostile(lambda visit: visit.answer(503, told)) as server, opened(kind, server.url, retries=0) as client:
+    with (
+        Hostile(lambda visit: visit.answer(503, told)) as server,
+        opened(kind, server.url, retries=0) as client,
+    ):
         # not "no answer": the server answered
         with pytest.raises(PrecomputeError) as asked:
             client.views()
-        assert (type(asked.value), str(asked.value)) == (OnlineStoreError, "it is store_unavailable")
+        assert (type(asked.value), str(asked.value)) == (
+            OnlineStoreError,
+            "it is store_unavailable",
+        )
 
 
 @KINDS
 def test_a_server_that_refuses_everybody_is_asked_little_more_often(kind: str) -> None:
     """The budget: what was saved up, and then a tenth; without it, 100 calls were 300 requests."""
-    with Hostile(lambda visit: visit.answer(503, b"{}")) as server, opened(kind, server.url) as client:
+    with (
+        Hostile(lambda visit: visit.answer(503, b"{}")) as server,
+        opened(kind, server.url) as client,
+    ):
         for _ in range(100):
             with pytest.raises(OverloadedError):
                 client.views()
@@ -242,12 +275,16 @@ def warmed_up(client: Client) -> None:
 @KINDS
 @pytest.mark.timeout(15)
 def test_a_slow_request_is_overtaken_by_a_second_one_and_ended(kind: str) -> None:
-    """With two connections in all, the second slow one is overtaken only if the first gave back its own."""
+    """With two connections in all, the second slow one is overtaken only if the first gave back its
+    own."""
 
     def behaviour(visit: Visit) -> None:
         held(visit) if visit.number in (LEAST_SAMPLES, LEAST_SAMPLES + 2) else good(visit)
 
-    with Hostile(behaviour) as server, opened(kind, server.url, hedge_share=0.05, connections=2) as client:
+    with (
+        Hostile(behaviour) as server,
+        opened(kind, server.url, hedge_share=0.05, connections=2) as client,
+    ):
         warmed_up(client)
         for _ in range(2):
             # longer than this test may take: whoever waits for the slow one fails
@@ -271,7 +308,10 @@ def test_a_second_request_that_fails_does_not_spoil_the_first(kind: str) -> None
             visit.answer(503, b"{}")
             refused.set()
 
-    with Hostile(behaviour) as server, opened(kind, server.url, hedge_share=0.05, retries=0) as client:
+    with (
+        Hostile(behaviour) as server,
+        opened(kind, server.url, hedge_share=0.05, retries=0) as client,
+    ):
         warmed_up(client)
         assert client.views() == []
         assert len(server.requests) == LEAST_SAMPLES + 2
@@ -279,7 +319,9 @@ def test_a_second_request_that_fails_does_not_spoil_the_first(kind: str) -> None
 
 @KINDS
 def test_when_all_is_slow_no_more_than_the_share_is_asked_twice(kind: str) -> None:
-    with Hostile(lambda visit: good(visit) if visit.number < LEAST_SAMPLES else held(visit)) as server:
+    with Hostile(
+        lambda visit: good(visit) if visit.number < LEAST_SAMPLES else held(visit)
+    ) as server:
         with opened(kind, server.url, hedge_share=0.05, retries=0) as client:
             warmed_up(client)
             with ThreadPoolExecutor(40) as threads:
@@ -344,7 +386,8 @@ def _ask_in_child(client: Client, told: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_forked_process_has_connections_of_its_own() -> None:
-    """As servers do that load a service once and fork workers: two processes on one connection would read each other's answers. The first of its threads opens them for all."""
+    """As servers do that load a service once and fork workers: two processes on one connection
+    would read each other's answers. The first of its threads opens them for all."""
     fork, asked = multiprocessing.get_context("fork"), Counter[int]()
 
     def behaviour(visit: Visit) -> None:
@@ -371,8 +414,15 @@ def test_the_token_is_shown_each_time_as_it_is_then(kind: str) -> None:
             assert client.views() == client.views() == []
         with opened(kind, server.url + "/below/", token="word") as client:
             assert client.views() == []
-    shown = [next(line for line in request.split(b"\r\n") if line.startswith(b"Authorization")) for request in server.requests]
-    assert shown == [b"Authorization: Bearer first", b"Authorization: Bearer second", b"Authorization: Bearer word"]
+    shown = [
+        next(line for line in request.split(b"\r\n") if line.startswith(b"Authorization"))
+        for request in server.requests
+    ]
+    assert shown == [
+        b"Authorization: Bearer first",
+        b"Authorization: Bearer second",
+        b"Authorization: Bearer word",
+    ]
     assert server.requests[2].startswith(b"GET /below/v1/views HTTP/1.1\r\n")
 
 
@@ -382,11 +432,16 @@ def test_a_token_is_one_line_and_no_message_tells_it(kind: str) -> None:
         for token in ("s3cr3t\n", lambda: " s3cr3t\r\n"):
             with opened(kind, server.url, token=token) as client:
                 assert client.views() == []
-        assert all(b"\r\nAuthorization: Bearer s3cr3t\r\n" in request for request in server.requests)
+        assert all(
+            b"\r\nAuthorization: Bearer s3cr3t\r\n" in request for request in server.requests
+        )
         for wrong in ("s3cr3t\r\nX: y", "s3cr3t-\u00e9", "s3cr3t\0", " "):
             with pytest.raises(RequestError, match=r"visible ASCII") as caught:
                 (Client if kind == "blocking" else AsyncClient)(server.url, token=wrong)
-            with opened(kind, server.url, token=lambda wrong=wrong: wrong) as client, pytest.raises(RequestError) as later:
+            with (
+                opened(kind, server.url, token=lambda wrong=wrong: wrong) as client,
+                pytest.raises(RequestError) as later,
+            ):
                 client.views()
             assert "s3cr3t" not in f"{caught.value!r}{later.value!r}"
         assert len(server.requests) == 2
@@ -397,7 +452,10 @@ def test_a_token_is_one_line_and_no_message_tells_it(kind: str) -> None:
 def test_a_time_limit_that_is_none_is_refused_at_once(kind: str, timeout_s: Any) -> None:
     told = rf"timeout_s is a number of seconds .* got {timeout_s!r}"
     with Hostile(good) as server, opened(kind, server.url, timeout_s=1_000_000) as client:
-        for ask in (client.views, lambda timeout_s: client.rows("numbers", [1], timeout_s=timeout_s)):
+        for ask in (
+            client.views,
+            lambda timeout_s: client.rows("numbers", [1], timeout_s=timeout_s),
+        ):
             with pytest.raises(RequestError, match=told):
                 ask(timeout_s=timeout_s)
         with pytest.raises(RequestError, match=told):
@@ -455,7 +513,14 @@ def test_pauses_grow_and_are_at_random() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [(b"7", 7.0), (b"Wed, 21 Oct 2015 07:28:00 GMT", 0.0), (b"soon", None), (b"-1", None), (b"\xb2", None)]
+    ("text", "seconds"),
+    [
+        (b"7", 7.0),
+        (b"Wed, 21 Oct 2015 07:28:00 GMT", 0.0),
+        (b"soon", None),
+        (b"-1", None),
+        (b"\xb2", None),
+    ],
 )
 def test_retry_after_is_seconds_or_a_date(text: bytes, seconds: float | None) -> None:
     assert retry_after_s(Reply(503, [(b"Retry-After", text)], b"")) == seconds
@@ -474,10 +539,22 @@ def test_the_async_client_is_closed_with_its_loop() -> None:
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two certificates that vouch for themselves, ``server`` of 127.0.0.1 and ``client``, each ``.pem`` with its ``.key``."""
+    """A folder with two certificates that vouch for themselves, ``server`` of 127.0.0.1 and
+    ``client``, each ``.pem`` with its ``.key``."""
     folder = tmp_path_factory.mktemp("tls")
     for name in ("server", "client"):
-        made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+        made = [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:prime256v1",
+            "-nodes",
+            "-days",
+            "2",
+        ]
         made += [
             "-keyout",
             f"{name}.key",
@@ -507,8 +584,14 @@ def test_over_tls_the_server_is_who_it_says(kind: str, certificates: Path) -> No
     with Hostile(good, tls_server(certificates)) as server:
         with opened(kind, server.url, tls=Tls(ca)) as client:
             assert [client.views() for _ in range(3)] == [[]] * 3
-        for url, tls in ((server.url, Tls()), (server.url.replace("127.0.0.1", "localhost"), Tls(ca))):
-            with opened(kind, url, tls=tls, retries=0) as client, pytest.raises(NoAnswerError, match=r"(?i)certificate"):
+        for url, tls in (
+            (server.url, Tls()),
+            (server.url.replace("127.0.0.1", "localhost"), Tls(ca)),
+        ):
+            with (
+                opened(kind, url, tls=tls, retries=0) as client,
+                pytest.raises(NoAnswerError, match=r"(?i)certificate"),
+            ):
                 client.views()
 
 
@@ -519,7 +602,10 @@ def test_over_tls_the_client_shows_who_it_is(kind: str, certificates: Path) -> N
     with Hostile(good, tls_server(certificates, asks_who=True)) as server:
         with opened(kind, server.url, tls=own) as client:
             assert client.views() == []
-        with opened(kind, server.url, tls=Tls(ca), retries=0) as client, pytest.raises(NoAnswerError):
+        with (
+            opened(kind, server.url, tls=Tls(ca), retries=0) as client,
+            pytest.raises(NoAnswerError),
+        ):
             client.views()
 
 
@@ -542,13 +628,22 @@ def test_a_handshake_has_the_deadline_too(kind: str, certificates: Path) -> None
             thread = threading.Thread(target=drip)
             thread.start()
             url = f"https://127.0.0.1:{listener.getsockname()[1]}"
-            with opened(kind, url, tls=Tls(certificates / "server.pem")) as client, pytest.raises(DeadlineError):
+            with (
+                opened(kind, url, tls=Tls(certificates / "server.pem")) as client,
+                pytest.raises(DeadlineError),
+            ):
                 client.views(timeout_s=0.3)
             thread.join()
 
 
 @pytest.mark.parametrize(
-    "tls", [Tls(ca="nothing.pem"), Tls(certificate="nothing.pem"), Tls(certificate=__file__), Tls(ca=__file__)]
+    "tls",
+    [
+        Tls(ca="nothing.pem"),
+        Tls(certificate="nothing.pem"),
+        Tls(certificate=__file__),
+        Tls(ca=__file__),
+    ],
 )
 def test_files_of_tls_that_are_none_are_named(tls: Tls) -> None:
     for kind in (Client, AsyncClient):
@@ -563,14 +658,17 @@ WAYS: dict[str, Callable[[Client, int], Any]] = {
     "rows": lambda client, user: cast(Any, client.rows("likes", [user]).rows[0]).features["of"],
     "table": lambda client, user: client.get("likes", [user])["of"][0].as_py(),
     "several": lambda client, user: (
-        cast(Any, client.several([ViewLookupRequest(view="likes", keys=[user])])[0]).rows[0].features["of"]
+        cast(Any, client.several([ViewLookupRequest(view="likes", keys=[user])])[0])
+        .rows[0]
+        .features["of"]
     ),
 }
 """Each way to one user's row, whose feature ``of`` says whose it is."""
 
 
 def likes(request: bytes, view: str = "likes", more: int = 0) -> bytes:
-    """What a server answers to a request of :data:`WAYS`, or would for another view, or with more rows."""
+    """What a server answers to a request of :data:`WAYS`, or would for another view, or with more
+    rows."""
     head, _, body = request.partition(b"\r\n\r\n")
     line = head.partition(b"\r\n")[0]
     user = (
@@ -595,25 +693,33 @@ def likes(request: bytes, view: str = "likes", more: int = 0) -> bytes:
     elif b" /v1/lookup " in line:
         answer = {"responses": [answer]}
     elif b"arrow" in head:
-        table = pa.table({"key": [str(user)] * (1 + more), "of": [user] * (1 + more)}).replace_schema_metadata({"view": view})
+        table = pa.table(
+            {"key": [str(user)] * (1 + more), "of": [user] * (1 + more)}
+        ).replace_schema_metadata({"view": view})
         return bytes(encode_arrow(table))
     return json.dumps(answer).encode()
 
 
 @pytest.fixture(params=["tcp", "tls", "unix"])
-def reached(request: pytest.FixtureRequest, tmp_path: Path, certificates: Path) -> Callable[[Callable[[Visit], None]], Any]:
+def reached(
+    request: pytest.FixtureRequest, tmp_path: Path, certificates: Path
+) -> Callable[[Callable[[Visit], None]], Any]:
     """Starts a server; gives it and the client's arguments beside its address."""
     tls = request.param == "tls"
     path = str(tmp_path / "socket") if request.param == "unix" else None
     arguments = {"tls": Tls(certificates / "server.pem")} if tls else {}
-    return lambda behaviour: (Hostile(behaviour, tls_server(certificates) if tls else None, path), arguments)
+    return lambda behaviour: (
+        Hostile(behaviour, tls_server(certificates) if tls else None, path),
+        arguments,
+    )
 
 
 @KINDS
 @pytest.mark.parametrize("way", WAYS)
 def test_nobody_is_given_anothers_answer(kind: str, way: str, reached: Callable[..., Any]) -> None:
-    """Something between client and server gives each answer twice, at once or later, or always the one before: each user is given the own row all the same, by
-    a connection that is not the one which brought the other's."""
+    """Something between client and server gives each answer twice, at once or later, or always the
+    one before: each user is given the own row all the same, by a connection that is not the one
+    which brought the other's."""
     before: dict[socket.socket, bytes] = {}
 
     def at_once(visit: Visit) -> None:
@@ -622,7 +728,13 @@ def test_nobody_is_given_anothers_answer(kind: str, way: str, reached: Callable[
 
     def in_chunks(visit: Visit) -> None:
         answer = likes(visit.request)
-        visit.send(2 * (b"HTTP/1.1 200 x\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(answer), answer)))
+        visit.send(
+            2
+            * (
+                b"HTTP/1.1 200 x\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n"
+                % (len(answer), answer)
+            )
+        )
 
     def later(visit: Visit) -> None:
         visit.answer(200, likes(visit.request))
@@ -636,7 +748,9 @@ def test_nobody_is_given_anothers_answer(kind: str, way: str, reached: Callable[
     for behaviour in (at_once, in_chunks, later, the_one_before):
         server, arguments = reached(behaviour)
         with server, opened(kind, server.url, retry_share=1, **arguments) as client:
-            assert [WAYS[way](client, user) for user in range(1, 6)] == [1, 2, 3, 4, 5], behaviour.__name__
+            assert [WAYS[way](client, user) for user in range(1, 6)] == [1, 2, 3, 4, 5], (
+                behaviour.__name__
+            )
         before.clear()
         if server.url.startswith("unix:"):
             Path(server.url.removeprefix("unix:")).unlink()
@@ -651,15 +765,20 @@ def test_an_answer_to_another_question_is_an_error(kind: str, way: str) -> None:
     answers: list[dict[str, Any]] = [{"view": "others"}] * 2 + [{"more": 1}] * 2
     with Hostile(wrong) as server, opened(kind, server.url, retries=0) as client:
         if way != "row":
-            with pytest.raises(NoAnswerError, match="the answer to another request: 2 rows of likes, not 1"):
+            with pytest.raises(
+                NoAnswerError, match="the answer to another request: 2 rows of likes, not 1"
+            ):
                 WAYS[way](client, 1)
         answers = answers[:2]
-        with pytest.raises(NoAnswerError, match="the answer to another request: of others, not likes"):
+        with pytest.raises(
+            NoAnswerError, match="the answer to another request: of others, not likes"
+        ):
             WAYS[way](client, 1)
 
 
 def test_keys_that_are_none_are_no_strays() -> None:
-    """Only the server knows how many columns a key has, and what is none of them is shown in words."""
+    """Only the server knows how many columns a key has, and what is none of them is shown in
+    words."""
     keys = [1, "a/b", ["a", "b/c"], ["x"], None, 1.5, "\ud800", 2**70, [[1]]]
     texts = ["1", "a/b", "a/b%2Fc", "x", "null", "1.5", "?", str(2**70), "[[1]]"]
     assert strays([("v", keys)], [("v", texts)]) is None

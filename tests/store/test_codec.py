@@ -1,4 +1,5 @@
-"""Packed rows come back as they went in, both ways of reading agree, and what is not whole is seen, alone and among others."""
+"""Packed rows come back as they went in, both ways of reading agree, and what is not whole is seen,
+alone and among others."""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ from precompute.store.errors import OnlineStoreError
 from precompute.store.feature_view import SCALAR_TYPES, Feature, FeatureView
 from precompute.store.key_text import key_text
 from precompute.store.online import kernels
-from precompute.store.online.codec import CHECKSUM_BYTES, HEADER_BYTES, MAX_SNAPSHOT, RowCodec, State
+from precompute.store.online.codec import (
+    CHECKSUM_BYTES,
+    HEADER_BYTES,
+    MAX_SNAPSHOT,
+    RowCodec,
+    State,
+)
 from precompute.store.online.found_rows import FoundRows, overlaid
 from precompute.store.online.packed import Buffer, Packed
 
@@ -30,7 +37,11 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "string": st.text(max_size=12),
 }
 
-SHAPES: tuple[tuple[str, dict[str, Any]], ...] = (("scalar", {}), ("vector", {"dim": 3}), ("list", {"max_items": 4}))
+SHAPES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("scalar", {}),
+    ("vector", {"dim": 3}),
+    ("list", {"max_items": 4}),
+)
 EVERY_KIND = tuple(
     Feature(f"{dtype}_{shape}", dtype, **size)
     for dtype in SCALAR_TYPES
@@ -45,12 +56,20 @@ MIXED = (
     Feature("vector", "float32", dim=2),
     Feature("ids", "int32", max_items=4),
 )
-MIXED_ROW = {"text": "aé", "score": 1.5, "tags": ["x", "", "yz"], "vector": [2.0, 3.0], "ids": [7, 8]}
+MIXED_ROW = {
+    "text": "aé",
+    "score": 1.5,
+    "tags": ["x", "", "yz"],
+    "vector": [2.0, 3.0],
+    "ids": [7, 8],
+}
 FIXED = (Feature("a", "float32"), Feature("b", "int32"))
 FIXED_ROW = {"a": 1.5, "b": 7}
 VECTOR = (Feature("v", "float32", dim=384),)
 VECTOR_ROW = {"v": [i / 8 for i in range(384)]}
-both_kinds = pytest.mark.parametrize(("features", "row"), [(MIXED, MIXED_ROW), (FIXED, FIXED_ROW)], ids=["mixed", "fixed"])
+both_kinds = pytest.mark.parametrize(
+    ("features", "row"), [(MIXED, MIXED_ROW), (FIXED, FIXED_ROW)], ids=["mixed", "fixed"]
+)
 
 KEY, OTHER_KEY = b"k0", b"k1"
 AT = 5
@@ -87,12 +106,21 @@ def packed(
     keys: Sequence[bytes] | None = None,
 ) -> list[bytes]:
     hashes = hashes_of(keys_of(len(rows)) if keys is None else keys)
-    encoded = codec_of(features).encode(batch_of(features, rows), hashes, np.full(len(rows), computed_at), snapshot)
+    encoded = codec_of(features).encode(
+        batch_of(features, rows), hashes, np.full(len(rows), computed_at), snapshot
+    )
     return [bytes(row) for row in encoded.strings()]
 
 
-def tombstones(codec: RowCodec, *keys: bytes, removed_at: int = AT, snapshot: int = SNAPSHOT) -> list[bytes]:
-    return [bytes(row) for row in codec.tombstones(pa.array([k.decode() for k in keys]), removed_at, snapshot).rows.strings()]
+def tombstones(
+    codec: RowCodec, *keys: bytes, removed_at: int = AT, snapshot: int = SNAPSHOT
+) -> list[bytes]:
+    return [
+        bytes(row)
+        for row in codec.tombstones(
+            pa.array([k.decode() for k in keys]), removed_at, snapshot
+        ).rows.strings()
+    ]
 
 
 def verified(
@@ -102,10 +130,15 @@ def verified(
     snapshots: Collection[int] = (SNAPSHOT,),
     damaged: Sequence[bool] | None = None,
 ) -> list[tuple[State, int]]:
-    """State and time of each row, after every way of verifying came to the same: all at once from a list and from one buffer, each alone."""
+    """State and time of each row, after every way of verifying came to the same: all at once from a
+    list and from one buffer, each alone."""
     keys = keys_of(len(values)) if keys is None else keys
     marks = None if damaged is None else np.array(damaged, np.bool_)
-    one_buffer = None if b"" in values else Packed.of([b"-", *(v or b"" for v in values)]).slice(1, len(values) + 1)
+    one_buffer = (
+        None
+        if b"" in values
+        else Packed.of([b"-", *(v or b"" for v in values)]).slice(1, len(values) + 1)
+    )
     ways = [FoundRows(keys, list(values), damaged=marks)]
     if one_buffer is not None:
         ways += [
@@ -115,15 +148,25 @@ def verified(
     answers = []
     for found in ways:
         states, times = codec.verify(found, snapshots)
-        assert (str(states.dtype), str(times.dtype), len(states), len(times)) == ("uint8", "int64", len(values), len(values))
-        answers.append([(State(s), at) for s, at in zip(states.tolist(), times.tolist(), strict=True)])
+        assert (str(states.dtype), str(times.dtype), len(states), len(times)) == (
+            "uint8",
+            "int64",
+            len(values),
+            len(values),
+        )
+        answers.append(
+            [(State(s), at) for s, at in zip(states.tolist(), times.tolist(), strict=True)]
+        )
     for i, (key, value) in enumerate(zip(keys, values, strict=True)):
         mark = None if marks is None else marks[i : i + 1]
         alone = [FoundRows([key], [value], damaged=mark)]
         if value != b"":
             alone.append(FoundRows([key], packed=Packed.of([value or b""]), damaged=mark))
         for found in alone:
-            assert codec.verify_one(found, snapshots) == answers[0][i], (i, bytes(value or b"").hex())
+            assert codec.verify_one(found, snapshots) == answers[0][i], (
+                i,
+                bytes(value or b"").hex(),
+            )
     assert all(answer == answers[0] for answer in answers)
     return answers[0]
 
@@ -146,8 +189,11 @@ def plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def read_both_ways(codec: RowCodec, values: list[bytes | None], features: list[str] | None = None) -> list[dict[str, Any] | None]:
-    """The rows as :meth:`decode` reads them, after :meth:`decode_one` read the same; Arrow finds its columns sound."""
+def read_both_ways(
+    codec: RowCodec, values: list[bytes | None], features: list[str] | None = None
+) -> list[dict[str, Any] | None]:
+    """The rows as :meth:`decode` reads them, after :meth:`decode_one` read the same; Arrow finds
+    its columns sound."""
     present = np.array([v is not None for v in values], np.bool_)
     rows = Packed.of([b"" if v is None else v for v in values])
     decoded = codec.decode(rows, present, features)
@@ -155,7 +201,10 @@ def read_both_ways(codec: RowCodec, values: list[bytes | None], features: list[s
         column.validate(full=True)
     if present.all():
         assert codec.decode(rows, None, features).columns == decoded.columns
-        assert codec.decode(rows, None, features).computed_at_us.tolist() == decoded.computed_at_us.tolist()
+        assert (
+            codec.decode(rows, None, features).computed_at_us.tolist()
+            == decoded.computed_at_us.tolist()
+        )
     names = [f.name for f in codec.features] if features is None else features
     columns = [column.to_pylist() for column in decoded.columns]
     read: list[dict[str, Any] | None] = []
@@ -190,13 +239,25 @@ def value_of(f: Feature) -> st.SearchStrategy[Any]:
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_every_row_of_every_kind_comes_back_as_it_went_in(data: st.DataObject) -> None:
-    features = tuple(data.draw(st.lists(st.sampled_from(EVERY_KIND), min_size=1, max_size=10, unique=True)))
-    rows = data.draw(st.lists(st.fixed_dictionaries({f.name: st.none() | value_of(f) for f in features}), max_size=6))
-    times = data.draw(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=len(rows), max_size=len(rows)))
+    features = tuple(
+        data.draw(st.lists(st.sampled_from(EVERY_KIND), min_size=1, max_size=10, unique=True))
+    )
+    rows = data.draw(
+        st.lists(
+            st.fixed_dictionaries({f.name: st.none() | value_of(f) for f in features}), max_size=6
+        )
+    )
+    times = data.draw(
+        st.lists(st.integers(-(2**63), 2**63 - 1), min_size=len(rows), max_size=len(rows))
+    )
     cut = data.draw(st.integers(0, len(rows)))
     codec = codec_of(features)
-    batch = batch_of(features, rows).slice(cut)  # a slice has offsets, which the buffers know nothing of
-    keys = data.draw(st.lists(st.binary(min_size=1, max_size=9), min_size=len(batch), max_size=len(batch)))
+    batch = batch_of(features, rows).slice(
+        cut
+    )  # a slice has offsets, which the buffers know nothing of
+    keys = data.draw(
+        st.lists(st.binary(min_size=1, max_size=9), min_size=len(batch), max_size=len(batch))
+    )
     encoded = codec.encode(batch, hashes_of(keys), np.array(times[cut:], np.int64), MAX_SNAPSHOT)
     assert len(encoded) == len(rows) - cut
     values: list[bytes | None] = [bytes(row) for row in encoded.strings()]
@@ -228,9 +289,13 @@ def test_each_kind_survives_nulls_and_missing_rows_alone(feature: Feature) -> No
         [],
     ]
     for values in mixed:
-        expected = [None if v is None else {feature.name: value if v == second else None} for v in values]
+        expected = [
+            None if v is None else {feature.name: value if v == second else None} for v in values
+        ]
         assert read_both_ways(codec, values) == expected
-        assert verified(codec, values, [KEY] * len(values)) == [ABSENT if v is None else whole() for v in values]
+        assert verified(codec, values, [KEY] * len(values)) == [
+            ABSENT if v is None else whole() for v in values
+        ]
 
 
 def test_both_kernels_put_the_same_rows_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +307,9 @@ def test_both_kernels_put_the_same_rows_together(monkeypatch: pytest.MonkeyPatch
         for i in range(50):
             one: dict[str, Any] = {"string": "é" * (i % 4), "bool": i % 2 == 0}
             value = {f.name: one.get(f.dtype, int(rng.integers(-99, 99))) for f in features}
-            value |= {f.name: [value[f.name]] * (f.dim or i % 5) for f in features if f.dim or f.max_items}
+            value |= {
+                f.name: [value[f.name]] * (f.dim or i % 5) for f in features if f.dim or f.max_items
+            }
             rows.append({name: None if rng.random() < 0.1 else v for name, v in value.items()})
         times, snapshots = rng.integers(-9, 9, 50), rng.integers(1, MAX_SNAPSHOT, 50)
         codec, batch = codec_of(features), batch_of(features, rows)
@@ -257,7 +324,11 @@ def test_both_kernels_put_the_same_rows_together(monkeypatch: pytest.MonkeyPatch
 
 
 def test_not_a_number_stays_one() -> None:
-    features = (Feature("x", "float16"), Feature("v", "float64", dim=2), Feature("l", "float32", max_items=2))
+    features = (
+        Feature("x", "float16"),
+        Feature("v", "float64", dim=2),
+        Feature("l", "float32", max_items=2),
+    )
     (row,) = packed(features, {"x": np.float16("nan"), "v": [np.nan, 1.0], "l": [np.nan]})
     decoded = [column[0].as_py() for column in decode(codec_of(features), [row]).columns]
     _, one = codec_of(features).decode_one(row)
@@ -271,7 +342,9 @@ def test_not_a_number_stays_one() -> None:
 @pytest.mark.parametrize("count", [7, 8, 9, 17])
 def test_the_null_bits_of_many_features_do_not_run_into_each_other(count: int) -> None:
     features = tuple(Feature(f"f{i}", "int8") for i in range(count))
-    rows = [{f.name: None if i == gone else i for i, f in enumerate(features)} for gone in range(count)]
+    rows = [
+        {f.name: None if i == gone else i for i, f in enumerate(features)} for gone in range(count)
+    ]
     assert read_both_ways(codec_of(features), list(packed(features, *rows))) == rows
 
 
@@ -282,7 +355,10 @@ def test_a_part_of_the_features_is_read_in_the_order_asked_for() -> None:
         expected = [{name: MIXED_ROW[name] for name in names}, dict.fromkeys(names), None]
         assert read_both_ways(codec, values, names) == expected
     rows = Packed.of(packed(MIXED, MIXED_ROW))
-    for read in (lambda: codec.decode(rows, None, ["nothing"]), lambda: codec.decode_one(values[0] or b"", ["nothing"])):
+    for read in (
+        lambda: codec.decode(rows, None, ["nothing"]),
+        lambda: codec.decode_one(values[0] or b"", ["nothing"]),
+    ):
         with pytest.raises(KeyError):
             read()
 
@@ -292,24 +368,35 @@ def test_rows_are_read_from_bytes_and_memoryviews_alike() -> None:
     codec = codec_of(MIXED)
     buffers: list[Buffer] = [value, memoryview(value), memoryview(b"-" + value)[1:]]
     assert verified(codec, buffers, [KEY] * 3) == [whole()] * 3
-    assert codec.decode(FoundRows([KEY] * 3, list(buffers)).packed).columns[2].to_pylist() == [MIXED_ROW["tags"]] * 3
+    assert (
+        codec.decode(FoundRows([KEY] * 3, list(buffers)).packed).columns[2].to_pylist()
+        == [MIXED_ROW["tags"]] * 3
+    )
     for buffer in buffers:
         assert codec.decode_one(buffer)[1]["text"] == "aé"
 
 
 @both_kinds
-def test_rows_are_read_from_anywhere_in_a_buffer(features: tuple[Feature, ...], row: dict[str, Any]) -> None:
+def test_rows_are_read_from_anywhere_in_a_buffer(
+    features: tuple[Feature, ...], row: dict[str, Any]
+) -> None:
     codec = codec_of(features)
     first, second, third = packed(features, row, row, row)
     rows = Packed.of([b"before", first, second, third, b"behind"])
     for some, keys in ((rows.slice(1, 4), keys_of(3)), (rows.slice(2, 3), [b"k1"])):
         states, _ = codec.verify(FoundRows(keys, packed=some), [SNAPSHOT])
         assert states.tolist() == [State.WHOLE] * len(keys)
-        assert [column.to_pylist() for column in codec.decode(some).columns] == [[value] * len(keys) for value in row.values()]
+        assert [column.to_pylist() for column in codec.decode(some).columns] == [
+            [value] * len(keys) for value in row.values()
+        ]
 
 
 def test_a_row_has_the_documented_layout_and_no_padding() -> None:
-    features = (Feature("flag", "bool"), Feature("vector", "float32", dim=384), Feature("text", "string"))
+    features = (
+        Feature("flag", "bool"),
+        Feature("vector", "float32", dim=384),
+        Feature("text", "string"),
+    )
     rows: list[dict[str, Any]] = [
         {"flag": True, "vector": list(range(384)), "text": "é"},
         {"flag": None, "vector": [0.0] * 384, "text": None},
@@ -317,8 +404,18 @@ def test_a_row_has_the_documented_layout_and_no_padding() -> None:
     first, second = packed(features, *rows, computed_at=-3, snapshot=MAX_SNAPSHOT)
     tag = codec_of(features).schema_tag
     for key, row, fields, text in (
-        (b"k0", first, struct.pack("<qIIB?384fI", -3, MAX_SNAPSHOT, tag, 0, True, *range(384), 2), "é"),
-        (b"k1", second, struct.pack("<qIIB?384fI", -3, MAX_SNAPSHOT, tag, 0b101, False, *[0.0] * 384, 0), ""),
+        (
+            b"k0",
+            first,
+            struct.pack("<qIIB?384fI", -3, MAX_SNAPSHOT, tag, 0, True, *range(384), 2),
+            "é",
+        ),
+        (
+            b"k1",
+            second,
+            struct.pack("<qIIB?384fI", -3, MAX_SNAPSHOT, tag, 0b101, False, *[0.0] * 384, 0),
+            "",
+        ),
     ):
         behind = fields + text.encode()
         checksum = xxhash.xxh3_64_intdigest(behind) ^ xxhash.xxh3_64_intdigest(key)
@@ -339,7 +436,10 @@ def test_a_batch_of_a_snapshot_becomes_rows_under_its_key_texts() -> None:
         loaded = codec.row_batch(part, ["shop", "item"], 7)
         keys = [key_text(name, ("shop", "item")).encode() for name in names[first:]]
         assert [bytes(key) for key in loaded.keys.strings()] == keys
-        assert (str(loaded.hashes.dtype), loaded.hashes.tolist()) == ("uint64", hashes_of(keys).tolist())
+        assert (str(loaded.hashes.dtype), loaded.hashes.tolist()) == (
+            "uint64",
+            hashes_of(keys).tolist(),
+        )
         rows = [bytes(row) for row in loaded.rows.strings()]
         assert verified(codec, rows, keys, [7]) == [whole(at) for at in times[first:]]
         expected = [MIXED_ROW, dict.fromkeys(MIXED_ROW), MIXED_ROW, MIXED_ROW][first:]
@@ -350,25 +450,37 @@ def test_a_batch_of_a_snapshot_becomes_rows_under_its_key_texts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("features", "row"), [(MIXED, MIXED_ROW), (FIXED, FIXED_ROW), (VECTOR, VECTOR_ROW)], ids=["mixed", "fixed", "vector"]
+    ("features", "row"),
+    [(MIXED, MIXED_ROW), (FIXED, FIXED_ROW), (VECTOR, VECTOR_ROW)],
+    ids=["mixed", "fixed", "vector"],
 )
-def test_every_flipped_bit_of_a_row_is_seen(features: tuple[Feature, ...], row: dict[str, Any]) -> None:
+def test_every_flipped_bit_of_a_row_is_seen(
+    features: tuple[Feature, ...], row: dict[str, Any]
+) -> None:
     (right,) = packed(features, row)
     wrong = flipped(right)
     assert len({*wrong, right}) == 8 * len(right) + 1
-    assert verified(codec_of(features), [right, *wrong], [KEY] * (len(wrong) + 1)) == [whole()] + [DAMAGED] * len(wrong)
+    assert verified(codec_of(features), [right, *wrong], [KEY] * (len(wrong) + 1)) == [whole()] + [
+        DAMAGED
+    ] * len(wrong)
 
 
 @both_kinds
-def test_a_row_cut_short_or_too_long_is_seen_at_every_length(features: tuple[Feature, ...], row: dict[str, Any]) -> None:
+def test_a_row_cut_short_or_too_long_is_seen_at_every_length(
+    features: tuple[Feature, ...], row: dict[str, Any]
+) -> None:
     (right,) = packed(features, row)
     longer = [right + more for more in (b"\0", b"\0" * 8, right[-1:], right)]
-    wrong = [right[:n] for n in range(len(right))] + [right[n:] for n in range(1, len(right))] + longer
+    wrong = (
+        [right[:n] for n in range(len(right))] + [right[n:] for n in range(1, len(right))] + longer
+    )
     assert verified(codec_of(features), wrong, [KEY] * len(wrong)) == [DAMAGED] * len(wrong)
 
 
 @both_kinds
-def test_a_row_is_whole_under_its_own_key_alone(features: tuple[Feature, ...], row: dict[str, Any]) -> None:
+def test_a_row_is_whole_under_its_own_key_alone(
+    features: tuple[Feature, ...], row: dict[str, Any]
+) -> None:
     codec = codec_of(features)
     first, second, third = packed(features, row, row, row)
     assert len({first, second, third}) == 3
@@ -379,22 +491,39 @@ def test_a_row_is_whole_under_its_own_key_alone(features: tuple[Feature, ...], r
 
 
 @both_kinds
-def test_a_row_of_another_snapshot_is_damaged(features: tuple[Feature, ...], row: dict[str, Any]) -> None:
+def test_a_row_of_another_snapshot_is_damaged(
+    features: tuple[Feature, ...], row: dict[str, Any]
+) -> None:
     codec = codec_of(features)
     rows = [packed(features, row, snapshot=number)[0] for number in (0, 1, 2, 3, MAX_SNAPSHOT)]
     keys = [KEY] * len(rows)
     assert verified(codec, rows, keys, {1, 3}) == [DAMAGED, whole(), DAMAGED, whole(), DAMAGED]
-    assert verified(codec, rows, keys, frozenset((2,))) == [DAMAGED, DAMAGED, whole(), DAMAGED, DAMAGED]
-    assert verified(codec, rows, keys, [MAX_SNAPSHOT, 0]) == [whole(), DAMAGED, DAMAGED, DAMAGED, whole()]
+    assert verified(codec, rows, keys, frozenset((2,))) == [
+        DAMAGED,
+        DAMAGED,
+        whole(),
+        DAMAGED,
+        DAMAGED,
+    ]
+    assert verified(codec, rows, keys, [MAX_SNAPSHOT, 0]) == [
+        whole(),
+        DAMAGED,
+        DAMAGED,
+        DAMAGED,
+        whole(),
+    ]
     assert verified(codec, rows, keys, []) == [DAMAGED] * 5
 
 
 def test_a_row_put_together_of_two_whole_ones_is_damaged() -> None:
-    """Values computed then under a time of now, and the like: no header goes with another row's values."""
+    """Values computed then under a time of now, and the like: no header goes with another row's
+    values."""
     codec = codec_of(FIXED)
     (old,) = packed(FIXED, FIXED_ROW, computed_at=1)
     (new,) = packed(FIXED, {"a": 2.5, "b": 8}, computed_at=2)
-    mixed = [old[:cut] + new[cut:] for cut in range(1, len(old))] + [new[:cut] + old[cut:] for cut in range(1, len(old))]
+    mixed = [old[:cut] + new[cut:] for cut in range(1, len(old))] + [
+        new[:cut] + old[cut:] for cut in range(1, len(old))
+    ]
     expected = [whole({old: 1, new: 2}[row]) if row in (old, new) else DAMAGED for row in mixed]
     assert verified(codec, mixed, [KEY] * len(mixed)) == expected
     assert expected.count(DAMAGED) > len(mixed) // 2
@@ -415,7 +544,9 @@ def test_a_row_put_together_of_two_whole_ones_is_damaged() -> None:
     ids=repr,
 )
 def test_a_row_of_another_schema_is_damaged(other: tuple[Feature, ...]) -> None:
-    row = {f.name: "abc" if f.dtype == "string" else [1] if f.dim or f.max_items else 1 for f in other}
+    row = {
+        f.name: "abc" if f.dtype == "string" else [1] if f.dim or f.max_items else 1 for f in other
+    }
     (foreign,) = packed(other, row)
     (own,) = packed(FIXED, FIXED_ROW)
     assert verified(codec_of(FIXED), [own, foreign, None], [KEY] * 3) == [whole(), DAMAGED, ABSENT]
@@ -430,7 +561,19 @@ def test_another_limit_on_a_list_is_another_schema() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [b"", b"\0", b"\0" * 8, b"\0" * 23, b"\0" * 24, b"\0" * 25, b"\0" * 33, b"\0" * 300, b"\xff" * 300, b"{}", bytes(range(256))],
+    [
+        b"",
+        b"\0",
+        b"\0" * 8,
+        b"\0" * 23,
+        b"\0" * 24,
+        b"\0" * 25,
+        b"\0" * 33,
+        b"\0" * 300,
+        b"\xff" * 300,
+        b"{}",
+        bytes(range(256)),
+    ],
     ids=lambda v: f"{len(v)} bytes {v[:1].hex()}",
 )
 def test_what_is_no_row_at_all_is_damaged(value: bytes) -> None:
@@ -438,33 +581,56 @@ def test_what_is_no_row_at_all_is_damaged(value: bytes) -> None:
         codec = codec_of(features)
         (own,) = packed(features, row)
         assert verified(codec, [value]) == [DAMAGED]
-        assert verified(codec, [own, value, None, memoryview(value)]) == [whole(), DAMAGED, ABSENT, DAMAGED]
+        assert verified(codec, [own, value, None, memoryview(value)]) == [
+            whole(),
+            DAMAGED,
+            ABSENT,
+            DAMAGED,
+        ]
 
 
 @settings(max_examples=300, deadline=None)
 @given(
     st.sampled_from([(MIXED, MIXED_ROW), (FIXED, FIXED_ROW)]),
-    st.lists(st.tuples(st.integers(0, 90), st.integers(0, 20), st.binary(max_size=20)), min_size=1, max_size=3),
+    st.lists(
+        st.tuples(st.integers(0, 90), st.integers(0, 20), st.binary(max_size=20)),
+        min_size=1,
+        max_size=3,
+    ),
 )
-def test_a_row_edited_anyhow_is_damaged_or_itself(kind: Any, edits: list[tuple[int, int, bytes]]) -> None:
+def test_a_row_edited_anyhow_is_damaged_or_itself(
+    kind: Any, edits: list[tuple[int, int, bytes]]
+) -> None:
     """Bytes put in, taken out and written over, anywhere."""
     features, row = kind
     (right,) = packed(features, row)
     edited = right
     for start, length, put in edits:
         edited = edited[:start] + put + edited[start + length :]
-    assert verified(codec_of(features), [edited, right], [KEY] * 2) == [whole() if edited == right else DAMAGED, whole()]
+    assert verified(codec_of(features), [edited, right], [KEY] * 2) == [
+        whole() if edited == right else DAMAGED,
+        whole(),
+    ]
 
 
 def test_a_tombstone_is_a_header_alone_and_tells_that_there_is_no_row() -> None:
     codec = codec_of(FIXED)
     loaded = codec.tombstones(pa.array(["skipped", "k0", "é"]).slice(1), -7, MAX_SNAPSHOT)
     keys = [b"k0", "é".encode()]
-    assert ([bytes(key) for key in loaded.keys.strings()], loaded.hashes.tolist()) == (keys, hashes_of(keys).tolist())
+    assert ([bytes(key) for key in loaded.keys.strings()], loaded.hashes.tolist()) == (
+        keys,
+        hashes_of(keys).tolist(),
+    )
     rows = [bytes(row) for row in loaded.rows.strings()]
     behind = struct.pack("<qII", -7, MAX_SNAPSHOT, codec.schema_tag)
     for key, row in zip(keys, rows, strict=True):
-        assert row == (xxhash.xxh3_64_intdigest(behind) ^ xxhash.xxh3_64_intdigest(key)).to_bytes(8, "little") + behind
+        assert (
+            row
+            == (xxhash.xxh3_64_intdigest(behind) ^ xxhash.xxh3_64_intdigest(key)).to_bytes(
+                8, "little"
+            )
+            + behind
+        )
     assert verified(codec, rows, keys, [1, MAX_SNAPSHOT]) == [ABSENT] * 2
     assert verified(codec, rows, keys, [1]) == [DAMAGED] * 2
     assert verified(codec, rows, keys[::-1], [MAX_SNAPSHOT]) == [DAMAGED] * 2
@@ -472,24 +638,43 @@ def test_a_tombstone_is_a_header_alone_and_tells_that_there_is_no_row() -> None:
 
 
 @both_kinds
-def test_a_tombstone_that_is_damaged_is_not_taken_for_one(features: tuple[Feature, ...], row: dict[str, Any]) -> None:
+def test_a_tombstone_that_is_damaged_is_not_taken_for_one(
+    features: tuple[Feature, ...], row: dict[str, Any]
+) -> None:
     codec = codec_of(features)
     (right,) = tombstones(codec, KEY)
     (of_row,) = packed(features, row)
     headless = (xxhash.xxh3_64_intdigest(b"") ^ xxhash.xxh3_64_intdigest(KEY)).to_bytes(8, "little")
-    wrong = [*flipped(right), *(right[:n] for n in range(24)), right + b"\0", right + right, of_row[:24], headless]
-    assert verified(codec, [right, *wrong], [KEY] * (len(wrong) + 1)) == [ABSENT] + [DAMAGED] * len(wrong)
+    wrong = [
+        *flipped(right),
+        *(right[:n] for n in range(24)),
+        right + b"\0",
+        right + right,
+        of_row[:24],
+        headless,
+    ]
+    assert verified(codec, [right, *wrong], [KEY] * (len(wrong) + 1)) == [ABSENT] + [DAMAGED] * len(
+        wrong
+    )
 
 
 @both_kinds
-def test_what_a_store_could_not_tell_is_damaged_whatever_it_gave(features: tuple[Feature, ...], row: dict[str, Any]) -> None:
+def test_what_a_store_could_not_tell_is_damaged_whatever_it_gave(
+    features: tuple[Feature, ...], row: dict[str, Any]
+) -> None:
     codec = codec_of(features)
     (right,) = packed(features, row)
     values = [right, None, right, None, *tombstones(codec, KEY)]
     marks = [True, True, False, False, True]
     expected = [DAMAGED, DAMAGED, whole(), ABSENT, DAMAGED]
     assert verified(codec, values, [KEY] * 5, damaged=marks) == expected
-    assert verified(codec, values, [KEY] * 5, damaged=[False] * 5) == [whole(), ABSENT, whole(), ABSENT, ABSENT]
+    assert verified(codec, values, [KEY] * 5, damaged=[False] * 5) == [
+        whole(),
+        ABSENT,
+        whole(),
+        ABSENT,
+        ABSENT,
+    ]
 
 
 def test_no_rows_are_nothing() -> None:
@@ -514,7 +699,9 @@ WAYS: dict[str, Callable[[bytes], bytes | None]] = {
 
 @both_kinds
 @pytest.mark.parametrize("way", WAYS)
-def test_one_damaged_row_among_many_leaves_the_others(features: tuple[Feature, ...], row: dict[str, Any], way: str) -> None:
+def test_one_damaged_row_among_many_leaves_the_others(
+    features: tuple[Feature, ...], row: dict[str, Any], way: str
+) -> None:
     codec, count = codec_of(features), 9
     names = list(row)
     rows = [row | {names[0]: None if i % 4 == 3 else row[names[0]]} for i in range(count)]
@@ -531,7 +718,8 @@ def test_one_damaged_row_among_many_leaves_the_others(features: tuple[Feature, .
         assert decoded.computed_at_us.tolist() == times.tolist()
         expected = [dict.fromkeys(row) if i == at else rows[i] for i in range(count)]
         assert [
-            dict(zip(names, one, strict=True)) for one in zip(*map(pa.Array.to_pylist, decoded.columns), strict=True)
+            dict(zip(names, one, strict=True))
+            for one in zip(*map(pa.Array.to_pylist, decoded.columns), strict=True)
         ] == expected
 
 
@@ -539,13 +727,29 @@ def test_rows_that_are_not_looked_at_may_be_anything() -> None:
     for features, row in ((MIXED, MIXED_ROW), (FIXED, FIXED_ROW)):
         codec = codec_of(features)
         first, second = packed(features, row, row | {next(iter(row)): None})
-        noise = [b"", b"\xff" * 7, b"\xff" * codec.fixed_bytes, b"\xff" * 999, first[:-1], second + b"\0"]
+        noise = [
+            b"",
+            b"\xff" * 7,
+            b"\xff" * codec.fixed_bytes,
+            b"\xff" * 999,
+            first[:-1],
+            second + b"\0",
+        ]
         rows: list[Buffer] = [noise[0], first, *noise[1:4], second, *noise[4:]]
         present = np.array([value in (first, second) for value in rows])
         for names in (list(row), [*row][::-1], []):
             decoded = codec.decode(Packed.of(rows), present, names)
-            expected = [row if r == first else row | {next(iter(row)): None} if r == second else dict.fromkeys(row) for r in rows]
-            assert [column.to_pylist() for column in decoded.columns] == [[one[name] for one in expected] for name in names]
+            expected = [
+                row
+                if r == first
+                else row | {next(iter(row)): None}
+                if r == second
+                else dict.fromkeys(row)
+                for r in rows
+            ]
+            assert [column.to_pylist() for column in decoded.columns] == [
+                [one[name] for one in expected] for name in names
+            ]
             assert decoded.computed_at_us.tolist() == [AT if shown else 0 for shown in present]
         decoded = codec.decode(Packed.of(rows), np.zeros(len(rows), np.bool_))
         assert [column.null_count for column in decoded.columns] == [len(rows)] * len(row)
@@ -584,12 +788,19 @@ def test_what_one_of_two_generations_cannot_tell_is_damaged(told_by: str) -> Non
     """The base's damage is of no account where the overlay has a row; the overlay's always is."""
     codec = codec_of(FIXED)
     (base,), (over,) = packed(FIXED, FIXED_ROW), packed(FIXED, FIXED_ROW, computed_at=9, snapshot=2)
-    values: list[tuple[bytes | None, bytes | None]] = [(base, None), (base, over), (None, over), (None, None)]
+    values: list[tuple[bytes | None, bytes | None]] = [
+        (base, None),
+        (base, over),
+        (None, over),
+        (None, None),
+    ]
     keys, marks = [KEY] * 4, np.ones(4, np.bool_)
     none = [None if told_by != "overlay" else under for under, _ in values]
     under = FoundRows(keys, list(none), damaged=None if told_by == "overlay" else marks)
     upper = FoundRows(
-        keys, [None if told_by != "base" else over for _, over in values], damaged=None if told_by == "base" else marks
+        keys,
+        [None if told_by != "base" else over for _, over in values],
+        damaged=None if told_by == "base" else marks,
     )
     found = overlaid(under, upper)
     states = [State(state) for state in codec.verify(found, {1, 2})[0]]
@@ -603,7 +814,9 @@ def test_what_one_of_two_generations_cannot_tell_is_damaged(told_by: str) -> Non
 
 
 @both_kinds
-def test_a_row_cut_short_or_too_long_is_refused_at_every_length(features: tuple[Feature, ...], row: dict[str, Any]) -> None:
+def test_a_row_cut_short_or_too_long_is_refused_at_every_length(
+    features: tuple[Feature, ...], row: dict[str, Any]
+) -> None:
     codec = codec_of(features)
     (right,) = packed(features, row)
     for wrong in [right[:n] for n in range(len(right))] + [right + b"\0", right + right]:
@@ -628,7 +841,8 @@ def test_rows_of_wrong_lengths_that_make_up_for_each_other_are_refused(
 
 MIXED_FIXED_BYTES = codec_of(MIXED).fixed_bytes
 SIZE_FIELDS = {"text": 25, "tags:lengths": 33, "tags": 37, "ids": 49}
-"""Where the sizes of the variable part stand in a row of :data:`MIXED`: header 24, null bits 1, then the fields in order."""
+"""Where the sizes of the variable part stand in a row of :data:`MIXED`: header 24, null bits 1,
+then the fields in order."""
 
 
 @pytest.mark.parametrize(
@@ -637,7 +851,9 @@ SIZE_FIELDS = {"text": 25, "tags:lengths": 33, "tags": 37, "ids": 49}
         pytest.param({"text": -1, "tags": 1}, id="a character cut in two"),
         pytest.param({"tags:lengths": -4, "tags": 4}, id="one text too few"),
         pytest.param({"tags:lengths": 4, "ids": -4}, id="one text too many"),
-        pytest.param({"tags:lengths": -1, "tags": 1}, id="lengths that are no whole number of lengths"),
+        pytest.param(
+            {"tags:lengths": -1, "tags": 1}, id="lengths that are no whole number of lengths"
+        ),
         pytest.param({"tags": 1, "ids": -1}, id="text longer than its lengths"),
         pytest.param({"tags": -1, "ids": 1}, id="text shorter than its lengths"),
         pytest.param({"tags": -2, "text": 2}, id="text borrowed from a neighbour"),
@@ -660,7 +876,8 @@ def test_sizes_that_add_up_but_do_not_fit_their_content_are_refused(move: dict[s
 
 
 def test_two_halves_of_a_number_in_two_rows_do_not_make_a_number() -> None:
-    """Both rows tell half an int32 too little and too much: together the bytes divide by four again."""
+    """Both rows tell half an int32 too little and too much: together the bytes divide by four
+    again."""
     features = (Feature("text", "string"), Feature("ids", "int32", max_items=4))
     (right,) = packed(features, {"text": "aa", "ids": [7, 8]})
     damaged = []
@@ -680,7 +897,8 @@ def test_two_halves_of_a_number_in_two_rows_do_not_make_a_number() -> None:
 
 
 def test_a_flipped_byte_anywhere_is_refused_or_read_alike_both_ways() -> None:
-    """Rows are verified before they are read; were they not, a flipped number is a number, but the structure must hold or be refused."""
+    """Rows are verified before they are read; were they not, a flipped number is a number, but the
+    structure must hold or be refused."""
     codec = codec_of(MIXED)
     (right,) = packed(MIXED, MIXED_ROW)
     wrong = []
@@ -693,13 +911,17 @@ def test_a_flipped_byte_anywhere_is_refused_or_read_alike_both_ways() -> None:
                 decoded = decode(codec, [bytes(damaged)])
                 for column in decoded.columns:
                     column.validate(full=True)
-                many: Any = repr({f.name: c[0].as_py() for f, c in zip(MIXED, decoded.columns, strict=True)})
+                many: Any = repr(
+                    {f.name: c[0].as_py() for f, c in zip(MIXED, decoded.columns, strict=True)}
+                )
             except OnlineStoreError:
                 many = "refused"
             except Exception as exc:  # any other way out is what this test looks for
                 many = f"{type(exc).__name__}: {exc}"
             try:
-                one: Any = repr({name: plain(v) for name, v in codec.decode_one(bytes(damaged))[1].items()})
+                one: Any = repr(
+                    {name: plain(v) for name, v in codec.decode_one(bytes(damaged))[1].items()}
+                )
             except OnlineStoreError:
                 one = "refused"
             except Exception as exc:

@@ -1,4 +1,5 @@
-"""Crash points: nothing unless armed; then exactly the passing that was requested fails as asked."""
+"""Crash points: nothing unless armed; then exactly the passing that was requested fails as
+asked."""
 
 from __future__ import annotations
 
@@ -60,7 +61,9 @@ def test_without_a_name_passings_are_only_counted() -> None:
 
 
 @pytest.mark.parametrize(("mode", "number"), [("eio", errno.EIO), ("enospc", errno.ENOSPC)])
-def test_an_error_of_the_file_system_is_one_like_the_kernels(tmp_path: Path, mode: str, number: int) -> None:
+def test_an_error_of_the_file_system_is_one_like_the_kernels(
+    tmp_path: Path, mode: str, number: int
+) -> None:
     path = tmp_path / "file"
     arm("part.write", 1, mode)
     with pytest.raises(OSError, match=re.escape(os.strerror(number))) as caught:
@@ -74,10 +77,19 @@ def test_an_error_of_the_file_system_is_one_like_the_kernels(tmp_path: Path, mod
 
 @pytest.mark.parametrize(
     ("name", "nth", "mode"),
-    [("nope", 1, "kill"), ("verify", 0, "kill"), ("verify", -1, "kill"), ("verify", 1, "nope"), ("", 1, "nope"), ("", 0, "kill")],
+    [
+        ("nope", 1, "kill"),
+        ("verify", 0, "kill"),
+        ("verify", -1, "kill"),
+        ("verify", 1, "nope"),
+        ("", 1, "nope"),
+        ("", 0, "kill"),
+    ],
 )
 def test_what_cannot_be_armed_is_told_with_what_can(name: str, nth: int, mode: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"crash point {name}:{nth}:{mode}: points are part.write, ")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"crash point {name}:{nth}:{mode}: points are part.write, ")
+    ):
         arm(name, nth, mode)
     for point in POINTS:
         crashpoint(point)
@@ -105,7 +117,14 @@ for n in range(3):
 def passing(path: Path, armed: str) -> subprocess.Popen[str]:
     environment = os.environ | {"PRECOMPUTE_CRASH": armed}
     command = [sys.executable, "-c", PASS, str(path)]
-    return subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command,
+        cwd=REPOSITORY,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,7 +140,9 @@ def passing(path: Path, armed: str) -> subprocess.Popen[str]:
         ("part.write:1:raise", 0, 1, b"0123456789"),
     ],
 )
-def test_a_process_is_armed_by_its_environment(tmp_path: Path, armed: str, lines: int, code: int, left: bytes) -> None:
+def test_a_process_is_armed_by_its_environment(
+    tmp_path: Path, armed: str, lines: int, code: int, left: bytes
+) -> None:
     path = tmp_path / "file"
     process = passing(path, armed)
     out, err = process.communicate(timeout=30)
@@ -151,11 +172,20 @@ def test_a_process_armed_wrongly_does_not_start(tmp_path: Path) -> None:
 
 
 def test_every_declared_point_stands_in_the_code_and_vice_versa() -> None:
-    """A prefix that is passed on, as ``point="live"``, stands for the steps of that function of :mod:`precompute.store.disk.durable_file`."""
-    text = "\n".join(path.read_text() for room in ("store", "precompute", "jobs") for path in (REPOSITORY / room).rglob("*.py"))
+    """A prefix that is passed on, as ``point="live"``, stands for the steps of that function of
+    :mod:`precompute.store.disk.durable_file`."""
+    text = "\n".join(
+        path.read_text()
+        for room in ("store", "precompute", "jobs")
+        for path in (REPOSITORY / room).rglob("*.py")
+    )
     steps = {"manifest": ("write", "link", "dirsync"), "live": ("write", "cas")}
     assert set(re.findall(r'point="(\w+)"', text)) == steps.keys()
-    assert set(re.findall(r'crashpoint\(f"\{point\}\.(\w+)"', text)) == {step for names in steps.values() for step in names}
-    found = set(re.findall(r'crashpoint\("([a-z.]+)"', text)) | {f"{name}.{step}" for name in steps for step in steps[name]}
+    assert set(re.findall(r'crashpoint\(f"\{point\}\.(\w+)"', text)) == {
+        step for names in steps.values() for step in names
+    }
+    found = set(re.findall(r'crashpoint\("([a-z.]+)"', text)) | {
+        f"{name}.{step}" for name in steps for step in steps[name]
+    }
     assert found == set(POINTS)
     assert len(POINTS) == len(set(POINTS))

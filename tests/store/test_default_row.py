@@ -18,7 +18,9 @@ from tests.store.test_lookup import FEATURES, STALE_FOR, TTL, House, Row, Script
 
 def plain(features: dict[str, Any] | None) -> dict[str, Any] | None:
     """Tuples as the lists that they are in JSON and Arrow."""
-    return features and {name: list(value) if isinstance(value, tuple) else value for name, value in features.items()}
+    return features and {
+        name: list(value) if isinstance(value, tuple) else value for name, value in features.items()
+    }
 
 
 DEFAULT = {"double": -1.0, "vector": [0.5, 0.25], "tags": ["none"]}
@@ -32,14 +34,18 @@ def house(tmp_path: Path) -> House:
 
 
 @pytest.mark.parametrize("features", [None, ["vector", "label"]], ids=["all", "some"])
-def test_it_stands_in_for_every_missing_row_but_of_keys_that_can_be_none(house: House, features: list[str] | None) -> None:
+def test_it_stands_in_for_every_missing_row_but_of_keys_that_can_be_none(
+    house: House, features: list[str] | None
+) -> None:
     house.publish({"there": Row(3.0), "old": Row(4.0, age=TTL + STALE_FOR + 1)})
     script: dict[str, Row | BaseException | None] = {
         "old": Miss(Reason.MODEL_ERROR),
         "nobody": Miss(Reason.UNKNOWN_ENTITY),
         "slow": None,
     }
-    answer = house.lookup(Scripted(script)).begin("things", ["there", "old", "nobody", "slow", "\0"], LookupOptions(features))
+    answer = house.lookup(Scripted(script)).begin(
+        "things", ["there", "old", "nobody", "slow", "\0"], LookupOptions(features)
+    )
     answer.wait()
     rows = answer.rows()
     assert [(row["status"], row["source"], row.get("reason")) for row in rows] == [
@@ -55,7 +61,10 @@ def test_it_stands_in_for_every_missing_row_but_of_keys_that_can_be_none(house: 
     assert [(row["computed_at"], row["age_s"]) for row in rows[1:]] == [(None, None)] * 4
     by_table = answer.table().to_pylist()
     for row, features_told, column in zip(rows, told, by_table, strict=True):
-        same: dict[str, Any] = {name: row.get(name) for name in ("key", "status", "source", "reason", "computed_at", "age_s")}
+        same: dict[str, Any] = {
+            name: row.get(name)
+            for name in ("key", "status", "source", "reason", "computed_at", "age_s")
+        }
         assert {name: column[name] for name in same} == same
         assert {name: column[name] for name in default} == (features_told or dict.fromkeys(default))
     by_json = json.loads(lookup_json(answer))["rows"]
@@ -76,5 +85,8 @@ def test_what_is_computed_or_in_the_store_has_no_use_for_it(house: House) -> Non
     house.publish({"there": Row(3.0)})
     answer = house.lookup(Scripted({"new": Row(5.0)})).begin("things", ["there", "new"])
     answer.wait()
-    assert [(row["source"], row["features"]["double"]) for row in answer.rows()] == [("store", 6.0), ("fallback", 10.0)]
+    assert [(row["source"], row["features"]["double"]) for row in answer.rows()] == [
+        ("store", 6.0),
+        ("fallback", 10.0),
+    ]
     assert answer.table()["double"].to_pylist() == [6.0, 10.0]

@@ -1,4 +1,5 @@
-"""One text per key: the same from columns, from JSON and from a URL, and never the same for two keys."""
+"""One text per key: the same from columns, from JSON and from a URL, and never the same for two
+keys."""
 
 from __future__ import annotations
 
@@ -37,14 +38,18 @@ PARTS = [
     "\n\t",
     "*?[]\\",
 ]
-parts = st.sampled_from(PARTS) | st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20)
+parts = st.sampled_from(PARTS) | st.text(
+    st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20
+)
 ONE, TWO, THREE = ("id",), ("a", "b"), ("a", "b", "c")
 
 
 def column_texts(rows: list[tuple[Any, ...]]) -> list[str | None]:
     """Key texts as a batch job makes them, from columns."""
     names = [f"k{i}" for i in range(len(rows[0]))]
-    batch = pa.RecordBatch.from_arrays([pa.array(list(column)) for column in zip(*rows, strict=True)], names)
+    batch = pa.RecordBatch.from_arrays(
+        [pa.array(list(column)) for column in zip(*rows, strict=True)], names
+    )
     return key_column(batch, names).to_pylist()
 
 
@@ -67,7 +72,9 @@ def test_an_integer_key_is_its_decimal_text() -> None:
     assert [key_text(n, ONE) for n in numbers] == [str(n) for n in numbers]
     assert column_texts([(7, "a/b"), (-8, "%")]) == ["7/a%2Fb", "-8/%25"]
     assert [key_text(list(key), TWO) for key in ((7, "a/b"), (-8, "%"))] == ["7/a%2Fb", "-8/%25"]
-    assert [key_text(("w/1", part), TWO) for part in (np.int64(1), pa.scalar(1), HTTPStatus.OK)] == [
+    assert [
+        key_text(("w/1", part), TWO) for part in (np.int64(1), pa.scalar(1), HTTPStatus.OK)
+    ] == [
         "w%2F1/1",
         "w%2F1/1",
         "w%2F1/200",
@@ -87,7 +94,9 @@ def test_an_integer_key_is_its_decimal_text() -> None:
         (("é", "😀"), "é/😀"),
     ],
 )
-def test_a_key_of_several_columns_is_its_escaped_parts_joined(key: tuple[str, ...], text: str) -> None:
+def test_a_key_of_several_columns_is_its_escaped_parts_joined(
+    key: tuple[str, ...], text: str
+) -> None:
     assert column_texts([key]) == [text]
     assert key_text(key, TWO if len(key) == 2 else THREE) == text
     assert key_text(list(key), TWO if len(key) == 2 else THREE) == text
@@ -117,7 +126,9 @@ def test_two_keys_of_several_columns_never_share_a_text(one: list[str], other: l
 
 
 def test_keys_come_out_of_a_table_of_several_chunks_in_its_order() -> None:
-    table = pa.table({"a": pa.chunked_array([["x"], ["y/", "z"]]), "b": pa.chunked_array([[1, 2], [3]])})
+    table = pa.table(
+        {"a": pa.chunked_array([["x"], ["y/", "z"]]), "b": pa.chunked_array([[1, 2], [3]])}
+    )
     assert key_column(table, TWO).to_pylist() == ["x/1", "y%2F/2", "z/3"]
     assert key_column(table.slice(1), ("b", "a")).to_pylist() == ["2/y%2F", "3/z"]
     assert key_column(table, ("b",)).to_pylist() == ["1", "2", "3"]
@@ -136,12 +147,16 @@ TOO_LONG = ["x" * 512, "é" * 256, "😀" * 128]
 
 def test_the_longest_key_has_511_bytes_of_utf8() -> None:
     assert [len(k.encode()) for k in LONGEST + TOO_LONG] == [511] * 3 + [512] * 3
-    assert bad_keys(pa.array(LONGEST + TOO_LONG)) == dict.fromkeys((3, 4, 5), "key longer than 511 bytes")
+    assert bad_keys(pa.array(LONGEST + TOO_LONG)) == dict.fromkeys(
+        (3, 4, 5), "key longer than 511 bytes"
+    )
     for key in LONGEST:
         assert check_key(key) == key_text(key, ONE) == key_from_path(path_of((key,)), ONE) == key
 
 
-@pytest.mark.parametrize("key", [*TOO_LONG, "", "\0", "a\0b", "a\0", "\ud800", "a\udfff"], ids=lambda k: repr(k[:4]))
+@pytest.mark.parametrize(
+    "key", [*TOO_LONG, "", "\0", "a\0b", "a\0", "\ud800", "a\udfff"], ids=lambda k: repr(k[:4])
+)
 def test_a_key_no_store_could_hold_is_refused_at_every_door(key: str) -> None:
     for door in (check_key, lambda k: key_text(k, ONE), lambda k: key_text([k], ONE)):
         with pytest.raises(RequestError) as refused:
@@ -176,7 +191,21 @@ def test_each_bad_key_of_a_batch_has_its_reason() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [None, True, False, 1.0, 1.5, b"a", {"a": 1}, {"a"}, ["a", None], ["a", True], ["a", ["b"]], ["a", 1.0]]
+    "value",
+    [
+        None,
+        True,
+        False,
+        1.0,
+        1.5,
+        b"a",
+        {"a": 1},
+        {"a"},
+        ["a", None],
+        ["a", True],
+        ["a", ["b"]],
+        ["a", 1.0],
+    ],
 )
 def test_a_key_is_a_string_or_an_integer_and_nothing_else(value: Any) -> None:
     with pytest.raises(RequestError) as refused:
@@ -184,7 +213,10 @@ def test_a_key_is_a_string_or_an_integer_and_nothing_else(value: Any) -> None:
     assert refused.value.code == "bad_key"
 
 
-@pytest.mark.parametrize(("value", "entity"), [([], ONE), (["a", "b"], ONE), (["a"], TWO), (["a", "b", "c"], TWO), ((), TWO)])
+@pytest.mark.parametrize(
+    ("value", "entity"),
+    [([], ONE), (["a", "b"], ONE), (["a"], TWO), (["a", "b", "c"], TWO), ((), TWO)],
+)
 def test_a_key_of_another_number_of_parts_is_refused(value: Any, entity: tuple[str, ...]) -> None:
     with pytest.raises(RequestError, match=", ".join(entity)) as refused:
         key_text(value, entity)
@@ -192,7 +224,8 @@ def test_a_key_of_another_number_of_parts_is_refused(value: Any, entity: tuple[s
 
 
 @pytest.mark.parametrize(
-    ("raw", "entity"), [(b"a/b/c", TWO), (b"a", TWO), (b"%FF", ONE), (b"a/%C3", TWO), (b"", ONE), (b"%00", ONE)]
+    ("raw", "entity"),
+    [(b"a/b/c", TWO), (b"a", TWO), (b"%FF", ONE), (b"a/%C3", TWO), (b"", ONE), (b"%00", ONE)],
 )
 def test_a_url_that_is_no_key_is_refused(raw: bytes, entity: tuple[str, ...]) -> None:
     with pytest.raises(RequestError) as refused:

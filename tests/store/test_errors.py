@@ -20,7 +20,11 @@ from precompute.store.errors import (
     nearest_or_all,
 )
 
-ALL = {name: kind for name, kind in vars(errors).items() if inspect.isclass(kind) and kind.__module__ == errors.__name__}
+ALL = {
+    name: kind
+    for name, kind in vars(errors).items()
+    if inspect.isclass(kind) and kind.__module__ == errors.__name__
+}
 
 
 @pytest.mark.parametrize("kind", ALL.values(), ids=ALL.keys())
@@ -46,7 +50,12 @@ def test_the_picture_of_the_tree_names_every_error() -> None:
 
 def test_a_request_error_carries_a_status_and_a_word_for_programs() -> None:
     plain, full = RequestError("no"), RequestError("no", status=404, code="unknown_view")
-    assert (plain.status, plain.code, full.status, full.code) == (400, "bad_request", 404, "unknown_view")
+    assert (plain.status, plain.code, full.status, full.code) == (
+        400,
+        "bad_request",
+        404,
+        "unknown_view",
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,10 +64,16 @@ def test_a_request_error_carries_a_status_and_a_word_for_programs() -> None:
         ("tll", ["name", "ttl"], "; did you mean 'ttl'?"),
         ("TOP_K", ["two_tower", "top_k"], "; did you mean 'top_k'?"),
         ("xyz", ["b", "a"], " (there are: b, a)"),
-        ("xyz", [f"view{n}" for n in range(21)], f" (there are: {', '.join(f'view{n}' for n in range(20))}, …)"),
+        (
+            "xyz",
+            [f"view{n}" for n in range(21)],
+            f" (there are: {', '.join(f'view{n}' for n in range(20))}, …)",
+        ),
         ("xyz", [], ""),
     ],
 )
-def test_an_unknown_name_has_the_nearest_or_all_there_are(name: str, names: list[str], end: str) -> None:
+def test_an_unknown_name_has_the_nearest_or_all_there_are(
+    name: str, names: list[str], end: str
+) -> None:
     assert nearest_or_all(name, names) == end
     assert did_you_mean(name, names) == (end if end.startswith(";") else "")

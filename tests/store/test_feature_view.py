@@ -1,4 +1,5 @@
-"""A feature view survives its journey through JSON, and its fingerprint changes with anything in it."""
+"""A feature view survives its journey through JSON, and its fingerprint changes with anything in
+it."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ from precompute.store.feature_view import (
 FULL = FeatureView(
     name="items",
     entity=("shop", "item_id"),
-    features=(Feature("vector", "float16", dim=3), Feature("label", "string"), Feature("top", "int64", max_items=5)),
+    features=(
+        Feature("vector", "float16", dim=3),
+        Feature("label", "string"),
+        Feature("top", "int64", max_items=5),
+    ),
     ttl_s=60.5,
     stale_for_s=3600.0,
     index=IndexSpec("vector", "l2", 0.9),
@@ -35,7 +40,9 @@ FULL = FeatureView(
     stale_if_error_s=86400.0,
     fallback_default={"vector": [0.0, 0.5, 1.0], "label": "nobody"},
     semantic_cache=SemanticCacheSpec("vectors", 0.95),
-    definition=Definition("SELECT 'é\"' AS x", ModelUse("top_k", {"k": [1, 2.5, None, True], "a": 1})),
+    definition=Definition(
+        "SELECT 'é\"' AS x", ModelUse("top_k", {"k": [1, 2.5, None, True], "a": 1})
+    ),
 )
 PLAIN = FeatureView("items", ("id",), (Feature("x", "bool"),), ttl_s=1.0, stale_for_s=0.0)
 
@@ -62,7 +69,12 @@ CHANGES: dict[str, list[Any]] = {
     ],
     "ttl_s": [60.6],
     "stale_for_s": [3601],
-    "index": [None, IndexSpec("vector", "dot", 0.9), IndexSpec("vector", "l2", 0.91), IndexSpec("other", "l2", 0.9)],
+    "index": [
+        None,
+        IndexSpec("vector", "dot", 0.9),
+        IndexSpec("vector", "l2", 0.91),
+        IndexSpec("other", "l2", 0.9),
+    ],
     "fallback": [False],
     "fallback_deadline_s": [0.26],
     "keep_s": [600.0],
@@ -75,15 +87,25 @@ CHANGES: dict[str, list[Any]] = {
         dataclasses.replace(FULL.definition, source="SELECT 2"),
         dataclasses.replace(FULL.definition, bad_rows="null"),
         dataclasses.replace(FULL.definition, empty="publish"),
-        dataclasses.replace(FULL.definition, model=dataclasses.replace(FULL.definition.model, use="mine:Model")),
-        dataclasses.replace(FULL.definition, model=dataclasses.replace(FULL.definition.model, args={})),
-        dataclasses.replace(FULL.definition, model=dataclasses.replace(FULL.definition.model, precision="bf16")),
-        dataclasses.replace(FULL.definition, model=dataclasses.replace(FULL.definition.model, backend="onnx")),
+        dataclasses.replace(
+            FULL.definition, model=dataclasses.replace(FULL.definition.model, use="mine:Model")
+        ),
+        dataclasses.replace(
+            FULL.definition, model=dataclasses.replace(FULL.definition.model, args={})
+        ),
+        dataclasses.replace(
+            FULL.definition, model=dataclasses.replace(FULL.definition.model, precision="bf16")
+        ),
+        dataclasses.replace(
+            FULL.definition, model=dataclasses.replace(FULL.definition.model, backend="onnx")
+        ),
     ],
 }
 
 
-@pytest.mark.parametrize(("field", "value"), [(name, value) for name, values in CHANGES.items() for value in values])
+@pytest.mark.parametrize(
+    ("field", "value"), [(name, value) for name, values in CHANGES.items() for value in values]
+)
 def test_the_fingerprint_changes_with_everything_a_view_says(field: str, value: Any) -> None:
     changed = dataclasses.replace(FULL, **{field: value})
     assert changed.fingerprint() != FULL.fingerprint()
@@ -125,7 +147,11 @@ def test_the_arrow_type_follows_dtype_and_shape(dtype: str) -> None:
 
 
 def test_the_schema_has_the_features_alone_in_declared_order() -> None:
-    expected = [("vector", pa.list_(pa.float16(), 3)), ("label", pa.string()), ("top", pa.list_(pa.int64()))]
+    expected = [
+        ("vector", pa.list_(pa.float16(), 3)),
+        ("label", pa.string()),
+        ("top", pa.list_(pa.int64())),
+    ]
     assert FULL.feature_schema() == pa.schema(expected)
 
 
@@ -136,7 +162,26 @@ def test_a_name_of_lower_case_letters_digits_and_underscores_is_one(name: str) -
 
 @pytest.mark.parametrize(
     "name",
-    ["", "A", "1a", "_a", "a-b", "a.b", "a/b", "../a", "a b", "a:b", "a{b}", "é", "a" * 64, "a\0", "a\n", "\na", "a\nb", "à"],
+    [
+        "",
+        "A",
+        "1a",
+        "_a",
+        "a-b",
+        "a.b",
+        "a/b",
+        "../a",
+        "a b",
+        "a:b",
+        "a{b}",
+        "é",
+        "a" * 64,
+        "a\0",
+        "a\n",
+        "\na",
+        "a\nb",
+        "à",
+    ],
 )
 def test_a_name_that_could_leave_its_folder_or_key_space_is_none(name: str) -> None:
     assert not NAME.match(name)

@@ -1,4 +1,5 @@
-"""What an age means: fresh up to the TTL, stale for a while, then missing; and no clock makes an age negative."""
+"""What an age means: fresh up to the TTL, stale for a while, then missing; and no clock makes an
+age negative."""
 
 from __future__ import annotations
 
@@ -20,7 +21,15 @@ FRESH, STALE, MISSING = Status.FRESH, Status.STALE, Status.MISSING
 
 @pytest.mark.parametrize(
     ("age", "status"),
-    [(0, FRESH), (9.999999, FRESH), (10, FRESH), (10.000001, STALE), (15, STALE), (15.000001, MISSING), (1e12, MISSING)],
+    [
+        (0, FRESH),
+        (9.999999, FRESH),
+        (10, FRESH),
+        (10.000001, STALE),
+        (15, STALE),
+        (15.000001, MISSING),
+        (1e12, MISSING),
+    ],
 )
 def test_the_limits_belong_to_the_better_side(age: float, status: Status) -> None:
     assert status_of(VIEW, age) is status
@@ -41,7 +50,9 @@ def test_the_limits_belong_to_the_better_side(age: float, status: Status) -> Non
         (0, -1, MISSING),
     ],
 )
-def test_the_callers_own_limit_only_ever_takes_away(age: float, max_age: float, status: Status) -> None:
+def test_the_callers_own_limit_only_ever_takes_away(
+    age: float, max_age: float, status: Status
+) -> None:
     assert status_of(VIEW, age, max_age) is status
 
 
@@ -50,14 +61,23 @@ def test_without_stale_for_a_row_goes_from_fresh_to_missing(age: float, status: 
     assert status_of(dataclasses.replace(VIEW, stale_for_s=0), age) is status
 
 
-@pytest.mark.parametrize(("age", "status"), [(0, FRESH), (0.000001, STALE), (5, STALE), (5.000001, MISSING)])
+@pytest.mark.parametrize(
+    ("age", "status"), [(0, FRESH), (0.000001, STALE), (5, STALE), (5.000001, MISSING)]
+)
 def test_without_a_ttl_a_row_is_fresh_only_at_once(age: float, status: Status) -> None:
     assert status_of(dataclasses.replace(VIEW, ttl_s=0), age) is status
 
 
 @pytest.mark.parametrize(
     ("computed_at", "now", "age"),
-    [(0, 0, 0.0), (0, 1, 0.000001), (5, 2_500_005, 2.5), (1, 0, 0.0), (10**18, 0, 0.0), (-2_000_000, 0, 2.0)],
+    [
+        (0, 0, 0.0),
+        (0, 1, 0.000001),
+        (5, 2_500_005, 2.5),
+        (1, 0, 0.0),
+        (10**18, 0, 0.0),
+        (-2_000_000, 0, 2.0),
+    ],
 )
 def test_an_age_is_in_seconds_and_never_negative(computed_at: int, now: int, age: float) -> None:
     assert age_s(computed_at, now) == age
@@ -109,7 +129,13 @@ def test_the_words_of_an_answer_are_the_contracts() -> None:
         (None, 0, 144, 150, 7),  # later than it was seen: it is as old as that is ago
         (None, 0, 10**15, 150, 7),
         (10**15, 0, 10**15, 150, 7),
-        (10**15, 0, 10**15, 2 * 10**15, 10**15),  # the reader's clock was slow when it saw them first, and set right
+        (
+            10**15,
+            0,
+            10**15,
+            2 * 10**15,
+            10**15,
+        ),  # the reader's clock was slow when it saw them first, and set right
         (10**15, 0, 90, 150, 60),
         (100, 10**15, 90, 150, 7),
         (100, 0, 90, 50, 7),  # the reader's clock was set back
@@ -122,7 +148,10 @@ def test_no_row_is_younger_than_its_publishing_or_than_it_was_first_seen(
     """First seen 7 µs ago by the clock that never jumps."""
     sighting = Sighting(published, renewed, 7)
     assert sighting.age_us(computed_at, now) == age
-    assert sighting.ages_us(np.array([computed_at, computed_at], np.int64), now).tolist() == [age, age]
+    assert sighting.ages_us(np.array([computed_at, computed_at], np.int64), now).tolist() == [
+        age,
+        age,
+    ]
 
 
 TIMES = st.integers(-(10**6), 10**6) | st.integers(-(2**61), 2**61)
@@ -138,13 +167,17 @@ TIMES = st.integers(-(10**6), 10**6) | st.integers(-(2**61), 2**61)
 def test_no_clock_takes_an_age_below_what_is_known(
     published: int | None, renewed: int, elapsed: int, computed_at: list[int], now: int
 ) -> None:
-    """Neither below the time since it was first seen nor, where the row's clock was right, below the difference; and a row that was computed
-    later is never the older one, which is what an answer relies on that judges all its rows by the oldest."""
+    """Neither below the time since it was first seen nor, where the row's clock was right, below
+    the difference; and a row that was computed later is never the older one, which is what an
+    answer relies on that judges all its rows by the oldest."""
     sighting = Sighting(published, renewed, elapsed)
     ages = [sighting.age_us(at, now) for at in sorted(computed_at)]
     assert sighting.ages_us(np.array(sorted(computed_at), np.int64), now).tolist() == ages
     assert ages == sorted(ages, reverse=True)
-    assert all(age >= max(0, elapsed, now - max(at, renewed)) for age, at in zip(ages, sorted(computed_at), strict=True))
+    assert all(
+        age >= max(0, elapsed, now - max(at, renewed))
+        for age, at in zip(ages, sorted(computed_at), strict=True)
+    )
 
 
 @pytest.mark.parametrize(

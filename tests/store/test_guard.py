@@ -1,4 +1,5 @@
-"""What one client may take of a server: every limit is kept, is told where somebody may read it, and costs nobody else."""
+"""What one client may take of a server: every limit is kept, is told where somebody may read it,
+and costs nobody else."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ class Guarded:
         # the kernel would take megabytes, and know nothing of who reads them
         self.listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65536)
         self.address = self.listening.getsockname()
-        self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.listening]})
+        self._thread = threading.Thread(
+            target=self.server.run, kwargs={"sockets": [self.listening]}
+        )
 
     def __enter__(self) -> Guarded:
         self._thread.start()
@@ -218,11 +221,18 @@ def small() -> Iterator[Guarded]:
         (request("/", method="POST", body=b"b" * 5001), 413, "body_too_large"),
         (request("/", method="POST", body=b"b" * 400_000), 413, "body_too_large"),
         (
-            request("/", "Transfer-Encoding: chunked", method="POST") + b"".join([b"3e8\r\n" + b"b" * 1000 + b"\r\n"] * 6),
+            request("/", "Transfer-Encoding: chunked", method="POST")
+            + b"".join([b"3e8\r\n" + b"b" * 1000 + b"\r\n"] * 6),
             413,
             "body_too_large",
         ),
-        (request("/", "Transfer-Encoding: chunked", method="POST") + b"1\r\nb\r\n" * 2000 + b"0\r\n\r\n", 200, None),
+        (
+            request("/", "Transfer-Encoding: chunked", method="POST")
+            + b"1\r\nb\r\n" * 2000
+            + b"0\r\n\r\n",
+            200,
+            None,
+        ),
     ],
 )
 def test_what_is_too_large_is_refused_before_it_is_held(
@@ -239,14 +249,19 @@ def test_what_is_too_large_is_refused_before_it_is_held(
             assert reply.status == status
         else:
             reply.check_problem(status, code)
-            assert (reply.headers["connection"], reply.headers["x-content-type-options"]) == ("close", "nosniff")
+            assert (reply.headers["connection"], reply.headers["x-content-type-options"]) == (
+                "close",
+                "nosniff",
+            )
             check_closed(connection)
 
 
 def test_a_body_refused_midway_reaches_its_route_as_a_disconnect(small: Guarded) -> None:
     path = f"/midway{time.monotonic_ns()}"
     with small.connect() as connection:
-        connection.sendall(request(path, "Transfer-Encoding: chunked", method="POST") + b"1\r\nb\r\n")
+        connection.sendall(
+            request(path, "Transfer-Encoding: chunked", method="POST") + b"1\r\nb\r\n"
+        )
         eventually(lambda: path in small.begun)
         connection.sendall(b"2000\r\n" + b"b" * 0x2000)
         read_reply(connection).check_problem(413, "body_too_large")
@@ -337,9 +352,15 @@ def test_a_request_names_one_host(small: Guarded, lines: list[str], status: int)
 def test_another_protocol_is_not_taken_up(small: Guarded) -> None:
     for upgrade in ("websocket", "h2c"):
         with small.connect() as connection:
-            connection.sendall(request("/up", "Connection: Upgrade", f"Upgrade: {upgrade}") + b"\x81\x00" * 100)
+            connection.sendall(
+                request("/up", "Connection: Upgrade", f"Upgrade: {upgrade}") + b"\x81\x00" * 100
+            )
             reply = read_reply(connection)
-            assert (reply.status, reply.body, reply.headers["connection"]) == (200, b"/up 0", "close")
+            assert (reply.status, reply.body, reply.headers["connection"]) == (
+                200,
+                b"/up 0",
+                "close",
+            )
             check_closed(connection)
 
 
@@ -347,7 +368,9 @@ def test_all_bodies_together_are_bounded_and_released() -> None:
     with guarded(body_bytes=MIB, bodies_bytes=2 * MIB) as server, contextlib.ExitStack() as stack:
         held = [stack.enter_context(server.connect()) for _ in range(2)]
         for connection in held:
-            connection.sendall(request("/held", f"Content-Length: {MIB}", method="POST") + bytes(MIB - 1))
+            connection.sendall(
+                request("/held", f"Content-Length: {MIB}", method="POST") + bytes(MIB - 1)
+            )
         eventually(lambda: server.server.connections.bodies == 2 * MIB - 2)
         refused = server.raw(request("/", method="POST", body=b"more"))
         refused.check_problem(503, "busy")
@@ -389,7 +412,9 @@ def test_who_goes_in_the_middle_leaves_no_error_behind(caplog: pytest.LogCapture
 
 @pytest.fixture(scope="module")
 def hasty() -> Iterator[Guarded]:
-    with guarded(header_s=0.4, body_s=0.4, idle_s=0.4, write_s=0.4, unsent_bytes=64 * MIB) as server:
+    with guarded(
+        header_s=0.4, body_s=0.4, idle_s=0.4, write_s=0.4, unsent_bytes=64 * MIB
+    ) as server:
         yield server
 
 
@@ -580,7 +605,9 @@ def test_told_to_end_it_answers_what_is_at_hand_and_closes_the_idle() -> None:
 
 
 @pytest.mark.parametrize("waits_s", [0.0, 0.6])
-def test_told_to_end_it_waits_no_longer_than_the_last_of_those_that_wait(monkeypatch: pytest.MonkeyPatch, waits_s: float) -> None:
+def test_told_to_end_it_waits_no_longer_than_the_last_of_those_that_wait(
+    monkeypatch: pytest.MonkeyPatch, waits_s: float
+) -> None:
     monkeypatch.setattr("precompute.store.guard.server.GRACE_S", 0.1)
     monkeypatch.setattr("precompute.store.guard.server.ANSWER_S", 0.1)
     overdue: list[float] = []
@@ -591,7 +618,11 @@ def test_told_to_end_it_waits_no_longer_than_the_last_of_those_that_wait(monkeyp
         until = min(until, time.monotonic() + waits_s)
         return until
 
-    options = {"drain_s": 60.0, "waits_until": begun_to_end, "on_overdue": lambda: overdue.append(time.monotonic())}
+    options = {
+        "drain_s": 60.0,
+        "waits_until": begun_to_end,
+        "on_overdue": lambda: overdue.append(time.monotonic()),
+    }
     with Guarded(Limits(), **options) as server, server.connect() as hangs:
         hangs.sendall(request("/wait"))
         eventually(lambda: "/wait" in server.begun)
@@ -607,8 +638,14 @@ def test_told_to_end_it_waits_for_no_client_longer_than_it_says(
 ) -> None:
     monkeypatch.setattr("precompute.store.guard.server.GRACE_S", 0.3)
     # looked at often, and far beyond what the test may take
-    with Guarded(Limits(header_s=0.2), drain_s=60.0) as server, contextlib.ExitStack() as stack, caplog.at_level("INFO"):
-        silent, slow, busy = (stack.enter_context(server.connect(size)) for size in (None, 4096, None))
+    with (
+        Guarded(Limits(header_s=0.2), drain_s=60.0) as server,
+        contextlib.ExitStack() as stack,
+        caplog.at_level("INFO"),
+    ):
+        silent, slow, busy = (
+            stack.enter_context(server.connect(size)) for size in (None, 4096, None)
+        )
         silent.sendall(request("/never", "Content-Length: 1000", method="POST") + b"{")
         slow.sendall(request(f"/bytes/{8 * MIB}"))
         busy.sendall(request("/wait"))
@@ -622,18 +659,28 @@ def test_told_to_end_it_waits_for_no_client_longer_than_it_says(
         check_closed(slow)
         assert time.monotonic() - began < 10
     told = [
-        (record.levelname, record.getMessage()) for record in caplog.records if record.name == "precompute.store.guard.server"
+        (record.levelname, record.getMessage())
+        for record in caplog.records
+        if record.name == "precompute.store.guard.server"
     ]
     assert told == [
-        ("INFO", "ordered to end: 1 requests are in hand, and waited for 0.3 s at most, a client 0.3 s"),
-        ("WARNING", "1 requests did not arrive whole, and 1 answers were not taken: their connections were closed"),
+        (
+            "INFO",
+            "ordered to end: 1 requests are in hand, and waited for 0.3 s at most, a client 0.3 s",
+        ),
+        (
+            "WARNING",
+            "1 requests did not arrive whole, and 1 answers were not taken: their connections were closed",
+        ),
     ]
 
 
 @pytest.mark.parametrize("piece", [b"x: " + b"y" * 900 + b"\r\n", b"y" * 900], ids=["many", "one"])
 def test_what_follows_a_body_in_chunks_is_limited_like_a_head(piece: bytes) -> None:
     with guarded() as server, server.connect() as connection:
-        connection.sendall(request("/x", "Transfer-Encoding: chunked", method="POST") + b"3\r\nabc\r\n0\r\nx: ")
+        connection.sendall(
+            request("/x", "Transfer-Encoding: chunked", method="POST") + b"3\r\nabc\r\n0\r\nx: "
+        )
         with contextlib.suppress(OSError):
             for _ in range(10_000):
                 connection.sendall(piece)
@@ -644,7 +691,11 @@ def test_what_follows_a_body_in_chunks_is_limited_like_a_head(piece: bytes) -> N
 def test_what_follows_a_body_in_chunks_is_no_header(small: Guarded) -> None:
     chunks = b"3\r\nabc\r\n0\r\nAuthorization: Bearer x\r\nHost: y\r\n\r\n"
     with small.connect() as connection:
-        connection.sendall(request("/names", "Transfer-Encoding: chunked", method="POST") + chunks + request("/next"))
+        connection.sendall(
+            request("/names", "Transfer-Encoding: chunked", method="POST")
+            + chunks
+            + request("/next")
+        )
         assert bodies(connection, 2) == [b"host transfer-encoding", b"/next 0"]
 
 

@@ -1,4 +1,5 @@
-"""History against brute force: made-up snapshots of every kind, asked for every key at every time."""
+"""History against brute force: made-up snapshots of every kind, asked for every key at every
+time."""
 
 from __future__ import annotations
 
@@ -21,7 +22,13 @@ from precompute.store.disk.spill_folder import SpillFolder
 from precompute.store.errors import RequestError, SnapshotError
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.freshness import as_us
-from precompute.store.history import Explanation, explain, get_historical_features, read, snapshot_at
+from precompute.store.history import (
+    Explanation,
+    explain,
+    get_historical_features,
+    read,
+    snapshot_at,
+)
 from precompute.store.history.versions import Versions
 from precompute.store.offline import refs
 from precompute.store.offline.runs import Report
@@ -84,7 +91,13 @@ class Made:
 
     @property
     def view(self) -> FeatureView:
-        return FeatureView("made", tuple(self.entity), FEATURES, ttl_s=self.good_for_s / 2, stale_for_s=self.good_for_s / 2)
+        return FeatureView(
+            "made",
+            tuple(self.entity),
+            FEATURES,
+            ttl_s=self.good_for_s / 2,
+            stale_for_s=self.good_for_s / 2,
+        )
 
     def parent(self, partition: str | None) -> Snapshot | None:
         found = [s for s in self.snapshots if s.partition == partition and s.number not in self.bad]
@@ -101,15 +114,17 @@ class Made:
         content: str = "",
         live: bool = True,
     ) -> Snapshot:
-        """A snapshot of these rows: ``full``, ``delta`` to the newest good one, or ``compact``: its parent's rows copied. It goes live unless a gate refused it,
-        or with ``live`` false."""
+        """A snapshot of these rows: ``full``, ``delta`` to the newest good one, or ``compact``: its
+        parent's rows copied. It goes live unless a gate refused it, or with ``live`` false."""
         parent = None if how == "full" else self.parent(partition)
         old = {} if parent is None else self.rows[parent.number]
         run = f"run{len(self.snapshots) + 1}"
         same = {key for key, value in rows.items() if old.get(key) == value}
         written = [key for key in rows if key not in same]
         delta = parent is not None and how == "delta"
-        parts, places = self._parts(run, {key: rows[key] for key in rows if not delta or key in written})
+        parts, places = self._parts(
+            run, {key: rows[key] for key in rows if not delta or key in written}
+        )
         deletes = None
         if delta:
             assert parent is not None
@@ -119,7 +134,9 @@ class Made:
             if gone:
                 deletes = self.store.write_part(run, "deletes.parquet", self._deletes(gone, rows))
         removed = len(old.keys() - rows.keys())
-        counts = Counts(source=len(rows), written=len(written), unchanged=len(same), removed=removed)
+        counts = Counts(
+            source=len(rows), written=len(written), unchanged=len(same), removed=removed
+        )
         snapshot = self.store.commit(
             Snapshot(
                 self.view, run, "model", counts, tuple(parts), None, at(created).isoformat(), None, None,
@@ -141,10 +158,13 @@ class Made:
                 view.end_live()
             else:
                 expected = 0 if ref is None else ref.epoch
-                view.move_live(number, expected_epoch=expected, epoch=view.claim_epoch(expected), reason="test")
+                view.move_live(
+                    number, expected_epoch=expected, epoch=view.claim_epoch(expected), reason="test"
+                )
 
     def renew(self, renewed: float, second: float) -> None:
-        """A run that read the source at ``renewed`` found nothing changed, and readers were told at ``second``."""
+        """A run that read the source at ``renewed`` found nothing changed, and readers were told at
+        ``second``."""
         ref = self.store.refs.live()
         if ref is not None:
             with mock.patch.object(refs, "utc_now", return_value=at(second).isoformat()):
@@ -161,50 +181,82 @@ class Made:
                 void.add(snapshot.number)
         return [s for s in self.snapshots if s.number not in void and not s.refused_by]
 
-    def _parts(self, run: str, rows: Mapping[Key, Value]) -> tuple[list[Part], dict[Key, tuple[str, int]]]:
+    def _parts(
+        self, run: str, rows: Mapping[Key, Value]
+    ) -> tuple[list[Part], dict[Key, tuple[str, int]]]:
         parts: list[Part] = []
         places: dict[Key, tuple[str, int]] = {}
         keys = list(rows)
         for number in range(0, len(keys), 2):  # two rows a file, so that files are shared
             here = keys[number : number + 2]
-            part = self.store.write_part(run, f"part-{number:05d}.parquet", self.table({key: rows[key] for key in here}))
+            part = self.store.write_part(
+                run, f"part-{number:05d}.parquet", self.table({key: rows[key] for key in here})
+            )
             parts.append(part)
             places |= {key: (part.path, row) for row, key in enumerate(here)}
         return parts, places
 
     def table(self, rows: Mapping[Key, Value]) -> pa.Table:
-        columns = [pa.array([key[i] for key in rows], kind) for i, kind in enumerate(self.entity.values())]
+        columns = [
+            pa.array([key[i] for key in rows], kind) for i, kind in enumerate(self.entity.values())
+        ]
         for feature in FEATURES:
-            columns.append(pa.array([value.features()[feature.name] for value in rows.values()], feature.arrow_type))
-        columns.append(pa.array([at(value.computed) for value in rows.values()], pa.timestamp("us", "UTC")))
+            columns.append(
+                pa.array(
+                    [value.features()[feature.name] for value in rows.values()], feature.arrow_type
+                )
+            )
+        columns.append(
+            pa.array([at(value.computed) for value in rows.values()], pa.timestamp("us", "UTC"))
+        )
         columns.append(pa.array([value.x for value in rows.values()], pa.int64()))
-        return pa.table(columns, names=[*self.entity, *(f.name for f in FEATURES), "computed_at", "input_hash"])
+        return pa.table(
+            columns, names=[*self.entity, *(f.name for f in FEATURES), "computed_at", "input_hash"]
+        )
 
     def _deletes(self, gone: Mapping[Key, tuple[str, int]], rows: Mapping[Key, Value]) -> pa.Table:
         columns = [
             pa.array([path for path, _ in gone.values()], pa.string()).dictionary_encode(),
             pa.array([row for _, row in gone.values()], pa.int64()),
             pa.array([key not in rows for key in gone], pa.bool_()),
-            *(pa.array([key[i] for key in gone], kind) for i, kind in enumerate(self.entity.values())),
+            *(
+                pa.array([key[i] for key in gone], kind)
+                for i, kind in enumerate(self.entity.values())
+            ),
         ]
         return pa.table(columns, names=[*DELETES_SCHEMA.names, *self.entity])
 
     def asked(self, questions: Sequence[tuple[Key, float]], unit: str = "us") -> pa.Table:
-        columns = {name: pa.array([key[i] for key, _ in questions], kind) for i, (name, kind) in enumerate(self.entity.items())}
-        times = pa.array([at(second) for _, second in questions], pa.timestamp("us", "UTC")).cast(pa.timestamp(unit, "UTC"))
-        return pa.table({"label": pa.array(range(len(questions)), pa.int64()), **columns, "event_timestamp": times})
+        columns = {
+            name: pa.array([key[i] for key, _ in questions], kind)
+            for i, (name, kind) in enumerate(self.entity.items())
+        }
+        times = pa.array([at(second) for _, second in questions], pa.timestamp("us", "UTC")).cast(
+            pa.timestamp(unit, "UTC")
+        )
+        return pa.table(
+            {
+                "label": pa.array(range(len(questions)), pa.int64()),
+                **columns,
+                "event_timestamp": times,
+            }
+        )
 
     def check(self, asked: pa.Table, expected: Sequence[Value | None], **options: Any) -> None:
-        """The join gives these values, with every type as declared and the asked columns as they were."""
+        """The join gives these values, with every type as declared and the asked columns as they
+        were."""
         found = get_historical_features(self.store.offline, asked, ["made"], **options)
         assert found.select(asked.column_names).equals(asked)
-        schema = [(f"made__{f.name}", f.arrow_type) for f in FEATURES] + [("made__computed_at", pa.timestamp("us", "UTC"))]
+        schema = [(f"made__{f.name}", f.arrow_type) for f in FEATURES] + [
+            ("made__computed_at", pa.timestamp("us", "UTC"))
+        ]
         assert [(f.name, f.type) for f in found.schema][asked.num_columns :] == schema
         nothing: dict[str, Any] = dict.fromkeys((name for name, _ in schema))
         want = [
             nothing
             if value is None
-            else {f"made__{n}": v for n, v in value.features().items()} | {"made__computed_at": at(value.computed)}
+            else {f"made__{n}": v for n, v in value.features().items()}
+            | {"made__computed_at": at(value.computed)}
             for value in expected
         ]
         assert found.select([name for name, _ in schema]).to_pylist() == want
@@ -235,7 +287,11 @@ def histories(draw: st.DrawFn, partitioned: bool = False) -> tuple[str, list[dic
     now, held, steps = 0, dict[Key, Value](), []
     for _ in range(draw(st.integers(1, 6))):
         now += draw(st.integers(0, 4))
-        changed = draw(st.dictionaries(st.sampled_from(keys), st.one_of(st.none(), st.integers(0, 9)), max_size=4))
+        changed = draw(
+            st.dictionaries(
+                st.sampled_from(keys), st.one_of(st.none(), st.integers(0, 9)), max_size=4
+            )
+        )
         rows = dict(held)
         for key, x in changed.items():
             if x is None:
@@ -256,7 +312,12 @@ def histories(draw: st.DrawFn, partitioned: bool = False) -> tuple[str, list[dic
                 "late": draw(st.booleans()),
                 "day": draw(st.integers(0, 2)) if partitioned else None,
                 "live": draw(st.booleans()),
-                "then": draw(st.lists(st.sampled_from(["back", "forward", "renew", "drop", "reload", "clock"]), max_size=3)),
+                "then": draw(
+                    st.lists(
+                        st.sampled_from(["back", "forward", "renew", "drop", "reload", "clock"]),
+                        max_size=3,
+                    )
+                ),
             }
         )
         held = rows
@@ -286,9 +347,15 @@ def build(made: Made, steps: list[dict[str, Any]]) -> Told:
             told.append((second, number, second, renewed))
 
     for step in steps:
-        partition = None if step["day"] is None else str(containing("day", START + timedelta(days=step["day"])))
+        partition = (
+            None
+            if step["day"] is None
+            else str(containing("day", START + timedelta(days=step["day"])))
+        )
         refused, now = step["mishap"] == "refused", step["created"]
-        snapshot = made.commit(step["rows"], now, how=step["how"], refused=refused, partition=partition, live=False)
+        snapshot = made.commit(
+            step["rows"], now, how=step["how"], refused=refused, partition=partition, live=False
+        )
         if step["live"] and not refused:
             publish(snapshot.number, now)
         if step["mishap"] == "bad":
@@ -325,7 +392,9 @@ def served(made: Made, told: Told, key: Key, second: float, oldest: float = 1e9)
         if since > second:
             continue
         value = None if number is None else made.rows[number].get(key)
-        if value is None or second - max(min(value.computed, published), renewed) > min(made.good_for_s, oldest):
+        if value is None or second - max(min(value.computed, published), renewed) > min(
+            made.good_for_s, oldest
+        ):
             return None
         return value
     return None
@@ -338,7 +407,9 @@ def by_commit(made: Made, told: Told, key: Key, second: float) -> Value | None:
 
 def by_partition(made: Made, told: Told, key: Key, second: float) -> Value | None:
     newest = {s.partition or "": s for s in made.good()}
-    over = [p for p in sorted(newest) if seconds(p.partition("/")[2].replace("Z", "+00:00")) <= second]
+    over = [
+        p for p in sorted(newest) if seconds(p.partition("/")[2].replace("Z", "+00:00")) <= second
+    ]
     return made.rows[newest[over[-1]].number].get(key) if over else None
 
 
@@ -355,7 +426,9 @@ def in_types(asked: pa.Table, draw: st.DataObject) -> pa.Table:
     unit = draw.draw(st.sampled_from(["ms", "us", "ns"]))
     zone = draw.draw(st.sampled_from(["UTC", "America/New_York"]))
     at_column = asked.column_names.index("event_timestamp")
-    return asked.set_column(at_column, "event_timestamp", asked.column(at_column).cast(pa.timestamp(unit, zone)))
+    return asked.set_column(
+        at_column, "event_timestamp", asked.column(at_column).cast(pa.timestamp(unit, zone))
+    )
 
 
 @pytest.mark.parametrize("reference", [served, by_commit, by_partition])
@@ -365,15 +438,27 @@ def test_the_join_answers_as_brute_force_does(reference: Any, draw: st.DataObjec
     kind, steps = draw.draw(histories(partitioned=reference is by_partition))
     values: Any = "served" if reference is served else "best_known"
     with tempfile.TemporaryDirectory() as folder:
-        made = Made(OfflineStore(folder).view("made"), ENTITIES[kind], good_for_s=draw.draw(st.sampled_from([2, 4, 1e9])))
+        made = Made(
+            OfflineStore(folder).view("made"),
+            ENTITIES[kind],
+            good_for_s=draw.draw(st.sampled_from([2, 4, 1e9])),
+        )
         told = build(made, steps)
         if reference is by_partition:
-            asked: list[tuple[Key, float]] = [(key, 43_200 * half) for key, half in draw.draw(questions(kind, 8))]
+            asked: list[tuple[Key, float]] = [
+                (key, 43_200 * half) for key, half in draw.draw(questions(kind, 8))
+            ]
         else:
-            asked = [(key, half / 2) for key, half in draw.draw(questions(kind, 2 * steps[-1]["created"]))]
+            asked = [
+                (key, half / 2)
+                for key, half in draw.draw(questions(kind, 2 * steps[-1]["created"]))
+            ]
         table = in_types(made.asked(asked), draw)
         if not (told if reference is served else made.good()):
-            with pytest.raises(SnapshotError, match="nothing that was served" if reference is served else "no snapshot under"):
+            with pytest.raises(
+                SnapshotError,
+                match="nothing that was served" if reference is served else "no snapshot under",
+            ):
                 get_historical_features(made.store.offline, table, ["made"], values=values)
             return
         expected = [reference(made, told, key, second) for key, second in asked]
@@ -407,7 +492,10 @@ def check_read_and_explain(made: Made, key: Key, second: float, value: Value | N
     answered = [
         (version.features["double"], version.computed_at)
         for version in versions
-        if any(since <= at(second) and (until is None or at(second) < until) for since, until in version.served)
+        if any(
+            since <= at(second) and (until is None or at(second) < until)
+            for since, until in version.served
+        )
     ]
     assert answered == ([] if value is None else [(2.0 * value.x, at(value.computed))])
 
@@ -423,17 +511,26 @@ def test_nothing_counts_before_it_was_live(made: Made) -> None:
 
 
 def test_a_folder_above_the_store_is_no_partition(tmp_path: Path) -> None:
-    made = Made(OfflineStore(tmp_path / "id=9" / "row=9" / "input_hash=9" / "root").view("made"), ENTITIES["number"])
+    made = Made(
+        OfflineStore(tmp_path / "id=9" / "row=9" / "input_hash=9" / "root").view("made"),
+        ENTITIES["number"],
+    )
     made.commit({(1,): Value(1, 1), (2,): Value(1, 2)}, 2)
     made.commit({(1,): Value(5, 3)}, 6, how="delta")
-    made.check(made.asked([((1,), 3), ((1,), 9), ((2,), 3), ((2,), 9)]), [Value(1, 1), Value(5, 3), Value(1, 2), None])
+    made.check(
+        made.asked([((1,), 3), ((1,), 9), ((2,), 3), ((2,), 9)]),
+        [Value(1, 1), Value(5, 3), Value(1, 2), None],
+    )
 
 
 def test_a_time_finer_than_a_microsecond_knows_only_what_was_before_it(made: Made) -> None:
     made.commit({(1,): Value(10, 1)}, 11)
     ns = int(at(11).timestamp()) * 10**9
     times = pa.array([ns - 1, ns, ns + 1, -1], pa.timestamp("ns", "UTC"))
-    made.check(pa.table({"id": [1, 1, 1, 1], "event_timestamp": times}), [None, Value(10, 1), Value(10, 1), None])
+    made.check(
+        pa.table({"id": [1, 1, 1, 1], "event_timestamp": times}),
+        [None, Value(10, 1), Value(10, 1), None],
+    )
 
 
 def test_rows_and_their_order_stay_and_others_columns_do_not_matter(made: Made) -> None:
@@ -443,7 +540,8 @@ def test_rows_and_their_order_stay_and_others_columns_do_not_matter(made: Made) 
     made.check(chunked, [Value(1, 2), Value(1, 1), Value(1, 2), None, None])
     made.check(table.slice(0, 0), [])
     made.check(
-        table.set_column(1, "id", pa.array([None, 2**64 - 1, 2, 1, 1], pa.uint64())), [None, None, Value(1, 2), Value(1, 1), None]
+        table.set_column(1, "id", pa.array([None, 2**64 - 1, 2, 1, 1], pa.uint64())),
+        [None, None, Value(1, 2), Value(1, 1), None],
     )
 
 
@@ -451,8 +549,13 @@ def test_a_compaction_changes_no_history(made: Made) -> None:
     for how in ("delta", "compact"):
         made.commit({(1,): Value(1, 1), (2,): Value(1, 1)}, 2)
         made.commit({(1,): Value(1, 1)}, 10, how=how)
-        made.commit({(1,): Value(7, 2)}, 12, how="delta")  # computed by a run that was interrupted before the second commit
-        made.check(made.asked([((1,), 11), ((1,), 12), ((2,), 9), ((2,), 10)]), [Value(1, 1), Value(7, 2), Value(1, 1), None])
+        made.commit(
+            {(1,): Value(7, 2)}, 12, how="delta"
+        )  # computed by a run that was interrupted before the second commit
+        made.check(
+            made.asked([((1,), 11), ((1,), 12), ((2,), 9), ((2,), 10)]),
+            [Value(1, 1), Value(7, 2), Value(1, 1), None],
+        )
         made = Made(OfflineStore(made.store.offline.root / "compacted").view("made"), made.entity)
 
 
@@ -479,8 +582,14 @@ def test_what_was_only_committed_is_best_known_and_was_not_served(made: Made) ->
     made.commit({(1,): Value(1, 1)}, 2, live=False)
     refused = made.commit({(1,): Value(3, 2)}, 4, how="delta", refused=True)
     asked = made.asked([((1,), 3), ((1,), 9)])
-    for ask in (lambda: get_historical_features(made.store.offline, asked, ["made"]), lambda: read(made.store, at(9))):
-        with pytest.raises(SnapshotError, match="it was never published; see its name, run it, or ask for values='best_known'"):
+    for ask in (
+        lambda: get_historical_features(made.store.offline, asked, ["made"]),
+        lambda: read(made.store, at(9)),
+    ):
+        with pytest.raises(
+            SnapshotError,
+            match="it was never published; see its name, run it, or ask for values='best_known'",
+        ):
             ask()
     made.check(asked, [Value(1, 1), Value(1, 1)], values="best_known")
     made.store.commit(replace(refused, accepted=("drift",), run="publish"))
@@ -490,23 +599,42 @@ def test_what_was_only_committed_is_best_known_and_was_not_served(made: Made) ->
 
 
 def test_a_row_expires_as_for_lookups_and_is_renewed_likewise(tmp_path: Path) -> None:
-    made, value = Made(OfflineStore(tmp_path).view("made"), ENTITIES["number"], good_for_s=4), Value(1, 1)
+    made, value = (
+        Made(OfflineStore(tmp_path).view("made"), ENTITIES["number"], good_for_s=4),
+        Value(1, 1),
+    )
     made.commit({(1,): value}, 2)
     made.renew(7, 9)
-    asked = [(5, value), (5.000001, None), (8.999999, None), (9, value), (11, value), (11.000001, None)]
+    asked = [
+        (5, value),
+        (5.000001, None),
+        (8.999999, None),
+        (9, value),
+        (11, value),
+        (11.000001, None),
+    ]
     made.check(made.asked([((1,), second) for second, _ in asked]), [found for _, found in asked])
-    assert [read(made.store, at(second)).num_rows for second, _ in asked] == [int(found is not None) for _, found in asked]
+    assert [read(made.store, at(second)).num_rows for second, _ in asked] == [
+        int(found is not None) for _, found in asked
+    ]
     later = timedelta(microseconds=1)
-    assert explain(made.store, 1).versions[0].served == [(at(2), at(5) + later), (at(9), at(11) + later)]
+    assert explain(made.store, 1).versions[0].served == [
+        (at(2), at(5) + later),
+        (at(9), at(11) + later),
+    ]
 
 
 def test_after_a_drop_nothing_is_known_until_the_next_publishing(made: Made) -> None:
     made.commit({(1,): Value(1, 1)}, 2)
     made.publish(None, 4)
     made.commit({(1,): Value(5, 2)}, 6)
-    made.check(made.asked([((1,), second) for second in (3, 4, 5, 6)]), [Value(1, 1), None, None, Value(5, 2)])
+    made.check(
+        made.asked([((1,), second) for second in (3, 4, 5, 6)]),
+        [Value(1, 1), None, None, Value(5, 2)],
+    )
     with pytest.raises(
-        SnapshotError, match=r"nothing to read as of 2026-01-01T00:00:05\+00:00; it was dropped at 2026-01-01T00:00:04"
+        SnapshotError,
+        match=r"nothing to read as of 2026-01-01T00:00:05\+00:00; it was dropped at 2026-01-01T00:00:04",
     ):
         read(made.store, at(5))
 
@@ -519,13 +647,17 @@ def test_where_the_snapshot_is_gone_nothing_is_known(made: Made) -> None:
         asked = made.asked([((1,), second) for second in (3, 5, 7)])
         made.check(asked, [Value(1, 1) if number == 2 else None, None, Value(3, 3)])
     why = "the oldest snapshot that can be read is 3, which counts from 2026-01-01T00:00:06Z on"
-    with pytest.raises(SnapshotError, match=rf"nothing to read as of 2026-01-01T00:00:05\+00:00: {why}"):
+    with pytest.raises(
+        SnapshotError, match=rf"nothing to read as of 2026-01-01T00:00:05\+00:00: {why}"
+    ):
         read(made.store, at(5))
 
 
 def test_features_may_be_chosen_and_views_joined(made: Made) -> None:
     made.commit({(1,): Value(1, 2)}, 2)
-    found = get_historical_features(made.store.offline, made.asked([((1,), 3)]), {"made": ["name", "double"]})
+    found = get_historical_features(
+        made.store.offline, made.asked([((1,), 3)]), {"made": ["name", "double"]}
+    )
     assert found.column_names[3:] == ["made__name", "made__double", "made__computed_at"]
     assert found.to_pylist()[0]["made__name"] == "n2"
     assert get_historical_features(made.store.offline, found, {}).equals(found)
@@ -534,7 +666,11 @@ def test_features_may_be_chosen_and_views_joined(made: Made) -> None:
 def test_a_feature_an_older_snapshot_lacked_or_had_otherwise_is_null_there(made: Made) -> None:
     made.commit({(1,): Value(1, 2)}, 2)
     newer = FeatureView(
-        "made", ("id",), (Feature("double", "float32"), Feature("name", "string"), Feature("new", "int8")), 1e9, 1.0
+        "made",
+        ("id",),
+        (Feature("double", "float32"), Feature("name", "string"), Feature("new", "int8")),
+        1e9,
+        1.0,
     )
     columns = {
         "id": pa.array([1]),
@@ -545,9 +681,15 @@ def test_a_feature_an_older_snapshot_lacked_or_had_otherwise_is_null_there(made:
         "input_hash": pa.array([1]),
     }
     part = made.store.write_part("newer", "part-00000.parquet", pa.table(columns))
-    made.store.commit(Snapshot(newer, "newer", "model", Counts(1, 1), (part,), None, at(6).isoformat(), None, None))
+    made.store.commit(
+        Snapshot(
+            newer, "newer", "model", Counts(1, 1), (part,), None, at(6).isoformat(), None, None
+        )
+    )
     made.publish(2, 6)
-    found = get_historical_features(made.store.offline, made.asked([((1,), 3), ((1,), 6)]), ["made"])
+    found = get_historical_features(
+        made.store.offline, made.asked([((1,), 3), ((1,), 6)]), ["made"]
+    )
     assert found.schema.field("made__double").type == pa.float32()
     assert found.select(["made__double", "made__name", "made__new"]).to_pylist() == [
         {"made__double": None, "made__name": "n2", "made__new": None},
@@ -564,19 +706,28 @@ def test_a_feature_an_older_snapshot_lacked_or_had_otherwise_is_null_there(made:
             "column 'id' of the entity table is double: a key is text or an integer",
         ),
         (lambda t: t.drop_columns(["event_timestamp"]), "no timestamp column 'event_timestamp'"),
-        (lambda t: t.set_column(2, "event_timestamp", pa.array([datetime(2026, 1, 1)])), "must be a timestamp with a time zone"),
         (
-            lambda t: t.set_column(2, "event_timestamp", pa.array([None], pa.timestamp("us", "UTC"))),
+            lambda t: t.set_column(2, "event_timestamp", pa.array([datetime(2026, 1, 1)])),
+            "must be a timestamp with a time zone",
+        ),
+        (
+            lambda t: t.set_column(
+                2, "event_timestamp", pa.array([None], pa.timestamp("us", "UTC"))
+            ),
             r"1 rows .* no 'event_timestamp'",
         ),
         (
-            lambda t: t.set_column(2, "event_timestamp", pa.array([2**62], pa.timestamp("s", "UTC"))),
+            lambda t: t.set_column(
+                2, "event_timestamp", pa.array([2**62], pa.timestamp("s", "UTC"))
+            ),
             "no timestamp in µs can hold",
         ),
         (lambda t: t.append_column("made__name", pa.array([1])), "has a column made__name already"),
     ],
 )
-def test_an_entity_table_that_cannot_be_used_is_refused(made: Made, change: Any, message: str) -> None:
+def test_an_entity_table_that_cannot_be_used_is_refused(
+    made: Made, change: Any, message: str
+) -> None:
     made.commit({(1,): Value(1, 1)}, 2)
     with pytest.raises(RequestError, match=message):
         get_historical_features(made.store.offline, change(made.asked([((1,), 3)])), ["made"])
@@ -585,7 +736,9 @@ def test_an_entity_table_that_cannot_be_used_is_refused(made: Made, change: Any,
 def test_unknown_features_ages_and_views_are_refused(made: Made) -> None:
     made.commit({(1,): Value(1, 1)}, 2)
     asked = made.asked([((1,), 3)])
-    with pytest.raises(RequestError, match=r"no feature 'nam' \(it has: double, half, tags, name, flag\)") as caught:
+    with pytest.raises(
+        RequestError, match=r"no feature 'nam' \(it has: double, half, tags, name, flag\)"
+    ) as caught:
         get_historical_features(made.store.offline, asked, {"made": ["nam"]})
     assert caught.value.code == "unknown_feature"
     for age in (-1.0, float("nan"), float("inf")):
@@ -602,7 +755,9 @@ def test_a_missing_file_is_told(made: Made) -> None:
         get_historical_features(made.store.offline, made.asked([((1,), 3)]), ["made"])
 
 
-def test_each_file_is_read_once_however_many_snapshots_share_it(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_file_is_read_once_however_many_snapshots_share_it(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = {(n,): Value(0, n) for n in range(6)}
     for n in range(6):
         rows[(n,)] = Value(n, n)
@@ -619,8 +774,11 @@ def test_each_file_is_read_once_however_many_snapshots_share_it(made: Made, monk
     assert len(opened) == len(set(opened)) == len({made.places[6][(n,)][0] for n in range(6)})
 
 
-def test_what_a_long_join_spills_is_swept_by_nobody_else(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An old folder that is not held counts as a dead process's; after the join nothing is left of it."""
+def test_what_a_long_join_spills_is_swept_by_nobody_else(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An old folder that is not held counts as a dead process's; after the join nothing is left of
+    it."""
     made.commit({(1,): Value(0, 1)}, 0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     known_at = Versions.known_at
@@ -647,7 +805,11 @@ def test_best_known_of_a_partitioned_view_is_in_data_time(made: Made) -> None:
     days = [containing("day", START + timedelta(days=day)) for day in range(3)]
     for n, day in enumerate((2, 0, 0)):  # backfilled: the later partition first
         made.commit({(1,): Value(10**7 + n, n)}, 10**7 + n, partition=str(days[day]), live=n == 0)
-    assert [snapshot_at(made.store, day.end, values="best_known").number for day in days] == [3, 3, 1]
+    assert [snapshot_at(made.store, day.end, values="best_known").number for day in days] == [
+        3,
+        3,
+        1,
+    ]
     with pytest.raises(
         SnapshotError,
         match=r"nothing to read as of .*: the oldest snapshot that can be read is 3, of partition 2026-01-01T00:00Z/",
@@ -658,7 +820,10 @@ def test_best_known_of_a_partitioned_view_is_in_data_time(made: Made) -> None:
     old = [None, Value(10**7 + 2, 2), None, None, None, Value(10**7, 0)]
     made.check(asked, old, max_age_s=86_398, values="best_known")
     made.check(asked, [None] * 6)
-    made.check(made.asked([((1,), 10**7 - 1), ((1,), 10**7), ((1,), 10**7 + 9)]), [None, *[Value(10**7, 0)] * 2])
+    made.check(
+        made.asked([((1,), 10**7 - 1), ((1,), 10**7), ((1,), 10**7 + 9)]),
+        [None, *[Value(10**7, 0)] * 2],
+    )
 
 
 def test_read_of_what_is_live_and_of_nothing(made: Made) -> None:
@@ -680,7 +845,10 @@ def test_read_of_what_is_live_and_of_nothing(made: Made) -> None:
 
 
 def told(found: Explanation) -> list[tuple[Any, ...]]:
-    return [(v.snapshot, v.run, v.features["double"], v.before, v.removed_in, v.live, v.void) for v in found.versions]
+    return [
+        (v.snapshot, v.run, v.features["double"], v.before, v.removed_in, v.live, v.void)
+        for v in found.versions
+    ]
 
 
 def test_explain_tells_each_version_once_and_what_it_was_before(made: Made) -> None:
@@ -693,10 +861,24 @@ def test_explain_tells_each_version_once_and_what_it_was_before(made: Made) -> N
     made.publish(3, 11)
     found = explain(made.store, 1)
     assert (found.view, found.key, found.live, found.rejections) == ("made", "1", 3, [])
-    difference = {"double": 10.0, "half": [2.5, -2.5], "tags": ["5", "5"], "name": "n5", "flag": False}
+    difference = {
+        "double": 10.0,
+        "half": [2.5, -2.5],
+        "tags": ["5", "5"],
+        "name": "n5",
+        "flag": False,
+    }
     assert told(found) == [
         (5, "run5", 4.0, difference, None, False, "refused by drift"),
-        (2, "run2", 10.0, {"double": 2.0, "half": [0.5, -0.5], "tags": ["1"], "name": "n1"}, 4, True, None),
+        (
+            2,
+            "run2",
+            10.0,
+            {"double": 2.0, "half": [0.5, -0.5], "tags": ["1"], "name": "n1"},
+            4,
+            True,
+            None,
+        ),
         (1, "run1", 2.0, None, None, False, None),
     ]
     assert [(v.computed_at, v.input_hash, v.removed_at) for v in found.versions] == [
@@ -704,7 +886,10 @@ def test_explain_tells_each_version_once_and_what_it_was_before(made: Made) -> N
     ]  # fmt: skip
     assert len(explain(made.store, "2").versions) == 1
     body = found.to_json()
-    assert (body["versions"][0]["computed_at"], body["versions"][0]["features"]) == ("2026-01-01T00:00:09Z", three.features())
+    assert (body["versions"][0]["computed_at"], body["versions"][0]["features"]) == (
+        "2026-01-01T00:00:09Z",
+        three.features(),
+    )
 
 
 def test_explain_finds_the_run_of_a_copied_row_in_the_reports(made: Made) -> None:
@@ -712,8 +897,15 @@ def test_explain_finds_the_run_of_a_copied_row_in_the_reports(made: Made) -> Non
     made.commit({(1,): Value(1, 1), (2,): Value(5, 2)}, 6, how="compact")
     (made.store.folder / "manifests" / f"{1:020d}.json").unlink()  # as gc does
     assert told(explain(made.store, 1))[0][:2] == (2, None)
-    for run, command, began, ended in (("a", "run", -9, 0), ("b", "run", 0, 3), ("c", "publish", 0, 3), ("d", "run", 4, 7)):
-        made.store.runs.write(Report(run, "made", command, "published", at(began).isoformat(), at(ended).isoformat()))
+    for run, command, began, ended in (
+        ("a", "run", -9, 0),
+        ("b", "run", 0, 3),
+        ("c", "publish", 0, 3),
+        ("d", "run", 4, 7),
+    ):
+        made.store.runs.write(
+            Report(run, "made", command, "published", at(began).isoformat(), at(ended).isoformat())
+        )
     assert told(explain(made.store, 1))[0][:2] == (2, "b")
     assert told(explain(made.store, 2))[0][:2] == (2, "d")
 
@@ -735,7 +927,10 @@ def test_explain_of_a_partitioned_view_keeps_the_partitions_apart(made: Made) ->
     made.commit({(1,): Value(3, 2), (2,): Value(3, 2)}, 4, partition=days[0])
     made.commit({(2,): Value(3, 2)}, 6, partition=days[0], how="delta")
     found = explain(made.store, 1).versions
-    assert [(v.partition, v.snapshot, v.removed_in) for v in found] == [(days[1], 1, None), (days[0], 2, 3)]
+    assert [(v.partition, v.snapshot, v.removed_in) for v in found] == [
+        (days[1], 1, None),
+        (days[0], 2, 3),
+    ]
 
 
 # ---- with real runs
@@ -745,9 +940,14 @@ def lines(text: str) -> Iterator[str]:
     return (line for line in text.splitlines() if line)
 
 
-def test_real_runs_leave_a_history(make_project: MakeProject, capsys: pytest.CaptureFixture[str]) -> None:
+def test_real_runs_leave_a_history(
+    make_project: MakeProject, capsys: pytest.CaptureFixture[str]
+) -> None:
     ran = []
-    for rows in ([(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 5.0)], [(1, 1.0), (2, 9.0), (4, 4.0), (5, 5.0)]):
+    for rows in (
+        [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 5.0)],
+        [(1, 1.0), (2, 9.0), (4, 4.0), (5, 5.0)],
+    ):
         project = make_project(rows)
         ran.append(project.run())
     store = project.store
@@ -757,22 +957,41 @@ def test_real_runs_leave_a_history(make_project: MakeProject, capsys: pytest.Cap
     before = START.replace(year=2000)
     middle = datetime.fromisoformat(store.refs.publishings()[0].since)
     now = datetime.now(UTC)
-    asked = pa.table({"id": pa.array([1, 2, 3, 9] * 3, pa.int32()), "event_timestamp": [before] * 4 + [middle] * 4 + [now] * 4})
+    asked = pa.table(
+        {
+            "id": pa.array([1, 2, 3, 9] * 3, pa.int32()),
+            "event_timestamp": [before] * 4 + [middle] * 4 + [now] * 4,
+        }
+    )
     found = get_historical_features(store.offline, asked, ["numbers"])
-    assert found["numbers__double"].to_pylist() == [None] * 4 + [2.0, 4.0, 6.0, None, 2.0, 18.0, None, None]
+    assert found["numbers__double"].to_pylist() == [None] * 4 + [
+        2.0,
+        4.0,
+        6.0,
+        None,
+        2.0,
+        18.0,
+        None,
+        None,
+    ]
     assert found["numbers__vector"].type == pa.list_(pa.float32(), 4)
     assert found["numbers__vector"].to_pylist()[9] == [9.0, 10.0, 11.0, 12.0]
     assert read(store, middle)["double"].to_pylist() == [2.0, 4.0, 6.0, 8.0, 10.0]
     assert sorted(read(store)["double"].to_pylist()) == [2.0, 8.0, 10.0, 18.0]
     versions = explain(store, 2).versions
-    assert [(v.run, v.model, v.live) for v in versions] == [(ran[1].run, ran[1].model, True), (ran[0].run, ran[0].model, False)]
+    assert [(v.run, v.model, v.live) for v in versions] == [
+        (ran[1].run, ran[1].model, True),
+        (ran[0].run, ran[0].model, False),
+    ]
     assert versions[0].before == {"double": 4.0, "vector": [2.0, 3.0, 4.0, 5.0]}
     assert explain(store, 1).versions[0].live
     gone = explain(store, 3).versions[0]
     assert (gone.live, gone.removed_in, gone.removed_at) == (False, 2, second.created_at)
 
 
-def test_the_command_line_explains(make_project: MakeProject, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_explains(
+    make_project: MakeProject, capsys: pytest.CaptureFixture[str]
+) -> None:
     for rows in ([(1, 1.0), (2, 2.0), (3, None)], [(1, 5.0), (2, 2.0), (3, None)]):
         project = make_project(rows)
         project.run()
@@ -781,10 +1000,22 @@ def test_the_command_line_explains(make_project: MakeProject, capsys: pytest.Cap
     said = list(lines(capsys.readouterr().out))
     assert said[0] == "numbers 1: 2 version(s), live in snapshot 2"
     assert said[1].endswith("Z  snapshot 2 (live)")
-    assert [line.split()[0] for line in said[2:8]] == ["run", "model", "input", "served", "double", "vector"]
+    assert [line.split()[0] for line in said[2:8]] == [
+        "run",
+        "model",
+        "input",
+        "served",
+        "double",
+        "vector",
+    ]
     since, until = (datetime.fromisoformat(ref.since) for ref in project.store.refs.publishings())
-    assert said[12].startswith(f"  served  {since:%Y-%m-%dT%H:%M:%SZ} to {until:%Y-%m-%dT%H:%M:%SZ}")
-    assert said[6:8] == ["  double  10  (was 2)", "  vector  [5, 6, 7, 8] (4)  (was [1, 2, 3, 4] (4))"]
+    assert said[12].startswith(
+        f"  served  {since:%Y-%m-%dT%H:%M:%SZ} to {until:%Y-%m-%dT%H:%M:%SZ}"
+    )
+    assert said[6:8] == [
+        "  double  10  (was 2)",
+        "  vector  [5, 6, 7, 8] (4)  (was [1, 2, 3, 4] (4))",
+    ]
     assert said[8].endswith("Z  snapshot 1 (replaced)")
     assert project.cli("explain", "numbers", "3") == 0
     said = list(lines(capsys.readouterr().out))

@@ -1,4 +1,5 @@
-"""Freshness over HTTP under a clock of the tests' own: what a request may ask of it, and that every path tells the same of the same row."""
+"""Freshness over HTTP under a clock of the tests' own: what a request may ask of it, and that every
+path tells the same of the same row."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def batch(keys: list[str], computed_at_us: list[int]) -> pa.RecordBatch:
         {
             "id": pa.array(keys),
             "double": pa.array([2.0] * len(keys)),
-            "vector": pa.FixedSizeListArray.from_arrays(pa.array([1.0, 2.0] * len(keys), pa.float32()), 2),
+            "vector": pa.FixedSizeListArray.from_arrays(
+                pa.array([1.0, 2.0] * len(keys), pa.float32()), 2
+            ),
             "computed_at": pa.array(computed_at_us, pa.int64()),
         }
     )
@@ -59,7 +62,13 @@ class Model:
     asked: list[str] = field(default_factory=list)
 
     def submit(
-        self, pointer: Pointer, keys: Sequence[str], inputs: Any, deadline: float, *, query: bool = False
+        self,
+        pointer: Pointer,
+        keys: Sequence[str],
+        inputs: Any,
+        deadline: float,
+        *,
+        query: bool = False,
     ) -> list[Future[Computed]]:
         self.world.now_s += self.seconds
         self.asked += keys
@@ -68,21 +77,34 @@ class Model:
             future: Future[Computed] = Future()
             if key in self.known:
                 now_us = round(self.world.now_s * 1e6)
-                rows = RowCodec(pointer.view).row_batch(batch([key], [now_us]), ("id",), pointer.snapshot).rows
+                rows = (
+                    RowCodec(pointer.view)
+                    .row_batch(batch([key], [now_us]), ("id",), pointer.snapshot)
+                    .rows
+                )
                 future.set_result(Computed(rows.at(0), now_us))
             else:
-                future.set_exception(Miss(Reason.DEADLINE if key == "late" or query else Reason.UNKNOWN_ENTITY))
+                future.set_exception(
+                    Miss(Reason.DEADLINE if key == "late" or query else Reason.UNKNOWN_ENTITY)
+                )
             futures.append(future)
         return futures
 
 
 class World:
-    """A published view of rows with an age at its publishing, its model, the API over both, and the time."""
+    """A published view of rows with an age at its publishing, its model, the API over both, and the
+    time."""
 
     def __init__(self, root: Path, ages_s: Mapping[str, float], *, fallback: bool = True) -> None:
         self.now_s = PUBLISHED
         view = FeatureView(
-            "things", ("id",), FEATURES, ttl_s=TTL, stale_for_s=STALE_FOR, index=IndexSpec("vector", "l2"), fallback=fallback
+            "things",
+            ("id",),
+            FEATURES,
+            ttl_s=TTL,
+            stale_for_s=STALE_FOR,
+            index=IndexSpec("vector", "l2"),
+            fallback=fallback,
         )
         times = [round((PUBLISHED - age_s) * 1e6) for age_s in ages_s.values()]
         rows = batch(list(ages_s), times)
@@ -90,9 +112,24 @@ class World:
         online.load("things", Generation(1, 1), iter([RowCodec(view).row_batch(rows, ("id",), 1)]))
         build_index(root / "index", [rows], view, model="m")
         published = "2023-11-14T22:13:20Z"
-        online.flip(Pointer(view, 1, 1, "m", len(times), len(times), published, min(times), {"x": "double"}, index="index"))
+        online.flip(
+            Pointer(
+                view,
+                1,
+                1,
+                "m",
+                len(times),
+                len(times),
+                published,
+                min(times),
+                {"x": "double"},
+                index="index",
+            )
+        )
         self.model = Model(self)
-        self.lookup = Lookup(online, root, self.model, clock=lambda: self.now_s, monotonic=lambda: self.now_s)
+        self.lookup = Lookup(
+            online, root, self.model, clock=lambda: self.now_s, monotonic=lambda: self.now_s
+        )
         self.app = create_app(self.lookup)
         # seen for the first time, since no age is larger than what is known
         self.lookup.begin("things", [*ages_s][:1])
@@ -147,7 +184,10 @@ def test_seconds_that_are_none_are_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(RequestError):
         cache_control(text.encode("latin-1", "replace"))
     world = World(tmp_path, {"new": 0})
-    for reply in (world.get(ROW + "new", cache_control=text), world.post(LOOKUP, {"keys": ["new"]}, cache_control=text)):
+    for reply in (
+        world.get(ROW + "new", cache_control=text),
+        world.post(LOOKUP, {"keys": ["new"]}, cache_control=text),
+    ):
         reply.check_problem(400, "bad_request")
 
 
@@ -174,33 +214,47 @@ DIRECTIVES = [
 
 
 def statuses(world: World, control: str) -> list[list[str]]:
-    """Status, or reason, of each row by one request for it, by one for all as JSON, as Arrow, and by one of several views."""
+    """Status, or reason, of each row by one request for it, by one for all as JSON, as Arrow, and
+    by one of several views."""
     headers = {"cache_control": control} if control else {}
     single = []
     for key in AGES:
         # to be read, and again to be kept
         world.get(ROW + key + "?fallback=false")
         reply = world.get(ROW + key, **headers)
-        single.append(reply.json["status"] if reply.status == 200 else reply.json["type"].rpartition(":")[2])
+        single.append(
+            reply.json["status"] if reply.status == 200 else reply.json["type"].rpartition(":")[2]
+        )
     rows = world.post(LOOKUP, {"keys": list(AGES)}, **headers).json["rows"]
     table = world.post(LOOKUP, {"keys": list(AGES)}, accept=wire.ARROW, **headers).arrow
-    several = world.post("/v1/lookup", {"requests": [{"view": "things", "keys": list(AGES)}]}, **headers).json["responses"][0]
+    several = world.post(
+        "/v1/lookup", {"requests": [{"view": "things", "keys": list(AGES)}]}, **headers
+    ).json["responses"][0]
     return [
         single,
         [row.get("reason", row["status"]) for row in rows],
-        [reason or status for status, reason in zip(table["status"].to_pylist(), table["reason"].to_pylist(), strict=True)],
+        [
+            reason or status
+            for status, reason in zip(
+                table["status"].to_pylist(), table["reason"].to_pylist(), strict=True
+            )
+        ],
         [row.get("reason", row["status"]) for row in several["rows"]],
     ]
 
 
 @pytest.mark.parametrize(("control", "expected"), DIRECTIVES)
-def test_rows_that_are_not_as_fresh_as_asked_are_missing_on_every_path(tmp_path: Path, control: str, expected: str) -> None:
+def test_rows_that_are_not_as_fresh_as_asked_are_missing_on_every_path(
+    tmp_path: Path, control: str, expected: str
+) -> None:
     world = World(tmp_path, AGES, fallback=False)
     assert statuses(world, control) == [expected.split()] * 4
 
 
 @pytest.mark.parametrize(("control", "expected"), DIRECTIVES)
-def test_and_are_computed_where_a_model_stands_behind_them(tmp_path: Path, control: str, expected: str) -> None:
+def test_and_are_computed_where_a_model_stands_behind_them(
+    tmp_path: Path, control: str, expected: str
+) -> None:
     world = World(tmp_path, AGES)
     world.model.known = frozenset(AGES)
     assert statuses(world, control) == [expected.replace("expired", "computed").split()] * 4
@@ -209,11 +263,17 @@ def test_and_are_computed_where_a_model_stands_behind_them(tmp_path: Path, contr
 def test_no_cache_has_the_model_compute_or_takes_the_store(tmp_path: Path) -> None:
     world = World(tmp_path / "a", AGES)
     world.model.known = frozenset({"new", "old"})
-    assert statuses(world, "no-cache") == [["computed", "computed", "unknown_entity", "unknown_entity"]] * 4
+    assert (
+        statuses(world, "no-cache")
+        == [["computed", "computed", "unknown_entity", "unknown_entity"]] * 4
+    )
     reply = world.get(ROW + "new", cache_control="no-cache")
     assert reply.headers["cache-status"] == 'precompute; fwd=request; fwd-status=200; detail="v1"'
     assert world.get(ROW + "new?fallback=false", cache_control="no-cache").json["status"] == "fresh"
-    assert statuses(World(tmp_path / "b", AGES, fallback=False), "no-cache") == [["fresh", "fresh", "stale", "expired"]] * 4
+    assert (
+        statuses(World(tmp_path / "b", AGES, fallback=False), "no-cache")
+        == [["fresh", "fresh", "stale", "expired"]] * 4
+    )
 
 
 def test_only_if_cached_never_calls_the_model(tmp_path: Path) -> None:
@@ -221,7 +281,11 @@ def test_only_if_cached_never_calls_the_model(tmp_path: Path) -> None:
     world.model.known = frozenset({*AGES, "nobody"})
     assert statuses(world, "only-if-cached") == [["fresh", "fresh", "stale", "expired"]] * 4
     assert statuses(world, "only-if-cached, no-cache") == [["expired"] * 4] * 4
-    for key, control in (("expired", "only-if-cached"), ("nobody", "only-if-cached"), ("old", "only-if-cached, max-age=1")):
+    for key, control in (
+        ("expired", "only-if-cached"),
+        ("nobody", "only-if-cached"),
+        ("old", "only-if-cached, max-age=1"),
+    ):
         assert world.get(ROW + key, cache_control=control).status == 504
     assert world.model.asked == []
 
@@ -237,7 +301,9 @@ def test_the_strictest_of_body_query_and_header_counts(tmp_path: Path) -> None:
         (None, 5, None, "fresh"),
     ):
         headers = {} if header is None else {"cache_control": f"max-age={header}"}
-        reply = world.post(f"{LOOKUP}?max_age_s={query}", {"keys": ["new"], "max_age_s": body}, **headers)
+        reply = world.post(
+            f"{LOOKUP}?max_age_s={query}", {"keys": ["new"], "max_age_s": body}, **headers
+        )
         assert reply.json["rows"][0]["status"] == status, (body, query, header)
 
 
@@ -255,15 +321,24 @@ def test_the_strictest_of_body_query_and_header_counts(tmp_path: Path) -> None:
 def test_query_parameters_that_are_not_known_are_refused(tmp_path: Path, path: str) -> None:
     world = World(tmp_path, {"new": 0})
     body = {"vector": [1, 2]} if "search" in path else {"keys": ["new"]}
-    reply = world.get(path) if "rows" in path or path.startswith("/v1/views?") else world.post(path, body)
+    reply = (
+        world.get(path)
+        if "rows" in path or path.startswith("/v1/views?")
+        else world.post(path, body)
+    )
     reply.check_problem(400, "bad_request")
 
 
 # ---- when it is judged
 
 
-@pytest.mark.parametrize(("seconds", "expected"), [(0.5, ("fresh", 9.5)), (2.0, ("stale", 11.0)), (8.0, ("missing", None))])
-def test_freshness_is_that_of_the_time_when_the_answer_is_sent(tmp_path: Path, seconds: float, expected: Any) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(0.5, ("fresh", 9.5)), (2.0, ("stale", 11.0)), (8.0, ("missing", None))],
+)
+def test_freshness_is_that_of_the_time_when_the_answer_is_sent(
+    tmp_path: Path, seconds: float, expected: Any
+) -> None:
     """A hit waits beside a miss."""
     for path, form in ((LOOKUP, wire.JSON), (LOOKUP, wire.ARROW), ("/v1/lookup", wire.JSON)):
         world = World(tmp_path / form / path.strip("/"), {"hit": 9.0})
@@ -271,16 +346,27 @@ def test_freshness_is_that_of_the_time_when_the_answer_is_sent(tmp_path: Path, s
         body: Any = {"keys": ["hit", "miss"]}
         if path == "/v1/lookup":
             # the hit's own lookup waits for nothing, and is answered with the other
-            body = {"requests": [{"view": "things", "keys": ["hit"]}, {"view": "things", "keys": ["miss"]}]}
+            body = {
+                "requests": [
+                    {"view": "things", "keys": ["hit"]},
+                    {"view": "things", "keys": ["miss"]},
+                ]
+            }
         reply = world.post(path, body, accept=form)
         if form == wire.ARROW:
             rows = reply.arrow.to_pylist()
         else:
-            rows = reply.json["rows"] if path == LOOKUP else [answer["rows"][0] for answer in reply.json["responses"]]
+            rows = (
+                reply.json["rows"]
+                if path == LOOKUP
+                else [answer["rows"][0] for answer in reply.json["responses"]]
+            )
         assert [(row["status"], row["age_s"]) for row in rows] == [expected, ("computed", 0.0)]
 
 
-def test_what_was_read_first_is_judged_when_what_was_read_last_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_read_first_is_judged_when_what_was_read_last_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = World(tmp_path, {"row": 9.0}, fallback=False)
     read = world.lookup.online.read
 
@@ -291,11 +377,14 @@ def test_what_was_read_first_is_judged_when_what_was_read_last_is_there(tmp_path
 
     monkeypatch.setattr(world.lookup.online, "read", slowly)
     reply = world.post("/v1/lookup", {"requests": [{"view": "things", "keys": ["row"]}] * 7})
-    assert [row["status"] for answer in reply.json["responses"] for row in answer["rows"]] == ["missing"] * 7
+    assert [row["status"] for answer in reply.json["responses"] for row in answer["rows"]] == [
+        "missing"
+    ] * 7
 
 
 def test_caches_learn_the_same_of_a_row_on_every_path(tmp_path: Path) -> None:
-    """A stale row, read and then kept, as JSON, as Arrow, as a 304, and one that was computed; not of POST, which no cache keeps unasked (RFC 9110 §9.3.3)."""
+    """A stale row, read and then kept, as JSON, as Arrow, as a 304, and one that was computed; not
+    of POST, which no cache keeps unasked (RFC 9110 §9.3.3)."""
     world = World(tmp_path, {"stale": 12.0, "old": 9.0})
     world.model.known = frozenset({"nobody"})
     rows = [
@@ -319,17 +408,34 @@ def test_caches_learn_the_same_of_a_row_on_every_path(tmp_path: Path) -> None:
     for path in ("/v1/views", "/readyz", "/livez", "/metrics", "/"):
         assert world.get(path).headers["cache-control"] == "no-store", path
     several = {"requests": [{"view": "things", "keys": ["old"]}]}
-    for path, body in ((LOOKUP, {"keys": ["old"]}), (SEARCH, {"vector": [1, 2]}), ("/v1/lookup", several)):
+    for path, body in (
+        (LOOKUP, {"keys": ["old"]}),
+        (SEARCH, {"vector": [1, 2]}),
+        ("/v1/lookup", several),
+    ):
         for accept in (wire.JSON, wire.ARROW):
             reply = world.post(path, body, accept=accept)
-            assert (reply.status, reply.headers.keys() & {"cache-control", "age", "expires"}) == (200, set()), path
+            assert (reply.status, reply.headers.keys() & {"cache-control", "age", "expires"}) == (
+                200,
+                set(),
+            ), path
 
 
-@pytest.mark.parametrize(("loaded", "shown"), [(True, "the model answers misses"), (False, "no model answers misses now")])
-def test_whether_the_model_is_loaded_is_told_to_who_looks(tmp_path: Path, loaded: bool, shown: str) -> None:
+@pytest.mark.parametrize(
+    ("loaded", "shown"),
+    [(True, "the model answers misses"), (False, "no model answers misses now")],
+)
+def test_whether_the_model_is_loaded_is_told_to_who_looks(
+    tmp_path: Path, loaded: bool, shown: str
+) -> None:
     world = World(tmp_path, {"new": 1.0})
-    world.app = create_app(world.lookup, fallback_ready=lambda pointer: loaded and pointer.view.name == "things")
-    assert f'precompute_fallback_up{{view="things"}} {float(loaded)}'.encode() in world.get("/metrics").body
+    world.app = create_app(
+        world.lookup, fallback_ready=lambda pointer: loaded and pointer.view.name == "things"
+    )
+    assert (
+        f'precompute_fallback_up{{view="things"}} {float(loaded)}'.encode()
+        in world.get("/metrics").body
+    )
     assert shown.encode() in world.get("/").body
     assert world.get("/readyz").json["fallback"] == {"things": "ready" if loaded else "not ready"}
     for late in (world.get(ROW + "late"), world.post(SEARCH, {"inputs": {"x": 1.0}})):
@@ -344,7 +450,12 @@ def test_a_304_never_hides_that_a_row_has_become_stale(tmp_path: Path) -> None:
         first = world.get(ROW + "row", accept=accept)
         world.now_s += 2.0
         again = world.get(ROW + "row", accept=accept, if_none_match=first.headers["etag"])
-        assert (again.status, again.body, again.headers["age"], "content-length" in again.headers) == (304, b"", "10", False)
+        assert (
+            again.status,
+            again.body,
+            again.headers["age"],
+            "content-length" in again.headers,
+        ) == (304, b"", "10", False)
         world.now_s += 1.0
         changed = world.get(ROW + "row", accept=accept, if_none_match=first.headers["etag"])
         assert (changed.status, changed.headers["etag"] == first.headers["etag"]) == (200, False)
@@ -355,7 +466,9 @@ def test_a_304_never_hides_that_a_row_has_become_stale(tmp_path: Path) -> None:
             'precompute; hit; ttl=-1; detail="v1"',
         )
         world.now_s += 5.0
-        world.get(ROW + "row", accept=accept, if_none_match=f"{first.headers['etag']}, *").check_problem(404, "expired")
+        world.get(
+            ROW + "row", accept=accept, if_none_match=f"{first.headers['etag']}, *"
+        ).check_problem(404, "expired")
 
 
 def test_a_row_dated_ahead_has_the_age_that_is_known_and_is_counted(tmp_path: Path) -> None:
@@ -376,11 +489,16 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 @given(
-    passed_s=st.one_of(st.sampled_from([0.0, 5.75, 6.0, 10.0, 10.75, 15.0, 15.25]), st.floats(0, 20)),
+    passed_s=st.one_of(
+        st.sampled_from([0.0, 5.75, 6.0, 10.0, 10.75, 15.0, 15.25]), st.floats(0, 20)
+    ),
     control=st.sampled_from(["", "max-age=7", "min-fresh=3", "max-stale=1"]),
 )
-def test_every_path_tells_the_same_of_the_same_row(world: World, passed_s: float, control: str) -> None:
-    """One row, many, JSON, Arrow, several views, in process, and, where no more is asked, searches."""
+def test_every_path_tells_the_same_of_the_same_row(
+    world: World, passed_s: float, control: str
+) -> None:
+    """One row, many, JSON, Arrow, several views, in process, and, where no more is asked,
+    searches."""
     # whole microseconds: what a clock of that resolution shows
     world.now_s = PUBLISHED + round(passed_s * 1e6) / 1e6
     headers = {"cache_control": control} if control else {}
@@ -390,18 +508,28 @@ def test_every_path_tells_the_same_of_the_same_row(world: World, passed_s: float
     for key in keys:
         for _ in range(2):
             reply = world.get(ROW + key, **headers)
-            alone[key] = (reply.json["status"], reply.json["age_s"]) if reply.status == 200 else ("missing", None)
+            alone[key] = (
+                (reply.json["status"], reply.json["age_s"])
+                if reply.status == 200
+                else ("missing", None)
+            )
             told.append({key: alone[key]})
             assert reply.status != 200 or int(reply.headers["age"]) == np.ceil(reply.json["age_s"])
     for table in (
         world.post(LOOKUP, {"keys": keys}, accept=wire.ARROW, **headers).arrow,
         *([] if control else [world.lookup.get("things", keys)]),
-        *(world.get(ROW + key, accept=wire.ARROW, **headers).arrow for key in keys if alone[key][0] != "missing"),
+        *(
+            world.get(ROW + key, accept=wire.ARROW, **headers).arrow
+            for key in keys
+            if alone[key][0] != "missing"
+        ),
     ):
         told.append({row["key"]: (row["status"], row["age_s"]) for row in table.to_pylist()})
     for rows in (
         world.post(LOOKUP, {"keys": keys}, **headers).json["rows"],
-        world.post("/v1/lookup", {"requests": [{"view": "things", "keys": keys}]}, **headers).json["responses"][0]["rows"],
+        world.post("/v1/lookup", {"requests": [{"view": "things", "keys": keys}]}, **headers).json[
+            "responses"
+        ][0]["rows"],
     ):
         told.append({row["key"]: (row["status"], row["age_s"]) for row in rows})
     if not control:
@@ -413,25 +541,58 @@ def test_every_path_tells_the_same_of_the_same_row(world: World, passed_s: float
         assert one == {key: alone[key] for key in one}
     age_s = round(passed_s * 1e6) / 1e6
     if not control:
-        assert alone["a"][0] == ("fresh" if age_s <= TTL else "stale" if age_s <= TTL + STALE_FOR else "missing")
+        assert alone["a"][0] == (
+            "fresh" if age_s <= TTL else "stale" if age_s <= TTL + STALE_FOR else "missing"
+        )
 
 
 @pytest.mark.parametrize(
     ("age_s", "caching", "told"),
     [
         (0, Caching(), "private, max-age=60, stale-while-revalidate=0, stale-if-error=172740"),
-        (3_000, Caching(), "private, max-age=3060, stale-while-revalidate=0, stale-if-error=169740"),
+        (
+            3_000,
+            Caching(),
+            "private, max-age=3060, stale-while-revalidate=0, stale-if-error=169740",
+        ),
         # the TTL ends before, and what is left the row may be stale
-        (86_390, Caching(), "private, max-age=86400, stale-while-revalidate=50, stale-if-error=86400"),
-        (90_000, Caching(), "private, max-age=86400, stale-while-revalidate=3660, stale-if-error=86400"),
-        (172_790, Caching(), "private, max-age=86400, stale-while-revalidate=86400, stale-if-error=86400"),
-        (3_000, Caching(300, shared=True), "max-age=3300, stale-while-revalidate=0, stale-if-error=169500"),
-        (3_000, Caching(0, shared=True), "max-age=3000, stale-while-revalidate=0, stale-if-error=169800"),
+        (
+            86_390,
+            Caching(),
+            "private, max-age=86400, stale-while-revalidate=50, stale-if-error=86400",
+        ),
+        (
+            90_000,
+            Caching(),
+            "private, max-age=86400, stale-while-revalidate=3660, stale-if-error=86400",
+        ),
+        (
+            172_790,
+            Caching(),
+            "private, max-age=86400, stale-while-revalidate=86400, stale-if-error=86400",
+        ),
+        (
+            3_000,
+            Caching(300, shared=True),
+            "max-age=3300, stale-while-revalidate=0, stale-if-error=169500",
+        ),
+        (
+            3_000,
+            Caching(0, shared=True),
+            "max-age=3000, stale-while-revalidate=0, stale-if-error=169800",
+        ),
     ],
 )
-def test_no_cache_between_outlives_a_rollback_beyond_its_time(age_s: int, caching: Caching, told: str) -> None:
-    view = FeatureView("things", ("id",), (Feature("x", "float32"),), ttl_s=86_400, stale_for_s=86_400)
+def test_no_cache_between_outlives_a_rollback_beyond_its_time(
+    age_s: int, caching: Caching, told: str
+) -> None:
+    view = FeatureView(
+        "things", ("id",), (Feature("x", "float32"),), ttl_s=86_400, stale_for_s=86_400
+    )
     assert caching.lifetime(view, age_s) == (b"cache-control", told.encode())
-    # as a cache counts (RFC 9111 §4.2): how long it may answer by itself, from when it has fetched the row
-    fresh_s, stale_s = (int(part.partition("=")[2]) for part in told.removeprefix("private, ").split(", ")[:2])
+    # as a cache counts (RFC 9111 §4.2): how long it may answer by itself, from when it has fetched
+    # the row
+    fresh_s, stale_s = (
+        int(part.partition("=")[2]) for part in told.removeprefix("private, ").split(", ")[:2]
+    )
     assert max(0, fresh_s + stale_s - age_s) <= caching.most_s

@@ -1,4 +1,5 @@
-"""What is chosen keeps its promise on rows that nothing was chosen by; where nothing does, the index is exact and says so."""
+"""What is chosen keeps its promise on rows that nothing was chosen by; where nothing does, the
+index is exact and says so."""
 
 from __future__ import annotations
 
@@ -24,7 +25,16 @@ from precompute.store.vectors.faiss_index import (
     widened,
 )
 from precompute.store.vectors.index_build import build_index
-from precompute.store.vectors.index_choice import EXCLUSIONS, KINDS, SHARES, Limits, Queries, QueryKinds, candidates, lower_bound
+from precompute.store.vectors.index_choice import (
+    EXCLUSIONS,
+    KINDS,
+    SHARES,
+    Limits,
+    Queries,
+    QueryKinds,
+    candidates,
+    lower_bound,
+)
 from precompute.store.vectors.index_record import METRICS, Codes
 from precompute.store.vectors.nearest_rows import Admitted, NearestRows
 from precompute.store.vectors.row_filter import RowFilter
@@ -35,9 +45,21 @@ ROWS = 6000
 SMALL = Limits(small_rows=1000, small_numbers=0)
 
 
-def built(folder: Path, vectors: Vectors, metric: str = "cosine", recall: float = 0.95, limits: Limits = SMALL) -> VectorIndex:
+def built(
+    folder: Path,
+    vectors: Vectors,
+    metric: str = "cosine",
+    recall: float = 0.95,
+    limits: Limits = SMALL,
+) -> VectorIndex:
     keys = [f"k{i}" for i in range(len(vectors))]
-    build_index(folder, [rows_of(keys, vectors)], view_of(vectors.shape[1], metric, recall=recall), model="m", limits=limits)
+    build_index(
+        folder,
+        [rows_of(keys, vectors)],
+        view_of(vectors.shape[1], metric, recall=recall),
+        model="m",
+        limits=limits,
+    )
     return VectorIndex(folder)
 
 
@@ -74,21 +96,33 @@ def test_codes_keep_their_promise_on_clusters_that_overlap(tmp_path: Path, metri
 
 @pytest.mark.usefixtures("take_codes")
 @pytest.mark.parametrize("metric", METRICS)
-def test_the_promise_holds_for_every_query_that_can_be_searched_by(tmp_path: Path, metric: str) -> None:
-    """Clusters whose rows no code can tell apart, of two languages: what is searched for may lie anywhere but where the query does."""
+def test_the_promise_holds_for_every_query_that_can_be_searched_by(
+    tmp_path: Path, metric: str
+) -> None:
+    """Clusters whose rows no code can tell apart, of two languages: what is searched for may lie
+    anywhere but where the query does."""
     rng, dim, clusters = np.random.default_rng(4), 32, 60
     of, low = rng.integers(clusters, size=ROWS), rng.integers(100, size=ROWS)
     low[3] = 1000
     centres = rng.standard_normal((clusters, dim))
     vectors = (centres[of] + 0.2 * rng.standard_normal((ROWS, dim))).astype(np.float32)
-    view = view_of(dim, metric, recall=0.9, scalars=[Feature("number", "int32"), Feature("language", "string")])
-    scalars = {"number": pa.array(low, pa.int32()), "language": pa.array(np.where(of % 2, "de", "en"))}
+    view = view_of(
+        dim, metric, recall=0.9, scalars=[Feature("number", "int32"), Feature("language", "string")]
+    )
+    scalars = {
+        "number": pa.array(low, pa.int32()),
+        "language": pa.array(np.where(of % 2, "de", "en")),
+    }
     rows = rows_of([f"k{i}" for i in range(ROWS)], vectors, (), scalars)
     figures = build_index(tmp_path / "index", [rows], view, model="m", limits=SMALL)
     assert figures.kind == "codes", figures.why
-    assert figures.recall_bound == min(kind.recall_bound for kind in figures.by_query.values()) >= 0.9
+    assert (
+        figures.recall_bound == min(kind.recall_bound for kind in figures.by_query.values()) >= 0.9
+    )
     assert tuple(sorted(figures.by_query)) == tuple(sorted(KINDS))
-    assert [figures.by_query[name].by for name in ("filter_50", "filter_20", "filter_1", "plain")] == [
+    assert [
+        figures.by_query[name].by for name in ("filter_50", "filter_20", "filter_1", "plain")
+    ] == [
         "language",
         "number",
         "number",
@@ -97,12 +131,19 @@ def test_the_promise_holds_for_every_query_that_can_be_searched_by(tmp_path: Pat
     index = VectorIndex(tmp_path / "index")
     queries = [int(row) for row in rng.choice(ROWS, 60, replace=False)]
 
-    def found_of(admitted: Any, query_of: Any, where: Any = None, exclude: Any = lambda row: []) -> float:
+    def found_of(
+        admitted: Any, query_of: Any, where: Any = None, exclude: Any = lambda row: []
+    ) -> float:
         shares = []
         for row in queries:
             query, left = query_of(row), admitted(row)
             true = [key for key in nearest(vectors, query, metric) if left[key]][:10]
-            found = index.search(query, 10, exclude=[f"k{i}" for i in exclude(row)], where=where and RowFilter(view, where(row)))
+            found = index.search(
+                query,
+                10,
+                exclude=[f"k{i}" for i in exclude(row)],
+                where=where and RowFilter(view, where(row)),
+            )
             assert all(left[int(key[1:])] for key in found.keys)
             shares.append(len({f"k{key}" for key in true} & set(found.keys)) / max(1, len(true)))
         return float(np.mean(shares))
@@ -112,15 +153,25 @@ def test_the_promise_holds_for_every_query_that_can_be_searched_by(tmp_path: Pat
         "plain": found_of(lambda row: everything, itself),
         "half": found_of(lambda row: low < 50, itself, lambda row: {"number": {"lt": 50}}),
         "other language": found_of(
-            lambda row: of % 2 != of[row] % 2, itself, lambda row: {"language": "en" if of[row] % 2 else "de"}
+            lambda row: of % 2 != of[row] % 2,
+            itself,
+            lambda row: {"language": "en" if of[row] % 2 else "de"},
         ),
-        "own cluster excluded": found_of(lambda row: of != of[row], itself, exclude=lambda row: np.flatnonzero(of == of[row])),
-        "off the data": found_of(lambda row: everything, lambda row: np.random.default_rng(row).standard_normal(dim)),
+        "own cluster excluded": found_of(
+            lambda row: of != of[row], itself, exclude=lambda row: np.flatnonzero(of == of[row])
+        ),
+        "off the data": found_of(
+            lambda row: everything, lambda row: np.random.default_rng(row).standard_normal(dim)
+        ),
     }
     assert min(recalls.values()) >= 0.9, recalls
     # what admits nothing, one row, all; and more neighbours than there are rows
     query = vectors[0]
-    for wanted, admitted in (({"number": -1}, 0), ({"number": 1000}, 1), ({"number": {"gte": 0}}, ROWS)):
+    for wanted, admitted in (
+        ({"number": -1}, 0),
+        ({"number": 1000}, 1),
+        ({"number": {"gte": 0}}, ROWS),
+    ):
         assert len(index.search(query, ROWS + 1, where=RowFilter(view, wanted)).keys) == admitted
     thousand = nearest(vectors, query, metric)[:1000]
     after = index.search(query, 10, exclude=[f"k{i}" for i in thousand]).keys
@@ -128,7 +179,9 @@ def test_the_promise_holds_for_every_query_that_can_be_searched_by(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("take_codes")
-def test_a_search_costs_no_more_than_twice_comparing_with_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_costs_no_more_than_twice_comparing_with_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However far it goes: a query whose neighbours no code can tell ends with every row."""
     scanned = list[int]()
 
@@ -141,7 +194,9 @@ def test_a_search_costs_no_more_than_twice_comparing_with_all(tmp_path: Path, mo
     monkeypatch.setattr(nearest_rows.NearestRows, "_is_sure", lambda *_: False)
     for k in (1, 10, 100, 1000, ROWS, 10 * ROWS):
         scanned.clear()
-        best = [f"k{i}" for i in nearest(overlapping(ROWS), overlapping(1)[0], "cosine")[: min(k, 10)]]
+        best = [
+            f"k{i}" for i in nearest(overlapping(ROWS), overlapping(1)[0], "cosine")[: min(k, 10)]
+        ]
         assert index.search(overlapping(1)[0], k).keys[:10] == best
         assert sum(scanned) <= ROWS
         assert sorted(scanned) == scanned
@@ -151,7 +206,13 @@ def test_a_search_costs_no_more_than_twice_comparing_with_all(tmp_path: Path, mo
     ("vectors", "recall", "limits", "kind", "why"),
     [
         (overlapping(900), 0.95, SMALL, "exact", "900 rows: comparing with all of them costs less"),
-        (overlapping(2000), 1.0, SMALL, "exact", "a promise above 0.9895 is met by comparing with every row"),
+        (
+            overlapping(2000),
+            1.0,
+            SMALL,
+            "exact",
+            "a promise above 0.9895 is met by comparing with every row",
+        ),
         (overlapping(2000), 0.999, SMALL, "exact", "a promise above"),
         (
             overlapping(2000) + 30_000,
@@ -160,11 +221,31 @@ def test_a_search_costs_no_more_than_twice_comparing_with_all(tmp_path: Path, mo
             "exact",
             "float16 loses neighbours",
         ),
-        (overlapping(2000), 0.95, Limits(small_rows=1000), "exact", "2,000 rows: comparing with all of them costs less"),
+        (
+            overlapping(2000),
+            0.95,
+            Limits(small_rows=1000),
+            "exact",
+            "2,000 rows: comparing with all of them costs less",
+        ),
         (overlapping(2000) * 1e6, 0.95, SMALL, "exact", "numbers that float16 cannot"),
-        (overlapping(2000), 0.95, Limits(memory_mb=0, small_rows=1000, small_numbers=0), "float16", "float16: "),
+        (
+            overlapping(2000),
+            0.95,
+            Limits(memory_mb=0, small_rows=1000, small_numbers=0),
+            "float16",
+            "float16: ",
+        ),
     ],
-    ids=["few rows", "all", "more than can be shown", "far from zero", "few numbers", "too large", "no memory"],
+    ids=[
+        "few rows",
+        "all",
+        "more than can be shown",
+        "far from zero",
+        "few numbers",
+        "too large",
+        "no memory",
+    ],
 )
 def test_what_cannot_be_kept_by_less_is_kept_by_comparing_with_every_row(
     tmp_path: Path, vectors: Vectors, recall: float, limits: Limits, kind: str, why: str
@@ -178,7 +259,9 @@ def test_what_cannot_be_kept_by_less_is_kept_by_comparing_with_every_row(
 
 
 @pytest.mark.usefixtures("take_codes")
-def test_codes_that_held_out_rows_refuse_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codes_that_held_out_rows_refuse_are_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the queries to tune by anything would do."""
     monkeypatch.setattr(index_choice, "_RESCORED", (20,))
     monkeypatch.setattr(index_choice, "_MARGINS", (-9.0,))
@@ -191,10 +274,16 @@ def test_codes_that_held_out_rows_refuse_are_not_taken(tmp_path: Path, monkeypat
     assert third.startswith("float16: ")
 
 
-def test_where_nothing_keeps_it_the_index_is_exact_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_keeps_it_the_index_is_exact_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(index_choice.Chooser, "_holds", lambda self, measured: False)
     index = built(tmp_path / "index", overlapping(2000), "cosine")
-    assert (index.figures.kind, index.dtype, index.figures.recall_bound) == ("exact", "float32", 1.0)
+    assert (index.figures.kind, index.dtype, index.figures.recall_bound) == (
+        "exact",
+        "float32",
+        1.0,
+    )
     assert index.figures.why.startswith("no candidate met the promise (")
     assert index.figures.exact_us is not None
 
@@ -245,7 +334,12 @@ def test_nothing_is_learnt_from_rows_that_are_held_out() -> None:
     learnt = []
     for rows in (vectors, changed):
         coded = trained_codes(rows, held_out, Codes(8), l2=True)
-        learnt.append((faiss.vector_to_array(coded.pq.centroids).tolist(), coded.quantizer.reconstruct_n(0, 1).tolist()))
+        learnt.append(
+            (
+                faiss.vector_to_array(coded.pq.centroids).tolist(),
+                coded.quantizer.reconstruct_n(0, 1).tolist(),
+            )
+        )
     assert learnt[0] == learnt[1]
 
 
@@ -284,7 +378,8 @@ def test_the_bound_is_wilsons(recall: float, queries: int, z: float, bound: floa
 
 @pytest.mark.parametrize("share", [0.5, 0.9, 0.97])
 def test_the_bound_holds_though_neighbours_are_lost_together(share: float) -> None:
-    """In 2,000 trials of 300 queries each, all ten neighbours of which are found or none, it is too high in 1 % and not in 10."""
+    """In 2,000 trials of 300 queries each, all ten neighbours of which are found or none, it is too
+    high in 1 % and not in 10."""
     rng = np.random.default_rng(0)
     means = rng.binomial(300, share, 2000) / 300
     wrong = np.mean([lower_bound(float(mean), 300) > share for mean in means])
@@ -314,23 +409,32 @@ def test_equal_rows_are_equally_right_and_what_is_excluded_is_not(l2: bool) -> N
 
 @pytest.mark.parametrize("metric", METRICS)
 def test_the_truth_of_every_kind_is_that_of_comparing_with_every_row(metric: str) -> None:
-    """And so is what an exact search finds, of as many queries, each of which may find what its kind admits."""
+    """And so is what an exact search finds, of as many queries, each of which may find what its
+    kind admits."""
     vectors = overlapping(3000)
     if metric == "cosine":
         vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     scalars = pa.table(
-        {"half": np.arange(3000) % 2 == 0, "number": pa.array([None if i % 3 == 0 else i / 7 for i in range(3000)])}
+        {
+            "half": np.arange(3000) % 2 == 0,
+            "number": pa.array([None if i % 3 == 0 else i / 7 for i in range(3000)]),
+        }
     )
     asking = np.arange(0, 3000, 100)
     flat = faiss.IndexFlatL2(32) if metric == "l2" else faiss.IndexFlatIP(32)
     flat.add(vectors)
-    rows, kinds = NearestRows(flat, vectors, l2=metric == "l2"), dict(QueryKinds(vectors, scalars, metric).of(asking))
+    rows, kinds = (
+        NearestRows(flat, vectors, l2=metric == "l2"),
+        dict(QueryKinds(vectors, scalars, metric).of(asking)),
+    )
     assert set(kinds) == set(KINDS)
     assert {name for name in kinds if kinds[name].by} >= {"filter_50", "filter_20"}
     for name, queries in kinds.items():
         assert queries.recall(queries.searched(rows)).mean == pytest.approx(1.0, abs=0.005), name
         share, left_out = queries.admitted[0].total / 3000, len(queries.excluded[0])
-        assert share == pytest.approx(SHARES.get(name, 0.5 if name == "elsewhere" else 1.0), rel=0.5), name
+        assert share == pytest.approx(
+            SHARES.get(name, 0.5 if name == "elsewhere" else 1.0), rel=0.5
+        ), name
         assert left_out == EXCLUSIONS.get(name, 0) + (name not in ("noisy", "far")), name
 
 

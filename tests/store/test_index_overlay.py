@@ -29,11 +29,22 @@ class Story:
         first = overlapping(ROWS)
         self.changed = np.concatenate([overlapping(60, seed=5), overlapping(40, seed=6)])
         keys = [f"k{i}" for i in range(60)] + [f"new{i}" for i in range(40)]
-        build_index(folder / "1", [rows_of([f"k{i}" for i in range(ROWS)], first)], self.view, model="m", limits=limits)
+        build_index(
+            folder / "1",
+            [rows_of([f"k{i}" for i in range(ROWS)], first)],
+            self.view,
+            model="m",
+            limits=limits,
+        )
         removed = [pa.array([f"k{i}" for i in range(60, 80)]), pa.array(["never there"])]
         rows = rows_of(keys, self.changed, range(50, 60))
         self.figures = build_overlay(
-            folder / "2", folder / "1", [rows.slice(0, 30), rows.slice(30)], removed, self.view, model="m"
+            folder / "2",
+            folder / "1",
+            [rows.slice(0, 30), rows.slice(30)],
+            removed,
+            self.view,
+            model="m",
         )
         self.keys = [*keys[:50], *keys[60:], *(f"k{i}" for i in range(80, ROWS))]
         self.vectors = np.concatenate([self.changed[:50], self.changed[60:], first[80:]])
@@ -46,7 +57,9 @@ class Story:
 
 
 @pytest.mark.parametrize("metric", METRICS)
-def test_base_and_overlay_are_searched_as_the_index_of_the_whole(tmp_path: Path, metric: str) -> None:
+def test_base_and_overlay_are_searched_as_the_index_of_the_whole(
+    tmp_path: Path, metric: str
+) -> None:
     story = Story(tmp_path, metric)
     index = story.index()
     assert len(index) == len(story.keys) == ROWS - 80 + 50 + 40
@@ -61,7 +74,9 @@ def test_base_and_overlay_are_searched_as_the_index_of_the_whole(tmp_path: Path,
     assert set(index.search(overlapping(1)[0], len(story.keys)).keys) == set(story.keys)
 
 
-def test_no_mask_is_made_for_a_search_that_filters_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_mask_is_made_for_a_search_that_filters_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     story = Story(tmp_path, "l2")
     index, query = story.index(), overlapping(1, seed=7)[0]
     expected = story.true(query, 12)
@@ -86,13 +101,18 @@ def test_a_row_is_found_where_it_counts(tmp_path: Path) -> None:
     assert (found.keys[0], found.computed_at_us[0]) == ("k3", 3)
 
 
-def test_over_a_base_with_codes_as_much_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_over_a_base_with_codes_as_much_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(nearest_rows, "STREAMED", 0.5)
     monkeypatch.setattr(nearest_rows, "FEW_ROWS", 10)
     story = Story(tmp_path, "cosine", Limits(small_rows=1000, small_numbers=0))
     index = story.index()
     assert (index.figures.kind, story.figures.kind) == ("codes", "exact")
-    shares = [len(set(story.true(query, 10)) & set(index.search(query, 10).keys)) / 10 for query in overlapping(100, seed=8)]
+    shares = [
+        len(set(story.true(query, 10)) & set(index.search(query, 10).keys)) / 10
+        for query in overlapping(100, seed=8)
+    ]
     assert np.mean(shares) >= 0.88
     gone = {f"k{i}" for i in range(50, 80)}
     for number in (*range(50), *range(60, 80)):
@@ -103,7 +123,9 @@ def test_over_a_base_with_codes_as_much_is_found(tmp_path: Path, monkeypatch: py
 
 def test_only_what_changed_is_written(tmp_path: Path) -> None:
     Story(tmp_path, "l2")
-    sizes = [sum(path.stat().st_size for path in (tmp_path / name).iterdir()) for name in ("1", "2")]
+    sizes = [
+        sum(path.stat().st_size for path in (tmp_path / name).iterdir()) for name in ("1", "2")
+    ]
     assert sizes[1] < sizes[0] * 0.06
     assert sorted(path.name for path in (tmp_path / "2").iterdir()) == sorted(FILES)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
@@ -116,7 +138,14 @@ def test_an_overlay_of_nothing_but_removals_and_one_of_nothing(tmp_path: Path) -
         index = VectorIndex(tmp_path / "1", tmp_path / "3")
         assert len(index) == left
         assert len(set(index.search(overlapping(1)[0], ROWS).keys)) == left
-    build_overlay(tmp_path / "3", tmp_path / "1", [], [pa.array([f"k{i}" for i in range(ROWS)])], story.view, model="m")
+    build_overlay(
+        tmp_path / "3",
+        tmp_path / "1",
+        [],
+        [pa.array([f"k{i}" for i in range(ROWS)])],
+        story.view,
+        model="m",
+    )
     nothing = VectorIndex(tmp_path / "1", tmp_path / "3")
     assert (len(nothing), nothing.search(overlapping(1)[0], 5).keys) == (0, [])
 
@@ -133,8 +162,12 @@ def test_an_overlay_lies_over_its_own_base_and_no_other(tmp_path: Path) -> None:
         VectorIndex(tmp_path / "1", tmp_path / "4")
 
 
-@pytest.mark.parametrize(("model", "metric", "dim"), [("another", "l2", 32), ("m", "dot", 32), ("m", "l2", 16)])
-def test_no_overlay_is_built_in_another_space(tmp_path: Path, model: str, metric: str, dim: int) -> None:
+@pytest.mark.parametrize(
+    ("model", "metric", "dim"), [("another", "l2", 32), ("m", "dot", 32), ("m", "l2", 16)]
+)
+def test_no_overlay_is_built_in_another_space(
+    tmp_path: Path, model: str, metric: str, dim: int
+) -> None:
     Story(tmp_path, "l2")
     rows = [rows_of(["a"], overlapping(1, dim))]
     with pytest.raises(VectorIndexError, match=r"--reload|numbers a vector"):
@@ -142,7 +175,9 @@ def test_no_overlay_is_built_in_another_space(tmp_path: Path, model: str, metric
     with pytest.raises(VectorIndexError, match="--reload"):
         build_overlay(tmp_path / "3", tmp_path / "2", rows, [], view_of(dim, metric), model=model)
     with pytest.raises(VectorIndexError, match="--reload"):
-        build_overlay(tmp_path / "3", tmp_path / "nowhere", rows, [], view_of(dim, metric), model=model)
+        build_overlay(
+            tmp_path / "3", tmp_path / "nowhere", rows, [], view_of(dim, metric), model=model
+        )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
 
 
@@ -152,7 +187,12 @@ def test_a_damaged_overlay_is_refused(tmp_path: Path, name: str) -> None:
     path = tmp_path / "2" / name
     whole = path.read_bytes()
     middle = len(whole) // 2
-    for damaged in (b"", whole[:-1], whole + b"x", whole[:middle] + bytes([whole[middle] ^ 0x10]) + whole[middle + 1 :]):
+    for damaged in (
+        b"",
+        whole[:-1],
+        whole + b"x",
+        whole[:middle] + bytes([whole[middle] ^ 0x10]) + whole[middle + 1 :],
+    ):
         path.write_bytes(damaged)
         with pytest.raises(VectorIndexError, match="--reload"):
             story.index()

@@ -14,7 +14,17 @@ import pytest
 import xxhash
 
 from precompute.store.online import kernels
-from precompute.store.online.kernels import ABSENT, DAMAGED, FOUND, LARGEST_KEY, hashes, lay_out, pack, pack_texts, verified
+from precompute.store.online.kernels import (
+    ABSENT,
+    DAMAGED,
+    FOUND,
+    LARGEST_KEY,
+    hashes,
+    lay_out,
+    pack,
+    pack_texts,
+    verified,
+)
 from precompute.store.online.packed import Packed
 
 pytestmark = pytest.mark.usefixtures("kernel")
@@ -26,8 +36,12 @@ def test_hashes_are_xxh3_64_of_every_length() -> None:
     packed = Packed.of(strings)
     assert hashes(packed).tolist() == [xxhash.xxh3_64_intdigest(s) for s in strings]
     for skip in (1, 8, 3000):
-        assert hashes(packed, skip).tolist() == [xxhash.xxh3_64_intdigest(s[skip:]) for s in strings]
-    assert hashes(packed.slice(1000, 1003)).tolist() == [xxhash.xxh3_64_intdigest(s) for s in strings[1000:1003]]
+        assert hashes(packed, skip).tolist() == [
+            xxhash.xxh3_64_intdigest(s[skip:]) for s in strings
+        ]
+    assert hashes(packed.slice(1000, 1003)).tolist() == [
+        xxhash.xxh3_64_intdigest(s) for s in strings[1000:1003]
+    ]
     assert hashes(Packed.of([])).dtype == np.uint64
 
 
@@ -70,9 +84,13 @@ def test_hashes_of_strings_of_one_size() -> None:
         strings = [bytes([i]) * size for i in range(20)]
         packed = Packed.of([b"before", *strings, b"after"]).slice(1, 21)
         for skip in (0, 8):
-            assert hashes(packed, skip).tolist() == [xxhash.xxh3_64_intdigest(s[skip:]) for s in strings]
+            assert hashes(packed, skip).tolist() == [
+                xxhash.xxh3_64_intdigest(s[skip:]) for s in strings
+            ]
     # the first and the last make up for each other
-    assert hashes(Packed.of([b"ab", b"abc", b"a"])).tolist() == [xxhash.xxh3_64_intdigest(s) for s in (b"ab", b"abc", b"a")]
+    assert hashes(Packed.of([b"ab", b"abc", b"a"])).tolist() == [
+        xxhash.xxh3_64_intdigest(s) for s in (b"ab", b"abc", b"a")
+    ]
 
 
 def test_hashes_of_many_megabytes() -> None:
@@ -153,7 +171,11 @@ def test_the_extension_refuses_columns_that_make_no_rows() -> None:
     native = kernels.native
     if native is None:
         pytest.skip("numpy checks its arrays itself")
-    columns, two, out = (np.zeros((2, 1), np.uint8), np.zeros((2, 5), np.uint8)), np.zeros(2, np.uint64), np.zeros(60, np.uint8)
+    columns, two, out = (
+        (np.zeros((2, 1), np.uint8), np.zeros((2, 5), np.uint8)),
+        np.zeros(2, np.uint64),
+        np.zeros(60, np.uint8),
+    )
     snapshots, widths = np.zeros(2, np.uint32), np.array([1, 5], np.uint64)
     native.assemble(columns, widths, two, two, snapshots, 0, out)
     native.assemble((), widths[:0], two, two, snapshots, 0, out[:48])
@@ -178,15 +200,27 @@ def test_the_extension_refuses_columns_that_make_no_rows() -> None:
 COMPUTED_AT, SNAPSHOT, TAG = 1_700_000_000_000_000, 3, 2**32 - 7
 
 
-def row_of(key: bytes, values: bytes, computed_at: int = COMPUTED_AT, snapshot: int = SNAPSHOT, tag: int = TAG) -> bytes:
+def row_of(
+    key: bytes,
+    values: bytes,
+    computed_at: int = COMPUTED_AT,
+    snapshot: int = SNAPSHOT,
+    tag: int = TAG,
+) -> bytes:
     """A row that vouches for itself."""
     rest = struct.pack("<qII", computed_at, snapshot, tag) + values
-    return (xxhash.xxh3_64_intdigest(rest) ^ xxhash.xxh3_64_intdigest(key)).to_bytes(8, "little") + rest
+    return (xxhash.xxh3_64_intdigest(rest) ^ xxhash.xxh3_64_intdigest(key)).to_bytes(
+        8, "little"
+    ) + rest
 
 
-def states_of(rows: Sequence[bytes], keys: Sequence[bytes], size: int = 24, exact: bool = False) -> list[int]:
+def states_of(
+    rows: Sequence[bytes], keys: Sequence[bytes], size: int = 24, exact: bool = False
+) -> list[int]:
     """What rows are worth under keys; and that only those that are found have a time."""
-    states, times = verified(Packed.of(rows), hashes(Packed.of(keys)), TAG, [SNAPSHOT, 5], size, exact)
+    states, times = verified(
+        Packed.of(rows), hashes(Packed.of(keys)), TAG, [SNAPSHOT, 5], size, exact
+    )
     assert times.tolist() == [COMPUTED_AT if state == FOUND else 0 for state in states.tolist()]
     return states.tolist()
 
@@ -215,35 +249,56 @@ def test_a_row_vouches_for_itself_and_its_key() -> None:
     assert states_of(list(rows), [b"a"] * len(rows), size=33, exact=True) == expected
     # rows in the middle of a buffer, of one size, few and many
     alike = [row_of(b"%d" % i, bytes(9)) for i in range(100)]
-    packed, key_hashes = Packed.of([b"before", *alike, b"after"]), hashes(Packed.of([b"%d" % i for i in range(100)]))
+    packed, key_hashes = (
+        Packed.of([b"before", *alike, b"after"]),
+        hashes(Packed.of([b"%d" % i for i in range(100)])),
+    )
     for count in (1, 100):
-        states, times = verified(packed.slice(1, count + 1), key_hashes[:count], TAG, {SNAPSHOT}, 33, True)
+        states, times = verified(
+            packed.slice(1, count + 1), key_hashes[:count], TAG, {SNAPSHOT}, 33, True
+        )
         assert (states.tolist(), times.tolist()) == ([FOUND] * count, [COMPUTED_AT] * count)
-    assert verified(packed.slice(1, 3), key_hashes[:2], TAG, (), 33, True)[0].tolist() == [DAMAGED] * 2
+    assert (
+        verified(packed.slice(1, 3), key_hashes[:2], TAG, (), 33, True)[0].tolist() == [DAMAGED] * 2
+    )
     assert states_of([], []) == []
     assert states_of([b""], [b""]) == [ABSENT]
 
 
 def test_a_time_before_1970() -> None:
-    found = verified(Packed.of([row_of(b"k", b"v", computed_at=-5)]), hashes(Packed.of([b"k"])), TAG, [SNAPSHOT], 25, True)
+    found = verified(
+        Packed.of([row_of(b"k", b"v", computed_at=-5)]),
+        hashes(Packed.of([b"k"])),
+        TAG,
+        [SNAPSHOT],
+        25,
+        True,
+    )
     assert [values.tolist() for values in found] == [[FOUND], [-5]]
 
 
 def test_every_flipped_bit_of_a_row_is_seen() -> None:
     row = row_of(b"key", bytes(range(40)))
-    flipped = [(int.from_bytes(row, "big") ^ 1 << bit).to_bytes(len(row), "big") for bit in range(8 * len(row))]
+    flipped = [
+        (int.from_bytes(row, "big") ^ 1 << bit).to_bytes(len(row), "big")
+        for bit in range(8 * len(row))
+    ]
     assert states_of(flipped, [b"key"] * len(flipped)) == [DAMAGED] * len(flipped)
     assert states_of([row], [b"key"]) == [FOUND]
 
 
 def test_records_are_laid_out_on_words() -> None:
     keys, rows = [b"", b"1234567", b"12345678", b"123456789"], [b"r" * 24, b"", b"R" * 33, b"x"]
-    data, starts = lay_out(Packed.of([b"before", *keys]).slice(1, 5), Packed.of([*rows, b"after"]).slice(0, 4))
+    data, starts = lay_out(
+        Packed.of([b"before", *keys]).slice(1, 5), Packed.of([*rows, b"after"]).slice(0, 4)
+    )
     expected = b""
     for key, row, start in zip(keys, rows, starts.tolist(), strict=True):
         assert start == len(expected)
         expected += len(row).to_bytes(4, "little") + len(key).to_bytes(2, "little") + b"\0\0"
-        expected += key.ljust(-(-len(key) // 8) * 8, b"\0") + row.ljust(-(-len(row) // 8) * 8, b"\0")
+        expected += key.ljust(-(-len(key) // 8) * 8, b"\0") + row.ljust(
+            -(-len(row) // 8) * 8, b"\0"
+        )
     assert data.tobytes() == expected
     data, starts = lay_out(Packed.of([]), Packed.of([]))
     assert (len(data), len(starts)) == (0, 0)
@@ -251,21 +306,32 @@ def test_records_are_laid_out_on_words() -> None:
 
 def test_a_key_that_a_record_cannot_tell_the_size_of() -> None:
     largest = bytes(LARGEST_KEY)
-    assert lay_out(Packed.of([largest]), Packed.of([b""]))[0].tobytes() == b"\0\0\0\0\xff\xff\0\0" + largest + b"\0"
+    assert (
+        lay_out(Packed.of([largest]), Packed.of([b""]))[0].tobytes()
+        == b"\0\0\0\0\xff\xff\0\0" + largest + b"\0"
+    )
     with pytest.raises(ValueError, match="keys of 65536 and rows of 0 bytes; at most 65535"):
         lay_out(Packed.of([bytes(LARGEST_KEY + 1)]), Packed.of([b""]))
 
 
 def test_an_extension_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "precompute.store.online._kernels", SimpleNamespace(VERSION=kernels._VERSION - 1))
+    monkeypatch.setitem(
+        sys.modules,
+        "precompute.store.online._kernels",
+        SimpleNamespace(VERSION=kernels._VERSION - 1),
+    )
     monkeypatch.delenv("PRECOMPUTE_KERNELS", raising=False)
     assert kernels._extension() is None
-    monkeypatch.setitem(sys.modules, "precompute.store.online._kernels", SimpleNamespace(VERSION=kernels._VERSION))
+    monkeypatch.setitem(
+        sys.modules, "precompute.store.online._kernels", SimpleNamespace(VERSION=kernels._VERSION)
+    )
     assert kernels._extension() is not None
 
 
 def test_the_environment_has_a_say_in_which_kernels_run() -> None:
     code = "from precompute.store.online import kernels; print(kernels.COMPILED)"
     environment = os.environ | {"PRECOMPUTE_KERNELS": "python"}
-    told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    told = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
     assert told.stdout == "False\n"

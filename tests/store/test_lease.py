@@ -1,4 +1,5 @@
-"""Leases: one holder at a time; a dead one is known at once, a silent one after its TTL, and a late one is refused."""
+"""Leases: one holder at a time; a dead one is known at once, a silent one after its TTL, and a late
+one is refused."""
 
 from __future__ import annotations
 
@@ -42,11 +43,14 @@ print("released", flush=True)
 
 
 class Child:
-    """A process that holds the lease ``run``, and says at every line it is sent whether it still does."""
+    """A process that holds the lease ``run``, and says at every line it is sent whether it still
+    does."""
 
     def __init__(self, folder: Path, ttl_s: float) -> None:
         command = [sys.executable, "-c", HOLD, str(folder), str(ttl_s)]
-        self.process = subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         self.fence = int(self._line())
 
     def _line(self) -> str:
@@ -106,12 +110,18 @@ def until(met: Callable[[], bool], what: str) -> None:
 def test_one_holds_it_until_it_lets_go(folder: Path) -> None:
     assert (holder(folder, "run"), is_held(folder, "run")) == (None, False)
     lease = take(folder, "run", "me", ttl_s=45.0)
-    assert lease.record == holder(folder, "run") == Holder(1, "me", lease.record.host, os.getpid(), 45.0)
+    assert (
+        lease.record
+        == holder(folder, "run")
+        == Holder(1, "me", lease.record.host, os.getpid(), 45.0)
+    )
     assert lease.record.host.startswith(os.uname().nodename)
     assert is_held(folder, "run")
     assert names(folder) == [".lease-run.1.held", ".lock", "lease-run.json"]
     lease.check()
-    with pytest.raises(ConflictError, match=rf"^lease 'run' is held \(by me, process {os.getpid()}\)$"):
+    with pytest.raises(
+        ConflictError, match=rf"^lease 'run' is held \(by me, process {os.getpid()}\)$"
+    ):
         take(folder, "run", "you")
     lease.check()
     lease.release()
@@ -132,7 +142,9 @@ def test_the_fence_rises_with_every_taking(folder: Path) -> None:
 def test_who_finds_it_held_is_told_what_the_caller_says_and_by_whom(folder: Path) -> None:
     with (
         take(folder, "run", "backfill"),
-        pytest.raises(ConflictError, match=rf"^view 'v' is busy \(by backfill, process {os.getpid()}\)$"),
+        pytest.raises(
+            ConflictError, match=rf"^view 'v' is busy \(by backfill, process {os.getpid()}\)$"
+        ),
     ):
         take(folder, "run", "run", busy="view 'v' is busy")
 
@@ -185,7 +197,9 @@ def test_a_killed_holder_is_known_at_once(folder: Path, child: Callable[[float],
         assert names(folder) == [".lease-run.2.held", ".lock", "lease-run.json"]
 
 
-def test_a_stopped_holder_is_overtaken_after_its_ttl_and_fenced(folder: Path, child: Callable[[float], Child]) -> None:
+def test_a_stopped_holder_is_overtaken_after_its_ttl_and_fenced(
+    folder: Path, child: Callable[[float], Child]
+) -> None:
     held = child(0.6)
     held.signal(signal.SIGSTOP)
     until(lambda: not is_held(folder, "run"), "a holder that gives no sign of life keeps its lease")
@@ -202,7 +216,9 @@ def test_a_stopped_holder_is_overtaken_after_its_ttl_and_fenced(folder: Path, ch
             take(folder, "run", "third")
 
 
-def test_a_stopped_holder_whose_ttl_is_not_over_keeps_it(folder: Path, child: Callable[[float], Child]) -> None:
+def test_a_stopped_holder_whose_ttl_is_not_over_keeps_it(
+    folder: Path, child: Callable[[float], Child]
+) -> None:
     held = child(3600.0)
     held.signal(signal.SIGSTOP)
     with pytest.raises(ConflictError):
@@ -211,7 +227,9 @@ def test_a_stopped_holder_whose_ttl_is_not_over_keeps_it(folder: Path, child: Ca
     assert held.check() == "mine"
 
 
-def test_the_heartbeat_keeps_it_alive_past_its_ttl(folder: Path, child: Callable[[float], Child]) -> None:
+def test_the_heartbeat_keeps_it_alive_past_its_ttl(
+    folder: Path, child: Callable[[float], Child]
+) -> None:
     held = child(3.0)
     for _ in range(2):
         os.utime(folder / ".lease-run.1.held", (0, 0))
@@ -245,7 +263,9 @@ def test_a_holder_on_another_machine_is_believed_until_its_ttl_is_over(folder: P
         assert lease.record.fence == 8
 
 
-def test_a_holder_of_before_the_last_boot_is_gone_with_its_ttl(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_holder_of_before_the_last_boot_is_gone_with_its_ttl(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its process number means nothing any more; another process may have it."""
     lease = take(folder, "run", "me", ttl_s=60.0)
     monkeypatch.setattr(lease_module, "_host", lambda: "this machine, later")
@@ -266,7 +286,9 @@ def test_a_lock_held_by_another_is_not_mistaken_for_free(folder: Path) -> None:
 # ---- force
 
 
-def test_force_takes_it_from_whoever_holds_it(folder: Path, child: Callable[[float], Child]) -> None:
+def test_force_takes_it_from_whoever_holds_it(
+    folder: Path, child: Callable[[float], Child]
+) -> None:
     held = child(3600.0)
     with take(folder, "run", "rollback", force=True) as lease:
         assert lease.record.fence == 2
@@ -303,18 +325,24 @@ def test_an_equal_looking_holder_with_another_fence_is_another(folder: Path) -> 
 
 
 @pytest.mark.parametrize("flipped", [False, True])
-def test_whatever_became_of_a_record_a_lease_is_taken_and_held_by_its_lock(folder: Path, flipped: bool) -> None:
+def test_whatever_became_of_a_record_a_lease_is_taken_and_held_by_its_lock(
+    folder: Path, flipped: bool
+) -> None:
     """Nobody is taken for its holder because of a bit, and nobody who lives loses it."""
     path, fence = folder / "lease-run.json", 0
     take(folder, "run", "me").release()
     for at in range(0, len(path.read_bytes()), 7):
         whole = path.read_bytes()
-        path.write_bytes(whole[:at] + (bytes([whole[at] ^ 2]) + whole[at + 1 :] if flipped else b""))
+        path.write_bytes(
+            whole[:at] + (bytes([whole[at] ^ 2]) + whole[at + 1 :] if flipped else b"")
+        )
         assert not is_held(folder, "run")
         with take(folder, "run", "me") as lease:
             assert lease.record.fence > fence
             fence, whole = lease.record.fence, path.read_bytes()
-            path.write_bytes(whole[:at] + (bytes([whole[at] ^ 2]) + whole[at + 1 :] if flipped else b""))
+            path.write_bytes(
+                whole[:at] + (bytes([whole[at] ^ 2]) + whole[at + 1 :] if flipped else b"")
+            )
             assert is_held(folder, "run")
             with pytest.raises(ConflictError, match="is held"):
                 take(folder, "run", "another")
@@ -344,7 +372,9 @@ def test_a_lease_whose_touched_file_is_gone_is_free(folder: Path) -> None:
 def test_fields_of_a_later_version_are_ignored(folder: Path) -> None:
     with take(folder, "run", "me") as lease:
         path = folder / "lease-run.json"
-        replace_durably(path, json.dumps(json.loads(path.read_text()) | {"from_the_future": 1}).encode())
+        replace_durably(
+            path, json.dumps(json.loads(path.read_text()) | {"from_the_future": 1}).encode()
+        )
         lease.check()
         assert is_held(folder, "run")
 
@@ -393,7 +423,10 @@ def test_of_racing_processes_exactly_one_takes_it(folder: Path) -> None:
     rounds = 25
     command = [sys.executable, "-c", RACE, str(folder), str(rounds)]
     racers = [
-        subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)
+        subprocess.Popen(
+            command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(3)
     ]
     try:
         for _ in range(rounds):

@@ -31,7 +31,9 @@ class Remote(MemoryStore):
         raise OnlineStoreError(f"db.internal:6379 does not answer ({view})")
 
 
-@pytest.mark.parametrize(("path", "status"), [("/readyz", 503), ("/metrics", 200), ("/", 200), ("/v1/views", 503)])
+@pytest.mark.parametrize(
+    ("path", "status"), [("/readyz", 503), ("/metrics", 200), ("/", 200), ("/v1/views", 503)]
+)
 def test_a_store_that_goes_away_between_two_views_is_told_of(path: str, status: int) -> None:
     assert call(create_app(Lookup(Remote())), "GET", path).status == status
 
@@ -44,23 +46,37 @@ def test_an_error_of_every_request_is_logged_once(caplog: pytest.LogCaptureFixtu
     app: Callable[..., Any] = create_app(Lookup(Gone()))
     for i in range(300):
         # the name of a view is the caller's
-        call(app, "GET", f"/v1/views/a{i}%0A2026-01-01 CRITICAL store: all is lost{'x' * 1000}/rows/1").check_problem(503)
+        call(
+            app,
+            "GET",
+            f"/v1/views/a{i}%0A2026-01-01 CRITICAL store: all is lost{'x' * 1000}/rows/1",
+        ).check_problem(503)
     (record,) = caplog.records
     assert len(record.getMessage()) < 250
 
 
 LIVE = over(1, 2)
-OTHER_FEATURES = replace(LIVE, view=dataclasses.replace(LIVE.view, features=pointer(1).view.features))
+OTHER_FEATURES = replace(
+    LIVE, view=dataclasses.replace(LIVE.view, features=pointer(1).view.features)
+)
 UNLIKE: dict[str, tuple[Pointer, int | None, str]] = {
     "the base is gone": (LIVE, 1, "generation 1 of view 'numbers' is not in the online store"),
     "the overlay is gone": (LIVE, 2, "generation 2 of view 'numbers' is not in the online store"),
-    "the base is another snapshot's": (replace(LIVE, base_snapshot=7), None, "generation 1 of view 'numbers' has other rows"),
+    "the base is another snapshot's": (
+        replace(LIVE, base_snapshot=7),
+        None,
+        "generation 1 of view 'numbers' has other rows",
+    ),
     "the overlay is another snapshot's": (
         replace(LIVE, overlays=((2, 7),)),
         None,
         "generation 2 of view 'numbers' has other rows",
     ),
-    "rows have other features": (OTHER_FEATURES, None, "generation 2 of view 'numbers' has other rows"),
+    "rows have other features": (
+        OTHER_FEATURES,
+        None,
+        "generation 2 of view 'numbers' has other rows",
+    ),
 }
 
 
@@ -68,7 +84,8 @@ UNLIKE: dict[str, tuple[Pointer, int | None, str]] = {
 def test_a_pointer_to_foreign_rows_is_reported_everywhere(
     named: Pointer, lost: int | None, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A base whose loader did not say of what schema it is, as of an older version, and an overlay whose did."""
+    """A base whose loader did not say of what schema it is, as of an older version, and an overlay
+    whose did."""
     store = MemoryStore()
     app = create_app(Lookup(store))
     publish(store, 1, TABLE)
@@ -76,7 +93,10 @@ def test_a_pointer_to_foreign_rows_is_reported_everywhere(
 
     def told() -> tuple[str, str | None, bool]:
         ready = call(app, "GET", "/readyz")
-        assert (ready.status, ready.json["views"]) == (200, {"numbers": store.live("numbers").snapshot})  # type: ignore[union-attr]
+        assert (ready.status, ready.json["views"]) == (
+            200,
+            {"numbers": store.live("numbers").snapshot},  # type: ignore[union-attr]
+        )
         readable = b'precompute_view_up{view="numbers"} 1.0' in call(app, "GET", "/metrics").body
         return ready.json["status"], ready.json.get("why"), readable
 
@@ -90,7 +110,10 @@ def test_a_pointer_to_foreign_rows_is_reported_everywhere(
         if lost and held:
             store._generations["numbers"][lost] = held
     messages = [record.getMessage() for record in caplog.records]
-    assert [message.startswith(f"view 'numbers': what is live cannot be read: {why}") for message in messages] == [True] * 2
+    assert [
+        message.startswith(f"view 'numbers': what is live cannot be read: {why}")
+        for message in messages
+    ] == [True] * 2
 
 
 def test_a_generation_that_goes_while_its_pointer_moves_on_is_no_trouble() -> None:

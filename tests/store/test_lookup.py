@@ -1,4 +1,5 @@
-"""Lookups and searches over every online store: right rows, in order, each with an honest status; and what stands behind a miss."""
+"""Lookups and searches over every online store: right rows, in order, each with an honest status;
+and what stands behind a miss."""
 
 from __future__ import annotations
 
@@ -54,7 +55,13 @@ def features_of(x: float, null: bool = False) -> dict[str, Any]:
     """The features of the row whose input is ``x``."""
     if null:
         return {f.name: None for f in FEATURES}
-    return {"double": 2 * x, "vector": [x, 1.0], "label": f"é{x}", "tags": ["t"] * int(x % 3), "top": list(range(int(x % 4)))}
+    return {
+        "double": 2 * x,
+        "vector": [x, 1.0],
+        "label": f"é{x}",
+        "tags": ["t"] * int(x % 3),
+        "top": list(range(int(x % 4))),
+    }
 
 
 def batch_of(features: Sequence[Feature], rows: Sequence[Mapping[str, Any]]) -> pa.RecordBatch:
@@ -78,10 +85,15 @@ class Row:
 def indexed_rows(rows: Mapping[Any, Row], entity: Sequence[str]) -> pa.RecordBatch:
     """Rows as a snapshot gives them to its index."""
     parts = [key if isinstance(key, (list, tuple)) else [key] for key in rows]
-    columns = {name: pa.array([str(part[n]) for part in parts], pa.string()) for n, name in enumerate(entity)}
+    columns = {
+        name: pa.array([str(part[n]) for part in parts], pa.string())
+        for n, name in enumerate(entity)
+    }
     features = batch_of(FEATURES, [features_of(row.x, row.null) for row in rows.values()])
     columns |= {name: features.column(name) for name in features.schema.names}
-    return pa.record_batch(columns | {"computed_at": pa.array([row.at_us for row in rows.values()], pa.int64())})
+    return pa.record_batch(
+        columns | {"computed_at": pa.array([row.at_us for row in rows.values()], pa.int64())}
+    )
 
 
 @dataclass
@@ -125,20 +137,42 @@ class House:
             indexed: the rows of the whole snapshot.
         """
         view = FeatureView(
-            name, self.entity, FEATURES, TTL, STALE_FOR, IndexSpec("vector", metric) if metric else None, **self.changes
+            name,
+            self.entity,
+            FEATURES,
+            TTL,
+            STALE_FOR,
+            IndexSpec("vector", metric) if metric else None,
+            **self.changes,
         )
         batches = [
-            packed_rows(view, [key_text(key, self.entity) for key in rows], list(rows.values()), number, self.entity, damage)
+            packed_rows(
+                view,
+                [key_text(key, self.entity) for key in rows],
+                list(rows.values()),
+                number,
+                self.entity,
+                damage,
+            )
         ]
         gone = pa.array([key_text(key, self.entity) for key in removed], pa.string())
-        batches.append(damaged_rows(RowCodec(view).tombstones(gone, NOW_US, number), self.entity, damage))
+        batches.append(
+            damaged_rows(RowCodec(view).tombstones(gone, NOW_US, number), self.entity, damage)
+        )
         base = number if over is None else over.generation
-        loaded = self.online.load(name, Generation(number, number, None if over is None else base), iter(batches))
+        loaded = self.online.load(
+            name, Generation(number, number, None if over is None else base), iter(batches)
+        )
         assert loaded == len(rows) + len(gone)
         index = f"{name}/index/{number}" if metric else None
         if index:
             all_rows = rows if indexed is None else indexed
-            build_index(self.root / index, [indexed_rows(all_rows, self.entity)], view, model=f"model {number}")
+            build_index(
+                self.root / index,
+                [indexed_rows(all_rows, self.entity)],
+                view,
+                model=f"model {number}",
+            )
         pointer = Pointer(
             view,
             number,
@@ -173,14 +207,21 @@ def packed_rows(
     hashes = kernels.hashes(packed_keys)
     batch = batch_of(FEATURES, [features_of(row.x, row.null) for row in rows])
     times = np.array([row.at_us for row in rows], np.int64)
-    return damaged_rows(RowBatch(packed_keys, RowCodec(view).encode(batch, hashes, times, number), hashes), entity, damage)
+    return damaged_rows(
+        RowBatch(packed_keys, RowCodec(view).encode(batch, hashes, times, number), hashes),
+        entity,
+        damage,
+    )
 
 
-def damaged_rows(batch: RowBatch, entity: Sequence[str], damage: Mapping[Any, Callable[[bytes], bytes]] | None) -> RowBatch:
+def damaged_rows(
+    batch: RowBatch, entity: Sequence[str], damage: Mapping[Any, Callable[[bytes], bytes]] | None
+) -> RowBatch:
     """The batch with some of its rows damaged."""
     by_key = {key_text(key, entity).encode(): change for key, change in (damage or {}).items()}
     rows = [
-        by_key.get(bytes(key), bytes)(bytes(row)) for key, row in zip(batch.keys.strings(), batch.rows.strings(), strict=True)
+        by_key.get(bytes(key), bytes)(bytes(row))
+        for key, row in zip(batch.keys.strings(), batch.rows.strings(), strict=True)
     ]
     return RowBatch(batch.keys, Packed.of(rows), batch.hashes)
 
@@ -188,7 +229,9 @@ def damaged_rows(batch: RowBatch, entity: Sequence[str], damage: Mapping[Any, Ca
 @pytest.fixture(params=["table", "redis"])
 def house(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[House]:
     table = f"table:{tmp_path / 'online'}"
-    online = open_online_store(table if request.param == "table" else request.getfixturevalue("redis_url"))
+    online = open_online_store(
+        table if request.param == "table" else request.getfixturevalue("redis_url")
+    )
     yield House(online, tmp_path / "root")
     online.close()
 
@@ -198,7 +241,9 @@ def memory(tmp_path: Path) -> House:
     return House(MemoryStore(), tmp_path / "root")
 
 
-def there(key: str, row: Row, status: str, source: str = "store", number: int = 1, features: Any = None) -> dict[str, Any]:
+def there(
+    key: str, row: Row, status: str, source: str = "store", number: int = 1, features: Any = None
+) -> dict[str, Any]:
     """The whole answer for a row that is there."""
     wanted = features_of(row.x, row.null)
     return {
@@ -229,7 +274,8 @@ def gone(key: str, reason: str, number: int = 1) -> dict[str, Any]:
 
 
 def from_table(table: pa.Table) -> list[dict[str, Any]]:
-    """A table's rows in the form of :meth:`Answer.rows`; a missing row's features must all be null."""
+    """A table's rows in the form of :meth:`Answer.rows`; a missing row's features must all be
+    null."""
     for column in table.columns:
         column.validate(full=True)
     assert table.schema.names[: len(ANSWER_FIELDS)] == [name for name, _ in ANSWER_FIELDS]
@@ -246,13 +292,17 @@ def from_table(table: pa.Table) -> list[dict[str, Any]]:
 
 
 def from_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same form, of what :meth:`Answer.rows` gives: no reason where nothing is missing, tuples for lists."""
+    """The same form, of what :meth:`Answer.rows` gives: no reason where nothing is missing, tuples
+    for lists."""
     normal = []
     for row in rows:
         assert ("reason" in row) == (row["status"] == "missing")
         features = row["features"]
         if features is not None:
-            features = {name: list(value) if isinstance(value, tuple) else value for name, value in features.items()}
+            features = {
+                name: list(value) if isinstance(value, tuple) else value
+                for name, value in features.items()
+            }
         normal.append({"reason": None} | row | {"features": features})
     return normal
 
@@ -295,7 +345,12 @@ ANSWERS = {
 def test_each_key_has_its_row_in_the_order_asked_for(house: House) -> None:
     house.publish(ROWS)
     lookup = house.lookup()
-    for keys in (list(ANSWERS), list(ANSWERS)[::-1], ["nobody", "new", "new", "expired", "new"], ["nobody", "nobody"]):
+    for keys in (
+        list(ANSWERS),
+        list(ANSWERS)[::-1],
+        ["nobody", "new", "new", "expired", "new"],
+        ["nobody", "nobody"],
+    ):
         assert ask(lookup, keys) == [ANSWERS[key] for key in keys]
 
 
@@ -325,14 +380,20 @@ def test_the_table_has_the_columns_of_the_contract_then_the_features(house: Hous
         (1e9, set(ANSWERS) - {"expired", "nobody"}),
     ],
 )
-def test_rows_older_than_the_caller_allows_are_missing(house: House, max_age: float, kept: set[str]) -> None:
+def test_rows_older_than_the_caller_allows_are_missing(
+    house: House, max_age: float, kept: set[str]
+) -> None:
     house.publish(ROWS)
     expected = [ANSWERS[k] if k in kept or k == "nobody" else gone(k, "expired") for k in ANSWERS]
     assert ask(house.lookup(), list(ANSWERS), max_age_s=max_age) == expected
 
 
-@pytest.mark.parametrize("names", [["label"], ["top", "double"], [f.name for f in FEATURES][::-1], []], ids=str)
-def test_a_part_of_the_features_comes_in_the_order_asked_for(house: House, names: list[str]) -> None:
+@pytest.mark.parametrize(
+    "names", [["label"], ["top", "double"], [f.name for f in FEATURES][::-1], []], ids=str
+)
+def test_a_part_of_the_features_comes_in_the_order_asked_for(
+    house: House, names: list[str]
+) -> None:
     house.publish(ROWS)
     lookup = house.lookup()
     assert lookup.get("things", ["new"], features=names).schema.names[len(ANSWER_FIELDS) :] == names
@@ -357,16 +418,28 @@ def test_features_unknown_or_named_twice_are_refused(house: House) -> None:
     house.publish(ROWS)
     lookup = house.lookup()
     for names in (["nothing"], ["double", "nothing"], ["key"], [""], ["x" * 10_000]):
-        assert refused(partial(lookup.get, "things", ["new"], features=names)) == (400, "unknown_feature")
-    assert refused(lambda: lookup.get("things", ["new"], features=["label", "double", "label"])) == (400, "bad_request")
+        assert refused(partial(lookup.get, "things", ["new"], features=names)) == (
+            400,
+            "unknown_feature",
+        )
+    assert refused(
+        lambda: lookup.get("things", ["new"], features=["label", "double", "label"])
+    ) == (400, "bad_request")
     assert ask(lookup, ["new"]) == [ANSWERS["new"]]
 
 
 def test_keys_are_strings_integers_or_lists_of_one(house: House) -> None:
     rows = {42: Row(1.0), -7: Row(2.0), "x": Row(3.0)}
     house.publish(rows)
-    expected = {str(key): there(str(key), row, "fresh") for key, row in rows.items()} | {"043": gone("043", "unknown_entity")}
-    for keys in ([42, -7, "x", "043"], ["42", "-7", ["x"], "043"], [[42], ("-7",), "x", ["043"]], ["42", "-7", "x", "043"]):
+    expected = {str(key): there(str(key), row, "fresh") for key, row in rows.items()} | {
+        "043": gone("043", "unknown_entity")
+    }
+    for keys in (
+        [42, -7, "x", "043"],
+        ["42", "-7", ["x"], "043"],
+        [[42], ("-7",), "x", ["043"]],
+        ["42", "-7", "x", "043"],
+    ):
         assert ask(house.lookup(), keys) == list(expected.values())
 
 
@@ -381,7 +454,10 @@ def test_keys_of_several_columns_are_lists_or_the_text_of_an_answer(house: House
     assert ask(house.lookup(), [["a", 1], "a%2Fb/2", ("a", "b/2"), "/%25"]) == expected
     assert ask(house.lookup(), [["a", "9"]]) == [gone("a/9", "unknown_entity")]
     for key in (["a"], ["a", "b", "c"], []):
-        assert ask(house.lookup(), [["a", 1], key]) == [expected[0], gone(json.dumps(key), "bad_key")]
+        assert ask(house.lookup(), [["a", 1], key]) == [
+            expected[0],
+            gone(json.dumps(key), "bad_key"),
+        ]
 
 
 @pytest.mark.parametrize(
@@ -412,7 +488,9 @@ def test_what_is_no_key_is_missing_by_itself(house: House, key: Any, shown: str)
     assert not fallback.calls
 
 
-@pytest.mark.parametrize("key", ["", "\0", "new\0", "x" * 512, "é" * 256], ids=lambda k: repr(k[:4]))
+@pytest.mark.parametrize(
+    "key", ["", "\0", "new\0", "x" * 512, "é" * 256], ids=lambda k: repr(k[:4])
+)
 def test_a_key_no_entity_can_have_is_missing_by_itself(house: House, key: str) -> None:
     house.publish(ROWS)
     lookup = house.lookup(fallback := Scripted({}))
@@ -440,8 +518,12 @@ def test_answers_of_different_sizes_do_not_share_their_columns(house: House) -> 
     for _ in range(2):
         for size in (1, 3, 2, 100, 1):
             assert ask(lookup, ["new"] * size) == [ANSWERS["new"]] * size
-            assert ask(lookup, ["null"] * size + ["nobody"]) == [ANSWERS["null"]] * size + [ANSWERS["nobody"]]
-            assert ask(lookup, ["new"] * size, features=["label"])[-1] == there("new", ROWS["new"], "fresh", features=["label"])
+            assert ask(lookup, ["null"] * size + ["nobody"]) == [ANSWERS["null"]] * size + [
+                ANSWERS["nobody"]
+            ]
+            assert ask(lookup, ["new"] * size, features=["label"])[-1] == there(
+                "new", ROWS["new"], "fresh", features=["label"]
+            )
 
 
 def test_what_answers_leave_behind_is_no_more_than_one_of_them_needs(memory: House) -> None:
@@ -454,7 +536,8 @@ def test_what_answers_leave_behind_is_no_more_than_one_of_them_needs(memory: Hou
     for features in itertools.permutations([f.name for f in FEATURES], 3):
         lookup.get("things", ["new"] * MAX_KEYS, features=features)
     gc.collect()
-    # of one view 0.1 MB; of each row count 13 MB came together, and of each order of the features once more
+    # of one view 0.1 MB; of each row count 13 MB came together, and of each order of the features
+    # once more
     assert pa.total_allocated_bytes() - before < 200_000
 
 
@@ -465,23 +548,37 @@ def test_a_new_snapshot_is_answered_from_by_the_next_request(house: House) -> No
     assert ask(lookup, ["new", "nobody"]) == [ANSWERS["new"], ANSWERS["nobody"]]
     changed = Row(9.0, 3.0)
     house.publish({"new": changed}, 2)
-    assert ask(lookup, ["new", "null"]) == [there("new", changed, "fresh", number=2), gone("null", "unknown_entity", 2)]
-    assert from_rows(before.rows()) == from_table(before.table()) == [ANSWERS["new"], ANSWERS["nobody"]]
+    assert ask(lookup, ["new", "null"]) == [
+        there("new", changed, "fresh", number=2),
+        gone("null", "unknown_entity", 2),
+    ]
+    assert (
+        from_rows(before.rows())
+        == from_table(before.table())
+        == [ANSWERS["new"], ANSWERS["nobody"]]
+    )
 
 
 def test_a_view_with_other_features_is_read_by_its_own_schema(house: House) -> None:
     house.publish(ROWS)
     lookup = house.lookup()
     lookup.get("things", ["new"], features=["label"])
-    view = FeatureView("things", ("id",), (Feature("label", "int8"), Feature("added", "bool")), TTL, STALE_FOR)
+    view = FeatureView(
+        "things", ("id",), (Feature("label", "int8"), Feature("added", "bool")), TTL, STALE_FOR
+    )
     keys = Packed.of([b"new"])
     hashes = kernels.hashes(keys)
-    rows = RowCodec(view).encode(batch_of(view.features, [{"label": 5, "added": True}]), hashes, np.array([NOW_US]), 2)
+    rows = RowCodec(view).encode(
+        batch_of(view.features, [{"label": 5, "added": True}]), hashes, np.array([NOW_US]), 2
+    )
     house.online.load("things", Generation(2, 2), iter([RowBatch(keys, rows, hashes)]))
     house.online.flip(Pointer(view, 2, 2, "model 2", 1, 1, "now", NOW_US))
     assert lookup.row("things", "new")["features"] == {"label": 5, "added": True}
     assert lookup.row("things", "new", features=["label"])["features"] == {"label": 5}
-    assert refused(lambda: lookup.get("things", ["new"], features=["double"])) == (400, "unknown_feature")
+    assert refused(lambda: lookup.get("things", ["new"], features=["double"])) == (
+        400,
+        "unknown_feature",
+    )
 
 
 def test_a_view_that_is_not_live_is_refused_with_those_that_are(house: House) -> None:
@@ -502,7 +599,10 @@ def test_a_view_that_is_not_live_is_refused_with_those_that_are(house: House) ->
 @pytest.mark.parametrize("name", ["max_age_s", "deadline_ms"])
 def test_a_limit_that_is_no_span_of_time_is_refused(memory: House, name: str, limit: float) -> None:
     memory.publish(ROWS)
-    assert refused(lambda: memory.lookup().get("things", ["new"], **{name: limit})) == (400, "bad_request")  # type: ignore[arg-type]
+    assert refused(lambda: memory.lookup().get("things", ["new"], **{name: limit})) == (  # type: ignore[arg-type]
+        400,
+        "bad_request",
+    )
 
 
 def test_a_store_that_does_not_answer_is_its_own_error(tmp_path: Path) -> None:
@@ -561,7 +661,9 @@ def test_views_tell_what_is_live_and_how_old_the_oldest_row_is(house: House) -> 
         "fallback": False,
         "semantic_cache": None,
     }
-    assert [empty[name] for name in ("view", "rows", "age_s", "status", "coverage", "searchable")] == [
+    assert [
+        empty[name] for name in ("view", "rows", "age_s", "status", "coverage", "searchable")
+    ] == [
         "empty",
         0,
         None,
@@ -577,7 +679,9 @@ RENEWED_S = 3.0
 
 
 @pytest.mark.parametrize("ago_s", [RENEWED_S, 0.0, -60.0, TTL, TTL + 0.5, TTL + STALE_FOR + 0.5])
-def test_no_row_is_older_than_the_renewal_and_when_it_was_computed_stays(house: House, ago_s: float) -> None:
+def test_no_row_is_older_than_the_renewal_and_when_it_was_computed_stays(
+    house: House, ago_s: float
+) -> None:
     pointer = house.publish(ROWS, metric="l2")
     lookup = house.lookup()
     assert ask(lookup, list(ANSWERS)) == list(ANSWERS.values())
@@ -597,7 +701,9 @@ def test_no_row_is_older_than_the_renewal_and_when_it_was_computed_stays(house: 
     oldest = max(0.0, min(TTL + STALE_FOR + 1e-6, ago_s))
     (line,) = lookup.views()
     assert line["age_s"] == oldest
-    assert line["status"] == ("fresh" if oldest <= TTL else "stale" if oldest <= TTL + STALE_FOR else "missing")
+    assert line["status"] == (
+        "fresh" if oldest <= TTL else "stale" if oldest <= TTL + STALE_FOR else "missing"
+    )
 
 
 def test_a_limit_of_the_callers_counts_from_the_renewal_too(house: House) -> None:
@@ -605,7 +711,9 @@ def test_a_limit_of_the_callers_counts_from_the_renewal_too(house: House) -> Non
     lookup = house.lookup()
     assert ask(lookup, ["a"], max_age_s=5.0) == [gone("a", "expired")]
     house.online.flip(replace(pointer, renewed_at_us=NOW_US - 3_000_000))
-    assert [(row["status"], row["age_s"]) for row in ask(lookup, ["a"], max_age_s=5.0)] == [("fresh", 3.0)]
+    assert [(row["status"], row["age_s"]) for row in ask(lookup, ["a"], max_age_s=5.0)] == [
+        ("fresh", 3.0)
+    ]
     assert ask(lookup, ["a"], max_age_s=2.0) == [gone("a", "expired")]
 
 
@@ -613,7 +721,10 @@ def test_what_went_back_to_an_older_generation_answers_from_it(house: House) -> 
     first = house.publish({"a": Row(1.0), "b": Row(2.0)}, 1)
     house.publish({"a": Row(9.0)}, 2)
     lookup = house.lookup()
-    assert ask(lookup, ["a", "b"]) == [there("a", Row(9.0), "fresh", number=2), gone("b", "unknown_entity", 2)]
+    assert ask(lookup, ["a", "b"]) == [
+        there("a", Row(9.0), "fresh", number=2),
+        gone("b", "unknown_entity", 2),
+    ]
     house.online.flip(replace(first, epoch=3))
     assert ask(lookup, ["a", "b"]) == [there("a", Row(1.0), "fresh"), there("b", Row(2.0), "fresh")]
 
@@ -647,7 +758,9 @@ def test_a_damaged_row_is_missing_and_leaves_the_others(house: House, way: str) 
     house.publish(ROWS, damage={"new": wrong})
     lookup = house.lookup()
     damaged = gone("new", "damaged")
-    assert ask(lookup, list(ANSWERS)) == [damaged if key == "new" else answer for key, answer in ANSWERS.items()]
+    assert ask(lookup, list(ANSWERS)) == [
+        damaged if key == "new" else answer for key, answer in ANSWERS.items()
+    ]
     assert ask(lookup, ["new"]) == from_rows([lookup.row("things", "new")]) == [damaged]
     assert ask(lookup, ["new", "new"]) == [damaged] * 2
     assert ask(lookup, ["nobody", "new"], features=["tags"]) == [ANSWERS["nobody"], damaged]
@@ -671,7 +784,10 @@ def test_damaged_rows_are_counted_each_time_they_are_asked_for(house: House) -> 
         metrics.answered("lookup", lookup.begin("things", keys), 0.1)
     text = metrics.render().decode()
     assert 'precompute_damaged_rows_total{view="things"} 3.0' in text
-    assert 'precompute_lookup_rows_total{reason="damaged",source="",status="missing",view="things"} 3.0' in text
+    assert (
+        'precompute_lookup_rows_total{reason="damaged",source="",status="missing",view="things"} 3.0'
+        in text
+    )
 
 
 def test_all_rows_damaged_is_an_answer_too(house: House) -> None:
@@ -682,7 +798,9 @@ def test_all_rows_damaged_is_an_answer_too(house: House) -> None:
 def test_what_is_live_of_another_schema_is_damaged_and_no_noise(memory: House) -> None:
     """As after an operator moved a pointer by hand."""
     pointer = memory.publish(ROWS)
-    other = FeatureView("things", ("id",), (*FEATURES[1:], Feature("double", "int64")), TTL, STALE_FOR)
+    other = FeatureView(
+        "things", ("id",), (*FEATURES[1:], Feature("double", "int64")), TTL, STALE_FOR
+    )
     memory.online.flip(replace(pointer, view=other, epoch=2))
     table = memory.lookup().get("things", ["new", "null", "nobody"])
     assert table["reason"].to_pylist() == ["damaged", "damaged", "unknown_entity"]
@@ -691,9 +809,18 @@ def test_what_is_live_of_another_schema_is_damaged_and_no_noise(memory: House) -
 
 def test_a_lost_row_is_distinguished_from_an_unknown_entity(house: House) -> None:
     house.publish(ROWS, damage={"null": DAMAGE["a byte"]}, lossy=True)
-    expected = [ANSWERS["new"], gone("nobody", "not_in_store"), ANSWERS["expired"], gone("null", "damaged")]
+    expected = [
+        ANSWERS["new"],
+        gone("nobody", "not_in_store"),
+        ANSWERS["expired"],
+        gone("null", "damaged"),
+    ]
     assert ask(house.lookup(), ["new", "nobody", "expired", "null"]) == expected
-    assert ask(house.lookup(), ["nobody"]) == from_rows([house.lookup().row("things", "nobody")]) == expected[1:2]
+    assert (
+        ask(house.lookup(), ["nobody"])
+        == from_rows([house.lookup().row("things", "nobody")])
+        == expected[1:2]
+    )
     assert house.lookup().begin("things", ["nobody", "new"]).damaged == 0
     house.publish(ROWS, 2)
     assert ask(house.lookup(), ["nobody"]) == [gone("nobody", "unknown_entity", 2)]
@@ -701,7 +828,12 @@ def test_a_lost_row_is_distinguished_from_an_unknown_entity(house: House) -> Non
 
 # ---- an overlay over a base
 
-BASE = {"kept": Row(1.0, 3.0), "changed": Row(2.0, 3.0), "left": Row(3.0, 3.0), "old": Row(4.0, TTL + STALE_FOR + 1)}
+BASE = {
+    "kept": Row(1.0, 3.0),
+    "changed": Row(2.0, 3.0),
+    "left": Row(3.0, 3.0),
+    "old": Row(4.0, TTL + STALE_FOR + 1),
+}
 OVER = {"changed": Row(5.0, 1.0), "added": Row(6.0, 1.0), "old": Row(7.0, 1.0)}
 OVERLAID = {
     "kept": there("kept", BASE["kept"], "fresh", number=2),
@@ -729,7 +861,12 @@ def test_an_overlays_rows_stand_over_those_of_its_base(house: House) -> None:
         there("changed", OVER["changed"], "fresh", number=2, features=names),
         OVERLAID["left"],
     ]
-    assert [answer["reason"] for answer in from_rows(before.rows())] == [None, None, None, "expired"] + ["unknown_entity"] * 3
+    assert [answer["reason"] for answer in from_rows(before.rows())] == [
+        None,
+        None,
+        None,
+        "expired",
+    ] + ["unknown_entity"] * 3
 
 
 def test_overlays_follow_each_other_and_are_gone_back_from(house: House) -> None:
@@ -755,14 +892,25 @@ def test_overlays_follow_each_other_and_are_gone_back_from(house: House) -> None
         gone("old", "expired"),
     ]
     house.publish({"new": Row(1.0)}, 6)
-    assert ask(lookup, ["new", "kept"]) == [there("new", Row(1.0), "fresh", number=6), gone("kept", "unknown_entity", 6)]
+    assert ask(lookup, ["new", "kept"]) == [
+        there("new", Row(1.0), "fresh", number=6),
+        gone("kept", "unknown_entity", 6),
+    ]
 
 
-@pytest.mark.parametrize("way", ["a bit of its time", "a bit of its checksum", "a byte short", "a byte long", "a byte"])
+@pytest.mark.parametrize(
+    "way", ["a bit of its time", "a bit of its checksum", "a byte short", "a byte long", "a byte"]
+)
 def test_a_damaged_row_of_an_overlay_never_lets_the_bases_through(house: House, way: str) -> None:
     """The base's row is whole, and was replaced or removed: it is not what the entity has."""
     base = house.publish(BASE)
-    house.publish(OVER, 2, over=base, removed=["left", "never"], damage=dict.fromkeys(["changed", "left", "added"], DAMAGE[way]))
+    house.publish(
+        OVER,
+        2,
+        over=base,
+        removed=["left", "never"],
+        damage=dict.fromkeys(["changed", "left", "added"], DAMAGE[way]),
+    )
     lookup = house.lookup()
     expected = OVERLAID | {key: gone(key, "damaged", 2) for key in ("changed", "left", "added")}
     assert ask(lookup, list(expected)) == list(expected.values())
@@ -816,10 +964,15 @@ def test_a_search_gives_the_nearest_rows_with_score_and_freshness(house: House) 
     }
     scores = [row.pop("score") for row in answer["rows"]]
     np.testing.assert_allclose(scores, [0.04, 0.64, 1.44], rtol=1e-4)
-    expected = [there(key, NEIGHBOURS[key], "fresh", features=["label", "double"]) for key in ("k2", "k3", "k1")]
+    expected = [
+        there(key, NEIGHBOURS[key], "fresh", features=["label", "double"])
+        for key in ("k2", "k3", "k1")
+    ]
     assert from_rows(answer["rows"]) == expected
     assert lookup.search("things", vector=[0, 1], k=1)["rows"][0]["features"] == {}
-    assert [key for key, _ in found(lookup.search("things", vector=[0, 1], k=MAX_NEIGHBOURS))] == list(NEIGHBOURS)
+    assert [
+        key for key, _ in found(lookup.search("things", vector=[0, 1], k=MAX_NEIGHBOURS))
+    ] == list(NEIGHBOURS)
 
 
 def test_a_search_by_key_leaves_the_key_and_the_excluded_out(house: House) -> None:
@@ -831,7 +984,10 @@ def test_a_search_by_key_leaves_the_key_and_the_excluded_out(house: House) -> No
         ("k3", 9.0),
         ("k4", 16.0),
     ]
-    assert found(lookup.search("things", vector=[0, 1], k=2, exclude=["k0"])) == [("k1", 1.0), ("k2", 4.0)]
+    assert found(lookup.search("things", vector=[0, 1], k=2, exclude=["k0"])) == [
+        ("k1", 1.0),
+        ("k2", 4.0),
+    ]
     assert found(lookup.search("things", vector=[0, 1], exclude=list(NEIGHBOURS))) == []
     assert refused(lambda: lookup.search("things", key="stranger")) == (404, "unknown_entity")
 
@@ -840,9 +996,16 @@ def test_keys_of_several_columns_are_searched_by_and_excluded_too(house: House) 
     house.entity = ("shop", "item")
     house.publish({("a/b", i): Row(float(i)) for i in range(4)}, metric="l2")
     lookup = house.lookup()
-    assert found(lookup.search("things", key=["a/b", 0], exclude=[["a/b", 1]])) == [("a%2Fb/2", 4.0), ("a%2Fb/3", 9.0)]
+    assert found(lookup.search("things", key=["a/b", 0], exclude=[["a/b", 1]])) == [
+        ("a%2Fb/2", 4.0),
+        ("a%2Fb/3", 9.0),
+    ]
     assert found(lookup.search("things", key="a%2Fb/0", k=1)) == [("a%2Fb/1", 1.0)]
-    wrong: list[dict[str, Any]] = [{"key": ["a"]}, {"key": "", "k": 1}, {"vector": [0, 1], "exclude": [None]}]
+    wrong: list[dict[str, Any]] = [
+        {"key": ["a"]},
+        {"key": "", "k": 1},
+        {"vector": [0, 1], "exclude": [None]},
+    ]
     for arguments in wrong:
         assert refused(partial(lookup.search, "things", **arguments)) == (400, "bad_key")
 
@@ -852,7 +1015,11 @@ def test_a_search_drops_what_has_expired_and_tells_what_is_stale(house: House) -
     house.publish(rows, metric="l2")
     lookup = house.lookup()
     answer = lookup.search("things", vector=[3.0, 1.0], k=4)
-    assert [(row["key"], row["status"]) for row in answer["rows"]] == [("stale", "stale"), ("fresh", "fresh"), ("far", "fresh")]
+    assert [(row["key"], row["status"]) for row in answer["rows"]] == [
+        ("stale", "stale"),
+        ("fresh", "fresh"),
+        ("far", "fresh"),
+    ]
     assert refused(lambda: lookup.search("things", key="expired"))[0] == 404
 
 
@@ -862,11 +1029,17 @@ def test_a_search_follows_the_live_snapshot(house: House) -> None:
     assert found(lookup.search("things", key="k5", k=1)) == [("k4", 1.0)]
     house.publish({"k5": Row(0.0), "new": Row(7.0)}, 2, metric="dot")
     answer = lookup.search("things", key="k5", k=5)
-    assert (answer["snapshot"], answer["model"], answer["metric"], found(answer)) == (2, "model 2", "dot", [("new", 1.0)])
+    assert (answer["snapshot"], answer["model"], answer["metric"], found(answer)) == (
+        2,
+        "model 2",
+        "dot",
+        [("new", 1.0)],
+    )
 
 
 def test_a_search_after_a_view_began_anew_is_in_its_own_index(house: House) -> None:
-    """Ended with its data, a view has epoch and generation 1 once more, and an index of the same name."""
+    """Ended with its data, a view has epoch and generation 1 once more, and an index of the same
+    name."""
     house.publish(NEIGHBOURS, metric="l2", at="2026-01-01T00:00:00Z")
     lookup = house.lookup()
     assert found(lookup.search("things", key="k5", k=1)) == [("k4", 1.0)]
@@ -877,17 +1050,25 @@ def test_a_search_after_a_view_began_anew_is_in_its_own_index(house: House) -> N
 
 
 def test_a_search_leaves_out_the_damaged_and_finds_the_others(house: House) -> None:
-    house.publish(NEIGHBOURS, metric="l2", damage={"k3": DAMAGE["a bit of a value"], "k5": DAMAGE["a byte"]})
+    house.publish(
+        NEIGHBOURS, metric="l2", damage={"k3": DAMAGE["a bit of a value"], "k5": DAMAGE["a byte"]}
+    )
     lookup = house.lookup()
     answer = lookup.search("things", key="k2", k=3, features=["double"])
     assert found(answer) == [("k1", 1.0), ("k0", 4.0)]
-    assert from_rows([{k: v for k, v in row.items() if k != "score"} for row in answer["rows"]]) == [
-        there(key, NEIGHBOURS[key], "fresh", features=["double"]) for key in ("k1", "k0")
-    ]
+    assert from_rows(
+        [{k: v for k, v in row.items() if k != "score"} for row in answer["rows"]]
+    ) == [there(key, NEIGHBOURS[key], "fresh", features=["double"]) for key in ("k1", "k0")]
     left = [("k2", 1.0), ("k4", 1.0), ("k1", 4.0), ("k0", 9.0)]
     assert found(lookup.search("things", vector=[3.0, 1.0], k=6, features=["double"])) == left
     # nothing of the rows is asked for: the index, which is whole, tells all
-    assert found(lookup.search("things", vector=[3.0, 1.0], k=6)) == [("k3", 0.0), *left[:2], left[2], ("k5", 4.0), left[3]]
+    assert found(lookup.search("things", vector=[3.0, 1.0], k=6)) == [
+        ("k3", 0.0),
+        *left[:2],
+        left[2],
+        ("k5", 4.0),
+        left[3],
+    ]
     assert found(lookup.search("things", vector=[3.0, 1.0], k=1, features=["double"])) == []
     assert found(lookup.search("things", key="k3", k=2)) == [("k2", 1.0), ("k4", 1.0)]
 
@@ -901,9 +1082,9 @@ def test_a_search_over_an_overlay_answers_with_its_rows(house: House) -> None:
     house.publish(changed, 2, metric="l2", over=base, removed=["k3"], indexed=rest)
     answer = lookup.search("things", key="k5", k=2, features=["double"])
     assert (answer["snapshot"], found(answer)) == (2, [("k6", 2.25), ("k2", 9.0)])
-    assert from_rows([{k: v for k, v in row.items() if k != "score"} for row in answer["rows"]]) == [
-        there(key, rest[key], "fresh", number=2, features=["double"]) for key in ("k6", "k2")
-    ]
+    assert from_rows(
+        [{k: v for k, v in row.items() if k != "score"} for row in answer["rows"]]
+    ) == [there(key, rest[key], "fresh", number=2, features=["double"]) for key in ("k6", "k2")]
     assert found(lookup.search("things", key="k4", k=1)) == [("k6", 33.5**2)]
     assert refused(lambda: lookup.search("things", key="k3")) == (404, "unknown_entity")
 
@@ -921,7 +1102,11 @@ class Racing(MemoryStore):
         return super().read(view, keys)
 
 
-@pytest.mark.parametrize("key", ["k2", "null"], ids=["before the rows are read", "before it is told why the key has no vector"])
+@pytest.mark.parametrize(
+    "key",
+    ["k2", "null"],
+    ids=["before the rows are read", "before it is told why the key has no vector"],
+)
 def test_a_publish_within_a_search_never_mixes_two_snapshots(tmp_path: Path, key: str) -> None:
     house = House(Racing(), tmp_path)
     house.publish(NEIGHBOURS | {"null": Row(0.0, null=True)}, metric="l2")
@@ -930,7 +1115,9 @@ def test_a_publish_within_a_search_never_mixes_two_snapshots(tmp_path: Path, key
     house.online.before_read = [lambda: house.publish(second, 2, metric="dot")]  # type: ignore[attr-defined]
     answer = lookup.search("things", key=key, k=3, features=["double"], exclude=["k2", "null"])
     assert not house.online.before_read  # type: ignore[attr-defined]
-    assert answer == lookup.search("things", key=key, k=3, features=["double"], exclude=["k2", "null"])
+    assert answer == lookup.search(
+        "things", key=key, k=3, features=["double"], exclude=["k2", "null"]
+    )
     assert (answer["snapshot"], {row["snapshot"] for row in answer["rows"]}) == (2, {2})
     assert [name for name, _ in found(answer)] == ["k0", "k1", "k3"]
 
@@ -938,7 +1125,9 @@ def test_a_publish_within_a_search_never_mixes_two_snapshots(tmp_path: Path, key
 def test_a_search_among_endless_publishes_gives_up_in_so_many_words(tmp_path: Path) -> None:
     house = House(Racing(), tmp_path)
     house.publish(NEIGHBOURS, metric="l2")
-    house.online.before_read = [lambda n=n: house.publish(NEIGHBOURS, n, metric="l2") for n in range(2, 40)]  # type: ignore[attr-defined]
+    house.online.before_read = [  # type: ignore[attr-defined]
+        lambda n=n: house.publish(NEIGHBOURS, n, metric="l2") for n in range(2, 40)
+    ]
     with pytest.raises(VectorIndexError, match="over and over"):
         house.lookup().search("things", key="k2", features=["double"])
     reads = len(house.online.before_read)  # type: ignore[attr-defined]
@@ -950,7 +1139,12 @@ def test_a_search_among_endless_publishes_gives_up_in_so_many_words(tmp_path: Pa
 def test_an_index_of_another_model_than_the_rows_is_refused(memory: House) -> None:
     pointer = memory.publish(NEIGHBOURS, metric="l2")
     assert pointer.index is not None
-    build_index(memory.root / pointer.index, [indexed_rows(NEIGHBOURS, ("id",))], pointer.view, model="another")
+    build_index(
+        memory.root / pointer.index,
+        [indexed_rows(NEIGHBOURS, ("id",))],
+        pointer.view,
+        model="another",
+    )
     with pytest.raises(VectorIndexError, match="is of model another, the rows of model 1"):
         memory.lookup().search("things", key="k1")
 
@@ -959,7 +1153,10 @@ def test_a_vector_of_another_model_is_refused(memory: House) -> None:
     memory.publish(NEIGHBOURS, metric="l2")
     lookup = memory.lookup()
     assert found(lookup.search("things", vector=[2.0, 1.0], k=1, model="model 1")) == [("k2", 0.0)]
-    assert refused(lambda: lookup.search("things", vector=[2.0, 1.0], model="model 2")) == (409, "other_model")
+    assert refused(lambda: lookup.search("things", vector=[2.0, 1.0], model="model 2")) == (
+        409,
+        "other_model",
+    )
 
 
 def test_a_search_is_narrowed_by_features_and_by_keys(house: House) -> None:
@@ -974,9 +1171,20 @@ def test_a_search_is_narrowed_by_features_and_by_keys(house: House) -> None:
     assert near(only=["k5", "k1", "k1", "stranger"], k=1) == ["k1"]
     assert near(only=["k5", "k1"], filter={"double": {"gt": 2}}) == ["k5"]
     assert near(only=[]) == []
-    house.publish({"k2": Row(20.0)}, 2, metric="l2", over=base, removed=["k3"], indexed={"k2": Row(20.0), "k4": Row(4.0)})
+    house.publish(
+        {"k2": Row(20.0)},
+        2,
+        metric="l2",
+        over=base,
+        removed=["k3"],
+        indexed={"k2": Row(20.0), "k4": Row(4.0)},
+    )
     assert near(filter={"double": {"gte": 4}}) == ["k4", "k2"]
-    for options in ({"filter": {"nope": 1}}, {"filter": {"vector": 1}}, {"filter": {"double": "4"}}):
+    for options in (
+        {"filter": {"nope": 1}},
+        {"filter": {"vector": 1}},
+        {"filter": {"double": "4"}},
+    ):
         assert refused(partial(near, **options)) == (400, "bad_filter")
     assert refused(lambda: near(only=[["a", "b"]])) == (400, "bad_key")
     assert refused(lambda: near(only=["k"] * (MAX_KEYS + 1))) == (413, "too_many_keys")
@@ -1005,17 +1213,27 @@ def test_a_search_that_cannot_be_answered_as_asked_is_refused(memory: House) -> 
     ]
     for arguments, code in refusals:
         assert refused(partial(lookup.search, "things", **arguments)) == (400, code), arguments
-    assert refused(lambda: lookup.search("things", vector=vector, exclude=["k"] * (MAX_KEYS + 1))) == (413, "too_many_keys")
+    assert refused(
+        lambda: lookup.search("things", vector=vector, exclude=["k"] * (MAX_KEYS + 1))
+    ) == (413, "too_many_keys")
     assert refused(lambda: lookup.search("plain", vector=vector)) == (400, "no_index")
     assert refused(lambda: lookup.search("nothing", vector=vector)) == (404, "unknown_view")
     assert refused(lambda: lookup.search("things", key="null"))[0] == 404
-    # as of a search, so of a lookup: what nothing would look at is refused, unless it is said that no model is wanted
-    assert refused(lambda: lookup.get("things", ["k1"], inputs={"k9": {"x": 1}})) == (400, "no_fallback")
-    assert lookup.get("things", ["k1"], inputs={"k9": {"x": 1}}, fallback=False)["status"].to_pylist() == ["fresh"]
+    # as of a search, so of a lookup: what nothing would look at is refused, unless it is said that
+    # no model is wanted
+    assert refused(lambda: lookup.get("things", ["k1"], inputs={"k9": {"x": 1}})) == (
+        400,
+        "no_fallback",
+    )
+    assert lookup.get("things", ["k1"], inputs={"k9": {"x": 1}}, fallback=False)[
+        "status"
+    ].to_pylist() == ["fresh"]
 
 
 @pytest.mark.parametrize(
-    "rows", [{}, {"null": Row(0.0, null=True)}, {"old": Row(0.0, 99.0)}], ids=["no rows", "no vectors", "expired"]
+    "rows",
+    [{}, {"null": Row(0.0, null=True)}, {"old": Row(0.0, 99.0)}],
+    ids=["no rows", "no vectors", "expired"],
 )
 def test_a_search_with_nothing_to_find_finds_nothing(memory: House, rows: dict[str, Row]) -> None:
     memory.publish(rows, metric="cosine")
@@ -1029,7 +1247,10 @@ def test_an_index_that_is_gone_or_damaged_is_its_own_error(memory: House) -> Non
     assert pointer.index is not None
     path = memory.root / pointer.index / "rows.arrow"
     path.write_bytes(path.read_bytes()[:-1])
-    for call in (lambda: memory.lookup().search("things", key="k1"), lambda: memory.lookup().warm(pointer)):
+    for call in (
+        lambda: memory.lookup().search("things", key="k1"),
+        lambda: memory.lookup().warm(pointer),
+    ):
         with pytest.raises(VectorIndexError, match="--reload"):
             call()
     assert memory.lookup().row("things", "k1")["status"] == "fresh"  # rows do not need it
@@ -1041,12 +1262,18 @@ def test_an_index_that_is_gone_or_damaged_is_its_own_error(memory: House) -> Non
 def computed_row(pointer: Pointer, key: str, row: Row, *, query: bool = False) -> Computed:
     """What a fallback gives for a key."""
     codec = RowCodec(unpacked_view(pointer.view) if query else pointer.view)
-    batch, hashes = batch_of(FEATURES, [features_of(row.x, row.null)]), kernels.hashes(Packed.of([key.encode()]))
-    return Computed(codec.encode(batch, hashes, np.array([row.at_us]), pointer.snapshot).at(0), row.at_us)
+    batch, hashes = (
+        batch_of(FEATURES, [features_of(row.x, row.null)]),
+        kernels.hashes(Packed.of([key.encode()])),
+    )
+    return Computed(
+        codec.encode(batch, hashes, np.array([row.at_us]), pointer.snapshot).at(0), row.at_us
+    )
 
 
 class Scripted:
-    """A fallback that does for each key what the test wrote down: a row, an exception, or nothing until the end of time."""
+    """A fallback that does for each key what the test wrote down: a row, an exception, or nothing
+    until the end of time."""
 
     def __init__(self, script: dict[str, Row | BaseException | None]) -> None:
         self.script = script
@@ -1092,7 +1319,10 @@ def test_misses_are_computed_and_hits_are_not(behind: House) -> None:
     computed = {"nobody": Row(11.0), "expired": Row(12.0), "empty": Row(0.0, null=True)}
     fallback = Scripted(dict(computed))
     keys = ["new", "nobody", "just stale", "expired", "nobody", "empty"]
-    expected = [ANSWERS[k] if k not in computed else there(k, computed[k], "computed", "fallback") for k in keys]
+    expected = [
+        ANSWERS[k] if k not in computed else there(k, computed[k], "computed", "fallback")
+        for k in keys
+    ]
     assert from_table(behind.lookup(fallback).get("things", keys)) == expected
     assert [(pointer.epoch, wanted, inputs) for pointer, wanted, inputs in fallback.calls] == [
         (1, ["nobody", "expired", "nobody", "empty"], {})
@@ -1103,7 +1333,9 @@ def test_misses_are_computed_and_hits_are_not(behind: House) -> None:
     assert ask(behind.lookup(fallback), ["nobody"], features=names) == [
         there("nobody", computed["nobody"], "computed", "fallback", features=names)
     ]
-    assert behind.lookup().get("things", ["nobody"])["status"].to_pylist() == ["missing"]  # nothing was kept in the store
+    assert behind.lookup().get("things", ["nobody"])["status"].to_pylist() == [
+        "missing"
+    ]  # nothing was kept in the store
 
 
 def test_a_row_the_caller_finds_too_old_is_computed(behind: House) -> None:
@@ -1114,7 +1346,9 @@ def test_a_row_the_caller_finds_too_old_is_computed(behind: House) -> None:
 
 def test_a_damaged_row_is_computed_and_counted_all_the_same(house: House) -> None:
     house.changes = {"fallback": True, "fallback_deadline_s": 0.02}
-    house.publish(ROWS, damage=dict.fromkeys(["new", "null", "expired"], DAMAGE["a bit of a value"]))
+    house.publish(
+        ROWS, damage=dict.fromkeys(["new", "null", "expired"], DAMAGE["a bit of a value"])
+    )
     fallback = Scripted({"new": Row(21.0), "null": Miss(Reason.MODEL_ERROR), "expired": None})
     lookup = house.lookup(fallback)
     keys = ["just fresh", "new", "null", "expired"]
@@ -1127,7 +1361,10 @@ def test_a_damaged_row_is_computed_and_counted_all_the_same(house: House) -> Non
     assert ask(lookup, keys) == expected
     assert [wanted for _, wanted, _ in fallback.calls] == [["new", "null", "expired"]] * 2
     assert from_rows([lookup.row("things", "new")]) == expected[1:2]
-    assert ask(lookup, keys, fallback=False) == [ANSWERS["just fresh"], *(gone(key, "damaged") for key in keys[1:])]
+    assert ask(lookup, keys, fallback=False) == [
+        ANSWERS["just fresh"],
+        *(gone(key, "damaged") for key in keys[1:]),
+    ]
     answer = lookup.begin("things", keys)
     answer.wait()
     assert answer.damaged == 3
@@ -1148,13 +1385,18 @@ def test_what_a_store_lost_is_computed(house: House) -> None:
     house.changes = {"fallback": True}
     house.publish(ROWS, lossy=True)
     fallback = Scripted({"nobody": Row(32.0)})
-    assert ask(house.lookup(fallback), ["nobody", "new"]) == [there("nobody", Row(32.0), "computed", "fallback"), ANSWERS["new"]]
+    assert ask(house.lookup(fallback), ["nobody", "new"]) == [
+        there("nobody", Row(32.0), "computed", "fallback"),
+        ANSWERS["new"],
+    ]
     assert ask(house.lookup(), ["nobody"], fallback=False) == [gone("nobody", "not_in_store")]
 
 
 @pytest.mark.parametrize("reason", list(Reason))
 def test_a_miss_says_why_and_leaves_the_others_alone(behind: House, reason: Reason) -> None:
-    fallback = Scripted({"nobody": Miss(reason), "expired": Miss(reason, "in detail"), "other": Row(14.0)})
+    fallback = Scripted(
+        {"nobody": Miss(reason), "expired": Miss(reason, "in detail"), "other": Row(14.0)}
+    )
     expected = [
         gone("nobody", reason),
         ANSWERS["new"],
@@ -1178,11 +1420,16 @@ def test_what_is_not_computed_by_the_deadline_is_missing(behind: House) -> None:
         assert fallback.wait_s is not None
         assert fallback.wait_s <= longest
     done = Scripted({"nobody": Row(1.0)})
-    assert behind.lookup(done).get("things", ["nobody"], deadline_ms=60_000)["status"].to_pylist() == ["computed"]
+    assert behind.lookup(done).get("things", ["nobody"], deadline_ms=60_000)[
+        "status"
+    ].to_pylist() == ["computed"]
     assert done.wait_s is not None
     assert done.wait_s <= 60
     # also where nothing has to be waited for
-    assert refused(lambda: lookup.get("things", ["new"], deadline_ms=60_001)) == (400, "bad_request")
+    assert refused(lambda: lookup.get("things", ["new"], deadline_ms=60_001)) == (
+        400,
+        "bad_request",
+    )
 
 
 def test_a_row_that_comes_after_the_answer_does_not_change_it(memory: House) -> None:
@@ -1216,7 +1463,9 @@ def test_the_model_is_not_run_unless_view_and_caller_want_it(memory: House) -> N
     memory.changes = {"fallback": True}
     memory.publish(ROWS, 2)
     lookup = memory.lookup(fallback)
-    assert ask(lookup, ["nobody"], fallback=False) == from_rows([lookup.row("things", "nobody", fallback=False)])
+    assert ask(lookup, ["nobody"], fallback=False) == from_rows(
+        [lookup.row("things", "nobody", fallback=False)]
+    )
     assert ask(lookup, ["new", "just stale"], max_age_s=None)[0]["status"] == "fresh"
     assert ask(memory.lookup(), ["nobody"]) == [gone("nobody", "unknown_entity", 2)]
     assert not fallback.calls
@@ -1232,7 +1481,14 @@ def test_inputs_come_to_the_fallback_under_the_key_texts(memory: House) -> None:
 
 
 @pytest.mark.parametrize(
-    "inputs", [{"nobody": {}}, {"nobody": {"z": 1}}, {"nobody": {"x": 1, "id": 2}}, {"nobody": 7}, {"nobody": ["x"]}]
+    "inputs",
+    [
+        {"nobody": {}},
+        {"nobody": {"z": 1}},
+        {"nobody": {"x": 1, "id": 2}},
+        {"nobody": 7},
+        {"nobody": ["x"]},
+    ],
 )
 def test_inputs_that_are_not_the_models_are_refused(memory: House, inputs: Any) -> None:
     memory.changes = {"fallback": True}
@@ -1246,7 +1502,9 @@ def test_a_search_by_inputs_asks_the_model_for_the_vector(behind: House) -> None
     fallback = Scripted({"query": Row(3.0)})
     answer = behind.lookup(fallback).search("things", inputs={"x": 3.0}, k=2)
     assert found(answer)[0][0] == "just fresh"
-    assert [(wanted, given) for _, wanted, given in fallback.calls] == [(["query"], {"query": {"x": 3.0}})]
+    assert [(wanted, given) for _, wanted, given in fallback.calls] == [
+        (["query"], {"query": {"x": 3.0}})
+    ]
     assert fallback.query
 
 
@@ -1262,11 +1520,17 @@ def test_a_search_by_inputs_asks_the_model_for_the_vector(behind: House) -> None
     ],
     ids=repr,
 )
-def test_a_search_whose_inputs_give_no_vector_says_why(behind: House, outcome: Any, status: int, code: str) -> None:
+def test_a_search_whose_inputs_give_no_vector_says_why(
+    behind: House, outcome: Any, status: int, code: str
+) -> None:
     lookup = behind.lookup(Scripted({"query": outcome}))
     assert refused(lambda: lookup.search("things", inputs={"x": 1.0})) == (status, code)
-    assert refused(lambda: lookup.search("things", inputs={"x": 1.0}, deadline_ms=0)) == (status, code)
-    # in the process that has the model its own words are the cause; a caller over HTTP has the message alone
+    assert refused(lambda: lookup.search("things", inputs={"x": 1.0}, deadline_ms=0)) == (
+        status,
+        code,
+    )
+    # in the process that has the model its own words are the cause; a caller over HTTP has the
+    # message alone
     with pytest.raises(RequestError) as caught:
         lookup.search("things", inputs={"x": 1.0})
     assert "private" not in str(caught.value)
@@ -1284,13 +1548,22 @@ def test_a_search_whose_inputs_give_a_null_vector_is_refused(memory: House) -> N
 
 
 @pytest.mark.parametrize(
-    ("hours", "at"), [(0, datetime.fromtimestamp(NOW, UTC).isoformat()), (2, datetime.fromtimestamp(NOW + 7200, UTC).isoformat())]
+    ("hours", "at"),
+    [
+        (0, datetime.fromtimestamp(NOW, UTC).isoformat()),
+        (2, datetime.fromtimestamp(NOW + 7200, UTC).isoformat()),
+    ],
 )
-def test_rows_from_the_future_age_from_when_they_were_published(memory: House, hours: int, at: str) -> None:
-    """The rows are dated a day ahead; the publisher's clock was right, or two hours fast. No path calls them fresh for a day and more."""
+def test_rows_from_the_future_age_from_when_they_were_published(
+    memory: House, hours: int, at: str
+) -> None:
+    """The rows are dated a day ahead; the publisher's clock was right, or two hours fast. No path
+    calls them fresh for a day and more."""
     memory.publish({"a": Row(1.0, age=-86_400.0), "b": Row(2.0, age=-86_400.0)}, metric="l2", at=at)
     passed = 0.0
-    lookup = Lookup(memory.online, memory.root, clock=lambda: NOW + passed, monotonic=lambda: passed)
+    lookup = Lookup(
+        memory.online, memory.root, clock=lambda: NOW + passed, monotonic=lambda: passed
+    )
     for passed, status in (
         (0.0, "fresh"),
         (TTL, "fresh"),
@@ -1299,14 +1572,24 @@ def test_rows_from_the_future_age_from_when_they_were_published(memory: House, h
         (7200.0 + TTL + 6, "missing"),
     ):
         age = None if status == "missing" else passed
-        assert (lookup.row("things", "a")["status"], lookup.row("things", "a")["age_s"]) == (status, age)
+        assert (lookup.row("things", "a")["status"], lookup.row("things", "a")["age_s"]) == (
+            status,
+            age,
+        )
         table = lookup.get("things", ["a", "b"])
-        assert (table["status"].to_pylist(), table["age_s"].to_pylist()) == ([status] * 2, [age] * 2)
-        assert lookup.begin("things", ["a", "x", "b"]).future_rows() == (0 if status == "missing" else 2)
+        assert (table["status"].to_pylist(), table["age_s"].to_pylist()) == (
+            [status] * 2,
+            [age] * 2,
+        )
+        assert lookup.begin("things", ["a", "x", "b"]).future_rows() == (
+            0 if status == "missing" else 2
+        )
         assert [view["age_s"] for view in lookup.views()] == [passed]
         if status != "missing":
             found = lookup.search("things", key="a", k=1)["rows"]
-            assert [(row["key"], row["status"], row["age_s"]) for row in found] == [("b", status, age)]
+            assert [(row["key"], row["status"], row["age_s"]) for row in found] == [
+                ("b", status, age)
+            ]
     passed = 1.0
     metrics = Metrics(lookup)
     metrics.answered("lookup", lookup.begin("things", ["a", "b"]), 0.1)
@@ -1319,9 +1602,14 @@ def test_rows_from_the_future_age_from_when_they_were_published(memory: House, h
     [(-7200.0, 30.0, 30.0), (9.0, -60.0, 11.0)],
     ids=["slow, then set right", "set back"],
 )
-def test_a_clock_that_is_set_makes_no_old_row_fresh(memory: House, first_s: float, then_s: float, age_s: float) -> None:
-    """First seen at ``first_s``, by the reader's clock after the publishing; the clock is set, and shows ``then_s`` 11 s later."""
-    memory.publish({"a": Row(1.0), "b": Row(2.0, age=-3600.0)}, at=datetime.fromtimestamp(NOW, UTC).isoformat())
+def test_a_clock_that_is_set_makes_no_old_row_fresh(
+    memory: House, first_s: float, then_s: float, age_s: float
+) -> None:
+    """First seen at ``first_s``, by the reader's clock after the publishing; the clock is set, and
+    shows ``then_s`` 11 s later."""
+    memory.publish(
+        {"a": Row(1.0), "b": Row(2.0, age=-3600.0)}, at=datetime.fromtimestamp(NOW, UTC).isoformat()
+    )
     shown, passed = first_s, 0.0
     lookup = Lookup(memory.online, memory.root, clock=lambda: NOW + shown, monotonic=lambda: passed)
     assert lookup.get("things", ["a", "b"])["status"].to_pylist() == ["fresh"] * 2

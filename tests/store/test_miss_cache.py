@@ -1,4 +1,5 @@
-"""Cached rows beside either kind of online store, and what they answer: computed misses, entities there are none of, stale rows computed behind their answers."""
+"""Cached rows beside either kind of online store, and what they answer: computed misses, entities
+there are none of, stale rows computed behind their answers."""
 
 from __future__ import annotations
 
@@ -16,7 +17,14 @@ from precompute.store.freshness import AHEAD_US
 from precompute.store.lookup import Lookup
 from precompute.store.lookup_options import LookupOptions
 from precompute.store.miss_cache.file_cache import MissCacheFile
-from precompute.store.miss_cache.miss_cache import JITTER, CachedMiss, MissCache, MissCacheLimits, MissCacheWriter, input_names
+from precompute.store.miss_cache.miss_cache import (
+    JITTER,
+    CachedMiss,
+    MissCache,
+    MissCacheLimits,
+    MissCacheWriter,
+    input_names,
+)
 from precompute.store.miss_cache.redis_cache import MissCacheRedis
 from precompute.store.online.online_store import Pointer
 from precompute.store.record import replace
@@ -27,7 +35,12 @@ from tests.server import eventually
 from tests.store.test_lookup import NOW, NOW_US, STALE_FOR, TTL, House, Row, Scripted, computed_row
 
 SECOND_US = 1_000_000
-FALLBACK: dict[str, Any] = {"fallback": True, "fallback_deadline_s": 0.02, "keep_s": 100.0, "keep_missing_s": 10.0}
+FALLBACK: dict[str, Any] = {
+    "fallback": True,
+    "fallback_deadline_s": 0.02,
+    "keep_s": 100.0,
+    "keep_missing_s": 10.0,
+}
 
 
 class Clock:
@@ -82,10 +95,19 @@ def test_a_cached_row_is_read_by_all_who_open_the_cache(open_kept: Open, pointer
     miss_cache, other = open_kept(), open_kept()
     assert miss_cache.read(pointer, ["a"]) == {}
     miss_cache.write(
-        pointer, [CachedMiss("a", row_of(pointer, "a")), CachedMiss("é/b", row_of(pointer, "é/b")), CachedMiss("none", None)]
+        pointer,
+        [
+            CachedMiss("a", row_of(pointer, "a")),
+            CachedMiss("é/b", row_of(pointer, "é/b")),
+            CachedMiss("none", None),
+        ],
     )
     expected = {"a": row_of(pointer, "a"), "é/b": row_of(pointer, "é/b"), "none": None}
-    assert miss_cache.read(pointer, ["a", "é/b", "none", "c"]) == other.read(pointer, ["c", "a", "é/b", "none"]) == expected
+    assert (
+        miss_cache.read(pointer, ["a", "é/b", "none", "c"])
+        == other.read(pointer, ["c", "a", "é/b", "none"])
+        == expected
+    )
     other.write(pointer, [CachedMiss("a", row_of(pointer, "a", 2.0))])
     assert miss_cache.read(pointer, ["a"]) == {"a": row_of(pointer, "a", 2.0)}
 
@@ -93,13 +115,24 @@ def test_a_cached_row_is_read_by_all_who_open_the_cache(open_kept: Open, pointer
 def test_it_counts_for_its_view_snapshot_and_model_alone(open_kept: Open, house: House) -> None:
     miss_cache, pointer = open_kept(), house.publish({})
     miss_cache.write(pointer, [CachedMiss("a", row_of(pointer, "a"))])
-    others: list[dict[str, Any]] = [{"model": "another"}, {"snapshot": 2}, {"epoch": 2}, {"at": "later"}, {"owner": "another"}]
-    for other in (*(replace(pointer, **change) for change in others), house.publish({}, name="others")):
+    others: list[dict[str, Any]] = [
+        {"model": "another"},
+        {"snapshot": 2},
+        {"epoch": 2},
+        {"at": "later"},
+        {"owner": "another"},
+    ]
+    for other in (
+        *(replace(pointer, **change) for change in others),
+        house.publish({}, name="others"),
+    ):
         assert miss_cache.read(other, ["a"]) == {}
     assert list(miss_cache.read(pointer, ["a"])) == ["a"]
 
 
-def test_a_row_is_cached_for_its_time_and_its_absence_for_less(open_kept: Open, pointer: Pointer) -> None:
+def test_a_row_is_cached_for_its_time_and_its_absence_for_less(
+    open_kept: Open, pointer: Pointer
+) -> None:
     clock = Clock()
     miss_cache = open_kept(clock=clock)
     miss_cache.write(pointer, [CachedMiss("a", row_of(pointer, "a")), CachedMiss("none", None)])
@@ -117,7 +150,9 @@ def test_what_a_clock_that_ran_ahead_kept_does_not_count(open_kept: Open, pointe
     clock = Clock()
     miss_cache = open_kept(clock=clock)
     clock.now_us += 3600 * SECOND_US
-    miss_cache.write(pointer, [CachedMiss("a", row_of(pointer, "a", age=-3600)), CachedMiss("none", None)])
+    miss_cache.write(
+        pointer, [CachedMiss("a", row_of(pointer, "a", age=-3600)), CachedMiss("none", None)]
+    )
     assert set(miss_cache.read(pointer, ["a", "none"])) == {"a", "none"}
     clock.now_us = NOW_US
     assert miss_cache.read(pointer, ["a", "none"]) == {}
@@ -127,7 +162,9 @@ def test_readers_of_a_file_wait_for_no_writer_and_find_a_new_one(
     tmp_path: Path, pointer: Pointer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("precompute.store.miss_cache.file_cache.WAIT_S", 600.0)
-    writer, reader, other = (MissCacheFile(tmp_path / "kept", MissCacheLimits(), Clock()) for _ in range(3))
+    writer, reader, other = (
+        MissCacheFile(tmp_path / "kept", MissCacheLimits(), Clock()) for _ in range(3)
+    )
     assert reader.read(pointer, ["a"]) == {}
     assert not (tmp_path / "kept").exists()
     writer.write(pointer, [CachedMiss("a", None)])
@@ -143,7 +180,9 @@ def test_readers_of_a_file_wait_for_no_writer_and_find_a_new_one(
         miss_cache.close()
 
 
-def test_rows_and_bytes_are_bounded_and_what_is_too_large_is_not_kept(open_kept: Open, pointer: Pointer) -> None:
+def test_rows_and_bytes_are_bounded_and_what_is_too_large_is_not_kept(
+    open_kept: Open, pointer: Pointer
+) -> None:
     keys = [f"key {number}" for number in range(200)]
     for limits in (MissCacheLimits(rows=20), MissCacheLimits(size_bytes=100_000)):
         miss_cache = open_kept(limits)
@@ -155,7 +194,9 @@ def test_rows_and_bytes_are_bounded_and_what_is_too_large_is_not_kept(open_kept:
     assert miss_cache.read(pointer, ["large"]) == {}
 
 
-def test_without_what_keeps_it_nothing_is_kept_and_nothing_raised(tmp_path: Path, pointer: Pointer) -> None:
+def test_without_what_keeps_it_nothing_is_kept_and_nothing_raised(
+    tmp_path: Path, pointer: Pointer
+) -> None:
     (tmp_path / "kept").write_text("no folder")
     for miss_cache in (
         MissCacheFile(tmp_path / "kept", MissCacheLimits()),
@@ -176,7 +217,9 @@ def test_a_damaged_file_is_begun_anew(tmp_path: Path, pointer: Pointer) -> None:
     miss_cache.close()
 
 
-def test_a_record_of_which_any_bit_is_another_or_that_is_cut_short_is_none(tmp_path: Path, pointer: Pointer) -> None:
+def test_a_record_of_which_any_bit_is_another_or_that_is_cut_short_is_none(
+    tmp_path: Path, pointer: Pointer
+) -> None:
     """Cut to its head, it would say that there is no such entity."""
     miss_cache = MissCacheFile(tmp_path / "kept", MissCacheLimits(), Clock())
     miss_cache.write(pointer, [CachedMiss("a", row_of(pointer, "a"))])
@@ -184,7 +227,10 @@ def test_a_record_of_which_any_bit_is_another_or_that_is_cut_short_is_none(tmp_p
     with contextlib.closing(sqlite3.connect(tmp_path / "kept" / "rows.sqlite")) as file:
         (whole,) = file.execute("SELECT record FROM computed").fetchone()
         cut = [whole[:size] for size in range(len(whole))]
-        for damaged in [*cut, *(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :] for at in range(len(whole)))]:
+        for damaged in [
+            *cut,
+            *(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :] for at in range(len(whole))),
+        ]:
             with file:
                 file.execute("UPDATE computed SET record = ?", (damaged,))
             assert miss_cache.read(pointer, ["a"]) == {}
@@ -203,30 +249,53 @@ class Closed:
     def read(self, pointer: Pointer, keys: list[str]) -> dict[str, bytes | None]:
         self.read_keys += keys
         wanted = {key: self.rows[key] for key in keys if key in self.rows}
-        return {key: None if row is None else computed_row(pointer, key, row).row for key, row in wanted.items()}
+        return {
+            key: None if row is None else computed_row(pointer, key, row).row
+            for key, row in wanted.items()
+        }
 
 
-STORED = {"fresh": Row(1.0), "stale": Row(2.0, age=TTL + 1), "expired": Row(3.0, age=TTL + STALE_FOR + 1)}
+STORED = {
+    "fresh": Row(1.0),
+    "stale": Row(2.0, age=TTL + 1),
+    "expired": Row(3.0, age=TTL + STALE_FOR + 1),
+}
 
 
-def asked(house: House, miss_cache: Any, model: Scripted, keys: list[str], **options: Any) -> list[tuple[Any, ...]]:
+def asked(
+    house: House, miss_cache: Any, model: Scripted, keys: list[str], **options: Any
+) -> list[tuple[Any, ...]]:
     """Status, source, reason, ``double`` and age of each row."""
-    lookup = Lookup(house.online, house.root, model, clock=lambda: NOW, monotonic=lambda: 0.0, miss_cache=miss_cache)
+    lookup = Lookup(
+        house.online,
+        house.root,
+        model,
+        clock=lambda: NOW,
+        monotonic=lambda: 0.0,
+        miss_cache=miss_cache,
+    )
     answer = lookup.begin("things", keys, LookupOptions(**options))
     answer.wait()
     rows = answer.rows()
     by_table = answer.table()
     for name in ("status", "source", "reason"):
         assert by_table[name].to_pylist() == [row.get(name) for row in rows]
-    assert [None if row["features"] is None else row["features"]["double"] for row in rows] == by_table["double"].to_pylist()
+    assert [
+        None if row["features"] is None else row["features"]["double"] for row in rows
+    ] == by_table["double"].to_pylist()
     doubles = by_table["double"].to_pylist()
-    return [(r["status"], r["source"], r.get("reason"), d, r["age_s"]) for r, d in zip(rows, doubles, strict=True)]
+    return [
+        (r["status"], r["source"], r.get("reason"), d, r["age_s"])
+        for r, d in zip(rows, doubles, strict=True)
+    ]
 
 
 def test_misses_and_stale_rows_are_answered_from_the_cache(house: House) -> None:
     house.publish(STORED)
     miss_cache, fallback = (
-        Closed(new=Row(5.0, age=3), stale=Row(6.0, age=1), expired=Row(7.0), fresh=Row(9.0), none=None),
+        Closed(
+            new=Row(5.0, age=3), stale=Row(6.0, age=1), expired=Row(7.0), fresh=Row(9.0), none=None
+        ),
         Scripted({}),
     )
     found = asked(house, miss_cache, fallback, ["new", "stale", "expired", "fresh", "none"])
@@ -248,11 +317,15 @@ def test_of_two_stale_rows_the_younger_answers(house: House) -> None:
         (Closed(stale=Row(6.0, age=TTL + 3)), ("store", 4.0)),
         (Closed(stale=Row(6.0, age=TTL + 0.5)), ("cache", 12.0)),
     ):
-        ((status, source, _, double, _),) = asked(house, miss_cache, Scripted({"stale": None}), ["stale"])
+        ((status, source, _, double, _),) = asked(
+            house, miss_cache, Scripted({"stale": None}), ["stale"]
+        )
         assert (status, (source, double)) == ("stale", answer)
 
 
-def test_rows_that_are_computed_behind_answers_are_bounded(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_are_computed_behind_answers_are_bounded(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("precompute.store.misses.MOST_REFRESHED", 2)
     keys = ["a", "b", "c"]
     house.publish({key: Row(1.0, age=TTL + 1) for key in keys})
@@ -265,12 +338,24 @@ def test_a_stale_row_is_served_at_once_and_computed_behind_once(house: House) ->
     house.publish(STORED)
     fallback = Scripted({"stale": None, "older": None})
     miss_cache: Any = Closed(older=Row(4.0, age=TTL + 2))
-    lookup = Lookup(house.online, house.root, fallback, clock=lambda: NOW, monotonic=lambda: 0.0, miss_cache=miss_cache)
+    lookup = Lookup(
+        house.online,
+        house.root,
+        fallback,
+        clock=lambda: NOW,
+        monotonic=lambda: 0.0,
+        miss_cache=miss_cache,
+    )
     for keys in (["stale"], ["stale", "fresh"], ["older", "stale"]):
         answer = lookup.begin("things", keys)
         assert not answer.pending
-        assert [row["status"] for row in answer.rows()] == ["fresh" if key == "fresh" else "stale" for key in keys]
-    assert [(keys, dict(inputs)) for _, keys, inputs in fallback.calls] == [(["stale"], {}), (["older"], {})]
+        assert [row["status"] for row in answer.rows()] == [
+            "fresh" if key == "fresh" else "stale" for key in keys
+        ]
+    assert [(keys, dict(inputs)) for _, keys, inputs in fallback.calls] == [
+        (["stale"], {}),
+        (["older"], {}),
+    ]
 
 
 def test_refreshes_are_bounded_for_each_view(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +364,14 @@ def test_refreshes_are_bounded_for_each_view(house: House, monkeypatch: pytest.M
     for name in ("things", "others"):
         house.publish(stale, name=name)
     model = Scripted(dict.fromkeys(stale))
-    lookup = Lookup(house.online, house.root, model, clock=lambda: NOW, monotonic=lambda: 0.0, miss_cache=Closed())  # type: ignore[arg-type]
+    lookup = Lookup(
+        house.online,
+        house.root,
+        model,
+        clock=lambda: NOW,
+        monotonic=lambda: 0.0,
+        miss_cache=Closed(),  # type: ignore[arg-type]
+    )
     for name in ("things", "things", "others"):
         lookup.begin(name, list(stale))
     assert [(pointer.view.name, keys) for pointer, keys, _ in model.calls] == [
@@ -287,7 +379,14 @@ def test_refreshes_are_bounded_for_each_view(house: House, monkeypatch: pytest.M
         ("others", ["0", "1", "2"]),
     ]
     model = Scripted(dict.fromkeys(stale, Row(2.0)))
-    lookup = Lookup(house.online, house.root, model, clock=lambda: NOW, monotonic=lambda: 0.0, miss_cache=Closed())  # type: ignore[arg-type]
+    lookup = Lookup(
+        house.online,
+        house.root,
+        model,
+        clock=lambda: NOW,
+        monotonic=lambda: 0.0,
+        miss_cache=Closed(),  # type: ignore[arg-type]
+    )
     for _ in range(4):
         lookup.begin("things", list(stale))
     assert [keys for _, keys, _ in model.calls] == [["0", "1", "2"], ["3", "4", "5"], ["6", "7"]]
@@ -303,13 +402,23 @@ def test_refreshes_are_bounded_for_each_view(house: House, monkeypatch: pytest.M
         ({"max_age_s": 9.0, "keys": ["none"]}, ["none"], [["none"]]),
         ({"max_age_s": 10.0, "keys": ["none"]}, ["none"], []),
     ],
-    ids=["no fallback", "own inputs", "too old for the request", "young enough", "perhaps too old that there is none", "not so"],
+    ids=[
+        "no fallback",
+        "own inputs",
+        "too old for the request",
+        "young enough",
+        "perhaps too old that there is none",
+        "not so",
+    ],
 )
 def test_what_a_request_asks_for_counts_for_kept_rows_too(
     house: House, options: dict[str, Any], reads: list[str], calls: list[list[str]]
 ) -> None:
     house.publish(STORED)
-    miss_cache, fallback = Closed(new=Row(5.0, age=3), none=None), Scripted({"new": Row(8.0), "none": Row(9.0)})
+    miss_cache, fallback = (
+        Closed(new=Row(5.0, age=3), none=None),
+        Scripted({"new": Row(8.0), "none": Row(9.0)}),
+    )
     asked(house, miss_cache, fallback, options.pop("keys", ["new"]), **options)
     assert (miss_cache.read_keys, [keys for _, keys, _ in fallback.calls]) == (reads, calls)
 
@@ -317,33 +426,60 @@ def test_what_a_request_asks_for_counts_for_kept_rows_too(
 def test_a_cached_row_of_the_future_is_none(house: House) -> None:
     house.publish(STORED)
     ahead = AHEAD_US / 1e6 + 1
-    assert asked(house, Closed(new=Row(5.0, age=-ahead)), Scripted({"new": Row(8.0)}), ["new"])[0][:2] == ("computed", "fallback")
+    assert asked(house, Closed(new=Row(5.0, age=-ahead)), Scripted({"new": Row(8.0)}), ["new"])[0][
+        :2
+    ] == ("computed", "fallback")
     now, miss_cache = [NOW], Closed(new=Row(5.0))
-    lookup = Lookup(house.online, house.root, Scripted({}), clock=lambda: now[0], monotonic=lambda: 0.0, miss_cache=miss_cache)  # type: ignore[arg-type]
+    lookup = Lookup(
+        house.online,
+        house.root,
+        Scripted({}),
+        clock=lambda: now[0],
+        monotonic=lambda: 0.0,
+        miss_cache=miss_cache,  # type: ignore[arg-type]
+    )
     answer = lookup.begin("things", ["new", "fresh"])
     now[0] += TTL + STALE_FOR + 1
     for _ in range(2):
         answer.judge_again()
-        assert [(row["status"], row["reason"]) for row in answer.rows()] == [("missing", "expired")] * 2
+        assert [(row["status"], row["reason"]) for row in answer.rows()] == [
+            ("missing", "expired")
+        ] * 2
 
 
-@pytest.mark.parametrize("damage", [lambda row: row[:-1], lambda row: row[:30] + b"\xff" + row[31:], lambda row: row[:10]])
-def test_a_kept_row_vouches_for_itself_or_is_none(house: House, damage: Callable[[bytes], bytes]) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [lambda row: row[:-1], lambda row: row[:30] + b"\xff" + row[31:], lambda row: row[:10]],
+)
+def test_a_kept_row_vouches_for_itself_or_is_none(
+    house: House, damage: Callable[[bytes], bytes]
+) -> None:
     house.publish(STORED)
 
     class Damaged(Closed):
         def read(self, pointer: Pointer, keys: list[str]) -> dict[str, bytes | None]:
-            return {key: damage(row) for key, row in super().read(pointer, keys).items() if row is not None}
+            return {
+                key: damage(row)
+                for key, row in super().read(pointer, keys).items()
+                if row is not None
+            }
 
     assert asked(house, Damaged(new=Row(5.0)), Scripted({"new": Row(8.0)}), ["new"]) == [
         ("computed", "fallback", None, 16.0, 0.0)
     ]
 
 
-@pytest.mark.parametrize("error", [Miss(Reason.MODEL_ERROR), Miss(Reason.SHED), None], ids=["fails", "sheds", "too slow"])
-def test_where_the_model_fails_an_expired_row_is_served_as_stale(house: House, error: Miss | None) -> None:
+@pytest.mark.parametrize(
+    "error", [Miss(Reason.MODEL_ERROR), Miss(Reason.SHED), None], ids=["fails", "sheds", "too slow"]
+)
+def test_where_the_model_fails_an_expired_row_is_served_as_stale(
+    house: House, error: Miss | None
+) -> None:
     house.changes = FALLBACK | {"stale_if_error_s": 10.0}
-    rows = {"expired": Row(3.0, age=TTL + STALE_FOR + 9), "gone": Row(4.0, age=TTL + STALE_FOR + 11)}
+    rows = {
+        "expired": Row(3.0, age=TTL + STALE_FOR + 9),
+        "gone": Row(4.0, age=TTL + STALE_FOR + 11),
+    }
     house.publish(rows)
     fallback = Scripted(dict.fromkeys([*rows, "nobody"], error))
     reason = "deadline" if error is None else str(error.reason)
@@ -352,7 +488,11 @@ def test_where_the_model_fails_an_expired_row_is_served_as_stale(house: House, e
         ("missing", None, reason, None, None),
         ("missing", None, reason, None, None),
     ]
-    assert asked(house, None, fallback, ["expired"], max_age_s=5.0)[0][:3] == ("missing", None, reason)
+    assert asked(house, None, fallback, ["expired"], max_age_s=5.0)[0][:3] == (
+        "missing",
+        None,
+        reason,
+    )
     unknown = Scripted({"expired": Miss(Reason.UNKNOWN_ENTITY)})
     assert asked(house, None, unknown, ["expired"])[0][:3] == ("missing", None, "unknown_entity")
 
@@ -371,7 +511,9 @@ def test_the_writer_writes_behind_and_drops_what_the_store_is_too_slow_for(
             return len(rows) - (rows[0].key == "0")
 
     meter = Meter()
-    stored, dropped = (meter.counter(CACHE, "miss_cache", outcome) for outcome in ("stored", "dropped"))
+    stored, dropped = (
+        meter.counter(CACHE, "miss_cache", outcome) for outcome in ("stored", "dropped")
+    )
     writer = MissCacheWriter(Slow(), meter)  # type: ignore[arg-type]
     for number in range(50):
         writer.put(pointer, str(number), Miss(Reason.UNKNOWN_ENTITY))

@@ -50,18 +50,26 @@ def store(tmp_path: Path) -> ViewStore:
 
 def uncommitted(*parts: Part, run: str = "run", **changes: Any) -> Snapshot:
     rows = sum(part.rows for part in parts)
-    return replace(Snapshot(VIEW, run, "model", Counts(rows, rows), parts, None, "now", None, None), **changes)
+    return replace(
+        Snapshot(VIEW, run, "model", Counts(rows, rows), parts, None, "now", None, None), **changes
+    )
 
 
 def committed(store: ViewStore, *tables: pa.Table, run: str = "run") -> Snapshot:
     """A snapshot of one real Parquet part for each table."""
-    parts = [store.write_part(run, f"part-{i:05d}.parquet", table) for i, table in enumerate(tables)]
+    parts = [
+        store.write_part(run, f"part-{i:05d}.parquet", table) for i, table in enumerate(tables)
+    ]
     return store.commit(uncommitted(*parts, run=run))
 
 
 def tree(root: Path) -> dict[str, bytes]:
     """Every file under the root but the locks, and what is in it."""
-    return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file() and not p.name.endswith("lock")}
+    return {
+        str(p.relative_to(root)): p.read_bytes()
+        for p in root.rglob("*")
+        if p.is_file() and not p.name.endswith("lock")
+    }
 
 
 def flipped(path: Path, at: int) -> None:
@@ -72,7 +80,13 @@ def flipped(path: Path, at: int) -> None:
 
 def start(script: str, *arguments: object) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", script, *map(str, arguments)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
 
 
 # ---- parts
@@ -82,7 +96,11 @@ def test_a_part_is_plain_parquet_and_is_described_as_it_is(store: ViewStore) -> 
     part = store.write_part("run", "part-00000.parquet", TABLE)
     path = store.folder / part.path
     assert part.path == "data/run/part-00000.parquet"
-    assert (part.rows, part.size_bytes, part.sha256) == (3, path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest())
+    assert (part.rows, part.size_bytes, part.sha256) == (
+        3,
+        path.stat().st_size,
+        hashlib.sha256(path.read_bytes()).hexdigest(),
+    )
     assert pq.read_table(path).equals(TABLE)
     assert list(tree(store.offline.root)) == ["numbers/data/run/part-00000.parquet"]
 
@@ -91,7 +109,8 @@ def test_a_part_is_plain_parquet_and_is_described_as_it_is(store: ViewStore) -> 
 def test_a_part_the_disk_failed_on_is_written_once_more_under_another_name(
     store: ViewStore, caplog: pytest.LogCaptureFixture, point: str
 ) -> None:
-    """What a failed fsync left on the disk nobody knows; a second one may report success over lost pages."""
+    """What a failed fsync left on the disk nobody knows; a second one may report success over lost
+    pages."""
     arm(point, 1, "eio")
     try:
         part = store.write_part("run", "part-00000.parquet", TABLE)
@@ -105,13 +124,17 @@ def test_a_part_the_disk_failed_on_is_written_once_more_under_another_name(
     assert not [name for name in tree(store.offline.root) if "tmp" in name]
 
 
-def test_a_part_the_disk_failed_on_twice_or_has_no_space_for_is_told(store: ViewStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_the_disk_failed_on_twice_or_has_no_space_for_is_told(
+    store: ViewStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def failing(_: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", failing)
-        with pytest.raises(SnapshotError, match=r"cannot write .*part-00000.parquet: Input/output error"):
+        with pytest.raises(
+            SnapshotError, match=r"cannot write .*part-00000.parquet: Input/output error"
+        ):
             store.write_part("run", "part-00000.parquet", TABLE)
     arm("part.write", 1, "enospc")
     try:
@@ -142,7 +165,9 @@ def test_a_missing_or_cut_part_is_refused_by_name(store: ViewStore) -> None:
         else:
             path.write_bytes(damaged)
         for use in (store.part_paths, store.check_parts, lambda s: list(store.batches(s))):
-            with pytest.raises(SnapshotError, match=f"{path.name}.*(missing|bytes instead of).*publish another"):
+            with pytest.raises(
+                SnapshotError, match=f"{path.name}.*(missing|bytes instead of).*publish another"
+            ):
                 use(snapshot)
     path.mkdir()
     with pytest.raises(SnapshotError, match=path.name):
@@ -157,7 +182,9 @@ def test_a_flipped_bit_anywhere_in_a_part_is_found_by_its_checksum(store: ViewSt
         flipped(path, at)
         with pytest.raises(SnapshotError, match="differs from its checksum"):
             store.check_parts(snapshot)
-        with contextlib.suppress(SnapshotError):  # without the check reading may go well, but never ends in a foreign exception
+        with contextlib.suppress(
+            SnapshotError
+        ):  # without the check reading may go well, but never ends in a foreign exception
             list(store.batches(snapshot))
         path.write_bytes(whole)
     store.check_parts(snapshot)
@@ -209,7 +236,9 @@ def test_a_number_is_not_given_again_while_a_later_one_stands(store: ViewStore) 
     ],
     ids=repr,
 )
-def test_a_snapshot_that_lost_or_doubled_a_row_is_not_committed(store: ViewStore, changes: dict[str, Any]) -> None:
+def test_a_snapshot_that_lost_or_doubled_a_row_is_not_committed(
+    store: ViewStore, changes: dict[str, Any]
+) -> None:
     part = store.write_part("run", "p.parquet", TABLE)
     with pytest.raises(SnapshotError, match="nothing was committed"):
         store.commit(uncommitted(part, **({"counts": Counts(3, 3)} | changes)))
@@ -262,10 +291,17 @@ def test_strange_files_beside_the_manifests_are_no_snapshots(store: ViewStore) -
 
 
 def deletes(*rows: tuple[Part, int, bool, int]) -> pa.Table:
-    """(part, row, whether its key left the source, key) of each dead row, as ``deletes.parquet`` holds them."""
+    """(part, row, whether its key left the source, key) of each dead row, as ``deletes.parquet``
+    holds them."""
     parts, numbers, removed, keys = zip(*rows, strict=True)
-    columns = [pa.array([part.path for part in parts]).dictionary_encode(), pa.array(numbers, pa.int64()), pa.array(removed)]
-    return pa.Table.from_arrays([*columns, pa.array(keys, pa.int64())], names=[*DELETES_SCHEMA.names, "id"])
+    columns = [
+        pa.array([part.path for part in parts]).dictionary_encode(),
+        pa.array(numbers, pa.int64()),
+        pa.array(removed),
+    ]
+    return pa.Table.from_arrays(
+        [*columns, pa.array(keys, pa.int64())], names=[*DELETES_SCHEMA.names, "id"]
+    )
 
 
 def rows_table(**values: float) -> pa.Table:
@@ -275,7 +311,8 @@ def rows_table(**values: float) -> pa.Table:
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """A full snapshot, a delta on it, a delta on that; and the chunks an interrupted run left, which the last one adopted."""
+    """A full snapshot, a delta on it, a delta on that; and the chunks an interrupted run left,
+    which the last one adopted."""
 
     full: Snapshot
     delta: Snapshot
@@ -293,33 +330,63 @@ def chain(store: ViewStore) -> Chain:
     three = store.write_part("r2", "part-00000.parquet", rows_table(k6=6.5, k2=2.5, k7=7.5))
     gone = store.write_part("r2", "deletes.parquet", deletes((one, 1, False, 2), (two, 1, True, 5)))
     counts = Counts(source=6, written=3, unchanged=3, removed=1)
-    delta = store.commit(uncommitted(three, run="r2", kind="delta", parent=1, deletes=gone, counts=counts))
+    delta = store.commit(
+        uncommitted(three, run="r2", kind="delta", parent=1, deletes=gone, counts=counts)
+    )
     adopted = store.write_part("r3", "part-00000.parquet", rows_table(k7=7.75, k8=8.5, k3=3.25))
     four = store.write_part("r4", "part-00000.parquet", rows_table(k3=3.75, k9=9.5))
-    found = deletes((one, 2, False, 3), (three, 2, False, 7), (adopted, 1, False, 8), (adopted, 2, False, 3))
+    found = deletes(
+        (one, 2, False, 3), (three, 2, False, 7), (adopted, 1, False, 8), (adopted, 2, False, 3)
+    )
     gone = store.write_part("r4", "deletes.parquet", found)
     counts = Counts(source=7, written=3, unchanged=4)
-    last = store.commit(uncommitted(adopted, four, run="r4", kind="delta", parent=2, deletes=gone, own_deletes=2, counts=counts))
+    last = store.commit(
+        uncommitted(
+            adopted,
+            four,
+            run="r4",
+            kind="delta",
+            parent=2,
+            deletes=gone,
+            own_deletes=2,
+            counts=counts,
+        )
+    )
     return Chain(full, delta, last)
 
 
 def read(store: ViewStore, snapshot: Snapshot, batch_rows: int = 8192) -> list[tuple[int, float]]:
-    return [(row["id"], row["double"]) for batch in store.batches(snapshot, batch_rows=batch_rows) for row in batch.to_pylist()]
+    return [
+        (row["id"], row["double"])
+        for batch in store.batches(snapshot, batch_rows=batch_rows)
+        for row in batch.to_pylist()
+    ]
 
 
 @pytest.mark.parametrize("batch_rows", [1, 2, 8192])
-def test_a_delta_over_a_delta_is_read_as_the_last_value_of_every_key(store: ViewStore, chain: Chain, batch_rows: int) -> None:
+def test_a_delta_over_a_delta_is_read_as_the_last_value_of_every_key(
+    store: ViewStore, chain: Chain, batch_rows: int
+) -> None:
     assert read(store, chain.full, batch_rows) == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 5.0)]
-    assert read(store, chain.delta, batch_rows) == [(1, 1.0), (3, 3.0), (4, 4.0), (6, 6.5), (2, 2.5), (7, 7.5)]
+    assert read(store, chain.delta, batch_rows) == [
+        (1, 1.0),
+        (3, 3.0),
+        (4, 4.0),
+        (6, 6.5),
+        (2, 2.5),
+        (7, 7.5),
+    ]
     assert read(store, chain.last, batch_rows) == ROWS_OF_LAST
     assert [s.rows for s in (chain.full, chain.delta, chain.last)] == [5, 6, 7]
     for snapshot in (chain.full, chain.delta, chain.last):
         assert all(batch.num_rows for batch in store.batches(snapshot, batch_rows=batch_rows))
         store.check_parts(snapshot)
-    assert {tuple(batch.schema.names) for batch in store.batches(chain.last, ["double"], batch_rows)} == {("double",)}
-    assert [d for b in store.batches(chain.last, ["double"]) for d in b.column("double").to_pylist()] == [
-        d for _, d in ROWS_OF_LAST
-    ]
+    assert {
+        tuple(batch.schema.names) for batch in store.batches(chain.last, ["double"], batch_rows)
+    } == {("double",)}
+    assert [
+        d for b in store.batches(chain.last, ["double"]) for d in b.column("double").to_pylist()
+    ] == [d for _, d in ROWS_OF_LAST]
 
 
 def test_the_layers_name_every_file_once_with_its_dead_rows(store: ViewStore, chain: Chain) -> None:
@@ -329,8 +396,17 @@ def test_the_layers_name_every_file_once_with_its_dead_rows(store: ViewStore, ch
     assert isinstance(layers, Layers)
     folder = store.offline.root.absolute() / "numbers" / "data"
     names = ["r1/part-00000", "r1/part-00001", "r2/part-00000", "r3/part-00000", "r4/part-00000"]
-    assert layers.paths == store.part_paths(chain.last) == [folder / f"{name}.parquet" for name in names]
-    assert {n: rows.tolist() for n, rows in layers.dead.items()} == {0: [1, 2], 1: [1], 2: [2], 3: [1, 2]}
+    assert (
+        layers.paths
+        == store.part_paths(chain.last)
+        == [folder / f"{name}.parquet" for name in names]
+    )
+    assert {n: rows.tolist() for n, rows in layers.dead.items()} == {
+        0: [1, 2],
+        1: [1],
+        2: [2],
+        3: [1, 2],
+    }
     assert {rows.dtype for rows in layers.dead.values()} == {np.dtype(np.int64)}
     assert store.layers(chain.full).dead == {}
 
@@ -338,7 +414,9 @@ def test_the_layers_name_every_file_once_with_its_dead_rows(store: ViewStore, ch
 def test_a_sample_holds_living_rows_only(store: ViewStore, chain: Chain) -> None:
     for rows in (1, 5, 100):
         sample = store.sample(chain.last, rows)
-        assert set(zip(sample["id"].to_pylist(), sample["double"].to_pylist(), strict=True)) <= set(ROWS_OF_LAST)
+        assert set(zip(sample["id"].to_pylist(), sample["double"].to_pylist(), strict=True)) <= set(
+            ROWS_OF_LAST
+        )
         assert store.sample(chain.last, rows).equals(sample)
     assert len({store.sample(chain.last, 1, turn=turn)["id"][0].as_py() for turn in range(20)}) > 1
     assert store.sample(chain.last, 100)["id"].to_pylist() == [key for key, _ in ROWS_OF_LAST]
@@ -351,12 +429,16 @@ def test_a_part_whose_every_row_is_dead_gives_none(store: ViewStore) -> None:
     two = store.write_part("r2", "part-00000.parquet", rows_table(k1=1.5, k3=3.5))
     gone = store.write_part("r2", "deletes.parquet", deletes((one, 1, True, 2), (one, 0, False, 1)))
     counts = Counts(source=2, written=2, removed=1)
-    delta = store.commit(uncommitted(two, run="r2", kind="delta", parent=1, deletes=gone, counts=counts))
+    delta = store.commit(
+        uncommitted(two, run="r2", kind="delta", parent=1, deletes=gone, counts=counts)
+    )
     assert read(store, delta) == [(1, 1.5), (3, 3.5)]
     assert store.sample(delta, 9)["id"].to_pylist() == [1, 3]
 
 
-def test_a_delta_of_nothing_but_removed_rows_has_no_part_of_its_own(store: ViewStore, chain: Chain) -> None:
+def test_a_delta_of_nothing_but_removed_rows_has_no_part_of_its_own(
+    store: ViewStore, chain: Chain
+) -> None:
     part = chain.full.parts[0]
     gone = store.write_part("r5", "deletes.parquet", deletes((part, 0, True, 1)))
     counts = Counts(source=6, written=0, unchanged=6, removed=1)
@@ -375,14 +457,23 @@ def test_any_chain_reads_as_a_dictionary_that_was_updated(data: st.DataObject) -
         now: dict[int, float] = {}
         parent: Snapshot | None = None
         for step in range(data.draw(st.integers(1, 5))):
-            keys = data.draw(st.lists(st.integers(0, 9), unique=True, min_size=0 if step else 1, max_size=6))
-            removed = data.draw(st.sets(st.sampled_from(sorted(now)))).difference(keys) if now else set()
+            keys = data.draw(
+                st.lists(st.integers(0, 9), unique=True, min_size=0 if step else 1, max_size=6)
+            )
+            removed = (
+                data.draw(st.sets(st.sampled_from(sorted(now)))).difference(keys) if now else set()
+            )
             parts, run = [], f"r{step}"
             dead = [(*where[key], key in removed, key) for key in (*keys, *removed) if key in where]
             before = len(now)
             for number, start in enumerate(range(0, len(keys), 3)):
                 chunk = keys[start : start + 3]
-                table = pa.table({"id": pa.array(chunk, pa.int64()), "double": [step + key / 16 for key in chunk]})
+                table = pa.table(
+                    {
+                        "id": pa.array(chunk, pa.int64()),
+                        "double": [step + key / 16 for key in chunk],
+                    }
+                )
                 parts.append(store.write_part(run, f"part-{number:05d}.parquet", table))
                 for row, key in enumerate(chunk):
                     where[key], now[key] = (parts[-1], row), step + key / 16
@@ -397,7 +488,12 @@ def test_any_chain_reads_as_a_dictionary_that_was_updated(data: st.DataObject) -
                     kind="full" if parent is None else "delta",
                     parent=None if parent is None else parent.number,
                     deletes=gone,
-                    counts=Counts(source=len(keys) + kept, written=len(keys), unchanged=kept, removed=len(removed)),
+                    counts=Counts(
+                        source=len(keys) + kept,
+                        written=len(keys),
+                        unchanged=kept,
+                        removed=len(removed),
+                    ),
                 )
             )
             found = read(store, parent, data.draw(st.sampled_from([1, 2, 100])))
@@ -432,7 +528,9 @@ def test_a_delta_that_does_not_add_up_with_its_parent_is_not_committed(
 
 @pytest.mark.parametrize("what", ["deletes", "parts"])
 @pytest.mark.parametrize("of", ["full", "delta", "last"])
-def test_damage_anywhere_in_the_chain_is_found_by_name(store: ViewStore, chain: Chain, what: str, of: str) -> None:
+def test_damage_anywhere_in_the_chain_is_found_by_name(
+    store: ViewStore, chain: Chain, what: str, of: str
+) -> None:
     layer: Snapshot = getattr(chain, of)
     part = layer.deletes if what == "deletes" else layer.parts[-1]
     if part is None:
@@ -444,7 +542,9 @@ def test_damage_anywhere_in_the_chain_is_found_by_name(store: ViewStore, chain: 
         store.check_parts(chain.last)
     path.write_bytes(whole[:-1])
     for use in (store.check_parts, store.layers, lambda s: list(store.batches(s))):
-        with pytest.raises(SnapshotError, match=f"{re.escape(str(path))} has {len(whole) - 1} bytes instead of"):
+        with pytest.raises(
+            SnapshotError, match=f"{re.escape(str(path))} has {len(whole) - 1} bytes instead of"
+        ):
             use(chain.last)
     path.unlink()
     for use in (store.check_parts, store.layers, lambda s: store.sample(s, 1)):
@@ -455,13 +555,24 @@ def test_damage_anywhere_in_the_chain_is_found_by_name(store: ViewStore, chain: 
             store.check_parts(earlier)
 
 
-def test_deletes_of_a_part_that_the_chain_does_not_name_are_refused(store: ViewStore, chain: Chain) -> None:
+def test_deletes_of_a_part_that_the_chain_does_not_name_are_refused(
+    store: ViewStore, chain: Chain
+) -> None:
     stranger = store.write_part("r9", "part-00000.parquet", rows_table(k1=1.0))
     gone = store.write_part("r9", "deletes.parquet", deletes((stranger, 0, True, 1)))
     snapshot = store.commit(
-        uncommitted(run="r9", kind="delta", parent=1, deletes=gone, counts=Counts(4, 0, unchanged=4, removed=1))
+        uncommitted(
+            run="r9",
+            kind="delta",
+            parent=1,
+            deletes=gone,
+            counts=Counts(4, 0, unchanged=4, removed=1),
+        )
     )
-    with pytest.raises(SnapshotError, match=r"names part data/r9/part-00000.parquet, which no manifest of its chain does"):
+    with pytest.raises(
+        SnapshotError,
+        match=r"names part data/r9/part-00000.parquet, which no manifest of its chain does",
+    ):
         list(store.batches(snapshot))
 
 
@@ -498,7 +609,11 @@ def test_the_newest_is_none_that_is_bad_or_builds_on_a_bad_one(
 
 @pytest.mark.parametrize(("damaged", "newest"), [(3, 2), (2, 1), (1, None)])
 def test_the_newest_is_none_whose_chain_cannot_be_read(
-    store: ViewStore, chain: Chain, caplog: pytest.LogCaptureFixture, damaged: int, newest: int | None
+    store: ViewStore,
+    chain: Chain,
+    caplog: pytest.LogCaptureFixture,
+    damaged: int,
+    newest: int | None,
 ) -> None:
     path = store.manifest_path(damaged)
     path.write_bytes(path.read_bytes()[:-1])
@@ -514,11 +629,16 @@ def test_a_snapshot_is_marked_bad_once_and_for_good(store: ViewStore) -> None:
     assert store.refs.bad() == {}
     for reason in ("first", "second"):
         store.mark_bad(1, reason)
-    assert {number: (mark.reason, mark.content) for number, mark in store.refs.bad().items()} == {1: ("first", "one")}
+    assert {number: (mark.reason, mark.content) for number, mark in store.refs.bad().items()} == {
+        1: ("first", "one")
+    }
     folder = store.folder / "refs" / "bad"
     assert json.loads((folder / "1.json").read_text())["reason"] == "first"
     store.mark_bad(2, "its files are damaged", rows=False)
-    assert (store.refs.bad()[2].reason, store.refs.bad()[2].content) == ("its files are damaged", "")
+    assert (store.refs.bad()[2].reason, store.refs.bad()[2].content) == (
+        "its files are damaged",
+        "",
+    )
     store.mark_bad(9, "its manifest is gone")
     assert (store.refs.bad()[9].reason, store.refs.bad()[9].content) == ("its manifest is gone", "")
     for torn in ("{torn", "[]", "7", ""):  # is as bad as any
@@ -558,13 +678,24 @@ def test_a_pin_that_cannot_be_removed_is_told(store: ViewStore) -> None:
 def chunk(store: ViewStore, run: str, number: int, *, rejected: bool = False) -> Finished:
     """A chunk whose files are there."""
     part = store.write_part(run, f"part-{number:05d}.parquet", TABLE.slice(0, number % 3 + 1))
-    other = store.write_part(run, f"rejected-{number:05d}.parquet", TABLE.slice(0, 1)) if rejected else None
-    figures = RowFigures(number, 1, 0, {"name": 1}, {"vector": VectorFigures(number, 0, 1.5, {2032: number})})
+    other = (
+        store.write_part(run, f"rejected-{number:05d}.parquet", TABLE.slice(0, 1))
+        if rejected
+        else None
+    )
+    figures = RowFigures(
+        number, 1, 0, {"name": 1}, {"vector": VectorFigures(number, 0, 1.5, {2032: number})}
+    )
     return Finished(part, other, figures if number else None)
 
 
 def journal(
-    store: ViewStore, run: str, *chunks: Finished, recipe: str = "recipe", partition: str | None = None, full: bool = False
+    store: ViewStore,
+    run: str,
+    *chunks: Finished,
+    recipe: str = "recipe",
+    partition: str | None = None,
+    full: bool = False,
 ) -> None:
     store.journals.begin(run, recipe, partition, full=full)
     for one in chunks:
@@ -573,7 +704,10 @@ def journal(
 
 def test_finished_chunks_come_back_the_oldest_run_first(store: ViewStore) -> None:
     assert store.journals.unfinished("recipe", None) == []
-    newer, older = [chunk(store, "r2", n, rejected=n == 1) for n in range(3)], [chunk(store, "r1", 0)]
+    newer, older = (
+        [chunk(store, "r2", n, rejected=n == 1) for n in range(3)],
+        [chunk(store, "r1", 0)],
+    )
     rejected_only = Finished(None, newer[1].rejected)
     journal(store, "r2", *newer, rejected_only)
     journal(store, "r1", *older)
@@ -602,7 +736,15 @@ def test_a_journal_damaged_in_the_middle_gives_the_lines_before(store: ViewStore
     journal(store, "r1", *chunks)
     path = store.folder / "data" / "r1" / "journal.jsonl"
     lines = path.read_bytes().split(b"\n")
-    for damaged in (b"", b"null", b"[]", b"{}", b"\0" * 40, b'{"part": 7, "rejected": null}', b"\xff"):
+    for damaged in (
+        b"",
+        b"null",
+        b"[]",
+        b"{}",
+        b"\0" * 40,
+        b'{"part": 7, "rejected": null}',
+        b"\xff",
+    ):
         path.write_bytes(b"\n".join([*lines[:2], damaged, *lines[3:]]))
         assert store.journals.unfinished("recipe", None) == chunks[:1]
 
@@ -627,13 +769,22 @@ def test_only_chunks_of_the_same_recipe_and_partition_are_taken_over(store: View
     assert found("recipe", None, True) == ["b"]
     assert found("recipe", day, False) == ["c"]
     assert found("recipe", day, True) == []
-    assert (found("other", None, False), found("other", day, False), found("x", None, False)) == (["d"], [], [])
+    assert (found("other", None, False), found("other", day, False), found("x", None, False)) == (
+        ["d"],
+        [],
+        [],
+    )
 
 
 def test_chunks_that_are_whole_have_the_checksums_noted(store: ViewStore) -> None:
     chunks = [chunk(store, "r1", n, rejected=True) for n in range(4)]
     assert store.journals.whole(chunks) == chunks
-    files = [store.folder / part.path for one in chunks for part in (one.part, one.rejected) if part is not None]
+    files = [
+        store.folder / part.path
+        for one in chunks
+        for part in (one.part, one.rejected)
+        if part is not None
+    ]
     for path, position in ((files[0], 5), (files[3], -1)):
         data = bytearray(path.read_bytes())
         data[position] ^= 1
@@ -645,7 +796,12 @@ def test_chunks_that_are_whole_have_the_checksums_noted(store: ViewStore) -> Non
 def test_lost_cut_or_committed_chunks_are_not_taken_over(store: ViewStore) -> None:
     chunks = [chunk(store, "r1", n, rejected=True) for n in range(4)]
     journal(store, "r1", *chunks)
-    files = [store.folder / part.path for one in chunks for part in (one.part, one.rejected) if part is not None]
+    files = [
+        store.folder / part.path
+        for one in chunks
+        for part in (one.part, one.rejected)
+        if part is not None
+    ]
     files[0].unlink()
     files[3].write_bytes(files[3].read_bytes()[:-1])
     files[4].write_bytes(files[4].read_bytes() + b"x")
@@ -669,23 +825,56 @@ def test_the_live_pointer_tells_where_it_is_and_was(store: ViewStore) -> None:
     assert (first.epoch, first.snapshot, first.previous, first.reason) == (1, 4, None, "run")
     assert (second.epoch, second.snapshot, second.previous, second.reason) == (7, 5, 4, "é")
     assert OfflineStore(store.offline.root).view("numbers").refs.live() == second
-    assert list(tree(store.offline.root)) == ["numbers/refs/live.json", "numbers/refs/publishings.jsonl"]
+    assert list(tree(store.offline.root)) == [
+        "numbers/refs/live.json",
+        "numbers/refs/publishings.jsonl",
+    ]
 
 
 def test_the_live_pointer_tells_places_renewal_and_why_it_is_held(store: ViewStore) -> None:
     refs = store.refs
     first = refs.move_live(4, expected_epoch=0, epoch=3, reason="run")
-    assert first == LiveRef(3, 4, None, "run", first.at, place=Place(3, 4), previous_place=None, renewed_at=None, held=None)
+    assert first == LiveRef(
+        3,
+        4,
+        None,
+        "run",
+        first.at,
+        place=Place(3, 4),
+        previous_place=None,
+        renewed_at=None,
+        held=None,
+    )
     over = Place(3, 4, ((7, 7),), lossy=True)
     second = refs.move_live(5, expected_epoch=3, epoch=7, reason="run", place=over)
-    assert second == LiveRef(7, 5, 4, "run", second.at, place=over, previous_place=Place(3, 4)) == refs.live()
+    assert (
+        second
+        == LiveRef(7, 5, 4, "run", second.at, place=over, previous_place=Place(3, 4))
+        == refs.live()
+    )
     renewed = refs.renew_live(second, 2**53 + 1)
     assert renewed.renewal_noted_at is not None
-    assert renewed == replace(second, renewed_at=2**53 + 1, renewal_noted_at=renewed.renewal_noted_at) == refs.live()
+    assert (
+        renewed
+        == replace(second, renewed_at=2**53 + 1, renewal_noted_at=renewed.renewal_noted_at)
+        == refs.live()
+    )
     with pytest.raises(ConflictError, match="moved meanwhile; nothing was renewed"):
         refs.renew_live(second, 9)
-    back = refs.move_live(4, expected_epoch=7, epoch=8, reason="rollback", place=Place(3, 4), held="held")
-    assert back == LiveRef(8, 4, 5, "rollback", back.at, place=Place(3, 4), previous_place=over, renewed_at=None, held="held")
+    back = refs.move_live(
+        4, expected_epoch=7, epoch=8, reason="rollback", place=Place(3, 4), held="held"
+    )
+    assert back == LiveRef(
+        8,
+        4,
+        5,
+        "rollback",
+        back.at,
+        place=Place(3, 4),
+        previous_place=over,
+        renewed_at=None,
+        held="held",
+    )
     assert refs.resume_live() == replace(back, held=None) == refs.live()
     assert refs.resume_live() == refs.live()
     with pytest.raises(SnapshotError, match="never published"):
@@ -697,7 +886,11 @@ def test_loaded_anew_a_snapshot_goes_back_to_what_was_before_it(store: ViewStore
     refs.move_live(4, expected_epoch=0, epoch=1, reason="run")
     refs.move_live(5, expected_epoch=1, epoch=2, reason="run", place=over)
     again = refs.move_live(5, expected_epoch=2, epoch=3, reason="reload")
-    assert again == LiveRef(3, 5, 4, "reload", again.at, place=Place(3, 5), previous_place=Place(1, 4)) == refs.live()
+    assert (
+        again
+        == LiveRef(3, 5, 4, "reload", again.at, place=Place(3, 5), previous_place=Place(1, 4))
+        == refs.live()
+    )
     back = refs.move_live(4, expected_epoch=3, epoch=4, reason="rollback", place=Place(1, 4))
     assert (back.place, back.previous, back.previous_place) == (Place(1, 4), 5, Place(3, 5))
 
@@ -707,7 +900,9 @@ def test_a_place_tells_the_generations_that_are_read_there() -> None:
 
 
 @pytest.mark.parametrize(("expected", "epoch"), [(0, 3), (1, 3), (3, 4), (2, 2), (2, 1), (2, 0)])
-def test_a_move_from_where_the_pointer_is_not_changes_nothing(store: ViewStore, expected: int, epoch: int) -> None:
+def test_a_move_from_where_the_pointer_is_not_changes_nothing(
+    store: ViewStore, expected: int, epoch: int
+) -> None:
     store.refs.move_live(1, expected_epoch=0, epoch=2, reason="run")
     before = tree(store.offline.root)
     with pytest.raises(ConflictError, match="'numbers' moved"):
@@ -719,7 +914,15 @@ def test_a_torn_or_flipped_live_pointer_is_refused(store: ViewStore) -> None:
     store.refs.move_live(1, expected_epoch=0, epoch=1, reason="run")
     path = store.folder / "refs" / "live.json"
     whole = path.read_bytes()
-    torn = [*(whole[:n] for n in range(len(whole))), whole + b"}", b"null", b"[]", b"{}", b"7", b"\xff" * 9]
+    torn = [
+        *(whole[:n] for n in range(len(whole))),
+        whole + b"}",
+        b"null",
+        b"[]",
+        b"{}",
+        b"7",
+        b"\xff" * 9,
+    ]
     # a bit of the snapshot's number
     for damaged in [*torn, whole.replace(b'"snapshot": 1', b'"snapshot": 3', 1)]:
         path.write_bytes(damaged)
@@ -784,7 +987,9 @@ def test_racing_commits_get_distinct_numbers_and_one_moves_the_pointer(store: Vi
         out, _ = process.communicate(timeout=60)
         assert process.returncode == 0
         numbers[name], won[name] = map(json.loads, out.strip().split("|"))
-    assert sorted(n for mine in numbers.values() for n in mine) == list(range(1, rounds * len(names) + 1))
+    assert sorted(n for mine in numbers.values() for n in mine) == list(
+        range(1, rounds * len(names) + 1)
+    )
     assert store.numbers() == list(range(1, rounds * len(names) + 1))
     for name, mine in numbers.items():
         assert [store.snapshot(n).run for n in mine] == [f"{name}-{i}" for i in range(rounds)]
@@ -852,7 +1057,10 @@ def test_who_lost_the_lease_neither_commits_nor_moves_nor_renews(store: ViewStor
                 write()
         assert tree(store.offline.root) == before
         assert store.commit(uncommitted(part, run="other"), lease).fence == 2
-        assert store.refs.move_live(2, expected_epoch=1, epoch=2, reason="other", lease=lease).snapshot == 2
+        assert (
+            store.refs.move_live(2, expected_epoch=1, epoch=2, reason="other", lease=lease).snapshot
+            == 2
+        )
     late.release()
 
 
@@ -860,7 +1068,11 @@ def test_a_run_of_each_partition_is_known_by_its_lease(store: ViewStore) -> None
     day, next_day = "2026-01-01T00:00Z/2026-01-02T00:00Z", "2026-01-02T00:00Z/2026-01-03T00:00Z"
     assert (run_lease(None), run_lease(day)) == ("run", "run-2026-01-01T0000Z")
     with take(store.leases, run_lease(day), "me"):
-        assert [store.running(partition) for partition in (None, day, next_day)] == [False, True, False]
+        assert [store.running(partition) for partition in (None, day, next_day)] == [
+            False,
+            True,
+            False,
+        ]
         assert not store.offline.view("others").running(day)
     assert not store.running(day)
 
@@ -904,13 +1116,24 @@ def test_a_full_disk_is_told_and_leaves_everything_as_it_was(store: ViewStore, a
     store.refs.move_live(1, expected_epoch=0, epoch=1, reason="run")
     store.runs.write(ran(1))
     before = tree(store.offline.root)
-    sizes = {"part": [0, 3, 4, 4096, 30_000], "commit": [0, 1, 500], "live": [0, 10], "report": [0, 5]}[action]
-    out, _ = start(FULL_DISK, store.offline.root, json.dumps({action: sizes})).communicate(timeout=60)
+    sizes = {
+        "part": [0, 3, 4, 4096, 30_000],
+        "commit": [0, 1, 500],
+        "live": [0, 10],
+        "report": [0, 5],
+    }[action]
+    out, _ = start(FULL_DISK, store.offline.root, json.dumps({action: sizes})).communicate(
+        timeout=60
+    )
     outcomes = [json.loads(line) for line in out.splitlines()]
     assert [size for _, size, _, _ in outcomes] == sizes
     for _, size, outcome, left in outcomes:
         assert outcome.startswith("no space left while writing"), (size, outcome)
-        assert ("only the run's report is missing" if action == "report" else "live snapshot is untouched") in outcome
+        assert (
+            "only the run's report is missing"
+            if action == "report"
+            else "live snapshot is untouched"
+        ) in outcome
         assert left == sorted(before), f"at {size} bytes"
     assert tree(store.offline.root) == before
     assert committed(store, TABLE, run="later").number == 2
@@ -934,7 +1157,12 @@ def test_a_root_that_cannot_be_a_folder_is_told_by_every_writer_and_reader(tmp_p
         with pytest.raises(SnapshotError, match="cannot write"):
             write()
     assert (store.offline.views(), store.numbers(), store.runs.last()) == ([], [], None)
-    assert (Standing(store).newest(), store.refs.bad(), store.refs.pins(), store.runs.reports()) == (
+    assert (
+        Standing(store).newest(),
+        store.refs.bad(),
+        store.refs.pins(),
+        store.runs.reports(),
+    ) == (
         None,
         {},
         set(),
@@ -953,7 +1181,9 @@ def ran(day: int, status: str = "published") -> Report:
     return Report(f"2025010{day}", "numbers", "run", status)
 
 
-def test_reports_come_newest_first_and_as_many_as_asked(store: ViewStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_reports_come_newest_first_and_as_many_as_asked(
+    store: ViewStore, caplog: pytest.LogCaptureFixture
+) -> None:
     assert store.runs.last() is None
     for day in (2, 1, 3):
         store.runs.write(ran(day))
@@ -983,10 +1213,18 @@ def test_vectors_and_text_come_back_from_a_part_as_they_went_in(store: ViewStore
 
 
 def test_vectors_are_compressed_for_speed_and_the_rest_for_size(tmp_path: Path) -> None:
-    columns = {"id": pa.array([1]), "text": ["a"], "top": pa.array([[1, 2]]), "tags": pa.array([["x"]])}
+    columns = {
+        "id": pa.array([1]),
+        "text": ["a"],
+        "top": pa.array([[1, 2]]),
+        "tags": pa.array([["x"]]),
+    }
     vector = pa.FixedSizeListArray.from_arrays(pa.array([0.5, 1.5], pa.float32()), 2)
     write_part_file(tmp_path / "part.parquet", pa.table(columns | {"vector": vector}))
     group = pq.read_metadata(tmp_path / "part.parquet").row_group(0)
-    codecs = {group.column(i).path_in_schema.partition(".")[0]: group.column(i).compression for i in range(group.num_columns)}
+    codecs = {
+        group.column(i).path_in_schema.partition(".")[0]: group.column(i).compression
+        for i in range(group.num_columns)
+    }
     assert codecs == dict.fromkeys(columns, "ZSTD") | {"vector": "LZ4"}
     assert pq.read_table(tmp_path / "part.parquet").column("vector").to_pylist() == [[0.5, 1.5]]

@@ -44,7 +44,9 @@ KINDS += [f"{kind} buckets" for kind in KINDS[3:]]
 
 
 @pytest.fixture(params=KINDS)
-def open_store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenStore]:
+def open_store(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[OpenStore]:
     """Opens the same store once more, as another reader would; memory has only one."""
     opened: list[OnlineStore] = []
     kind, _, how = request.param.partition(" ")
@@ -59,7 +61,11 @@ def open_store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pyte
         if kind == "memory":
             opened[:] = opened or [MemoryStore()]
         else:
-            url = f"table:{tmp_path / 'online'}" if kind == "table" else request.getfixturevalue(f"{kind}_url")
+            url = (
+                f"table:{tmp_path / 'online'}"
+                if kind == "table"
+                else request.getfixturevalue(f"{kind}_url")
+            )
             opened.append(open_online_store(url))
         return opened[-1]
 
@@ -76,7 +82,9 @@ def store(open_store: OpenStore) -> OnlineStore:
 # ---- the end of a view
 
 
-def test_a_forgotten_view_is_gone_for_old_readers_and_can_begin_again(open_store: OpenStore) -> None:
+def test_a_forgotten_view_is_gone_for_old_readers_and_can_begin_again(
+    open_store: OpenStore,
+) -> None:
     writer, reader = open_store(), open_store()
     for epoch in (7, 8):
         publish(writer, epoch, TABLE)
@@ -84,8 +92,15 @@ def test_a_forgotten_view_is_gone_for_old_readers_and_can_begin_again(open_store
     assert values(reader.read("numbers", [b"a"])) == [b"1"]
     for _ in range(2):  # doing it twice is no error
         writer.forget("numbers")
-        assert (reader.read("numbers", [b"a"]), reader.live("numbers"), reader.views()) == (None, None, ["numbers_2"])
-        assert (numbers(reader), plain(reader.read_generation("numbers", 8, [b"a"]))) == ([], [None])
+        assert (reader.read("numbers", [b"a"]), reader.live("numbers"), reader.views()) == (
+            None,
+            None,
+            ["numbers_2"],
+        )
+        assert (numbers(reader), plain(reader.read_generation("numbers", 8, [b"a"]))) == (
+            [],
+            [None],
+        )
     assert values(reader.read("numbers_2", [b"b"])) == [b"22"]
     publish(writer, 1, {b"a": b"new"})
     assert values(reader.read("numbers", [b"a"])) == [b"new"]
@@ -94,11 +109,21 @@ def test_a_forgotten_view_is_gone_for_old_readers_and_can_begin_again(open_store
 # ---- loading and reading
 
 
-def test_what_was_loaded_is_read_in_the_order_asked_for_once_it_is_live(open_store: OpenStore) -> None:
+def test_what_was_loaded_is_read_in_the_order_asked_for_once_it_is_live(
+    open_store: OpenStore,
+) -> None:
     writer, reader = open_store(), open_store()
-    assert (reader.read("numbers", [b"a"]), reader.live("numbers"), reader.views()) == (None, None, [])
+    assert (reader.read("numbers", [b"a"]), reader.live("numbers"), reader.views()) == (
+        None,
+        None,
+        [],
+    )
     assert load(writer, 1, TABLE) == 4
-    assert (reader.read("numbers", [b"a"]), reader.live("numbers"), reader.views()) == (None, None, [])
+    assert (reader.read("numbers", [b"a"]), reader.live("numbers"), reader.views()) == (
+        None,
+        None,
+        [],
+    )
     assert (numbers(reader), numbers(reader, "others")) == ([1], [])
     writer.flip(pointer(1))
     found = reader.read("numbers", [b"d", b"nothing", b"a", b"c", b"a", b"b"])
@@ -137,7 +162,11 @@ def test_thousands_of_rows_are_all_there(store: OnlineStore) -> None:
     table = {b"%d" % (i * 7919 % 5000): b"%d" % i * (i % 50 + 1) for i in range(5000)}
     publish(store, 1, table)
     keys = list(table)[::-1]
-    read = [value for start in range(0, 5000, 1000) for value in values(store.read("numbers", keys[start : start + 1000]))]
+    read = [
+        value
+        for start in range(0, 5000, 1000)
+        for value in values(store.read("numbers", keys[start : start + 1000]))
+    ]
     assert dict(zip(keys, read, strict=True)) == table
     assert values(store.read("numbers", [b"5000", b"-1", b"00"])) == [None] * 3
 
@@ -160,7 +189,11 @@ def test_a_key_is_its_bytes_and_no_pattern(store: OnlineStore) -> None:
 
 def test_a_generation_tells_what_it_is(open_store: OpenStore) -> None:
     store, reader = open_store(), open_store()
-    loaded = [Generation(3, 2, None, "run-x"), Generation(7, 9, 3, "run-y", 2**32 - 1), Generation(13, 10)]
+    loaded = [
+        Generation(3, 2, None, "run-x"),
+        Generation(7, 9, 3, "run-y", 2**32 - 1),
+        Generation(13, 10),
+    ]
     for generation in reversed(loaded):
         store.load("numbers", generation, rows_of(TABLE))
     assert reader.generations("numbers") == loaded
@@ -218,7 +251,9 @@ def test_a_generation_that_is_not_loaded_whole_cannot_go_live(store: OnlineStore
     assert values(store.read("numbers", [b"a"])) == [b"1"]
 
 
-def test_a_pointer_may_go_back_to_an_older_generation_under_a_higher_epoch(open_store: OpenStore) -> None:
+def test_a_pointer_may_go_back_to_an_older_generation_under_a_higher_epoch(
+    open_store: OpenStore,
+) -> None:
     writer, reader = open_store(), open_store()
     publish(writer, 1, {b"a": b"old", b"b": b"old"})
     assert values(reader.read("numbers", [b"a"])) == [b"old"]
@@ -247,7 +282,9 @@ def test_the_live_generation_can_neither_be_replaced_nor_dropped(store: OnlineSt
         with pytest.raises(ConflictError, match="generation 1 of view 'numbers' is live"):
             refused()
     assert values(store.read("numbers", list(TABLE))) == list(TABLE.values())
-    assert load(store, 3, {b"a": b"again"}) == 1  # of the pointer's epoch, but not what it points at
+    assert (
+        load(store, 3, {b"a": b"again"}) == 1
+    )  # of the pointer's epoch, but not what it points at
     store.drop("numbers", 3)
     store.drop("numbers", 2)
     assert numbers(store) == [1]
@@ -259,7 +296,9 @@ def test_going_back_to_a_generation_that_is_gone_is_refused(store: OnlineStore) 
     publish(store, 2, {b"a": b"two"})
     store.drop("numbers", 1)
     for gone in (1, 9):
-        with pytest.raises(OnlineStoreError, match=f"generation {gone} of view 'numbers' is not loaded whole"):
+        with pytest.raises(
+            OnlineStoreError, match=f"generation {gone} of view 'numbers' is not loaded whole"
+        ):
             store.flip(back_to(gone, 3))
     assert store.live("numbers") == pointer(2)
     assert values(store.read("numbers", [b"a"])) == [b"two"]
@@ -289,7 +328,15 @@ def test_an_overlay_stands_where_it_has_a_row_and_the_base_elsewhere(open_store:
     found = reader.read("numbers", [b"new", b"d", b"a", b"nothing", b"c", b"b", b"a"])
     assert found is not None
     assert found[0] == over(1, 2) == reader.live("numbers")
-    assert values(found) == [b"came", TABLE[b"d"], b"changed", None, b"tombstone", b"22", b"changed"]
+    assert values(found) == [
+        b"came",
+        TABLE[b"d"],
+        b"changed",
+        None,
+        b"tombstone",
+        b"22",
+        b"changed",
+    ]
     for key, row in ((b"a", b"changed"), (b"b", b"22"), (b"x", None)):
         assert values(reader.read("numbers", [key])) == [row]
     # no key of the overlay, and only such
@@ -339,7 +386,9 @@ def test_a_view_of_another_project_is_not_taken_over(open_store: OpenStore) -> N
         lambda: other.prepare("numbers", Generation(2, 2), 1, 100, "two"),
         lambda: other.flip(replace(pointer(2), owner="two", generation=1)),
     ):
-        with pytest.raises(ConflictError, match=r"published by another project \(one, this one is two\)"):
+        with pytest.raises(
+            ConflictError, match=r"published by another project \(one, this one is two\)"
+        ):
             refused()
     assert other.live("numbers") == replace(pointer(1), owner="one")
     # the owner itself, and one from before there were owners
@@ -348,12 +397,22 @@ def test_a_view_of_another_project_is_not_taken_over(open_store: OpenStore) -> N
     assert store.doubts("numbers") == []
 
 
-@pytest.mark.parametrize("error", [Stopped(), OnlineStoreError("from inside"), KeyError("x")], ids=lambda e: type(e).__name__)
-def test_an_unfinished_load_is_not_seen_and_can_be_done_again(open_store: OpenStore, error: Exception) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [Stopped(), OnlineStoreError("from inside"), KeyError("x")],
+    ids=lambda e: type(e).__name__,
+)
+def test_an_unfinished_load_is_not_seen_and_can_be_done_again(
+    open_store: OpenStore, error: Exception
+) -> None:
     store, reader = open_store(), open_store()
     publish(store, 1, TABLE)
     with pytest.raises(type(error)):
-        store.load("numbers", Generation(2, 2), torn({b"a": b"half", b"left": b"over", b"more": b"m", b"most": b"m"}, error))
+        store.load(
+            "numbers",
+            Generation(2, 2),
+            torn({b"a": b"half", b"left": b"over", b"more": b"m", b"most": b"m"}, error),
+        )
     assert numbers(reader) == [1]
     assert values(reader.read("numbers", [b"a", b"left"])) == [b"1", None]
     with pytest.raises(OnlineStoreError, match="not loaded whole"):
@@ -361,7 +420,12 @@ def test_an_unfinished_load_is_not_seen_and_can_be_done_again(open_store: OpenSt
     again = {b"a": b"whole", b"b": b"whole"}
     assert load(store, 2, again) == 2
     store.flip(pointer(2))
-    assert values(reader.read("numbers", [b"a", b"b", b"left", b"more"])) == [b"whole", b"whole", None, None]
+    assert values(reader.read("numbers", [b"a", b"b", b"left", b"more"])) == [
+        b"whole",
+        b"whole",
+        None,
+        None,
+    ]
 
 
 def test_loading_a_generation_again_replaces_it(store: OnlineStore) -> None:
@@ -398,13 +462,30 @@ def test_views_do_not_see_each_other(store: OnlineStore) -> None:
     publish(store, 2, {b"k": b"new"}, "numbers")
     store.drop("numbers", 1)
     for view in ("a", "numbers_1", "z9"):
-        assert values(store.read(view, [b"k", b"of " + view.encode(), b"of numbers"])) == [view.encode(), b"-", None]
+        assert values(store.read(view, [b"k", b"of " + view.encode(), b"of numbers"])) == [
+            view.encode(),
+            b"-",
+            None,
+        ]
         assert (store.live(view), numbers(store, view)) == (pointer(1, view), [1])
     assert values(store.read("numbers", [b"k", b"of numbers"])) == [b"new", None]
 
 
 @pytest.mark.parametrize(
-    "view", ["", "..", "../numbers", "numbers/", "NUMBERS", "num*", "{numbers}", "a\0b", "x" * 300, "é", "numbers\n"]
+    "view",
+    [
+        "",
+        "..",
+        "../numbers",
+        "numbers/",
+        "NUMBERS",
+        "num*",
+        "{numbers}",
+        "a\0b",
+        "x" * 300,
+        "é",
+        "numbers\n",
+    ],
 )
 def test_a_name_that_is_no_views_is_no_view(store: OnlineStore, view: str) -> None:
     publish(store, 1, TABLE)
@@ -414,8 +495,11 @@ def test_a_name_that_is_no_views_is_no_view(store: OnlineStore, view: str) -> No
 # ---- readers while somebody publishes
 
 
-def test_a_request_never_mixes_generations_while_others_are_published(open_store: OpenStore) -> None:
-    """Every row tells its generation; the publisher keeps the live one and the one before, and drops the rest."""
+def test_a_request_never_mixes_generations_while_others_are_published(
+    open_store: OpenStore,
+) -> None:
+    """Every row tells its generation; the publisher keeps the live one and the one before, and
+    drops the rest."""
     keys = [b"k%d" % i for i in range(200)]
     writer, readers = open_store(), [open_store(), open_store()]
     publish(writer, 1, dict.fromkeys(keys, b"1"))
@@ -442,7 +526,11 @@ def test_a_request_never_mixes_generations_while_others_are_published(open_store
         thread.start()
     epoch = 1
     try:
-        while not wrong and epoch < 20_000 and (epoch < 30 or min(len(set(epochs)) for epochs in seen) < 10):
+        while (
+            not wrong
+            and epoch < 20_000
+            and (epoch < 30 or min(len(set(epochs)) for epochs in seen) < 10)
+        ):
             epoch += 1
             if epoch % 3 == 1:
                 publish(writer, epoch, dict.fromkeys(keys, b"%d" % epoch))
@@ -483,7 +571,9 @@ def test_racing_flips_leave_the_largest_epoch_live(open_store: OpenStore) -> Non
             except Exception as exc:
                 unexpected.append(exc)
 
-    threads = [threading.Thread(target=flip, args=([e for e in epochs if e % 4 == i],)) for i in range(4)]
+    threads = [
+        threading.Thread(target=flip, args=([e for e in epochs if e % 4 == i],)) for i in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -502,7 +592,9 @@ def test_a_pointer_comes_back_equal_from_its_bytes() -> None:
     bare = Pointer(dataclasses.replace(pointer(1).view, index=None), 1, 1, "m", 0, 0, "now", None)
     assert Pointer.from_bytes(bare.to_bytes()) == bare
     whole = back_to(7, 9, partition="2026-01-01T00:00Z/2026-01-02T00:00Z", renewed_at_us=2**53 + 1)
-    whole = replace(whole, base_snapshot=3, overlays=((8, 8), (9, 8)), overlay_index="i", owner="me", lossy=True)
+    whole = replace(
+        whole, base_snapshot=3, overlays=((8, 8), (9, 8)), overlay_index="i", owner="me", lossy=True
+    )
     assert Pointer.from_bytes(whole.to_bytes()) == whole
     assert (whole.generation, pointer(3).generation) == (7, 3)
 
@@ -514,7 +606,9 @@ def test_a_pointer_of_a_later_version_is_read_an_unsealed_one_is_not() -> None:
         Pointer.from_bytes(json.dumps(body).encode())
 
 
-@pytest.mark.parametrize("url", ["", "memory", "table:", "http://x", "redis", "file:///x", "sqlite:x"])
+@pytest.mark.parametrize(
+    "url", ["", "memory", "table:", "http://x", "redis", "file:///x", "sqlite:x"]
+)
 def test_a_url_that_names_no_store_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match=r"online: '.*' names no (online store|folder): write "):
         open_online_store(url)

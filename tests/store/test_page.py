@@ -1,4 +1,5 @@
-"""The page: what it shows, that nothing it is told becomes markup, and that a browser may take nothing else from it."""
+"""The page: what it shows, that nothing it is told becomes markup, and that a browser may take
+nothing else from it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,18 @@ import pytest
 from precompute.store.feature_view import Feature
 from precompute.store.offline.runs import Report, Runs
 from precompute.store.page.figures import Figures, Times, ViewFigures
-from precompute.store.page.page import LOOKUP, NEAR, POLICY, TEXT, Page, Question, answered, shown, status_page, telling
+from precompute.store.page.page import (
+    LOOKUP,
+    NEAR,
+    POLICY,
+    TEXT,
+    Page,
+    Question,
+    answered,
+    shown,
+    status_page,
+    telling,
+)
 from precompute.store.page.sections import age_mark, duration_ms, run_marks
 from precompute.store.telemetry import instruments as counted
 from precompute.store.telemetry.exposition import totals
@@ -27,7 +39,10 @@ from tests.store.test_http_freshness import World
 TOLD: dict[str, Any] = {
     "view": "films",
     "entity": ["film_id"],
-    "features": [{"name": "vector", "dtype": "float32", "dim": 4}, {"name": "items", "dtype": "int64", "max_items": 9}],
+    "features": [
+        {"name": "vector", "dtype": "float32", "dim": 4},
+        {"name": "items", "dtype": "int64", "max_items": 9},
+    ],
     "snapshot": 7,
     "published_at": "2026-11-22T13:00:00.000000Z",
     "model": "0123456789abcdef",
@@ -79,17 +94,24 @@ def harmless(page: Parsed) -> None:
     assert not page.all("script")
     assert len(page.all("style")) == 1
     for tag, attributes in page.elements:
-        assert not any(name.startswith("on") or name in ("style", "src", "srcset", "srcdoc") for name in attributes), (
+        assert not any(
+            name.startswith("on") or name in ("style", "src", "srcset", "srcdoc")
+            for name in attributes
+        ), (
             tag,
             attributes,
         )
         if "href" in attributes:
             assert tag == "a"
-            assert str(attributes["href"]).startswith(("?", "openapi.json", "metrics", "readyz")), attributes
+            assert str(attributes["href"]).startswith(("?", "openapi.json", "metrics", "readyz")), (
+                attributes
+            )
 
 
 def report(status: str, day: int, **fields: Any) -> Report:
-    return Report(f"r{day}", "films", "run", status, f"2026-11-{day:02d}T02:00:00.000000Z", **fields)
+    return Report(
+        f"r{day}", "films", "run", status, f"2026-11-{day:02d}T02:00:00.000000Z", **fields
+    )
 
 
 RUNS = [
@@ -119,7 +141,13 @@ def test_it_shows_a_view_its_runs_and_what_was_asked_of_it() -> None:
     page = Parsed(
         status_page(
             Figures(
-                [ViewFigures(TOLD, RUNS, trouble="the online store lost rows of it; they are being loaded again")],
+                [
+                    ViewFigures(
+                        TOLD,
+                        RUNS,
+                        trouble="the online store lost rows of it; they are being loaded again",
+                    )
+                ],
                 totals(meter),
                 True,
                 NOW_S,
@@ -147,7 +175,12 @@ def test_it_shows_a_view_its_runs_and_what_was_asked_of_it() -> None:
 
 def test_it_shows_what_was_answered_without_a_model() -> None:
     meter = Meter()
-    for cache, outcome, rows in (("l1", "hit", 30), ("l1", "miss", 10), ("miss_cache", "hit", 5), ("miss_cache", "miss", 15)):
+    for cache, outcome, rows in (
+        ("l1", "hit", 30),
+        ("l1", "miss", 10),
+        ("miss_cache", "hit", 5),
+        ("miss_cache", "miss", 15),
+    ):
         meter.counter(counted.CACHE, cache, outcome).add(rows)
     for outcome, rows in (("stored", 7), ("dropped", 2)):
         meter.counter(counted.CACHE, "miss_cache", outcome).add(rows)
@@ -178,7 +211,9 @@ def test_without_a_view_it_says_what_to_do() -> None:
 
 
 def test_a_store_that_does_not_answer_is_told() -> None:
-    page = Parsed(status_page(Figures([ViewFigures(TOLD, (), readable=False)], store_answers=False)))
+    page = Parsed(
+        status_page(Figures([ViewFigures(TOLD, (), readable=False)], store_answers=False))
+    )
     assert "The online store does not answer: this is what was last known." in page.texts
     assert "what is live cannot be read now: this was last known" in page.texts
 
@@ -195,7 +230,13 @@ def test_nothing_it_is_told_becomes_markup() -> None:
         "features": [{"name": EVIL, "dtype": EVIL}],
     }
     run = Report(EVIL, EVIL, EVIL, EVIL, "2026-11-20T02:00:00Z", error=EVIL, stages_s={EVIL: 1.0})
-    page = Parsed(status_page(Figures([ViewFigures(details, [run])], at_s=NOW_S), Question(EVIL, EVIL), {"problem": EVIL}))
+    page = Parsed(
+        status_page(
+            Figures([ViewFigures(details, [run])], at_s=NOW_S),
+            Question(EVIL, EVIL),
+            {"problem": EVIL},
+        )
+    )
     harmless(page)
     assert EVIL in page.texts
     assert [given["value"] for given in page.all("input")] == [EVIL]
@@ -206,11 +247,15 @@ def test_its_policy_names_its_only_style_and_nothing_else() -> None:
     style = page.partition("<style>")[2].partition("</style>")[0]
     hashed = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     assert (
-        f"default-src 'none'; style-src 'sha256-{hashed}'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'" == POLICY
+        f"default-src 'none'; style-src 'sha256-{hashed}'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+        == POLICY
     )
 
 
-@pytest.mark.parametrize(("age_s", "at"), [(0.0, 0.0), (1800.0, 0.25), (3600.0, 0.5), (7200.0, 0.75), (10800.0, 1.0), (1e9, 1.0)])
+@pytest.mark.parametrize(
+    ("age_s", "at"),
+    [(0.0, 0.0), (1800.0, 0.25), (3600.0, 0.5), (7200.0, 0.75), (10800.0, 1.0), (1e9, 1.0)],
+)
 def test_the_mark_stands_at_the_age(age_s: float, at: float) -> None:
     assert age_mark(age_s, 3600, 7200) == pytest.approx(0.99 * at)
 
@@ -222,14 +267,24 @@ def test_limits_of_zero_have_a_bar_too() -> None:
 
 
 def test_runs_stand_in_their_time_and_by_what_came_of_them() -> None:
-    marks, span_s = run_marks([*RUNS, report("published", 18, snapshot=5), Report("r", "films", "run", "failed", "when?")], NOW_S)
+    marks, span_s = run_marks(
+        [
+            *RUNS,
+            report("published", 18, snapshot=5),
+            Report("r", "films", "run", "failed", "when?"),
+        ],
+        NOW_S,
+    )
     assert [(mark.kind, round(mark.at, 6)) for mark in marks] == [
         ("fresh", 0.01),
         ("fresh", 0.2525),
         ("other", 0.495),
         ("missing", 0.7375),
     ]
-    assert (marks[1].words, span_s) == ("2026-11-19T02:00:00Z run: published, snapshot 7", 4 * 86400)
+    assert (marks[1].words, span_s) == (
+        "2026-11-19T02:00:00Z run: published, snapshot 7",
+        4 * 86400,
+    )
     page = Parsed(status_page(Figures([ViewFigures(TOLD, RUNS)], at_s=NOW_S)))
     assert [mark["class"] for mark in page.all("circle")] == ["f-fresh", "f-other"]
     assert run_marks([], NOW_S)[0] == []
@@ -245,7 +300,13 @@ def test_quantiles_are_upper_ends_of_buckets() -> None:
         BUCKETS[3],
         None,
     )
-    assert [duration_ms(s) for s in (None, 25e-6, 0.0025, 1.25, 300.0)] == ["> 60 s", "25 µs", "2.5 ms", "1.25 s", "5 min"]
+    assert [duration_ms(s) for s in (None, 25e-6, 0.0025, 1.25, 300.0)] == [
+        "> 60 s",
+        "25 µs",
+        "2.5 ms",
+        "1.25 s",
+        "5 min",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -286,9 +347,16 @@ onload = () => { document.title = JSON.stringify(frames.map(frame => {
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium on the PATH")
-@pytest.mark.parametrize(("scheme", "ground"), [("1", "rgb(251, 251, 250)"), ("0", "rgb(18, 20, 22)")], ids=["light", "dark"])
-def test_in_a_browser_its_style_counts_and_nothing_is_wider_than_a_phone(tmp_path: Path, scheme: str, ground: str) -> None:
-    """As Chromium lays it out, under the page's own policy: without the style that it names, the ground would be white."""
+@pytest.mark.parametrize(
+    ("scheme", "ground"),
+    [("1", "rgb(251, 251, 250)"), ("0", "rgb(18, 20, 22)")],
+    ids=["light", "dark"],
+)
+def test_in_a_browser_its_style_counts_and_nothing_is_wider_than_a_phone(
+    tmp_path: Path, scheme: str, ground: str
+) -> None:
+    """As Chromium lays it out, under the page's own policy: without the style that it names, the
+    ground would be white."""
     meter = Meter()
     for i, timed in enumerate((counted.REQUEST_SECONDS, counted.STAGE_SECONDS)):
         meter.timer(timed, f"of_a_long_name_{i}").observe(61.0)
@@ -296,15 +364,26 @@ def test_in_a_browser_its_style_counts_and_nothing_is_wider_than_a_phone(tmp_pat
         meter.counter(counted.CACHE, name, "hit").add(1_234_567_890)
     meter.counter(counted.FALLBACK_ROWS, "films", "unknown_entity").add(1_234_567)
     meter.counter(counted.SEMANTIC_CACHE, "films", "hit").add(5)
-    details = TOLD | {"view": "a_view_whose_name_is_as_long_as_names_may_be_in_this_world_63ch", "model": "f" * 64}
+    details = TOLD | {
+        "view": "a_view_whose_name_is_as_long_as_names_may_be_in_this_world_63ch",
+        "model": "f" * 64,
+    }
     views = [
-        ViewFigures(details, RUNS, trouble="the online store lost rows of it; they are being loaded again"),
+        ViewFigures(
+            details, RUNS, trouble="the online store lost rows of it; they are being loaded again"
+        ),
         ViewFigures(TOLD, RUNS),
     ]
-    page = status_page(Figures(views, totals(meter), False, NOW_S), Question("films", "x" * 200), {"problem": "an answer"})
+    page = status_page(
+        Figures(views, totals(meter), False, NOW_S),
+        Question("films", "x" * 200),
+        {"problem": "an answer"},
+    )
     policy = POLICY.partition("; frame-ancestors")[0]
     (tmp_path / "page.html").write_text(
-        page.replace("<head>", f'<head><meta http-equiv="Content-Security-Policy" content="{policy}">')
+        page.replace(
+            "<head>", f'<head><meta http-equiv="Content-Security-Policy" content="{policy}">'
+        )
     )
     (tmp_path / "frames.html").write_text("<body>" + FRAMES.replace("WIDTHS", "[320, 390, 1280]"))
     command = [
@@ -315,18 +394,28 @@ def test_in_a_browser_its_style_counts_and_nothing_is_wider_than_a_phone(tmp_pat
         "--allow-file-access-from-files",
         "--hide-scrollbars",
     ]
-    command += [f"--blink-settings=preferredColorScheme={scheme}", "--dump-dom", f"file://{tmp_path}/frames.html"]
+    command += [
+        f"--blink-settings=preferredColorScheme={scheme}",
+        "--dump-dom",
+        f"file://{tmp_path}/frames.html",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     title = re.search("<title>(.*?)</title>", done.stdout)
     assert title is not None, done
     laid_out = json.loads(title[1])
-    assert [(width, colour) for width, _, colour in laid_out] == [(width, ground) for width in (320, 390, 1280)]
+    assert [(width, colour) for width, _, colour in laid_out] == [
+        (width, ground) for width in (320, 390, 1280)
+    ]
     assert all(right <= width for width, right, _ in laid_out), laid_out
 
 
 def test_trouble_comes_first_and_texts_are_for_views_that_take_one() -> None:
     def view(name: str, **figures: Any) -> ViewFigures:
-        details = {field: figures.pop(field) for field in ("status", "takes_text", "fallback", "model_ready") if field in figures}
+        details = {
+            field: figures.pop(field)
+            for field in ("status", "takes_text", "fallback", "model_ready")
+            if field in figures
+        }
         return ViewFigures(TOLD | {"view": name} | details, **figures)
 
     views = [
@@ -339,7 +428,10 @@ def test_trouble_comes_first_and_texts_are_for_views_that_take_one() -> None:
     ]
     page = status_page(Figures(views, at_s=NOW_S))
     assert re.findall("<h3><code>(.)_", page) == ["e", "f", "d", "c", "b", "a"]
-    forms = [(re.findall("<option.*?>(.)_", form), re.findall('value="([a-z]+)"', form)) for form in page.split("<form")[1:]]
+    forms = [
+        (re.findall("<option.*?>(.)_", form), re.findall('value="([a-z]+)"', form))
+        for form in page.split("<form")[1:]
+    ]
     assert forms == [([*"abcdef"], [LOOKUP, NEAR]), (["b"], [TEXT])]
     assert page.count("<form") - 1 == status_page(Figures(views[:1], at_s=NOW_S)).count("<form")
 
@@ -354,7 +446,11 @@ def test_trouble_comes_first_and_texts_are_for_views_that_take_one() -> None:
     ],
 )
 def test_what_a_search_found_has_bars_from_0_and_what_a_person_knows_it_by(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metric: str, scores: tuple[float, ...], widths: tuple[float, ...]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    metric: str,
+    scores: tuple[float, ...],
+    widths: tuple[float, ...],
 ) -> None:
     world = World(tmp_path, {"a": 1.0}, fallback=False)
     wanted: list[Any] = []
@@ -368,31 +464,47 @@ def test_what_a_search_found_has_bars_from_0_and_what_a_person_knows_it_by(
     status, answer = answered(world.lookup, Question("things", "a", NEAR))
     assert (status, wanted) == (200, [["double"]])
     page = status_page(Figures(), Question("things", "a", NEAR), answer)
-    assert [float(width) for width in re.findall(r'width="([0-9.]+)%" height="10" class="s0"', page)] == [*widths]
+    assert [
+        float(width) for width in re.findall(r'width="([0-9.]+)%" height="10" class="s0"', page)
+    ] == [*widths]
     assert re.findall('class="found" data-is="double">([^<]*)<', page) == ["0.25"] * len(scores)
 
 
 @pytest.mark.parametrize(
     ("features", "details"),
     [
-        ((Feature("v", "float32", dim=2), Feature("n", "int32"), Feature("t", "string")), ["t", "n"]),
+        (
+            (Feature("v", "float32", dim=2), Feature("n", "int32"), Feature("t", "string")),
+            ["t", "n"],
+        ),
         ((Feature("v", "float32", dim=2), Feature("w", "float32", dim=2)), ["v"]),
         (tuple(Feature(name, "int32") for name in "abcd"), ["a", "b", "c"]),
     ],
 )
-def test_a_row_shows_its_texts_before_numbers_and_vectors_last(features: tuple[Feature, ...], details: list[str]) -> None:
+def test_a_row_shows_its_texts_before_numbers_and_vectors_last(
+    features: tuple[Feature, ...], details: list[str]
+) -> None:
     assert telling(features) == details
 
 
 def test_the_page_links_reports_and_shows_those_of_views_alone(tmp_path: Path) -> None:
     world = World(tmp_path, {"a": 1.0}, fallback=False)
-    page = Page(world.lookup, Meter(), lambda: ([ViewFigures(TOLD | {"view": "things"}, RUNS)], True))
+    page = Page(
+        world.lookup, Meter(), lambda: ([ViewFigures(TOLD | {"view": "things"}, RUNS)], True)
+    )
     for folder in ("things", "others", "things/refs"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "report.html").write_text(f"<p>{folder}")
     Runs(tmp_path / "things" / "runs", tmp_path / "running", "things").write(RUNS[2])
     assert page.render(b"report=things") == (200, "<p>things")
-    for query in (b"", b"report=others", b"report=things/refs", b"report=../others", b"report=", b"report=%00"):
+    for query in (
+        b"",
+        b"report=others",
+        b"report=things/refs",
+        b"report=../others",
+        b"report=",
+        b"report=%00",
+    ):
         status, text = page.render(query)
         assert status == 200
         assert "?report=things" in [a["href"] for a in Parsed(text).all("a")], query

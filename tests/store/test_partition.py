@@ -27,7 +27,12 @@ def at(text: str) -> datetime:
         ("hour", "2026-01-01T06:00", "2026-01-01T06:00", "2026-01-01T07:00"),
         ("day", "2026-12-31T23:59", "2026-12-31", "2027-01-01"),
         ("day", "2024-02-29T12:00", "2024-02-29", "2024-03-01"),
-        ("week", "2026-01-01", "2025-12-29", "2026-01-05"),  # a Thursday; its week began on Monday, last year
+        (
+            "week",
+            "2026-01-01",
+            "2025-12-29",
+            "2026-01-05",
+        ),  # a Thursday; its week began on Monday, last year
         ("week", "2026-01-04T23:59", "2025-12-29", "2026-01-05"),
         ("week", "2026-01-05", "2026-01-05", "2026-01-12"),
         ("month", "2024-02-29", "2024-02-01", "2024-03-01"),
@@ -48,16 +53,24 @@ def test_a_time_of_another_zone_lies_where_it_does_in_utc() -> None:
 
 
 @given(BYS, TIMES)
-def test_every_time_lies_in_one_partition_and_both_its_ends_know_it(by: str, when: datetime) -> None:
+def test_every_time_lies_in_one_partition_and_both_its_ends_know_it(
+    by: str, when: datetime
+) -> None:
     found = containing(by, when)
     assert found.start <= when < found.end
-    assert containing(by, found.start) == found == containing(by, found.end - timedelta(microseconds=1))
+    assert (
+        containing(by, found.start)
+        == found
+        == containing(by, found.end - timedelta(microseconds=1))
+    )
     assert containing(by, found.end).start == found.end
     assert containing(by, found.start - timedelta(microseconds=1)).end == found.start
 
 
 @given(BYS, TIMES, st.timedeltas(timedelta(0), timedelta(days=40)))
-def test_a_range_is_tiled_without_gap_or_overlap(by: str, first: datetime, length: timedelta) -> None:
+def test_a_range_is_tiled_without_gap_or_overlap(
+    by: str, first: datetime, length: timedelta
+) -> None:
     end = first + length
     found = list(partitions(by, first, end))
     for one, next_one in pairwise(found):
@@ -73,11 +86,26 @@ def test_every_day_of_a_leap_year_and_every_month() -> None:
     days = list(partitions("day", at("2024-01-01"), at("2025-01-01")))
     assert len(days) == 366
     months = list(partitions("month", at("2024-01-01"), at("2025-01-01")))
-    assert [(m.end - m.start).days for m in months] == [31, 29, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31]
+    assert [(m.end - m.start).days for m in months] == [
+        31,
+        29,
+        31,
+        30,
+        31,
+        30,
+        31,
+        31,
+        30,
+        31,
+        30,
+        31,
+    ]
 
 
 def test_the_one_that_is_not_over_is_left_out() -> None:
-    assert list(partitions("day", at("2026-01-01"), at("2026-01-02T23:59"))) == [Partition(at("2026-01-01"), at("2026-01-02"))]
+    assert list(partitions("day", at("2026-01-01"), at("2026-01-02T23:59"))) == [
+        Partition(at("2026-01-01"), at("2026-01-02"))
+    ]
     assert list(partitions("day", at("2026-01-03"), at("2026-01-02"))) == []
 
 
@@ -98,7 +126,9 @@ def test_how_it_is_written() -> None:
     assert (str(found), found.name) == ("2026-01-01T00:00Z/2026-01-02T00:00Z", "20260101T0000")
 
 
-@pytest.mark.parametrize("text", ["", "2026-01-01", "2026-01-01T00:00Z", "2026-01-01T00:00Z/2026-01-32T00:00Z", "a/b/c"])
+@pytest.mark.parametrize(
+    "text", ["", "2026-01-01", "2026-01-01T00:00Z", "2026-01-01T00:00Z/2026-01-32T00:00Z", "a/b/c"]
+)
 def test_what_is_no_partition_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"match format|unpack"):
         Partition.parse(text)

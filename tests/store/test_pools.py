@@ -1,4 +1,5 @@
-"""Pools: searches that wait for a model hold up no row of a store that is waited for, too; what is beyond the room for them is refused at once; what is traced stays so."""
+"""Pools: searches that wait for a model hold up no row of a store that is waited for, too; what is
+beyond the room for them is refused at once; what is traced stays so."""
 
 from __future__ import annotations
 
@@ -37,7 +38,13 @@ class Hanging:
         self.over = False
 
     def submit(
-        self, pointer: Pointer, keys: Sequence[str], inputs: Any, deadline: float, *, query: bool = False
+        self,
+        pointer: Pointer,
+        keys: Sequence[str],
+        inputs: Any,
+        deadline: float,
+        *,
+        query: bool = False,
     ) -> list[Future[Computed]]:
         future: Future[Computed] = Future()
         self.asked.append(future)
@@ -52,10 +59,20 @@ class Hanging:
                 future.set_exception(Miss(Reason.SHED))
 
 
-def test_searches_that_wait_for_a_model_hold_up_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_searches_that_wait_for_a_model_hold_up_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world, model = World(tmp_path, {"new": 1.0}), Hanging()
     monkeypatch.setattr(type(world.lookup.online), "blocking", True)
-    app = create_app(Lookup(world.lookup.online, tmp_path, model, clock=lambda: world.now_s, monotonic=lambda: world.now_s))
+    app = create_app(
+        Lookup(
+            world.lookup.online,
+            tmp_path,
+            model,
+            clock=lambda: world.now_s,
+            monotonic=lambda: world.now_s,
+        )
+    )
 
     async def ask(method: str, path: str, body: Any = None) -> Reply:
         return await exchange(app, *scope_of(method, path, body))
@@ -66,7 +83,10 @@ def test_searches_that_wait_for_a_model_hold_up_no_row(tmp_path: Path, monkeypat
         while len(model.asked) < AT_ONCE:
             await asyncio.sleep(0.01)
         row = await ask("GET", ROW + "new")
-        waiting, refused = len(model.asked), [search.result() for search in searches if search.done()]
+        waiting, refused = (
+            len(model.asked),
+            [search.result() for search in searches if search.done()],
+        )
         model.give_up()
         return row, waiting, refused, await asyncio.gather(*searches)
 
@@ -75,12 +95,23 @@ def test_searches_that_wait_for_a_model_hold_up_no_row(tmp_path: Path, monkeypat
     assert len(refused) == 20
     for reply in refused:
         reply.check_problem(503, "busy")
-    assert Counter(reply.json["type"].rpartition(":")[2] for reply in answered) == {"shed": IN_HAND, "busy": 20}
+    assert Counter(reply.json["type"].rpartition(":")[2] for reply in answered) == {
+        "shed": IN_HAND,
+        "busy": 20,
+    }
 
 
 def test_searches_whose_callers_hang_up_leave_their_places(tmp_path: Path) -> None:
     world, model = World(tmp_path, {"new": 1.0}), Hanging()
-    app = create_app(Lookup(world.lookup.online, tmp_path, model, clock=lambda: world.now_s, monotonic=lambda: world.now_s))
+    app = create_app(
+        Lookup(
+            world.lookup.online,
+            tmp_path,
+            model,
+            clock=lambda: world.now_s,
+            monotonic=lambda: world.now_s,
+        )
+    )
     text = scope_of("POST", SEARCH, {"inputs": {"x": 1.0}, "deadline_ms": 60_000})
 
     async def scene() -> tuple[list[Reply], Reply]:

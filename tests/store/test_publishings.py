@@ -1,4 +1,5 @@
-"""The log of publishings: what was live, and from when on, whatever a crash or damage leaves of it."""
+"""The log of publishings: what was live, and from when on, whatever a crash or damage leaves of
+it."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def at(second: int) -> str:
 
 def published(view: Refs, snapshot: int, epoch: int) -> None:
     ref = view.live()
-    view.move_live(snapshot, expected_epoch=0 if ref is None else ref.epoch, epoch=epoch, reason="run")
+    view.move_live(
+        snapshot, expected_epoch=0 if ref is None else ref.epoch, epoch=epoch, reason="run"
+    )
 
 
 def lived(view: Refs) -> list[tuple[int, int | None]]:
@@ -74,7 +77,9 @@ def test_what_is_live_counts_where_the_log_has_it_not_yet(tmp_path: Path) -> Non
     assert lived(view) == [(1, 4), (2, 5), (3, 6)]
 
 
-def test_a_log_that_cannot_be_written_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_that_cannot_be_written_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     view = Refs(tmp_path, "numbers")
     published(view, 4, 1)
     add = publishings.PublishingLog.add
@@ -96,14 +101,23 @@ def test_a_damaged_line_is_told_and_does_not_stop_publishing(tmp_path: Path) -> 
     for epoch in (1, 2):
         published(view, epoch + 3, epoch)
     path.write_bytes(path.read_bytes().replace(b'"snapshot": 5', b'"snapshot": 4'))
-    with pytest.raises(SnapshotError, match=r"publishings.jsonl: line 2 is damaged .*nobody knows what was live then"):
+    with pytest.raises(
+        SnapshotError,
+        match=r"publishings.jsonl: line 2 is damaged .*nobody knows what was live then",
+    ):
         view.publishings()
     published(view, 6, 3)
-    path.write_bytes(b"".join(line for number, line in enumerate(path.read_bytes().splitlines(True)) if number != 1))
+    path.write_bytes(
+        b"".join(
+            line for number, line in enumerate(path.read_bytes().splitlines(True)) if number != 1
+        )
+    )
     assert lived(view) == [(1, 4), (2, 5), (3, 6)]
 
 
-def test_publishings_of_snapshots_that_are_gone_are_thinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_publishings_of_snapshots_that_are_gone_are_thinned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     view = Refs(tmp_path, "numbers")
     for epoch in range(1, 8):
         published(view, epoch, epoch)

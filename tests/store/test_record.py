@@ -1,4 +1,5 @@
-"""Records: one codec; every shape that was ever written is read, and what a later version adds is not looked at."""
+"""Records: one codec; every shape that was ever written is read, and what a later version adds is
+not looked at."""
 
 from __future__ import annotations
 
@@ -19,7 +20,17 @@ class Sample(Record, frozen=True):
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"{", b"7", b"\xff", b"{}", b"[" * 100_000, b'{"name": 7}', b'{"name": "a", "counts": {"x": 1.5}}']
+    "data",
+    [
+        b"",
+        b"{",
+        b"7",
+        b"\xff",
+        b"{}",
+        b"[" * 100_000,
+        b'{"name": 7}',
+        b'{"name": "a", "counts": {"x": 1.5}}',
+    ],
 )
 def test_what_is_no_such_record_is_a_value_error(data: bytes) -> None:
     with pytest.raises(ValueError, match=r"\S"):
@@ -47,4 +58,8 @@ def test_nan_and_infinity_come_back_and_foreign_values_are_plain() -> None:
     assert math.isnan(back.share)
     assert read_record(Sample, sealed(Sample("a", math.inf))).share == math.inf
     mixed = {"path": Path("x"), "number": np.float64(0.5), "record": Sample("a")}
-    assert plain(mixed) == {"path": "x", "number": 0.5, "record": {"name": "a", "share": 0.5, "counts": {}}}
+    assert plain(mixed) == {
+        "path": "x",
+        "number": 0.5,
+        "record": {"name": "a", "share": 0.5, "counts": {}},
+    }

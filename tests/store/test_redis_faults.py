@@ -1,4 +1,5 @@
-"""What befalls a Redis, one thing at a time: servers that are behind, redirections, refusals that go by, one budget, kills inside the flip's script."""
+"""What befalls a Redis, one thing at a time: servers that are behind, redirections, refusals that
+go by, one budget, kills inside the flip's script."""
 
 from __future__ import annotations
 
@@ -25,7 +26,14 @@ from precompute.store.redis.link import RedisOptions
 from precompute.store.redis.redis_store import RedisStore
 from precompute.store.redis.resp import SLOTS, SlotMap, slot_of
 from tests.online import TABLE, Stopped, pointer, publish, rows_of, values
-from tests.redis_process import Proxy, RedisCluster, RedisProcess, eventually, newest_redis, redis_binaries
+from tests.redis_process import (
+    Proxy,
+    RedisCluster,
+    RedisProcess,
+    eventually,
+    newest_redis,
+    redis_binaries,
+)
 from tests.store.test_redis_cluster import in_one_slot, many, migrate, read_all
 
 BINARIES = redis_binaries()
@@ -52,17 +60,23 @@ def open_store() -> Iterator[OpenStore]:
 
 
 class Behind(Proxy):
-    """A node that tells for ever who had which slot when it was made, and that it is one of them."""
+    """A node that tells for ever who had which slot when it was made, and that it is one of
+    them."""
 
     def __init__(self, node: RedisProcess) -> None:
         with node.client() as client:
             said = client.execute_command("CLUSTER", "SLOTS")
         super().__init__(node.port)
         self.asked = 0
-        ranges = [(first, last, self.port if port == node.port else port) for first, last, (_, port, *_), *_ in said]
+        ranges = [
+            (first, last, self.port if port == node.port else port)
+            for first, last, (_, port, *_), *_ in said
+        ]
         # the one that is behind is asked first
         ranges.sort(key=lambda found: found[2] != self.port)
-        parts = [b"*3\r\n:%d\r\n:%d\r\n*2\r\n$9\r\n127.0.0.1\r\n:%d\r\n" % found for found in ranges]
+        parts = [
+            b"*3\r\n:%d\r\n:%d\r\n*2\r\n$9\r\n127.0.0.1\r\n:%d\r\n" % found for found in ranges
+        ]
         self._told = b"*%d\r\n" % len(parts) + b"".join(parts)
 
     def _hand_on(self, source: socket.socket, target: socket.socket, up: bool) -> None:
@@ -80,8 +94,11 @@ class Behind(Proxy):
                 end.shutdown(socket.SHUT_RDWR)
 
 
-def moving(cluster: RedisCluster, key: str, *, finish: bool = True, keys: int | None = None) -> contextlib.ExitStack:
-    """Move a key's slot to another master than the first, and back when done; with ``finish`` false, some of its keys only."""
+def moving(
+    cluster: RedisCluster, key: str, *, finish: bool = True, keys: int | None = None
+) -> contextlib.ExitStack:
+    """Move a key's slot to another master than the first, and back when done; with ``finish``
+    false, some of its keys only."""
     slot, source = slot_of(key), cluster.master_of(key)
     to = next(master for master in cluster.masters[1:] if master is not source)
     back = contextlib.ExitStack()
@@ -96,15 +113,23 @@ def moving(cluster: RedisCluster, key: str, *, finish: bool = True, keys: int | 
 
 def of_master(cluster: RedisCluster, master: RedisProcess) -> bytes:
     """A key of generation 1 that a master has."""
-    return next(key for key in many(100) if cluster.master_of(f"precompute:{{}}numbers:1:{key.decode()}") is master)
+    return next(
+        key
+        for key in many(100)
+        if cluster.master_of(f"precompute:{{}}numbers:1:{key.decode()}") is master
+    )
 
 
-def test_a_node_that_is_behind_does_not_keep_the_map_wrong(cluster: RedisCluster, open_store: OpenStore) -> None:
+def test_a_node_that_is_behind_does_not_keep_the_map_wrong(
+    cluster: RedisCluster, open_store: OpenStore
+) -> None:
     publish(open_store(cluster.url()), 1, many(100))
     with Behind(cluster.masters[0]) as behind:
         store = open_store(f"redis+cluster://127.0.0.1:{behind.port}")
         assert read_all(store, many(100)) == list(many(100).values())
-        with moving(cluster, f"precompute:{{}}numbers:1:{of_master(cluster, cluster.masters[1]).decode()}"):
+        with moving(
+            cluster, f"precompute:{{}}numbers:1:{of_master(cluster, cluster.masters[1]).decode()}"
+        ):
             for _ in range(3):
                 assert read_all(store, many(100)) == list(many(100).values())
             assert behind.asked == 1, "then it is another one, who knew better"
@@ -121,12 +146,17 @@ def test_what_is_elsewhere_is_asked_for_there_at_once(
     publish(store, 1, together)
     for finish, keys in ((False, 10), (True, None)):
         with moving(cluster, "precompute:{}numbers:1:0", finish=finish, keys=keys):
-            assert values(store.read("numbers", [b"nothing", *together])) == [None, *together.values()]
+            assert values(store.read("numbers", [b"nothing", *together])) == [
+                None,
+                *together.values(),
+            ]
     with moving(cluster, META, finish=False):
         assert store.live("numbers") == pointer(1), "by ASK"
 
 
-def test_slots_that_are_asked_for_on_both_sides_are_tried_again(cluster: RedisCluster, open_store: OpenStore) -> None:
+def test_slots_that_are_asked_for_on_both_sides_are_tried_again(
+    cluster: RedisCluster, open_store: OpenStore
+) -> None:
     """TRYAGAIN: some keys of one command are still here, and some there already."""
     servers = open_store(cluster.url())._servers
     names = [f"{{some}}:{i}" for i in range(10)]
@@ -137,7 +167,9 @@ def test_slots_that_are_asked_for_on_both_sides_are_tried_again(cluster: RedisCl
             # 7.0 says so at the source, 6.2 sends on to the target, which does
             with pytest.raises((redis.exceptions.TryAgainError, redis.exceptions.AskError)):
                 client.mget(names)
-            with pytest.raises(OnlineStoreError, match=r"moves its slots, could not look: .*TRYAGAIN"):
+            with pytest.raises(
+                OnlineStoreError, match=r"moves its slots, could not look: .*TRYAGAIN"
+            ):
                 servers.ask(names[0], [("MGET", *names)], "look", 0.2)
             later = threading.Timer(0.3, back.close)
             later.start()
@@ -145,7 +177,9 @@ def test_slots_that_are_asked_for_on_both_sides_are_tried_again(cluster: RedisCl
             later.join()
 
 
-def test_a_cluster_that_is_down_is_told_and_waited_for(tmp_path: Path, open_store: OpenStore) -> None:
+def test_a_cluster_that_is_down_is_told_and_waited_for(
+    tmp_path: Path, open_store: OpenStore
+) -> None:
     """CLUSTERDOWN: a master is gone and nobody took its place yet: all others refuse, too."""
     with RedisCluster(NEWEST, tmp_path) as cluster:
         table = many(300)
@@ -210,8 +244,14 @@ def test_a_failover_between_preflight_and_load_is_no_load_to_go_on_with(
         terms = store.prepare("numbers", Generation(2, 1), 5000, 10**5, "")
         assert terms.rows_done > 0
         cluster.master_of("precompute:{}numbers:1:0").kill()
-        eventually(lambda: not _refused(lambda: store.read_generation("numbers", 1, list(table)[:100])), within_s=20)
-        with pytest.raises(OnlineStoreError, match=rf"took its place, since {terms.rows_done} rows .* were loaded.*Do it again"):
+        eventually(
+            lambda: not _refused(lambda: store.read_generation("numbers", 1, list(table)[:100])),
+            within_s=20,
+        )
+        with pytest.raises(
+            OnlineStoreError,
+            match=rf"took its place, since {terms.rows_done} rows .* were loaded.*Do it again",
+        ):
             store.load("numbers", Generation(1, 1), [], terms.rows_done)
         assert store.prepare("numbers", Generation(3, 1), 5000, 10**5, "").rows_done == 0
         publish(store, 3, table)
@@ -231,7 +271,9 @@ def test_a_master_that_is_started_anew_when_all_was_acknowledged_is_told(
             whole = load(self, *args)
             other.kill()
             other.start()
-            eventually(lambda: not _refused(lambda: store.read_generation("numbers", 1, list(table))))
+            eventually(
+                lambda: not _refused(lambda: store.read_generation("numbers", 1, list(table)))
+            )
             return whole
 
         monkeypatch.setattr(Cluster, "load", late)
@@ -250,17 +292,23 @@ def _refused(use: Callable[[], object]) -> bool:
 # ---- one server
 
 
-def test_one_read_has_one_budget_however_many_calls_it_takes(server: RedisProcess, open_store: OpenStore) -> None:
+def test_one_read_has_one_budget_however_many_calls_it_takes(
+    server: RedisProcess, open_store: OpenStore
+) -> None:
     """Pointer and rows are there in 0.2 s each."""
     publish(open_store(server.url()), 1, TABLE)
     with Proxy(server.port) as proxy:
         proxy.delay_s = 0.1
         with pytest.raises(OnlineStoreError, match="does not answer, could not read"):
             open_store(f"redis://127.0.0.1:{proxy.port}/0?budget_ms=300").read("numbers", [b"a"])
-        assert values(open_store(f"redis://127.0.0.1:{proxy.port}/0?budget_ms=3000").read("numbers", [b"a"])) == [b"1"]
+        assert values(
+            open_store(f"redis://127.0.0.1:{proxy.port}/0?budget_ms=3000").read("numbers", [b"a"])
+        ) == [b"1"]
 
 
-def test_a_server_that_refuses_is_no_silent_one_any_more(server: RedisProcess, open_store: OpenStore) -> None:
+def test_a_server_that_refuses_is_no_silent_one_any_more(
+    server: RedisProcess, open_store: OpenStore
+) -> None:
     store = open_store(server.url("?budget_ms=200", ":right@"))
     with server.client() as client:
         client.config_set("requirepass", "right")
@@ -283,7 +331,9 @@ def test_a_server_that_refuses_is_no_silent_one_any_more(server: RedisProcess, o
     assert all(refuses() for _ in range(5)), said
 
 
-def test_what_is_evicted_while_rows_are_loaded_is_doubted(server: RedisProcess, open_store: OpenStore) -> None:
+def test_what_is_evicted_while_rows_are_loaded_is_doubted(
+    server: RedisProcess, open_store: OpenStore
+) -> None:
     with server.client() as raw:
         raw.config_set("maxmemory-policy", "allkeys-random")
         store = open_store(server.url("?allow_eviction=yes"))
@@ -320,7 +370,9 @@ def test_an_end_that_outlives_its_lease_leaves_alone_what_was_begun_anew(
         sweep(*arguments, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(redis_store, "sweep", sleeping)
-    with pytest.raises(ConflictError, match="view 'numbers' is removed, or was begun again, by another process"):
+    with pytest.raises(
+        ConflictError, match="view 'numbers' is removed, or was begun again, by another process"
+    ):
         store.forget("numbers")
     assert values(other.read("numbers", [*TABLE, b"7"])) == [*TABLE.values(), None]
     assert other.doubts("numbers") == []
@@ -355,7 +407,10 @@ def test_a_master_that_becomes_a_replica_in_mid_load_is_told(
     """READONLY, as after a failover that the address does not follow."""
     store = open_store(server.url())
     publish(store, 1, TABLE)
-    with RedisProcess(NEWEST, tmp_path_factory.mktemp("master")) as master, server.client() as client:
+    with (
+        RedisProcess(NEWEST, tmp_path_factory.mktemp("master")) as master,
+        server.client() as client,
+    ):
 
         def demoted() -> Rows:
             parts = list(rows_of(many(5000), 1000))
@@ -363,9 +418,16 @@ def test_a_master_that_becomes_a_replica_in_mid_load_is_told(
             client.replicaof("127.0.0.1", str(master.port))
             yield from parts[2:]
 
-        with pytest.raises(OnlineStoreError, match=r"is a read-only replica, could not load generation 2.*name its master"):
+        with pytest.raises(
+            OnlineStoreError,
+            match=r"is a read-only replica, could not load generation 2.*name its master",
+        ):
             store.load("numbers", Generation(2, 2), demoted())
-        for use in (lambda: store.flip(pointer(1)), lambda: store.drop("numbers", 7), lambda: store.forget("numbers")):
+        for use in (
+            lambda: store.flip(pointer(1)),
+            lambda: store.drop("numbers", 7),
+            lambda: store.forget("numbers"),
+        ):
             with pytest.raises(OnlineStoreError, match="read-only replica"):
                 use()
 
@@ -374,13 +436,20 @@ def test_a_master_that_becomes_a_replica_in_mid_load_is_told(
 
 
 @pytest.mark.parametrize("version", sorted(BINARIES))
-@pytest.mark.parametrize("when", ["before it writes", "when it has written", "before it is answered"])
+@pytest.mark.parametrize(
+    "when", ["before it writes", "when it has written", "before it is answered"]
+)
 def test_a_redis_killed_inside_the_flip_has_old_or_new_whole(
     version: str, when: str, tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a log of what was written, flushed with each command, as `appendonly yes` and `appendfsync always` have it."""
+    """With a log of what was written, flushed with each command, as `appendonly yes` and
+    `appendfsync always` have it."""
     options = ("--appendonly", "yes", "--appendfsync", "always", "--lua-time-limit", "50")
-    with RedisProcess(BINARIES[version], tmp_path, *options) as server, Proxy(server.port) as proxy, server.client() as client:
+    with (
+        RedisProcess(BINARIES[version], tmp_path, *options) as server,
+        Proxy(server.port) as proxy,
+        server.client() as client,
+    ):
         store = open_store(f"redis://127.0.0.1:{proxy.port}/0")
         publish(store, 1, TABLE)
         store.load("numbers", Generation(2, 2), rows_of({b"a": b"new"}))
@@ -388,7 +457,9 @@ def test_a_redis_killed_inside_the_flip_has_old_or_new_whole(
         before, line = meta._FLIP.partition("redis.call('HDEL', KEYS[1], '-')\n")[::2]
         texts = {
             "before it writes": before + endless + "redis.call('HDEL', KEYS[1], '-')\n" + line,
-            "when it has written": meta._FLIP.replace("return {'done', ''}", endless + "return {'done', ''}"),
+            "when it has written": meta._FLIP.replace(
+                "return {'done', ''}", endless + "return {'done', ''}"
+            ),
         }
         failed: list[OnlineStoreError] = []
 
@@ -404,7 +475,11 @@ def test_a_redis_killed_inside_the_flip_has_old_or_new_whole(
             proxy.silent = when not in texts
             flipping = threading.Thread(target=flip)
             flipping.start()
-            eventually((lambda: _busy(client)) if when in texts else (lambda: client.hget(META, "epoch") == b"2"))
+            eventually(
+                (lambda: _busy(client))
+                if when in texts
+                else (lambda: client.hget(META, "epoch") == b"2")
+            )
             server.kill()
             flipping.join()
         assert failed
@@ -414,7 +489,9 @@ def test_a_redis_killed_inside_the_flip_has_old_or_new_whole(
         eventually(lambda: not _refused(lambda: reader.live("numbers")))
         new = when == "before it is answered"
         assert reader.live("numbers") == pointer(2 if new else 1)
-        assert values(reader.read("numbers", [b"a", b"b"])) == ([b"new", None] if new else [b"1", b"22"])
+        assert values(reader.read("numbers", [b"a", b"b"])) == (
+            [b"new", None] if new else [b"1", b"22"]
+        )
         reader.flip(pointer(2))
         assert values(reader.read("numbers", [b"a", b"b"])) == [b"new", None]
 

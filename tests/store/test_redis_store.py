@@ -17,7 +17,12 @@ import pyarrow as pa
 import pytest
 import redis
 
-from precompute.store.errors import ConfigError, ConflictError, DamagedPointerError, OnlineStoreError
+from precompute.store.errors import (
+    ConfigError,
+    ConflictError,
+    DamagedPointerError,
+    OnlineStoreError,
+)
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.online import kernels
 from precompute.store.online.codec import RowCodec, State
@@ -31,15 +36,26 @@ from precompute.store.redis.redis_store import WARM_CONNECTIONS, RedisStore
 from precompute.store.redis.resp import MSET_KEYS, blocks
 from precompute.store.redis.servers import SingleServer
 from tests.online import DAMAGED_POINTERS, TABLE, Stopped, commands_in, plain, rows_of
-from tests.redis_process import Proxy, RedisProcess, eventually, free_port, newest_redis, redis_binaries
+from tests.redis_process import (
+    Proxy,
+    RedisProcess,
+    eventually,
+    free_port,
+    newest_redis,
+    redis_binaries,
+)
 
 VIEW = FeatureView("numbers", ("id",), (Feature("x", "float32", 4),), ttl_s=60, stale_for_s=0)
 BINARIES = redis_binaries()
 
 
 @pytest.fixture(scope="module", params=sorted(BINARIES))
-def shared_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
-    with RedisProcess(BINARIES[request.param], tmp_path_factory.mktemp("redis"), "--maxclients", "500") as process:
+def shared_server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RedisProcess]:
+    with RedisProcess(
+        BINARIES[request.param], tmp_path_factory.mktemp("redis"), "--maxclients", "500"
+    ) as process:
         yield process
 
 
@@ -49,11 +65,23 @@ def server(shared_server: RedisProcess) -> Iterator[RedisProcess]:
     yield shared_server
     with shared_server.client() as client:
         # as the tests have left it
-        for name, value in (("maxmemory", "0"), ("maxmemory-policy", "noeviction"), ("requirepass", "")):
+        for name, value in (
+            ("maxmemory", "0"),
+            ("maxmemory-policy", "noeviction"),
+            ("requirepass", ""),
+        ):
             client.config_set(name, value)
         client.replicaof("NO", "ONE")
         client.flushall()
-        client.acl_setuser("default", enabled=True, reset=True, nopass=True, categories=["+@all"], keys=["*"], channels=["*"])
+        client.acl_setuser(
+            "default",
+            enabled=True,
+            reset=True,
+            nopass=True,
+            categories=["+@all"],
+            keys=["*"],
+            channels=["*"],
+        )
         for user in client.acl_users():
             if user != "default":
                 client.acl_deluser(user)
@@ -93,7 +121,9 @@ def store(server: RedisProcess, open_store: OpenStore) -> RedisStore:
     return open_store(server.url())
 
 
-def pointer(epoch: int, *, generation: int | None = None, owner: str = "us", **more: Any) -> Pointer:
+def pointer(
+    epoch: int, *, generation: int | None = None, owner: str = "us", **more: Any
+) -> Pointer:
     return Pointer(
         VIEW,
         epoch,
@@ -113,7 +143,14 @@ def many(rows: int, width: int = 100) -> dict[bytes, bytes]:
     return {b"%d" % i: b"%d:" % i + b"x" * (width - len(str(i)) - 1) for i in range(rows)}
 
 
-def load(store: RedisStore, number: int, table: dict[bytes, bytes], *, owner: str = "us", snapshot: int | None = None) -> None:
+def load(
+    store: RedisStore,
+    number: int,
+    table: dict[bytes, bytes],
+    *,
+    owner: str = "us",
+    snapshot: int | None = None,
+) -> None:
     generation = Generation(number, number if snapshot is None else snapshot)
     terms = store.prepare("numbers", generation, len(table), sum(map(len, table.values())), owner)
     assert (terms.number, terms.rows_done) == (None, 0)
@@ -133,7 +170,11 @@ def read(store: RedisStore, keys: list[bytes]) -> list[bytes | None]:
 
 def fields_of(raw: redis.Redis) -> list[str]:
     """Names of the fields of the view's hash."""
-    return [field.decode() for field in raw.hkeys("precompute:{numbers}:meta") if isinstance(field, bytes)]
+    return [
+        field.decode()
+        for field in raw.hkeys("precompute:{numbers}:meta")
+        if isinstance(field, bytes)
+    ]
 
 
 def data_keys(raw: redis.Redis, number: int | str = "*") -> list[bytes]:
@@ -150,7 +191,9 @@ TABLES = {
     "one width, keys of many": {b"%d" % i: b"%07d" % i for i in range(3000)},
     "two widths, mixed": {b"%04d" % i: b"v%d" % (i % 10) * (1 + i % 2) for i in range(2000)},
     "larger than a block": {b"%04d" % i: b"%04d" % i * 3000 for i in range(300)},
-    "bytes of every value": {bytes([i, j]): bytes([j, i]) * 3 for i in range(256) for j in (0, 10, 13, 36, 42, 255)},
+    "bytes of every value": {
+        bytes([i, j]): bytes([j, i]) * 3 for i in range(256) for j in (0, 10, 13, 36, 42, 255)
+    },
 }
 
 
@@ -169,7 +212,10 @@ def test_every_row_is_laid_out_once_under_its_key(table: dict[bytes, bytes], tog
         assert len(commands) == block.replies
         for number, (verb, *given) in enumerate(commands):
             meant = [keys[i] for i in block.rows_of(number).tolist()]
-            assert (verb, given[::2]) == (b"SET" if together == 1 else b"MSET", [b"p:{}1:" + key for key in meant])
+            assert (verb, given[::2]) == (
+                b"SET" if together == 1 else b"MSET",
+                [b"p:{}1:" + key for key in meant],
+            )
             assert len(meant) <= together
             for key, value in zip(meant, given[1::2], strict=True):
                 assert key not in found
@@ -191,15 +237,21 @@ def test_only_those_rows_are_laid_out_that_are_meant() -> None:
 # ---- loading
 
 
-def test_a_load_of_many_batches_is_all_there_under_keys_of_every_byte(store: RedisStore, raw: redis.Redis) -> None:
+def test_a_load_of_many_batches_is_all_there_under_keys_of_every_byte(
+    store: RedisStore, raw: redis.Redis
+) -> None:
     table = many(20_000) | {
-        bytes([i, j]): bytes([j]) * (1 + i % 5) for i in range(1, 256) for j in (1, 10, 13, 42, 91, 123, 125, 255)
+        bytes([i, j]): bytes([j]) * (1 + i % 5)
+        for i in range(1, 256)
+        for j in (1, 10, 13, 42, 91, 123, 125, 255)
     }
     publish(store, 1, table)
     keys = list(table)
-    assert [value for start in range(0, len(keys), 1000) for value in read(store, keys[start : start + 1000])] == list(
-        table.values()
-    )
+    assert [
+        value
+        for start in range(0, len(keys), 1000)
+        for value in read(store, keys[start : start + 1000])
+    ] == list(table.values())
     assert len(data_keys(raw, 1)) == len(table)
     assert store.generations("numbers") == [Generation(1, 1)]
     fields = {field.partition(":")[0] for field in fields_of(raw)}
@@ -241,7 +293,11 @@ def torn(rows: Rows, batches: int) -> Rows:
 
 
 def test_an_interrupted_load_goes_on_where_the_server_had_it(
-    store: RedisStore, server: RedisProcess, open_store: OpenStore, raw: redis.Redis, monkeypatch: pytest.MonkeyPatch
+    store: RedisStore,
+    server: RedisProcess,
+    open_store: OpenStore,
+    raw: redis.Redis,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(bulk, "NOTE_EVERY_S", 0.03)
     table = many(20_000)
@@ -262,7 +318,9 @@ def test_an_interrupted_load_goes_on_where_the_server_had_it(
     assert other.load("numbers", Generation(1, 7), rows_of(rest, 1000), terms.rows_done) == 20_000
     other.flip(pointer(3, generation=1))
     keys = list(table)
-    assert [v for s in range(0, 20_000, 10_000) for v in read(other, keys[s : s + 10_000])] == list(table.values())
+    assert [v for s in range(0, 20_000, 10_000) for v in read(other, keys[s : s + 10_000])] == list(
+        table.values()
+    )
 
 
 def test_rows_of_another_base_or_snapshot_are_not_gone_on_with(store: RedisStore) -> None:
@@ -270,13 +328,16 @@ def test_rows_of_another_base_or_snapshot_are_not_gone_on_with(store: RedisStore
         store.load("numbers", Generation(5, 7, base=3), torn(rows_of(TABLE), 1))
     assert store.prepare("numbers", Generation(6, 7, base=3), 4, 100, "us").number == 5
     assert store.prepare("numbers", Generation(6, 7, base=4), 4, 100, "us") == Terms()
-    assert store.prepare("numbers", Generation(6, 7, base=3), 4, 100, "us") == Terms(), "it was dropped"
+    assert store.prepare("numbers", Generation(6, 7, base=3), 4, 100, "us") == Terms(), (
+        "it was dropped"
+    )
 
 
 def test_a_process_that_slept_through_anothers_load_cannot_spoil_it(
     store: RedisStore, server: RedisProcess, open_store: OpenStore, raw: redis.Redis
 ) -> None:
-    """It wakes when its load was dropped, and goes on sending: what it sends is not live, and it takes it away itself."""
+    """It wakes when its load was dropped, and goes on sending: what it sends is not live, and it
+    takes it away itself."""
     woken = open_store(server.url())
 
     def sleeping() -> Rows:
@@ -288,7 +349,10 @@ def test_a_process_that_slept_through_anothers_load_cannot_spoil_it(
     with pytest.raises(ConflictError, match="was dropped, or is loaded by another"):
         store.load("numbers", Generation(1, 1), sleeping())
     assert [key.rpartition(b":")[2] for key in data_keys(raw)] == list(TABLE)
-    assert (read(woken, [b"a", b"late"]), woken.generations("numbers")) == ([b"1", None], [Generation(2, 2)])
+    assert (read(woken, [b"a", b"late"]), woken.generations("numbers")) == (
+        [b"1", None],
+        [Generation(2, 2)],
+    )
 
 
 def test_a_process_that_slept_leaves_alone_what_another_one_goes_on_with(
@@ -311,7 +375,9 @@ def test_a_process_that_slept_leaves_alone_what_another_one_goes_on_with(
 # ---- a server that fails
 
 
-def test_replies_lost_in_mid_load_are_asked_again(server: RedisProcess, open_store: OpenStore, raw: redis.Redis) -> None:
+def test_replies_lost_in_mid_load_are_asked_again(
+    server: RedisProcess, open_store: OpenStore, raw: redis.Redis
+) -> None:
     table = many(30_000, 300)
     for cut_after in (200_000, 3_000_000, 8_000_000):
         with Proxy(server.port) as proxy:
@@ -341,7 +407,9 @@ def test_late_replies_in_mid_load_are_waited_for_and_requested_again(
     assert len(data_keys(raw, 1)) == 9001
 
 
-def test_a_server_that_is_another_one_after_a_cut_ends_the_load(own_server: RedisProcess, open_store: OpenStore) -> None:
+def test_a_server_that_is_another_one_after_a_cut_ends_the_load(
+    own_server: RedisProcess, open_store: OpenStore
+) -> None:
     """It may have lost what the first one acknowledged, here all of it."""
     store = open_store(own_server.url())
 
@@ -351,7 +419,9 @@ def test_a_server_that_is_another_one_after_a_cut_ends_the_load(own_server: Redi
         own_server.start()
         yield from rows_of(many(20_000, 1000), 1000)
 
-    with pytest.raises(OnlineStoreError, match=r"restarted, or another one took its place.*Do it again"):
+    with pytest.raises(
+        OnlineStoreError, match=r"restarted, or another one took its place.*Do it again"
+    ):
         store.load("numbers", Generation(1, 1), killing())
     publish(store, 1, TABLE)
     assert read(store, [b"a"]) == [b"1"]
@@ -372,7 +442,9 @@ def test_a_server_that_is_gone_for_good_in_mid_load_is_told(
         store.load("numbers", Generation(1, 1), killing())
 
 
-def test_a_server_that_comes_back_empty_takes_the_view_again(own_server: RedisProcess, open_store: OpenStore) -> None:
+def test_a_server_that_comes_back_empty_takes_the_view_again(
+    own_server: RedisProcess, open_store: OpenStore
+) -> None:
     store = open_store(own_server.url())
     publish(store, 1, TABLE)
     own_server.kill()
@@ -395,7 +467,9 @@ def _refused(use: Callable[[], Any]) -> bool:
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before it arrives", "before it is answered"])
-def test_a_flip_whose_answer_is_lost_is_done_once_more(server: RedisProcess, open_store: OpenStore, after: bool) -> None:
+def test_a_flip_whose_answer_is_lost_is_done_once_more(
+    server: RedisProcess, open_store: OpenStore, after: bool
+) -> None:
     with Proxy(server.port) as proxy:
         store = open_store(f"redis://127.0.0.1:{proxy.port}/0")
         load(store, 1, TABLE)
@@ -433,7 +507,9 @@ def test_a_read_takes_no_longer_than_its_budget_and_the_next_ones_no_time(
             case "refuses":
                 proxy.close()
         started = time.monotonic()
-        with pytest.raises(OnlineStoreError, match="does not answer, could not read 1 keys of 'numbers'"):
+        with pytest.raises(
+            OnlineStoreError, match="does not answer, could not read 1 keys of 'numbers'"
+        ):
             store.read("numbers", [b"d"])
         assert time.monotonic() - started < 5.0
         said = []
@@ -449,7 +525,9 @@ def test_a_read_takes_no_longer_than_its_budget_and_the_next_ones_no_time(
             assert read(store, [b"a"]) == [b"1"]
 
 
-def test_connections_are_there_before_anybody_asks(own_server: RedisProcess, open_store: OpenStore) -> None:
+def test_connections_are_there_before_anybody_asks(
+    own_server: RedisProcess, open_store: OpenStore
+) -> None:
     store = open_store(own_server.url())
     store.warm()
     with own_server.client() as client:
@@ -462,7 +540,9 @@ def test_connections_are_there_before_anybody_asks(own_server: RedisProcess, ope
         open_store(own_server.url()).warm()
 
 
-def test_probing_a_server_that_hangs_costs_no_budget(own_server: RedisProcess, open_store: OpenStore) -> None:
+def test_probing_a_server_that_hangs_costs_no_budget(
+    own_server: RedisProcess, open_store: OpenStore
+) -> None:
     publish(open_store(own_server.url()), 1, TABLE)
     store = open_store(own_server.url("?budget_ms=60000"))
     assert read(store, [b"a"]) == [b"1"]
@@ -502,7 +582,9 @@ def test_a_breaker_lets_one_call_through_after_a_pause_that_grows() -> None:
     assert breaker.opened() is None, "the pause is short again"
 
 
-def test_a_store_is_shared_by_threads_and_carried_over_a_fork(server: RedisProcess, open_store: OpenStore) -> None:
+def test_a_store_is_shared_by_threads_and_carried_over_a_fork(
+    server: RedisProcess, open_store: OpenStore
+) -> None:
     store = open_store(server.url())
     publish(store, 1, TABLE)
     assert read(store, [b"a"]) == [b"1"]
@@ -542,24 +624,35 @@ def test_a_store_is_shared_by_threads_and_carried_over_a_fork(server: RedisProce
 def test_a_tenth_more_than_is_reckoned_must_be_free(
     used: int | None, limit: int | None, machine: int | None, needed: int, fits: bool
 ) -> None:
-    state = ServerState((7,), "master", "standalone", used_bytes=used, limit_bytes=limit, machine_bytes=machine)
+    state = ServerState(
+        (7,), "master", "standalone", used_bytes=used, limit_bytes=limit, machine_bytes=machine
+    )
     with contextlib.nullcontext() if fits else pytest.raises(OnlineStoreError, match="has no room"):
         check_room(state, "there", needed)
 
 
-def test_a_full_server_refuses_the_load_before_it_begins(store: RedisStore, raw: redis.Redis) -> None:
+def test_a_full_server_refuses_the_load_before_it_begins(
+    store: RedisStore, raw: redis.Redis
+) -> None:
     publish(store, 1, TABLE)
     raw.config_set("maxmemory", raw.info("memory")["used_memory"] + 2_000_000)
-    with pytest.raises(OnlineStoreError, match=r"has no room: it uses .* of .* maxmemory.*raise maxmemory or drop data"):
+    with pytest.raises(
+        OnlineStoreError,
+        match=r"has no room: it uses .* of .* maxmemory.*raise maxmemory or drop data",
+    ):
         store.prepare("numbers", Generation(2, 2), 20_000, 2_000_000, "us")
     assert store.prepare("numbers", Generation(2, 2), 1000, 100_000, "us") == Terms()
 
 
-def test_a_server_full_in_mid_load_holds_on_to_what_is_live(store: RedisStore, raw: redis.Redis) -> None:
+def test_a_server_full_in_mid_load_holds_on_to_what_is_live(
+    store: RedisStore, raw: redis.Redis
+) -> None:
     for number in (1, 2):
         publish(store, number, dict.fromkeys(TABLE, b"%d" % number))
     raw.config_set("maxmemory", raw.info("memory")["used_memory"] + 1_000_000)
-    with pytest.raises(OnlineStoreError, match=r"is full, could not load generation 3.*raise maxmemory"):
+    with pytest.raises(
+        OnlineStoreError, match=r"is full, could not load generation 3.*raise maxmemory"
+    ):
         store.load("numbers", Generation(3, 3), rows_of(many(50_000), 1000))
     assert data_keys(raw, 3) == [], "what it had taken is gone"
     raw.config_set("maxmemory", "1")
@@ -578,15 +671,21 @@ def test_a_server_that_evicts_is_refused_unless_that_is_allowed(
     store: RedisStore, server: RedisProcess, open_store: OpenStore, raw: redis.Redis
 ) -> None:
     raw.config_set("maxmemory-policy", "allkeys-lru")
-    with pytest.raises(OnlineStoreError, match=r"drops rows by itself.*allkeys-lru.*noeviction.*allow_eviction=yes"):
+    with pytest.raises(
+        OnlineStoreError, match=r"drops rows by itself.*allkeys-lru.*noeviction.*allow_eviction=yes"
+    ):
         store.prepare("numbers", Generation(1, 1), 4, 100, "us")
     lossy = open_store(server.url("?allow_eviction=yes"))
     assert lossy.prepare("numbers", Generation(1, 1), 4, 100, "us") == Terms(lossy=True)
     raw.config_set("maxmemory-policy", "volatile-lru")
-    assert store.prepare("numbers", Generation(1, 1), 4, 100, "us") == Terms(), "it drops what expires, and ours does not"
+    assert store.prepare("numbers", Generation(1, 1), 4, 100, "us") == Terms(), (
+        "it drops what expires, and ours does not"
+    )
 
 
-def test_rows_that_were_evicted_are_doubted(server: RedisProcess, open_store: OpenStore, raw: redis.Redis) -> None:
+def test_rows_that_were_evicted_are_doubted(
+    server: RedisProcess, open_store: OpenStore, raw: redis.Redis
+) -> None:
     raw.config_set("maxmemory-policy", "allkeys-random")
     store = open_store(server.url("?allow_eviction=yes"))
     publish(store, 1, many(5000))
@@ -600,7 +699,9 @@ def test_rows_that_were_evicted_are_doubted(server: RedisProcess, open_store: Op
     assert "keys were evicted since generation 1 was loaded" in doubt
 
 
-def test_a_server_that_was_started_anew_or_emptied_is_doubted(own_server: RedisProcess, open_store: OpenStore) -> None:
+def test_a_server_that_was_started_anew_or_emptied_is_doubted(
+    own_server: RedisProcess, open_store: OpenStore
+) -> None:
     store = open_store(own_server.url())
     publish(store, 1, TABLE)
     assert store.doubts("numbers") == []
@@ -615,10 +716,14 @@ def test_a_server_that_was_started_anew_or_emptied_is_doubted(own_server: RedisP
             "the server was restarted, or another one took its place, since generation 1 was loaded"
         ]
         raw.unlink(data_keys(raw)[0])
-        assert store.doubts("numbers")[1:] == ["the server holds 3 keys of rows, and 4 of this view alone were loaded"]
+        assert store.doubts("numbers")[1:] == [
+            "the server holds 3 keys of rows, and 4 of this view alone were loaded"
+        ]
 
 
-def test_a_read_only_replica_is_told(server: RedisProcess, store: RedisStore, raw: redis.Redis, own_server: RedisProcess) -> None:
+def test_a_read_only_replica_is_told(
+    server: RedisProcess, store: RedisStore, raw: redis.Redis, own_server: RedisProcess
+) -> None:
     publish(store, 1, TABLE)
     raw.replicaof("127.0.0.1", str(own_server.port))
     with pytest.raises(OnlineStoreError, match="read-only replica: name its master"):
@@ -644,7 +749,12 @@ READERS = ["mget", "hget", "hmget", "hexists", "smembers"]
 
 def user(raw: redis.Redis, name: str, *commands: str) -> str:
     raw.acl_setuser(
-        name, enabled=True, reset=True, passwords=["+pw"], keys=["precompute:*"], commands=[f"+{command}" for command in commands]
+        name,
+        enabled=True,
+        reset=True,
+        passwords=["+pw"],
+        keys=["precompute:*"],
+        commands=[f"+{command}" for command in commands],
     )
     return f"{name}:pw@"
 
@@ -652,7 +762,8 @@ def user(raw: redis.Redis, name: str, *commands: str) -> str:
 def test_a_user_with_no_more_than_the_rights_that_are_listed_can_do_it_all(
     server: RedisProcess, raw: redis.Redis, open_store: OpenStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """INFO is not among them: what it would tell is then not known, whether rows are lost too, and that is said."""
+    """INFO is not among them: what it would tell is then not known, whether rows are lost too, and
+    that is said."""
     publisher = open_store(server.url(credentials=user(raw, "publisher", *NEEDED)))
     assert publisher.prepare("numbers", Generation(1, 1), 4, 100, "us") == Terms(lossy=True)
     assert "does not let this user see INFO" in caplog.text
@@ -672,20 +783,30 @@ def test_a_user_with_no_more_than_the_rights_that_are_listed_can_do_it_all(
 def test_a_right_that_lacks_is_found_before_anything_moves(
     server: RedisProcess, raw: redis.Redis, open_store: OpenStore, lacking: str
 ) -> None:
-    store = open_store(server.url(credentials=user(raw, "lacking", *(command for command in NEEDED if command != lacking))))
+    store = open_store(
+        server.url(
+            credentials=user(raw, "lacking", *(command for command in NEEDED if command != lacking))
+        )
+    )
     with pytest.raises(OnlineStoreError, match=r"does not let this user .*redis\.md") as refused:
         store.prepare("numbers", Generation(1, 1), 4, 100, "us")
     assert lacking in str(refused.value).lower()
     assert list(raw.scan_iter()) == []
 
 
-def test_a_view_of_another_project_is_refused(store: RedisStore, server: RedisProcess, open_store: OpenStore) -> None:
+def test_a_view_of_another_project_is_refused(
+    store: RedisStore, server: RedisProcess, open_store: OpenStore
+) -> None:
     publish(store, 1, TABLE)
     other = open_store(server.url())
-    with pytest.raises(ConflictError, match=r"published by another project \(us, this one is them\).*--take-over"):
+    with pytest.raises(
+        ConflictError, match=r"published by another project \(us, this one is them\).*--take-over"
+    ):
         other.prepare("numbers", Generation(2, 2), 4, 100, "them")
     other.load("numbers", Generation(2, 2), rows_of(TABLE))
-    with pytest.raises(ConflictError, match=r"published by another project \(us, this one is them\).*--take-over"):
+    with pytest.raises(
+        ConflictError, match=r"published by another project \(us, this one is them\).*--take-over"
+    ):
         other.flip(pointer(2, owner="them"))
     assert store.live("numbers") == pointer(1)
     elsewhere = open_store(server.url("?prefix=elsewhere"))
@@ -702,17 +823,39 @@ def test_a_load_of_another_project_that_is_on_its_way_is_not_dropped(
         open_store(server.url()).prepare("numbers", Generation(1, 1), 4, 100, "them")
 
 
-def test_two_prefixes_in_one_redis_do_not_see_each_other(server: RedisProcess, open_store: OpenStore, raw: redis.Redis) -> None:
-    one, other, default = (open_store(server.url(query)) for query in ("?prefix=one", "?prefix=one_more", ""))
+def test_two_prefixes_in_one_redis_do_not_see_each_other(
+    server: RedisProcess, open_store: OpenStore, raw: redis.Redis
+) -> None:
+    one, other, default = (
+        open_store(server.url(query)) for query in ("?prefix=one", "?prefix=one_more", "")
+    )
     for number, of in ((1, one), (11, other), (3, default)):
         publish(of, number, {b"a": b"of %d" % number})
     assert [read(of, [b"a"]) for of in (one, other, default)] == [[b"of 1"], [b"of 11"], [b"of 3"]]
     one.forget("numbers")
-    assert (one.read("numbers", [b"a"]), read(other, [b"a"]), read(default, [b"a"])) == (None, [b"of 11"], [b"of 3"])
+    assert (one.read("numbers", [b"a"]), read(other, [b"a"]), read(default, [b"a"])) == (
+        None,
+        [b"of 11"],
+        [b"of 3"],
+    )
     assert not list(raw.scan_iter(match="one:*"))
 
 
-@pytest.mark.parametrize("query", ["prefix=", "prefix=A", "prefix=a*", "prefix=a:b", "prefix=[a]", "prefix=%7Ba", "budget_ms=0", "budget_ms=x", "max_load_mb_s=-1", "allow_eviction=1"])  # fmt: skip
+@pytest.mark.parametrize(
+    "query",
+    [
+        "prefix=",
+        "prefix=A",
+        "prefix=a*",
+        "prefix=a:b",
+        "prefix=[a]",
+        "prefix=%7Ba",
+        "budget_ms=0",
+        "budget_ms=x",
+        "max_load_mb_s=-1",
+        "allow_eviction=1",
+    ],
+)
 def test_an_option_that_makes_no_sense_is_refused(query: str) -> None:
     with pytest.raises(ConfigError, match=f"online: {query.partition('=')[0]}"):
         RedisStore(f"redis://127.0.0.1:1/0?{query}")
@@ -731,7 +874,9 @@ def test_a_drop_that_was_interrupted_is_finished_by_the_next_publish(
         with pytest.raises(Stopped):
             store.drop("numbers", 1)
     assert (store.generations("numbers"), len(data_keys(raw, 1))) == ([Generation(2, 2)], 3000)
-    with pytest.raises(OnlineStoreError, match="generation 1 of view 'numbers' is not loaded whole"):
+    with pytest.raises(
+        OnlineStoreError, match="generation 1 of view 'numbers' is not loaded whole"
+    ):
         store.flip(pointer(3, generation=1))
     store.prepare("numbers", Generation(3, 3), 1, 1, "us")
     assert (data_keys(raw, 1), len(data_keys(raw, 2))) == ([], 3000)
@@ -746,7 +891,11 @@ def test_an_end_of_a_view_that_was_interrupted_is_finished_by_the_next(
         patch.setattr(redis_store, "sweep", _interrupted)
         with pytest.raises(Stopped):
             store.forget("numbers")
-    assert (store.read("numbers", [b"1"]), store.views(), store.generations("numbers")) == (None, [], [])
+    assert (store.read("numbers", [b"1"]), store.views(), store.generations("numbers")) == (
+        None,
+        [],
+        [],
+    )
     load(store, 1, TABLE)
     assert len(data_keys(raw, 1)) == len(TABLE), "a load ends it too, and begins again"
     store.flip(pointer(1))
@@ -764,9 +913,15 @@ def _interrupted(*_: object, **__: object) -> None:
     raise Stopped
 
 
-def test_a_drop_among_many_keys_of_others_takes_only_its_own(store: RedisStore, raw: redis.Redis) -> None:
+def test_a_drop_among_many_keys_of_others_takes_only_its_own(
+    store: RedisStore, raw: redis.Redis
+) -> None:
     others = {b"other:%d" % i: b"x" for i in range(20_000)}
-    others |= {b"precompute:{}numbers_2:1:a": b"y", b"precompute:{}numbers:11:a": b"loading", b"precompute:{}numbers:x:1:": b"z"}
+    others |= {
+        b"precompute:{}numbers_2:1:a": b"y",
+        b"precompute:{}numbers:11:a": b"loading",
+        b"precompute:{}numbers:x:1:": b"z",
+    }
     raw.mset(others)
     publish(store, 1, many(3000))
     publish(store, 12, TABLE)
@@ -775,7 +930,9 @@ def test_a_drop_among_many_keys_of_others_takes_only_its_own(store: RedisStore, 
     assert raw.exists(*others) == len(others)
     raw.set("precompute:{}numbers:7:late", "row")
     store.drop("numbers", 11)
-    assert data_keys(raw, "7") == [], "nobody knows of it, and it is older than what is known: somebody slept"
+    assert data_keys(raw, "7") == [], (
+        "nobody knows of it, and it is older than what is known: somebody slept"
+    )
 
 
 def test_what_was_dropped_leaves_nothing(store: RedisStore, raw: redis.Redis) -> None:
@@ -792,12 +949,18 @@ def scans(raw: redis.Redis) -> int:
 
 
 @pytest.mark.parametrize(("wide", "rows"), [(True, 1), (True, 120_000), (False, 30_000)])
-def test_to_drop_an_overlay_no_other_key_is_looked_at(store: RedisStore, raw: redis.Redis, wide: bool, rows: int) -> None:
+def test_to_drop_an_overlay_no_other_key_is_looked_at(
+    store: RedisStore, raw: redis.Redis, wide: bool, rows: int
+) -> None:
     publish(store, 1, TABLE)
     overlay = Generation(2, 2, base=1)
     if not wide:
         store.prepare("numbers", overlay, rows, 6, "us")
-    before, meta, looked = set(raw.scan_iter()), raw.hgetall("precompute:{numbers}:meta"), scans(raw)
+    before, meta, looked = (
+        set(raw.scan_iter()),
+        raw.hgetall("precompute:{numbers}:meta"),
+        scans(raw),
+    )
     store.load("numbers", overlay, rows_of(many(rows, 100 if wide else 40)))
     assert len(set(raw.scan_iter()) - before) > rows // 100
     looked = scans(raw)
@@ -831,13 +994,17 @@ def test_an_overlay_whose_list_of_keys_is_not_whole_is_looked_for(
 # ---- damage
 
 
-def test_a_flipped_bit_or_another_keys_row_is_damaged_alone(store: RedisStore, raw: redis.Redis) -> None:
+def test_a_flipped_bit_or_another_keys_row_is_damaged_alone(
+    store: RedisStore, raw: redis.Redis
+) -> None:
     codec = RowCodec(VIEW)
     keys = [b"%d" % i for i in range(100)]
     hashes = kernels.hashes(Packed.of(keys))
     columns = pa.FixedSizeListArray.from_arrays(pa.array(np.arange(400, dtype=np.float32)), 4)
     packed = codec.encode(pa.record_batch({"x": columns}), hashes, np.full(100, 5), 7)
-    assert store.load("numbers", Generation(1, 7), [RowBatch(Packed.of(keys), packed, hashes)]) == 100
+    assert (
+        store.load("numbers", Generation(1, 7), [RowBatch(Packed.of(keys), packed, hashes)]) == 100
+    )
     store.flip(pointer(1))
     prefix = "precompute:{}numbers:1:"
     for i in range(40):
@@ -854,13 +1021,16 @@ def test_a_flipped_bit_or_another_keys_row_is_damaged_alone(store: RedisStore, r
     states, computed_at = codec.verify(found[1], [7])
     absent = {44, 45}
     assert states.tolist() == [
-        State.ABSENT if i in absent else State.DAMAGED if i < 41 or i in (42, 43) else State.WHOLE for i in range(100)
+        State.ABSENT if i in absent else State.DAMAGED if i < 41 or i in (42, 43) else State.WHOLE
+        for i in range(100)
     ]
     assert computed_at[46:].tolist() == [5] * 54
 
 
 @pytest.mark.parametrize("damaged", DAMAGED_POINTERS, ids=lambda damaged: repr(damaged[:9]))
-def test_a_damaged_pointer_is_refused_and_mended_by_publishing(store: RedisStore, raw: redis.Redis, damaged: bytes) -> None:
+def test_a_damaged_pointer_is_refused_and_mended_by_publishing(
+    store: RedisStore, raw: redis.Redis, damaged: bytes
+) -> None:
     publish(store, 1, TABLE)
     raw.hset("precompute:{numbers}:meta", mapping={"pointer": damaged, "version": "damaged"})
     for use in (store.live, lambda view: store.read(view, [b"a"])):
@@ -876,7 +1046,9 @@ def test_a_flipped_bit_in_a_pointer_is_seen_though_it_can_be_read(
     publish(store, 1, TABLE)
     body = raw.hget("precompute:{numbers}:meta", "pointer")
     assert isinstance(body, bytes)
-    raw.hset("precompute:{numbers}:meta", "pointer", body.replace(b'"rows": 4', b'"rows": 5').decode())
+    raw.hset(
+        "precompute:{numbers}:meta", "pointer", body.replace(b'"rows": 4', b'"rows": 5').decode()
+    )
     with pytest.raises(DamagedPointerError, match="not those that were written"):
         open_store(server.url()).live("numbers")
 
@@ -913,7 +1085,9 @@ def test_what_a_key_costs_is_estimated(raw: redis.Redis, row_bytes: int, key_byt
         "unix://user:hunter2@/nowhere/redis.sock",
     ],
 )
-def test_a_redis_that_does_not_answer_is_told_without_the_password(url: str, open_store: OpenStore) -> None:
+def test_a_redis_that_does_not_answer_is_told_without_the_password(
+    url: str, open_store: OpenStore
+) -> None:
     calls: list[Callable[[RedisStore], Any]] = [
         lambda store: store.read("numbers", [b"a"]),
         lambda store: store.live("numbers"),
@@ -954,11 +1128,18 @@ def test_a_redis_url_that_cannot_be_read_is_refused_without_the_password(url: st
 
 @pytest.mark.parametrize(
     "form",
-    ["redis://:{}@127.0.0.1:{}/0", "redis://127.0.0.1:{1}/0?password={0}&prefix=one&protocol=3&decode_responses=yes"],
+    [
+        "redis://:{}@127.0.0.1:{}/0",
+        "redis://127.0.0.1:{1}/0?password={0}&prefix=one&protocol=3&decode_responses=yes",
+    ],
     ids=["authority", "query"],
 )
 def test_a_password_of_any_characters_opens_redis_and_a_wrong_one_is_told(
-    server: RedisProcess, raw: redis.Redis, open_store: OpenStore, form: str, request: pytest.FixtureRequest
+    server: RedisProcess,
+    raw: redis.Redis,
+    open_store: OpenStore,
+    form: str,
+    request: pytest.FixtureRequest,
 ) -> None:
     raw.config_set("requirepass", "p&w=1 %#é")
     raw.execute_command("AUTH", "p&w=1 %#é")
@@ -967,15 +1148,22 @@ def test_a_password_of_any_characters_opens_redis_and_a_wrong_one_is_told(
     publish(store, 1, TABLE)
     assert read(store, [b"b"]) == [b"22"]
     for intruder in (open_store(form.format("hunter2", server.port)), open_store(server.url())):
-        for use in (lambda s: s.live("numbers"), lambda s: s.prepare("numbers", Generation(1, 1), 4, 100, "us")):
-            with pytest.raises(OnlineStoreError, match=r"refuses this user or password.*PRECOMPUTE_ONLINE") as refused:
+        for use in (
+            lambda s: s.live("numbers"),
+            lambda s: s.prepare("numbers", Generation(1, 1), 4, 100, "us"),
+        ):
+            with pytest.raises(
+                OnlineStoreError, match=r"refuses this user or password.*PRECOMPUTE_ONLINE"
+            ) as refused:
                 use(intruder)
             assert "hunter2" not in str(refused.value)
             assert "is it running" not in str(refused.value)
 
 
 @pytest.mark.parametrize("query", ["", "?db=1", "?prefix=movielens&db=1"])
-def test_redis_answers_over_a_unix_socket(query: str, tmp_path_factory: pytest.TempPathFactory, open_store: OpenStore) -> None:
+def test_redis_answers_over_a_unix_socket(
+    query: str, tmp_path_factory: pytest.TempPathFactory, open_store: OpenStore
+) -> None:
     folder = tmp_path_factory.mktemp("r")  # a socket's path has at most 107 bytes
     path = str(folder / "s")
     with RedisProcess(newest_redis(), folder, "--unixsocket", path):
@@ -1012,18 +1200,30 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_rediss_is_encrypted_and_checks_whom_it_talks_to(certificates: Path, tmp_path: Path, open_store: OpenStore) -> None:
+def test_rediss_is_encrypted_and_checks_whom_it_talks_to(
+    certificates: Path, tmp_path: Path, open_store: OpenStore
+) -> None:
     port = free_port()
     files = [f"--tls-{what}-file" for what in ("cert", "key", "ca-cert")]
     options = [
         part
-        for pair in zip(files, [str(certificates / name) for name in ("server.pem", "server.key", "ca.pem")], strict=True)
+        for pair in zip(
+            files,
+            [str(certificates / name) for name in ("server.pem", "server.key", "ca.pem")],
+            strict=True,
+        )
         for part in pair
     ]
-    binaries = [path for path in BINARIES.values() if b"tls-port" in Path(path).resolve().read_bytes() and _has_tls(path)]
+    binaries = [
+        path
+        for path in BINARIES.values()
+        if b"tls-port" in Path(path).resolve().read_bytes() and _has_tls(path)
+    ]
     if not binaries:
         pytest.skip("no redis-server here is built with TLS")
-    with RedisProcess(binaries[0], tmp_path, "--tls-port", str(port), "--tls-auth-clients", "no", *options) as process:
+    with RedisProcess(
+        binaries[0], tmp_path, "--tls-port", str(port), "--tls-auth-clients", "no", *options
+    ) as process:
         store = open_store(f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={certificates / 'ca.pem'}")
         publish(store, 1, many(3000, 1000))
         assert read(store, [b"%d" % i for i in range(3000)]) == list(many(3000, 1000).values())
@@ -1035,7 +1235,10 @@ def test_rediss_is_encrypted_and_checks_whom_it_talks_to(certificates: Path, tmp
 
 def _has_tls(path: str) -> bool:
     done = subprocess.run(
-        [path, "--port", "0", "--tls-port", "0", "--tls-cert-file", "x"], capture_output=True, text=True, timeout=10
+        [path, "--port", "0", "--tls-port", "0", "--tls-cert-file", "x"],
+        capture_output=True,
+        text=True,
+        timeout=10,
     )
     return "tls-port" not in done.stdout + done.stderr
 

@@ -97,7 +97,10 @@ def test_a_request_is_a_line_without_its_key_query_or_token(tmp_path: Path) -> N
     log.flush()
     text = path.read_text()
     lines = [json.loads(line) for line in text.splitlines()]
-    assert [(line["method"], line["route"], line["view"], line["status"], line["bytes"]) for line in lines] == [
+    assert [
+        (line["method"], line["route"], line["view"], line["status"], line["bytes"])
+        for line in lines
+    ] == [
         ("GET", "/v1/views/{view}/rows/{key}", "numbers", 200, 8),
         ("POST", "/v1/views/{view}/lookup", "numbers", 200, 8),
         ("GET", "/v1/views/{view}/rows/{key}", "numbers", 503, 8),
@@ -123,12 +126,16 @@ def test_a_log_moved_away_is_begun_again_and_two_processes_share_one(tmp_path: P
         for log in logs:
             ask(log, scope("/livez"), scope("/readyz"))
             log.flush()
-        assert [json.loads(line)["worker"] for line in path.read_text().splitlines()] == ["worker-0"] * 2 + ["worker-1"] * 2
+        assert [json.loads(line)["worker"] for line in path.read_text().splitlines()] == [
+            "worker-0"
+        ] * 2 + ["worker-1"] * 2
         os.replace(path, tmp_path / round_)
     assert (tmp_path / "first").read_text() != (tmp_path / "second").read_text()
 
 
-def test_a_log_that_cannot_be_written_stops_nobody_and_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_log_that_cannot_be_written_stops_nobody_and_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "folder" / "access.log"
     path.parent.mkdir()
     log = AccessLog(answering, path, "worker-0")
@@ -150,36 +157,65 @@ def collector() -> Iterator[tuple[str, Callable[[], list[Any]]]]:
         yield found
 
 
-def test_a_request_is_a_span_under_its_callers_with_its_stages_below(collector: tuple[str, Callable[[], list[Any]]]) -> None:
+def test_a_request_is_a_span_under_its_callers_with_its_stages_below(
+    collector: tuple[str, Callable[[], list[Any]]],
+) -> None:
     address, spans = collector
     made = Spans(address, 0.0, "worker-0")
     tracing = Tracing(answering, made)
     caller = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-"
     row = "/v1/views/numbers/rows/alice@example.com"
-    ask(tracing, scope(row, traceparent=caller + "01"), scope(f"{row}/refused", traceparent=caller + "01"))
+    ask(
+        tracing,
+        scope(row, traceparent=caller + "01"),
+        scope(f"{row}/refused", traceparent=caller + "01"),
+    )
     # not sampled: by its caller, by us, by what is no traceparent
-    ask(tracing, scope(row, traceparent=caller + "00"), scope(row), scope(row, traceparent="nonsense"))
+    ask(
+        tracing,
+        scope(row, traceparent=caller + "00"),
+        scope(row),
+        scope(row, traceparent="nonsense"),
+    )
     made.close()
     got = spans()
     named = {span.name: span for span in got}
-    assert sorted(span.name for span in got) == ["GET /v1/views/{view}/rows/{key}"] * 2 + ["encode"] * 2 + ["read"] * 2
+    assert (
+        sorted(span.name for span in got)
+        == ["GET /v1/views/{view}/rows/{key}"] * 2 + ["encode"] * 2 + ["read"] * 2
+    )
     for span in got:
         assert span.trace_id.hex() == caller[3:35]
     whole = [span for span in got if span.name.startswith("GET")]
     assert {span.parent_span_id.hex() for span in whole} == {caller[36:52]}
-    assert {span.parent_span_id for span in got} - {bytes.fromhex(caller[36:52])} == {span.span_id for span in whole}
-    assert (named["read"].end_time_unix_nano - named["read"].start_time_unix_nano) / 1e9 == pytest.approx(0.002)
+    assert {span.parent_span_id for span in got} - {bytes.fromhex(caller[36:52])} == {
+        span.span_id for span in whole
+    }
+    assert (
+        named["read"].end_time_unix_nano - named["read"].start_time_unix_nano
+    ) / 1e9 == pytest.approx(0.002)
     assert named["encode"].start_time_unix_nano == named["read"].end_time_unix_nano
-    told = [{a.key: a.value.string_value or a.value.int_value for a in span.attributes} for span in whole]
-    assert sorted((t["http.response.status_code"], t["precompute.view"], t["http.route"]) for t in told) == [
+    told = [
+        {a.key: a.value.string_value or a.value.int_value for a in span.attributes}
+        for span in whole
+    ]
+    assert sorted(
+        (t["http.response.status_code"], t["precompute.view"], t["http.route"]) for t in told
+    ) == [
         (200, "numbers", "/v1/views/{view}/rows/{key}"),
         (503, "numbers", "/v1/views/{view}/rows/{key}"),
     ]
     assert sorted(span.status.code for span in whole) == [0, 2]
-    assert not [secret for secret in SECRETS if secret.encode() in b"".join(span.SerializeToString() for span in got)]
+    assert not [
+        secret
+        for secret in SECRETS
+        if secret.encode() in b"".join(span.SerializeToString() for span in got)
+    ]
 
 
-def test_every_request_is_traced_where_all_are_asked_for(collector: tuple[str, Callable[[], list[Any]]]) -> None:
+def test_every_request_is_traced_where_all_are_asked_for(
+    collector: tuple[str, Callable[[], list[Any]]],
+) -> None:
     address, spans = collector
     made = Spans(address + "/", 1.0, "worker-0")
     tracing = Tracing(answering, made)
@@ -188,12 +224,16 @@ def test_every_request_is_traced_where_all_are_asked_for(collector: tuple[str, C
     assert len({span.trace_id for span in spans()}) == 3
 
 
-def test_no_caller_has_all_of_its_requests_traced(collector: tuple[str, Callable[[], list[Any]]]) -> None:
+def test_no_caller_has_all_of_its_requests_traced(
+    collector: tuple[str, Callable[[], list[Any]]],
+) -> None:
     address, spans = collector
     made = Spans(address, 0.0, "worker-0")
     tracing = Tracing(answering, made)
     began = time.monotonic()
-    asked = scope("/v1/lookup", "POST", traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
+    asked = scope(
+        "/v1/lookup", "POST", traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    )
     ask(tracing, *[asked] * 500)
     seconds = time.monotonic() - began
     made.close()
@@ -219,6 +259,11 @@ import precompute.jobs.cli, precompute.jobs.service.lookup_worker, precompute.jo
 def test_without_opentelemetry_all_else_is_there() -> None:
     """It is an extra of its own."""
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", WITHOUT],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,4 +1,5 @@
-"""Encoded cached rows: never another row than would be read, never freshness that was, never more bytes than allowed."""
+"""Encoded cached rows: never another row than would be read, never freshness that was, never more
+bytes than allowed."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ from tests.memory_store import MemoryStore
 from tests.server import Reply
 
 NOW = 1_700_000_000.0
-VIEW = FeatureView("things", ("id",), (Feature("x", "float64"), Feature("t", "string")), ttl_s=10, stale_for_s=5)
+VIEW = FeatureView(
+    "things", ("id",), (Feature("x", "float64"), Feature("t", "string")), ttl_s=10, stale_for_s=5
+)
 PATH = "/v1/views/things/rows/"
 
 
@@ -38,7 +41,13 @@ class House:
         self.lookup = Lookup(online, clock=lambda: self.now_s, monotonic=lambda: self.now_s)
         self.app = create_app(self.lookup, **options)
 
-    def publish(self, number: int, rows: dict[str, tuple[float, float]], over: Pointer | None = None, **changes: Any) -> Pointer:
+    def publish(
+        self,
+        number: int,
+        rows: dict[str, tuple[float, float]],
+        over: Pointer | None = None,
+        **changes: Any,
+    ) -> Pointer:
         """Rows (x, age in s) as a generation of this number, a base or an overlay, and live."""
         times = [round((NOW - age_s) * 1e6) for _, age_s in rows.values()]
         columns = {
@@ -50,9 +59,16 @@ class House:
         base = None if over is None else over.generation
         batch = RowCodec(VIEW).row_batch(pa.record_batch(columns), ("id",), number)
         self.online.load("things", Generation(number, number, base), iter([batch]))
-        pointer = Pointer(VIEW, number, number, f"m{number}", len(rows), len(rows), f"at {number}", min(times))
+        pointer = Pointer(
+            VIEW, number, number, f"m{number}", len(rows), len(rows), f"at {number}", min(times)
+        )
         if over is not None:
-            pointer = replace(pointer, generation=over.generation, base_snapshot=over.base_snapshot, overlays=((number, number),))
+            pointer = replace(
+                pointer,
+                generation=over.generation,
+                base_snapshot=over.base_snapshot,
+                overlays=((number, number),),
+            )
         pointer = replace(pointer, **changes)
         self.online.flip(pointer)
         return pointer
@@ -65,7 +81,12 @@ class House:
 
     def sample(self, name: str, **labels: str) -> float:
         families = text_string_to_metric_families(call(self.app, "GET", "/metrics").body.decode())
-        return sum(s.value for family in families for s in family.samples if s.name == name and s.labels == labels)
+        return sum(
+            s.value
+            for family in families
+            for s in family.samples
+            if s.name == name and s.labels == labels
+        )
 
 
 @pytest.fixture(params=["memory", "table"])
@@ -113,8 +134,12 @@ def test_freshness_is_never_kept(house: House) -> None:
     assert house.get("a", cache_control="no-cache").json["status"] == "fresh"
 
 
-@pytest.mark.parametrize("query", ["max_age_s=nan", "max_age_s=inf", "max_age_s=-1", "deadline_ms=-5", "deadline_ms=nan"])
-def test_a_limit_that_is_none_is_refused_whether_the_row_is_kept_or_not(house: House, query: str) -> None:
+@pytest.mark.parametrize(
+    "query", ["max_age_s=nan", "max_age_s=inf", "max_age_s=-1", "deadline_ms=-5", "deadline_ms=nan"]
+)
+def test_a_limit_that_is_none_is_refused_whether_the_row_is_kept_or_not(
+    house: House, query: str
+) -> None:
     house.publish(1, {"a": (1.0, 0.0)})
     for _ in range(2):
         house.get(f"a?{query}").check_problem(400, "bad_request")
@@ -127,7 +152,12 @@ def test_another_publishing_drops_what_was_kept(house: House) -> None:
 
     def seen() -> list[Any]:
         replies = [house.get(key) for key in ("a", "b") for _ in range(2)]
-        return [(r.json["snapshot"], r.json["features"]["x"], r.json["age_s"]) if r.status == 200 else r.status for r in replies]
+        return [
+            (r.json["snapshot"], r.json["features"]["x"], r.json["age_s"])
+            if r.status == 200
+            else r.status
+            for r in replies
+        ]
 
     assert seen() == [(1, 1.0, 5.0)] * 2 + [(1, 2.0, 5.0)] * 2
     second = house.publish(2, {"a": (10.0, 1.0)}, over=first)
@@ -158,7 +188,10 @@ def test_rows_dated_ahead_are_counted_each_time_and_not_kept(house: House) -> No
     house.publish(1, {"ahead": (1.0, -1000.0)})
     for _ in range(3):
         assert house.get("ahead").json["status"] == "fresh"
-    assert b'precompute_future_rows_total{view="things"} 3.0' in call(house.app, "GET", "/metrics").body
+    assert (
+        b'precompute_future_rows_total{view="things"} 3.0'
+        in call(house.app, "GET", "/metrics").body
+    )
     assert house.hits() == 0
 
 
@@ -188,7 +221,8 @@ def test_no_more_bytes_are_cached_than_allowed_and_the_latest_stay(tmp_path: Pat
 
 
 class Failing(MemoryStore):
-    """Answers nothing, and knows nothing, while ``error`` is set: as a store behind a network that is gone."""
+    """Answers nothing, and knows nothing, while ``error`` is set: as a store behind a network that
+    is gone."""
 
     blocking = True
     error: Exception | None = None
@@ -211,7 +245,9 @@ ERROR = OnlineStoreError("Redis at redis://secret:6379/0 does not answer")
 
 
 @pytest.mark.parametrize(
-    "error", [ERROR, DamagedPointerError("damaged"), RequestError("busy", status=503, code="busy")], ids=repr
+    "error",
+    [ERROR, DamagedPointerError("damaged"), RequestError("busy", status=503, code="busy")],
+    ids=repr,
 )
 def test_where_the_store_fails_a_cached_row_is_served_as_stale(error: Exception) -> None:
     store = Failing()
@@ -225,15 +261,25 @@ def test_where_the_store_fails_a_cached_row_is_served_as_stale(error: Exception)
     for passed_s in (0.5, 8.0, 13.0, 33.0, 33.000001):
         house.now_s = NOW + passed_s
         reply = house.get("a")
-        told.append((reply.status, reply.json["status"], reply.json.get("age_s"), reply.headers.get("age")))
+        told.append(
+            (reply.status, reply.json["status"], reply.json.get("age_s"), reply.headers.get("age"))
+        )
         if reply.status == 200:
-            assert reply.headers["cache-control"] == "private, max-age=10, stale-while-revalidate=5, stale-if-error=25"
+            assert (
+                reply.headers["cache-control"]
+                == "private, max-age=10, stale-while-revalidate=5, stale-if-error=25"
+            )
         if error is ERROR:
             # a balancer sends requests as long as some are answered
             ready = call(house.app, "GET", "/readyz")
-            assert (ready.status, ready.json["status"]) == ((200, "degraded") if reply.status == 200 else (503, "not ready"))
+            assert (ready.status, ready.json["status"]) == (
+                (200, "degraded") if reply.status == 200 else (503, "not ready")
+            )
     # ttl 10 s, stale_for 5 s, stale_if_error 20 s: what a cache behind may do, this one does
-    assert told[:-1] == [(200, "stale", age_s, age) for age_s, age in ((2.5, "3"), (10.0, "10"), (15.0, "15"), (35.0, "35"))]
+    assert told[:-1] == [
+        (200, "stale", age_s, age)
+        for age_s, age in ((2.5, "3"), (10.0, "10"), (15.0, "15"), (35.0, "35"))
+    ]
     assert told[-1][0] == 503
     house.now_s = NOW + 0.5
     # it says that it is stale by its ETag, too; and what was never read is not there
@@ -244,7 +290,12 @@ def test_where_the_store_fails_a_cached_row_is_served_as_stale(error: Exception)
     assert house.get("a", accept="application/vnd.apache.arrow.stream").status == 503
     store.error = None
     assert (house.hits("hit"), house.hits("in_error")) == (1, 6)
-    assert house.sample("precompute_lookup_rows_total", view="things", status="stale", source="store", reason="") == 6
+    assert (
+        house.sample(
+            "precompute_lookup_rows_total", view="things", status="stale", source="store", reason=""
+        )
+        == 6
+    )
     assert house.get("a").json["status"] == "fresh"
 
 
@@ -264,7 +315,9 @@ def test_where_the_store_fails_a_cached_row_is_served_as_stale(error: Exception)
     ],
     ids=str,
 )
-def test_what_a_request_asks_of_its_row_holds_where_the_store_fails_too(asked: dict[str, str], allowed: bool) -> None:
+def test_what_a_request_asks_of_its_row_holds_where_the_store_fails_too(
+    asked: dict[str, str], allowed: bool
+) -> None:
     store = Failing()
     house = House(store)
     house.publish(1, {"a": (1.0, 2.0)})

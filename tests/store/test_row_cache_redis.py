@@ -1,4 +1,5 @@
-"""Rows of Redis that a worker keeps encoded: flips, cut connections, silence, servers that go. What was live before is answered for a moment, and no longer."""
+"""Rows of Redis that a worker keeps encoded: flips, cut connections, silence, servers that go. What
+was live before is answered for a moment, and no longer."""
 
 from __future__ import annotations
 
@@ -25,7 +26,13 @@ from precompute.store.redis.redis_store import KNOWN_S, RedisStore
 from tests.asgi import call, exchange, scope_of
 from tests.redis_process import Proxy, RedisCluster, RedisProcess, eventually, newest_redis
 
-VIEW = FeatureView("numbers", ("id",), (Feature("x", "float64"), Feature("v", "float32", 64)), ttl_s=3600, stale_for_s=60)
+VIEW = FeatureView(
+    "numbers",
+    ("id",),
+    (Feature("x", "float64"), Feature("v", "float32", 64)),
+    ttl_s=3600,
+    stale_for_s=60,
+)
 KEYS = 20
 META = "precompute:{numbers}:meta"
 OpenStore = Callable[[str], RedisStore]
@@ -48,21 +55,34 @@ def publish(store: RedisStore, number: int, over: Pointer | None = None) -> Poin
     columns = {
         "id": pa.array([str(i) for i in range(KEYS)]),
         "x": pa.array([float(number)] * KEYS),
-        "v": pa.FixedSizeListArray.from_arrays(pa.array([float(number)] * KEYS * 64, pa.float32()), 64),
+        "v": pa.FixedSizeListArray.from_arrays(
+            pa.array([float(number)] * KEYS * 64, pa.float32()), 64
+        ),
         "computed_at": pa.array([time.time_ns() // 1000] * KEYS, pa.int64()),
     }
     batch = RowCodec(VIEW).row_batch(pa.record_batch(columns), ("id",), number)
-    store.load("numbers", Generation(number, number, None if over is None else over.generation), iter([batch]))
+    store.load(
+        "numbers",
+        Generation(number, number, None if over is None else over.generation),
+        iter([batch]),
+    )
     pointer = Pointer(VIEW, number, number, f"m{number}", KEYS, KEYS, f"at {number}", None)
     if over is not None:
-        pointer = replace(pointer, generation=over.generation, base_snapshot=over.base_snapshot, overlays=((number, number),))
+        pointer = replace(
+            pointer,
+            generation=over.generation,
+            base_snapshot=over.base_snapshot,
+            overlays=((number, number),),
+        )
     store.flip(pointer)
     return pointer
 
 
 def hits(app: Any) -> float:
     families = text_string_to_metric_families(call(app, "GET", "/metrics").body.decode())
-    samples = [s for family in families for s in family.samples if s.name == "precompute_cache_rows_total"]
+    samples = [
+        s for family in families for s in family.samples if s.name == "precompute_cache_rows_total"
+    ]
     return sum(s.value for s in samples if s.labels == {"cache": "l1", "outcome": "hit"})
 
 
@@ -105,11 +125,14 @@ class Asked:
         self._thread.join()
 
     def outdated(self, flipped: dict[int, float]) -> list[tuple[float, int]]:
-        """Answers of a snapshot after which another one was acknowledged to be live longer ago than is allowed."""
+        """Answers of a snapshot after which another one was acknowledged to be live longer ago than
+        is allowed."""
         return [
             (asked_s, snapshot)
             for asked_s, snapshot in self.fresh
-            if any(number > snapshot and asked_s > at_s + KNOWN_S for number, at_s in flipped.items())
+            if any(
+                number > snapshot and asked_s > at_s + KNOWN_S for number, at_s in flipped.items()
+            )
         ]
 
 
@@ -122,7 +145,9 @@ def cut_all(url: str) -> None:
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["", "connections killed"])
-def test_no_answer_is_of_what_was_live_before_for_longer_than_is_promised(url: str, open_store: OpenStore, cut: bool) -> None:
+def test_no_answer_is_of_what_was_live_before_for_longer_than_is_promised(
+    url: str, open_store: OpenStore, cut: bool
+) -> None:
     writer, reader = open_store(url), open_store(url)
     base = publish(writer, 1)
     app = create_app(Lookup(reader))
@@ -143,7 +168,9 @@ def test_no_answer_is_of_what_was_live_before_for_longer_than_is_promised(url: s
     assert len(asked.fresh) / 4 < hits(app) < len(asked.fresh)
 
 
-def test_a_pointer_is_known_for_a_moment_and_never_an_older_one(url: str, open_store: OpenStore) -> None:
+def test_a_pointer_is_known_for_a_moment_and_never_an_older_one(
+    url: str, open_store: OpenStore
+) -> None:
     writer, reader = open_store(url), open_store(url)
     assert reader.known("numbers") is None
     publish(writer, 1)
@@ -195,7 +222,9 @@ def test_who_asked_before_and_was_told_later_puts_back_nothing(
         assert reader._seen["numbers"].pointer is second
 
 
-def test_a_server_that_falls_silent_is_not_believed_to_stand_still(tmp_path: Path, open_store: OpenStore) -> None:
+def test_a_server_that_falls_silent_is_not_believed_to_stand_still(
+    tmp_path: Path, open_store: OpenStore
+) -> None:
     """Half-open: nothing says that the connection is gone, and what is live moves meanwhile."""
     with RedisProcess(newest_redis(), tmp_path) as server, Proxy(server.port) as between:
         writer = open_store(server.url())
@@ -214,7 +243,9 @@ def test_a_server_that_falls_silent_is_not_believed_to_stand_still(tmp_path: Pat
         assert asked.outdated(flipped) == []
 
 
-def test_a_server_that_was_killed_and_came_back_empty_has_no_rows(tmp_path: Path, open_store: OpenStore) -> None:
+def test_a_server_that_was_killed_and_came_back_empty_has_no_rows(
+    tmp_path: Path, open_store: OpenStore
+) -> None:
     with RedisProcess(newest_redis(), tmp_path) as server:
         publish(open_store(server.url()), 1)
         app = create_app(Lookup(open_store(server.url("?budget_ms=300"))))
@@ -233,7 +264,9 @@ def test_a_server_that_was_killed_and_came_back_empty_has_no_rows(tmp_path: Path
         assert {"stale", 404} <= set(asked.others) <= {"stale", 404, 503}
 
 
-def test_a_failover_of_the_pointers_master_serves_nothing_older(tmp_path: Path, open_store: OpenStore) -> None:
+def test_a_failover_of_the_pointers_master_serves_nothing_older(
+    tmp_path: Path, open_store: OpenStore
+) -> None:
     with RedisCluster(newest_redis(), tmp_path) as cluster:
         writer = open_store(cluster.url())
         publish(writer, 1)

@@ -50,11 +50,16 @@ def test_rows_of_every_kind_are_counted_with_what_is_wrong_with_them() -> None:
     inf, nan = np.inf, np.nan
     batch = pa.RecordBatch.from_arrays(
         [
-            pa.array([[3, 4], None, [nan, 1], [0, 0], [3e30, 4e30], [1e-30, 0], [1, -inf]], pa.list_(pa.float32(), 2)),
+            pa.array(
+                [[3, 4], None, [nan, 1], [0, 0], [3e30, 4e30], [1e-30, 0], [1, -inf]],
+                pa.list_(pa.float32(), 2),
+            ),
             pa.array([[1], None, [inf, 1], [], [2], [3], [4]], pa.list_(pa.float32())),
             pa.array([1, None, nan, -inf, None, 1, 2], pa.float64()),
             pa.array(["a", None, "", "", "", "", ""]),
-            pa.array([[0, 0], None, [0, 0], [0, 0], [0, 0], [0, 0], [0, 0]], pa.list_(pa.int8(), 2)),
+            pa.array(
+                [[0, 0], None, [0, 0], [0, 0], [0, 0], [0, 0], [0, 0]], pa.list_(pa.int8(), 2)
+            ),
         ],
         schema=KINDS.feature_schema(),
     )
@@ -62,7 +67,16 @@ def test_rows_of_every_kind_are_counted_with_what_is_wrong_with_them() -> None:
     counter = RowCounter(KINDS)
     for piece in (batch.slice(0, 3), batch.slice(3), batch.slice(0, 0), batch):
         counter.add(piece)
-    assert counter.rare().tolist() == [1, 2, 3, 6, 8, 9, 10, 13]  # without a value, not finite, zeros
+    assert counter.rare().tolist() == [
+        1,
+        2,
+        3,
+        6,
+        8,
+        9,
+        10,
+        13,
+    ]  # without a value, not finite, zeros
     found = count([batch.slice(0, 3), batch.slice(3), batch.slice(0, 0)], KINDS)
     assert (found.rows, found.not_finite, found.valueless, found.nulls) == (7, 3, 1, nulls)
     vector = found.vectors["vector"]
@@ -83,19 +97,25 @@ def test_without_a_vector_a_row_is_valueless_when_all_of_it_is_null() -> None:
     assert counter.rare().tolist() == [2]
 
 
-@pytest.mark.parametrize(("dtype", "dim"), [("float16", 8), ("float32", 1), ("float32", 4), ("float64", 64)])
+@pytest.mark.parametrize(
+    ("dtype", "dim"), [("float16", 8), ("float32", 1), ("float32", 4), ("float64", 64)]
+)
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 50.0])
 def test_lengths_are_those_of_all_rows(dtype: str, dim: int, scale: float) -> None:
     values = (np.random.default_rng(dim).standard_normal((5000, dim)) * scale).astype(dtype)
     norms = np.linalg.norm(values.astype(np.float64), axis=1)
-    found = count([vectors(values[:3000]), vectors(values[3000:])], of(dtype, dim)).vectors["vector"]
+    found = count([vectors(values[:3000]), vectors(values[3000:])], of(dtype, dim)).vectors[
+        "vector"
+    ]
     assert found.mean_norm == pytest.approx(norms.mean(), rel=1e-5)
     exact = np.quantile(norms, SHARES, method="inverted_cdf")
     assert found.norm_quantiles(SHARES) == pytest.approx(exact, rel=0.02)
 
 
 def test_lengths_beyond_what_a_float_can_square() -> None:
-    figures = count([vectors(np.array([[1e300, 0.0], [1e-300, 0.0], [0.0, 0.0]]))], of("float64", 2))
+    figures = count(
+        [vectors(np.array([[1e300, 0.0], [1e-300, 0.0], [0.0, 0.0]]))], of("float64", 2)
+    )
     vector = figures.vectors["vector"]
     assert (figures.not_finite, vector.rows, vector.zero) == (0, 3, 1)
     assert vector.mean_norm == pytest.approx(1e300 / 3)
@@ -107,7 +127,9 @@ def test_figures_add_up_and_come_off_again() -> None:
     values = np.random.default_rng(1).standard_normal((300, 3)).astype(np.float32)
     values[:20] = 0
     view = of("float32", 3)
-    whole, head, tail = (count([vectors(part)], view) for part in (values, values[:100], values[100:]))
+    whole, head, tail = (
+        count([vectors(part)], view) for part in (values, values[:100], values[100:])
+    )
     assert head.plus(tail).vectors["vector"].norms == whole.vectors["vector"].norms
     for found in (head.plus(tail), tail.plus(head), RowFigures().plus(whole)):
         assert (found.rows, found.vectors["vector"].zero) == (300, 20)
@@ -135,19 +157,35 @@ def test_they_travel_as_json() -> None:
 
 
 VALUES = FeatureView(
-    "values", ("id",), (Feature("score", "float32"), Feature("label", "string"), Feature("items", "int64", max_items=5)), 1.0, 1.0
+    "values",
+    ("id",),
+    (
+        Feature("score", "float32"),
+        Feature("label", "string"),
+        Feature("items", "int64", max_items=5),
+    ),
+    1.0,
+    1.0,
 )
 
 
-def values_of(scores: Sequence[float | None], labels: Sequence[str | None], items: Sequence[list[int] | None]) -> pa.RecordBatch:
-    columns = [pa.array(scores, pa.float32()), pa.array(labels, pa.string()), pa.array(items, pa.list_(pa.int64()))]
+def values_of(
+    scores: Sequence[float | None], labels: Sequence[str | None], items: Sequence[list[int] | None]
+) -> pa.RecordBatch:
+    columns = [
+        pa.array(scores, pa.float32()),
+        pa.array(labels, pa.string()),
+        pa.array(items, pa.list_(pa.int64())),
+    ]
     return pa.RecordBatch.from_arrays(columns, schema=VALUES.feature_schema())
 
 
 def test_every_kind_of_value_is_counted_by_its_type() -> None:
     inf, nan = np.inf, np.nan
     batch = values_of(
-        [1.0, -2.0, 0.0, None, nan, inf], ["a", "", "a", None, "b", "a"], [[1, 2], [1], [], None, [1, 9, 9], [2, 1]]
+        [1.0, -2.0, 0.0, None, nan, inf],
+        ["a", "", "a", None, "b", "a"],
+        [[1, 2], [1], [], None, [1, 9, 9], [2, 1]],
     )
     found = count([batch.slice(0, 2), batch.slice(2)], VALUES).values
     score, label, items = (found[name] for name in ("score", "label", "items"))
@@ -157,7 +195,13 @@ def test_every_kind_of_value_is_counted_by_its_type() -> None:
     assert score.quantiles([0.0, 0.5, 1.0]) == pytest.approx([-2.0, 0.0, 1.0], rel=0.01)
     assert (label.rows, label.empty, label.distinct, label.looked_at) == (5, 1, 3, 5)
     assert label.common == {"a": 3, "": 1, "b": 1}
-    assert (items.rows, items.empty, items.items, items.distinct, items.common) == (5, 1, 8, 3, {"1": 4, "2": 2, "9": 2})
+    assert (items.rows, items.empty, items.items, items.distinct, items.common) == (
+        5,
+        1,
+        8,
+        3,
+        {"1": 4, "2": 2, "9": 2},
+    )
     assert quantiles(items.lengths, [0.0, 0.5, 1.0]) == pytest.approx([0.0, 2.0, 3.0], rel=0.01)
 
 
@@ -165,7 +209,9 @@ def test_values_add_up_and_are_taken_off() -> None:
     draw = np.random.default_rng(3)
     parts = [
         values_of(
-            draw.normal(size=300).tolist(), draw.choice(["x", "y", "zz"], 300).tolist(), draw.integers(0, 9, (300, 3)).tolist()
+            draw.normal(size=300).tolist(),
+            draw.choice(["x", "y", "zz"], 300).tolist(),
+            draw.integers(0, 9, (300, 3)).tolist(),
         )
         for _ in range(3)
     ]
@@ -175,8 +221,15 @@ def test_values_add_up_and_are_taken_off() -> None:
     for name in ("label", "items"):
         assert left[name] == right[name]
     assert left["score"].buckets == right["score"].buckets
-    assert (left["score"].mean, left["score"].spread) == pytest.approx((right["score"].mean, right["score"].spread))
-    assert distance(left["score"].buckets, {bucket + 64: n for bucket, n in left["score"].buckets.items()}) > 0.1
+    assert (left["score"].mean, left["score"].spread) == pytest.approx(
+        (right["score"].mean, right["score"].spread)
+    )
+    assert (
+        distance(
+            left["score"].buckets, {bucket + 64: n for bucket, n in left["score"].buckets.items()}
+        )
+        > 0.1
+    )
 
 
 def test_of_a_million_labels_the_commonest_are_still_found() -> None:
@@ -185,5 +238,9 @@ def test_of_a_million_labels_the_commonest_are_still_found() -> None:
         labels = [f"{window}-{i}" if i % 10 or window < 60 else "all" for i in range(8000)]
         counter.add(values_of([None] * 8000, labels, [None] * 8000))
     label = counter.figures().values["label"]
-    assert (label.rows, next(iter(label.common.items())), label.distinct >= MOST_DISTINCT) == (1_000_000, ("all", 65 * 800), True)
+    assert (label.rows, next(iter(label.common.items())), label.distinct >= MOST_DISTINCT) == (
+        1_000_000,
+        ("all", 65 * 800),
+        True,
+    )
     assert len(label.common) == KEPT_VALUES

@@ -1,4 +1,5 @@
-"""A filter admits the rows it says and no other, whatever the index; and few of them are all found."""
+"""A filter admits the rows it says and no other, whatever the index; and few of them are all
+found."""
 
 from __future__ import annotations
 
@@ -60,7 +61,10 @@ CASES: list[tuple[dict[str, Any], Any]] = [
     ({"stock": [7, 7.5, 300, -50]}, lambda r: r["stock"] in (7, -50)),
     ({"stock": {"gt": -1000, "lt": -48}}, lambda r: r["stock"] < -48),
     ({"stock": {"gte": 48.5}}, lambda r: r["stock"] >= 49),
-    ({"price": {"gte": 10, "lt": 12.5}}, lambda r: r["price"] is not None and 10 <= r["price"] < 12.5),
+    (
+        {"price": {"gte": 10, "lt": 12.5}},
+        lambda r: r["price"] is not None and 10 <= r["price"] < 12.5,
+    ),
     ({"price": {"lte": 1e300}}, lambda r: r["price"] is not None),
     ({"price": 2.75}, lambda r: r["price"] == 2.75),
     ({"weight": 0.3}, lambda r: r["weight"] == np.float16(0.3)),
@@ -69,7 +73,9 @@ CASES: list[tuple[dict[str, Any], Any]] = [
     ({"lang": "de", "new": False}, lambda r: False),
     (
         {"lang": "en", "stock": {"gt": 0}, "price": {"lt": 400}},
-        lambda r: r["lang"] == "en" and r["stock"] > 0 and r["price"] is not None and r["price"] < 400,
+        lambda r: (
+            r["lang"] == "en" and r["stock"] > 0 and r["price"] is not None and r["price"] < 400
+        ),
     ),
 ]
 
@@ -91,7 +97,13 @@ def index(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nearest_rows, "STREAMED", 0.5)
         small = 1000 if request.param == "codes" else ROWS
-        build_index(folder / "1", rows(0, 1800, seed=0), VIEW, model="m", limits=Limits(small_rows=small, small_numbers=0))
+        build_index(
+            folder / "1",
+            rows(0, 1800, seed=0),
+            VIEW,
+            model="m",
+            limits=Limits(small_rows=small, small_numbers=0),
+        )
     build_overlay(folder / "2", folder / "1", rows(1700, ROWS, seed=1), [], VIEW, model="m")
     found = VectorIndex(folder / "1", folder / "2")
     assert found.figures.kind == request.param
@@ -99,7 +111,14 @@ def index(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def rows(start: int, stop: int, seed: int) -> list[pa.RecordBatch]:
-    return [rows_of([f"k{i}" for i in range(start, stop)], overlapping(ROWS, seed=seed)[start:stop], (), scalars_of(start, stop))]
+    return [
+        rows_of(
+            [f"k{i}" for i in range(start, stop)],
+            overlapping(ROWS, seed=seed)[start:stop],
+            (),
+            scalars_of(start, stop),
+        )
+    ]
 
 
 VECTORS = np.concatenate([overlapping(ROWS, seed=0)[:1700], overlapping(ROWS, seed=1)[1700:]])
@@ -108,7 +127,11 @@ VECTORS = np.concatenate([overlapping(ROWS, seed=0)[:1700], overlapping(ROWS, se
 @pytest.mark.parametrize("few_rows", [4096, 10], ids=["one by one", "by bitmap"])
 @pytest.mark.parametrize(("wanted", "admits"), CASES, ids=[str(wanted) for wanted, _ in CASES])
 def test_a_search_answers_with_what_the_filter_admits(
-    index: VectorIndex, monkeypatch: pytest.MonkeyPatch, few_rows: int, wanted: dict[str, Any], admits: Any
+    index: VectorIndex,
+    monkeypatch: pytest.MonkeyPatch,
+    few_rows: int,
+    wanted: dict[str, Any],
+    admits: Any,
 ) -> None:
     monkeypatch.setattr("precompute.store.vectors.nearest_rows.FEW_ROWS", few_rows)
     admitted = [f"k{row}" for row in range(ROWS) if admits(truth(row))]
@@ -123,7 +146,11 @@ def test_a_search_answers_with_what_the_filter_admits(
         assert set(index.search(query, 100, where=where, only=only).keys) == set(only) & right
     assert len(index.search(VECTORS[0], ROWS, where=where).keys) == len(admitted)
     if admitted:
-        assert np.mean(shares) == 1.0 if few_rows == 4096 or index.figures.kind == "exact" else np.mean(shares) >= 0.85
+        assert (
+            np.mean(shares) == 1.0
+            if few_rows == 4096 or index.figures.kind == "exact"
+            else np.mean(shares) >= 0.85
+        )
 
 
 @pytest.mark.parametrize(
@@ -172,16 +199,28 @@ def test_every_scalar_type_can_be_filtered_by(tmp_path: Path) -> None:
     features = [Feature(name, name) for name in SCALAR_TYPES]
     view = view_of(2, "l2", scalars=features)
     values: dict[str, Any] = {
-        name: ["b", "a"] if name == "string" else [True, False] if name == "bool" else [1, 0] for name in SCALAR_TYPES
+        name: ["b", "a"] if name == "string" else [True, False] if name == "bool" else [1, 0]
+        for name in SCALAR_TYPES
     }
     columns = {
-        name: pa.array(np.array(value, np.float16) if name == "float16" else value, SCALAR_TYPES[name])
+        name: pa.array(
+            np.array(value, np.float16) if name == "float16" else value, SCALAR_TYPES[name]
+        )
         for name, value in values.items()
     }
-    build_index(tmp_path / "index", [rows_of(["one", "zero"], np.ones((2, 2), np.float32), (), columns)], view, model="m")
+    build_index(
+        tmp_path / "index",
+        [rows_of(["one", "zero"], np.ones((2, 2), np.float32), (), columns)],
+        view,
+        model="m",
+    )
     index = VectorIndex(tmp_path / "index")
     for name, (wanted, _) in values.items():
         assert index.search([1, 1], 2, where=RowFilter(view, {name: wanted})).keys == ["one"], name
-        assert index.search([1, 1], 2, where=RowFilter(view, {name: [wanted]})).keys == ["one"], name
+        assert index.search([1, 1], 2, where=RowFilter(view, {name: [wanted]})).keys == ["one"], (
+            name
+        )
         if name != "bool":
-            assert index.search([1, 1], 2, where=RowFilter(view, {name: {"lt": wanted}})).keys == ["zero"], name
+            assert index.search([1, 1], 2, where=RowFilter(view, {name: {"lt": wanted}})).keys == [
+                "zero"
+            ], name

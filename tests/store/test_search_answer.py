@@ -1,4 +1,5 @@
-"""What a search answers over HTTP: the rows that a lookup answers, number by number, and no more bytes than allowed."""
+"""What a search answers over HTTP: the rows that a lookup answers, number by number, and no more
+bytes than allowed."""
 
 from __future__ import annotations
 
@@ -32,11 +33,15 @@ SEARCH = "/v1/views/things/search"
 
 @pytest.fixture
 def lookup(tmp_path: Path) -> Lookup:
-    view = FeatureView("things", ("id",), FEATURES, ttl_s=10, stale_for_s=5, index=IndexSpec("vector", "l2"))
+    view = FeatureView(
+        "things", ("id",), FEATURES, ttl_s=10, stale_for_s=5, index=IndexSpec("vector", "l2")
+    )
     rows = pa.record_batch(
         {
             "id": pa.array(["a", "b"]),
-            "vector": pa.FixedSizeListArray.from_arrays(pa.array([0.1, 1e-45, 3e18, 0.7, -0.0, 1 / 3], pa.float32()), 3),
+            "vector": pa.FixedSizeListArray.from_arrays(
+                pa.array([0.1, 1e-45, 3e18, 0.7, -0.0, 1 / 3], pa.float32()), 3
+            ),
             "share": pa.array([0.1, None], pa.float32()),
             "half": pa.array(np.array([0.1, np.nan], np.float16)),
             "whole": pa.array([2**63 - 1, -(2**63)]),
@@ -67,7 +72,8 @@ def test_a_row_that_is_found_reads_as_one_that_is_looked_up(lookup: Lookup) -> N
     assert sorted(row["key"] for row in found.json["rows"]) == ["a", "b"]
     for row in found.json["rows"]:
         alone = call(app, "GET", f"/v1/views/things/rows/{row['key']}")
-        # digit by digit: json.loads would read 0.1 and 0.10000000149011612 as two numbers, and as one float32
+        # digit by digit: json.loads would read 0.1 and 0.10000000149011612 as two numbers, and as
+        # one float32
         assert alone.body.partition(b'"features":')[2] in found.body
         del row["score"]
         assert row == {name: value for name, value in alone.json.items() if name != "view"}
@@ -76,5 +82,7 @@ def test_a_row_that_is_found_reads_as_one_that_is_looked_up(lookup: Lookup) -> N
 def test_a_search_that_finds_too_many_bytes_is_refused_early(lookup: Lookup) -> None:
     app = create_app(lookup, answer_bytes=600)
     body = {"vector": [0.1, 0, 0], "k": 2}
-    call(app, "POST", SEARCH, body | {"features": ["vector"]}).check_problem(413, "answer_too_large")
+    call(app, "POST", SEARCH, body | {"features": ["vector"]}).check_problem(
+        413, "answer_too_large"
+    )
     assert call(app, "POST", SEARCH, body).status == 200

@@ -1,4 +1,5 @@
-"""Selections: rows by position, drawn with the same chance from everywhere, found by key, distinguished without reading."""
+"""Selections: rows by position, drawn with the same chance from everywhere, found by key,
+distinguished without reading."""
 
 from __future__ import annotations
 
@@ -56,7 +57,14 @@ def test_a_draw_is_of_living_rows_and_the_same_every_time(tmp_path: Path) -> Non
 
 def test_every_row_has_the_same_chance(tmp_path: Path) -> None:
     """Whatever the size of its file, and of the row group that dead rows left."""
-    rows = all_rows(layers(tmp_path, (0, 400, list(range(5, 300))), (400, 40, []), (500, 300, [n for n in range(300) if n % 10])))
+    rows = all_rows(
+        layers(
+            tmp_path,
+            (0, 400, list(range(5, 300))),
+            (400, 40, []),
+            (500, 300, [n for n in range(300) if n % 10]),
+        )
+    )
     times = Counter(i for seed in range(400) for i in ids(rows.draw(70, seed), ["id"]))
     assert set(times) == set(ids(rows))
     share = np.array([times[i] for i in ids(rows)]) / sum(times.values()) * rows.count
@@ -64,7 +72,9 @@ def test_every_row_has_the_same_chance(tmp_path: Path) -> None:
     assert (share < 1.5).all()
 
 
-def test_a_draw_comes_from_every_part_and_reads_few_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draw_comes_from_every_part_and_reads_few_row_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read: list[int] = []
     original = pq.ParquetFile.read_row_group
 
@@ -78,7 +88,9 @@ def test_a_draw_comes_from_every_part_and_reads_few_row_groups(tmp_path: Path, m
     assert len(read) <= CLUSTERS
     assert len(drawn) >= 600
     assert np.bincount(drawn // 10_000).tolist() == pytest.approx([len(drawn) / 4] * 4, abs=10)
-    assert ((drawn >= 30_000).mean(), (drawn < 13_333).mean()) == pytest.approx((0.25, 1 / 3), abs=0.02)
+    assert ((drawn >= 30_000).mean(), (drawn < 13_333).mean()) == pytest.approx(
+        (0.25, 1 / 3), abs=0.02
+    )
 
 
 def test_many_small_row_groups_are_drawn_from_until_there_are_rows_enough(tmp_path: Path) -> None:
@@ -86,7 +98,9 @@ def test_many_small_row_groups_are_drawn_from_until_there_are_rows_enough(tmp_pa
     assert 250 <= rows.draw(500, 1).count <= 500
 
 
-def test_few_rows_in_many_large_row_groups_are_drawn_from_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_in_many_large_row_groups_are_drawn_from_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = layers(tmp_path, (0, 3000, []), (3000, 2000, []))
     changed = layers(tmp_path, (0, 3000, list(range(0, 3000, 15))), (3000, 2000, []))
     rows = rows_beside(made, changed)
@@ -102,8 +116,12 @@ def test_few_rows_in_many_large_row_groups_are_drawn_from_few(tmp_path: Path, mo
 def test_what_two_snapshots_share_is_told_by_position(tmp_path: Path) -> None:
     first = layers(tmp_path, (0, 20, [1]), (100, 5, []))
     later = layers(tmp_path, (200, 4, []), prefix="later")
-    second = Layers([*first.paths, *later.paths], [20, 5, 4], {0: np.array([1, 4, 7]), 1: np.array([0])})
-    other = Layers([*first.paths, *later.paths], [20, 5, 4], {0: np.array([1, 4]), 2: np.array([3])})
+    second = Layers(
+        [*first.paths, *later.paths], [20, 5, 4], {0: np.array([1, 4, 7]), 1: np.array([0])}
+    )
+    other = Layers(
+        [*first.paths, *later.paths], [20, 5, 4], {0: np.array([1, 4]), 2: np.array([3])}
+    )
     assert ids(rows_beside(first, second)) == [4, 7, 100]
     assert ids(rows_beside(second, first)) == [200, 201, 202, 203]
     assert (ids(rows_beside(second, other)), ids(rows_beside(other, second))) == ([203], [7, 100])
@@ -126,19 +144,29 @@ def test_text_and_composite_keys_are_found_by_their_text(tmp_path: Path) -> None
     rows = all_rows(Layers([path], [3], {}))
     assert ids(rows.find(pa.array(["x%2Fy/2", "50%25/3", "x/2"]), ["a", "id"])[1]) == [2, 3]
     assert ids(rows.find(pa.array(["x/y", "y"]), ["a"])[1]) == [2]
-    assert ids(rows.find(pa.array(["x", "2"]), ["id"])[1]) == [2]  # no number, of a time when keys were text
+    assert ids(rows.find(pa.array(["x", "2"]), ["id"])[1]) == [
+        2
+    ]  # no number, of a time when keys were text
 
 
-def test_rare_rows_are_those_that_their_part_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rare_rows_are_those_that_their_part_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(part_file, "RARE_ROWS", 3)
     names = {"told": [2, 5, 9], "none": [], "many": [1, 2, 3, 4], "old": None}
     for name, numbers in names.items():
-        table = pa.table({"id": range(10)}).replace_schema_metadata({"precompute.rare_rows": "[0]"})  # as copied rows have it
-        write_part_file(tmp_path / name, table, None if numbers is None else np.array(numbers, np.int64))
+        table = pa.table({"id": range(10)}).replace_schema_metadata(
+            {"precompute.rare_rows": "[0]"}
+        )  # as copied rows have it
+        write_part_file(
+            tmp_path / name, table, None if numbers is None else np.array(numbers, np.int64)
+        )
     dead = {number: np.array([1, 5, 6]) for number in range(4)}
     made = Layers([tmp_path / name for name in names], [10] * 4, dead)
     every = [i for i in range(10) if i not in (1, 5, 6)]
-    assert [ids(all_rows(Layers(made.paths[n : n + 1], [10], {0: dead[n]})).rare()) for n in range(4)] == [
+    assert [
+        ids(all_rows(Layers(made.paths[n : n + 1], [10], {0: dead[n]})).rare()) for n in range(4)
+    ] == [
         [2, 9],
         [],
         every,
@@ -152,7 +180,9 @@ def test_a_footer_that_names_rows_in_another_way_is_damaged(tmp_path: Path, told
     made = layers(tmp_path, (0, 40, []))
     table = pq.read_table(made.paths[0]).replace_schema_metadata({"precompute.rare_rows": told})
     pq.write_table(table, made.paths[0])
-    with pytest.raises(SnapshotError, match=r"part-0\.parquet cannot be read \(precompute\.rare_rows in its footer"):
+    with pytest.raises(
+        SnapshotError, match=r"part-0\.parquet cannot be read \(precompute\.rare_rows in its footer"
+    ):
         all_rows(made).rare()
 
 

@@ -1,4 +1,5 @@
-"""Services: several views joined to one row for each entity, alike in process, by JSON, by Arrow and by the clients; and what they were trained with."""
+"""Services: several views joined to one row for each entity, alike in process, by JSON, by Arrow
+and by the clients; and what they were trained with."""
 
 from __future__ import annotations
 
@@ -59,14 +60,24 @@ SERVICES = {
         "views": {"slow_a": ["double"], "slow_b": ["double"], "numbers": ["double"]},
         "deadline": "200ms",
     },
-    "wide": {"name": "wide", "entity": ["id"], "views": {"numbers": ["vector"], "huge": ["vector"]}},
-    "wrong": {"name": "wrong", "entity": ["id"], "views": {"numbers": ["vector"]}, "max_ages": "1h"},
+    "wide": {
+        "name": "wide",
+        "entity": ["id"],
+        "views": {"numbers": ["vector"], "huge": ["vector"]},
+    },
+    "wrong": {
+        "name": "wrong",
+        "entity": ["id"],
+        "views": {"numbers": ["vector"]},
+        "max_ages": "1h",
+    },
 }
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Scene:
-    """Rows 1, 2, 3 are published; 9 and 13 came into the source since, and the model fails on 13. Row 2 of the spoilt view was damaged."""
+    """Rows 1, 2, 3 are published; 9 and 13 came into the source since, and the model fails on 13.
+    Row 2 of the spoilt view was damaged."""
     folder = tmp_path_factory.mktemp("services")
     views: dict[str, dict[str, Any]] = {
         "numbers": slow(0, fail_on=13),
@@ -88,7 +99,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Scene:
             "model": {"use": "tests.arithmetic:Doubler", "args": {"dim": 4096}},
         },
     }
-    project = make_folder(folder, views, serve={"bind": "127.0.0.1:0", "limits": {"answer_bytes": 2**20}})
+    project = make_folder(
+        folder, views, serve={"bind": "127.0.0.1:0", "limits": {"answer_bytes": 2**20}}
+    )
     (folder / "services").mkdir()
     for name, service in SERVICES.items():
         (folder / "services" / f"{name}.yaml").write_text(yaml.safe_dump(service, sort_keys=False))
@@ -123,7 +136,8 @@ def lookup(project: Scene) -> Iterator[Lookup]:
 
 
 def of_table(table: pa.Table) -> list[dict[str, Any]]:
-    """The rows of a table but for their ages, and for when those were computed that are computed for each answer."""
+    """The rows of a table but for their ages, and for when those were computed that are computed
+    for each answer."""
     rows = table.to_pylist()
     for row in rows:
         for name in [name for name in row if name.endswith("__age_s")]:
@@ -136,7 +150,8 @@ def of_table(table: pa.Table) -> list[dict[str, Any]]:
 
 
 def of_rows(answer: Any, service: Service) -> list[dict[str, Any]]:
-    """The same of an answer in JSON, which has the features of a view that is missing only where something stands in for them."""
+    """The same of an answer in JSON, which has the features of a view that is missing only where
+    something stands in for them."""
     rows = []
     for reply in answer["rows"]:
         row = dict(reply["entity"])
@@ -146,7 +161,9 @@ def of_rows(answer: Any, service: Service) -> list[dict[str, Any]]:
             said = {name: view.get(name) for name in PART_FIELDS} | {
                 "computed_at": None if at is None else datetime.fromisoformat(at)
             }
-            for name, value in (said | {name: (view["features"] or {}).get(name) for name in part.features}).items():
+            for name, value in (
+                said | {name: (view["features"] or {}).get(name) for name in part.features}
+            ).items():
                 row[f"{part.view}__{name}"] = value
         rows.append(row)
     return of_table(pa.Table.from_pylist(rows))
@@ -161,7 +178,9 @@ ENTITIES: list[dict[str, list[Any]]] = [
 
 
 @pytest.mark.parametrize("entities", ENTITIES, ids=["there", "missing", "bad", "turned round"])
-def test_all_paths_answer_alike(lookup: Lookup, server: Server, client: Client, entities: dict[str, list[Any]]) -> None:
+def test_all_paths_answer_alike(
+    lookup: Lookup, server: Server, client: Client, entities: dict[str, list[Any]]
+) -> None:
     service = lookup.services["everything"]
     table = lookup.service("everything", entities)
     assert tuple(table.column_names) == service.columns
@@ -174,31 +193,54 @@ def test_all_paths_answer_alike(lookup: Lookup, server: Server, client: Client, 
     by_client = client.service("everything", entities)
     assert of_table(by_client) == alike
     assert by_client.schema.equals(table.schema)
-    assert of_rows(json.loads(msgspec.json.encode(client.service_rows("everything", entities))), service) == alike
+    assert (
+        of_rows(
+            json.loads(msgspec.json.encode(client.service_rows("everything", entities))), service
+        )
+        == alike
+    )
     # each view says what its own lookup says
-    for part, key in ((part, "id") for part in service.parts if part.view in ("numbers", "stale", "spoilt", "limited")):
+    for part, key in (
+        (part, "id")
+        for part in service.parts
+        if part.view in ("numbers", "stale", "spoilt", "limited")
+    ):
         alone = lookup.get(part.view, entities[key], max_age_s=service.oldest_s(part))
         for name in ("status", "source", "reason", *part.features):
-            assert table[f"{part.view}__{name}"].to_pylist() == alone[name].to_pylist(), (part.view, name)
+            assert table[f"{part.view}__{name}"].to_pylist() == alone[name].to_pylist(), (
+                part.view,
+                name,
+            )
 
 
 def test_inputs_come_along_by_view(lookup: Lookup, server: Server, client: Client) -> None:
     entities, inputs = {"id": [1, 500], "item": ["x", "x"]}, {"numbers": {"500": {"x": 2.5}}}
     table = lookup.service("everything", entities, inputs=inputs, deadline_ms=20_000)
     assert table["numbers__double"].to_pylist() == [2.0, 5.0]
-    by_client = client.service("everything", entities, inputs={"numbers": {500: {"x": 2.5}}}, deadline_ms=20_000)
+    by_client = client.service(
+        "everything", entities, inputs={"numbers": {500: {"x": 2.5}}}, deadline_ms=20_000
+    )
     assert of_table(by_client) == of_table(table)
     assert table["numbers__status"].to_pylist() == ["fresh", "computed"]
-    row = server.post("/v1/services/everything", {"entities": entities, "inputs": inputs, "fallback": False}).json["rows"][1]
+    row = server.post(
+        "/v1/services/everything", {"entities": entities, "inputs": inputs, "fallback": False}
+    ).json["rows"][1]
     assert row["views"]["numbers"]["reason"] == "unknown_entity"
 
 
 def said(row: dict[str, Any], view: str) -> tuple[Any, ...]:
-    return row[f"{view}__status"], row[f"{view}__source"], row[f"{view}__reason"], row.get(f"{view}__double")
+    return (
+        row[f"{view}__status"],
+        row[f"{view}__source"],
+        row[f"{view}__reason"],
+        row.get(f"{view}__double"),
+    )
 
 
 def test_a_view_that_cannot_answer_keeps_no_other_from_it(lookup: Lookup, server: Server) -> None:
-    first, second, ninth = lookup.service("everything", {"id": [1, 2, 9], "item": ["50%", "x", "x"]}).to_pylist()
+    first, second, ninth = lookup.service(
+        "everything", {"id": [1, 2, 9], "item": ["50%", "x", "x"]}
+    ).to_pylist()
     assert said(first, "numbers") == ("fresh", "store", None, 2.0)
     assert said(ninth, "numbers") == ("computed", "fallback", None, 18.0)
     assert said(ninth, "plain") == ("missing", "default", "unknown_entity", -1.5)
@@ -218,12 +260,18 @@ def test_a_view_that_cannot_answer_keeps_no_other_from_it(lookup: Lookup, server
     assert said(first, "unpublished") == ("missing", "default", "unknown_view", 0.5)
     assert said(first, "renamed") == ("missing", None, "unknown_view", None)
 
-    views = server.post("/v1/services/everything", {"entities": {"id": [1], "item": ["x"]}}).json["views"]
+    views = server.post("/v1/services/everything", {"entities": {"id": [1], "item": ["x"]}}).json[
+        "views"
+    ]
     assert views["grown"]["unknown_features"] == views["gone_only"]["unknown_features"] == ["gone"]
     assert views["keyed"]["problem"]["type"] == "urn:precompute:problem:other_entity"
     assert "user_id" in views["keyed"]["problem"]["detail"]
     assert views["renamed"]["problem"]["type"] == "urn:precompute:problem:unknown_view"
-    assert views["numbers"] == {"snapshot": 1, "model": lookup.get("numbers", [1])["model"][0].as_py(), "ttl_s": 3600.0}
+    assert views["numbers"] == {
+        "snapshot": 1,
+        "model": lookup.get("numbers", [1])["model"][0].as_py(),
+        "ttl_s": 3600.0,
+    }
 
 
 def test_all_views_have_one_deadline(lookup: Lookup, client: Client) -> None:
@@ -235,9 +283,17 @@ def test_all_views_have_one_deadline(lookup: Lookup, client: Client) -> None:
             assert {row[f"{view}__reason"] for view in ("slow_a", "slow_b")} == {"deadline"}
             assert row["numbers__status"] in ("computed", "missing")
             (row,) = ask("hasty", {"id": [1]}, **words).to_pylist()
-            assert [row[f"{view}__double"] for view in ("slow_a", "slow_b", "numbers")] == [2.0, 2.0, 2.0]
+            assert [row[f"{view}__double"] for view in ("slow_a", "slow_b", "numbers")] == [
+                2.0,
+                2.0,
+                2.0,
+            ]
         (row,) = ask("hasty", {"id": [9]}, deadline_ms=20_000).to_pylist()
-        assert [row[f"{view}__double"] for view in ("slow_a", "slow_b", "numbers")] == [18.0, 18.0, 18.0]
+        assert [row[f"{view}__double"] for view in ("slow_a", "slow_b", "numbers")] == [
+            18.0,
+            18.0,
+            18.0,
+        ]
         (row,) = ask("hasty", {"id": [9]}, fallback=False).to_pylist()
         assert row["numbers__reason"] == "unknown_entity"
 
@@ -258,7 +314,12 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     ("one", {"entities": {"id": [1]}, "inputs": {"numbrs": {"1": {"x": 1}}}}, 400, "bad_inputs"),
     ("one", {"entities": {"id": [1]}, "inputs": {"numbers": {"1": {"y": 1}}}}, 400, "bad_inputs"),
     ("one", {"entities": {"id": [1]}, "inputs": {"1": {"x": 1}}}, 422, "bad_request"),
-    ("everything", {"entities": {"id": [1], "item": ["x"]}, "inputs": {"plain": {"1": {"x": 1}}}}, 400, "no_fallback"),
+    (
+        "everything",
+        {"entities": {"id": [1], "item": ["x"]}, "inputs": {"plain": {"1": {"x": 1}}}},
+        400,
+        "no_fallback",
+    ),
     ("one", b"no json", 400, "bad_json"),
     ("one?features=vector", {"entities": {"id": [1]}}, 400, "bad_request"),
     ("wide", {"entities": {"id": [1] * 900}}, 413, "answer_too_large"),
@@ -266,29 +327,59 @@ REFUSED: list[tuple[str, Any, int, str]] = [
 
 
 @pytest.mark.parametrize(("path", "body", "status", "code"), REFUSED)
-def test_what_is_too_much_or_does_not_fit_is_refused(server: Server, path: str, body: Any, status: int, code: str) -> None:
+def test_what_is_too_much_or_does_not_fit_is_refused(
+    server: Server, path: str, body: Any, status: int, code: str
+) -> None:
     for accept in (wire.JSON, wire.ARROW):
         server.post(f"/v1/services/{path}", body, accept=accept).check_problem(status, code)
-    assert server.post("/v1/services/one", {"entities": {"id": [1]}}).json["rows"][0]["views"]["numbers"]["status"] == "fresh"
+    assert (
+        server.post("/v1/services/one", {"entities": {"id": [1]}}).json["rows"][0]["views"][
+            "numbers"
+        ]["status"]
+        == "fresh"
+    )
 
 
 def test_the_wrong_method_or_route_is_refused(server: Server) -> None:
     server.get("/v1/services/one").check_problem(405, "method_not_allowed")
     server.post("/v1/services", {}).check_problem(405, "method_not_allowed")
     server.post("/v1/services/one/lookup", {}).check_problem(404, "no_such_route")
-    assert [one["service"] for one in server.get("/v1/services").json["services"]] == ["everything", "hasty", "one", "wide"]
+    assert [one["service"] for one in server.get("/v1/services").json["services"]] == [
+        "everything",
+        "hasty",
+        "one",
+        "wide",
+    ]
 
 
-def test_entities_come_as_arrow_and_as_tables(lookup: Lookup, server: Server, client: Client) -> None:
-    table = pa.table({"item": pa.array(["50%", None]).dictionary_encode(), "id": pa.array([1, 2], pa.int16())})
+def test_entities_come_as_arrow_and_as_tables(
+    lookup: Lookup, server: Server, client: Client
+) -> None:
+    table = pa.table(
+        {"item": pa.array(["50%", None]).dictionary_encode(), "id": pa.array([1, 2], pa.int16())}
+    )
     alike = of_table(lookup.service("everything", {"id": [1, 2], "item": ["50%", None]}))
-    posted = server.post("/v1/services/everything", arrow_table(table), content_type=wire.ARROW, accept=wire.ARROW)
+    posted = server.post(
+        "/v1/services/everything", arrow_table(table), content_type=wire.ARROW, accept=wire.ARROW
+    )
     assert of_table(posted.arrow) == alike
-    for entities in (table, table.to_pandas(), {"id": np.array([1, 2]), "item": pd.Series(["50%", None])}):
-        assert of_table(lookup.service("everything", entities)) == of_table(client.service("everything", entities)) == alike
-    server.post("/v1/services/everything", arrow(["1"], "id"), content_type=wire.ARROW).check_problem(400, "bad_arrow")
+    for entities in (
+        table,
+        table.to_pandas(),
+        {"id": np.array([1, 2]), "item": pd.Series(["50%", None])},
+    ):
+        assert (
+            of_table(lookup.service("everything", entities))
+            == of_table(client.service("everything", entities))
+            == alike
+        )
+    server.post(
+        "/v1/services/everything", arrow(["1"], "id"), content_type=wire.ARROW
+    ).check_problem(400, "bad_arrow")
     twice = pa.table([[1], [2], ["x"]], names=["id", "id", "item"])
-    server.post("/v1/services/everything", arrow_table(twice), content_type=wire.ARROW).check_problem(400, "bad_arrow")
+    server.post(
+        "/v1/services/everything", arrow_table(twice), content_type=wire.ARROW
+    ).check_problem(400, "bad_arrow")
     for ask in (lookup.service, client.service):
         for wrong in (
             [1, 2],
@@ -304,7 +395,13 @@ def test_entities_come_as_arrow_and_as_tables(lookup: Lookup, server: Server, cl
 def test_large_answers_come_in_pieces(server: Server, lookup: Lookup, client: Client) -> None:
     entities = {"id": ["1", "2", "3"] * 40, "item": ["50%"] * 120}
     alike = of_table(lookup.service("everything", entities))
-    assert of_rows(server.post("/v1/services/everything", {"entities": entities}).json, lookup.services["everything"]) == alike
+    assert (
+        of_rows(
+            server.post("/v1/services/everything", {"entities": entities}).json,
+            lookup.services["everything"],
+        )
+        == alike
+    )
     wide = {"id": ["1", "2", "3"] * 5}
     reply = server.post("/v1/services/wide", {"entities": wide})
     assert len(reply.body) > 256 * 1024
@@ -344,20 +441,48 @@ def test_each_view_is_read_once_and_a_store_that_fails_is_said(project: Scene) -
         assert said(row, "slow_a") == ("missing", None, "store_unavailable", None)
         assert said(row, "slow_b") == ("fresh", "store", None, 2.0)
         down = Lookup(Counted(store, frozenset({"numbers"})), services=services_of(project))  # type: ignore[arg-type]
-        mixed = Service("mixed", ("id",), (ServicePart("numbers", ("double",)), ServicePart("renamed", ("double",))))
+        mixed = Service(
+            "mixed",
+            ("id",),
+            (ServicePart("numbers", ("double",)), ServicePart("renamed", ("double",))),
+        )
         for service in ("one", mixed):
             with pytest.raises(OnlineStoreError, match="is down"):
                 down.service(service, {"id": [1]})
 
 
-DEFINITION = Service("s", ("id",), (ServicePart("a", ("x", "y"), 60.0, {"x": 1.0}), ServicePart("b", ("x",))), 3600.0, 100.0)
+DEFINITION = Service(
+    "s",
+    ("id",),
+    (ServicePart("a", ("x", "y"), 60.0, {"x": 1.0}), ServicePart("b", ("x",))),
+    3600.0,
+    100.0,
+)
 OTHERS = [
     Service("t", DEFINITION.entity, DEFINITION.parts, 3600.0, 100.0),
     Service("s", ("id", "item"), DEFINITION.parts, 3600.0, 100.0),
     Service("s", DEFINITION.entity, DEFINITION.parts[:1], 3600.0, 100.0),
-    Service("s", DEFINITION.entity, (ServicePart("a", ("y", "x"), 60.0, {"x": 1.0}), DEFINITION.parts[1]), 3600.0, 100.0),
-    Service("s", DEFINITION.entity, (ServicePart("a", ("x", "y"), 61.0, {"x": 1.0}), DEFINITION.parts[1]), 3600.0, 100.0),
-    Service("s", DEFINITION.entity, (ServicePart("a", ("x", "y"), 60.0, {"x": 2.0}), DEFINITION.parts[1]), 3600.0, 100.0),
+    Service(
+        "s",
+        DEFINITION.entity,
+        (ServicePart("a", ("y", "x"), 60.0, {"x": 1.0}), DEFINITION.parts[1]),
+        3600.0,
+        100.0,
+    ),
+    Service(
+        "s",
+        DEFINITION.entity,
+        (ServicePart("a", ("x", "y"), 61.0, {"x": 1.0}), DEFINITION.parts[1]),
+        3600.0,
+        100.0,
+    ),
+    Service(
+        "s",
+        DEFINITION.entity,
+        (ServicePart("a", ("x", "y"), 60.0, {"x": 2.0}), DEFINITION.parts[1]),
+        3600.0,
+        100.0,
+    ),
     Service("s", DEFINITION.entity, DEFINITION.parts, None, 100.0),
     Service("s", DEFINITION.entity, DEFINITION.parts, 3600.0),
 ]
@@ -377,11 +502,17 @@ def test_the_version_is_that_of_the_definition() -> None:
         (("s", ("id",), ()), "1 to 32 views"),
         (("s", ("id",), tuple(ServicePart(f"a{i}", ("x",)) for i in range(33))), "1 to 32 views"),
         (("s", ("id",), (ServicePart("a", ()),)), "features of each"),
-        (("s", ("id",), (ServicePart("a", ("x",)), ServicePart("a", ("y",)))), "names a view twice"),
+        (
+            ("s", ("id",), (ServicePart("a", ("x",)), ServicePart("a", ("y",)))),
+            "names a view twice",
+        ),
         (("s", ("id",), (ServicePart("a", ("x", "x")),)), "two columns 'a__x'"),
         (("s", ("a__x",), (ServicePart("a", ("x",)),)), "two columns 'a__x'"),
         (("s", ("id",), (ServicePart("a", ("status",)),)), "two columns 'a__status'"),
-        (("s", ("id",), (ServicePart("a", ("x",), defaults={"y": 1}),)), "'y' is no feature that 's' takes of a"),
+        (
+            ("s", ("id",), (ServicePart("a", ("x",), defaults={"y": 1}),)),
+            "'y' is no feature that 's' takes of a",
+        ),
         (("s", ("id",), (ServicePart("a", ("x",)),), None, 61_000.0), "at most 60 s"),
     ],
 )
@@ -391,9 +522,14 @@ def test_a_definition_that_cannot_be_is_refused(wrong: tuple[Any, ...], match: s
 
 
 def test_a_training_set_is_what_was_served(project: Scene, tmp_path: Path) -> None:
-    """Features and times of each row are those of the answer that was given then, from the store; through three publishings and a rollback."""
+    """Features and times of each row are those of the answer that was given then, from the store;
+    through three publishings and a rollback."""
     scene = make_folder(
-        tmp_path, {"numbers": PLAIN | {"fallback": {"enabled": True}}, "plain": PLAIN | {"ttl": 0, "stale_for": "1h"}}
+        tmp_path,
+        {
+            "numbers": PLAIN | {"fallback": {"enabled": True}},
+            "plain": PLAIN | {"ttl": 0, "stale_for": "1h"},
+        },
     )
     parts = (
         ServicePart("numbers", ("double", "vector"), defaults={"double": -1.0}),
@@ -414,42 +550,68 @@ def test_a_training_set_is_what_was_served(project: Scene, tmp_path: Path) -> No
     scene.publish_all()
     serve()
     write_numbers(tmp_path, [2, 4], 5.0)
-    scene.run("numbers", accept=("rows", "shift", "moved", "agreement", "drift", "norm", "constant", "duplicates"))
+    scene.run(
+        "numbers",
+        accept=("rows", "shift", "moved", "agreement", "drift", "norm", "constant", "duplicates"),
+    )
     serve()
     scene.rollback("numbers")
     serve()
     rows = pa.table(
         {
             "id": pa.array(ids * len(times)),
-            "event_timestamp": pa.array([at for at in times for _ in ids], pa.timestamp("us", "UTC")),
+            "event_timestamp": pa.array(
+                [at for at in times for _ in ids], pa.timestamp("us", "UTC")
+            ),
         }
     )
     trained = get_historical_features(scene.offline, rows, service=service)
     assert trained.schema.metadata[b"version"].decode() == service.fingerprint
     columns = [name for name in trained.column_names if "__" in name]
-    assert columns == [f"{part.view}__{name}" for part in parts for name in (*part.features, "computed_at")]
+    assert columns == [
+        f"{part.view}__{name}" for part in parts for name in (*part.features, "computed_at")
+    ]
     assert (
         trained.select(columns).to_pylist()
-        == pa.concat_tables([one.select(columns).replace_schema_metadata() for one in served]).to_pylist()
+        == pa.concat_tables(
+            [one.select(columns).replace_schema_metadata() for one in served]
+        ).to_pylist()
     )
     assert len({str(row) for row in trained.select(columns).to_pylist()}) > 8
 
     # a row of an hour ago was not there; nor is one that is too old for the service
-    late = pa.table({"id": [1], "event_timestamp": pa.array([times[-1] + timedelta(seconds=3200)], pa.timestamp("us", "UTC"))})
+    late = pa.table(
+        {
+            "id": [1],
+            "event_timestamp": pa.array(
+                [times[-1] + timedelta(seconds=3200)], pa.timestamp("us", "UTC")
+            ),
+        }
+    )
     (row,) = get_historical_features(scene.offline, late, service=service).to_pylist()
-    assert (row["numbers__double"], row["plain__double"], row["plain__computed_at"]) == (2.0, 0.5, None)
+    assert (row["numbers__double"], row["plain__double"], row["plain__computed_at"]) == (
+        2.0,
+        0.5,
+        None,
+    )
 
 
 @pytest.mark.parametrize(
     ("service", "match"),
     [
         (Service("s", ("id",), (ServicePart("numbers", ("gone",)),)), "no feature 'gone'"),
-        (Service("s", ("item",), (ServicePart("numbers", ("double",)),)), "the key id, and the service the entity item"),
+        (
+            Service("s", ("item",), (ServicePart("numbers", ("double",)),)),
+            "the key id, and the service the entity item",
+        ),
         (Service("s", ("id",), (ServicePart("unpublished", ("double",)),)), "unpublished"),
     ],
 )
-def test_a_training_set_that_would_lack_a_feature_is_refused(project: Scene, service: Service, match: str) -> None:
-    """Where an answer is better with a gap than not at all, training without a word would not be."""
+def test_a_training_set_that_would_lack_a_feature_is_refused(
+    project: Scene, service: Service, match: str
+) -> None:
+    """Where an answer is better with a gap than not at all, training without a word would not
+    be."""
     rows = pa.table({"id": [1], "item": ["x"], "event_timestamp": pa.array([datetime.now(UTC)])})
     with pytest.raises(PrecomputeError, match=match):
         get_historical_features(project.offline, rows, service=service)
@@ -457,8 +619,12 @@ def test_a_training_set_that_would_lack_a_feature_is_refused(project: Scene, ser
         get_historical_features(project.offline, rows, ["numbers"], service=service)
 
 
-def test_over_redis_views_are_read_at_once_and_it_is_the_same(tmp_path: Path, redis_url: str) -> None:
-    views = {f"v{i}": PLAIN for i in range(6)} | {"pairs": PLAIN | {"entity": ["id", "item"], "source": PAIRS}}
+def test_over_redis_views_are_read_at_once_and_it_is_the_same(
+    tmp_path: Path, redis_url: str
+) -> None:
+    views = {f"v{i}": PLAIN for i in range(6)} | {
+        "pairs": PLAIN | {"entity": ["id", "item"], "source": PAIRS}
+    }
     scene = make_folder(tmp_path, views, online=redis_url)
     scene.publish_all()
     parts = tuple(ServicePart(name, ("double",)) for name in (*views, "unpublished"))
@@ -471,5 +637,9 @@ def test_over_redis_views_are_read_at_once_and_it_is_the_same(tmp_path: Path, re
         for accept in (wire.ARROW, wire.JSON):
             reply = call(app, "POST", "/v1/services/wide", {"entities": entities}, accept=accept)
             assert reply.status == 200
-            alike = of_table(reply.arrow) if accept == wire.ARROW else of_rows(reply.json, lookup.services["wide"])
+            alike = (
+                of_table(reply.arrow)
+                if accept == wire.ARROW
+                else of_rows(reply.json, lookup.services["wide"])
+            )
             assert alike == of_table(table)

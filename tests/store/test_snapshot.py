@@ -29,7 +29,10 @@ FULL = Snapshot(
     run="20250101T000000-ab",
     model="f" * 64,
     counts=Counts(source=6, written=4, rejected=1, unchanged=1, removed=1, duplicates=2),
-    parts=(Part("data/r/part-00000.parquet", 3, 1234, "a" * 64), Part("data/r/part-00001.parquet", 1, 99, "b" * 64)),
+    parts=(
+        Part("data/r/part-00000.parquet", 3, 1234, "a" * 64),
+        Part("data/r/part-00001.parquet", 1, 99, "b" * 64),
+    ),
     rejected=Part("data/r/rejected.parquet", 1, 10, "c" * 64),
     created_at="2025-01-01T00:00:00.000001+00:00",
     computed_at_min=-1,
@@ -48,7 +51,9 @@ FULL = Snapshot(
     partition="2025-01-01T00:00Z/2025-01-02T00:00Z",
     renewed_at=2**53 + 1,
     quality={"zero": 0.0},
-    figures=RowFigures(5, 1, 2, {"double": 3}, {"vector": VectorFigures(2, 1, 1.5, {0: 1, 2032: 1})}),
+    figures=RowFigures(
+        5, 1, 2, {"double": 3}, {"vector": VectorFigures(2, 1, 1.5, {0: 1, 2032: 1})}
+    ),
     gates=(Verdict("zero", False, 0.5, 0.01, "é"),),
     accepted=("zero",),
     fence=3,
@@ -57,7 +62,8 @@ SMALL = Snapshot(VIEW, "r", "m", Counts(0, 0), (), None, "now", None, None)
 
 
 def resealed(manifest: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
-    """The manifest as another version of the writer would have made it: changed, and with the right checksum."""
+    """The manifest as another version of the writer would have made it: changed, and with the right
+    checksum."""
     body = json.loads(manifest)
     del body["zz_sha256"]
     change(body)
@@ -78,13 +84,19 @@ def test_a_manifest_is_plain_json_for_anybody() -> None:
     assert body["format_version"] == FORMAT_VERSION
     assert body["view_fingerprint"] == VIEW.fingerprint()
     assert body["counts"]["written"] == sum(part["rows"] for part in body["parts"])
-    assert set(body) - {"format_version", "view_fingerprint", "zz_sha256"} == set(Snapshot.__struct_fields__)
+    assert set(body) - {"format_version", "view_fingerprint", "zz_sha256"} == set(
+        Snapshot.__struct_fields__
+    )
 
 
 def test_the_bytes_of_a_manifest_are_pinned() -> None:
-    """A change here is a change of the format: older readers must still understand it, or the version goes up."""
+    """A change here is a change of the format: older readers must still understand it, or the
+    version goes up."""
     assert FORMAT_VERSION == 1
-    assert hashlib.sha256(FULL.to_bytes()).hexdigest() == "6465f7d814cd2235ba916702b0ade4f9d1294de1196d73b242356715da02f784"
+    assert (
+        hashlib.sha256(FULL.to_bytes()).hexdigest()
+        == "6465f7d814cd2235ba916702b0ade4f9d1294de1196d73b242356715da02f784"
+    )
     assert list(json.loads(FULL.to_bytes())) == [
         "accepted",
         "base_losses",
@@ -174,7 +186,18 @@ def test_a_manifest_with_any_byte_flipped_is_refused() -> None:
         b"\0" * len(FULL.to_bytes()),
         b',\n "zz_sha256": "' + hashlib.sha256(b"").hexdigest().encode() + b'"\n}\n',
     ],
-    ids=["appended", "doubled", "shifted", "line ends", "edited", "formatted", "empty", "no manifest", "zeros", "seal alone"],
+    ids=[
+        "appended",
+        "doubled",
+        "shifted",
+        "line ends",
+        "edited",
+        "formatted",
+        "empty",
+        "no manifest",
+        "zeros",
+        "seal alone",
+    ],
 )
 def test_a_manifest_edited_in_any_way_is_refused(damaged: bytes) -> None:
     with pytest.raises(SnapshotError, match="torn or was edited"):
@@ -188,16 +211,29 @@ def test_a_manifest_of_a_format_this_version_does_not_know_is_refused(version: A
         Snapshot.from_bytes(newer, "here")
 
 
-@pytest.mark.parametrize("change", [{"counts": None}, {"parts": [{"path": 7}]}, {"view": {"name": "items"}}])
+@pytest.mark.parametrize(
+    "change", [{"counts": None}, {"parts": [{"path": 7}]}, {"view": {"name": "items"}}]
+)
 def test_a_manifest_that_says_something_else_is_refused(change: dict[str, Any]) -> None:
     other = resealed(FULL.to_bytes(), lambda body: body.update(change))
-    with pytest.raises(SnapshotError, match=r"here says what this version does not understand .*\$\..*upgrade"):
+    with pytest.raises(
+        SnapshotError, match=r"here says what this version does not understand .*\$\..*upgrade"
+    ):
         Snapshot.from_bytes(other, "here")
 
 
 @pytest.mark.parametrize(
     "path",
-    [(), ("counts",), ("parts", 0), ("rejected",), ("deletes",), ("view",), ("view", "features", 0), ("view", "index")],
+    [
+        (),
+        ("counts",),
+        ("parts", 0),
+        ("rejected",),
+        ("deletes",),
+        ("view",),
+        ("view", "features", 0),
+        ("view", "index"),
+    ],
     ids=lambda path: ".".join(map(str, path)) or "top",
 )
 def test_fields_of_a_later_minor_version_are_ignored(path: tuple[Any, ...]) -> None:

@@ -1,4 +1,5 @@
-"""The stand-in is the real thing but for its connections: what its clients answer and raise is held equal to those of a server over the same rows."""
+"""The stand-in is the real thing but for its connections: what its clients answer and raise is held
+equal to those of a server over the same rows."""
 
 from __future__ import annotations
 
@@ -35,7 +36,10 @@ from tests.test_packaging import ABSENT, declared
 
 __all__ = ["stand_in"]
 
-FEATURES: dict[str, dict[str, Any]] = {"double": {"dtype": "float64"}, "vector": {"dtype": "float32", "dim": 4}}
+FEATURES: dict[str, dict[str, Any]] = {
+    "double": {"dtype": "float64"},
+    "vector": {"dtype": "float32", "dim": 4},
+}
 
 
 def kind(x: float) -> dict[str, Any]:
@@ -130,7 +134,8 @@ MADE = frozenset({"model"})
 
 
 def plain(value: Any) -> Any:
-    """An answer, or an error, as it is compared: with its types, without times, ages and fingerprints that are there."""
+    """An answer, or an error, as it is compared: with its types, without times, ages and
+    fingerprints that are there."""
     if isinstance(value, pa.Table):
         return value.schema, plain(value.to_pylist())
     if isinstance(value, PrecomputeError):
@@ -138,45 +143,66 @@ def plain(value: Any) -> Any:
     if isinstance(value, msgspec.Struct):
         return type(value), plain(msgspec.structs.asdict(value))
     if isinstance(value, dict):
-        return {name: type(one) if name in WHEN | MADE else plain(one) for name, one in value.items()}
+        return {
+            name: type(one) if name in WHEN | MADE else plain(one) for name, one in value.items()
+        }
     return [plain(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 CALLS: dict[str, Callable[[Any], Any]] = {
     "get": lambda c: c.get("numbers", [1, "3", 9, None, 1.5]),
     "get of numpy": lambda c: c.get("numbers", np.array([2, 1]), features=["vector"]),
-    "get, nothing stored is good enough": lambda c: c.get("numbers", [1], max_age_s=0, fallback=False),
+    "get, nothing stored is good enough": lambda c: c.get(
+        "numbers", [1], max_age_s=0, fallback=False
+    ),
     "rows": lambda c: c.rows("numbers", [3, 1, 77]),
     "rows, computed": lambda c: c.rows("numbers", [9], inputs={9: {"x": 5.5}}),
-    "rows, never the model": lambda c: c.rows("numbers", [9], inputs={9: {"x": 5.5}}, only_if_cached=True),
-    "rows, fresh for longer than they are": lambda c: c.rows("numbers", [1], min_fresh_s=4000, only_if_cached=True),
+    "rows, never the model": lambda c: c.rows(
+        "numbers", [9], inputs={9: {"x": 5.5}}, only_if_cached=True
+    ),
+    "rows, fresh for longer than they are": lambda c: c.rows(
+        "numbers", [1], min_fresh_s=4000, only_if_cached=True
+    ),
     "row": lambda c: c.row("numbers", 2),
     "row, a feature": lambda c: c.row("numbers", "2", features=["double"]),
     "row, missing": lambda c: c.row("numbers", 9, fallback=False),
     "row, unknown feature": lambda c: c.row("numbers", 1, features=["dubble"]),
     "row, bad key": lambda c: c.row("numbers", ["1", "2"]),
     "several": lambda c: c.several(
-        [ViewLookupRequest([1, 9], view="numbers", fallback=False), ViewLookupRequest([1], view="no")]
+        [
+            ViewLookupRequest([1, 9], view="numbers", fallback=False),
+            ViewLookupRequest([1], view="no"),
+        ]
     ),
     "search by key": lambda c: c.search("numbers", key=1, k=2),
-    "search by vector": lambda c: c.search("numbers", vector=[2, 3, 4, 5], k=5, features=["double", "vector"], exclude=[3]),
+    "search by vector": lambda c: c.search(
+        "numbers", vector=[2, 3, 4, 5], k=5, features=["double", "vector"], exclude=[3]
+    ),
     "search by inputs": lambda c: c.search("numbers", inputs={"x": 2.9}, k=1),
     "search by text": lambda c: c.search("numbers", text="a", k=1),
     "search by none or two": lambda c: c.search("numbers", key=1, text="a"),
     "a frame for keys": lambda c: c.rows("numbers", {"id": [1]}),
     "inputs of no fallback": lambda c: c.rows("kinds", ["a/1"], inputs={"a/1": {"x": 1}}),
     "too few parts": lambda c: c.row("kinds", "a"),
-    "search, filtered": lambda c: c.search("numbers", vector=[0, 0, 0, 0], filter={"double": {"gt": 2}}, only=[1, 2]),
+    "search, filtered": lambda c: c.search(
+        "numbers", vector=[0, 0, 0, 0], filter={"double": {"gt": 2}}, only=[1, 2]
+    ),
     "search, missing": lambda c: c.search("numbers", key=9),
     "search, of another length": lambda c: c.search("numbers", vector=[1]),
     "search, nothing named": lambda c: c.search("numbers"),
     "search, bad filter": lambda c: c.search("numbers", key=1, filter={"no": 1}),
-    "of every kind": lambda c: c.get("kinds", [["a/b", 1], ("a/b", "2"), "a%2Fb/3", ["a/b"], ["a", 1]]),
-    "of every kind, as rows": lambda c: c.rows("kinds", [["a/b", 1], ["a/b", 2]], features=["words", "half", "text"]),
+    "of every kind": lambda c: c.get(
+        "kinds", [["a/b", 1], ("a/b", "2"), "a%2Fb/3", ["a/b"], ["a", 1]]
+    ),
+    "of every kind, as rows": lambda c: c.rows(
+        "kinds", [["a/b", 1], ["a/b", 2]], features=["words", "half", "text"]
+    ),
     "of every kind, a row": lambda c: c.row("kinds", ["a/b", 3]),
     "of every kind, searched": lambda c: [
         msgspec.structs.replace(row, score=round(row.score, 5))
-        for row in c.search("kinds", key=["a/b", 3], filter={"flag": True, "small": [-2, -3]}, features=["text"]).rows
+        for row in c.search(
+            "kinds", key=["a/b", 3], filter={"flag": True, "small": [-2, -3]}, features=["text"]
+        ).rows
     ],
     "of every kind, near": lambda c: c.search(
         "kinds", vector=[0.3, -1, 3], k=1, features=["half", "small"], filter={"small": {"lt": 0}}
@@ -189,7 +215,12 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "bad limit": lambda c: c.rows("numbers", [1], max_age_s=-1),
     "bad time limit": lambda c: c.rows("numbers", [1], timeout_s=0),
     "views": lambda c: [
-        {name: one for name, one in line.items() if name not in ("index", "features", "source", "snapshot")} for line in c.views()
+        {
+            name: one
+            for name, one in line.items()
+            if name not in ("index", "features", "source", "snapshot")
+        }
+        for line in c.views()
     ],
 }
 
@@ -210,7 +241,9 @@ async def answered_async(call: Callable[[Any], Any], client: AsyncClient) -> Any
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=list(CALLS))
-def test_an_answer_is_that_of_a_server(server: Server, stand_in: StandIn, call: Callable[[Any], Any]) -> None:
+def test_an_answer_is_that_of_a_server(
+    server: Server, stand_in: StandIn, call: Callable[[Any], Any]
+) -> None:
     publish(stand_in)
     with Client(server.url) as real, stand_in.client() as double:
         assert answered(call, double) == (expected := answered(call, real))
@@ -218,7 +251,8 @@ def test_an_answer_is_that_of_a_server(server: Server, stand_in: StandIn, call: 
     if call not in (CALLS["views"], CALLS["of every kind, searched"]):
         # not those that look into what is awaited
         double_answer, real_answer = (
-            asyncio.run(answered_async(call, c)) for c in (stand_in.async_client(), AsyncClient(server.url))
+            asyncio.run(answered_async(call, c))
+            for c in (stand_in.async_client(), AsyncClient(server.url))
         )
         assert double_answer == real_answer
 
@@ -228,11 +262,15 @@ def test_an_answer_is_that_of_a_server(server: Server, stand_in: StandIn, call: 
 FAILURES: dict[str, tuple[PrecomputeError, Callable[[Any], None] | None]] = {
     "busy": (
         OverloadedError("40 calls are in hand already", retry_after_s=1),
-        lambda visit: visit.answer(503, problem(503, "busy", "40 calls are in hand already"), b"Retry-After: 1"),
+        lambda visit: visit.answer(
+            503, problem(503, "busy", "40 calls are in hand already"), b"Retry-After: 1"
+        ),
     ),
     "its store is gone": (
         OnlineStoreError("the online store does not answer"),
-        lambda visit: visit.answer(503, problem(503, "store_unavailable", "the online store does not answer")),
+        lambda visit: visit.answer(
+            503, problem(503, "store_unavailable", "the online store does not answer")
+        ),
     ),
     "no token": (
         DeniedError("no token", status=401, code="no_token"),
@@ -248,7 +286,14 @@ FAILURES: dict[str, tuple[PrecomputeError, Callable[[Any], None] | None]] = {
 
 
 def problem(status: int, code: str, detail: str) -> bytes:
-    return msgspec.json.encode({"type": f"urn:precompute:problem:{code}", "title": code, "status": status, "detail": detail})
+    return msgspec.json.encode(
+        {
+            "type": f"urn:precompute:problem:{code}",
+            "title": code,
+            "status": status,
+            "detail": detail,
+        }
+    )
 
 
 def raised(client: Client) -> PrecomputeError:
@@ -297,7 +342,11 @@ def test_what_is_on_order_comes_so_often_and_for_whom(stand_in: StandIn) -> None
         stand_in.fail(NoAnswerError("gone"))
         stand_in.heal()
         assert impatient.row("numbers", 1).status == "fresh"
-    assert [request.views for request in stand_in.requests[-3:]] == [["other"], ["numbers", "other"], ["numbers"]]
+    assert [request.views for request in stand_in.requests[-3:]] == [
+        ["other"],
+        ["numbers", "other"],
+        ["numbers"],
+    ]
     assert stand_in.requests[0].path.startswith("/v1/views/other/rows/a")
     for wrong in (
         lambda: stand_in.fail(SnapshotError("no client raises it")),
@@ -327,7 +376,10 @@ def test_an_answer_that_comes_late(stand_in: StandIn) -> None:
             await asyncio.sleep(0.05)
             task.cancel()
             stand_in.heal()
-            return [row.status for row in await asyncio.gather(*(client.row("numbers", 1) for _ in range(20)))]
+            return [
+                row.status
+                for row in await asyncio.gather(*(client.row("numbers", 1) for _ in range(20)))
+            ]
 
     assert asyncio.run(several()) == ["fresh"] * 20
 
@@ -371,7 +423,10 @@ def test_a_model_that_is_slow_or_fails(stand_in: StandIn) -> None:
             raise ValueError("cannot")
         return {"length": len(key), "words": [key]}
 
-    features: dict[str, dict[str, Any]] = {"length": {"dtype": "int32"}, "words": {"dtype": "string", "max_items": 9}}
+    features: dict[str, dict[str, Any]] = {
+        "length": {"dtype": "int32"},
+        "words": {"dtype": "string", "max_items": 9},
+    }
     stand_in.view("names", features=features, model=model, default={"length": -1})
     with stand_in.client() as client:
         rows = client.rows("names", ["bob", "slow", "late", "broken"], deadline_ms=100).rows
@@ -394,19 +449,31 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"features": {"a": {"dtype": "float"}}}, "'float' is none of"),
     ({"features": {"a": {"kind": "float32"}}}, "each has a dtype"),
     ({"rows": {1: {"a": 1}}, "index": {"on": "a"}}, "index.on: 'a' is no vector"),
-    ({"rows": {1: {"a": [1.0]}}, "index": {"on": "a", "metric": "cosin"}}, "index.metric: 'cosin' is none of cosine, dot, l2"),
+    (
+        {"rows": {1: {"a": [1.0]}}, "index": {"on": "a", "metric": "cosin"}},
+        "index.metric: 'cosin' is none of cosine, dot, l2",
+    ),
     ({"rows": {1: {"a": [1.0]}}, "index": {"metric": "l2"}}, "index: it has on and metric"),
-    ({"rows": {1: {"a": [1.0]}, 2: {}, 3: {"a": [0.0]}}, "index": {"on": "a"}}, "key '3': a is all zeros"),
+    (
+        {"rows": {1: {"a": [1.0]}, 2: {}, 3: {"a": [0.0]}}, "index": {"on": "a"}},
+        "key '3': a is all zeros",
+    ),
     ({"rows": {1: {"a": 1.0}, 2: {"a": math.nan}}}, "key '2': a is not finite"),
     ({"rows": {1: {"a": [1.0]}, 2: {"a": [-math.inf]}}}, "key '2': a is not finite"),
     ({"rows": {1: {"a": [1.0]}, 2: {"a": [1e300]}}}, "key '2': a is not finite"),
     ({"rows": {1: {"a": [1.0], "b": 1}, 2: {"b": 1}}}, "key '2': a is null, and a vector"),
     ({"rows": {1: {"a": [1.0]}, 2: {"a": [None]}}}, "key '2': a holds a null"),
     (
-        {"rows": {1: {"a": ["x"]}, 2: {"a": ["x", "y"]}}, "features": {"a": {"dtype": "string", "max_items": 1}}},
+        {
+            "rows": {1: {"a": ["x"]}, 2: {"a": ["x", "y"]}},
+            "features": {"a": {"dtype": "string", "max_items": 1}},
+        },
         "key '2': a has more than 1 items",
     ),
-    ({"rows": {1: {"a": 1}, 2: {"a": 0.5}}}, "key '2': a: a value is a float, and the feature is int64"),
+    (
+        {"rows": {1: {"a": 1}, 2: {"a": 0.5}}},
+        "key '2': a: a value is a float, and the feature is int64",
+    ),
     ({"rows": {"007": {"a": 1}}, "entity": ["x", "y"]}, "the key '007' has not the parts of x, y"),
     ({"rows": {1: {"a": 1}}, "ttl_s": -1}, "ttl_s is -1.0: give seconds"),
     ({"rows": {1: {"a": 1}}, "stale_for_s": math.nan}, "stale_for_s is nan"),
@@ -416,7 +483,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_a_view_that_could_not_be_is_refused(stand_in: StandIn, options: dict[str, Any], message: str) -> None:
+def test_a_view_that_could_not_be_is_refused(
+    stand_in: StandIn, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         stand_in.view(**{"name": "numbers"} | options)
     for change in (stand_in.put, stand_in.remove):
@@ -438,8 +507,19 @@ with StandIn() as stand_in, stand_in.client() as client:
 
 def test_it_needs_no_engine() -> None:
     """No torch, no DuckDB, no FAISS in the environment of a service's tests."""
-    needed = declared("testing") | {"h11", "anyio", "idna", "truststore", "typing-extensions", "markupsafe"}
-    needed |= {"pluggy", "iniconfig", "packaging", "pygments"} | {name.replace("-", "_") for name in needed}
+    needed = declared("testing") | {
+        "h11",
+        "anyio",
+        "idna",
+        "truststore",
+        "typing-extensions",
+        "markupsafe",
+    }
+    needed |= {"pluggy", "iniconfig", "packaging", "pygments"} | {
+        name.replace("-", "_") for name in needed
+    }
     command = [sys.executable, "-c", NEEDS, " ".join(needed)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.stdout, done.returncode) == ("[[1.0, 2.0]] 2\n", 0), done.stderr

@@ -1,4 +1,5 @@
-"""Standing: every question about which snapshots count, asked of one view with a snapshot of each kind."""
+"""Standing: every question about which snapshots count, asked of one view with a snapshot of each
+kind."""
 
 from __future__ import annotations
 
@@ -24,21 +25,40 @@ GOOD, BAD, ON_BAD, SAME, COPIED, REFUSED, ACCEPTED, DAMAGED, COPIED_BEFORE, LOOK
 KINDS: dict[int, dict[str, Any]] = {
     GOOD: {"content": "one"},
     BAD: {"kind": "delta", "parent": GOOD, "counts": Counts(2, 1, unchanged=1), "content": "two"},
-    ON_BAD: {"kind": "delta", "parent": BAD, "counts": Counts(3, 1, unchanged=2), "content": "three"},
+    ON_BAD: {
+        "kind": "delta",
+        "parent": BAD,
+        "counts": Counts(3, 1, unchanged=2),
+        "content": "three",
+    },
     SAME: {"content": "two"},
     COPIED: {"bases": (BAD,), "content": "four"},
     REFUSED: {"gates": (REFUSAL,), "content": "five"},
     ACCEPTED: {"gates": (REFUSAL,), "accepted": ("rows",), "content": "six"},
     DAMAGED: {"content": "seven"},
     COPIED_BEFORE: {"bases": (DAMAGED,), "content": "eight"},
-    LOOKED_AT: {"gates": (replace(REFUSAL, gate=ROLLED_BACK),), "accepted": (ROLLED_BACK,), "content": "two"},
+    LOOKED_AT: {
+        "gates": (replace(REFUSAL, gate=ROLLED_BACK),),
+        "accepted": (ROLLED_BACK,),
+        "content": "two",
+    },
 }
 
 
 def commit(store: ViewStore, number: int, rows: int = 1, **kind: Any) -> Snapshot:
     table = pa.table({"id": [1], "double": [1.0 * number]}).slice(0, rows)
     part = store.write_part(f"run{number}", "part-00000.parquet", table)
-    made = Snapshot(VIEW, f"run{number}", "model", Counts(rows, rows), (part,), None, "2026-01-03T00:00:00+00:00", None, None)
+    made = Snapshot(
+        VIEW,
+        f"run{number}",
+        "model",
+        Counts(rows, rows),
+        (part,),
+        None,
+        "2026-01-03T00:00:00+00:00",
+        None,
+        None,
+    )
     return store.commit(replace(made, **kind))
 
 
@@ -61,13 +81,19 @@ def test_which_is_bad_and_by_which_other_one(store: ViewStore) -> None:
     for standing in (Standing(store), Standing(store, snapshots(store))):
         found = {number: standing.bad(snapshot) for number, snapshot in snapshots(store).items()}
         assert found == dict.fromkeys(KINDS) | expected
-        below = {number: standing.bad_below(snapshot) for number, snapshot in snapshots(store).items()}
+        below = {
+            number: standing.bad_below(snapshot) for number, snapshot in snapshots(store).items()
+        }
         assert below == dict.fromkeys(KINDS) | expected | {SAME: None}
 
 
 def test_what_publishing_refuses_is_void_and_nothing_else(store: ViewStore) -> None:
     standing = Standing(store)
-    void = {number: why for number, s in snapshots(store).items() if (why := standing.why_void(s)) is not None}
+    void = {
+        number: why
+        for number, s in snapshots(store).items()
+        if (why := standing.why_void(s)) is not None
+    }
     another = "it builds on snapshot 2 or holds the very same rows: rolled back from"
     assert void == {
         BAD: "rolled back from",
@@ -132,7 +158,10 @@ def test_what_a_run_computed_goes_live_unless_held_or_older(tmp_path: Path) -> N
     store.refs.move_live(1, expected_epoch=0, epoch=1, reason="run")
     assert why(late) is None
     store.refs.move_live(2, expected_epoch=1, epoch=2, reason="run")
-    assert (why(early), why(late)) == (f"partition {DAYS[0]} is older than the live {DAYS[1]}", None)
+    assert (why(early), why(late)) == (
+        f"partition {DAYS[0]} is older than the live {DAYS[1]}",
+        None,
+    )
     assert why(empty) == f"partition {DAYS[1]} has no rows: it is done, and what is live stays"
     assert Standing(store).newest_publishable() == 2
     store.refs.move_live(1, expected_epoch=2, epoch=3, reason="rollback", held="to look at it")

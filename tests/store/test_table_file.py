@@ -1,4 +1,5 @@
-"""Table files: what is written is read, by both kernels; what is damaged is reported, and never absent or another row."""
+"""Table files: what is written is read, by both kernels; what is damaged is reported, and never
+absent or another row."""
 
 from __future__ import annotations
 
@@ -17,7 +18,18 @@ import pytest
 import xxhash
 
 from precompute.store.errors import OnlineStoreError
-from precompute.store.online.kernels import ABSENT, COMPILED, DAMAGED, FOUND, hash_of, hashes, homes, line_checks, pack, verified
+from precompute.store.online.kernels import (
+    ABSENT,
+    COMPILED,
+    DAMAGED,
+    FOUND,
+    hash_of,
+    hashes,
+    homes,
+    line_checks,
+    pack,
+    verified,
+)
 from precompute.store.online.packed import Packed, RowBatch
 from precompute.store.online.table_file import (
     _HEAD,
@@ -50,7 +62,8 @@ def write(path: Path, *batches: Mapping[bytes, bytes], memory_bytes: int = MEMOR
 
 
 def read(file: TableFile, keys: Sequence[bytes]) -> dict[bytes, bytes | int]:
-    """Of each key its row, or the state without one: one after the other, few at once and many at once, which agree."""
+    """Of each key its row, or the state without one: one after the other, few at once and many at
+    once, which agree."""
     found: dict[bytes, bytes | int] = {}
     for many in (list(keys), [*keys] * 13) if len(keys) < 13 else (list(keys),):
         packed, key_hashes = pack(many)
@@ -58,10 +71,18 @@ def read(file: TableFile, keys: Sequence[bytes]) -> dict[bytes, bytes | int]:
         assert len(rows) == len(states) == len(many)
         worth, _ = verified(rows, key_hashes, TAG, [SNAPSHOT], 24, exact=False)
         before, found = found, {}
-        for key, row, state, whole in zip(many, rows.strings(), states.tolist(), worth.tolist(), strict=True):
+        for key, row, state, whole in zip(
+            many, rows.strings(), states.tolist(), worth.tolist(), strict=True
+        ):
             assert bool(len(row)) == (state == FOUND)
             assert file.find(key) == {ABSENT: None, FOUND: row.tobytes(), DAMAGED: b""}[state]
-            found[key] = ABSENT if state == ABSENT else DAMAGED if DAMAGED in (state, whole) else row.tobytes()
+            found[key] = (
+                ABSENT
+                if state == ABSENT
+                else DAMAGED
+                if DAMAGED in (state, whole)
+                else row.tobytes()
+            )
         assert before in ({}, found)
     return found
 
@@ -73,7 +94,9 @@ def numbered(start: int, stop: int, size: int = 40) -> dict[bytes, bytes]:
 
 def test_rows_come_back(tmp_path: Path) -> None:
     rows = numbered(0, 3000) | numbered(3000, 3300, size=1537)
-    with TableWriter(tmp_path / "rows.table", {"view": "ünits", "at": [1, None]}, MEMORY_BYTES) as writer:
+    with TableWriter(
+        tmp_path / "rows.table", {"view": "ünits", "at": [1, None]}, MEMORY_BYTES
+    ) as writer:
         items = list(rows.items())
         for at in range(0, len(items), 700):
             writer.add(batch_of(dict(items[at : at + 700])))
@@ -81,7 +104,9 @@ def test_rows_come_back(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["rows.table"]
     file = TableFile(tmp_path / "rows.table")
     assert (file.rows, file.meta) == (3300, {"view": "ünits", "at": [1, None]})
-    assert (file.rows, file.size_bytes) == figures == (3300, (tmp_path / "rows.table").stat().st_size)
+    assert (
+        (file.rows, file.size_bytes) == figures == (3300, (tmp_path / "rows.table").stat().st_size)
+    )
     assert read(file, list(rows)) == rows
     for few in (1, 11, 13, 100):
         some = list(rows)[-few:]
@@ -89,7 +114,9 @@ def test_rows_come_back(tmp_path: Path) -> None:
     absent = [b"x%d" % i for i in range(3000)]
     assert read(file, absent) == dict.fromkeys(absent, ABSENT)
     mixed = [b"1", b"x", b"3299", b"1", b"", *absent[:30]]
-    assert read(file, mixed) == {b"1": rows[b"1"], b"3299": rows[b"3299"]} | dict.fromkeys([b"x", b"", *absent[:30]], ABSENT)
+    assert read(file, mixed) == {b"1": rows[b"1"], b"3299": rows[b"3299"]} | dict.fromkeys(
+        [b"x", b"", *absent[:30]], ABSENT
+    )
     assert file.check() == []
     assert 0 < file.warm(2**30) < file.size_bytes
     assert file.warm(100) == 100
@@ -109,17 +136,28 @@ def test_the_answer_keeps_the_order_and_repeats(tmp_path: Path) -> None:
 
 
 def test_the_first_table_that_has_something_answers(tmp_path: Path) -> None:
-    """Rows of one size and of several, in one table over the other; a tombstone stands, and so does damage."""
+    """Rows of one size and of several, in one table over the other; a tombstone stands, and so does
+    damage."""
     for size in (40, 60):
         base, newer = numbered(0, 200), numbered(0, 60, size=size)
         newer = {key: row for key, row in newer.items() if int(key) % 3 == 0}
         newest = {b"7": row_of(b"7", b"newest"), b"9": row_of(b"9", b"")}
-        files = [TableFile(write(tmp_path / f"{i}", rows)) for i, rows in enumerate([newest, newer, base])]
+        files = [
+            TableFile(write(tmp_path / f"{i}", rows))
+            for i, rows in enumerate([newest, newer, base])
+        ]
         for tables, above in ((files[1:], newer), (files, newer | newest)):
-            for keys in (list(base), [b"0", b"1", b"none"], [b"199", b"none", b"9", b"7", b"7"] * 9, [b"none"] * 30):
+            for keys in (
+                list(base),
+                [b"0", b"1", b"none"],
+                [b"199", b"none", b"9", b"7", b"7"] * 9,
+                [b"none"] * 30,
+            ):
                 packed, key_hashes = pack(keys)
                 rows, states = tables[0].read(packed, key_hashes, tables[1:])
-                assert [row.tobytes() for row in rows.strings()] == [above.get(key, base.get(key, b"")) for key in keys]
+                assert [row.tobytes() for row in rows.strings()] == [
+                    above.get(key, base.get(key, b"")) for key in keys
+                ]
                 assert states.tolist() == [FOUND if key in base else ABSENT for key in keys]
     data = bytearray((tmp_path / "1").read_bytes())
     lines = -(-len(newer) * 2 // 7) + 1
@@ -128,7 +166,9 @@ def test_the_first_table_that_has_something_answers(tmp_path: Path) -> None:
     packed, key_hashes = pack([b"0", b"1"] * 20)
     for count in (2, 40):
         some = packed.slice(0, count)
-        assert (TableFile(tmp_path / "1").read(some, key_hashes[:count], files[2:])[1] == DAMAGED).all()
+        assert (
+            TableFile(tmp_path / "1").read(some, key_hashes[:count], files[2:])[1] == DAMAGED
+        ).all()
 
 
 def test_an_empty_table(tmp_path: Path) -> None:
@@ -152,7 +192,9 @@ def test_keys_of_every_byte_and_length(tmp_path: Path) -> None:
     rows = {key: row_of(key, rng.bytes(int(rng.integers(100)))) for key in keys}
     file = TableFile(write(tmp_path / "t", rows))
     assert read(file, keys) == rows
-    others = [key + b"\0" for key in keys if key + b"\0" not in rows] + [key[:-1] for key in keys if key and key[:-1] not in rows]
+    others = [key + b"\0" for key in keys if key + b"\0" not in rows] + [
+        key[:-1] for key in keys if key and key[:-1] not in rows
+    ]
     assert read(file, others) == dict.fromkeys(others, ABSENT)
 
 
@@ -214,7 +256,10 @@ def test_a_record_that_does_not_vouch_for_itself_ends_no_search(tmp_path: Path) 
     data = bytearray(path.read_bytes())
     data[data.index(b"first")] ^= 1
     path.write_bytes(data)
-    assert read(TableFile(path), [first, second, *([second] * 20)]) == {first: DAMAGED, second: DAMAGED}
+    assert read(TableFile(path), [first, second, *([second] * 20)]) == {
+        first: DAMAGED,
+        second: DAMAGED,
+    }
 
 
 def test_many_rows_stand_where_their_hashes_say(tmp_path: Path) -> None:
@@ -229,7 +274,9 @@ def test_many_rows_stand_where_their_hashes_say(tmp_path: Path) -> None:
 # ---- building
 
 
-def test_what_passes_the_memory_gives_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_passes_the_memory_gives_the_same_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read_at = os.pread
     # at most so many at once, as the system reads 2 GiB of more
     monkeypatch.setattr(os, "pread", lambda file, size, at: read_at(file, min(size, 100), at))
@@ -243,8 +290,15 @@ def test_what_passes_the_memory_gives_the_same_file(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("memory_bytes", [0, 2**30])
 @pytest.mark.parametrize("at", [0, 4999])
 def test_a_key_that_comes_twice_is_named(memory_bytes: int, at: int, tmp_path: Path) -> None:
-    with pytest.raises(OnlineStoreError, match=rf"t: the key '{at}' is there twice among the rows to load"):
-        write(tmp_path / "t", numbered(0, 5000), numbered(at, at + 1, size=5), memory_bytes=memory_bytes)
+    with pytest.raises(
+        OnlineStoreError, match=rf"t: the key '{at}' is there twice among the rows to load"
+    ):
+        write(
+            tmp_path / "t",
+            numbered(0, 5000),
+            numbered(at, at + 1, size=5),
+            memory_bytes=memory_bytes,
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -252,9 +306,12 @@ def test_equal_hashes_of_two_keys_are_no_repetition(tmp_path: Path) -> None:
     rows = numbered(0, 30)
     keys = Packed.of(list(rows))
     with TableWriter(tmp_path / "t", {}, MEMORY_BYTES) as writer:
-        writer.add(RowBatch(keys, Packed.of(list(rows.values())), np.full(30, hash_of(b"3"), np.uint64)))
+        writer.add(
+            RowBatch(keys, Packed.of(list(rows.values())), np.full(30, hash_of(b"3"), np.uint64))
+        )
         assert writer.finish().rows == 30
-    # found, since the search begins at its home; the others' records have tags that are not their keys'
+    # found, since the search begins at its home; the others' records have tags that are not their
+    # keys'
     assert TableFile(tmp_path / "t").find(b"3") in (rows[b"3"], b"")
 
 
@@ -270,7 +327,9 @@ def test_a_writer_that_is_left_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_key_that_is_too_long_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(OnlineStoreError, match="t: keys of 65536 and rows of 64 bytes; at most 65535"):
+    with pytest.raises(
+        OnlineStoreError, match="t: keys of 65536 and rows of 64 bytes; at most 65535"
+    ):
         write(tmp_path / "t", {bytes(2**16): row_of(b"", bytes(40))})
     assert list(tmp_path.iterdir()) == []
 
@@ -291,7 +350,8 @@ def test_a_large_meta_has_pages_of_its_own(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def files_of_at_most(size_bytes: int) -> Iterator[None]:
-    """Within, no file of this process grows beyond; Python ignores the signal, so that a write fails with EFBIG."""
+    """Within, no file of this process grows beyond; Python ignores the signal, so that a write
+    fails with EFBIG."""
     before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, most))
     try:
@@ -365,7 +425,8 @@ def test_a_file_is_read_after_it_was_removed(tmp_path: Path) -> None:
 
 
 def small_rows() -> dict[bytes, bytes]:
-    """Some that fill lines: of every kind of record, one whose size a flipped bit makes 0, and two of one tag."""
+    """Some that fill lines: of every kind of record, one whose size a flipped bit makes 0, and two
+    of one tag."""
     rows = (
         numbered(0, 5, size=3)
         | numbered(5, 6, size=40)
@@ -383,9 +444,12 @@ def test_every_flipped_bit_is_seen_or_changes_nothing(tmp_path: Path, kernel: st
     data = path.read_bytes()
     strangers = [b"stranger %d" % i for i in range(8)]
     seen = unseen = 0
-    # the header's zeros are as good as its other bytes: each 67th is tried, and by numpy each fifth bit: it is slow, and held to what C does elsewhere
+    # the header's zeros are as good as its other bytes: each 67th is tried, and by numpy each fifth
+    # bit: it is slow, and held to what C does elsewhere
     every = 5 if kernel == "numpy" and COMPILED else 1
-    for bit in [*range(8 * 80), *range(8 * 80, 8 * 4088, 8 * 67), *range(8 * 4088, 8 * len(data))][::every]:
+    for bit in [*range(8 * 80), *range(8 * 80, 8 * 4088, 8 * 67), *range(8 * 4088, 8 * len(data))][
+        ::every
+    ]:
         damaged = bytearray(data)
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
@@ -416,7 +480,12 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_none(tmp_path: Path) -> None:
-    for name, data in {"empty": b"", "text": b"hello" * 2000, "zeros": bytes(8192), "mdb": b"\xde\xc0\xef\xbe" * 3000}.items():
+    for name, data in {
+        "empty": b"",
+        "text": b"hello" * 2000,
+        "zeros": bytes(8192),
+        "mdb": b"\xde\xc0\xef\xbe" * 3000,
+    }.items():
         (tmp_path / name).write_bytes(data)
         with pytest.raises(OnlineStoreError, match=f"{name}: "):
             TableFile(tmp_path / name)
@@ -428,7 +497,9 @@ def test_a_header_that_is_nested_without_end(tmp_path: Path) -> None:
     text = b"[" * 100_000
     page = _HEAD.pack(MAGIC, FORMAT_VERSION, 102_400, 0, 0, 1, 2, len(text)) + text
     page = page.ljust(102_400 - 8, b"\0")
-    (tmp_path / "t").write_bytes(page + xxhash.xxh3_64_intdigest(page).to_bytes(8, "little") + bytes(64 * 2 + 16))
+    (tmp_path / "t").write_bytes(
+        page + xxhash.xxh3_64_intdigest(page).to_bytes(8, "little") + bytes(64 * 2 + 16)
+    )
     with pytest.raises(OnlineStoreError, match="t: maximum recursion depth"):
         TableFile(tmp_path / "t")
 
@@ -448,13 +519,18 @@ ABSURD = [
 
 
 @pytest.mark.parametrize(("rows", "records_bytes", "home_lines", "lines"), ABSURD)
-def test_a_header_that_tells_what_cannot_be(rows: int, records_bytes: int, home_lines: int, lines: int, tmp_path: Path) -> None:
+def test_a_header_that_tells_what_cannot_be(
+    rows: int, records_bytes: int, home_lines: int, lines: int, tmp_path: Path
+) -> None:
     header = header_of({}, rows, records_bytes, home_lines, lines)
     size_bytes = index_start(len(header) + records_bytes) + 64 * lines + 16
     feasible = size_bytes < 10_000
     (tmp_path / "t").write_bytes(header.ljust(size_bytes if feasible else 10_000, b"\0"))
     with pytest.raises(
-        OnlineStoreError, match="tells what cannot be" if feasible else r"tells what cannot be|t: it has 10,000 bytes"
+        OnlineStoreError,
+        match="tells what cannot be"
+        if feasible
+        else r"tells what cannot be|t: it has 10,000 bytes",
     ):
         TableFile(tmp_path / "t")
 
@@ -477,12 +553,16 @@ def test_other_versions_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("precompute.store.online.table_file.FORMAT_VERSION", 2)
     path = write(tmp_path / "t", numbered(0, 10))
     monkeypatch.undo()
-    with pytest.raises(OnlineStoreError, match="it is of format 2, and this version reads 1; publish the view again"):
+    with pytest.raises(
+        OnlineStoreError,
+        match="it is of format 2, and this version reads 1; publish the view again",
+    ):
         TableFile(path)
 
 
 def relined(data: bytes, slots: Sequence[int]) -> bytes:
-    """The file with its first line of the index replaced, and verified for: what no flipped bit makes."""
+    """The file with its first line of the index replaced, and verified for: what no flipped bit
+    makes."""
     file = bytearray(data)
     at = len(data) - 16 - 2 * 64
     words = np.array([slots], np.uint64)
@@ -533,7 +613,9 @@ def test_a_file_of_whole_blocks_has_no_checksum_too_many(tmp_path: Path) -> None
 
 
 def test_check_names_the_block(tmp_path: Path) -> None:
-    path = write(tmp_path / "t", *(numbered(at, at + 1000, size=3000) for at in range(0, 2000, 1000)))
+    path = write(
+        tmp_path / "t", *(numbered(at, at + 1000, size=3000) for at in range(0, 2000, 1000))
+    )
     file = TableFile(path)
     assert (file.check(), file.size_bytes > 5 * BLOCK_BYTES) == ([], True)
     data = bytearray(path.read_bytes())
@@ -564,7 +646,9 @@ def test_torn_files_never_give_another_row(tmp_path: Path) -> None:
         for _ in range(int(rng.integers(1, 6))):
             size = int(rng.integers(1, 200))
             to, origin = rng.integers(4096, len(data) - size, 2).tolist()
-            data[to : to + size] = rng.bytes(size) if rng.random() < 0.5 else data[origin : origin + size]
+            data[to : to + size] = (
+                rng.bytes(size) if rng.random() < 0.5 else data[origin : origin + size]
+            )
         (tmp_path / "t").write_bytes(data)
         for key, row in read(TableFile(tmp_path / "t"), list(rows)).items():
             assert row in (rows[key], DAMAGED), seed

@@ -61,7 +61,11 @@ def test_the_inode_of_the_pointer_that_is_known_is_given_to_no_other(folder: Pat
     assert values(reader.read("numbers", [b"a"])) == [b"1"]
     inode = (folder / "numbers" / "live.json").stat().st_ino
     publish(store, 2, {b"a": b"2"})
-    held = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "numbers/live.json (deleted)" in line]
+    held = [
+        line.split()
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "numbers/live.json (deleted)" in line
+    ]
     assert str(inode) in [line[4] for line in held]
     assert values(reader.read("numbers", [b"a"])) == [b"2"]
 
@@ -82,13 +86,20 @@ def test_a_load_whose_index_does_not_fit_in_memory_is_whole(folder: Path) -> Non
     table = {b"%d" % (i * 7919 % 30_000): b"%d" % i + b"x" * (i % 40) for i in range(30_000)}
     publish(store, 1, table)
     assert values(store.read("numbers", list(table))) == list(table.values())
-    assert {p.name for p in (folder / "numbers").iterdir()} == {".lock", "live.json", f"{1:020d}.table"}
+    assert {p.name for p in (folder / "numbers").iterdir()} == {
+        ".lock",
+        "live.json",
+        f"{1:020d}.table",
+    }
 
 
 def test_a_key_loaded_twice_is_no_load(folder: Path) -> None:
     """Which of its rows were to be served, nobody could tell."""
     store = TableStore(folder)
-    for rows in ([batch_of({b"a": b"1"}), batch_of({b"b": b"1", b"a": b"2"})], [batch_of({b"a": b"1"})] * 2):
+    for rows in (
+        [batch_of({b"a": b"1"}), batch_of({b"b": b"1", b"a": b"2"})],
+        [batch_of({b"a": b"1"})] * 2,
+    ):
         with pytest.raises(OnlineStoreError, match=r"'a'.*twice"):
             store.load("numbers", Generation(1, 1), rows)
     assert (numbers(store), list((folder / "numbers").iterdir())) == ([], [])
@@ -103,7 +114,9 @@ def test_a_live_generation_that_is_gone_or_damaged_is_told(folder: Path, damage:
     if damage == "a folder":
         path.mkdir()
     elif damage != "removed":
-        path.write_bytes({"emptied": b"", "garbage": b"garbage!" * (size // 8), "zeros": b"\0" * size}[damage])
+        path.write_bytes(
+            {"emptied": b"", "garbage": b"garbage!" * (size // 8), "zeros": b"\0" * size}[damage]
+        )
     with pytest.raises(OnlineStoreError, match="publish the view again"):
         TableStore(folder).read("numbers", [b"a"])
 
@@ -119,7 +132,8 @@ def test_publishing_again_mends_a_generation_that_is_gone(folder: Path) -> None:
 
 
 def test_publishing_the_live_snapshot_again_mends_its_generation(make_project: MakeProject) -> None:
-    """The same remedy by the same words, from one end to the other: nothing newer to publish is needed."""
+    """The same remedy by the same words, from one end to the other: nothing newer to publish is
+    needed."""
     project = make_project([(1, 1.0), (2, 2.0)])
     project.run()
     path = generation_file(Path(project.online.removeprefix("table:")), 1)
@@ -148,8 +162,12 @@ for read in (lambda s: s.read("numbers", keys), lambda s: s.read_generation("num
 """
 
 
-@pytest.mark.parametrize("part", [0.02, 0.5, 0.99], ids=["the first pages", "half", "all but the last page"])
-def test_a_generation_cut_short_is_told_and_does_not_kill_the_process(folder: Path, part: float) -> None:
+@pytest.mark.parametrize(
+    "part", [0.02, 0.5, 0.99], ids=["the first pages", "half", "all but the last page"]
+)
+def test_a_generation_cut_short_is_told_and_does_not_kill_the_process(
+    folder: Path, part: float
+) -> None:
     """In a process of its own: reading a map past the end of its file is a bus error."""
     publish(TableStore(folder), 1, {b"%05d" % i: b"x" * 200 for i in range(3000)})
     path = generation_file(folder, 1)
@@ -175,11 +193,16 @@ def test_a_flipped_bit_in_a_pointer_file_is_told_and_makes_no_row_fresh(folder: 
     publish(store, 1, TABLE)
     path = folder / "numbers" / "live.json"
     whole = path.read_bytes()
-    for digit, other in ((b'"ttl_s": 1', b'"ttl_s": 9'), (b'"renewed_at_us": 0', b'"renewed_at_us": 4')):
+    for digit, other in (
+        (b'"ttl_s": 1', b'"ttl_s": 9'),
+        (b'"renewed_at_us": 0', b'"renewed_at_us": 4'),
+    ):
         assert whole.count(digit) == 1
         replace_durably(path, whole.replace(digit, other))
         for use in (store.live, lambda view: store.read(view, [b"a"])):
-            with pytest.raises(DamagedPointerError, match="its bytes are not those that were written"):
+            with pytest.raises(
+                DamagedPointerError, match="its bytes are not those that were written"
+            ):
                 use("numbers")
     replace_durably(path, whole)
     assert values(store.read("numbers", [b"a"])) == [TABLE[b"a"]]
@@ -218,7 +241,9 @@ def test_a_full_disk_leaves_the_live_generation_and_no_files(folder: Path) -> No
     publish(store, 1, TABLE)
     before = sorted(folder.rglob("*"))
     command = [sys.executable, "-c", FULL_DISK, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2]
+    )
     assert done.returncode == 0, done.stderr
     outcomes = done.stdout.splitlines()
     assert len(outcomes) == 6
@@ -228,7 +253,10 @@ def test_a_full_disk_leaves_the_live_generation_and_no_files(folder: Path) -> No
         assert "untouched" in outcome
     assert sorted(folder.rglob("*")) == before
     for reader in (store, TableStore(folder)):
-        assert (reader.live("numbers"), values(reader.read("numbers", list(TABLE)))) == (pointer(1), list(TABLE.values()))
+        assert (reader.live("numbers"), values(reader.read("numbers", list(TABLE)))) == (
+            pointer(1),
+            list(TABLE.values()),
+        )
 
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:

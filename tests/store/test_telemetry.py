@@ -34,9 +34,15 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def samples(meter: Meter, **looked_up: float) -> Samples:
-    text = exposition(meter, {LIVE_SNAPSHOT: {(view,): value for view, value in looked_up.items()}}).decode()
+    text = exposition(
+        meter, {LIVE_SNAPSHOT: {(view,): value for view, value in looked_up.items()}}
+    ).decode()
     families = text_string_to_metric_families(text)
-    return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
+    return {
+        (s.name, tuple(sorted(s.labels.items()))): s.value
+        for family in families
+        for s in family.samples
+    }
 
 
 def test_a_histogram_counts_up_to_the_end_of_a_bucket_and_beyond_the_last() -> None:
@@ -45,14 +51,19 @@ def test_a_histogram_counts_up_to_the_end_of_a_bucket_and_beyond_the_last() -> N
     for seconds in (0.0, 25e-6, 26e-6, 60.0, 61.0):
         timer.observe(seconds)
     told = samples(meter)
-    counts = [told["precompute_stage_seconds_bucket", (("le", edge), ("stage", "read"))] for edge in [*map(str, BUCKETS), "+Inf"]]
+    counts = [
+        told["precompute_stage_seconds_bucket", (("le", edge), ("stage", "read"))]
+        for edge in [*map(str, BUCKETS), "+Inf"]
+    ]
     assert counts == [2.0] + [3.0] * (len(BUCKETS) - 2) + [4.0, 5.0]
     assert told["precompute_stage_seconds_count", (("stage", "read"),)] == 5
     assert told["precompute_stage_seconds_sum", (("stage", "read"),)] == pytest.approx(121.000051)
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_every_instrument_is_told_under_its_name_with_its_labels(tmp_path: Path, shared: bool) -> None:
+def test_every_instrument_is_told_under_its_name_with_its_labels(
+    tmp_path: Path, shared: bool
+) -> None:
     meter = Meter(tmp_path if shared else None)
     for i, instrument in enumerate(INSTRUMENTS):
         labels = [f'"{i}\n\\é' for _ in instrument.labels]
@@ -154,7 +165,9 @@ def test_threads_lose_no_count() -> None:
         thread.join()
     told = samples(meter)
     assert meter.counter(ROWS, "numbers", "fresh", "store", "").value == 16_000
-    assert {told["precompute_stage_seconds_count", (("stage", f"stage{i}"),)] for i in range(50)} == {320}
+    assert {
+        told["precompute_stage_seconds_count", (("stage", f"stage{i}"),)] for i in range(50)
+    } == {320}
 
 
 def test_more_series_than_there_is_room_for_are_left_out_and_harm_no_other(
@@ -198,10 +211,14 @@ def limited(kind: int, to: int) -> Iterator[None]:
 
 
 def test_a_file_is_allocated_before_it_is_written(tmp_path: Path) -> None:
-    """What is written to a hole of a mapped file ends the process where the disk is full by then."""
+    """What is written to a hole of a mapped file ends the process where the disk is full by
+    then."""
     Meter(tmp_path, "worker-0").close()
     assert (tmp_path / "worker-0.values").stat().st_blocks * 512 >= 8 * MAX_SLOTS
-    with limited(resource.RLIMIT_FSIZE, 4096), pytest.raises(PrecomputeError, match="metrics cannot be stored"):
+    with (
+        limited(resource.RLIMIT_FSIZE, 4096),
+        pytest.raises(PrecomputeError, match="metrics cannot be stored"),
+    ):
         Meter(tmp_path, "worker-1")
 
 

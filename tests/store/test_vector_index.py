@@ -1,4 +1,5 @@
-"""The index finds what comparing with every row finds, or as much of it as it promises, and a damaged one is refused before it answers."""
+"""The index finds what comparing with every row finds, or as much of it as it promises, and a
+damaged one is refused before it answers."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ from tests.vectors import Vectors, overlapping, rows_of, view_of
 DIM = 8
 
 
-def build(folder: Path, keys: list[str], vectors: Vectors, metric: str, batch: int = 30) -> VectorIndex:
+def build(
+    folder: Path, keys: list[str], vectors: Vectors, metric: str, batch: int = 30
+) -> VectorIndex:
     def rows() -> Iterator[pa.RecordBatch]:
         whole = rows_of(keys, vectors)
         for start in range(0, len(keys), batch):
@@ -34,7 +37,9 @@ def build(folder: Path, keys: list[str], vectors: Vectors, metric: str, batch: i
     return VectorIndex(folder)
 
 
-def brute_force(keys: list[str], vectors: Vectors, query: Vectors, metric: str) -> list[tuple[str, float]]:
+def brute_force(
+    keys: list[str], vectors: Vectors, query: Vectors, metric: str
+) -> list[tuple[str, float]]:
     """(key, score) of every row, best first, in double precision."""
     rows, point = vectors.astype(np.float64), np.asarray(query, np.float64)
     scores = ((rows - point) ** 2).sum(axis=1) if metric == "l2" else rows @ point
@@ -90,7 +95,10 @@ def test_cosine_does_not_depend_on_length_however_small_or_large(
     tmp_path: Path, data: tuple[list[str], Vectors], scale: float
 ) -> None:
     keys, vectors = data[0], (data[1].astype(np.float64) * scale).astype(np.float32)
-    plain, scaled = build(tmp_path / "plain", *data, "cosine"), build(tmp_path / "scaled", keys, vectors, "cosine")
+    plain, scaled = (
+        build(tmp_path / "plain", *data, "cosine"),
+        build(tmp_path / "scaled", keys, vectors, "cosine"),
+    )
     query = np.random.default_rng(9).normal(size=DIM)
     expected = brute_force(*data, query, "cosine")[:10]
     check(scaled.search(query, 10), expected)
@@ -106,7 +114,9 @@ def test_zeros_have_no_direction_for_cosine(tmp_path: Path) -> None:
         index.search([0, 0], 2)
     assert refused.value.code == "bad_vector"
     for metric in ("dot", "l2"):
-        assert build(tmp_path / metric, ["zero", "one"], vectors, metric).search([0, 0], 1)[1] == [0.0]
+        assert build(tmp_path / metric, ["zero", "one"], vectors, metric).search([0, 0], 1)[1] == [
+            0.0
+        ]
 
 
 def test_rows_without_a_vector_are_left_out_and_do_not_move_the_others(tmp_path: Path) -> None:
@@ -121,9 +131,13 @@ def test_rows_without_a_vector_are_left_out_and_do_not_move_the_others(tmp_path:
     assert sorted(index.search([0, 0], 10)[0]) == ["b", "c", "e"]
 
 
-@pytest.mark.parametrize("rows", [[], [rows_of(["a"], np.ones((1, 2), np.float32), [0])]], ids=["no rows", "nulls"])
+@pytest.mark.parametrize(
+    "rows", [[], [rows_of(["a"], np.ones((1, 2), np.float32), [0])]], ids=["no rows", "nulls"]
+)
 @pytest.mark.parametrize("metric", METRICS)
-def test_an_empty_index_finds_nothing(tmp_path: Path, metric: str, rows: list[tuple[pa.Array, pa.Array]]) -> None:
+def test_an_empty_index_finds_nothing(
+    tmp_path: Path, metric: str, rows: list[tuple[pa.Array, pa.Array]]
+) -> None:
     build_index(tmp_path / "index", rows, view_of(2, metric), model="m")
     index = VectorIndex(tmp_path / "index")
     assert len(index) == 0
@@ -132,7 +146,12 @@ def test_an_empty_index_finds_nothing(tmp_path: Path, metric: str, rows: list[tu
     assert index.search([1, 2], 10, exclude=["a"]) == nothing
     assert index.search([1, 2], 10, only=["a"]) == nothing
     build_overlay(
-        tmp_path / "over", tmp_path / "index", [rows_of(["b"], np.ones((1, 2), np.float32))], [], view_of(2, metric), model="m"
+        tmp_path / "over",
+        tmp_path / "index",
+        [rows_of(["b"], np.ones((1, 2), np.float32))],
+        [],
+        view_of(2, metric),
+        model="m",
     )
     assert VectorIndex(tmp_path / "index", tmp_path / "over").search([1, 1], 10).keys == ["b"]
 
@@ -162,8 +181,12 @@ def test_a_vector_of_another_length_or_not_finite_is_refused(
     assert refused.value.code == "bad_vector"
 
 
-@pytest.mark.parametrize("vector", [["a"] * 8, [None] * 8, [[1.0], [1.0, 2.0]], "abcdefgh", {}], ids=repr)
-def test_what_is_no_vector_at_all_is_refused(tmp_path: Path, data: tuple[list[str], Vectors], vector: Any) -> None:
+@pytest.mark.parametrize(
+    "vector", [["a"] * 8, [None] * 8, [[1.0], [1.0, 2.0]], "abcdefgh", {}], ids=repr
+)
+def test_what_is_no_vector_at_all_is_refused(
+    tmp_path: Path, data: tuple[list[str], Vectors], vector: Any
+) -> None:
     with pytest.raises(RequestError):
         build(tmp_path / "index", *data, "dot").search(vector, 3)
 
@@ -185,7 +208,12 @@ def test_an_index_that_is_built_again_is_replaced_whole(tmp_path: Path) -> None:
     new = build(folder, ["z"], np.ones((1, 2), np.float32), "l2")
     assert new.search([1, 1], 5) == (["z"], [0.0], [0])
     assert old.search([1, 2], 1).keys == ["a"]  # whoever has the old one open goes on with it
-    assert sorted(p.name for p in folder.iterdir()) == ["hashes.arrow", "meta.json", "rows.arrow", "vectors.faiss"]
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "hashes.arrow",
+        "meta.json",
+        "rows.arrow",
+        "vectors.faiss",
+    ]
     assert json.loads((folder / "meta.json").read_text())["index"]["figures"]["recall_at_10"] == 1.0
     assert [p.name for p in folder.parent.iterdir()] == ["index"]
 
@@ -235,7 +263,11 @@ def test_a_flipped_byte_is_refused_or_changes_no_answer(tmp_path: Path, name: st
                 continue
             # JSON has more than one way to write the same
             assert name == "meta.json", f"byte {at} flipped and not noticed"
-            assert (index.search([2.0, 7.0], 3), index.metric, index.figures) == (expected, "cosine", figures)
+            assert (index.search([2.0, 7.0], 3), index.metric, index.figures) == (
+                expected,
+                "cosine",
+                figures,
+            )
 
 
 @pytest.mark.parametrize(
@@ -299,7 +331,9 @@ def test_a_gpu_without_room_costs_time_and_nothing_else(
     searched = faiss_index.on_gpu(flat)
     for _ in range(3):
         assert searched.search(vectors[:3], 4)[1].tolist() == nearest_rows
-    assert [record.message.partition(" the CPU")[0] for record in caplog.records] == ["the vector index is searched on"] * 2
+    assert [record.message.partition(" the CPU")[0] for record in caplog.records] == [
+        "the vector index is searched on"
+    ] * 2
 
 
 def test_files_of_two_indexes_do_not_mix(tmp_path: Path) -> None:
@@ -308,7 +342,9 @@ def test_files_of_two_indexes_do_not_mix(tmp_path: Path) -> None:
     for name in FILES[:-1]:
         own = (tmp_path / "one" / name).read_bytes()
         (tmp_path / "one" / name).write_bytes((tmp_path / "two" / name).read_bytes())
-        with pytest.raises(VectorIndexError, match=f"{name} (differs from its checksum|has another size)"):
+        with pytest.raises(
+            VectorIndexError, match=f"{name} (differs from its checksum|has another size)"
+        ):
             VectorIndex(tmp_path / "one")
         (tmp_path / "one" / name).write_bytes(own)
 
@@ -361,7 +397,8 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
 def test_a_bit_that_changes_under_an_open_index_names_no_other_key_or_time(
     tmp_path: Path, data: tuple[list[str], Vectors], name: str
 ) -> None:
-    """The files are mapped: a row number, an offset or a text that is another now is damage, and never another entity's."""
+    """The files are mapped: a row number, an offset or a text that is another now is damage, and
+    never another entity's."""
     keys, vectors = data
     index = build(tmp_path / "index", keys, vectors, "l2")
     path, rng = tmp_path / "index" / name, np.random.default_rng(3)
@@ -372,7 +409,10 @@ def test_a_bit_that_changes_under_an_open_index_names_no_other_key_or_time(
         row = int(rng.integers(100))
         try:
             found = index.find(keys[row])
-            assert found is None or (found.vector.tolist(), found.computed_at_us) == (vectors[row].tolist(), times[keys[row]])
+            assert found is None or (found.vector.tolist(), found.computed_at_us) == (
+                vectors[row].tolist(),
+                times[keys[row]],
+            )
             near = index.search(vectors[row], 100)
             assert near.keys == [key for key, _ in brute_force(keys, vectors, vectors[row], "l2")]
             assert near.computed_at_us == [times[key] for key in near.keys]

@@ -1,4 +1,5 @@
-"""Packed vectors come back as near as they are told to be, the same by every way of reading, and with the same bytes whatever lies beside them."""
+"""Packed vectors come back as near as they are told to be, the same by every way of reading, and
+with the same bytes whatever lies beside them."""
 
 from __future__ import annotations
 
@@ -18,7 +19,18 @@ from hypothesis.extra.numpy import arrays
 from precompute.store.feature_view import Feature
 from precompute.store.online.packed import Packed
 from precompute.store.online.row_values import packed_vectors, unpacked_vectors
-from tests.store.test_codec import ABSENT, DAMAGED, batch_of, codec_of, flipped, keys_of, packed, read_both_ways, verified, whole
+from tests.store.test_codec import (
+    ABSENT,
+    DAMAGED,
+    batch_of,
+    codec_of,
+    flipped,
+    keys_of,
+    packed,
+    read_both_ways,
+    verified,
+    whole,
+)
 
 DTYPES, PACKINGS, DIMS = ("float16", "float32"), ("int8", "binary"), (1, 3, 8, 9, 384)
 every_kind = pytest.mark.parametrize(("dtype", "packing"), list(product(DTYPES, PACKINGS)))
@@ -57,21 +69,33 @@ def test_int8_is_off_by_half_a_step_at_most(dtype: str, dim: int) -> None:
     assert (np.abs(now - vectors) <= largest * (0.5 / 127 * (1 + 1e-5) + rounding)).all()
     at = np.abs(vectors.astype(np.float64)).argmax(axis=1)[:, None]
     np.testing.assert_allclose(
-        np.take_along_axis(now, at, 1), np.take_along_axis(vectors, at, 1).astype(np.float64), rtol=rounding
+        np.take_along_axis(now, at, 1),
+        np.take_along_axis(vectors, at, 1).astype(np.float64),
+        rtol=rounding,
     )
 
 
 @pytest.mark.parametrize(("dtype", "dim"), list(product(DTYPES, DIMS)))
 def test_binary_is_the_signs_and_the_mean_size(dtype: str, dim: int) -> None:
     vectors = some_vectors(dtype, dim)
-    sizes = np.abs(vectors.astype(np.float64)).mean(axis=1, keepdims=True).astype(np.float32).astype(dtype)
+    sizes = (
+        np.abs(vectors.astype(np.float64))
+        .mean(axis=1, keepdims=True)
+        .astype(np.float32)
+        .astype(dtype)
+    )
     assert back(dtype, "binary", vectors).tolist() == np.where(vectors < 0, -sizes, sizes).tolist()
 
 
 def test_small_vectors_by_hand() -> None:
-    assert back("float32", "int8", [127.0, -127.0, 0.4, -0.6, 0.0]).tolist() == [[127.0, -127.0, 0.0, -1.0, 0.0]]
+    assert back("float32", "int8", [127.0, -127.0, 0.4, -0.6, 0.0]).tolist() == [
+        [127.0, -127.0, 0.0, -1.0, 0.0]
+    ]
     assert back("float32", "binary", [1.0, -2.0, 0.0, 5.0]).tolist() == [[2.0, -2.0, 2.0, 2.0]]
-    scales, bits = packed_vectors(feature_of("float32", "binary", 10), np.array([[1, -1, 1, 1, 1, 1, 1, 1, 1, -1]], np.float32))
+    scales, bits = packed_vectors(
+        feature_of("float32", "binary", 10),
+        np.array([[1, -1, 1, 1, 1, 1, 1, 1, 1, -1]], np.float32),
+    )
     assert (scales.tolist(), bits.tolist()) == ([1.0], [[0b10, 0b10]])
 
 
@@ -100,7 +124,9 @@ def test_the_largest_numbers_stay_finite(dtype: str, packing: str) -> None:
 
 @every_kind
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_comes_back_as_nan_throughout_and_alone(dtype: str, packing: str, bad: float) -> None:
+def test_what_is_not_finite_comes_back_as_nan_throughout_and_alone(
+    dtype: str, packing: str, bad: float
+) -> None:
     now = back(dtype, packing, [[1.0, 2.0, 3.0], [1.0, bad, 3.0], [-1.0, -2.0, -3.0]])
     assert np.isnan(now).tolist() == [[False] * 3, [True] * 3, [False] * 3]
     assert (now[0] == -now[2]).all()
@@ -114,18 +140,27 @@ def test_subnormal_halves_are_kept() -> None:
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_subnormal_floats_are_zeros_or_normal_in_any_thread(packing: str) -> None:
-    assert back("float32", packing, [[1e-45, -1e-45], [TINY / 4, -TINY / 4]]).tolist() == [[0.0, 0.0]] * 2
+    assert (
+        back("float32", packing, [[1e-45, -1e-45], [TINY / 4, -TINY / 4]]).tolist()
+        == [[0.0, 0.0]] * 2
+    )
     for size in (TINY, 3 * TINY, 126.4 * TINY, 127 * TINY):
         now = back("float32", packing, [[size, -size]])[0]
         assert (now[0], abs(now[0] - size) <= TINY / 2) == (-now[1], True)
     feature = feature_of("float32", packing, 2)
-    scales, _ = packed_vectors(feature, np.array([[1e-45, 0], [1e-40, 1e-40], [1e-38, 1]], np.float32))
+    scales, _ = packed_vectors(
+        feature, np.array([[1e-45, 0], [1e-40, 1e-40], [1e-38, 1]], np.float32)
+    )
     assert ((scales == 0) | (scales >= TINY)).all()
 
 
 @settings(max_examples=200, deadline=None)
 @given(
-    arrays(np.float32, st.tuples(st.integers(1, 4), st.sampled_from((1, 3, 8, 9))), elements=st.floats(width=32)),
+    arrays(
+        np.float32,
+        st.tuples(st.integers(1, 4), st.sampled_from((1, 3, 8, 9))),
+        elements=st.floats(width=32),
+    ),
     st.sampled_from(DTYPES),
     st.sampled_from(PACKINGS),
 )
@@ -139,14 +174,18 @@ def test_any_numbers_come_back_finite_or_as_nan_and_again_as_they_are(
     assert (np.isnan(now).all(axis=1) == ~finite).all()
     assert np.isfinite(now[finite]).all()
     largest = np.abs(vectors[finite].astype(np.float64)).max(axis=1, initial=0)
-    assert (np.abs(now[finite].astype(np.float64)).max(axis=1, initial=0) <= largest * (1 + 1e-6) + TINY).all()
+    assert (
+        np.abs(now[finite].astype(np.float64)).max(axis=1, initial=0) <= largest * (1 + 1e-6) + TINY
+    ).all()
 
 
 # ---- in rows
 
 
 @pytest.mark.parametrize(("dtype", "packing", "dim"), list(product(DTYPES, PACKINGS, DIMS)))
-def test_a_row_has_the_same_bytes_alone_and_among_others(dtype: str, packing: str, dim: int) -> None:
+def test_a_row_has_the_same_bytes_alone_and_among_others(
+    dtype: str, packing: str, dim: int
+) -> None:
     features = (feature_of(dtype, packing, dim),)
     rows = [{"v": vector.tolist()} for vector in some_vectors(dtype, dim, 700)]
     together = packed(features, *rows)
@@ -186,7 +225,10 @@ def test_packed_vectors_stand_among_features_of_every_kind() -> None:
         "bits": row["bits"],
     }
     for given_rows, expected in (
-        ([values[0], None, values[1], values[2]], [row | kept, None, half | kept | {"small": None}, other]),
+        (
+            [values[0], None, values[1], values[2]],
+            [row | kept, None, half | kept | {"small": None}, other],
+        ),
         ([values[0]], [row | kept]),
         ([None], [None]),
         ([values[1], values[2]], [half | kept | {"small": None}, other]),
@@ -198,7 +240,12 @@ def test_packed_vectors_stand_among_features_of_every_kind() -> None:
     ]
     decoded = codec.decode(Packed.of(values))
     assert [column.type for column in decoded.columns] == [f.arrow_type for f in features]
-    assert verified(codec, [None, *values], [b"-", *keys_of(3)]) == [ABSENT, whole(), whole(), whole()]
+    assert verified(codec, [None, *values], [b"-", *keys_of(3)]) == [
+        ABSENT,
+        whole(),
+        whole(),
+        whole(),
+    ]
     for spoilt in flipped(values[0]):
         assert verified(codec, [spoilt]) == [DAMAGED]
 
@@ -208,7 +255,11 @@ def test_a_slice_of_a_column_with_nulls_is_packed_as_what_it_shows() -> None:
     vectors: list[Any] = [[9.0, 9.0, 9.0], None, [1.0, 2.0, 127.0], None]
     batch = batch_of(features, [{"v": vector} for vector in vectors]).slice(1)
     encoded = codec_of(features).encode(batch, np.zeros(3, np.uint64), np.zeros(3, np.int64), 1)
-    assert codec_of(features).decode(encoded).columns[0].to_pylist() == [None, [1.0, 2.0, 127.0], None]
+    assert codec_of(features).decode(encoded).columns[0].to_pylist() == [
+        None,
+        [1.0, 2.0, 127.0],
+        None,
+    ]
     assert codec_of(features).decode(encoded).columns[0].type == pa.list_(pa.float32(), 3)
 
 
@@ -216,7 +267,11 @@ def test_a_slice_of_a_column_with_nulls_is_packed_as_what_it_shows() -> None:
 
 
 def test_the_documented_layout() -> None:
-    features = (feature_of("float32", "int8", 4, "a"), Feature("x", "int16"), feature_of("float16", "binary", 9, "b"))
+    features = (
+        feature_of("float32", "int8", 4, "a"),
+        Feature("x", "int16"),
+        feature_of("float16", "binary", 9, "b"),
+    )
     row = {"a": [127.0, -127.0, 1.0, 0.0], "x": 7, "b": [-0.5] + [0.5] * 7 + [-0.5]}
     (value,) = packed(features, row)
     assert value[24:] == struct.pack("<Bf4bhf2B", 0, 1.0, 127, -127, 1, 0, 7, 0.5, 1, 1)
@@ -238,6 +293,9 @@ def test_bytes_of_a_row_of_384() -> None:
 
 
 def test_how_vectors_are_packed_is_part_of_the_schema() -> None:
-    tags = {packing: codec_of((Feature("v", "float32", dim=384, packed=packing),)).schema_tag for packing in (None, *PACKINGS)}
+    tags = {
+        packing: codec_of((Feature("v", "float32", dim=384, packed=packing),)).schema_tag
+        for packing in (None, *PACKINGS)
+    }
     assert len(set(tags.values())) == 3
     assert tags[None] == zlib.crc32(b"[1, [('v', 'float32', 384, None)]]")

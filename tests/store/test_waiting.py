@@ -1,4 +1,5 @@
-"""Requests that wait for a model are so many at most that others find a connection; what is missed beyond is shed, and who hangs up leaves his place at once."""
+"""Requests that wait for a model are so many at most that others find a connection; what is missed
+beyond is shed, and who hangs up leaves his place at once."""
 
 from __future__ import annotations
 
@@ -31,7 +32,11 @@ def test_beyond_those_that_may_wait_misses_are_shed_and_hits_answered(tmp_path: 
         first = asyncio.create_task(ask("GET", ROW + "slow?deadline_ms=500"))
         await asyncio.sleep(0.05)
         beyond = await ask("GET", ROW + "other?deadline_ms=60000")
-        batch = await ask("POST", "/v1/views/things/lookup", {"keys": ["hit", "other", "quick"], "deadline_ms": 60_000})
+        batch = await ask(
+            "POST",
+            "/v1/views/things/lookup",
+            {"keys": ["hit", "other", "quick"], "deadline_ms": 60_000},
+        )
         hit = await ask("GET", ROW + "hit")
         assert not first.done()
         return beyond, batch, hit, await first, await ask("GET", ROW + "other?deadline_ms=10")
@@ -40,7 +45,11 @@ def test_beyond_those_that_may_wait_misses_are_shed_and_hits_answered(tmp_path: 
     beyond.check_problem(503, "shed")
     assert int(beyond.headers["retry-after"]) >= 1
     # what was done already is given all the same
-    assert [row.get("reason", row["status"]) for row in batch.json["rows"]] == ["fresh", "shed", "computed"]
+    assert [row.get("reason", row["status"]) for row in batch.json["rows"]] == [
+        "fresh",
+        "shed",
+        "computed",
+    ]
     assert hit.json["status"] == "fresh"
     first.check_problem(504, "deadline")
     # who waited has made room
@@ -60,7 +69,9 @@ def test_a_client_that_waits_for_all_it_may_leaves_places_for_others(tmp_path: P
         # one host has a network of addresses
         greedy = [asyncio.create_task(ask(f"2001:db8::{number}", "slow")) for number in range(12)]
         await asyncio.sleep(0.05)
-        others = await asyncio.gather(*(ask(address, "slow") for address in ("2001:db8::7", "2001:db8:0:1::7", "10.0.0.1")))
+        others = await asyncio.gather(
+            *(ask(address, "slow") for address in ("2001:db8::7", "2001:db8:0:1::7", "10.0.0.1"))
+        )
         return sorted([(await one).status for one in greedy]), [other.status for other in others]
 
     greedy, others = asyncio.run(asked())
@@ -88,7 +99,11 @@ def test_a_client_is_known_by_its_token_or_its_address(scope: dict[str, Any], cl
     [
         ("GET", ROW + "slow?deadline_ms=60000", None),
         ("POST", "/v1/views/things/lookup", {"keys": ["hit", "slow"], "deadline_ms": 60_000}),
-        ("POST", "/v1/lookup", {"requests": [{"view": "things", "keys": ["slow"], "deadline_ms": 60_000}] * 2}),
+        (
+            "POST",
+            "/v1/lookup",
+            {"requests": [{"view": "things", "keys": ["slow"], "deadline_ms": 60_000}] * 2},
+        ),
     ],
     ids=["row", "lookup", "several views"],
 )

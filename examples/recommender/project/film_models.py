@@ -1,4 +1,5 @@
-"""Two models small enough to read: films as vectors of their genres, and for each user the films nearest to what they liked."""
+"""Two models small enough to read: films as vectors of their genres, and for each user the films
+nearest to what they liked."""
 
 from __future__ import annotations
 
@@ -20,17 +21,24 @@ class GenreVector:
         return digest(dim=self.dim, version=1)
 
     def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
-        return {"vector": np.stack([self._vector(text) for text in batch.column("text").to_pylist()])}
+        return {
+            "vector": np.stack([self._vector(text) for text in batch.column("text").to_pylist()])
+        }
 
     def _vector(self, text: str) -> np.ndarray:
         whole = np.zeros(self.dim, np.float32)
         for word in text.lower().split():
-            whole += np.random.default_rng(zlib.crc32(word.encode())).normal(size=self.dim).astype(np.float32)
+            whole += (
+                np.random.default_rng(zlib.crc32(word.encode()))
+                .normal(size=self.dim)
+                .astype(np.float32)
+            )
         return whole / max(float(np.linalg.norm(whole)), 1e-6)
 
 
 class Favourites:
-    """``liked``, ids apart by blanks → the ``k`` films nearest to their mean, without themselves, and how near.
+    """``liked``, ids apart by blanks → the ``k`` films nearest to their mean, without themselves,
+    and how near.
 
     Args:
         films: a table of ``film_id`` and ``vector``.
@@ -50,7 +58,11 @@ class Favourites:
         films, scores = [], []
         for liked in batch.column("liked").to_pylist():
             known = np.isin(self.ids, [int(film) for film in str(liked).split()])
-            near = self.vectors @ self.vectors[known].mean(0) if known.any() else np.zeros(len(self.ids), np.float32)
+            near = (
+                self.vectors @ self.vectors[known].mean(0)
+                if known.any()
+                else np.zeros(len(self.ids), np.float32)
+            )
             best = [int(i) for i in np.argsort(-near, kind="stable") if not known[i]][: self.k]
             films.append([int(self.ids[i]) for i in best])
             scores.append([float(near[i]) for i in best])

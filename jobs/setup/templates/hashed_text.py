@@ -1,4 +1,5 @@
-"""Hashed text: texts as vectors with no model file at all. Near is what shares words, or parts of words; what means the same in other words needs an encoder."""
+"""Hashed text: texts as vectors with no model file at all. Near is what shares words, or parts of
+words; what means the same in other words needs an encoder."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from precompute import digest
 
 
 class HashedText:
-    """``text`` → ``embedding``, of length 1: every word and every three letters in a row add to one place of the vector.
+    """``text`` → ``embedding``, of length 1: every word and every three letters in a row add to one
+    place of the vector.
 
     Args:
         dim: places; with fewer of them more words share one.
@@ -33,7 +35,11 @@ class HashedText:
     def unusable(self, batch: pa.RecordBatch) -> dict[int, str]:
         """Rows that cannot be computed → why. They are set aside, and the others go on."""
         texts = batch.column("text").to_pylist()
-        return {row: "the text has no word" for row, text in enumerate(texts) if not re.search(r"\w", text or "")}
+        return {
+            row: "the text has no word"
+            for row, text in enumerate(texts)
+            if not re.search(r"\w", text or "")
+        }
 
     def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
         """Feature → [rows] or [rows, dim]. A row must not depend on its neighbours."""
@@ -42,7 +48,9 @@ class HashedText:
             for piece, weight in pieces(text or ""):
                 hashed = zlib.crc32(piece.encode())
                 vectors[row, hashed % self.dim] += weight if hashed >> 31 else -weight
-        return {"embedding": vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-9)}
+        return {
+            "embedding": vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-9)
+        }
 
 
 def pieces(text: str) -> Iterator[tuple[str, float]]:

@@ -1,4 +1,5 @@
-"""Image colors: pictures as vectors with no model file at all. Near is what has the same colours; what shows the same needs CLIP or SigLIP."""
+"""Image colors: pictures as vectors with no model file at all. Near is what has the same colours;
+what shows the same needs CLIP or SigLIP."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ SHADES = 4
 
 
 class ImageColors:
-    """``image``, the bytes of a picture → ``embedding``: the share of each colour, and where it lies counts not."""
+    """``image``, the bytes of a picture → ``embedding``: the share of each colour, and where it
+    lies counts not."""
 
     def fingerprint(self) -> str:
         """Must change whenever any vector may: raise ``version`` when you change the code."""
@@ -27,7 +29,9 @@ class ImageColors:
 
     def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
         """Feature → [rows, dim]. A picture that cannot be read raises, and is set aside, alone."""
-        return {"embedding": np.stack([shares(image) for image in batch.column("image").to_pylist()])}
+        return {
+            "embedding": np.stack([shares(image) for image in batch.column("image").to_pylist()])
+        }
 
 
 def shares(content: bytes) -> np.ndarray:
@@ -35,4 +39,6 @@ def shares(content: bytes) -> np.ndarray:
     with Image.open(io.BytesIO(content)) as picture:
         small = np.asarray(picture.convert("RGB").resize((32, 32)), np.int64) * SHADES // 256
     colors = (small[..., 0] * SHADES + small[..., 1]) * SHADES + small[..., 2]
-    return np.sqrt(np.bincount(colors.reshape(-1), minlength=SHADES**3) / colors.size).astype(np.float32)
+    return np.sqrt(np.bincount(colors.reshape(-1), minlength=SHADES**3) / colors.size).astype(
+        np.float32
+    )

@@ -1,4 +1,5 @@
-"""Linear score: columns of numbers → one number between 0 and 1, as a logistic regression does. A place for your own model."""
+"""Linear score: columns of numbers → one number between 0 and 1, as a logistic regression does. A
+place for your own model."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class LinearScore:
         self.weights, self.bias = weights, bias
 
     def fingerprint(self) -> str:
-        """Must change whenever any score may: raise ``version`` when you change the code. ``digest(self.file, …)`` takes a file, too."""
+        """Must change whenever any score may: raise ``version`` when you change the code.
+        ``digest(self.file, …)`` takes a file, too."""
         return digest(weights=self.weights, bias=self.bias, version=1)
 
     def reads(self) -> list[str]:
@@ -28,7 +30,8 @@ class LinearScore:
         return list(self.weights)
 
     def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
-        """Feature → [rows]. A null becomes NaN, and a row whose score is NaN is set aside, alone."""
+        """Feature → [rows]. A null becomes NaN, and a row whose score is NaN is set aside,
+        alone."""
         total = np.full(batch.num_rows, float(self.bias))
         for column, weight in self.weights.items():
             total += weight * np.asarray(batch.column(column).cast(pa.float64()))
