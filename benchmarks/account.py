@@ -16,12 +16,12 @@ from unittest import mock
 from benchmarks.common import cpu_s, report
 from benchmarks.gates_cost import write_project
 from precompute.jobs.config.project import Project
-from precompute.jobs.pipeline.run import run_view
-from precompute.jobs.process.job import RunOptions
-from precompute.jobs.process.progress import Silent
+from precompute.jobs.run.job import RunOptions
+from precompute.jobs.run.progress import Silent
+from precompute.jobs.run.run_view import run_view
 from precompute.store.account import checker
 from precompute.store.account.checker import LOOK_S, look, share_of
-from precompute.store.online_url import open_online_store
+from precompute.store.online.url import open_online_store
 
 ROWS, HOURS, EVERY_S = 10_000_000, 2, 60.0
 

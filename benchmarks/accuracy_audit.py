@@ -27,11 +27,11 @@ from safetensors.torch import save_file
 from benchmarks.common import report
 from benchmarks.engine_mlp import IDS, Scorer
 from precompute.jobs.config.project import Project
-from precompute.jobs.pipeline.audit import Audit
-from precompute.jobs.pipeline.materialize import materialize
-from precompute.jobs.process.job import Job, RunOptions
-from precompute.jobs.process.progress import Silent
-from precompute.jobs.process.report import recorded
+from precompute.jobs.run.job import Job, RunOptions
+from precompute.jobs.run.judge.audit import Audit
+from precompute.jobs.run.materialize import materialize
+from precompute.jobs.run.progress import Silent
+from precompute.jobs.run.report import recorded
 
 ROWS, SMALLER = 1_000_000, (100_000, 10_000)
 SEEDS = 20

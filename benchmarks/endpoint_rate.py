@@ -22,9 +22,9 @@ from collections.abc import Iterator
 import pyarrow as pa
 
 from benchmarks.common import cpu_s, report
-from precompute.endpoint.chat import ChatEndpoint
-from precompute.endpoint.transport import Transport
 from precompute.engine.runner import Runner
+from precompute.models.endpoint.chat import ChatEndpoint
+from precompute.models.endpoint.transport import Transport
 from precompute.store.feature_view import Feature, FeatureView
 
 IN_FLIGHT, DELAY_S = 64, 0.05

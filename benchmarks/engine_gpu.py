@@ -24,17 +24,17 @@ import pyarrow as pa
 import torch
 
 from benchmarks.common import report
-from precompute.engine.meter import Meter
+from precompute.engine.ahead import Meter
 from precompute.engine.prepare import joined
 from precompute.engine.runner import Runner
 from precompute.model import Prepared, resolve_path
 from precompute.models.device import Device, gpu_count
 from precompute.models.text_encoder import TextEncoder, UnpaddedEncoder
 from precompute.models.torch_model import Tensors, TorchModel
-from precompute.precision.accuracy import neighbour_recall, row_cosines
-from precompute.precision.conversion import candidates, use_variant
 from precompute.store.errors import PrecomputeError
 from precompute.store.feature_view import Feature, FeatureView
+from precompute.techniques.accuracy import neighbour_recall, row_cosines
+from precompute.techniques.conversion import candidates, use_variant
 from precompute.workers.worker_pool import WorkerPool
 from precompute.workers.worker_process import WorkerSpec
 

@@ -21,7 +21,7 @@ import yaml
 
 from benchmarks.common import report
 from precompute.jobs.config.project import Project
-from precompute.jobs.pipeline.run import plan_view
+from precompute.jobs.run.run_view import plan_view
 
 ROWS = 1_200
 ROW_S = 0.05

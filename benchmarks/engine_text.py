@@ -31,18 +31,18 @@ from demo.data import write_docstrings
 from precompute.engine.cores import Lanes
 from precompute.engine.prepare import MAX_PADDING, batches_by_cost
 from precompute.jobs.config.project import Project
-from precompute.jobs.pipeline.materialize import materialize
-from precompute.jobs.process.job import Job, RunOptions
-from precompute.jobs.process.progress import Silent
-from precompute.jobs.process.report import recorded
-from precompute.jobs.rows.open_view import open_view
+from precompute.jobs.run.job import Job, RunOptions
+from precompute.jobs.run.materialize import materialize
+from precompute.jobs.run.progress import Silent
+from precompute.jobs.run.report import recorded
+from precompute.jobs.run.rows.open_view import open_view
 from precompute.model import resolve_path
 from precompute.models.text_encoder import TextEncoder
 from precompute.models.torch_model import TorchModel
-from precompute.precision.conversion import candidates
 from precompute.store.errors import ConfigError, GateError
 from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Snapshot
+from precompute.techniques.conversion import candidates
 from precompute.techniques.machine import has_bf16
 from precompute.techniques.table import REFERENCE, words
 

@@ -28,9 +28,9 @@ import yaml
 
 from benchmarks.common import cpu_s, report
 from precompute.jobs.config.project import Project
-from precompute.jobs.pipeline.run import run_view
-from precompute.jobs.process.job import RunOptions
-from precompute.jobs.process.progress import Silent
+from precompute.jobs.run.job import RunOptions
+from precompute.jobs.run.progress import Silent
+from precompute.jobs.run.run_view import run_view
 
 PAIRS = 1_000_000
 FEATURES, ITEMS = 20, 1000

@@ -29,7 +29,7 @@ from precompute.store.feature_view import Feature, FeatureView, IndexSpec
 from precompute.store.vectors.index_build import build_index
 from precompute.store.vectors.index_choice import Limits
 from precompute.store.vectors.index_record import METRICS
-from precompute.store.vectors.row_filter import RowFilter
+from precompute.store.vectors.index_rows import RowFilter
 from precompute.store.vectors.vector_index import VectorIndex
 
 DIM, PROMISED, K = 64, 0.95, 10

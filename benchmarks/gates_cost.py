@@ -21,11 +21,11 @@ import yaml
 
 from benchmarks.common import cpu_s, report
 from precompute.jobs.config.project import Project
-from precompute.jobs.pipeline import materialize
-from precompute.jobs.pipeline.audit import Audit
-from precompute.jobs.pipeline.run import run_view
-from precompute.jobs.process.job import RunOptions
-from precompute.jobs.process.progress import Silent
+from precompute.jobs.run import materialize
+from precompute.jobs.run.job import RunOptions
+from precompute.jobs.run.judge.audit import Audit
+from precompute.jobs.run.progress import Silent
+from precompute.jobs.run.run_view import run_view
 from precompute.model import digest
 from precompute.store.offline.row_figures import RowCounter
 

@@ -26,10 +26,10 @@ import yaml
 from benchmarks.common import cpu_s, report
 from benchmarks.store_plan import CHANGED, write_project
 from precompute.jobs.config.project import Project
-from precompute.jobs.pipeline.run import run_view
-from precompute.jobs.process.job import RunOptions
-from precompute.jobs.process.progress import Silent
-from precompute.store.online_url import open_online_store
+from precompute.jobs.run.job import RunOptions
+from precompute.jobs.run.progress import Silent
+from precompute.jobs.run.run_view import run_view
+from precompute.store.online.url import open_online_store
 from tests.redis_process import RedisProcess, newest_redis
 
 CASES = {

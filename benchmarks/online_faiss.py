@@ -34,10 +34,10 @@ from benchmarks.common import report
 from precompute.engine.runner import Runner
 from precompute.model import resolve_path
 from precompute.models.text_encoder import TextEncoder
-from precompute.precision.conversion import use_variant
 from precompute.store.feature_view import Feature, FeatureView, IndexSpec
 from precompute.store.vectors.index_build import build_index, build_overlay
 from precompute.store.vectors.vector_index import VectorIndex
+from precompute.techniques.conversion import use_variant
 from precompute.techniques.machine import has_bf16
 
 DIM = 384

@@ -29,10 +29,10 @@ import yaml
 from benchmarks.common import DIM, report
 from benchmarks.store_plan import write_project
 from precompute.jobs.config.project import Project
-from precompute.jobs.pipeline.run import run_view
-from precompute.jobs.process.job import RunOptions
-from precompute.jobs.process.progress import Silent
-from precompute.store.lookup import Lookup
+from precompute.jobs.run.job import RunOptions
+from precompute.jobs.run.progress import Silent
+from precompute.jobs.run.run_view import run_view
+from precompute.store.answers.lookup import Lookup
 from tests.redis_process import RedisProcess, newest_redis
 
 ROWS = 50_000

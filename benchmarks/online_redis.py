@@ -27,14 +27,14 @@ import redis
 from benchmarks.common import DIM, VIEW, cpu_s, report
 from benchmarks.online_table import CODEC, PART_ROWS, decoded, packed, write_part
 from precompute.engine.ahead import Ahead, StageTime
-from precompute.jobs.publish.loader import AHEAD_BYTES
+from precompute.jobs.run.loader import AHEAD_BYTES
+from precompute.store.answers.lookup import Lookup
 from precompute.store.feature_view import Feature, FeatureView
-from precompute.store.lookup import Lookup
 from precompute.store.online import kernels
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.online_store import Generation, Pointer
 from precompute.store.online.packed import Packed, RowBatch
-from precompute.store.redis.redis_store import RedisStore
+from precompute.store.online.redis.redis_store import RedisStore
 from tests.redis_process import RedisCluster, RedisProcess
 
 ROWS = 300_000

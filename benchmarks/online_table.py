@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.common import DIM, VIEW, cpu_s, fill, median_us, report
-from precompute.store.lookup import Lookup
+from precompute.store.answers.lookup import Lookup
 from precompute.store.online import kernels
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.packed import RowBatch

@@ -16,9 +16,9 @@ from pathlib import Path
 from benchmarks.common import report
 from benchmarks.gates_cost import write_items, write_project
 from precompute.jobs.config.project import Project
-from precompute.jobs.pipeline.run import run_view
-from precompute.jobs.process.job import RunOptions
-from precompute.jobs.process.progress import Silent
+from precompute.jobs.run.job import RunOptions
+from precompute.jobs.run.progress import Silent
+from precompute.jobs.run.run_view import run_view
 
 SIZES = (100_000, 10_000_000)
 LOOK_S = 0.01

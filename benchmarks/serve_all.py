@@ -20,10 +20,10 @@ import yaml
 
 from benchmarks.common import cpu_s, report
 from precompute.jobs.config.project import Project
-from precompute.jobs.pipeline.run import run_view
-from precompute.jobs.process.job import RunOptions
-from precompute.jobs.process.progress import Silent
-from precompute.store.clock import containing
+from precompute.jobs.run.job import RunOptions
+from precompute.jobs.run.progress import Silent
+from precompute.jobs.run.run_view import run_view
+from precompute.store.times import containing
 
 DAYS, ROWS, DIM = 60, 120_000, 64
 TODAY = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0)

@@ -35,9 +35,9 @@ import yaml
 from benchmarks.common import DIM, report
 from benchmarks.online_feast import FEATURES, PEER, STORES, committed, feast_python, figures_of
 from precompute.jobs.config.project import Project
-from precompute.jobs.pipeline.run import run_view
-from precompute.jobs.process.job import RunOptions
-from precompute.jobs.process.progress import Silent
+from precompute.jobs.run.job import RunOptions
+from precompute.jobs.run.progress import Silent
+from precompute.jobs.run.run_view import run_view
 from tests.redis_process import DIES_WITH_US, RedisProcess, free_port, newest_redis
 
 ROWS = 20_000

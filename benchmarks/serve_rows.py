@@ -40,14 +40,14 @@ _PATH = f"/v1/views/{VIEW.name}"
 def serve(folder: str, cache_bytes: int) -> None:
     """The server process: the API, with so many bytes of encoded rows, as a worker of ``precompute
     serve`` has it."""
-    from precompute.jobs.service.lookup_worker import settle
-    from precompute.store.api.app import create_app
-    from precompute.store.guard.gate import Gate, Hosts
-    from precompute.store.guard.limits import Limits
-    from precompute.store.guard.server import GuardedServer
-    from precompute.store.lookup import Lookup
+    from precompute.jobs.serve.lookup_worker import settle
+    from precompute.store.answers.lookup import Lookup
+    from precompute.store.http.app import create_app
+    from precompute.store.http.guard.gate import Gate, Hosts
+    from precompute.store.http.guard.limits import Limits
+    from precompute.store.http.guard.server import GuardedServer
+    from precompute.store.http.telemetry.instruments import Meter
     from precompute.store.online.table_store import TableStore
-    from precompute.store.telemetry.instruments import Meter
 
     meter = Meter()
     gate = Gate(meter, hosts=Hosts(()))
@@ -272,7 +272,7 @@ def _serving(*arguments: str) -> Iterator[Server]:
 
 def main() -> None:
     """Measure and report."""
-    from precompute.store.encoding.row_cache import MAX_CACHE_BYTES
+    from precompute.store.http.encoding.row_cache import MAX_CACHE_BYTES
     from precompute.store.online.table_store import TableStore
 
     with tempfile.TemporaryDirectory() as folder:

@@ -30,10 +30,10 @@ from benchmarks.common import report
 from benchmarks.serve_feast import ARROW, Connection, _post, our_server
 from precompute import Client
 from precompute.jobs.config.project import Project
-from precompute.jobs.pipeline.run import run_view
-from precompute.jobs.process.job import RunOptions
-from precompute.jobs.process.progress import Silent
-from precompute.store.lookup import Lookup
+from precompute.jobs.run.job import RunOptions
+from precompute.jobs.run.progress import Silent
+from precompute.jobs.run.run_view import run_view
+from precompute.store.answers.lookup import Lookup
 
 ROWS, ROUNDS, REQUESTS, KEYS = 20_000, 7, 200, 100
 SERVICE = "ranking"

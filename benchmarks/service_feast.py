@@ -27,10 +27,10 @@ from benchmarks.common import report
 from benchmarks.online_feast import REPOSITORY, STORES, feast_python
 from benchmarks.serve_service import KEYS, SERVICE, VIEWS, published
 from precompute.jobs.config.project import Project
-from precompute.jobs.pipeline.run import run_view
-from precompute.jobs.process.job import RunOptions
-from precompute.jobs.process.progress import Silent
-from precompute.store.lookup import Lookup
+from precompute.jobs.run.job import RunOptions
+from precompute.jobs.run.progress import Silent
+from precompute.jobs.run.run_view import run_view
+from precompute.store.answers.lookup import Lookup
 from tests.redis_process import RedisProcess, newest_redis
 
 ROWS, REQUESTS = 20_000, 200

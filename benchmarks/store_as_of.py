@@ -21,16 +21,15 @@ import yaml
 from benchmarks.common import report
 from precompute.jobs.config.project import Project
 from precompute.jobs.ops.retention import drop
-from precompute.jobs.pipeline.rollback import rollback
-from precompute.jobs.pipeline.run import run_view
-from precompute.jobs.process.job import RunOptions
-from precompute.jobs.process.progress import Silent
-from precompute.store.clock import containing
+from precompute.jobs.run.job import RunOptions
+from precompute.jobs.run.progress import Silent
+from precompute.jobs.run.rollback import rollback
+from precompute.jobs.run.run_view import run_view
+from precompute.store.answers.lookup import Lookup
 from precompute.store.errors import PrecomputeError, RequestError, SnapshotError
-from precompute.store.freshness import as_datetime
 from precompute.store.history import explain, get_historical_features, read
-from precompute.store.lookup import Lookup
-from precompute.store.online_url import open_online_store
+from precompute.store.online.url import open_online_store
+from precompute.store.times import as_datetime, containing
 
 VIEW = "numbers"
 FIRST_DAY = datetime(2025, 1, 1, tzinfo=UTC)

@@ -14,11 +14,11 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.common import report
-from precompute.store.clock import utc_now
+from precompute.store.disk.record import replace
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.offline.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot
 from precompute.store.offline.view_store import OfflineStore, ViewStore
-from precompute.store.record import replace
+from precompute.store.times import utc_now
 
 ROWS = 1_000_000
 DIM = 384
@@ -33,7 +33,7 @@ VIEW = FeatureView(
 
 
 def rows(ids: np.ndarray, rng: np.random.Generator) -> pa.Table:
-    """Random vectors of these keys, as :mod:`precompute.jobs.pipeline.materialize` writes them."""
+    """Random vectors of these keys, as :mod:`precompute.jobs.run.materialize` writes them."""
     flat = pa.array(rng.standard_normal(len(ids) * DIM, dtype=np.float32).astype(np.float16))
     columns = {
         "id": pa.array(ids),

@@ -18,13 +18,13 @@ import yaml
 
 from benchmarks.common import report
 from precompute.jobs.config.project import Project
-from precompute.jobs.pipeline.run import run_view
-from precompute.jobs.process.job import RunOptions
-from precompute.jobs.process.progress import Silent
-from precompute.store.clock import Partition, containing, utc_now
+from precompute.jobs.run.job import RunOptions
+from precompute.jobs.run.progress import Silent
+from precompute.jobs.run.run_view import run_view
+from precompute.store.disk.record import replace, sealed
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
-from precompute.store.record import replace, sealed
+from precompute.store.times import Partition, containing, utc_now
 
 VIEW = "numbers"
 ROWS = 200

@@ -23,9 +23,9 @@ import yaml
 
 from benchmarks.common import cpu_s, report
 from precompute.jobs.config.project import Project
-from precompute.jobs.pipeline.run import plan_view, run_view
-from precompute.jobs.process.job import RunOptions
-from precompute.jobs.process.progress import Silent
+from precompute.jobs.run.job import RunOptions
+from precompute.jobs.run.progress import Silent
+from precompute.jobs.run.run_view import plan_view, run_view
 from precompute.store.offline.runs import Report
 
 CASES = {"cheap": 10_000_000, "floats": 3_000_000}

@@ -13,10 +13,10 @@ from unittest.mock import patch
 from benchmarks.common import report
 from benchmarks.store_plan import write_project
 from precompute.jobs.config.project import Project
-from precompute.jobs.pipeline.materialize import dry_run
-from precompute.jobs.pipeline.run import run_view
-from precompute.jobs.process.job import Job, RunOptions
-from precompute.jobs.process.progress import Silent
+from precompute.jobs.run.job import Job, RunOptions
+from precompute.jobs.run.materialize import dry_run
+from precompute.jobs.run.progress import Silent
+from precompute.jobs.run.run_view import run_view
 from precompute.store.offline.runs import Report
 from precompute.store.offline.view_store import ViewStore
 
@@ -49,7 +49,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         project = write_project(Path(name), CHUNKS * CHUNK_ROWS + 1, 0.0)
         without, _ = start_s(project)
-        small = patch.multiple("precompute.jobs.rows.chunks", PART_BYTES=1, WINDOW_ROWS=CHUNK_ROWS)
+        small = patch.multiple(
+            "precompute.jobs.run.rows.chunks", PART_BYTES=1, WINDOW_ROWS=CHUNK_ROWS
+        )
         with (
             small,
             patch.object(ViewStore, "commit", _interrupted),

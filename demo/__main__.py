@@ -22,14 +22,14 @@ from precompute.jobs.commands.rows import describe_row
 from precompute.jobs.commands.run import describe_report
 from precompute.jobs.config.project import Project
 from precompute.jobs.ops.tune import tune
-from precompute.jobs.pipeline.run import run_view
-from precompute.jobs.process.progress import progress_for
-from precompute.jobs.service.fallback import ViewFallback
+from precompute.jobs.run.progress import progress_for
+from precompute.jobs.run.run_view import run_view
+from precompute.jobs.serve.fallback import ViewFallback
 from precompute.models.two_tower import train_two_tower
+from precompute.store.answers.lookup import Lookup
 from precompute.store.errors import PrecomputeError
-from precompute.store.lookup import Lookup
-from precompute.store.lookup_options import LookupOptions
-from precompute.store.online_url import open_online_store
+from precompute.store.online.url import open_online_store
+from precompute.store.wire.lookup_options import LookupOptions
 from precompute.techniques.machine import has_bf16
 from precompute.text.encoder import kernel
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from precompute.store.lookup import MAX_KEYS, Lookup
+from precompute.store.answers.lookup import MAX_KEYS, Lookup
 
 
 def served_recommendations(lookup: Lookup, users: Sequence[int]) -> dict[int, list[int]]:

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from precompute.jobs.open_project import OpenProject
+    from precompute.jobs.notebook.open_project import OpenProject
     from precompute.model import Model, digest
+    from precompute.store.answers.lookup import Lookup
+    from precompute.store.answers.service import Service, ServicePart
     from precompute.store.client import AsyncClient, Client, ViewLookupRequest
     from precompute.store.errors import (
         ConfigError,
@@ -29,8 +31,6 @@ if TYPE_CHECKING:
         SourceError,
         VectorIndexError,
     )
-    from precompute.store.lookup import Lookup
-    from precompute.store.service import Service, ServicePart
 
 __all__ = [
     "AsyncClient",
@@ -67,18 +67,18 @@ _MODULES = {
     "AsyncClient": "precompute.store.client",
     "Client": "precompute.store.client",
     "ViewLookupRequest": "precompute.store.client",
-    "Lookup": "precompute.store.lookup",
-    "Service": "precompute.store.service",
-    "ServicePart": "precompute.store.service",
+    "Lookup": "precompute.store.answers.lookup",
+    "Service": "precompute.store.answers.service",
+    "ServicePart": "precompute.store.answers.service",
     "Model": "precompute.model",
     "digest": "precompute.model",
-    "OpenProject": "precompute.jobs.open_project",
+    "OpenProject": "precompute.jobs.notebook.open_project",
 }
 
 
 def open(project: "str | Path") -> "OpenProject":
     """A project, to run its views, look rows up and search them from Python: see
-    :class:`precompute.jobs.open_project.OpenProject`.
+    :class:`precompute.jobs.notebook.open_project.OpenProject`.
 
     Where there is no project but its online store, :meth:`precompute.Lookup.open` reads that, and
     :class:`precompute.Client` reads from a server.
@@ -101,7 +101,7 @@ def open(project: "str | Path") -> "OpenProject":
             " online store, precompute.Client(url) reads from a server"
         )
     try:
-        from precompute.jobs.open_project import OpenProject
+        from precompute.jobs.notebook.open_project import OpenProject
     except ModuleNotFoundError as exc:
         if (exc.name or "").partition(".")[0] == "precompute":
             raise

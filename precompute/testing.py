@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from precompute.store.stand_in.stand_in import Request, StandIn
+from precompute.store.http.stand_in.stand_in import Request, StandIn
 
 __all__ = ["Request", "StandIn", "stand_in"]
 

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from precompute.store.key_text import CHUNK as CHUNK
-from precompute.store.record import plain, record_of
+from precompute.store.disk.record import plain, record_of
+from precompute.store.keys import CHUNK as CHUNK
+from precompute.store.times import Status
 
 NAME = re.compile(r"\A[a-z][a-z0-9_]{0,62}\Z")
 """Views, features and entity columns: one allow-list, so that no name can leave its folder or its
@@ -266,3 +267,18 @@ def find_bad(view: FeatureView, feature: Feature, column: pa.Array, bad: dict[in
         rows = np.unique(np.asarray(pc.list_parent_indices(column))[rows])
     for row in rows.tolist():
         bad.setdefault(row, f"{feature.name} is not finite")
+
+
+def status_of(view: FeatureView, age: float, max_age_s: float | None = None) -> Status:
+    """``fresh`` up to the TTL, then ``stale`` for ``stale_for``, then ``missing``.
+
+    Args:
+        view: whose TTL counts.
+        age: in seconds.
+        max_age_s: the caller's own limit; an older row is ``missing`` whatever the TTL says.
+    """
+    if max_age_s is not None and age > max_age_s:
+        return Status.MISSING
+    if age <= view.ttl_s:
+        return Status.FRESH
+    return Status.STALE if age <= view.ttl_s + view.stale_for_s else Status.MISSING

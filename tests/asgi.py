@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from precompute.store.api import wire
+from precompute.store.wire import bodies
 from tests.documented import check_documented
 from tests.server import Reply
 
@@ -28,7 +28,7 @@ def scope_of(
         for name, value in headers.items()
     ]
     if body is not None and "content_type" not in headers:
-        lines.append((b"content-type", wire.JSON.encode()))
+        lines.append((b"content-type", bodies.JSON.encode()))
     sent = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     raw, _, query = path.partition("?")
     scope = {

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Coroutine, Iterator
 from typing import Any, cast
 
-from precompute.store.api.wire import ViewRow
 from precompute.store.client import AsyncClient, Client
+from precompute.store.wire.bodies import ViewRow
 
 
 class Awaited:

@@ -19,9 +19,9 @@ import redis
 import yaml
 from hypothesis import Phase, settings
 
-from precompute.store.lookup import Lookup
+from precompute.store.answers.lookup import Lookup
 from precompute.store.online import kernels
-from precompute.store.redis import link
+from precompute.store.online.redis import link
 from tests.redis_process import RedisCluster, RedisProcess
 from tests.scene import Scene
 from tests.slow import SLOW, name_of
@@ -194,7 +194,7 @@ def make_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeProject
     computes.
     """
     for name in ("LEAST_S", "SHARE"):
-        monkeypatch.setattr(f"precompute.jobs.pipeline.audit.{name}", 0.0)
+        monkeypatch.setattr(f"precompute.jobs.run.judge.audit.{name}", 0.0)
 
     def make(
         rows: list[tuple[Any, Any]] | pa.Table | None = None,
@@ -251,7 +251,7 @@ def open_lookup() -> Iterator[Callable[[Scene], Lookup]]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who finds a view's lease taken is refused at once, and not after two seconds."""
-    monkeypatch.setattr("precompute.jobs.pipeline.run.BRIEFLY_S", 0.1)
+    monkeypatch.setattr("precompute.jobs.run.run_view.BRIEFLY_S", 0.1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,7 +7,7 @@ import re
 from functools import cache
 from typing import Any
 
-from precompute.store.api.openapi import openapi_document
+from precompute.store.http.openapi import openapi_document
 
 
 @cache

@@ -28,8 +28,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from precompute.store.client.async_client import AsyncClient
-from precompute.store.client.blocking_client import Client
+from precompute.store.client.client import AsyncClient, Client
 from precompute.store.errors import PrecomputeError
 from tests import REPOSITORY
 from tests.conftest import redis_binary

@@ -1,5 +1,5 @@
 """Memory store: the one of the stand-in, for tests that need a store and none in particular."""
 
-from precompute.store.stand_in.memory_store import MemoryStore
+from precompute.store.http.stand_in.memory import MemoryStore
 
 __all__ = ["MemoryStore"]

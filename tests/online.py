@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import redis
 
+from precompute.store.disk.record import replace
 from precompute.store.feature_view import Feature, FeatureView, IndexSpec
 from precompute.store.online import kernels
 from precompute.store.online.found_rows import FoundRows
 from precompute.store.online.online_store import Generation, OnlineStore, Pointer
 from precompute.store.online.packed import Packed, RowBatch, Rows
-from precompute.store.record import replace
-from precompute.store.redis import redis_store
+from precompute.store.online.redis import redis_store
 
 
 def pointer(epoch: int, view: str = "numbers", snapshot: int | None = None) -> Pointer:

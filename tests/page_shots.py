@@ -18,7 +18,7 @@ from pathlib import Path
 
 from precompute.store.client import Client
 from precompute.store.errors import PrecomputeError
-from precompute.store.freshness import iso
+from precompute.store.times import iso
 from tests import REPOSITORY
 from tests.scene import Scene
 from tests.server import Server

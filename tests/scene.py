@@ -10,18 +10,18 @@ from typing import Any
 
 import msgspec
 
-from precompute.jobs.cli import main
+from precompute.jobs.commands.command_line import main
 from precompute.jobs.config.project import Project
 from precompute.jobs.ops.status import StatusLine, view_status
 from precompute.jobs.ops.verify import Check, verify
-from precompute.jobs.pipeline.rollback import rollback
-from precompute.jobs.pipeline.run import plan_view, run_view
-from precompute.jobs.process.job import RunOptions
-from precompute.jobs.process.progress import Silent
-from precompute.jobs.rows.plan import Plan
-from precompute.jobs.service.fallback import ViewFallback
-from precompute.store.fallback import Computed
-from precompute.store.lookup import Lookup
+from precompute.jobs.run.job import RunOptions
+from precompute.jobs.run.progress import Silent
+from precompute.jobs.run.rollback import rollback
+from precompute.jobs.run.rows.plan import Plan
+from precompute.jobs.run.run_view import plan_view, run_view
+from precompute.jobs.serve.fallback import ViewFallback
+from precompute.store.answers.fallback import Computed
+from precompute.store.answers.lookup import Lookup
 from precompute.store.offline.refs import LiveRef
 from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Snapshot
@@ -29,7 +29,7 @@ from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.online_store import OnlineStore, Pointer
 from precompute.store.online.packed import Packed
-from precompute.store.online_url import open_online_store
+from precompute.store.online.url import open_online_store
 
 
 def values_of(pointer: Pointer, computed: Computed) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class Scene(Project):
 
     def run(self, view: str = "numbers", **options: Any) -> Report:
         """Compute it and publish it; ``options`` as of
-        :func:`precompute.jobs.pipeline.run.run_view`."""
+        :func:`precompute.jobs.run.run_view.run_view`."""
         return run_view(self, view, Silent(), RunOptions(**options))
 
     def materialize(self, view: str = "numbers", **options: Any) -> Report:

@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from precompute.store.api import arrow, wire
+from precompute.store.wire import arrow, bodies
 from tests import REPOSITORY
 from tests.documented import check_documented
 from tests.scene import Scene
@@ -132,7 +132,10 @@ class Server:
     ) -> None:
         self.log = folder / f"serve-{time.monotonic_ns()}.log"
         start = (
-            ["-c", f"{first}\nimport sys; from precompute.jobs.cli import main; sys.exit(main())"]
+            [
+                "-c",
+                f"{first}\nimport sys; from precompute.jobs.commands.command_line import main; sys.exit(main())",
+            ]
             if first
             else ["-m", "precompute.jobs.cli"]
         )
@@ -199,7 +202,7 @@ class Server:
         ``content-type``."""
         lines = {name.replace("_", "-"): value for name, value in headers.items()}
         if body is not None:
-            lines.setdefault("content-type", wire.JSON)
+            lines.setdefault("content-type", bodies.JSON)
         connection = http.client.HTTPConnection("localhost")
         connection.sock = self.connect()
         with contextlib.closing(connection):

@@ -21,10 +21,10 @@ from demo.data import movielens_folder, write_docstrings, write_movielens
 from demo.evaluate import evaluate, hit_rate, most_popular
 from precompute.model import resolve_path
 from precompute.models.text_encoder import TextEncoder
-from precompute.precision.same_value import differing
 from precompute.registry import load_model
 from precompute.store.errors import ConfigError
-from precompute.store.lookup_options import MAX_KEYS
+from precompute.store.wire.lookup_options import MAX_KEYS
+from precompute.techniques.same_value import differing
 from tests import REPOSITORY
 from tests.conftest import MakeProject
 from tests.scene import Scene

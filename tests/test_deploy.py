@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 import yaml
 
-from precompute.jobs.cli import _parser
+from precompute.jobs.commands.command_line import _parser
 from precompute.jobs.config.project import Project
-from precompute.store.api.openapi import openapi_document
+from precompute.store.http.openapi import openapi_document
 from tests import REPOSITORY
 from tests.conftest import MakeProject
 
@@ -195,7 +195,7 @@ def test_airflow_and_dagster_call_it(
         ("numbers", []),
         ("top_k", ["numbers"]),
     ]
-    assert assets[0].function(context).metadata["precompute/source"] == 1
+    assert assets[0].function(context).metadata["precompute/sources/source"] == 1
     make_project([(2, 2.0)], view=ENDED_BADLY)
     with pytest.raises(Stop, match="exit status 3"):
         task.execute({})

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from precompute.store.telemetry.instruments import INSTRUMENTS, Kind
+from precompute.store.http.telemetry.instruments import INSTRUMENTS, Kind
 from tests import REPOSITORY
 
 ALERTS = REPOSITORY / "configs" / "monitoring" / "alerts.yaml"

@@ -19,8 +19,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from precompute.jobs.cli import main
-from precompute.store.api.arrow import encode_arrow
+from precompute.jobs.commands.command_line import main
+from precompute.store.wire.arrow import encode_arrow
 from tests import REPOSITORY, conftest
 from tests.hostile import Hostile, Visit
 
@@ -206,7 +206,7 @@ def test_the_client_needs_what_it_says_and_no_more(extras: tuple[str, ...]) -> N
 
 
 def test_without_the_engine_the_command_says_what_to_install() -> None:
-    code = f"{ABSENT}\nfrom precompute.jobs.entry import main\nsys.argv[1:] = ['-c', '.', 'status']\nsys.exit(main())"
+    code = f"{ABSENT}\nfrom precompute.jobs.cli import main\nsys.argv[1:] = ['-c', '.', 'status']\nsys.exit(main())"
     command = [sys.executable, "-c", code, " ".join(declared("client"))]
     done = subprocess.run(
         command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
@@ -216,7 +216,7 @@ def test_without_the_engine_the_command_says_what_to_install() -> None:
         r"precompute: \w+ is not installed: .* pip install 'precompute-store\[cpu\]', or \[gpu\]\n",
         done.stderr,
     )
-    assert PROJECT["project"]["scripts"] == {"precompute": "precompute.jobs.entry:main"}
+    assert PROJECT["project"]["scripts"] == {"precompute": "precompute.jobs.cli:main"}
 
 
 def test_what_is_declared_is_pinned() -> None:

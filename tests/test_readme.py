@@ -19,13 +19,13 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
-from precompute.jobs.cli import _parser, main
+from precompute.jobs.commands.command_line import _parser, main
 from precompute.jobs.config.project import ProjectConfig
 from precompute.jobs.config.schedule import ScheduleConfig
 from precompute.jobs.config.service import ServiceConfig
 from precompute.jobs.config.view import FeatureConfig, GatesConfig, ViewConfig
-from precompute.store.api.wire import LookupRequest, SearchRequest, ServiceRequest
 from precompute.store.feature_view import RESERVED
+from precompute.store.wire.bodies import LookupRequest, SearchRequest, ServiceRequest
 from precompute.techniques.machine import has_bf16
 from precompute.text.encoder import kernel
 from tests import REPOSITORY

@@ -16,11 +16,11 @@ import pytest
 import yaml
 
 import precompute
-from precompute.jobs.cli import _parser
+from precompute.jobs.commands.command_line import _parser
 from precompute.jobs.config.project import ProjectConfig
 from precompute.jobs.config.section import parse_duration
 from precompute.jobs.config.view import ViewConfig
-from precompute.store.api.openapi import openapi_document
+from precompute.store.http.openapi import openapi_document
 from tests import REPOSITORY
 from tests.test_readme import blocks, read, settings
 

@@ -21,13 +21,13 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 import precompute
-from precompute.jobs.cli import _parser
+from precompute.jobs.commands.command_line import _parser
 from precompute.jobs.config.project import ProjectConfig
 from precompute.jobs.config.section import parse_duration
 from precompute.jobs.config.service import ServiceConfig
 from precompute.jobs.config.view import ViewConfig
-from precompute.store.api.openapi import openapi_document
-from precompute.store.clock import duration
+from precompute.store.http.openapi import openapi_document
+from precompute.store.times import duration
 
 _WORDS: dict[Any, str] = {
     str: "text",

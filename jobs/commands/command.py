@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from precompute.jobs.process.command_process import say
-from precompute.store.clock import Partition, containing
+from precompute.jobs.run.command_process import say
 from precompute.store.errors import ConfigError, did_you_mean
+from precompute.store.times import Partition, containing
 
 if TYPE_CHECKING:
     from precompute.jobs.config.project import Project

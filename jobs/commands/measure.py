@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from precompute.jobs.commands.command import DONE, Commands, add_partition, partition_of, project_of
-from precompute.jobs.process.command_process import say, show
+from precompute.jobs.run.command_process import say, show
 from precompute.store.errors import ConfigError
 
 PACE = {
@@ -130,8 +130,8 @@ def add(commands: Commands) -> None:
 
 
 def _profile(arguments: argparse.Namespace) -> int:
+    from precompute.jobs.ops.export import checked_target
     from precompute.jobs.ops.profile import profile
-    from precompute.jobs.review.export import checked_target
 
     project = project_of(arguments)
     _check_rows(arguments.rows)
@@ -216,7 +216,7 @@ def describe_profile(figures: dict[str, Any]) -> str:
                 lines.append(
                     f"    {part:<10}{spent:>9.2f}{spent / seconds:>13.0%}{'':>32}{spent / max(figures['rows'], 1) * 1e6:>9.1f}"  # noqa: E501
                 )
-    from precompute.jobs.process.report import engine_line
+    from precompute.jobs.run.report import engine_line
 
     engine = engine_line(figures)
     pace = max(figures["stages"], key=lambda name: figures["stages"][name]["busy_s"])
@@ -238,7 +238,7 @@ def describe_profile(figures: dict[str, Any]) -> str:
 
 def describe_tuning(tuning: Mapping[str, Any]) -> str:
     """Speed against accuracy as a table, and what was picked."""
-    from precompute.jobs.rows.comparison import figures_text
+    from precompute.jobs.run.judge.accuracy import figures_text
 
     figures = [figures_text(row.get("accuracy", {})) for row in tuning["measured"]]
     width = max(len(text) for text in ("accuracy against float32", *figures)) + 2

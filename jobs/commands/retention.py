@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from precompute.jobs.commands.command import DONE, FAILED, Commands, project_of, table
 from precompute.jobs.commands.run import tell_report
-from precompute.jobs.process.command_process import report_error, show
-from precompute.jobs.process.progress import progress_for
-from precompute.store.clock import shown_time
+from precompute.jobs.run.command_process import report_error, show
+from precompute.jobs.run.progress import progress_for
+from precompute.store.disk.record import plain
 from precompute.store.errors import ConfigError, PrecomputeError
-from precompute.store.record import plain
+from precompute.store.times import shown_time
 
 if TYPE_CHECKING:
     from precompute.jobs.ops.retention import Dropped
@@ -172,7 +172,7 @@ def add_rollback(commands: Commands) -> None:
 
 
 def _rollback(arguments: argparse.Namespace) -> int:
-    from precompute.jobs.pipeline.rollback import rollback
+    from precompute.jobs.run.rollback import rollback
 
     rollback(
         project_of(arguments),
@@ -203,7 +203,7 @@ def _resume(arguments: argparse.Namespace) -> int:
 
 def _reconcile(arguments: argparse.Namespace) -> int:
     """Of several views each, though one of them fails."""
-    from precompute.jobs.pipeline.rollback import reconcile
+    from precompute.jobs.run.rollback import reconcile
 
     project, documents, errors = (
         project_of(arguments),

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from precompute.jobs.commands.command import DONE, Commands, project_of, table, with_history
-from precompute.jobs.process.command_process import show
-from precompute.store.clock import shown_time
+from precompute.jobs.run.command_process import show
+from precompute.store.disk.record import plain
 from precompute.store.errors import ConfigError
-from precompute.store.record import plain
+from precompute.store.times import shown_time
 
 if TYPE_CHECKING:
-    from precompute.jobs.review.diff import SnapshotDiff
+    from precompute.jobs.ops.diff import SnapshotDiff
     from precompute.store.offline.runs import Report
 
 SHOWN_EVENTS = 30
@@ -99,7 +99,7 @@ def add(commands: Commands) -> None:
 
 
 def _history(arguments: argparse.Namespace) -> int:
-    from precompute.jobs.review.history import history
+    from precompute.jobs.ops.history import history
 
     if arguments.limit < 1:
         raise ConfigError(f"--limit: {arguments.limit} is not at least 1")
@@ -113,7 +113,7 @@ def _history(arguments: argparse.Namespace) -> int:
 
 
 def describe_history(view: str, events: Sequence[Mapping[str, Any]], limit: int) -> str:
-    """:func:`precompute.jobs.review.history.history` as a table."""
+    """:func:`precompute.jobs.ops.history.history` as a table."""
     if not events:
         return f"{view}: nothing happened yet; run `precompute run {view}`"
     rows = [("at", "what", "")]
@@ -171,7 +171,7 @@ _EVENTS = {"snapshot": _snapshot_words, "run": _run_words, "pointer": _pointer_w
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    from precompute.jobs.review.diff import diff
+    from precompute.jobs.ops.diff import diff
 
     found = diff(project_of(arguments), arguments.view, arguments.first, arguments.second)
     show(json.dumps(found.to_json()) if arguments.json else describe_diff(found))
@@ -180,7 +180,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 def describe_diff(found: SnapshotDiff) -> str:
     """Two snapshots beside each other, for people."""
-    from precompute.store.history.feature_figures import shown_figure
+    from precompute.store.history.compared import shown_figure
 
     first, second = found.first, found.second
     lines = [
@@ -250,7 +250,7 @@ def _value(value: Any) -> str:
 
 
 def _log(arguments: argparse.Namespace) -> int:
-    from precompute.jobs.review.history import find_run, rejections
+    from precompute.jobs.ops.history import find_run, rejections
 
     store, report = find_run(project_of(arguments), arguments.run)
     rejected = rejections(store, report.run)
@@ -262,7 +262,7 @@ def _log(arguments: argparse.Namespace) -> int:
 
 
 def _log_lines(report: Report, rejected: Mapping[str, Any] | None) -> Iterator[str]:
-    from precompute.jobs.process.report import engine_line
+    from precompute.jobs.run.report import engine_line
 
     number = "" if report.snapshot is None else f", snapshot {report.snapshot}"
     yield f"{report.run}: {report.command} of {report.view}, {report.status}{number}"
@@ -307,7 +307,7 @@ def _log_lines(report: Report, rejected: Mapping[str, Any] | None) -> Iterator[s
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from precompute.jobs.review.export import export
+    from precompute.jobs.ops.export import export
 
     done = export(
         project_of(arguments),
@@ -338,8 +338,8 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from precompute.jobs.review.export import checked_target
-    from precompute.jobs.review.run_figures import write_report
+    from precompute.jobs.ops.export import checked_target
+    from precompute.jobs.ops.run_figures import write_report
 
     if arguments.to is not None:
         checked_target(arguments.to, (".html",), arguments.replace)

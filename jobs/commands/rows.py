@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from precompute.jobs.commands.command import DONE, FAILED, Commands, project_of
-from precompute.jobs.process.command_process import show
-from precompute.store.clock import duration, shown_time
+from precompute.jobs.run.command_process import show
 from precompute.store.errors import OnlineStoreError
-from precompute.store.key_text import key_from_path
-from precompute.store.lookup_options import LookupOptions
+from precompute.store.keys import key_from_path
+from precompute.store.times import duration, shown_time
+from precompute.store.wire.lookup_options import LookupOptions
 
 if TYPE_CHECKING:
     from precompute.jobs.config.project import Project
+    from precompute.store.answers.lookup import Lookup
     from precompute.store.history import Explanation, Version
-    from precompute.store.lookup import Lookup
     from precompute.store.online.online_store import OnlineStore, Pointer
 
 DEADLINE_MS = 60_000
@@ -87,7 +87,7 @@ def _lookup(arguments: argparse.Namespace) -> int:
     online = _online(project)
     view = _published(project, online, arguments.view).view
     if arguments.fallback and not view.fallback:
-        from precompute.store.fallback import no_fallback
+        from precompute.store.answers.fallback import no_fallback
 
         raise no_fallback(view)
     with _opened(project, online, fallback=arguments.fallback) as lookup:
@@ -154,7 +154,7 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _online(project: Project) -> OnlineStore:
-    from precompute.store.online_url import open_online_store
+    from precompute.store.online.url import open_online_store
 
     return open_online_store(project.online)
 
@@ -180,12 +180,12 @@ def _published(project: Project, online: OnlineStore, view: str) -> Pointer:
 @contextlib.contextmanager
 def _opened(project: Project, online: OnlineStore, *, fallback: bool) -> Iterator[Lookup]:
     """A lookup over the online store, with the models behind the misses on request."""
-    from precompute.store.lookup import Lookup
+    from precompute.store.answers.lookup import Lookup
 
     with contextlib.ExitStack() as opened:
         behind = None
         if fallback:
-            from precompute.jobs.service.fallback import ViewFallback
+            from precompute.jobs.serve.fallback import ViewFallback
 
             behind = ViewFallback(project.offline, project.home)
         lookup = Lookup(online, project.root, behind)
@@ -290,6 +290,6 @@ def _short(value: Any) -> str:
 
 def _plain_text(value: Any) -> str:
     """What JSON has no type for."""
-    from precompute.store.freshness import iso
+    from precompute.store.times import iso
 
     return iso(value) if isinstance(value, datetime) else str(value)

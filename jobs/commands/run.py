@@ -19,10 +19,10 @@ from precompute.jobs.commands.command import (
     with_history,
 )
 from precompute.jobs.commands.run_all import add_selection, is_one, run_several
-from precompute.jobs.process.command_process import report_error, show, spare_pandas
-from precompute.jobs.process.progress import progress_for
+from precompute.jobs.run.command_process import report_error, show, spare_pandas
+from precompute.jobs.run.progress import progress_for
+from precompute.store.disk.record import plain
 from precompute.store.errors import ConfigError, PrecomputeError
-from precompute.store.record import plain
 
 if TYPE_CHECKING:
     from precompute.jobs.schedule.backfill_plan import Options, PartitionPlan
@@ -94,8 +94,8 @@ def _run(arguments: argparse.Namespace) -> int:
         return run_several(arguments)
     # torch and faiss are loaded only by the commands that need them: `status` takes 0.8 s in all
     from precompute.jobs.config.view import check_gates
-    from precompute.jobs.pipeline.run import run_view
-    from precompute.jobs.process.job import RunOptions
+    from precompute.jobs.run.job import RunOptions
+    from precompute.jobs.run.run_view import run_view
     from precompute.registry import BUILT_IN
 
     project = project_of(arguments)
@@ -135,8 +135,8 @@ def _materialize(arguments: argparse.Namespace) -> int:
         return _materialize_each(arguments)
     if not arguments.dry_run:
         return _run(arguments)
-    from precompute.jobs.pipeline.run import plan_view
-    from precompute.jobs.process.job import RunOptions
+    from precompute.jobs.run.job import RunOptions
+    from precompute.jobs.run.run_view import plan_view
 
     project = project_of(arguments)
     partition = partition_of(project, arguments)
@@ -156,9 +156,9 @@ def _materialize_each(arguments: argparse.Namespace) -> int:
     """Compute some partitions, one after the other, with the model loaded once: a process of a
     backfill, which reads of each what its run's report says. One that fails keeps none of the
     others; once the backfill is gone none is begun."""
-    from precompute.jobs.pipeline.run import run_view
-    from precompute.jobs.process.job import RunOptions
-    from precompute.jobs.rows.open_view import SharedModels
+    from precompute.jobs.run.job import RunOptions
+    from precompute.jobs.run.rows.open_view import SharedModels
+    from precompute.jobs.run.run_view import run_view
 
     project, parent, status = project_of(arguments), os.getppid(), DONE
     models = SharedModels(project.home)
@@ -182,7 +182,7 @@ def _materialize_each(arguments: argparse.Namespace) -> int:
 
 def tell_report(arguments: argparse.Namespace) -> Callable[[Report], None]:
     """What a run calls with its report once it is over."""
-    from precompute.store.record import plain
+    from precompute.store.disk.record import plain
 
     def tell(report: Report) -> None:
         if arguments.json:
@@ -198,7 +198,7 @@ def tell_report(arguments: argparse.Namespace) -> Callable[[Report], None]:
 
 def describe_report(report: Report) -> str:
     """A run's report in two lines, three with what the engine did."""
-    from precompute.jobs.process.report import engine_line
+    from precompute.jobs.run.report import engine_line
 
     head = f"{report.view}: {report.status}, snapshot {report.snapshot}"
     if report.command == "rollback" and report.status == "published":

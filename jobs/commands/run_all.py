@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from precompute.jobs.commands.command import DONE, Commands, project_of, table
-from precompute.jobs.process.command_process import say, show
+from precompute.jobs.run.command_process import say, show
 from precompute.store.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ import sys
 from datetime import UTC, datetime
 
 from precompute.jobs.commands.command import DONE, FAILED, Commands, project_of
-from precompute.jobs.process.command_process import logs_json, say, show
-from precompute.store.clock import shown_time
+from precompute.jobs.run.command_process import logs_json, say, show
 from precompute.store.errors import ConfigError, PrecomputeError
-from precompute.store.guard.tokens import SCOPES, make_token, remove_tokens
+from precompute.store.http.guard.gate import SCOPES, make_token, remove_tokens
+from precompute.store.times import shown_time
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def _schedule(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace) -> int:
     from precompute.jobs.config.serve import MOST_WORKERS
-    from precompute.jobs.service.serve import serve
+    from precompute.jobs.serve.server import serve
 
     if arguments.workers is not None and not 1 <= arguments.workers <= MOST_WORKERS:
         raise ConfigError(f"--workers: {arguments.workers} is not from 1 to {MOST_WORKERS}")

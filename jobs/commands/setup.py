@@ -20,7 +20,7 @@ from precompute.jobs.commands.command import (
     folder_of,
     project_of,
 )
-from precompute.jobs.process.command_process import show
+from precompute.jobs.run.command_process import show
 from precompute.store.errors import ConfigError
 
 if TYPE_CHECKING:

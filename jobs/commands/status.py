@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from precompute.jobs.commands.command import DONE, FAILED, Commands, project_of, table, with_history
-from precompute.jobs.process.command_process import show
-from precompute.store.clock import duration
+from precompute.jobs.run.command_process import show
+from precompute.store.times import duration
 
 
 def add(commands: Commands) -> None:
@@ -125,8 +125,8 @@ def add_schema(commands: Commands) -> None:
 def _schema(arguments: argparse.Namespace) -> int:
     from precompute.jobs.config.project import json_schemas
     from precompute.jobs.ops.status import StatusLine
+    from precompute.store.disk.record import schema_of
     from precompute.store.offline.runs import Report
-    from precompute.store.record import schema_of
 
     written = {"report": schema_of(Report), "status": schema_of(list[StatusLine])}
     show(json.dumps(json_schemas() | written, indent=None if arguments.json else 2))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from precompute.jobs.commands.command import DONE, Commands, project_of
-from precompute.jobs.process.command_process import show
+from precompute.jobs.run.command_process import show
 from precompute.store.disk.durable_file import disk_message, replacing
 from precompute.store.errors import ConfigError, SnapshotError
 
@@ -53,9 +53,9 @@ def _training(arguments: argparse.Namespace) -> int:
     import pyarrow.parquet as pq
 
     from precompute.jobs.config.service import mistakes
-    from precompute.jobs.review.export import checked_target
+    from precompute.jobs.ops.export import checked_target
+    from precompute.store.answers.service import column_of
     from precompute.store.history import get_historical_features
-    from precompute.store.service import column_of
 
     checked_target(arguments.to, (".parquet",), arguments.replace)
     project = project_of(arguments)

@@ -42,11 +42,11 @@ from precompute.store.disk.durable_file import make_folder, replace_durably
 from precompute.store.errors import ConfigError, did_you_mean, nearest_or_all
 from precompute.store.feature_view import why_no_semantic_cache
 from precompute.store.offline.view_store import OfflineStore, ViewStore
-from precompute.store.online_url import table_folder
+from precompute.store.online.url import table_folder
 
 if TYPE_CHECKING:
     from precompute.jobs.config.view import ViewConfig
-    from precompute.store.service import Service
+    from precompute.store.answers.service import Service
 
 
 VERSION = 1

@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from precompute.store.errors import ConfigError, did_you_mean, nearest, nearest_or_all
 from precompute.store.feature_view import NAME
-from precompute.store.online_url import shown_url
+from precompute.store.online.url import shown_url
 
 PREFIX = "PRECOMPUTE_"
 OWN_VARIABLES = frozenset({"PRECOMPUTE_CONFIG", "PRECOMPUTE_CRASH", "PRECOMPUTE_LOG"})

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from precompute.jobs.config.section import Duration, Name, Section, checked, read_yaml
+from precompute.store.answers.service import MAX_VIEWS, Service, ServicePart
 from precompute.store.errors import ConfigError, did_you_mean
-from precompute.store.lookup_options import MAX_DEADLINE_MS
-from precompute.store.service import MAX_VIEWS, Service, ServicePart
+from precompute.store.wire.lookup_options import MAX_DEADLINE_MS
 
 if TYPE_CHECKING:
     from precompute.jobs.config.view import ViewConfig
@@ -189,6 +189,6 @@ def mistakes(
 
 def _fits(view: ViewConfig, name: str, value: Any) -> bool:
     # only a service with defaults needs Arrow here
-    from precompute.store.answer import fits
+    from precompute.store.answers.answer import fits
 
     return fits(view.feature_view(), name, value)

@@ -14,8 +14,7 @@ from precompute.jobs.config.section import Duration, Name, Section, parse_time
 from precompute.registry import check_use
 from precompute.sources.database import check_sql, parameters, referenced_views
 from precompute.sources.frame import frame_sql
-from precompute.store.answer import default_row
-from precompute.store.clock import Partition, containing, duration
+from precompute.store.answers.answer import default_row
 from precompute.store.errors import ConfigError, did_you_mean, nearest_or_all
 from precompute.store.feature_view import (
     CHUNK,
@@ -30,6 +29,7 @@ from precompute.store.feature_view import (
     SemanticCacheSpec,
 )
 from precompute.store.online.codec import RowCodec
+from precompute.store.times import Partition, containing, duration
 from precompute.techniques.table import BACKENDS, PRECISIONS
 
 if TYPE_CHECKING:

@@ -12,12 +12,11 @@ from typing import Any
 
 from precompute.jobs.config.view import ViewConfig, model_queries
 from precompute.sources.database import parameters
-from precompute.store.clock import Partition
 from precompute.store.feature_view import FeatureView
-from precompute.store.offline.catalog import Entry
 from precompute.store.offline.runs import Report
-from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.snapshot import Entry, Snapshot
 from precompute.store.offline.view_store import ViewStore
+from precompute.store.times import Partition
 
 NAMED = 3
 """Late partitions that are named in a line."""

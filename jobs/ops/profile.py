@@ -20,11 +20,11 @@ from precompute.engine.prepare import WINDOW_ROWS, joined
 from precompute.engine.runner import Runner
 from precompute.engine.window import MISFIT, Outcome
 from precompute.jobs.config.project import Project
-from precompute.jobs.rows.open_view import OpenView, open_view
-from precompute.store.clock import Partition
+from precompute.jobs.run.rows.open_view import OpenView, open_view
 from precompute.store.disk.durable_file import disk_message, replacing
 from precompute.store.errors import ModelError, SnapshotError, SourceError
 from precompute.store.offline.view_store import OfflineStore
+from precompute.store.times import Partition
 
 WARM_UP_ROWS = 32
 """Computed before the clock starts: a model's first call takes several times as long as the

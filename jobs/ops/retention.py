@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from precompute.jobs.config.project import Project
+from precompute.store.disk.durable_file import spending_reserve
 from precompute.store.disk.identity import known_identity
 from precompute.store.disk.lease import holder, is_held, take
-from precompute.store.disk.reserve import spending_reserve
 from precompute.store.errors import (
     ConfigError,
     ConflictError,
@@ -28,7 +28,7 @@ from precompute.store.offline.refs import DROP_LEASE, PUBLISH_LEASE
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.standing import Standing
 from precompute.store.offline.view_store import ViewStore
-from precompute.store.online_url import open_online_store
+from precompute.store.online.url import open_online_store
 
 log = logging.getLogger(__name__)
 

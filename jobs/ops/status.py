@@ -13,31 +13,33 @@ from typing import Any, Literal, TypedDict
 from precompute.jobs.config.project import Project
 from precompute.jobs.ops.partitions import in_words as partitions_in_words
 from precompute.jobs.ops.partitions import partitions_served
-from precompute.jobs.process.report import LEASED, PUBLISHING, as_it_ended
-from precompute.jobs.rows.open_view import REPORTS, known_source_at
+from precompute.jobs.run.report import LEASED, PUBLISHING, as_it_ended
+from precompute.jobs.run.rows.open_view import REPORTS, known_source_at
 from precompute.jobs.schedule.due import outlook
 from precompute.store.account.account import read_account
 from precompute.store.account.checker import LOOK_S, look
-from precompute.store.clock import duration, parsed_time, shown_time
+from precompute.store.disk.record import plain
 from precompute.store.errors import OnlineStoreError, PrecomputeError, SnapshotError
-from precompute.store.freshness import (
-    AHEAD_US,
-    Sighting,
-    age_s,
-    as_datetime,
-    iso,
-    microseconds,
-    status_of,
-)
+from precompute.store.feature_view import status_of
 from precompute.store.offline.gc import damage
 from precompute.store.offline.refs import LiveRef
 from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.online_store import OnlineStore
-from precompute.store.online_url import open_online_store
-from precompute.store.record import plain
-from precompute.store.status import Status
+from precompute.store.online.url import open_online_store
+from precompute.store.times import (
+    AHEAD_US,
+    Sighting,
+    Status,
+    age_s,
+    as_datetime,
+    duration,
+    iso,
+    microseconds,
+    parsed_time,
+    shown_time,
+)
 from precompute.store.vectors.index_record import index_figures
 
 

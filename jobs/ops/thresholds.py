@@ -19,18 +19,18 @@ import pyarrow as pa
 
 from precompute.jobs.config.project import Project
 from precompute.jobs.config.view import AccuracyConfig
-from precompute.jobs.rows.comparison import limits_of
-from precompute.precision.accuracy import compare
-from precompute.store.entity_key import key_column
+from precompute.jobs.run.judge.accuracy import limits_of
+from precompute.store.answers.lookup import Lookup
+from precompute.store.answers.misses import NEAREST
 from precompute.store.errors import ConfigError, OnlineStoreError, VectorIndexError
 from precompute.store.feature_view import FeatureView, why_no_semantic_cache
-from precompute.store.lookup import Lookup
-from precompute.store.lookup_options import MAX_KEYS
+from precompute.store.keys import key_column
 from precompute.store.online.online_store import Pointer
-from precompute.store.online_url import open_online_store
-from precompute.store.semantic_cache import NEAREST
+from precompute.store.online.url import open_online_store
 from precompute.store.vectors.index_choice import lower_bound
 from precompute.store.vectors.vector_index import VectorIndex
+from precompute.store.wire.lookup_options import MAX_KEYS
+from precompute.techniques.accuracy import compare
 
 THRESHOLDS = (0.7, 0.75, 0.8, 0.85, 0.9, 0.925, 0.95, 0.97, 0.98, 0.99, 0.995, 0.999)
 """Cosines that are judged, beside the view's own."""

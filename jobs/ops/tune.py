@@ -24,14 +24,18 @@ from precompute.engine.runner import Runner
 from precompute.engine.window import Outcome
 from precompute.jobs.config.project import Project, write_tuning
 from precompute.jobs.config.view import AccuracyConfig
-from precompute.jobs.pipeline.accuracy import cache_comparisons, sample_of, steps
-from precompute.jobs.process.report import versions
-from precompute.jobs.rows.comparison import Comparison, compared
-from precompute.jobs.rows.open_view import EXAMPLE_ROWS, OpenView, open_view
-from precompute.store.clock import Partition
+from precompute.jobs.run.judge.accuracy import (
+    Comparison,
+    cache_comparisons,
+    compared,
+    sample_of,
+    steps,
+)
+from precompute.jobs.run.report import versions
+from precompute.jobs.run.rows.open_view import EXAMPLE_ROWS, OpenView, open_view
 from precompute.store.errors import ConfigError, ModelError, SourceError
 from precompute.store.feature_view import FeatureView
-from precompute.store.freshness import iso
+from precompute.store.times import Partition, iso
 from precompute.techniques.table import REFERENCE, words
 
 if TYPE_CHECKING:
@@ -170,7 +174,7 @@ class Trials:
         return {"accuracy": accuracy, "refused": reasons or None}
 
     def _convert(self, technique: str) -> None:
-        from precompute.precision.conversion import use_variant
+        from precompute.techniques.conversion import use_variant
         from precompute.techniques.machine import check_float32
 
         if technique == REFERENCE:
@@ -218,7 +222,7 @@ def tune(
         rows: size of the sample.
         partition: of a partitioned view; by default the latest that is over.
         only: names of the candidates; by default what
-            :func:`precompute.precision.conversion.candidates` finds worth trying.
+            :func:`precompute.techniques.conversion.candidates` finds worth trying.
         within_s: how long candidates may take that nobody named; the most promising come first, and
             what there is no time for is left out.
         write: write the tuning file; else only measure.
@@ -229,7 +233,7 @@ def tune(
         ``backend``, ``rows`` and ``measured``: for each candidate ``name``, ``rows_per_s``,
         ``speed`` (times float32's), ``batch_ms`` (``p50``, ``p95``, ``p99``), ``memory_bytes`` (the
         process's at its peak, as if this candidate were alone in it; null where the system does not
-        tell), ``convert_s``, the figures of :meth:`precompute.precision.accuracy.Accuracy.to_json`
+        tell), ``convert_s``, the figures of :meth:`precompute.techniques.accuracy.Accuracy.to_json`
         and ``refused`` (why, or null); ``left_out``: names.
 
     Raises:
@@ -285,7 +289,7 @@ def _torch_model(opened: OpenView) -> TorchModel:
     ConfigError: the view's model is none of torch.
     """
     from precompute.models.torch_model import TorchModel
-    from precompute.precision.conversion import NOT_TORCH
+    from precompute.techniques.conversion import NOT_TORCH
 
     if not isinstance(opened.model, TorchModel):
         raise ConfigError(f"view {opened.view.name!r}: {NOT_TORCH}")
@@ -316,7 +320,7 @@ class _Plan:
 
 def _planned(model: TorchModel, only_named: Sequence[str]) -> _Plan:
     """What was requested, whatever it takes, or else what is worth trying here."""
-    from precompute.precision.conversion import candidates
+    from precompute.techniques.conversion import candidates
 
     if only_named:
         return _Plan(list(dict.fromkeys([REFERENCE, *only_named])), {})

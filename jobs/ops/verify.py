@@ -11,23 +11,23 @@ from dataclasses import dataclass
 import numpy as np
 
 from precompute.jobs.config.project import Project
-from precompute.precision.same_value import tolerance
 from precompute.store.account.checker import look
 from precompute.store.account.rows import check_served
 from precompute.store.disk.lease import is_held
-from precompute.store.entity_key import key_column
 from precompute.store.errors import (
     OnlineStoreError,
     PrecomputeError,
     SnapshotError,
     VectorIndexError,
 )
+from precompute.store.keys import key_column
 from precompute.store.offline.refs import PUBLISH_LEASE, LiveRef
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.online_store import OnlineStore
-from precompute.store.online_url import open_online_store
+from precompute.store.online.url import open_online_store
 from precompute.store.vectors.vector_index import VectorIndex
+from precompute.techniques.same_value import tolerance
 
 SAMPLE_ROWS = 2048
 """Rows compared byte by byte with the online store."""

@@ -23,9 +23,9 @@ from datetime import UTC, datetime
 from statistics import median
 
 from precompute.jobs.config.project import Project
-from precompute.jobs.pipeline.preflight import check_before
-from precompute.jobs.process.job import RunOptions
-from precompute.jobs.process.progress import Silent
+from precompute.jobs.run.job import RunOptions
+from precompute.jobs.run.preflight import check_before
+from precompute.jobs.run.progress import Silent
 from precompute.jobs.schedule.backfill_plan import (
     REPORTS,
     Backfill,
@@ -44,13 +44,13 @@ from precompute.jobs.schedule.backfill_plan import (
     take_backfill,
     why_partition,
 )
-from precompute.store.clock import Partition, utc_now
 from precompute.store.disk.lease import Lease
+from precompute.store.disk.record import replace
 from precompute.store.errors import ConflictError, GateError, PrecomputeError, SnapshotError
 from precompute.store.offline.runs import Report
 from precompute.store.offline.standing import Standing
 from precompute.store.offline.view_store import ViewStore
-from precompute.store.record import replace
+from precompute.store.times import Partition, utc_now
 from precompute.workers.process import ChildProcess, end_all, installed_module
 
 STOP_GRACE_S = 4.5
@@ -368,7 +368,7 @@ class Conductor:
         Raises:
             PrecomputeError: as publishing does.
         """
-        from precompute.jobs.pipeline.run import run_view
+        from precompute.jobs.run.run_view import run_view
 
         state = self.state
         number, state.not_published = self._newer_than_live()

@@ -16,19 +16,19 @@ from typing import Any, Literal
 
 from precompute.jobs.config.project import Project
 from precompute.jobs.config.view import ViewConfig, model_queries
-from precompute.jobs.rows.open_view import OpenView, open_view
-from precompute.jobs.rows.plan import recipe_of
+from precompute.jobs.run.rows.open_view import OpenView, open_view
+from precompute.jobs.run.rows.plan import recipe_of
 from precompute.registry import LoadedModel, load_with_fingerprint
 from precompute.sources.database import parameters
-from precompute.store.clock import Partition, containing, partitions, utc_now
 from precompute.store.disk.durable_file import disk_message, locked, make_folder, replace_durably
 from precompute.store.disk.lease import Lease, is_held, take
+from precompute.store.disk.record import Record, field, read_record_file, sealed
 from precompute.store.errors import ConfigError, ConflictError, SnapshotError, SourceError
 from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.standing import Standing
 from precompute.store.offline.view_store import ViewStore
-from precompute.store.record import Record, field, read_record_file, sealed
+from precompute.store.times import Partition, containing, partitions, utc_now
 
 Reprocess = Literal["missing", "failed", "stale", "all"]
 

@@ -18,14 +18,14 @@ from zoneinfo import ZoneInfo
 
 from precompute.jobs.config.project import Project
 from precompute.jobs.config.schedule import Schedule, fire_times, last_fire
-from precompute.jobs.process.report import PUBLISHING
-from precompute.store.clock import parsed_time
+from precompute.jobs.run.report import PUBLISHING
 from precompute.store.disk.durable_file import disk_message, make_folder, replace_durably
 from precompute.store.disk.lease import holder, is_held
+from precompute.store.disk.record import Record, read_record, replace, sealed
 from precompute.store.errors import SnapshotError
 from precompute.store.offline.runs import Report
 from precompute.store.offline.view_store import OfflineStore, ViewStore
-from precompute.store.record import Record, read_record, replace, sealed
+from precompute.store.times import parsed_time
 
 log = logging.getLogger(__name__)
 

@@ -24,20 +24,19 @@ from apscheduler.schedulers.background import BackgroundScheduler
 from apscheduler.triggers.base import BaseTrigger
 
 from precompute.jobs.config.project import Project
-from precompute.jobs.process.report import close_dead
+from precompute.jobs.run.report import close_dead
 from precompute.jobs.schedule.due import LEADER, RETRIED, Decision, Ledger
 from precompute.store.account.account import HEALING, Account, Act
 from precompute.store.account.checker import LOOK_S, is_due, look, share_of
 from precompute.store.account.sightings import are_there
-from precompute.store.clock import doubled_s, duration, parsed_time, utc_now
 from precompute.store.disk.lease import Lease, holder, take
+from precompute.store.disk.record import replace
 from precompute.store.errors import ConflictError, FencedError, PrecomputeError
-from precompute.store.freshness import iso
 from precompute.store.offline.refs import run_lease
 from precompute.store.offline.runs import Report
 from precompute.store.offline.view_store import OfflineStore
-from precompute.store.online_url import open_online_store
-from precompute.store.record import replace
+from precompute.store.online.url import open_online_store
+from precompute.store.times import doubled_s, duration, iso, parsed_time, utc_now
 from precompute.workers.process import (
     AdoptedProcess,
     ChildProcess,

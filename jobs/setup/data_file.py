@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from precompute.source import RESERVED as SOURCE_RESERVED
 from precompute.sources.database import Database, quoted
+from precompute.sources.source import RESERVED as SOURCE_RESERVED
 from precompute.store.errors import ConfigError, SourceError, did_you_mean
 from precompute.store.feature_view import RESERVED
-from precompute.store.key_text import join_key
+from precompute.store.keys import join_key
 
 READERS = {
     ".parquet": "read_parquet",

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Literal
 
 from precompute.jobs.config.project import Project
-from precompute.store.clock import parsed_time, shown_time
 from precompute.store.disk.identity import known_identity
 from precompute.store.errors import ConfigError, ConflictError, PrecomputeError
 from precompute.store.online import kernels
-from precompute.store.online_url import open_online_store, shown_url, table_folder
+from precompute.store.online.url import open_online_store, shown_url, table_folder
+from precompute.store.times import parsed_time, shown_time
 
 DISTRIBUTION = "precompute-store"
 LEAST_FREE_BYTES, LEAST_FREE_SHARE = 2**29, 0.02

@@ -14,8 +14,8 @@ import pyarrow as pa
 from precompute.jobs.setup.data_file import Column, DataFile, number_text, slug_of
 from precompute.model import Model, ReadingModel
 from precompute.registry import load_model
-from precompute.source import Source
 from precompute.sources.database import quoted
+from precompute.sources.source import Source
 from precompute.store.errors import ConfigError, ModelError, did_you_mean
 
 TRIED_ROWS = 100
@@ -135,7 +135,7 @@ def look_at_model(path: Path) -> ModelFile:
         )
     use = _kind(path)
     if use == "onnx":
-        from precompute.tabular.onnx_model import names_of
+        from precompute.models.tabular.onnx_model import names_of
 
         inputs, outputs = names_of(path)
         return ModelFile(path, use, inputs, outputs)

@@ -9,8 +9,8 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from precompute.images.image_file import check_installed
 from precompute.jobs.setup.data_file import literal, name_from
+from precompute.models.images.image_file import check_installed
 from precompute.store.errors import ConfigError
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")

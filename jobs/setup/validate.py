@@ -15,10 +15,9 @@ import pyarrow as pa
 from precompute.engine.runner import Runner
 from precompute.jobs.config.project import Project
 from precompute.jobs.config.view import ViewConfig
-from precompute.jobs.pipeline.preflight import check_index, check_online, contract_verdict
-from precompute.jobs.rows.open_view import open_source, open_view
+from precompute.jobs.run.preflight import check_index, check_online, contract_verdict
+from precompute.jobs.run.rows.open_view import open_source, open_view
 from precompute.model import ReadingModel
-from precompute.store.clock import Partition
 from precompute.store.disk.durable_file import disk_message
 from precompute.store.errors import (
     ConfigError,
@@ -30,7 +29,8 @@ from precompute.store.errors import (
     did_you_mean,
 )
 from precompute.store.feature_view import Feature
-from precompute.store.online_url import shown_url
+from precompute.store.online.url import shown_url
+from precompute.store.times import Partition
 from precompute.techniques.table import REFERENCE
 
 ROWS = 10

@@ -13,6 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from precompute.engine.ahead import Meter
 from precompute.engine.budget import Budget, Pace
 from precompute.engine.cores import Lanes
 from precompute.engine.features import Declared, Misfit
@@ -24,7 +25,6 @@ from precompute.engine.memory import (
     release_threads,
     without_locals,
 )
-from precompute.engine.meter import Meter
 from precompute.engine.window import MISFIT, Batch, Later, Rows, Window
 from precompute.model import Features, Model, StagedModel
 from precompute.project_module import described

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from precompute.engine.ahead import Ahead
+from precompute.engine.ahead import Ahead, Meter
 from precompute.engine.budget import Budget, Pace
 from precompute.engine.cores import usable_threads
 from precompute.engine.features import Declared, in_order
@@ -27,7 +27,6 @@ from precompute.engine.memory import (
     keep_freed_memory,
     release_threads,
 )
-from precompute.engine.meter import Meter
 from precompute.engine.prepare import DEVICE_WINDOW_ROWS, Preparation
 from precompute.engine.window import Batch, Outcome, Window
 from precompute.model import Model, SizedModel, StagedModel

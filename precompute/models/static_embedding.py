@@ -28,7 +28,7 @@ from precompute.models.device import Device
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.project_module import described
 from precompute.store.errors import ConfigError, ModelError
-from precompute.text.text_column import texts, unusable_texts
+from precompute.text.tokens import texts, unusable_texts
 
 CODE_VERSION = 1
 """Raised by anyone who changes the values this code computes; part of the fingerprint."""

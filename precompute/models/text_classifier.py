@@ -20,8 +20,7 @@ from precompute.model import Prepared, Verbatim, digest, resolve_path
 from precompute.models.device import Device
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.store.errors import ConfigError
-from precompute.text.pair_tokens import PairTokenizer, PairTokens
-from precompute.text.text_column import texts, unusable_texts
+from precompute.text.tokens import PairTokenizer, PairTokens, texts, unusable_texts
 from precompute.text.transformer import (
     ENCODERS,
     load_classifier,

@@ -27,8 +27,7 @@ from precompute.store.errors import ConfigError
 from precompute.text.bert import Bert, has_unpadded_attention
 from precompute.text.sentence_folder import SentenceFolder, read_sentence_folder
 from precompute.text.sentence_head import Head
-from precompute.text.text_column import texts, unusable_texts
-from precompute.text.tokens import TextTokenizer, TokenCache, Tokens
+from precompute.text.tokens import TextTokenizer, TokenCache, Tokens, texts, unusable_texts
 from precompute.text.transformer import (
     DECODERS,
     TOKENIZER_FILES,

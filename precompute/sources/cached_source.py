@@ -71,7 +71,7 @@ class CachedSource:
         )
 
     def rows(self, keys: Sequence[str]) -> pa.Table | None:
-        """As :meth:`precompute.source.Source.rows`; None where that has to be queried."""
+        """As :meth:`precompute.sources.source.Source.rows`; None where that has to be queried."""
         if not self._may_be:
             return None
         retained, stamps = self._entry, _stamps(self._files)

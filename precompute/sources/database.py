@@ -21,9 +21,8 @@ import pyarrow as pa
 from duckdb.func import FunctionNullHandling, PythonUDFType
 
 from precompute.sources.file_names import no_file
-from precompute.store.disk.spill_folder import SpillFolder
+from precompute.store.disk.sql import SpillFolder, memory_wanted, open_duckdb
 from precompute.store.errors import ConfigError, MissingFileError, SourceError
-from precompute.store.sql import memory_wanted, open_duckdb
 
 BOUNDS = ("start", "end")
 """Parameters a partitioned view's SQL takes: TIMESTAMP, UTC, start included and end excluded."""

@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from precompute.sources.database import quoted
+from precompute.store.disk.sql import parquet_sql
 from precompute.store.errors import SourceError
-from precompute.store.sql import parquet_sql
 
 _TABLE = re.compile(r' FROM frame\."\w+"\Z')
 """What the SQL of a view reads in the file's stead: where that lies is no part of the view's

@@ -71,7 +71,7 @@ class Technique(ABC):
         Args:
             model: computes the reference now.
             batches: examples, at least one, on the model's device; see
-                :func:`precompute.precision.conversion.convert`.
+                :func:`precompute.techniques.conversion.convert`.
             folder: keeps what took long to make; None where nothing is stored.
 
         Raises:

@@ -15,7 +15,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 from tokenizers import Encoding, Tokenizer, normalizers
+
+from precompute.store.errors import ModelError
 
 CHARS_PER_TOKEN = 16
 """Of a text, ``max_tokens × 16`` characters are tokenised at first, and the rest only when they did
@@ -198,3 +202,87 @@ class TokenCache:
             with contextlib.suppress(OSError):
                 path.unlink()
             total -= size
+
+
+# ---- Pair tokens: one text or two → token ids and which text each is of, cut together at the
+# longest input.
+
+
+@dataclass(slots=True)
+class PairTokens:
+    """Token ids of all rows in a row, and 0 or 1 for each by the text it is of, int64; row ``i`` is
+    ``[starts[i]:starts[i] + lengths[i]]``."""
+
+    ids: npt.NDArray[np.int64]
+    types: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+
+
+class PairTokenizer:
+    """A model's tokenizer, without padding; of two texts the longer loses its end first, as
+    transformers cuts pairs.
+
+    Args:
+        tokenizer: transformers' own.
+        max_tokens: longest input, special tokens included.
+    """
+
+    def __init__(self, tokenizer: Any, max_tokens: int) -> None:
+        self.padding = int(tokenizer.pad_token_id or 0)
+        """The id of what fills a batch."""
+        self._tokenizer: Tokenizer = tokenizer.backend_tokenizer
+        self._tokenizer.no_padding()
+        self._tokenizer.enable_truncation(max_tokens, strategy="longest_first")
+
+    def tokenized(self, rows: Sequence[Any]) -> PairTokens:
+        """Of texts, or of pairs of them (tuples)."""
+        encodings = self._tokenizer.encode_batch_fast(rows)
+        ids, types = ([getattr(one, name) for one in encodings] for name in ("ids", "type_ids"))
+        lengths = np.fromiter(map(len, ids), np.int64, len(ids))
+        total = int(lengths.sum())
+        flat, of = (
+            np.fromiter(itertools.chain.from_iterable(lists), np.int64, total)
+            for lists in (ids, types)
+        )
+        return PairTokens(flat, of, np.cumsum(lengths) - lengths, lengths)
+
+
+# ---- Text column: a source's texts, and which of them a model cannot take.
+
+
+def texts(column: pa.Array) -> list[str]:
+    """As Python has them, of a column that was checked."""
+    return [value.decode() if isinstance(value, bytes) else value for value in column.to_pylist()]
+
+
+def unusable_texts(column: pa.Array, name: str, use: str) -> dict[int, str]:
+    """Null, empty and not UTF-8 texts: position → reason.
+
+    Raises:
+        ModelError: the column holds something else.
+    """
+    bad: dict[int, str] = {}
+    if pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type):
+        for row, value in enumerate(column.to_pylist()):
+            if value is not None:
+                try:
+                    if not value.decode().strip():
+                        bad[row] = f"{name} is empty"
+                except UnicodeDecodeError as exc:
+                    bad[row] = f"{name} is not UTF-8: {exc.reason} at byte {exc.start}"
+    elif not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
+        raise ModelError(
+            f"{use}: column {name!r} is {column.type}, not text: CAST it AS VARCHAR in the source"
+        )
+    # Of one text that begins with a letter, that is seen in a sixtieth of the time that the rest
+    # takes.
+    elif all(text and "!" <= text[0] <= "~" for text in column.to_pylist()):
+        return bad
+    else:
+        blank = pc.equal(pc.utf8_length(pc.utf8_trim_whitespace(column)), 0)
+        for row in pc.indices_nonzero(pc.fill_null(blank, False)).to_pylist():
+            bad[row] = f"{name} is empty"
+    for row in pc.indices_nonzero(column.is_null()).to_pylist():
+        bad[row] = f"{name} is null"
+    return bad

@@ -20,9 +20,9 @@ from typing import IO, Any
 
 import pyarrow as pa
 
+from precompute.engine.ahead import Meter
 from precompute.engine.cores import move_to
 from precompute.engine.memory import first_line, is_device_lost
-from precompute.engine.meter import Meter
 from precompute.engine.runner import Runner
 from precompute.engine.window import Outcome
 from precompute.model import Model, model_fingerprint
@@ -128,7 +128,7 @@ def prepare_model(model: Model, convert: Mapping[str, Any] | None, sample: pa.Ta
     Args:
         model: as loaded.
         convert: the spec's: ``variant`` and ``folder`` of
-            :func:`precompute.precision.conversion.use_variant`, or None.
+            :func:`precompute.techniques.conversion.use_variant`, or None.
         sample: rows of the source.
 
     Raises:
@@ -137,7 +137,7 @@ def prepare_model(model: Model, convert: Mapping[str, Any] | None, sample: pa.Ta
     if convert is None:
         return
     # imports torch
-    from precompute.precision.conversion import use_variant
+    from precompute.techniques.conversion import use_variant
 
     use_variant(model, convert["variant"], lambda: sample, Path(convert["folder"]))
 

@@ -14,9 +14,8 @@ from typing import IO, Any
 import numpy as np
 import pyarrow as pa
 
-from precompute.engine.ahead import closed
+from precompute.engine.ahead import Meter, closed
 from precompute.engine.memory import ResidentPeak
-from precompute.engine.meter import Meter
 from precompute.engine.prepare import DEVICE_WINDOW_ROWS
 from precompute.engine.runner import HAND_ON_S
 from precompute.engine.window import Outcome, RejectedRow

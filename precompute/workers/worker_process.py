@@ -21,8 +21,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from precompute.engine import cores
+from precompute.engine.ahead import Meter
 from precompute.engine.features import in_order
-from precompute.engine.meter import Meter
 from precompute.engine.window import Outcome, RejectedRow, Rows, taken
 from precompute.store.feature_view import FeatureView
 from precompute.workers.process import ChildProcess, python_module

@@ -12,8 +12,8 @@ import os
 from enum import StrEnum
 from pathlib import Path
 
-from precompute.store.clock import duration
-from precompute.store.record import Record, field, read_record, sealed
+from precompute.store.disk.record import Record, field, read_record, sealed
+from precompute.store.times import duration
 
 log = logging.getLogger(__name__)
 

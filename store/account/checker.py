@@ -43,7 +43,7 @@ from precompute.store.account.rows import (
 from precompute.store.account.sightings import are_there, take
 from precompute.store.disk.identity import COPY, NAME, known_identity
 from precompute.store.disk.lease import is_held
-from precompute.store.entity_key import key_column
+from precompute.store.disk.record import content_of, replace
 from precompute.store.errors import (
     ConflictError,
     DamagedPointerError,
@@ -51,6 +51,7 @@ from precompute.store.errors import (
     RowsLostError,
     SnapshotError,
 )
+from precompute.store.keys import key_column
 from precompute.store.offline.refs import DROP_LEASE, PUBLISH_LEASE, LiveRef, run_lease
 from precompute.store.offline.selection import Selection, all_rows
 from precompute.store.offline.snapshot import Snapshot
@@ -64,7 +65,6 @@ from precompute.store.online.online_store import (
     check_owner,
 )
 from precompute.store.online.row_values import packed_strings
-from precompute.store.record import content_of, replace
 from precompute.store.vectors.index_record import mark_of, read_index_record
 
 LOOK_S = 0.3

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from precompute.store.entity_key import key_column
 from precompute.store.errors import OnlineStoreError, RowsLostError
+from precompute.store.keys import key_column
 from precompute.store.offline.selection import CLUSTERS
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore

@@ -3,13 +3,13 @@ no torch, FAISS or DuckDB, and Arrow only where requested."""
 
 from typing import TYPE_CHECKING, Any
 
-from precompute.store.api.wire import ViewLookupRequest
 from precompute.store.client.attempts import Tls
-from precompute.store.client.blocking_client import Client
 from precompute.store.client.calls import LookupWords, RowWords, SearchWords, ServiceWords
+from precompute.store.client.client import Client
+from precompute.store.wire.bodies import ViewLookupRequest
 
 if TYPE_CHECKING:
-    from precompute.store.client.async_client import AsyncClient
+    from precompute.store.client.client import AsyncClient
 
 __all__ = [
     "AsyncClient",
@@ -27,7 +27,7 @@ def __getattr__(name: str) -> Any:
     """The async client, once it is requested: asyncio takes a third of the time that importing all
     the rest does."""
     if name == "AsyncClient":
-        from precompute.store.client.async_client import AsyncClient
+        from precompute.store.client.client import AsyncClient
 
         return AsyncClient
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

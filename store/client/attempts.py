@@ -19,8 +19,8 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from precompute.store.client.calls import Reply, retry_after_s
-from precompute.store.clock import doubled_s
 from precompute.store.errors import ConfigError, PrecomputeError, RequestError
+from precompute.store.times import doubled_s
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 """Of asking again: at random up to the first, then up to twice as much each time ("full jitter", M.

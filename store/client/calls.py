@@ -15,7 +15,6 @@ from urllib.parse import quote, urlencode
 
 import msgspec
 
-from precompute.store.api import wire
 from precompute.store.errors import (
     ConfigError,
     DeniedError,
@@ -26,12 +25,18 @@ from precompute.store.errors import (
     PrecomputeError,
     RequestError,
 )
-from precompute.store.key_text import join_key, key_columns, key_list, plain_key, shown_key
-from precompute.store.lookup_options import BASE64, LookupOptions, SearchOptions, check_limits
+from precompute.store.keys import join_key, key_columns, key_list, plain_key, shown_key
+from precompute.store.wire import bodies
+from precompute.store.wire.lookup_options import BASE64, LookupOptions, SearchOptions, check_limits
 
 T = TypeVar("T")
 Answers = TypeVar(
-    "Answers", wire.LookupAnswer, wire.ViewRow, wire.SearchAnswer, wire.ViewAnswer, wire.ServiceView
+    "Answers",
+    bodies.LookupAnswer,
+    bodies.ViewRow,
+    bodies.SearchAnswer,
+    bodies.ViewAnswer,
+    bodies.ServiceView,
 )
 
 
@@ -49,8 +54,8 @@ class FreshnessWords(TypedDict, total=False):
 
 
 class RowWords(FreshnessWords, total=False):
-    """What a lookup may say beside its key, as :meth:`precompute.store.lookup.Lookup.get` has it,
-    and how long the whole call may take."""
+    """What a lookup may say beside its key, as :meth:`precompute.store.answers.lookup.Lookup.get`
+    has it, and how long the whole call may take."""
 
     features: Sequence[str] | None
     fallback: bool
@@ -66,8 +71,9 @@ class LookupWords(RowWords, total=False):
 
 
 class ServiceWords(FreshnessWords, total=False):
-    """What a request for a service may say, as :meth:`precompute.store.lookup.Lookup.service` has
-    it, and how long the whole call may take."""
+    """What a request for a service may say, as
+    :meth:`precompute.store.answers.lookup.Lookup.service` has it, and how long the whole call may
+    take."""
 
     fallback: bool
     deadline_ms: float | None
@@ -77,8 +83,8 @@ class ServiceWords(FreshnessWords, total=False):
 
 
 class SearchWords(TypedDict, total=False):
-    """What a search may say, as :meth:`precompute.store.lookup.Lookup.search` has it, and how long
-    the whole call may take."""
+    """What a search may say, as :meth:`precompute.store.answers.lookup.Lookup.search` has it, and
+    how long the whole call may take."""
 
     key: Any
     text: str | None
@@ -118,7 +124,7 @@ class Call(Generic[T]):
     read: Callable[[bytes], T]
     strays: Callable[[T], str | None] = lambda _: None
     body: bytes | None = None
-    accept: str = wire.JSON
+    accept: str = bodies.JSON
     timeout_s: float | None = None
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
 
@@ -204,12 +210,12 @@ LONGEST_TIMEOUT_S = 1_000_000
 
 def table(view: str, keys: Any, words: LookupWords) -> Call[Any]:
     """A lookup, answered as a ``pyarrow.Table``."""
-    return _lookup(view, keys, words, wire.ARROW, _read_table, _of_table)
+    return _lookup(view, keys, words, bodies.ARROW, _read_table, _of_table)
 
 
-def rows(view: str, keys: Any, words: LookupWords) -> Call[wire.LookupAnswer]:
+def rows(view: str, keys: Any, words: LookupWords) -> Call[bodies.LookupAnswer]:
     """A lookup, answered as rows."""
-    return _lookup(view, keys, words, wire.JSON, _decode_lookup, _of_rows)
+    return _lookup(view, keys, words, bodies.JSON, _decode_lookup, _of_rows)
 
 
 def _lookup(
@@ -224,7 +230,7 @@ def _lookup(
     body = {
         "keys": _spelled(keys),
         **options._asdict(),
-        **({} if accept == wire.ARROW else _BASE64),
+        **({} if accept == bodies.ARROW else _BASE64),
     }
     path = f"/v1/views/{quote(view, safe='')}/lookup"
     return Call(
@@ -240,8 +246,8 @@ def _lookup(
 
 
 def several(
-    requests: Sequence[wire.ViewLookupRequest], timeout_s: float | None, words: FreshnessWords
-) -> Call[list[wire.ViewAnswer]]:
+    requests: Sequence[bodies.ViewLookupRequest], timeout_s: float | None, words: FreshnessWords
+) -> Call[list[bodies.ViewAnswer]]:
     """Lookups of several views in one call."""
     unknown = words.keys() - FreshnessWords.__annotations__.keys()
     if unknown:
@@ -271,7 +277,7 @@ def several(
     )
 
 
-def row(view: str, key: Any, words: RowWords) -> Call[wire.ViewRow]:
+def row(view: str, key: Any, words: RowWords) -> Call[bodies.ViewRow]:
     """One row; that it is missing is an error."""
     options = _options(words)
     plain = plain_key(key)
@@ -304,12 +310,12 @@ def row(view: str, key: Any, words: RowWords) -> Call[wire.ViewRow]:
 
 def service_table(service: str, entities: Any, words: ServiceWords) -> Call[Any]:
     """A service's features, answered as a ``pyarrow.Table``."""
-    return _service(service, entities, words, wire.ARROW, _read_table, _of_joined_table)
+    return _service(service, entities, words, bodies.ARROW, _read_table, _of_joined_table)
 
 
-def service_rows(service: str, entities: Any, words: ServiceWords) -> Call[wire.ServiceAnswer]:
+def service_rows(service: str, entities: Any, words: ServiceWords) -> Call[bodies.ServiceAnswer]:
     """A service's features, answered as rows."""
-    return _service(service, entities, words, wire.JSON, _decode_service, _of_joined_rows)
+    return _service(service, entities, words, bodies.JSON, _decode_service, _of_joined_rows)
 
 
 def _service(
@@ -335,14 +341,14 @@ def _service(
         f"/v1/services/{quote(service, safe='')}",
         read,
         lambda answer: strays(wanted, answered(answer, list(columns))),
-        encoded(body | ({} if accept == wire.ARROW else _BASE64)),
+        encoded(body | ({} if accept == bodies.ARROW else _BASE64)),
         accept,
         words.get("timeout_s"),
         _cache_control(words),
     )
 
 
-def _of_joined_rows(answer: wire.ServiceAnswer, names: list[str]) -> list[Answered]:
+def _of_joined_rows(answer: bodies.ServiceAnswer, names: list[str]) -> list[Answered]:
     return [
         (answer.service, None),
         *((name, [row.entity[name] for row in answer.rows]) for name in names),
@@ -354,7 +360,7 @@ def _of_joined_table(table: Any, names: list[str]) -> list[Answered]:
     return [(service, None), *((name, table.column(name).to_pylist()) for name in names)]
 
 
-def search(view: str, words: SearchWords) -> Call[wire.SearchAnswer]:
+def search(view: str, words: SearchWords) -> Call[bodies.SearchAnswer]:
     """The nearest rows."""
     timeout_s = words.get("timeout_s")
     sent = {name: value for name, value in words.items() if name != "timeout_s"} | (
@@ -419,7 +425,7 @@ def _cache_control(words: FreshnessWords) -> list[tuple[bytes, bytes]]:
 
 
 def _spelled(keys: Any) -> msgspec.Raw:
-    """Keys, or one, as :func:`precompute.store.key_text.plain_key` has them, in JSON: what is none
+    """Keys, or one, as :func:`precompute.store.keys.plain_key` has them, in JSON: what is none
     is one bad key, whatever it is."""
     try:
         return msgspec.Raw(_encoder.encode(keys))
@@ -474,7 +480,7 @@ def strays(wanted: Sequence[tuple[str, list[Any]]], answered: Iterable[Answered]
     of the request, in its order.
 
     Args:
-        wanted: views, and of each the keys as :func:`precompute.store.key_text.plain_key` has them.
+        wanted: views, and of each the keys as :func:`precompute.store.keys.plain_key` has them.
         answered: the same of the answer.
     """
     answers = list(answered)
@@ -506,7 +512,7 @@ def _texts_of(key: Any) -> tuple[str, ...]:
         return (shown_key(key),)
 
 
-def _of_rows(answer: wire.LookupAnswer | wire.ViewAnswer) -> Answered:
+def _of_rows(answer: bodies.LookupAnswer | bodies.ViewAnswer) -> Answered:
     return answer.view, (
         None if isinstance(answer.rows, msgspec.UnsetType) else [row.key for row in answer.rows]
     )
@@ -516,34 +522,34 @@ def _of_table(table: Any) -> Answered:
     return (table.schema.metadata or {}).get(b"view", b"").decode(), table.column("key").to_pylist()
 
 
-_of_lookup = msgspec.json.Decoder(wire.LookupAnswer).decode
-_of_row = msgspec.json.Decoder(wire.ViewRow).decode
-_of_service = msgspec.json.Decoder(wire.ServiceAnswer).decode
-_of_search = msgspec.json.Decoder(wire.SearchAnswer).decode
-_decode_several = msgspec.json.Decoder(wire.MultiLookupAnswer).decode
-_decode_problem = msgspec.json.Decoder(wire.Problem).decode
+_of_lookup = msgspec.json.Decoder(bodies.LookupAnswer).decode
+_of_row = msgspec.json.Decoder(bodies.ViewRow).decode
+_of_service = msgspec.json.Decoder(bodies.ServiceAnswer).decode
+_of_search = msgspec.json.Decoder(bodies.SearchAnswer).decode
+_decode_several = msgspec.json.Decoder(bodies.MultiLookupAnswer).decode
+_decode_problem = msgspec.json.Decoder(bodies.Problem).decode
 
 
 _NUMBERS = {"float16": (2, "e"), "float32": (4, "f")}
 """dtype → bytes of a number, and :mod:`struct`'s letter."""
 
 
-def _decode_lookup(content: bytes) -> wire.LookupAnswer:
+def _decode_lookup(content: bytes) -> bodies.LookupAnswer:
     answer = _of_lookup(content)
     return _as_lists(answer, answer.rows)
 
 
-def _decode_row(content: bytes) -> wire.ViewRow:
+def _decode_row(content: bytes) -> bodies.ViewRow:
     row = _of_row(content)
     return _as_lists(row, [row])
 
 
-def _decode_search(content: bytes) -> wire.SearchAnswer:
+def _decode_search(content: bytes) -> bodies.SearchAnswer:
     answer = _of_search(content)
     return _as_lists(answer, answer.rows)
 
 
-def _read_several(content: bytes) -> list[wire.ViewAnswer]:
+def _read_several(content: bytes) -> list[bodies.ViewAnswer]:
     answers = _decode_several(content).responses
     return [
         _as_lists(one, [] if isinstance(one.rows, msgspec.UnsetType) else one.rows)
@@ -551,14 +557,14 @@ def _read_several(content: bytes) -> list[wire.ViewAnswer]:
     ]
 
 
-def _decode_service(content: bytes) -> wire.ServiceAnswer:
+def _decode_service(content: bytes) -> bodies.ServiceAnswer:
     answer = _of_service(content)
     for name, view in answer.views.items():
         _as_lists(view, [row.views[name] for row in answer.rows])
     return answer
 
 
-def _as_lists(answer: Answers, rows: Sequence[wire.Row]) -> Answers:
+def _as_lists(answer: Answers, rows: Sequence[bodies.Row]) -> Answers:
     """The answer with vectors that came as base64 as lists of numbers: 384 in 6 µs, as digits they
     take 10."""
     for name, dtype in (
@@ -586,14 +592,14 @@ def refusal(reply: Reply, sent: str) -> PrecomputeError:
         problem = _decode_problem(reply.content)
     except (msgspec.MsgspecError, ValueError):
         problem = None
-    if problem is None or not problem.type.startswith(wire.PROBLEM_URN):
+    if problem is None or not problem.type.startswith(bodies.PROBLEM_URN):
         # of a proxy, or of another server: one that follows RFC 9457 too has types of its own
         text = reply.content[:200].decode(errors="replace")
         message = (
             f"{sent} answered {reply.status}, and something else than this API: {text!r}; is that"
             " address right?"
         )
-        problem = wire.Problem("", "", reply.status, message)
+        problem = bodies.Problem("", "", reply.status, message)
     code, detail = problem.type.rpartition(":")[2] or "http_error", problem.detail
     if problem.model is not msgspec.UNSET:
         return MissingRowError(detail, status=reply.status, code=code)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from precompute.store.api.arrow import decode_arrow
+from precompute.store.wire.arrow import decode_arrow
 
 
 def read_table(content: bytes) -> pa.Table:

@@ -9,8 +9,8 @@ import uuid
 from pathlib import Path
 
 from precompute.store.disk.durable_file import create_once, disk_message, make_folder
+from precompute.store.disk.record import Record, read_record_file, sealed
 from precompute.store.errors import SnapshotError
-from precompute.store.record import Record, read_record_file, sealed
 
 log = logging.getLogger(__name__)
 

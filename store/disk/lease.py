@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from precompute.store.disk.durable_file import disk_message, locked, make_folder, replace_durably
+from precompute.store.disk.record import Record, read_record_file, sealed
 from precompute.store.errors import ConflictError, FencedError, SnapshotError
-from precompute.store.record import Record, read_record_file, sealed
 
 log = logging.getLogger(__name__)
 

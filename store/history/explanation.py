@@ -15,14 +15,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from precompute.store.errors import RequestError, SnapshotError
-from precompute.store.freshness import as_datetime, iso, microseconds
 from precompute.store.history.point_in_time import manifests_of
 from precompute.store.history.timeline import Period, served_periods
 from precompute.store.history.versions import Span, Versions, key_names, reading, rows_at
-from precompute.store.key_text import key_text, split_key
+from precompute.store.keys import key_text, split_key
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.standing import Standing
 from precompute.store.offline.view_store import ViewStore
+from precompute.store.times import as_datetime, iso, microseconds
 
 _INT64 = re.compile("0|-?[1-9][0-9]{0,17}")
 """Whole numbers that fit; a longer one is compared as text, which is as good."""
@@ -98,7 +98,7 @@ def explain(store: ViewStore, key: Any, *, memory_mb: int = 1024) -> Explanation
 
     Args:
         store: of the view.
-        key: as :func:`precompute.store.entity_key.key_text` takes it.
+        key: as :func:`precompute.store.keys.key_text` takes it.
         memory_mb: DuckDB's memory.
 
     Raises:

@@ -12,12 +12,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from precompute.store.disk.spill_folder import SpillFolder
+from precompute.store.disk.sql import SpillFolder, open_duckdb, parquet_sql
 from precompute.store.errors import SnapshotError
 from precompute.store.history.versions import key_names, reading, rows_at
 from precompute.store.offline.snapshot import DELETES_SCHEMA, Part, Snapshot
 from precompute.store.offline.view_store import ViewStore
-from precompute.store.sql import open_duckdb, parquet_sql
 
 
 @dataclass(frozen=True, slots=True)

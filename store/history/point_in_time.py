@@ -14,16 +14,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from precompute.store.answer import fits
-from precompute.store.entity_key import bad_keys, key_column
+from precompute.store.answers.answer import fits
+from precompute.store.answers.service import Service, column_of
 from precompute.store.errors import RequestError, SnapshotError, did_you_mean
 from precompute.store.feature_view import FeatureView
-from precompute.store.freshness import as_datetime, as_us, iso
 from precompute.store.history.timeline import Period, Values, newest, timeline
 from precompute.store.history.versions import Versions, key_names, reading, rows_at
+from precompute.store.keys import bad_keys, key_column
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import OfflineStore, ViewStore
-from precompute.store.service import Service, column_of
+from precompute.store.times import as_datetime, as_us, iso
 
 
 def snapshot_at(

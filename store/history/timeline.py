@@ -9,13 +9,12 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from precompute.store.clock import Partition
 from precompute.store.errors import RequestError, SnapshotError
-from precompute.store.freshness import Sighting, as_us, microseconds
 from precompute.store.offline.refs import Publishing
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.standing import Standing, keeps_live
 from precompute.store.offline.view_store import ViewStore
+from precompute.store.times import Partition, Sighting, as_us, microseconds
 
 Values = Literal["served", "best_known"]
 """Which values count at a time: those that a lookup then was ``served`` from the store; or those
@@ -28,7 +27,7 @@ class Period(NamedTuple):
     nothing that is retained does, and ``why`` says what there was.
 
     Ages count from ``published_us`` at the latest, and from ``renewed_us`` at the earliest, as
-    :class:`precompute.store.freshness.Sighting` has it; a row older than ``longest_s`` answers no
+    :class:`precompute.store.times.Sighting` has it; a row older than ``longest_s`` answers no
     more (None: whatever its age).
     """
 

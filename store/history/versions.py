@@ -14,12 +14,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from precompute.store.disk.spill_folder import SpillFolder
+from precompute.store.disk.sql import SpillFolder, open_duckdb, parquet_sql
 from precompute.store.errors import SnapshotError
 from precompute.store.history.timeline import Period
 from precompute.store.offline.snapshot import Part, Snapshot
 from precompute.store.offline.view_store import ViewStore
-from precompute.store.sql import open_duckdb, parquet_sql
 
 
 def key_names(entity: Sequence[str]) -> list[str]:

@@ -16,8 +16,8 @@ from precompute.store.disk.crashpoint import crashpoint
 from precompute.store.disk.durable_file import disk_message, sync_folder
 from precompute.store.disk.lease import Lease, take
 from precompute.store.errors import ConflictError, SnapshotError
-from precompute.store.offline.catalog import Catalog, Entry
 from precompute.store.offline.refs import run_lease
+from precompute.store.offline.snapshot import Catalog, Entry
 from precompute.store.offline.standing import Standing
 from precompute.store.offline.view_store import ViewStore
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from precompute.store.clock import utc_now
 from precompute.store.disk.crashpoint import crashpoint
 from precompute.store.disk.durable_file import (
     create_once,
@@ -27,8 +26,9 @@ from precompute.store.disk.durable_file import (
     sync_folder,
 )
 from precompute.store.disk.lease import Lease
+from precompute.store.disk.record import Record, read_record, read_record_file, replace, sealed
 from precompute.store.errors import ConflictError, SnapshotError
-from precompute.store.record import Record, read_record, read_record_file, replace, sealed
+from precompute.store.times import utc_now
 
 NAME = "publishings.jsonl"
 

@@ -15,8 +15,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from precompute.store.disk.record import Record, field
 from precompute.store.feature_view import Feature, FeatureView
-from precompute.store.record import Record, field
 
 SHIFT = 17
 """Bits of a float32 that a bucket does not look at: 64 buckets to each power of two, so that a

@@ -23,8 +23,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from precompute.store.disk.durable_file import limit_of
-from precompute.store.entity_key import key_column
 from precompute.store.errors import SnapshotError
+from precompute.store.keys import key_column
 from precompute.store.offline.part_file import ROW_GROUP_BYTES, Layers, rare_rows
 
 CLUSTERS = 64

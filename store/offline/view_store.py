@@ -20,7 +20,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from precompute.store.clock import utc_now
 from precompute.store.disk.crashpoint import crashpoint
 from precompute.store.disk.durable_file import (
     create_once,
@@ -31,10 +30,9 @@ from precompute.store.disk.durable_file import (
     sync_folder,
 )
 from precompute.store.disk.lease import Lease, is_held
+from precompute.store.disk.record import replace
 from precompute.store.errors import SnapshotError, UnreadableError
 from precompute.store.feature_view import NAME
-from precompute.store.offline.catalog import Catalog, add_to_catalog, read_catalog
-from precompute.store.offline.journal import Journals
 from precompute.store.offline.part_file import (
     Deletes,
     Layers,
@@ -45,10 +43,10 @@ from precompute.store.offline.part_file import (
     write_part_file,
 )
 from precompute.store.offline.refs import BadMark, Refs, run_lease
-from precompute.store.offline.runs import Runs
+from precompute.store.offline.runs import Journals, Runs
 from precompute.store.offline.selection import CLUSTERS, Selection, all_rows, seed_of
-from precompute.store.offline.snapshot import Part, Snapshot
-from precompute.store.record import replace
+from precompute.store.offline.snapshot import Catalog, Part, Snapshot, add_to_catalog, read_catalog
+from precompute.store.times import utc_now
 
 log = logging.getLogger(__name__)
 

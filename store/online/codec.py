@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from precompute.store.entity_key import key_column
 from precompute.store.feature_view import Feature, FeatureView
+from precompute.store.keys import key_column
 from precompute.store.online import kernels
 from precompute.store.online.found_rows import FoundRows
 from precompute.store.online.packed import I8, U1, U8, Buffer, Packed, RowBatch

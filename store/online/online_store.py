@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple
 
+from precompute.store.disk.record import Record, field, force_setattr, plain, read_record, sealed
 from precompute.store.errors import (
     ConflictError,
     DamagedPointerError,
@@ -23,7 +24,6 @@ from precompute.store.feature_view import FeatureView
 from precompute.store.online.codec import schema_tag
 from precompute.store.online.found_rows import FoundRows
 from precompute.store.online.packed import Rows
-from precompute.store.record import Record, field, force_setattr, plain, read_record, sealed
 
 
 class Generation(Record, frozen=True):
@@ -146,7 +146,7 @@ class Pointer(Record, frozen=True):
 class OnlineStore(ABC):
     """The contract every online store keeps; one test suite holds them all to it.
 
-    Keys are the UTF-8 of :mod:`precompute.store.entity_key`'s text. All methods raise
+    Keys are the UTF-8 of :mod:`precompute.store.keys`'s text. All methods raise
     :class:`OnlineStoreError` when the store cannot be reached or refuses; none swallows anything.
     Safe to share between threads.
     """

@@ -25,6 +25,7 @@ from precompute.store.disk.durable_file import (
     replace_durably,
     sync_folder,
 )
+from precompute.store.disk.record import plain, record_of
 from precompute.store.errors import DamagedPointerError, OnlineStoreError, RowsLostError
 from precompute.store.feature_view import NAME
 from precompute.store.online import kernels
@@ -41,7 +42,6 @@ from precompute.store.online.online_store import (
 )
 from precompute.store.online.packed import Packed, Rows
 from precompute.store.online.table_file import TableFile, TableWriter
-from precompute.store.record import plain, record_of
 
 WARM_BYTES = 2**30
 """Of a generation that goes live: read into memory before readers come, at most."""

@@ -17,10 +17,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from precompute.store.disk.durable_file import disk_message, make_folder, sync_file, sync_folder
-from precompute.store.entity_key import key_column
+from precompute.store.disk.record import replace
 from precompute.store.errors import SnapshotError, VectorIndexError
 from precompute.store.feature_view import FeatureView
-from precompute.store.record import replace
+from precompute.store.keys import key_column
 from precompute.store.vectors.faiss_index import (
     FLOAT,
     LARGEST_FLOAT16,

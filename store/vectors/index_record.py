@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from precompute.store.disk.durable_file import write_durably
-from precompute.store.record import Record, field, plain, record_of
+from precompute.store.disk.record import Record, field, plain, record_of
 
 NAME = "meta.json"
 VECTORS, CODES, ROWS, HASHES, REPLACED = (

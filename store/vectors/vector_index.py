@@ -29,9 +29,8 @@ from precompute.store.vectors.index_record import (
     check_files,
     read_index_record,
 )
-from precompute.store.vectors.index_rows import IndexRows
+from precompute.store.vectors.index_rows import IndexRows, RowFilter
 from precompute.store.vectors.nearest_rows import Admitted, NearestRows
-from precompute.store.vectors.row_filter import RowFilter
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,14 +26,14 @@ import pyarrow.parquet as pq
 import redis
 import yaml
 
-import precompute.jobs.rows.chunks
-import precompute.jobs.rows.plan
+import precompute.jobs.run.rows.chunks
+import precompute.jobs.run.rows.plan
 from precompute.jobs.config.view import COMPUTING_GATES, GATES
 from precompute.jobs.ops.retention import drop
+from precompute.store.answers.lookup import Lookup
 from precompute.store.disk import crashpoint
 from precompute.store.disk.crashpoint import InjectedError
 from precompute.store.errors import PrecomputeError
-from precompute.store.lookup import Lookup
 from precompute.store.offline.gc import collect
 from precompute.store.offline.runs import Report
 from precompute.store.offline.view_store import OfflineStore, ViewStore
@@ -288,12 +288,12 @@ def small_chunks(
     window_rows: int = WINDOW_ROWS, part_bytes: int = 1, **plan: Any
 ) -> Iterator[None]:
     """Make every window a chunk of its own; ``plan`` replaces constants of
-    :mod:`precompute.jobs.rows.plan`."""
+    :mod:`precompute.jobs.run.rows.plan`."""
     todo = [
-        (precompute.jobs.rows.chunks, "WINDOW_ROWS", window_rows),
-        (precompute.jobs.rows.chunks, "PART_BYTES", part_bytes),
+        (precompute.jobs.run.rows.chunks, "WINDOW_ROWS", window_rows),
+        (precompute.jobs.run.rows.chunks, "PART_BYTES", part_bytes),
     ]
-    todo += [(precompute.jobs.rows.plan, name, value) for name, value in plan.items()]
+    todo += [(precompute.jobs.run.rows.plan, name, value) for name, value in plan.items()]
     before = [(module, name, getattr(module, name)) for module, name, _ in todo]
     for module, name, value in todo:
         assert hasattr(module, name)

@@ -24,9 +24,9 @@ import pyarrow as pa
 import yaml
 
 from demo.data import movielens_folder
-from precompute.store.clock import Partition
 from precompute.store.history import read
 from precompute.store.offline.view_store import OfflineStore, ViewStore
+from precompute.store.times import Partition
 from tests import REPOSITORY
 
 RANGE = ["--from", "1997-11-01", "--to", "1997-11-30"]

@@ -25,14 +25,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from precompute.store.clock import utc_now
+from precompute.store.answers.lookup import Lookup
 from precompute.store.errors import OnlineStoreError
 from precompute.store.feature_view import Feature, FeatureView
-from precompute.store.lookup import Lookup
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.online_store import Generation, OnlineStore, Pointer
 from precompute.store.online.packed import RowBatch
-from precompute.store.online_url import open_online_store
+from precompute.store.online.url import open_online_store
+from precompute.store.times import utc_now
 
 KEYS = 20_000
 BATCH_KEYS = 100

@@ -24,7 +24,7 @@ from typing import Any
 
 from precompute.store.disk.crashpoint import POINTS
 from precompute.store.errors import PrecomputeError
-from precompute.store.online_url import open_online_store
+from precompute.store.online.url import open_online_store
 from tests.faults.harness import (
     VIEW,
     Child,

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from precompute.store.api import wire
+from precompute.store.wire import bodies
 from tests.server import Server, make_folder, read_reply, write_numbers
 
 MIB = 2**20
@@ -157,7 +157,9 @@ def many_values(crowd: Crowd, stop: Stop) -> None:
             writer.write_batch(batch)
     arrow, lists = bytes(sink.getvalue()), b'{"keys":[' + b"[[]]," * (4 * MIB // 5 - 10) + b"1]}"
     what = (
-        head(LOOKUP, f"Content-Type: {wire.ARROW}", f"Content-Length: {len(arrow)}", method="POST")
+        head(
+            LOOKUP, f"Content-Type: {bodies.ARROW}", f"Content-Length: {len(arrow)}", method="POST"
+        )
         + arrow
     )
     while not stop.is_set():

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from precompute.store.api import arrow
+from precompute.store.wire import arrow
 from tests.arithmetic import Doubler
 from tests.faults.soak_picture import write_csv, write_svg
 from tests.server import Server, make_folder, write_numbers

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from precompute.jobs.ops.verify import verify
-from precompute.jobs.pipeline.rollback import rollback
-from precompute.jobs.process.progress import Silent
+from precompute.jobs.run.progress import Silent
+from precompute.jobs.run.rollback import rollback
+from precompute.store.disk.record import content_of, sealed
 from precompute.store.errors import PrecomputeError, SnapshotError
 from precompute.store.offline.snapshot import FORMAT_VERSION, Snapshot
 from precompute.store.offline.standing import Standing
-from precompute.store.online_url import open_online_store
-from precompute.store.record import content_of, sealed
+from precompute.store.online.url import open_online_store
 from tests.faults.conftest import MakeScene
 from tests.faults.harness import (
     VIEW,

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from precompute.engine.runner import AHEAD_WINDOWS
-from precompute.jobs.cli import main
-from precompute.jobs.pipeline.rollback import rollback
-from precompute.jobs.process.progress import Silent
-from precompute.source import Source
-from precompute.store.disk import durable_file, reserve
+from precompute.jobs.commands.command_line import main
+from precompute.jobs.run.progress import Silent
+from precompute.jobs.run.rollback import rollback
+from precompute.sources.source import Source
+from precompute.store.disk import durable_file
 from precompute.store.errors import PrecomputeError
 from tests.faults.conftest import ROWS, MakeScene
 from tests.faults.harness import (
@@ -321,7 +321,9 @@ def full(
 
         with monkeypatch.context() as patch:
             patch.setattr(durable_file, "_write", refusing)
-            patch.setattr(reserve, "keep_reserve", lambda _: None)  # the disk is as full as before
+            patch.setattr(
+                durable_file, "keep_reserve", lambda _: None
+            )  # the disk is as full as before
             yield
 
     return played if request.param == "played" else really
@@ -346,7 +348,7 @@ def test_a_full_disk_can_be_gone_back_from(
     scene_on_disk: FaultScene, full: Callable[[FaultScene], contextlib.AbstractContextManager[None]]
 ) -> None:
     scene = scene_on_disk
-    assert (scene.folder / "var" / ".reserve" / "noise").stat().st_size == reserve.SIZE_BYTES
+    assert (scene.folder / "var" / ".reserve" / "noise").stat().st_size == durable_file.SIZE_BYTES
     with full(scene):
         with small_chunks(), pytest.raises(PrecomputeError, match="no space left"):
             scene.run()  # nothing else may take the reserve
@@ -355,7 +357,7 @@ def test_a_full_disk_can_be_gone_back_from(
         assert not (scene.folder / "var" / ".reserve").exists()
     scene.write(changed(scene.rows, [1, 2, 3]))
     recover(scene)
-    assert (scene.folder / "var" / ".reserve" / "noise").stat().st_size == reserve.SIZE_BYTES
+    assert (scene.folder / "var" / ".reserve" / "noise").stat().st_size == durable_file.SIZE_BYTES
     check_everything(scene)
 
 

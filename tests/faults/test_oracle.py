@@ -15,7 +15,7 @@ import pytest
 import redis
 
 from precompute.store.disk import crashpoint
-from precompute.store.record import replace
+from precompute.store.disk.record import replace
 from tests.faults import random_kills
 from tests.faults.conftest import ROWS, MakeScene
 from tests.faults.harness import (

@@ -11,7 +11,7 @@ import pytest
 
 from precompute.store.errors import PrecomputeError
 from precompute.store.offline.standing import Standing
-from precompute.store.online_url import open_online_store
+from precompute.store.online.url import open_online_store
 from tests.faults.conftest import MakeScene
 from tests.faults.harness import (
     VIEW,

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import redis
 
-from precompute.jobs.pipeline.rollback import reconcile
-from precompute.jobs.process.progress import Silent
+from precompute.jobs.run.progress import Silent
+from precompute.jobs.run.rollback import reconcile
 from precompute.store.account import checker
 from precompute.store.account import checker as rounds
 from precompute.store.account.account import Act, Turn, read_account
 from precompute.store.account.checker import Rounds, look, share_of
+from precompute.store.disk.record import replace
 from precompute.store.errors import PrecomputeError, VectorIndexError
-from precompute.store.record import replace
 from tests.conftest import MakeProject
 from tests.scene import Scene
 

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pytest
 
 from benchmarks.store_as_of import History
-from precompute.store.clock import containing
 from precompute.store.history import get_historical_features, read, snapshot_at
+from precompute.store.times import containing
 from tests.conftest import MakeProject
 
 

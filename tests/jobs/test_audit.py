@@ -10,8 +10,8 @@ import pyarrow as pa
 import pytest
 import torch
 
-from precompute.jobs.pipeline import audit as audit_module
-from precompute.jobs.rows.open_view import open_view
+from precompute.jobs.run.judge import audit as audit_module
+from precompute.jobs.run.rows.open_view import open_view
 from precompute.store.errors import GateError
 from tests.conftest import MakeProject
 from tests.jobs.test_tune import LOOSE, TorchDoubler, live_number, torch_model, torch_project
@@ -60,7 +60,7 @@ def rows_of(broken: set[int]) -> list[tuple[int, float]]:
 def unseen(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Keys of some 60 rows that the comparison before a run does not see: it takes 100, and those
     at the ends of ``x``."""
-    monkeypatch.setattr("precompute.jobs.pipeline.accuracy.CHECKED_ROWS", 100)
+    monkeypatch.setattr("precompute.jobs.run.judge.accuracy.CHECKED_ROWS", 100)
     project = torch_project(make_project, rows_of(set()))
     with open_view(project.view("numbers").feature_view(), project.offline, project.home) as opened:
         seen = set(opened.source.sample(100).column("id").to_pylist())

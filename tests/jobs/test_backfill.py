@@ -18,15 +18,15 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from precompute.jobs.cli import main
+from precompute.jobs.commands.command_line import main
 from precompute.jobs.schedule.backfill import resume_backfill, run_backfill
 from precompute.jobs.schedule.backfill_plan import Options, plan_backfill, range_of, read_backfill
-from precompute.store.clock import Partition, containing
 from precompute.store.disk.lease import take
 from precompute.store.errors import ConfigError, ConflictError, SnapshotError, SourceError
 from precompute.store.offline.refs import Place, run_lease
 from precompute.store.offline.runs import Report, Runs
 from precompute.store.offline.standing import Standing
+from precompute.store.times import Partition, containing
 from tests import REPOSITORY
 from tests.conftest import MakeProject
 from tests.scene import Scene

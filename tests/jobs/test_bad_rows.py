@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from precompute.jobs.ops.verify import verify
-from precompute.jobs.rows import chunks
+from precompute.jobs.run.rows import chunks
+from precompute.store.answers.lookup import Lookup
 from precompute.store.errors import ModelError, PrecomputeError, RejectedError, RequestError
 from precompute.store.feature_view import FeatureView
-from precompute.store.lookup import Lookup
 from precompute.store.offline.runs import Report
 from tests.arithmetic import raised_at
 from tests.conftest import MakeProject

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from precompute.jobs.service.remote_fallback import LATEST_S, LEAST_CALLS, OPEN_S, PROBES, Breaker
+from precompute.jobs.serve.remote_fallback import LATEST_S, LEAST_CALLS, OPEN_S, PROBES, Breaker
 
 
 def opened(at: float = 0.0) -> Breaker:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from precompute.jobs.cli import main
+from precompute.jobs.commands.command_line import main
 from precompute.store.offline.view_store import OfflineStore
 from tests.conftest import MakeProject
 from tests.jobs.test_cli import INDEXED, ROWS, report_of

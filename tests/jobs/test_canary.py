@@ -14,7 +14,7 @@ from urllib.parse import quote
 import pyarrow as pa
 import pytest
 
-from precompute.store.api import wire
+from precompute.store.wire import bodies
 from tests.server import Server, eventually, make_folder, write_numbers
 
 CANARY = """
@@ -135,7 +135,7 @@ def asked(server: Server) -> int:
         "/%2e%2e/etc/passwd",
     ):
         get(path)
-    for accept in (wire.JSON, wire.ARROW):
+    for accept in (bodies.JSON, bodies.ARROW):
         for key in (1, 9, 77):
             get(f"/v1/views/numbers/rows/{key}", accept=accept)
         post("/v1/views/numbers/lookup", {"keys": [1, 9, 77]}, accept=accept)
@@ -173,7 +173,7 @@ def asked(server: Server) -> int:
         ]
         for search in hostile:
             post("/v1/views/numbers/search", search)
-    for kind in (wire.JSON, wire.ARROW, "application/x-pickle", "application/yaml"):
+    for kind in (bodies.JSON, bodies.ARROW, "application/x-pickle", "application/yaml"):
         for raw in (
             PICKLE,
             b"\x80\x05" + PICKLE,
@@ -197,7 +197,7 @@ def asked(server: Server) -> int:
         post(
             "/v1/views/numbers/lookup",
             bytes(changed[: chance.randint(1, len(changed))]),
-            content_type=wire.ARROW,
+            content_type=bodies.ARROW,
         )
     return number
 
@@ -225,8 +225,8 @@ def test_no_request_reaches_what_runs_what_it_reads(server: Server) -> None:
         return {"compile", "exec", "open"} <= events
 
     for process in (
-        "precompute.jobs.service.lookup_worker",
-        "precompute.jobs.service.model_server",
+        "precompute.jobs.serve.lookup_worker",
+        "precompute.jobs.serve.model_server",
         "precompute.jobs.cli",
     ):
         eventually(lambda process=process: heard(process), lambda: songs.read_text())  # type: ignore[misc]

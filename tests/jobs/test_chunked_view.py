@@ -11,11 +11,10 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from precompute.jobs.service.fallback import ViewFallback
+from precompute.jobs.serve.fallback import ViewFallback
+from precompute.store.answers.lookup import Lookup
 from precompute.store.errors import ConfigError, RequestError
-from precompute.store.lookup import Lookup
-from precompute.store.miss_cache.file_cache import MissCacheFile
-from precompute.store.miss_cache.miss_cache import MissCacheLimits
+from precompute.store.online.miss_cache import MissCacheFile, MissCacheLimits
 from tests.conftest import MakeProject
 from tests.scene import Scene
 

@@ -17,13 +17,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from precompute.jobs.cli import main
+from precompute.jobs.commands.command_line import main
 from precompute.jobs.commands.rows import describe_row
 from precompute.jobs.commands.run import describe_report
+from precompute.store.disk.record import plain, replace
 from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Verdict
 from precompute.store.offline.view_store import OfflineStore
-from precompute.store.record import plain, replace
 from tests import REPOSITORY
 from tests.arithmetic import Doubler
 from tests.conftest import MakeProject
@@ -73,7 +73,7 @@ def report_of(capsys: Captured) -> Any:
 
 
 def test_help_loads_nothing_that_takes_long() -> None:
-    code = "import sys; from precompute.jobs.cli import _parser; _parser().format_help(); print(*sys.modules)"
+    code = "import sys; from precompute.jobs.commands.command_line import _parser; _parser().format_help(); print(*sys.modules)"
     told = subprocess.run(
         [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
     ).stdout
@@ -99,7 +99,7 @@ def test_help_loads_nothing_that_takes_long() -> None:
 def test_a_command_that_reads_loads_what_it_needs(
     published: Scene, command: list[str], needed: set[str]
 ) -> None:
-    code = f"""import sys; from precompute.jobs.cli import main
+    code = f"""import sys; from precompute.jobs.commands.command_line import main
 sys.argv[1:] = ["-c", {str(published.folder)!r}, *{command!r}]
 main()
 print(*sys.modules, file=sys.stderr)"""
@@ -736,7 +736,7 @@ def test_a_log_of_json_has_the_runs_id_on_each_of_its_lines(make_project: MakePr
     assert done.returncode == 3
     assert (lines[-1]["level"], lines[-1]["logger"]) == (
         "ERROR",
-        "precompute.jobs.process.command_process",
+        "precompute.jobs.run.command_process",
     )
     assert "rejected" in lines[-1]["message"]
     # what no run says is, too

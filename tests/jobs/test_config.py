@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from precompute.jobs.cli import main
+from precompute.jobs.commands.command_line import main
 from precompute.jobs.config.project import Project, ProjectConfig, RetentionConfig, json_schemas
 from precompute.jobs.config.schedule import after
 from precompute.jobs.config.section import parse_duration, parse_time

@@ -19,7 +19,7 @@ from precompute.store.disk.lease import take
 from precompute.store.errors import ConflictError, RequestError, RowsLostError
 from precompute.store.offline.refs import Refs, run_lease
 from precompute.store.offline.view_store import ViewStore
-from precompute.store.redis import redis_store
+from precompute.store.online.redis import redis_store
 from tests.conftest import MakeProject
 from tests.scene import Scene
 

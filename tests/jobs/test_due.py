@@ -28,11 +28,11 @@ from precompute.jobs.schedule.due import (
     retry_wait_s,
 )
 from precompute.store.disk.lease import take
+from precompute.store.disk.record import replace as replace_record
 from precompute.store.errors import SnapshotError
 from precompute.store.offline.refs import run_lease
 from precompute.store.offline.runs import Report, Runs
 from precompute.store.offline.view_store import OfflineStore, ViewStore
-from precompute.store.record import replace as replace_record
 from tests.conftest import MakeProject
 from tests.scene import Scene
 

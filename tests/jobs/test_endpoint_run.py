@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from precompute.endpoint.answer_cache import NAME
+from precompute.models.endpoint.session import NAME
 from precompute.store.errors import ModelError
 from tests.scene import Scene
 from tests.stand_in import Answer, StandIn, chat, length_label

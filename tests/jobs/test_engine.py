@@ -15,16 +15,16 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import save_file
 
-from precompute.engine.meter import Meter
+from precompute.engine.ahead import Meter
 from precompute.engine.runner import Runner
 from precompute.jobs.config.project import EngineConfig
-from precompute.jobs.process.report import engine_line
-from precompute.jobs.rows import chunks
-from precompute.jobs.rows.engine import engine_of
-from precompute.jobs.rows.open_view import open_view
+from precompute.jobs.run.report import engine_line
+from precompute.jobs.run.rows import chunks
+from precompute.jobs.run.rows.chunks import engine_of
+from precompute.jobs.run.rows.open_view import open_view
 from precompute.model import digest
+from precompute.store.answers.lookup import Lookup
 from precompute.store.errors import ConfigError
-from precompute.store.lookup import Lookup
 from precompute.store.offline.runs import Report
 from precompute.workers.worker_pool import WorkerPool
 from tests.conftest import MakeProject

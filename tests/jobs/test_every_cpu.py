@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from demo.__main__ import VIEWS
-from precompute.precision.same_value import differing
+from precompute.techniques.same_value import differing
 from tests import REPOSITORY
 from tests.conftest import MakeProject
 from tests.scene import Scene

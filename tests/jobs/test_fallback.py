@@ -22,20 +22,19 @@ import pytest
 
 from precompute.engine.microbatch import GROW_BY, longest_s
 from precompute.jobs.ops.retention import drop
-from precompute.jobs.process.suspects import row_hash
-from precompute.jobs.service.fallback import ViewFallback
-from precompute.jobs.service.lookup_worker import Warmer
+from precompute.jobs.serve.fallback import ViewFallback
+from precompute.jobs.serve.lookup_worker import Warmer
+from precompute.jobs.serve.suspects import row_hash
 from precompute.model import digest
-from precompute.source import Source
-from precompute.store.answer import Answer
+from precompute.sources.source import Source
+from precompute.store.answers.answer import Answer
+from precompute.store.answers.fallback import CLIENT
+from precompute.store.answers.lookup import Computed, Lookup, Miss
 from precompute.store.errors import SourceError
-from precompute.store.fallback import CLIENT
-from precompute.store.lookup import Computed, Lookup, Miss
-from precompute.store.lookup_options import LookupOptions
-from precompute.store.miss_cache.file_cache import MissCacheFile
-from precompute.store.miss_cache.miss_cache import MissCacheLimits, input_names
+from precompute.store.online.miss_cache import MissCacheFile, MissCacheLimits, input_names
 from precompute.store.online.online_store import Pointer
-from precompute.store.status import Reason
+from precompute.store.times import Reason
+from precompute.store.wire.lookup_options import LookupOptions
 from tests.arithmetic import Counting, Doubler
 from tests.conftest import MakeProject
 from tests.scene import Scene, values_of
@@ -338,7 +337,7 @@ def test_a_refusal_is_remembered_and_the_model_not_loaded_for_each_miss(
         == caplog.text.count("view 'numbers': the model on disk has fingerprint")
         == 1
     )
-    monkeypatch.setattr("precompute.jobs.service.fallback.REFUSED_S", 0.0)
+    monkeypatch.setattr("precompute.jobs.serve.fallback.REFUSED_S", 0.0)
     assert (statuses(lookup, [2]), Scaled.made) == (["computed"], made + 1)
 
 
@@ -829,7 +828,7 @@ def test_a_model_that_comes_after_its_snapshot_is_opened_without_a_miss(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for setting in ("lookup_worker.WARM_EVERY_S", "lookup_worker.AGAIN_S", "fallback.REFUSED_S"):
-        monkeypatch.setattr(f"precompute.jobs.service.{setting}", 0.01)
+        monkeypatch.setattr(f"precompute.jobs.serve.{setting}", 0.01)
     project, weights = _scaled(make_project, tmp_path, 4.0)
     project.publish_all()
     weights.write_text("3.0")
@@ -853,7 +852,7 @@ def test_another_model_is_loaded_before_what_it_computed_is_live(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("precompute.jobs.service.lookup_worker.WARM_EVERY_S", 0.01)
+    monkeypatch.setattr("precompute.jobs.serve.lookup_worker.WARM_EVERY_S", 0.01)
     project, weights = _scaled(make_project, tmp_path, 3.0)
     project.publish_all()
     lookup = open_lookup(project)
@@ -890,7 +889,7 @@ def test_a_view_that_began_anew_is_computed_by_its_own_model(
     ended: str,
 ) -> None:
     """Its epochs and generations start at 1 again, under a server that goes on."""
-    monkeypatch.setattr("precompute.jobs.service.lookup_worker.WARM_EVERY_S", 0.01)
+    monkeypatch.setattr("precompute.jobs.serve.lookup_worker.WARM_EVERY_S", 0.01)
     project, weights = _scaled(make_project, tmp_path, 3.0)
     lookup = open_lookup(project)
     fallback, pointers = lookup.fallback, []

@@ -18,17 +18,17 @@ from msgspec.structs import astuple
 from precompute.engine import runner
 from precompute.engine.runner import compute
 from precompute.jobs.config.view import GATES
-from precompute.jobs.pipeline import materialize
-from precompute.jobs.pipeline.gates import judge
-from precompute.jobs.pipeline.value_gates import STATISTICS, Verdicts
-from precompute.jobs.rows import chunks, replaced
-from precompute.jobs.rows.open_view import open_view
+from precompute.jobs.run import materialize
+from precompute.jobs.run.judge.gates import judge
+from precompute.jobs.run.judge.value_gates import STATISTICS, Verdicts
+from precompute.jobs.run.rows import chunks, compaction
+from precompute.jobs.run.rows.open_view import open_view
+from precompute.store.disk.record import replace
 from precompute.store.errors import GateError
 from precompute.store.offline.part_file import rare_rows
 from precompute.store.offline.row_figures import count
 from precompute.store.offline.snapshot import Snapshot, Verdict
 from precompute.store.offline.view_store import ViewStore
-from precompute.store.record import replace
 from tests.conftest import MakeProject
 from tests.scene import Scene
 
@@ -478,7 +478,7 @@ def test_a_model_of_ones_own_has_no_precision_whatever_its_attributes(
             )
             return compute(*arguments)
 
-    monkeypatch.setattr("precompute.jobs.pipeline.gates.compute", again)
+    monkeypatch.setattr("precompute.jobs.run.judge.gates.compute", again)
     monkeypatch.setattr(Vectors, "variant", variant, raising=False)
     project = make_project(list(GOOD.items()), view=view(fallback=True))
     if status == "published":
@@ -501,7 +501,7 @@ def test_parity_allows_one_row_of_twenty_and_no_more(
             done, features=done.features.set_column(0, "double", pa.array(double))
         )
 
-    monkeypatch.setattr("precompute.jobs.pipeline.gates.compute", again)
+    monkeypatch.setattr("precompute.jobs.run.judge.gates.compute", again)
     project = make_project(list(GOOD.items()), view=view(fallback=True))
     assert project.cli("run", "numbers") == (0 if passes else 3)
     assert [(g.gate, g.measured) for g in project.snapshot().gates if g.gate == "parity"] == [
@@ -528,7 +528,7 @@ def test_the_share_that_is_not_finite_is_judged_at_its_limit(
 def test_parity_leaves_out_rows_whose_input_changed_since(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from precompute.jobs.pipeline import materialize
+    from precompute.jobs.run import materialize
 
     project = make_project(list(GOOD.items()), view=view(fallback=True))
     compact = materialize._snapshot
@@ -949,7 +949,7 @@ def test_figures_of_a_chain_are_those_of_its_rows(
 def test_of_very_many_replaced_rows_a_sample_is_taken_off(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replaced, "DRAWN_ROWS", 100)
+    monkeypatch.setattr(compaction, "DRAWN_ROWS", 100)
     rows = first(4000)
     make_project(list(rows.items()), view=view(ALONE)).materialize()
     project = make_project(list(turned(900, 0.1, rows).items()), view=view(ALONE, length=2.0))
@@ -966,7 +966,7 @@ def test_of_very_many_replaced_rows_a_sample_is_taken_off(
 def test_zeros_among_very_many_replaced_rows_are_counted_one_by_one(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, left: int
 ) -> None:
-    monkeypatch.setattr(replaced, "DRAWN_ROWS", 100)
+    monkeypatch.setattr(compaction, "DRAWN_ROWS", 100)
     rows, zeros = first(4000), dict.fromkeys(range(0, 900, 100), 0.0)
     strict = view(ALONE | {"zero": 0.0})
     make_project(list((rows | zeros).items()), view=strict).run(accept=["zero"])

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from precompute.jobs.cli import main
-from precompute.jobs.rows import chunks
-from precompute.jobs.service.fallback import ViewFallback
+from precompute.jobs.commands.command_line import main
+from precompute.jobs.run.rows import chunks
+from precompute.jobs.serve.fallback import ViewFallback
+from precompute.store.answers.lookup import Lookup
 from precompute.store.disk.lease import take
 from precompute.store.errors import ConflictError, FencedError, RejectedError
-from precompute.store.lookup import Lookup
 from precompute.store.offline.gc import Garbage, collect
 from precompute.store.offline.refs import PUBLISH_LEASE, run_lease
 from tests import REPOSITORY

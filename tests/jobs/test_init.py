@@ -19,12 +19,12 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from precompute.jobs.cli import main
+from precompute.jobs.commands.command_line import main
 from precompute.jobs.config.project import Project
 from precompute.jobs.setup import view_draft
 from precompute.jobs.setup.view_draft import FOLDER, TEMPLATES
 from precompute.model import resolve_path
-from precompute.store.lookup import Lookup
+from precompute.store.answers.lookup import Lookup
 from tests.scene import files_of_at_most
 
 Captured = pytest.CaptureFixture[str]

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-import precompute.jobs.pipeline.run
-from precompute.store.clock import containing
-from precompute.store.record import replace
+import precompute.jobs.run.run_view
+from precompute.store.disk.record import replace
+from precompute.store.times import containing
 from tests.conftest import MakeProject
 from tests.jobs.test_serve_all import DAYS, SQL, Corpus, serving
 
@@ -22,7 +22,7 @@ NAMES = [str(containing("day", day)) for day in DAYS]
 
 @pytest.fixture(autouse=True)
 def time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precompute.jobs.pipeline.run, "LEAST_S", 10.0)
+    monkeypatch.setattr(precompute.jobs.run.run_view, "LEAST_S", 10.0)
 
 
 @pytest.fixture
@@ -97,8 +97,8 @@ def test_looking_ends_with_its_time(
     corpus: Corpus, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus.write(1, corpus.days[1] | {11: 7.0})
-    monkeypatch.setattr(precompute.jobs.pipeline.run, "LEAST_S", 0.0)
-    monkeypatch.setattr(precompute.jobs.pipeline.run, "SHARE", 0.0)
+    monkeypatch.setattr(precompute.jobs.run.run_view, "LEAST_S", 0.0)
+    monkeypatch.setattr(precompute.jobs.run.run_view, "SHARE", 0.0)
     report = corpus.run(2)
     assert (report.looked_at, report.late) == ([], [])
     assert status(corpus, capsys)[0]["looked_at"] == 2  # of the run before

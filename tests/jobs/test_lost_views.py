@@ -10,10 +10,10 @@ import pytest
 import redis
 
 from precompute.jobs.ops.retention import drop
-from precompute.jobs.pipeline.rollback import reconcile
-from precompute.jobs.process.progress import Silent
-from precompute.store.api.app import create_app
+from precompute.jobs.run.progress import Silent
+from precompute.jobs.run.rollback import reconcile
 from precompute.store.errors import RequestError, RowsLostError
+from precompute.store.http.app import create_app
 from tests.asgi import call
 from tests.conftest import MakeProject
 from tests.scene import Scene

@@ -19,11 +19,12 @@ import pytest
 from precompute.engine import runner
 from precompute.engine.budget import LONG_S
 from precompute.engine.prepare import WINDOW_ROWS
-from precompute.jobs.pipeline.run import run_view
-from precompute.jobs.process.job import RunOptions
-from precompute.jobs.process.progress import Silent
-from precompute.jobs.rows import chunks
-from precompute.source import Source
+from precompute.jobs.run.job import RunOptions
+from precompute.jobs.run.progress import Silent
+from precompute.jobs.run.rows import chunks
+from precompute.jobs.run.run_view import run_view
+from precompute.sources.source import Source
+from precompute.store.disk.record import plain
 from precompute.store.errors import (
     ConfigError,
     ModelError,
@@ -33,12 +34,10 @@ from precompute.store.errors import (
     SourceError,
 )
 from precompute.store.feature_view import FeatureView
-from precompute.store.offline.journal import Journals
 from precompute.store.offline.part_file import MOST_OVERLAYS
-from precompute.store.offline.runs import Report
+from precompute.store.offline.runs import Journals, Report
 from precompute.store.offline.snapshot import Counts, Snapshot
 from precompute.store.offline.standing import Standing
-from precompute.store.record import plain
 from tests.arithmetic import REFUSED_AT, Doubler
 from tests.conftest import MakeProject
 from tests.scene import Scene

@@ -11,7 +11,7 @@ from tests import REPOSITORY
 
 SETTLED = """
 import gc, resource
-from precompute.jobs.service.lookup_worker import settle
+from precompute.jobs.serve.lookup_worker import settle
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from precompute.store.telemetry.instruments import INSTRUMENTS, Kind
+from precompute.store.http.telemetry.instruments import INSTRUMENTS, Kind
 from tests import REPOSITORY
 from tests.jobs.test_model_processes import workers_of
 from tests.jobs.test_serve_access import made_token

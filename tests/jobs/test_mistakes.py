@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import pytest
 
-from precompute.jobs.cli import main
+from precompute.jobs.commands.command_line import main
 
 NEAR = "views/near.yaml"
 

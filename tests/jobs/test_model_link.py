@@ -19,26 +19,17 @@ from typing import Any
 
 import pytest
 
-from precompute.jobs.process.suspects import (
-    FIRST_S,
-    LONGEST_S,
-    MOST,
-    TRIALS,
-    TRIALS_S,
-    Suspects,
-    row_hash,
-)
-from precompute.jobs.service import model_group
-from precompute.jobs.service.model_group import ModelGroup, ModelLimits, ModelProcess, socket_path
-from precompute.jobs.service.model_server import Conversation
-from precompute.jobs.service.remote_fallback import (
+from precompute.jobs.serve import model_group
+from precompute.jobs.serve.model_group import ModelGroup, ModelLimits, ModelProcess, socket_path
+from precompute.jobs.serve.model_server import Conversation
+from precompute.jobs.serve.remote_fallback import (
     MOST_IN_FLIGHT,
     MOST_SENT,
     ModelLink,
     RemoteFallback,
 )
-from precompute.jobs.service.serve import WorkerKeeper
-from precompute.jobs.service.supervised_process import (
+from precompute.jobs.serve.server import WorkerKeeper
+from precompute.jobs.serve.supervised_process import (
     AGAIN,
     HELD_UP_S,
     MOST_HELD,
@@ -47,10 +38,19 @@ from precompute.jobs.service.supervised_process import (
     SupervisedProcess,
     Watch,
 )
-from precompute.store.fallback import CLIENT, Computed, Miss, places
+from precompute.jobs.serve.suspects import (
+    FIRST_S,
+    LONGEST_S,
+    MOST,
+    TRIALS,
+    TRIALS_S,
+    Suspects,
+    row_hash,
+)
+from precompute.store.answers.fallback import CLIENT, Computed, Miss, places
+from precompute.store.http.telemetry.instruments import Meter
 from precompute.store.online.online_store import Pointer
-from precompute.store.status import Reason
-from precompute.store.telemetry.instruments import Meter
+from precompute.store.times import Reason
 from precompute.workers.process import ChildProcess, end_all
 from tests import REPOSITORY
 from tests.memory_store import MemoryStore
@@ -324,7 +324,7 @@ def test_what_a_model_process_had_on_disk_goes_with_it(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     group = ModelGroup("model", {}, runtime, ModelLimits(1.0, 10_000, 64), Meter())
-    script = "import os, signal; from precompute.store.disk.spill_folder import SpillFolder; folder = SpillFolder(); os.kill(os.getpid(), signal.SIGTERM)"
+    script = "import os, signal; from precompute.store.disk.sql import SpillFolder; folder = SpillFolder(); os.kill(os.getpid(), signal.SIGTERM)"
     subprocess.run(
         [sys.executable, "-c", script],
         env={**os.environ, "TMPDIR": str(tmp_path)},

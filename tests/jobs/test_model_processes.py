@@ -19,11 +19,11 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from precompute.jobs.service.model_group import ModelLimits
-from precompute.jobs.service.serve import FUTILE, Supervisor, WorkerKeeper
-from precompute.jobs.service.supervised_process import STILL_S, Watch
-from precompute.store.api import wire
+from precompute.jobs.serve.model_group import ModelLimits
+from precompute.jobs.serve.server import FUTILE, Supervisor, WorkerKeeper
+from precompute.jobs.serve.supervised_process import STILL_S, Watch
 from precompute.store.errors import PrecomputeError
+from precompute.store.wire import bodies
 from precompute.workers.process import AdoptedProcess, ChildProcess
 from tests.arithmetic import Doubler
 from tests.server import Server, View, eventually, make_folder, read_reply, write_numbers
@@ -68,8 +68,8 @@ FAULTY: View = {
 
 
 AT_ONCE = """
-from precompute.jobs.service.supervised_process import SupervisedProcess
-from precompute.jobs.service.serve import WorkerKeeper
+from precompute.jobs.serve.supervised_process import SupervisedProcess
+from precompute.jobs.serve.server import WorkerKeeper
 SupervisedProcess.longest_wait_s = WorkerKeeper.longest_wait_s = 0.1
 """
 """What ended is restarted at once, however often it does: it ends some twenty times here, which
@@ -186,7 +186,7 @@ def test_only_the_row_to_blame_for_an_ended_process_is_left_alone(server: Server
 STANDING_BY = (
     AT_ONCE
     + """
-from precompute.jobs.service import model_group
+from precompute.jobs.serve import model_group
 model_group.SPARE_AFTER_S = 0.0
 """
 )
@@ -309,7 +309,7 @@ def test_a_default_answers_for_a_missing_row_and_tells_why_it_is_missing(server:
         "age_s": None,
         "features": {"double": 7.5, "vector": [0.0, 0.0, 0.0, 1.0]},
     }
-    arrow = server.get("/v1/views/defaulted/rows/9", accept=wire.ARROW).arrow.to_pylist()[0]
+    arrow = server.get("/v1/views/defaulted/rows/9", accept=bodies.ARROW).arrow.to_pylist()[0]
     assert (arrow["source"], arrow["double"], arrow["computed_at"]) == ("default", 7.5, None)
     assert server.get("/v1/views/defaulted/rows/9", cache_control="only-if-cached").status == 504
     assert server.get("/v1/views/defaulted/rows/1").json["source"] == "store"
@@ -396,7 +396,7 @@ def test_a_stalled_worker_that_should_end_is_not_waited_for(
         return ChildProcess(["sh", "-c", "trap '' TERM; exec sleep 600"])
 
     monkeypatch.setattr(WorkerKeeper, "start", deaf)
-    monkeypatch.setattr("precompute.jobs.service.serve.DRAIN_STILL_S", 0.5)
+    monkeypatch.setattr("precompute.jobs.serve.server.DRAIN_STILL_S", 0.5)
     supervisor = Supervisor(
         {"runtime": str(tmp_path), "listeners": []}, {}, ModelLimits(1.0, 1000, 64)
     )

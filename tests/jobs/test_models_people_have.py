@@ -16,9 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from precompute.precision.same_value import differing
 from precompute.registry import BUILT_IN, load_model
 from precompute.store.errors import ConfigError, ModelError, PrecomputeError
+from precompute.techniques.same_value import differing
 from tests.conftest import MakeProject
 
 ROWS = 40

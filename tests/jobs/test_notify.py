@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from precompute.jobs.process import notify as notify_module
-from precompute.jobs.process.notify import notify
+from precompute.jobs.run import report as notify_module
+from precompute.jobs.run.report import notify
 from precompute.store.errors import GateError, RejectedError, SourceError
 from precompute.store.offline.runs import Report
 from tests.conftest import MakeProject
@@ -116,7 +116,7 @@ def test_a_command_that_fails_does_not_fail_the_run(
     warned = [
         r.getMessage()
         for r in caplog.records
-        if r.name == "precompute.jobs.process.notify" and r.levelno == logging.WARNING
+        if r.name == "precompute.jobs.run.report" and r.levelno == logging.WARNING
     ]
     assert len(warned) == (0 if how in ("reads", "not UTF-8, and well") else 1)
     if how == "another status":
@@ -152,7 +152,7 @@ def test_the_runs_own_error_is_told_whatever_it_holds(
 def test_the_command_may_be_precompute_itself(make_project: MakeProject, tmp_path: Path) -> None:
     out = tmp_path / "status.json"
     project = make_project([(1, 1.0)])
-    script = f"import os; os.system({f'{sys.executable} -m precompute.jobs.cli -c {project.folder} status --json > {out} 2>&1'!r})"
+    script = f"import os; os.system({f'{sys.executable} -m precompute.jobs.commands.command_line -c {project.folder} status --json > {out} 2>&1'!r})"
     project = make_project([(1, 1.0)], project={"notify": python(script)})
     project.run()
     (line,) = json.loads(out.read_text())

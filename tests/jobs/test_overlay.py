@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import redis
 
-from precompute.jobs.publish.publisher import BASE_ROWS
-from precompute.jobs.rows import chunks
+from precompute.jobs.run.publisher import BASE_ROWS
+from precompute.jobs.run.rows import chunks
+from precompute.store.disk.record import replace
 from precompute.store.offline.part_file import MOST_OVERLAYS
 from precompute.store.offline.refs import Place
 from precompute.store.offline.snapshot import Snapshot
@@ -20,7 +21,6 @@ from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.codec import schema_tag
 from precompute.store.online.online_store import Generation, Terms
 from precompute.store.online.table_store import TableStore
-from precompute.store.record import replace
 from precompute.store.vectors.vector_index import VectorIndex
 from tests.conftest import MakeProject
 from tests.jobs.test_materialize import interrupted

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from precompute.jobs.service.fallback import ViewFallback
-from precompute.jobs.service.model_group import socket_path
+from precompute.jobs.serve.fallback import ViewFallback
+from precompute.jobs.serve.model_group import socket_path
+from precompute.store.answers.lookup import Lookup
+from precompute.store.disk.record import replace
 from precompute.store.errors import DamagedPointerError
 from precompute.store.feature_view import Definition, FeatureView, ModelUse
-from precompute.store.lookup import Lookup
 from precompute.store.online.online_store import Pointer
-from precompute.store.record import replace
 from tests.conftest import MakeProject
 from tests.scene import Scene
 

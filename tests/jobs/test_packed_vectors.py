@@ -10,13 +10,13 @@ import pyarrow as pa
 import pytest
 
 from precompute.jobs.config.view import GatesConfig
-from precompute.jobs.pipeline.value_gates import Verdicts, judge_packed
+from precompute.jobs.run.judge.value_gates import Verdicts, judge_packed
 from precompute.store.errors import GateError
 from precompute.store.feature_view import Feature, FeatureView
+from precompute.store.http.page.figures import Figures, ViewFigures
+from precompute.store.http.page.page import status_page
 from precompute.store.offline.refs import Place
 from precompute.store.online.row_values import packed_vectors, unpacked_vectors
-from precompute.store.page.figures import Figures, ViewFigures
-from precompute.store.page.page import status_page
 from tests.conftest import MakeProject
 from tests.scene import Scene
 

@@ -14,16 +14,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from precompute.jobs.pipeline import run as run_module
-from precompute.jobs.rows import chunks
-from precompute.jobs.service.fallback import ViewFallback
-from precompute.store.clock import Partition, containing
+from precompute.jobs.run import run_view as run_module
+from precompute.jobs.run.rows import chunks
+from precompute.jobs.serve.fallback import ViewFallback
+from precompute.store.answers.lookup import Lookup
 from precompute.store.disk.lease import Lease, take
 from precompute.store.errors import ConfigError, GateError, RejectedError, SourceError
-from precompute.store.lookup import Lookup
 from precompute.store.offline.refs import PUBLISH_LEASE
 from precompute.store.offline.runs import Report
 from precompute.store.offline.standing import Standing
+from precompute.store.times import Partition, containing
 from tests.conftest import MakeProject
 from tests.scene import Scene
 

@@ -17,10 +17,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from precompute.diff import Diff
 from precompute.jobs.ops.status import project_status
-from precompute.jobs.rows import chunks, plan
-from precompute.jobs.rows.plan import Plan
+from precompute.jobs.run.rows import chunks, plan
+from precompute.jobs.run.rows.plan import Plan
+from precompute.sources.diff import Diff
 from precompute.store.disk import crashpoint
 from precompute.store.disk.crashpoint import InjectedError
 from precompute.store.errors import PrecomputeError, RejectedError, SnapshotError
@@ -122,7 +122,7 @@ def test_rows_hashed_by_another_duckdb_are_computed_again(
 ) -> None:
     project = make_project(ROWS)
     project.materialize()
-    monkeypatch.setattr("precompute.source.hash_kind", lambda: "duckdb-0123456789abcdef")
+    monkeypatch.setattr("precompute.sources.source.hash_kind", lambda: "duckdb-0123456789abcdef")
     assert str(project.plan()) == (
         "full: 8 of 8 rows to compute (8 new); every row, since the way rows are hashed changed, by another version of DuckDB"
     )

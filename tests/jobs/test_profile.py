@@ -17,8 +17,8 @@ from safetensors.numpy import save_file
 from precompute.jobs.commands.measure import PACE, describe_profile
 from precompute.jobs.ops import profile as profile_module
 from precompute.jobs.ops.profile import profile
-from precompute.store.clock import containing
 from precompute.store.errors import ConfigError, SourceError
+from precompute.store.times import containing
 from tests.conftest import MakeProject
 
 ROWS = [(i, float(i)) for i in range(10)]

@@ -13,13 +13,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from precompute.jobs.cli import main
+from precompute.jobs.commands.command_line import main
 from precompute.jobs.schedule.scheduler import reconcile_command, run_command
 from precompute.model import digest
-from precompute.source import Source
+from precompute.sources.source import Source
 from precompute.store.errors import ConfigError, SourceError
-from precompute.store.lookup_options import LookupOptions
 from precompute.store.offline.view_store import OfflineStore
+from precompute.store.wire.lookup_options import LookupOptions
 from precompute.workers.process import ChildProcess
 from tests.arithmetic import Doubler
 from tests.conftest import MakeProject

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import redis
 
-from precompute.jobs.process.progress import Silent
-from precompute.jobs.process.report import recorded
-from precompute.jobs.publish.loader import Loader
-from precompute.jobs.publish.publisher import Publisher
+from precompute.jobs.run.loader import Loader
+from precompute.jobs.run.progress import Silent
+from precompute.jobs.run.publisher import Publisher
+from precompute.jobs.run.report import recorded
+from precompute.store.answers.lookup import Lookup
 from precompute.store.disk.lease import take
+from precompute.store.disk.record import replace
 from precompute.store.errors import (
     ConflictError,
     GateError,
@@ -25,13 +27,11 @@ from precompute.store.errors import (
     PrecomputeError,
     SnapshotError,
 )
-from precompute.store.lookup import Lookup
 from precompute.store.offline.refs import PUBLISH_LEASE
 from precompute.store.offline.runs import Report
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.online_store import Generation, Pointer
 from precompute.store.online.packed import Rows
-from precompute.store.record import replace
 from precompute.store.vectors.vector_index import VectorIndex
 from tests.conftest import MakeProject
 from tests.memory_store import MemoryStore

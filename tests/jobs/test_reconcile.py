@@ -17,20 +17,20 @@ import pytest
 import redis
 import yaml
 
-from precompute.jobs.pipeline.rollback import reconcile
-from precompute.jobs.process.progress import Silent
-from precompute.jobs.publish.publisher import Publisher
+from precompute.jobs.run.progress import Silent
+from precompute.jobs.run.publisher import Publisher
+from precompute.jobs.run.rollback import reconcile
 from precompute.jobs.schedule.scheduler import Reconciler, Scheduler
 from precompute.store.account.account import read_account, write_account
 from precompute.store.account.checker import DEGRADED as HEALED
 from precompute.store.account.checker import look
 from precompute.store.disk.lease import take
+from precompute.store.disk.record import replace
 from precompute.store.errors import ConflictError, OnlineStoreError
 from precompute.store.offline.refs import PUBLISH_LEASE
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.online_store import OnlineStore
-from precompute.store.record import replace
 from tests.conftest import MakeProject
 from tests.scene import Scene
 

@@ -15,14 +15,13 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
-from precompute.jobs.review.diff import diff, off_by
-from precompute.jobs.review.row_map import principal_axes
-from precompute.precision.row_errors import MOST
+from precompute.jobs.ops.diff import diff, off_by
+from precompute.jobs.ops.run_figures import principal_axes
+from precompute.store.disk.record import replace
 from precompute.store.errors import SnapshotError
 from precompute.store.feature_view import Feature
-from precompute.store.page.figures import REPORT, ViewFigures, report_path
-from precompute.store.page.view_graph import graph
-from precompute.store.record import replace
+from precompute.store.http.page.figures import REPORT, ViewFigures, graph, report_path
+from precompute.techniques.row_errors import MOST
 from tests.arithmetic import Doubler
 from tests.conftest import MakeProject
 from tests.scene import Scene

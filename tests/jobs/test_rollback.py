@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import redis
 
-from precompute.jobs.pipeline import run as run_module
-from precompute.jobs.publish.loader import Loader
-from precompute.store.clock import containing
+from precompute.jobs.run import run_view as run_module
+from precompute.jobs.run.loader import Loader
 from precompute.store.disk import crashpoint
 from precompute.store.disk.crashpoint import InjectedError
 from precompute.store.disk.lease import Lease, take
 from precompute.store.errors import GateError, OnlineStoreError, PrecomputeError, SnapshotError
 from precompute.store.offline.refs import PUBLISH_LEASE
+from precompute.store.times import containing
 from tests.conftest import MakeProject
 from tests.scene import Scene
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from precompute.store.clock import containing
 from precompute.store.errors import GateError
 from precompute.store.offline.runs import Report
 from precompute.store.offline.view_store import OfflineStore
+from precompute.store.times import containing
 from tests.conftest import MakeProject
 
 GATES = dict.fromkeys(("rows", "norm", "duplicates", "drift", "moved"))
@@ -266,7 +266,7 @@ def test_what_cannot_be_recognised_after_a_change_of_hash_is_refused(
     for rows in (GOOD, BAD):
         run(make_project, rows)
     back(make_project)
-    monkeypatch.setattr("precompute.source.hash_kind", lambda: "duckdb-another")
+    monkeypatch.setattr("precompute.sources.source.hash_kind", lambda: "duckdb-another")
     for changed in (1, 2):
         with pytest.raises(
             GateError,
@@ -290,7 +290,7 @@ def test_a_change_of_hash_and_of_the_model_passes(
     run(make_project, GOOD)
     run(make_project, BAD)
     back(make_project)
-    monkeypatch.setattr("precompute.source.hash_kind", lambda: "duckdb-another")
+    monkeypatch.setattr("precompute.sources.source.hash_kind", lambda: "duckdb-another")
     mended = {"model": {"use": "tests.arithmetic:Doubler", "args": {"version": 2}}}
     assert run(make_project, BAD | {0: 7.0}, VIEW | mended).status == "published"
 

@@ -21,9 +21,9 @@ import pyarrow as pa
 import pytest
 
 from benchmarks.store_history import add_past
-from precompute.jobs.process.report import close_dead
-from precompute.store.clock import containing
+from precompute.jobs.run.report import close_dead
 from precompute.store.disk.lease import Lease, take
+from precompute.store.disk.record import replace
 from precompute.store.errors import (
     ConfigError,
     ConflictError,
@@ -32,9 +32,9 @@ from precompute.store.errors import (
     SourceError,
 )
 from precompute.store.offline.gc import SWEPT_FOLDERS
-from precompute.store.offline.journal import Journals
 from precompute.store.offline.refs import run_lease
-from precompute.store.record import replace
+from precompute.store.offline.runs import Journals
+from precompute.store.times import containing
 from tests import REPOSITORY
 from tests.conftest import MakeProject
 from tests.scene import Scene
@@ -44,8 +44,8 @@ OLD, NEW = [2.0, 4.0, 6.0, 8.0, 10.0], [20.0, 40.0, 60.0, 80.0, 100.0]
 
 DYING = """
 import importlib, os, signal, sys
-import precompute.jobs.rows.chunks
-from precompute.jobs.cli import main
+import precompute.jobs.run.rows.chunks
+from precompute.jobs.commands.command_line import main
 
 where, when, *command = sys.argv[1:]
 module, _, path = where.partition(":")
@@ -61,7 +61,7 @@ def dying(*arguments, **named):
     os.kill(os.getpid(), signal.SIGKILL)
 
 setattr(owner, name, dying)
-precompute.jobs.rows.chunks.WINDOW_ROWS, precompute.jobs.rows.chunks.PART_BYTES = 2, 1
+precompute.jobs.run.rows.chunks.WINDOW_ROWS, precompute.jobs.run.rows.chunks.PART_BYTES = 2, 1
 sys.exit(main(command))
 """
 
@@ -111,7 +111,7 @@ def killed(project: Scene, where: str, when: str) -> None:
 
 TABLE, REDIS = (
     "precompute.store.online.table_store:",
-    "precompute.store.redis.redis_store:RedisStore.",
+    "precompute.store.online.redis.redis_store:RedisStore.",
 )
 
 KILLS = [  # with the number of snapshots there are afterwards
@@ -122,7 +122,7 @@ KILLS = [  # with the number of snapshots there are afterwards
         1,
         OLD,
     ),  # between two parts
-    ("table", "precompute.store.offline.journal:Journals.add", "after", 1, OLD),
+    ("table", "precompute.store.offline.runs:Journals.add", "after", 1, OLD),
     (
         "table",
         "precompute.store.offline.view_store:ViewStore.commit",
@@ -133,7 +133,7 @@ KILLS = [  # with the number of snapshots there are afterwards
     ("table", "os:link", "before", 1, OLD),  # the manifest written, not linked
     ("table", "os:link", "after", 2, OLD),  # the manifest linked, its temporary name still there
     ("table", TABLE + "TableWriter.finish", "before", 2, OLD),  # a generation inserted, not renamed
-    ("table", "precompute.jobs.publish.loader:build_index", "after", 2, OLD),
+    ("table", "precompute.jobs.run.loader:build_index", "after", 2, OLD),
     (
         "table",
         "precompute.store.offline.refs:Refs.move_live",
@@ -142,7 +142,7 @@ KILLS = [  # with the number of snapshots there are afterwards
         OLD,
     ),  # between the two pointers
     ("table", TABLE + "TableStore.flip", "after", 2, NEW),
-    ("redis", "precompute.store.redis.bulk:Pipe.send", "after", 2, OLD),  # inside a load
+    ("redis", "precompute.store.online.redis.bulk:Pipe.send", "after", 2, OLD),  # inside a load
     ("redis", REDIS + "flip", "before", 2, OLD),
 ]
 
@@ -205,7 +205,7 @@ def test_after_a_kill_at_most_the_chunk_in_flight_is_computed_again(
 ) -> None:
     make_project(rows(), **options()).run()
     project = make_project(rows(10), **options())
-    killed(project, "precompute.store.offline.journal:Journals.add", "after")
+    killed(project, "precompute.store.offline.runs:Journals.add", "after")
     assert project.numbers() == [1]
     # the two rows of the finished chunk would make the model die; it never sees them again
     project = make_project(rows(10), **options(kill_on=10.0))
@@ -239,7 +239,7 @@ def test_what_was_committed_before_a_kill_is_published_without_computing(
 ) -> None:
     make_project(rows(), **options()).run()
     project = make_project(rows(10), **options())
-    killed(project, "precompute.jobs.publish.publisher:Publisher.publish", "before")
+    killed(project, "precompute.jobs.run.publisher:Publisher.publish", "before")
     assert served(project) == OLD
     assert project.publish().snapshot == 2
     assert served(project) == NEW
@@ -358,7 +358,7 @@ HUNG = [
 ]
 
 
-WITHIN = "from precompute.jobs.process import command_process; command_process.GRACE_S = {}; import sys; from precompute.jobs.cli import main; sys.exit(main())"
+WITHIN = "from precompute.jobs.run import command_process; command_process.GRACE_S = {}; import sys; from precompute.jobs.commands.command_line import main; sys.exit(main())"
 
 
 @pytest.mark.parametrize(("command", "view"), HUNG)
@@ -407,7 +407,7 @@ def test_a_signal_ends_whatever_it_hangs_in(
 
 MUTE = """
 import time
-from precompute.jobs.process import command_process as termination
+from precompute.jobs.run import command_process as termination
 
 termination.GRACE_S = termination.LAST_WORDS_S = 0.1
 with termination.terminable(), termination.last_words(lambda: time.sleep(600)):

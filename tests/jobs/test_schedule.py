@@ -25,10 +25,10 @@ from precompute.jobs.config.schedule import last_fire
 from precompute.jobs.schedule.due import LEADER, Decision, Ledger
 from precompute.jobs.schedule.scheduler import Scheduler, run_command
 from precompute.store.disk.lease import holder, is_held, take
-from precompute.store.freshness import iso
 from precompute.store.offline.refs import run_lease
 from precompute.store.offline.runs import Report
 from precompute.store.offline.view_store import OfflineStore
+from precompute.store.times import iso
 from tests import REPOSITORY
 from tests.conftest import MakeProject
 from tests.scene import Scene

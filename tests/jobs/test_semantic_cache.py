@@ -22,15 +22,15 @@ import pytest
 from precompute.jobs.config.view import AccuracyConfig
 from precompute.jobs.ops.retention import drop
 from precompute.jobs.ops.thresholds import agreement_of, thresholds
-from precompute.jobs.service.fallback import ViewFallback
-from precompute.store import semantic_cache
-from precompute.store.answer import Answer
-from precompute.store.api.app import create_app
+from precompute.jobs.serve.fallback import ViewFallback
+from precompute.store.answers import misses
+from precompute.store.answers.answer import Answer
+from precompute.store.answers.lookup import Lookup
 from precompute.store.client import Client
 from precompute.store.errors import ConfigError, OnlineStoreError
 from precompute.store.feature_view import Feature, FeatureView
-from precompute.store.lookup import Lookup
-from precompute.store.lookup_options import CacheControl, LookupOptions
+from precompute.store.http.app import create_app
+from precompute.store.wire.lookup_options import CacheControl, LookupOptions
 from tests.asgi import call
 from tests.conftest import MakeProject
 from tests.scene import Scene
@@ -344,7 +344,7 @@ def test_of_the_near_ones_the_first_with_a_row_answers(
         assert short(asked(lookup, "aaaaaaaaaa" * 2 + "b", "8")) == ("fresh", "cache", "3", "a")
         assert short(asked(lookup, "cca", "7")) == (*COMPUTED, "c")
         # itself is none of them
-        monkeypatch.setattr(semantic_cache, "NEAREST", 1)
+        monkeypatch.setattr(misses, "NEAREST", 1)
         assert short(asked(lookup, "aaaa", "1")) == ("fresh", "cache", "3", "a")
 
 
@@ -410,7 +410,7 @@ def test_a_row_of_a_later_publishing_is_not_mixed_in(make_texts: MakeTexts) -> N
 def test_beyond_a_number_of_requests_at_once_the_model_answers(
     make_texts: MakeTexts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(semantic_cache, "AT_ONCE", 1)
+    monkeypatch.setattr(misses, "AT_ONCE", 1)
     scene = published(make_texts())
     with asking(scene) as (lookup, outcomes):
         assert lookup._misses is not None

@@ -21,10 +21,10 @@ from typing import Any
 import pytest
 
 from precompute.jobs.config.project import Project
-from precompute.jobs.service.serve import serve
-from precompute.store.api import wire
+from precompute.jobs.serve.server import serve
 from precompute.store.errors import ConfigError
-from precompute.store.redis.redis_store import KNOWN_S
+from precompute.store.online.redis.redis_store import KNOWN_S
+from precompute.store.wire import bodies
 from tests import REPOSITORY
 from tests.conftest import redis_binary
 from tests.redis_process import RedisProcess, free_port
@@ -257,7 +257,7 @@ def test_a_publish_is_picked_up_at_once_and_no_answer_mixes_two_snapshots(
                 outer = reply.json["snapshot"]
             elif kind == "arrow":
                 table = server.post(
-                    "/v1/views/numbers/lookup", {"keys": ids}, accept=wire.ARROW
+                    "/v1/views/numbers/lookup", {"keys": ids}, accept=bodies.ARROW
                 ).arrow
                 vectors = table.column("vector").to_pylist()
                 rows = list(

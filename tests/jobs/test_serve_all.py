@@ -11,16 +11,16 @@ from typing import Any, get_args
 import pyarrow as pa
 import pytest
 
-import precompute.jobs.pipeline.materialize
-import precompute.jobs.pipeline.run
+import precompute.jobs.run.materialize
+import precompute.jobs.run.run_view
 from precompute.jobs.config.view import GatesConfig
-from precompute.store.clock import containing
 from precompute.store.disk import crashpoint
 from precompute.store.disk.crashpoint import InjectedError
 from precompute.store.errors import ConfigError, GateError, SnapshotError
 from precompute.store.history import explain, get_historical_features, read
 from precompute.store.offline.gc import collect
 from precompute.store.offline.runs import Report
+from precompute.store.times import containing
 from tests.conftest import MakeProject
 from tests.scene import Scene
 
@@ -223,7 +223,7 @@ def test_a_partition_that_is_computed_again_while_a_newer_one_goes_live(
     corpus.write(first, corpus.days.get(first, {}) | {5: 5.0})
     other = 2 - first
     corpus.write(other, corpus.days.get(other, {}) | {6: 6.0})
-    committed = precompute.jobs.pipeline.materialize.materialize
+    committed = precompute.jobs.run.materialize.materialize
 
     def then_another(job: Any) -> Any:
         snapshot = committed(job)
@@ -231,7 +231,7 @@ def test_a_partition_that_is_computed_again_while_a_newer_one_goes_live(
         assert corpus.run(other).status == "published"
         return snapshot
 
-    monkeypatch.setattr(precompute.jobs.pipeline.run, "materialize", then_another)
+    monkeypatch.setattr(precompute.jobs.run.run_view, "materialize", then_another)
     corpus.run(first)
     assert corpus.served() == {0: 1.0, 1: 2.0, 5: 5.0, 6: 6.0, 10: 1.0}
 

@@ -13,8 +13,8 @@ import pytest
 
 import precompute
 from precompute.jobs.config.project import json_schemas
+from precompute.store.answers.service import Service
 from precompute.store.errors import ConfigError
-from precompute.store.service import Service
 from tests.scene import Scene, files_of_at_most
 from tests.server import make_folder
 

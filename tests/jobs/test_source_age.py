@@ -10,9 +10,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from precompute.source import Source
-from precompute.store.freshness import iso
+from precompute.sources.source import Source
 from precompute.store.offline.runs import Report
+from precompute.store.times import iso
 from tests.conftest import MakeProject
 from tests.scene import Scene
 

@@ -14,10 +14,10 @@ from precompute.jobs.ops.run_all import Selection, selected
 from precompute.jobs.ops.status import inputs_behind, project_status, view_status
 from precompute.jobs.schedule.due import LEADER, Ledger
 from precompute.store.disk.lease import take
+from precompute.store.disk.record import content_of, replace, sealed
 from precompute.store.errors import PrecomputeError, SnapshotError
 from precompute.store.offline.refs import PUBLISH_LEASE, run_lease
 from precompute.store.offline.runs import Report
-from precompute.store.record import content_of, replace, sealed
 from tests.conftest import MakeProject
 from tests.scene import Scene
 
@@ -507,7 +507,7 @@ def test_a_run_under_a_fast_clock_is_told_and_hides_no_later_run(
     project = make_project(ONE)
     original = time.time_ns
     with monkeypatch.context() as patch:
-        for module in ("precompute.store.clock", "precompute.store.offline.runs"):
+        for module in ("precompute.store.times", "precompute.store.offline.runs"):
             patch.setattr(f"{module}.datetime", Fast)
         patch.setattr(time, "time_ns", lambda: original() + 7200 * 10**9)
         early = project.run()

@@ -23,29 +23,28 @@ from safetensors.torch import save_file
 
 from precompute.engine.runner import Runner
 from precompute.engine.window import Outcome
-from precompute.jobs.cli import main
+from precompute.jobs.commands.command_line import main
 from precompute.jobs.commands.measure import describe_tuning
 from precompute.jobs.config.project import read_tuning, tuning_path, write_tuning
 from precompute.jobs.ops import tune as trials_module
 from precompute.jobs.ops import tune as tune_module
 from precompute.jobs.ops.tune import ROUNDS, Rate, Trials, tune
-from precompute.jobs.pipeline import accuracy as accuracy_module
-from precompute.jobs.pipeline import materialize as materialize_module
-from precompute.jobs.pipeline.accuracy import AccuracyCheck
-from precompute.jobs.rows import comparison
-from precompute.jobs.rows.chunks import Chunks
-from precompute.jobs.rows.comparison import limits_of
-from precompute.jobs.rows.open_view import EXAMPLE_ROWS, open_view
-from precompute.jobs.service.fallback import ViewFallback
+from precompute.jobs.run import materialize as materialize_module
+from precompute.jobs.run.judge import accuracy
+from precompute.jobs.run.judge import accuracy as accuracy_module
+from precompute.jobs.run.judge.accuracy import AccuracyCheck, limits_of
+from precompute.jobs.run.rows.chunks import Chunks
+from precompute.jobs.run.rows.open_view import EXAMPLE_ROWS, open_view
+from precompute.jobs.serve.fallback import ViewFallback
 from precompute.models.device import PackedLinear
 from precompute.models.torch_model import TorchModel
-from precompute.precision.accuracy import compare
-from precompute.precision.conversion import PROOF_ROWS
-from precompute.store.clock import containing
 from precompute.store.errors import ConfigError, GateError, ModelError, RejectedError, SourceError
 from precompute.store.offline.snapshot import Verdict
 from precompute.store.offline.view_store import OfflineStore
+from precompute.store.times import containing
 from precompute.techniques import onednn
+from precompute.techniques.accuracy import compare
+from precompute.techniques.conversion import PROOF_ROWS
 from precompute.techniques.machine import has_bf16
 from precompute.techniques.technique import Technique, technique
 from tests.conftest import MakeProject
@@ -676,7 +675,7 @@ def test_by_default_the_candidates_of_this_machine_are_tried(
         asked.append((device.name, model.variant))
         return [technique("fp32-eager"), technique("fp32-onednn")]
 
-    monkeypatch.setattr("precompute.precision.conversion.candidates", candidates)
+    monkeypatch.setattr("precompute.techniques.conversion.candidates", candidates)
     with_rates(monkeypatch, fp32_eager=100.0, fp32_onednn=104.0)
     project = torch_project(
         make_project, ROWS, view={"precision": "bf16"}
@@ -695,7 +694,8 @@ def test_what_there_is_no_time_for_is_left_out_and_said(
 ) -> None:
     names = ["fp32-eager", "bf16-eager", "fp32-aoti", "fp32-onednn"]
     monkeypatch.setattr(
-        "precompute.precision.conversion.candidates", lambda *_: [technique(name) for name in names]
+        "precompute.techniques.conversion.candidates",
+        lambda *_: [technique(name) for name in names],
     )
     project = torch_project(make_project, ROWS, view={"accuracy": LOOSE})
     told = list[str]()
@@ -987,7 +987,7 @@ def test_beside_a_run_nothing_is_written_before_it_is_known(
 ) -> None:
     kept, written = threading.Event(), list[list[str]]()
     project = torch_project(make_project, ROWS, view={"precision": "bf16", "concurrent": True})
-    keep, compared = Chunks._keep, comparison.compared
+    keep, compared = Chunks._keep, accuracy.compared
 
     def keeping(*given: Any) -> None:
         keep(*given)

@@ -16,13 +16,13 @@ import pytest
 
 from precompute.jobs.ops.verify import Check, verify
 from precompute.store.disk.lease import take
+from precompute.store.disk.record import plain, replace
 from precompute.store.offline.refs import PUBLISH_LEASE
 from precompute.store.offline.runs import Report
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.online_store import OnlineStore
 from precompute.store.online.table_file import TableWriter
-from precompute.store.online_url import open_online_store
-from precompute.store.record import plain, replace
+from precompute.store.online.url import open_online_store
 from tests.conftest import MakeProject
 from tests.online import batch_of, put_into_redis
 from tests.scene import Scene

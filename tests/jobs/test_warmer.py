@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from precompute.jobs.service.lookup_worker import Warmer
-from precompute.store.lookup import Lookup
+from precompute.jobs.serve.lookup_worker import Warmer
+from precompute.store.answers.lookup import Lookup
+from precompute.store.disk.record import replace
 from precompute.store.offline.view_store import OfflineStore
 from precompute.store.online.online_store import Pointer
 from precompute.store.online.table_store import TableStore
-from precompute.store.record import replace
 from tests.server import eventually
 from tests.store.test_lookup import House, Row
 
@@ -42,7 +42,7 @@ class Models:
 @pytest.fixture
 def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> House:
     for setting in ("WARM_EVERY_S", "AGAIN_S"):
-        monkeypatch.setattr(f"precompute.jobs.service.lookup_worker.{setting}", 0.01)
+        monkeypatch.setattr(f"precompute.jobs.serve.lookup_worker.{setting}", 0.01)
     return House(TableStore(tmp_path / "online"), tmp_path / "root", changes={"fallback": True})
 
 

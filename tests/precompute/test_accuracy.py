@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from precompute.precision.accuracy import (
+from precompute.store.feature_view import Feature, FeatureView, IndexSpec
+from precompute.techniques.accuracy import (
     EASIER,
     Accuracy,
     FeatureAccuracy,
@@ -26,8 +27,7 @@ from precompute.precision.accuracy import (
     rank_correlation,
     row_cosines,
 )
-from precompute.precision.row_errors import MOST, Limits, RowFigures, row_errors, share_between
-from precompute.store.feature_view import Feature, FeatureView, IndexSpec
+from precompute.techniques.row_errors import MOST, Limits, RowFigures, row_errors, share_between
 
 LIMITS = Limits(0.999, 0.985)
 VIEW = FeatureView(

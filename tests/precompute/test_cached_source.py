@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from precompute.source import Source
 from precompute.sources.cached_source import CachedSource
 from precompute.sources.database import Database
+from precompute.sources.source import Source
 from tests.server import eventually
 
 OLD = 1_600_000_000

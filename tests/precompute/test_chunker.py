@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from precompute.source import Source
+from precompute.sources.source import Source
 from precompute.store.errors import ConfigError
 from precompute.store.feature_view import ChunkSpec
 from precompute.text.chunker import BLOCK_CHARS, Chunker
@@ -155,7 +155,7 @@ def test_rows_of_chunks_are_read_by_key(tmp_path: Path) -> None:
 
 TEN_MB = """
 import resource, sys
-from precompute.source import Source
+from precompute.sources.source import Source
 from precompute.store.feature_view import ChunkSpec
 
 def peak_mb():

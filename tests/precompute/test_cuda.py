@@ -23,8 +23,8 @@ from precompute.models.graphs import Graphed, bucketed_rows, check_rows
 from precompute.models.text_encoder import Encoder, TextEncoder, UnpaddedEncoder
 from precompute.models.top_k import TopK
 from precompute.models.torch_model import Tensors, TorchModel
-from precompute.precision.conversion import candidates, convert, use_variant
 from precompute.store.feature_view import Feature, FeatureView
+from precompute.techniques.conversion import candidates, convert, use_variant
 from precompute.techniques.eager import Fp8Linear, in_fp8, in_tf32
 from precompute.techniques.technique import technique
 from tests.precompute.simulated_cuda import Event, OnGpu, Stream, simulated_cuda

@@ -27,9 +27,9 @@ from transformers import AutoConfig, AutoModel
 
 from precompute.models.device import Device
 from precompute.models.text_encoder import Encoder
-from precompute.precision.conversion import candidates, convert
 from precompute.store.errors import ConfigError
 from precompute.techniques import encoder as technique_file
+from precompute.techniques.conversion import candidates, convert
 from precompute.techniques.machine import has_bf16
 from precompute.techniques.technique import technique
 from precompute.text import encoder

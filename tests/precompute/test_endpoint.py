@@ -21,12 +21,12 @@ import pyarrow as pa
 import pytest
 import uvloop
 
-from precompute.endpoint import endpoint as endpoint_module
-from precompute.endpoint.answer_cache import NAME
-from precompute.endpoint.chat import ChatEndpoint
-from precompute.endpoint.embedding import EmbeddingEndpoint
 from precompute.engine.runner import Runner, compute
 from precompute.engine.window import Outcome
+from precompute.models.endpoint import endpoint as endpoint_module
+from precompute.models.endpoint.chat import ChatEndpoint
+from precompute.models.endpoint.embedding import EmbeddingEndpoint
+from precompute.models.endpoint.session import NAME
 from precompute.registry import load_model
 from precompute.store.errors import ConfigError, ModelError
 from precompute.store.feature_view import Feature, FeatureView
@@ -185,7 +185,9 @@ GOOD = {
 def test_what_may_pass_is_tried_again(
     labels: Any, monkeypatch: pytest.MonkeyPatch, loop: Any
 ) -> None:
-    monkeypatch.setattr("precompute.endpoint.session.asyncio.new_event_loop", loop.new_event_loop)
+    monkeypatch.setattr(
+        "precompute.models.endpoint.session.asyncio.new_event_loop", loop.new_event_loop
+    )
     with StandIn(behave=scripted(GOOD)) as stand_in:
         outcome = compute(labels(stand_in, limits={"timeout_s": 0.3}), LABELS, rows(*GOOD))
         assert outcome.rejections == []
@@ -405,7 +407,7 @@ def test_an_answer_expires_as_the_view_said_that_paid_it(
         compute(labels(stand_in, cache_days=365), LABELS, rows("long"))
         compute(labels(stand_in, cache_days=30), LABELS, rows("short"))
         day = time.time() + 40 * 86400
-        monkeypatch.setattr("precompute.endpoint.answer_cache.time.time", lambda: day)
+        monkeypatch.setattr("precompute.models.endpoint.session.time.time", lambda: day)
         for days in (30, 365):
             compute(labels(stand_in, cache_days=days), LABELS, rows("long", "short"))
         assert stand_in.seen == {"Label: long": 1, "Label: short": 2}
@@ -422,7 +424,7 @@ def test_a_bad_hour_of_an_endpoint_is_over_in_an_hour(
         ] * 2
         assert stand_in.seen == {"Label: a": 1}
         later = time.time() + 3700
-        monkeypatch.setattr("precompute.endpoint.answer_cache.time.time", lambda: later)
+        monkeypatch.setattr("precompute.models.endpoint.session.time.time", lambda: later)
         assert computed(compute(labels(stand_in), LABELS, rows("a"))) == {
             0: length_label("Label: a")
         }

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from onnxruntime.capi.onnxruntime_pybind11_state import Fail, RuntimeException
 
 from precompute.engine import prepare, runner
+from precompute.engine.ahead import Meter
 from precompute.engine.memory import (
     ResidentPeak,
     available_bytes,
@@ -29,7 +30,6 @@ from precompute.engine.memory import (
     is_out_of_memory,
     resident_bytes,
 )
-from precompute.engine.meter import Meter
 from precompute.engine.runner import Runner, compute
 from precompute.engine.window import Outcome
 from precompute.model import Model, Prepared, StagedModel

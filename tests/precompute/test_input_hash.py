@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from precompute.source import Source
 from precompute.sources.database import _SAMPLE, _SAMPLE_TYPES, hash_kind
+from precompute.sources.source import Source
 from tests.precompute.test_source import TYPED, hashes
 
 

@@ -18,7 +18,7 @@ import pytest
 from precompute.model import Verbatim, digest, model_fingerprint, resolve_path, table_digest
 from precompute.project_module import ProjectPath, described, starting_from
 from precompute.registry import BUILT_IN, check_use, load_model, load_with_fingerprint
-from precompute.source import Source
+from precompute.sources.source import Source
 from precompute.store.errors import ConfigError, ModelError
 from tests.arithmetic import Doubler
 
@@ -246,7 +246,7 @@ def test_a_path_in_a_digest_stands_for_its_bytes(tmp_path: Path) -> None:
 
 
 def test_a_path_inside_a_package_is_found(tmp_path: Path) -> None:
-    assert resolve_path("package:store/api") == Path(__file__).parents[2] / "store" / "api"
+    assert resolve_path("package:store/http") == Path(__file__).parents[2] / "store" / "http"
     assert resolve_path(str(tmp_path)) == tmp_path
 
 

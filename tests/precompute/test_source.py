@@ -21,11 +21,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from precompute.diff import Diff, compare, find_deletes, refused_rows, returned_rows
-from precompute.source import Files, Source
 from precompute.sources.database import check_sql, referenced_views
-from precompute.store.entity_key import key_column
+from precompute.sources.diff import Diff, compare, find_deletes, refused_rows, returned_rows
+from precompute.sources.source import Files, Source
 from precompute.store.errors import ConfigError, MissingFileError, SnapshotError, SourceError
+from precompute.store.keys import key_column
 
 HOSTILE = [
     "o'brien",
@@ -193,7 +193,7 @@ def test_memory_stays_bounded_when_the_source_grows() -> None:
     """Five times the rows, 100 MB of text more, cost next to nothing beyond ``memory_mb``."""
     script = """
 import resource, sys
-from precompute.source import Source
+from precompute.sources.source import Source
 sql = f"SELECT range AS id, repeat(md5(range::VARCHAR), 8) AS text FROM range({sys.argv[1]})"
 with Source(sql, ("id",), {}, memory_mb=64) as source:
     assert source.load() == int(sys.argv[1])
@@ -669,7 +669,7 @@ def test_a_diff_is_what_comparing_row_by_row_gives(history: History, block_rows:
         ExitStack() as opened,
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr("precompute.diff.BLOCK_ROWS", block_rows)
+        patch.setattr("precompute.sources.diff.BLOCK_ROWS", block_rows)
         folder = Path(name)
         table = {
             c: pa.array(
@@ -939,7 +939,7 @@ def test_keys_are_compared_as_bytes_whatever_the_sqls_collation(
 ) -> None:
     """Every other key is upper case, so that they ascend in another order by the collation; three
     come in both cases."""
-    monkeypatch.setattr("precompute.diff.BLOCK_ROWS", block_rows)
+    monkeypatch.setattr("precompute.sources.diff.BLOCK_ROWS", block_rows)
     keys = [f"{'aA'[i % 2]}{i:04d}x" for i in range(1000)]
     twins = [key.swapcase() for key in keys[:3]]
     plain = values_sql(tmp_path, pa.table({"k": keys + twins, "x": [0] * 1003}))

@@ -14,9 +14,9 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from precompute.precision.conversion import convert
 from precompute.registry import load_model
 from precompute.store.errors import ConfigError, ModelError
+from precompute.techniques.conversion import convert
 from precompute.techniques.technique import technique
 from tests.precompute.sentence_models import DECODERS, SHAPES, transformer
 

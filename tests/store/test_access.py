@@ -13,13 +13,18 @@ from typing import Any
 
 import pytest
 
-from precompute.store.api.request import STRANGER
 from precompute.store.errors import ConfigError
-from precompute.store.guard.gate import Gate, Hosts
-from precompute.store.guard.listener import Listener
-from precompute.store.guard.tls import Tls
-from precompute.store.guard.tokens import Tokens, make_token, read_tokens, remove_tokens
-from precompute.store.telemetry.instruments import AUTH_REFUSED, Meter
+from precompute.store.http.guard.gate import (
+    Gate,
+    Hosts,
+    Tokens,
+    make_token,
+    read_tokens,
+    remove_tokens,
+)
+from precompute.store.http.guard.listener import Listener, Tls
+from precompute.store.http.request import STRANGER
+from precompute.store.http.telemetry.instruments import AUTH_REFUSED, Meter
 
 BIND = {"guarded": False, "tls": False}
 
@@ -442,5 +447,7 @@ def test_a_pair_of_which_half_is_there_does_not_come_into_use(
         for _ in range(3):
             tls.look()
     assert [
-        record.levelname for record in caplog.records if record.name == "precompute.store.guard.tls"
+        record.levelname
+        for record in caplog.records
+        if record.name == "precompute.store.http.guard.listener"
     ] == ["ERROR", "INFO"]

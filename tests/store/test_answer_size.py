@@ -11,15 +11,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from precompute.store.api import wire
-from precompute.store.api.app import create_app
-from precompute.store.api.front import Front
-from precompute.store.encoding.answer_size import LARGE_BYTES, Measure, answer_bytes
+from precompute.store.answers.lookup import Lookup
 from precompute.store.errors import RequestError
 from precompute.store.feature_view import Feature, FeatureView
-from precompute.store.lookup import Lookup
+from precompute.store.http.app import create_app
+from precompute.store.http.encoding.answer_size import LARGE_BYTES, Measure, answer_bytes
+from precompute.store.http.front import Front
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.online_store import Generation, Pointer
+from precompute.store.wire import bodies
 from tests.asgi import call, exchange, scope_of
 from tests.memory_store import MemoryStore
 
@@ -100,16 +100,16 @@ def test_how_large_an_answer_will_be_is_known_about(
         "POST",
         f"/v1/views/{view}/lookup",
         {"keys": keys},
-        accept=wire.ARROW if as_arrow else wire.JSON,
+        accept=bodies.ARROW if as_arrow else bodies.JSON,
     )
     assert 0.75 < told[0] / len(reply.body) < 2
 
 
-@pytest.mark.parametrize("accept", [wire.JSON, wire.ARROW])
+@pytest.mark.parametrize("accept", [bodies.JSON, bodies.ARROW])
 def test_a_large_answer_comes_in_pieces_and_says_what_a_small_one_says(
     lookup: Lookup, app: Front, accept: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("precompute.store.encoding.answer_size.LARGE_ARROW_BYTES", LARGE_BYTES)
+    monkeypatch.setattr("precompute.store.http.encoding.answer_size.LARGE_ARROW_BYTES", LARGE_BYTES)
     for view in ("vectors", "texts"):
         keys = [str(i) for i in range(-20, 980)]
         reply = call(app, "POST", f"/v1/views/{view}/lookup", {"keys": keys}, accept=accept)
@@ -119,7 +119,7 @@ def test_a_large_answer_comes_in_pieces_and_says_what_a_small_one_says(
             int(reply.headers["pieces"]) > 3,
         ) == (200, False, True)
         expected = lookup.get(view, keys).drop_columns(["age_s"])
-        if accept == wire.ARROW:
+        if accept == bodies.ARROW:
             assert reply.arrow.drop_columns(["age_s"]).combine_chunks() == expected
         else:
             rows = [row | (row["features"] or {}) for row in reply.json["rows"]]
@@ -158,7 +158,7 @@ def test_an_answer_that_would_be_too_large_is_refused_before_it_is_made(lookup: 
     assert call(small, "POST", "/v1/views/vectors/lookup", {"keys": keys[:100]}).status == 200
     assert (
         call(
-            small, "POST", "/v1/views/vectors/lookup", {"keys": keys[:500]}, accept=wire.ARROW
+            small, "POST", "/v1/views/vectors/lookup", {"keys": keys[:500]}, accept=bodies.ARROW
         ).status
         == 200
     )

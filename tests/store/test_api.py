@@ -23,11 +23,11 @@ import pytest
 import xxhash
 from prometheus_client.parser import text_string_to_metric_families
 
-from precompute.store.api import wire
+from precompute.store.answers.lookup import MAX_KEYS
 from precompute.store.errors import RequestError
 from precompute.store.feature_view import Feature, FeatureView
-from precompute.store.lookup import MAX_KEYS
 from precompute.store.online.codec import RowCodec
+from precompute.store.wire import bodies
 from tests.server import Reply, Server, damage_row, make_folder, read_reply, slow, write_numbers
 
 PAIRS = [
@@ -256,7 +256,7 @@ def test_the_reason_of_a_row_that_is_missing(
 
 
 def test_a_missing_row_is_a_problem_whatever_the_caller_accepts(api: Server) -> None:
-    api.get("/v1/views/numbers/rows/77", accept=wire.ARROW).check_problem(404, "unknown_entity")
+    api.get("/v1/views/numbers/rows/77", accept=bodies.ARROW).check_problem(404, "unknown_entity")
 
 
 def test_a_rows_headers_are_its_freshness_in_the_words_of_http(api: Server) -> None:
@@ -318,14 +318,14 @@ def test_an_etag_is_the_snapshot_the_rows_own_checksum_its_status_and_form(api: 
     tag = RowCodec(FeatureView("twins", ("id",), features, ttl_s=1, stale_for_s=1)).schema_tag
     etags = set()
     for key in (b"1", b"2"):
-        for accept in (wire.JSON, wire.ARROW):
+        for accept in (bodies.JSON, bodies.ARROW):
             etag = api.get(f"/v1/views/twins/rows/{key.decode()}", accept=accept).headers["etag"]
             row = api.get(f"/v1/views/twins/rows/{key.decode()}").json
             at = datetime.fromisoformat(row["computed_at"])
             at_us = round(at.timestamp() * 1e6)
             behind = struct.pack("<qIIBd4f", at_us, 1, tag, 0, 10.0, 5.0, 6.0, 7.0, 8.0)
             checksum = xxhash.xxh3_64_intdigest(behind) ^ xxhash.xxh3_64_intdigest(key)
-            form = {wire.JSON: "j", wire.ARROW: "a"}[accept]
+            form = {bodies.JSON: "j", bodies.ARROW: "a"}[accept]
             assert (
                 etag
                 == f'W/"1-{round(row["ttl_s"] * 1e6)}-{checksum.to_bytes(8, "little").hex()}-f{form}"'
@@ -338,7 +338,7 @@ def test_bodies_that_differ_have_etags_that_differ(api: Server) -> None:
     asked = [
         ("numbers", query, accept)
         for query in ("", "?features=vector", "?features=")
-        for accept in (wire.JSON, wire.ARROW)
+        for accept in (bodies.JSON, bodies.ARROW)
     ]
     etags = [
         api.get(f"/v1/views/{view}/rows/1{query}", accept=accept).headers["etag"]
@@ -385,7 +385,7 @@ def test_a_damaged_row_is_a_problem_of_its_own_and_no_others(api: Server) -> Non
         assert [
             (r["status"], r.get("reason"), r["features"] and r["features"]["double"]) for r in rows
         ] == expected
-    table = api.post("/v1/views/spoilt/lookup", {"keys": keys}, accept=wire.ARROW).arrow
+    table = api.post("/v1/views/spoilt/lookup", {"keys": keys}, accept=bodies.ARROW).arrow
     assert (
         list(
             zip(*(table[name].to_pylist() for name in ("status", "reason", "double")), strict=True)
@@ -441,7 +441,7 @@ def test_a_composite_key_is_found_by_url_by_list_and_by_its_text(
     rows = api.lookup("pairs", [list(pair), text])
     assert [(row["key"], row["features"]["double"]) for row in rows] == [(text, expected)] * 2
     table = api.post(
-        "/v1/views/pairs/lookup", arrow([text]), content_type=wire.ARROW, accept=wire.ARROW
+        "/v1/views/pairs/lookup", arrow([text]), content_type=bodies.ARROW, accept=bodies.ARROW
     ).arrow
     assert (table["key"].to_pylist(), table["double"].to_pylist()) == ([text], [expected])
 
@@ -518,7 +518,7 @@ def test_one_bad_key_never_fails_the_others(healthy: Server, bad: bytes) -> None
         for r in reply.json["rows"]
     ]
     assert (reply.status, rows) == (200, expected)
-    table = healthy.post(LOOKUP, b'{"keys":["1",%s,2]}' % bad, accept=wire.ARROW).arrow
+    table = healthy.post(LOOKUP, b'{"keys":["1",%s,2]}' % bad, accept=bodies.ARROW).arrow
     assert (
         list(
             zip(*(table[name].to_pylist() for name in ("status", "reason", "double")), strict=True)
@@ -552,7 +552,7 @@ ARROW_KEYS = [
 
 @pytest.mark.parametrize("keys", ARROW_KEYS, ids=[str(keys.type) for keys in ARROW_KEYS])
 def test_keys_come_as_any_kind_of_text(api: Server, keys: pa.Array) -> None:
-    reply = api.post(LOOKUP + "?fallback=false", arrow(keys), content_type=wire.ARROW)
+    reply = api.post(LOOKUP + "?fallback=false", arrow(keys), content_type=bodies.ARROW)
     assert (reply.status, [row["key"] for row in reply.json["rows"]]) == (
         200,
         ["1", "77", "1", "é"],
@@ -561,7 +561,7 @@ def test_keys_come_as_any_kind_of_text(api: Server, keys: pa.Array) -> None:
 
 @pytest.mark.parametrize("key", ["", "a\0b", "x" * 4096])
 def test_one_bad_key_of_an_arrow_body_never_fails_the_others(healthy: Server, key: str) -> None:
-    reply = healthy.post(LOOKUP, arrow(["1", key, "2"]), content_type=wire.ARROW)
+    reply = healthy.post(LOOKUP, arrow(["1", key, "2"]), content_type=bodies.ARROW)
     assert [(row["key"], row.get("reason")) for row in reply.json["rows"]] == [
         ("1", None),
         (key, "bad_key"),
@@ -576,7 +576,7 @@ def test_only_the_features_asked_for_come_in_the_order_asked_for(
     whole = {"double": 2.0, "vector": [1.0, 2.0, 3.0, 4.0]}
     expected = [(name, whole[name]) for name in features]
     assert list(api.lookup("numbers", [1], features=features)[0]["features"].items()) == expected
-    table = api.post(LOOKUP, {"keys": [1], "features": features}, accept=wire.ARROW).arrow
+    table = api.post(LOOKUP, {"keys": [1], "features": features}, accept=bodies.ARROW).arrow
     assert [(name, table[name][0].as_py()) for name in table.column_names[9:]] == expected
     if features:
         row = api.get(f"/v1/views/numbers/rows/1?features={','.join(features)}").json
@@ -613,12 +613,12 @@ def test_arrow_requests_and_answers_say_what_json_says(api: Server) -> None:
     keys = ["3", "77", "1", "9"]
     rows = api.lookup("numbers", keys)
     for body, kind in (
-        (arrow(keys), wire.ARROW),
-        (arrow(pa.array([3, 77, 1, 9])), wire.ARROW),
-        ({"keys": keys}, wire.JSON),
+        (arrow(keys), bodies.ARROW),
+        (arrow(pa.array([3, 77, 1, 9])), bodies.ARROW),
+        ({"keys": keys}, bodies.JSON),
     ):
-        reply = api.post(LOOKUP, body, content_type=kind, accept=wire.ARROW)
-        assert (reply.status, reply.headers["content-type"]) == (200, wire.ARROW)
+        reply = api.post(LOOKUP, body, content_type=kind, accept=bodies.ARROW)
+        assert (reply.status, reply.headers["content-type"]) == (200, bodies.ARROW)
         for row, given in zip(reply.arrow.to_pylist(), rows, strict=True):
             features = given["features"] or {"double": None, "vector": None}
             expected = (
@@ -634,10 +634,12 @@ def test_arrow_requests_and_answers_say_what_json_says(api: Server) -> None:
             assert row | {"features": None, "computed_at": None, "age_s": None} == expected
             if given["status"] == "fresh":
                 assert row["computed_at"] == datetime.fromisoformat(given["computed_at"])
-    one = api.get("/v1/views/numbers/rows/1", accept=f"{wire.ARROW}, application/json;q=0.5").arrow
+    one = api.get(
+        "/v1/views/numbers/rows/1", accept=f"{bodies.ARROW}, application/json;q=0.5"
+    ).arrow
     assert one["double"].to_pylist() == [2.0]
     options = f"{LOOKUP}?features=double&fallback=false&max_age_s=3600&deadline_ms=10"
-    table = api.post(options, arrow(keys), content_type=wire.ARROW, accept=wire.ARROW).arrow
+    table = api.post(options, arrow(keys), content_type=bodies.ARROW, accept=bodies.ARROW).arrow
     assert (table.column_names[9:], table["status"].to_pylist()) == (
         ["double"],
         ["fresh", "missing", "fresh", "missing"],
@@ -875,24 +877,24 @@ def test_openapi_describes_every_route_and_all_its_references_resolve(api: Serve
 def test_answers_are_of_the_types_that_openapi_describes(api: Server) -> None:
     lookup = {"keys": [1, 9, 77]}
     for reply, body in (
-        (api.get("/v1/views/numbers/rows/2"), wire.ViewRow),
-        (api.get("/v1/views/stale/rows/1"), wire.ViewRow),
-        (api.get("/v1/views/numbers/rows/77"), wire.Problem),
-        (api.get("/v1/views/nothing/rows/1"), wire.Problem),
-        (api.post(LOOKUP, lookup), wire.LookupAnswer),
+        (api.get("/v1/views/numbers/rows/2"), bodies.ViewRow),
+        (api.get("/v1/views/stale/rows/1"), bodies.ViewRow),
+        (api.get("/v1/views/numbers/rows/77"), bodies.Problem),
+        (api.get("/v1/views/nothing/rows/1"), bodies.Problem),
+        (api.post(LOOKUP, lookup), bodies.LookupAnswer),
         (
             api.post(
                 "/v1/lookup",
                 {"requests": [{"view": "numbers", **lookup}, {"view": "expired", "keys": [1]}]},
             ),
-            wire.MultiLookupAnswer,
+            bodies.MultiLookupAnswer,
         ),
-        (api.post(SEARCH, {"key": 1, "features": ["double"]}), wire.SearchAnswer),
+        (api.post(SEARCH, {"key": 1, "features": ["double"]}), bodies.SearchAnswer),
     ):
         # a field too few is refused, one too many is dropped
-        assert json.loads(wire.encode(msgspec.json.decode(reply.body, type=body))) == reply.json, (
-            reply
-        )
+        assert (
+            json.loads(bodies.encode(msgspec.json.decode(reply.body, type=body))) == reply.json
+        ), reply
 
 
 def test_the_page_shows_each_view(api: Server) -> None:
@@ -940,8 +942,8 @@ def test_the_page_answers_what_its_box_asks(
 def test_what_a_body_holds_is_counted_before_it_is_decoded() -> None:
     text = rb'"\\\",[[[{{{,,,"'
     few = b'{"keys":["9"],"inputs":{"9":{"x":[' + b",".join([text] * 100_000) + b"]}}}"
-    assert len(wire.decode(wire.decode_lookup, few).inputs["9"]["x"]) == 100_000
-    most = wire.MAX_VALUES - 2 * wire.CONTAINER_VALUES
+    assert len(bodies.decode(bodies.decode_lookup, few).inputs["9"]["x"]) == 100_000
+    most = bodies.MAX_VALUES - 2 * bodies.CONTAINER_VALUES
     for count, refused in ((most, False), (most + 1, True)):
         body = b'{"keys":[' + b"1," * count + b"1]}"
         with (
@@ -949,7 +951,7 @@ def test_what_a_body_holds_is_counted_before_it_is_decoded() -> None:
             if refused
             else contextlib.nullcontext()
         ):
-            assert len(wire.decode(wire.decode_lookup, body).keys) == count + 1
+            assert len(bodies.decode(bodies.decode_lookup, body).keys) == count + 1
 
 
 # ---- those who mean harm: a problem for each, and the next request is answered
@@ -1261,12 +1263,14 @@ def _arrow_refusals() -> Iterator[tuple[str, bytes, int]]:
     ("body", "status"), [pytest.param(*r, id=name) for name, *r in _arrow_refusals()]
 )
 def test_a_bad_arrow_body_is_refused(healthy: Server, body: bytes, status: int) -> None:
-    check_refused(healthy.post(LOOKUP, body, content_type=wire.ARROW), status)
+    check_refused(healthy.post(LOOKUP, body, content_type=bodies.ARROW), status)
 
 
 def test_options_of_an_arrow_request_are_checked_too(healthy: Server) -> None:
     for query in ("features=nope", "deadline_ms=nan", "max_age_s=-1"):
-        check_refused(healthy.post(f"{LOOKUP}?{query}", arrow(["1"]), content_type=wire.ARROW), 400)
+        check_refused(
+            healthy.post(f"{LOOKUP}?{query}", arrow(["1"]), content_type=bodies.ARROW), 400
+        )
 
 
 @pytest.fixture
@@ -1277,7 +1281,7 @@ def send_arrow(healthy: Server) -> Iterator[Callable[[bytes], int]]:
     connection.sock = healthy.connect()
 
     def send(body: bytes) -> int:
-        connection.request("POST", LOOKUP + "?fallback=false", body, {"content-type": wire.ARROW})
+        connection.request("POST", LOOKUP + "?fallback=false", body, {"content-type": bodies.ARROW})
         response = connection.getresponse()
         headers = {name.lower(): value for name, value in response.getheaders()}
         reply = Reply(response.status, headers, response.read())
@@ -1337,7 +1341,7 @@ def test_an_arrow_body_with_flipped_bytes_is_never_an_error(
         "application/x-www-form-urlencoded",
         "application/jsonx",
         "",
-        wire.ARROW + ".x",
+        bodies.ARROW + ".x",
         "x" * 9000,
     ],
 )
@@ -1360,19 +1364,19 @@ def test_a_body_over_four_mebibytes_is_refused_before_it_is_kept(
     with healthy.connect() as connection:
         if how == "told":
             connection.sendall(
-                f"{head}Content-Length: {wire.MAX_BODY_BYTES + 1}\r\n\r\n{{".encode()
+                f"{head}Content-Length: {bodies.MAX_BODY_BYTES + 1}\r\n\r\n{{".encode()
             )
         else:
             chunk = b"10000\r\n" + b" " * 65536 + b"\r\n"
             connection.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
-            for _ in range(wire.MAX_BODY_BYTES // 65536 + 1):
+            for _ in range(bodies.MAX_BODY_BYTES // 65536 + 1):
                 connection.sendall(chunk)
         read_reply(connection).check_problem(413, "body_too_large")
 
 
 def test_a_body_of_four_mebibytes_is_read(healthy: Server) -> None:
     body = b'{"keys":[1]}'
-    assert healthy.post(LOOKUP, body + b" " * (wire.MAX_BODY_BYTES - len(body))).status == 200
+    assert healthy.post(LOOKUP, body + b" " * (bodies.MAX_BODY_BYTES - len(body))).status == 200
 
 
 @pytest.mark.parametrize(
@@ -1503,7 +1507,7 @@ def test_what_is_not_http_is_400_or_hung_up_on(healthy: Server, data: bytes) -> 
     assert answer == b"" or answer.split(b" ", 2)[1].startswith(b"4")
 
 
-@pytest.mark.parametrize("kind", [wire.JSON, wire.ARROW])
+@pytest.mark.parametrize("kind", [bodies.JSON, bodies.ARROW])
 @pytest.mark.parametrize("path", [LOOKUP, SEARCH, "/v1/lookup"])
 def test_callers_that_stop_in_the_middle_of_a_body_leave_no_trace(
     healthy: Server, path: str, kind: str

@@ -12,14 +12,13 @@ import schemathesis
 from hypothesis import HealthCheck, settings
 from schemathesis.core.failures import FailureGroup
 
-from precompute.store.api import wire
-from precompute.store.api.app import create_app
-from precompute.store.api.openapi import Asks, openapi_document
-from precompute.store.guard.gate import Gate
-from precompute.store.guard.tokens import Tokens, make_token
-from precompute.store.lookup import Lookup
-from precompute.store.service import Service, ServicePart
-from precompute.store.telemetry.instruments import Meter
+from precompute.store.answers.lookup import Lookup
+from precompute.store.answers.service import Service, ServicePart
+from precompute.store.http.app import create_app
+from precompute.store.http.guard.gate import Gate, Tokens, make_token
+from precompute.store.http.openapi import Asks, openapi_document
+from precompute.store.http.telemetry.instruments import Meter
+from precompute.store.wire import bodies
 from tests import REPOSITORY
 from tests.memory_store import MemoryStore
 from tests.store.test_http_freshness import World
@@ -138,13 +137,13 @@ class Teapot(Served):
             {
                 "type": "http.response.start",
                 "status": 418,
-                "headers": [(b"content-type", wire.PROBLEM.encode())],
+                "headers": [(b"content-type", bodies.PROBLEM.encode())],
             }
         )
         await send(
             {
                 "type": "http.response.body",
-                "body": wire.encode(wire.Problem("urn:a", "b", 418, "c")),
+                "body": bodies.encode(bodies.Problem("urn:a", "b", 418, "c")),
             }
         )
 

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from precompute.store.api.arrow import decode_arrow, encode_arrow
-from precompute.store.encoding.arrow_template import stream_of
-from precompute.store.encoding.json_rows import lookup_pieces, row_json
+from precompute.store.answers.lookup import Lookup
 from precompute.store.feature_view import Feature, FeatureView, SemanticCacheSpec
-from precompute.store.lookup import Lookup
-from precompute.store.lookup_options import LookupOptions
+from precompute.store.http.encoding.arrow_template import stream_of
+from precompute.store.http.encoding.json_rows import lookup_pieces, row_json
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.online_store import Generation, Pointer
+from precompute.store.wire.arrow import decode_arrow, encode_arrow
+from precompute.store.wire.lookup_options import LookupOptions
 from tests.memory_store import MemoryStore
 
 NOW = 1_700_000_000.0

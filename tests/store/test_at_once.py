@@ -15,10 +15,10 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from precompute.store.api.reply import problem
-from precompute.store.guard.limits import Limits
-from precompute.store.guard.server import GuardedServer
-from precompute.store.telemetry.instruments import CONNECTIONS_CLOSED, Meter
+from precompute.store.http.guard.limits import Limits
+from precompute.store.http.guard.server import GuardedServer
+from precompute.store.http.reply import problem
+from precompute.store.http.telemetry.instruments import CONNECTIONS_CLOSED, Meter
 from tests.memory_store import MemoryStore
 from tests.server import eventually
 from tests.store.test_guard import replies

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from precompute.store.api import wire
 from precompute.store.client import ViewLookupRequest, calls
 from precompute.store.client.calls import Call, Reply
 from precompute.store.errors import RequestError
+from precompute.store.wire import bodies
 from tests.asgi import call
 from tests.store.test_api import arrow
 from tests.store.test_http_freshness import LOOKUP, ROW, SEARCH, World
@@ -70,7 +70,7 @@ def test_no_value_that_json_can_have_changes_the_answer_of_another_key(
         f'"fallback":false,"inputs":{{{bad}:{{"x":1}}}}' if bad.startswith('"') else '"inputs":null'
     )
     several = f'{{"requests":[{{"view":"things",{mixed}}},{{"view":{json.dumps(bad)},{mixed}}},{{"view":"things",{mixed}}}]}}'
-    table = world.post(LOOKUP, f"{{{mixed}}}".encode(), accept=wire.ARROW).arrow
+    table = world.post(LOOKUP, f"{{{mixed}}}".encode(), accept=bodies.ARROW).arrow
     first, unknown, last = world.post("/v1/lookup", several.encode()).json["responses"]
     assert unknown["problem"]["status"] == 404
     for rows in (
@@ -147,7 +147,7 @@ def test_a_view_named_by_half_a_surrogate_pair_is_one_unknown_view(world: World)
 
 
 def test_a_body_of_very_many_values_is_read_once(world: World) -> None:
-    numbers = b",".join([b"1"] * (wire.MAX_VALUES // 5))
+    numbers = b",".join([b"1"] * (bodies.MAX_VALUES // 5))
     body = b'{"keys":["new",%b],"fallback":false,"inputs":{"new":{"x":[' + numbers + b"]}}}"
     assert world.post(LOOKUP, body % b'"\\u0000"').status == 200
     world.post(LOOKUP, body % rb'"\ud800"').check_problem(400, "bad_json")
@@ -169,7 +169,7 @@ KEYS = ["new", None, "old"]
     ids=lambda keys: str(keys.type),
 )
 def test_a_null_of_an_arrow_body_is_one_bad_key(world: World, keys: pa.Array) -> None:
-    rows = world.post(LOOKUP, arrow(keys), content_type=wire.ARROW).json["rows"]
+    rows = world.post(LOOKUP, arrow(keys), content_type=bodies.ARROW).json["rows"]
     assert [row.get("reason") for row in rows] == [
         None if key else "bad_key" for key in keys.to_pylist()
     ]

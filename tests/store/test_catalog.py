@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from precompute.store.disk.lease import take
-from precompute.store.offline.catalog import Catalog, Entry
-from precompute.store.offline.snapshot import Counts, Part, Snapshot
+from precompute.store.disk.record import replace
+from precompute.store.offline.snapshot import Catalog, Counts, Entry, Part, Snapshot
 from precompute.store.offline.standing import Standing
 from precompute.store.offline.view_store import OfflineStore, ViewStore
-from precompute.store.record import replace
 from tests.store.test_offline_store import TABLE, VIEW
 
 DAYS = ("2026-01-01T00:00Z/2026-01-02T00:00Z", "2026-01-02T00:00Z/2026-01-03T00:00Z")
@@ -101,7 +100,7 @@ def test_a_process_parses_its_lines_once_and_sees_all_that_changes(
     parsed.clear()
     with monkeypatch.context() as patch:
         patch.setattr(
-            "precompute.store.offline.catalog._lines",
+            "precompute.store.offline.snapshot._lines",
             lambda _: pytest.fail("its lines are parsed once more"),
         )
         assert list(store.catalog().entries) == [1, 2, 3, 4, 5, 6]
@@ -174,7 +173,7 @@ def test_a_damaged_manifest_is_told_and_known_by_what_it_was(store: ViewStore) -
 def test_lines_of_removed_manifests_go_once_they_are_many(
     store: ViewStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("precompute.store.offline.catalog._SPARE_LINES", 1)
+    monkeypatch.setattr("precompute.store.offline.snapshot._SPARE_LINES", 1)
     before = path_of(store).read_bytes()
     for number in (1, 3, 4, 5):
         (store.manifest_path(number)).unlink()

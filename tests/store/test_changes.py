@@ -12,10 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from precompute.store.entity_key import key_column
 from precompute.store.errors import SnapshotError
 from precompute.store.history.changes import Changes
-from precompute.store.key_text import key_text
+from precompute.store.keys import key_column, key_text
 from tests.conftest import MakeProject
 from tests.scene import Scene
 

@@ -20,8 +20,10 @@ import pyarrow as pa
 import pytest
 from msgspec import UNSET
 
+from precompute.store.answers.lookup import ANSWER_FIELDS, Lookup
 from precompute.store.client import Client, ViewLookupRequest
 from precompute.store.client.tables import arrays
+from precompute.store.disk.record import plain
 from precompute.store.errors import (
     MissingRowError,
     NoAnswerError,
@@ -29,8 +31,6 @@ from precompute.store.errors import (
     PrecomputeError,
     RequestError,
 )
-from precompute.store.lookup import ANSWER_FIELDS, Lookup
-from precompute.store.record import plain
 from tests import REPOSITORY
 from tests.asking import features_of, opened
 from tests.hostile import Hostile

@@ -23,8 +23,6 @@ import httpcore2
 import pyarrow as pa
 import pytest
 
-from precompute.store.api.arrow import encode_arrow
-from precompute.store.api.wire import ViewLookupRequest
 from precompute.store.client import AsyncClient, Client, Tls
 from precompute.store.client.attempts import (
     FIRST_PAUSE_S,
@@ -48,6 +46,8 @@ from precompute.store.errors import (
     PrecomputeError,
     RequestError,
 )
+from precompute.store.wire.arrow import encode_arrow
+from precompute.store.wire.bodies import ViewLookupRequest
 from tests.asking import Awaited, features_of, opened
 from tests.hostile import Hostile, Visit
 from tests.server import eventually

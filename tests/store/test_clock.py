@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from precompute.store.clock import doubled_s
+from precompute.store.times import doubled_s
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from precompute.store.errors import OnlineStoreError
 from precompute.store.feature_view import SCALAR_TYPES, Feature, FeatureView
-from precompute.store.key_text import key_text
+from precompute.store.keys import key_text
 from precompute.store.online import kernels
 from precompute.store.online.codec import (
     CHECKSUM_BYTES,

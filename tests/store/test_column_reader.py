@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from precompute.store.answers.lookup import Lookup
 from precompute.store.feature_view import Feature, FeatureView
-from precompute.store.lookup import Lookup
 from precompute.store.online import kernels
 from precompute.store.online.codec import RowCodec, State
 from precompute.store.online.column_reader import ColumnReader

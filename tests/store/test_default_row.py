@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from precompute.store.encoding.json_rows import lookup_json
-from precompute.store.fallback import Miss
-from precompute.store.lookup_options import LookupOptions
-from precompute.store.status import Reason
+from precompute.store.answers.fallback import Miss
+from precompute.store.http.encoding.json_rows import lookup_json
+from precompute.store.times import Reason
+from precompute.store.wire.lookup_options import LookupOptions
 from tests.memory_store import MemoryStore
 from tests.store.test_lookup import FEATURES, STALE_FOR, TTL, House, Row, Scripted
 

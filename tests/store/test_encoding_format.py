@@ -12,15 +12,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from precompute.store.api import wire
-from precompute.store.api.app import create_app
+from precompute.store.answers.lookup import Lookup
 from precompute.store.client import calls
 from precompute.store.errors import RequestError
 from precompute.store.feature_view import Feature, FeatureView
-from precompute.store.lookup import Lookup
+from precompute.store.http.app import create_app
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.online_store import Generation, Pointer
 from precompute.store.online.table_store import TableStore
+from precompute.store.wire import bodies
 from tests.asgi import call
 from tests.store.test_http_freshness import World
 
@@ -147,20 +147,20 @@ def test_what_a_search_finds_and_what_the_client_makes_of_it(tmp_path: Path) -> 
 def test_keys_of_many_bytes_are_refused_before_they_are_made_into_objects() -> None:
     long = list(range(100_000, 100_000 + 20_000))
     for decoder, body in (
-        (wire.decode_lookup, {"keys": ["a", long]}),
-        (wire.decode_multi, {"requests": [{"view": "things", "keys": [long]}]}),
-        (wire.decode_search, {"key": long}),
-        (wire.decode_search, {"vector": [1.0], "only": [long]}),
-        (wire.decode_search, {"vector": [1.0], "exclude": [long]}),
+        (bodies.decode_lookup, {"keys": ["a", long]}),
+        (bodies.decode_multi, {"requests": [{"view": "things", "keys": [long]}]}),
+        (bodies.decode_search, {"key": long}),
+        (bodies.decode_search, {"vector": [1.0], "only": [long]}),
+        (bodies.decode_search, {"vector": [1.0], "exclude": [long]}),
     ):
         with pytest.raises(
             RequestError, match="a key of several parts has at most 8,192 bytes of JSON, got 1"
         ) as caught:
-            wire.decode(decoder, json.dumps(body).encode())
+            bodies.decode(decoder, json.dumps(body).encode())
         assert (caught.value.status, caught.value.code) == (413, "key_too_long")
     # one bad key beside others: a text, and what many rows are computed from
-    wanted = wire.decode(
-        wire.decode_lookup,
+    wanted = bodies.decode(
+        bodies.decode_lookup,
         json.dumps({"keys": ["x" * 100_000], "inputs": {"a": {"v": long}}}).encode(),
     )
     assert (len(wanted.keys[0]), wanted.inputs) == (100_000, {"a": {"v": long}})

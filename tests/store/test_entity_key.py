@@ -13,9 +13,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from precompute.store.entity_key import bad_keys, key_column
 from precompute.store.errors import RequestError
-from precompute.store.key_text import MAX_KEY_BYTES, check_key, key_from_path, key_text
+from precompute.store.keys import (
+    MAX_KEY_BYTES,
+    bad_keys,
+    check_key,
+    key_column,
+    key_from_path,
+    key_text,
+)
 
 PARTS = [
     "a",

@@ -11,9 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from precompute.store.feature_view import Feature, FeatureView
-from precompute.store.freshness import Sighting, age_s, as_datetime, microseconds, status_of
-from precompute.store.status import AnswerSource, Reason, Status
+from precompute.store.feature_view import Feature, FeatureView, status_of
+from precompute.store.times import (
+    AnswerSource,
+    Reason,
+    Sighting,
+    Status,
+    age_s,
+    as_datetime,
+    microseconds,
+)
 
 VIEW = FeatureView("things", ("id",), (Feature("x", "float64"),), ttl_s=10, stale_for_s=5)
 FRESH, STALE, MISSING = Status.FRESH, Status.STALE, Status.MISSING

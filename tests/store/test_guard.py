@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from precompute.store.guard.limits import Limits
-from precompute.store.guard.server import GuardedServer
-from precompute.store.telemetry.instruments import CONNECTIONS_CLOSED, Meter
+from precompute.store.http.guard.limits import Limits
+from precompute.store.http.guard.server import GuardedServer
+from precompute.store.http.telemetry.instruments import CONNECTIONS_CLOSED, Meter
 from tests.server import Reply, eventually, read_reply
 
 MIB = 2**20
@@ -178,7 +178,7 @@ def test_a_client_that_sends_no_more_has_all_its_answers() -> None:
 
 
 def test_no_place_is_held_for_a_client_that_may_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("precompute.store.guard.connections.LAST_S", 0.05)
+    monkeypatch.setattr("precompute.store.http.guard.connections.LAST_S", 0.05)
     with guarded(header_s=0.4) as server:
         with server.connect() as connection, server.connect(4096) as slow:
             connection.sendall(request("/wait"))
@@ -583,7 +583,7 @@ def test_as_many_connections_as_files_fit(tmp_path: Path) -> None:
 
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (400, {hard}));"
-        "from precompute.store.guard.server import files_for; print(files_for(1000), resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+        "from precompute.store.http.guard.server import files_for; print(files_for(1000), resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     )
     told = []
     for hard in (4096, 500, 330):
@@ -608,8 +608,8 @@ def test_told_to_end_it_answers_what_is_at_hand_and_closes_the_idle() -> None:
 def test_told_to_end_it_waits_no_longer_than_the_last_of_those_that_wait(
     monkeypatch: pytest.MonkeyPatch, waits_s: float
 ) -> None:
-    monkeypatch.setattr("precompute.store.guard.server.GRACE_S", 0.1)
-    monkeypatch.setattr("precompute.store.guard.server.ANSWER_S", 0.1)
+    monkeypatch.setattr("precompute.store.http.guard.server.GRACE_S", 0.1)
+    monkeypatch.setattr("precompute.store.http.guard.server.ANSWER_S", 0.1)
     overdue: list[float] = []
     until = math.inf
 
@@ -636,7 +636,7 @@ def test_told_to_end_it_waits_no_longer_than_the_last_of_those_that_wait(
 def test_told_to_end_it_waits_for_no_client_longer_than_it_says(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("precompute.store.guard.server.GRACE_S", 0.3)
+    monkeypatch.setattr("precompute.store.http.guard.server.GRACE_S", 0.3)
     # looked at often, and far beyond what the test may take
     with (
         Guarded(Limits(header_s=0.2), drain_s=60.0) as server,
@@ -661,7 +661,7 @@ def test_told_to_end_it_waits_for_no_client_longer_than_it_says(
     told = [
         (record.levelname, record.getMessage())
         for record in caplog.records
-        if record.name == "precompute.store.guard.server"
+        if record.name == "precompute.store.http.guard.server"
     ]
     assert told == [
         (

@@ -17,11 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from precompute.store.clock import containing
-from precompute.store.disk.spill_folder import SpillFolder
+from precompute.store.disk.record import replace
+from precompute.store.disk.sql import SpillFolder
 from precompute.store.errors import RequestError, SnapshotError
 from precompute.store.feature_view import Feature, FeatureView
-from precompute.store.freshness import as_us
 from precompute.store.history import (
     Explanation,
     explain,
@@ -34,7 +33,7 @@ from precompute.store.offline import refs
 from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot, Verdict
 from precompute.store.offline.view_store import OfflineStore, ViewStore
-from precompute.store.record import replace
+from precompute.store.times import as_us, containing
 from tests.conftest import MakeProject
 
 FEATURES = (

@@ -15,19 +15,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from precompute.store.api import wire
-from precompute.store.api.app import create_app
-from precompute.store.api.request import wants_arrow
-from precompute.store.encoding.http_freshness import MOST_PARTS, Caching, cache_control
+from precompute.store.answers.fallback import Computed, Miss
+from precompute.store.answers.lookup import Lookup
 from precompute.store.errors import RequestError
-from precompute.store.fallback import Computed, Miss
 from precompute.store.feature_view import Feature, FeatureView, IndexSpec
-from precompute.store.lookup import Lookup
-from precompute.store.lookup_options import CacheControl
+from precompute.store.http.app import create_app
+from precompute.store.http.encoding.http_freshness import MOST_PARTS, Caching, cache_control
+from precompute.store.http.request import wants_arrow
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.online_store import Generation, Pointer
-from precompute.store.status import Reason
+from precompute.store.times import Reason
 from precompute.store.vectors.index_build import build_index
+from precompute.store.wire import bodies
+from precompute.store.wire.lookup_options import CacheControl
 from tests.asgi import call
 from tests.memory_store import MemoryStore
 from tests.server import Reply
@@ -193,7 +193,7 @@ def test_seconds_that_are_none_are_refused(text: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("others", "arrow"), [(MOST_PARTS - 1, True), (MOST_PARTS, False)])
 def test_a_list_of_types_is_read_as_far_as_anybody_writes_one(others: int, arrow: bool) -> None:
-    assert wants_arrow({b"accept": b"a/b," * others + wire.ARROW.encode()}) == arrow
+    assert wants_arrow({b"accept": b"a/b," * others + bodies.ARROW.encode()}) == arrow
 
 
 AGES = {"new": 1.0, "old": 9.0, "stale": 12.0, "expired": 20.0}
@@ -226,7 +226,7 @@ def statuses(world: World, control: str) -> list[list[str]]:
             reply.json["status"] if reply.status == 200 else reply.json["type"].rpartition(":")[2]
         )
     rows = world.post(LOOKUP, {"keys": list(AGES)}, **headers).json["rows"]
-    table = world.post(LOOKUP, {"keys": list(AGES)}, accept=wire.ARROW, **headers).arrow
+    table = world.post(LOOKUP, {"keys": list(AGES)}, accept=bodies.ARROW, **headers).arrow
     several = world.post(
         "/v1/lookup", {"requests": [{"view": "things", "keys": list(AGES)}]}, **headers
     ).json["responses"][0]
@@ -340,7 +340,7 @@ def test_freshness_is_that_of_the_time_when_the_answer_is_sent(
     tmp_path: Path, seconds: float, expected: Any
 ) -> None:
     """A hit waits beside a miss."""
-    for path, form in ((LOOKUP, wire.JSON), (LOOKUP, wire.ARROW), ("/v1/lookup", wire.JSON)):
+    for path, form in ((LOOKUP, bodies.JSON), (LOOKUP, bodies.ARROW), ("/v1/lookup", bodies.JSON)):
         world = World(tmp_path / form / path.strip("/"), {"hit": 9.0})
         world.model.seconds, world.model.known = seconds, frozenset({"miss"})
         body: Any = {"keys": ["hit", "miss"]}
@@ -353,7 +353,7 @@ def test_freshness_is_that_of_the_time_when_the_answer_is_sent(
                 ]
             }
         reply = world.post(path, body, accept=form)
-        if form == wire.ARROW:
+        if form == bodies.ARROW:
             rows = reply.arrow.to_pylist()
         else:
             rows = (
@@ -390,7 +390,7 @@ def test_caches_learn_the_same_of_a_row_on_every_path(tmp_path: Path) -> None:
     rows = [
         world.get(ROW + "old"),
         world.get(ROW + "old"),
-        world.get(ROW + "stale", accept=wire.ARROW),
+        world.get(ROW + "stale", accept=bodies.ARROW),
         world.get(ROW + "nobody"),
     ]
     rows.append(world.get(ROW + "stale", if_none_match=world.get(ROW + "stale").headers["etag"]))
@@ -413,7 +413,7 @@ def test_caches_learn_the_same_of_a_row_on_every_path(tmp_path: Path) -> None:
         (SEARCH, {"vector": [1, 2]}),
         ("/v1/lookup", several),
     ):
-        for accept in (wire.JSON, wire.ARROW):
+        for accept in (bodies.JSON, bodies.ARROW):
             reply = world.post(path, body, accept=accept)
             assert (reply.status, reply.headers.keys() & {"cache-control", "age", "expires"}) == (
                 200,
@@ -445,7 +445,7 @@ def test_whether_the_model_is_loaded_is_told_to_who_looks(
 
 def test_a_304_never_hides_that_a_row_has_become_stale(tmp_path: Path) -> None:
     world = World(tmp_path, {"row": 8.0}, fallback=False)
-    for accept in (wire.JSON, wire.ARROW):
+    for accept in (bodies.JSON, bodies.ARROW):
         world.now_s = PUBLISHED
         first = world.get(ROW + "row", accept=accept)
         world.now_s += 2.0
@@ -516,10 +516,10 @@ def test_every_path_tells_the_same_of_the_same_row(
             told.append({key: alone[key]})
             assert reply.status != 200 or int(reply.headers["age"]) == np.ceil(reply.json["age_s"])
     for table in (
-        world.post(LOOKUP, {"keys": keys}, accept=wire.ARROW, **headers).arrow,
+        world.post(LOOKUP, {"keys": keys}, accept=bodies.ARROW, **headers).arrow,
         *([] if control else [world.lookup.get("things", keys)]),
         *(
-            world.get(ROW + key, accept=wire.ARROW, **headers).arrow
+            world.get(ROW + key, accept=bodies.ARROW, **headers).arrow
             for key in keys
             if alone[key][0] != "missing"
         ),

@@ -36,8 +36,8 @@ from precompute.store.vectors.index_choice import (
     lower_bound,
 )
 from precompute.store.vectors.index_record import METRICS, Codes
+from precompute.store.vectors.index_rows import RowFilter
 from precompute.store.vectors.nearest_rows import Admitted, NearestRows
-from precompute.store.vectors.row_filter import RowFilter
 from precompute.store.vectors.vector_index import VectorIndex
 from tests.vectors import Vectors, nearest, overlapping, rows_of, view_of
 

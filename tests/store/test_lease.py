@@ -20,8 +20,8 @@ import pytest
 from precompute.store.disk import lease as lease_module
 from precompute.store.disk.durable_file import replace_durably
 from precompute.store.disk.lease import Holder, holder, is_held, take
+from precompute.store.disk.record import sealed
 from precompute.store.errors import ConflictError, FencedError, SnapshotError
-from precompute.store.record import sealed
 from tests import REPOSITORY
 
 HOLD = """

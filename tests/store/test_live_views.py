@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from precompute.store.api.app import create_app
+from precompute.store.answers.lookup import Lookup
+from precompute.store.disk.record import replace
 from precompute.store.errors import OnlineStoreError
-from precompute.store.lookup import Lookup
+from precompute.store.http.app import create_app
 from precompute.store.online.codec import schema_tag
 from precompute.store.online.online_store import Generation, Pointer
-from precompute.store.record import replace
 from tests.asgi import call
 from tests.memory_store import MemoryStore
 from tests.online import TABLE, back_to, over, pointer, publish, rows_of

@@ -19,23 +19,30 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from precompute.store.api.metrics import Metrics
+from precompute.store.answers.fallback import unpacked_view
+from precompute.store.answers.lookup import (
+    ANSWER_FIELDS,
+    MAX_KEYS,
+    MAX_NEIGHBOURS,
+    Computed,
+    Lookup,
+    Miss,
+)
+from precompute.store.disk.record import plain, replace
 from precompute.store.errors import ConfigError, OnlineStoreError, RequestError, VectorIndexError
-from precompute.store.fallback import unpacked_view
 from precompute.store.feature_view import Feature, FeatureView, IndexSpec
-from precompute.store.key_text import key_text
-from precompute.store.lookup import ANSWER_FIELDS, MAX_KEYS, MAX_NEIGHBOURS, Computed, Lookup, Miss
-from precompute.store.lookup_options import LookupOptions
+from precompute.store.http.metrics import Metrics
+from precompute.store.keys import key_text
 from precompute.store.online import kernels
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.found_rows import FoundRows
 from precompute.store.online.online_store import Generation, OnlineStore, Pointer
 from precompute.store.online.packed import Packed, RowBatch
-from precompute.store.online_url import open_online_store
-from precompute.store.record import plain, replace
-from precompute.store.status import Reason
+from precompute.store.online.url import open_online_store
+from precompute.store.times import Reason
 from precompute.store.vectors.index_build import build_index
 from precompute.store.vectors.index_record import index_figures
+from precompute.store.wire.lookup_options import LookupOptions
 from tests.memory_store import MemoryStore
 from tests.redis_process import free_port
 

@@ -12,24 +12,23 @@ from typing import Any
 
 import pytest
 
-from precompute.store.fallback import Miss
-from precompute.store.freshness import AHEAD_US
-from precompute.store.lookup import Lookup
-from precompute.store.lookup_options import LookupOptions
-from precompute.store.miss_cache.file_cache import MissCacheFile
-from precompute.store.miss_cache.miss_cache import (
+from precompute.jobs.serve.miss_cache_writer import MissCacheWriter
+from precompute.store.answers.fallback import Miss
+from precompute.store.answers.lookup import Lookup
+from precompute.store.disk.record import replace
+from precompute.store.http.telemetry.instruments import CACHE, Meter
+from precompute.store.online.miss_cache import (
     JITTER,
     CachedMiss,
     MissCache,
+    MissCacheFile,
     MissCacheLimits,
-    MissCacheWriter,
     input_names,
 )
-from precompute.store.miss_cache.redis_cache import MissCacheRedis
 from precompute.store.online.online_store import Pointer
-from precompute.store.record import replace
-from precompute.store.status import Reason
-from precompute.store.telemetry.instruments import CACHE, Meter
+from precompute.store.online.redis.redis_cache import MissCacheRedis
+from precompute.store.times import AHEAD_US, Reason
+from precompute.store.wire.lookup_options import LookupOptions
 from tests.memory_store import MemoryStore
 from tests.server import eventually
 from tests.store.test_lookup import NOW, NOW_US, STALE_FOR, TTL, House, Row, Scripted, computed_row
@@ -161,7 +160,7 @@ def test_what_a_clock_that_ran_ahead_kept_does_not_count(open_kept: Open, pointe
 def test_readers_of_a_file_wait_for_no_writer_and_find_a_new_one(
     tmp_path: Path, pointer: Pointer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("precompute.store.miss_cache.file_cache.WAIT_S", 600.0)
+    monkeypatch.setattr("precompute.store.online.miss_cache.WAIT_S", 600.0)
     writer, reader, other = (
         MissCacheFile(tmp_path / "kept", MissCacheLimits(), Clock()) for _ in range(3)
     )
@@ -326,7 +325,7 @@ def test_of_two_stale_rows_the_younger_answers(house: House) -> None:
 def test_rows_that_are_computed_behind_answers_are_bounded(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("precompute.store.misses.MOST_REFRESHED", 2)
+    monkeypatch.setattr("precompute.store.answers.misses.MOST_REFRESHED", 2)
     keys = ["a", "b", "c"]
     house.publish({key: Row(1.0, age=TTL + 1) for key in keys})
     fallback = Scripted(dict.fromkeys(keys))
@@ -359,7 +358,7 @@ def test_a_stale_row_is_served_at_once_and_computed_behind_once(house: House) ->
 
 
 def test_refreshes_are_bounded_for_each_view(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("precompute.store.misses.MOST_REFRESHED", 3)
+    monkeypatch.setattr("precompute.store.answers.misses.MOST_REFRESHED", 3)
     stale = {str(number): Row(1.0, age=TTL + 1) for number in range(8)}
     for name in ("things", "others"):
         house.publish(stale, name=name)
@@ -500,7 +499,7 @@ def test_where_the_model_fails_an_expired_row_is_served_as_stale(
 def test_the_writer_writes_behind_and_drops_what_the_store_is_too_slow_for(
     pointer: Pointer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("precompute.store.miss_cache.miss_cache.MOST_WAITING", 5)
+    monkeypatch.setattr("precompute.jobs.serve.miss_cache_writer.MOST_WAITING", 5)
     gate, written = threading.Event(), list[str]()
 
     class Slow:

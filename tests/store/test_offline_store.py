@@ -26,17 +26,16 @@ from hypothesis import strategies as st
 
 from precompute.store.disk.crashpoint import arm, disarm
 from precompute.store.disk.lease import take
+from precompute.store.disk.record import replace
 from precompute.store.errors import ConflictError, FencedError, SnapshotError
 from precompute.store.feature_view import Feature, FeatureView
-from precompute.store.offline.journal import Finished
 from precompute.store.offline.part_file import Layers, write_part_file
 from precompute.store.offline.refs import LiveRef, Place, run_lease
 from precompute.store.offline.row_figures import RowFigures, VectorFigures
-from precompute.store.offline.runs import Report
+from precompute.store.offline.runs import Finished, Report
 from precompute.store.offline.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot
 from precompute.store.offline.standing import Standing
 from precompute.store.offline.view_store import OfflineStore, ViewStore
-from precompute.store.record import replace
 from tests.conftest import MakeProject
 
 VIEW = FeatureView("numbers", ("id",), (Feature("double", "float64"),), ttl_s=1.0, stale_for_s=1.0)

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from precompute.store.disk.record import content_of, replace, sealed
 from precompute.store.errors import ConfigError, ConflictError, OnlineStoreError
 from precompute.store.online import kernels
 from precompute.store.online.online_store import Generation, OnlineStore, Pointer
 from precompute.store.online.packed import Rows
-from precompute.store.online_url import open_online_store
-from precompute.store.record import content_of, replace, sealed
+from precompute.store.online.url import open_online_store
 from tests.memory_store import MemoryStore
 from tests.online import (
     TABLE,

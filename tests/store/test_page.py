@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 
 from precompute.store.feature_view import Feature
-from precompute.store.offline.runs import Report, Runs
-from precompute.store.page.figures import Figures, Times, ViewFigures
-from precompute.store.page.page import (
+from precompute.store.http.page.figures import Figures, Times, ViewFigures
+from precompute.store.http.page.page import (
     LOOKUP,
     NEAR,
     POLICY,
@@ -30,10 +29,11 @@ from precompute.store.page.page import (
     status_page,
     telling,
 )
-from precompute.store.page.sections import age_mark, duration_ms, run_marks
-from precompute.store.telemetry import instruments as counted
-from precompute.store.telemetry.exposition import totals
-from precompute.store.telemetry.instruments import BUCKETS, Meter
+from precompute.store.http.page.sections import age_mark, duration_ms, run_marks
+from precompute.store.http.telemetry import instruments as counted
+from precompute.store.http.telemetry.exposition import totals
+from precompute.store.http.telemetry.instruments import BUCKETS, Meter
+from precompute.store.offline.runs import Report, Runs
 from tests.store.test_http_freshness import World
 
 TOLD: dict[str, Any] = {

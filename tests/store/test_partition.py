@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from precompute.store.clock import BY, Partition, containing, partitions
+from precompute.store.times import BY, Partition, containing, partitions
 
 BYS = st.sampled_from(BY)
 ZONES = st.integers(-14 * 60, 14 * 60).map(lambda minutes: timezone(timedelta(minutes=minutes)))

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from precompute.store.api.app import create_app
-from precompute.store.api.pools import Pool
+from precompute.store.answers.fallback import Computed, Miss
+from precompute.store.answers.lookup import Lookup
 from precompute.store.errors import RequestError
-from precompute.store.fallback import Computed, Miss
-from precompute.store.lookup import Lookup
+from precompute.store.http.app import create_app
+from precompute.store.http.pools import Pool
+from precompute.store.http.telemetry.caller import TRACE
 from precompute.store.online.online_store import Pointer
-from precompute.store.status import Reason
-from precompute.store.telemetry.caller import TRACE
+from precompute.store.times import Reason
 from tests.asgi import exchange, scope_of
 from tests.server import Reply
 from tests.store.test_http_freshness import ROW, SEARCH, World

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from precompute.store.record import Record, plain, read_record, record_of, sealed
+from precompute.store.disk.record import Record, plain, read_record, record_of, sealed
 
 
 class Sample(Record, frozen=True):

@@ -21,8 +21,8 @@ from precompute.store.online.codec import RowCodec, State
 from precompute.store.online.found_rows import FoundRows
 from precompute.store.online.online_store import Generation, Pointer
 from precompute.store.online.packed import Packed, RowBatch, Rows
-from precompute.store.redis import bulk, resp
-from precompute.store.redis.buckets import (
+from precompute.store.online.redis import bulk, resp
+from precompute.store.online.redis.buckets import (
     FEW,
     FIELDS,
     Buckets,
@@ -30,9 +30,9 @@ from precompute.store.redis.buckets import (
     bucket_count,
     field_of,
 )
-from precompute.store.redis.preflight import key_cost_bytes
-from precompute.store.redis.redis_store import RedisStore
-from precompute.store.redis.resp import Layout, slot_of
+from precompute.store.online.redis.preflight import key_cost_bytes
+from precompute.store.online.redis.redis_store import RedisStore
+from precompute.store.online.redis.resp import Layout, slot_of
 from tests.online import Stopped, commands_in, in_buckets, plain
 from tests.redis_process import Proxy, RedisCluster, RedisProcess, newest_redis, redis_binaries
 from tests.store.test_redis_cluster import migrate
@@ -458,7 +458,7 @@ def test_buckets_in_a_cluster_follow_slots_that_move_and_masters_that_go(
         generation = Generation(1, 1)
         store.prepare("scores", generation, len(keys), 50 * len(keys), "", CODEC.fixed_bytes)
         monkeypatch.setattr(resp, "BUCKETS_SLICE_ROWS", 3000)
-        monkeypatch.setattr("precompute.store.redis.bulk.SCANNED_KEYS", 100)
+        monkeypatch.setattr("precompute.store.online.redis.bulk.SCANNED_KEYS", 100)
         victim = cluster.masters[1]
         name = "precompute:{}scores:1:00000000"
         source = cluster.master_of(name)

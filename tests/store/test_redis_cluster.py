@@ -17,11 +17,11 @@ import redis
 from precompute.store.errors import ConflictError, OnlineStoreError
 from precompute.store.online.online_store import Generation, Terms
 from precompute.store.online.packed import Packed, Rows
-from precompute.store.redis import bulk
-from precompute.store.redis.bulk import SCANNED_KEYS, Pipe
-from precompute.store.redis.redis_store import RedisStore
-from precompute.store.redis.replies import Lost, Refused
-from precompute.store.redis.resp import SLOTS, SlotMap, row_slots, slot_of, target
+from precompute.store.online.redis import bulk
+from precompute.store.online.redis.bulk import SCANNED_KEYS, Pipe
+from precompute.store.online.redis.redis_store import RedisStore
+from precompute.store.online.redis.replies import Lost, Refused
+from precompute.store.online.redis.resp import SLOTS, SlotMap, row_slots, slot_of, target
 from tests.online import TABLE, Stopped, numbers, over, plain, pointer, rows_of, values
 from tests.redis_process import RedisCluster, RedisProcess, eventually, newest_redis, redis_binaries
 
@@ -196,7 +196,7 @@ def test_base_overlay_rollback_and_drop(cluster: RedisCluster, open_store: OpenS
 def test_a_load_that_was_interrupted_is_gone_on_with(
     cluster: RedisCluster, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("precompute.store.redis.bulk.NOTE_EVERY_S", 0.03)
+    monkeypatch.setattr("precompute.store.online.redis.bulk.NOTE_EVERY_S", 0.03)
     store, table = open_store(cluster.url()), many(20_000)
 
     def torn() -> Rows:
@@ -527,7 +527,7 @@ def answers(store: RedisStore, table: dict[bytes, bytes]) -> bool:
 def test_a_cluster_whose_replicas_lag_is_not_made_live(
     own_cluster: RedisCluster, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("precompute.store.redis.servers.REPLICATED_S", 0.3)
+    monkeypatch.setattr("precompute.store.online.redis.servers.REPLICATED_S", 0.3)
     store = open_store(own_cluster.url())
     own_cluster.replicas[0].stop()
     with pytest.raises(

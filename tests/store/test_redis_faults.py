@@ -19,12 +19,12 @@ import redis
 from precompute.store.errors import ConflictError, OnlineStoreError
 from precompute.store.online.online_store import Generation, Pointer, Terms
 from precompute.store.online.packed import Rows
-from precompute.store.redis import bulk, meta, redis_store
-from precompute.store.redis.bulk import sweep
-from precompute.store.redis.cluster import Cluster
-from precompute.store.redis.link import RedisOptions
-from precompute.store.redis.redis_store import RedisStore
-from precompute.store.redis.resp import SLOTS, SlotMap, slot_of
+from precompute.store.online.redis import bulk, meta, redis_store
+from precompute.store.online.redis.bulk import sweep
+from precompute.store.online.redis.cluster import Cluster
+from precompute.store.online.redis.link import RedisOptions
+from precompute.store.online.redis.redis_store import RedisStore
+from precompute.store.online.redis.resp import SLOTS, SlotMap, slot_of
 from tests.online import TABLE, Stopped, pointer, publish, rows_of, values
 from tests.redis_process import (
     Proxy,
@@ -140,7 +140,7 @@ def test_what_is_elsewhere_is_asked_for_there_at_once(
 ) -> None:
     """Without a pause."""
     # which no clock takes
-    monkeypatch.setattr("precompute.store.redis.cluster.PAUSE_S", -1.0)
+    monkeypatch.setattr("precompute.store.online.redis.cluster.PAUSE_S", -1.0)
     together = in_one_slot(20)
     store = open_store(cluster.url())
     publish(store, 1, together)

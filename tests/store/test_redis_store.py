@@ -28,13 +28,13 @@ from precompute.store.online import kernels
 from precompute.store.online.codec import RowCodec, State
 from precompute.store.online.online_store import Generation, Pointer, Terms
 from precompute.store.online.packed import Packed, RowBatch, Rows
-from precompute.store.online_url import open_online_store
-from precompute.store.redis import bulk, redis_store
-from precompute.store.redis.link import Breaker
-from precompute.store.redis.preflight import ServerState, check_room, key_cost_bytes
-from precompute.store.redis.redis_store import WARM_CONNECTIONS, RedisStore
-from precompute.store.redis.resp import MSET_KEYS, blocks
-from precompute.store.redis.servers import SingleServer
+from precompute.store.online.redis import bulk, redis_store
+from precompute.store.online.redis.link import Breaker
+from precompute.store.online.redis.preflight import ServerState, check_room, key_cost_bytes
+from precompute.store.online.redis.redis_store import WARM_CONNECTIONS, RedisStore
+from precompute.store.online.redis.resp import MSET_KEYS, blocks
+from precompute.store.online.redis.servers import SingleServer
+from precompute.store.online.url import open_online_store
 from tests.online import DAMAGED_POINTERS, TABLE, Stopped, commands_in, plain, rows_of
 from tests.redis_process import (
     Proxy,

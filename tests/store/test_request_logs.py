@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from precompute.store.telemetry.access_log import AccessLog
-from precompute.store.telemetry.caller import route_of
-from precompute.store.telemetry.tracing import MOST_ASKED_S, Spans, Tracing
+from precompute.store.http.telemetry.access_log import AccessLog
+from precompute.store.http.telemetry.caller import route_of
+from precompute.store.http.telemetry.tracing import MOST_ASKED_S, Spans, Tracing
 from tests import REPOSITORY
 from tests.collector import collecting
 
@@ -252,7 +252,7 @@ def test_a_collector_that_is_not_there_stops_nobody(caplog: pytest.LogCaptureFix
 WITHOUT = """
 import sys
 sys.modules["opentelemetry"] = None
-import precompute.jobs.cli, precompute.jobs.service.lookup_worker, precompute.jobs.service.model_server, precompute.store.lookup
+import precompute.jobs.commands.command_line, precompute.jobs.serve.lookup_worker, precompute.jobs.serve.model_server, precompute.store.answers.lookup
 """
 
 

@@ -12,16 +12,16 @@ import pyarrow as pa
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from precompute.store.api.app import create_app
-from precompute.store.encoding.row_cache import RowCache, cached_row
+from precompute.store.answers.lookup import Lookup
+from precompute.store.disk.record import replace
 from precompute.store.errors import DamagedPointerError, OnlineStoreError, RequestError
 from precompute.store.feature_view import Feature, FeatureView
-from precompute.store.lookup import Lookup
+from precompute.store.http.app import create_app
+from precompute.store.http.encoding.row_cache import RowCache, cached_row
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.found_rows import FoundRows
 from precompute.store.online.online_store import Generation, OnlineStore, Pointer
 from precompute.store.online.table_store import TableStore
-from precompute.store.record import replace
 from tests.asgi import call
 from tests.memory_store import MemoryStore
 from tests.server import Reply

@@ -16,13 +16,13 @@ import pytest
 import redis
 from prometheus_client.parser import text_string_to_metric_families
 
-from precompute.store.api.app import create_app
+from precompute.store.answers.lookup import Lookup
+from precompute.store.disk.record import replace
 from precompute.store.feature_view import Feature, FeatureView
-from precompute.store.lookup import Lookup
+from precompute.store.http.app import create_app
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.online_store import Generation, Pointer
-from precompute.store.record import replace
-from precompute.store.redis.redis_store import KNOWN_S, RedisStore
+from precompute.store.online.redis.redis_store import KNOWN_S, RedisStore
 from tests.asgi import call, exchange, scope_of
 from tests.redis_process import Proxy, RedisCluster, RedisProcess, eventually, newest_redis
 

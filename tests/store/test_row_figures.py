@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from precompute.store.disk.record import read_record, replace, sealed
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.offline.row_figures import (
     KEPT_VALUES,
@@ -19,7 +20,6 @@ from precompute.store.offline.row_figures import (
     distance,
     quantiles,
 )
-from precompute.store.record import read_record, replace, sealed
 
 SHARES = [0.0, 0.01, 0.1, 0.5, 0.9, 0.99, 1.0]
 KINDS = FeatureView(

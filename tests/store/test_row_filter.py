@@ -16,7 +16,7 @@ from precompute.store.feature_view import SCALAR_TYPES, Feature
 from precompute.store.vectors import nearest_rows
 from precompute.store.vectors.index_build import build_index, build_overlay
 from precompute.store.vectors.index_choice import Limits
-from precompute.store.vectors.row_filter import RowFilter
+from precompute.store.vectors.index_rows import RowFilter
 from precompute.store.vectors.vector_index import VectorIndex
 from tests.vectors import nearest, overlapping, rows_of, view_of
 

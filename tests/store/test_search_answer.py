@@ -9,9 +9,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from precompute.store.api.app import create_app
+from precompute.store.answers.lookup import Lookup
 from precompute.store.feature_view import Feature, FeatureView, IndexSpec
-from precompute.store.lookup import Lookup
+from precompute.store.http.app import create_app
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.online_store import Generation, Pointer
 from precompute.store.vectors.index_build import build_index

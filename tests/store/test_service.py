@@ -17,13 +17,13 @@ import pyarrow as pa
 import pytest
 import yaml
 
-from precompute.store.api import wire
-from precompute.store.api.app import create_app
+from precompute.store.answers.lookup import MAX_KEYS, Lookup
+from precompute.store.answers.service import PART_FIELDS, Service, ServicePart
 from precompute.store.client import Client
 from precompute.store.errors import ConfigError, OnlineStoreError, PrecomputeError, RequestError
 from precompute.store.history import get_historical_features
-from precompute.store.lookup import MAX_KEYS, Lookup
-from precompute.store.service import PART_FIELDS, Service, ServicePart
+from precompute.store.http.app import create_app
+from precompute.store.wire import bodies
 from tests.asgi import call
 from tests.asking import opened
 from tests.scene import Scene
@@ -188,7 +188,7 @@ def test_all_paths_answer_alike(
     reply = server.post("/v1/services/everything", {"entities": entities})
     assert reply.status == 200, reply
     assert of_rows(reply.json, service) == alike
-    streamed = server.post("/v1/services/everything", {"entities": entities}, accept=wire.ARROW)
+    streamed = server.post("/v1/services/everything", {"entities": entities}, accept=bodies.ARROW)
     assert of_table(streamed.arrow) == alike
     by_client = client.service("everything", entities)
     assert of_table(by_client) == alike
@@ -330,7 +330,7 @@ REFUSED: list[tuple[str, Any, int, str]] = [
 def test_what_is_too_much_or_does_not_fit_is_refused(
     server: Server, path: str, body: Any, status: int, code: str
 ) -> None:
-    for accept in (wire.JSON, wire.ARROW):
+    for accept in (bodies.JSON, bodies.ARROW):
         server.post(f"/v1/services/{path}", body, accept=accept).check_problem(status, code)
     assert (
         server.post("/v1/services/one", {"entities": {"id": [1]}}).json["rows"][0]["views"][
@@ -360,7 +360,10 @@ def test_entities_come_as_arrow_and_as_tables(
     )
     alike = of_table(lookup.service("everything", {"id": [1, 2], "item": ["50%", None]}))
     posted = server.post(
-        "/v1/services/everything", arrow_table(table), content_type=wire.ARROW, accept=wire.ARROW
+        "/v1/services/everything",
+        arrow_table(table),
+        content_type=bodies.ARROW,
+        accept=bodies.ARROW,
     )
     assert of_table(posted.arrow) == alike
     for entities in (
@@ -374,11 +377,11 @@ def test_entities_come_as_arrow_and_as_tables(
             == alike
         )
     server.post(
-        "/v1/services/everything", arrow(["1"], "id"), content_type=wire.ARROW
+        "/v1/services/everything", arrow(["1"], "id"), content_type=bodies.ARROW
     ).check_problem(400, "bad_arrow")
     twice = pa.table([[1], [2], ["x"]], names=["id", "id", "item"])
     server.post(
-        "/v1/services/everything", arrow_table(twice), content_type=wire.ARROW
+        "/v1/services/everything", arrow_table(twice), content_type=bodies.ARROW
     ).check_problem(400, "bad_arrow")
     for ask in (lookup.service, client.service):
         for wrong in (
@@ -634,12 +637,12 @@ def test_over_redis_views_are_read_at_once_and_it_is_the_same(
         assert table["v5__double"].to_pylist() == [2.0, 4.0, None]
         assert table["pairs__double"].to_pylist() == [2.0, None, None]
         app = create_app(lookup)
-        for accept in (wire.ARROW, wire.JSON):
+        for accept in (bodies.ARROW, bodies.JSON):
             reply = call(app, "POST", "/v1/services/wide", {"entities": entities}, accept=accept)
             assert reply.status == 200
             alike = (
                 of_table(reply.arrow)
-                if accept == wire.ARROW
+                if accept == bodies.ARROW
                 else of_rows(reply.json, lookup.services["wide"])
             )
             assert alike == of_table(table)

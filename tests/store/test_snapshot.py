@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from precompute.store.disk.record import replace
 from precompute.store.errors import SnapshotError
 from precompute.store.feature_view import Definition, Feature, FeatureView, IndexSpec, ModelUse
 from precompute.store.offline.row_figures import RowFigures, VectorFigures
 from precompute.store.offline.snapshot import FORMAT_VERSION, Counts, Part, Snapshot, Verdict
-from precompute.store.record import replace
 
 VIEW = FeatureView(
     "numbers",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from precompute.store.disk.spill_folder import SpillFolder
+from precompute.store.disk.sql import SpillFolder
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def test_it_is_removed_when_closed(folder: Path) -> None:
 
 
 def test_that_of_a_living_process_stays_and_that_of_a_killed_one_goes(folder: Path) -> None:
-    code = "import time; from precompute.store.disk.spill_folder import SpillFolder; s = SpillFolder(); print(s.path, flush=True); time.sleep(60)"
+    code = "import time; from precompute.store.disk.sql import SpillFolder; s = SpillFolder(); print(s.path, flush=True); time.sleep(60)"
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=dict(os.environ)
     )

@@ -9,13 +9,13 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from precompute.store.disk.record import replace
 from precompute.store.errors import GateError, SnapshotError
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.offline.refs import LiveRef, Place
 from precompute.store.offline.snapshot import Counts, Snapshot, Verdict
 from precompute.store.offline.standing import ROLLED_BACK, Standing, keeps_live
 from precompute.store.offline.view_store import OfflineStore, ViewStore
-from precompute.store.record import replace
 
 VIEW = FeatureView("numbers", ("id",), (Feature("double", "float64"),), ttl_s=1.0, stale_for_s=1.0)
 REFUSAL = Verdict("rows", False, -0.5, 0.2, "half of the rows")

@@ -14,8 +14,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from precompute.store.errors import PrecomputeError
-from precompute.store.telemetry.exposition import exposition
-from precompute.store.telemetry.instruments import (
+from precompute.store.http.telemetry.exposition import exposition
+from precompute.store.http.telemetry.instruments import (
     BREAKER_OPEN,
     BUCKETS,
     FALLBACK_QUEUE,
@@ -93,7 +93,7 @@ def test_what_is_looked_up_when_asked_stands_in_place_of_what_was_counted() -> N
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from precompute.store.telemetry.instruments import FALLBACK_QUEUE, PROBLEMS, STAGE_SECONDS, Meter
+from precompute.store.http.telemetry.instruments import FALLBACK_QUEUE, PROBLEMS, STAGE_SECONDS, Meter
 meter = Meter(Path(sys.argv[1]), "worker-1")
 meter.counter(PROBLEMS, "shed").add(5)
 meter.counter(PROBLEMS, "expired").add(1)
@@ -174,7 +174,7 @@ def test_more_series_than_there_is_room_for_are_left_out_and_harm_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = 1 << 12
-    monkeypatch.setattr("precompute.store.telemetry.instruments.MAX_SLOTS", room)
+    monkeypatch.setattr("precompute.store.http.telemetry.instruments.MAX_SLOTS", room)
     meter = Meter(tmp_path, "worker-0")
     fits = room // 21
     for i in range(fits + 20):

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from precompute.store.api.app import create_app
-from precompute.store.api.request import client_of
+from precompute.store.http.app import create_app
+from precompute.store.http.request import client_of
 from tests.asgi import exchange, scope_of
 from tests.memory_store import MemoryStore
 from tests.server import Reply

@@ -1,0 +1,220 @@
+"""The command line: ``precompute -c configs/<project> COMMAND``. Each command has the name of the
+function it calls.
+
+Exit status: 0 done · 1 failed, or something needs attention (status, verify) · 2 bad usage or
+configuration · 3 rows were rejected past the threshold or a gate refused: nothing was published.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+from precompute.jobs.commands import (
+    measure,
+    retention,
+    review,
+    rows,
+    run,
+    run_all,
+    serving,
+    setup,
+    status,
+    training,
+)
+from precompute.jobs.commands.command import (
+    BAD_USAGE,
+    FAILED,
+    REJECTED,
+    BadUsage,
+    Commands,
+    Parser,
+    with_history,
+)
+from precompute.jobs.run.command_process import (
+    described,
+    documents_alone,
+    end_signal,
+    enduring_output,
+    log_to_stderr,
+    report_error,
+    show,
+    spare_pandas,
+    terminable,
+)
+from precompute.store.disk.durable_file import limit_of
+from precompute.store.errors import (
+    ConfigError,
+    GateError,
+    MissingFileError,
+    PrecomputeError,
+    RejectedError,
+    RequestError,
+)
+
+READS = frozenset(
+    {
+        "diff",
+        "drop",
+        "explain",
+        "export",
+        "gc",
+        "graph",
+        "history",
+        "log",
+        "lookup",
+        "pin",
+        "report",
+        "resume",
+        "search",
+    }
+    | {"snapshots", "status", "training", "unpin"}
+)
+"""Commands that run no model, and so nobody else's code, but for a miss or a text's embedding where
+one is wanted."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status. Never a traceback for a user's mistake."""
+    with enduring_output():
+        return _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    parser = _parser()
+    log_to_stderr()
+    try:
+        arguments = parser.parse_args(argv)
+    except BadUsage as exc:
+        if "--json" in (sys.argv[1:] if argv is None else argv):
+            print(json.dumps(_refusal("BadUsage", exc.message, BAD_USAGE)))
+        raise
+    computes = getattr(arguments, "fallback", False) or getattr(arguments, "text", None) is not None
+    arguments.own_process = argv is None
+    with documents_alone(arguments.own_process) if arguments.json else contextlib.nullcontext():
+        return _called(arguments, computes)
+
+
+def _called(arguments: argparse.Namespace, computes: bool) -> int:
+    if arguments.own_process and arguments.command in READS and not computes:
+        spare_pandas()
+    try:
+        with contextlib.nullcontext() if arguments.command in serving.SERVICES else terminable():
+            ended: int = arguments.call(arguments)
+            sys.stdout.flush()
+            return ended
+    except BaseException as exc:
+        number = end_signal()
+        if number is None:
+            return _failed(arguments, exc)
+        _report(arguments, "Terminated", described(number), 128 + number)
+    if arguments.own_process:
+        # the process of its own command, which a library's thread must not keep from ending
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(128 + number)
+    return 128 + number
+
+
+def _failed(arguments: argparse.Namespace, exc: BaseException) -> int:
+    """The exit status of a command that raised ``exc``, whose message is reported; what nobody
+    foresaw is raised again."""
+    if isinstance(exc, KeyboardInterrupt):
+        return _report(arguments, "Terminated", "interrupted", 130)
+    if not isinstance(exc, PrecomputeError):
+        limit = limit_of(exc)
+        if limit is None:
+            raise exc
+        return _report(arguments, type(exc).__name__, f"{exc}: {limit}", FAILED)
+    status = REJECTED if isinstance(exc, (RejectedError, GateError)) else FAILED
+    # a scheduler tries again what failed, and not what is wrongly configured: a file that is not
+    # there may only be late
+    scheduled = getattr(arguments, "due", None) is not None
+    if (
+        isinstance(exc, ConfigError)
+        or (isinstance(exc, MissingFileError) and not scheduled)
+        or (isinstance(exc, RequestError) and exc.status < 500)
+    ):
+        status = BAD_USAGE
+    return _report(arguments, type(exc).__name__, with_history(str(exc)), status)
+
+
+def _report(arguments: argparse.Namespace, kind: str, message: str, status: int) -> int:
+    """Say what ended a command: for people on stderr and, with ``--json``, on stdout unless a
+    report stands there already. Returns the exit status."""
+    if arguments.json and not getattr(arguments, "reported", False):
+        show(json.dumps(_refusal(kind, message, status)))
+    report_error(message)
+    return status
+
+
+def _refusal(kind: str, message: str, status: int) -> dict[str, object]:
+    return {"error": {"kind": kind, "message": message}, "exit_status": status}
+
+
+class _Version(argparse.Action):
+    """As argparse's own, which would look the version up for every command."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib import metadata
+
+        from precompute.store.online import kernels
+
+        built = (
+            ""
+            if kernels.COMPILED
+            else (
+                ", without its C extension: install it with a C compiler, lookups of many keys are"
+                " slower by numpy alone"
+            )
+        )
+        print(f"precompute {metadata.version('precompute-store')}{built}")
+        parser.exit()
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="precompute",
+        description=(
+            "Run models ahead of time and answer with a key lookup that tells how fresh it is."
+        ),
+    )
+    parser.add_argument(
+        "-c",
+        "--config",
+        default=os.environ.get("PRECOMPUTE_CONFIG"),
+        metavar="FOLDER",
+        help=(
+            "the project's folder, before or after the command (default: $PRECOMPUTE_CONFIG, or"
+            " that of the nearest project.yaml, here or above)"
+        ),
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and end")
+    commands = Commands(parser)
+    for add in (
+        setup.add,
+        run.add,
+        run.add_backfill,
+        run_all.add_graph,
+        retention.add_rollback,
+        serving.add,
+        rows.add,
+        review.add,
+        training.add,
+        status.add_verify,
+        retention.add,
+        measure.add,
+        status.add,
+        status.add_schema,
+        setup.add_completion,
+    ):
+        add(commands)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,267 @@
+"""Assembling: of a view that serves all of its partitions, the one snapshot that is published. Its
+parts are theirs, by reference; what it writes is which of their rows are dead. Done under the
+publishing lease, of the newest good snapshots there are by then.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from typing import TypeVar
+
+import pyarrow as pa
+
+from precompute.jobs.run.job import Job
+from precompute.jobs.run.judge.value_gates import JUDGED_ROWS
+from precompute.model import Verbatim, digest
+from precompute.store.disk.lease import Lease
+from precompute.store.disk.record import replace
+from precompute.store.errors import SnapshotError
+from precompute.store.history.newest_rows import NewestRows, newest_rows
+from precompute.store.offline.snapshot import Counts, Snapshot, Verdict
+from precompute.store.offline.standing import Standing, are_alike
+from precompute.store.offline.view_store import ViewStore
+from precompute.store.times import Partition, utc_now
+
+Value = TypeVar("Value")
+
+log = logging.getLogger(__name__)
+
+MAX_LAYERS = 32
+"""Of a chain of assembled snapshots, before all is assembled again: no row is copied for that, but
+all keys are compared."""
+MOST_BACK = 0.1
+"""Of the rows: where more would have to be copied, because they come back from partitions below,
+all is assembled again."""
+
+
+def assembled(job: Job, lease: Lease) -> Snapshot | None:
+    """The snapshot of all partitions as they are now: what is live where nothing changed, or one
+    that is committed now; None where no partition has rows.
+
+    Raises:
+        SnapshotError: a file is missing or damaged, or a partition that is served cannot be any
+            more.
+        FencedError: the lease was lost.
+    """
+    store = job.store
+    live = live_assembled(store)
+    members, left_out = members_of(job, live)
+    for text in left_out:
+        job.report.attention.append(text)
+        log.warning("view %r: %s", store.name, text)
+    if not members:
+        return None
+    numbers, newest = (
+        {partition: snapshot.number for partition, snapshot in members.items()},
+        members[max(members)],
+    )
+    if live is not None and (live.members, live.view) == (numbers, newest.view):
+        return live
+    known = _committed(store, live, numbers, newest)
+    if known is not None:
+        return known
+    with job.report.stage("assemble"):
+        try:
+            found = _assembled(job, live, members)
+        except SnapshotError:
+            if not _is_damaged(store, [*members.values(), *([] if live is None else [live])]):
+                raise
+            # What is damaged is marked bad now: once more, without it.
+            return assembled(job, lease)
+        return store.commit(_judged(job, live, found), lease)
+
+
+def _is_damaged(store: ViewStore, snapshots: Iterable[Snapshot]) -> bool:
+    """Whether files of any of these are not what its manifest says; each of them is marked bad then
+    that was not before."""
+    before = len(store.refs.marked("bad"))
+    for snapshot in snapshots:
+        try:
+            store.check_parts(snapshot)
+        except SnapshotError as exc:
+            log.warning("%s", exc)
+    return len(store.refs.marked("bad")) > before
+
+
+def live_assembled(store: ViewStore) -> Snapshot | None:
+    """What is live, where that is an assembled snapshot that can be read."""
+    ref = store.refs.readable_live()
+    try:
+        live = None if ref is None else store.snapshot(ref.snapshot)
+        if live is not None and live.members:
+            store.layers(live)
+            return live
+    except SnapshotError as exc:
+        log.warning("%s", exc)
+    return None
+
+
+def members_of(job: Job, live: Snapshot | None) -> tuple[dict[str, Snapshot], list[str]]:
+    """Partition → the snapshot of it to serve, and what is left out though it is newer, in words.
+
+    All are of one model. After a change of that, what is live stays until every partition that is
+    served was computed by the new one; ``--accept rows`` lets go of those that were not.
+
+    Raises:
+        SnapshotError: a partition that is served has no good snapshot any more.
+    """
+    standing, forced = Standing(job.store), "rows" in job.options.accept
+    every = _retained(job, standing.newest_of_each())
+    if not every:
+        return {}, []
+    newest = every[max(every)]
+    members = (
+        every
+        if all(are_alike(newest, s) for s in every.values())
+        else _retained(job, standing.newest_of_each(like=newest))
+    )
+    served = set() if live is None else set(_retained(job, live.members, members))
+    if live is None or forced or not served.difference(members):
+        return members, _left_out(every, members, newest)
+    if are_alike(newest, live):
+        gone = ", ".join(sorted(served.difference(members)))
+        raise SnapshotError(
+            f"partition {gone} is served and has no good snapshot any more; what is live stays."
+            f" Compute it again (precompute run {job.store.name} --partition …), or let go of its"
+            " rows with --accept rows"
+        )
+    before = _retained(job, standing.newest_of_each(like=live))
+    if served.difference(before):
+        raise SnapshotError(
+            "partitions that are served have no good snapshot any more: precompute backfill"
+            f" {job.store.name}, or --accept rows"
+        )
+    waiting = len(served.difference(members))
+    return before, [
+        f"another model computed partition {max(every)}, and {waiting} of {len(served)} that are"
+        " served wait for it: what is live stays until all are computed by it: precompute backfill"
+        f" {job.store.name} --reprocess stale --from … --to …"
+    ]
+
+
+def _left_out(
+    every: Mapping[str, Snapshot], members: Mapping[str, Snapshot], newest: Snapshot
+) -> list[str]:
+    others = sorted(partition for partition in every if partition not in members)
+    if not others:
+        return []
+    return [
+        f"{len(others)} partitions were computed by another model than {max(members)} and are not"
+        f" served, {others[0]} the oldest: backfill --reprocess stale"
+    ]
+
+
+def _retained(job: Job, of: Mapping[str, Value], beside: Iterable[str] = ()) -> dict[str, Value]:
+    """Those that end no longer before the newest of all than the view keeps."""
+    partition = job.config.partition
+    newest = max((*of, *beside), default=None)
+    if newest is None or partition is None or partition.keep is None:
+        return dict(of)
+    since = Partition.parse(newest).end - timedelta(seconds=partition.keep)
+    return {text: value for text, value in of.items() if Partition.parse(text).end > since}
+
+
+def _committed(
+    store: ViewStore, live: Snapshot | None, numbers: Mapping[str, int], newest: Snapshot
+) -> Snapshot | None:
+    """One that was assembled of the same before, and never went live: a publishing was killed, or a
+    gate refused it."""
+    first, wanted = 0 if live is None else live.number, tuple(sorted(numbers.values()))
+    for entry in reversed(store.catalog().entries.values()):
+        if entry.number > first and entry.members == wanted:
+            snapshot = store.snapshot(entry.number)
+            if snapshot.view == newest.view and Standing(store).bad(snapshot) is None:
+                return snapshot
+    return None
+
+
+def _assembled(job: Job, live: Snapshot | None, members: Mapping[str, Snapshot]) -> Snapshot:
+    """The snapshot, not judged or committed yet: a delta over what is live, or, where that would be
+    long or is of another model, whole."""
+    store, newest = job.store, members[max(members)]
+    if (
+        live is not None
+        and are_alike(live, newest)
+        and len(store.chain(live)) < MAX_LAYERS
+        and Standing(store).bad_below(live) is None
+    ):
+        try:
+            known = {member.number: member for member in members.values()}
+            before = {
+                partition: known.get(number) or store.snapshot(number)
+                for partition, number in live.members.items()
+            }
+        except SnapshotError as exc:
+            log.warning("%s; all is assembled again", exc)
+        else:
+            found = newest_rows(store, members, live, before, memory_mb=job.memory_mb)
+            # All dead rows are read with every look at it.
+            dead = found.gone.num_rows + sum(
+                layer.deletes.rows for layer in store.chain(live) if layer.deletes is not None
+            )
+            if (
+                dead <= max(found.rows, JUDGED_ROWS)
+                and found.back.num_rows <= MOST_BACK * found.rows + JUDGED_ROWS
+            ):
+                return _snapshot(job, live, members, found)
+    return _snapshot(job, None, members, newest_rows(store, members, memory_mb=job.memory_mb))
+
+
+def _snapshot(
+    job: Job, live: Snapshot | None, members: Mapping[str, Snapshot], found: NewestRows
+) -> Snapshot:
+    store, report, newest, parts = job.store, job.report, members[max(members)], list(found.parts)
+    if found.back.num_rows:
+        parts.append(store.write_part(report.run, "assembled.parquet", found.back))
+    if live is None and not parts:
+        # no partition has a row: one file of none
+        parts = list(store.chain(newest)[0].parts)
+    dead = pa.concat_tables([found.gone.unify_dictionaries(), found.own_dead.unify_dictionaries()])
+    deletes = (
+        store.write_part(report.run, "assembled-deletes.parquet", dead) if dead.num_rows else None
+    )
+    rejected = sum(member.counts.rejected for member in members.values())
+    unchanged = 0 if live is None else live.rows - found.gone.num_rows
+    return Snapshot(
+        view=newest.view,
+        run=report.run,
+        model=newest.model,
+        counts=Counts(
+            found.rows + rejected, found.rows - unchanged, rejected, unchanged, found.removed
+        ),
+        parts=tuple(parts),
+        rejected=None,
+        created_at=utc_now(),
+        computed_at_min=found.oldest_us,
+        computed_at_max=found.newest_us,
+        inputs=dict(newest.inputs),
+        input_columns=dict(newest.input_columns),
+        versions=report.versions,
+        kind="full" if live is None else "delta",
+        parent=None if live is None else live.number,
+        deletes=deletes,
+        own_deletes=found.own_dead.num_rows,
+        content=digest(
+            members=Verbatim([[partition, member.content] for partition, member in members.items()])
+        ),
+        members={partition: member.number for partition, member in members.items()},
+        source_at=newest.source_at,
+    )
+
+
+def _judged(job: Job, live: Snapshot | None, snapshot: Snapshot) -> Snapshot:
+    """Each partition was judged when it was computed. Of all together one thing is: whether more
+    rows were lost than ``gates.rows`` allows; a corpus may grow."""
+    limit = job.config.gates.rows
+    if live is None or limit is None or live.rows < JUDGED_ROWS:
+        return snapshot
+    change = snapshot.rows / live.rows - 1
+    message = (
+        f"{snapshot.rows:,} rows of {len(snapshot.members)} partitions, {change:+.1%} against the"
+        f" {live.rows:,} of snapshot {live.number}"
+    )
+    verdict = Verdict("rows", change >= -limit, change, limit, message)
+    accepted = ("rows",) if not verdict.passed and "rows" in job.options.accept else ()
+    return replace(snapshot, gates=(verdict,), quality={"rows": change}, accepted=accepted)

@@ -1,0 +1,335 @@
+"""Command process: what a command's own process does with output that nobody reads, its log, pandas
+and signals. SIGTERM and SIGINT end a command within seconds, whatever it is in the middle of, and
+its report says so.
+
+A call into C puts Python's own handlers off, so a thread hears of the signal through a pipe
+(:func:`signal.set_wakeup_fd`), interrupts DuckDB, and past :data:`GRACE_S` ends the process. What
+keeps the interpreter's lock all the while is left to who supervises the process, and to SIGKILL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from select import select
+from types import FrameType
+from typing import Any, TextIO
+
+from precompute.store.disk.lease import release_leases
+from precompute.store.times import shown_time
+
+log = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+GRACE_S = 3.5
+"""How long a command may take to end by itself. What is left of five seconds is for its report, and
+for the machine to be slow."""
+
+LAST_WORDS_S = 5.0
+"""How long these may take: a report or a lease may lie on a mount that hangs, which is why the
+command did not end."""
+
+INTERRUPT_EVERY_S = 0.2
+"""How often DuckDB is interrupted meanwhile: another query may have begun after the first was."""
+
+_STOP = b"\0"
+
+
+class Terminated(BaseException):
+    """A signal asks the process to end; the argument is its number. No SystemExit, which a model
+    may raise."""
+
+
+class _State:
+    end_signal: int | None = None
+    raised = False
+    last_words: list[Callable[[], None]] = []  # noqa: RUF012 - one per process, as signals are
+
+
+def end_signal() -> int | None:
+    """The signal that ended this process since the last :func:`terminable` began, or None. Whatever
+    exception is on its way then, it is the signal's doing: DuckDB makes one of its own of a query
+    that was interrupted."""
+    return _State.end_signal
+
+
+def _interrupt_sources() -> None:
+    """Interrupt the queries of this process, if it has loaded what runs them: DuckDB takes 0.16
+    s."""
+    database: Any = sys.modules.get("precompute.sources.database")
+    if database is not None:
+        database.interrupt_sources()
+
+
+def described(number: int) -> str:
+    """What a report says of a run that a signal ended."""
+    return "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+
+
+@contextlib.contextmanager
+def last_words(say: Callable[[], None]) -> Iterator[None]:
+    """Have ``say`` called, in whatever thread, if the process has to be ended before this block was
+    left."""
+    _State.last_words.append(say)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):
+            _State.last_words.remove(say)
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """Let :data:`SIGNALS` raise :class:`Terminated` in the main thread, once, and end the process
+    where that is not enough. Nothing of the kind outside the main thread, which no signal
+    reaches."""
+    _State.end_signal, _State.raised = None, False
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    handlers = {number: signal.signal(number, _raise) for number in SIGNALS}
+    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    watcher = threading.Thread(target=_watch, args=(read,), name="termination", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        os.write(write, _STOP)
+        watcher.join()
+        os.close(read)
+        os.close(write)
+        if end_signal() is not None:
+            _say_last_words()
+
+
+def _say_last_words() -> None:
+    """Do what those who were not given the time to end by themselves left to do, and let go of
+    their leases."""
+    while _State.last_words:
+        say = _State.last_words.pop()
+        # The process ends whatever comes of it.
+        with contextlib.suppress(Exception):
+            say()
+    release_leases()
+
+
+def _raise(number: int, _: FrameType | None) -> None:
+    _State.end_signal = number
+    # A second one must not interrupt the clearing up after the first.
+    if not _State.raised:
+        _State.raised = True
+        raise Terminated(number)
+
+
+def _watch(read: int) -> None:
+    limit = None
+    while True:
+        if limit is not None and time.monotonic() >= limit:
+            break
+        if select([read], [], [], None if limit is None else INTERRUPT_EVERY_S)[0]:
+            number = os.read(read, 1)
+            if number == _STOP:
+                return
+            # A backfill, say, has a handler of its own for a while.
+            if limit is None and signal.getsignal(number[0]) is _raise:
+                _State.end_signal, limit = number[0], time.monotonic() + GRACE_S
+        if limit is not None:
+            _interrupt_sources()
+    assert _State.end_signal is not None
+    last = threading.Thread(target=_say_last_words, name="last words", daemon=True)
+    last.start()
+    last.join(LAST_WORDS_S)
+    report_error(f"{described(_State.end_signal)}, and did not end within {GRACE_S} s")
+    sys.stderr.flush()
+    os._exit(128 + _State.end_signal)
+
+
+class Enduring:
+    """A stream that a broken pipe does not stop: from then on what is written to it goes
+    nowhere."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """As a text stream's."""
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            self._let_go()
+            return len(text)
+
+    def flush(self) -> None:
+        """As a text stream's."""
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            self._let_go()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _let_go(self) -> None:
+        null = os.open(os.devnull, os.O_WRONLY)
+        # what it still holds goes there too
+        os.dup2(null, self._stream.fileno())
+        os.close(null)
+
+
+@contextlib.contextmanager
+def enduring_output() -> Iterator[None]:
+    """Within, neither stdout nor stderr raises because its reader went away."""
+    streams = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = Enduring(sys.stdout), Enduring(sys.stderr)
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        sys.stdout, sys.stderr = streams
+
+
+_documents: Any = None
+
+
+@contextlib.contextmanager
+def documents_alone(for_good: bool) -> Iterator[None]:
+    """Within, what is printed goes to the standard error, by a model or its libraries in C, too, so
+    that stdout has what is shown by :func:`show` alone.
+
+    Args:
+        for_good: afterwards, too: what ends with the process is written then.
+    """
+    global _documents
+    stdout, saved = sys.stdout, None
+    # a caller of main() may have put something in its place that is no file
+    with contextlib.suppress(OSError, AttributeError):
+        number = stdout.fileno()
+        stdout.flush()
+        saved = os.fdopen(os.dup(number), "w", encoding=stdout.encoding, errors=stdout.errors)
+        os.dup2(sys.stderr.fileno(), number)
+    _documents, sys.stdout = stdout if saved is None else Enduring(saved), sys.stderr
+    try:
+        yield
+    finally:
+        sys.stdout, _documents = stdout, None
+        if saved is not None:
+            stdout.flush()
+            if not for_good:
+                os.dup2(saved.fileno(), number)
+            saved.close()
+
+
+def show(text: str) -> None:
+    """Print a command's own answer."""
+    print(text, file=_documents or sys.stdout, flush=True)
+
+
+class _NoPandas:
+    """A finder that finds no pandas, and leaves all else to those behind it."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        if name == "pandas":
+            raise ModuleNotFoundError("not imported where nothing needs it", name=name)
+
+
+def spare_pandas() -> None:
+    """Let pyarrow find no pandas when it looks whether a value is one of pandas' (0.15 s and 45 MB
+    to import). For processes that run nobody else's code."""
+    import pyarrow as pa
+
+    sys.meta_path.insert(0, _NoPandas)
+    try:
+        # its C++ and its Python part look once each
+        pa.array([None])
+        _ = pa.lib._pandas_api.have_pandas
+    finally:
+        sys.meta_path.remove(_NoPandas)
+
+
+_run = ""
+
+
+@contextlib.contextmanager
+def logged_as(run: str) -> Iterator[None]:
+    """Meanwhile a run's id is on every line of a JSON log, whatever thread it comes from: a process
+    has one run at a time."""
+    global _run
+    before, _run = _run, run
+    try:
+        yield
+    finally:
+        _run = before
+
+
+class _JsonLine(logging.Formatter):
+    """A record as one line of JSON: ``at`` (ISO 8601, UTC), ``level``, ``logger``, ``message``,
+    ``pid``, of a run also ``run``, and ``error`` with the traceback where there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "at": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            "pid": record.process,
+        }
+        if _run:
+            line["run"] = _run
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+class _TextLine(logging.Formatter):
+    """A record as a line for people: when, how grave, whose, and what."""
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        return shown_time(datetime.fromtimestamp(record.created, UTC))
+
+
+def logs_json() -> bool:
+    """Whether what is said on the standard error is to be lines of JSON."""
+    return os.environ.get("PRECOMPUTE_LOG") == "json"
+
+
+def log_to_stderr() -> None:
+    """Have our loggers say what is worth knowing, and those of libraries what went wrong; with
+    ``PRECOMPUTE_LOG=json`` a line of JSON each."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        _JsonLine() if logs_json() else _TextLine("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    )
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.getLogger("precompute").setLevel(logging.INFO)
+
+
+def say(message: str) -> None:
+    """What a command is at, on the standard error, in the log's own format."""
+    if logs_json():
+        log.info(message)
+    else:
+        print(message, file=sys.stderr, flush=True)
+
+
+def report_error(message: str) -> None:
+    """What ended a command, on the standard error, in the log's own format."""
+    if logs_json():
+        log.error(message)
+    else:
+        print(f"precompute: {message}", file=sys.stderr)

@@ -1,0 +1,435 @@
+"""Comparison: what a precision comes to beside float32 on one sample of a view's rows, stored so
+that the same is not measured twice: ``tune`` and the run that follows do it once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+
+from precompute.engine.runner import Runner
+from precompute.engine.window import Outcome
+from precompute.jobs.config.view import AccuracyConfig, ViewConfig
+from precompute.jobs.run.report import versions
+from precompute.jobs.run.rows.chunks import computed
+from precompute.jobs.run.rows.open_view import OpenView
+from precompute.model import digest, table_digest
+from precompute.store.disk.durable_file import make_folder, replace_durably
+from precompute.store.disk.record import Record, read_record, sealed
+from precompute.store.errors import SourceError
+from precompute.store.feature_view import FeatureView
+from precompute.store.offline.snapshot import Verdict
+from precompute.techniques.accuracy import Accuracy, Judged, compare, least
+from precompute.techniques.row_errors import Limits, share_between
+from precompute.techniques.table import REFERENCE, words
+
+if TYPE_CHECKING:
+    from precompute.models.torch_model import TorchModel
+
+log = logging.getLogger(__name__)
+
+CODE_VERSION = 4
+"""Raised by anyone who changes how figures are computed."""
+
+SHORT = {
+    "mean_cosine": "cosine",
+    "min_cosine": "min",
+    "recall_at_10": "recall@10",
+    "rank_correlation": "rank",
+    "max_abs_error": "max error",
+    "overlap": "overlap",
+    "median_error": "row error",
+    "worst_error": "worst",
+}
+
+
+class Comparison(Record, frozen=True):
+    """Figures of a sample's rows by one technique against the reference; ``accuracy`` is None where
+    no row was computed by both, ``lost`` counts those that the reference alone computed."""
+
+    rows: int
+    lost: int
+    accuracy: Accuracy | None
+    least: Accuracy | None = None
+    """As of :func:`precompute.techniques.accuracy.least`."""
+
+    def clear(self, budget: AccuracyConfig, view: FeatureView) -> bool:
+        """Whether more rows would hardly come to another verdict: all these are computed by both,
+        none is an exception, and all means pass for sure."""
+        if self.least is None or self.lost:
+            return False
+        figures, features = self.least.judged(limits_of(budget), view), self.least.features.values()
+        worst = min(feature.min_cosine or 0.0 for feature in features)
+        return (
+            worst >= budget.cosine
+            and not any(f.beyond for f in features)
+            and all(f.room >= 0 for f in figures)
+        )
+
+    def judged(self, budget: AccuracyConfig, view: FeatureView) -> list[Judged]:
+        """Every figure with its limit, the worst first; rows that are lost have one too."""
+        if self.accuracy is None:
+            return [Judged("rows that both compute:", 0, 1, -1)]
+        figures = self.accuracy.judged(limits_of(budget), view)
+        if self.lost:
+            figures.append(Judged("rows rejected that float32 computes:", self.lost, 0, -self.lost))
+        return sorted(figures, key=lambda figure: figure.room)
+
+    def verdict(self, budget: AccuracyConfig, view: FeatureView, technique: str) -> Verdict:
+        """Whose figure is the one farthest beyond its limit, or else the nearest to it, and whose
+        ``message`` has all of them."""
+        figures = self.judged(budget, view)
+        reasons = [figure.shortfall for figure in figures if figure.room < 0]
+        features = {} if self.accuracy is None else self.accuracy.to_json()["features"]
+        message = f"{technique} against float32 on {self.rows:,} rows: {figures_text(features)}"
+        beyond = (
+            []
+            if self.accuracy is None
+            else [f.beyond for f in self.accuracy.features.values() if f.beyond is not None]
+        )
+        if self.accuracy is not None and beyond:
+            most = share_between(max(beyond), self.accuracy.rows)[1]
+            message += f"; of all rows at most {most:.2%} are off by more than their bound (95 %)"
+        if reasons:
+            message += f": {'; '.join(reasons)}"
+        return Verdict("accuracy", not reasons, figures[0].measured, figures[0].limit, message)
+
+
+def limits_of(budget: AccuracyConfig) -> Limits:
+    """A view's ``accuracy`` as :mod:`precompute.techniques` takes it."""
+    rows, features = budget.rows.model_dump(exclude_none=True), budget.features
+    return Limits(
+        budget.cosine,
+        budget.recall_at_10,
+        rows,
+        {name: own.model_dump(exclude_none=True) for name, own in features.items()},
+    )
+
+
+def compared(
+    view: FeatureView,
+    budget: AccuracyConfig,
+    reference: Outcome,
+    other: Outcome,
+    rows: int,
+    ends: int = 0,
+) -> Comparison:
+    """Two outcomes of one sample.
+
+    Args:
+        view: whose features they are.
+        budget: the view's accuracy: rows count as beyond by its bounds.
+        reference: in float32.
+        other: by another technique.
+        rows: of the sample, from its first, that count.
+        ends: how many of them, the first, were not drawn by chance.
+    """
+    wanted = set(reference.rows[reference.rows < rows].tolist())
+    both = sorted(wanted & set(other.rows.tolist()))
+    at_ends = sum(row < ends for row in both)
+    if len(both) == at_ends:
+        return Comparison(rows - ends, len(wanted), None)
+    wants, made = (_features(done, both) for done in (reference, other))
+    limits, lost = limits_of(budget), len(wanted) - len(both)
+    found, low = (figures(wants, made, view, limits, at_ends) for figures in (compare, least))
+    return Comparison(rows - ends, lost, found, low)
+
+
+def _features(done: Outcome, rows: list[int]) -> pa.RecordBatch:
+    position = {row: i for i, row in enumerate(done.rows.tolist())}
+    return done.features.take(pa.array([position[row] for row in rows], pa.int64()))
+
+
+def figures_text(features: Mapping[str, Mapping[str, float]]) -> str:
+    """The accuracy's figures, in words."""
+    lines = []
+    for name, figures in features.items():
+        # of a row's error two digits are the same in whatever batch
+        digits = {"median_error": 2, "worst_error": 2}
+        shown = (f"{SHORT[k]} {v:.{digits.get(k, 6)}g}" for k, v in figures.items() if k in SHORT)
+        lines.append(f"{name}: " * (len(features) > 1) + " · ".join(shown))
+    return "; ".join(lines) or "–"
+
+
+class CachedComparison:
+    """The file of one comparison: of a model by one technique, on these rows, by this machine's
+    instructions and libraries.
+
+    Args:
+        opened: the view; its model is of torch.
+        technique: a name.
+        sample: the rows.
+        budget: the view's accuracy.
+    """
+
+    def __init__(
+        self, opened: OpenView, technique: str, sample: pa.RecordBatch, budget: AccuracyConfig
+    ) -> None:
+        # imports torch, as the model did
+        from precompute.techniques.machine import instructions
+
+        view = opened.view
+        facts = digest(
+            code=CODE_VERSION,
+            model=opened.fingerprint_by(technique),
+            features=[
+                [f.name, f.dtype, f.dim, f.max_items, limits_of(budget).of(f).bound]
+                for f in view.features
+            ],
+            index=None if view.index is None else [view.index.on, view.index.metric],
+            rows=table_digest(pa.Table.from_batches([sample])),
+            device=opened.wanted,
+            machine=instructions(),
+            versions=dict(versions()),
+        )
+        self._path = opened.compiled / f"accuracy-{technique}-{facts[:16]}.json"
+
+    def read(self) -> Comparison | None:
+        """None where there is none, or none that can be read."""
+        try:
+            return read_record(Comparison, self._path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as exc:
+            log.warning("%s cannot be read (%s): measured again", self._path, exc)
+            return None
+
+    def write(self, comparison: Comparison) -> None:
+        """Keep it; where that fails, it is measured again the next time."""
+        try:
+            make_folder(self._path.parent)
+            replace_durably(self._path, sealed(comparison))
+        except OSError as exc:
+            log.warning(
+                "%s cannot be written (%s): what was measured is not stored",
+                self._path,
+                exc.strerror,
+            )
+
+
+# ---- Accuracy gate: how far a view's precision is from float32 on rows of its own. Where a
+# model computes for several threads it is measured beside a run's first batches, of which
+# nothing is written before it has passed.
+
+
+CHECKED_ROWS = 512
+"""Of the source: 10 neighbours among 512 tell 0.985 from 0.97 with room to spare."""
+FIRST_ROWS = 128
+"""Of these, where nothing but vectors is compared: they do where they leave no doubt
+(:meth:`precompute.jobs.run.judge.accuracy.Comparison.clear`)."""
+END_ROWS = 4
+"""At each end of each input: a text's longest and shortest, a number's or a vector's largest and
+smallest."""
+SHARE = 4
+"""Of the compute threads, one in so many measures beside a run, in a lane of its own; two at least,
+where there are as many. By one of two it took longer than the batches beside it, and a core was
+idle at the end."""
+
+
+class _Stopped(Exception):
+    """Nobody waits for it any more."""
+
+
+class AccuracyCheck:
+    """The comparison of a view's precision with float32, on its way; :meth:`close` it when nobody
+    asks any more.
+
+    Args:
+        config: the view's, which says how near it must be.
+        opened: the view, its model converted, in another precision than float32. Its source is read
+            here, and not afterwards.
+
+    Raises:
+        SourceError, ModelError: as a run would.
+    """
+
+    def __init__(self, config: ViewConfig, opened: OpenView) -> None:
+        self._config, self._opened = config, opened
+        sample, self._ends = sample_of(opened, CHECKED_ROWS)
+        self._parts = [
+            sample.slice(0, rows) for rows in steps(opened.view, sample.num_rows, self._ends)
+        ]
+        self._found = self._known()
+        self._error: BaseException | None = None
+        self._stopped = False
+        self._thread: threading.Thread | None = None
+        if self._found is not None:
+            return
+        if opened.wanted is not None:
+            self._keep(
+                sample,
+                *(computed(opened, sample, technique) for technique in (opened.variant, REFERENCE)),
+            )
+            return
+        # torch takes a second to import, and a model of pure Python needs none
+        from precompute.models.torch_model import TorchModel
+
+        model = opened.model
+        assert isinstance(model, TorchModel), "no other model has another precision"
+        if model.concurrent:
+            self._thread = threading.Thread(
+                target=self._measure_aside, args=(model,), name="accuracy", daemon=True
+            )
+            self._thread.start()
+        else:
+            self._measure(model)
+
+    @property
+    def known(self) -> bool:
+        """Whether there is nothing to wait for."""
+        return self._thread is None
+
+    def verdict(self) -> Verdict:
+        """Wait for it.
+
+        Raises:
+            ModelError: measuring failed.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+        assert self._found is not None
+        return self._found.verdict(self._config.accuracy, self._opened.view, self._opened.variant)
+
+    def close(self) -> None:
+        """Give up what is not known yet, after the batch under way."""
+        self._stopped = True
+        if self._thread is not None:
+            self._thread.join()
+
+    def _known(self) -> Comparison | None:
+        """What was stored of all the rows, or of the first where it is clear."""
+        for rows in reversed(self._parts):
+            found = CachedComparison(
+                self._opened, self._opened.variant, rows, self._config.accuracy
+            ).read()
+            if found is not None and (
+                rows is self._parts[-1] or found.clear(self._config.accuracy, self._opened.view)
+            ):
+                return found
+        return None
+
+    def _measure_aside(self, model: TorchModel) -> None:
+        try:
+            self._measure(model)
+        except _Stopped:
+            pass
+        except BaseException as exc:
+            self._error = exc
+
+    def _measure(self, model: TorchModel) -> None:
+        from precompute.techniques.machine import check_float32
+
+        check_float32(model.device)
+        done = reference = None
+        for rows in self._parts:
+            start = 0 if done is None else self._parts[0].num_rows
+            more = rows.slice(start)
+            done = _joined(done, self._computed(model, more), start)
+            reference = _joined(reference, self._reference(model, more), start)
+            if self._keep(rows, done, reference).clear(self._config.accuracy, self._opened.view):
+                return
+
+    def _reference(self, model: TorchModel, sample: pa.RecordBatch) -> Outcome:
+        """The sample in float32: by a quicker way than the module's own, where that is not what is
+        judged, and is seen to compute the same."""
+        from precompute.techniques.conversion import QUICK, is_proven, proof_rows, quick_reference
+
+        exact = model.in_float32()
+        # what is float32 by another way is compared with the module itself
+        is_float32 = words(self._opened.variant)[0] == words(REFERENCE)[0]
+        quick = None if is_float32 else quick_reference(model)
+        if quick is not None:
+            made = self._computed(quick, sample)
+            rows = proof_rows(made)
+            if is_proven(
+                made, self._computed(exact, sample.take(pa.array(rows))), rows, self._opened.view
+            ):
+                return made
+            log.warning(
+                "view %r: %s computes something else than %s here, which takes its place",
+                self._opened.view.name,
+                QUICK,
+                REFERENCE,
+            )
+        return self._computed(exact, sample)
+
+    def _computed(self, model: TorchModel, rows: pa.RecordBatch) -> Outcome:
+        threads = model.device.threads()
+        lanes = max(min(2, threads), threads // SHARE) if model.concurrent else 1
+        return Runner(model, self._opened.view, search=False).compute(
+            rows, lanes=lanes, go_on=self._go_on
+        )
+
+    def _go_on(self) -> None:
+        if self._stopped:
+            raise _Stopped
+
+    def _keep(self, rows: pa.RecordBatch, done: Outcome, reference: Outcome) -> Comparison:
+        budget = self._config.accuracy
+        self._found = compared(
+            self._opened.view, budget, reference, done, rows.num_rows, self._ends
+        )
+        CachedComparison(self._opened, self._opened.variant, rows, budget).write(self._found)
+        return self._found
+
+
+def _joined(first: Outcome | None, more: Outcome, rows: int) -> Outcome:
+    """Outcomes of a sample's first ``rows`` rows and of those that follow, as one."""
+    if first is None:
+        return more
+    features = pa.concat_batches([first.features, more.features])
+    rejections = [
+        *first.rejections,
+        *(replace(rejection, row=rows + rejection.row) for rejection in more.rejections),
+    ]
+    return Outcome(np.concatenate([first.rows, rows + more.rows]), features, rejections)
+
+
+def steps(view: FeatureView, rows: int, ends: int) -> list[int]:
+    """How many of a sample of ``rows`` rows, from its first, are compared, and how many if these
+    leave a doubt; ``ends`` come before what was drawn."""
+    most = min(rows - ends, CHECKED_ROWS)
+    few = all(feature.dim is not None for feature in view.features) and most > FIRST_ROWS
+    return [ends + FIRST_ROWS, ends + most] if few else [ends + most]
+
+
+def cache_comparisons(
+    opened: OpenView,
+    sample: pa.RecordBatch,
+    ends: int,
+    budget: AccuracyConfig,
+    comparisons: dict[str, list[Comparison]],
+) -> None:
+    """What was measured of several techniques on the first rows of a sample, as many as of
+    :func:`steps`: a run's check may be of the same."""
+    for technique, found in comparisons.items():
+        for comparison in found if technique != REFERENCE else ():
+            CachedComparison(
+                opened, technique, sample.slice(0, ends + comparison.rows), budget
+            ).write(comparison)
+
+
+def sample_of(opened: OpenView, rows: int) -> tuple[pa.RecordBatch, int]:
+    """Rows of the source: its ends, as of :meth:`precompute.sources.source.Source.ends`, and behind
+    them ``rows`` drawn by chance; and how many the ends are.
+
+    Raises:
+        SourceError: there are no rows.
+    """
+    drawn = opened.source.sample(rows).combine_chunks()
+    if drawn.num_rows == 0:
+        raise SourceError(
+            f"view {opened.view.name!r}: the source yielded no rows: nothing to compare"
+            " precisions on"
+        )
+    ends = opened.source.ends(END_ROWS)
+    (batch,) = pa.concat_tables([ends, drawn]).combine_chunks().to_batches()
+    return batch, ends.num_rows

@@ -1,0 +1,378 @@
+"""Audit: what can be said of all rows of a run, from some of them computed again once it has
+computed the last: in float32, which tells how many are off, and among other rows, which tells
+whether a row is the same whatever batch it is in.
+
+The rows are drawn from all batches, by their place among those that the run computes. It takes a
+share of the run's time, and says what so many rows can say.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from precompute.engine.runner import Runner
+from precompute.engine.window import Outcome
+from precompute.jobs.config.view import ViewConfig
+from precompute.jobs.run.judge.accuracy import END_ROWS, limits_of
+from precompute.jobs.run.rows.chunks import computed
+from precompute.jobs.run.rows.open_view import OpenView
+from precompute.model import Model
+from precompute.store.feature_view import Feature, FeatureView
+from precompute.store.keys import key_column
+from precompute.store.offline.snapshot import Verdict
+from precompute.techniques.accuracy import judged_rows
+from precompute.techniques.row_errors import is_measured, row_errors, row_figures, share_between
+from precompute.techniques.same_value import differing
+from precompute.techniques.table import REFERENCE
+
+AUDITED_ROWS = 5000
+"""Drawn of a run: where 1 of 1,000 is broken, none of so many is in 1 of 150 draws, and none seen
+says that fewer than 0.06 % are (95 %)."""
+HELD_BYTES = 64 * 2**20
+"""Of drawn rows at most, and one window's; of larger rows fewer are drawn."""
+TOGETHER_BYTES = 64 * 2**20
+"""Windows are looked at together, up to so many: beside threads that compute nothing is in a cache,
+and one of 8,192 scores took 0.5 ms, where it takes 0.06."""
+SHARE = 0.03
+"""Of the time that a run took, that the audit takes at most."""
+LEAST_S = 0.05
+"""Or so long, where that is more."""
+SLOWER = 4.0
+"""Times the run's time a row that float32 is expected to take at first: MiniLM's takes 4 times as
+long as its bfloat16."""
+FEWEST_ROWS = 8
+"""Fewer say nothing that the comparison before a run does not, unless they are all."""
+ALONE_ROWS = 64
+"""Computed again among others."""
+ALONE_TOGETHER = 16
+"""Of these, in one batch at most."""
+WORKER_S = 10.0
+"""That a worker on a GPU takes to begin; it computes float32 at an eighth of the run's rate at
+least."""
+OWN = "bf16-eager"
+"""What two computations by a model of somebody's own may differ by: nobody knows what it computes
+in."""
+
+_SEED = 0
+"""The same run draws the same rows."""
+
+
+class Audit:
+    """The rows drawn of one run.
+
+    Args:
+        config: the view's.
+        opened: the view, its model converted.
+        rows: to be computed.
+        before_s: seconds that the run took so far.
+    """
+
+    def __init__(self, config: ViewConfig, opened: OpenView, rows: int, before_s: float) -> None:
+        self._config, self._opened = config, opened
+        self._in_batches = (
+            config.gates.parity is not None and not opened.view.fallback and opened.wanted is None
+        )
+        wanted = (
+            AUDITED_ROWS if opened.variant != REFERENCE else ALONE_ROWS if self._in_batches else 0
+        )
+        drawn = np.random.default_rng(_SEED).choice(
+            rows, min(rows, wanted), replace=False, shuffle=False
+        )
+        self._places: list[int] = np.sort(drawn).tolist()
+        self._inputs: list[pa.RecordBatch] = []
+        self._made: list[pa.RecordBatch] = []
+        self._ends = _Ends(opened.view) if opened.variant != REFERENCE else None
+        self._pending: list[tuple[int, pa.RecordBatch, Outcome]] = []
+        self._rows = self._bytes = self._pending_bytes = 0
+        self._began = time.monotonic() - before_s
+        self._spent_s = 0.0
+
+    def draw(self, batch: pa.RecordBatch, done: Outcome) -> None:
+        """Look at rows that the model computed.
+
+        Args:
+            batch: as it was given to the engine, with a column ``input_hash``.
+            done: what became of its rows, or of some.
+        """
+        start = self._rows
+        self._rows += len(done.rows)
+        if self._ends is None and not self._drawn(start, len(done.rows)):
+            return
+        self._pending.append((start, batch, done))
+        self._pending_bytes += batch.nbytes + done.features.nbytes
+        # a few windows of a run are looked at as they come, and not held
+        if self._ends is None or self._pending_bytes > TOGETHER_BYTES:
+            self._look()
+
+    def _look(self) -> None:
+        """Draw rows of the windows that came since."""
+        # what it waits for meanwhile is the model
+        began = time.thread_time()
+        for start, batch, done in self._pending:
+            if not len(done.rows):
+                continue
+            if chosen := self._drawn(start, len(done.rows)):
+                self._keep(batch, done, np.array(chosen) - start)
+                if self._bytes > HELD_BYTES:
+                    self._halve(start + len(done.rows))
+            if self._ends is not None:
+                self._ends.look_at(batch, done)
+        self._pending, self._pending_bytes = [], 0
+        self._spent_s += time.thread_time() - began
+
+    def _drawn(self, start: int, rows: int) -> list[int]:
+        """Places that are drawn, of ``rows`` from ``start``."""
+        first = bisect.bisect_left(self._places, start)
+        return self._places[first : bisect.bisect_left(self._places, start + rows, first)]
+
+    def verdicts(self, model_s: float) -> list[Verdict]:
+        """What the gates ``batch`` and ``accuracy`` say, where there are rows and time enough for
+        it.
+
+        Args:
+            model_s: seconds that the model took for all rows of the run.
+
+        Raises:
+            ModelError: as a run would.
+        """
+        self._look()
+        if not self._made:
+            return []
+        budget_s = max(LEAST_S, SHARE * (time.monotonic() - self._began))
+        # on crowded cores drawing takes longer than it should
+        budget_s = max(budget_s - self._spent_s, budget_s / 2)
+        row_s = model_s / self._rows
+        inputs, made = pa.concat_batches(self._inputs), pa.concat_batches(self._made)
+        # there may be time for the first of them only
+        order = pa.array(np.random.default_rng(_SEED).permutation(made.num_rows))
+        inputs, made = inputs.take(order), made.take(order)
+        began = time.monotonic()
+        verdicts = (
+            self._in_float32(inputs, made, budget_s, row_s)
+            if self._opened.variant != REFERENCE
+            else []
+        )
+        return verdicts + self._among_others(
+            inputs, made, budget_s - (time.monotonic() - began), row_s
+        )
+
+    def _keep(self, batch: pa.RecordBatch, done: Outcome, chosen: npt.NDArray[np.int64]) -> None:
+        self._inputs.append(_shown(batch).take(pa.array(done.rows[chosen])))
+        self._made.append(done.features.take(pa.array(chosen)))
+        self._bytes += self._inputs[-1].nbytes + self._made[-1].nbytes
+
+    def _halve(self, end: int) -> None:
+        """Let go of every other row, of those that are held and of those to come from ``end``
+        on."""
+        self._inputs, self._made = (
+            [pa.concat_batches(held).take(pa.array(np.arange(0, sum(map(len, held)), 2)))]
+            for held in (self._inputs, self._made)
+        )
+        self._bytes = self._inputs[0].nbytes + self._made[0].nbytes
+        self._places = [
+            place for number, place in enumerate(self._places) if place < end or number % 2
+        ]
+
+    # ---- among other rows
+
+    def _among_others(
+        self, inputs: pa.RecordBatch, made: pa.RecordBatch, budget_s: float, row_s: float
+    ) -> list[Verdict]:
+        """The gate ``batch``, where a row differs; none on a GPU, where another worker would have
+        to begin, nor where the fallback's parity tells the same."""
+        view, limit = self._opened.view, self._config.gates.parity
+        rows = min(ALONE_ROWS, made.num_rows, int(budget_s / max(row_s, 1e-9)))
+        if limit is None or not self._in_batches or rows < 2:
+            return []
+        step, until = min(ALONE_TOGETHER, rows // 2), time.monotonic() + budget_s
+        outcomes, runner = [], Runner(self._opened.model, view, search=False)
+        for start in range(0, rows, step):
+            outcomes.append(runner.compute(inputs.slice(start, min(step, rows - start))))
+            if time.monotonic() > until:
+                rows = min(rows, start + step)
+                break
+        keys = key_column(inputs, view.entity).to_pylist()
+        again = np.concatenate([step * n + done.rows for n, done in enumerate(outcomes)])
+        differs = {
+            keys[step * n + r.row]: r.error
+            for n, done in enumerate(outcomes)
+            for r in done.rejections
+        }
+        # a torch model knows how it computes; without importing torch, that is how to tell one from
+        # a model of the user's own
+        known = getattr(self._opened.model, "variant", None) == self._opened.variant
+        found = differing(
+            pa.Table.from_batches([made.take(pa.array(again))]),
+            pa.Table.from_batches([done.features for done in outcomes]),
+            view,
+            self._opened.variant if known else OWN,
+        )
+        differs |= {keys[again[row]]: what for row, what in found.items()}
+        if not differs:
+            # no word of what is as it should be: how many rows there was time for would be another
+            # figure in each run
+            return []
+        message = (
+            f"{len(differs)} of {rows} rows come out differently among other rows than in the"
+            " batches of the run"
+        )
+        message += "; the first, {!r}: {}".format(*next(iter(differs.items())))
+        share = len(differs) / rows
+        return [Verdict("batch", share <= limit, share, limit, message)]
+
+    # ---- in float32
+
+    def _in_float32(
+        self, inputs: pa.RecordBatch, made: pa.RecordBatch, budget_s: float, row_s: float
+    ) -> list[Verdict]:
+        """The gate ``accuracy``, of the rows drawn and of those at the ends."""
+        assert self._ends is not None
+        shown, stored = self._ends.rows()
+        ends = shown.num_rows
+        rows, until = pa.concat_batches([shown, inputs]), time.monotonic() + budget_s
+        outcomes: list[Outcome] = []
+        start = 0
+        for block in self._blocks(rows, budget_s, row_s, until):
+            outcomes.append(_moved(block, start))
+            start += block.done
+        again = (
+            np.concatenate([done.rows for done in outcomes]) if outcomes else np.empty(0, np.int64)
+        )
+        at_ends = int((again < ends).sum())
+        if len(again) - at_ends < min(FEWEST_ROWS, inputs.num_rows):
+            return []
+        reference = pa.concat_batches([done.features for done in outcomes])
+        return [
+            self._verdict(
+                reference, pa.concat_batches([stored, made]).take(pa.array(again)), at_ends
+            )
+        ]
+
+    def _blocks(
+        self, rows: pa.RecordBatch, budget_s: float, row_s: float, until: float
+    ) -> Iterator[Outcome]:
+        """The first rows in float32, as many as there is time for."""
+        opened = self._opened
+        if opened.wanted is not None:
+            # in a worker, as the run's own
+            count = int((budget_s - WORKER_S) / (8 * row_s))
+            if count >= FEWEST_ROWS:
+                yield computed(opened, rows.slice(0, count), REFERENCE)
+            return
+        # torch takes a second to import, and a model of pure Python needs none
+        from precompute.models.torch_model import TorchModel
+
+        model: Model = opened.model
+        assert isinstance(model, TorchModel), "no other model has another precision"
+        exact: Model = model.in_float32()
+        runner, start, next_s = Runner(exact, opened.view, search=False), 0, 2 * SLOWER * row_s
+        while start < rows.num_rows:
+            left_s = until - time.monotonic()
+            # half of those there is time for by a guess, then by what these took
+            count = min(int(left_s / max(next_s, 1e-9)), rows.num_rows - start)
+            if count < min(FEWEST_ROWS, rows.num_rows - start):
+                return
+            began = time.monotonic()
+            # in lanes, whose threads do not wait for one another: on crowded cores that took 20
+            # times as long
+            yield runner.compute(rows.slice(start, count), lanes=runner.lanes_for(count))
+            start += count
+            next_s = (time.monotonic() - began) / count
+
+    def _verdict(self, reference: pa.RecordBatch, made: pa.RecordBatch, ends: int) -> Verdict:
+        view, limits, details, judged = self._opened.view, limits_of(self._config.accuracy), [], []
+        for feature in view.features:
+            of = limits.of(feature)
+            errors = row_errors(
+                feature, reference.column(feature.name), made.column(feature.name), ends
+            )
+            figures = row_figures(errors, of, ends)
+            judged += judged_rows(feature.name, figures, of)
+            most = share_between(figures.beyond, figures.rows)[1]
+            if figures.rows == self._rows:
+                most = figures.beyond / figures.rows
+            far = f"off by more than {of.bound:.3g}" if is_measured(feature) else "others"
+            said = f"of {self._rows:,} rows at most {most:.2%} are {far} (95 %)"
+            details.append(
+                f"{feature.name}: " * (len(view.features) > 1)
+                + f"{said}; worst {figures.worst:.3g}"
+            )
+        judged.sort(key=lambda figure: figure.room)
+        reasons = [figure.shortfall for figure in judged if figure.room < 0]
+        message = (
+            f"{self._opened.variant} against float32, {made.num_rows - ends:,} rows of the run:"
+            f" {'; '.join(details)}"
+        )
+        if reasons:
+            message += f": {'; '.join(reasons)}"
+        return Verdict("accuracy", not reasons, judged[0].measured, judged[0].limit, message)
+
+
+class _Ends:
+    """The rows of a run with the largest and the smallest values, or lengths of vectors, of each
+    feature of floats."""
+
+    def __init__(self, view: FeatureView) -> None:
+        self._features = [
+            f for f in view.features if f.dtype.startswith("float") and f.max_items is None
+        ]
+        self._found: dict[tuple[str, int], list[tuple[float, pa.RecordBatch, pa.RecordBatch]]] = {}
+        self._none = pa.RecordBatch.from_pylist([], view.feature_schema())
+        self._shown: pa.Schema | None = None
+
+    def look_at(self, batch: pa.RecordBatch, done: Outcome) -> None:
+        """Of a window, or of a piece of one, the first row of the largest and of the smallest."""
+        if self._shown is None:
+            self._shown = _shown(batch).schema
+        for feature in self._features:
+            sizes = _sizes(feature, done.features.column(feature.name))
+            for sign in (1, -1):
+                place = int(np.argmax(sizes)) if sign > 0 else int(np.argmin(sizes))
+                size, held = (
+                    sign * float(sizes[place]),
+                    self._found.setdefault((feature.name, sign), []),
+                )
+                if len(held) < END_ROWS or size > held[-1][0]:
+                    held.append(
+                        (
+                            size,
+                            _shown(batch).take(pa.array([done.rows[place]])),
+                            done.features.take(pa.array([place])),
+                        )
+                    )
+                    held.sort(key=lambda row: -row[0])
+                    del held[END_ROWS:]
+
+    def rows(self) -> tuple[pa.RecordBatch, pa.RecordBatch]:
+        """What the model was shown of them, and what it made."""
+        assert self._shown is not None
+        rows = [row for held in self._found.values() for row in held]
+        shown = pa.concat_batches(
+            [pa.RecordBatch.from_pylist([], self._shown), *(row[1] for row in rows)]
+        )
+        return shown, pa.concat_batches([self._none, *(row[2] for row in rows)])
+
+
+def _shown(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """What the model sees of it."""
+    return batch.drop_columns(["input_hash"])
+
+
+def _sizes(feature: Feature, column: pa.Array) -> npt.NDArray[Any]:
+    if feature.dim is None:
+        return np.asarray(column)
+    values = np.asarray(column.flatten()).reshape(-1, feature.dim).astype(np.float32, copy=False)
+    squares: npt.NDArray[np.float32] = np.asarray(np.einsum("ij,ij->i", values, values))
+    return squares
+
+
+def _moved(done: Outcome, rows: int) -> Outcome:
+    """An outcome of rows that stand ``rows`` further on."""
+    return Outcome(rows + done.rows, done.features)

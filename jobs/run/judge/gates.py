@@ -1,0 +1,576 @@
+"""Gates: what a snapshot must look like before it may be published. A green job with half the rows,
+or with vectors of nothing, is stopped here, and the old version stays live. The figures and
+verdicts go into the manifest, whatever they are. Parity, rows that come again after a rollback, and
+the judged snapshot.
+
+A row that ``bad_rows: null`` left without features has no value for coverage, and no vector for any
+other gate.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+
+from precompute.engine.features import with_null_rows
+from precompute.engine.runner import compute
+from precompute.jobs.config.view import COMPUTING_GATES, ViewConfig
+from precompute.jobs.run.job import Job
+from precompute.jobs.run.judge.value_gates import (
+    JUDGED_ROWS,
+    SAMPLE_ROWS,
+    WIDER,
+    Verdicts,
+    judge_contract,
+    judge_duplicates,
+    judge_keys,
+    judge_lengths,
+    judge_moves,
+    judge_packed,
+    judge_shift,
+    judge_value_moves,
+    judge_values,
+    moves_of,
+)
+from precompute.jobs.run.rows.chunks import computed
+from precompute.jobs.run.rows.compaction import Replaced
+from precompute.jobs.run.rows.open_view import OpenView, files_of
+from precompute.jobs.run.rows.plan import recipe_of
+from precompute.sources.diff import returned_rows
+from precompute.sources.source import Files
+from precompute.store.disk.record import replace
+from precompute.store.errors import SnapshotError
+from precompute.store.feature_view import FeatureView
+from precompute.store.keys import key_column
+from precompute.store.offline.part_file import Layers, dead_rows
+from precompute.store.offline.row_figures import RowFigures, count
+from precompute.store.offline.selection import all_rows
+from precompute.store.offline.snapshot import Snapshot, Verdict
+from precompute.store.offline.standing import ROLLED_BACK, Standing
+from precompute.store.offline.view_store import ViewStore
+from precompute.store.times import utc_now
+from precompute.techniques.same_value import differing
+
+PARITY_ROWS = 20
+
+
+def judge_parity(opened: OpenView, sample: pa.Table, limit: float, verdicts: Verdicts) -> None:
+    """The gate ``parity``.
+
+    Args:
+        opened: source and model.
+        sample: some rows of the snapshot, with a column ``key``.
+        limit: share of the compared rows that may differ.
+        verdicts: gets the verdict; none where no row could be compared.
+
+    Raises:
+        SourceError, ModelError: something cannot be read or computed.
+    """
+    compared, different = _parity(opened, sample)
+    if compared:
+        message = (
+            f"{len(different)} of {compared} sampled rows come out differently from the fallback"
+        )
+        if different:
+            message += "; the first, {!r}: {}".format(*next(iter(different.items())))
+        verdicts.at_most("parity", len(different) / compared, limit, message)
+
+
+def _parity(opened: OpenView, sample: pa.Table) -> tuple[int, dict[str, str]]:
+    """(rows compared, key → what differs): some rows computed once more, from the source by key, as
+    the fallback does; rows whose input changed since are left out."""
+    step = max(1, sample.num_rows // PARITY_ROWS)
+    stored = sample.take(pa.array(range(0, sample.num_rows, step))).slice(0, PARITY_ROWS)
+    position = {key: row for row, key in enumerate(stored.column("key").to_pylist())}
+    hashes = stored.column("input_hash").to_pylist()
+    again = opened.source.rows(list(position), with_hash=True).combine_chunks()
+    keys = again.column("key").to_pylist()
+    same = [
+        row
+        for row, h in enumerate(again.column("input_hash").to_pylist())
+        if hashes[position[keys[row]]] == h
+    ]
+    if not same:
+        return 0, {}
+    batch = (
+        again.take(pa.array(same))
+        .drop_columns(["key", "input_hash"])
+        .combine_chunks()
+        .to_batches()[0]
+    )
+    keys = [keys[row] for row in same]
+    outcome = (
+        compute(opened.model, opened.view, batch)
+        if opened.wanted is None
+        else computed(opened, batch, opened.variant)
+    )
+    done = with_null_rows(opened.view, outcome)
+    differs = {keys[rejection.row]: rejection.error for rejection in done.rejections}
+    keys = [keys[row] for row in done.rows.tolist()]
+    # a torch model knows how it computes; without importing torch, that is how to tell one from a
+    # model of the user's own
+    known = opened.wanted is not None or getattr(opened.model, "variant", None) == opened.variant
+    precision = opened.variant if known else None
+    rows = differing(
+        stored.take(pa.array([position[key] for key in keys], pa.int64())),
+        done.features,
+        opened.view,
+        precision,
+    )
+    return len(same), differs | {keys[row]: what for row, what in rows.items()}
+
+
+log = logging.getLogger(__name__)
+
+
+def judge_rolled_back(
+    opened: OpenView, store: ViewStore, snapshot: Snapshot, limit: float | None, verdicts: Verdicts
+) -> None:
+    """The gate :data:`precompute.store.offline.standing.ROLLED_BACK`.
+
+    Args:
+        opened: its source is loaded.
+        store: of the view.
+        snapshot: about to be committed.
+        limit: share of a bad snapshot's own rows that may come again; None switches the gate off.
+        verdicts: gets the verdict.
+    """
+    unrecognised, again = (
+        _unrecognised(opened, store, snapshot),
+        _returned(opened, store, snapshot, verdicts),
+    )
+    if unrecognised is not None:
+        message = (
+            f"the rows of snapshot {unrecognised}, which was rolled back from, cannot be recognised"
+            " after the change of hash (another version of DuckDB, or the first run of every row);"
+            f" look whether they come again, then --accept {ROLLED_BACK}"
+        )
+        verdicts.at_most(ROLLED_BACK, 1.0, limit, message)
+    elif again is not None:
+        number, own, back, live = again
+        message = (
+            f"{back:,} of the {own:,} rows come again that snapshot {number} had computed, which"
+            " was rolled back from"
+        )
+        if live:
+            message += f", {live:,} of them live already"
+        verdicts.add(ROLLED_BACK, back / own, limit, limit is None or back <= limit * own, message)
+
+
+def _returned(
+    opened: OpenView, store: ViewStore, snapshot: Snapshot, verdicts: Verdicts
+) -> tuple[int, int, int, int] | None:
+    """(a snapshot that was rolled back from, the rows it computed, those of them that come again
+    and nobody let pass, those of these that are live), of which the largest share does; None
+    without any."""
+    worst: tuple[int, int, int, int] | None = None
+    marks = Standing(store).left
+    live = _live(store) if marks else None
+    let_pass = {} if live is None else _let_pass(live)
+    # of one that cannot be read today, too
+    verdicts.excused |= let_pass
+    for number, mark in marks.items():
+        bad = _readable(store, number)
+        if bad is None or not bad.recipe or bad.recipe != snapshot.recipe:
+            continue
+        went_to = None if mark.back_to is None else _readable(store, mark.back_to)
+        past = [
+            of if of is not None and of.recipe == snapshot.recipe else None
+            for of in (bad, went_to or live, live)
+        ]
+        try:
+            try:
+                own, new, old = returned_rows(
+                    opened.source,
+                    *(Files() if of is None else files_of(store.layers(of)) for of in past),
+                )
+            except SnapshotError as exc:
+                log.warning("%s", exc)
+                own, new, old = returned_rows(
+                    opened.source,
+                    *(Files() if of is None else _whole_files(store, of) for of in past),
+                )
+        except SnapshotError as exc:
+            # Of the past, and damaged: no reason to refuse what comes after it.
+            log.warning("%s", exc)
+            continue
+        excused = min(old, let_pass.get(number, 0))
+        verdicts.returned[number], verdicts.excused[number] = new + old, excused
+        back = new + old - excused
+        if own and (worst is None or back / own > worst[2] / worst[1]):
+            worst = (number, own, back, old - excused)
+    return worst
+
+
+def _let_pass(live: Snapshot) -> Mapping[int, int]:
+    """Snapshots that were rolled back from → rows of theirs in what is live that an operator let
+    pass: those it came with when it was accepted or the gate was off, or those that were live
+    already and let pass then."""
+    judged = any(verdict.gate == ROLLED_BACK for verdict in live.gates)
+    return (
+        live.excused
+        if judged and ROLLED_BACK not in live.accepted
+        else {**live.excused, **live.returned}
+    )
+
+
+def _unrecognised(opened: OpenView, store: ViewStore, snapshot: Snapshot) -> int | None:
+    """A snapshot that was rolled back from, whose rows are made alike but whose inputs were hashed
+    in another way, so that nobody can tell whether they come again; None without any. One that is
+    older than what is live and hashed as this one is no news: somebody looked before that was
+    published.
+    """
+    marked = Standing(store).left
+    if not marked:
+        return None
+    live, made = _live(store), recipe_of(opened, hashed=False)
+    looked_at = live.number if live is not None and live.recipe == snapshot.recipe else 0
+    for number in marked:
+        bad = _readable(store, number) if number > looked_at else None
+        if bad is not None and bad.recipe != snapshot.recipe and made == bad.computation:
+            return number
+    return None
+
+
+def _live(store: ViewStore) -> Snapshot | None:
+    ref = store.refs.readable_live()
+    return None if ref is None else _readable(store, ref.snapshot)
+
+
+def _readable(store: ViewStore, number: int) -> Snapshot | None:
+    try:
+        return store.snapshot(number) if number in store.numbers() else None
+    except SnapshotError as exc:
+        log.warning("%s", exc)
+        return None
+
+
+def _whole_files(store: ViewStore, snapshot: Snapshot) -> Files:
+    """Of a damaged snapshot, the files whose keys and hashes can be read. Where those that tell
+    which rows are dead cannot, the rows count as alive.
+
+    Raises:
+        SnapshotError: a manifest cannot be read.
+    """
+    chain = store.chain(snapshot)
+    parts = {part.path: (layer, part) for layer in chain for part in layer.parts}
+    deletes: list[Path] = []
+    for layer in chain:
+        if layer.deletes is not None:
+            try:
+                path = store.checked_path(layer, layer.deletes)
+                dead_rows(list(parts), [path])
+                deletes.append(path)
+            except SnapshotError as exc:
+                log.warning("%s", exc)
+    dead = dead_rows(list(parts), deletes)
+    whole: list[Path] = []
+    dead_of_whole = {}
+    for position, (layer, part) in enumerate(parts.values()):
+        try:
+            path = store.checked_path(layer, part)
+            for _ in all_rows(Layers([path], [part.rows], {})).batches(
+                [*snapshot.view.entity, "input_hash"]
+            ):
+                pass
+        except SnapshotError as exc:
+            log.warning("%s", exc)
+            continue
+        if position in dead:
+            dead_of_whole[len(whole)] = dead[position]
+        whole.append(path)
+    return Files(whole, dead_of_whole)
+
+
+def judge(
+    config: ViewConfig,
+    opened: OpenView,
+    store: ViewStore,
+    snapshot: Snapshot,
+    live: Snapshot | None,
+    replaced: Replaced | None = None,
+    served: Snapshot | None = None,
+) -> Verdicts:
+    """Measure a snapshot that is about to be committed.
+
+    Args:
+        config: its gates.
+        opened: source and model, for the parity sample.
+        store: where the parts are.
+        snapshot: its parts are written; it has no number yet.
+        live: what it would replace; None when nothing is live.
+        replaced: of a delta, the rows of its parent that are no rows of it; ``new`` there is the
+            delta before its rows were copied to stand alone, where that was done: it still shows
+            what it shares with ``live``.
+        served: what readers have now, where that is not ``live``: another partition.
+
+    Raises:
+        SnapshotError, SourceError, ModelError: something cannot be read or computed.
+    """
+    gates, figures = config.gates, _figures(store, snapshot)
+    valued = snapshot.rows - (
+        figures.valueless if snapshot.view.definition.bad_rows == "null" else 0
+    )
+    verdicts = Verdicts(valued)
+    if snapshot.view.definition.bad_rows == "null":
+        verdicts.quality["nulls"] = float(figures.valueless)
+    _judge_counts(config, snapshot, live, valued, verdicts)
+    finite = figures.not_finite / figures.rows if figures.rows else 0.0
+    verdicts.at_most(
+        "finite",
+        finite,
+        gates.finite,
+        f"{figures.not_finite:,} of {figures.rows:,} rows are not finite",
+    )
+    sample = store.sample(snapshot, SAMPLE_ROWS)
+    sample = sample.append_column("key", key_column(sample, snapshot.view.entity))
+    served = served or live
+    if served is not None:
+        judge_contract(snapshot.view, served.view, bool(gates.contract), verdicts)
+    _judge_features(config, store, snapshot, figures, sample, live, served, replaced, verdicts)
+    judge_rolled_back(opened, store, snapshot, gates.rolled_back, verdicts)
+    if snapshot.view.fallback and gates.parity is not None:
+        judge_parity(opened, sample, gates.parity, verdicts)
+    return verdicts
+
+
+def _judge_features(
+    config: ViewConfig,
+    store: ViewStore,
+    snapshot: Snapshot,
+    figures: RowFigures,
+    sample: pa.Table,
+    live: Snapshot | None,
+    served: Snapshot | None,
+    replaced: Replaced | None,
+    verdicts: Verdicts,
+) -> None:
+    """Each feature's values, by its kind: alone, and beside the live ones."""
+    gates, view = config.gates, snapshot.view
+    before = None if live is None else _live_figures(store, live)
+    moves = None if live is None else moves_of(store, snapshot, live, replaced)
+    if live is not None and moves is not None:
+        judge_keys(live, moves, gates.rows, verdicts)
+    same_model = live is not None and live.model == snapshot.model
+    then, judged, wider = before, same_model, 1.0
+    if live is None and served is not None and served.model == snapshot.model:
+        # of a partition that has no earlier rows, what readers have now
+        then, judged, wider = _live_figures(store, served), True, WIDER
+    for feature in view.features:
+        if feature.dim is None:
+            judge_values(feature, _valued(figures, view), sample, gates, verdicts)
+            if then is not None:
+                judge_shift(
+                    feature,
+                    _valued(figures, view),
+                    _valued(then, view),
+                    gates,
+                    verdicts,
+                    judged=judged,
+                    wider=wider,
+                )
+            if moves is not None:
+                judge_value_moves(feature, moves, before, gates, verdicts, judged=same_model)
+        elif feature.dtype.startswith("float"):
+            judge_lengths(feature, figures, before or then, gates, verdicts)
+            judge_duplicates(feature, sample, gates, verdicts)
+            judge_packed(feature, sample, view, gates, verdicts)
+            if moves is not None and same_model:
+                judge_moves(feature, moves, gates, verdicts)
+
+
+def _judge_counts(
+    config: ViewConfig, snapshot: Snapshot, live: Snapshot | None, valued: int, verdicts: Verdicts
+) -> None:
+    """How many rows there are, beside what is live; how many were rejected, and how many have a
+    value, of those of the source."""
+    gates, counts = config.gates, snapshot.counts
+    if live is not None and live.rows:
+        change = snapshot.rows / live.rows - 1
+        limit = gates.rows if max(live.rows, snapshot.rows) >= JUDGED_ROWS else None
+        message = (
+            f"{snapshot.rows:,} rows, {change:+.1%} against the {live.rows:,} of snapshot"
+            f" {live.number}"
+        )
+        verdicts.add("rows", change, limit, limit is None or abs(change) <= limit, message)
+    rejected = counts.rejected / counts.source if counts.source else 0.0
+    limit = config.max_rejected if gates.rejected == "auto" else gates.rejected
+    verdicts.at_most(
+        "rejected", rejected, limit, f"{counts.rejected:,} of {counts.source:,} rows rejected"
+    )
+    coverage = valued / counts.source if counts.source else 0.0
+    limit = 1 - config.max_rejected if gates.coverage == "auto" else gates.coverage
+    message = f"{valued:,} of {counts.source:,} source rows have a value"
+    verdicts.at_least("coverage", coverage, limit, message)
+
+
+def _figures(store: ViewStore, snapshot: Snapshot) -> RowFigures:
+    """Of all rows; counted now where the manifest has none, being older than they."""
+    return snapshot.figures or count(
+        store.batches(snapshot, snapshot.view.feature_names), snapshot.view
+    )
+
+
+def _valued(figures: RowFigures, view: FeatureView) -> RowFigures:
+    """Of the rows that have a value: those without one are judged by ``coverage``, where they were
+    written in place of rejected ones."""
+    return (
+        replace(figures, rows=figures.rows - figures.valueless)
+        if view.definition.bad_rows == "null"
+        else figures
+    )
+
+
+def _live_figures(store: ViewStore, live: Snapshot) -> RowFigures | None:
+    """None where they cannot be read. Of all partitions those of the newest one: a day is judged
+    beside a day, and its manifest has them."""
+    try:
+        return _figures(
+            store, store.snapshot(live.members[max(live.members)]) if live.members else live
+        )
+    except SnapshotError as exc:
+        # What is live is damaged: a reason to replace it, not to keep it.
+        log.warning("%s", exc)
+        return None
+
+
+def judged(
+    job: Job,
+    opened: OpenView,
+    snapshot: Snapshot,
+    before: Sequence[Verdict] = (),
+    replaced: Replaced | None = None,
+) -> Snapshot:
+    """The snapshot with its figures and the verdicts of the gates.
+
+    Args:
+        job: the run.
+        opened: its view.
+        snapshot: its parts are written.
+        before: verdicts on what it was computed by.
+        replaced: the rows of its parent, if it has one, that are no rows of it.
+
+    Raises:
+        SnapshotError, SourceError, ModelError: something cannot be read or computed.
+    """
+    accept, live = job.options.accept, _measure(job, snapshot)
+    if not snapshot.rows:
+        return _judged_empty(job, snapshot, live, accept)
+    verdicts = judge(
+        job.config, opened, job.store, snapshot, live, replaced, served_snapshot(job.store)
+    )
+    counted = {"returned": verdicts.returned, "excused": verdicts.excused}
+    snapshot = replace(
+        snapshot, quality=verdicts.quality, gates=(*before, *verdicts.all), **counted
+    )
+    return replace(
+        snapshot,
+        accepted=tuple(sorted({verdict.gate for verdict in snapshot.failed}.intersection(accept))),
+    )
+
+
+def _measure(job: Job, snapshot: Snapshot) -> Snapshot | None:
+    """What a snapshot is measured by: what is live, or, of a partition, its newest one; None when
+    there is none, or it is damaged."""
+    # Another day's rows are no measure of this one's.
+    live = (
+        served_snapshot(job.store)
+        if snapshot.partition is None
+        else Standing(job.store).newest(snapshot.partition, refused=False)
+    )
+    return None if live is not None and live.number == snapshot.number else live
+
+
+def served_snapshot(store: ViewStore) -> Snapshot | None:
+    """What is live; None when nothing is, or it is damaged: a reason to replace it, not to keep
+    it."""
+    ref = store.refs.readable_live()
+    if ref is None:
+        return None
+    try:
+        live = store.snapshot(ref.snapshot)
+        store.layers(live)
+        marks = store.refs.bad()
+        damaged = any(
+            layer.number in marks and not marks[layer.number].rows for layer in store.chain(live)
+        )
+    except SnapshotError:
+        return None
+    return None if damaged else live
+
+
+def _judged_empty(
+    job: Job, snapshot: Snapshot, before: Snapshot | None, accept: Collection[str]
+) -> Snapshot:
+    """A partition without rows: there is nothing to judge but that it had some before."""
+    limit = job.config.gates.rows
+    if before is None or limit is None or before.rows < JUDGED_ROWS:
+        return replace(snapshot, quality={}, gates=(), accepted=())
+    message = f"no rows any more, against the {before.rows:,} of snapshot {before.number}"
+    verdict = Verdict("rows", limit >= 1, -1.0, limit, message)
+    accepted = ("rows",) if not verdict.passed and "rows" in accept else ()
+    return replace(snapshot, gates=(verdict,), accepted=accepted)
+
+
+def judged_again(job: Job, opened: OpenView, snapshot: Snapshot) -> Snapshot:
+    """A committed snapshot that a gate refused, as the gates are configured now; itself when they
+    still say the same, or none refused it.
+
+    Raises:
+        SnapshotError, SourceError, ModelError, FencedError: something cannot be read, computed or
+            committed.
+    """
+    if not snapshot.refused_by:
+        return snapshot
+    if snapshot.rows:
+        opened.convert()
+    # What was judged while its rows were computed.
+    before = [verdict for verdict in snapshot.gates if verdict.gate in COMPUTING_GATES]
+    now = judged(job, opened, snapshot, before)
+    now = replace(now, accepted=tuple(sorted({*now.accepted, *_still_accepted(snapshot, now)})))
+    report = job.report
+    report.gates = list(now.gates)
+    if now.refused_by == snapshot.refused_by:
+        return snapshot
+    now = job.store.commit(
+        replace(now, run=report.run, created_at=utc_now(), source_at=report.source_at), job.lease
+    )
+    report.snapshot, report.status = now.number, "committed"
+    return now
+
+
+def _still_accepted(before: Snapshot, now: Snapshot) -> set[str]:
+    """Gates that refuse both, were accepted, and say the very same again: half the rows of what was
+    live then are not half the rows of what is live now."""
+    said, says = (
+        {(verdict.gate, verdict.message) for verdict in of.failed} for of in (before, now)
+    )
+    return {name for name, _ in says & said if name in before.accepted} - {
+        name for name, _ in says - said
+    }
+
+
+def accepted(job: Job, snapshot: Snapshot) -> Snapshot:
+    """The same snapshot committed once more, as one whose failed gates the job accepts by name;
+    itself when none of them failed.
+
+    Raises:
+        SnapshotError: the file system failed.
+    """
+    names = tuple(
+        sorted({*snapshot.accepted, *set(snapshot.refused_by).intersection(job.options.accept)})
+    )
+    if names == tuple(sorted(snapshot.accepted)):
+        return snapshot
+    again = job.store.commit(
+        replace(snapshot, accepted=names, run=job.report.run, created_at=utc_now())
+    )
+    text = (
+        f"snapshot {again.number} is snapshot {snapshot.number} once more, with {', '.join(names)}"
+        " accepted"
+    )
+    job.report.plan = job.report.plan or text
+    return again

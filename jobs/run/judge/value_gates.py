@@ -1,0 +1,745 @@
+"""Value gates: whether numbers, labels, texts and lists are what their view is used to: by
+themselves, beside the figures of what is live, and row by row beside the live rows of the same
+keys. Vectors among them; and the verdicts.
+
+Figures are of all rows. What drawn rows show may be beside its limit by what chance alone does to
+one view in a hundred (:func:`noise`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from precompute.jobs.config.view import GatesConfig
+from precompute.jobs.run.rows.compaction import Replaced
+from precompute.store.errors import SnapshotError
+from precompute.store.feature_view import Feature, FeatureView
+from precompute.store.keys import key_column
+from precompute.store.offline.row_figures import RowFigures, ValueFigures, VectorFigures, distance
+from precompute.store.offline.selection import all_rows, rows_beside, seed_of
+from precompute.store.offline.snapshot import Snapshot, Verdict
+from precompute.store.offline.view_store import ViewStore
+from precompute.store.online.codec import RowCodec
+from precompute.techniques.accuracy import FeatureAccuracy, compare, row_cosines
+
+JUDGED_ROWS = 20
+"""Fewer rows than these make no statistics: their shares, norms and drift are measured, and not
+judged."""
+
+STATISTICS = (
+    "zero",
+    "norm",
+    "duplicates",
+    "drift",
+    "moved",
+    "packed",
+    "empty",
+    "constant",
+    "shift",
+    "mass",
+    "agreement",
+)
+"""The gates that say nothing of so few rows."""
+
+_ROUNDING = 1e-12
+"""What a share of floats may be beside the limit that it equals."""
+
+
+class Verdicts:
+    """Of one snapshot.
+
+    Args:
+        valued: its rows that have a value.
+    """
+
+    def __init__(self, valued: int) -> None:
+        self._few = valued < JUDGED_ROWS
+        self.quality: dict[str, float] = {}
+        """Figures by name, for the manifest."""
+        self.all: list[Verdict] = []
+        self.returned: dict[int, int] = {}
+        self.excused: dict[int, int] = {}
+        """For the manifest: see :class:`precompute.store.offline.snapshot.Snapshot`."""
+
+    def add(
+        self, gate: str, measured: float, limit: float | None, passed: bool, message: str
+    ) -> None:
+        """Note a figure, and the verdict of its gate unless that is switched off (``limit`` None)
+        or there are too few rows for it. Of two features the figure is that of the one that fails.
+
+        Args:
+            gate: its name in :class:`precompute.jobs.config.view.GatesConfig`.
+            measured: the figure; it counts though the gate is switched off.
+            limit: of the gate.
+            passed: whether the figure is within it.
+            message: for people, and what an acceptance is remembered by: the same rows give the
+                same words.
+        """
+        if gate not in self.quality or not passed:
+            self.quality[gate] = measured
+        if limit is not None and not (self._few and gate in STATISTICS):
+            self.all.append(Verdict(gate, passed, measured, limit, message))
+
+    def at_most(self, gate: str, measured: float, limit: float | None, message: str) -> None:
+        """:meth:`add` of a gate that is passed up to its limit; of two features the larger figure
+        counts."""
+        largest = max(self.quality.get(gate, measured), measured)
+        self.add(gate, measured, limit, limit is None or measured <= limit + _ROUNDING, message)
+        self.quality[gate] = largest
+
+    def at_least(self, gate: str, measured: float, limit: float | None, message: str) -> None:
+        """:meth:`add` of a gate that is passed down to its limit; of two features the smaller
+        figure counts."""
+        smallest = min(self.quality.get(gate, measured), measured)
+        self.add(gate, measured, limit, limit is None or measured >= limit - _ROUNDING, message)
+        self.quality[gate] = smallest
+
+
+log = logging.getLogger(__name__)
+
+SAMPLE_ROWS = 2048
+READ_GROUPS = 256
+"""Row groups read at most for the values that drawn keys have now: a full run in another order has
+each of them in one of its own."""
+
+QUANTILES = {"p01": 0.01, "p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}
+"""Of lengths and of cosines to the live vectors, in the manifest's ``quality`` as
+``<feature>.norm.p01`` and ``<feature>.drift.p01``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """The live snapshot's rows whose keys come again, against what they are now: ``same`` rows are
+    the very same, ``changed`` were rewritten. ``now`` and ``then`` hold those of the latter that
+    were looked at, row by row of one key."""
+
+    same: int
+    changed: int
+    now: pa.Table
+    then: pa.Table
+
+
+MOST_GONE = 0.5
+"""Share of the live keys: beyond it, as many rows under other keys (ids padded with zeros, or of
+another table) answer nobody who comes with the live ones."""
+
+
+def judge_keys(live: Snapshot, moves: Moves, limit: float | None, verdicts: Verdicts) -> None:
+    """The gate ``rows`` of keys, where it refuses: too few of the live ones come again."""
+    gone = 1 - (moves.same + moves.changed) / max(1, live.rows)
+    if limit is not None and live.rows >= JUDGED_ROWS and gone > max(MOST_GONE, limit):
+        message = f"{gone:.0%} of the keys of snapshot {live.number} are gone"
+        verdicts.add("rows", gone, max(MOST_GONE, limit), False, message)
+
+
+def judge_lengths(
+    feature: Feature,
+    figures: RowFigures,
+    before: RowFigures | None,
+    gates: GatesConfig,
+    verdicts: Verdicts,
+) -> None:
+    """The gates ``zero`` and ``norm``, on all rows.
+
+    Args:
+        feature: a vector.
+        figures: of the snapshot's rows.
+        before: of what is live; None without any.
+        gates: the limits.
+        verdicts: gets figures and verdicts.
+    """
+    now = figures.vectors.get(feature.name, VectorFigures())
+    if not now.rows:
+        return
+    zero = now.zero / now.rows
+    verdicts.at_most(
+        "zero", zero, gates.zero, f"{now.zero:,} of {now.rows:,} {feature.name} are all zeros"
+    )
+    for name, value in zip(QUANTILES, now.norm_quantiles(list(QUANTILES.values())), strict=True):
+        verdicts.quality[f"{feature.name}.norm.{name}"] = value
+    then = None if before is None else before.vectors.get(feature.name)
+    if then is not None and then.mean_norm > 0:
+        change = now.mean_norm / then.mean_norm - 1
+        message = (
+            f"mean norm of {feature.name} {now.mean_norm:.4g}, {change:+.1%} against"
+            f" {then.mean_norm:.4g}"
+        )
+        verdicts.add(
+            "norm", change, gates.norm, gates.norm is None or abs(change) <= gates.norm, message
+        )
+
+
+def judge_duplicates(
+    feature: Feature, sample: pa.Table, gates: GatesConfig, verdicts: Verdicts
+) -> None:
+    """The gate ``duplicates``, on some rows."""
+    sample = sample.filter(sample.column(feature.name).is_valid())
+    if not sample.num_rows:
+        return
+    vectors = _matrix(sample, feature)
+    doubled = 1 - len(np.unique(vectors, axis=0)) / len(vectors)
+    message = f"{doubled:.1%} of sampled {feature.name} repeat another one"
+    verdicts.at_most("duplicates", doubled, gates.duplicates, message)
+
+
+def judge_packed(
+    feature: Feature, sample: pa.Table, view: FeatureView, gates: GatesConfig, verdicts: Verdicts
+) -> None:
+    """The gate ``packed``, on some rows: how far a vector is from itself after the online store.
+    Nothing of a feature without ``packed``."""
+    if feature.packed is None:
+        return
+    rows = sample.select([feature.name]).filter(sample.column(feature.name).is_valid())
+    # What is not finite comes back as NaN, and is the gate ``finite``'s.
+    rows = (
+        rows.filter(pa.array(np.isfinite(_matrix(rows, feature)).all(axis=1)))
+        if rows.num_rows
+        else rows
+    )
+    if not rows.num_rows:
+        return
+    full = rows.combine_chunks().to_batches()[0]
+    now = _as_packed(feature, full, view)
+    for name, value in (
+        ("mean_cosine", now.mean_cosine),
+        ("min_cosine", now.min_cosine),
+        ("recall_at_10", now.recall_at_10),
+    ):
+        if value is not None:
+            verdicts.quality[f"{feature.name}.packed.{name}"] = value
+    if now.recall_at_10 is None:
+        return
+    message = (
+        f"packed as {feature.packed}, sampled {feature.name} keep {now.recall_at_10:.1%} of their"
+        " 10 nearest"
+    )
+    message += f", mean cosine {now.mean_cosine:.4f}"
+    if gates.packed is not None and now.recall_at_10 < gates.packed and feature.packed == "binary":
+        finer = _as_packed(replace(feature, packed="int8"), full, view)
+        message += f"; as int8 they would keep {finer.recall_at_10:.1%}"
+    verdicts.at_least("packed", now.recall_at_10, gates.packed, message)
+
+
+def _as_packed(feature: Feature, full: pa.RecordBatch, view: FeatureView) -> FeatureAccuracy:
+    """Figures of what the codec gives back against what it was given."""
+    alone = replace(view, features=(feature,))
+    codec, none = RowCodec(alone), np.zeros(full.num_rows, np.int64)
+    columns = codec.decode(codec.encode(full, none.astype(np.uint64), none, 0)).columns
+    return compare(full, pa.RecordBatch.from_arrays(columns, [feature.name]), alone).features[
+        feature.name
+    ]
+
+
+def judge_moves(feature: Feature, moves: Moves, gates: GatesConfig, verdicts: Verdicts) -> None:
+    """The gates ``drift`` and ``moved``; nothing where the live snapshot has no such feature."""
+    if (
+        feature.name not in moves.then.schema.names
+        or moves.then.schema.field(feature.name).type != feature.arrow_type
+    ):
+        return
+    both = pc.and_(
+        moves.now.column(feature.name).is_valid(), moves.then.column(feature.name).is_valid()
+    )
+    pairs = [table.filter(both) for table in (moves.now, moves.then)]
+    common = moves.same + round(moves.changed * (pairs[0].num_rows / max(1, moves.now.num_rows)))
+    if not common:
+        return
+    cosines = np.ones(1)
+    weights, further = np.array([float(moves.same)]), np.zeros(1)
+    if pairs[0].num_rows:
+        now, then = (_matrix(table, feature) for table in pairs)
+        longer = np.maximum(np.linalg.norm(now, axis=1), np.linalg.norm(then, axis=1))
+        each = (common - moves.same) / len(now)
+        cosines = np.append(cosines, row_cosines(now, then))
+        further = np.append(further, np.linalg.norm(now - then, axis=1) > gates.moved_by * longer)
+        weights = np.append(weights, np.full(len(now), each))
+    weights /= weights.sum()
+    drift, moved = 1 - float(weights @ (1 - cosines)), float(weights @ further)
+    order = np.argsort(cosines, kind="stable")
+    places = np.searchsorted(np.cumsum(weights[order]), list(QUANTILES.values()))
+    for name, value in zip(
+        QUANTILES, cosines[order][places.clip(max=len(order) - 1)].tolist(), strict=True
+    ):
+        verdicts.quality[f"{feature.name}.drift.{name}"] = value
+    message = (
+        f"mean cosine of {feature.name} to the live snapshot {drift:.4f}, on {common:,} common keys"
+    )
+    verdicts.at_least("drift", drift, gates.drift, message)
+    message = (
+        f"{moved:.1%} of {feature.name} lie further than {gates.moved_by:g} of their length from"
+        f" the live ones, on {common:,} common keys"
+    )
+    verdicts.at_most("moved", moved, gates.moved, message)
+
+
+def moves_of(
+    store: ViewStore, snapshot: Snapshot, live: Snapshot, replaced: Replaced | None
+) -> Moves | None:
+    """None where nothing can be compared: nothing but another model's space, another entity, or a
+    live snapshot that is damaged."""
+    same_space = live.model == snapshot.model
+    features = [
+        f.name
+        for f in snapshot.view.features
+        if (f.dim is None or same_space) and f.name in live.view.feature_names
+    ]
+    entity = snapshot.view.entity
+    if not features or live.view.entity != entity:
+        return None
+    if replaced is not None:
+        snapshot = replaced.new
+    if replaced is None or replaced.old.number != live.number:
+        replaced = Replaced(store, live, snapshot, [*entity, *features])
+    layers = store.layers(snapshot)
+    try:
+        before, gone = store.layers(live), replaced.rows
+        then = _some(replaced.drawn, seed_of(layers))
+    except SnapshotError as exc:
+        # What is live is damaged: a reason to replace it, not to keep it.
+        log.warning("%s", exc)
+        return None
+    keys = key_column(then, entity)
+    # Those of the drawn keys that left the source, or were rejected, are found nowhere: so are as
+    # many of all that are not the same any more.
+    still_there, again, found = rows_beside(layers, before).find(
+        keys, entity, groups=READ_GROUPS, seed=seed_of(layers)
+    )
+    now, place = store.table(snapshot, again, features), pc.index_in(found, keys)
+    changed = round(gone.count * still_there / max(1, then.num_rows))
+    return Moves(all_rows(before).count - gone.count, changed, now, then.take(place))
+
+
+def _some(table: pa.Table, seed: int) -> pa.Table:
+    """Up to :data:`SAMPLE_ROWS` of its rows, drawn at random, in its order."""
+    if table.num_rows <= SAMPLE_ROWS:
+        return table
+    return table.take(
+        pa.array(
+            np.sort(np.random.default_rng(seed).choice(table.num_rows, SAMPLE_ROWS, replace=False))
+        )
+    )
+
+
+def _matrix(table: pa.Table, feature: Feature) -> npt.NDArray[np.float64]:
+    """[rows, dim] of a vector column without nulls and with at least a row."""
+    column = table.column(feature.name).combine_chunks()
+    return np.asarray(column.flatten()).astype(np.float64).reshape(len(column), -1)
+
+
+PAIRS = 512
+"""Lists compared with the live ones: 0.1 s of 100 items each."""
+LEAST_OVERLAP = 0.25
+"""By rank, of a list with the live one of its key. With a fifth of the catalogue replaced 14 % of
+users' ten best overlapped by less, of a model trained from another seed 60 %."""
+RBO_P = 0.9
+"""How much less each place of a list counts than the one before (rank-biased overlap: W. Webber, A.
+Moffat, J. Zobel, TOIS 2010); of 10 items the first half has 7/10 of the weight."""
+WIDER = 2.0
+"""How much further than its own earlier rows another partition's may be."""
+
+ONCE_IN_A_HUNDRED = 2.33
+"""Standard deviations below which chance takes a mean once in a hundred times."""
+
+F8 = npt.NDArray[np.float64]
+
+
+def noise(rows: int) -> float:
+    """By how much a share, or a mean of what lies between 0 and 1, of so many drawn rows is above
+    the true one once in a hundred times, at most (Hoeffding)."""
+    return math.sqrt(math.log(100) / (2 * rows)) if rows else 1.0
+
+
+def judge_contract(view: FeatureView, live: FeatureView, wanted: bool, verdicts: Verdicts) -> None:
+    """The gate ``contract``: what readers of the live rows rely on is still there; a feature more
+    is none of their business."""
+    broken = (
+        []
+        if view.entity == live.entity
+        else [f"the key is {_names(view.entity)}, and was {_names(live.entity)}"]
+    )
+    for feature in live.features:
+        if feature.name not in view.feature_names:
+            broken.append(
+                f"feature {feature.name!r} is gone (there are: {', '.join(view.feature_names)})"
+            )
+        elif _shape(view.feature(feature.name)) != _shape(feature):
+            broken.append(
+                f"feature {feature.name!r} is {_shape(view.feature(feature.name))}, and was"
+                f" {_shape(feature)}"
+            )
+    if live.index is not None:
+        now = None if view.index is None else (view.index.on, view.index.metric)
+        if now != (live.index.on, live.index.metric):
+            by = "is no more" if now is None else f"is of {now[0]} by {now[1]}"
+            broken.append(f"the search {by}, and was of {live.index.on} by {live.index.metric}")
+    message = (
+        f"who reads {view.name} would break: {'; '.join(broken)}"
+        if broken
+        else "what readers rely on is there"
+    )
+    verdicts.add("contract", float(len(broken)), 0.0 if wanted else None, not broken, message)
+
+
+def judge_values(
+    feature: Feature, figures: RowFigures, sample: pa.Table, gates: GatesConfig, verdicts: Verdicts
+) -> None:
+    """The gates ``empty`` and ``constant``: on all rows, but for lists that are the same, which the
+    drawn ones tell."""
+    now, rows = figures.values.get(feature.name, ValueFigures()), figures.rows
+    if not rows:
+        return
+    name, empty = feature.name, max(0, rows - now.rows) + now.empty
+    verdicts.at_most(
+        "empty",
+        empty / rows,
+        gates.empty,
+        f"{empty:,} of {rows:,} {name} are null{_or_empty(feature)}",
+    )
+    _note(feature, now, rows, verdicts)
+    if not now.rows - now.empty:
+        return
+    if feature.max_items is not None:
+        lists = pc.drop_null(sample.column(name)).to_pylist()
+        times: dict[tuple[object, ...], int] = {}
+        for items in lists:
+            times[tuple(items)] = times.get(tuple(items), 0) + 1
+        same = max(times.values(), default=0) / len(lists) if lists else 0.0
+        message = f"{same:.1%} of sampled {name} are one and the same list"
+        same = same if len(lists) > 1 else 0.0
+        if not feature.dtype.startswith("float") and lists:
+            doubled = sum(len(set(items)) < len(items) for items in lists) / len(lists)
+            verdicts.at_most(
+                "duplicates",
+                doubled,
+                gates.duplicates,
+                f"{doubled:.1%} of sampled {name} have an item twice",
+            )
+    else:
+        same = now.common_share if now.rows > 1 else 0.0
+        message = f"{same:.1%} of {name} are {next(iter(now.common), '')!r}"
+    verdicts.at_most("constant", same, gates.constant, message)
+
+
+def judge_shift(
+    feature: Feature,
+    figures: RowFigures,
+    before: RowFigures,
+    gates: GatesConfig,
+    verdicts: Verdicts,
+    *,
+    judged: bool,
+    wider: float = 1.0,
+) -> None:
+    """The gates ``shift`` and ``mass``: all rows beside all live ones.
+
+    Args:
+        feature: no vector.
+        figures: of the rows.
+        before: of what is live.
+        gates: the limits.
+        verdicts: gets figures and verdicts.
+        judged: False of another model's rows: they are measured, and reported.
+        wider: by how much the limits are.
+    """
+    name = feature.name
+    now, then = figures.values.get(name), before.values.get(name)
+    rows, rows_then = figures.rows, before.rows
+    if now is None or then is None or not rows or not rows_then:
+        return
+    chance = noise(min(rows, rows_then)) * math.sqrt(2)
+    changes = {
+        "null": (rows - now.rows) / rows - (rows_then - then.rows) / rows_then,
+        "empty": now.empty / rows - then.empty / rows_then,
+        "zero": now.zero / rows - then.zero / rows_then,
+    }
+    what, change = max(changes.items(), key=lambda item: abs(item[1]))
+    limit = None if gates.mass is None or not judged else gates.mass * wider
+    message = f"{change:+.1%} of {name} are {what}, against the live snapshot"
+    _add_worst(
+        verdicts,
+        max,
+        "mass",
+        abs(change),
+        limit,
+        limit is None or abs(change) <= limit + chance,
+        message,
+    )
+    moved = {
+        "values": distance(now.buckets, then.buckets),
+        "lengths": distance(now.lengths, then.lengths),
+    }
+    if feature.max_items is not None or feature.dtype in ("string", "bool"):
+        moved["commonest"] = _between(now, then)
+    what, shift = max(moved.items(), key=lambda item: item[1])
+    limit = None if gates.shift is None or not judged else gates.shift * wider
+    message = (
+        f"the {what} of {name} have shifted by {shift:.1%} of the rows, against the live snapshot"
+    )
+    _add_worst(
+        verdicts, max, "shift", shift, limit, limit is None or shift <= limit + chance, message
+    )
+
+
+def judge_value_moves(
+    feature: Feature,
+    moves: Moves,
+    before: RowFigures | None,
+    gates: GatesConfig,
+    verdicts: Verdicts,
+    *,
+    judged: bool,
+) -> None:
+    """The gates ``agreement`` and ``moved``: drawn rows beside the live ones of the same keys;
+    nothing where the live snapshot has no such feature.
+
+    Args:
+        feature: no vector.
+        moves: the rows.
+        before: figures of what is live.
+        gates: the limits.
+        verdicts: gets figures and verdicts.
+        judged: False of another model's rows: they are measured, and reported.
+    """
+    name = feature.name
+    if (
+        name not in moves.then.schema.names
+        or moves.then.schema.field(name).type != feature.arrow_type
+    ):
+        return
+    both = pc.and_(moves.now.column(name).is_valid(), moves.then.column(name).is_valid())
+    now, then = (table.column(name).filter(both) for table in (moves.now, moves.then))
+    pairs = len(now)
+    common = moves.same + round(moves.changed * (pairs / max(1, moves.now.num_rows)))
+    if not pairs:
+        return
+    changed = (common - moves.same) / common
+    agreed: tuple[float, float] | None = None
+    moved: float | None = None
+    if feature.max_items is not None:
+        if not feature.dtype.startswith("float"):
+            spread = pa.array(np.unique(np.linspace(0, pairs - 1, PAIRS).astype(np.int64)))
+            pairs = len(spread)
+            agreed, moved = _lists(now.take(spread).to_pylist(), then.take(spread).to_pylist())
+    elif feature.dtype in ("string", "bool"):
+        agreed, moved = _labels(now, then)
+    else:
+        agreed, moved = _numbers(
+            now, then, None if before is None else before.values.get(name), gates.moved_by
+        )
+    if agreed is not None:
+        agreement, chance = 1 - changed * (1 - agreed[0]), changed * agreed[1]
+        limit = gates.agreement if judged else None
+        message = (
+            f"{name} agree with the live ones of the same keys by {agreement:.2f} (1 is all, 0 what"
+            f" chance would), on {common:,} common keys"
+        )
+        _add_worst(
+            verdicts,
+            min,
+            "agreement",
+            agreement,
+            limit,
+            limit is None or agreement >= limit - chance,
+            message,
+        )
+    if moved is not None:
+        moved, chance = moved * changed, noise(pairs) * changed
+        limit = gates.moved if judged else None
+        by = f"lie further than {gates.moved_by:g} of their spread from"
+        if feature.max_items is not None:
+            by = f"overlap by less than {LEAST_OVERLAP:g}, by rank, with"
+        elif feature.dtype in ("string", "bool"):
+            by = "are others than"
+        message = f"{moved:.1%} of {name} {by} the live ones, on {common:,} common keys"
+        _add_worst(
+            verdicts, max, "moved", moved, limit, limit is None or moved <= limit + chance, message
+        )
+
+
+def _numbers(
+    now: pa.ChunkedArray, then: pa.ChunkedArray, live: ValueFigures | None, moved_by: float
+) -> tuple[tuple[float, float] | None, float]:
+    """((rank correlation, what chance may take off it), share that moved), of numbers."""
+    a, b = (np.asarray(values.combine_chunks()).astype(np.float64) for values in (now, then))
+    finite = np.isfinite(a) & np.isfinite(b)
+    a, b = a[finite], b[finite]
+    if not len(a):
+        return None, 0.0
+    low, high = np.quantile(b, [0.1, 0.9])
+    # of a normal distribution the 10th and the 90th percentile are 2.56 standard deviations apart,
+    # whatever few outliers there are
+    spread = (high - low) / 2.56 or (0.0 if live is None else live.spread)
+    correlation = _rank_correlation(a, b)
+    agreed = None if correlation is None else (correlation, ONCE_IN_A_HUNDRED / math.sqrt(len(a)))
+    return agreed, float((np.abs(a - b) > moved_by * spread).mean())
+
+
+def _rank_correlation(a: F8, b: F8) -> float | None:
+    """Spearman's, equal values sharing their ranks; None where the second says nothing, being all
+    the same."""
+    if len(a) < 3 or len(np.unique(b)) < 3:
+        return None
+    x, y = (_ranks(values) for values in (a, b))
+    x, y = x - x.mean(), y - y.mean()
+    scale = float(np.sqrt((x @ x) * (y @ y)))
+    return float(x @ y) / scale if scale else 0.0
+
+
+def _ranks(values: F8) -> F8:
+    _, where, times = np.unique(values, return_inverse=True, return_counts=True)
+    ends = np.cumsum(times)
+    return (ends - (times - 1) / 2)[where.reshape(-1)]
+
+
+def _labels(
+    now: pa.ChunkedArray, then: pa.ChunkedArray
+) -> tuple[tuple[float, float] | None, float]:
+    """((Cohen's kappa, what chance may take off it), share that changed), of labels and texts."""
+    a, b = np.array(now.to_pylist(), object), np.array(then.to_pylist(), object)
+    equal = float((a == b).mean())
+    shares: list[Mapping[object, float]] = []
+    for values in (a, b):
+        found, times = np.unique(values.astype(str), return_counts=True)
+        shares.append(dict(zip(found.tolist(), (times / len(values)).tolist(), strict=True)))
+    by_chance = sum(share * shares[1].get(value, 0.0) for value, share in shares[0].items())
+    if by_chance == 1:
+        return None, 1 - equal
+    # where nearly all rows have one label, a few others make much of it
+    error = math.sqrt(max(equal * (1 - equal), 1 / len(a)) / len(a))
+    return (
+        (equal - by_chance) / (1 - by_chance),
+        ONCE_IN_A_HUNDRED * error / (1 - by_chance),
+    ), 1 - equal
+
+
+def _lists(
+    now: Sequence[Sequence[object]], then: Sequence[Sequence[object]]
+) -> tuple[tuple[float, float] | None, float]:
+    """Of lists, ((how far they overlap by rank beyond what those of other keys do, or, if that is
+    less, how far the items that both have stand in the same order; what chance may take off it),
+    share that has next to nothing of the live list)."""
+    overlaps = np.array([rank_overlap(a, b) for a, b in zip(now, then, strict=True)])
+    own, moved = float(overlaps.mean()), float((overlaps < LEAST_OVERLAP).mean())
+    by_chance = (
+        np.mean([rank_overlap(a, b) for a, b in zip([*now[1:], *now[:1]], then, strict=True)])
+        if len(now) > 1
+        else 0.0
+    )
+    if by_chance > 0.95:
+        return None, moved
+    orders = []
+    for a, b in zip(now, then, strict=True):
+        place = {item: rank for rank, item in enumerate(b)}
+        shared = [(rank, place[item]) for rank, item in enumerate(a) if item in place]
+        if len(shared) > 2:
+            order = _rank_correlation(*np.array(shared, np.float64).T)
+            orders.append(0.0 if order is None else order)
+    agreement = float(
+        min([(own - by_chance) / (1 - by_chance), *([np.mean(orders)] if orders else [])])
+    )
+    return (agreement, float(noise(len(now)) / (1 - by_chance))), moved
+
+
+def rank_overlap(a: Sequence[object], b: Sequence[object]) -> float:
+    """Rank-biased overlap of two lists, 0 to 1, by their agreement at each depth up to the longer's
+    length (truncated, and scaled so that equal lists have 1); 1 of two empty ones."""
+    depth = max(len(a), len(b))
+    if not depth:
+        return 1.0
+    seen_a, seen_b, shared = set[object](), set[object](), 0
+    weighted = total = 0.0
+    weight = 1.0
+    for place in range(depth):
+        for items, seen, others in ((a, seen_a, seen_b), (b, seen_b, seen_a)):
+            if place < len(items) and items[place] not in seen:
+                seen.add(items[place])
+                shared += items[place] in others
+        weighted += weight * min(1.0, shared / (place + 1))
+        total += weight
+        weight *= RBO_P
+    return weighted / total
+
+
+def _between(now: ValueFigures, then: ValueFigures) -> float:
+    """Half the sum of the differences of the shares of the commonest values, each side's others
+    apart (total variation); of a million different ones next to nothing."""
+    if not now.looked_at or not then.looked_at:
+        return 0.0
+    names = {*now.common, *then.common}
+    # a value that is none of the other side's commonest may still be there, as often as its least
+    # common one
+    least = [
+        min(of.common.values(), default=0) if len(of.common) < of.distinct else 0
+        for of in (now, then)
+    ]
+    differences = []
+    for name in names:
+        shares = []
+        for of, rest in ((now, least[0]), (then, least[1])):
+            shares.append((of.common.get(name, rest)) / of.looked_at)
+        differences.append(abs(shares[0] - shares[1]))
+    return sum(differences) / 2
+
+
+def _note(feature: Feature, now: ValueFigures, rows: int, verdicts: Verdicts) -> None:
+    """Figures for the manifest's ``quality``: quantiles of numbers, mean and spread; of labels and
+    items how many there are."""
+    name, quality = feature.name, verdicts.quality
+    quality[f"{name}.null"] = max(0, rows - now.rows) / rows
+    if now.buckets:
+        quality |= {
+            f"{name}.mean": now.mean,
+            f"{name}.spread": now.spread,
+            f"{name}.zero": now.zero / rows,
+        }
+        for at, value in zip(QUANTILES, now.quantiles(list(QUANTILES.values())), strict=True):
+            quality[f"{name}.{at}"] = value
+    if feature.max_items is not None or feature.dtype == "string":
+        quality |= {
+            f"{name}.empty": now.empty / rows,
+            f"{name}.distinct": float(now.distinct),
+            f"{name}.commonest": now.common_share,
+        }
+
+
+def _add_worst(
+    verdicts: Verdicts,
+    worst: Callable[[float, float], float],
+    gate: str,
+    measured: float,
+    limit: float | None,
+    passed: bool,
+    message: str,
+) -> None:
+    """As :meth:`Verdicts.add`; of several features the manifest has the worst figure."""
+    figure = worst(verdicts.quality.get(gate, measured), measured)
+    verdicts.add(gate, measured, limit, passed, message)
+    verdicts.quality[gate] = figure
+
+
+def _or_empty(feature: Feature) -> str:
+    return (
+        " or an empty list"
+        if feature.max_items is not None
+        else " or an empty text"
+        if feature.dtype == "string"
+        else ""
+    )
+
+
+def _names(entity: Sequence[str]) -> str:
+    return f"[{', '.join(entity)}]"
+
+
+def _shape(feature: Feature) -> str:
+    if feature.dim is not None:
+        return f"a vector of {feature.dim} {feature.dtype}"
+    return feature.dtype if feature.max_items is None else f"a list of {feature.dtype}"

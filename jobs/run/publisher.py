@@ -1,0 +1,528 @@
+"""Publish: load a snapshot into the online store and the vector index, verify, then move the live
+pointer.
+
+Order: generation and index beside what is live → read back → live.json by compare-and-swap → the
+online pointer. A reader follows only the online pointer, so it sees rows and index of one snapshot.
+Of a snapshot that builds on what is live only what it has other is loaded, as an overlay over that;
+overlays are merged with each other as deltas are, so that readers meet a few.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+from collections.abc import Sequence
+from itertools import pairwise
+
+from precompute.jobs.run.loader import Loader
+from precompute.jobs.run.progress import Progress
+from precompute.store.account.account import Act
+from precompute.store.account.checker import look
+from precompute.store.account.rows import DOUBTED_ROWS, check_served
+from precompute.store.disk.crashpoint import crashpoint
+from precompute.store.disk.identity import identity_of
+from precompute.store.disk.lease import Lease
+from precompute.store.disk.record import replace
+from precompute.store.errors import (
+    ConflictError,
+    DamagedPointerError,
+    OnlineStoreError,
+    RowsLostError,
+    SnapshotError,
+    VectorIndexError,
+)
+from precompute.store.history.changes import Changes
+from precompute.store.offline.part_file import layers_that_stay
+from precompute.store.offline.refs import LiveRef, Place
+from precompute.store.offline.runs import Report
+from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.standing import Standing
+from precompute.store.offline.view_store import ViewStore
+from precompute.store.online.codec import schema_tag
+from precompute.store.online.online_store import Generation, OnlineStore, Pointer, check_owner
+from precompute.store.vectors.vector_index import VectorIndex, is_there
+
+log = logging.getLogger(__name__)
+
+BASE_ROWS = 64
+"""Compared with Parquet before they are called live: 40 to 60 ms. Built on is what vouches for
+itself, by as many keys: a tenth of that."""
+LOOK_S = 0.3
+"""For a look at what is live and is to stay so; at what is built on it is looked by what is known,
+and by the keys that are compared."""
+MOST_CHANGED = 0.5
+"""Of a base's rows: past it there is a new base. What overlays replace lies in the store twice."""
+MOST_SEARCHED = 0.1
+"""The same of a view with a vector index: a search compares with every vector that changed since
+the base."""
+
+
+class Publisher:
+    """Makes snapshots of one view live; the caller holds the view's publishing lease.
+
+    Args:
+        store: of the view; the snapshots are there.
+        online: where they go.
+        report: stage times, snapshot, epoch and status are added to it.
+        progress: called with every batch.
+        lease: checked when the pointer moves.
+        take_over: publish the view though another project does.
+        memory_mb: what the vector index may keep in memory.
+    """
+
+    def __init__(
+        self,
+        store: ViewStore,
+        online: OnlineStore,
+        report: Report,
+        progress: Progress,
+        lease: Lease | None = None,
+        *,
+        take_over: bool = False,
+        memory_mb: int = 1024,
+    ) -> None:
+        self._store, self._online, self._report, self._lease = store, online, report, lease
+        self._owner, self._take_over = identity_of(store.offline.root), take_over
+        self._loader = Loader(
+            store, online, report, progress, "" if take_over else self._owner, memory_mb
+        )
+
+    def publish(
+        self,
+        number: int | None = None,
+        *,
+        reason: str = "publish",
+        held: str | None = None,
+        reload: bool = False,
+    ) -> Pointer:
+        """Make a snapshot live.
+
+        Args:
+            number: which snapshot; by default the newest of the newest partition that no gate
+                refused and nobody rolled back from.
+            reason: stored in the live pointer.
+            held: why scheduled runs are to publish nothing after this.
+            reload: load it again, though the online store seems to hold it.
+
+        Returns:
+            the pointer that is live now; nothing is loaded when it was live already.
+
+        Raises:
+            SnapshotError: there is no such snapshot, or it is damaged.
+            GateError: a gate refused it and nobody accepted that, or it was rolled back from.
+            OnlineStoreError: the store refused, or gave back other bytes than were loaded; the old
+                generation stays live.
+            ConflictError: somebody else published meanwhile, or the view is another project's;
+                FencedError, if that took this one's lease.
+        """
+        store, online, report, view = self._store, self._online, self._report, self._store.name
+        if not self._take_over:
+            # before anything is dropped: what lies there beside the live generations is theirs, too
+            check_owner(self._current(), view, self._owner)
+        standing = Standing(store)
+        number = standing.newest_publishable() if number is None else number
+        snapshot = store.snapshot(number)
+        mended = self.mend()
+        ref, current = store.refs.readable_live(), self._current()
+        epoch = 0 if current is None else current.epoch
+        unchanged = ref is not None and ref.snapshot == number and not reload
+        act = look(store, online, budget_s=LOOK_S if unchanged else 0.0, publishing=True).act
+        damaged = act is Act.LOAD
+        if (
+            ref is not None
+            and ref.snapshot == number
+            and not reload
+            and not damaged
+            and ref.epoch >= epoch
+        ):
+            pointer = self._stays(snapshot, ref, mended or act is Act.POINT)
+            if pointer is not None:
+                report.snapshot, report.model = number, snapshot.model
+                return pointer
+        standing.check_publishable(snapshot)
+        report.snapshot, report.model = number, snapshot.model
+        # Past both pointers: the root may have been restored, or the online store emptied, behind
+        # each other's back.
+        expected = 0 if ref is None else ref.epoch
+        epoch = store.refs.claim_epoch(max(epoch, *(g.number for g in online.generations(view)), 0))
+        reload = reload or (damaged and ref is not None and ref.snapshot == number)
+        place = None if reload else self._retained(snapshot, ref)
+        if place is None:
+            # what publishings that failed had loaded
+            self._drop_all_but(self._in_use(ref, current))
+            place = self._loaded(snapshot, ref, epoch, reload or damaged)
+        ref = self._flip(snapshot, expected, epoch, place, reason, held)
+        self._drop_old(ref, current)
+        if damaged:
+            look(store, online, budget_s=0.0, publishing=True)
+        report.status, report.epoch = "published", epoch
+        return self._pointer(snapshot, ref)
+
+    def _stays(self, snapshot: Snapshot, ref: LiveRef, again: bool) -> Pointer | None:
+        """The pointer of what is live already and stays so; None where it is to be loaded again.
+        ``again``: it is flipped whether it is another or not."""
+        current, pointer = self._current(), self._pointer(snapshot, ref)
+        if not self._can_be_read(
+            pointer, snapshot, rows=DOUBTED_ROWS if pointer.degraded else BASE_ROWS
+        ):
+            return None
+        pointer = replace(pointer, degraded=False)
+        if again or current != pointer:
+            self._online.flip(pointer)
+        self._drop_old(ref, current)
+        self._report.status, self._report.epoch = (
+            "published" if again or current != pointer else "current",
+            ref.epoch,
+        )
+        return pointer
+
+    def mend(self) -> bool:
+        """Flip the online pointer to what ``live.json`` says, where a crash between the two left it
+        behind; whether there was need."""
+        ref, current = self._store.refs.readable_live(), self._current()
+        if ref is None or (current is not None and current.epoch >= ref.epoch):
+            return False
+        try:
+            snapshot = self._store.snapshot(ref.snapshot)
+        except SnapshotError as exc:
+            log.warning("%s", exc)
+            return False
+        pointer = self._pointer(snapshot, ref)
+        if not self._can_be_read(pointer, snapshot):
+            return False
+        self._online.flip(pointer)
+        return True
+
+    def degrade(self) -> None:
+        """Tell readers that rows of what is live may be gone, so that none of them takes a lost row
+        for an unknown entity; until the next flip."""
+        current = self._current()
+        if current is not None and not current.degraded and current.owner in ("", self._owner):
+            try:
+                self._online.flip(replace(current, degraded=True))
+            except OnlineStoreError as exc:
+                # not even its generations are whole: readers see as much
+                log.warning("%s", exc)
+
+    def renew(self, renewed_at_us: int) -> None:
+        """Tell readers that a run found nothing changed since what is live.
+
+        Raises:
+            SnapshotError, OnlineStoreError, ConflictError: as :meth:`publish`.
+        """
+        ref = self._store.refs.live()
+        # The caller just published it.
+        assert ref is not None
+        ref = self._store.refs.renew_live(ref, renewed_at_us, self._lease)
+        self._online.flip(self._pointer(self._store.snapshot(ref.snapshot), ref))
+
+    def _loaded(self, snapshot: Snapshot, ref: LiveRef | None, epoch: int, reload: bool) -> Place:
+        """Load a snapshot: as an overlay over what is live, or the lower part of that, where it
+        builds on it and little changed since; or as a base. Nothing where no row is another.
+
+        Raises:
+            SnapshotError, OnlineStoreError: as :meth:`publish`.
+        """
+        under = None if reload or ref is None else self._under(snapshot, ref)
+        if under is not None:
+            place, changes = under
+            if not changes.rows + len(changes.removed):
+                return place
+            below, _ = place.layers[-1]
+            generation = Generation(
+                epoch, snapshot.number, below, snapshot.run, schema_tag(snapshot.view)
+            )
+            terms = self._loader.prepare(generation, snapshot, changes.rows + len(changes.removed))
+            # What an overlay replaces would be served again, were its rows dropped.
+            if not terms.lossy:
+                generation = (
+                    generation if terms.number is None else replace(generation, number=terms.number)
+                )
+                self._check_lease()
+                self._loader.load(generation, snapshot, changes, terms.rows_done, place)
+                return replace(
+                    place, overlays=(*place.overlays, (generation.number, snapshot.number))
+                )
+        generation = Generation(
+            epoch, snapshot.number, None, snapshot.run, schema_tag(snapshot.view)
+        )
+        terms = self._loader.prepare(generation, snapshot, snapshot.rows)
+        generation = (
+            generation if terms.number is None else replace(generation, number=terms.number)
+        )
+        self._check_lease()
+        self._loader.load(generation, snapshot, None, terms.rows_done)
+        return Place(generation.number, snapshot.number, lossy=terms.lossy)
+
+    def _under(self, snapshot: Snapshot, ref: LiveRef) -> tuple[Place, Changes] | None:
+        """What of the live place a snapshot is to lie over, and what it has other than that; None
+        where a new base is due, or what is there is not whole."""
+        store, place, current = self._store, ref.place, self._current()
+        if place.lossy or (current is not None and current.degraded):
+            return None
+        chain = store.chain(snapshot)
+        position, base = (
+            {layer.number: i for i, layer in enumerate(chain)},
+            self._whole_under(place, chain),
+        )
+        if base is None or (base.view.features, base.view.index) != (
+            snapshot.view.features,
+            snapshot.view.index,
+        ):
+            return None
+        # those that the snapshot builds on; others were merged since, or are of what was gone back
+        # from
+        places = [position[number] for _, number in place.layers if number in position]
+        weights = [layer.changed_rows for layer in chain]
+        most = MOST_CHANGED if snapshot.view.index is None else MOST_SEARCHED
+        if sum(weights[places[0] + 1 :]) > most * base.rows:
+            return None
+        new = sum(weights[places[-1] + 1 :])
+        stay = (
+            layers_that_stay([sum(weights[i + 1 : j + 1]) for i, j in pairwise(places)], new)
+            if new
+            else len(places) - 1
+        )
+        top, under = chain[places[stay]], place.lowest(stay + 1)
+        changes = Changes(store, top, snapshot)
+        with self._report.stage("check"):
+            changes.check_parts()
+        pointer = self._pointer(top, replace(ref, snapshot=top.number, place=under))
+        return (
+            (under, changes)
+            if self._can_be_read(pointer, top, unread=False, values=False)
+            else None
+        )
+
+    def _whole_under(self, place: Place, chain: Sequence[Snapshot]) -> Snapshot | None:
+        """The snapshot that is the base of a place, where all that is loaded there of a chain is of
+        it."""
+        loaded = {g.number: g for g in self._online.generations(self._store.name)}
+        layers, below = {layer.number: layer for layer in chain}, None
+        for number, made in place.layers:
+            generation, layer = loaded.get(number), layers.get(made)
+            if layer is None and below is not None:
+                break
+            if generation is None or layer is None or generation.base != below:
+                return None
+            if (generation.snapshot, generation.run, layer.model) != (
+                made,
+                layer.run,
+                chain[-1].model,
+            ):
+                return None
+            below = number
+        return layers[place.base_snapshot]
+
+    def _flip(
+        self,
+        snapshot: Snapshot,
+        expected: int,
+        epoch: int,
+        place: Place,
+        reason: str,
+        held: str | None,
+    ) -> LiveRef:
+        refs, lease = self._store.refs, self._lease
+        with self._report.stage("flip"):
+            try:
+                ref = refs.move_live(
+                    snapshot.number,
+                    expected_epoch=expected,
+                    epoch=epoch,
+                    reason=reason,
+                    place=place,
+                    held=held,
+                    lease=lease,
+                )
+            except ConflictError:
+                # Somebody else won: what was loaded here will never be read.
+                if epoch in place.generations:
+                    with contextlib.suppress(OnlineStoreError):
+                        self._online.drop(self._store.name, epoch)
+                    shutil.rmtree(self._store.index_folder(epoch), ignore_errors=True)
+                raise
+            self._online.flip(self._pointer(snapshot, ref))
+            crashpoint("online.flip")
+        return ref
+
+    def _retained(self, snapshot: Snapshot, ref: LiveRef | None) -> Place | None:
+        """Where the online store still holds a snapshot, from before the last publishing: going
+        back to it loads nothing."""
+        # others are of publishings that did not come to their end, and may never have been read
+        # back
+        loaded = {g.number: g for g in self._online.generations(self._store.name)}
+        for whole in () if ref is None else (ref.place, ref.previous_place):
+            for layers in range(0 if whole is None else len(whole.layers), 0, -1):
+                assert whole is not None
+                place = whole.lowest(layers)
+                top = loaded.get(place.layers[-1][0])
+                if top is None or (top.snapshot, top.run) != (snapshot.number, snapshot.run):
+                    continue
+                pointer = self._pointer(
+                    snapshot, LiveRef(1, snapshot.number, None, "", "", place=place)
+                )
+                if (
+                    place.generations <= loaded.keys()
+                    and self._can_be_read(pointer, snapshot)
+                    and self._index_opens(pointer)
+                ):
+                    return place
+        return None
+
+    def _index_opens(self, pointer: Pointer) -> bool:
+        if pointer.index is not None:
+            try:
+                root, overlay = self._store.offline.root, pointer.overlay_index
+                VectorIndex(root / pointer.index, None if overlay is None else root / overlay)
+            except VectorIndexError as exc:
+                log.warning("%s; it is built again", exc)
+                return False
+        return True
+
+    def _current(self) -> Pointer | None:
+        """The online pointer; None when there is none, or it is damaged and about to be
+        rewritten."""
+        try:
+            return self._online.live(self._store.name)
+        except DamagedPointerError as exc:
+            log.warning("%s; it is rewritten", exc)
+            return None
+
+    def _can_be_read(
+        self,
+        pointer: Pointer,
+        snapshot: Snapshot,
+        *,
+        unread: bool = True,
+        rows: int = BASE_ROWS,
+        values: bool = True,
+    ) -> bool:
+        """Whether generations and index are there and rows are what they were loaded as; what is
+        gone or damaged is loaded again.
+
+        Args:
+            pointer: need not be live.
+            snapshot: what the pointer names.
+            unread: the answer where the snapshot's own files cannot be read, to compare: rows in
+                the store vouch for themselves.
+            rows: how many are compared.
+            values: False compares no values: what stands under an overlay was loaded by this very
+                run of the snapshot, and vouches for itself.
+
+        Raises:
+            OnlineStoreError: the store does not answer.
+        """
+        for index in (pointer.index, pointer.overlay_index):
+            if index is not None and not is_there(self._store.offline.root / index):
+                log.warning(
+                    "view %r: the vector index %s is gone; it is built again",
+                    pointer.view.name,
+                    index,
+                )
+                return False
+        try:
+            check_served(self._store, self._online, pointer, snapshot, rows, values=values)
+        except RowsLostError as exc:
+            log.warning("%s; what passes the gates is loaded whole", exc)
+            return False
+        except SnapshotError as exc:
+            log.warning("%s", exc)
+            return unread
+        return True
+
+    def _drop_old(self, ref: LiveRef, current: Pointer | None) -> None:
+        """Remove generations and indexes but the live one, the one to go back to, and the one that
+        was live until now: a request that began before the flip still reads that.
+
+        Raises:
+            FencedError: the lease was lost, and what is there may be what somebody else is loading.
+        """
+        self._check_lease()
+        keep = set(ref.place.generations)
+        if ref.previous_place is not None:
+            keep |= ref.previous_place.generations
+        if current is not None:
+            # what a reload replaced is not what came before; or the offline pointer was lost
+            keep |= set(current.generations)
+        self._drop_all_but(keep)
+
+    def _check_lease(self) -> None:
+        """Raises:
+        FencedError: the lease was lost.
+        """
+        if self._lease is not None:
+            self._lease.check()
+
+    @staticmethod
+    def _in_use(ref: LiveRef | None, current: Pointer | None) -> set[int]:
+        """Generations that a publishing leaves alone until it has come to its end."""
+        places = [
+            place
+            for place in (() if ref is None else (ref.place, ref.previous_place))
+            if place is not None
+        ]
+        return {n for place in places for n in place.generations} | set(
+            () if current is None else current.generations
+        )
+
+    def _drop_all_but(self, keep: set[int]) -> None:
+        self._check_lease()
+        store, online, view = self._store, self._online, self._store.name
+        try:
+            for generation in online.generations(view):
+                if generation.number not in keep:
+                    online.drop(view, generation.number)
+        except OnlineStoreError as exc:
+            # What is live is whole: what is left over is dropped by the next publishing.
+            log.warning("view %r: old generations stay for now: %s", view, exc)
+        for path in store.indexes.glob("*") if store.indexes.is_dir() else ():
+            if not path.name.isdigit() or int(path.name) not in keep:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _pointer(self, snapshot: Snapshot, ref: LiveRef) -> Pointer:
+        """What readers are given: a function of manifest, live pointer and what they are given now,
+        so that it can be mended at any time."""
+        current = self._current()
+        renewed, place = (
+            [us for us in (snapshot.renewed_at, ref.renewed_at) if us is not None],
+            ref.place,
+        )
+        folder = None if snapshot.view.index is None else f"{snapshot.view.name}/index"
+        overlay, _ = place.layers[-1]
+        return Pointer(
+            view=snapshot.view,
+            snapshot=snapshot.number,
+            epoch=ref.epoch,
+            model=snapshot.model,
+            rows=snapshot.rows,
+            source_rows=snapshot.counts.source,
+            at=ref.at,
+            computed_at_min=snapshot.computed_at_min,
+            input_columns=dict(snapshot.input_columns),
+            inputs=dict(snapshot.inputs),
+            index=None if folder is None else f"{folder}/{place.generation:020d}",
+            generation=place.generation,
+            # behind a miss of an assembled one stands the source of the newest partition
+            partition=snapshot.partition or max(snapshot.members, default=None),
+            renewed_at_us=max(renewed, default=0),
+            base_snapshot=place.base_snapshot,
+            overlays=place.overlays,
+            overlay_index=(
+                None if folder is None or not place.overlays else f"{folder}/{overlay:020d}"
+            ),
+            owner=self._owner,
+            lossy=place.lossy,
+            took_over=self._owner_before(current),
+            # known to have lost rows, until they are loaded again
+            degraded=current is not None
+            and current.degraded
+            and not place.generations.isdisjoint(current.generations),
+        )
+
+    def _owner_before(self, current: Pointer | None) -> str:
+        """Of the view in the online store: whom it was taken over from, or is to be now."""
+        if current is None or current.owner == self._owner:
+            return "" if current is None else current.took_over
+        return current.owner if self._take_over else ""

@@ -1,0 +1,287 @@
+"""Report: what one run did, written whatever becomes of it: see
+:mod:`precompute.store.offline.runs`.
+
+It is written when the run begins (``running``) and again when it ends. A run that was killed leaves
+``running`` behind; the next one, which finds its lease free, closes it as ``killed``. So these
+files are the ledger that planning and scheduling read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import logging
+import os
+import platform
+import re
+import secrets
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from precompute.jobs.run.command_process import (
+    Terminated,
+    described,
+    end_signal,
+    last_words,
+    logged_as,
+)
+from precompute.store.disk.lease import is_held
+from precompute.store.disk.record import replace
+from precompute.store.errors import (
+    ConflictError,
+    GateError,
+    PrecomputeError,
+    RejectedError,
+    SnapshotError,
+)
+from precompute.store.offline.refs import PUBLISH_LEASE
+from precompute.store.offline.runs import Report
+from precompute.store.offline.view_store import ViewStore
+from precompute.store.times import utc_now
+
+LEASED = ("run", "materialize")
+"""Commands that hold the lease of their partition while they go on."""
+
+PUBLISHING = ("publish", "rollback", "reconcile")
+"""Commands that hold the publishing lease, and no other."""
+
+BY_HAND = ("publish", "rollback")
+"""Commands that report which snapshot they are about once they may change something: refused
+before, they are no run that failed."""
+
+_REFUSALS = (ConflictError, GateError, SnapshotError)
+
+VERSIONED = ("precompute-store", "torch", "pyarrow", "duckdb", "transformers", "faiss-cpu", "numpy")
+
+
+@contextlib.contextmanager
+def recorded(
+    store: ViewStore,
+    command: str,
+    finished: Callable[[Report], None] = lambda _: None,
+    **known: Any,
+) -> Iterator[Report]:
+    """A run from start to end: its report is written when it begins, and when it succeeds, fails or
+    is interrupted; then it is given to ``finished``. Of a command by hand that was refused and
+    changed nothing none stays. ``known`` are fields of it that are known at the start.
+    """
+    run = f"{store.runs.stamp()}-{secrets.token_hex(3)}"
+    report = Report(
+        run,
+        store.name,
+        command,
+        started_at=utc_now(),
+        versions=dict(versions()),
+        pid=os.getpid(),
+        **known,
+    )
+    started = time.monotonic()
+    store.runs.write(report, "nothing was begun, the live snapshot is untouched")
+
+    def closed(exc: BaseException) -> None:
+        report.status, report.error = _end(exc)
+        # A full disk must not hide why the run failed.
+        with contextlib.suppress(PrecomputeError):
+            _write(store, report, started)
+
+    with logged_as(run), last_words(lambda: closed(Terminated())):
+        try:
+            yield report
+        except BaseException as exc:
+            closed(exc)
+            if (
+                command in BY_HAND
+                and report.backfill is None
+                and report.snapshot is None
+                and isinstance(exc, _REFUSALS)
+            ):
+                store.runs.withdraw(report)
+            finished(report)
+            raise
+        _write(store, report, started)
+    finished(report)
+
+
+def _end(exc: BaseException) -> tuple[str, str]:
+    """What a run that ended with an exception is reported as: status and error."""
+    number = end_signal()
+    if number is not None:
+        return "cancelled" if number == signal.SIGINT else "killed", described(number)
+    error = (
+        str(exc)
+        if isinstance(exc, PrecomputeError)
+        else f"{type(exc).__name__}: {exc}".removesuffix(": ")
+    )
+    if isinstance(exc, RejectedError):
+        return "rejected", error
+    if isinstance(exc, GateError):
+        return "refused", error
+    if isinstance(exc, KeyboardInterrupt):
+        return "cancelled", error
+    return "failed" if isinstance(exc, Exception) else "killed", error
+
+
+def close_dead(
+    store: ViewStore,
+    partition: str | None,
+    why: str = "it ended without a word",
+    commands: Collection[str] = LEASED,
+    own: str | None = None,
+) -> list[str]:
+    """Close as ``killed`` the reports of runs of this partition that never did it themselves; the
+    caller knows that none goes on but its ``own``, if that was begun, since it holds their lease,
+    or saw the process end. ``commands`` other than those that compute have no partition.
+
+    Returns:
+        ids of the runs closed.
+    """
+    closed = []
+    for report in store.runs.unended():
+        # not recognised by its process number: in a container every command may have the same
+        if report.command in commands and report.partition == partition and report.run != own:
+            report.status, report.error, report.finished_at = "killed", f"killed: {why}", utc_now()
+            store.runs.write(report)
+            closed.append(report.run)
+    return closed
+
+
+def as_it_ended(store: ViewStore, report: Report) -> Report:
+    """The report, whose end is told truly: a run that was killed could not write it. One that goes
+    on is ``running``."""
+    if report.status != "running":
+        return report
+    publishing = report.command in PUBLISHING and is_held(store.leases, PUBLISH_LEASE)
+    if publishing or (report.command in LEASED and store.running(report.partition)):
+        return report
+    return replace(
+        report,
+        status="killed",
+        error="the process ended without a word: killed, out of memory, or the machine went down",
+    )
+
+
+def _write(store: ViewStore, report: Report, started: float) -> None:
+    seconds = time.monotonic() - started
+    report.seconds = round(seconds, 3)
+    report.stages_s = {name: round(stage_s, 3) for name, stage_s in report.stages_s.items()}
+    report.finished_at = utc_now()
+    if report.counts.get("source") and "model" in report.stages_s:
+        report.rows_per_s = round(report.counts["source"] / seconds, 1)
+    store.runs.write(report)
+
+
+def engine_line(engine: dict[str, Any]) -> str:
+    """Rates, padding, MFU and memory in one line; empty where nothing was computed."""
+    if not engine.get("batches"):
+        return ""
+    said = [f"{engine['rows_per_s']:,.0f} rows/s"]
+    if engine["cost"] and engine["cost_unit"] != "rows":
+        said.append(f"{engine['cost_per_s']:,.0f} {engine['cost_unit']}/s")
+        said.append(f"padding {engine['padding']:.1%}")
+    said.append(
+        f"{engine['batches']:,} batch{'es' * (engine['batches'] > 1)}"
+        + (
+            f" of up to {engine['budget']:,} {engine['cost_unit']}"
+            if engine["cost"] and engine.get("budget")
+            else ""
+        )
+    )
+    if (lanes := engine.get("lanes", {"count": 1}))["count"] > 1:
+        said.append(
+            f"{lanes['count']} at once, {lanes['threads']} thread{'s' * (lanes['threads'] > 1)}"
+            " each"
+        )
+    if engine.get("mfu"):
+        said.append(
+            f"{engine['flops_per_s'] / 1e9:,.0f} GFLOP/s, MFU {engine['mfu']:.0%} of"
+            f" {engine['peak_flops'] / 1e9:,.0f}"
+        )
+    if engine.get("peak_memory_bytes"):
+        said.append(f"peak {engine['peak_memory_bytes'] / 2**20:,.0f} MiB")
+    if endpoint := engine.get("endpoint"):
+        said.append(
+            f"{endpoint['requests']:,} requests, {endpoint['from_cache']:,} answers from the cache"
+        )
+        said.append(f"{endpoint['input_tokens']:,} tokens in, {endpoint['output_tokens']:,} out")
+        said += [f"{endpoint['money']:g} money"] if endpoint["money"] else []
+    if engine.get("workers"):
+        said.append(str(engine["device"]))
+    for count, what in (
+        (engine["retries"], "batches retried"),
+        (engine["out_of_memory"], "times out of memory"),
+        (engine.get("workers_replaced", 0), "workers replaced"),
+    ):
+        said += [f"{count:,} {what}"] if count else []
+    return " · ".join(said)
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Python's and the main libraries' versions: they do not change while a process runs, and
+    asking takes longer than a small window."""
+    installed = {"python": platform.python_version()}
+    for name in VERSIONED:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found = importlib.metadata.distribution(name)
+            # a fifth of the time of found.version, which reads all of the text as it would an
+            # e-mail
+            version = re.search(
+                r"^Version: *(\S+)", found.read_text("METADATA") or "", re.MULTILINE
+            )
+            installed[name] = found.version if version is None else version[1]
+    return installed
+
+
+# ---- Notify: the operator's own command, informed of what became of a run. It may fail; the
+# run does not.
+
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_S = 30.0
+
+
+def notify(command: Sequence[str], report: Report, folder: Path) -> None:
+    """Run ``command`` in the project's ``folder``, with the run in its environment:
+    ``NOTIFY_VIEW``, ``_STATUS``, ``_COMMAND``, ``_RUN``, ``_SNAPSHOT``, ``_EPOCH``, ``_ERROR``. An
+    empty command does nothing; one that fails, or takes longer than :data:`TIMEOUT_S`, is logged.
+    """
+    if not command:
+        return
+    message = {
+        "VIEW": report.view,
+        "STATUS": report.status,
+        "COMMAND": report.command,
+        "RUN": report.run,
+        "SNAPSHOT": report.snapshot,
+        "EPOCH": report.epoch,
+        "ERROR": report.error,
+    }
+    # the kernel takes neither NUL nor more than 128 KiB in one variable
+    texts = {
+        name: "" if value is None else str(value).replace("\0", "\\0")[:10_000]
+        for name, value in message.items()
+    }
+    texts = {name: text.encode(errors="replace").decode() for name, text in texts.items()}
+    environment = os.environ | {f"NOTIFY_{name}": text for name, text in texts.items()}
+    try:
+        done = subprocess.run(
+            list(command),
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, ValueError, subprocess.SubprocessError) as exc:
+        log.warning("notify: %s cannot be run: %s", command[0], exc)
+        return
+    if done.returncode:
+        said = (done.stderr or done.stdout).decode(errors="replace").strip()[-500:]
+        log.warning("notify: %s ended with status %d: %s", command[0], done.returncode, said)

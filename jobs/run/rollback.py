@@ -1,0 +1,220 @@
+"""Rollback: back to a snapshot that was good, at once. One pointer move when the online store still
+holds it, which works when Redis is full. Reconcile: what the online store lost of what is live is
+loaded again."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from precompute.jobs.config.project import Project
+from precompute.jobs.run.progress import Progress
+from precompute.jobs.run.publisher import Publisher
+from precompute.jobs.run.report import PUBLISHING, close_dead, notify, recorded
+from precompute.jobs.run.run_view import named
+from precompute.store.account.account import ROWS, Act, State
+from precompute.store.account.checker import look
+from precompute.store.disk.durable_file import spending_reserve
+from precompute.store.disk.lease import take
+from precompute.store.errors import ConflictError, SnapshotError
+from precompute.store.offline.refs import PUBLISH_LEASE, LiveRef
+from precompute.store.offline.runs import Report
+from precompute.store.offline.standing import Standing
+from precompute.store.offline.view_store import ViewStore
+from precompute.store.online.url import open_online_store
+
+log = logging.getLogger(__name__)
+
+
+def rollback(
+    project: Project,
+    name: str,
+    progress: Progress,
+    *,
+    to: int | None = None,
+    hold: bool = False,
+    finished: Callable[[Report], None] = lambda _: None,
+) -> Report:
+    """Make an earlier snapshot live and mark the one that was live bad: neither it nor the same
+    rows again are ever published.
+
+    A publishing that is going on is fenced: the rollback wins.
+
+    Args:
+        project: the configuration.
+        name: of the view.
+        progress: called with the rows done, if they must be loaded again.
+        to: which snapshot; by default the one that was live before, or the newest good one below.
+        hold: scheduled runs compute but publish nothing until ``publish`` or ``resume``.
+        finished: given the report.
+
+    Raises:
+        SnapshotError: there is none to go back to, or not the one requested; names those there are.
+        GateError: the one requested is marked bad itself.
+        OnlineStoreError: the online store does not answer.
+    """
+    store = project.stored(name)
+
+    def ended(report: Report) -> None:
+        if report.error is not None:
+            notify(project.settings.notify, report, project.home)
+        finished(report)
+
+    with (
+        named(name),
+        spending_reserve(project.root),
+        take(
+            store.leases, PUBLISH_LEASE, "rollback", ttl_s=project.settings.lease, force=True
+        ) as lease,
+        recorded(store, "rollback", ended) as report,
+        contextlib.ExitStack() as held,
+    ):
+        ref = store.refs.live()
+        if ref is None:
+            raise SnapshotError(
+                f"view {name!r} was never published: there is nothing to go back from"
+            )
+        close_dead(store, None, commands=PUBLISHING, own=report.run)
+        online = held.enter_context(contextlib.closing(open_online_store(project.online)))
+        publisher = Publisher(
+            store, online, report, progress, lease, memory_mb=project.settings.memory_mb
+        )
+        if publisher.mend() and ref.reason.startswith("rollback") and to in (None, ref.snapshot):
+            # The last one, killed half-way.
+            report.snapshot, report.epoch, report.status = ref.snapshot, ref.epoch, "published"
+        else:
+            target = report.snapshot = _target(store, ref, to)
+            _mark_left(store, ref.snapshot, target)
+            reason = f"rollback from {ref.snapshot}"
+            publisher.publish(
+                target, reason=reason, held=f"{reason}, with --hold" if hold else None
+            )
+        notify(project.settings.notify, report, project.home)
+    return report
+
+
+def _mark_left(store: ViewStore, number: int, target: int) -> None:
+    """Mark what is gone back from bad; of an assembled snapshot the rows of those partitions that
+    the target has otherwise, all since then, so that the next one is not made of them.
+
+    Raises:
+        SnapshotError: the file system failed.
+    """
+    entries = store.catalog().entries
+
+    def members(of: int) -> dict[str | None, int]:
+        # of a manifest that is torn the catalog knows them still
+        return {
+            entries[n].partition: n
+            for n in (entries[of].members if of in entries else ())
+            if n in entries
+        }
+
+    left, back = members(number), members(target)
+    at_fault = {
+        partition: back.get(partition)
+        for partition, n in left.items()
+        if back and back.get(partition) != n
+    }
+    for entry in entries.values():
+        if (
+            entry.partition in at_fault
+            and (at_fault[entry.partition] or 0) < entry.number <= number
+        ):
+            store.mark_bad(
+                entry.number,
+                f"rolled back from, in snapshot {number}",
+                back_to=at_fault[entry.partition],
+            )
+    store.mark_bad(number, "rolled back from", rows=not at_fault, back_to=target)
+
+
+def _target(store: ViewStore, ref: LiveRef, to: int | None) -> int:
+    """Number of the snapshot to go back to; it may be published, which is looked at before anything
+    is marked.
+
+    Raises:
+        SnapshotError, GateError: there is none, or not the one requested.
+    """
+    standing, name = Standing(store), store.name
+    target = standing.before(ref) if to is None else to
+    snapshot = store.snapshot(target)
+    if target == ref.snapshot:
+        raise SnapshotError(
+            f"snapshot {target} of view {name!r} is live already; name another one (there are:"
+            f" {standing.numbers_text()}; `precompute snapshots {name}` tells more)"
+        )
+    standing.check_publishable(snapshot)
+    return target
+
+
+def reconcile(
+    project: Project,
+    name: str,
+    progress: Progress,
+    *,
+    finished: Callable[[Report], None] = lambda _: None,
+) -> Report | None:
+    """Load again what is not whole of what is live, or move the online pointer where that was left
+    behind. Until it is loaded, answers for rows that are not there say ``not_in_store``.
+
+    Returns:
+        the report; None when there is nothing that it can heal:
+            :func:`precompute.store.account.account.read_account` has what it cannot.
+
+    Raises:
+        SnapshotError: what is live cannot be read.
+        OnlineStoreError: the store does not answer, or does not take the rows.
+        ConflictError: somebody else publishes, or another project the view.
+    """
+    store = project.stored(name)
+    with contextlib.closing(
+        open_online_store(project.online, memory_mb=project.settings.load_mb)
+    ) as online:
+        with named(name):
+            account = look(store, online)
+            foreign = next(
+                (finding for finding in account.findings if finding.state is State.FOREIGN), None
+            )
+            if foreign is not None:
+                raise ConflictError(foreign.found)
+            if account.act is Act.NOTHING:
+                return None
+        busy = f"view {name!r} is being published, rolled back or cleaned up"
+        with (
+            named(name),
+            take(
+                store.leases, PUBLISH_LEASE, "reconcile", ttl_s=project.settings.lease, busy=busy
+            ) as lease,
+            recorded(store, "reconcile", finished) as report,
+        ):
+            close_dead(store, None, commands=PUBLISHING, own=report.run)
+            ref = store.refs.readable_live()
+            publisher = Publisher(
+                store, online, report, progress, lease, memory_mb=project.settings.memory_mb
+            )
+            records = [finding for finding in account.findings if finding.act is Act.REMOVE]
+            for finding in records:
+                Path(finding.what).unlink(missing_ok=True)
+            # somebody may have published, or ended the view, before the lease was taken
+            account = look(store, online, publishing=True)
+            report.attention += [*account.trouble, *(finding.found for finding in records)]
+            if account.act is Act.NOTHING:
+                report.status = "current"
+                return report
+            if ref is None:
+                # what was live, by the log of publishings; a hold went with the pointer
+                publisher.publish(account.snapshot, reason="reconcile", reload=True)
+            elif publisher.mend():
+                report.snapshot, report.epoch, report.status = ref.snapshot, ref.epoch, "published"
+            else:
+                if any(finding.what == ROWS for finding in account.findings):
+                    publisher.degrade()
+                publisher.publish(
+                    ref.snapshot, reason="reconcile", held=ref.held, reload=account.act is Act.LOAD
+                )
+            look(store, online, publishing=True)
+        notify(project.settings.notify, report, project.home)
+    return report

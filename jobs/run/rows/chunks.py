@@ -1,0 +1,449 @@
+"""Engine: what computes a run's windows, in the run's own process or in workers. Both take rows and
+give features, and know nothing else."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from precompute.engine.ahead import Meter
+from precompute.engine.features import in_order, with_null_rows
+from precompute.engine.prepare import WINDOW_ROWS, joined
+from precompute.engine.runner import Runner
+from precompute.engine.window import MISFIT, Outcome
+from precompute.jobs.config.project import EngineConfig
+from precompute.jobs.run.job import Job
+from precompute.jobs.run.rows.open_view import OpenView
+from precompute.jobs.run.rows.plan import Plan, now_us
+from precompute.sources.diff import refused_rows
+from precompute.store.errors import RejectedError
+from precompute.store.keys import bad_keys, key_column
+from precompute.store.offline.part_file import Layers
+from precompute.store.offline.row_figures import RowCounter, RowFigures, count
+from precompute.store.offline.runs import Finished
+from precompute.store.offline.selection import all_rows
+from precompute.store.offline.snapshot import Part
+from precompute.techniques.table import REFERENCE
+from precompute.workers.worker import SAMPLE
+from precompute.workers.worker_pool import WorkerPool
+from precompute.workers.worker_process import WorkerSpec
+
+
+def engine_of(opened: OpenView, config: EngineConfig, meter: Meter) -> Runner | WorkerPool:
+    """The engine of a run: as many workers as are configured, one for each GPU where there are any,
+    else the run's own process.
+
+    Args:
+        opened: the view; its own model computes where there are no workers.
+        config: how many, and when one is given up.
+        meter: called with what the stages took.
+    """
+    devices = _devices(opened, config)
+    if devices:
+        return WorkerPool(_spec(opened, opened.variant), meter, devices, hang_s=config.hang)
+    return Runner(opened.model, opened.view, meter)
+
+
+def computed(opened: OpenView, batch: pa.RecordBatch, variant: str) -> Outcome:
+    """A window of rows, by a technique, in a worker process where a run would compute them in one:
+    of a view that has :attr:`OpenView.wanted`.
+
+    Raises:
+        ModelError, ConfigError: as :meth:`WorkerPool.stream`.
+    """
+    pool = WorkerPool(_spec(opened, variant), Meter(), _gpus(opened)[:1])
+    pieces = [done for _, done in pool.stream([batch])]
+    rows, features = in_order(opened.view, [(done.rows, done.features) for done in pieces])
+    rejections = sorted(
+        (r for done in pieces for r in done.rejections), key=lambda rejection: rejection.row
+    )
+    return Outcome(rows, features, rejections)
+
+
+def _spec(opened: OpenView, variant: str) -> WorkerSpec:
+    model = opened.view.definition.model
+    tables, convert = dict(opened.tables), None
+    if variant != REFERENCE:
+        example = opened.examples(variant)
+        if example.num_rows:
+            convert = {"variant": variant, "folder": str(opened.compiled)}
+            tables[SAMPLE] = example
+    args = {name: value for name, value in model.args.items() if name not in opened.tables}
+    precision = opened.variant.removesuffix("-eager")
+    return WorkerSpec(
+        model.use, args, tables, opened.view, opened.folder, convert, precision, opened.fingerprint
+    )
+
+
+def _devices(opened: OpenView, config: EngineConfig) -> list[str | None]:
+    """One for each worker; empty for none."""
+    gpus = _gpus(opened)
+    if not gpus:
+        # what counts rates and a budget counts them in one process
+        return [] if getattr(opened.model, "in_run_process", False) else [None] * config.workers
+    # never the run's own process: what breaks a GPU's context breaks it for its process
+    return [gpus[n % len(gpus)] for n in range(config.workers or len(gpus))]
+
+
+def _gpus(opened: OpenView) -> list[str]:
+    """Those that workers compute on: the one that the model's ``device`` names, or all."""
+    if opened.wanted is None:
+        return []
+    if ":" in opened.wanted:
+        return [opened.wanted]
+    # imports torch, as the model did
+    from precompute.models.device import gpu_count
+
+    return [f"cuda:{n}" for n in range(gpu_count())]
+
+
+# ---- Chunks: the computed rows of a run on their way to Parquet, never more than one window
+# and one part in memory.
+
+
+_SCHEMA = pa.schema(
+    [
+        ("key", pa.string()),
+        ("stage", pa.string()),
+        ("error", pa.string()),
+        ("input_hash", pa.int64()),
+        ("attempts", pa.int32()),
+    ]
+)
+
+
+class Rejections:
+    """The rejected rows of one run, in memory: more than the view allows end it.
+
+    Args:
+        job: the run.
+        opened: its view.
+        allowed: how many there may be.
+
+    Raises:
+        RejectedError: from every method that takes rows: there are more than allowed, and
+            ``rejected.parquet`` of the run has them; or ``bad_rows: fail`` and one is unusable.
+    """
+
+    def __init__(self, job: Job, opened: OpenView, allowed: int) -> None:
+        self._job, self._opened, self._allowed = job, opened, allowed
+        self.count = 0
+        self.part: Part | None = None
+        """The file of all of them, once written."""
+        self._batches: list[pa.RecordBatch] = []
+        self._journaled = 0
+        """Batches that are in a chunk of the journal."""
+        self._reasons: Counter[str] = Counter()
+        self._misfits = 0
+        """Those for which the model's answer is not what the view declares."""
+        self._attempts: dict[tuple[str | None, int | None], int] = {}
+        """Of the rows that are tried again: how often, by key and input hash."""
+
+    def take_over(self, plan: Plan) -> None:
+        """Begin with the rows that were rejected before with the same input, or count how often
+        those were that are tried again."""
+        if plan.diff.retried:
+            before = refused_rows(self._opened.source)
+            rows = zip(
+                *(before.column(name).to_pylist() for name in ("key", "input_hash", "attempts")),
+                strict=True,
+            )
+            self._attempts = {(key, input_hash): attempts for key, input_hash, attempts in rows}
+        if plan.diff.refused:
+            table = refused_rows(self._opened.source).cast(_SCHEMA)
+            self._batches = table.to_batches()
+            self._journaled = len(self._batches)
+            errors = table.column("error").to_pylist()
+            self._reasons.update(errors)
+            self.check_policy(table.column("key"), table.column("stage").to_pylist(), errors)
+            self.count = table.num_rows
+            self._check_count()
+
+    def add(self, keys: pa.Array, stages: list[str], errors: list[str], hashes: pa.Array) -> None:
+        """Note rejected rows: key as text, where it failed and why, input hash."""
+        attempts = [1] * len(keys)
+        if self._attempts:
+            named = zip(keys.to_pylist(), hashes.to_pylist(), strict=True)
+            attempts = [1 + self._attempts.get(row, 0) for row in named]
+        columns = [
+            keys,
+            pa.array(stages, pa.string()),
+            pa.array(errors, pa.string()),
+            hashes,
+            pa.array(attempts, pa.int32()),
+        ]
+        self._batches.append(pa.RecordBatch.from_arrays(columns, schema=_SCHEMA))
+        self._reasons.update(errors)
+        self._misfits += stages.count(MISFIT)
+        self.count += len(keys)
+        self._check_count()
+
+    def check_policy(
+        self, keys: pa.Array | pa.ChunkedArray, stages: list[str], errors: list[str]
+    ) -> None:
+        """Raises:
+        RejectedError: the view's policy is to fail, and a row is one that the model declared
+            unusable.
+        """
+        if self._opened.view.definition.bad_rows == "fail" and "input" in stages:
+            row = stages.index("input")
+            raise RejectedError(
+                f"view {self._job.store.name!r}: key {keys[row].as_py()!r}: {errors[row]}, and"
+                " bad_rows is fail; nothing was published and the live snapshot stays. Mend the"
+                " source, or set bad_rows to reject or null"
+            )
+
+    def for_journal(self) -> pa.Table | None:
+        """Those that no chunk has yet, which the chunk about to be finished has from now on; None
+        without any."""
+        fresh = self._batches[self._journaled :]
+        self._journaled = len(self._batches)
+        return pa.Table.from_batches(fresh, _SCHEMA) if fresh else None
+
+    def write(self) -> None:
+        """Write all of them to ``rejected.parquet`` of the run, if there are any."""
+        if self._batches:
+            table = pa.Table.from_batches(self._batches, _SCHEMA)
+            self.part = self._job.store.write_part(self._job.report.run, "rejected.parquet", table)
+
+    @property
+    def all_misfit(self) -> bool:
+        """Whether there are any, and the model's answer fitted for none."""
+        return 0 < self.count == self._misfits
+
+    @property
+    def only_reason(self) -> str | None:
+        """Why all of them were rejected, where that is one reason."""
+        return next(iter(self._reasons)) if len(self._reasons) == 1 else None
+
+    @property
+    def path(self) -> str:
+        """Where :meth:`write` writes them."""
+        return str(self._job.store.data / self._job.report.run / "rejected.parquet")
+
+    def reasons(self) -> str:
+        """The commonest reasons, with counts."""
+        more = f"; and {len(self._reasons) - 3} more" if len(self._reasons) > 3 else ""
+        return "; ".join(f"{n}× {reason}" for reason, n in self._reasons.most_common(3)) + more
+
+    def _check_count(self) -> None:
+        if self.count > self._allowed:
+            self.write()
+            raise RejectedError(
+                f"view {self._job.store.name!r}: {self.count} rows rejected so far, {self._allowed}"
+                f" allowed ({self.reasons()}); nothing was published and the live snapshot stays."
+                f" See {self.path}; mend the source, or raise max_rejected"
+            )
+
+
+PART_BYTES = 64 * 2**20
+"""Rows are gathered to about this size before a Parquet file is written."""
+CHUNK_S = 15.0
+"""Or for this long: a chunk, and what the engine has computed and not handed on (a few seconds'
+worth, whatever the model's speed), is what a killed run loses at most: together less than 30 s."""
+
+
+class Chunks:
+    """The rows of one run.
+
+    Args:
+        job: the run.
+        opened: its view; the source is loaded, the model converted.
+        max_rejected: how many rows may be rejected.
+        may_write: called before anything is written: returns once the rows may be stored, or raises
+            why not.
+        look_at: called with each batch and what the model made of it.
+
+    Raises:
+        RejectedError: from every method that takes rows: see
+            :class:`precompute.jobs.run.rows.chunks.Rejections`.
+        SnapshotError: the file system failed.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        opened: OpenView,
+        max_rejected: int,
+        may_write: Callable[[], object] = lambda: None,
+        look_at: Callable[[pa.RecordBatch, Outcome], object] = lambda batch, done: None,
+    ) -> None:
+        self._job, self._opened, self._may_write, self._look_at = job, opened, may_write, look_at
+        self.rejections = Rejections(job, opened, max_rejected)
+        self.parts: list[Part] = []
+        self.figures: dict[str, RowFigures] = {}
+        """Path of a part → of all its rows."""
+        self.written = 0
+        """Rows, those taken over among them."""
+        self.fits = False
+        """Whether the model's answer fitted the view for any row of this run."""
+        self.computed_at: list[int] = []
+        """When the first and the last rows were computed, µs since 1970; empty where none were."""
+        """Rows, as the plan says."""
+        self._finished = 0
+        """Chunks of this run."""
+        self._counter: RowCounter | None = None
+        """Of the rows that are pending."""
+        self._pending: list[pa.Table] = []
+        self._places: list[npt.NDArray[np.int64]] = []
+        """Where each of the pending rows stands in the source: window, row."""
+        self._pending_bytes = 0
+        self._began = time.monotonic()
+        self._bad_keys: deque[tuple[pa.Array, list[str], pa.Array]] = deque()
+
+    def take_over(self, plan: Plan) -> None:
+        """Begin with what interrupted runs left, and with the rows that were rejected before."""
+        for chunk in plan.finished if plan.diff.resumed else ():
+            if chunk.part is not None:
+                self.parts.append(chunk.part)
+                self.figures[chunk.part.path] = chunk.figures or self._counted(chunk.part)
+        self.written = plan.diff.resumed
+        self.rejections.take_over(plan)
+
+    def _counted(self, part: Part) -> RowFigures:
+        """Of a chunk whose run stored no figures."""
+        rows = all_rows(Layers([self._job.store.folder / part.path], [part.rows], {}))
+        return count(rows.batches(self._opened.view.feature_names), self._opened.view)
+
+    def compute(self) -> None:
+        """Compute all windows of the source and keep their rows; the report learns what the stages
+        took."""
+        meter, began, report = Meter(), time.monotonic(), self._job.report
+        runner = engine_of(self._opened, self._job.project.settings.engine, meter)
+        windows = joined(
+            self._good_keys(self._opened.source.batches(WINDOW_ROWS)), runner.window_rows
+        )
+        stream = runner.stream(
+            windows, hidden=("input_hash",), memory_mb=self._job.project.settings.stream_mb
+        )
+        try:
+            for batch, done in stream:
+                self._add(batch, done)
+                self._job.progress.advance(done.done, meter.rows_retried)
+        finally:
+            # The source must not be read any more when it is closed.
+            stream.close()
+            report.engine = runner.figures(time.monotonic() - began)
+            for stage, name in (("read", "source"), ("model", "model")):
+                report.add(name, meter.stage(stage).busy_s)
+        self._finish()
+        self.rejections.write()
+
+    def _good_keys(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """The rows that have a usable key; the others are set aside for :meth:`_add`, which is the
+        one thread that rejects."""
+        entity = self._opened.view.entity
+        for batch in batches:
+            columns = [batch.column(name) for name in entity]
+            if all(
+                pa.types.is_integer(column.type) and not column.null_count for column in columns
+            ):
+                # No such key can be bad; to see that from its text took 0.3 s for 2 M rows.
+                yield batch
+                continue
+            bad = bad_keys(keys := key_column(batch, entity))
+            if bad:
+                rows = list(bad)
+                hashes = batch.column("input_hash").take(pa.array(rows))
+                self._bad_keys.append((keys.take(pa.array(rows)), list(bad.values()), hashes))
+                batch = batch.take(pa.array(np.setdiff1d(np.arange(batch.num_rows), rows)))
+            yield batch
+
+    def _add(self, batch: pa.RecordBatch, done: Outcome) -> None:
+        """Keep the rows of a window, or of a piece of one, and note its rejections."""
+        view = self._opened.view
+        while self._bad_keys:
+            keys, errors, hashes = self._bad_keys.popleft()
+            self.rejections.add(keys, ["key"] * len(keys), errors, hashes)
+        self._look_at(batch, done)
+        self.fits |= len(done.rows) > 0
+        done = with_null_rows(view, done)
+        if done.rejections:
+            rows = pa.array([rejected.row for rejected in done.rejections])
+            keys = key_column(batch.select(list(view.entity)).take(rows), view.entity)
+            stages, errors = [r.stage for r in done.rejections], [r.error for r in done.rejections]
+            self.rejections.check_policy(keys, stages, errors)
+            self.rejections.add(keys, stages, errors, batch.column("input_hash").take(rows))
+        if len(done.rows):
+            self._keep(batch, done)
+        if self._pending_bytes >= PART_BYTES or time.monotonic() - self._began >= CHUNK_S:
+            self._finish()
+
+    def _keep(self, batch: pa.RecordBatch, done: Outcome) -> None:
+        view, at_us = self._opened.view, now_us()
+        before = self.computed_at or [at_us]
+        self.computed_at = [min(at_us, *before), max(at_us, *before)]
+        retained = batch if len(done.rows) == batch.num_rows else batch.take(pa.array(done.rows))
+        if self._counter is None:
+            self._counter = RowCounter(view)
+        self._counter.add(done.features)
+        columns = [stored_key(retained.column(name)) for name in view.entity]
+        columns += done.features.columns
+        columns += [
+            pa.repeat(pa.scalar(at_us, pa.timestamp("us", "UTC")), retained.num_rows),
+            retained.column("input_hash"),
+        ]
+        table = pa.Table.from_arrays(
+            columns, names=[*view.entity, *view.feature_names, "computed_at", "input_hash"]
+        )
+        self._pending.append(table)
+        self._places.append((done.window << 32) + done.rows)
+        self._pending_bytes += table.nbytes
+        self.written += table.num_rows
+
+    def _finish(self) -> None:
+        """Make what was computed since the last chunk durable, and note it in the journal."""
+        store, run, number = self._job.store, self._job.report.run, self._finished
+        part = rejected = figures = None
+        self._may_write()
+        with self._job.report.stage("write"):
+            if self._pending:
+                assert self._counter is not None
+                figures, rare, self._counter = self._counter.figures(), self._counter.rare(), None
+                table, places = pa.concat_tables(self._pending), np.concatenate(self._places)
+                # Pieces of windows come as they were computed.
+                if not (places[1:] > places[:-1]).all():
+                    order = np.argsort(places)
+                    table, rare = table.take(pa.array(order)), np.flatnonzero(np.isin(order, rare))
+                part = store.write_part(run, f"part-{number:05d}.parquet", table, rare)
+                self.parts.append(part)
+                self.figures[part.path] = figures
+            refused = self.rejections.for_journal()
+            if refused is not None:
+                rejected = store.write_part(run, f"rejected-{number:05d}.parquet", refused)
+            if part is not None or rejected is not None:
+                store.journals.add(run, Finished(part, rejected, figures))
+                self._finished += 1
+        self._pending, self._places, self._pending_bytes = [], [], 0
+        self._began = time.monotonic()
+
+    def write_no_rows(self) -> None:
+        """A part of no rows, for a snapshot that has none: an outsider finds the columns all the
+        same."""
+        self.parts.append(
+            self._job.store.write_part(
+                self._job.report.run, "part-00000.parquet", no_rows(self._opened)
+            )
+        )
+
+
+def no_rows(opened: OpenView) -> pa.Table:
+    """A table of a view's parts, without rows."""
+    view, source = opened.view, opened.source.schema
+    keys = [
+        pa.field(n, pa.int64() if pa.types.is_integer(source.field(n).type) else pa.string())
+        for n in view.entity
+    ]
+    own = [pa.field("computed_at", pa.timestamp("us", "UTC")), pa.field("input_hash", pa.int64())]
+    return pa.schema([*keys, *view.feature_schema(), *own]).empty_table()
+
+
+def stored_key(column: pa.Array) -> pa.Array:
+    """A key column as parts have it: int64 or string in every snapshot."""
+    return pc.cast(column, pa.int64() if pa.types.is_integer(column.type) else pa.string())

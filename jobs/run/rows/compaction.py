@@ -1,0 +1,283 @@
+"""Replaced: the rows of a snapshot that are no rows of the one that comes after it, counted by
+position, and some of them, read once however many ask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from precompute.jobs.run.job import Job
+from precompute.jobs.run.rows import chunks
+from precompute.jobs.run.rows.chunks import stored_key
+from precompute.jobs.run.rows.open_view import OpenView
+from precompute.jobs.run.rows.plan import Plan
+from precompute.sources.diff import find_deletes
+from precompute.store.disk.record import replace
+from precompute.store.feature_view import FeatureView
+from precompute.store.history.changes import Changes
+from precompute.store.offline.row_figures import RowCounter, RowFigures, count
+from precompute.store.offline.selection import Selection, rows_beside, seed_of
+from precompute.store.offline.snapshot import DELETES_SCHEMA, Part, Snapshot
+from precompute.store.offline.view_store import ViewStore
+
+DRAWN_ROWS = 8192
+"""Their row groups are what costs, and are as many for 2,048: see
+:data:`precompute.store.offline.selection.CLUSTERS`."""
+
+
+class Replaced:
+    """The rows of one snapshot that another has not, by position.
+
+    Args:
+        store: where the parts are.
+        old: the snapshot whose rows are meant.
+        new: what it is compared with, by position: committed or not, and not yet compacted.
+        columns: of the old snapshot, to be read.
+
+    Raises:
+        SnapshotError: from every property: a file of either is missing or damaged.
+    """
+
+    def __init__(
+        self, store: ViewStore, old: Snapshot, new: Snapshot, columns: Sequence[str]
+    ) -> None:
+        self.old, self.new = old, new
+        self._store, self._columns = store, columns
+
+    @cached_property
+    def rows(self) -> Selection:
+        """All of them."""
+        return rows_beside(self._store.layers(self.old), self._store.layers(self.new))
+
+    @cached_property
+    def drawn(self) -> pa.Table:
+        """Up to :data:`DRAWN_ROWS`, drawn at random; the same every time."""
+        seed = seed_of(self._store.layers(self.new))
+        return self._store.table(self.old, self.rows.draw(DRAWN_ROWS, seed), self._columns)
+
+
+def figures_of(
+    store: ViewStore,
+    snapshot: Snapshot,
+    of_parts: Mapping[str, RowFigures],
+    replaced: Replaced | None,
+) -> RowFigures:
+    """Of every row of a snapshot that is not committed yet: its parent's and those of its parts,
+    less the rows that are no rows of it.
+
+    Args:
+        store: of the view.
+        snapshot: full, or a delta.
+        of_parts: path of a part → figures of all its rows; a part of no rows has none.
+        replaced: of a delta, the rows of its parent that are no rows of it.
+
+    Raises:
+        SnapshotError: a file is missing or damaged.
+    """
+    view, figures = snapshot.view, RowFigures()
+    for part in snapshot.parts:
+        figures = figures.plus(of_parts.get(part.path, RowFigures()))
+    if snapshot.own_deletes:
+        alone = replace(snapshot, parent=None, deletes=None, own_deletes=0)
+        figures = _without(figures, Replaced(store, alone, snapshot, view.feature_names), view)
+    if replaced is not None:
+        of_parent = replaced.old.figures or count(
+            store.batches(replaced.old, view.feature_names), view
+        )
+        figures = figures.plus(_without(of_parent, replaced, view))
+    return figures
+
+
+def _without(figures: RowFigures, gone: Replaced, view: FeatureView) -> RowFigures:
+    """Figures without the rows that are gone. Those without a value, not finite, or zeros are
+    counted one by one, since a gate may allow none of them; for all others what the drawn ones show
+    is taken off: their share of all is small, and the error is a small share of it.
+    """
+    total = gone.rows.count
+    if not total:
+        return figures
+    drawn, rare = (
+        gone.drawn,
+        figures.not_finite or figures.valueless or any(v.zero for v in figures.vectors.values()),
+    )
+    if not rare or drawn.num_rows == total:
+        return figures.less(count(drawn.to_batches(), view), total)
+    counter = RowCounter(view)
+    for batch in drawn.to_batches():
+        counter.add(batch)
+    plain = drawn.take(pa.array(np.setdiff1d(np.arange(drawn.num_rows), counter.rare())))
+    one_by_one = gone.rows.rare() if plain.num_rows else gone.rows
+    figures = figures.less(count(one_by_one.batches(view.feature_names), view), one_by_one.count)
+    return figures.less(count(plain.to_batches(), view), total - one_by_one.count)
+
+
+# ---- Compaction: the rows of a chain, or of its last deltas, copied into parts of one
+# snapshot; nothing is computed.
+
+
+def compacted(job: Job, opened: OpenView, delta: Snapshot) -> Snapshot:
+    """The same rows as a delta that is not committed yet, as a full snapshot.
+
+    Raises:
+        SnapshotError: a file of the chain is missing or damaged, or the file system failed.
+    """
+    copies = _Copies(job, delta)
+    for batch in job.store.batches(delta):
+        copies.add(batch)
+    copies.write()
+    # of no rows at all there is one part, by which others know the columns
+    if not copies.parts:
+        copies.parts.append(
+            job.store.write_part(job.report.run, "compact-00000.parquet", chunks.no_rows(opened))
+        )
+    bases = _bases(job.store.chain(delta)[:-1])
+    alone = replace(
+        delta,
+        kind="full",
+        parent=None,
+        bases=bases,
+        parts=tuple(copies.parts),
+        deletes=None,
+        own_deletes=0,
+    )
+    return replace(alone, figures=copies.figures)
+
+
+def merged(job: Job, delta: Snapshot, since: int) -> Snapshot:
+    """The same rows as a delta that is not committed yet, as a delta right over an earlier snapshot
+    of its chain: it takes the place of those between.
+
+    Raises:
+        SnapshotError: a file of these is missing or damaged, or the file system failed.
+    """
+    store, chain = job.store, job.store.chain(delta)
+    changes = Changes(store, next(layer for layer in chain if layer.number == since), delta)
+    changes.check_parts()
+    copies = _Copies(job, delta)
+    for batch in changes.batches():
+        copies.add(batch)
+    copies.write()
+    deletes = changes.deletes
+    part = (
+        None
+        if deletes is None
+        else store.write_part(job.report.run, "compact-deletes.parquet", deletes)
+    )
+    between = changes.layers[:-1]
+    losses = [layer.losses for layer in between]
+    return replace(
+        delta,
+        parent=since,
+        bases=_bases(between),
+        base_losses=None if None in losses else sum(filter(None, losses)),
+        parts=tuple(copies.parts),
+        deletes=part,
+        own_deletes=0,
+    )
+
+
+def _bases(copied: Sequence[Snapshot]) -> tuple[int, ...]:
+    return tuple(
+        sorted(
+            {layer.number for layer in copied}
+            | {number for layer in copied for number in layer.bases}
+        )
+    )
+
+
+class _Copies:
+    """Rows gathered to parts of about :data:`precompute.jobs.run.rows.chunks.PART_BYTES`."""
+
+    def __init__(self, job: Job, snapshot: Snapshot) -> None:
+        self._job, self._snapshot = job, snapshot
+        self.parts: list[Part] = []
+        self.figures = RowFigures()
+        self._gathered: list[pa.RecordBatch] = []
+        self._bytes = 0
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        self._gathered.append(batch)
+        self._bytes += batch.nbytes
+        if self._bytes >= chunks.PART_BYTES:
+            self.write()
+
+    def write(self) -> None:
+        if not self._gathered:
+            return
+        counter, name = RowCounter(self._snapshot.view), f"compact-{len(self.parts):05d}.parquet"
+        for batch in self._gathered:
+            counter.add(batch)
+        self.figures = self.figures.plus(counter.figures())
+        table = pa.Table.from_batches(self._gathered)
+        self.parts.append(
+            self._job.store.write_part(self._job.report.run, name, table, counter.rare())
+        )
+        self._gathered, self._bytes = [], 0
+
+
+def write_deletes(
+    job: Job, opened: OpenView, plan: Plan, parts: list[Part]
+) -> tuple[Part | None, int]:
+    """Write ``deletes.parquet``, if there is anything to delete.
+
+    Args:
+        job: the run.
+        opened: its view; its source holds what was found to be replaced.
+        plan: of the run.
+        parts: of the run, taken over ones among them; those of which not one row is wanted any more
+            are taken out of the list.
+
+    Returns:
+        the file, and how many of its rows are of the chunks taken over.
+
+    Raises:
+        SnapshotError: the file system failed.
+    """
+    if plan.parent is None and not plan.diff.resumed:
+        return None, 0
+    dead = find_deletes(opened.source)
+    if not plan.diff.resumed:
+        dead = dead.filter(pc.invert(dead.column("finished")))
+    if not dead.num_rows:
+        return None, 0
+    inherited = [] if plan.parent is None else _relative(job, plan)
+    taken_over = [chunk.part for chunk in plan.finished if chunk.part is not None]
+    number = np.asarray(dead.column("file")) + np.where(
+        np.asarray(dead.column("finished")), len(inherited), 0
+    )
+    counts = np.bincount(number, minlength=len(inherited) + len(taken_over))[len(inherited) :]
+    useless = {
+        part.path
+        for part, rows in zip(taken_over, counts.tolist(), strict=True)
+        if rows == part.rows
+    }
+    if useless:
+        parts[:] = [part for part in parts if part.path not in useless]
+        keep = ~np.isin(
+            number,
+            [len(inherited) + i for i, part in enumerate(taken_over) if part.path in useless],
+        )
+        dead, number = dead.filter(pa.array(keep)), number[keep]
+        if not dead.num_rows:
+            return None, 0
+    paths = pa.array([*inherited, *(part.path for part in taken_over)], pa.string())
+    files = pa.DictionaryArray.from_arrays(pa.array(number, pa.int32()), paths)
+    keys = {
+        f"key_{name}": stored_key(dead.column(f"key_{name}").combine_chunks())
+        for name in opened.view.entity
+    }
+    columns = [files, dead.column("row"), dead.column("removed"), *keys.values()]
+    table = pa.Table.from_arrays(columns, names=[*DELETES_SCHEMA.names, *keys])
+    own = int(pc.sum(dead.column("finished")).as_py() or 0)
+    return job.store.write_part(job.report.run, "deletes.parquet", table), own
+
+
+def _relative(job: Job, plan: Plan) -> list[str]:
+    """Paths of the parent's parts, as manifests name them."""
+    assert plan.parent is not None
+    folder = job.store.folder.absolute()
+    return [str(path.relative_to(folder)) for path in job.store.part_paths(plan.parent)]

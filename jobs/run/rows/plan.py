@@ -1,0 +1,355 @@
+"""Plan: which rows a run computes, and why. What ``materialize --dry-run`` prints and
+:func:`precompute.jobs.run.materialize.materialize` carries out.
+
+A row is computed when no earlier result has its key, its input hash and the view's recipe: not the
+snapshot built on, not an interrupted run. A changed model, SQL, column or feature is another
+recipe, and then every row is computed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from precompute.jobs.run.job import Job
+from precompute.jobs.run.rows.open_view import OpenView, files_of, variant_name
+from precompute.model import digest
+from precompute.sources.diff import Diff, compare
+from precompute.sources.source import Files
+from precompute.store.errors import SnapshotError
+from precompute.store.offline.part_file import MOST_OVERLAYS, layers_that_stay
+from precompute.store.offline.runs import Finished
+from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.standing import Standing
+from precompute.store.offline.view_store import ViewStore
+
+log = logging.getLogger(__name__)
+
+MAX_DELTA_SHARE = 0.5
+"""Rows of all deltas of a chain, as a share of its full snapshot, before it is compacted. About as
+often a new base is loaded online (:mod:`precompute.jobs.run.publisher`)."""
+MOST_DELTAS = MOST_OVERLAYS
+"""Over a full snapshot, or the live base: as many as there may be overlays, so that what is merged
+here takes the place of the same overlays there."""
+MAX_LAYERS = 16
+"""Deltas under what the online store has as its base, which are left as they are: past that they
+are merged with others, and a new base is loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one run does.
+
+    ``parent`` is the snapshot built on, None when every row is computed; ``finished`` what
+    interrupted runs computed; ``compact`` whether the rows taken over are copied, so that the
+    result stands alone.
+    """
+
+    source_rows: int
+    diff: Diff
+    parent: Snapshot | None
+    reason: str
+    recipe: str
+    content: str
+    finished: list[Finished]
+    compact: bool
+    since: int | None
+    """The snapshot that the result is a delta over, where the rows of deltas after it are copied:
+    they are merged into one."""
+    read_at_us: int
+    same_view: bool
+    """Whether the parent was made of the view as it is defined now, TTL, index and fallback
+    included."""
+
+    @property
+    def nothing_to_do(self) -> bool:
+        """The parent holds this very content under this very definition, and none of it is past its
+        time."""
+        done = self.parent is not None and self.parent.content == self.content and self.same_view
+        return done and not self.diff.compute and not self.diff.expired
+
+    @property
+    def delta(self) -> bool:
+        """Whether the result builds on the parent."""
+        return self.parent is not None and not self.compact
+
+    def __str__(self) -> str:
+        """For people: how many rows of each kind, and why."""
+        diff = self.diff
+        kinds = [
+            (diff.new, "new"),
+            (diff.changed, "changed"),
+            (diff.expired, "past ttl"),
+            (-diff.resumed, "computed by an interrupted run"),
+            (-diff.refused, "rejected before with the same input"),
+        ]
+        retried = f", {diff.retried:,} of them rejected before" if diff.retried else ""
+        counted = ", ".join(f"{'–' if n < 0 else ''}{abs(n):,} {what}" for n, what in kinds if n)
+        left = [f"{diff.unchanged:,} unchanged"] * bool(diff.unchanged) + [
+            f"{diff.removed:,} removed"
+        ] * bool(diff.removed)
+        merging = "" if self.since is None else f", merged with those since snapshot {self.since}"
+        kind = (
+            "nothing to do"
+            if self.nothing_to_do
+            else ("delta" if self.delta else "full")
+            + (", compacting" if self.compact else "")
+            + merging
+        )
+        return (
+            f"{kind}: {diff.compute:,} of {self.source_rows:,} rows to compute"
+            + (f" ({counted}{retried})" if counted else "")
+            + "".join(f", {text}" for text in left)
+            + f"; {self.reason}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs."""
+        kinds = {
+            name: getattr(self.diff, name) for name in Diff.__slots__ if not name.endswith("_us")
+        }
+        kind = "none" if self.nothing_to_do else "delta" if self.delta else "full"
+        parent = None if self.parent is None else self.parent.number
+        return {"kind": kind, "source": self.source_rows, "compute": self.diff.compute, **kinds} | {
+            "parent": parent,
+            "compact": self.compact,
+            "since": self.since,
+            "reason": self.reason,
+        }
+
+
+def make_plan(job: Job, opened: OpenView, source_rows: int, *, read_at_us: int) -> Plan:
+    """Compare a loaded source with what was computed before.
+
+    Args:
+        job: the run.
+        opened: its view; the source is loaded.
+        source_rows: rows loaded.
+        read_at_us: when the source was read, µs since 1970.
+
+    Raises:
+        SnapshotError, SourceError: something cannot be read.
+    """
+    options, recipe = job.options, recipe_of(opened)
+    content = f"{recipe}:{opened.source.content()}"
+    # Of a run that is to compute every row, too, what it did before it was interrupted is good.
+    finished = job.store.journals.unfinished(recipe, options.partition_text, full=options.full)
+    expired = None if job.config.renew_unchanged else read_at_us - int(opened.view.ttl_s * 1e6)
+    parent, reason, diff, finished = _compared(job, opened, recipe, finished, source_rows, expired)
+    compact, since = False, None
+    if parent is not None:
+        compact, since = _copied(job.store, job.store.chain(parent), diff)
+        reason = f"builds on snapshot {parent.number}" + (
+            "" if parent.view == opened.view else ", whose view was defined otherwise"
+        )
+    same_view = parent is not None and parent.view == opened.view
+    return Plan(
+        source_rows,
+        diff,
+        parent,
+        reason,
+        recipe,
+        content,
+        finished,
+        compact,
+        since,
+        read_at_us,
+        same_view,
+    )
+
+
+def _compared(
+    job: Job,
+    opened: OpenView,
+    recipe: str,
+    finished: list[Finished],
+    source_rows: int,
+    expired_before_us: int | None,
+) -> tuple[Snapshot | None, str, Diff, list[Finished]]:
+    """What to build on, why on nothing, how the source differs from it, and the chunks taken over:
+    each as far as its files are whole."""
+    store, full, partition = job.store, job.options.full, job.options.partition_text
+    while True:
+        newest = None if full else Standing(store).newest(partition)
+        # of what a gate refused the rows are right, but those before may be nearer to what comes
+        # now
+        passed = (
+            Standing(store).newest(partition, refused=False)
+            if newest is not None and newest.refused_by
+            else None
+        )
+        bases: list[Snapshot | None] = [
+            base for base in (newest, passed) if base is not None and base.recipe == recipe
+        ]
+        first = not store.numbers() or partition is not None
+        why_full = (
+            "every row was requested" if full else _why_full(newest, opened, recipe, first=first)
+        )
+        parent = bases[0] if bases else None
+        try:
+            diff = _diff(job, opened, parent, finished, source_rows, expired_before_us)
+            if diff.compute and len(bases) > 1:
+                of_refused, parent = diff.compute, bases[1]
+                diff = _diff(job, opened, parent, finished, source_rows, expired_before_us)
+                if of_refused <= diff.compute:
+                    parent = bases[0]
+                    diff = _diff(job, opened, parent, finished, source_rows, expired_before_us)
+            whole = store.journals.whole(finished) if diff.resumed else finished
+            if whole == finished:
+                return parent, why_full or "", diff, finished
+            finished = whole
+        except SnapshotError as exc:
+            log.warning("%s", exc)
+            whole = store.journals.whole(finished)
+            # Those that are not what they were are computed once more.
+            if whole != finished:
+                finished = whole
+            elif parent is not None and mark_if_damaged(store, parent):
+                # It is marked bad now, so the one before is next.
+                continue
+            elif finished:
+                finished = []
+            else:
+                raise
+
+
+def _copied(store: ViewStore, chain: Sequence[Snapshot], diff: Diff) -> tuple[bool, int | None]:
+    """Whether a chain with one delta more is to be compacted; and if not, the snapshot that the
+    delta is to lie over, where it is merged with those after it."""
+    weights, new = (
+        [layer.changed_rows for layer in chain[1:]],
+        diff.compute + diff.resumed + diff.removed,
+    )
+    if sum(weights) + new > MAX_DELTA_SHARE * chain[0].rows:
+        return True, None
+    ref = store.refs.readable_live()
+    # what the online store has as its base is to stay in the chain: what changed since is all that
+    # is to be loaded
+    base = None if ref is None or ref.place.lossy else ref.place.base_snapshot
+    under = next((i for i, layer in enumerate(chain) if layer.number == base), 0)
+    under = under if under <= MAX_LAYERS else 0
+    stay = under + layers_that_stay(weights[under:], new, MOST_DELTAS)
+    return False, chain[stay].number if stay < len(weights) else None
+
+
+def _diff(
+    job: Job,
+    opened: OpenView,
+    parent: Snapshot | None,
+    finished: list[Finished],
+    source_rows: int,
+    expired_before_us: int | None,
+) -> Diff:
+    store, retry = job.store, job.options.retry_rejected
+    refused = [
+        store.folder / chunk.rejected.path for chunk in finished if chunk.rejected is not None
+    ]
+    if (
+        parent is not None
+        and parent.rejected is not None
+        and (store.folder / parent.rejected.path).is_file()
+    ):
+        refused.append(store.folder / parent.rejected.path)
+    parts = Files([store.folder / chunk.part.path for chunk in finished if chunk.part is not None])
+    if parent is None and not parts.paths and not refused:
+        return Diff(new=source_rows)
+    before = None if parent is None else files_of(store.layers(parent))
+    try:
+        return compare(
+            opened.source,
+            before,
+            parts,
+            refused,
+            expired_before_us=expired_before_us,
+            retry_refused=retry,
+        )
+    except SnapshotError as exc:
+        if not (retry and refused):
+            raise
+        log.warning("%s; how often rejected rows were tried is counted again", exc)
+        return compare(opened.source, before, parts, expired_before_us=expired_before_us)
+
+
+def mark_if_damaged(store: ViewStore, snapshot: Snapshot) -> bool:
+    """Mark a snapshot bad if its files are not what its manifest says; returns whether they are
+    not."""
+    try:
+        store.check_parts(snapshot)
+    except SnapshotError as exc:
+        log.warning("%s", exc)
+        return Standing(store).bad_below(snapshot) is not None
+    return False
+
+
+def recipe_of(opened: OpenView, *, hashed: bool = True) -> str:
+    """Digest of all that makes a row besides its input, and, if ``hashed``, of how that is hashed;
+    see :class:`precompute.store.offline.snapshot.Snapshot`."""
+    view = opened.view
+    columns = [[field.name, str(field.type)] for field in opened.source.schema]
+    features = [[f.name, f.dtype, f.dim, f.max_items] for f in view.features]
+    return digest(
+        model=opened.fingerprint,
+        sql=view.definition.source.strip(),
+        entity=list(view.entity),
+        columns=columns,
+        features=features,
+        **({"input_hash": opened.source.hashed_by} if hashed else {}),
+        # To reject and to fail write the same rows.
+        **({"bad_rows": "null"} if view.definition.bad_rows == "null" else {}),
+    )
+
+
+def _why_full(
+    previous: Snapshot | None, opened: OpenView, recipe: str, *, first: bool
+) -> str | None:
+    """Why nothing earlier can be built on; None when it can."""
+    if previous is None:
+        return (
+            "the first snapshot" if first else "no earlier snapshot is whole and good, to build on"
+        )
+    if previous.recipe == recipe:
+        return None
+    view, changed = opened.view, []
+    if previous.model != opened.fingerprint:
+        before, now = previous.view.definition.model, view.definition.model
+        same = (before.use, before.args) == (now.use, now.args)
+        only_precision = same and variant_name(before) != variant_name(now)
+        what = "model's precision" if only_precision else "model (or its tokenizer or tables)"
+        changed.append(
+            f"{what} changed, fingerprint {previous.model[:12]} → {opened.fingerprint[:12]}"
+        )
+    if previous.view.definition.source.strip() != view.definition.source.strip():
+        changed.append("source's SQL changed")
+    if previous.view.features != view.features or previous.view.entity != view.entity:
+        changed.append("features or the entity changed")
+    policies = [v.definition.bad_rows for v in (previous.view, view)]
+    if policies[0] != policies[1] and "null" in policies:
+        changed.append(f"policy for bad rows changed, {' → '.join(policies)}")
+    columns = {
+        name: str(opened.source.schema.field(name).type) for name in opened.source.schema.names
+    }
+    types = [
+        f"{name!r}, {was} → {columns[name]}"
+        for name, was in previous.input_columns.items()
+        if columns.get(name, was) != was
+    ]
+    if types:
+        changed.append(
+            f"type of a column changed: {'; '.join(types)} (cast it to what it was, and nothing is"
+            " computed again)"
+        )
+    elif not changed and previous.computation == recipe_of(opened, hashed=False):
+        changed.append("way rows are hashed changed, by another version of DuckDB")
+    # of keys no manifest has the types
+    keys = ", ".join(f"{name!r}, {columns[name]} now" for name in view.entity)
+    return "every row, since the " + ", and the ".join(
+        changed or [f"type or order of columns changed, of the key perhaps: {keys}"]
+    )
+
+
+def now_us() -> int:
+    """Now, µs since 1970."""
+    return time.time_ns() // 1000

@@ -1,0 +1,456 @@
+"""Run: materialize, then publish, each under its lease and with one report. What cron calls.
+Late rows: other partitions whose source yields other rows than they were computed from."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from precompute.jobs.config.project import Project
+from precompute.jobs.config.view import ViewConfig
+from precompute.jobs.run.assembling import assembled
+from precompute.jobs.run.job import Job, RunOptions
+from precompute.jobs.run.judge.gates import accepted
+from precompute.jobs.run.materialize import dry_run, materialize
+from precompute.jobs.run.preflight import check_before
+from precompute.jobs.run.progress import Progress, Silent
+from precompute.jobs.run.publisher import Publisher
+from precompute.jobs.run.report import PUBLISHING, close_dead, notify, recorded
+from precompute.jobs.run.rows.open_view import open_source
+from precompute.jobs.run.rows.plan import Plan
+from precompute.registry import LoadedModel
+from precompute.store.disk.crashpoint import crashpoint
+from precompute.store.disk.durable_file import keep_reserve
+from precompute.store.disk.lease import Lease, is_held, take
+from precompute.store.errors import (
+    ConfigError,
+    ConflictError,
+    OnlineStoreError,
+    PrecomputeError,
+    RequestError,
+    SnapshotError,
+)
+from precompute.store.offline.gc import SWEPT_FOLDERS, collect
+from precompute.store.offline.refs import DROP_LEASE, PUBLISH_LEASE, run_lease
+from precompute.store.offline.runs import AHEAD_S, Report
+from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.standing import Standing, keeps_live
+from precompute.store.offline.view_store import ViewStore
+from precompute.store.online.url import open_online_store
+from precompute.store.times import Partition, parsed_time
+
+log = logging.getLogger(__name__)
+
+SHARE = 0.05
+"""Of the run's time, that looking may take."""
+LEAST_S = 0.1
+"""What looking may take at least: some five small partitions."""
+
+
+def look_for_late_rows(job: Job) -> None:
+    """Read sources of a view's other partitions again, the newest first, while there is time, and
+    note in the report which were looked at, and which of them are late. Those of another model or
+    source are left out: they are to be computed whatever their rows are. So are those whose source
+    cannot be read any more, or yields nothing, unless that is to be published: data that were let
+    go of are not late."""
+    report, started = job.report, time.monotonic()
+    budget_s = max(LEAST_S, SHARE * sum(report.stages_s.values()))
+    # the first takes about as long as the run's own
+    slowest_s = report.stages_s.get("source", 0.0)
+    try:
+        for partition, snapshot in _others(job):
+            begun = time.monotonic()
+            if begun - started + slowest_s > budget_s:
+                break
+            late = _is_late(job, Partition.parse(partition), snapshot)
+            if late is not None:
+                report.looked_at.append(partition)
+                report.late += [partition] if late else []
+            slowest_s = max(slowest_s, time.monotonic() - begun)
+    except SnapshotError as exc:
+        log.info(
+            "view %r: whether its other partitions have late rows is not known: %s",
+            job.config.name,
+            exc,
+        )
+
+
+def _others(job: Job) -> Iterator[tuple[str, Snapshot]]:
+    """The newest snapshot of each other partition that was computed as the view is configured now;
+    the newest partition first."""
+    view, newest = job.config.feature_view(), dict[str, int]()
+    for entry in job.store.catalog().entries.values():
+        if entry.partition is not None and entry.partition != job.options.partition_text:
+            newest[entry.partition] = entry.number
+    made_by = job.report.model, view.definition.source, view.entity
+    for partition, number in sorted(newest.items(), reverse=True):
+        snapshot = job.store.snapshot(number)
+        if (snapshot.model, snapshot.view.definition.source, snapshot.view.entity) == made_by:
+            yield partition, snapshot
+
+
+def _is_late(job: Job, partition: Partition, snapshot: Snapshot) -> bool | None:
+    """Whether the partition's source yields other rows than the snapshot was computed from; None
+    where that is not known."""
+    assert job.config.partition is not None
+    try:
+        source, _ = open_source(
+            snapshot.view,
+            job.store.offline,
+            job.project.home,
+            pinned=snapshot.inputs,
+            partition=partition,
+            memory_mb=job.project.settings.source_mb,
+        )
+        with closing(source):
+            if (
+                not source.load(job.config.partition.column)
+                and job.config.partition.empty != "publish"
+            ):
+                return None
+            return source.content() != snapshot.content.partition(":")[2]
+    except PrecomputeError as exc:
+        log.info(
+            "view %r: whether partition %s has late rows is not known: %s",
+            job.config.name,
+            partition,
+            exc,
+        )
+        return None
+
+
+BRIEFLY_S = 2.0
+"""How long a command waits for a lease: garbage collection holds one for an instant."""
+PATIENTLY_S = 600.0
+"""How long a run that has computed its rows waits to publish them."""
+
+
+def run_view(
+    project: Project,
+    name: str,
+    progress: Progress,
+    options: RunOptions = RunOptions(),  # noqa: B008 - frozen
+    *,
+    finished: Callable[[Report], None] = lambda _: None,
+    load: Callable[[str, Mapping[str, Any], str], LoadedModel] | None = None,
+) -> Report:
+    """Run one view.
+
+    Args:
+        project: the configuration.
+        name: of the view.
+        progress: called with how far it is.
+        options: what is requested.
+        finished: given the report once it is complete, of a failed run too.
+        load: makes the model, as :func:`precompute.jobs.run.rows.open_view.open_view` has it.
+
+    Returns:
+        the report, as written; of a run that was done for this time of the schedule already, that
+            run's.
+
+    Raises:
+        ConflictError: another run of the view, or of the partition, is going on, or the view is
+            being dropped.
+        GateError: a gate refused to publish; the snapshot is committed.
+        PrecomputeError: what :func:`materialize` and publishing raise; the report says it too.
+    """
+    config, store = project.view(name), project.offline.view(name)
+    computes = options.command != "publish"
+    options = replace(
+        options, partition=partition_of(config, options.partition) if computes else None
+    )
+
+    def ended(report: Report) -> None:
+        if report.error is not None:
+            notify(project.settings.notify, report, project.home)
+        finished(report)
+
+    with contextlib.ExitStack() as held:
+        lease = held.enter_context(_run_lease(project, store, options)) if computes else None
+        done = _done(store, options.due) if computes and options.due is not None else None
+        if done is not None:
+            log.info("view %r: the run due at %s is done already", name, options.due)
+            return done
+        requested = {
+            "partition": options.partition_text,
+            "due": options.due,
+            "backfill": options.backfill,
+        }
+        report = held.enter_context(
+            recorded(store, options.command, ended, **requested, parents=_parents(project, store))
+        )
+        keep_reserve(project.root)
+        held.enter_context(named(name))
+        held.enter_context(_ended_by_kernel(options.deadline_s))
+        held.callback(progress.end)
+        job = Job(project, config, store, options, report, progress, lease, load)
+        if options.command == "run":
+            check_before(
+                project,
+                name,
+                options.partition_text,
+                accept=options.accept,
+                take_over=options.take_over,
+            )
+        snapshot = materialize(job) if computes else _named(job)
+        if options.command != "materialize":
+            _publish(job, snapshot)
+        if options.command == "run" and options.partition is not None and options.backfill is None:
+            with report.stage("late rows"):
+                look_for_late_rows(job)
+    return report
+
+
+def _run_lease(project: Project, store: ViewStore, options: RunOptions) -> Lease:
+    """The right to compute the partition; reports of dead runs of it are closed.
+
+    Raises:
+        ConflictError: somebody else has it, or the view is being dropped.
+    """
+    partition, name = options.partition_text, store.name
+    whose = f"view {name!r}{'' if partition is None else f' and partition {partition}'}"
+    busy = f"another run of {whose} is going on; wait for it, or look at `status`"
+    lease = take(
+        store.leases,
+        run_lease(partition),
+        options.command,
+        ttl_s=project.settings.lease,
+        busy=busy,
+        wait_s=BRIEFLY_S,
+    )
+    try:
+        if is_held(store.leases, DROP_LEASE):
+            raise ConflictError(
+                f"view {name!r} is being dropped; run it again if it is to be computed again"
+            )
+        close_dead(store, partition)
+    except BaseException:
+        lease.release()
+        raise
+    return lease
+
+
+def plan_view(project: Project, name: str, options: RunOptions = RunOptions()) -> Plan:  # noqa: B008 - frozen
+    """What :func:`run_view` would compute, and why; nothing is written.
+
+    Raises:
+        PrecomputeError: as :func:`precompute.jobs.run.materialize.materialize`.
+    """
+    config, store = project.view(name), project.offline.view(name)
+    with named(name):
+        options = replace(options, partition=partition_of(config, options.partition))
+        return dry_run(Job(project, config, store, options, Report("", name, "plan"), Silent()))
+
+
+def partition_of(config: ViewConfig, partition: Partition | None) -> Partition | None:
+    """The partition to compute: the one requested, or the latest that is over; None for a view that
+    has none.
+
+    Raises:
+        ConfigError: the view has no partitions, not one is over yet, or the one requested is not
+            over or before the first.
+    """
+    if config.partition is None and partition is not None:
+        raise ConfigError(
+            f"view {config.name!r} has no partitions: add partition: {{by: day, start: …}} to it,"
+            " or ask for none"
+        )
+    now = datetime.now(UTC)
+    if partition is None or config.partition is None:
+        return config.partition_at(now)
+    if partition.end <= config.partition.start or partition.end > now:
+        when = (
+            "is not over yet"
+            if partition.end > now
+            else f"lies before the view's start, {config.partition.start:%Y-%m-%dT%H:%MZ}"
+        )
+        raise ConfigError(f"view {config.name!r}: partition {partition} {when}")
+    return partition
+
+
+def _done(store: ViewStore, due: str) -> Report | None:
+    """What became of the run for this time of the schedule: a scheduler that was killed may have
+    started it before."""
+    at = parsed_time(due)
+    # A run begins after its time, but for a clock set back.
+    since = "" if at is None else f"{at - timedelta(seconds=AHEAD_S):%Y%m%dT%H%M%S}"
+    reports = store.runs.reports(200, since)
+    return next(
+        (report for report in reports if parsed_time(report.due) == at and report.finished), None
+    )
+
+
+def _parents(project: Project, store: ViewStore) -> dict[str, int]:
+    """Views this one is scheduled after → the epoch of what is live of them."""
+    schedule = project.schedules().get(store.name)
+    refs = {
+        parent: store.offline.view(parent).refs.readable_live()
+        for parent in (() if schedule is None else schedule.parents)
+    }
+    return {parent: ref.epoch for parent, ref in refs.items() if ref is not None}
+
+
+def _named(job: Job) -> Snapshot:
+    """The snapshot to publish, with the gates that were accepted now."""
+    number, standing = job.options.number, Standing(job.store)
+    number = standing.newest_publishable(job.options.accept) if number is None else number
+    if job.config.serves_all and job.options.accept and job.options.number is None:
+        for snapshot in standing.newest_of_each(job.options.accept).values():
+            accepted(job, snapshot)
+    return accepted(job, job.store.snapshot(number))
+
+
+def _publish(job: Job, snapshot: Snapshot) -> None:
+    """Make the snapshot live unless it is to stay as it is, and remove what nothing can reach any
+    more."""
+    project, store, report = job.project, job.store, job.report
+    nothing_new = report.status == "current"
+    snapshot = accepted(job, snapshot)
+    wait_s = BRIEFLY_S if job.lease is None else PATIENTLY_S
+    busy = (
+        f"view {store.name!r} is being published, rolled back or cleaned up; wait for it, or look"
+        " at `status`"
+    )
+    with take(
+        store.leases,
+        PUBLISH_LEASE,
+        report.command,
+        ttl_s=project.settings.lease,
+        busy=busy,
+        wait_s=wait_s,
+    ) as lease:
+        close_dead(store, None, commands=PUBLISHING, own=report.run)
+        if job.lease is not None:
+            # Once the publishing lease is held, nobody else can publish what a later run computed.
+            job.lease.check()
+        if job.config.serves_all and not snapshot.members:
+            snapshot = _all_partitions(job, snapshot, lease)
+        with contextlib.closing(
+            open_online_store(project.online, memory_mb=project.settings.load_mb)
+        ) as online:
+            take_over, memory_mb = job.options.take_over, job.memory_mb
+            publisher = Publisher(
+                store, online, report, job.progress, lease, take_over=take_over, memory_mb=memory_mb
+            )
+            _go_live(job, snapshot, publisher, nothing_new)
+        if report.status == "published":
+            notify(project.settings.notify, report, project.home)
+        crashpoint("notify")
+        with report.stage("gc"):
+            _collect(job, [lease] if job.lease is None else [lease, job.lease])
+
+
+def _all_partitions(job: Job, snapshot: Snapshot, lease: Lease) -> Snapshot:
+    """What is published of a view that serves all of its partitions, when ``snapshot`` of one of
+    them was computed or named; itself where none has rows.
+
+    Raises:
+        GateError: a gate refused ``snapshot``, or it was rolled back from.
+        SnapshotError: it is not the one of its partition that is served.
+    """
+    store = job.store
+    if not keeps_live(snapshot):
+        Standing(store).check_publishable(snapshot)
+    every = assembled(job, lease)
+    if every is None:
+        return snapshot
+    own = None if snapshot.partition is None else every.members.get(snapshot.partition)
+    if (
+        job.options.number == snapshot.number
+        and job.options.backfill is None
+        and own != snapshot.number
+    ):
+        raise SnapshotError(
+            f"view {store.name!r} serves all partitions, and of {snapshot.partition} snapshot"
+            f" {own or 'none'}: publish without --snapshot, or go back with `rollback`"
+        )
+    every = accepted(job, every)
+    if job.options.number is not None and every.number != job.options.number:
+        job.report.plan = (
+            f"snapshot {every.number} is of all partitions, with snapshot {job.options.number}"
+            " among them"
+        )
+    return every
+
+
+def _go_live(job: Job, snapshot: Snapshot, publisher: Publisher, nothing_new: bool) -> None:
+    store, report, standing = job.store, job.report, Standing(job.store)
+    requested = report.command == "publish" and report.backfill is None
+    stays = None if requested else standing.why_unpublished(snapshot)
+    if stays is None:
+        publisher.publish(snapshot.number, reason=report.command, reload=job.options.reload)
+    else:
+        ref = store.refs.readable_live()
+        # Of a hold somebody is to know.
+        level = logging.WARNING if ref is not None and ref.held is not None else logging.INFO
+        log.log(
+            level, "view %r: snapshot %d is not published: %s", store.name, snapshot.number, stays
+        )
+        # A crash between the two pointers may have left readers with what an operator went back
+        # from. But what publishes nothing needs no online store.
+        try:
+            publisher.mend()
+        except OnlineStoreError as exc:
+            log.warning(
+                "view %r: whether readers see what is live is not known: %s", store.name, exc
+            )
+        # It would not go live anyway, but nobody looks at a green run.
+        if snapshot.refused_by:
+            standing.check_publishable(snapshot)
+        elif report.status == "running":
+            report.snapshot, report.status = snapshot.number, "current"
+    ref = store.refs.readable_live()
+    if ref is not None and ref.snapshot == snapshot.number:
+        # It was live already, and an operator wants it published.
+        if stays is None and ref.held is not None:
+            store.refs.resume_live()
+        # of all partitions one was looked at
+        if nothing_new and job.config.renew_unchanged and not snapshot.members:
+            publisher.renew(report.read_at_us)
+
+
+def _collect(job: Job, leases: list[Lease]) -> None:
+    keep, grace_s = job.project.settings.retention.keep, job.project.settings.retention.grace
+    report = job.report.attention.append
+    try:
+        collect(
+            job.store, keep=keep, grace_s=grace_s, leases=leases, swept=SWEPT_FOLDERS, report=report
+        )
+    except SnapshotError as exc:
+        # What was published stays published; the next run removes it.
+        log.warning("%s", exc)
+
+
+@contextlib.contextmanager
+def _ended_by_kernel(deadline_s: float | None) -> Iterator[None]:
+    """SIGALRM at the deadline, which ends the process whatever it hangs in: no thread of a hung
+    interpreter could."""
+    if deadline_s is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, deadline_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextlib.contextmanager
+def named(view: str) -> Iterator[None]:
+    """Every error names the view: in a cron mail there is nothing else to tell it by."""
+    try:
+        yield
+    except PrecomputeError as exc:
+        if view in str(exc) or isinstance(exc, RequestError):
+            raise
+        raise type(exc)(f"view {view!r}: {exc}") from exc

@@ -1,0 +1,374 @@
+"""Lookup worker: a process that answers the HTTP API from the online store and the indexes; misses
+go to model processes. No model is ever loaded here. What is live is opened before it is requested.
+
+Started by :mod:`precompute.jobs.serve.server`, and by nobody else. It shares the listening sockets
+with the other workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import logging
+import math
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from precompute.jobs.serve.remote_fallback import RemoteFallback
+from precompute.jobs.serve.supervised_process import DRAIN_S, Watch, begin
+from precompute.store.answers.lookup import Lookup
+from precompute.store.answers.service import Service
+from precompute.store.disk.record import replace
+from precompute.store.errors import PrecomputeError
+from precompute.store.http.app import create_app
+from precompute.store.http.encoding.http_freshness import Caching
+from precompute.store.http.guard.gate import Gate, Hosts
+from precompute.store.http.guard.limits import Limits
+from precompute.store.http.guard.listener import client_certificates_of, tls_of, tokens_of
+from precompute.store.http.guard.server import GuardedServer
+from precompute.store.http.live_views import LiveViews
+from precompute.store.http.reply import Timing
+from precompute.store.http.telemetry.access_log import AccessLog
+from precompute.store.http.telemetry.instruments import Meter
+from precompute.store.offline.view_store import OfflineStore
+from precompute.store.online.miss_cache import MissCacheLimits
+from precompute.store.online.online_store import Pointer
+from precompute.store.online.url import open_miss_cache, open_online_store
+from precompute.store.times import parsed_time
+
+_THRESHOLDS = 50_000, 50, 100
+"""New objects before the young are looked through, and how often before the older are."""
+_KEPT_BYTES, _MAPPED_BYTES = 128 * 2**20, 32 * 2**20
+"""Free memory that is retained for the next request, and the size from which a piece is mapped for
+itself."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Of glibc's ``mallopt`` (man 3 mallopt)."""
+
+
+def settle() -> None:
+    """Call once, when all that stays is loaded and before the first request.
+
+    What is there by now is never looked through again by the garbage collector, and the rest
+    seldom: few requests leave cycles, and a look through all takes tens of milliseconds. Freed
+    memory stays with the process: else an answer of a megabyte is 200 pages that the system clears
+    and maps each time.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_THRESHOLDS)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        # no harm where it is another libc's, which knows other numbers and says so
+        mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+
+
+log = logging.getLogger(__name__)
+
+WARM_EVERY_S = 5.0
+"""How often new publishings are looked for."""
+
+AGAIN_S = 30.0
+"""Before what could not be opened is tried once more: loading takes seconds, and weights that are
+not there yet may come."""
+
+OPEN_S = 600.0
+"""How long opening may take: see :data:`precompute.jobs.serve.fallback.LOAD_S`."""
+
+
+COMING_S = 1800.0
+"""How long what was computed and not published may be published yet; what a gate refused lies there
+for ever."""
+
+
+class Models(Protocol):
+    """The models behind the misses, as
+    :class:`precompute.jobs.serve.remote_fallback.RemoteFallback` has them."""
+
+    def begin_warm(self, pointer: Pointer, deadline: float) -> Future[Any]:
+        """Have what a pointer names opened."""
+
+    def ready(self, pointer: Pointer) -> bool:
+        """Whether it is open."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A view's publishing, and what is open of it; the times are when to try again, monotonic,
+    infinity once it need not be."""
+
+    publishing: tuple[int, str]
+    index_at: float = 0.0
+    model_at: float = 0.0
+    opening: Future[Any] | None = None
+
+
+class Warmer:
+    """Looks in a thread of its own. ``warming`` is true until all that was live at first is open,
+    or could not be opened.
+
+    Args:
+        lookup: whose indexes are opened.
+        models: behind its misses.
+        want: called again and again with which models are live, or about to be.
+        offline: where what is computed is seen before it is live: another model is loaded by then.
+    """
+
+    def __init__(
+        self,
+        lookup: Lookup,
+        models: Models,
+        want: Callable[[set[str]], None] = lambda models: None,
+        offline: OfflineStore | None = None,
+    ) -> None:
+        self._lookup, self._models, self._want, self._offline = lookup, models, want, offline
+        self._views = LiveViews(lookup)
+        self._ahead: dict[str, _Seen] = {}
+        self._seen: dict[str, _Seen] = {}
+        self._stop, self._look = False, threading.Event()
+        self.warming = True
+        self._thread = threading.Thread(target=self._loop, name="warmer", daemon=True)
+        self._thread.start()
+
+    def look(self) -> None:
+        """Look now: what was open may be so no more."""
+        self._look.set()
+
+    def stop(self) -> None:
+        """End after the round in progress."""
+        self._stop = True
+        self._look.set()
+        self._thread.join(timeout=30)
+
+    def _loop(self) -> None:
+        with contextlib.suppress(PrecomputeError):
+            # one that is not there is known by those who look
+            self._lookup.online.warm()
+        while not self._stop:
+            self._look.clear()
+            try:
+                self._round()
+            except Exception:
+                # an index that is there no more, no file left to be opened: it is tried again, for
+                # all views depend on this thread
+                log.exception("looking for new snapshots failed")
+            self.warming = self.warming and any(
+                s.opening is not None and not s.opening.done() for s in self._seen.values()
+            )
+            self._look.wait(WARM_EVERY_S)
+
+    def _round(self) -> None:
+        seen = self._views.look()
+        if seen.unreadable or not seen.store_answers:
+            log.warning(
+                "what is live of %s cannot be read: it is taken to be what it was",
+                ", ".join(sorted(seen.unreadable)) or "any view",
+            )
+        # those of the others, and of all where the store does not answer, too: their models must
+        # not be ended meanwhile
+        pointers = seen.pointers
+        behind = [pointer for pointer in pointers if pointer.view.fallback]
+        ahead = [coming for pointer in behind if (coming := self._coming(pointer)) is not None]
+        self._want({pointer.model for pointer in (*behind, *ahead)})
+        # all models first: each is loaded by a process of its own, while the indexes are opened
+        # here
+        for pointer in pointers:
+            name = pointer.view.name
+            if name not in self._seen or self._seen[name].publishing != pointer.publishing:
+                self._seen[name] = _Seen(pointer.publishing)
+                log.info(
+                    "view %r: snapshot %d is live, %d rows", name, pointer.snapshot, pointer.rows
+                )
+            if pointer.view.fallback:
+                self._open_model(pointer, self._seen[name])
+        for pointer in ahead:
+            name = pointer.view.name
+            if name not in self._ahead or self._ahead[name].publishing != pointer.publishing:
+                self._ahead[name] = _Seen(pointer.publishing)
+                log.info(
+                    "view %r: snapshot %d, by another model, is about to be live",
+                    name,
+                    pointer.snapshot,
+                )
+            self._open_model(pointer, self._ahead[name])
+        for pointer in pointers:
+            if not self._stop:
+                self._open_index(pointer, self._seen[pointer.view.name])
+
+    def _coming(self, live: Pointer) -> Pointer | None:
+        """What was computed since by another model and may be published soon, as its pointer might
+        be; None where nothing was."""
+        if self._offline is None:
+            return None
+        store = self._offline.view(live.view.name)
+        try:
+            newest = max(store.numbers(), default=0)
+            if newest <= live.snapshot:
+                return None
+            snapshot = store.snapshot(newest)
+        except PrecomputeError as exc:
+            log.warning("cannot look for new snapshots: %s", exc)
+            return None
+        created = parsed_time(snapshot.created_at)
+        over = created is None or (datetime.now(UTC) - created).total_seconds() > COMING_S
+        if over or snapshot.model == live.model or not snapshot.view.fallback:
+            return None
+        return replace(
+            live,
+            view=snapshot.view,
+            snapshot=newest,
+            base_snapshot=newest,
+            epoch=live.epoch + 1,
+            model=snapshot.model,
+            at=snapshot.created_at,
+            input_columns=dict(snapshot.input_columns),
+            inputs=dict(snapshot.inputs),
+            partition=snapshot.partition,
+        )
+
+    def _open_model(self, pointer: Pointer, seen: _Seen) -> None:
+        now = time.monotonic()
+        if self._models.ready(pointer):
+            # once it is lost it is opened again at once
+            seen.model_at = 0.0
+        elif now >= seen.model_at and (seen.opening is None or seen.opening.done()):
+            seen.model_at = now + AGAIN_S
+            seen.opening = self._models.begin_warm(pointer, now + OPEN_S)
+            seen.opening.add_done_callback(lambda _: self._look.set())
+
+    def _open_index(self, pointer: Pointer, seen: _Seen) -> None:
+        if time.monotonic() < seen.index_at:
+            return
+        try:
+            self._lookup.warm(pointer)
+            seen.index_at = math.inf
+        except PrecomputeError as exc:
+            log.error("view %r is not searchable: %s", pointer.view.name, exc)
+            seen.index_at = time.monotonic() + AGAIN_S
+
+
+END_S = 2.0
+"""How long a worker may take to end, once all is answered."""
+
+
+def main() -> None:
+    """Serve until SIGTERM, then finish the requests at hand."""
+    spec = begin()
+    # the least there may be: a number of 4,000 takes 80 µs to read, and a body holds a thousand
+    sys.set_int_max_str_digits(640)
+    meter, watch = Meter(Path(spec["runtime"]), f"worker-{spec['number']}"), Watch(spec["watch"])
+    fallback = RemoteFallback(Path(spec["runtime"]), meter)
+    with (
+        contextlib.closing(fallback),
+        contextlib.closing(open_online_store(spec["online"])) as online,
+    ):
+        miss_cache = open_miss_cache(spec["online"], MissCacheLimits(**spec["miss_cache"]))
+        services = map(Service.from_json, json.loads(Path(spec["services"]).read_text()))
+        lookup = Lookup(
+            online, Path(spec["root"]), fallback, miss_cache=miss_cache, services=services
+        )
+        warmer = Warmer(lookup, fallback, fallback.want, OfflineStore(Path(spec["root"])))
+        fallback.on_lost = warmer.look
+        try:
+            listening = [socket.socket(fileno=number) for number in spec["listeners"]]
+            tokens = tokens_of(spec)
+            # a page has no token of another name's, and no certificate for its own
+            hosts = Hosts(spec["hosts"]) if tokens is None and spec["tls"] is None else None
+            gate = Gate(
+                meter, tokens, listening[1].getsockname() if len(listening) > 1 else None, hosts
+            )
+            limits = Limits(**spec["limits"])
+            timing = (Timing.IN_HEADER if spec["server_timing"] else Timing.UNREPORTED) | (
+                Timing.IN_SCOPE if spec["tracing"] else Timing.UNREPORTED
+            )
+            app = create_app(
+                lookup,
+                lambda: warmer.warming,
+                fallback.ready,
+                gate,
+                meter,
+                answer_bytes=limits.answer_bytes,
+                cache_bytes=spec["cache_bytes"],
+                timing=timing,
+                asks=client_certificates_of(spec),
+                caching=Caching(**spec["caching"]),
+                waiting=max(1, limits.connections * 2 // 3),
+            )
+            with contextlib.ExitStack() as stack:
+                looks = [] if tokens is None else [tokens.look]
+                watched = _watched(app, spec, looks, stack)
+                server = GuardedServer(
+                    watched,
+                    limits,
+                    meter,
+                    tls_of(spec),
+                    DRAIN_S,
+                    app.waits_until,
+                    partial(_end_now, stack),
+                )
+                # from the loop that answers: one that stands still shows no life
+                server.connections.on_tick += [lambda: watch.beat(time.monotonic()), *looks]
+                # pyarrow imports pandas, where there is one, with the first array that it makes:
+                # 0.27 s of CPU, for which a first request, and all beside it, would wait
+                pa.array([0])
+                settle()
+                server.run(sockets=listening)
+                _end_soon()
+        finally:
+            warmer.stop()
+
+
+def _end_soon() -> None:
+    """All is answered: whatever hangs in a store by now, or while it is closed, is waited for by
+    nobody."""
+    end = threading.Timer(END_S, os._exit, (0,))
+    end.daemon = True
+    end.start()
+
+
+def _end_now(stack: contextlib.ExitStack) -> None:
+    """Some cannot be answered: the threads that they wait for are never through."""
+    _end_soon()
+    stack.close()
+    os._exit(0)
+
+
+def _watched(
+    app: Any, spec: dict[str, Any], looks: list[Callable[[], None]], stack: contextlib.ExitStack
+) -> Any:
+    """The application, its requests traced and written down where that is configured; ``looks``
+    gets what is to be done now and then, the stack what ends it."""
+    name = f"worker-{spec['number']}"
+    if spec["tracing"] is not None:
+        # the extra [otel]
+        from precompute.store.http.telemetry.tracing import Spans, Tracing
+
+        spans = Spans(spec["tracing"]["endpoint"], spec["tracing"]["sample"], name)
+        stack.callback(spans.close)
+        app = Tracing(app, spans)
+    if spec["access_log"] is not None:
+        lines = AccessLog(
+            app, None if spec["access_log"] == "-" else Path(spec["access_log"]), name
+        )
+        looks.append(lines.flush)
+        stack.callback(lines.flush)
+        app = lines
+    return app
+
+
+if __name__ == "__main__":
+    main()

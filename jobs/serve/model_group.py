@@ -1,0 +1,333 @@
+"""Model group: the views of one model fingerprint share a process, which the supervisor keeps: it
+is replaced when it ends, hangs or takes too much memory, where there is room by one that stands
+by."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from precompute.engine.memory import available_bytes
+from precompute.jobs.serve.supervised_process import (
+    AGAIN,
+    STILL_S,
+    SupervisedProcess,
+    Watch,
+    started,
+    tell,
+    watch_file,
+)
+from precompute.jobs.serve.suspects import Suspects
+from precompute.store.disk.record import digest_of
+from precompute.store.disk.sql import sweep
+from precompute.store.errors import ConfigError, PrecomputeError
+from precompute.store.http.telemetry.instruments import Meter
+from precompute.workers.process import ChildProcess
+
+log = logging.getLogger(__name__)
+
+SPINS = "10000"
+"""Times that a compute thread looks for work before it sleeps, about 0.1 ms: longer than from one
+layer to the next. GNU's OpenMP has it look 300,000 times, for milliseconds in which those that it
+waits for may have no core: beside busy processes on two cores one text took MiniLM 140 to 1,100 ms
+so, and 60 to 300 with this; of CPU 92 to 281 and 53 to 73."""
+
+MEMORY_EVERY_S = 1.0
+"""How often a process's memory is looked at."""
+
+SPARE_AFTER_S = 10.0
+"""A server that has just begun has other things to load before processes that stand by."""
+
+SPARE_ROOM = 3
+"""Times the memory of the process that serves that must be free for another one to be started by
+itself; ended again is it where less than once is."""
+
+SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103
+"""Of a Unix socket's path, at most: ``sun_path`` without its last byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """``grace_s``: how much longer a call may take than its batch should. ``memory_mb``: of a
+    process. ``duckdb_mb``: of each view's source. ``spares``: views' ``fallback.spare``."""
+
+    grace_s: float
+    memory_mb: int
+    duckdb_mb: int
+    spares: Mapping[str, bool | Literal["auto"]] = field(default_factory=dict)
+
+
+def socket_path(runtime: Path, model: str) -> Path:
+    """Where the process of a model's fingerprint is reached: by a digest of it, since it is the
+    online store that says what it is."""
+    return runtime / f"{digest_of(model.encode())}.sock"
+
+
+def check_runtime(runtime: Path) -> None:
+    """Refuse a folder whose sockets could not be bound.
+
+    Raises:
+        ConfigError: its name is too long.
+    """
+    longest = len(os.fsencode(socket_path(runtime, "")))
+    if longest > SOCKET_PATH_BYTES:
+        raise ConfigError(
+            f"a server's sockets lie in a folder of their own under {runtime.parent}, whose name is"
+            f" {longest - SOCKET_PATH_BYTES} bytes too long for that: point TMPDIR at a folder with"
+            " a shorter one"
+        )
+
+
+class ModelProcess(SupervisedProcess):
+    """One of a model's two processes: it serves, or stands by with the same views open until the
+    other one has ended.
+
+    Args:
+        spec: what it is given, for :mod:`precompute.jobs.serve.model_server`; its listener is a
+            descriptor.
+        watch: path of its own.
+        limits: beyond which it is killed.
+        meter: counts how often it is replaced.
+        suspects: what it must try alone when it serves.
+    """
+
+    def __init__(
+        self,
+        spec: Mapping[str, Any],
+        watch: Path,
+        limits: ModelLimits,
+        meter: Meter,
+        suspects: Suspects,
+    ) -> None:
+        super().__init__("model", "", meter)
+        self._file = watch_file(watch)
+        self.watch = Watch(self._file)
+        self._spec, self._limits, self._suspects = {**spec, "watch": self._file}, limits, suspects
+        self.serves = False
+        self._memory_at = time.monotonic()
+
+    def start(self) -> ChildProcess:
+        self.watch.begin()
+        spec = self._spec | {
+            "serves": self.serves,
+            "suspects": list(self._suspects.until().items()),
+        }
+        spins = os.environ.get("GOMP_SPINCOUNT", SPINS)
+        return started(
+            "precompute.jobs.serve.model_server",
+            spec,
+            [spec["listener"], self._file],
+            GOMP_SPINCOUNT=spins,
+        )
+
+    def serve(self) -> None:
+        """From now on it is this one that answers."""
+        self.serves = True
+        if self.process is not None:
+            tell(self.process, {"suspects": list(self._suspects.until().items())})
+
+    def stands_by(self, now: float) -> bool:
+        """Whether it could take over at once."""
+        return self.process is not None and self.watch.has_begun(now) and self.watch.is_open
+
+    def was_at_work(self) -> bool:
+        return self.watch.get() < math.inf and bool(self.watch.held())
+
+    def judged(self, now: float) -> str | None:
+        if now > self.watch.get() + self._limits.grace_s:
+            return (
+                f"was killed: a call took {self._limits.grace_s:g} s longer than a batch may; if"
+                " its rows are that slow, raise its views' fallback.deadline, or"
+                " serve.models.grace"
+            )
+        if self.watch.is_still(now):
+            return f"was killed: it gave no sign of life for {STILL_S:g} s, with nothing to do"
+        if now - self._memory_at > MEMORY_EVERY_S:
+            self._memory_at = now
+            assert self.process is not None
+            if (taken_mb := memory_mb(self.process.pid)) > self._limits.memory_mb:
+                return f"was killed: it took {taken_mb} MB of memory, of {self._limits.memory_mb}"
+        return None
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+class ModelGroup:
+    """The processes of one model: one serves, and where there is room another one stands by. Its
+    socket is bound here and outlives them: who asks while none serves waits, and is answered when
+    one does.
+
+    Args:
+        model: the fingerprint.
+        project: where it is and what it keeps, for :mod:`precompute.jobs.serve.model_server`.
+        runtime: folder for the socket.
+        limits: of its processes.
+        meter: counts how often they are replaced.
+        number: which of the models that are live at a time; what it counts goes on under it.
+
+    Raises:
+        OSError: the system has no room for it.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        project: dict[str, Any],
+        runtime: Path,
+        limits: ModelLimits,
+        meter: Meter,
+        number: int = 0,
+    ) -> None:
+        self._model, self._views = model, set[str]()
+        self.number, self._runtime, self._limits = number, runtime, limits
+        path = socket_path(runtime, model)
+        self._paths = [
+            path,
+            path.with_suffix(".open"),
+            path.with_suffix(".watch"),
+            path.with_suffix(".watch2"),
+        ]
+        self._counted = [f"model-{number}", f"model-{number}-2"]
+        self._suspects = Suspects()
+        with contextlib.ExitStack() as unless_made:
+            self._listener = unless_made.enter_context(
+                socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            )
+            # of a life that had no room
+            path.unlink(missing_ok=True)
+            self._listener.bind(str(path))
+            self._listener.listen(128)
+            spec = project | {
+                "runtime": str(runtime),
+                "duckdb_mb": limits.duckdb_mb,
+                "open": str(self._paths[1]),
+            }
+            spec["listener"] = self._listener.fileno()
+            both = []
+            for name, watch in zip(self._counted, self._paths[2:], strict=True):
+                both.append(
+                    ModelProcess(spec | {"process": name}, watch, limits, meter, self._suspects)
+                )
+                unless_made.callback(both[-1].close)
+            unless_made.pop_all()
+        self.serving, self.spare = both
+        self.serving.serve()
+        self.name = f"the process of model {model[:12]}"
+        self._call_both()
+        self.wanted_at = time.monotonic()
+        """When a worker last said that it has a view of this model."""
+        self._spare_from, self._room_at, self._has_room = math.inf, 0.0, False
+
+    def serves(self, views: Iterable[str]) -> None:
+        """Some views of this model, by which people know it."""
+        if not self._views.issuperset(views):
+            self._views |= set(views)
+            self.name = (
+                f"the process of model {self._model[:12]}"
+                f" ({', '.join(map(repr, sorted(self._views)))})"
+            )
+            self._call_both()
+
+    def look(self, now: float) -> None:
+        """As :meth:`SupervisedProcess.look`, of both; where the one that serves has ended, the
+        other one does from now on."""
+        was_there = self.serving.process is not None
+        self.serving.look(now)
+        if was_there and self.serving.process is None:
+            self._replace(now)
+        if self._spare_from == math.inf and self.serving.watch.is_open:
+            self._spare_from = now + SPARE_AFTER_S
+        wanted = now >= self._spare_from and self._wants_spare(now)
+        if wanted:
+            self.spare.look(now)
+        elif self.spare.process is not None:
+            log.info("%s is ended: there is no room for it any more", self.spare.name)
+            self.spare.end()
+        self.serving.watch.may_try = not wanted or self.spare.stands_by(now)
+
+    def running(self) -> list[ChildProcess]:
+        """Both, as far as they are there."""
+        return self.serving.running() + self.spare.running()
+
+    def close(self) -> None:
+        """Nobody reaches it from now on; the processes were ended by their keeper, and had no time
+        to clear up."""
+        sweep()
+        self._listener.close()
+        for one in (self.serving, self.spare):
+            one.close()
+        # begun again, they have nothing in hand, and take nothing
+        for name in self._counted:
+            with contextlib.suppress(PrecomputeError):
+                Meter(self._runtime, name).close()
+        for path in self._paths:
+            path.unlink(missing_ok=True)
+
+    def _replace(self, now: float) -> None:
+        """The one that served has ended: what it had in its hands is suspect, and the other one
+        serves, if it has been begun."""
+        held = self.serving.watch.held()
+        self._suspects.add(held, now)
+        if held:
+            log.error(
+                "%s had %d rows in its hands: each is tried alone, when another one stands by",
+                self.name,
+                len(held),
+            )
+        if self.serving.status == AGAIN:
+            # what the other one has loaded is as old
+            self.spare.end()
+        elif self.spare.process is not None:
+            self.serving.serves = False
+            self.serving, self.spare = self.spare, self.serving
+            self.serving.serve()
+            log.info("%s: the one that stood by serves", self.name)
+        self._call_both()
+
+    def _wants_spare(self, now: float) -> bool:
+        wishes = {self._limits.spares.get(view, "auto") for view in self._views}
+        if True in wishes or "auto" not in wishes:
+            return True in wishes
+        if now >= self._room_at and self.serving.process is not None:
+            self._room_at = now + MEMORY_EVERY_S
+            taken_mb, free_mb = memory_mb(self.serving.process.pid), available_bytes() // 2**20
+            self._has_room = (
+                free_mb > taken_mb * (1 if self.spare.process is not None else SPARE_ROOM)
+                and not _has_gpu()
+            )
+        return self._has_room
+
+    def _call_both(self) -> None:
+        self.serving.name, self.spare.name = self.name, f"{self.name}, standing by,"
+
+
+def memory_mb(pid: int) -> int:
+    """Memory of a process that is its own or read from files, in MB; 0 where it cannot be known."""
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        pages = Path(f"/proc/{pid}/statm").read_text().split()
+        return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") // 2**20
+    return 0
+
+
+def _has_gpu() -> bool:
+    """Whose memory a process's own says nothing of."""
+    return any(Path(device).exists() for device in ("/dev/nvidia0", "/dev/kfd"))
+
+
+def machine_memory_mb() -> int:
+    """Memory that this process's group may take, or the machine has."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # no number where there is no limit
+    with contextlib.suppress(OSError, ValueError):
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total // 2**20

@@ -1,0 +1,289 @@
+"""Model server: a process that answers lookup workers' misses by a model, over a Unix socket.
+Started by :mod:`precompute.jobs.serve.model_group`, and by nobody else.
+
+A conversation is a connection of one worker: pointers come once each, then what is requested under
+them; rows go back packed, as they are done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from precompute.engine.memory import keep_freed_memory
+from precompute.jobs.serve.fallback import LOAD_S, REFUSED_S, ViewFallback
+from precompute.jobs.serve.supervised_process import AGAIN, Watch, begin
+from precompute.store.answers.fallback import CLIENT, Computed, Miss
+from precompute.store.errors import PrecomputeError
+from precompute.store.http.telemetry.caller import TRACE
+from precompute.store.http.telemetry.instruments import Meter, Tell
+from precompute.store.offline.view_store import OfflineStore
+from precompute.store.online.miss_cache import MissCacheLimits
+from precompute.store.online.online_store import Pointer
+from precompute.store.online.url import open_miss_cache
+from precompute.store.times import Reason
+from precompute.workers.process import be_nicer
+from precompute.workers.worker import framed, read_message
+
+# from a worker:  {"pointer": n}                      body: the pointer that is called n from now
+# on, on this connection
+# {"ask": i, "pointer": n, "keys": […], "inputs": {…}, "deadline": t, "query": …}       the keys are
+# called i, i + 1, …
+# "client": …, on whose account; "trace": …, of a request that is traced: its traceparent
+# {"left": [i, …]}                    nobody waits for these any more, and nothing learns of them
+# {"warm": i, "pointer": n, "deadline": t}        open it; i is answered as missing once that was
+# tried to a worker:    {"rows": [[i, computed at, bytes], …], "missed": [[i, reason, detail,
+# broken], …], "open": […]}      body: the rows, one after the other;
+# open: all publishings that are open, where that changed
+
+log = logging.getLogger(__name__)
+
+NICER = 3
+"""How much nicer than a lookup worker this process is, also as a session: a hit is answered before
+a model goes on, and beside a busy session it has a third of a core in place of a half. With 2 a
+hit's p99 beside misses was 5 times as long as alone, with 3 and 5 it was 1.4 and 1.0 times; with 5
+a lone miss took 2 times as long beside a busy session."""
+
+STAND_BY_S = 0.5
+"""How often a process that stands by looks what the other one has open."""
+
+MOST_AT_ONCE = 256
+"""Rows in one message."""
+
+
+class Conversation:
+    """One worker's connection.
+
+    Args:
+        connection: the socket, ours to close.
+        fallback: answers.
+    """
+
+    def __init__(self, connection: socket.socket, fallback: ViewFallback) -> None:
+        self._connection, self._fallback = connection, fallback
+        self._pointers: dict[int, Pointer] = {}
+        self._outbox: queue.SimpleQueue[tuple[int, Future[Computed]] | None] = queue.SimpleQueue()
+        self._reported: list[Any] = []
+        self._pending: dict[int, Future[Computed]] = {}
+        for work in (self._read, self._write):
+            threading.Thread(target=work, name=work.__name__.strip("_"), daemon=True).start()
+
+    def _read(self) -> None:
+        try:
+            # the worker is gone
+            with contextlib.suppress(OSError), self._connection.makefile("rb") as file:
+                while (message := read_message(file)) is not None:
+                    self._take(*message)
+        finally:
+            self._leave(list(self._pending))
+            self._outbox.put(None)
+
+    def _take(self, header: Mapping[str, Any], body: pa.Buffer) -> None:
+        if "ask" in header:
+            self._ask(header)
+        elif "left" in header:
+            self._leave(header["left"])
+        elif "warm" in header:
+            future = self._fallback.begin_warm(
+                self._pointers[header["pointer"]], header["deadline"]
+            )
+            future.add_done_callback(partial(self._done, header["warm"]))
+        else:
+            self._pointers[header["pointer"]] = Pointer.from_bytes(body.to_pybytes())
+
+    def _ask(self, header: Mapping[str, Any]) -> None:
+        pointer, query = self._pointers[header["pointer"]], header["query"]
+        TRACE.set(header.get("trace"))
+        CLIENT.set(header["client"])
+        futures = self._fallback.submit(
+            pointer, header["keys"], header["inputs"], header["deadline"], query=query
+        )
+        for number, future in enumerate(futures, header["ask"]):
+            self._pending[number] = future
+            future.add_done_callback(partial(self._done, number))
+
+    def _leave(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            future = self._pending.get(number)
+            if future is not None:
+                future.cancel()
+
+    def _done(self, number: int, future: Future[Computed]) -> None:
+        self._pending.pop(number, None)
+        if not future.cancelled():
+            self._outbox.put((number, future))
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError), self._connection:
+            while (first := self._outbox.get()) is not None:
+                answers = [first]
+                while len(answers) < MOST_AT_ONCE:
+                    try:
+                        more = self._outbox.get_nowait()
+                    except queue.Empty:
+                        break
+                    if more is None:
+                        return
+                    answers.append(more)
+                self._send(answers)
+
+    def _send(self, answers: list[tuple[int, Future[Computed]]]) -> None:
+        rows, missed, data = [], [], []
+        for number, future in answers:
+            error = future.exception()
+            if error is None:
+                computed = future.result()
+                rows.append((number, computed.computed_at_us, len(computed.row)))
+                data.append(computed.row)
+            else:
+                reason = error.reason if isinstance(error, Miss) else Reason.MODEL_ERROR
+                missed.append(
+                    (number, str(reason), str(error), not isinstance(error, Miss) or error.broken)
+                )
+        header: dict[str, Any] = {"rows": rows, "missed": missed}
+        if (opened := self._fallback.open_publishings()) != self._reported:
+            header["open"] = self._reported = opened
+        body = b"".join(data)
+        self._connection.sendall(framed(header, len(body)) + body)
+
+
+def _serve(listener: socket.socket, fallback: ViewFallback) -> None:
+    while True:
+        connection, _ = listener.accept()
+        Conversation(connection, fallback)
+
+
+class OpenFile:
+    """What the process that serves has open, for the one that stands by: pointers, one after the
+    other, rewritten where that changed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._written: list[tuple[str, tuple[int, str]]] = []
+
+    def write(self, fallback: ViewFallback) -> None:
+        """Write what is open, if it has changed. A full disk is reported by others."""
+        if (opened := fallback.open_publishings()) != self._written:
+            bodies = [pointer.to_bytes() for pointer in fallback.open_pointers()]
+            with contextlib.suppress(OSError):
+                coming = self._path.with_suffix(".coming")
+                coming.write_bytes(b"".join(framed({}, len(body)) + body for body in bodies))
+                coming.replace(self._path)
+                self._written = opened
+
+    def read(self) -> list[Pointer]:
+        """What was written last."""
+        pointers = []
+        with contextlib.suppress(OSError), self._path.open("rb") as file:
+            while (message := read_message(file)) is not None:
+                pointers.append(Pointer.from_bytes(message[1].to_pybytes()))
+        return pointers
+
+
+def _stand_by(
+    fallback: ViewFallback,
+    opened: OpenFile,
+    orders: queue.SimpleQueue[dict[str, Any]],
+    watch: Watch,
+) -> None:
+    """Open what the process that serves has open, until this one is to serve."""
+    opening: dict[tuple[str, tuple[int, str]], Future[Computed]] = {}
+    while True:
+        pointers = {(pointer.view.name, pointer.publishing): pointer for pointer in opened.read()}
+        # what could not be opened is tried by anyone who asks for it
+        opening = {which: future for which, future in opening.items() if which in pointers}
+        for which in pointers.keys() - opening.keys():
+            opening[which] = fallback.begin_warm(pointers[which], time.monotonic() + LOAD_S)
+        watch.is_open = watch.is_open or any(
+            future.done() and fallback.ready(pointers[w]) for w, future in opening.items()
+        )
+        with contextlib.suppress(queue.Empty):
+            fallback.suspect(dict(orders.get(timeout=STAND_BY_S)["suspects"]))
+            return
+
+
+def _look(fallback: ViewFallback, meter: Meter, opened: OpenFile, watch: Watch) -> None:
+    """Tell every second what the process takes, and end it when the model that it loaded has not
+    been what is live for a while: what is on disk may be by now, and modules are imported once in a
+    process; or when its GPU is lost to it."""
+    since = math.inf
+    while time.monotonic() - since < REFUSED_S and not fallback.lost():
+        time.sleep(1.0)
+        meter.process_figures()
+        opened.write(fallback)
+        fallback.look()
+        watch.is_open = bool(fallback.open_publishings())
+        since = min(since, time.monotonic()) if fallback.refused() else math.inf
+    why = (
+        "its GPU is lost to this one" if fallback.lost() else "it may be the live snapshot's by now"
+    )
+    log.warning("the model is loaded once more, in a new process: %s", why)
+    os._exit(AGAIN)
+
+
+def _meter(spec: Mapping[str, Any]) -> Meter:
+    try:
+        return Meter(Path(spec["runtime"]), spec["process"])
+    except PrecomputeError as exc:
+        # a disk that is full is no reason to compute nothing
+        log.error("nobody reports what this process counts: %s", exc)
+        return Meter()
+
+
+def _tell(spec: Mapping[str, Any]) -> Tell | None:
+    if spec["tracing"] is None:
+        return None
+    # the extra [otel]
+    from precompute.store.http.telemetry.tracing import Spans
+
+    return Spans(spec["tracing"]["endpoint"], spec["tracing"]["sample"], spec["process"]).tell
+
+
+def main() -> None:
+    """Serve until the supervisor ends it."""
+    orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    spec = begin(orders.put)
+    be_nicer(NICER)
+    # 32 texts cost a thread of MiniLM's 4,000 page faults and 7 % of its time without
+    keep_freed_memory()
+    watch = Watch(spec["watch"])
+    threading.Thread(target=watch.pulse, name="pulse", daemon=True).start()
+    store, folder = OfflineStore(Path(spec["root"])), Path(spec["folder"])
+    miss_cache = open_miss_cache(spec["online"], MissCacheLimits(**spec["miss_cache"]))
+    meter = _meter(spec)
+    suspects = dict(spec["suspects"])
+    fallback = ViewFallback(
+        store,
+        folder,
+        spec["duckdb_mb"],
+        watch.set,
+        miss_cache,
+        meter,
+        _tell(spec),
+        suspects,
+        lambda: watch.may_try,
+    )
+    opened = OpenFile(Path(spec["open"]))
+    if not spec["serves"]:
+        _stand_by(fallback, opened, orders, watch)
+    threading.Thread(
+        target=_look, args=(fallback, meter, opened, watch), name="look", daemon=True
+    ).start()
+    _serve(socket.socket(fileno=spec["listener"]), fallback)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,385 @@
+"""Serve: the HTTP API over a project's online store, by processes that a supervisor keeps.
+The supervisor starts and replaces the server's processes."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from precompute.jobs.config.project import Project
+from precompute.jobs.serve.model_group import (
+    ModelGroup,
+    ModelLimits,
+    check_runtime,
+    machine_memory_mb,
+)
+from precompute.jobs.serve.remote_fallback import CONTROL
+from precompute.jobs.serve.supervised_process import (
+    DRAIN_S,
+    STILL_S,
+    SupervisedProcess,
+    Watch,
+    started,
+    watch_file,
+)
+from precompute.store.account.checker import Rounds
+from precompute.store.answers.service import Service
+from precompute.store.disk.sql import SpillFolder
+from precompute.store.errors import ConfigError, PrecomputeError
+from precompute.store.http.guard.listener import Listener, tls_of, tokens_of
+from precompute.store.http.telemetry.instruments import MODEL_SPARES, RESTARTS, Meter
+from precompute.store.online.url import open_online_store
+from precompute.workers.process import ChildProcess, end_all
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.1
+"""How often the processes are looked at."""
+
+RETIRE_S = 120.0
+"""A model that no worker has wanted for this long is live no more, and no request waits for it."""
+
+MOST_MODELS = 64
+"""Processes; each wants memory."""
+
+NO_ROOM_S = 5.0
+"""Before a model is given a process again, after the system had no room for one: no file, no
+disk."""
+
+FUTILE = 5
+"""Times in a row that each worker may end as soon as it was started, while none has answered yet:
+what is wrong with them is in what they were given."""
+
+WORKER_WAIT_S = 5.0
+"""Before a worker is restarted, at most: where a request ends it, all others wait for the next."""
+
+
+DRAIN_STILL_S = 5.0
+"""A worker whose loop stands still for so long, once it was signalled to end, answers nobody any
+more."""
+
+
+class WorkerKeeper(SupervisedProcess):
+    """One lookup worker. Its loop shows that it lives."""
+
+    longest_wait_s = WORKER_WAIT_S
+
+    def __init__(self, number: int, spec: dict[str, Any], meter: Meter) -> None:
+        super().__init__("worker", f"lookup worker {number}", meter)
+        self._file = watch_file(Path(spec["runtime"]) / f"worker-{number}.watch")
+        self._watch = Watch(self._file)
+        self._spec = spec | {"number": number, "watch": self._file}
+        self.has_answered = False
+        """Whether it was ever ready to."""
+
+    def start(self) -> ChildProcess:
+        self._watch.begin()
+        return started(
+            "precompute.jobs.serve.lookup_worker",
+            self._spec,
+            [*self._spec["listeners"], self._file],
+        )
+
+    def look(self, now: float) -> None:
+        if self.process is not None and self._watch.has_begun(now):
+            self.has_answered = True
+        super().look(now)
+
+    def judged(self, now: float) -> str | None:
+        return (
+            f"was killed: its loop stood still for {STILL_S:g} s"
+            if self._watch.is_still(now)
+            else None
+        )
+
+    def is_stuck(self, now: float) -> bool:
+        """Whether it was ordered to end, and does nothing for it."""
+        return self._watch.silent_s(now) > DRAIN_STILL_S
+
+    def close(self) -> None:
+        """It is started no more."""
+        os.close(self._file)
+
+
+class Supervisor:
+    """Runs in the thread that makes it, which must be the main one: the processes end with it.
+
+    Args:
+        worker: what each lookup worker is given; see :mod:`precompute.jobs.serve.lookup_worker`.
+        project: what each model process is given; see :mod:`precompute.jobs.serve.model_server`.
+        limits: of each model process.
+        workers: how many lookup workers.
+    """
+
+    def __init__(
+        self, worker: dict[str, Any], project: dict[str, Any], limits: ModelLimits, workers: int = 1
+    ) -> None:
+        self._runtime, self._project, self._limits = Path(worker["runtime"]), project, limits
+        self._meter, self._figures_at = Meter(self._runtime, "supervisor"), 0.0
+        for process, why in itertools.product(("worker", "model"), ("ended", "killed")):
+            # reported as 0 before the first: Prometheus sees its increase then
+            self._meter.counter(RESTARTS, process, why)
+        self._workers = [WorkerKeeper(number, worker, self._meter) for number in range(workers)]
+        self._groups: dict[str, ModelGroup] = {}
+        self._control = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._control.setblocking(False)
+        self._control.bind(str(self._runtime / CONTROL))
+        self._stopping: signal.Signals | None = None
+        self._room_at = 0.0
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """Have :meth:`run` finish what is at hand, and end, as a signal asks; safe to call in its
+        handler."""
+        self._stopping = signal.Signals(number)
+
+    def run(self) -> None:
+        """Keep the processes until :meth:`stop`, then have the workers finish their requests, then
+        end the models.
+
+        Raises:
+            PrecomputeError: no worker came up.
+        """
+        try:
+            while self._stopping is None:
+                self._take_wishes()
+                now = time.monotonic()
+                for keepers in self._all():
+                    keepers.look(now)
+                self._retire(now)
+                if now >= self._figures_at:
+                    self._figures_at = now + 1.0
+                    self._meter.process_figures()
+                    self._meter.gauge(MODEL_SPARES).set(
+                        sum(group.spare.stands_by(now) for group in self._groups.values())
+                    )
+                if all(
+                    worker.ends_quickly >= FUTILE and not worker.has_answered
+                    for worker in self._workers
+                ):
+                    raise PrecomputeError(
+                        "no lookup worker comes up: what ended them is in the log above"
+                    )
+                select.select([self._control], [], [], TICK_S)
+            began = time.monotonic()
+            self._drain()
+            log.info("ended by %s, after %.1f s", self._stopping.name, time.monotonic() - began)
+        finally:
+            self._end()
+
+    def _all(self) -> list[WorkerKeeper | ModelGroup]:
+        return [*self._workers, *self._groups.values()]
+
+    def _take_wishes(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                model, *views = self._control.recv(4096).decode(errors="replace").split("\0")
+                if (
+                    model not in self._groups
+                    and len(self._groups) < MOST_MODELS
+                    and time.monotonic() >= self._room_at
+                ):
+                    self._make(model)
+                if model in self._groups:
+                    self._groups[model].wanted_at = time.monotonic()
+                    self._groups[model].serves(views)
+
+    def _make(self, model: str) -> None:
+        try:
+            number = min(
+                set(range(MOST_MODELS)) - {group.number for group in self._groups.values()}
+            )
+            self._groups[model] = ModelGroup(
+                model, self._project, self._runtime, self._limits, self._meter, number
+            )
+        except OSError as exc:
+            self._room_at = time.monotonic() + NO_ROOM_S
+            log.error(
+                "no process for model %s: %s; its rows are missing until there is room",
+                model[:12],
+                exc,
+            )
+
+    def _retire(self, now: float) -> None:
+        for model, group in list(self._groups.items()):
+            if now - group.wanted_at > RETIRE_S:
+                log.info("%s is ended: its model is live no more", group.name)
+                del self._groups[model]
+                _end([group])
+                group.close()
+
+    def _drain(self) -> None:
+        """Have the workers end once their requests are answered; the models go on meanwhile."""
+        ending = {worker: worker.process for worker in self._workers if worker.process is not None}
+        for process in ending.values():
+            process.signal(signal.SIGTERM)
+        limit = time.monotonic() + DRAIN_S + DRAIN_STILL_S
+        while (
+            any(not process.ended() for process in ending.values())
+            and (now := time.monotonic()) < limit
+        ):
+            for worker, process in ending.items():
+                if not process.ended() and worker.is_stuck(now):
+                    log.error(
+                        "%s was ordered to end, and its loop stood still for %g s: it is killed",
+                        worker.name,
+                        DRAIN_STILL_S,
+                    )
+                    process.signal(signal.SIGKILL)
+            self._take_wishes()
+            for group in self._groups.values():
+                group.look(now)
+            select.select([self._control], [], [], TICK_S)
+
+    def _end(self) -> None:
+        _end(self._all())
+        for keepers in self._all():
+            keepers.close()
+        self._control.close()
+
+
+def _end(keepers: Sequence[WorkerKeeper | ModelGroup]) -> None:
+    """Kill what is left of these: they have nothing that must be saved."""
+    end_all([process for one in keepers for process in one.running()], grace_s=0.2, kill_s=5.0)
+
+
+def serve(project: Project, announce: Callable[[str], None], workers: int | None = None) -> None:
+    """Serve until SIGTERM or SIGINT, then finish the requests at hand.
+
+    Args:
+        project: the configuration.
+        announce: called with the address once it is bound.
+        workers: how many processes answer; as the project says by default.
+
+    Raises:
+        ConfigError: an address cannot be bound, or is open to strangers; the files of tokens or TLS
+            cannot be used; or ``TMPDIR`` has too long a name.
+        PrecomputeError: no worker comes up.
+    """
+    settings = project.settings.serve
+    with contextlib.ExitStack() as stack:
+        access = _access(project)
+        addresses = {"serve.bind": settings.bind, "serve.admin": settings.admin}
+        tls = settings.tls
+        guarded = settings.tokens is not None or (tls is not None and tls.client_ca is not None)
+        listeners = []
+        for key, address in addresses.items():
+            if address is not None:
+                listeners.append(
+                    Listener(key, address, project.home, guarded=guarded, tls=tls is not None)
+                )
+                stack.callback(listeners[-1].close)
+        runtime = stack.enter_context(contextlib.closing(SpillFolder()))
+        check_runtime(runtime.path)
+        shared = {
+            "online": project.online,
+            "root": str(project.root),
+            "miss_cache": settings.miss_cache.model_dump(),
+        }
+        worker = {
+            **shared,
+            "runtime": str(runtime.path),
+            "listeners": [one.socket.fileno() for one in listeners],
+            **access,
+            **_watching(project),
+            "hosts": settings.hosts,
+            "limits": asdict(settings.limits.limits()),
+            "caching": asdict(settings.caching()),
+            "cache_bytes": settings.cache_mb * 2**20,
+            "services": str(_services_file(project, runtime.path)),
+        }
+        models = settings.models
+        limits = ModelLimits(
+            models.grace,
+            models.memory_mb or machine_memory_mb() // 2,
+            duckdb_mb=max(64, project.settings.memory_mb // 4),
+            spares={name: view.fallback.spare for name, view in project.views.items()},
+        )
+        supervisor = Supervisor(
+            worker,
+            shared | {"folder": str(project.home), "tracing": worker["tracing"]},
+            limits,
+            workers or settings.workers,
+        )
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, _: supervisor.stop(number))
+        rounds = Rounds(project.offline, partial(open_online_store, project.online), project.names)
+        stack.callback(rounds.stop)
+        announce(listeners[0].shown)
+        supervisor.run()
+
+
+def _services_file(project: Project, runtime: Path) -> Path:
+    """What the workers serve by ``/v1/services``, in a file: a pipe may be too small. Mistakes are
+    logged, and keep nothing else from being served."""
+    for line in project.service_mistakes():
+        log.warning("%s", line)
+    path = runtime / "services.json"
+    path.write_text(
+        json.dumps(
+            [
+                service.to_json()
+                for service in project.services.values()
+                if isinstance(service, Service)
+            ]
+        )
+    )
+    return path
+
+
+def _access(project: Project) -> dict[str, Any]:
+    """What the workers learn of tokens and TLS, tried here, where a mistake is reported to who made
+    it.
+
+    Raises:
+        ConfigError: a file cannot be used.
+    """
+    settings, home = project.settings.serve, project.home
+    tls = settings.tls
+    files = (
+        None
+        if tls is None
+        else {name: str(home / path) for name, path in tls.model_dump().items() if path is not None}
+    )
+    tokens = settings.tokens_file(home)
+    access = {"tokens": None if tokens is None else str(tokens), "tls": files}
+    tokens_of(access)
+    tls_of(access)
+    return access
+
+
+def _watching(project: Project) -> dict[str, Any]:
+    """What the workers learn of logs and traces, tried here.
+
+    Raises:
+        ConfigError: the log cannot be written, or the extra is not installed.
+    """
+    settings = project.settings.serve
+    log, tracing = settings.access_log, settings.tracing
+    if log is not None and log != "-":
+        log = str(project.home / log)
+        try:
+            Path(log).open("ab").close()
+        except OSError as exc:
+            raise ConfigError(f"serve.access_log: {log} cannot be written: {exc}") from exc
+    if tracing is not None and find_spec("opentelemetry") is None:
+        raise ConfigError(
+            "serve.tracing: OpenTelemetry is not installed: pip install 'precompute-store[otel]'"
+        )
+    return {
+        "access_log": log,
+        "server_timing": settings.server_timing,
+        "tracing": None if tracing is None else tracing.model_dump(),
+    }

@@ -1,0 +1,412 @@
+"""Endpoint: an OpenAI-compatible service: requests within its rates and the run's budget, tried
+again where that may help. For one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import email.utils
+import json
+import os
+import random
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from precompute.models.endpoint.spending import Spending, Tokens, estimated
+from precompute.models.endpoint.transport import LostError, Reply, Transport
+from precompute.store.errors import ConfigError, ModelError
+
+T = TypeVar("T")
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+"""Between tries: at random up to the first, then up to twice as much each time."""
+DOWN_AFTER = 8
+"""So many requests given up one after the other, none answered in between: it is the endpoint, and
+not the rows."""
+SHOWN = 200
+"""Characters of what an endpoint says that are shown."""
+BURST_S = 1.0
+"""Of a rate: so much of it may come at once."""
+
+
+class BadAnswer(Exception):
+    """An input that has no answer, or none that fits: its row is a bad one. ``content`` is what was
+    answered and paid, where anything was."""
+
+    def __init__(self, reason: str, content: bytes | None = None) -> None:
+        super().__init__(reason)
+        self.content = content
+
+
+def base_url(url: Any) -> str:
+    """An endpoint's URL without a slash at its end.
+
+    Raises:
+        ConfigError: it is none, or holds what is secret.
+    """
+    try:
+        parts = urlsplit(str(url))
+        well_formed = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        well_formed = False
+    if not well_formed:
+        raise ConfigError(
+            f"url is {str(url)!r:.200}: give the API's base, as in http://localhost:8000/v1"
+        )
+    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+        raise ConfigError(
+            f"the url of host {parts.hostname!r} has a user, a password, a query or a fragment (not"
+            " shown here): a key comes from the environment alone, api_key_env: NAME"
+        )
+    path = parts.path.rstrip("/")
+    for ending in ("/chat/completions", "/embeddings"):
+        if path.endswith(ending):
+            raise ConfigError(
+                f"url ends in {ending}: give the API's base without it:"
+                f" {parts.scheme}://{parts.netloc}{path.removesuffix(ending)}"
+            )
+    return f"{parts.scheme}://{parts.netloc.lower()}{path}"
+
+
+def key_from(variable: str | None) -> str:
+    """An API key from the environment; empty without a variable.
+
+    Raises:
+        ConfigError: it is not set, or no line of visible ASCII characters.
+    """
+    if variable is None:
+        return ""
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", str(variable)):
+        raise ConfigError(
+            "api_key_env is no name of an environment variable (it is not shown here): name the"
+            " variable that holds the key, not the key"
+        )
+    key = os.environ.get(str(variable), "").strip()
+    if not key:
+        raise ConfigError(f"api_key_env: the environment has no {variable}: export {variable}=…")
+    if not key.isascii() or not key.isprintable():
+        raise ConfigError(
+            f"api_key_env: {variable} is no line of visible ASCII characters (it is not shown here)"
+        )
+    return key
+
+
+@dataclass(slots=True)
+class Rate:
+    """How much may be sent a minute; None for any amount."""
+
+    per_minute: float | None
+    _next: float = 0.0
+
+    def wait_s(self, amount: float) -> float:
+        """How long to wait before so much more is sent, which is counted from now on."""
+        if self.per_minute is None:
+            return 0.0
+        now = time.monotonic()
+        start = max(self._next, now - BURST_S)
+        self._next = start + amount * 60 / self.per_minute
+        return max(0.0, start - now)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What an endpoint is spared, and how long it is borne with."""
+
+    in_flight: int = 64
+    requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None
+    timeout_s: float = 60.0
+    """Of one request."""
+    tries: int = 5
+    """Of a request that fails: an error of the service, no answer in time, a lost connection."""
+    patience_s: float = 600.0
+    """With an endpoint that answers nothing but to wait."""
+    answer_tries: int = 1
+    """Of an input whose answer does not fit; each is paid."""
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any] | None) -> Limits:
+        """Those of a view's arguments, and the others as they are.
+
+        Raises:
+            ConfigError: another name, or a value out of bounds.
+        """
+        known = {field.name for field in fields(cls)}
+        if given is not None and (not isinstance(given, Mapping) or not set(given) <= known):
+            raise ConfigError(
+                f"limits is {given!r:.200}: it takes {', '.join(sorted(known))}, as in limits:"
+                " {in_flight: 64}"
+            )
+        for name, value in (given or {}).items():
+            whole = name in ("in_flight", "tries", "answer_tries")
+            if value is None and name.endswith("minute"):
+                continue
+            kind = int if whole else (int, float)
+            if (
+                not isinstance(value, kind)
+                or isinstance(value, bool)
+                or not 0 < value < (4097 if whole else float("inf"))
+            ):
+                raise ConfigError(
+                    f"limits.{name} is {value!r}: give a"
+                    f" {'whole number from 1 to 4096' if whole else 'number above 0'}"
+                )
+        return cls(**(given or {}))
+
+
+@dataclass(slots=True)
+class Counts:
+    """What was sent and came back."""
+
+    requests: int = 0
+    answers: int = 0
+    cached: int = 0
+    retries: int = 0
+    refused: int = 0
+    """429, or 503 with a time to wait."""
+
+
+class Endpoint:
+    """Sends requests and reads their envelopes.
+
+    Args:
+        url: as :func:`base_url` gives it.
+        key: its API key; an empty one is none.
+        limits: how much at once, how often, how long.
+        spending: what they may cost.
+    """
+
+    def __init__(self, url: str, key: str, limits: Limits, spending: Spending) -> None:
+        self.counts = Counts()
+        self.limits = limits
+        self._url, self._key, self._spending = url, key, spending
+        self._transport = Transport(url, [("Authorization", f"Bearer {key}")] if key else [])
+        self._slots = asyncio.Semaphore(limits.in_flight)
+        self._requests, self._tokens = (
+            Rate(limits.requests_per_minute),
+            Rate(limits.tokens_per_minute),
+        )
+        self._held_until = 0.0
+        self._refused_since: float | None = None
+        self._given_up = 0
+        self._stopped: ModelError | None = None
+        self._stopping = asyncio.Event()
+
+    def stop(self, why: ModelError | None) -> None:
+        """Send nothing more until this is called with None; what waits to be sent raises it."""
+        self._stopped = why
+        if why is None:
+            self._stopping.clear()
+        else:
+            self._stopping.set()
+
+    async def request(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        most: Tokens,
+        read: Callable[[Any], tuple[Tokens, T | BadAnswer]],
+    ) -> T:
+        """One request, tried again where that may help.
+
+        Args:
+            path: below the base URL.
+            body: becomes JSON.
+            most: what it may cost.
+            read: envelope → (tokens used, what is returned, or what is wrong with it); raises
+                ValueError for one that is none.
+
+        Raises:
+            BadAnswer: this request has no answer.
+            ModelError: the endpoint, or the run's budget, has none for any.
+        """
+        content, tries = msgspec.json.encode(body), 0
+        while True:
+            async with self._slots:
+                await self._turn(most)
+                outcome = await self._send(path, content, most, read)
+            if not isinstance(outcome, _Failed):
+                self._given_up, self._refused_since = 0, None
+                if isinstance(outcome, BadAnswer):
+                    raise outcome
+                return outcome
+            self.counts.retries += 1
+            if outcome.hold_s is not None:
+                self._hold(outcome, outcome.hold_s)
+                continue
+            tries += 1
+            if tries >= self.limits.tries:
+                raise self._giving_up(outcome, tries)
+            await self._sleep(_pause_s(tries))
+
+    async def _turn(self, most: Tokens) -> None:
+        """Wait until it may be sent; the budget has it reserved then."""
+        self._check_stopped()
+        await self._spending.reserve(most)
+        try:
+            await self._sleep(
+                max(
+                    self._requests.wait_s(1),
+                    self._tokens.wait_s(estimated(most.input) + most.output),
+                )
+            )
+            while (wait_s := self._held_until - time.monotonic()) > 0:
+                await self._sleep(wait_s)
+            self._check_stopped()
+        except BaseException:
+            self._spending.settle(most, Tokens())
+            raise
+
+    async def _sleep(self, seconds: float) -> None:
+        if seconds > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._stopping.wait()
+        self._check_stopped()
+
+    def _check_stopped(self) -> None:
+        if self._stopped is not None:
+            raise self._stopped
+
+    async def _send(
+        self,
+        path: str,
+        content: bytes,
+        most: Tokens,
+        read: Callable[[Any], tuple[Tokens, T | BadAnswer]],
+    ) -> T | BadAnswer | _Failed:
+        """What was answered; the budget is settled then."""
+        # what may have been computed may be billed: it counts in full, until it is known
+        used = most
+        self.counts.requests += 1
+        try:
+            reply = await self._transport.post(path, content, self.limits.timeout_s)
+            if reply.status != 200:
+                used = Tokens()
+                return self._refused(reply)
+            used, answer = read(msgspec.json.decode(reply.body))
+            # one that was cut off on its way is paid for and cannot be cached
+            self.counts.answers += 1
+            return answer
+        except (ValueError, RecursionError, msgspec.DecodeError) as exc:
+            return _Failed(f"its answer cannot be read: {self._shown(str(exc))}")
+        except LostError as exc:
+            if not exc.sent:
+                used = Tokens()
+            return _Failed(str(exc), connected=exc.sent)
+        finally:
+            self._spending.settle(most, used)
+
+    def _refused(self, reply: Reply) -> BadAnswer | _Failed:
+        """Raises:
+        ModelError: it is no request's fault, and will not pass.
+        """
+        status, said = reply.status, f"answered {reply.status}{self._said(reply)}"
+        where = f"{self._url} {said}"
+        if status == 401 or status == 403:
+            how = (
+                "the key in the variable that api_key_env names"
+                if self._key
+                else "api_key_env: NAME of a variable with the key"
+            )
+            raise ModelError(f"{where}: it wants another key; set {how}")
+        if (
+            status in (402, 404, 405)
+            or status < 400
+            or (status == 429 and b"insufficient_quota" in reply.body)
+        ):
+            raise ModelError(f"{where}: check url, model and account")
+        retry_after_s = _retry_after_s(reply)
+        if status == 429 or (status == 503 and retry_after_s is not None):
+            return _Failed(said, retry_after_s or 0.0)
+        if status >= 500 or status in (408, 409, 425):
+            return _Failed(said)
+        return BadAnswer(f"the endpoint {said}")
+
+    def _hold(self, refusal: _Failed, wanted_s: float) -> None:
+        """Send nothing for as long as it says; where it does not say, longer each time.
+
+        Raises:
+            ModelError: that is longer than the patience there is.
+        """
+        self.counts.refused += 1
+        now = time.monotonic()
+        if self._refused_since is None:
+            self._refused_since = now
+        hold_s = wanted_s or max(_pause_s(1), min(LONGEST_PAUSE_S, now - self._refused_since))
+        if now + hold_s - self._refused_since > self.limits.patience_s:
+            waited = (
+                f"nothing was answered for {now - self._refused_since:.0f} s, and it is to wait for"
+                f" {hold_s:.0f} s more"
+            )
+            raise ModelError(
+                f"{self._url} {refusal}: {waited}, beyond patience_s ({self.limits.patience_s:g})"
+            )
+        # they do not all come back at once
+        self._held_until = max(self._held_until, now + hold_s + random.uniform(0, 0.1 * hold_s))  # noqa: S311
+
+    def _giving_up(self, outcome: _Failed, tries: int) -> Exception:
+        self._given_up += 1
+        if self._given_up >= DOWN_AFTER or not outcome.connected:
+            return ModelError(f"no answer from {self._url}: {outcome}, the last of {tries} tries")
+        return BadAnswer(f"no answer in {tries} tries: {outcome}")
+
+    def _said(self, reply: Reply) -> str:
+        """The reason in an error's body, without what is secret."""
+        text: Any = reply.body[:10_000].decode(errors="replace")
+        try:
+            found = json.loads(text)
+            # OpenAI's, vLLM's and TGI's ways to say it
+            error = found.get("error", found) if isinstance(found, dict) else found
+            text = error.get("message", error) if isinstance(error, dict) else error
+        except (ValueError, RecursionError):
+            pass
+        shown = self._shown(str(text))
+        return f" ({shown})" if shown else ""
+
+    def _shown(self, text: str) -> str:
+        text = text.replace(self._key, "***") if self._key else text
+        return "".join(c if c.isprintable() else " " for c in text[: 2 * SHOWN]).strip()[:SHOWN]
+
+    async def aclose(self) -> None:
+        """Close its connections."""
+        await self._transport.aclose()
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """No answer for now, and why; ``hold_s`` is how long to send nothing, 0 where it does not
+    say."""
+
+    reason: str
+    hold_s: float | None = None
+    connected: bool = True
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+def _pause_s(tries: int) -> float:
+    longest_s: float = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (tries - 1))
+    return longest_s * random.uniform(0.5, 1.0)  # noqa: S311
+
+
+def _retry_after_s(reply: Reply) -> float | None:
+    """Seconds to wait, by an answer: as a number, or as a date."""
+    value = reply.headers.get("retry-after")
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
+        except (ValueError, TypeError, OverflowError):
+            return None
+    return max(0.0, seconds) if seconds < float("inf") else None

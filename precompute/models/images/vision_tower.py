@@ -1,0 +1,386 @@
+"""open_clip folder: ``open_clip_config.json`` and weights in open_clip's and timm's names, as the
+configuration and weights of transformers' towers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, CLIPVisionModelWithProjection, SiglipVisionModel
+from transformers.utils import logging as transformers_logging
+
+from precompute.models.images.image_file import Recipe, read_recipe
+from precompute.project_module import described
+from precompute.store.errors import ConfigError, ModelError
+
+CONFIG, WEIGHTS, PICKLE = (
+    "open_clip_config.json",
+    "open_clip_model.safetensors",
+    "open_clip_pytorch_model.bin",
+)
+
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+"""open_clip's, where a folder names none."""
+
+PLAIN = {
+    "image_size",
+    "layers",
+    "width",
+    "head_width",
+    "mlp_ratio",
+    "patch_size",
+    "patch_dropout",
+    "output_tokens",
+}
+"""What a ViT's configuration may say; more makes another tower of it."""
+
+SIGLIP = re.compile(r"vit_(base|large|so400m|giantopt)_patch(14|16|32)_siglip_\d+")
+TANH = ("vit_base_patch32", "vit_large_patch16_siglip_512", "vit_so400m_patch16", "vit_giantopt")
+"""timm's towers of SigLIP, and those whose GELU is approximated; the others' is exact, which
+transformers' own SigLIP is not."""
+
+NAMES = (
+    ("transformer.resblocks.", "encoder.layers."),
+    ("blocks.", "encoder.layers."),
+    (".ln_1.", ".layer_norm1."),
+    (".ln_2.", ".layer_norm2."),
+    (".norm1.", ".layer_norm1."),
+    (".norm2.", ".layer_norm2."),
+    (".attn.out_proj.", ".self_attn.out_proj."),
+    (".attn.proj.", ".self_attn.out_proj."),
+    (".c_fc.", ".fc1."),
+    (".c_proj.", ".fc2."),
+    ("patch_embed.proj.", "embeddings.patch_embedding."),
+    ("conv1.", "embeddings.patch_embedding."),
+    ("class_embedding", "embeddings.class_embedding"),
+    ("positional_embedding", "embeddings.position_embedding.weight"),
+    ("pos_embed", "embeddings.position_embedding.weight"),
+    ("ln_pre.", "pre_layrnorm."),
+    ("ln_post.", "post_layernorm."),
+    ("attn_pool.latent", "head.probe"),
+    ("attn_pool.proj.", "head.attention.out_proj."),
+    ("attn_pool.norm.", "head.layernorm."),
+    ("attn_pool.mlp.", "head.mlp."),
+)
+"""Parts of open_clip's and timm's names → transformers'."""
+
+Weights = dict[str, torch.Tensor]
+
+
+def read_open_clip(config: Path, weights: Path) -> tuple[str, dict[str, Any], Weights, Recipe]:
+    """(transformers' ``model_type``, its configuration, the vision tower's weights by transformers'
+    names, what becomes of a picture before it).
+
+    Raises:
+        ConfigError: a tower that is no plain ViT of CLIP or SigLIP.
+        ValueError, KeyError, TypeError, OSError, SafetensorError: a file is damaged.
+    """
+    of = json.loads(config.read_text(encoding="utf-8"))
+    model = of["model_cfg"]
+    vision = {
+        name: value
+        for name, value in model["vision_cfg"].items()
+        if value is not None and value is not False
+    }
+    found = (
+        _siglip(config.parent, vision)
+        if "timm_model_name" in vision
+        else _clip(config.parent, model, vision)
+    )
+    with safe_open(weights, "pt") as file:
+        given = {
+            name.removeprefix("visual."): file.get_tensor(name)
+            for name in file.keys()  # noqa: SIM118
+            if name.startswith("visual.")
+        }
+    kind, settings = found
+    recipe = _recipe(of.get("preprocess_cfg") or {}, settings["image_size"])
+    if kind == "clip_vision_model":
+        return kind, settings, _clip_weights(given), recipe
+    made = _siglip_weights({name.removeprefix("trunk."): value for name, value in given.items()})
+    width, _, patch, _ = made["embeddings.patch_embedding.weight"].shape
+    settings |= {
+        "hidden_size": width,
+        "patch_size": patch,
+        "intermediate_size": len(made["encoder.layers.0.mlp.fc1.bias"]),
+        "num_hidden_layers": sum(name.endswith(".fc1.bias") for name in made) - 1,
+    }
+    return kind, settings, made, recipe
+
+
+def _refused(folder: Path, what: str) -> ConfigError:
+    return ConfigError(
+        f"image_encoder: {folder} has {what}: of open_clip's towers the plain ViTs of CLIP and"
+        " SigLIP are computed"
+    )
+
+
+def _clip(
+    folder: Path, model: Mapping[str, Any], vision: Mapping[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    if not isinstance(vision.get("layers", 12), int):
+        raise _refused(folder, "a ResNet for a vision tower")
+    if more := [
+        name
+        for name, value in vision.items()
+        if name not in PLAIN and (name, value) != ("pool_type", "tok")
+    ]:
+        raise _refused(folder, f"a vision tower with {more[0]}: {vision[more[0]]}")
+    width = int(vision.get("width", 768))
+    return "clip_vision_model", {
+        "hidden_size": width,
+        "intermediate_size": int(width * vision.get("mlp_ratio", 4.0)),
+        "num_hidden_layers": vision.get("layers", 12),
+        "num_attention_heads": width // int(vision.get("head_width", 64)),
+        "image_size": _side(folder, vision),
+        "patch_size": vision.get("patch_size", 16),
+        "projection_dim": model["embed_dim"],
+        "hidden_act": "quick_gelu" if model.get("quick_gelu") else "gelu",
+    }
+
+
+def _siglip(folder: Path, vision: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    name = str(vision["timm_model_name"])
+    known = SIGLIP.fullmatch(name)
+    if (
+        known is None
+        or vision.get("timm_pool") != "map"
+        or vision.get("timm_proj", "none") not in ("", "none")
+    ):
+        raise _refused(folder, f"timm's {name} for a vision tower")
+    return "siglip_vision_model", {
+        "num_attention_heads": 12 if known[1] == "base" else 16,
+        "image_size": _side(folder, vision),
+        "hidden_act": "gelu_pytorch_tanh" if name.startswith(TANH) else "gelu",
+    }
+
+
+def _side(folder: Path, vision: Mapping[str, Any]) -> int:
+    size = vision.get("image_size", 224)
+    if not isinstance(size, int):
+        raise _refused(folder, f"pictures of {size!r}")
+    return size
+
+
+def _recipe(of: Mapping[str, Any], size: int) -> Recipe:
+    mode, interpolation = of.get("resize_mode") or "shortest", of.get("interpolation") or "bicubic"
+    if mode not in ("shortest", "squash") or interpolation not in ("bicubic", "bilinear", "random"):
+        raise ValueError(
+            f"it resizes by {mode}, {interpolation}: shortest and squash, bicubic and bilinear are"
+            " done"
+        )
+    mean, std = (of.get(name) or default for name, default in (("mean", MEAN), ("std", STD)))
+    square = {"height": size, "width": size}
+    recipe = read_recipe(
+        {
+            "size": square if mode == "squash" else {"shortest_edge": size},
+            "crop_size": square,
+            "do_center_crop": mode == "shortest",
+            "resample": 2 if interpolation == "bilinear" else 3,
+            "image_mean": mean if isinstance(mean, list | tuple) else [mean] * 3,
+            "image_std": std if isinstance(std, list | tuple) else [std] * 3,
+        }
+    )
+    return replace(recipe, to_even=True)
+
+
+def _renamed(name: str) -> str:
+    for theirs, ours in NAMES:
+        name = name.replace(theirs, ours)
+    return name
+
+
+def _split(name: str, value: torch.Tensor) -> Weights:
+    """Queries, keys and values, which stand in one."""
+    if len(value) % 3:
+        raise ValueError(f"visual.{name} has the shape {tuple(value.shape)}")
+    layer, _, kind = name.replace("in_proj_", "qkv.").partition(".attn.qkv.")
+    parts = zip("qkv", value.chunk(3), strict=True)
+    return {f"{_renamed(f'{layer}.')}self_attn.{part}_proj.{kind}": chunk for part, chunk in parts}
+
+
+def _clip_weights(given: Weights) -> Weights:
+    made: Weights = {"visual_projection.weight": given.pop("proj").T.contiguous()}
+    for name, value in given.items():
+        new = _split(name, value) if ".in_proj_" in name else {_renamed(name): value}
+        made |= {f"vision_model.{part}": tensor for part, tensor in new.items()}
+    return made
+
+
+def _siglip_weights(given: Weights) -> Weights:
+    made: Weights = {}
+    for kind in ("weight", "bias"):
+        # the pool's query has weights of its own
+        parts = [given.pop(f"attn_pool.{part}.{kind}") for part in ("q", "kv")]
+        made[f"head.attention.in_proj_{kind}"] = torch.cat(parts)
+    made |= {f"post_layernorm.{kind}": given.pop(f"norm.{kind}") for kind in ("weight", "bias")}
+    given["pos_embed"] = given["pos_embed"][0]
+    for name, value in given.items():
+        made |= _split(name, value) if ".qkv." in name else {_renamed(name): value}
+    return made
+
+
+# ---- Vision tower: the part of a CLIP or SigLIP folder that embeds pictures, by transformers,
+# whether they or open_clip wrote it.
+
+
+# a run has its own progress; this one ends up in logs
+transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+KINDS: dict[str, Any] = {
+    "clip": CLIPVisionModelWithProjection,
+    "clip_vision_model": CLIPVisionModelWithProjection,
+    "siglip": SiglipVisionModel,
+    "siglip_vision_model": SiglipVisionModel,
+}
+"""``model_type`` → the class of its tower."""
+
+PREPROCESSORS = ("preprocessor_config.json", "processor_config.json")
+
+
+class Tower(torch.nn.Module):
+    """Pixels → vectors [B, D], float32.
+
+    Args:
+        tower: transformers' own.
+        recipe: whose mean and deviation the pixels are normalised by.
+        normalize: whether vectors have the norm 1.
+    """
+
+    mean: torch.Tensor
+    std: torch.Tensor
+
+    def __init__(self, tower: Any, recipe: Recipe, normalize: bool) -> None:
+        super().__init__()
+        self.tower, self.normalize, self.scale = tower, normalize, recipe.scale
+        for name, numbers in (("mean", recipe.mean), ("std", recipe.std)):
+            self.register_buffer(name, torch.tensor(numbers).view(1, 3, 1, 1), persistent=False)
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        """``pixels`` uint8 [B, 3, height, width]."""
+        scaled = (pixels.to(self.mean.dtype) * self.scale - self.mean) / self.std
+        out = self.tower(pixel_values=scaled)
+        vectors: torch.Tensor = (
+            out.image_embeds if hasattr(out, "image_embeds") else out.pooler_output
+        ).float()
+        return torch.nn.functional.normalize(vectors, dim=1) if self.normalize else vectors
+
+
+def tower_files(folder: Path) -> dict[str, Path]:
+    """Weights, configuration and what says how pictures are made ready, by name.
+
+    Raises:
+        ConfigError: one is missing.
+    """
+    names = [
+        "config.json",
+        "model.safetensors",
+        next((n for n in PREPROCESSORS if (folder / n).is_file()), PREPROCESSORS[0]),
+    ]
+    # timm's own weights are a model.safetensors, too, and transformers' preprocessor is not beside
+    # them
+    if (folder / CONFIG).is_file() and not all((folder / name).is_file() for name in names):
+        names = [CONFIG, WEIGHTS]
+    for name in names:
+        if name == WEIGHTS and not (folder / name).is_file() and (folder / PICKLE).is_file():
+            raise ConfigError(
+                f"image_encoder: {folder} has {PICKLE}, a pickle, which may run code when it is"
+                f" read, and no {name}: write that once by"
+                f" safetensors.torch.save_file(torch.load({PICKLE!r}, weights_only=True), {name!r})"
+            )
+        if not (folder / name).is_file():
+            raise ConfigError(
+                f"image_encoder: {folder} has no {name}; give the folder of a CLIP or SigLIP model"
+                " saved with safetensors"
+            )
+    return {name: folder / name for name in names}
+
+
+def load_tower(folder: Path, files: dict[str, Path]) -> tuple[Any, Recipe]:
+    """(the tower in float32, what becomes of a picture before it).
+
+    Raises:
+        ConfigError: a model of another kind.
+        ModelError: a file is damaged, or weights are missing.
+    """
+    try:
+        tower, recipe, loading = (_of_open_clip if WEIGHTS in files else _of_transformers)(
+            folder, files
+        )
+    except ConfigError:
+        raise
+    except Exception as exc:
+        # safetensors and transformers raise whatever they like of a damaged file
+        reason = f"{exc} is missing" if isinstance(exc, KeyError) else described(exc)
+        raise ModelError(f"image_encoder: {folder} does not load: {reason}") from exc
+    if missing := sorted(loading["missing_keys"]):
+        raise ModelError(f"image_encoder: {folder} has no weights for {', '.join(missing[:3])}")
+    for name, shape, wanted in sorted(loading["mismatched_keys"]):
+        raise ModelError(
+            f"image_encoder: {folder} has {tuple(shape)} weights for {name}, and its configuration"
+            f" {tuple(wanted)}"
+        )
+    if more := sorted(
+        name
+        for name in loading["unexpected_keys"]
+        if "encoder.layers" in name and "text_model" not in name
+    ):
+        raise ModelError(
+            f"image_encoder: {folder} has weights that its configuration has no place for:"
+            f" {', '.join(more[:3])}"
+        )
+    if recipe.shape != (tower.config.image_size,) * 2:
+        raise ModelError(
+            f"image_encoder: {folder} makes pictures of {recipe.shape}, and its tower takes"
+            f" {tower.config.image_size} pixels a side"
+        )
+    return tower, recipe
+
+
+def _of_transformers(folder: Path, files: dict[str, Path]) -> tuple[Any, Recipe, Any]:
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    of = json.loads(files[list(files)[-1]].read_text(encoding="utf-8"))
+    recipe = read_recipe(of.get("image_processor", of))
+    if (kind := config.model_type) not in KINDS:
+        raise ConfigError(f"image_encoder: {folder} is a {kind}: {', '.join(KINDS)} are computed")
+    own = getattr(config, "vision_config", config)
+    if kind == "clip":
+        # of both towers, which the pictures' own does not say
+        own.projection_dim = config.projection_dim
+    tower, loading = _quietly(KINDS[kind], folder, own)
+    return tower, recipe, loading
+
+
+def _of_open_clip(folder: Path, files: dict[str, Path]) -> tuple[Any, Recipe, Any]:
+    kind, settings, weights, recipe = read_open_clip(files[CONFIG], files[WEIGHTS])
+    tower, loading = _quietly(
+        KINDS[kind], None, KINDS[kind].config_class(**settings), state_dict=weights
+    )
+    return tower, recipe, loading
+
+
+def _quietly(kind: Any, folder: Path | None, config: Any, **given: Any) -> Any:
+    """Without a report of the other tower's weights, which are not wanted."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        return kind.from_pretrained(
+            folder,
+            config=config,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            dtype=torch.float32,
+            output_loading_info=True,
+            # said by name below, and not on a terminal
+            ignore_mismatched_sizes=True,
+            **given,
+        )
+    finally:
+        transformers_logging.set_verbosity(before)

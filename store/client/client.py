@@ -1,0 +1,491 @@
+"""Blocking client: for threads and scripts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+
+import httpcore2
+
+from precompute.store.client import calls
+from precompute.store.client.attempts import (
+    Address,
+    Attempts,
+    Failure,
+    Outcome,
+    Pause,
+    Tls,
+    address_of,
+    passing,
+)
+from precompute.store.client.calls import (
+    Call,
+    FreshnessWords,
+    LookupWords,
+    Reply,
+    RowWords,
+    SearchWords,
+    ServiceWords,
+    check_timeout,
+)
+from precompute.store.client.transport import (
+    ERRORS,
+    IDLE_S,
+    MOST_ANSWER_BYTES,
+    MUCH_BYTES,
+    AnswerEnd,
+    BlockingTransport,
+    Exchange,
+    Pooled,
+)
+from precompute.store.wire import bodies
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+T = TypeVar("T")
+
+
+class Client:
+    """Talks to one server; share it between threads, close it at the end. A process that is forked
+    opens connections of its own.
+
+    Every call has one time limit for all of it: finding the host, waiting for a connection,
+    sending, the answer's last byte, and asking again. All calls only read, so asking again is safe:
+    at once where a connection was lost, after a pause, at random, where the server refuses for now
+    or cannot be reached, never before ``Retry-After``, never past the limit, and all calls together
+    no more often than ``retry_share`` allows.
+
+    Args:
+        url: ``http://127.0.0.1:8080``, ``https://host`` or ``unix:./api.sock``.
+        timeout_s: of a call that names none.
+        token: shown to the server, without the white space around it (a file's last newline); a
+            function is called before each request, for a token that changes.
+        tls: whom to trust with ``https``, and who one is; the system's authorities by default.
+        connections: open at once, at most; further calls wait their turn, within their time.
+        retries: times that one call asks again, at most.
+        retry_share: how much asking again may add to all requests, as a share of the calls.
+        hedge_share: the same of asking a second time beside a request that takes longer than 19 of
+            20 like it, to take the answer that comes first: less waiting for the slowest, for so
+            much more work of the server. 0.05 is a good value; 0 (the default) never does.
+
+    Raises:
+        RequestError: the URL is none of these, ``timeout_s`` no time limit, or the token none that
+            a header can carry.
+        ConfigError: a file of ``tls``.
+    """
+
+    def __init__(
+        self,
+        url: str = "http://127.0.0.1:8080",
+        timeout_s: float = 10.0,
+        *,
+        token: str | Callable[[], str] | None = None,
+        tls: Tls | None = None,
+        connections: int = 64,
+        retries: int = 2,
+        retry_share: float = 0.1,
+        hedge_share: float = 0.0,
+    ) -> None:
+        address = address_of(url)
+        self._url, self._timeout_s = url, check_timeout(timeout_s)
+        self._transport = BlockingTransport(
+            address,
+            token,
+            connections,
+            (tls or Tls()).context() if address.scheme == "https" else None,
+        )
+        self._attempts = Attempts(retries, retry_share, hedge_share)
+        self._connections = connections
+        self._threads: ThreadPoolExecutor | None = None
+        self._lock, self._pid = threading.Lock(), os.getpid()
+
+    def get(self, view: str, keys: Iterable[Any], **words: Unpack[LookupWords]) -> pa.Table:
+        """As :meth:`precompute.store.answers.lookup.Lookup.get`, over HTTP and Arrow; ``keys`` may
+        be of numpy, pandas or pyarrow.
+
+        ``.to_pandas()`` makes a DataFrame of it, and :func:`precompute.store.client.tables.arrays`
+        numpy arrays.
+
+        Raises:
+            RequestError: the server refused, with its status and code.
+            NoAnswerError: no answer, or none that can be read; of it DeadlineError: none in time,
+                and OverloadedError: not now.
+            OnlineStoreError: the server's store does not answer.
+        """
+        return self._ask(calls.table(view, keys, words))
+
+    def rows(
+        self, view: str, keys: Iterable[Any], **words: Unpack[LookupWords]
+    ) -> bodies.LookupAnswer:
+        """As :meth:`get`, as typed rows in the order of the keys, without Arrow."""
+        return self._ask(calls.rows(view, keys, words))
+
+    def row(self, view: str, key: Any, **words: Unpack[RowWords]) -> bodies.ViewRow:
+        """One row.
+
+        Raises:
+            MissingRowError: there is none; ``code`` is the reason.
+            PrecomputeError: as :meth:`get`.
+        """
+        return self._ask(calls.row(view, key, words))
+
+    def several(
+        self,
+        requests: Sequence[bodies.ViewLookupRequest],
+        timeout_s: float | None = None,
+        **words: Unpack[FreshnessWords],
+    ) -> list[bodies.ViewAnswer]:
+        """Lookups of several views in one call, answered in their order: each has its ``rows``, or
+        the ``problem`` that this view has; ``words`` hold for all of them."""
+        return self._ask(calls.several(requests, timeout_s, words))
+
+    def service(self, service: str, entities: Any, **words: Unpack[ServiceWords]) -> pa.Table:
+        """As :meth:`precompute.store.answers.lookup.Lookup.service`, over HTTP and Arrow;
+        ``entities`` are columns, as a mapping or a table has them, all of which are sent.
+
+        Raises:
+            PrecomputeError: as :meth:`get`.
+        """
+        return self._ask(calls.service_table(service, entities, words))
+
+    def service_rows(
+        self, service: str, entities: Any, **words: Unpack[ServiceWords]
+    ) -> bodies.ServiceAnswer:
+        """As :meth:`service`, as typed rows in the order of the entities, without Arrow."""
+        return self._ask(calls.service_rows(service, entities, words))
+
+    def search(self, view: str, **words: Unpack[SearchWords]) -> bodies.SearchAnswer:
+        """As :meth:`precompute.store.answers.lookup.Lookup.search`."""
+        return self._ask(calls.search(view, words))
+
+    def views(self, timeout_s: float | None = None) -> list[dict[str, Any]]:
+        """As :meth:`precompute.store.answers.lookup.Lookup.views`."""
+        return self._ask(calls.views(timeout_s))
+
+    def close(self) -> None:
+        """Close the connections."""
+        if self._threads is not None:
+            self._threads.shutdown()
+        self._transport.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _ask(self, call: Call[T]) -> T:
+        deadline = call.deadline(self._timeout_s)
+        with contextlib.closing(self._attempts.ask(call.kind, deadline)) as steps:
+            outcome: Outcome | None = None
+            while True:
+                try:
+                    step = steps.send(outcome)
+                except StopIteration as done:
+                    outcome = done.value
+                    break
+                if isinstance(step, Pause):
+                    time.sleep(step.seconds)
+                    outcome = None
+                elif step.hedge_after_s is None:
+                    outcome = self._transport.send(call, Exchange(deadline))
+                else:
+                    outcome = self._hedged(call, deadline, step.hedge_after_s)
+        if isinstance(outcome, Failure):
+            raise outcome.error
+        assert outcome is not None
+        return call.answer(outcome, self._url)
+
+    def _hedged(self, call: Call[T], deadline: float, after_s: float) -> Outcome:
+        """The first good outcome of a request and, where that takes long, of a second one; the
+        other is ended."""
+        exchanges: dict[Future[Outcome], Exchange] = {}
+
+        def send() -> None:
+            exchange = Exchange(deadline)
+            exchanges[self._executor().submit(self._transport.send, call, exchange)] = exchange
+
+        send()
+        try:
+            _, waiting = wait(exchanges, after_s)
+            if waiting and self._attempts.may_hedge():
+                send()
+            outcomes = list[Outcome]()
+            waiting = set(exchanges)
+            while waiting and all(map(passing, outcomes)):
+                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                outcomes += [one.result() for one in done]
+        finally:
+            for one, exchange in exchanges.items():
+                if not one.done():
+                    exchange.cancel()
+        return next((outcome for outcome in outcomes if not passing(outcome)), outcomes[0])
+
+    def _executor(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._threads is None or self._pid != os.getpid():
+                # the threads of a process are not in those that are forked of it
+                self._pid, self._threads = (
+                    os.getpid(),
+                    ThreadPoolExecutor(2 * self._connections, "precompute-client"),
+                )
+            return self._threads
+
+
+# ---- Async client: for services on asyncio or uvloop.
+
+
+class _Stream(httpcore2.AsyncNetworkStream):
+    """A connection of anyio's, but for two things: head and body of a request are one write, and a
+    TLS handshake that is cancelled closes it."""
+
+    def __init__(self, stream: httpcore2.AsyncNetworkStream) -> None:
+        self._stream = stream
+        self._unsent = bytearray()
+        self._end = AnswerEnd()
+
+    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        await self._flush()
+        try:
+            data = await self._stream.read(max_bytes)
+            self._end.feed(data)
+            return data
+        except ssl.SSLError as exc:
+            # such as an alert about the client's certificate, which TLS 1.3 tells after the
+            # handshake
+            raise httpcore2.ReadError(str(exc)) from exc
+
+    async def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self._unsent += buffer
+        if len(self._unsent) > MUCH_BYTES:
+            await self._flush()
+
+    async def _flush(self) -> None:
+        unsent, self._unsent = bytes(self._unsent), bytearray()
+        if unsent:
+            self._end.begin()
+            try:
+                await self._stream.write(unsent)
+            except ssl.SSLError as exc:
+                raise httpcore2.WriteError(str(exc)) from exc
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+    async def start_tls(
+        self,
+        ssl_context: ssl.SSLContext,
+        server_hostname: str | None = None,
+        timeout: float | None = None,
+    ) -> _Stream:
+        try:
+            return _Stream(await self._stream.start_tls(ssl_context, server_hostname))
+        except BaseException:
+            await self._stream.aclose()
+            raise
+
+    def get_extra_info(self, info: str) -> Any:
+        if info == "is_readable" and (not self._end.reusable or self._has_decrypted()):
+            return True
+        return self._stream.get_extra_info(info)
+
+    def _has_decrypted(self) -> bool:
+        """Whether TLS holds something that the socket does not show any more, or its end; what it
+        was is lost, with the connection."""
+        tls = self._stream.get_extra_info("ssl_object")
+        try:
+            return tls is not None and tls.read(1) is not None
+        except ssl.SSLWantReadError:
+            return False
+        except ssl.SSLError:
+            return True
+
+
+class _Network(httpcore2.AnyIOBackend):
+    """Connects as anyio does."""
+
+    async def connect_tcp(self, *args: Any, **options: Any) -> _Stream:
+        return _Stream(await super().connect_tcp(*args, **options))
+
+    async def connect_unix_socket(self, *args: Any, **options: Any) -> _Stream:
+        return _Stream(await super().connect_unix_socket(*args, **options))
+
+
+class AsyncTransport(Pooled):
+    """Sends in one event loop."""
+
+    def __init__(
+        self,
+        address: Address,
+        token: str | Callable[[], str] | None,
+        connections: int,
+        tls: ssl.SSLContext | None,
+    ) -> None:
+        super().__init__(address, token, connections)
+        self._pool = httpcore2.AsyncConnectionPool(
+            ssl_context=tls,
+            max_connections=connections,
+            keepalive_expiry=IDLE_S,
+            uds=address.socket_path,
+            network_backend=_Network(),
+        )
+
+    async def send(self, call: Call[Any], deadline: float) -> Outcome:
+        """As :meth:`BlockingTransport.send`; a task that is cancelled meanwhile gives its
+        connection back."""
+        method, url, headers = self.request(call)
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()):
+                async with self._pool.stream(
+                    method, url, headers=headers, content=call.body
+                ) as response:
+                    content, size = list[bytes](), 0
+                    async for part in response.aiter_stream():
+                        content.append(part)
+                        size += len(part)
+                        if size > MOST_ANSWER_BYTES:
+                            return self.too_large()
+                    reply, wrong = call.checked(
+                        Reply(response.status, response.headers, b"".join(content))
+                    )
+                    if wrong is not None:
+                        await response.extensions["network_stream"].aclose()
+                        return Failure(wrong, lost=True)
+                    return reply
+        except (*ERRORS, TimeoutError) as exc:
+            return self.failure(exc)
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._pool.aclose()
+
+
+class AsyncClient:
+    """As :class:`precompute.store.client.Client`, for one event loop: the same arguments, calls,
+    answers and errors, each call awaited.
+
+    A task that is cancelled while it waits gives its connection back, and whatever it had begun
+    ends with it.
+    """
+
+    def __init__(
+        self,
+        url: str = "http://127.0.0.1:8080",
+        timeout_s: float = 10.0,
+        *,
+        token: str | Callable[[], str] | None = None,
+        tls: Tls | None = None,
+        connections: int = 64,
+        retries: int = 2,
+        retry_share: float = 0.1,
+        hedge_share: float = 0.0,
+    ) -> None:
+        address = address_of(url)
+        self._url, self._timeout_s = url, check_timeout(timeout_s)
+        self._transport = AsyncTransport(
+            address,
+            token,
+            connections,
+            (tls or Tls()).context() if address.scheme == "https" else None,
+        )
+        self._attempts = Attempts(retries, retry_share, hedge_share)
+
+    async def get(self, view: str, keys: Iterable[Any], **words: Unpack[LookupWords]) -> pa.Table:
+        """As :meth:`precompute.store.client.Client.get`."""
+        return await self._ask(calls.table(view, keys, words))
+
+    async def rows(
+        self, view: str, keys: Iterable[Any], **words: Unpack[LookupWords]
+    ) -> bodies.LookupAnswer:
+        """As :meth:`precompute.store.client.Client.rows`."""
+        return await self._ask(calls.rows(view, keys, words))
+
+    async def row(self, view: str, key: Any, **words: Unpack[RowWords]) -> bodies.ViewRow:
+        """As :meth:`precompute.store.client.Client.row`."""
+        return await self._ask(calls.row(view, key, words))
+
+    async def several(
+        self,
+        requests: Sequence[bodies.ViewLookupRequest],
+        timeout_s: float | None = None,
+        **words: Unpack[FreshnessWords],
+    ) -> list[bodies.ViewAnswer]:
+        """As :meth:`precompute.store.client.Client.several`."""
+        return await self._ask(calls.several(requests, timeout_s, words))
+
+    async def service(self, service: str, entities: Any, **words: Unpack[ServiceWords]) -> pa.Table:
+        """As :meth:`precompute.store.client.Client.service`."""
+        return await self._ask(calls.service_table(service, entities, words))
+
+    async def service_rows(
+        self, service: str, entities: Any, **words: Unpack[ServiceWords]
+    ) -> bodies.ServiceAnswer:
+        """As :meth:`precompute.store.client.Client.service_rows`."""
+        return await self._ask(calls.service_rows(service, entities, words))
+
+    async def search(self, view: str, **words: Unpack[SearchWords]) -> bodies.SearchAnswer:
+        """As :meth:`precompute.store.client.Client.search`."""
+        return await self._ask(calls.search(view, words))
+
+    async def views(self, timeout_s: float | None = None) -> list[dict[str, Any]]:
+        """As :meth:`precompute.store.client.Client.views`."""
+        return await self._ask(calls.views(timeout_s))
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._transport.aclose()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def _ask(self, call: Call[T]) -> T:
+        deadline = call.deadline(self._timeout_s)
+        with contextlib.closing(self._attempts.ask(call.kind, deadline)) as steps:
+            outcome: Outcome | None = None
+            while True:
+                try:
+                    step = steps.send(outcome)
+                except StopIteration as done:
+                    outcome = done.value
+                    break
+                if isinstance(step, Pause):
+                    await asyncio.sleep(step.seconds)
+                    outcome = None
+                elif step.hedge_after_s is None:
+                    outcome = await self._transport.send(call, deadline)
+                else:
+                    outcome = await self._hedged(call, deadline, step.hedge_after_s)
+        if isinstance(outcome, Failure):
+            raise outcome.error
+        assert outcome is not None
+        return call.answer(outcome, self._url)
+
+    async def _hedged(self, call: Call[T], deadline: float, after_s: float) -> Outcome:
+        """The first good outcome of a request and, where that takes long, of a second one; the
+        other is ended."""
+        tasks = [asyncio.create_task(self._transport.send(call, deadline))]
+        try:
+            _, waiting = await asyncio.wait(tasks, timeout=after_s)
+            if waiting and self._attempts.may_hedge():
+                tasks.append(asyncio.create_task(self._transport.send(call, deadline)))
+            outcomes, waiting = list[Outcome](), set(tasks)
+            while waiting and all(map(passing, outcomes)):
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                outcomes += [one.result() for one in done]
+        finally:
+            for task in tasks:
+                task.cancel()
+            # none of them outlives the call
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return next((outcome for outcome in outcomes if not passing(outcome)), outcomes[0])

@@ -1,0 +1,120 @@
+"""Spill folder: where DuckDB puts what does not fit in memory. Gone with its process, however that
+dies.
+
+A folder is locked for as long as its process lives; anyone who makes one removes those that nobody
+holds any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import duckdb
+
+from precompute.store.disk.durable_file import limit_of
+from precompute.store.errors import PrecomputeError
+
+_PREFIX = "precompute-duckdb-"
+_LOCK = "held"
+_UNLOCKED_S = 3600.0
+"""A folder without a lock file is just being made, or was left between the two steps: it is left
+alone for an hour."""
+
+
+class SpillFolder:
+    """A folder of one's own under the system's temporary folder (``TMPDIR``)."""
+
+    def __init__(self) -> None:
+        sweep()
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        self._file = (self.path / _LOCK).open("ab")
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def close(self) -> None:
+        """Remove it; closing twice is no error."""
+        self._file.close()
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def sweep() -> None:
+    """Remove the folders of processes that died."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        # Somebody else's, or gone meanwhile.
+        with contextlib.suppress(OSError):
+            if not (folder / _LOCK).exists():
+                dead = time.time() - folder.stat().st_mtime > _UNLOCKED_S
+            else:
+                with (folder / _LOCK).open("rb") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                dead = True
+            if dead:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+# ---- SQL: how DuckDB is opened, and reads files of ours.
+
+
+_SETTINGS = (
+    # no surprises at 2 a.m.: nothing is fetched from the network
+    "autoinstall_known_extensions = false",
+    "autoload_known_extensions = false",
+    # the hash of a time must not depend on the machine
+    "TimeZone = 'UTC'",
+    # nothing in a source's SQL can change these settings
+    "lock_configuration = true",
+)
+
+
+def open_duckdb(
+    spill: SpillFolder, memory_mb: int, threads: int | None = None
+) -> duckdb.DuckDBPyConnection:
+    """A DuckDB of its own, with settings that are locked.
+
+    Args:
+        spill: where it puts what does not fit; to be closed after the connection. Closed here where
+            there is none.
+        memory_mb: its memory limit.
+        threads: of its own; one per core by default.
+    """
+    config: dict[str, Any] = {"memory_limit": f"{memory_mb}MB", "temp_directory": str(spill.path)}
+    try:
+        with memory_wanted():
+            connection = duckdb.connect(
+                config=config if threads is None else config | {"threads": threads}
+            )
+            for setting in _SETTINGS:
+                connection.execute(f"SET {setting}")
+            return connection
+    except BaseException:
+        spill.close()
+        raise
+
+
+@contextlib.contextmanager
+def memory_wanted() -> Iterator[None]:
+    """Within, DuckDB opens, or answers of itself alone.
+
+    Raises:
+        PrecomputeError: the process has no memory or threads for that.
+    """
+    try:
+        yield
+    except (duckdb.OutOfMemoryException, MemoryError) as exc:
+        limit = limit_of(MemoryError())
+        raise PrecomputeError(
+            f"DuckDB cannot be opened ({str(exc).partition(chr(10))[0]}): {limit}"
+        ) from exc
+
+
+def parquet_sql(paths: Sequence[Path]) -> str:
+    """DuckDB's SQL for the columns that files of ours have: a folder above them, ``env=prod``, is
+    no partition."""
+    listed = ", ".join("'" + str(path).replace("'", "''") + "'" for path in paths)
+    return f"read_parquet([{listed}], hive_partitioning = false)"

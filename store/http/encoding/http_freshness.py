@@ -1,0 +1,232 @@
+"""HTTP freshness: a row's freshness in the words of HTTP, and a caller's wishes in them: RFC 9110
+(ETag), 9111 (Age, Cache-Control), 5861, 9211 (Cache-Status)."""
+
+from __future__ import annotations
+
+import math
+import re
+import zlib
+from dataclasses import dataclass
+from email.utils import formatdate
+from functools import lru_cache
+
+from precompute.store.answers.answer import Answer, AnswerPlan
+from precompute.store.errors import RequestError
+from precompute.store.feature_view import FeatureView
+from precompute.store.online.codec import CHECKSUM_BYTES
+from precompute.store.online.online_store import Pointer
+from precompute.store.times import Reason, Status
+from precompute.store.wire.lookup_options import CacheControl
+
+Headers = list[tuple[bytes, bytes]]
+"""Names in lower case."""
+MOST_PARTS = 64
+"""Of a header that is a list: those of 16 KiB took a hundred times as long as the row."""
+
+VARY = (b"vary", b"Accept")
+
+_DATE_LAG_US = 2_000_000
+"""The server's ``Date`` is made once a second, and may be that much behind."""
+
+_DIRECTIVE = re.compile(
+    r"""([!#$%&'*+.^_`|~0-9A-Za-z-]+)(?:=(?:"((?:[^"\\]|\\.)*)"|([^\s",;]*)))?"""
+)
+_SECONDS = {"max-age": "max_age_s", "min-fresh": "min_fresh_s", "max-stale": "max_stale_s"}
+_LONGEST_KEPT = 128
+"""Bytes of a header whose parsed meaning is cached: those of services are short and few."""
+
+
+def cache_control(header: bytes | None) -> CacheControl | None:
+    """What a request's ``Cache-Control`` asks of stored rows; None where it asks nothing.
+    Directives of other kinds (``no-store``, ``no-transform``, extensions) ask nothing of them, and
+    are passed over.
+
+    Raises:
+        RequestError: a directive's seconds are none, or there are too many directives.
+    """
+    if not header:
+        return None
+    if header.count(b",") >= MOST_PARTS:
+        raise RequestError(f"Cache-Control has at most {MOST_PARTS} directives")
+    return _retained(header) if len(header) <= _LONGEST_KEPT else _parsed(header)
+
+
+def _parsed(header: bytes) -> CacheControl | None:
+    wanted: dict[str, float | bool] = {}
+    for found in _DIRECTIVE.finditer(header.decode("latin-1")):
+        name, text = found[1].lower(), found[2] if found[2] is not None else found[3]
+        if name in ("no-cache", "only-if-cached"):
+            wanted[name.replace("-", "_")] = True
+        elif name == "max-stale" and text is None:
+            # however stale
+            continue
+        elif name in _SECONDS:
+            seconds, field = _seconds(name, text), _SECONDS[name]
+            # named twice, the stricter counts
+            stricter = max if name == "min-fresh" else min
+            wanted[field] = stricter(seconds, wanted.get(field, seconds))
+    return CacheControl(**wanted) if wanted else None  # type: ignore[arg-type]
+
+
+_retained = lru_cache(256)(_parsed)
+
+
+def _seconds(name: str, text: str | None) -> float:
+    if text is None or not (text.isascii() and text.isdigit()):
+        raise RequestError(
+            f"Cache-Control: {name} is followed by whole seconds, got {(text or '')[:40]!r}"
+        )
+    # more than any age; RFC 9111 §1.2.2 has 2³¹ for what is too large
+    return float(min(int(text[:12]), 2**31))
+
+
+@dataclass(frozen=True)
+class Caching:
+    """What caches in between (RFC 9111) may do with a single row.
+
+    Args:
+        most_s: how long any of them may answer with what it fetched, before it asks here again:
+            what a rollback took back is served for no longer.
+        shared: whether those that serve several users may, too; else rows are ``private``, for the
+            cache of the caller alone.
+    """
+
+    most_s: int = 60
+    shared: bool = False
+
+    def lifetime(self, view: FeatureView, age_s: int) -> tuple[bytes, bytes]:
+        """``Cache-Control`` of a row of an age. Its seconds are from the row's own time on, since a
+        cache counts them from ``Age``: so ``most_s`` are left of them, or fewer where the TTL ends
+        before; what is left of ``most_s`` then it may be served as stale while it is requested
+        again (RFC 5861 §3). Where this server fails, and nobody could hear of a rollback, it is
+        served as long as a stale row is here (§4)."""
+        return _lifetime(
+            self.most_s, self.shared, view.ttl_s, view.stale_for_s, view.stale_if_error_s, age_s
+        )
+
+
+@lru_cache(4096)
+def _lifetime(
+    most_s: int, shared: bool, ttl_s: float, stale_for_s: float, stale_if_error_s: float, age_s: int
+) -> tuple[bytes, bytes]:
+    """Rows of a snapshot share few ages."""
+    stale_s, requested_s = ttl_s + stale_for_s, age_s + most_s
+    fresh_s = min(int(ttl_s), requested_s)
+    header = (
+        b"" if shared else b"private, ",
+        fresh_s,
+        max(0, min(int(stale_s), requested_s) - fresh_s),
+        int(stale_s + stale_if_error_s) - fresh_s,
+    )
+    return b"cache-control", b"%bmax-age=%d, stale-while-revalidate=%d, stale-if-error=%d" % header
+
+
+PRIVATE = Caching()
+"""Where nothing else is said."""
+
+
+def row_headers(answer: Answer, form: bytes, caching: Caching) -> Headers:
+    """Headers of an answer of one row, which is there.
+
+    Args:
+        answer: of one row.
+        form: a letter for the body's form: two that look otherwise have two ETags.
+        caching: what a cache may do with it.
+    """
+    view, pointer, age, status = (
+        answer.pointer.view,
+        answer.pointer,
+        answer.age_s(0),
+        answer.status(0),
+    )
+    wanted = answer.wanted.get(0)
+    how = (
+        b"hit; ttl=%d" % math.floor(view.ttl_s - age)
+        if wanted is None
+        else b"fwd=%b; fwd-status=200" % _why_forwarded(wanted, answer)
+    )
+    return [
+        # rounded up: a cache behind us must not take a row for younger than it is
+        (b"age", b"%d" % math.ceil(age)),
+        caching.lifetime(view, math.ceil(age)),
+        (b"cache-status", b'precompute; %b; detail="v%d"' % (how, pointer.snapshot)),
+        (b"etag", etag(answer, form, status)),
+        VARY,
+        last_modified(answer.computed_at_us(0), answer.now_us),
+    ]
+
+
+def last_modified(computed_at_us: int, now_us: int) -> tuple[bytes, bytes]:
+    """``Last-Modified`` of a row, which is never later than the answer's ``Date`` (RFC 9110
+    §8.8.2.1)."""
+    return b"last-modified", http_date(min(computed_at_us, now_us - _DATE_LAG_US) // 1_000_000)
+
+
+def missing_headers(answer: Answer, reason: Reason) -> Headers:
+    """Headers of an answer of one row, which is missing."""
+    header = b'precompute; fwd=%b; detail="v%d"' % (
+        _why_forwarded(reason, answer),
+        answer.pointer.snapshot,
+    )
+    return [(b"cache-control", b"no-store"), (b"cache-status", header), VARY]
+
+
+def _why_forwarded(reason: Reason, answer: Answer) -> bytes:
+    """RFC 9211 §2.2: why the store's row would not do: there is none, it is too old by the view's
+    terms, or by the request's."""
+    if reason is not Reason.EXPIRED:
+        return b"uri-miss"
+    return b"stale" if answer.oldest_s is None else b"request"
+
+
+def etag(answer: Answer, form: bytes, status: Status) -> bytes:
+    """Of the snapshot, the TTL, the row's own checksum (of key, time, values), its status, the
+    body's form and the features requested, and how near it is where it is another entity's. Weak: a
+    body has the age too, which is another every time; and that a row has become stale is a change
+    that no 304 may hide.
+    """
+    value = answer.packed_row(0)
+    assert value is not None
+    checksum = bytes(value[:CHECKSUM_BYTES]).hex().encode()
+    like = answer.likes.get(0)
+    near = b"" if like is None else b"-%b" % like.similarity.hex().encode()
+    version = version_of(answer.pointer)
+    return b'W/"%b-%b-%b%b%b%b"' % (
+        version,
+        checksum,
+        status[:1].encode(),
+        form,
+        chosen_features(answer.plan),
+        near,
+    )
+
+
+def version_of(pointer: Pointer) -> bytes:
+    """What an ETag has of the pointer: the snapshot, and the TTL in µs, which a body tells, and
+    which may be another without a new snapshot."""
+    return b"%d-%d" % (pointer.snapshot, round(pointer.view.ttl_s * 1e6))
+
+
+def chosen_features(plan: AnswerPlan) -> bytes:
+    """What an ETag has of the features that were requested; nothing where all were."""
+    features = plan.features
+    return b"" if features is None else b"-%08x" % zlib.crc32(",".join(features).encode())
+
+
+def json_form(plan: AnswerPlan) -> bytes:
+    """The letter of JSON in an ETag: with base64 it is another form."""
+    return b"b" if plan.base64 else b"j"
+
+
+@lru_cache(4096)
+def http_date(seconds: int) -> bytes:
+    """RFC 9110 date; a snapshot's rows share few seconds, so this is computed once for many."""
+    return formatdate(seconds, usegmt=True).encode()
+
+
+def matches(etags: bytes, etag: bytes) -> bool:
+    """Whether an If-None-Match header names the ETag, by weak comparison (RFC 9110 §13.1.2)."""
+    bare = etag.removeprefix(b"W/")
+    return etags.strip() == b"*" or bare in [
+        tag.strip().removeprefix(b"W/") for tag in etags.split(b",")
+    ]

@@ -1,0 +1,321 @@
+"""The page at ``/``: views and how fresh they are, their runs, latency, fallback; a box to look a
+key up and to search. No script, nothing from elsewhere."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlencode
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from precompute.store.answers.lookup import Lookup
+from precompute.store.errors import (
+    OnlineStoreError,
+    PrecomputeError,
+    RequestError,
+    VectorIndexError,
+)
+from precompute.store.feature_view import Feature
+from precompute.store.http.page import sections
+from precompute.store.http.page.figures import Figures, ViewFigures, gather, graph, report_path
+from precompute.store.http.telemetry.instruments import Meter
+from precompute.store.keys import key_from_path
+from precompute.store.times import duration, shown_time
+from precompute.store.wire.lookup_options import LookupOptions
+
+_FOLDER = Path(__file__).with_name("templates")
+
+STYLE = (_FOLDER / "style.css").read_text(encoding="utf-8")
+
+POLICY = (
+    "default-src 'none'; style-src 'sha256-"
+    + base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
+    + "'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+"""Content-Security-Policy of the page: no script at all, no style but this one, nothing from
+elsewhere."""
+
+LOOKUP, NEAR, TEXT = "lookup", "near", "text"
+_WAYS = {LOOKUP: "Look up a key", NEAR: "Near a key", TEXT: "Search by text"}
+_MOST_BYTES = 8192
+_K = 10
+_PATIENCE_MS = 3000.0
+"""For the model: a person waits longer than a service."""
+_TELLING = 3
+"""Features of a row that a search found, at most."""
+_SHOWN = 8
+"""Numbers of a vector, or items of a list, that are shown."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """``text`` is a key or a text, by what is done with it: looked up, the nearest of it, or
+    searched by."""
+
+    view: str = ""
+    text: str = ""
+    way: str = LOOKUP
+    refresh_s: int = 0
+    report: str = ""
+    """A view whose report is to be shown, in place of the page."""
+
+    @classmethod
+    def of(cls, query: bytes) -> Question:
+        """What the query string asks; what it does not understand is not requested."""
+        try:
+            given = parse_qs(query[:_MOST_BYTES].decode("latin-1"), max_num_fields=16)
+        except ValueError:
+            return cls()
+
+        def first(name: str) -> str:
+            return given.get(name, [""])[0]
+
+        way, refresh = first("do"), first("refresh")
+        return cls(
+            first("view"),
+            first("q"),
+            way if way in _WAYS else LOOKUP,
+            (
+                min(max(int(refresh), 2), 3600)
+                if refresh.isascii() and refresh.isdigit() and len(refresh) < 5
+                else 0
+            ),
+            first("report"),
+        )
+
+    @property
+    def posed(self) -> bool:
+        """Whether there is anything to answer."""
+        return bool(self.view and self.text)
+
+    def query(self) -> str:
+        """The same as a query string."""
+        return urlencode({"view": self.view, "q": self.text, "do": self.way})
+
+
+def forms(views: Sequence[Mapping[str, Any]], question: Question) -> list[dict[str, Any]]:
+    """The forms: plain GETs, so that an answer has an address, and no script is needed. A text is
+    for the views alone that can be searched by one."""
+    by_key = (LOOKUP, NEAR) if any(view["searchable"] for view in views) else (LOOKUP,)
+    by_text = [view["view"] for view in views if view.get("takes_text")]
+    made = [
+        _form(
+            by_key,
+            "Key (parts of a composite key with / between them)",
+            [view["view"] for view in views],
+            question,
+        )
+    ]
+    return made + ([_form((TEXT,), "Text", by_text, question)] if by_text else [])
+
+
+def _form(
+    ways: Sequence[str], label: str, views: Sequence[str], question: Question
+) -> dict[str, Any]:
+    return {
+        "name": ways[0],
+        "label": label,
+        "views": views,
+        "ways": {way: _WAYS[way] for way in ways},
+        "own": question.way in ways,
+    }
+
+
+def answered(lookup: Lookup, question: Question) -> tuple[int, dict[str, Any] | None]:
+    """HTTP's status, and the answer for people: ``row``, or the ``rows`` that a search found, or
+    the ``problem`` in words."""
+    if not question.posed:
+        return 200, None
+    try:
+        return 200, _row(lookup, question) if question.way == LOOKUP else _found(lookup, question)
+    except PrecomputeError as exc:
+        status = exc.status if isinstance(exc, RequestError) else 503
+        silent = isinstance(exc, (OnlineStoreError, VectorIndexError))
+        return status, {
+            "problem": "the online store or the index does not answer" if silent else str(exc)
+        }
+
+
+def _key(lookup: Lookup, question: Question) -> str:
+    pointer = lookup.online.live(question.view)
+    entity: Sequence[str] = ("key",) if pointer is None else pointer.view.entity
+    return key_from_path(question.text.encode(), entity) if len(entity) > 1 else question.text
+
+
+def _row(lookup: Lookup, question: Question) -> dict[str, Any]:
+    answer = lookup.begin(
+        question.view, [_key(lookup, question)], LookupOptions(deadline_ms=_PATIENCE_MS)
+    )
+    answer.wait()
+    return {"row": answer.rows()[0]}
+
+
+def _found(lookup: Lookup, question: Question) -> dict[str, Any]:
+    pointer = lookup.online.live(question.view)
+    features = [] if pointer is None else telling(pointer.view.features)
+    if question.way == NEAR:
+        found = lookup.search(question.view, key=_key(lookup, question), k=_K, features=features)
+    else:
+        found = lookup.search(
+            question.view, text=question.text, k=_K, deadline_ms=_PATIENCE_MS, features=features
+        )
+    # from 0, so that lengths are to each other as scores are: of a cosine to 1, else to the largest
+    longest = (
+        1.0
+        if found["metric"] == "cosine"
+        else max((row["score"] for row in found["rows"]), default=0.0)
+    )
+    rows = [
+        row
+        | {
+            "near": min(1.0, max(0.0, row["score"] / longest)) if longest > 0 else 0.0,
+            "query": Question(question.view, row["key"]).query(),
+        }
+        for row in found["rows"]
+    ]
+    return {"rows": rows, "metric": found["metric"], "features": features}
+
+
+def telling(features: Sequence[Feature]) -> list[str]:
+    """The features by which a person knows a row again: texts first, then other values and lists;
+    vectors where there is nothing else."""
+    kinds = {f.name: 2 if f.dim is not None else 0 if f.dtype == "string" else 1 for f in features}
+    names = sorted(kinds, key=kinds.__getitem__)
+    return [name for name in names if kinds[name] < 2][:_TELLING] or names[:1]
+
+
+def shown(value: Any) -> str:
+    """A feature's value in a line: of a vector or list the first few, and how many there are."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, (list, tuple)):
+        first = ", ".join(shown(item) for item in value[:_SHOWN])
+        return f"[{first}, … ] ({len(value)})" if len(value) > _SHOWN else f"[{first}]"
+    text = str(value)
+    return text if len(text) <= 500 else text[:497] + "…"
+
+
+class Page:
+    """The page over one lookup; what it does, a thread does that no lookup waits for.
+
+    Args:
+        lookup: answers what the box asks.
+        meter: what the server's processes counted.
+        look: each view as far as it is known, and whether the online store answers.
+    """
+
+    def __init__(
+        self, lookup: Lookup, meter: Meter, look: Callable[[], tuple[Sequence[ViewFigures], bool]]
+    ) -> None:
+        self._lookup, self._meter, self._look = lookup, meter, look
+
+    def render(self, query: bytes) -> tuple[int, str]:
+        """HTTP's status and the HTML, for a query string.
+
+        Raises:
+            OSError: what the processes counted cannot be read.
+        """
+        question = Question.of(query)
+        views, answers = self._look()
+        if question.report:
+            # by the names of views alone: no address leads to another file
+            names = [str(view.details["view"]) for view in views]
+            path = (
+                report_path(self._lookup.root, question.report)
+                if question.report in names
+                else None
+            )
+            if path is not None:
+                return 200, path.read_text(encoding="utf-8", errors="replace")
+        status, answer = answered(self._lookup, question)
+        return status, status_page(
+            gather(views, self._meter, self._lookup.root, answers), question, answer
+        )
+
+
+def render(template: str, **shown: Any) -> str:
+    """One of the templates as HTML."""
+    return _TEMPLATES.get_template(template).render(**shown)
+
+
+_NOTHING = Question()
+
+
+def status_page(
+    figures: Figures, question: Question = _NOTHING, answer: Mapping[str, Any] | None = None
+) -> str:
+    """The page as HTML; ``answer`` is that to what was ``requested``."""
+    views = sorted(figures.views, key=sections.by_trouble)
+    return render(
+        "page.html",
+        figures=figures,
+        views=views,
+        question=question,
+        answer=answer,
+        forms=forms([view.details for view in figures.views], question),
+        summary=_summary(figures),
+        as_of=shown_time(datetime.fromtimestamp(figures.at_s, UTC)),
+        sections=sections.tables(figures),
+        graph=graph(figures.views),
+    )
+
+
+def _summary(figures: Figures) -> str:
+    words = [(view.details["status"] or "missing") for view in figures.views]
+    counts = {
+        status: words.count(status) for status in ("fresh", "stale", "missing") if status in words
+    }
+    details = ", ".join(
+        f"{count} {'expired' if status == 'missing' else status}"
+        for status, count in counts.items()
+    )
+    return f"{len(words)} view{'s' if len(words) > 1 else ''}: {details}; " if words else ""
+
+
+_COUNT_COLOURS = {"written": "s2", "unchanged": "s5", "rejected": "s4", "removed": "s1"}
+
+
+def _templates() -> Environment:
+    """What the templates may call, beside what a page hands them; every text is escaped."""
+    made = Environment(
+        loader=FileSystemLoader(_FOLDER),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+    )
+    made.globals |= {
+        "style": STYLE,
+        "shown": shown,
+        "duration": duration,
+        "shown_time": shown_time,
+        "duration_ms": sections.duration_ms,
+        "percent": sections.percent,
+        "age_mark": sections.age_mark,
+        "run_marks": sections.run_marks,
+        "rows_answered": sections.rows_answered,
+        "feature_words": sections.feature_words,
+        "search_words": sections.search_words,
+        "stages": sections.stages,
+        "stage_words": lambda longest: [
+            f"{name} {sections.duration_ms(seconds)}" for name, seconds in longest.items()
+        ],
+        "stage_colours": [f"s{i}" for i in range(6)],
+        "status_colours": lambda rows: [f"f-{status}" for status in rows],
+        "bad_ends": sections.BAD_ENDS,
+        "urlencode": urlencode,
+        "pair_most": lambda bars: max(max(bar.first, bar.second) for bar in bars) or 1.0,
+        "count_colours": lambda counts: [_COUNT_COLOURS.get(name, "rest") for name in counts],
+        "count_words": lambda counts: [f"{rows:,} {name}" for name, rows in counts.items()],
+    }
+    return made
+
+
+_TEMPLATES = _templates()

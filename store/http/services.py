@@ -1,0 +1,248 @@
+"""Services: the routes that answer with the features of a service, several views joined to one row
+for each entity."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from precompute.store.answers.answer import Answer, AnswerPlan
+from precompute.store.answers.lookup import Lookup
+from precompute.store.answers.service import EntityRows, Refused, ServiceAnswer, ServicePart
+from precompute.store.errors import PrecomputeError, RequestError
+from precompute.store.http.encoding.answer_size import Measure, Room
+from precompute.store.http.encoding.http_freshness import VARY, cache_control
+from precompute.store.http.encoding.json_rows import service_pieces
+from precompute.store.http.metrics import Metrics
+from precompute.store.http.pools import Pool, Waits, give_up
+from precompute.store.http.reply import (
+    ARROW_TYPE,
+    JSON_TYPE,
+    Reply,
+    Stream,
+    Timing,
+    json_reply,
+    refusal,
+    timed,
+)
+from precompute.store.http.request import (
+    Receive,
+    Scope,
+    body_kind,
+    both,
+    headers_of,
+    no_query,
+    query_options,
+    read_body,
+    wants_arrow,
+)
+from precompute.store.online.found_rows import FoundRows
+from precompute.store.wire import arrow, bodies
+from precompute.store.wire.lookup_options import CacheControl
+
+_BODIES = (bodies.JSON, bodies.ARROW)
+_BEGUN = "precompute.begun"
+"""In a scope: what was begun for it."""
+_KEYS_AT_ONCE = 2000
+"""Rows of all views that are read in one piece; others have their turn between the views of
+more."""
+_READ_TOGETHER = 4
+"""Views of one request that are waited for at once, where the store lies behind a network: one
+request has a tenth of the threads, whatever it asks for."""
+_PIECE_BYTES = 64 * 1024
+"""Of a large answer, about."""
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A request on its way: when it came (:func:`time.perf_counter`), what it wants of stored rows,
+    how large its answer will be, and what is there of that."""
+
+    started: float
+    control: CacheControl | None
+    size: Measure
+    answer: ServiceAnswer
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def admit(self, plan: AnswerPlan, found: FoundRows) -> None:
+        """Raises :class:`RequestError` where the answer would be too large; called by several
+        threads."""
+        with self._lock:
+            self.size.add(plan, found)
+
+    @property
+    def answers(self) -> list[Answer | None]:
+        """Of each view that was begun; None of one that is refused."""
+        return [part if isinstance(part, Answer) else None for part in self.answer.parts]
+
+
+@contextlib.contextmanager
+def _given_up_if_refused(begun: _Begun) -> Iterator[None]:
+    """What is in flight for a request is given up where one of its views makes it too much."""
+    try:
+        yield
+    except BaseException:
+        for one in begun.answers:
+            if one is not None:
+                give_up(one)
+        raise
+
+
+class ServiceRoutes:
+    """Routes over one lookup; the arguments as :class:`precompute.store.http.rows.RowRoutes` has
+    them, with which it shares ``waits`` and ``room``."""
+
+    def __init__(
+        self,
+        lookup: Lookup,
+        metrics: Metrics,
+        readers: Pool | None,
+        waits: Waits,
+        room: Room,
+        answer_bytes: int,
+        timing: Timing,
+    ) -> None:
+        self._lookup, self._metrics, self._readers = lookup, metrics, readers
+        self._waits, self._room, self._answer_bytes, self._timing = (
+            waits,
+            room,
+            answer_bytes,
+            timing,
+        )
+
+    async def services(self, scope: Scope, receive: Receive) -> Reply:
+        """``GET /v1/services``."""
+        no_query(scope)
+        return json_reply(
+            {"services": [service.describe() for service in self._lookup.services.values()]}
+        )
+
+    def at_once(self, scope: Scope, name: str, body: bytes) -> Reply | None:
+        """``POST /v1/services/{service}``, where nothing must be waited for; else None, and what
+        was begun is in the scope for :meth:`service`.
+
+        Raises:
+            RequestError: the request is refused.
+            OnlineStoreError: the store cannot be read for any view.
+        """
+        if self._readers is not None:
+            return None
+        begun = self._begun(scope, name, body_kind(headers_of(scope), _BODIES), body)
+        answer = begun.answer
+        if answer.entities.count * len(answer.service.parts) <= _KEYS_AT_ONCE:
+            with _given_up_if_refused(begun):
+                for part in answer.service.parts:
+                    answer.parts.append(self._part(begun, part))
+            if not begun.size.is_large and not any(
+                one is not None and one.pending for one in begun.answers
+            ):
+                return self._reply(scope, begun)
+        scope[_BEGUN] = begun
+        return None
+
+    async def service(self, scope: Scope, receive: Receive, name: str, _: bytes) -> Reply:
+        """``POST /v1/services/{service}``, where :meth:`at_once` has no answer: each view answers
+        for itself, or its rows say why it does not."""
+        begun: _Begun | None = scope.get(_BEGUN)
+        if begun is None:
+            begun = self._begun(scope, name, *await read_body(receive, headers_of(scope), _BODIES))
+        await self._read(begun)
+
+        def failed(number: int, error: PrecomputeError) -> None:
+            begun.answer.parts[number] = self._refused(error)
+
+        await self._waits.all_landed(begun.answers, receive, failed)
+        begun.answer.judge_again()
+        return self._reply(scope, begun)
+
+    def _begun(self, scope: Scope, name: str, kind: str, body: bytes) -> _Begun:
+        started, headers, options = time.perf_counter(), headers_of(scope), query_options(scope)
+        service = self._lookup.service_of(name)
+        if options.features is not None:
+            raise RequestError(
+                f"the features of service {service.name!r} are those of its definition: leave"
+                " `features` out"
+            )
+        if kind == bodies.ARROW:
+            entities: dict[str, Any] = dict(arrow.decode_arrow_keys(body, service.entity))
+        else:
+            wanted: bodies.ServiceRequest = bodies.decode(bodies.decode_service, body)
+            # before the URL's take its place: of both the strictest holds
+            wanted.options().check()
+            entities, options = wanted.entities, both(wanted.options(), options)
+        answer = ServiceAnswer(service, EntityRows(service, entities), options)
+        size = Measure(self._answer_bytes, wants_arrow(headers))
+        return _Begun(started, cache_control(headers.get(b"cache-control")), size, answer)
+
+    async def _read(self, begun: _Begun) -> None:
+        """Begin the views that were not begun yet: all before any is waited for, so that they have
+        the one deadline side by side."""
+        answer, readers = begun.answer, self._readers
+        left = answer.service.parts[len(answer.parts) :]
+        with _given_up_if_refused(begun):
+            for at in range(0, len(left), 1 if readers is None else _READ_TOGETHER):
+                if readers is None:
+                    answer.parts.append(self._part(begun, left[at]))
+                    await asyncio.sleep(0)
+                else:
+                    together = [
+                        readers.run(self._part, begun, part)
+                        for part in left[at : at + _READ_TOGETHER]
+                    ]
+                    done = await asyncio.gather(*together, return_exceptions=True)
+                    # all of them first, so that those that were begun are given up with the one
+                    # that raised
+                    answer.parts += [one for one in done if isinstance(one, (Answer, Refused))]
+                    for one in done:
+                        if isinstance(one, BaseException):
+                            raise one
+
+    def _part(self, begun: _Begun, part: ServicePart) -> Answer | Refused:
+        try:
+            return begun.answer.begin(self._lookup, part, begun.control, begun.admit)
+        except PrecomputeError as exc:
+            return self._refused(exc)
+
+    def _refused(self, exc: PrecomputeError) -> Refused:
+        """A view that cannot be answered; what it says of it names no host and no file."""
+        refused = Refused.by(exc)
+        reply, code = refusal(exc, "POST /v1/services")
+        assert isinstance(reply.body, bytes)
+        self._metrics.refused(code)
+        return replace(refused, problem=json.loads(reply.body))
+
+    def _reply(self, scope: Scope, begun: _Begun) -> Reply:
+        answer, size, started = begun.answer, begun.size, begun.started
+        answer.check()
+        kind_of, rows = [ARROW_TYPE if size.as_arrow else JSON_TYPE, VARY], answer.entities.count
+        if size.is_large:
+            rows = max(1, rows * _PIECE_BYTES // size.total)
+        pieces = (
+            arrow.arrow_pieces(answer.table(), 8 * rows)
+            if size.as_arrow
+            else service_pieces(answer, rows)
+        )
+        if size.is_large:
+            self._room.take(size.total)
+            reply = Reply(200, kind_of, Stream(pieces, partial(self._room.give, size.total)))
+        else:
+            reply = Reply(200, kind_of, list(pieces))
+        seconds, stages = time.perf_counter() - started, Counter[str]()
+        for one in begun.answers:
+            if one is not None:
+                # one after the other, so that what they took adds up
+                stages.update(self._metrics.answered(None, one, seconds, encoded=False))
+        self._metrics.timed("service", seconds)
+        return (
+            reply
+            if self._timing is Timing.UNREPORTED
+            else timed(scope, reply, stages, seconds, self._timing)
+        )

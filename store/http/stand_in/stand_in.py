@@ -1,0 +1,621 @@
+"""Stand-in: a lookup service inside a test, with rows of one's own, answers that come late and
+failures on order. It is the server's own application over rows in memory, and its clients are the
+real ones but for their connections; so what they answer and raise is what it would be, without a
+process or a port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from precompute.store.answers.answer import default_row
+from precompute.store.answers.fallback import Computed, Fallback, Miss, unpacked_view
+from precompute.store.answers.lookup import Lookup
+from precompute.store.answers.search import Searches
+from precompute.store.answers.service import Service
+from precompute.store.client.attempts import Failure, Outcome
+from precompute.store.client.calls import Call
+from precompute.store.errors import ConfigError, NoAnswerError, PrecomputeError
+from precompute.store.feature_view import (
+    NAME,
+    RESERVED,
+    SCALAR_TYPES,
+    Feature,
+    FeatureView,
+    IndexSpec,
+    find_bad,
+)
+from precompute.store.http.app import create_app
+from precompute.store.http.stand_in.clients import (
+    Fault,
+    Faults,
+    StandInAsyncClient,
+    StandInClient,
+    exchanged,
+    outcome_of,
+)
+from precompute.store.http.stand_in.memory import MemoryIndex, MemoryStore
+from precompute.store.keys import key_text, split_key
+from precompute.store.online import kernels
+from precompute.store.online.codec import RowCodec
+from precompute.store.online.online_store import Generation, Pointer
+from precompute.store.online.packed import Packed, RowBatch
+from precompute.store.times import Reason, as_datetime, iso
+from precompute.store.vectors.vector_index import VectorIndex
+
+DAY_S = 86400.0
+Model = Callable[[str, Mapping[str, Any] | None], Mapping[str, Any] | None]
+"""Key, and the inputs that came with the request → features; None where there is no such entity. To
+raise TimeoutError is to be too slow, anything else to fail."""
+_GENERATION = 1
+
+
+class Request(NamedTuple):
+    """A request that a client sent: ``GET`` or ``POST``, its path with the query, the views it is
+    for, and its JSON body, None without one."""
+
+    method: str
+    path: str
+    views: list[str]
+    body: Any
+
+
+class _View:
+    """One view's rows: key text → features, and when they were computed (µs since 1970)."""
+
+    def __init__(self, view: FeatureView, model: Model | None) -> None:
+        self.view, self.model, self.codec = view, model, RowCodec(view)
+        self.rows: dict[str, Mapping[str, Any]] = {}
+        self.values: dict[str, bytes] = {}
+        """The same, packed."""
+        self.computed_at_us: dict[str, int] = {}
+        self.damaged: set[str] = set()
+        self.index: tuple[Pointer, VectorIndex] | None = None
+        """Made of the rows as they were under this pointer."""
+
+    def batch(self) -> RowBatch:
+        """Packed, for an online store."""
+        # a damaged row does not vouch for itself
+        rows = [
+            row[:-1] + bytes([row[-1] ^ 1]) if key in self.damaged else row
+            for key, row in self.values.items()
+        ]
+        names = Packed.of([key.encode() for key in self.values])
+        return RowBatch(names, Packed.of(rows), kernels.hashes(names))
+
+    def packed(
+        self, rows: Mapping[str, Mapping[str, Any]], at_us: int, codec: RowCodec | None = None
+    ) -> dict[str, bytes]:
+        """Rows, packed.
+
+        Raises:
+            ConfigError: a value is none of its feature's type, or that no model may return, or a
+                feature is not the view's.
+        """
+        view = self.view
+        for features in rows.values():
+            unknown = [name for name in features if name not in view.feature_names]
+            if unknown:
+                raise ConfigError(
+                    f"view {view.name!r} has no feature {unknown[0]!r} (it has:"
+                    f" {', '.join(view.feature_names)})"
+                )
+        columns = []
+        for feature in view.features:
+            try:
+                values = [features.get(feature.name) for features in rows.values()]
+                if feature.dtype.startswith(("int", "uint")) and any(
+                    isinstance(value, float) for value in values
+                ):
+                    raise TypeError(
+                        f"a value is a float, and the feature is {feature.dtype}: give"
+                        f" features={{{feature.name!r}: {{'dtype': 'float64'}}}}"
+                    )
+                columns.append(pa.array(values, feature.arrow_type))
+            except (pa.ArrowException, TypeError, ValueError, OverflowError) as exc:
+                if len(rows) > 1:
+                    # says which
+                    for key, features in rows.items():
+                        self.packed({key: features}, at_us)
+                raise ConfigError(
+                    f"view {view.name!r}, key {next(iter(rows))!r}: {feature.name}: {exc}"
+                ) from exc
+        batch = pa.RecordBatch.from_arrays(columns, schema=view.feature_schema())
+        if (misfit := _misfit(view, batch)) is not None:
+            raise ConfigError(f"view {view.name!r}, key {list(rows)[misfit[0]]!r}: {misfit[1]}")
+        hashes = kernels.hashes(Packed.of([key.encode() for key in rows]))
+        packed = (codec or self.codec).encode(
+            batch, hashes, np.full(len(rows), at_us, np.int64), _GENERATION
+        )
+        return dict(zip(rows, map(bytes, packed.strings()), strict=True))
+
+
+class StandIn(Fallback):
+    """What stands in for a lookup service; close it at the end, or use it as a context manager.
+
+    ``requests`` is what its clients have sent, the oldest first.
+    """
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self._views: dict[str, _View] = {}
+        self._faults, self._ahead_s = Faults(), 0.0
+        self._store, self._lock = MemoryStore(), threading.RLock()
+        self._threads = ThreadPoolExecutor(8, "stand-in")
+        self._lookup = _MemoryLookup(self)
+        # no encoded row is cached: rows change under the same snapshot
+        self._app = create_app(self._lookup, fallback_ready=lambda _: True, cache_bytes=0)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="stand-in", daemon=True)
+        self._thread.start()
+
+    # ---- what it answers with
+
+    def view(
+        self,
+        name: str,
+        rows: Mapping[Any, Mapping[str, Any]] | None = None,
+        *,
+        features: Mapping[str, Mapping[str, Any]] | None = None,
+        entity: Sequence[str] = ("id",),
+        ttl_s: float = DAY_S,
+        stale_for_s: float = 7 * DAY_S,
+        age_s: float = 0.0,
+        index: Mapping[str, Any] | None = None,
+        model: Model | None = None,
+        inputs: Mapping[str, str] | None = None,
+        deadline_s: float = 0.1,
+        default: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Publish a view, in place of one of that name.
+
+        Args:
+            name: of the view.
+            rows: key → features.
+            features: name → ``dtype`` and ``dim`` or ``max_items``, as in a view's file; by default
+                what the first row's values look like: float64, int64, bool, string, and float32
+                vectors of lists of floats.
+            entity: the key's columns.
+            ttl_s: how long rows are fresh.
+            stale_for_s: past that, how long they are stale.
+            age_s: how old the rows are now.
+            index: ``on`` and ``metric``, of a view that can be searched.
+            model: stands behind the misses.
+            inputs: of a model that takes inputs, its columns → ``string``, ``int64``, …
+            deadline_s: how long a miss waits for the model, where the request does not say.
+            default: features that stand in for a missing row.
+
+        Raises:
+            ConfigError: a name, a feature or a value that no view could have.
+        """
+        held = dict(rows or {})
+        try:
+            spec = None if index is None else IndexSpec(**index)
+        except TypeError as exc:
+            raise ConfigError(f"view {name!r}: index: it has on and metric, got {index!r}") from exc
+        view = FeatureView(
+            name,
+            tuple(entity),
+            _features(name, held, features),
+            float(ttl_s),
+            float(stale_for_s),
+            index=spec,
+            fallback=model is not None,
+            fallback_deadline_s=deadline_s,
+            fallback_default=default,
+        )
+        _check(view)
+        with self._lock:
+            self._publish(_View(view, model), dict(inputs or {}), held, age_s)
+
+    def service(self, service: Service) -> None:
+        """A feature service over its views, as ``precompute.services("project")["ranking"]`` reads
+        it; a view that is not there is missing, as in a server."""
+        self._lookup.services[service.name] = service
+
+    def put(self, view: str, key: Any, features: Mapping[str, Any], *, age_s: float = 0.0) -> None:
+        """Add or replace a row; features that are not named are null; a vector is so only beside
+        nothing but nulls.
+
+        Raises:
+            ConfigError: there is no such view, or a value that it cannot have.
+        """
+        self._change(view, {key: features}, age_s)
+
+    def remove(self, view: str, key: Any) -> None:
+        """Take a row away: it is missing, as ``unknown_entity``, or the model's.
+
+        Raises:
+            ConfigError: there is no such view.
+        """
+        self._change(view, {key: None})
+
+    def damage(self, view: str, key: Any) -> None:
+        """Have a row be damaged: it is missing for that reason, or the model's.
+
+        Raises:
+            ConfigError: there is no such view or row.
+        """
+        of, text = self._named(view), key_text(key, self._named(view).view.entity)
+        if text not in of.rows:
+            raise ConfigError(f"view {view!r} has no row of key {text!r}")
+        of.damaged.add(text)
+        self._change(view, {})
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass: every row is that much older."""
+        self._ahead_s += seconds
+
+    # ---- what goes wrong
+
+    def fail(
+        self, error: PrecomputeError, *, times: int | None = None, view: str | None = None
+    ) -> None:
+        """Have requests fail so that the client raises this error, after trying again where it
+        would.
+
+        Args:
+            error: a :class:`NoAnswerError` (nobody is there), :class:`DeadlineError`,
+                :class:`OverloadedError`, :class:`OnlineStoreError` (the server's store is gone),
+                :class:`DeniedError` or any :class:`RequestError`.
+            times: the next so many requests; each attempt of a call is one. By default all.
+            view: only those for this view.
+
+        Raises:
+            ConfigError: the client never raises it, or there is no such view yet.
+        """
+        if view is not None:
+            self._named(view)
+        self._faults.add(Fault(error=error, times=times, view=view))
+
+    def delay(self, seconds: float, *, times: int | None = None, view: str | None = None) -> None:
+        """Have answers come so much later, within the client's time limit or past it; arguments as
+        of :meth:`fail`.
+
+        Raises:
+            ConfigError: that is no time, or there is no such view yet.
+        """
+        if view is not None:
+            self._named(view)
+        self._faults.add(Fault(delay_s=seconds, times=times, view=view))
+
+    def heal(self) -> None:
+        """Nothing that was on order goes wrong any more."""
+        self._faults.clear()
+
+    # ---- clients
+
+    def client(self, timeout_s: float = 10.0, **options: Any) -> StandInClient:
+        """A :class:`precompute.Client` of it; ``options`` are that one's."""
+        return StandInClient(self._serve, timeout_s, **options)
+
+    def async_client(self, timeout_s: float = 10.0, **options: Any) -> StandInAsyncClient:
+        """An :class:`precompute.AsyncClient` of it; ``options`` are that one's."""
+        return StandInAsyncClient(self._serve, timeout_s, **options)
+
+    def close(self) -> None:
+        """End it; clients of it get no answer any more."""
+        if self._loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(_give_up(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._lookup.close()
+
+    def __enter__(self) -> StandIn:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- what lies behind
+
+    def submit(
+        self,
+        pointer: Pointer,
+        keys: Sequence[str],
+        inputs: Mapping[str, Mapping[str, Any]],
+        deadline: float,
+        *,
+        query: bool = False,
+    ) -> list[Future[Computed]]:
+        """As :meth:`precompute.store.answers.fallback.Fallback.submit`."""
+        return [
+            self._threads.submit(self._computed, pointer.view.name, key, inputs.get(key), query)
+            for key in keys
+        ]
+
+    def now_s(self) -> float:
+        """What time it is here, s since 1970."""
+        return time.time() + self._ahead_s
+
+    def monotonic(self) -> float:
+        """The same of a clock that never jumps, but by :meth:`advance`."""
+        return time.monotonic() + self._ahead_s
+
+    def index(self, pointer: Pointer) -> VectorIndex:
+        """The rows of a view, to be searched."""
+        with self._lock:
+            of = self._views[pointer.view.name]
+            if of.index is not None and of.index[0] is pointer:
+                return of.index[1]
+            whole = {
+                key: {name: features.get(name) for name in of.view.feature_names}
+                for key, features in of.rows.items()
+                if key not in of.damaged
+            }
+            index = MemoryIndex(of.view, pointer.model, whole, of.computed_at_us)
+            of.index = pointer, index
+            return index
+
+    def _computed(
+        self, name: str, key: str, inputs: Mapping[str, Any] | None, query: bool
+    ) -> Computed:
+        of = self._views[name]
+        assert of.model is not None
+        try:
+            features = of.model(key, inputs)
+            if features is None:
+                raise Miss(Reason.UNKNOWN_ENTITY)
+            codec = RowCodec(unpacked_view(of.view)) if query else of.codec
+            at_us = int(self.now_s() * 1e6)
+            return Computed(of.packed({key: _plain(features)}, at_us, codec)[key], at_us)
+        except Miss:
+            raise
+        except TimeoutError as exc:
+            raise Miss(Reason.DEADLINE) from exc
+        except Exception as exc:
+            raise Miss(Reason.MODEL_ERROR, str(exc)) from exc
+
+    def _named(self, view: str) -> _View:
+        if view not in self._views:
+            raise ConfigError(
+                f"the stand-in has no view {view!r} (it has:"
+                f" {', '.join(sorted(self._views)) or 'none'})"
+            )
+        return self._views[view]
+
+    def _change(
+        self, view: str, rows: Mapping[Any, Mapping[str, Any] | None], age_s: float = 0.0
+    ) -> None:
+        with self._lock:
+            of, pointer = self._named(view), self._store.live(view)
+            assert pointer is not None
+            self._publish(of, pointer.input_columns, rows, age_s)
+
+    def _publish(
+        self,
+        of: _View,
+        inputs: dict[str, str],
+        rows: Mapping[Any, Mapping[str, Any] | None],
+        age_s: float,
+    ) -> None:
+        name, now_us = of.view.name, int(self.now_s() * 1e6)
+        at_us = now_us - int(age_s * 1e6)
+        gone = {key_text(key, of.view.entity) for key, features in rows.items() if features is None}
+        come = {
+            key_text(key, of.view.entity): _plain(features)
+            for key, features in rows.items()
+            if features is not None
+        }
+        if strange := [
+            text
+            for text in (*come, *gone)
+            if len(split_key(text, of.view.entity)) != len(of.view.entity)
+        ]:
+            raise ConfigError(
+                f"view {name!r}: the key {strange[0]!r} has not the parts of"
+                f" {', '.join(of.view.entity)}"
+            )
+        # refused before any is anybody's row
+        of.values |= of.packed(come, at_us)
+        of.rows |= come
+        of.computed_at_us |= dict.fromkeys(come, at_us)
+        of.damaged -= gone | come.keys()
+        for text in gone:
+            of.rows.pop(text, None)
+            of.values.pop(text, None)
+        self._views[name] = of
+        before = self._store.live(name)
+        epoch = 1 if before is None else before.epoch + 1
+        self._store.load(name, Generation(epoch, _GENERATION), [of.batch()])
+        pointer = Pointer(
+            view=of.view,
+            snapshot=_GENERATION,
+            epoch=epoch,
+            model="stand-in",
+            rows=len(of.rows),
+            source_rows=len(of.rows),
+            at=iso(as_datetime(now_us)),
+            computed_at_min=min((of.computed_at_us[key] for key in of.rows), default=None),
+            input_columns=inputs,
+            index=None if of.view.index is None else f"{name}/index",
+        )
+        self._store.flip(pointer)
+        if before is not None:
+            self._store.drop(name, before.generation)
+
+    def _serve(self, call: Call[Any], headers: list[tuple[bytes, bytes]]) -> Future[Outcome]:
+        body = None if call.body is None else msgspec.json.decode(call.body)
+        request = Request(call.method.decode(), call.path, self._views_of(call.path, body), body)
+        self.requests.append(request)
+        if self._loop.is_closed():
+            over: Future[Outcome] = Future()
+            over.set_result(Failure(NoAnswerError("no answer: the stand-in is closed"), final=True))
+            return over
+        return asyncio.run_coroutine_threadsafe(
+            self._answered(call, headers, request.views), self._loop
+        )
+
+    def _views_of(self, path: str, body: Any) -> list[str]:
+        """Names of the views that a request is for."""
+        parts = path.partition("?")[0].split("/")
+        if len(parts) > 3 and parts[2] == "views":
+            return [unquote(parts[3])]
+        if len(parts) > 3 and parts[2] == "services":
+            service = self._lookup.services.get(unquote(parts[3]))
+            return [] if service is None else [part.view for part in service.parts]
+        requests = body.get("requests") if isinstance(body, dict) else None
+        return [one["view"] for one in requests or ()]
+
+    async def _answered(
+        self, call: Call[Any], headers: list[tuple[bytes, bytes]], views: list[str]
+    ) -> Outcome:
+        delay_s, error = self._faults.next(views)
+        if delay_s:
+            await asyncio.sleep(delay_s)
+        return await exchanged(self._app, call, headers) if error is None else outcome_of(error)
+
+
+async def _give_up() -> None:
+    """End all other tasks of this loop."""
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+
+
+class _MemorySearches(Searches):
+    """Searches of a stand-in's rows."""
+
+    def __init__(self, stand_in: StandIn, lookup: Lookup) -> None:
+        super().__init__(None, lookup._live, lookup.begin, lookup._age_of)
+        self._stand_in = stand_in
+
+    def index_of(self, pointer: Pointer) -> VectorIndex:
+        return super().index_of(pointer) if pointer.index is None else self._stand_in.index(pointer)
+
+
+class _MemoryLookup(Lookup):
+    """A lookup of a stand-in's rows."""
+
+    def __init__(self, stand_in: StandIn) -> None:
+        super().__init__(stand_in._store, None, stand_in, stand_in.now_s, stand_in.monotonic)
+        self._searches = _MemorySearches(stand_in, self)
+
+
+def _plain(features: Mapping[str, Any]) -> dict[str, Any]:
+    """Features, those of numpy as Python's."""
+    return {
+        name: value.tolist() if hasattr(value, "tolist") else value
+        for name, value in features.items()
+    }
+
+
+def _features(
+    view: str,
+    rows: Mapping[Any, Mapping[str, Any]],
+    features: Mapping[str, Mapping[str, Any]] | None,
+) -> tuple[Feature, ...]:
+    if features is not None:
+        try:
+            return tuple(Feature(name, **said) for name, said in features.items())
+        except TypeError as exc:
+            raise ConfigError(
+                f"view {view!r}: features: each has a dtype, and dim or max_items: {exc}"
+            ) from exc
+    first = next(iter(rows.values()), None)
+    if first is None:
+        raise ConfigError(
+            f"view {view!r}: without a row its features are not known: give features={{name:"
+            " {'dtype': …}}"
+        )
+    return tuple(_feature(view, name, value) for name, value in _plain(first).items())
+
+
+def _feature(view: str, name: str, value: Any) -> Feature:
+    kinds = {bool: "bool", int: "int64", float: "float64", str: "string"}
+    if type(value) in kinds:
+        return Feature(name, kinds[type(value)])
+    if isinstance(value, (list, tuple)) and value:
+        if all(isinstance(item, float) for item in value):
+            return Feature(name, "float32", dim=len(value))
+        if type(value[0]) in kinds:
+            return Feature(name, kinds[type(value[0])], max_items=65536)
+    raise ConfigError(
+        f"view {view!r}: what feature {name!r} is cannot be seen from {value!r}: give"
+        f" features={{{name!r}: {{'dtype': …}}}}"
+    )
+
+
+def _misfit(view: FeatureView, batch: pa.RecordBatch) -> tuple[int, str] | None:
+    """The first row that no model may return, and why; one of nothing but nulls may be in a
+    view."""
+    held = np.flatnonzero(~np.all([column.is_null() for column in batch.columns], axis=0))
+    for feature, column in zip(view.features, batch.take(pa.array(held)).columns, strict=True):
+        bad = dict[int, str]()
+        if feature.dim is not None:
+            bad = dict.fromkeys(
+                pc.indices_nonzero(column.is_null()).to_pylist(),
+                f"{feature.name} is null, and a vector",
+            )
+        elif feature.max_items is not None:
+            long = pc.fill_null(pc.greater(pc.list_value_length(column), feature.max_items), False)
+            bad = dict.fromkeys(
+                pc.indices_nonzero(long).to_pylist(),
+                f"{feature.name} has more than {feature.max_items} items",
+            )
+        if hasattr(column.type, "value_type"):
+            nulls = pc.list_parent_indices(column).filter(column.flatten().is_null())
+            bad |= dict.fromkeys(nulls.to_pylist(), f"{feature.name} holds a null")
+        if not bad:
+            find_bad(view, feature, column, bad)
+        if bad:
+            row, reason = min(bad.items())
+            return int(held[row]), reason
+    return None
+
+
+def _check(view: FeatureView) -> None:
+    """Raises:
+    ConfigError: a name, a time or a metric that no view could have, or an index on what is no
+        vector of floats.
+    """
+    for name, seconds in (
+        ("ttl_s", view.ttl_s),
+        ("stale_for_s", view.stale_for_s),
+        ("deadline_s", view.fallback_deadline_s),
+    ):
+        if not 0 <= seconds < math.inf:
+            raise ConfigError(f"view {view.name!r}: {name} is {seconds}: give seconds, 0 or more")
+    for name in (view.name, *view.entity, *view.feature_names):
+        if not NAME.match(name) or (name != view.name and name in RESERVED):
+            raise ConfigError(
+                f"view {view.name!r}: {name!r} is no name of a view, a key column or a feature"
+            )
+    for feature in view.features:
+        if feature.dtype not in SCALAR_TYPES:
+            raise ConfigError(
+                f"view {view.name!r}: {feature.name}: {feature.dtype!r} is none of"
+                f" {', '.join(SCALAR_TYPES)}"
+            )
+    on = None if view.index is None else view.index.on
+    vectors = [
+        feature.name
+        for feature in view.features
+        if feature.dim is not None and feature.dtype.startswith("float")
+    ]
+    if on is not None and on not in vectors:
+        raise ConfigError(f"view {view.name!r}: index.on: {on!r} is no vector of floats")
+    if view.index is not None and view.index.metric not in ("cosine", "dot", "l2"):
+        raise ConfigError(
+            f"view {view.name!r}: index.metric: {view.index.metric!r} is none of cosine, dot, l2"
+        )
+    try:
+        default_row(view, RowCodec(view))
+    except (ValueError, TypeError, pa.ArrowException) as exc:
+        raise ConfigError(f"view {view.name!r}: default: {exc}") from exc

@@ -1,0 +1,115 @@
+"""Access log: a line of JSON for each request, written by the handful. It has no key, no query and
+no token: keys are people's as often as not, and a hash of one is found by trying them all.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from precompute.store.http.telemetry.caller import route_of
+
+log = logging.getLogger(__name__)
+
+_FLUSH_LINES = 500
+_Scope = dict[str, Any]
+_App = Callable[[_Scope, Any, Any], Awaitable[None]]
+
+
+class AccessLog:
+    """An ASGI application that writes down what another one answers: ``at`` (when it was sent, ISO
+    8601 in UTC), ``method``, ``route`` (as it is documented, not as it was requested) and ``view``,
+    ``status`` (0 where the client went before there was one), ``bytes`` of the body, ``seconds``
+    from the request's head to the last of the answer, ``client`` (its address), ``token`` (the name
+    of the one it came with), ``worker``.
+
+    Args:
+        app: answers.
+        path: the file, appended to and, when it was renamed or removed, begun again; None: the
+            standard error.
+        worker: the name of this process.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(self, app: _App, path: Path | None, worker: str) -> None:
+        self._app, self._path, self._worker = app, path, worker
+        self._lines: list[bytes] = []
+        self._failing = False
+        self._file = 2 if path is None else self._opened(path)
+
+    async def __call__(self, scope: _Scope, receive: Any, send: Any) -> None:
+        """One request."""
+        started = time.perf_counter()
+        status = size = 0
+
+        async def counted(message: dict[str, Any]) -> None:
+            nonlocal status, size
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            else:
+                size += len(message.get("body", b""))
+            await send(message)
+
+        try:
+            await self._app(scope, receive, counted)
+        finally:
+            route, view = route_of(scope)
+            client, now = (
+                scope.get("client"),
+                datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            )
+            seconds = round(time.perf_counter() - started, 6)
+            address = None if client is None else client[0]
+            line = {
+                "at": now,
+                "method": scope["method"],
+                "route": route,
+                "view": view,
+                "status": status,
+                "bytes": size,
+            }
+            line |= {
+                "seconds": seconds,
+                "client": address,
+                "token": scope.get("token"),
+                "worker": self._worker,
+            }
+            self._lines.append(json.dumps(line).encode())
+            if len(self._lines) >= _FLUSH_LINES:
+                self.flush()
+
+    def flush(self) -> None:
+        """Write what was not written; lines that cannot be are lost, and that is reported once."""
+        lines, self._lines = self._lines, []
+        try:
+            if self._path is not None and not _same(self._path, self._file):
+                moved, self._file = self._file, self._opened(self._path)
+                os.close(moved)
+            if lines:
+                # one write, appended: workers share the file
+                os.write(self._file, b"\n".join(lines) + b"\n")
+            self._failing = False
+        except OSError as exc:
+            if not self._failing:
+                self._failing = True
+                log.error("the access log cannot be written: %s", exc)
+
+    def _opened(self, path: Path) -> int:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
+
+
+def _same(path: Path, file: int) -> bool:
+    try:
+        there = os.stat(path)
+    except FileNotFoundError:
+        return False
+    here = os.fstat(file)
+    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)

@@ -1,0 +1,538 @@
+"""Instruments: what is counted, and the meter that a process counts with. Labels come from closed
+sets; never a key, never an unknown view's name. The numbers lie in memory that all processes can
+read, and outlive each.
+
+``meter.counter(ROWS, view, "fresh", "store", "").add(3)``: a lookup of the series and an addition,
+0.4 µs; anyone who counts at every request keeps the series. All processes of a server count into
+one folder, and any of them tells all (:mod:`precompute.store.http.telemetry.exposition`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import sys
+import threading
+import time
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
+
+from precompute.store.disk.record import Record, read_record, sealed
+from precompute.store.errors import PrecomputeError
+from precompute.store.http.telemetry.caller import Caller
+
+MAX_SLOTS = 1 << 17
+"""Of a process: a file of 1 MiB. A series of a counter takes one, of a histogram twenty: labels
+come from closed sets, and views are few."""
+
+Key = tuple[str, tuple[str, ...]]
+"""A series: its instrument's name, its labels' values."""
+
+
+class _Run(Record, frozen=True):
+    """A line of the keys' file: a series and how many slots it has, after those of the lines
+    before."""
+
+    name: str
+    labels: tuple[str, ...]
+    size: int
+
+
+class Slots:
+    """The numbers of this process.
+
+    Args:
+        folder: where the files are; None keeps the numbers in this process's own memory.
+        process: names the files.
+
+    ``values`` is what is counted in: float64, at the positions that :meth:`run` gave.
+
+    Raises:
+        PrecomputeError: the files cannot be made.
+    """
+
+    def __init__(self, folder: Path | None, process: str) -> None:
+        self._first: dict[Key, int] = {}
+        self._used = 0
+        self._keys: int | None = None
+        self._map: mmap.mmap | None = None
+        if folder is None:
+            self.values = memoryview(bytearray(8 * MAX_SLOTS)).cast("d")
+            return
+        try:
+            values = os.open(
+                folder / f"{process}.values", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+            )
+            try:
+                _allocate(values)
+                self._map = mmap.mmap(values, 8 * MAX_SLOTS)
+            finally:
+                os.close(values)
+            self._keys = os.open(
+                folder / f"{process}.keys",
+                os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC,
+                0o600,
+            )
+            # what a kill cut short is no line
+            whole = (folder / f"{process}.keys").read_bytes().rpartition(b"\n")[0]
+            os.ftruncate(self._keys, len(whole) + bool(whole))
+            for run in _runs(whole):
+                self._first[run.name, run.labels] = self._used
+                self._used += run.size
+        except OSError as exc:
+            raise PrecomputeError(f"metrics cannot be stored in {folder}: {exc}") from exc
+        self.values = memoryview(self._map).cast("d")
+
+    def run(self, key: Key, size: int) -> int:
+        """Where the ``size`` slots of a series begin, zeros when it is new. Beyond
+        :data:`MAX_SLOTS` all series share the last ones, which nobody reads."""
+        first = self._first.get(key)
+        if first is None:
+            first = self._used
+            if first + size > MAX_SLOTS - 64:
+                return MAX_SLOTS - 64
+            if self._keys is not None:
+                os.write(self._keys, sealed(_Run(*key, size)) + b"\n")
+            self._first[key] = first
+            self._used += size
+        return first
+
+    def series(self) -> Iterator[tuple[Key, int]]:
+        """Each series, and where its slots begin."""
+        yield from list(self._first.items())
+
+    def close(self) -> None:
+        """Let go of the files; they stay."""
+        self.values.release()
+        if self._map is not None:
+            self._map.close()
+        if self._keys is not None:
+            os.close(self._keys)
+            self._keys = None
+
+
+def _allocate(file: int) -> None:
+    """All of it, now: what is written to a hole of a mapped file, on a disk that is full by then,
+    ends the process."""
+    if sys.platform == "linux":
+        os.posix_fallocate(file, 0, 8 * MAX_SLOTS)
+    else:
+        os.ftruncate(file, 8 * MAX_SLOTS)
+
+
+def read_slots(folder: Path) -> Iterator[tuple[str, Key, list[float]]]:
+    """(process, series, numbers) of every process that counts, or counted, in the folder.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    for path in sorted(folder.glob("*.keys")):
+        runs = _runs(path.read_bytes().rpartition(b"\n")[0])
+        size = sum(run.size for run in runs)
+        values = array("d")
+        with path.with_suffix(".values").open("rb") as file:
+            values.frombytes(file.read(8 * size))
+        first = 0
+        for run in runs:
+            yield path.stem, (run.name, run.labels), values[first : first + run.size].tolist()
+            first += run.size
+
+
+def _runs(lines: bytes) -> list[_Run]:
+    return [read_record(_Run, line) for line in lines.split(b"\n") if line]
+
+
+BUCKETS = (
+    *(25e-6, 50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3),
+    *(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0),
+)
+"""Upper ends of every histogram's buckets, in seconds: from a read of one row out of a mapped file
+to the longest deadline."""
+
+
+class Kind(StrEnum):
+    """What an instrument is. Of a gauge, processes' values are added, or the highest is
+    reported."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HIGHEST = "highest"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True)
+class Instrument:
+    """A metric: its name in the exposition (a counter's ends in ``_total`` there), what it means,
+    and its labels' names."""
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+
+
+_lock = threading.Lock()
+"""An addition is a read and a write, and threads count as well; 60 ns when nobody else has it."""
+
+
+class Number:
+    """A series of a counter or gauge."""
+
+    __slots__ = ("_at", "_values")
+
+    def __init__(self, values: memoryview[float], at: int) -> None:
+        self._values, self._at = values, at
+
+    def add(self, amount: float = 1.0) -> None:
+        """Count, or move a gauge up or down."""
+        with _lock:
+            self._values[self._at] += amount
+
+    def set(self, value: float) -> None:
+        """What a gauge shows now."""
+        self._values[self._at] = value
+
+    @property
+    def value(self) -> float:
+        """What this process counted."""
+        return self._values[self._at]
+
+
+class Timer:
+    """A series of a histogram."""
+
+    __slots__ = ("_at", "_values")
+
+    def __init__(self, values: memoryview[float], at: int) -> None:
+        self._values, self._at = values, at
+
+    def observe(self, seconds: float) -> None:
+        """Count one that took so long."""
+        at, values = self._at, self._values
+        bucket = at + bisect_left(BUCKETS, seconds)
+        with _lock:
+            values[bucket] += 1.0
+            values[at + _SUM] += seconds
+
+
+_SUM = len(BUCKETS) + 1
+"""Slots of a histogram: a count for each bucket, one beyond the last, and the sum of seconds."""
+
+SIZES = {Kind.COUNTER: 1, Kind.GAUGE: 1, Kind.HIGHEST: 1, Kind.HISTOGRAM: _SUM + 1}
+"""Slots of a series."""
+
+
+class Meter:
+    """What one process counts with.
+
+    Args:
+        folder: shared by a server's processes; None: this one counts for itself.
+        process: its name among them (``worker-0``), the same when it is restarted: counters go on,
+            and gauges begin at 0.
+
+    Raises:
+        PrecomputeError: the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path | None = None, process: str = "server") -> None:
+        self.folder, self.process = folder, process
+        self.slots = Slots(folder, process)
+        self._numbers: dict[tuple[Instrument, tuple[str, ...]], Number] = {}
+        self._timers: dict[tuple[Instrument, tuple[str, ...]], Timer] = {}
+        counters = {
+            instrument.name
+            for instrument in INSTRUMENTS
+            if instrument.kind in (Kind.COUNTER, Kind.HISTOGRAM)
+        }
+        for (name, _), at in self.slots.series():
+            if name not in counters:
+                self.slots.values[at] = 0.0
+
+    def counter(self, instrument: Instrument, *labels: str) -> Number:
+        """A counter's series."""
+        assert instrument.kind is Kind.COUNTER, instrument
+        return self._number(instrument, labels)
+
+    def gauge(self, instrument: Instrument, *labels: str) -> Number:
+        """A gauge's series."""
+        assert instrument.kind in (Kind.GAUGE, Kind.HIGHEST), instrument
+        return self._number(instrument, labels)
+
+    def timer(self, instrument: Instrument, *labels: str) -> Timer:
+        """A histogram's series."""
+        series = self._timers.get((instrument, labels))
+        if series is None:
+            series = self._timers[instrument, labels] = Timer(
+                self.slots.values, self._run(instrument, labels)
+            )
+        return series
+
+    def _number(self, instrument: Instrument, labels: tuple[str, ...]) -> Number:
+        series = self._numbers.get((instrument, labels))
+        if series is None:
+            series = self._numbers[instrument, labels] = Number(
+                self.slots.values, self._run(instrument, labels)
+            )
+        return series
+
+    def _run(self, instrument: Instrument, labels: tuple[str, ...]) -> int:
+        assert len(labels) == len(instrument.labels), (
+            f"{instrument.name} has the labels {instrument.labels}"
+        )
+        with _lock:
+            return self.slots.run((instrument.name, labels), SIZES[instrument.kind])
+
+    def process_figures(self) -> None:
+        """Set what is known of this process: memory and open files. Called about once a second, 40
+        µs; where no file can be opened any more, they stay as they were."""
+        with contextlib.suppress(OSError):
+            with open("/proc/self/statm", "rb") as file:
+                pages = int(file.read().split()[1])
+            self.gauge(PROCESS_BYTES, self.process).set(pages * os.sysconf("SC_PAGE_SIZE"))
+            self.gauge(PROCESS_FILES, self.process).set(len(os.listdir("/proc/self/fd")))
+
+    def close(self) -> None:
+        """End counting; what was counted stays readable."""
+        self.slots.close()
+
+
+def _instrument(kind: Kind, name: str, help: str, *labels: str) -> Instrument:
+    return Instrument(f"precompute_{name}", kind, help, labels)
+
+
+ROWS = _instrument(
+    Kind.COUNTER,
+    "lookup_rows",
+    "Rows answered; reason of the missing ones",
+    *("view", "status", "source", "reason"),
+)
+FUTURE_ROWS = _instrument(
+    Kind.COUNTER,
+    "future_rows",
+    "Rows answered whose computed_at lies in the future: a clock was wrong, and their age is what"
+    " is known",
+    "view",
+)
+DAMAGED_ROWS = _instrument(
+    Kind.COUNTER,
+    "damaged_rows",
+    "Rows the online store has that fail their checksum: missing to the caller, or computed again",
+    "view",
+)
+REQUEST_SECONDS = _instrument(Kind.HISTOGRAM, "request_seconds", "Time to answer", "route")
+STAGE_SECONDS = _instrument(
+    Kind.HISTOGRAM,
+    "stage_seconds",
+    "Time of a request's stages: read (keys to packed rows), verify, wait (for the model), search,"
+    " encode",
+    "stage",
+)
+PROBLEMS = _instrument(Kind.COUNTER, "problems", "Refused or failed requests", "code")
+
+CACHE = _instrument(
+    Kind.COUNTER,
+    "cache_rows",
+    "Rows looked for in a cache: l1 (encoded rows in a worker) or miss_cache (rows computed for"
+    " misses); outcome hit or miss, dropped, of l1 also in_error (served since the store failed),"
+    " of miss_cache stored",
+    *("cache", "outcome"),
+)
+SEMANTIC_CACHE = _instrument(
+    Kind.COUNTER,
+    "semantic_cache_rows",
+    "Misses looked for among similar inputs; outcome hit, far, no_row, no_vector, unusable or busy;"
+    " all but hits go to the model",
+    *("view", "outcome"),
+)
+SEMANTIC_SIMILARITY = _instrument(
+    Kind.COUNTER,
+    "semantic_cache_similarity",
+    "Sum of the similarities of the hits: divided by them, what they are on average",
+    "view",
+)
+CACHE_BYTES = _instrument(Kind.GAUGE, "cache_bytes", "Bytes that a cache holds", "cache")
+CACHE_SERVES_UNTIL = _instrument(
+    Kind.HIGHEST,
+    "cache_serves_until_seconds",
+    "Until when (s since 1970) a row in l1 may be served while the store fails",
+    "view",
+)
+
+FALLBACK_QUEUE = _instrument(
+    Kind.GAUGE, "fallback_queue_rows", "Misses that wait for the model or are in its hands", "view"
+)
+FALLBACK_ROWS = _instrument(
+    Kind.COUNTER,
+    "fallback_rows",
+    "Misses given to the model; outcome computed, unknown_entity, deadline, shed, model_error, or"
+    " given_up by the caller",
+    *("view", "outcome"),
+)
+MODEL_SECONDS = _instrument(
+    Kind.HISTOGRAM,
+    "model_seconds",
+    "Time that a model took for a batch of misses, and how many batches there were",
+    "view",
+)
+BREAKER_OPEN = _instrument(
+    Kind.HIGHEST, "breaker_open", "1 while a model that goes on failing is left alone", "view"
+)
+FALLBACK_UP = _instrument(
+    Kind.HIGHEST,
+    "fallback_up",
+    "1 while a process of this server has the view's model, as its own files name it, loaded",
+    "view",
+)
+REFRESHES = _instrument(
+    Kind.COUNTER,
+    "refreshed_rows",
+    "Stale rows computed behind an answer; outcome as of fallback_rows",
+    *("view", "outcome"),
+)
+RESTARTS = _instrument(
+    Kind.COUNTER,
+    "process_restarts",
+    "Processes replaced, by what they were (worker, model) and why",
+    *("process", "why"),
+)
+MODEL_SPARES = _instrument(
+    Kind.GAUGE,
+    "model_spares",
+    "Processes of models that stand by, loaded, for when one that serves ends",
+)
+
+CONNECTIONS = _instrument(Kind.GAUGE, "connections", "Open connections")
+CONNECTIONS_CLOSED = _instrument(
+    Kind.COUNTER,
+    "connections_closed",
+    "Connections that were closed on their client: idle, header_time, body_time, slow_reader, full,"
+    " evicted, too_large, bad_request, overdue",
+    "reason",
+)
+AUTH_REFUSED = _instrument(
+    Kind.COUNTER,
+    "auth_refused",
+    "Requests that may not pass: without a token (none), with a wrong one (unknown, scope), for"
+    " another host (host)",
+    "reason",
+)
+
+STORE_UP = _instrument(
+    Kind.GAUGE,
+    "store_up",
+    "1 while the online store says what is live; else the views' figures are the last known",
+)
+VIEW_UP = _instrument(
+    Kind.HIGHEST,
+    "view_up",
+    "0 while what is live of the view cannot be read; its figures are the last known",
+    "view",
+)
+LIVE_SNAPSHOT = _instrument(
+    Kind.HIGHEST, "view_live_snapshot", "Number of the live snapshot", "view"
+)
+EPOCH = _instrument(
+    Kind.HIGHEST,
+    "view_epoch",
+    "Publishings and rollbacks of the view so far: each flip raises it",
+    "view",
+)
+OLDEST_AGE = _instrument(
+    Kind.HIGHEST, "view_oldest_row_age_seconds", "Age of the view's oldest row", "view"
+)
+TTL = _instrument(
+    Kind.HIGHEST, "view_ttl_seconds", "Age up to which the view's rows are fresh", "view"
+)
+STALE_FOR = _instrument(
+    Kind.HIGHEST, "view_stale_for_seconds", "How long past its TTL a row is served as stale", "view"
+)
+VIEW_ROWS = _instrument(Kind.HIGHEST, "view_rows", "Rows of the live snapshot", "view")
+COVERAGE = _instrument(Kind.HIGHEST, "view_coverage", "Rows served / rows of the source", "view")
+DEGRADED = _instrument(
+    Kind.HIGHEST,
+    "view_degraded",
+    "1 while something live of the view (rows, index, pointers, files) is known not to be whole",
+    "view",
+)
+CHECKED_AGE = _instrument(
+    Kind.HIGHEST,
+    "view_checked_age_seconds",
+    "Since what is live of the view was last looked at",
+    "view",
+)
+
+PROCESS_BYTES = _instrument(
+    Kind.GAUGE, "process_resident_bytes", "Memory of a process of the server", "process"
+)
+PROCESS_FILES = _instrument(
+    Kind.GAUGE,
+    "process_open_files",
+    "Files and connections that a process of the server has open",
+    "process",
+)
+
+INSTRUMENTS = tuple(value for value in list(globals().values()) if isinstance(value, Instrument))
+"""All of them."""
+
+
+class Tell(Protocol):
+    """:meth:`precompute.store.http.telemetry.tracing.Spans.tell`."""
+
+    def __call__(self, trace: str, name: str, began_ns: int, ended_ns: int, rows: int) -> None: ...
+
+
+class Batches:
+    """Reported of each batch, by the thread that computes it.
+
+    Args:
+        meter: counts.
+        tell: makes a span under a request's; None where nothing is traced.
+    """
+
+    def __init__(self, meter: Meter, tell: Tell | None = None) -> None:
+        self._meter, self._tell = meter, tell
+
+    def begun(self, callers: Sequence[Caller | None]) -> None:
+        """A batch of these begins now: until then they were in the queue."""
+        if self._tell is not None:
+            now_ns = time.time_ns()
+            for one in _once(callers):
+                self._tell(one.trace, "queue", one.at_ns, now_ns, callers.count(one))
+
+    @contextlib.contextmanager
+    def inputs(self, callers: Sequence[Caller | None]) -> Iterator[None]:
+        """Meanwhile the source's rows are read for these."""
+        began_ns = time.time_ns()
+        try:
+            yield
+        finally:
+            self._reported("inputs", began_ns, callers)
+
+    @contextlib.contextmanager
+    def model(self, views: Iterable[str], callers: Sequence[Caller | None]) -> Iterator[None]:
+        """Meanwhile the model computes these rows of these views, in one batch."""
+        began_ns = time.time_ns()
+        try:
+            yield
+        finally:
+            took_s = (time.time_ns() - began_ns) / 1e9
+            for view in set(views):
+                self._meter.timer(MODEL_SECONDS, view).observe(took_s)
+            self._reported("model", began_ns, callers)
+
+    def _reported(self, name: str, began_ns: int, callers: Sequence[Caller | None]) -> None:
+        if self._tell is not None:
+            now_ns = time.time_ns()
+            for one in _once(callers):
+                # of how many rows, whosever they are: these are computed together
+                self._tell(one.trace, name, began_ns, now_ns, len(callers))
+
+
+def _once(callers: Iterable[Caller | None]) -> list[Caller]:
+    return [one for one in dict.fromkeys(callers) if one is not None]

@@ -1,0 +1,515 @@
+"""Cluster: the servers of a Redis Cluster behind one face. Rows go to and come from each master
+over one connection; where a slot moves, or a master goes, they follow."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from precompute.store.errors import OnlineStoreError
+from precompute.store.online.found_rows import FoundRows
+from precompute.store.online.packed import I8, U8, Rows
+from precompute.store.online.redis.bulk import STALL_S, Acknowledged, Pipe, Throttle, counted
+from precompute.store.online.redis.link import (
+    Breaker,
+    Budget,
+    Command,
+    Connection,
+    Link,
+    RedisOptions,
+    opener,
+    packed,
+)
+from precompute.store.online.redis.preflight import identity_of
+from precompute.store.online.redis.replies import (
+    MOVING,
+    Lost,
+    NoAnswer,
+    Refused,
+    no_answer,
+    refusal,
+)
+from precompute.store.online.redis.resp import Block, Layout, Node, SlotMap, slot_of, target
+from precompute.store.online.redis.servers import ADMIN_S, Servers, slices
+
+PAUSE_S = 0.05
+"""Between two looks at a cluster in which something moves."""
+_ASKING = packed(("ASKING",))
+_ANNOUNCED = frozenset({"MOVED", "ASK"})
+REDIRECTIONS = 5
+"""Followed at once, one after the other: more of them are servers that do not agree, which takes a
+while to pass."""
+
+
+class Cluster(Servers):
+    """The masters of a cluster, found by asking one of its nodes and queried again when something
+    has moved.
+
+    Raises:
+        ConfigError: the URL cannot be read.
+    """
+
+    cluster = True
+
+    def __init__(self, options: RedisOptions) -> None:
+        self.where, self.read_s = options.where, options.budget_s
+        self._options = options
+        self._connection: Callable[[Node | None], Connection] = opener(options)
+        self._links: dict[Node, Link] = {}
+        self._map: SlotMap | None = None
+        self._looked_at = self._failed_at = 0.0
+        """When the map was made, and when something last failed by it: of the two the later one
+        decides whether it is believed."""
+        self._silent: Node | None = None
+        """Who did not answer last: queried last about the map."""
+        self._announced: Node | None = None
+        """Whom a MOVED named last: queried first, since who is behind keeps telling what was."""
+        self._lock = threading.Lock()
+        self._breaker = Breaker()
+
+    # ---- who has what
+
+    def link(self, node: Node) -> Link:
+        """A node of the cluster."""
+        link = self._links.get(node)
+        if link is None:
+            link = self._links.setdefault(
+                node,
+                Link(
+                    self._connection,
+                    f"{node[0]}:{node[1]} of {self.where}",
+                    self._options.budget_s,
+                    node,
+                ),
+            )
+        return link
+
+    def _slots(self, deadline: float, doing: str, older_than: float = 0.0) -> SlotMap:
+        """The map; looked at again when it was looked at before ``older_than``.
+
+        Raises:
+            NoAnswer: none of the nodes known tells it.
+            OnlineStoreError: a slot is nobody's.
+        """
+        if self._map is not None and self._looked_at >= older_than:
+            return self._map
+        if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise no_answer(self.where, doing, "others wait for it too")
+        try:
+            if self._map is None or self._looked_at < older_than:
+                self._map, self._looked_at = self._looked(deadline, doing), time.monotonic()
+            return self._map
+        finally:
+            self._lock.release()
+
+    def _looked(self, deadline: float, doing: str) -> SlotMap:
+        announced = () if self._announced is None else (self._announced,)
+        known = dict.fromkeys(
+            [
+                *announced,
+                *(self._map.masters if self._map is not None else ()),
+                *self._options.nodes,
+            ]
+        )
+        error: OnlineStoreError | None = None
+        for node in sorted(known, key=lambda node: (node == self._silent, node != self._announced)):
+            left_s = deadline - time.monotonic()
+            try:
+                # a third each, so that one that hangs does not take it all
+                (reply,) = self.link(node).ask(
+                    packed(("CLUSTER", "SLOTS")), 1, doing, max(left_s / 3, 0.01)
+                )
+            except OnlineStoreError as exc:
+                error = error or exc
+                continue
+            found = SlotMap.of(reply, node)
+            if not found.uncovered:
+                return found
+            error = OnlineStoreError(
+                f"Redis at {self.where} is a cluster of whose 16,384 slots {found.uncovered} are no"
+                f" server's, could not {doing}: see CLUSTER INFO"
+            )
+        assert error is not None
+        raise error
+
+    def _follow(self, slot: int, node: Node) -> None:
+        """Believe a MOVED; and look at the map again before anything else is requested, since a
+        slot seldom moves alone."""
+        if self._map is not None:
+            self._map = self._map.moved(slot, node)
+        self._announced, self._failed_at = node, time.monotonic()
+
+    def at(self, key: bytes | str) -> Link:
+        slots = self._slots(time.monotonic() + ADMIN_S, "find a key's server")
+        return self.link(slots.masters[slots.owners[slot_of(key)]])
+
+    def scratch(self, link: Link, prefix: str, at: int = 0) -> str:
+        slots = self._slots(time.monotonic() + ADMIN_S, "find a key of a server's")
+        if link.node not in slots.masters:
+            raise OnlineStoreError(f"Redis at {link.where} has no slots any more: do it again")
+        owner = slots.masters.index(link.node)
+        # each slot has a number below 200,000: 0.1 s where the server has one only
+        held = (
+            number for number in itertools.count() if slots.owners[slot_of(str(number))] == owner
+        )
+        number = next(itertools.islice(held, at, None))
+        return f"{prefix}:{{{number}}}:scratch"
+
+    def masters(self) -> list[Link]:
+        slots = self._slots(
+            time.monotonic() + ADMIN_S, "look at the cluster", time.monotonic() - 1.0
+        )
+        return [self.link(node) for node in slots.masters]
+
+    def close(self) -> None:
+        for link in list(self._links.values()):
+            link.close()
+
+    # ---- small commands
+
+    def replies(
+        self,
+        key: bytes | str,
+        commands: Sequence[Command],
+        doing: str,
+        budget: Budget | float | None = None,
+    ) -> list[Any]:
+        budget, slot, count = Budget.of(budget, self.read_s), slot_of(key), len(commands)
+        sent, asking = (
+            packed(*commands),
+            b"".join([_ASKING + packed(command) for command in commands]),
+        )
+        elsewhere: list[Node] = []
+
+        def once(looked: float) -> list[Any]:
+            slots = self._slots(budget.deadline, doing, looked)
+            part_s = max(0.01, budget.left_s / 2)
+            if elsewhere:
+                link = self.link(elsewhere.pop())
+                replies = link.replies(asking, 2 * count, doing, part_s)[1::2]
+            else:
+                link = self.link(slots.masters[slots.owners[slot]])
+                replies = link.replies(sent, count, doing, part_s)
+            # all of them again, in one place: what follows a command that was redirected belongs to
+            # it
+            for reply in replies:
+                if isinstance(reply, Refused) and reply.code in MOVING:
+                    assert link.node is not None
+                    if reply.code == "ASK":
+                        elsewhere.append(target(reply, link.node))
+                    elif reply.code == "MOVED":
+                        self._follow(slot, target(reply, link.node))
+                    raise _Moved(link, reply, announced=reply.code in _ANNOUNCED)
+            return replies
+
+        return self._followed(once, doing, budget)
+
+    def _followed(
+        self, once: Callable[[float], list[Any]], doing: str, budget: Budget
+    ) -> list[Any]:
+        """Do something until nothing moves, or the budget is spent."""
+        if not budget.guarded:
+            return self._until(once, doing, budget.deadline, None)
+        if (opened := self._breaker.opened()) is not None:
+            raise no_answer(self.where, doing, opened)
+        call = partial(self._until, once, doing, budget.deadline, self._breaker)
+        return self._breaker.probed(call, partial(no_answer, self.where, doing))
+
+    def _until(
+        self,
+        once: Callable[[float], list[Any]],
+        doing: str,
+        deadline: float,
+        breaker: Breaker | None,
+    ) -> list[Any]:
+        redirections, looked = 0, self._failed_at
+        while True:
+            try:
+                answer = once(looked)
+            except (NoAnswer, _Moved) as exc:
+                error: NoAnswer | _Moved = exc
+            except OnlineStoreError:
+                # it answered, be it with a refusal
+                self._breaker.succeeded()
+                raise
+            else:
+                self._breaker.succeeded()
+                return answer
+            now = time.monotonic()
+            if now >= deadline:
+                # who comes next looks at the cluster again: what hung may have been replaced
+                self._failed_at = now
+                if breaker is not None:
+                    breaker.failed(str(error))
+                if isinstance(error, _Moved):
+                    raise refusal(error.link.where, doing, error.refused) from error
+                raise error
+            if isinstance(error, _Moved) and error.announced and redirections < REDIRECTIONS:
+                # where to is said: at once, and without another look at the map
+                redirections += 1
+                continue
+            # what else is missing takes a while to come back
+            time.sleep(PAUSE_S)
+            looked = time.monotonic()
+
+    # ---- rows out
+
+    def read(
+        self,
+        meta: str | None,
+        layouts: Sequence[Layout],
+        keys: Sequence[bytes],
+        hashes: U8 | None,
+        doing: str,
+        budget: Budget | float | None = None,
+    ) -> tuple[object, list[FoundRows]]:
+        budget = Budget.of(budget, self.read_s)
+        replies: list[Any] = []
+        if keys:
+            of_slots = np.concatenate([layout.slots(keys, hashes) for layout in layouts])
+            replies = self._gathered(
+                of_slots,
+                [get for layout in layouts for get in layout.gets(keys, hashes)],
+                doing,
+                budget,
+            )
+        version = None
+        if meta is not None:
+            # only now: what it names was there while all rows were read
+            (version,) = self.ask(meta, [("HGET", meta, "version")], doing, budget)
+        return version, [
+            layout.found(keys, replies[i * len(keys) : (i + 1) * len(keys)], hashes)
+            for i, layout in enumerate(layouts)
+        ]
+
+    def _gathered(
+        self, of_slots: I8, commands: Sequence[bytes], doing: str, budget: Budget
+    ) -> list[Any]:
+        """Replies to commands on one key each, of the slots given, wherever these are by now."""
+        values: list[Any] = [None] * len(commands)
+        left = list(range(len(commands)))
+        elsewhere: dict[int, Node] = {}
+
+        def once(looked: float) -> list[Any]:
+            slots = self._slots(budget.deadline, doing, looked)
+            parts: dict[Node, list[int]] = {}
+            for i in left:
+                parts.setdefault(
+                    elsewhere.get(i) or slots.masters[slots.owners[of_slots[i]]], []
+                ).append(i)
+            # half of what is left: a node that hangs must not take the time to ask who has its
+            # slots by now
+            half = time.monotonic() + max(0.01, budget.left_s / 2)
+            failed = self._scattered(parts, commands, elsewhere, values, half, doing)
+            left[:] = sorted(failed)
+            elsewhere.clear()
+            for i, (node, refused) in failed.items():
+                if refused is not None and refused.code == "ASK":
+                    elsewhere[i] = target(refused, node)
+                elif refused is not None and refused.code == "MOVED":
+                    self._follow(int(of_slots[i]), target(refused, node))
+            for node, refused in failed.values():
+                if refused is None:
+                    self._silent = node
+                    raise no_answer(
+                        self.link(node).where, doing, "no answer, or the connection was cut"
+                    )
+            for node, refused in failed.values():
+                assert refused is not None
+                announced = all(
+                    reply is not None and reply.code in _ANNOUNCED for _, reply in failed.values()
+                )
+                raise _Moved(self.link(node), refused, announced=announced)
+            return values
+
+        return self._followed(once, doing, budget)
+
+    def _scattered(
+        self,
+        parts: dict[Node, list[int]],
+        commands: Sequence[bytes],
+        elsewhere: dict[int, Node],
+        values: list[Any],
+        deadline: float,
+        doing: str,
+    ) -> dict[int, tuple[Node, Refused | None]]:
+        """Send each node its commands, all at once, and take the replies into ``values``; what
+        there is none for: the node, and its words if it had any.
+
+        Raises:
+            OnlineStoreError: a node refused what will not go by.
+        """
+        failed: dict[int, tuple[Node, Refused | None]] = {}
+        taken: dict[Node, Connection] = {}
+        try:
+            for node, part in parts.items():
+                try:
+                    taken[node] = self.link(node).take(deadline)
+                    commands_here = [
+                        _ASKING + commands[i] if i in elsewhere else commands[i] for i in part
+                    ]
+                    taken[node].send(b"".join(commands_here), deadline)
+                except Lost:
+                    failed |= dict.fromkeys(part, (node, None))
+                except Refused as exc:
+                    # as it connects: a password that was changed, a server that starts
+                    if exc.code not in MOVING:
+                        raise refusal(self.link(node).where, doing, exc) from exc
+                    failed |= dict.fromkeys(part, (node, exc))
+            for node, part in parts.items():
+                if part[0] in failed:
+                    continue
+                try:
+                    replies = iter(
+                        taken[node].receive(len(part) + sum(i in elsewhere for i in part), deadline)
+                    )
+                except Lost:
+                    failed |= dict.fromkeys(part, (node, None))
+                    continue
+                self.link(node).give(taken.pop(node))
+                for i in part:
+                    # the last of two where the first is that of ASKING
+                    *_, reply = (
+                        (next(replies), next(replies)) if i in elsewhere else (next(replies),)
+                    )
+                    if not isinstance(reply, Refused):
+                        values[i] = reply
+                    elif reply.code in MOVING:
+                        failed[i] = node, reply
+                    elif reply.code == "WRONGTYPE":
+                        values[i] = reply
+                    else:
+                        raise refusal(self.link(node).where, doing, reply)
+        finally:
+            for node, connection in taken.items():
+                self.link(node).drop(connection)
+        return failed
+
+    # ---- rows in
+
+    def load(
+        self,
+        rows: Rows,
+        layout: Layout,
+        acknowledged: Acknowledged,
+        throttle: Throttle,
+        identity: str,
+        doing: str,
+    ) -> str:
+        load = _Load(self, layout, doing)
+        try:
+            for number, (node, block, done) in enumerate(
+                self._laid_out(rows, layout, acknowledged.done, doing)
+            ):
+                throttle.wait(len(block.data))
+                load.send(node, block, number)
+                if done is not None:
+                    acknowledged.mark(number, done)
+                acknowledged.settled(load.oldest)
+            load.settle()
+            acknowledged.settled(None)
+        finally:
+            load.close()
+        now = identity_of(self.states(doing, ADMIN_S).values())
+        if not identity or now != identity:
+            # what a master acknowledged and had not handed on is lost with it
+            there = counted(self.masters(), layout, doing)
+            if there != acknowledged.done:
+                raise OnlineStoreError(
+                    f"a server of Redis at {self.where} was restarted, or another one took its"
+                    f" place, while this was to {doing}: of {acknowledged.done} rows {there} are"
+                    " there. Do it again"
+                )
+        return now
+
+    def _laid_out(
+        self, rows: Rows, layout: Layout, done: int, doing: str
+    ) -> Iterator[tuple[Node, Block, int | None]]:
+        """Blocks, and whose they are; beside the last one of each slice, how many rows there are up
+        to it."""
+        for batch in slices(rows, layout):
+            done += len(batch)
+            last: tuple[Node, Block] | None = None
+            slots = self._slots(time.monotonic() + STALL_S, doing)
+            owners = slots.owners[layout.slots(batch.keys, batch.hashes)]
+            for owner, node in enumerate(slots.masters):
+                for block in layout.blocks(batch, np.flatnonzero(owners == owner), 1):
+                    if last is not None:
+                        yield *last, None
+                    last = node, block
+            if last is not None:
+                yield *last, done
+
+    def put(self, block: Block, positions: I8, layout: Layout, doing: str) -> None:
+        """Store some rows one by one, wherever their slots are, waiting for these if need be."""
+        of_slots, commands = layout.puts(block.keys, block.rows, positions)
+        for reply in self._gathered(of_slots, commands, doing, Budget.of(STALL_S, 0.0)):
+            if isinstance(reply, Refused):
+                raise refusal(self.where, doing, reply)
+
+
+class _Load:
+    """The connections of one load, one to each server. What a server does not answer, or has no
+    more, goes to who has it then."""
+
+    def __init__(self, cluster: Cluster, layout: Layout, doing: str) -> None:
+        self._cluster, self._layout, self._doing = cluster, layout, doing
+        self._pipes: dict[Node, Pipe] = {}
+
+    @property
+    def oldest(self) -> int | None:
+        """Number of the oldest block that is not answered."""
+        return min(
+            (pipe.oldest for pipe in self._pipes.values() if pipe.oldest is not None), default=None
+        )
+
+    def send(self, node: Node, block: Block, number: int) -> None:
+        """Send a block, as :meth:`Pipe.send`."""
+        self._through(node, lambda pipe: pipe.send(block, number), block)
+
+    def settle(self) -> None:
+        """Wait until all is answered."""
+        for node in list(self._pipes):
+            self._through(node, Pipe.settle)
+
+    def close(self) -> None:
+        """Close all connections."""
+        for pipe in self._pipes.values():
+            pipe.close()
+
+    def _through(self, node: Node, use: Callable[[Pipe], None], block: Block | None = None) -> None:
+        pipe = self._pipes.get(node)
+        if pipe is None:
+            pipe = self._pipes[node] = Pipe(
+                self._cluster.link(node), self._doing, None, self._refused
+            )
+        try:
+            use(pipe)
+        except Lost:
+            pipe.close()
+            del self._pipes[node]
+            lost = pipe.unanswered
+            if block is not None and not any(block is other for other in lost):
+                # the connection was cut while it made room for this one
+                lost.append(block)
+            for block in lost:
+                self._cluster.put(block, block.positions, self._layout, self._doing)
+
+    def _refused(self, block: Block, command: int, reply: Refused) -> None:
+        if reply.code not in MOVING:
+            raise refusal(self._cluster.where, self._doing, reply)
+        self._cluster.put(block, block.rows_of(command), self._layout, self._doing)
+
+
+class _Moved(Exception):
+    """A slot is elsewhere, or nobody's for the moment; ``reported``: where to go on is known."""
+
+    def __init__(self, link: Link, refused: Refused, *, announced: bool) -> None:
+        super().__init__(str(refused))
+        self.link, self.refused, self.announced = link, refused, announced

@@ -1,0 +1,83 @@
+"""Which online store a URL names: ``table:./folder``, ``redis://…``, ``rediss://…``, ``unix://…``,
+``redis+cluster://…`` or ``rediss+cluster://…``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from precompute.store.errors import ConfigError, nearest_or_all
+from precompute.store.online.miss_cache import MissCache, MissCacheLimits
+from precompute.store.online.online_store import OnlineStore
+
+_REDIS = ("redis://", "rediss://", "unix://", "redis+cluster://", "rediss+cluster://")
+
+
+def table_folder(url: str) -> str | None:
+    """The folder of table files that a URL names; None where it names a Redis.
+
+    Raises:
+        ConfigError: it names no store known here.
+    """
+    scheme, _, rest = url.partition(":")
+    if scheme == "table" and rest:
+        return rest
+    if url.startswith(_REDIS):
+        return None
+    if scheme == "table":
+        why = "no folder: write table:./folder"
+    else:
+        kinds = ("table", *(kind.removesuffix("://") for kind in _REDIS))
+        near = "" if scheme in kinds else nearest_or_all(scheme, kinds)
+        why = f"no online store: write table:./folder or redis://host:6379/0{near}"
+    raise ConfigError(f"online: {shown_url(url)!r} names {why}")
+
+
+def shown_url(url: str) -> str:
+    """A URL as it may be repeated: without what may be a password."""
+    return re.sub(r"//.*@", "//…@", url.partition("?")[0])
+
+
+def open_online_store(url: str, base: Path | None = None, memory_mb: int = 1024) -> OnlineStore:
+    """The store a URL names; nothing is read or written yet.
+
+    Args:
+        url: as in the configuration's ``online``.
+        base: folder that a relative ``table:`` path starts from; the working directory by default.
+        memory_mb: what a load may hold of an index it builds.
+
+    Raises:
+        ConfigError: the URL names no store known here.
+    """
+    folder = table_folder(url)
+    # Each store is imported only where it is used: a service on table files needs no Redis client,
+    # and the other way round.
+    if folder is not None:
+        from precompute.store.online.table_store import TableStore
+
+        return TableStore((base or Path()) / folder, memory_mb * 2**20)
+    from precompute.store.online.redis.redis_store import RedisStore
+
+    return RedisStore(url)
+
+
+def open_miss_cache(online: str, limits: MissCacheLimits, base: Path | None = None) -> MissCache:
+    """Where rows are stored beside the online store that a URL names.
+
+    Args:
+        online: as of :func:`open_online_store`.
+        limits: of each view.
+        base: likewise.
+
+    Raises:
+        ConfigError: the URL names no store known here.
+    """
+    # each is imported only where it is used
+    folder = table_folder(online)
+    if folder is not None:
+        from precompute.store.online.miss_cache import MissCacheFile
+
+        return MissCacheFile((base or Path()) / folder / "misses", limits)
+    from precompute.store.online.redis.redis_cache import MissCacheRedis
+
+    return MissCacheRedis(online, limits)

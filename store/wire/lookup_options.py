@@ -1,0 +1,171 @@
+"""Options: what a lookup may ask for beside its keys, and what a search may; one value on its way
+from the command line, the wire or Python to the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from precompute.store.errors import RequestError, did_you_mean
+
+if TYPE_CHECKING:
+    # it brings Arrow along, which who only asks over HTTP can do without
+    from precompute.store.feature_view import FeatureView
+
+MAX_KEYS = 1000
+"""Keys in one request."""
+MAX_DEADLINE_MS = 60_000
+"""Of the time that a request may wait for a model."""
+MAX_NEIGHBOURS = 1000
+"""Neighbours in one search."""
+FLOAT, BASE64 = "float", "base64"
+"""How JSON has vectors (``encoding_format``, as APIs of embeddings name it): as lists of numbers,
+or as base64 of their bytes, little-endian."""
+
+
+class LookupOptions(NamedTuple):
+    """As :meth:`precompute.store.answers.lookup.Lookup.get` has them."""
+
+    features: Sequence[str] | None = None
+    """Which, in which order; all by default."""
+    fallback: bool = True
+    """False never runs the model."""
+    deadline_ms: float | None = None
+    """How long to wait for the fallback; the view's own deadline by default."""
+    max_age_s: float | None = None
+    """Rows older than this count as missing, whatever the view's TTL."""
+    inputs: Mapping[Any, Mapping[str, Any]] | None = None
+    """Key → input column → value: computes a missing entity that the source does not know."""
+    encoding_format: str = FLOAT
+    """Of vectors in JSON: :data:`FLOAT` or :data:`BASE64`; in process there is no JSON."""
+
+    def check(self) -> None:
+        """Refuse a limit that is none; what depends on the view is refused where that is read.
+
+        Raises:
+            RequestError: names it.
+        """
+        # most name neither, and this is on the way of every lookup
+        if self.deadline_ms is not None or self.max_age_s is not None:
+            check_limits(deadline_ms=self.deadline_ms, max_age_s=self.max_age_s)
+
+
+class CacheControl(NamedTuple):
+    """What a request's ``Cache-Control`` asks of the rows that are stored (RFC 9111 §5.2.1), ages
+    in seconds. A directive that is not there is None or False."""
+
+    max_age_s: float | None = None
+    """No older than this."""
+    min_fresh_s: float | None = None
+    """Fresh for so much longer."""
+    max_stale_s: float | None = None
+    """Stale for no longer."""
+    no_cache: bool = False
+    """Not without asking the origin: where a model may be called, it is; where none may, the store
+    is the origin itself."""
+    only_if_cached: bool = False
+    """Nothing but what is stored: never the model."""
+
+    def oldest_s(
+        self, view: FeatureView, max_age_s: float | None, model_may_be_asked: bool
+    ) -> float | None:
+        """The largest age that a stored row may have, or None: all limits hold; below 0, none is
+        good enough.
+
+        Args:
+            view: whose TTL counts.
+            max_age_s: of the lookup's own options.
+            model_may_be_asked: whether one stands behind the view, and the request allows it.
+        """
+        limits = [limit for limit in (max_age_s, self.max_age_s) if limit is not None]
+        if self.min_fresh_s is not None:
+            limits.append(view.ttl_s - self.min_fresh_s)
+        if self.max_stale_s is not None:
+            limits.append(view.ttl_s + self.max_stale_s)
+        if self.no_cache and (model_may_be_asked or self.only_if_cached):
+            limits.append(-1.0)
+        return min(limits, default=None)
+
+
+class SearchOptions(NamedTuple):
+    """As :meth:`precompute.store.answers.lookup.Lookup.search` has them: exactly one of ``key``,
+    ``text``, ``vector`` and ``inputs`` is searched by."""
+
+    key: Any = None
+    text: str | None = None
+    """For the one input column that takes texts, whatever its name."""
+    vector: Sequence[float] | None = None
+    inputs: Mapping[str, Any] | None = None
+    k: int = 10
+    filter: Mapping[str, Any] | None = None
+    """Scalar feature → a value, a list of values, or bounds: ``gte``, ``gt``, ``lte``, ``lt``."""
+    only: Sequence[Any] | None = None
+    """Keys that alone may be found; of a view of chunks a long text's key, too, which means all of
+    its chunks."""
+    exclude: Sequence[Any] = ()
+    """Keys that are left out; likewise."""
+    features: Sequence[str] = ()
+    deadline_ms: float | None = None
+    """Of the model, for ``text`` and ``inputs``."""
+    model: str | None = None
+    """Fingerprint of the model that made ``vector``."""
+    encoding_format: str = FLOAT
+    """As of :class:`LookupOptions`."""
+
+    def check(self) -> None:
+        """Refuse what no view could answer.
+
+        Raises:
+            RequestError: names it.
+        """
+        if sum(given is not None for given in (self.key, self.text, self.vector, self.inputs)) != 1:
+            raise RequestError("a search takes exactly one of key, text, vector and inputs")
+        if self.text is not None and not isinstance(self.text, str):
+            raise RequestError(
+                f"text is a text, got {type(self.text).__name__}: {str(self.text)[:80]}"
+            )
+        if not 0 < self.k <= MAX_NEIGHBOURS:
+            raise RequestError(f"k is 1 to {MAX_NEIGHBOURS}, got {self.k}")
+        for name, keys in (("only", self.only or ()), ("exclude", self.exclude)):
+            if len(keys) > MAX_KEYS:
+                raise RequestError(
+                    f"{name} takes at most {MAX_KEYS} keys, got {len(keys)}",
+                    status=413,
+                    code="too_many_keys",
+                )
+        check_limits(deadline_ms=self.deadline_ms)
+
+
+def check_limits(**limits: float | None) -> None:
+    """Refuse a deadline or an age that is negative, infinite or no number, and a deadline past
+    :data:`MAX_DEADLINE_MS`.
+
+    Raises:
+        RequestError: names it.
+    """
+    for name, value in limits.items():
+        if value is not None and not 0 <= value < float("inf"):
+            raise RequestError(f"{name} is a number from 0, got {value}")
+        if value is not None and name == "deadline_ms" and value > MAX_DEADLINE_MS:
+            raise RequestError(f"deadline_ms is at most {MAX_DEADLINE_MS:,}, got {value:g}")
+
+
+def check_features(view: FeatureView, features: Sequence[str]) -> None:
+    """Refuse names of features that a view has not, and one that is there twice.
+
+    Raises:
+        RequestError: names it.
+    """
+    # once: a body may name a hundred thousand
+    there = view.feature_names
+    unknown = next((name for name in features if name not in there), None)
+    if unknown is not None:
+        raise RequestError(
+            f"view {view.name!r} has no feature {str(unknown)[:80]!r} (it has:"
+            f" {', '.join(there)}){did_you_mean(str(unknown)[:80], there)}",
+            code="unknown_feature",
+        )
+    if len(set(features)) != len(features):
+        # soon found: there are no more names than features
+        twice = next(name for place, name in enumerate(features) if name in features[:place])
+        raise RequestError(f"feature {twice!r} is named twice", code="bad_request")
