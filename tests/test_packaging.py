@@ -300,7 +300,7 @@ def test_nobody_is_told_to_install_a_name_that_is_not_ours() -> None:
             named |= {
                 normalised(name)
                 for name in re.findall(
-                    r"pip install (?:-[^c]\S* )*(?:\"\s+\")?['\"]?([A-Za-z][\w-]*)",
+                    r"pip install(?:\"\s+f?\")? (?:-[^c]\S* )*['\"]?([A-Za-z][\w-]*)",
                     path.read_text(),
                 )
             }
