@@ -14,12 +14,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
-
-import duckdb
+from typing import TYPE_CHECKING, Any
 
 from precompute.store.disk.durable_file import limit_of
 from precompute.store.errors import PrecomputeError
+
+if TYPE_CHECKING:
+    import duckdb
 
 _PREFIX = "precompute-duckdb-"
 _LOCK = "held"
@@ -83,6 +84,9 @@ def open_duckdb(
         memory_mb: its memory limit.
         threads: of its own; one per core by default.
     """
+    # who only has a spill folder, as a server has, does without
+    import duckdb
+
     config: dict[str, Any] = {"memory_limit": f"{memory_mb}MB", "temp_directory": str(spill.path)}
     try:
         with memory_wanted():
@@ -104,6 +108,8 @@ def memory_wanted() -> Iterator[None]:
     Raises:
         PrecomputeError: the process has no memory or threads for that.
     """
+    import duckdb
+
     try:
         yield
     except (duckdb.OutOfMemoryException, MemoryError) as exc:

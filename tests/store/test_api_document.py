@@ -159,7 +159,9 @@ def test_every_status_that_the_code_names_is_in_the_document() -> None:
     """By the numbers in the files that answer: also those that come before any route is looked for,
     which no test of a route meets."""
     files = [
-        path for wing in ("api", "guard") for path in (REPOSITORY / "store" / wing).glob("*.py")
+        path
+        for wing in (".", "guard")
+        for path in (REPOSITORY / "store" / "http" / wing).glob("*.py")
     ]
     named = {
         int(number)
