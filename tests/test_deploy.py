@@ -195,7 +195,7 @@ def test_airflow_and_dagster_call_it(
         ("numbers", []),
         ("top_k", ["numbers"]),
     ]
-    assert assets[0].function(context).metadata["precompute/sources/source"] == 1
+    assert assets[0].function(context).metadata["precompute/source"] == 1
     make_project([(2, 2.0)], view=ENDED_BADLY)
     with pytest.raises(Stop, match="exit status 3"):
         task.execute({})
