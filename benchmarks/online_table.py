@@ -177,8 +177,8 @@ def reading(folder: Path) -> tuple[list[str], dict[str, Any]]:
             return np.frombuffer(b"".join([txn.get(key.encode(), b"") for key in keys]), np.uint8)
 
     works: dict[str, Callable[[list[str]], Any]] = {"bare LMDB gets": bare}
-    for kind, native in {"numpy": None, "C": kernels.native}.items():
-        if kind == "numpy" or native is not None:
+    for kind, native in {"plain Python": None, "C": kernels.native}.items():
+        if kind != "C" or native is not None:
             works[f"table file, {kind}"] = partial_read(folder / "rows.table", native)
             store = TableStore(folder / kind)
             fill(store, ROWS)

@@ -93,9 +93,7 @@ def open(project: "str | Path") -> "OpenProject":
     from precompute.store.errors import ConfigError
 
     scheme = str(project).partition(":")[0]
-    if scheme in ("table", "redis", "rediss", "unix", "http", "https") or scheme.startswith(
-        "redis+"
-    ):
+    if scheme == "table" or "://" in str(project):
         raise ConfigError(
             f"{scheme}: … is no project's folder: precompute.Lookup.open(url, root=…) reads an"
             " online store, precompute.Client(url) reads from a server"

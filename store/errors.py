@@ -1,5 +1,5 @@
 """Every error this project raises on purpose, as one small tree. Foreign exceptions (duckdb, redis,
-lmdb, pyarrow, OSError) are translated at the seam that imports the library, always ``from exc``. A
+pyarrow, OSError) are translated at the seam that imports the library, always ``from exc``. A
 message says what went wrong, with which value, and what to do.
 """
 
@@ -10,34 +10,35 @@ from itertools import islice
 
 
 class PrecomputeError(Exception):
-    """Base of everything raised on purpose; ``str(error)`` is a message for the operator.
+    """Base of everything raised on purpose; ``str(error)`` is a message for the operator. The
+    command line ends with 1, but for those that name another exit status.
 
-    PrecomputeError                 something the operator or caller can act on ├── ConfigError
-    a file, key or value of the configuration is wrong       (exit status 2) ├── SourceError
-    the source cannot be read, or its rows cannot be used │   └── MissingFileError        a file
-    that it names is not there                        (exit status 2) ├── ModelError
-    the model cannot be loaded, or breaks its contract ├── RejectedError               too many rows
-    rejected: nothing was published            (exit status 3) ├── GateError                   a
-    gate refused to publish the snapshot                   (exit status 3) ├── SnapshotError
-    a snapshot is missing, incomplete or damaged │   └── UnreadableError         a file of it cannot
-    be read by this process, and may be whole ├── ConflictError               somebody else moved
-    the pointer, or holds the lease │   └── FencedError             this process's lease was taken
-    over while it slept ├── OnlineStoreError            the online store cannot be reached, or
-    refused a command │   ├── DamagedPointerError     its pointer cannot be read; publishing mends
-    it │   ├── RowsLostError           it answers, and has not what was loaded │   └── NoAnswerError
-    of the client: no answer from the service, or none that can be read │       ├── DeadlineError
-    none in the time that was given │       └── OverloadedError     it refuses for now; says for how
-    long                       (HTTP 429, 503) ├── VectorIndexError            the vector index is
-    missing, damaged or does not fit └── RequestError                a lookup or search that cannot
-    be answered as requested     (HTTP 4xx)
-        ├── DeniedError             of the client: no token, or not one for this            (HTTP
-        401, 403) └── MissingRowError         of the client: the one row that was requested is
-        missing
+    PrecomputeError
+    ├── ConfigError
+    ├── SourceError
+    │   └── MissingFileError
+    ├── ModelError
+    ├── RejectedError
+    ├── GateError
+    ├── SnapshotError
+    │   └── UnreadableError
+    ├── ConflictError
+    │   └── FencedError
+    ├── OnlineStoreError
+    │   ├── DamagedPointerError
+    │   ├── RowsLostError
+    │   └── NoAnswerError
+    │       ├── DeadlineError
+    │       └── OverloadedError
+    ├── VectorIndexError
+    └── RequestError
+        ├── DeniedError
+        └── MissingRowError
     """
 
 
 class ConfigError(PrecomputeError):
-    """The configuration is wrong: names the file, the key, the value and the remedy."""
+    """The configuration is wrong: names file, key, value and remedy. Exit status 2."""
 
 
 class SourceError(PrecomputeError):
@@ -45,7 +46,7 @@ class SourceError(PrecomputeError):
 
 
 class MissingFileError(SourceError):
-    """A file that the source names is not there: its name is wrong, or it is late."""
+    """A file that the source names is not there: of a wrong name, or late. Exit status 2."""
 
 
 class ModelError(PrecomputeError):
@@ -54,12 +55,12 @@ class ModelError(PrecomputeError):
 
 class RejectedError(PrecomputeError):
     """More rows were rejected than the view allows, or one bad row under ``bad_rows: fail``; the
-    snapshot was not committed."""
+    snapshot was not committed. Exit status 3."""
 
 
 class GateError(PrecomputeError):
     """A gate refused to publish a snapshot; it is committed, and can be published by accepting the
-    gate by name."""
+    gate by name. Exit status 3."""
 
 
 class SnapshotError(PrecomputeError):
@@ -99,12 +100,12 @@ class NoAnswerError(OnlineStoreError):
 
 
 class DeadlineError(NoAnswerError):
-    """The client: no answer within the time given for the whole call, asking again included."""
+    """The client: no answer within the time given for the whole call, retries included."""
 
 
 class OverloadedError(NoAnswerError):
-    """The client: the service refuses for now. ``retry_after_s`` is what it asks to wait; None
-    where it does not say."""
+    """The client: the service refuses for now (HTTP 429, 503). ``retry_after_s`` is the wait that
+    it names; None where it does not."""
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -129,7 +130,8 @@ class RequestError(PrecomputeError):
 
 
 class DeniedError(RequestError):
-    """The client: the service wants a token, or the one that was shown does not allow this."""
+    """The client: the service wants a token, or the one that was shown does not allow this (HTTP
+    401, 403)."""
 
 
 class MissingRowError(RequestError):

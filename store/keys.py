@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 CHUNK = "chunk"
 """The last column of a key in a view of long texts: which of a text's chunks, from 0."""
 MAX_KEY_BYTES = 511
-"""Longest entity key, in UTF-8 bytes: LMDB's compiled-in limit, retained for every store so that a
-view can move."""
+"""Longest entity key, in UTF-8 bytes."""
 
 
 def key_text(value: Any, entity: Sequence[str]) -> str:

@@ -1,5 +1,5 @@
-"""Clock: times as they are written and read, ISO 8601 in UTC. Partitions are intervals of data
-time."""
+"""Times: as they are written and read, ISO 8601 in UTC; partitions, which are intervals of data
+time; and what an age means under a TTL."""
 
 from __future__ import annotations
 
@@ -234,11 +234,8 @@ class Sighting(NamedTuple):
 
 def microseconds(text: str) -> int | None:
     """An ISO 8601 time as µs since 1970; None for a text that is none."""
-    try:
-        at = datetime.fromisoformat(text)
-    except ValueError:
-        return None
-    return as_us(at if at.tzinfo else at.replace(tzinfo=UTC))
+    at = parsed_time(text)
+    return None if at is None else as_us(at)
 
 
 def iso(at: datetime) -> str:

@@ -21,7 +21,7 @@ from hypothesis import Phase, settings
 
 from precompute.store.answers.lookup import Lookup
 from precompute.store.online import kernels
-from precompute.store.online.redis import link
+from precompute.store.online.redis import connection
 from tests.redis_process import RedisCluster, RedisProcess
 from tests.scene import Scene
 from tests.slow import SLOW, name_of
@@ -62,7 +62,7 @@ def _prepare_processes() -> None:
 _prepare_processes()
 
 # on a machine that runs other tests besides, a tenth of a second goes by for nothing
-link.BUDGET_S = 1.0
+connection.BUDGET_S = 1.0
 # Shrinking may take 300 s and explaining ten times as long for each example: a test that failed
 # would end by its time limit, and never say of what.
 settings.register_profile(

@@ -73,8 +73,8 @@ SEAMS = {
     },
     "duckdb": {"precompute/sources/database.py", "store/history/versions.py", "store/disk/sql.py"},
     "httpcore2": {"store/client/client.py", "store/client/transport.py"},
-    "redis": {"store/online/redis/link.py"},
-    "hiredis": {"store/online/redis/link.py"},
+    "redis": {"store/online/redis/connection.py"},
+    "hiredis": {"store/online/redis/connection.py"},
     "xxhash": {
         "store/online/kernels.py",
         "store/online/table_file.py",

@@ -42,6 +42,7 @@ from precompute.store.disk.durable_file import make_folder, replace_durably
 from precompute.store.errors import ConfigError, did_you_mean, nearest_or_all
 from precompute.store.feature_view import why_no_semantic_cache
 from precompute.store.offline.view_store import OfflineStore, ViewStore
+from precompute.store.online.url import FORMS as ONLINE_FORMS
 from precompute.store.online.url import table_folder
 
 if TYPE_CHECKING:
@@ -142,12 +143,7 @@ class ProjectConfig(Section):
     """``project.yaml``: where and when."""
 
     root: str = Field(description="folder of the offline store")
-    online: str = Field(
-        description=(
-            "table:./folder, redis://host:6379/0, rediss://…, unix:///socket or"
-            " redis+cluster://host:6379,host:6379"
-        )
-    )
+    online: str = Field(description=ONLINE_FORMS)
     vars: dict[str, str] = Field(
         default_factory=dict,
         description="values for ${name} in the views; relative paths start with ./ or ../",
@@ -483,8 +479,8 @@ class Project:
         return spelled_out(self.settings.schedule, self.settings.runs, self.settings.timezone)
 
     def _absolute_online(self, online: str) -> str:
-        scheme, _, rest = online.partition(":")
-        return f"table:{(self.folder / rest).absolute()}" if scheme == "table" else online
+        folder = table_folder(online)
+        return online if folder is None else f"table:{(self.folder / folder).absolute()}"
 
     def _check_references(self, read: _Views) -> None:
         for name, view in list(read.right.items()):

@@ -94,7 +94,7 @@ def _wrong(
     """Which of the keys has another row than ``batch``, or none that is whole, and in words what it
     has; None when all is right."""
     codec, found = RowCodec(snapshot.view), _read(online, pointer, keys)
-    states, computed_at = codec.verify(found, pointer.snapshots)
+    states, computed_at = found.verified(codec, pointer.snapshots)
     for i in np.flatnonzero(states != State.WHOLE).tolist():
         return i, "is missing" if states[i] == State.ABSENT else "has other bytes than in Parquet"
     if batch is not None:
@@ -134,7 +134,7 @@ def not_whole(
     read = online.read(pointer.view.name, keys)
     if read is None or read[0].publishing != pointer.publishing:
         raise MovedError
-    states, computed = codec.verify(read[1], pointer.snapshots)
+    states, computed = read[1].verified(codec, pointer.snapshots)
     wrong = states != State.WHOLE
     if computed_us is not None:
         wrong |= computed != computed_us

@@ -18,8 +18,7 @@ from precompute.store.answers.fallback import Computed, Likeness, Miss
 from precompute.store.feature_view import SIMILAR_FIELDS, Feature, FeatureView, status_of
 from precompute.store.keys import parts_hint
 from precompute.store.online.codec import RowCodec, State
-from precompute.store.online.column_reader import ColumnReader
-from precompute.store.online.found_rows import FoundRows, PackedKeys, WholeColumns
+from precompute.store.online.found_rows import ColumnReader, FoundRows, PackedKeys, WholeColumns
 from precompute.store.online.online_store import Pointer
 from precompute.store.online.packed import Buffer, Packed
 from precompute.store.times import (
@@ -249,7 +248,7 @@ class Answer:
         plan = self.plan
         states: Sequence[int]
         if len(self.keys) == 1:
-            state, computed_at = plan.codec.verify_one(self.found, plan.snapshots)
+            state, computed_at = self.found.verified_one(plan.codec, plan.snapshots)
             states, self._computed_at = [state], [computed_at]
             whole, oldest = state == _WHOLE, computed_at
         else:
@@ -257,7 +256,7 @@ class Answer:
                 self._columns = columns = self.found.columns(plan.reader)
                 checked, times = columns.states, columns.computed_at_us
             else:
-                checked, times = plan.codec.verify(self.found, plan.snapshots)
+                checked, times = self.found.verified(plan.codec, plan.snapshots)
             self._computed_at = times.tolist()
             # of a list: numpy takes longer for the hundreds that are requested
             whole, oldest = checked.tobytes() == _WHOLE_BYTE * len(checked), min(self._computed_at)
@@ -341,9 +340,8 @@ class Answer:
         return status is Status.FRESH
 
     def _verified(self, i: int, row: bytes) -> tuple[State, int]:
-        return self.plan.codec.verify_one(
-            FoundRows([self.found.keys[i]], [row]), self.plan.snapshots
-        )
+        found = FoundRows([self.found.keys[i]], [row])
+        return found.verified_one(self.plan.codec, self.plan.snapshots)
 
     def _judged_by(self, i: int, age_s: float) -> Status:
         status = status_of(self.plan.view, age_s, self.oldest_s)

@@ -313,7 +313,7 @@ class Lookup:
         read_at = time.perf_counter()
         self._last[view] = pointer
         plan = self._plan(pointer, options.features, options.encoding_format == BASE64)
-        state, computed_at_us = plan.codec.verify_one(found, plan.snapshots)
+        state, computed_at_us = found.verified_one(plan.codec, plan.snapshots)
         value = found.values[0]
         if state is not State.WHOLE or value is None:
             return None

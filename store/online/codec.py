@@ -1,11 +1,10 @@
-"""Row codec: a view's features as one packed little-endian row per key, vectorised both ways; and
-whether a row that was read is whole."""
+"""Row codec: a view's features as one packed little-endian row per key, vectorised both ways."""
 
 from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -17,7 +16,6 @@ import pyarrow as pa
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.keys import key_column
 from precompute.store.online import kernels
-from precompute.store.online.found_rows import FoundRows
 from precompute.store.online.packed import I8, U1, U8, Buffer, Packed, RowBatch
 from precompute.store.online.row_values import (
     NUMPY_TYPES,
@@ -41,11 +39,9 @@ from precompute.store.online.row_values import (
 )
 
 FORMAT_VERSION = 1
-HEADER_BYTES = kernels.ROW_HEADER.itemsize
+HEADER_BYTES = kernels.HEADER_BYTES
 CHECKSUM_BYTES = kernels.CHECKSUM_BYTES
-MAX_SNAPSHOT = 2**32 - 1
 
-_HEADER_STRUCT = struct.Struct("<QqII")
 _INT64 = struct.Struct("<q")
 _NARROW = {"float16": np.float16, "float32": np.float32}
 _NO_STARTS: I8 = np.empty(0, np.int64)
@@ -62,8 +58,7 @@ class State(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class DecodedRows:
-    """What :meth:`RowCodec.decode` read: one entry per value requested, missing ones null or
-    zero."""
+    """What :meth:`RowCodec.decode` read, an entry for each row: missing ones are null or zero."""
 
     computed_at_us: I8
     columns: list[pa.Array]
@@ -77,14 +72,14 @@ def schema_tag(view: FeatureView) -> int:
 class RowCodec:
     """Packs and unpacks the rows of one view.
 
-        row    = header · null bits · fixed part · variable part header = checksum uint64 ·
-        computed_at int64 (µs since 1970, UTC) · snapshot uint32 · schema tag uint32            24
-        bytes null bits  = one bit a feature, lowest first, rounded up to bytes fixed part = scalars
-        and vectors in declared order, a vector that is ``packed`` as its scale (float32) and its
-        int8 or bits;
-                     for a string or list its size in bytes as uint32
+        row           = header · null bits · fixed part · variable part
+        header        = checksum uint64 · computed_at int64 (µs since 1970, UTC) · snapshot uint32
+                        · schema tag uint32, 24 bytes
+        null bits     = one bit a feature, lowest first, rounded up to bytes
+        fixed part    = scalars and vectors in declared order, a vector that is ``packed`` as its
+                        scale (float32) and its int8 or bits; of a string or list its bytes, uint32
         variable part = the bytes of strings and lists, in declared order; a list of strings is its
-        lengths, then its text
+                        lengths, then its text
 
     A row vouches for itself: the checksum is xxh3_64 of all behind it, XOR xxh3_64 of its key, so
     that a flipped bit and another key's row are seen. A row written for another schema
@@ -234,51 +229,6 @@ class RowCodec:
         )
         return packed
 
-    # ---- whether rows are whole
-
-    def verify(
-        self, found: FoundRows, snapshots: Collection[int]
-    ) -> tuple[npt.NDArray[np.uint8], I8]:
-        """What the rows of a read are worth: :class:`State` uint8 [n], and when they were computed,
-        int64 [n] µs, 0 where a row is not whole.
-
-        Args:
-            found: as a store returned it.
-            snapshots: numbers of those whose rows are read; a row of another one is damaged.
-        """
-        states, computed_at = kernels.verified(
-            found.packed,
-            found.hashes,
-            self.schema_tag,
-            snapshots,
-            self.fixed_bytes,
-            exact=not self._slots,
-        )
-        if found.damaged is not None:
-            states[found.damaged], computed_at[found.damaged] = State.DAMAGED, 0
-        return states, computed_at
-
-    def verify_one(self, found: FoundRows, snapshots: Collection[int]) -> tuple[State, int]:
-        """As :meth:`verify` for a read of one key: 2 µs where numpy takes 30."""
-        row = found.values[0]
-        if found.damaged is not None and found.damaged[0]:
-            return State.DAMAGED, 0
-        if row is None:
-            return State.ABSENT, 0
-        size = len(row)
-        if size < HEADER_BYTES:
-            return State.DAMAGED, 0
-        checksum, computed_at, snapshot, tag = _HEADER_STRUCT.unpack_from(row)
-        whole = checksum == kernels.hash_of(memoryview(row)[CHECKSUM_BYTES:]) ^ kernels.hash_of(
-            found.keys[0]
-        )
-        if not whole or tag != self.schema_tag or snapshot not in snapshots:
-            return State.DAMAGED, 0
-        if size == HEADER_BYTES:
-            return State.ABSENT, 0
-        fits = size >= self.fixed_bytes if self._slots else size == self.fixed_bytes
-        return (State.WHOLE, computed_at) if fits else (State.DAMAGED, 0)
-
     # ---- bytes → Arrow
 
     def decode(
@@ -418,7 +368,7 @@ class RowCodec:
         self, value: Buffer, features: Sequence[str] | None = None
     ) -> tuple[int, dict[str, Any]]:
         """As :meth:`decode_one`, a vector as an array of its own and a float narrower than Python's
-        as a numpy scalar: for who writes both with the digits of their own type. 2 µs for 384
+        as a numpy scalar, which is written with the digits of its own type. 2 µs for 384
         float32; as a tuple 10, by Arrow 30.
 
         Raises:
@@ -498,8 +448,7 @@ def rekeyed(row: bytes, key: str, other: str) -> bytes:
 
 
 def _layout_of(f: Feature) -> tuple[Any, ...]:
-    """What a feature's values are laid out by. As it ever was without ``packed``: rows of before
-    are of the same schema."""
+    """What a feature's values are laid out by."""
     layout = (f.name, f.dtype, f.dim, f.max_items)
     return layout if f.packed is None else (*layout, f.packed)
 

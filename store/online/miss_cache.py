@@ -2,8 +2,8 @@
 a while beside what is published.
 
 What is cached counts under the very publishing and model that it was computed under, or not at all.
-It lies in as many slots as a view may have: a key's slot comes from its hash, and who comes later
-takes it, so that rows and bytes are bounded without counting them.
+It lies in as many slots as a view may have: a key's slot comes from its hash, and a later key takes
+it over, so that rows and bytes are bounded without counting them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from precompute.store.errors import OnlineStoreError
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.kernels import hash_of
 from precompute.store.online.online_store import Pointer
@@ -239,8 +240,8 @@ class MissCacheFile(MissCache):
             self._close()
 
     def _opened(self, make: bool) -> sqlite3.Connection | None:
-        """The file that lies there now: another process may have let go of the one before. None
-        where there is none and none is made: who reads waits for nobody who writes."""
+        """The file that lies there now: another process may have removed the one before. None where
+        there is none and none is made: a reader waits for no writer."""
         identity = self._identity()
         if self._connection is not None and identity != self._opened_identity:
             self._close()
@@ -276,7 +277,7 @@ class MissCacheFile(MissCache):
             # busy, or the disk is full or gone
             log.debug("cached rows: %s", exc)
         except (sqlite3.Error, OSError) as exc:
-            log.warning("what was cached in %s is let go of: %s", self._path, exc)
+            log.warning("what was cached in %s is given up: %s", self._path, exc)
             self._close()
             # it may be somebody else's, or the disk read-only
             with contextlib.suppress(OSError):
@@ -287,3 +288,65 @@ class MissCacheFile(MissCache):
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+
+class MissCacheRedis(MissCache):
+    """Beside the rows of a Redis online store: a hash for each view and model, its fields the
+    slots. It expires once nothing was written for as long as a row is cached.
+
+    Args:
+        url: of that store.
+        limits: of each view.
+        clock: as of :class:`MissCache`.
+
+    Raises:
+        ConfigError: the URL cannot be read.
+    """
+
+    def __init__(
+        self, url: str, limits: MissCacheLimits, clock: Callable[[], int] = clock_us
+    ) -> None:
+        # a cache beside table files needs no Redis client
+        from precompute.store.online.redis.cluster import open_servers
+        from precompute.store.online.redis.connection import RedisOptions
+
+        super().__init__(limits, clock)
+        options = RedisOptions.of(url)
+        self._prefix, self._servers = options.prefix, open_servers(options)
+
+    def _get(self, space: Space, slots: Sequence[int]) -> dict[int, bytes]:
+        name = self._name(space)
+        try:
+            (records,) = self._servers.ask(
+                name, [("HMGET", name, *map(str, slots))], f"read cached rows of {space.view!r}"
+            )
+        except OnlineStoreError as exc:
+            log.debug("%s", exc)
+            return {}
+        return {
+            slot: record for slot, record in zip(slots, records, strict=True) if record is not None
+        }
+
+    def _put(self, space: Space, records: dict[int, tuple[bytes, int]]) -> bool:
+        name, fields = (
+            self._name(space),
+            [part for slot, (record, _) in records.items() for part in (str(slot), record)],
+        )
+        # in one go: a writer that ends leaves none behind that stays for ever
+        commands = [
+            ("HSET", name, *fields),
+            ("PEXPIRE", name, str(max(1, space.longest_us // 1000))),
+        ]
+        try:
+            self._servers.ask(name, commands, f"keep rows of {space.view!r}")
+        except OnlineStoreError as exc:
+            # it is full, gone, or gives no right to: nothing is cached
+            log.debug("%s", exc)
+            return False
+        return True
+
+    def _name(self, space: Space) -> str:
+        return f"{self._prefix}:{{{space.view}}}:misses:{space.model[:16]}"
+
+    def close(self) -> None:
+        self._servers.close()

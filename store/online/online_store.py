@@ -30,7 +30,7 @@ class Generation(Record, frozen=True):
     """What is loaded in one go: ``snapshot`` is whose rows it holds and ``run`` the run that made
     that, ``base`` the number of the generation that an overlay lies right over, a base or another
     overlay; None of a base. ``schema`` is its rows' tag
-    (:func:`precompute.store.online.codec.schema_tag`); None where who loaded it did not say.
+    (:func:`precompute.store.online.codec.schema_tag`); None where its loader did not say.
     """
 
     number: int
@@ -185,8 +185,7 @@ class OnlineStore(ABC):
             generation: what is to be loaded.
             rows: how many there will be, about.
             size_bytes: of keys and packed rows together, about.
-            owner: the project that publishes; a view of another one is refused. Empty: whosoever it
-                is.
+            owner: the project that publishes; a view of another one is refused. Empty: any.
             row_bytes: of each row but tombstones; None where they are not all of one width.
 
         Raises:

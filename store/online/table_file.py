@@ -74,16 +74,16 @@ def index_start(records_end: int) -> int:
 
 
 class TableFile:
-    """An open table file, for reading. It is unmapped after the last reader let go; its file may be
-    removed before.
+    """An open table file, for reading. It is unmapped after its last reader is gone; its file may
+    be removed before.
 
-        header    header_of(…)                                                              whole
-        pages records   lay_out(keys, rows), in the order they were added, zeros to a multiple of 64
-        bytes index     lines of 64 bytes: seven slots uint64 (slots_of), in use from the first on;
-        a check word (line_checks). A key's line is
-                  homes(hash), or the next with room; the last line is always empty
-        checksums xxh3 of each MiB of records and index, uint64, the last one shorter footer    xxh3
-        of the checksums, uint64                                             all little-endian
+        header     header_of(…), whole pages
+        records    lay_out(keys, rows), in the order they were added, zeros to a multiple of 64
+        index      lines of 64 bytes: seven slots uint64 (slots_of), in use from the first on; a
+                   check word (line_checks). A key's line is homes(hash), or the next with room;
+                   the last line is always empty
+        checksums  xxh3 of each MiB of records and index, uint64, the last one shorter
+        footer     xxh3 of the checksums, uint64; all little-endian
 
     A file that the system cannot read back (a bad sector) ends the process with SIGBUS, as any
     mapped file does.
@@ -180,8 +180,7 @@ class TableFile:
             end = min(end, start + left)
             left -= end - start
             for at in range(start, end, _WARM_BYTES):
-                # not mapped as well: who publishes is not who reads, and would be as large as the
-                # file
+                # not mapped as well: a publisher is no reader, and would be as large as the file
                 self._advise(mmap.MADV_WILLNEED, at, min(at + _WARM_BYTES, end))
         return limit_bytes - left
 
@@ -371,7 +370,7 @@ class TableWriter:
 
 
 class _BlockChecks:
-    """xxh3 of each MiB of what goes by."""
+    """xxh3 of each MiB that is written."""
 
     def __init__(self) -> None:
         self._found: list[int] = []

@@ -29,7 +29,7 @@ from precompute.store.disk.record import plain, record_of
 from precompute.store.errors import DamagedPointerError, OnlineStoreError, RowsLostError
 from precompute.store.feature_view import NAME
 from precompute.store.online import kernels
-from precompute.store.online.found_rows import FoundRows, PackedKeys, Reader, WholeColumns
+from precompute.store.online.found_rows import ColumnReader, FoundRows, PackedKeys, WholeColumns
 from precompute.store.online.online_store import (
     FileCheck,
     Generation,
@@ -87,9 +87,8 @@ def _identity_of(status: os.stat_result) -> tuple[int, int]:
 class TableStore(OnlineStore):
     """The online store of one machine, in table files.
 
-        <folder>/<view>/<generation:020d>.table   built aside, fsynced, renamed; mapped by every
-        reader, since nothing writes it again <folder>/<view>/live.json                 the pointer,
-        replaced atomically
+        <folder>/<view>/<generation:020d>.table   built aside, fsynced, renamed; never written again
+        <folder>/<view>/live.json                 the pointer, replaced atomically
 
     A reader looks at the pointer file's inode and mtime once per request (1.5 µs) and maps the new
     generations when they changed.
@@ -334,7 +333,7 @@ class _TableRows(FoundRows):
         )
         super().__init__(keys, hashes=hashes)
 
-    def columns(self, reader: Reader) -> WholeColumns:
+    def columns(self, reader: ColumnReader) -> WholeColumns:
         return reader.of_tables(
             [table.records for table in self._tables], self._packed_keys, self.hashes
         )

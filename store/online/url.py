@@ -1,5 +1,4 @@
-"""Which online store a URL names: ``table:./folder``, ``redis://…``, ``rediss://…``, ``unix://…``,
-``redis+cluster://…`` or ``rediss+cluster://…``."""
+"""Which online store a URL names, and the cache beside it."""
 
 from __future__ import annotations
 
@@ -7,10 +6,20 @@ import re
 from pathlib import Path
 
 from precompute.store.errors import ConfigError, nearest_or_all
-from precompute.store.online.miss_cache import MissCache, MissCacheLimits
+from precompute.store.online.miss_cache import (
+    MissCache,
+    MissCacheFile,
+    MissCacheLimits,
+    MissCacheRedis,
+)
 from precompute.store.online.online_store import OnlineStore
 
 _REDIS = ("redis://", "rediss://", "unix://", "redis+cluster://", "rediss+cluster://")
+FORMS = (
+    "table:./folder, redis://host:6379/0, rediss://…, unix:///socket or"
+    " redis+cluster://host:6379,host:6379"
+)
+"""What the configuration's ``online`` may be, for people."""
 
 
 def table_folder(url: str) -> str | None:
@@ -72,12 +81,7 @@ def open_miss_cache(online: str, limits: MissCacheLimits, base: Path | None = No
     Raises:
         ConfigError: the URL names no store known here.
     """
-    # each is imported only where it is used
     folder = table_folder(online)
-    if folder is not None:
-        from precompute.store.online.miss_cache import MissCacheFile
-
-        return MissCacheFile((base or Path()) / folder / "misses", limits)
-    from precompute.store.online.redis.redis_cache import MissCacheRedis
-
-    return MissCacheRedis(online, limits)
+    if folder is None:
+        return MissCacheRedis(online, limits)
+    return MissCacheFile((base or Path()) / folder / "misses", limits)

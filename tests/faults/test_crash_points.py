@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-import precompute.store.online.redis.bulk
+import precompute.store.online.redis.servers
 import precompute.store.online.table_file
 from precompute.engine.runner import AHEAD_WINDOWS
 from precompute.store.disk import crashpoint
@@ -384,11 +384,11 @@ def kill_in_table_load() -> None:
 
 
 def kill_in_redis_load() -> None:
-    send = precompute.store.online.redis.bulk.Pipe.send
+    send = precompute.store.online.redis.servers.Pipe.send
 
     def killed(self, block, number):  # type: ignore[no-untyped-def]
         send(self, block, number)
         self.settle()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    precompute.store.online.redis.bulk.Pipe.send = killed  # type: ignore[method-assign]
+    precompute.store.online.redis.servers.Pipe.send = killed  # type: ignore[method-assign]

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-import precompute.store.online.redis.bulk
+import precompute.store.online.redis.servers
 from precompute.store.disk import durable_file
 from precompute.store.disk.record import replace
 from precompute.store.errors import ConflictError
@@ -81,14 +81,14 @@ def test_a_zombie_changes_nothing_that_is_live_in_redis(
 
 
 def stop_in_redis_load() -> None:
-    send = precompute.store.online.redis.bulk.Pipe.send
+    send = precompute.store.online.redis.servers.Pipe.send
 
     def stopped(self, block, number):  # type: ignore[no-untyped-def]
-        precompute.store.online.redis.bulk.Pipe.send = send  # type: ignore[method-assign]
+        precompute.store.online.redis.servers.Pipe.send = send  # type: ignore[method-assign]
         os.kill(os.getpid(), signal.SIGSTOP)
         return send(self, block, number)
 
-    precompute.store.online.redis.bulk.Pipe.send = stopped  # type: ignore[method-assign]
+    precompute.store.online.redis.servers.Pipe.send = stopped  # type: ignore[method-assign]
 
 
 def test_late_writes_of_a_zombie_go_into_a_generation_of_its_own(

@@ -142,7 +142,7 @@ KILLS = [  # with the number of snapshots there are afterwards
         OLD,
     ),  # between the two pointers
     ("table", TABLE + "TableStore.flip", "after", 2, NEW),
-    ("redis", "precompute.store.online.redis.bulk:Pipe.send", "after", 2, OLD),  # inside a load
+    ("redis", "precompute.store.online.redis.servers:Pipe.send", "after", 2, OLD),  # inside a load
     ("redis", REDIS + "flip", "before", 2, OLD),
 ]
 

@@ -79,20 +79,6 @@ def test_texts_are_packed_and_hashed_and_told_whether_they_are_keys() -> None:
         pack_texts(["a", "\ud800"], 8)
 
 
-def test_hashes_of_strings_of_one_size() -> None:
-    for size in (1, 8, 9, 300, 1561):
-        strings = [bytes([i]) * size for i in range(20)]
-        packed = Packed.of([b"before", *strings, b"after"]).slice(1, 21)
-        for skip in (0, 8):
-            assert hashes(packed, skip).tolist() == [
-                xxhash.xxh3_64_intdigest(s[skip:]) for s in strings
-            ]
-    # the first and the last make up for each other
-    assert hashes(Packed.of([b"ab", b"abc", b"a"])).tolist() == [
-        xxhash.xxh3_64_intdigest(s) for s in (b"ab", b"abc", b"a")
-    ]
-
-
 def test_hashes_of_many_megabytes() -> None:
     for size in (2**20, 5 * 2**20 + 17):
         data = np.random.default_rng(size).bytes(size)
@@ -263,28 +249,6 @@ def test_a_row_vouches_for_itself_and_its_key() -> None:
     )
     assert states_of([], []) == []
     assert states_of([b""], [b""]) == [ABSENT]
-
-
-def test_a_time_before_1970() -> None:
-    found = verified(
-        Packed.of([row_of(b"k", b"v", computed_at=-5)]),
-        hashes(Packed.of([b"k"])),
-        TAG,
-        [SNAPSHOT],
-        25,
-        True,
-    )
-    assert [values.tolist() for values in found] == [[FOUND], [-5]]
-
-
-def test_every_flipped_bit_of_a_row_is_seen() -> None:
-    row = row_of(b"key", bytes(range(40)))
-    flipped = [
-        (int.from_bytes(row, "big") ^ 1 << bit).to_bytes(len(row), "big")
-        for bit in range(8 * len(row))
-    ]
-    assert states_of(flipped, [b"key"] * len(flipped)) == [DAMAGED] * len(flipped)
-    assert states_of([row], [b"key"]) == [FOUND]
 
 
 def test_records_are_laid_out_on_words() -> None:

@@ -23,10 +23,10 @@ from precompute.store.online.miss_cache import (
     MissCache,
     MissCacheFile,
     MissCacheLimits,
+    MissCacheRedis,
     input_names,
 )
 from precompute.store.online.online_store import Pointer
-from precompute.store.online.redis.redis_cache import MissCacheRedis
 from precompute.store.times import AHEAD_US, Reason
 from precompute.store.wire.lookup_options import LookupOptions
 from tests.memory_store import MemoryStore
@@ -261,18 +261,24 @@ STORED = {
 }
 
 
+def lookup_of(
+    house: House, model: Scripted, miss_cache: Any, clock: Callable[[], float] = lambda: NOW
+) -> Lookup:
+    return Lookup(
+        house.online,
+        house.root,
+        model,
+        clock=clock,
+        monotonic=lambda: 0.0,
+        miss_cache=miss_cache,
+    )
+
+
 def asked(
     house: House, miss_cache: Any, model: Scripted, keys: list[str], **options: Any
 ) -> list[tuple[Any, ...]]:
     """Status, source, reason, ``double`` and age of each row."""
-    lookup = Lookup(
-        house.online,
-        house.root,
-        model,
-        clock=lambda: NOW,
-        monotonic=lambda: 0.0,
-        miss_cache=miss_cache,
-    )
+    lookup = lookup_of(house, model, miss_cache)
     answer = lookup.begin("things", keys, LookupOptions(**options))
     answer.wait()
     rows = answer.rows()
@@ -322,29 +328,11 @@ def test_of_two_stale_rows_the_younger_answers(house: House) -> None:
         assert (status, (source, double)) == ("stale", answer)
 
 
-def test_rows_that_are_computed_behind_answers_are_bounded(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("precompute.store.answers.misses.MOST_REFRESHED", 2)
-    keys = ["a", "b", "c"]
-    house.publish({key: Row(1.0, age=TTL + 1) for key in keys})
-    fallback = Scripted(dict.fromkeys(keys))
-    assert {row[0] for row in asked(house, Closed(), fallback, keys)} == {"stale"}
-    assert [asked_keys for _, asked_keys, _ in fallback.calls] == [["a", "b"]]
-
-
 def test_a_stale_row_is_served_at_once_and_computed_behind_once(house: House) -> None:
     house.publish(STORED)
     fallback = Scripted({"stale": None, "older": None})
     miss_cache: Any = Closed(older=Row(4.0, age=TTL + 2))
-    lookup = Lookup(
-        house.online,
-        house.root,
-        fallback,
-        clock=lambda: NOW,
-        monotonic=lambda: 0.0,
-        miss_cache=miss_cache,
-    )
+    lookup = lookup_of(house, fallback, miss_cache)
     for keys in (["stale"], ["stale", "fresh"], ["older", "stale"]):
         answer = lookup.begin("things", keys)
         assert not answer.pending
@@ -363,14 +351,7 @@ def test_refreshes_are_bounded_for_each_view(house: House, monkeypatch: pytest.M
     for name in ("things", "others"):
         house.publish(stale, name=name)
     model = Scripted(dict.fromkeys(stale))
-    lookup = Lookup(
-        house.online,
-        house.root,
-        model,
-        clock=lambda: NOW,
-        monotonic=lambda: 0.0,
-        miss_cache=Closed(),  # type: ignore[arg-type]
-    )
+    lookup = lookup_of(house, model, Closed())
     for name in ("things", "things", "others"):
         lookup.begin(name, list(stale))
     assert [(pointer.view.name, keys) for pointer, keys, _ in model.calls] == [
@@ -378,14 +359,7 @@ def test_refreshes_are_bounded_for_each_view(house: House, monkeypatch: pytest.M
         ("others", ["0", "1", "2"]),
     ]
     model = Scripted(dict.fromkeys(stale, Row(2.0)))
-    lookup = Lookup(
-        house.online,
-        house.root,
-        model,
-        clock=lambda: NOW,
-        monotonic=lambda: 0.0,
-        miss_cache=Closed(),  # type: ignore[arg-type]
-    )
+    lookup = lookup_of(house, model, Closed())
     for _ in range(4):
         lookup.begin("things", list(stale))
     assert [keys for _, keys, _ in model.calls] == [["0", "1", "2"], ["3", "4", "5"], ["6", "7"]]
@@ -429,14 +403,7 @@ def test_a_cached_row_of_the_future_is_none(house: House) -> None:
         :2
     ] == ("computed", "fallback")
     now, miss_cache = [NOW], Closed(new=Row(5.0))
-    lookup = Lookup(
-        house.online,
-        house.root,
-        Scripted({}),
-        clock=lambda: now[0],
-        monotonic=lambda: 0.0,
-        miss_cache=miss_cache,  # type: ignore[arg-type]
-    )
+    lookup = lookup_of(house, Scripted({}), miss_cache, lambda: now[0])
     answer = lookup.begin("things", ["new", "fresh"])
     now[0] += TTL + STALE_FOR + 1
     for _ in range(2):

@@ -21,20 +21,20 @@ from precompute.store.online.codec import RowCodec, State
 from precompute.store.online.found_rows import FoundRows
 from precompute.store.online.online_store import Generation, Pointer
 from precompute.store.online.packed import Packed, RowBatch, Rows
-from precompute.store.online.redis import bulk, resp
-from precompute.store.online.redis.buckets import (
+from precompute.store.online.redis import layout as layouts
+from precompute.store.online.redis import removal, servers
+from precompute.store.online.redis.layout import (
     FEW,
     FIELDS,
+    Block,
     Buckets,
-    bucket_cost_bytes,
-    bucket_count,
-    field_of,
+    Layout,
+    slot_of,
 )
-from precompute.store.online.redis.preflight import key_cost_bytes
+from precompute.store.online.redis.preflight import bucket_cost_bytes, bucket_count, key_cost_bytes
 from precompute.store.online.redis.redis_store import RedisStore
-from precompute.store.online.redis.resp import Layout, slot_of
-from tests.online import Stopped, commands_in, in_buckets, plain
-from tests.redis_process import Proxy, RedisCluster, RedisProcess, newest_redis, redis_binaries
+from tests.online import Stopped, commands_in, plain
+from tests.redis_process import RedisCluster, RedisProcess, newest_redis, redis_binaries
 from tests.store.test_redis_cluster import migrate
 
 BINARIES = redis_binaries()
@@ -185,7 +185,7 @@ def test_every_row_is_laid_out_once_in_its_bucket_and_asked_for_there() -> None:
             assert found == [rows.rows.at(i) for i in meant.tolist()]
 
 
-def _checked(block: resp.Block) -> list[list[bytes]]:
+def _checked(block: Block) -> list[list[bytes]]:
     commands = commands_in(bytes(block.data))
     assert [2 * len(block.rows_of(i)) + 2 for i in range(block.replies)] == [
         len(command) for command in commands
@@ -237,26 +237,15 @@ def test_absent_and_damaged_values_are_that_keys_alone() -> None:
         spoilt[i] = bytes(value)
     for some in ({}, {3: None}, {13: values[14]}, spoilt):
         given = [some.get(i, value) for i, value in enumerate(values)]
-        states, _ = CODEC.verify(buckets.restored(keys, given, None), [1])
+        states, _ = buckets.restored(keys, given, None).verified(CODEC, [1])
         assert states.tolist() == [
             State.WHOLE if i not in some else State.ABSENT if some[i] is None else State.DAMAGED
             for i in range(len(keys))
         ]
         for i in range(len(keys)):
-            one, _ = CODEC.verify_one(
-                buckets.restored(keys[i : i + 1], given[i : i + 1], None), [1]
-            )
+            found = buckets.restored(keys[i : i + 1], given[i : i + 1], None)
+            one, _ = found.verified_one(CODEC, [1])
             assert one == states[i]
-
-
-def test_another_keys_row_in_ones_field_is_damaged() -> None:
-    """Should two keys share bucket and field: the checksum covers the key by another hash."""
-    rows = batch([b"one"])
-    buckets = Buckets.of(1, rows.rows)
-    (value,) = (bytes(value) for value in buckets.narrowed(rows.rows).strings())
-    for key, state in ((b"one", State.WHOLE), (b"other", State.DAMAGED)):
-        assert CODEC.verify_one(buckets.restored([key], [value], None), [1])[0] == state
-    assert field_of(b"one") != kernels.hash_of(b"one").to_bytes(8, "little")[:6]
 
 
 # ---- the whole way
@@ -272,54 +261,17 @@ def test_narrow_rows_lie_in_small_hashes_and_come_back_whole(
     assert {raw.object("encoding", key) for key in held} <= {b"listpack", b"ziplist"}
     assert sum(raw.hlen(key) for key in held) == 6400
     (layout,) = store._layouts("scores", [1], "count", 5.0)
-    assert bulk.counted(store._servers.masters(), layout, "count") == 6400
+    assert removal.counted(store._servers.masters(), layout, "count") == 6400
     reader = open_store(shared_server.url())
     assert [
         row for at in range(0, 6400, 800) for row in read(reader, keys[at : at + 800])
     ] == expected(keys)
-    gets_of = [b"no", *keys[:3], b"x", keys[0]]
-    assert read(reader, gets_of) == [None, *expected(keys)[:3], None, expected(keys)[0]]
-    assert plain(reader.read_generation("scores", 1, [keys[5], b"no"])) == [expected(keys)[5], None]
-    # an overlay with keys of its own over a base in buckets, in one round trip; and one in buckets
-    # over a base that has keys
-    load_overlay(store, 2, 1, row_bytes=None)
-    assert len(hashes_of(raw, 2)) == 21 + 1, "and the list of its keys"
-    with Proxy(shared_server.port) as proxy:
-        slow = open_store(f"redis://127.0.0.1:{proxy.port}/0")
-        read(slow, [b"1"])
-        before = proxy.requests
-        check_overlaid(slow, keys)
-        assert proxy.requests == before + 1
+    # keys for each row instead, where the rows' width is not known
     store.prepare("scores", Generation(3, 1), 10, 500, "us")
     store.load("scores", Generation(3, 1), batches(keys))
-    load_overlay(store, 4, 3, row_bytes=CODEC.fixed_bytes)
-    assert len(hashes_of(raw, 4)) == 1
-    check_overlaid(reader, keys)
-    assert store.doubts("scores") == []
-    store.flip(pointer(5, 1))
-    assert read(reader, keys[:20]) == expected(keys)[:20]
-    for number in (2, 3, 4):
-        store.drop("scores", number)
-    assert [len(hashes_of(raw, number)) for number in (1, 2, 3, 4)] == [100, 0, 0, 0]
+    assert (len(hashes_of(raw, 3)), store.doubts("scores")) == (6400, [])
     store.forget("scores")
     assert list(raw.scan_iter()) == []
-
-
-def load_overlay(store: RedisStore, number: int, base: int, row_bytes: int | None) -> None:
-    generation = Generation(number, number, base)
-    store.prepare("scores", generation, 21, 1000, "us", row_bytes)
-    gone = CODEC.tombstones(pa.array([str(i) for i in range(10)]), AT_US, number)
-    assert store.load("scores", generation, [gone, batch([*ids(10, 10), b"new"], number)]) == 21
-    store.flip(pointer(number, base, number))
-
-
-def check_overlaid(store: RedisStore, keys: list[bytes]) -> None:
-    found = store.read("scores", [*keys[:30], b"new", b"no"])
-    assert found is not None
-    states, _ = CODEC.verify(found[1], range(1, 10))
-    assert states.tolist() == [State.ABSENT] * 10 + [State.WHOLE] * 21 + [State.ABSENT]
-    changed = expected([*ids(10, 10), b"new"], found[0].snapshot)
-    assert plain(found[1])[10:-1] == [*changed[:10], *expected(keys)[20:30], changed[10]]
 
 
 def test_a_flipped_bit_in_a_generations_note_is_never_a_missing_row(
@@ -382,7 +334,7 @@ def test_a_value_of_another_kind_in_a_buckets_place_is_damage_of_its_keys(
     for some in (keys, *([key] for key in keys)):
         found = store.read("scores", some)
         assert found is not None
-        states, _ = CODEC.verify(found[1], [1])
+        states, _ = found[1].verified(CODEC, [1])
         fields = [
             command[2] for command in commands_in(Layout(PREFIX, Buckets(1, "")).gets_of(some)[0])
         ]
@@ -399,8 +351,8 @@ def test_an_interrupted_load_goes_on_in_the_same_buckets(
     shared_server: RedisProcess,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bulk, "NOTE_EVERY_S", 0.0)
-    monkeypatch.setattr(resp, "BUCKETS_SLICE_ROWS", 2000)
+    monkeypatch.setattr(servers, "NOTE_EVERY_S", 0.0)
+    monkeypatch.setattr(layouts, "BUCKETS_SLICE_ROWS", 2000)
     keys, generation = ids(20_000), Generation(1, 1)
 
     def torn() -> Rows:
@@ -423,27 +375,9 @@ def test_an_interrupted_load_goes_on_in_the_same_buckets(
         bytes(row or b"")[16:] for row in expected(keys)
     ]
     assert (
-        CODEC.verify((other.read("scores", keys) or (0, FoundRows([], [])))[1], [1])[0]
+        (other.read("scores", keys) or (0, FoundRows([], [])))[1].verified(CODEC, [1])[0]
         == State.WHOLE
     ).all()
-
-
-def test_replies_lost_in_mid_load_are_asked_again(
-    raw: redis.Redis,
-    open_store: OpenStore,
-    shared_server: RedisProcess,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    in_buckets(monkeypatch, 300)
-    monkeypatch.setattr(resp, "BUCKETS_SLICE_ROWS", 3000)
-    with Proxy(shared_server.port) as proxy:
-        store = open_store(f"redis://127.0.0.1:{proxy.port}/0")
-        proxy.cut_after = 500_000
-        assert store.load("scores", Generation(1, 1), batches(ids(20_000))) == 20_000
-        assert proxy.cuts == 1
-        assert sum(raw.hlen(key) for key in hashes_of(raw)) == 20_000
-        store.flip(pointer(1))
-        assert read(store, ids(20_000)) == expected(ids(20_000))
 
 
 # ---- a cluster
@@ -457,8 +391,8 @@ def test_buckets_in_a_cluster_follow_slots_that_move_and_masters_that_go(
         store = open_store(cluster.url())
         generation = Generation(1, 1)
         store.prepare("scores", generation, len(keys), 50 * len(keys), "", CODEC.fixed_bytes)
-        monkeypatch.setattr(resp, "BUCKETS_SLICE_ROWS", 3000)
-        monkeypatch.setattr("precompute.store.online.redis.bulk.SCANNED_KEYS", 100)
+        monkeypatch.setattr(layouts, "BUCKETS_SLICE_ROWS", 3000)
+        monkeypatch.setattr("precompute.store.online.redis.removal.SCANNED_KEYS", 100)
         victim = cluster.masters[1]
         name = "precompute:{}scores:1:00000000"
         source = cluster.master_of(name)
@@ -513,7 +447,7 @@ def test_a_bucket_that_moves_while_rows_are_counted_counts_once(
         links = sorted(
             store._servers.masters(), key=lambda link: str(source.port) not in link.where
         )
-        scanned, moved = bulk.scanned, list[str]()
+        scanned, moved = removal.scanned, list[str]()
 
         def moving(*arguments: Any) -> Iterator[list[bytes]]:
             for found in scanned(*arguments):
@@ -522,8 +456,8 @@ def test_a_bucket_that_moves_while_rows_are_counted_counts_once(
                     migrate(cluster, slot_of(name), source, to)
                 yield found
 
-        monkeypatch.setattr(bulk, "scanned", moving)
-        assert (bulk.counted(links, layout, "count"), moved) == (len(keys), [name])
+        monkeypatch.setattr(removal, "scanned", moving)
+        assert (removal.counted(links, layout, "count"), moved) == (len(keys), [name])
 
 
 # ---- memory, and when it is buckets

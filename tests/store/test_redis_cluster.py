@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,17 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-import redis
 
-from precompute.store.errors import ConflictError, OnlineStoreError
+from precompute.store.errors import OnlineStoreError
 from precompute.store.online.online_store import Generation, Terms
 from precompute.store.online.packed import Packed, Rows
-from precompute.store.online.redis import bulk
-from precompute.store.online.redis.bulk import SCANNED_KEYS, Pipe
+from precompute.store.online.redis import servers
+from precompute.store.online.redis.cluster import SlotMap, target
+from precompute.store.online.redis.connection import Lost, Refused
+from precompute.store.online.redis.layout import SLOTS, row_slots, slot_of
 from precompute.store.online.redis.redis_store import RedisStore
-from precompute.store.online.redis.replies import Lost, Refused
-from precompute.store.online.redis.resp import SLOTS, SlotMap, row_slots, slot_of, target
-from tests.online import TABLE, Stopped, numbers, over, plain, pointer, rows_of, values
+from precompute.store.online.redis.servers import Pipe
+from tests.online import TABLE, numbers, pointer, rows_of, values
 from tests.redis_process import RedisCluster, RedisProcess, eventually, newest_redis, redis_binaries
 
 BINARIES = redis_binaries()
@@ -137,6 +136,13 @@ def test_rows_are_spread_over_all_masters_whatever_their_keys_hold(
     held = keys_held(cluster)
     assert sum(map(len, held.values())) == 3000
     assert all(900 < len(keys) < 1100 for keys in held.values())
+    publish(store, 2, TABLE)
+    store.drop("numbers", 1)
+    assert sum(map(len, keys_held(cluster).values())) == len(TABLE)
+    store.forget("numbers")
+    for master in cluster.masters:
+        with master.client() as client:
+            assert client.dbsize() == 0
 
 
 def test_a_slot_map_and_redirections_name_servers() -> None:
@@ -152,68 +158,6 @@ def test_a_slot_map_and_redirections_name_servers() -> None:
     assert target(Refused("MOVED 3999 127.0.0.1:6381"), ("x", 1)) == ("127.0.0.1", 6381)
     assert target(Refused("ASK 3999 ::1:6381"), ("x", 1)) == ("::1", 6381)
     assert target(Refused("MOVED 3999 :6381"), ("x", 1)) == ("x", 6381)
-
-
-# ---- the whole way
-
-
-def test_base_overlay_rollback_and_drop(cluster: RedisCluster, open_store: OpenStore) -> None:
-    store, reader = open_store(cluster.url()), open_store(cluster.url(nodes=1))
-    table = many(5000) | {
-        bytes([i, j]): bytes([j]) * (1 + i % 50)
-        for i in range(1, 256, 5)
-        for j in (1, 10, 13, 42, 123, 125, 255)
-    }
-    publish(store, 1, table)
-    assert read_all(reader, table) == list(table.values())
-    store.load("numbers", Generation(2, 2, base=1), rows_of({b"7": b"changed", b"new": b"row"}))
-    store.flip(over(1, 2))
-    assert values(reader.read("numbers", [b"7", b"8", b"new", b"gone"])) == [
-        b"changed",
-        table[b"8"],
-        b"row",
-        None,
-    ]
-    assert plain(reader.read_generation("numbers", 2, [b"7", b"8"])) == [b"changed", None]
-    with pytest.raises(ConflictError, match="is live"):
-        store.drop("numbers", 1)
-    publish(store, 3, TABLE)
-    assert (values(reader.read("numbers", [b"7", b"a"])), reader.views()) == (
-        [None, b"1"],
-        ["numbers"],
-    )
-    assert store.doubts("numbers") == []
-    for number in (1, 2):
-        store.drop("numbers", number)
-    assert (numbers(store), sum(map(len, keys_held(cluster).values()))) == ([3], len(TABLE))
-    store.forget("numbers")
-    assert (reader.read("numbers", [b"a"]), reader.views()) == (None, [])
-    for master in cluster.masters:
-        with master.client() as client:
-            assert client.dbsize() == 0
-
-
-def test_a_load_that_was_interrupted_is_gone_on_with(
-    cluster: RedisCluster, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("precompute.store.online.redis.bulk.NOTE_EVERY_S", 0.03)
-    store, table = open_store(cluster.url()), many(20_000)
-
-    def torn() -> Rows:
-        for part in itertools.islice(rows_of(table, 2000), 8):
-            yield part
-            time.sleep(0.03)
-        raise Stopped
-
-    with pytest.raises(Stopped):
-        store.load("numbers", Generation(1, 1), torn())
-    terms = open_store(cluster.url()).prepare("numbers", Generation(2, 1), 20_000, 10**6, "")
-    assert terms.number == 1
-    assert 0 < terms.rows_done < 20_000
-    rest = dict(list(table.items())[terms.rows_done :])
-    assert store.load("numbers", Generation(1, 1), rows_of(rest, 1000), terms.rows_done) == 20_000
-    store.flip(pointer(1))
-    assert read_all(store, table) == list(table.values())
 
 
 def test_a_server_of_a_cluster_is_no_single_server_nor_the_other_way_round(
@@ -496,7 +440,7 @@ def test_a_block_waiting_for_room_at_a_cut_is_sent_all_the_same(
             raise Lost("cut")
         take(self)
 
-    monkeypatch.setattr(bulk, "IN_FLIGHT_BYTES", 50_000)
+    monkeypatch.setattr(servers, "IN_FLIGHT_BYTES", 50_000)
     monkeypatch.setattr(Pipe, "_take", cut_off)
     publish(store, 1, table)
     assert len(cut) == 3
@@ -561,19 +505,3 @@ def test_a_cluster_that_lacks_slots_is_told(
         time.sleep(0.05)
     assert errors
     assert all("could not read 4 keys of 'numbers'" in error for error in errors), errors
-
-
-def test_keys_of_others_are_left_alone_when_a_generation_goes(
-    cluster: RedisCluster, open_store: OpenStore
-) -> None:
-    store = open_store(cluster.url())
-    publish(store, 1, many(3 * SCANNED_KEYS))
-    with redis.RedisCluster("127.0.0.1", cluster.masters[0].port) as raw:
-        for i in range(500):
-            raw.set(f"other:{i}", i)
-        publish(store, 2, TABLE)
-        store.drop("numbers", 1)
-        assert (
-            sum(len(raw.keys("other:*", target_nodes=node)) for node in raw.get_primaries()) == 500
-        )
-    assert sum(map(len, keys_held(cluster).values())) == len(TABLE)

@@ -19,12 +19,12 @@ import redis
 from precompute.store.errors import ConflictError, OnlineStoreError
 from precompute.store.online.online_store import Generation, Pointer, Terms
 from precompute.store.online.packed import Rows
-from precompute.store.online.redis import bulk, meta, redis_store
-from precompute.store.online.redis.bulk import sweep
-from precompute.store.online.redis.cluster import Cluster
-from precompute.store.online.redis.link import RedisOptions
+from precompute.store.online.redis import meta, removal, servers
+from precompute.store.online.redis.cluster import Cluster, SlotMap
+from precompute.store.online.redis.connection import RedisOptions
+from precompute.store.online.redis.layout import SLOTS, slot_of
 from precompute.store.online.redis.redis_store import RedisStore
-from precompute.store.online.redis.resp import SLOTS, SlotMap, slot_of
+from precompute.store.online.redis.removal import sweep
 from tests.online import TABLE, Stopped, pointer, publish, rows_of, values
 from tests.redis_process import (
     Proxy,
@@ -231,7 +231,7 @@ def test_masters_that_change_between_looks_are_each_queried(
 def test_a_failover_between_preflight_and_load_is_no_load_to_go_on_with(
     tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bulk, "NOTE_EVERY_S", 0.0)
+    monkeypatch.setattr(servers, "NOTE_EVERY_S", 0.0)
     with RedisCluster(NEWEST, tmp_path) as cluster:
         store, table = open_store(cluster.url()), many(5000)
 
@@ -369,7 +369,7 @@ def test_an_end_that_outlives_its_lease_leaves_alone_what_was_begun_anew(
             publish(other, 1, TABLE)
         sweep(*arguments, **named)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(redis_store, "sweep", sleeping)
+    monkeypatch.setattr(removal, "sweep", sleeping)
     with pytest.raises(
         ConflictError, match="view 'numbers' is removed, or was begun again, by another process"
     ):
@@ -395,7 +395,7 @@ def test_a_drop_that_outlives_its_lease_leaves_alone_what_was_loaded_anew(
             other.load("numbers", Generation(1, 3), rows_of(TABLE))
         sweep(*arguments, **named)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(redis_store, "sweep", sleeping)
+    monkeypatch.setattr(removal, "sweep", sleeping)
     store.drop("numbers", 1)
     other.flip(Pointer(pointer(1).view, 3, 3, "model", 4, 4, "at 3", None, generation=1))
     assert values(other.read("numbers", list(TABLE))) == list(TABLE.values())
@@ -424,6 +424,7 @@ def test_a_master_that_becomes_a_replica_in_mid_load_is_told(
         ):
             store.load("numbers", Generation(2, 2), demoted())
         for use in (
+            lambda: store.prepare("numbers", Generation(2, 2), 4, 100, "us"),
             lambda: store.flip(pointer(1)),
             lambda: store.drop("numbers", 7),
             lambda: store.forget("numbers"),
@@ -471,7 +472,7 @@ def test_a_redis_killed_inside_the_flip_has_old_or_new_whole(
 
         with monkeypatch.context() as patch:
             patch.setattr(meta, "_FLIP", texts.get(when, meta._FLIP))
-            patch.setattr(redis_store, "ADMIN_S", 2.0)
+            patch.setattr(meta, "ADMIN_S", 2.0)
             proxy.silent = when not in texts
             flipping = threading.Thread(target=flip)
             flipping.start()

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import redis
 
@@ -24,15 +23,13 @@ from precompute.store.errors import (
     OnlineStoreError,
 )
 from precompute.store.feature_view import Feature, FeatureView
-from precompute.store.online import kernels
-from precompute.store.online.codec import RowCodec, State
 from precompute.store.online.online_store import Generation, Pointer, Terms
-from precompute.store.online.packed import Packed, RowBatch, Rows
-from precompute.store.online.redis import bulk, redis_store
+from precompute.store.online.packed import Packed, Rows
+from precompute.store.online.redis import meta, removal, servers
+from precompute.store.online.redis.layout import MSET_KEYS, blocks
 from precompute.store.online.redis.link import Breaker
 from precompute.store.online.redis.preflight import ServerState, check_room, key_cost_bytes
 from precompute.store.online.redis.redis_store import WARM_CONNECTIONS, RedisStore
-from precompute.store.online.redis.resp import MSET_KEYS, blocks
 from precompute.store.online.redis.servers import SingleServer
 from precompute.store.online.url import open_online_store
 from tests.online import DAMAGED_POINTERS, TABLE, Stopped, commands_in, plain, rows_of
@@ -237,27 +234,6 @@ def test_only_those_rows_are_laid_out_that_are_meant() -> None:
 # ---- loading
 
 
-def test_a_load_of_many_batches_is_all_there_under_keys_of_every_byte(
-    store: RedisStore, raw: redis.Redis
-) -> None:
-    table = many(20_000) | {
-        bytes([i, j]): bytes([j]) * (1 + i % 5)
-        for i in range(1, 256)
-        for j in (1, 10, 13, 42, 91, 123, 125, 255)
-    }
-    publish(store, 1, table)
-    keys = list(table)
-    assert [
-        value
-        for start in range(0, len(keys), 1000)
-        for value in read(store, keys[start : start + 1000])
-    ] == list(table.values())
-    assert len(data_keys(raw, 1)) == len(table)
-    assert store.generations("numbers") == [Generation(1, 1)]
-    fields = {field.partition(":")[0] for field in fields_of(raw)}
-    assert fields == {"rows", "live", "version", "pointer", "epoch", "owner", "at"}
-
-
 def test_an_overlay_is_read_with_its_base_in_one_round_trip(
     store: RedisStore, server: RedisProcess, open_store: OpenStore
 ) -> None:
@@ -299,7 +275,7 @@ def test_an_interrupted_load_goes_on_where_the_server_had_it(
     raw: redis.Redis,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bulk, "NOTE_EVERY_S", 0.03)
+    monkeypatch.setattr(servers, "NOTE_EVERY_S", 0.03)
     table = many(20_000)
     generation = Generation(1, 7)
     with pytest.raises(Stopped):
@@ -391,7 +367,7 @@ def test_replies_lost_in_mid_load_are_asked_again(
 def test_late_replies_in_mid_load_are_waited_for_and_requested_again(
     server: RedisProcess, open_store: OpenStore, raw: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bulk, "STALL_S", 0.5)
+    monkeypatch.setattr(servers, "STALL_S", 0.5)
     with Proxy(server.port) as proxy:
         store = open_store(f"redis://127.0.0.1:{proxy.port}/0")
 
@@ -430,7 +406,7 @@ def test_a_server_that_is_another_one_after_a_cut_ends_the_load(
 def test_a_server_that_is_gone_for_good_in_mid_load_is_told(
     own_server: RedisProcess, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bulk, "STALL_S", 0.5)
+    monkeypatch.setattr(servers, "STALL_S", 0.5)
     store = open_store(own_server.url())
 
     def killing() -> Rows:
@@ -485,7 +461,7 @@ def test_a_flip_whose_answer_is_lost_is_done_once_more(
 
 def _with_admin_budget(budget_s: float, use: Callable[[], None]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(redis_store, "ADMIN_S", budget_s)
+        patch.setattr(meta, "ADMIN_S", budget_s)
         use()
 
 
@@ -683,22 +659,6 @@ def test_a_server_that_evicts_is_refused_unless_that_is_allowed(
     )
 
 
-def test_rows_that_were_evicted_are_doubted(
-    server: RedisProcess, open_store: OpenStore, raw: redis.Redis
-) -> None:
-    raw.config_set("maxmemory-policy", "allkeys-random")
-    store = open_store(server.url("?allow_eviction=yes"))
-    publish(store, 1, many(5000))
-    assert store.doubts("numbers") == []
-    meta = raw.dump("precompute:{numbers}:meta") or b""
-    raw.config_set("maxmemory", raw.info("memory")["used_memory"] - 200_000)
-    eventually(lambda: raw.set("x", "y") and raw.info("stats")["evicted_keys"] > 100)
-    raw.config_set("maxmemory", 0)
-    raw.restore("precompute:{numbers}:meta", 0, meta, replace=True)
-    (doubt, *_) = store.doubts("numbers")
-    assert "keys were evicted since generation 1 was loaded" in doubt
-
-
 def test_a_server_that_was_started_anew_or_emptied_is_doubted(
     own_server: RedisProcess, open_store: OpenStore
 ) -> None:
@@ -719,22 +679,6 @@ def test_a_server_that_was_started_anew_or_emptied_is_doubted(
         assert store.doubts("numbers")[1:] == [
             "the server holds 3 keys of rows, and 4 of this view alone were loaded"
         ]
-
-
-def test_a_read_only_replica_is_told(
-    server: RedisProcess, store: RedisStore, raw: redis.Redis, own_server: RedisProcess
-) -> None:
-    publish(store, 1, TABLE)
-    raw.replicaof("127.0.0.1", str(own_server.port))
-    with pytest.raises(OnlineStoreError, match="read-only replica: name its master"):
-        store.prepare("numbers", Generation(2, 2), 4, 100, "us")
-    for use in (
-        lambda: store.load("numbers", Generation(2, 2), rows_of(TABLE)),
-        lambda: store.flip(pointer(1)),
-        lambda: store.forget("numbers"),
-    ):
-        with pytest.raises(OnlineStoreError, match="read-only replica"):
-            use()
 
 
 # ---- rights, owners, prefixes
@@ -794,25 +738,6 @@ def test_a_right_that_lacks_is_found_before_anything_moves(
     assert list(raw.scan_iter()) == []
 
 
-def test_a_view_of_another_project_is_refused(
-    store: RedisStore, server: RedisProcess, open_store: OpenStore
-) -> None:
-    publish(store, 1, TABLE)
-    other = open_store(server.url())
-    with pytest.raises(
-        ConflictError, match=r"published by another project \(us, this one is them\).*--take-over"
-    ):
-        other.prepare("numbers", Generation(2, 2), 4, 100, "them")
-    other.load("numbers", Generation(2, 2), rows_of(TABLE))
-    with pytest.raises(
-        ConflictError, match=r"published by another project \(us, this one is them\).*--take-over"
-    ):
-        other.flip(pointer(2, owner="them"))
-    assert store.live("numbers") == pointer(1)
-    elsewhere = open_store(server.url("?prefix=elsewhere"))
-    assert elsewhere.prepare("numbers", Generation(2, 2), 4, 100, "them") == Terms()
-
-
 def test_a_load_of_another_project_that_is_on_its_way_is_not_dropped(
     store: RedisStore, server: RedisProcess, open_store: OpenStore
 ) -> None:
@@ -870,7 +795,7 @@ def test_a_drop_that_was_interrupted_is_finished_by_the_next_publish(
     for number in (1, 2):
         publish(store, number, many(3000))
     with monkeypatch.context() as patch:
-        patch.setattr(redis_store, "sweep", _interrupted)
+        patch.setattr(removal, "sweep", _interrupted)
         with pytest.raises(Stopped):
             store.drop("numbers", 1)
     assert (store.generations("numbers"), len(data_keys(raw, 1))) == ([Generation(2, 2)], 3000)
@@ -888,7 +813,7 @@ def test_an_end_of_a_view_that_was_interrupted_is_finished_by_the_next(
 ) -> None:
     publish(store, 1, many(3000))
     with monkeypatch.context() as patch:
-        patch.setattr(redis_store, "sweep", _interrupted)
+        patch.setattr(removal, "sweep", _interrupted)
         with pytest.raises(Stopped):
             store.forget("numbers")
     assert (store.read("numbers", [b"1"]), store.views(), store.generations("numbers")) == (
@@ -900,7 +825,7 @@ def test_an_end_of_a_view_that_was_interrupted_is_finished_by_the_next(
     assert len(data_keys(raw, 1)) == len(TABLE), "a load ends it too, and begins again"
     store.flip(pointer(1))
     with monkeypatch.context() as patch:
-        patch.setattr(redis_store, "sweep", _interrupted)
+        patch.setattr(removal, "sweep", _interrupted)
         with pytest.raises(Stopped):
             store.forget("numbers")
     assert store.load("numbers", Generation(2, 2), rows_of(TABLE)) == len(TABLE)
@@ -933,14 +858,6 @@ def test_a_drop_among_many_keys_of_others_takes_only_its_own(
     assert data_keys(raw, "7") == [], (
         "nobody knows of it, and it is older than what is known: somebody slept"
     )
-
-
-def test_what_was_dropped_leaves_nothing(store: RedisStore, raw: redis.Redis) -> None:
-    publish(store, 1, TABLE)
-    before, meta = set(raw.scan_iter()), raw.hgetall("precompute:{numbers}:meta")
-    load(store, 2, many(12_000))
-    store.drop("numbers", 2)
-    assert (set(raw.scan_iter()), raw.hgetall("precompute:{numbers}:meta")) == (before, meta)
 
 
 def scans(raw: redis.Redis) -> int:
@@ -983,7 +900,7 @@ def test_an_overlay_whose_list_of_keys_is_not_whole_is_looked_for(
         raw.unlink(listed)
     else:
         with monkeypatch.context() as patch:
-            patch.setattr(redis_store, "remove", _interrupted)
+            patch.setattr(removal.Removal, "_removed_by_list", _interrupted)
             with pytest.raises(Stopped):
                 store.drop("numbers", 2)
     store.drop("numbers", 2)
@@ -994,37 +911,13 @@ def test_an_overlay_whose_list_of_keys_is_not_whole_is_looked_for(
 # ---- damage
 
 
-def test_a_flipped_bit_or_another_keys_row_is_damaged_alone(
+def test_a_value_of_another_kind_is_no_row_of_its_key_alone(
     store: RedisStore, raw: redis.Redis
 ) -> None:
-    codec = RowCodec(VIEW)
-    keys = [b"%d" % i for i in range(100)]
-    hashes = kernels.hashes(Packed.of(keys))
-    columns = pa.FixedSizeListArray.from_arrays(pa.array(np.arange(400, dtype=np.float32)), 4)
-    packed = codec.encode(pa.record_batch({"x": columns}), hashes, np.full(100, 5), 7)
-    assert (
-        store.load("numbers", Generation(1, 7), [RowBatch(Packed.of(keys), packed, hashes)]) == 100
-    )
-    store.flip(pointer(1))
-    prefix = "precompute:{}numbers:1:"
-    for i in range(40):
-        bit = i * 7 % (8 * codec.fixed_bytes)
-        raw.setbit(f"{prefix}{i}", bit, 1 - raw.getbit(f"{prefix}{i}", bit))
-    raw.set(f"{prefix}40", raw.get(f"{prefix}41") or b"")
-    raw.set(f"{prefix}42", (raw.get(f"{prefix}42") or b"")[:-1])
-    raw.set(f"{prefix}43", b"")
-    raw.unlink(f"{prefix}44")
-    raw.unlink(f"{prefix}45")
-    raw.lpush(f"{prefix}45", "a list")
-    found = store.read("numbers", keys)
-    assert found is not None
-    states, computed_at = codec.verify(found[1], [7])
-    absent = {44, 45}
-    assert states.tolist() == [
-        State.ABSENT if i in absent else State.DAMAGED if i < 41 or i in (42, 43) else State.WHOLE
-        for i in range(100)
-    ]
-    assert computed_at[46:].tolist() == [5] * 54
+    publish(store, 1, TABLE)
+    raw.unlink("precompute:{}numbers:1:b")
+    raw.lpush("precompute:{}numbers:1:b", "a list")
+    assert read(store, list(TABLE)) == [b"1", None, b"3", TABLE[b"d"]]
 
 
 @pytest.mark.parametrize("damaged", DAMAGED_POINTERS, ids=lambda damaged: repr(damaged[:9]))

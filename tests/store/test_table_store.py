@@ -16,15 +16,12 @@ from precompute.store.disk.durable_file import replace_durably
 from precompute.store.errors import DamagedPointerError, OnlineStoreError, PrecomputeError
 from precompute.store.online.online_store import Generation
 from precompute.store.online.table_store import TableStore
-from tests.conftest import MakeProject
 from tests.online import (
     DAMAGED_POINTERS,
     TABLE,
     Stopped,
-    batch_of,
     load,
     numbers,
-    plain,
     pointer,
     publish,
     torn,
@@ -39,18 +36,6 @@ def folder(tmp_path: Path) -> Path:
 
 def generation_file(folder: Path, generation: int, view: str = "numbers") -> Path:
     return folder / view / f"{generation:020d}.table"
-
-
-def test_two_table_stores_of_one_process_share_their_files(folder: Path) -> None:
-    one, other = TableStore(folder), TableStore(folder)
-    publish(one, 1, TABLE)
-    assert values(one.read("numbers", [b"a"])) == values(other.read("numbers", [b"a"])) == [b"1"]
-    one.close()
-    assert values(other.read("numbers", [b"b"])) == [b"22"]
-    publish(other, 2, {b"a": b"2"})
-    assert plain(TableStore(folder).read_generation("numbers", 1, [b"a"])) == [b"1"]
-    assert values(TableStore(folder).read("numbers", [b"a"])) == [b"2"]
-    other.close()
 
 
 def test_the_inode_of_the_pointer_that_is_known_is_given_to_no_other(folder: Path) -> None:
@@ -81,30 +66,6 @@ def test_a_table_folder_holds_generations_pointer_and_lock_alone(folder: Path) -
     assert json.loads((folder / "numbers" / "live.json").read_bytes())["epoch"] == 1
 
 
-def test_a_load_whose_index_does_not_fit_in_memory_is_whole(folder: Path) -> None:
-    store = TableStore(folder, memory_bytes=1)
-    table = {b"%d" % (i * 7919 % 30_000): b"%d" % i + b"x" * (i % 40) for i in range(30_000)}
-    publish(store, 1, table)
-    assert values(store.read("numbers", list(table))) == list(table.values())
-    assert {p.name for p in (folder / "numbers").iterdir()} == {
-        ".lock",
-        "live.json",
-        f"{1:020d}.table",
-    }
-
-
-def test_a_key_loaded_twice_is_no_load(folder: Path) -> None:
-    """Which of its rows were to be served, nobody could tell."""
-    store = TableStore(folder)
-    for rows in (
-        [batch_of({b"a": b"1"}), batch_of({b"b": b"1", b"a": b"2"})],
-        [batch_of({b"a": b"1"})] * 2,
-    ):
-        with pytest.raises(OnlineStoreError, match=r"'a'.*twice"):
-            store.load("numbers", Generation(1, 1), rows)
-    assert (numbers(store), list((folder / "numbers").iterdir())) == ([], [])
-
-
 @pytest.mark.parametrize("damage", ["removed", "emptied", "garbage", "zeros", "a folder"])
 def test_a_live_generation_that_is_gone_or_damaged_is_told(folder: Path, damage: str) -> None:
     publish(TableStore(folder), 1, TABLE)
@@ -129,21 +90,6 @@ def test_publishing_again_mends_a_generation_that_is_gone(folder: Path) -> None:
     assert store.live("numbers") == pointer(1)
     publish(store, 2, {b"a": b"again"})
     assert values(TableStore(folder).read("numbers", [b"a"])) == [b"again"]
-
-
-def test_publishing_the_live_snapshot_again_mends_its_generation(make_project: MakeProject) -> None:
-    """The same remedy by the same words, from one end to the other: nothing newer to publish is
-    needed."""
-    project = make_project([(1, 1.0), (2, 2.0)])
-    project.run()
-    path = generation_file(Path(project.online.removeprefix("table:")), 1)
-    path.unlink()
-    with pytest.raises(OnlineStoreError, match="publish the view again"):
-        project.open_online().read("numbers", [b"1"])
-    project.publish()
-    found = project.open_online().read("numbers", [b"1", b"2", b"3"])
-    assert found is not None
-    assert [row is None for row in found[1].values] == [False, False, True]
 
 
 CUT = """
@@ -206,15 +152,6 @@ def test_a_flipped_bit_in_a_pointer_file_is_told_and_makes_no_row_fresh(folder: 
                 use("numbers")
     replace_durably(path, whole)
     assert values(store.read("numbers", [b"a"])) == [TABLE[b"a"]]
-
-
-def test_publishing_again_mends_a_damaged_pointer_file(folder: Path) -> None:
-    """It is the remedy that the error names."""
-    store = TableStore(folder)
-    publish(store, 1, TABLE)
-    (folder / "numbers" / "live.json").write_bytes(b"{")
-    publish(store, 2, {b"a": b"again"})
-    assert values(TableStore(folder).read("numbers", [b"a"])) == [b"again"]
 
 
 FULL_DISK = """

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,7 +21,6 @@ from precompute.store.online.row_values import packed_vectors, unpacked_vectors
 from tests.store.test_codec import (
     ABSENT,
     DAMAGED,
-    batch_of,
     codec_of,
     flipped,
     keys_of,
@@ -87,39 +85,7 @@ def test_binary_is_the_signs_and_the_mean_size(dtype: str, dim: int) -> None:
     assert back(dtype, "binary", vectors).tolist() == np.where(vectors < 0, -sizes, sizes).tolist()
 
 
-def test_small_vectors_by_hand() -> None:
-    assert back("float32", "int8", [127.0, -127.0, 0.4, -0.6, 0.0]).tolist() == [
-        [127.0, -127.0, 0.0, -1.0, 0.0]
-    ]
-    assert back("float32", "binary", [1.0, -2.0, 0.0, 5.0]).tolist() == [[2.0, -2.0, 2.0, 2.0]]
-    scales, bits = packed_vectors(
-        feature_of("float32", "binary", 10),
-        np.array([[1, -1, 1, 1, 1, 1, 1, 1, 1, -1]], np.float32),
-    )
-    assert (scales.tolist(), bits.tolist()) == ([1.0], [[0b10, 0b10]])
-
-
-@every_kind
-def test_the_negative_comes_back_as_the_negative(dtype: str, packing: str) -> None:
-    vectors = some_vectors(dtype, 9)
-    assert (back(dtype, packing, -vectors) == -back(dtype, packing, vectors)).all()
-
-
 # ---- extremes
-
-
-@every_kind
-def test_zeros_stay_zeros(dtype: str, packing: str) -> None:
-    now = back(dtype, packing, [[0.0] * 9, [-0.0] * 9])
-    assert now.tolist() == [[0.0] * 9] * 2
-    assert not np.signbit(now).any()
-
-
-@every_kind
-def test_the_largest_numbers_stay_finite(dtype: str, packing: str) -> None:
-    top = LARGEST[dtype]
-    now = back(dtype, packing, [[top] * 384, [top, -top] * 192]).astype(np.float64)
-    np.testing.assert_allclose(now, [[top] * 384, [top, -top] * 192], rtol=1e-6)
 
 
 @every_kind
@@ -250,19 +216,6 @@ def test_packed_vectors_stand_among_features_of_every_kind() -> None:
         assert verified(codec, [spoilt]) == [DAMAGED]
 
 
-def test_a_slice_of_a_column_with_nulls_is_packed_as_what_it_shows() -> None:
-    features = (feature_of("float32", "int8", 3),)
-    vectors: list[Any] = [[9.0, 9.0, 9.0], None, [1.0, 2.0, 127.0], None]
-    batch = batch_of(features, [{"v": vector} for vector in vectors]).slice(1)
-    encoded = codec_of(features).encode(batch, np.zeros(3, np.uint64), np.zeros(3, np.int64), 1)
-    assert codec_of(features).decode(encoded).columns[0].to_pylist() == [
-        None,
-        [1.0, 2.0, 127.0],
-        None,
-    ]
-    assert codec_of(features).decode(encoded).columns[0].type == pa.list_(pa.float32(), 3)
-
-
 # ---- layout
 
 
@@ -275,21 +228,6 @@ def test_the_documented_layout() -> None:
     row = {"a": [127.0, -127.0, 1.0, 0.0], "x": 7, "b": [-0.5] + [0.5] * 7 + [-0.5]}
     (value,) = packed(features, row)
     assert value[24:] == struct.pack("<Bf4bhf2B", 0, 1.0, 127, -127, 1, 0, 7, 0.5, 1, 1)
-
-
-def test_bytes_of_a_row_of_384() -> None:
-    sizes = {
-        (dtype, packing): codec_of((Feature("v", dtype, dim=384, packed=packing),)).fixed_bytes
-        for dtype, packing in product(DTYPES, (None, *PACKINGS))
-    }
-    assert sizes == {
-        ("float32", None): 1561,
-        ("float16", None): 793,
-        ("float32", "int8"): 413,
-        ("float16", "int8"): 413,
-        ("float32", "binary"): 77,
-        ("float16", "binary"): 77,
-    }
 
 
 def test_how_vectors_are_packed_is_part_of_the_schema() -> None:

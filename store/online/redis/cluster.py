@@ -7,36 +7,48 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from precompute.store.errors import OnlineStoreError
 from precompute.store.online.found_rows import FoundRows
-from precompute.store.online.packed import I8, U8, Rows
-from precompute.store.online.redis.bulk import STALL_S, Acknowledged, Pipe, Throttle, counted
-from precompute.store.online.redis.link import (
-    Breaker,
-    Budget,
+from precompute.store.online.packed import I8, U8, RowBatch, Rows
+from precompute.store.online.redis.connection import (
     Command,
     Connection,
-    Link,
+    Lost,
+    Node,
     RedisOptions,
+    Refused,
     opener,
     packed,
 )
-from precompute.store.online.redis.preflight import identity_of
-from precompute.store.online.redis.replies import (
+from precompute.store.online.redis.layout import SLOTS, Block, Layout, slot_of
+from precompute.store.online.redis.link import (
     MOVING,
-    Lost,
+    Breaker,
+    Budget,
+    Link,
     NoAnswer,
-    Refused,
     no_answer,
     refusal,
 )
-from precompute.store.online.redis.resp import Block, Layout, Node, SlotMap, slot_of, target
-from precompute.store.online.redis.servers import ADMIN_S, Servers, slices
+from precompute.store.online.redis.preflight import identity_of
+from precompute.store.online.redis.removal import counted
+from precompute.store.online.redis.servers import (
+    ADMIN_S,
+    OTHER_KIND,
+    STALL_S,
+    Pipe,
+    Progress,
+    Servers,
+    SingleServer,
+    send_all,
+)
 
 PAUSE_S = 0.05
 """Between two looks at a cluster in which something moves."""
@@ -45,6 +57,47 @@ _ANNOUNCED = frozenset({"MOVED", "ASK"})
 REDIRECTIONS = 5
 """Followed at once, one after the other: more of them are servers that do not agree, which takes a
 while to pass."""
+
+
+@dataclass(frozen=True)
+class SlotMap:
+    """Which master has which slot: ``owners`` int16 [16384] are positions in ``masters``; -1 where
+    nobody has it."""
+
+    masters: tuple[Node, ...]
+    owners: npt.NDArray[np.int16]
+
+    @classmethod
+    def of(cls, reply: Sequence[Any], answered_by: Node) -> SlotMap:
+        """From the reply of CLUSTER SLOTS; a server that does not know its own name is the one that
+        was requested."""
+        masters: list[Node] = []
+        owners = np.full(SLOTS, -1, np.int16)
+        for first, last, master, *_ in reply:
+            host = (master[0] or b"").decode()
+            node = (answered_by[0] if host in ("", "?") else host, int(master[1]))
+            if node not in masters:
+                masters.append(node)
+            owners[first : last + 1] = masters.index(node)
+        return cls(tuple(masters), owners)
+
+    def moved(self, slot: int, node: Node) -> SlotMap:
+        """The map with a slot at another server."""
+        masters = self.masters if node in self.masters else (*self.masters, node)
+        owners = self.owners.copy()
+        owners[slot] = masters.index(node)
+        return SlotMap(masters, owners)
+
+    @property
+    def uncovered(self) -> int:
+        """How many slots nobody has."""
+        return int((self.owners < 0).sum())
+
+
+def target(refused: Refused, answered_by: Node) -> Node:
+    """Where a MOVED or ASK points to: ``MOVED 3999 127.0.0.1:6381``."""
+    host, _, port = str(refused).split()[2].rpartition(":")
+    return (answered_by[0] if host in ("", "?") else host), int(port)
 
 
 class Cluster(Servers):
@@ -122,9 +175,11 @@ class Cluster(Servers):
             left_s = deadline - time.monotonic()
             try:
                 # a third each, so that one that hangs does not take it all
-                (reply,) = self.link(node).ask(
+                (reply,) = self.link(node).replies(
                     packed(("CLUSTER", "SLOTS")), 1, doing, max(left_s / 3, 0.01)
                 )
+                if isinstance(reply, Refused):
+                    raise refusal(self.link(node).where, doing, reply)
             except OnlineStoreError as exc:
                 error = error or exc
                 continue
@@ -171,8 +226,6 @@ class Cluster(Servers):
         for link in list(self._links.values()):
             link.close()
 
-    # ---- small commands
-
     def replies(
         self,
         key: bytes | str,
@@ -180,46 +233,9 @@ class Cluster(Servers):
         doing: str,
         budget: Budget | float | None = None,
     ) -> list[Any]:
-        budget, slot, count = Budget.of(budget, self.read_s), slot_of(key), len(commands)
-        sent, asking = (
-            packed(*commands),
-            b"".join([_ASKING + packed(command) for command in commands]),
-        )
-        elsewhere: list[Node] = []
-
-        def once(looked: float) -> list[Any]:
-            slots = self._slots(budget.deadline, doing, looked)
-            part_s = max(0.01, budget.left_s / 2)
-            if elsewhere:
-                link = self.link(elsewhere.pop())
-                replies = link.replies(asking, 2 * count, doing, part_s)[1::2]
-            else:
-                link = self.link(slots.masters[slots.owners[slot]])
-                replies = link.replies(sent, count, doing, part_s)
-            # all of them again, in one place: what follows a command that was redirected belongs to
-            # it
-            for reply in replies:
-                if isinstance(reply, Refused) and reply.code in MOVING:
-                    assert link.node is not None
-                    if reply.code == "ASK":
-                        elsewhere.append(target(reply, link.node))
-                    elif reply.code == "MOVED":
-                        self._follow(slot, target(reply, link.node))
-                    raise _Moved(link, reply, announced=reply.code in _ANNOUNCED)
-            return replies
-
-        return self._followed(once, doing, budget)
-
-    def _followed(
-        self, once: Callable[[float], list[Any]], doing: str, budget: Budget
-    ) -> list[Any]:
-        """Do something until nothing moves, or the budget is spent."""
-        if not budget.guarded:
-            return self._until(once, doing, budget.deadline, None)
-        if (opened := self._breaker.opened()) is not None:
-            raise no_answer(self.where, doing, opened)
-        call = partial(self._until, once, doing, budget.deadline, self._breaker)
-        return self._breaker.probed(call, partial(no_answer, self.where, doing))
+        slots = np.full(len(commands), slot_of(key))
+        sent = [packed(command) for command in commands]
+        return self._gathered(slots, sent, doing, Budget.of(budget, self.read_s), together=True)
 
     def _until(
         self,
@@ -243,13 +259,15 @@ class Cluster(Servers):
                 return answer
             now = time.monotonic()
             if now >= deadline:
-                # who comes next looks at the cluster again: what hung may have been replaced
+                # the next call looks at the cluster again: what hung may have been replaced
                 self._failed_at = now
                 if breaker is not None:
                     breaker.failed(str(error))
-                if isinstance(error, _Moved):
-                    raise refusal(error.link.where, doing, error.refused) from error
-                raise error
+                if isinstance(error, NoAnswer):
+                    raise error
+                # a redirection that was followed until the end is a slot that moves
+                said = f"TRYAGAIN {error}" if error.announced else str(error)
+                raise refusal(error.link.where, doing, Refused(said)) from error
             if isinstance(error, _Moved) and error.announced and redirections < REDIRECTIONS:
                 # where to is said: at once, and without another look at the map
                 redirections += 1
@@ -279,6 +297,7 @@ class Cluster(Servers):
                 doing,
                 budget,
             )
+            self.check(replies, doing, allowed=OTHER_KIND)
         version = None
         if meta is not None:
             # only now: what it names was there while all rows were read
@@ -289,9 +308,20 @@ class Cluster(Servers):
         ]
 
     def _gathered(
-        self, of_slots: I8, commands: Sequence[bytes], doing: str, budget: Budget
+        self,
+        of_slots: I8,
+        commands: Sequence[bytes],
+        doing: str,
+        budget: Budget,
+        together: bool = False,
     ) -> list[Any]:
-        """Replies to commands on one key each, of the slots given, wherever these are by now."""
+        """Replies to commands on one key each, of the slots given, wherever these are by now; with
+        ``together``, of one slot, and all of them from one server: what follows a command that was
+        redirected belongs to it.
+
+        Raises:
+            OnlineStoreError: no answer in time.
+        """
         values: list[Any] = [None] * len(commands)
         left = list(range(len(commands)))
         elsewhere: dict[int, Node] = {}
@@ -307,6 +337,8 @@ class Cluster(Servers):
             # slots by now
             half = time.monotonic() + max(0.01, budget.left_s / 2)
             failed = self._scattered(parts, commands, elsewhere, values, half, doing)
+            if together and failed:
+                failed = dict.fromkeys(range(len(commands)), failed[min(failed)])
             left[:] = sorted(failed)
             elsewhere.clear()
             for i, (node, refused) in failed.items():
@@ -320,15 +352,14 @@ class Cluster(Servers):
                     raise no_answer(
                         self.link(node).where, doing, "no answer, or the connection was cut"
                     )
-            for node, refused in failed.values():
-                assert refused is not None
-                announced = all(
-                    reply is not None and reply.code in _ANNOUNCED for _, reply in failed.values()
-                )
-                raise _Moved(self.link(node), refused, announced=announced)
+            if failed:
+                node, refused = failed[left[0]]
+                codes = {reply.code for _, reply in failed.values() if reply is not None}
+                raise _Moved(self.link(node), str(refused), announced=codes <= _ANNOUNCED)
             return values
 
-        return self._followed(once, doing, budget)
+        call = partial(self._until, once, doing, budget.deadline)
+        return self._breaker.guard(budget, call, partial(no_answer, self.where, doing))
 
     def _scattered(
         self,
@@ -343,7 +374,7 @@ class Cluster(Servers):
         there is none for: the node, and its words if it had any.
 
         Raises:
-            OnlineStoreError: a node refused what will not go by.
+            OnlineStoreError: a node refuses a connection for good.
         """
         failed: dict[int, tuple[Node, Refused | None]] = {}
         taken: dict[Node, Connection] = {}
@@ -378,14 +409,10 @@ class Cluster(Servers):
                     *_, reply = (
                         (next(replies), next(replies)) if i in elsewhere else (next(replies),)
                     )
-                    if not isinstance(reply, Refused):
-                        values[i] = reply
-                    elif reply.code in MOVING:
+                    if isinstance(reply, Refused) and reply.code in MOVING:
                         failed[i] = node, reply
-                    elif reply.code == "WRONGTYPE":
-                        values[i] = reply
                     else:
-                        raise refusal(self.link(node).where, doing, reply)
+                        values[i] = reply
         finally:
             for node, connection in taken.items():
                 self.link(node).drop(connection)
@@ -397,64 +424,39 @@ class Cluster(Servers):
         self,
         rows: Rows,
         layout: Layout,
-        acknowledged: Acknowledged,
-        throttle: Throttle,
+        progress: Progress,
         identity: str,
         doing: str,
     ) -> str:
-        load = _Load(self, layout, doing)
-        try:
-            for number, (node, block, done) in enumerate(
-                self._laid_out(rows, layout, acknowledged.done, doing)
-            ):
-                throttle.wait(len(block.data))
-                load.send(node, block, number)
-                if done is not None:
-                    acknowledged.mark(number, done)
-                acknowledged.settled(load.oldest)
-            load.settle()
-            acknowledged.settled(None)
-        finally:
-            load.close()
+        split = partial(self._blocks, layout, doing)
+        send_all(rows, layout, split, _Pipes(self, layout, doing), progress)
         now = identity_of(self.states(doing, ADMIN_S).values())
         if not identity or now != identity:
             # what a master acknowledged and had not handed on is lost with it
             there = counted(self.masters(), layout, doing)
-            if there != acknowledged.done:
+            if there != progress.done:
                 raise OnlineStoreError(
                     f"a server of Redis at {self.where} was restarted, or another one took its"
-                    f" place, while this was to {doing}: of {acknowledged.done} rows {there} are"
+                    f" place, while this was to {doing}: of {progress.done} rows {there} are"
                     " there. Do it again"
                 )
         return now
 
-    def _laid_out(
-        self, rows: Rows, layout: Layout, done: int, doing: str
-    ) -> Iterator[tuple[Node, Block, int | None]]:
-        """Blocks, and whose they are; beside the last one of each slice, how many rows there are up
-        to it."""
-        for batch in slices(rows, layout):
-            done += len(batch)
-            last: tuple[Node, Block] | None = None
-            slots = self._slots(time.monotonic() + STALL_S, doing)
-            owners = slots.owners[layout.slots(batch.keys, batch.hashes)]
-            for owner, node in enumerate(slots.masters):
-                for block in layout.blocks(batch, np.flatnonzero(owners == owner), 1):
-                    if last is not None:
-                        yield *last, None
-                    last = node, block
-            if last is not None:
-                yield *last, done
+    def _blocks(self, layout: Layout, doing: str, batch: RowBatch) -> Iterator[Block]:
+        """Blocks, each for the server that has the slots of its rows."""
+        slots = self._slots(time.monotonic() + STALL_S, doing)
+        owners = slots.owners[layout.slots(batch.keys, batch.hashes)]
+        for owner, node in enumerate(slots.masters):
+            for block in layout.blocks(batch, np.flatnonzero(owners == owner), 1):
+                yield replace(block, node=node)
 
     def put(self, block: Block, positions: I8, layout: Layout, doing: str) -> None:
         """Store some rows one by one, wherever their slots are, waiting for these if need be."""
         of_slots, commands = layout.puts(block.keys, block.rows, positions)
-        for reply in self._gathered(of_slots, commands, doing, Budget.of(STALL_S, 0.0)):
-            if isinstance(reply, Refused):
-                raise refusal(self.where, doing, reply)
+        self.check(self._gathered(of_slots, commands, doing, Budget.of(STALL_S, 0.0)), doing)
 
 
-class _Load:
+class _Pipes:
     """The connections of one load, one to each server. What a server does not answer, or has no
     more, goes to who has it then."""
 
@@ -469,9 +471,10 @@ class _Load:
             (pipe.oldest for pipe in self._pipes.values() if pipe.oldest is not None), default=None
         )
 
-    def send(self, node: Node, block: Block, number: int) -> None:
-        """Send a block, as :meth:`Pipe.send`."""
-        self._through(node, lambda pipe: pipe.send(block, number), block)
+    def send(self, block: Block, number: int) -> None:
+        """Send a block to its server, as :meth:`Pipe.send`."""
+        assert block.node is not None
+        self._through(block.node, lambda pipe: pipe.send(block, number), block)
 
     def settle(self) -> None:
         """Wait until all is answered."""
@@ -508,8 +511,17 @@ class _Load:
 
 
 class _Moved(Exception):
-    """A slot is elsewhere, or nobody's for the moment; ``reported``: where to go on is known."""
+    """A slot is elsewhere, or nobody's for the moment; ``announced``: where it is, is known."""
 
-    def __init__(self, link: Link, refused: Refused, *, announced: bool) -> None:
-        super().__init__(str(refused))
-        self.link, self.refused, self.announced = link, refused, announced
+    def __init__(self, link: Link, words: str, *, announced: bool) -> None:
+        super().__init__(words)
+        self.link, self.announced = link, announced
+
+
+def open_servers(options: RedisOptions) -> Servers:
+    """What a URL names.
+
+    Raises:
+        ConfigError: the URL cannot be read.
+    """
+    return Cluster(options) if options.nodes else SingleServer(options)

@@ -5,18 +5,29 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from precompute.store.disk.record import Record, digest_of, read_record, sealed
 from precompute.store.errors import DamagedPointerError, OnlineStoreError
+from precompute.store.feature_view import NAME
 from precompute.store.online.online_store import (
     Generation,
     Pointer,
     check_loaded,
     foreign_view,
     stale_epoch,
+    still_live,
 )
-from precompute.store.online.redis.buckets import Buckets
-from precompute.store.online.redis.preflight import ServerState, evicted_of, identity_of, keys_of
+from precompute.store.online.redis.connection import Command
+from precompute.store.online.redis.layout import Buckets
+from precompute.store.online.redis.preflight import (
+    ServerState,
+    evicted_of,
+    identity_of,
+    keys_of,
+    server_state,
+)
+from precompute.store.online.redis.servers import ADMIN_S, Servers
 
 _FLIP = """
 for number in string.gmatch(ARGV[6], '%d+') do
@@ -262,40 +273,15 @@ def sealed_pointer(version: bytes | None, body: bytes | None) -> Pointer | None:
         return None
 
 
-BESIDE = ("version", "pointer", "epoch", "owner", "live")
-"""Fields of a view's hash: its pointer, and what of it scripts compare."""
+BESIDE = ("epoch", "owner", "live")
+"""Fields of a view's hash that stand beside its pointer, for scripts to compare."""
 
 
 def beside(pointer: Pointer) -> dict[str, bytes]:
-    """What stands beside a pointer for scripts to compare."""
-    numbers = ",".join(map(str, pointer.generations))
-    return {
-        "epoch": b"%d" % pointer.epoch,
-        "owner": pointer.owner.encode(),
-        "live": numbers.encode(),
-    }
-
-
-def damaged_beside(values: Sequence[bytes | None]) -> dict[str, tuple[bytes, bytes]]:
-    """Of :data:`BESIDE`, as they were read: which are not as their pointer has them, with what they
-    are and what they should be. A pointer that is not whole says nothing."""
-    version, body, *others = values
-    pointer = sealed_pointer(version, body)
-    if pointer is None:
-        return {}
-    right = beside(pointer)
-    return {
-        name: (value or b"", right[name])
-        for name, value in zip(right, others, strict=True)
-        if value != right[name]
-    }
-
-
-def mend_field(
-    name: str, damaged: bytes, right: bytes
-) -> tuple[str, tuple[bytes | str | int, ...]]:
-    """Script and arguments that put one of :data:`BESIDE` right, unless it was changed since."""
-    return _CHANGE, (name, damaged, name, right)
+    """:data:`BESIDE`, as a pointer has them."""
+    live = ",".join(map(str, pointer.generations))
+    values = (b"%d" % pointer.epoch, pointer.owner.encode(), live.encode())
+    return dict(zip(BESIDE, values, strict=True))
 
 
 def buckets_of(record: bytes | None, view: str, number: int) -> Buckets | None:
@@ -313,84 +299,150 @@ def buckets_of(record: bytes | None, view: str, number: int) -> Buckets | None:
         ) from exc
 
 
-def script(
-    text: str, allows_oom: bool, meta: str, *arguments: bytes | str | int
-) -> tuple[bytes | str | int, ...]:
-    """The command that runs a script on a view's hash."""
-    return "EVAL", (_ALLOW_OOM if allows_oom else "") + text, 1, meta, *arguments
+class ViewHashes:
+    """The views' hashes: read, and changed by small scripts, whole or not at all.
 
-
-def flip(pointer: Pointer) -> tuple[str, tuple[bytes | str | int, ...]]:
-    """Script and arguments that make a pointer live."""
-    body, right = pointer.to_bytes(), beside(pointer)
-    return _FLIP, (
-        pointer.epoch,
-        version_of(body),
-        body,
-        pointer.owner,
-        pointer.at,
-        right["live"],
-        pointer.took_over,
-    )
-
-
-def check_flipped(answer: Sequence[bytes], pointer: Pointer, loaded: Sequence[int]) -> None:
-    """Raises:
-    ConflictError, OnlineStoreError: the flip was refused.
+    Every method raises OnlineStoreError where there is no answer, or a refusal.
     """
-    said, what = answer[0].decode(), answer[1].decode()
-    view = pointer.view.name
-    if said == "missing":
-        check_loaded(pointer, [number for number in loaded if number != int(what)])
-    if said == "owner":
-        raise foreign_view(view, what, pointer.owner)
-    if said == "epoch":
-        raise stale_epoch(view, int(what), pointer.epoch)
-    if said != "done":
-        raise OnlineStoreError(f"the flip of {view!r} was answered with {said!r}")
 
+    def __init__(self, servers: Servers, names: Names) -> None:
+        self._servers, self._names = servers, names
+        self._flags_scripts: bool | None = None
 
-def begin_loading(number: int, loading: Loading) -> tuple[str, tuple[bytes | str | int, ...]]:
-    """Script and arguments that note a load, and that take over one of the same number; refused
-    ("live") when readers use it."""
-    return _MARK, (number, f"loading:{number}", sealed(loading))
+    def ask(self, view: str, commands: Sequence[Command], doing: str) -> list[Any]:
+        """Replies to commands on a view's hash."""
+        return self._servers.ask(self._names.meta(view), commands, doing, ADMIN_S)
 
+    def read(self, view: str) -> Meta:
+        """All of a view's hash; an empty one for a name that no view can have."""
+        if not NAME.match(view):
+            return Meta()
+        (fields,) = self.ask(view, [("HGETALL", self._names.meta(view))], f"look at {view!r}")
+        return Meta.of(fields)
 
-def begin_dropping(number: int) -> tuple[str, tuple[bytes | str | int, ...]]:
-    """Script and arguments that make a generation one that is to be dropped; refused ("live") when
-    readers use it."""
-    return _MARK, (number, f"dropping:{number}", "1")
+    def trials(self, view: str) -> list[Command]:
+        """Scripts that change nothing that anybody reads, to see whether they may be run."""
+        nothing = sealed(Loading(Generation(0, 0), 0, "", ""))
+        scripts: list[tuple[str, tuple[bytes | str | int, ...]]] = [
+            (_CHANGE, ("loading:0", nothing, "loading:0", nothing)),
+            (_MARK, (0, "dropping:0", "1")),
+        ]
+        return [self._script(text, view, *arguments) for text, arguments in scripts]
 
+    def _script(self, text: str, view: str, *arguments: bytes | str | int) -> Command:
+        meta = self._names.meta(view)
+        if self._flags_scripts is None:
+            link, doing = self._servers.at(meta), f"move what is live of {view!r}"
+            self._flags_scripts = server_state(link, doing, ADMIN_S).flags_scripts
+        return "EVAL", (_ALLOW_OOM if self._flags_scripts else "") + text, 1, meta, *arguments
 
-def note_loading(
-    number: int, before: Loading, after: Loading
-) -> tuple[str, tuple[bytes | str | int, ...]]:
-    """Script and arguments that note how far a load is; refused ("changed") when it is not this
-    process's any more."""
-    return _CHANGE, (f"loading:{number}", sealed(before), f"loading:{number}", sealed(after))
+    def _run(self, text: str, view: str, *arguments: bytes | str | int) -> list[bytes]:
+        """Run a script on a view's hash: what came of it, and a detail."""
+        (answer,) = self.ask(
+            view, [self._script(text, view, *arguments)], f"move what is live of {view!r}"
+        )
+        assert isinstance(answer, list)
+        return answer
 
+    # ---- the pointer
 
-def end_loading(
-    number: int, before: Loading, loaded: Loaded
-) -> tuple[str, tuple[bytes | str | int, ...]]:
-    """Script and arguments that make a generation one that is loaded whole; refused ("changed") as
-    :func:`note_loading`."""
-    return _CHANGE, (f"loading:{number}", sealed(before), f"rows:{number}", sealed(loaded))
+    def flip(self, pointer: Pointer) -> None:
+        """Make a pointer live.
 
+        Raises:
+            ConflictError, OnlineStoreError: as :meth:`OnlineStore.flip`.
+        """
+        view = pointer.view.name
+        said, what = self._flip(pointer)
+        if said in ("epoch", "owner") and self._mended(view):
+            # it was nobody else's act, but a flipped bit
+            said, what = self._flip(pointer)
+        if said == "missing":
+            loaded = sorted(self.read(view).loaded)
+            check_loaded(pointer, [number for number in loaded if number != int(what)])
+        if said == "owner":
+            raise foreign_view(view, what, pointer.owner)
+        if said == "epoch":
+            raise stale_epoch(view, int(what), pointer.epoch)
+        if said != "done":
+            raise OnlineStoreError(f"the flip of {view!r} was answered with {said!r}")
 
-def end_view(token: str) -> tuple[str, tuple[bytes | str | int, ...]]:
-    """Script and arguments that take a view from its readers, and make all of it one that is to be
-    dropped, by the process that has the token."""
-    return _END, (token,)
+    def _flip(self, pointer: Pointer) -> tuple[str, str]:
+        body, right = pointer.to_bytes(), beside(pointer)
+        said, what = self._run(
+            _FLIP,
+            pointer.view.name,
+            pointer.epoch,
+            version_of(body),
+            body,
+            pointer.owner,
+            pointer.at,
+            right["live"],
+            pointer.took_over,
+        )
+        return said.decode(), what.decode()
 
+    def damaged_beside(self, view: str) -> dict[str, tuple[bytes, bytes]]:
+        """Which of :data:`BESIDE` are not as the pointer has them: field → (what it is, what it
+        should be). A pointer that is not whole says nothing."""
+        names = ("version", "pointer", *BESIDE)
+        (values,) = self.ask(view, [("HMGET", self._names.meta(view), *names)], f"look at {view!r}")
+        version, body, *others = values
+        pointer = sealed_pointer(version, body)
+        if pointer is None:
+            return {}
+        return {
+            name: (value or b"", right)
+            for (name, right), value in zip(beside(pointer).items(), others, strict=True)
+            if value != right
+        }
 
-def take_end(token: str) -> tuple[str, tuple[bytes | str | int, ...]]:
-    """Script and arguments that take over the drop of all of a view; refused ("changed") when there
-    is none."""
-    return _TAKE_END, (token,)
+    def _mended(self, view: str) -> bool:
+        """Correct what :meth:`damaged_beside` finds, unless it was changed since; whether there was
+        anything."""
+        found = self.damaged_beside(view)
+        for name, (damaged, right) in found.items():
+            self._run(_CHANGE, view, name, damaged, name, right)
+        return bool(found)
 
+    # ---- loads and drops
 
-def ended(token: str) -> tuple[str, tuple[bytes | str | int, ...]]:
-    """Script and arguments that make an end of a view's hash when all else is dropped; refused
-    ("changed") when that is another process's by now."""
-    return _ENDED, (token,)
+    def begin_loading(self, view: str, loading: Loading) -> None:
+        """Note a load, or take over one of the same number.
+
+        Raises:
+            ConflictError: the generation is live.
+        """
+        number = loading.generation.number
+        if self._run(_MARK, view, number, f"loading:{number}", sealed(loading))[0] == b"live":
+            raise still_live(view, number)
+
+    def note_loading(self, view: str, before: Loading, after: Loading | Loaded) -> bool:
+        """Note how far a load is, or that it is whole; False where it is another process's now."""
+        number = before.generation.number
+        name = f"{'rows' if isinstance(after, Loaded) else 'loading'}:{number}"
+        answer = self._run(_CHANGE, view, f"loading:{number}", sealed(before), name, sealed(after))
+        return answer[0] == b"done"
+
+    def begin_dropping(self, view: str, number: int) -> None:
+        """Mark a generation as one that is to be dropped.
+
+        Raises:
+            ConflictError: it is live.
+        """
+        if self._run(_MARK, view, number, f"dropping:{number}", "1")[0] == b"live":
+            raise still_live(view, number)
+
+    def end_view(self, view: str, token: str) -> None:
+        """Take a view from its readers, and mark all of it as to be dropped, by the process that
+        has the token."""
+        self._run(_END, view, token)
+
+    def take_end(self, view: str, token: str) -> bool:
+        """Take over the drop of all of a view; False where there is none."""
+        return self._run(_TAKE_END, view, token)[0] == b"done"
+
+    def ended(self, view: str, token: str) -> bool:
+        """Remove a view's hash once all else is dropped; False where that is another process's by
+        now."""
+        return self._run(_ENDED, view, token)[0] == b"done"

@@ -7,10 +7,10 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
-from typing import Any, ClassVar
+from functools import reduce
+from typing import ClassVar
 
 from precompute.store.disk.record import replace
 from precompute.store.errors import ConflictError, OnlineStoreError
@@ -27,36 +27,35 @@ from precompute.store.online.online_store import (
     still_live,
 )
 from precompute.store.online.packed import Rows
-from precompute.store.online.redis import meta as records
-from precompute.store.online.redis.buckets import FEW, Buckets, bucket_cost_bytes, bucket_count
-from precompute.store.online.redis.bulk import Acknowledged, Throttle, sweep
-from precompute.store.online.redis.cluster import Cluster
-from precompute.store.online.redis.key_list import KeyList, remove
-from precompute.store.online.redis.link import Budget, Command, Link, RedisOptions, packed
+from precompute.store.online.redis.cluster import open_servers
+from precompute.store.online.redis.connection import Command, Lost, RedisOptions, Refused, packed
+from precompute.store.online.redis.layout import FEW, Buckets, Layout
+from precompute.store.online.redis.link import Budget, Full, Link, no_answer
 from precompute.store.online.redis.meta import (
     EVERYTHING,
     Loaded,
     Loading,
     Meta,
     Names,
+    ViewHashes,
+    buckets_of,
+    doubts,
     read_pointer,
-    script,
 )
 from precompute.store.online.redis.preflight import (
     ServerState,
+    bucket_cost_bytes,
+    bucket_count,
     check_room,
     check_server,
     evicted_of,
     identity_of,
     key_cost_bytes,
-    server_state,
 )
-from precompute.store.online.redis.replies import Full, Lost, Refused, no_answer
-from precompute.store.online.redis.resp import Layout
+from precompute.store.online.redis.removal import KeyList, Removal
 from precompute.store.online.redis.servers import (
     ADMIN_S,
-    Servers,
-    SingleServer,
+    Progress,
     begun,
     handed_on,
     keep_small,
@@ -67,8 +66,8 @@ KNOWN_S = 0.1
 """How long a pointer is known to be live, from before it was requested on: 10 reads a second and
 view tell it, however many rows are answered meanwhile."""
 LOOK_S = 1.0
-"""For what is live, loaded, there, where no rows are requested: anyone who publishes asks it of a
-server that is loading, too."""
+"""For what is live, loaded, there, where no rows are requested: a publisher requests it of a server
+that is loading, too."""
 WARM_CONNECTIONS = 8
 """Of each server, open before anybody asks: the first requests of a worker do not come one by
 one."""
@@ -106,13 +105,12 @@ class RedisStore(OnlineStore):
     def __init__(self, url: str) -> None:
         self._options = RedisOptions.of(url)
         self._names = Names(self._options.prefix)
-        self._servers: Servers = (
-            Cluster(self._options) if self._options.nodes else SingleServer(self._options)
-        )
+        self._servers = open_servers(self._options)
         self._seen: dict[str, _Seen] = {}
         self._seeing = threading.Lock()
+        self._hashes = ViewHashes(self._servers, self._names)
+        self._removal = Removal(self._servers, self._names, self._hashes)
         self._plans: dict[tuple[str, int], _Plan] = {}
-        self._flags_scripts: bool | None = None
 
     # ---- reading
 
@@ -177,7 +175,7 @@ class RedisStore(OnlineStore):
             )
         with self._seeing:
             last = self._seen.get(view)
-            # who called before, and was answered later, puts back nothing that others know of
+            # an earlier request that was answered later puts back nothing that is known better
             if last is None or last.requested_s <= requested_s:
                 if seen is None:
                     self._seen.pop(view, None)
@@ -189,14 +187,14 @@ class RedisStore(OnlineStore):
     def _layouts(
         self, view: str, numbers: Sequence[int], doing: str, budget: Budget | float
     ) -> list[Layout]:
-        """How generations lie in Redis. One that is gone by now was another pointer's, which who
-        reads finds out."""
+        """How generations lie in Redis. One that is gone by now was another pointer's, which the
+        reader finds out."""
         meta = self._names.meta(view)
         (records_,) = self._servers.ask(
             meta, [("HMGET", meta, *[f"rows:{number}" for number in numbers])], doing, budget
         )
         return [
-            Layout(self._names.rows(view, number), records.buckets_of(record, view, number))
+            Layout(self._names.rows(view, number), buckets_of(record, view, number))
             for number, record in zip(numbers, records_, strict=True)
         ]
 
@@ -207,7 +205,7 @@ class RedisStore(OnlineStore):
         return found
 
     def generations(self, view: str) -> list[Generation]:
-        return self._meta(view).generations
+        return self._hashes.read(view).generations
 
     def loaded(self, view: str, numbers: Sequence[int]) -> list[Generation]:
         meta, fields = self._names.meta(view), [b"rows:%d" % number for number in numbers]
@@ -239,7 +237,7 @@ class RedisStore(OnlineStore):
         states = self._servers.states(doing, budget).values()
         (members,) = self._servers.ask(views, [("SMEMBERS", views)], doing, budget)
         # beside rows there are the set of views, and a hash for each
-        return records.doubts(self._meta(view), states, beside=1 + len(members))
+        return doubts(self._hashes.read(view), states, beside=1 + len(members))
 
     # ---- loading
 
@@ -268,7 +266,7 @@ class RedisStore(OnlineStore):
             str(n) for n in (*meta.loading, *meta.unreadable) if n != number and n not in meta.live
         } | meta.dropping
         if unwanted:
-            self._drop_all(view, unwanted)
+            self._removal.drop(view, unwanted)
         done, prefix = (
             0 if number is None else started[number].done,
             self._names.rows(view, generation.number),
@@ -301,7 +299,7 @@ class RedisStore(OnlineStore):
             for link, state in states.items()
         ]
         self._check_rights(view, states)
-        meta = self._meta(view)
+        meta = self._hashes.read(view)
         for theirs in (meta.owner, *(loading.owner for loading in meta.loading.values())):
             if theirs and owner and theirs != owner:
                 raise foreign_view(view, theirs, owner)
@@ -313,14 +311,9 @@ class RedisStore(OnlineStore):
     def _check_rights(self, view: str, states: Mapping[Link, ServerState]) -> None:
         """Use every command that loading, flipping, dropping and reading need, on keys of our
         prefix that nobody reads."""
-        self._flags_scripts = flags = all(state.flags_scripts for state in states.values())
         servers, names, doing = self._servers, self._names, f"try what publishing {view!r} needs"
-        meta, views, nothing = names.meta(view), names.views, Loading(Generation(0, 0), 0, "", "")
-        scripts = [records.note_loading(0, nothing, nothing), records.begin_dropping(0)]
-        on_meta: list[Command] = [
-            ("HSET", meta, "-", ""),
-            *(script(text, flags, meta, *arguments) for text, arguments in scripts),
-        ]
+        meta, views = names.meta(view), names.views
+        on_meta: list[Command] = [("HSET", meta, "-", ""), *self._hashes.trials(view)]
         # what takes away is tried first, so that nothing stays of what is put there
         away: list[Command] = [("HDEL", meta, "-", "dropping:0")]
         look: list[Command] = [
@@ -380,13 +373,13 @@ class RedisStore(OnlineStore):
 
     def load(self, view: str, generation: Generation, rows: Rows, rows_done: int = 0) -> int:
         number, doing = generation.number, f"load generation {generation.number} of {view!r}"
-        meta = self._meta(view)
+        meta = self._hashes.read(view)
         if EVERYTHING in meta.dropping:
-            self._drop_all(view, {EVERYTHING})
+            self._removal.drop(view, {EVERYTHING})
         if not rows_done and (
             number in meta.loaded or number in meta.loading or str(number) in meta.dropping
         ):
-            self._drop_all(view, {str(number)})
+            self._removal.drop(view, {str(number)})
         plan = self._plans.pop((view, number), None) or _Plan(meta.owner)
         states = self._servers.states(doing, ADMIN_S).values()
         server, evicted, buckets = identity_of(states), evicted_of(states), None
@@ -416,8 +409,7 @@ class RedisStore(OnlineStore):
             buckets=buckets,
         )
         self._servers.ask(self._names.views, [("SADD", self._names.views, view)], doing, ADMIN_S)
-        if self._run(view, *records.begin_loading(number, loading))[0] == b"live":
-            raise still_live(view, number)
+        self._hashes.begin_loading(view, loading)
         return self._send(view, loading, rows, doing)
 
     def _send(self, view: str, loading: Loading, rows: Rows, doing: str) -> int:
@@ -427,21 +419,18 @@ class RedisStore(OnlineStore):
         def note(done: int) -> None:
             nonlocal loading
             after = replace(loading, done=done)
-            if self._run(view, *records.note_loading(number, loading, after))[0] != b"done":
+            if not self._hashes.note_loading(view, loading, after):
                 raise _taken_over(view, number)
             loading = after
 
-        acknowledged, throttle = (
-            Acknowledged(loading.done, note),
-            Throttle(self._options.max_load_mb_s),
-        )
+        progress = Progress(loading.done, note, self._options.max_load_mb_s)
         layout, listed = Layout(self._names.rows(view, number), loading.buckets), None
         if loading.generation.base is not None and loading.buckets is None and not loading.done:
             # what a killed load had listed is not known: such a one is looked for among all keys
             listed = KeyList(layout.prefix, lambda key, part: self._write(key, part, doing))
             rows = listed.noting(rows)
         try:
-            whole = self._servers.load(rows, layout, acknowledged, throttle, loading.server, doing)
+            whole = self._servers.load(rows, layout, progress, loading.server, doing)
         except (ConflictError, Full):
             self._clean_up(view, number, loading.token)
             raise
@@ -453,16 +442,16 @@ class RedisStore(OnlineStore):
         parts = None if listed is None else listed.parts
         loaded = Loaded(
             loading.generation,
-            acknowledged.done,
+            progress.done,
             server,
             loading.evicted or 0,
             loading.buckets,
             parts,
         )
-        if self._run(view, *records.end_loading(number, loading, loaded))[0] != b"done":
+        if not self._hashes.note_loading(view, loading, loaded):
             self._clean_up(view, number, loading.token)
             raise _taken_over(view, number)
-        return acknowledged.done
+        return progress.done
 
     def _write(self, key: bytes, value: bytes, doing: str) -> None:
         self._servers.ask(key, [("SET", key, value)], doing, ADMIN_S)
@@ -471,174 +460,40 @@ class RedisStore(OnlineStore):
         """Drop what this process loaded, unless another one has gone on with it. What stays after
         an error is dropped by the next load."""
         with contextlib.suppress(OnlineStoreError, ConflictError):
-            meta = self._meta(view)
+            meta = self._hashes.read(view)
             theirs = meta.loading.get(number)
             if number not in meta.loaded and (theirs is None or theirs.token == token):
-                self._drop_all(view, {str(number)})
+                self._removal.drop(view, {str(number)})
 
     # ---- moving the pointer, dropping
 
     def flip(self, pointer: Pointer) -> None:
         view = pointer.view.name
-        answer = self._run(view, *records.flip(pointer))
-        if answer[0] in (b"epoch", b"owner") and self._mended(view):
-            # it was no other's act, but a bit
-            answer = self._run(view, *records.flip(pointer))
-        loaded = self._meta(view).loaded if answer[0] == b"missing" else {}
-        records.check_flipped(answer, pointer, sorted(loaded))
+        self._hashes.flip(pointer)
         if self._servers.cluster:
             # a failover would bring the pointer before back, and other masters have dropped its
             # rows
             handed_on(self._servers, self._names.meta(view), f"hand on what is live of {view!r}")
 
     def record_damage(self, view: str) -> list[str]:
-        (values,) = self._ask_meta(
-            view, [("HMGET", self._names.meta(view), *records.BESIDE)], f"look at {view!r}"
-        )
         return [
             f"field {name} of {self._names.meta(view)} in Redis is"
             f" {damaged.decode(errors='replace')!r}, and its pointer says {right.decode()!r}:"
             f" precompute publish {view} puts it right"
-            for name, (damaged, right) in records.damaged_beside(values).items()
+            for name, (damaged, right) in self._hashes.damaged_beside(view).items()
         ]
 
-    def _mended(self, view: str) -> bool:
-        """Put right what stands beside the pointer and is not as that has it; whether there was
-        anything."""
-        (values,) = self._ask_meta(
-            view, [("HMGET", self._names.meta(view), *records.BESIDE)], f"look at {view!r}"
-        )
-        found = records.damaged_beside(values)
-        for name, (damaged, right) in found.items():
-            self._run(view, *records.mend_field(name, damaged, right))
-        return bool(found)
-
     def drop(self, view: str, number: int) -> None:
-        meta = self._meta(view)
+        meta = self._hashes.read(view)
         if number in meta.live:
             raise still_live(view, number)
-        self._drop_all(view, {str(number)} | meta.dropping - {EVERYTHING})
+        self._removal.drop(view, {str(number)} | meta.dropping - {EVERYTHING})
 
     def forget(self, view: str) -> None:
         if not NAME.match(view):
             return
-        self._run(view, *records.end_view(token := secrets.token_hex(8)))
-        self._servers.ask(
-            self._names.views, [("SREM", self._names.views, view)], f"remove {view!r}", ADMIN_S
-        )
-        self._finish_end(view, token)
+        self._removal.end(view)
         self._seen.pop(view, None)
-
-    def _finish_end(self, view: str, token: str) -> None:
-        """Remove all that is there of a view that has ended.
-
-        Raises:
-            ConflictError: another process does that by now, or has begun the view again.
-        """
-        doing, field = f"remove {view!r}", f"dropping:{EVERYTHING}"
-        try:
-            self._sweep(view, lambda _: True, {field: token.encode()}, doing)
-            done = self._run(view, *records.ended(token))[0] == b"done"
-        except _TakenFromUs:
-            done = False
-        if not done:
-            raise ConflictError(
-                f"view {view!r} is removed, or was begun again, by another process meanwhile: this"
-                " one has left off"
-            )
-
-    def _drop_all(self, view: str, unwanted: set[str]) -> None:
-        """Remove generations, by their numbers as text, or :data:`EVERYTHING`. Marked before, so
-        that one that is interrupted is finished by the next.
-
-        Raises:
-            ConflictError: one is live.
-        """
-        if EVERYTHING in unwanted:
-            # the end of a view that was interrupted: the one who was at it leaves off
-            if self._run(view, *records.take_end(token := secrets.token_hex(8)))[0] == b"done":
-                self._finish_end(view, token)
-            return
-        meta = self._meta(view)
-        doing = f"drop generation {', '.join(sorted(unwanted))} of {view!r}"
-        for text in sorted(unwanted - meta.dropping):
-            if self._run(view, *records.begin_dropping(int(text)))[0] == b"live":
-                raise still_live(view, int(text))
-        known = {*meta.loaded, *meta.loading} - {int(text) for text in unwanted}
-        newest = max(int(text) for text in unwanted)
-        # what a process wrote that slept while its load was dropped goes too: numbers only grow
-        marks = {f"dropping:{text}": b"1" for text in sorted(unwanted)}
-        # who took a mark away has finished it, or loads that generation again
-        with contextlib.suppress(_TakenFromUs):
-            if not self._removed_by_list(
-                view, [meta.loaded.get(int(text)) for text in unwanted], marks, doing
-            ):
-                self._sweep(
-                    view,
-                    lambda n: str(n) in unwanted or (n < newest and n not in known),
-                    marks,
-                    doing,
-                )
-            self._ask_meta(view, [("HDEL", self._names.meta(view), *marks)], doing)
-
-    def _sweep(
-        self, view: str, goes: Callable[[int], bool], marks: Mapping[str, bytes], doing: str
-    ) -> None:
-        """Remove rows as long as the marks stand: one that outlives its lease must not take what
-        somebody else has loaded since. Between a look at them and the next thousand keys that go
-        lies no more than a round trip.
-
-        Raises:
-            _TakenFromUs: they do not.
-        """
-        check = partial(self._check_marks, view, marks, doing)
-        for link in self._servers.masters():
-            sweep(
-                link, self._names.rows_of(view), goes, doing, check, cluster=self._servers.cluster
-            )
-
-    def _removed_by_list(
-        self, view: str, loaded: Sequence[Loaded | None], marks: Mapping[str, bytes], doing: str
-    ) -> bool:
-        """As :meth:`_sweep`, of overlays whose keys are known; whether all are gone by it."""
-        check = partial(self._check_marks, view, marks, doing)
-        return all(
-            one is not None
-            and one.generation.base is not None
-            and remove(
-                self._servers, self._names.rows(view, one.generation.number), one, check, doing
-            )
-            for one in loaded
-        )
-
-    def _check_marks(self, view: str, marks: Mapping[str, bytes], doing: str) -> None:
-        (there,) = self._ask_meta(view, [("HMGET", self._names.meta(view), *marks)], doing)
-        if there != list(marks.values()):
-            raise _TakenFromUs
-
-    # ---- the view's hash
-
-    def _meta(self, view: str) -> Meta:
-        if not NAME.match(view):
-            return Meta()
-        (fields,) = self._ask_meta(view, [("HGETALL", self._names.meta(view))], f"look at {view!r}")
-        assert isinstance(fields, list)
-        return Meta.of(fields)
-
-    def _ask_meta(self, view: str, commands: Sequence[Command], doing: str) -> list[Any]:
-        return self._servers.ask(self._names.meta(view), commands, doing, ADMIN_S)
-
-    def _run(self, view: str, text: str, arguments: Sequence[bytes | str | int]) -> list[bytes]:
-        """Run a script on the view's hash."""
-        meta = self._names.meta(view)
-        doing = f"move what is live of {view!r}"
-        if self._flags_scripts is None:
-            self._flags_scripts = server_state(self._servers.at(meta), doing, ADMIN_S).flags_scripts
-        (answer,) = self._ask_meta(
-            view, [script(text, self._flags_scripts, meta, *arguments)], doing
-        )
-        assert isinstance(answer, list)
-        return answer
 
     def close(self) -> None:
         self._servers.close()
@@ -651,8 +506,8 @@ def _look() -> Budget:
 @dataclass(slots=True)
 class _Seen:
     """A pointer as it was last seen, its version, and how the generations it names lie in Redis,
-    the highest first; ``asked_s`` is when the last question was sent to which it was the answer, by
-    the monotonic clock."""
+    the highest first; ``requested_s``: when the last request that found it live was sent, by the
+    monotonic clock."""
 
     version: bytes
     pointer: Pointer
@@ -667,10 +522,6 @@ class _Plan:
 
     owner: str
     buckets: int = 0
-
-
-class _TakenFromUs(Exception):
-    """What was to be dropped is somebody else's by now."""
 
 
 def _taken_over(view: str, number: int) -> ConflictError:

@@ -7,27 +7,247 @@ import itertools
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
 from precompute.store.errors import OnlineStoreError
 from precompute.store.online.found_rows import FoundRows
 from precompute.store.online.packed import U8, Packed, RowBatch, Rows
-from precompute.store.online.redis.buckets import FIELDS, WIDEST_VALUE
-from precompute.store.online.redis.bulk import Acknowledged, Pipe, Throttle
-from precompute.store.online.redis.link import Budget, Command, Link, RedisOptions, opener, packed
+from precompute.store.online.redis.connection import (
+    Command,
+    Connection,
+    Lost,
+    RedisOptions,
+    Refused,
+    opener,
+    packed,
+    words,
+)
+from precompute.store.online.redis.layout import FIELDS, WIDEST_VALUE, Block, Layout
+from precompute.store.online.redis.link import MOVING, PASSING, Budget, Link, no_answer, refusal
 from precompute.store.online.redis.preflight import ServerState, server_state
-from precompute.store.online.redis.replies import MOVING, Refused, refusal, words
-from precompute.store.online.redis.resp import Block, Layout
 
 log = logging.getLogger(__name__)
 
+OTHER_KIND = "WRONGTYPE"
+"""A value of another kind than a row in a row's place: damage of that key, and no more."""
 ADMIN_S = 10.0
 """For a command that is no read: flip, drop, count."""
 REPLICATED_S = 60.0
 """For the replicas to have what was loaded."""
+
+
+IN_FLIGHT_BYTES = 8 * 2**20
+"""Sent and not answered, at most: what is sent again when a connection is cut."""
+STALL_S = 30.0
+"""How long a server may take for one block, and how long it may be gone."""
+
+
+NOTE_EVERY_S = 1.0
+"""How often it is noted how far a load is: what a killed one does again."""
+
+
+@dataclass(slots=True)
+class _Sent:
+    block: Block
+    number: int
+    at: float
+
+
+class Pipe:
+    """One connection to one server, with the blocks that are on their way. Not safe to share
+    between threads.
+
+    Args:
+        link: to the server.
+        doing: what for, as an infinitive: for messages.
+        same: raises when the server that answers now is not the one that answered before: what it
+            acknowledged may be gone. None: a cut connection is the caller's, as :class:`Lost`, with
+            what is :attr:`unanswered`.
+        refused: what becomes of a command's error reply (the block, the command's number, the
+            reply); by default it ends the load.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        doing: str,
+        same: Callable[[], None] | None,
+        refused: Callable[[Block, int, Refused], None] | None = None,
+    ) -> None:
+        self._link, self._doing, self._same, self._refused = link, doing, same, refused
+        self._connection: Connection | None = None
+        self._sent: deque[_Sent] = deque()
+        self._in_flight_bytes = 0
+
+    @property
+    def oldest(self) -> int | None:
+        """Number of the oldest block that is not answered; None when all are."""
+        return self._sent[0].number if self._sent else None
+
+    @property
+    def unanswered(self) -> list[Block]:
+        """What is on its way."""
+        return [sent.block for sent in self._sent]
+
+    def send(self, block: Block, number: int) -> None:
+        """Send a block, when there is room for it among those that are on their way.
+
+        Raises:
+            OnlineStoreError: the server refused a command, or is gone for longer than
+                :data:`STALL_S`.
+        """
+        while self._sent and self._in_flight_bytes + len(block.data) > IN_FLIGHT_BYTES:
+            self._take()
+        now = time.monotonic()
+        while self._sent and self._sent[0].at < now - NOTE_EVERY_S / 2:
+            # answered since, most likely: a small load, or a slow source, never fills the room
+            # there is
+            self._take()
+        self._sent.append(_Sent(block, number, now))
+        self._in_flight_bytes += len(block.data)
+        self._mended(
+            lambda connection: connection.send(block.data, time.monotonic() + STALL_S),
+            already_sent=True,
+        )
+
+    def settle(self) -> None:
+        """Wait until all is answered. Raises as :meth:`send`."""
+        while self._sent:
+            self._take()
+
+    def close(self) -> None:
+        """Close the connection; replies that are still on their way are lost."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _take(self) -> None:
+        sent = self._sent[0]
+        replies: list[object] = []
+
+        def receive(connection: Connection) -> None:
+            replies[:] = connection.receive(sent.block.replies, time.monotonic() + STALL_S)
+
+        self._mended(receive)
+        self._sent.popleft()
+        self._in_flight_bytes -= len(sent.block.data)
+        for command, reply in enumerate(replies):
+            if isinstance(reply, Refused):
+                if self._refused is None:
+                    raise refusal(self._link.where, self._doing, reply)
+                self._refused(sent.block, command, reply)
+
+    def _mended(self, use: Callable[[Connection], None], already_sent: bool = False) -> None:
+        """Use the connection; when it is cut, make it again, send all that is not answered, and use
+        that."""
+        until: float | None = None
+        while True:
+            try:
+                if self._connection is None:
+                    self._connection = self._link.connect(time.monotonic() + STALL_S)
+                    if until is not None and self._same is not None:
+                        self._same()
+                        for sent in self._sent:
+                            self._connection.send(sent.block.data, time.monotonic() + STALL_S)
+                        if already_sent:
+                            return
+                use(self._connection)
+            except Refused as refused:
+                if refused.code not in PASSING:
+                    raise refusal(self._link.where, self._doing, refused) from refused
+                lost: Exception = refused
+            except Lost as exc:
+                lost = exc
+            else:
+                return
+            self.close()
+            if self._same is None:
+                raise Lost(str(lost)) from lost
+            until = time.monotonic() + STALL_S if until is None else until
+            if time.monotonic() > until:
+                raise no_answer(self._link.where, self._doing, str(lost)) from lost
+            time.sleep(0.1)
+
+
+class Progress:
+    """How many rows of a load, from its first on, are in the store for sure; and its pace.
+
+    Args:
+        done: how many are there already.
+        note: takes how many there are by now, once in a while, and at the end.
+        mb_s: sent a second, at most.
+    """
+
+    def __init__(self, done: int, note: Callable[[int], None], mb_s: float | None) -> None:
+        self.done, self._note, self._mb_s = done, note, mb_s
+        self._noted = done
+        self._noted_at = self._free_at = time.monotonic()
+        self._marks: deque[tuple[int, int]] = deque()
+
+    def wait(self, size_bytes: int) -> None:
+        """Until so many may be sent; what was not used before is not saved up."""
+        if self._mb_s is None:
+            return
+        now = time.monotonic()
+        if self._free_at > now:
+            time.sleep(self._free_at - now)
+        self._free_at = max(now, self._free_at) + size_bytes / (self._mb_s * 1e6)
+
+    def mark(self, number: int, done: int) -> None:
+        """With block ``number`` and all before, ``done`` rows are in."""
+        self._marks.append((number, done))
+
+    def settled(self, oldest: int | None) -> None:
+        """All blocks before ``oldest`` are answered; all there are when None."""
+        while self._marks and (oldest is None or self._marks[0][0] < oldest):
+            self.done = self._marks.popleft()[1]
+        due = oldest is None or time.monotonic() >= self._noted_at + NOTE_EVERY_S
+        if due and self.done > self._noted:
+            self._note(self.done)
+            self._noted, self._noted_at = self.done, time.monotonic()
+
+
+class Sending(Protocol):
+    """A :class:`Pipe`, or those to the servers of a cluster."""
+
+    @property
+    def oldest(self) -> int | None: ...
+
+    def send(self, block: Block, number: int) -> None: ...
+
+    def settle(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def send_all(
+    rows: Rows,
+    layout: Layout,
+    split: Callable[[RowBatch], Iterable[Block]],
+    sending: Sending,
+    progress: Progress,
+) -> None:
+    """Send rows, slice by slice, each as the blocks that ``split`` makes of it, and wait until all
+    are answered. Raises as :class:`Pipe`, and what ``rows`` raises."""
+    number, done = 0, progress.done
+    try:
+        for batch in slices(rows, layout):
+            for block in split(batch):
+                progress.wait(len(block.data))
+                sending.send(block, number)
+                progress.settled(sending.oldest)
+                number += 1
+            done += len(batch)
+            progress.mark(number - 1, done)
+        sending.settle()
+        progress.settled(None)
+    finally:
+        sending.close()
 
 
 class Servers(ABC):
@@ -62,10 +282,16 @@ class Servers(ABC):
     ) -> list[Any]:
         """As :meth:`replies`; raises OnlineStoreError too when one of them is an error."""
         replies = self.replies(key, commands, doing, budget)
-        for reply in replies:
-            if isinstance(reply, Refused):
-                raise refusal(self.where, doing, reply)
+        self.check(replies, doing)
         return replies
+
+    def check(self, replies: Sequence[Any], doing: str, allowed: str = "") -> None:
+        """Raises:
+        OnlineStoreError: one of the replies is an error, of another kind than the one allowed.
+        """
+        for reply in replies:
+            if isinstance(reply, Refused) and reply.code != allowed:
+                raise refusal(self.where, doing, reply)
 
     def try_all(self, key: bytes | str, commands: Sequence[Command], doing: str) -> None:
         """Use commands, to see whether they may be used.
@@ -117,14 +343,13 @@ class Servers(ABC):
         self,
         rows: Rows,
         layout: Layout,
-        acknowledged: Acknowledged,
-        throttle: Throttle,
+        progress: Progress,
         identity: str,
         doing: str,
     ) -> str:
-        """Send rows and wait for all replies. ``identity``: who the servers were when what is
-        acknowledged already was counted; returns who they were when all was found to be there.
-        Raises as :class:`Pipe`, and what ``rows`` raises."""
+        """Send rows and wait for all replies. ``identity``: who the servers were when what is there
+        already was counted; returns who they were when all was found to be there. Raises as
+        :func:`send_all`."""
 
     def states(self, doing: str, budget: Budget | float | None = None) -> dict[Link, ServerState]:
         """Of each master; who they are is looked at once."""
@@ -184,10 +409,7 @@ class SingleServer(Servers):
         if meta is not None:
             commands, count = commands + packed(("HGET", meta, "version")), count + 1
         replies = self._link.replies(commands, count, doing, budget) if count else []
-        for reply in replies:
-            # a value of another kind than ours is that key's damage, and no more
-            if isinstance(reply, Refused) and reply.code != "WRONGTYPE":
-                raise refusal(self.where, doing, reply)
+        self.check(replies, doing, allowed=OTHER_KIND)
         version = replies.pop() if meta is not None else None
         found, at = [], 0
         for layout, (_, count) in zip(layouts, parts, strict=False):
@@ -205,37 +427,13 @@ class SingleServer(Servers):
         self,
         rows: Rows,
         layout: Layout,
-        acknowledged: Acknowledged,
-        throttle: Throttle,
+        progress: Progress,
         identity: str,
         doing: str,
     ) -> str:
         pipe = Pipe(self._link, doing, lambda: check_same(self._link, identity, doing))
-        try:
-            for number, (block, done) in enumerate(_laid_out(rows, layout, acknowledged.done)):
-                throttle.wait(len(block.data))
-                pipe.send(block, number)
-                if done is not None:
-                    acknowledged.mark(number, done)
-                acknowledged.settled(pipe.oldest)
-            pipe.settle()
-            acknowledged.settled(None)
-        finally:
-            pipe.close()
+        send_all(rows, layout, layout.blocks, pipe, progress)
         return identity
-
-
-def _laid_out(rows: Rows, layout: Layout, done: int) -> Iterator[tuple[Block, int | None]]:
-    """Blocks; beside the last one of each slice, how many rows there are up to it."""
-    for part in slices(rows, layout):
-        done += len(part)
-        last: Block | None = None
-        for block in layout.blocks(part):
-            if last is not None:
-                yield last, None
-            last = block
-        if last is not None:
-            yield last, done
 
 
 def slices(rows: Rows, layout: Layout) -> Iterator[RowBatch]:

@@ -18,8 +18,7 @@ from precompute.store.answers.lookup import Lookup
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.online import kernels
 from precompute.store.online.codec import RowCodec, State
-from precompute.store.online.column_reader import ColumnReader
-from precompute.store.online.found_rows import FoundRows
+from precompute.store.online.found_rows import ColumnReader, FoundRows
 from precompute.store.online.online_store import Generation, OnlineStore, Pointer
 from precompute.store.online.packed import Packed, RowBatch
 from precompute.store.online.row_values import is_variable
@@ -29,13 +28,10 @@ from tests.store.test_codec import (
     EVERY_KIND,
     FIXED,
     FIXED_ROW,
-    MIXED,
     batch_of,
     hashes_of,
     value_of,
 )
-
-pytestmark = pytest.mark.usefixtures("kernel")
 
 FEATURES = (
     *(f for f in EVERY_KIND if not is_variable(f)),
@@ -230,12 +226,6 @@ def test_what_a_store_could_not_tell_is_damaged() -> None:
         2,
         [NOW_S * 10**6, 0, NOW_S * 10**6],
     )
-
-
-def test_a_view_with_strings_or_lists_goes_by_the_codec() -> None:
-    assert not RowCodec(FeatureView("things", ("id",), MIXED, TTL_S, 10)).exact
-    with pytest.raises(AssertionError):
-        ColumnReader(RowCodec(FeatureView("things", ("id",), MIXED, TTL_S, 10)), {1})
 
 
 def test_the_extension_refuses_columns_that_do_not_fit() -> None:
