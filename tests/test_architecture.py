@@ -84,17 +84,18 @@ SEAMS = {
     "apscheduler": {"jobs/schedule/scheduler.py"},
     "cronsim": {"jobs/config/schedule.py"},
     "uvicorn": {"store/http/guard/protocol.py", "store/http/guard/server.py"},
-    "orjson": {"store/http/encoding/json_rows.py"},
-    "pybase64": {"store/http/encoding/json_rows.py"},
+    "orjson": {"store/http/encoding/answer_bodies.py"},
+    "pybase64": {"store/http/encoding/answer_bodies.py"},
     # the client writes what it asks, and reads what the API answered
     "msgspec": {
         "precompute/models/endpoint/endpoint.py",
         "store/wire/bodies.py",
         "store/client/calls.py",
+        "store/client/replies.py",
         "store/disk/record.py",
         "store/http/stand_in/stand_in.py",
     },
-    "prometheus_client": {"store/http/telemetry/exposition.py"},
+    "prometheus_client": {"store/http/metrics.py"},
     "jinja2": {"store/http/page/page.py"},
     # imported only where traces are configured
     "opentelemetry": {"store/http/telemetry/tracing.py"},

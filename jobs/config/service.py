@@ -189,6 +189,6 @@ def mistakes(
 
 def _fits(view: ViewConfig, name: str, value: Any) -> bool:
     # only a service with defaults needs Arrow here
-    from precompute.store.answers.answer import fits
+    from precompute.store.answers.plan import fits
 
     return fits(view.feature_view(), name, value)

@@ -14,7 +14,7 @@ from precompute.jobs.config.section import Duration, Name, Section, parse_time
 from precompute.registry import check_use
 from precompute.sources.database import check_sql, parameters, referenced_views
 from precompute.sources.frame import frame_sql
-from precompute.store.answers.answer import default_row
+from precompute.store.answers.plan import default_row
 from precompute.store.errors import ConfigError, did_you_mean, nearest_or_all
 from precompute.store.feature_view import (
     CHUNK,

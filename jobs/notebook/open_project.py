@@ -16,9 +16,9 @@ import pyarrow as pa
 from precompute.jobs.config.project import Project
 from precompute.jobs.config.section import parse_time
 from precompute.jobs.notebook.rows import Ran, Rows, counted, table_html, table_text
-from precompute.store.answers.answer import ANSWER_FIELDS, AnswerPlan
 from precompute.store.answers.fallback import no_fallback
 from precompute.store.answers.lookup import Lookup
+from precompute.store.answers.plan import ANSWER_FIELDS, AnswerPlan
 from precompute.store.answers.service import Service
 from precompute.store.errors import (
     ConfigError,

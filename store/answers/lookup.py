@@ -18,16 +18,10 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from precompute.store.account.sightings import LIVE, REFS, note
-from precompute.store.answers.answer import ANSWER_FIELDS, Answer, AnswerPlan
-from precompute.store.answers.fallback import (
-    Computed,
-    Fallback,
-    Miss,
-    Waiting,
-    check_inputs,
-    no_fallback,
-)
+from precompute.store.answers.answer import Answer
+from precompute.store.answers.fallback import Fallback, Waiting, check_inputs, no_fallback
 from precompute.store.answers.misses import Misses, MissReports, SemanticCache
+from precompute.store.answers.plan import AnswerPlan, packed_keys
 from precompute.store.answers.search import Searches
 from precompute.store.answers.service import (
     EntityRows,
@@ -39,17 +33,9 @@ from precompute.store.answers.service import (
 from precompute.store.disk.record import plain
 from precompute.store.errors import PrecomputeError, RequestError, RowsLostError
 from precompute.store.feature_view import NAME, FeatureView, status_of
-from precompute.store.keys import (
-    MAX_KEY_BYTES,
-    join_key,
-    key_list,
-    key_text,
-    plain_key,
-    shown_key,
-)
-from precompute.store.online import kernels
+from precompute.store.keys import key_list, key_text, plain_key
 from precompute.store.online.codec import State
-from precompute.store.online.found_rows import FoundRows, PackedKeys
+from precompute.store.online.found_rows import FoundRows
 from precompute.store.online.miss_cache import MissCache
 from precompute.store.online.online_store import OnlineStore, Pointer
 from precompute.store.online.packed import Buffer
@@ -58,16 +44,11 @@ from precompute.store.times import Sighting, microseconds
 from precompute.store.wire.lookup_options import (
     BASE64,
     MAX_KEYS,
-    MAX_NEIGHBOURS,
     CacheControl,
     LookupOptions,
     SearchOptions,
     check_features,
 )
-
-IMPOSSIBLE = b"\0"
-"""Looked up in place of a key no entity can have, and never found: keys with a NUL are not
-stored."""
 
 _DEFAULT = LookupOptions()
 
@@ -128,21 +109,17 @@ class Lookup:
         self._searches = Searches(
             None if root is None else Path(root), self._live, self.begin, self._age_of
         )
-        self._misses = (
-            None
-            if fallback is None
-            else Misses(fallback, miss_cache, self._semantic_cache(fallback), self.miss_reports)
-        )
-
-    def _semantic_cache(self, fallback: Fallback) -> SemanticCache:
-        # who listens is known later
-        return SemanticCache(
-            fallback,
-            self._live,
-            self._searches.index_of,
-            self.begin,
-            lambda *seen: self.miss_reports.semantic(*seen),
-        )
+        self._misses = None
+        if fallback is not None:
+            semantic = SemanticCache(
+                fallback,
+                self._live,
+                self._searches.index_of,
+                self.begin,
+                # who listens is known later
+                lambda *seen: self.miss_reports.semantic(*seen),
+            )
+            self._misses = Misses(fallback, miss_cache, semantic, self.miss_reports)
 
     @classmethod
     def open(
@@ -180,8 +157,8 @@ class Lookup:
         max_age_s: float | None = None,
         inputs: Mapping[Any, Mapping[str, Any]] | None = None,
     ) -> pa.Table:
-        """The rows of ``keys``, in their order: the columns of :data:`ANSWER_FIELDS`, then one per
-        feature.
+        """The rows of ``keys``, in their order: key, status, source, reason, times, snapshot and
+        model (:data:`precompute.store.answers.plan.ANSWER_FIELDS`), then a column per feature.
 
         Args:
             view: name of a published view.
@@ -241,7 +218,7 @@ class Lookup:
             view: as :meth:`get`.
             keys: likewise.
             options: likewise.
-            cache_control: what a request over HTTP asks of stored rows.
+            cache_control: what a request over HTTP demands of stored rows.
             columnar: :meth:`Answer.table` or :meth:`Answer.whole_columns` is what will be requested
                 of the answer: a third faster then, and slower for rows.
             admit: raises where so many rows of this kind are too many, before any is verified or
@@ -258,7 +235,7 @@ class Lookup:
                 code=code,
             )
         options.check()
-        texts, raw, bad = self._keys(view, keys)
+        texts, raw, bad = packed_keys(keys, lambda: self._live(view).view.entity)
         began = time.perf_counter()
         read = self.online.read(view, raw)
         read_at = time.perf_counter()
@@ -347,41 +324,6 @@ class Lookup:
         _, _, published_us, seen_s = first
         return Sighting(published_us, pointer.renewed_at_us, int((now_s - seen_s) * 1e6))
 
-    def _keys(self, view: str, keys: list[Any]) -> tuple[list[str], Sequence[bytes], list[int]]:
-        """Key texts; what is looked up for each: its UTF-8, or :data:`IMPOSSIBLE` for what no
-        entity can have as a key; and the numbers of those.
-
-        Raises:
-            RequestError: 404, there is no such view.
-        """
-        bad: list[int] = []
-        texts = keys
-        if len(texts) > 1:
-            # the common case, as lean as it gets: 100 keys in 3 µs
-            with contextlib.suppress(TypeError, UnicodeEncodeError):
-                packed, hashes, right = kernels.pack_texts(texts, MAX_KEY_BYTES)
-                if right:
-                    return texts, PackedKeys(texts, packed, hashes), bad
-        try:
-            raw = list(map(str.encode, texts))
-        except (TypeError, UnicodeEncodeError):
-            # integers, lists for an entity of several columns, and what is no key
-            entity, texts, raw = self._live(view).view.entity, [], []
-            for i, key in enumerate(keys):
-                try:
-                    text = join_key(key, entity)
-                    encoded = text.encode()
-                except RequestError:
-                    text, encoded = shown_key(key), IMPOSSIBLE
-                    bad.append(i)
-                texts.append(text)
-                raw.append(encoded)
-        if max(map(len, raw)) > MAX_KEY_BYTES or not all(raw) or b"\0" in b"".join(raw):
-            bad = [i for i, key in enumerate(raw) if not 0 < len(key) <= MAX_KEY_BYTES or 0 in key]
-            for i in bad:
-                raw[i] = IMPOSSIBLE
-        return texts, raw, bad
-
     def _live(self, view: str) -> Pointer:
         """The view's pointer.
 
@@ -444,17 +386,12 @@ class Lookup:
             # feature subsets come from requests: keep their number bounded
             if len(self._plans) > 1024:
                 self._plans.clear()
-            alike = (
-                None
-                if features is None and not base64 and part is None
-                else self._plan(pointer, None)
-            )
-            chosen, defaults = (
-                (key[1], None) if part is None else (part.known(pointer.view), part.defaults)
-            )
-            plan = self._plans[key] = AnswerPlan(
-                pointer, chosen, alike, base64=base64, defaults=defaults
-            )
+            whole = features is None and not base64 and part is None
+            alike = None if whole else self._plan(pointer, None)
+            chosen = key[1] if part is None else part.known(pointer.view)
+            defaults = None if part is None else part.defaults
+            plan = AnswerPlan(pointer, chosen, alike, base64=base64, defaults=defaults)
+            self._plans[key] = plan
         return plan
 
     # ---- services
@@ -605,19 +542,8 @@ class Lookup:
             VectorIndexError: the index is missing or damaged.
         """
         allowed, excluded = None if only is None else key_list(only), key_list(exclude)
-        options = SearchOptions(
-            plain_key(key),
-            text,
-            vector,
-            inputs,
-            k,
-            filter,
-            allowed,
-            excluded,
-            features,
-            deadline_ms,
-            model,
-        )
+        by = plain_key(key), text, vector, inputs
+        options = SearchOptions(*by, k, filter, allowed, excluded, features, deadline_ms, model)
         return self.find(view, options)[1]
 
     def find(
@@ -659,13 +585,4 @@ def _inputs_by_key(
     return by_key
 
 
-__all__ = [
-    "ANSWER_FIELDS",
-    "MAX_KEYS",
-    "MAX_NEIGHBOURS",
-    "Answer",
-    "Computed",
-    "Fallback",
-    "Lookup",
-    "Miss",
-]
+__all__ = ["MAX_KEYS", "Lookup"]

@@ -84,13 +84,11 @@ class SemanticCache:
         begin: Begin,
         tell: Callable[[str, Counter[str], float], None],
     ) -> None:
-        self._fallback, self._live, self._index_of, self._begin, self._tell = (
-            fallback,
-            live,
-            index_of,
-            begin,
-            tell,
-        )
+        self._fallback = fallback
+        self._live = live
+        self._index_of = index_of
+        self._begin = begin
+        self._tell = tell
         self._room = threading.Semaphore(AT_ONCE)
         self._threads = ThreadPoolExecutor(AT_ONCE, "semantic cache")
         self._codec: tuple[Pointer, RowCodec] | None = None
@@ -408,12 +406,10 @@ class Misses:
         semantic: SemanticCache,
         reports: MissReports,
     ) -> None:
-        self._fallback, self._miss_cache, self._semantic, self._reports = (
-            fallback,
-            miss_cache,
-            semantic,
-            reports,
-        )
+        self._fallback = fallback
+        self._miss_cache = miss_cache
+        self._semantic = semantic
+        self._reports = reports
         self._lock = threading.Lock()
         self._behind: dict[str, _Behind] = {}
         """By view: none waits for another's."""
@@ -437,7 +433,7 @@ class Misses:
             missing: numbers of its rows that are missing and could be had.
             inputs: key → input columns, for keys whose inputs came with the request.
             deadline_ms: as of :class:`precompute.store.wire.lookup_options.LookupOptions`.
-            compute: False never asks the model.
+            compute: False never runs the model.
         """
         stale = answer.stale_rows() if self._miss_cache is not None else []
         if not missing and not stale:

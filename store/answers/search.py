@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy.typing as npt
 
 from precompute.store.account.sightings import REFS, note
-from precompute.store.answers.answer import Answer, AnswerPlan
+from precompute.store.answers.answer import Answer
 from precompute.store.answers.fallback import (
     Fallback,
     Miss,
@@ -23,6 +23,7 @@ from precompute.store.answers.fallback import (
     no_fallback,
     unpacked_view,
 )
+from precompute.store.answers.plan import AnswerPlan
 from precompute.store.disk.record import plain
 from precompute.store.errors import RequestError, VectorIndexError
 from precompute.store.feature_view import FeatureView, status_of
@@ -221,7 +222,7 @@ class Searches:
             return
         row = answer.rows()[0]
         if row["features"] is None:
-            raise _not_searchable(pointer, key, row["reason"], answer.details.get(0))
+            raise _not_searchable(pointer, key, row["reason"], answer.row(0).detail)
         if row["features"][view.index.on] is None:
             raise RequestError(
                 f"key {key!r} of view {view.name!r} has no vector to search by: it is null, since"

@@ -18,7 +18,8 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from precompute.store.answers.answer import ANSWER_FIELDS, Answer, AnswerPlan
+from precompute.store.answers.answer import Answer
+from precompute.store.answers.plan import ANSWER_FIELDS, AnswerPlan
 from precompute.store.disk.record import plain, record_of
 from precompute.store.errors import (
     ConfigError,

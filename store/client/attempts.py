@@ -1,4 +1,4 @@
-"""Attempts: when one call asks again, and when it asks a second time beside the first; no
+"""Attempts: when a call is retried, and when a second request is sent beside a slow one; no
 connection and no clock's wait here. And where a server is: TCP, TLS or a Unix socket.
 
 A generator says what to do next, a client does it and sends back what came of it: so the blocking
@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from precompute.store.client.calls import Reply, retry_after_s
+from precompute.store.client.replies import Reply, retry_after_s
 from precompute.store.errors import ConfigError, PrecomputeError, RequestError
 from precompute.store.times import doubled_s
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
-"""Of asking again: at random up to the first, then up to twice as much each time ("full jitter", M.
+"""Before a retry: at random up to the first, then up to twice as much each time ("full jitter", M.
 Brooker, Exponential Backoff And Jitter, 2015)."""
 
 MOST_TOKENS = 10.0
-"""Asking again that a client may save up; as in gRPC's example of retry throttling (proposal A6:
+"""Retries that a client may save up; as in gRPC's example of retry throttling (proposal A6:
 maxTokens 10, tokenRatio 0.1)."""
 
 MOST_SAMPLES, LEAST_SAMPLES = 200, 20
@@ -45,12 +45,12 @@ class Failure(NamedTuple):
     error: PrecomputeError
     lost: bool = False
     final: bool = False
-    """Asking again would not help: the time is over."""
+    """A retry would not help: the time is over."""
 
 
 class Send(NamedTuple):
-    """Ask now; if ``hedge_after_s`` passes without an answer, and ``may_hedge()``, ask a second
-    time, and take the first good answer."""
+    """Send the request; if ``hedge_after_s`` passes without an answer, and ``may_hedge()``, send it
+    once more, and take the first good answer."""
 
     hedge_after_s: float | None = None
 
@@ -65,7 +65,7 @@ Outcome = Reply | Failure
 
 
 def passing(outcome: Outcome) -> bool:
-    """Whether asking again may help: no answer, 429, 503, or a proxy's word that it has none from
+    """Whether a retry may help: no answer, 429, 503, or a proxy's word that it has none from
     the server."""
     if isinstance(outcome, Failure):
         return not outcome.final
@@ -83,11 +83,9 @@ class Budget:
     """
 
     def __init__(self, share: float) -> None:
-        self._share, self._tokens, self._lock = (
-            share,
-            MOST_TOKENS if share > 0 else 0.0,
-            threading.Lock(),
-        )
+        self._share = share
+        self._tokens = MOST_TOKENS if share > 0 else 0.0
+        self._lock = threading.Lock()
 
     def earn(self) -> None:
         """A call begins."""
@@ -126,13 +124,12 @@ class Durations:
 
 
 class Attempts:
-    """What all calls of a client have in common about asking more than once.
+    """What all calls of a client have in common: their retries and second requests.
 
     Args:
-        retries: how often a call asks again, at most.
-        retry_share: requests that all calls together may add by asking again, as a share of the
-            calls.
-        hedge_share: the same of asking a second time beside a slow request; 0 never does.
+        retries: of one call, at most.
+        retry_share: retries of all calls together, as a share of the calls.
+        hedge_share: the same of second requests beside slow ones; 0: none.
     """
 
     def __init__(
@@ -143,20 +140,20 @@ class Attempts:
         uniform: Callable[[float, float], float] = random.uniform,
     ) -> None:
         self._retries, self._uniform = retries, uniform
-        self._again, self._beside = Budget(retry_share), Budget(hedge_share)
+        self._retry_budget, self._hedge_budget = Budget(retry_share), Budget(hedge_share)
         self._hedges = hedge_share > 0
         self.durations = Durations()
 
     def may_hedge(self) -> bool:
         """Whether a second request may be sent beside a slow one."""
-        return self._beside.take()
+        return self._hedge_budget.take()
 
-    def ask(self, kind: str, deadline: float) -> Generator[Send | Pause, Outcome | None, Outcome]:
+    def steps(self, kind: str, deadline: float) -> Generator[Send | Pause, Outcome | None, Outcome]:
         """What to do for one call, until its outcome stands; ``deadline`` by ``time.monotonic``,
         which no pause goes past."""
-        self._again.earn()
-        self._beside.earn()
-        again, lost_before = 0, False
+        self._retry_budget.earn()
+        self._hedge_budget.earn()
+        retries, lost_before = 0, False
         while True:
             began = time.monotonic()
             outcome = yield Send(self.durations.slow_s(kind) if self._hedges else None)
@@ -170,18 +167,18 @@ class Attempts:
                 # much to do
                 lost_before = True
                 continue
-            pause_s = self._pause_s(outcome, again)
-            again += 1
+            pause_s = self._pause_s(outcome, retries)
+            retries += 1
             if (
-                again > self._retries
+                retries > self._retries
                 or time.monotonic() + pause_s >= deadline
-                or not self._again.take()
+                or not self._retry_budget.take()
             ):
                 return outcome
             yield Pause(pause_s)
 
-    def _pause_s(self, outcome: Outcome, again: int) -> float:
-        longest = doubled_s(FIRST_PAUSE_S, again, LONGEST_PAUSE_S)
+    def _pause_s(self, outcome: Outcome, retries: int) -> float:
+        longest = doubled_s(FIRST_PAUSE_S, retries, LONGEST_PAUSE_S)
         server_s = retry_after_s(outcome) if isinstance(outcome, Reply) else None
         # what is requested is the least; on top of it, clients that were refused together come back
         # apart
@@ -246,7 +243,7 @@ def address_of(url: str) -> Address:
 @dataclass(frozen=True, slots=True)
 class Tls:
     """Files of TLS, in PEM: ``ca`` whom to trust in place of the system's authorities;
-    ``certificate`` and ``key`` who one is, where the server asks."""
+    ``certificate`` and ``key`` who one is, where the server wants to know."""
 
     ca: str | Path | None = None
     certificate: str | Path | None = None

@@ -5,43 +5,38 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 import time
-from binascii import a2b_base64
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypedDict, TypeVar, cast
+from typing import Any, Generic, TypedDict, TypeVar, cast
 from urllib.parse import quote, urlencode
 
 import msgspec
 
-from precompute.store.errors import (
-    ConfigError,
-    DeniedError,
-    MissingRowError,
-    NoAnswerError,
-    OnlineStoreError,
-    OverloadedError,
-    PrecomputeError,
-    RequestError,
+from precompute.store.client.replies import (
+    Answered,
+    Reply,
+    of_rows,
+    of_table,
+    read_lookup,
+    read_row,
+    read_search,
+    read_service,
+    read_several,
+    read_table,
+    refusal,
+    strays,
 )
-from precompute.store.keys import join_key, key_columns, key_list, plain_key, shown_key
+from precompute.store.errors import ConfigError, NoAnswerError, RequestError
+from precompute.store.keys import join_key, key_columns, key_list, plain_key
 from precompute.store.wire import bodies
 from precompute.store.wire.lookup_options import BASE64, LookupOptions, SearchOptions, check_limits
 
 T = TypeVar("T")
-Answers = TypeVar(
-    "Answers",
-    bodies.LookupAnswer,
-    bodies.ViewRow,
-    bodies.SearchAnswer,
-    bodies.ViewAnswer,
-    bodies.ServiceView,
-)
 
 
 class FreshnessWords(TypedDict, total=False):
-    """How fresh stored rows must be, of all that a call asks for."""
+    """How fresh stored rows must be, of all that a call wants."""
 
     min_fresh_s: float | None
     """Rows that are not fresh for so much longer count as missing."""
@@ -100,22 +95,9 @@ class SearchWords(TypedDict, total=False):
     timeout_s: float | None
 
 
-class Reply(NamedTuple):
-    """What came back; ``value`` is what a good one says, once it was read."""
-
-    status: int
-    headers: Sequence[tuple[bytes, bytes]]
-    content: bytes
-    value: Any = None
-
-    def header(self, name: bytes) -> bytes | None:
-        """The first header of that name, in lower case."""
-        return next((value for named, value in self.headers if named.lower() == name), None)
-
-
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T]):
-    """One question. ``kind`` tells calls apart that take as long as each other; ``read`` makes of a
+    """One request. ``kind`` tells calls apart that take as long as each other; ``read`` makes of a
     good answer's bytes what the caller gets, and ``strays`` says what of it was not requested: None
     where all of it was."""
 
@@ -210,12 +192,12 @@ LONGEST_TIMEOUT_S = 1_000_000
 
 def table(view: str, keys: Any, words: LookupWords) -> Call[Any]:
     """A lookup, answered as a ``pyarrow.Table``."""
-    return _lookup(view, keys, words, bodies.ARROW, _read_table, _of_table)
+    return _lookup(view, keys, words, bodies.ARROW, read_table, of_table)
 
 
 def rows(view: str, keys: Any, words: LookupWords) -> Call[bodies.LookupAnswer]:
     """A lookup, answered as rows."""
-    return _lookup(view, keys, words, bodies.JSON, _decode_lookup, _of_rows)
+    return _lookup(view, keys, words, bodies.JSON, read_lookup, of_rows)
 
 
 def _lookup(
@@ -269,8 +251,8 @@ def several(
     return Call(
         "several",
         "/v1/lookup",
-        _read_several,
-        lambda answers: strays(wanted, map(_of_rows, answers)),
+        read_several,
+        lambda answers: strays(wanted, map(of_rows, answers)),
         encoded(body),
         timeout_s=timeout_s,
         headers=_cache_control(words),
@@ -301,7 +283,7 @@ def row(view: str, key: Any, words: RowWords) -> Call[bodies.ViewRow]:
     return Call(
         f"row {view}",
         path,
-        _decode_row,
+        read_row,
         lambda row: strays([(view, [plain])], [(row.view, [row.key])]),
         timeout_s=words.get("timeout_s"),
         headers=_cache_control(words),
@@ -310,12 +292,12 @@ def row(view: str, key: Any, words: RowWords) -> Call[bodies.ViewRow]:
 
 def service_table(service: str, entities: Any, words: ServiceWords) -> Call[Any]:
     """A service's features, answered as a ``pyarrow.Table``."""
-    return _service(service, entities, words, bodies.ARROW, _read_table, _of_joined_table)
+    return _service(service, entities, words, bodies.ARROW, read_table, _of_joined_table)
 
 
 def service_rows(service: str, entities: Any, words: ServiceWords) -> Call[bodies.ServiceAnswer]:
     """A service's features, answered as rows."""
-    return _service(service, entities, words, bodies.JSON, _decode_service, _of_joined_rows)
+    return _service(service, entities, words, bodies.JSON, read_service, _of_joined_rows)
 
 
 def _service(
@@ -377,7 +359,7 @@ def search(view: str, words: SearchWords) -> Call[bodies.SearchAnswer]:
         f"/v1/views/{quote(view, safe='')}/search",
         lambda answer: strays([(view, [])], [(answer.view, [])]),
     )
-    return Call(f"search {view}", path, _decode_search, of_view, encoded(sent), timeout_s=timeout_s)
+    return Call(f"search {view}", path, read_search, of_view, encoded(sent), timeout_s=timeout_s)
 
 
 def views(timeout_s: float | None) -> Call[list[dict[str, Any]]]:
@@ -467,165 +449,3 @@ def _plain(value: Any) -> Any:
 
 
 _encoder = msgspec.json.Encoder(enc_hook=_plain)
-
-# ---- what comes back
-
-Answered = tuple[str, Sequence[str] | None]
-"""The view that answered, and the keys of its rows; None for no rows, but a problem that it has
-with the request."""
-
-
-def strays(wanted: Sequence[tuple[str, list[Any]]], answered: Iterable[Answered]) -> str | None:
-    """What of an answer was not requested; None where views, keys, and how many of them, are those
-    of the request, in its order.
-
-    Args:
-        wanted: views, and of each the keys as :func:`precompute.store.keys.plain_key` has them.
-        answered: the same of the answer.
-    """
-    answers = list(answered)
-    if [view for view, _ in answers] != [view for view, _ in wanted]:
-        return (
-            f"of {', '.join(view for view, _ in answers) or 'no view'}, not"
-            f" {', '.join(view for view, _ in wanted)}"
-        )
-    for (view, keys), (_, texts) in zip(wanted, answers, strict=True):
-        if texts is None or keys == texts:
-            continue
-        if len(keys) != len(texts):
-            return f"{len(texts)} rows of {view}, not {len(keys)}"
-        wrong = next(
-            (text for key, text in zip(keys, texts, strict=True) if text not in _texts_of(key)),
-            None,
-        )
-        if wrong is not None:
-            return f"a row of {view} for a key that was not requested"
-    return None
-
-
-def _texts_of(key: Any) -> tuple[str, ...]:
-    """What may stand as ``key`` of the row of a key: its text, and, since only the server knows how
-    many columns a key has, what it shows of one that is none."""
-    try:
-        return join_key(key, key if isinstance(key, list) else ("key",)), shown_key(key)
-    except RequestError:
-        return (shown_key(key),)
-
-
-def _of_rows(answer: bodies.LookupAnswer | bodies.ViewAnswer) -> Answered:
-    return answer.view, (
-        None if isinstance(answer.rows, msgspec.UnsetType) else [row.key for row in answer.rows]
-    )
-
-
-def _of_table(table: Any) -> Answered:
-    return (table.schema.metadata or {}).get(b"view", b"").decode(), table.column("key").to_pylist()
-
-
-_of_lookup = msgspec.json.Decoder(bodies.LookupAnswer).decode
-_of_row = msgspec.json.Decoder(bodies.ViewRow).decode
-_of_service = msgspec.json.Decoder(bodies.ServiceAnswer).decode
-_of_search = msgspec.json.Decoder(bodies.SearchAnswer).decode
-_decode_several = msgspec.json.Decoder(bodies.MultiLookupAnswer).decode
-_decode_problem = msgspec.json.Decoder(bodies.Problem).decode
-
-
-_NUMBERS = {"float16": (2, "e"), "float32": (4, "f")}
-"""dtype → bytes of a number, and :mod:`struct`'s letter."""
-
-
-def _decode_lookup(content: bytes) -> bodies.LookupAnswer:
-    answer = _of_lookup(content)
-    return _as_lists(answer, answer.rows)
-
-
-def _decode_row(content: bytes) -> bodies.ViewRow:
-    row = _of_row(content)
-    return _as_lists(row, [row])
-
-
-def _decode_search(content: bytes) -> bodies.SearchAnswer:
-    answer = _of_search(content)
-    return _as_lists(answer, answer.rows)
-
-
-def _read_several(content: bytes) -> list[bodies.ViewAnswer]:
-    answers = _decode_several(content).responses
-    return [
-        _as_lists(one, [] if isinstance(one.rows, msgspec.UnsetType) else one.rows)
-        for one in answers
-    ]
-
-
-def _decode_service(content: bytes) -> bodies.ServiceAnswer:
-    answer = _of_service(content)
-    for name, view in answer.views.items():
-        _as_lists(view, [row.views[name] for row in answer.rows])
-    return answer
-
-
-def _as_lists(answer: Answers, rows: Sequence[bodies.Row]) -> Answers:
-    """The answer with vectors that came as base64 as lists of numbers: 384 in 6 µs, as digits they
-    take 10."""
-    for name, dtype in (
-        {} if isinstance(answer.base64, msgspec.UnsetType) else answer.base64.items()
-    ):
-        size, letter = _NUMBERS[dtype]
-        for row in rows:
-            if row.features is not None and row.features[name] is not None:
-                vector = a2b_base64(row.features[name])
-                row.features[name] = list(struct.unpack(f"<{len(vector) // size}{letter}", vector))
-    answer.base64 = msgspec.UNSET
-    return answer
-
-
-def _read_table(content: bytes) -> Any:
-    # loads Arrow, which takes longer than all else here together
-    from precompute.store.client.tables import read_table
-
-    return read_table(content)
-
-
-def refusal(reply: Reply, sent: str) -> PrecomputeError:
-    """The error that an answer of another status than 2xx stands for; ``sent`` names the server."""
-    try:
-        problem = _decode_problem(reply.content)
-    except (msgspec.MsgspecError, ValueError):
-        problem = None
-    if problem is None or not problem.type.startswith(bodies.PROBLEM_URN):
-        # of a proxy, or of another server: one that follows RFC 9457 too has types of its own
-        text = reply.content[:200].decode(errors="replace")
-        message = (
-            f"{sent} answered {reply.status}, and something else than this API: {text!r}; is that"
-            " address right?"
-        )
-        problem = bodies.Problem("", "", reply.status, message)
-    code, detail = problem.type.rpartition(":")[2] or "http_error", problem.detail
-    if problem.model is not msgspec.UNSET:
-        return MissingRowError(detail, status=reply.status, code=code)
-    if reply.status in (401, 403):
-        return DeniedError(detail, status=reply.status, code=code)
-    if code == "store_unavailable":
-        return OnlineStoreError(detail)
-    if reply.status in (429, 503):
-        return OverloadedError(detail, retry_after_s=retry_after_s(reply))
-    if code in ("internal_error", "http_error"):
-        return NoAnswerError(detail)
-    return RequestError(detail, status=reply.status, code=code)
-
-
-def retry_after_s(reply: Reply) -> float | None:
-    """``Retry-After`` (RFC 9110 §10.2.3) in seconds, from now; None where there is none, or none
-    that can be read."""
-    value = reply.header(b"retry-after")
-    if value is None:
-        return None
-    if value.strip().isdigit():
-        return float(value)
-    # an HTTP date, which this server sends none of; a proxy may
-    from email.utils import parsedate_to_datetime
-
-    try:
-        return max(0.0, parsedate_to_datetime(value.decode("latin-1")).timestamp() - time.time())
-    except (ValueError, TypeError, OverflowError):
-        return None

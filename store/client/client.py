@@ -1,4 +1,5 @@
-"""Blocking client: for threads and scripts."""
+"""Clients: the blocking one, for threads and scripts, and the async one, for services on asyncio or
+uvloop; both are covers of one core."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ import os
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
 
 import httpcore2
 
@@ -21,6 +22,7 @@ from precompute.store.client.attempts import (
     Failure,
     Outcome,
     Pause,
+    Send,
     Tls,
     address_of,
     passing,
@@ -29,12 +31,12 @@ from precompute.store.client.calls import (
     Call,
     FreshnessWords,
     LookupWords,
-    Reply,
     RowWords,
     SearchWords,
     ServiceWords,
     check_timeout,
 )
+from precompute.store.client.replies import Reply
 from precompute.store.client.transport import (
     ERRORS,
     IDLE_S,
@@ -53,34 +55,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Client:
-    """Talks to one server; share it between threads, close it at the end. A process that is forked
-    opens connections of its own.
-
-    Every call has one time limit for all of it: finding the host, waiting for a connection,
-    sending, the answer's last byte, and asking again. All calls only read, so asking again is safe:
-    at once where a connection was lost, after a pause, at random, where the server refuses for now
-    or cannot be reached, never before ``Retry-After``, never past the limit, and all calls together
-    no more often than ``retry_share`` allows.
-
-    Args:
-        url: ``http://127.0.0.1:8080``, ``https://host`` or ``unix:./api.sock``.
-        timeout_s: of a call that names none.
-        token: shown to the server, without the white space around it (a file's last newline); a
-            function is called before each request, for a token that changes.
-        tls: whom to trust with ``https``, and who one is; the system's authorities by default.
-        connections: open at once, at most; further calls wait their turn, within their time.
-        retries: times that one call asks again, at most.
-        retry_share: how much asking again may add to all requests, as a share of the calls.
-        hedge_share: the same of asking a second time beside a request that takes longer than 19 of
-            20 like it, to take the answer that comes first: less waiting for the slowest, for so
-            much more work of the server. 0.05 is a good value; 0 (the default) never does.
-
-    Raises:
-        RequestError: the URL is none of these, ``timeout_s`` no time limit, or the token none that
-            a header can carry.
-        ConfigError: a file of ``tls``.
-    """
+class _Core:
+    """What both clients share: where the server is, and what to do for a call until its answer is
+    there. The arguments are those of :class:`Client`."""
 
     def __init__(
         self,
@@ -94,16 +71,65 @@ class Client:
         retry_share: float = 0.1,
         hedge_share: float = 0.0,
     ) -> None:
+        self._url, self._timeout_s, self._connections = url, check_timeout(timeout_s), connections
         address = address_of(url)
-        self._url, self._timeout_s = url, check_timeout(timeout_s)
-        self._transport = BlockingTransport(
-            address,
-            token,
-            connections,
-            (tls or Tls()).context() if address.scheme == "https" else None,
-        )
+        context = (tls or Tls()).context() if address.scheme == "https" else None
+        self._pool = address, token, connections, context
+        """What a transport is opened with."""
         self._attempts = Attempts(retries, retry_share, hedge_share)
-        self._connections = connections
+        self._open()
+
+    def _open(self) -> None:
+        raise NotImplementedError
+
+    def _steps(self, call: Call[T], deadline: float) -> Generator[Send | Pause, Outcome | None, T]:
+        """What to do next, to which the outcome is sent back; at last what the caller gets.
+
+        Raises:
+            PrecomputeError: there was no answer, or a refusal.
+        """
+        outcome = yield from self._attempts.steps(call.kind, deadline)
+        if isinstance(outcome, Failure):
+            raise outcome.error
+        return call.answer(outcome, self._url)
+
+
+def _best(outcomes: Sequence[Outcome]) -> Outcome:
+    """The first good one of a request and of that sent beside it."""
+    return next((outcome for outcome in outcomes if not passing(outcome)), outcomes[0])
+
+
+class Client(_Core):
+    """Talks to one server; share it between threads, close it at the end. A process that is forked
+    opens connections of its own.
+
+    Every call has one time limit for all of it: finding the host, waiting for a connection,
+    sending, the answer's last byte, and retries. All calls only read, so they may be retried: at
+    once where a connection was lost, after a pause, at random, where the server refuses for now or
+    cannot be reached, never before ``Retry-After``, never past the limit, and all calls together no
+    more often than ``retry_share`` allows.
+
+    Args:
+        url: ``http://127.0.0.1:8080``, ``https://host`` or ``unix:./api.sock``.
+        timeout_s: of a call that names none.
+        token: shown to the server, without the white space around it (a file's last newline); a
+            function is called before each request, for a token that changes.
+        tls: whom to trust with ``https``, and who one is; the system's authorities by default.
+        connections: open at once, at most; further calls wait their turn, within their time.
+        retries: of one call, at most.
+        retry_share: how much retries may add to all requests, as a share of the calls.
+        hedge_share: the same of a second request beside one that takes longer than 19 of
+            20 like it, to take the answer that comes first: less waiting for the slowest, for so
+            much more work of the server. 0.05 is a good value; 0 (the default) never does.
+
+    Raises:
+        RequestError: the URL is none of these, ``timeout_s`` no time limit, or the token none that
+            a header can carry.
+        ConfigError: a file of ``tls``.
+    """
+
+    def _open(self) -> None:
+        self._transport = BlockingTransport(*self._pool)
         self._threads: ThreadPoolExecutor | None = None
         self._lock, self._pid = threading.Lock(), os.getpid()
 
@@ -120,13 +146,13 @@ class Client:
                 and OverloadedError: not now.
             OnlineStoreError: the server's store does not answer.
         """
-        return self._ask(calls.table(view, keys, words))
+        return self._call(calls.table(view, keys, words))
 
     def rows(
         self, view: str, keys: Iterable[Any], **words: Unpack[LookupWords]
     ) -> bodies.LookupAnswer:
         """As :meth:`get`, as typed rows in the order of the keys, without Arrow."""
-        return self._ask(calls.rows(view, keys, words))
+        return self._call(calls.rows(view, keys, words))
 
     def row(self, view: str, key: Any, **words: Unpack[RowWords]) -> bodies.ViewRow:
         """One row.
@@ -135,7 +161,7 @@ class Client:
             MissingRowError: there is none; ``code`` is the reason.
             PrecomputeError: as :meth:`get`.
         """
-        return self._ask(calls.row(view, key, words))
+        return self._call(calls.row(view, key, words))
 
     def several(
         self,
@@ -145,7 +171,7 @@ class Client:
     ) -> list[bodies.ViewAnswer]:
         """Lookups of several views in one call, answered in their order: each has its ``rows``, or
         the ``problem`` that this view has; ``words`` hold for all of them."""
-        return self._ask(calls.several(requests, timeout_s, words))
+        return self._call(calls.several(requests, timeout_s, words))
 
     def service(self, service: str, entities: Any, **words: Unpack[ServiceWords]) -> pa.Table:
         """As :meth:`precompute.store.answers.lookup.Lookup.service`, over HTTP and Arrow;
@@ -154,21 +180,21 @@ class Client:
         Raises:
             PrecomputeError: as :meth:`get`.
         """
-        return self._ask(calls.service_table(service, entities, words))
+        return self._call(calls.service_table(service, entities, words))
 
     def service_rows(
         self, service: str, entities: Any, **words: Unpack[ServiceWords]
     ) -> bodies.ServiceAnswer:
         """As :meth:`service`, as typed rows in the order of the entities, without Arrow."""
-        return self._ask(calls.service_rows(service, entities, words))
+        return self._call(calls.service_rows(service, entities, words))
 
     def search(self, view: str, **words: Unpack[SearchWords]) -> bodies.SearchAnswer:
         """As :meth:`precompute.store.answers.lookup.Lookup.search`."""
-        return self._ask(calls.search(view, words))
+        return self._call(calls.search(view, words))
 
     def views(self, timeout_s: float | None = None) -> list[dict[str, Any]]:
         """As :meth:`precompute.store.answers.lookup.Lookup.views`."""
-        return self._ask(calls.views(timeout_s))
+        return self._call(calls.views(timeout_s))
 
     def close(self) -> None:
         """Close the connections."""
@@ -182,16 +208,14 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ask(self, call: Call[T]) -> T:
-        deadline = call.deadline(self._timeout_s)
-        with contextlib.closing(self._attempts.ask(call.kind, deadline)) as steps:
-            outcome: Outcome | None = None
+    def _call(self, call: Call[T]) -> T:
+        deadline, outcome = call.deadline(self._timeout_s), None
+        with contextlib.closing(self._steps(call, deadline)) as steps:
             while True:
                 try:
                     step = steps.send(outcome)
                 except StopIteration as done:
-                    outcome = done.value
-                    break
+                    return cast(T, done.value)
                 if isinstance(step, Pause):
                     time.sleep(step.seconds)
                     outcome = None
@@ -199,10 +223,6 @@ class Client:
                     outcome = self._transport.send(call, Exchange(deadline))
                 else:
                     outcome = self._hedged(call, deadline, step.hedge_after_s)
-        if isinstance(outcome, Failure):
-            raise outcome.error
-        assert outcome is not None
-        return call.answer(outcome, self._url)
 
     def _hedged(self, call: Call[T], deadline: float, after_s: float) -> Outcome:
         """The first good outcome of a request and, where that takes long, of a second one; the
@@ -227,16 +247,14 @@ class Client:
             for one, exchange in exchanges.items():
                 if not one.done():
                     exchange.cancel()
-        return next((outcome for outcome in outcomes if not passing(outcome)), outcomes[0])
+        return _best(outcomes)
 
     def _executor(self) -> ThreadPoolExecutor:
         with self._lock:
             if self._threads is None or self._pid != os.getpid():
                 # the threads of a process are not in those that are forked of it
-                self._pid, self._threads = (
-                    os.getpid(),
-                    ThreadPoolExecutor(2 * self._connections, "precompute-client"),
-                )
+                self._pid = os.getpid()
+                self._threads = ThreadPoolExecutor(2 * self._connections, "precompute-client")
             return self._threads
 
 
@@ -259,7 +277,7 @@ class _Stream(httpcore2.AsyncNetworkStream):
             self._end.feed(data)
             return data
         except ssl.SSLError as exc:
-            # such as an alert about the client's certificate, which TLS 1.3 tells after the
+            # such as an alert about the client's certificate, which TLS 1.3 sends after the
             # handshake
             raise httpcore2.ReadError(str(exc)) from exc
 
@@ -368,7 +386,7 @@ class AsyncTransport(Pooled):
         await self._pool.aclose()
 
 
-class AsyncClient:
+class AsyncClient(_Core):
     """As :class:`precompute.store.client.Client`, for one event loop: the same arguments, calls,
     answers and errors, each call awaited.
 
@@ -376,41 +394,22 @@ class AsyncClient:
     ends with it.
     """
 
-    def __init__(
-        self,
-        url: str = "http://127.0.0.1:8080",
-        timeout_s: float = 10.0,
-        *,
-        token: str | Callable[[], str] | None = None,
-        tls: Tls | None = None,
-        connections: int = 64,
-        retries: int = 2,
-        retry_share: float = 0.1,
-        hedge_share: float = 0.0,
-    ) -> None:
-        address = address_of(url)
-        self._url, self._timeout_s = url, check_timeout(timeout_s)
-        self._transport = AsyncTransport(
-            address,
-            token,
-            connections,
-            (tls or Tls()).context() if address.scheme == "https" else None,
-        )
-        self._attempts = Attempts(retries, retry_share, hedge_share)
+    def _open(self) -> None:
+        self._transport = AsyncTransport(*self._pool)
 
     async def get(self, view: str, keys: Iterable[Any], **words: Unpack[LookupWords]) -> pa.Table:
         """As :meth:`precompute.store.client.Client.get`."""
-        return await self._ask(calls.table(view, keys, words))
+        return await self._call(calls.table(view, keys, words))
 
     async def rows(
         self, view: str, keys: Iterable[Any], **words: Unpack[LookupWords]
     ) -> bodies.LookupAnswer:
         """As :meth:`precompute.store.client.Client.rows`."""
-        return await self._ask(calls.rows(view, keys, words))
+        return await self._call(calls.rows(view, keys, words))
 
     async def row(self, view: str, key: Any, **words: Unpack[RowWords]) -> bodies.ViewRow:
         """As :meth:`precompute.store.client.Client.row`."""
-        return await self._ask(calls.row(view, key, words))
+        return await self._call(calls.row(view, key, words))
 
     async def several(
         self,
@@ -419,25 +418,25 @@ class AsyncClient:
         **words: Unpack[FreshnessWords],
     ) -> list[bodies.ViewAnswer]:
         """As :meth:`precompute.store.client.Client.several`."""
-        return await self._ask(calls.several(requests, timeout_s, words))
+        return await self._call(calls.several(requests, timeout_s, words))
 
     async def service(self, service: str, entities: Any, **words: Unpack[ServiceWords]) -> pa.Table:
         """As :meth:`precompute.store.client.Client.service`."""
-        return await self._ask(calls.service_table(service, entities, words))
+        return await self._call(calls.service_table(service, entities, words))
 
     async def service_rows(
         self, service: str, entities: Any, **words: Unpack[ServiceWords]
     ) -> bodies.ServiceAnswer:
         """As :meth:`precompute.store.client.Client.service_rows`."""
-        return await self._ask(calls.service_rows(service, entities, words))
+        return await self._call(calls.service_rows(service, entities, words))
 
     async def search(self, view: str, **words: Unpack[SearchWords]) -> bodies.SearchAnswer:
         """As :meth:`precompute.store.client.Client.search`."""
-        return await self._ask(calls.search(view, words))
+        return await self._call(calls.search(view, words))
 
     async def views(self, timeout_s: float | None = None) -> list[dict[str, Any]]:
         """As :meth:`precompute.store.client.Client.views`."""
-        return await self._ask(calls.views(timeout_s))
+        return await self._call(calls.views(timeout_s))
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -449,16 +448,14 @@ class AsyncClient:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    async def _ask(self, call: Call[T]) -> T:
-        deadline = call.deadline(self._timeout_s)
-        with contextlib.closing(self._attempts.ask(call.kind, deadline)) as steps:
-            outcome: Outcome | None = None
+    async def _call(self, call: Call[T]) -> T:
+        deadline, outcome = call.deadline(self._timeout_s), None
+        with contextlib.closing(self._steps(call, deadline)) as steps:
             while True:
                 try:
                     step = steps.send(outcome)
                 except StopIteration as done:
-                    outcome = done.value
-                    break
+                    return cast(T, done.value)
                 if isinstance(step, Pause):
                     await asyncio.sleep(step.seconds)
                     outcome = None
@@ -466,14 +463,8 @@ class AsyncClient:
                     outcome = await self._transport.send(call, deadline)
                 else:
                     outcome = await self._hedged(call, deadline, step.hedge_after_s)
-        if isinstance(outcome, Failure):
-            raise outcome.error
-        assert outcome is not None
-        return call.answer(outcome, self._url)
 
     async def _hedged(self, call: Call[T], deadline: float, after_s: float) -> Outcome:
-        """The first good outcome of a request and, where that takes long, of a second one; the
-        other is ended."""
         tasks = [asyncio.create_task(self._transport.send(call, deadline))]
         try:
             _, waiting = await asyncio.wait(tasks, timeout=after_s)
@@ -488,4 +479,4 @@ class AsyncClient:
                 task.cancel()
             # none of them outlives the call
             await asyncio.gather(*tasks, return_exceptions=True)
-        return next((outcome for outcome in outcomes if not passing(outcome)), outcomes[0])
+        return _best(outcomes)

@@ -16,7 +16,8 @@ from typing import Any
 import httpcore2
 
 from precompute.store.client.attempts import Address, Failure, Outcome
-from precompute.store.client.calls import Call, Reply
+from precompute.store.client.calls import Call
+from precompute.store.client.replies import Reply
 from precompute.store.errors import DeadlineError, NoAnswerError, RequestError
 
 
@@ -366,7 +367,7 @@ class Pooled:
 
 
 ERRORS = (httpcore2.NetworkError, httpcore2.TimeoutException, httpcore2.ProtocolError)
-"""What :meth:`Pooled.failure` tells of."""
+"""What :meth:`Pooled.failure` describes."""
 
 
 class BlockingTransport(Pooled):

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from precompute.store.answers.answer import fits
+from precompute.store.answers.plan import fits
 from precompute.store.answers.service import Service, column_of
 from precompute.store.errors import RequestError, SnapshotError, did_you_mean
 from precompute.store.feature_view import FeatureView

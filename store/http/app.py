@@ -17,9 +17,9 @@ from precompute.store.answers.fallback import Waiting
 from precompute.store.answers.lookup import Lookup
 from precompute.store.answers.search import takes_text
 from precompute.store.errors import OnlineStoreError, RequestError
+from precompute.store.http.encoding.answer_bodies import search_json
 from precompute.store.http.encoding.answer_size import MAX_ANSWER_BYTES, Measure
 from precompute.store.http.encoding.http_freshness import PRIVATE, Caching
-from precompute.store.http.encoding.json_rows import search_json
 from precompute.store.http.encoding.row_cache import MAX_CACHE_BYTES
 from precompute.store.http.front import Front, Gate, open_gate
 from precompute.store.http.live_views import LiveViews, Seen
@@ -121,11 +121,7 @@ class Api:
         self._metrics.timed("search", seconds)
         self._metrics.stage("search", seconds)
         reply = Reply(200, [JSON_TYPE], body)
-        return (
-            reply
-            if self._timing is Timing.UNREPORTED
-            else timed(scope, reply, {"search": seconds}, seconds, self._timing)
-        )
+        return timed(scope, reply, {"search": seconds}, seconds, self._timing)
 
     def _searched(self, view: str, options: SearchOptions, waiting: Waiting) -> bytes:
         try:
@@ -242,10 +238,7 @@ class Api:
         details = [
             ViewFigures(
                 self._lookup.describe(pointer)
-                | {
-                    "model_ready": self._fallback_ready(pointer),
-                    "takes_text": takes_text(pointer),
-                },
+                | {"model_ready": self._fallback_ready(pointer), "takes_text": takes_text(pointer)},
                 readable=pointer.view.name not in seen.unreadable,
                 trouble=seen.trouble(pointer),
             )

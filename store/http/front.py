@@ -65,19 +65,15 @@ class Front:
         refused: Callable[[str], None],
         gate: Gate = open_gate,
     ) -> None:
-        self._row_at_once, self._lookup_at_once, self._service_at_once = (
-            row_at_once,
-            lookup_at_once,
-            service_at_once,
-        )
+        self._row_at_once = row_at_once
+        self._lookup_at_once = lookup_at_once
+        self._service_at_once = service_at_once
         self._service = service
-        self._row, self._view_posts, self._fixed, self._refused, self._gate = (
-            row,
-            view_posts,
-            fixed,
-            refused,
-            gate,
-        )
+        self._row = row
+        self._view_posts = view_posts
+        self._fixed = fixed
+        self._refused = refused
+        self._gate = gate
         self.waits_until: Callable[[], float] = lambda: -math.inf
         """When the last of the requests that wait for a model will have an answer
         (:func:`time.monotonic`); minus infinity where none does."""

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
 
-from precompute.store.answers.lookup import Answer, Lookup
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from precompute.store.answers.answer import Answer
+from precompute.store.answers.lookup import Lookup
 from precompute.store.http.live_views import LiveViews
 from precompute.store.http.telemetry import instruments as counted
-from precompute.store.http.telemetry.exposition import CONTENT_TYPE, exposition, totals
-from precompute.store.http.telemetry.instruments import Instrument, Meter, Number, Timer
+from precompute.store.http.telemetry.instruments import (
+    BUCKETS,
+    INSTRUMENTS,
+    SIZES,
+    Instrument,
+    Kind,
+    Meter,
+    Number,
+    Timer,
+    read_slots,
+)
 from precompute.store.online.online_store import Pointer
-
-__all__ = ["CONTENT_TYPE", "Metrics"]
 
 
 class Metrics:
@@ -39,19 +57,17 @@ class Metrics:
         lookup.on_damaged = lambda view, rows: self.meter.counter(counted.DAMAGED_ROWS, view).add(
             rows
         )
-        lookup.miss_reports.semantic, lookup.miss_reports.cache_read = (
-            self._semantic,
-            self._miss_cache_read,
-        )
+        lookup.miss_reports.semantic = self._semantic
+        lookup.miss_reports.cache_read = self._miss_cache_read
         lookup.miss_reports.refreshed = lambda view, outcome: self.meter.counter(
             counted.REFRESHES, view, outcome
         ).add()
-        self._whole: dict[str, Number] = {}
-        self._one: dict[tuple[str, str], Number] = {}
-        self._row_cache: dict[tuple[str, str, str], tuple[Number, Number]] = {}
-        self._missed, self._dropped = (
-            self.meter.counter(counted.CACHE, "l1", outcome) for outcome in ("miss", "dropped")
-        )
+        self._stored: dict[tuple[str, str], Number] = {}
+        """View and status → rows of the store."""
+        self._row_cache = {
+            outcome: self.meter.counter(counted.CACHE, "l1", outcome)
+            for outcome in ("hit", "in_error", "miss", "dropped")
+        }
         self._row_cache_bytes = self.meter.gauge(counted.CACHE_BYTES, "l1")
         self._routes: dict[str, Timer] = {}
         self._stages: dict[str, Timer] = {}
@@ -71,12 +87,7 @@ class Metrics:
         view = answer.pointer.view.name
         counts = answer.row_counts()
         if counts is None:
-            whole = self._whole.get(view)
-            if whole is None:
-                whole = self._whole[view] = self.meter.counter(
-                    counted.ROWS, view, "fresh", "store", ""
-                )
-            whole.add(len(answer.keys))
+            self._add_stored(view, "fresh", len(answer.keys))
         else:
             for labels, rows in counts.items():
                 self.meter.counter(counted.ROWS, view, *labels).add(rows)
@@ -97,12 +108,7 @@ class Metrics:
     def read(self, view: str, status: str, seconds: float, read_s: float, verify_s: float) -> None:
         """Count a row of the store, as :meth:`answered` does: its time, and that of reading,
         verifying and, what is left, encoding it."""
-        rows = self._one.get((view, status))
-        if rows is None:
-            rows = self._one[view, status] = self.meter.counter(
-                counted.ROWS, view, status, "store", ""
-            )
-        rows.add()
+        self._add_stored(view, status, 1)
         self.timed("row", seconds)
         self.stage("read", read_s)
         self.stage("verify", verify_s)
@@ -111,16 +117,16 @@ class Metrics:
     def row_cache_read(self, view: str, status: str, seconds: float, outcome: str) -> None:
         """Count a row of the store that was answered from the encoded ones, and its time;
         ``outcome``: a hit, or ``in_error``, since the store failed."""
-        series = self._row_cache.get((view, status, outcome))
-        if series is None:
-            rows = self.meter.counter(counted.ROWS, view, status, "store", "")
-            series = self._row_cache[view, status, outcome] = (
-                rows,
-                self.meter.counter(counted.CACHE, "l1", outcome),
-            )
-        for number in series:
-            number.add()
+        self._add_stored(view, status, 1)
+        self._row_cache[outcome].add()
         self.timed("row", seconds)
+
+    def _add_stored(self, view: str, status: str, rows: int) -> None:
+        number = self._stored.get((view, status))
+        if number is None:
+            number = self.meter.counter(counted.ROWS, view, status, "store", "")
+            self._stored[view, status] = number
+        number.add(rows)
 
     def _miss_cache_read(self, requested: int, found: int) -> None:
         self.meter.counter(counted.CACHE, "miss_cache", "hit").add(found)
@@ -135,9 +141,9 @@ class Metrics:
     def not_cached(self, dropped: int | None, size_bytes: int) -> None:
         """Count a row that was not among the encoded ones, and is from now on, and those it took
         the place of (None: it is too large); all take so many bytes."""
-        self._missed.add()
+        self._row_cache["miss"].add()
         if dropped:
-            self._dropped.add(dropped)
+            self._row_cache["dropped"].add(dropped)
         self._row_cache_bytes.set(size_bytes)
 
     def serves_until(self, view: str, until_s: float) -> None:
@@ -218,3 +224,98 @@ class Metrics:
         for name in seen.unreadable:
             tell(counted.VIEW_UP, name, 0.0)
         return exposition(self.meter, now)
+
+
+# ---- Exposition: what all processes of a server counted, as Prometheus reads it.
+
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_EDGES = [*map(str, BUCKETS), "+Inf"]
+
+Series = dict[tuple[str, ...], list[float]]
+Totals = dict[str, Series]
+"""Instrument → labels → numbers."""
+
+
+def exposition(
+    meter: Meter, now: Mapping[Instrument, Mapping[tuple[str, ...], float]] | None = None
+) -> bytes:
+    """The text that ``/metrics`` answers with: of all processes that count into the meter's folder,
+    or of its own where it has none.
+
+    Args:
+        meter: of the process that was requested.
+        now: gauges that are looked up when requested, and counted by nobody.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    registry = CollectorRegistry()
+    registry.register(_Collector(meter, now or {}))
+    return generate_latest(registry)
+
+
+class _Collector(Collector):
+    def __init__(
+        self, meter: Meter, now: Mapping[Instrument, Mapping[tuple[str, ...], float]]
+    ) -> None:
+        self._meter, self._now = meter, now
+
+    def collect(self) -> Iterator[Metric]:
+        counted = totals(self._meter)
+        for instrument in INSTRUMENTS:
+            looked_up = {labels: [value] for labels, value in self._now.get(instrument, {}).items()}
+            yield _family(instrument, looked_up or counted[instrument.name])
+
+    def describe(self) -> list[Metric]:
+        # without it the registry collects once to learn the names
+        return []
+
+
+def totals(meter: Meter) -> Totals:
+    """Instrument → series → numbers over all processes; of a histogram its buckets' counts, one by
+    one, and the sum of seconds.
+
+    Raises:
+        OSError: the meter's folder cannot be read.
+    """
+    kinds = {instrument.name: instrument.kind for instrument in INSTRUMENTS}
+    added: Totals = {name: {} for name in kinds}
+    if meter.folder is None:
+        values = meter.slots.values
+        found = [
+            (key, [float(n) for n in values[at : at + SIZES[kinds[key[0]]]]])
+            for key, at in meter.slots.series()
+        ]
+    else:
+        found = [(key, numbers) for _, key, numbers in read_slots(meter.folder) if key[0] in kinds]
+    for (name, labels), numbers in found:
+        series = added[name]
+        before = series.get(labels)
+        if before is None:
+            series[labels] = numbers
+        elif kinds[name] is Kind.HIGHEST:
+            series[labels] = [max(before[0], numbers[0])]
+        else:
+            series[labels] = [one + other for one, other in zip(before, numbers, strict=True)]
+    return added
+
+
+def _family(instrument: Instrument, series: Series) -> Metric:
+    name, text, labels = instrument.name, instrument.help, instrument.labels
+    if instrument.kind is Kind.HISTOGRAM:
+        histogram = HistogramMetricFamily(name, text, labels=labels)
+        for values, numbers in sorted(series.items()):
+            counts = accumulate(numbers[:-1])
+            histogram.add_metric(values, list(zip(_EDGES, counts, strict=True)), numbers[-1])
+        return histogram
+    if instrument.kind is Kind.COUNTER:
+        counter = CounterMetricFamily(name, text, labels=labels)
+        for values, numbers in sorted(series.items()):
+            counter.add_metric(values, numbers[0])
+        return counter
+    gauge = GaugeMetricFamily(name, text, labels=labels)
+    for values, numbers in sorted(series.items()):
+        gauge.add_metric(values, numbers[0])
+    return gauge

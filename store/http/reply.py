@@ -45,7 +45,7 @@ class Reply(NamedTuple):
 JSON_TYPE = (b"content-type", bodies.JSON.encode())
 ARROW_TYPE = (b"content-type", bodies.ARROW.encode())
 RETRY_SOON = (b"retry-after", b"1")
-_TELL_AGAIN_S = 10.0
+_LOG_EVERY_S = 10.0
 _LONGEST_ROUTE = 120
 """Characters of a route in the log."""
 _CACHE_CONTROL = b"cache-control"
@@ -85,7 +85,7 @@ def refusal(exc: Exception, where: str) -> tuple[Reply, str]:
     route = where.partition("/rows/")[0][:_LONGEST_ROUTE]
     if isinstance(exc, (OnlineStoreError, VectorIndexError)):
         # what it says names hosts and files, and is for the operator
-        tell_failure(route, str(exc))
+        log_failure(route, str(exc))
         return (
             problem(
                 503,
@@ -110,17 +110,17 @@ def _failing(exc: OnlineStoreError | VectorIndexError) -> str:
     return "the online store does not answer"
 
 
-_computed_at: dict[str, float] = {}
+_logged_at: dict[str, float] = {}
 
 
-def tell_failure(route: str, text: str) -> None:
-    """Log an error that every request may meet, once in a while, whatever route met it: a store
-    that is gone is reported, and fills no disk."""
+def log_failure(route: str, text: str) -> None:
+    """Log an error that every request may meet, once in a while, whatever its route: a store that
+    is gone fills no disk."""
     now = time.monotonic()
-    if now - _computed_at.get(text, -math.inf) >= _TELL_AGAIN_S:
-        if len(_computed_at) > 100:
-            _computed_at.clear()
-        _computed_at[text] = now
+    if now - _logged_at.get(text, -math.inf) >= _LOG_EVERY_S:
+        if len(_logged_at) > 100:
+            _logged_at.clear()
+        _logged_at[text] = now
         log.error("%s: %s", route, text)
 
 
@@ -138,6 +138,8 @@ def timed(
     scope: Scope, reply: Reply, stages: Mapping[str, float], seconds: float, details: Timing
 ) -> Reply:
     """The reply, with what it took where that is wanted."""
+    if details is Timing.UNREPORTED:
+        return reply
     if Timing.IN_SCOPE in details:
         scope["stages"] = stages
     if Timing.IN_HEADER not in details:

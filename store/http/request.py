@@ -202,7 +202,7 @@ async def hung_up(receive: Receive) -> None:
 
 
 async def heard(call: Coroutine[Any, Any, _T], receive: Receive, give_up: Callable[[], None]) -> _T:
-    """What a call comes to, as long as the caller of the request is there to hear it.
+    """The result of a call, as long as the caller of the request waits for it.
 
     Args:
         call: is cancelled where not.
@@ -212,16 +212,16 @@ async def heard(call: Coroutine[Any, Any, _T], receive: Receive, give_up: Callab
     Raises:
         Disconnected: the caller hung up.
     """
-    details, watch = asyncio.ensure_future(call), asyncio.ensure_future(hung_up(receive))
+    answer, watch = asyncio.ensure_future(call), asyncio.ensure_future(hung_up(receive))
     try:
-        await asyncio.wait((details, watch), return_when=asyncio.FIRST_COMPLETED)
-        if details.done():
-            return details.result()
+        await asyncio.wait((answer, watch), return_when=asyncio.FIRST_COMPLETED)
+        if answer.done():
+            return answer.result()
         give_up()
         raise Disconnected
     finally:
         watch.cancel()
-        details.cancel()
+        answer.cancel()
 
 
 async def read_body(

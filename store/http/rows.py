@@ -11,12 +11,19 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
-from precompute.store.answers.answer import Answer, AnswerPlan
+from precompute.store.answers.answer import Answer
 from precompute.store.answers.lookup import Lookup, WholeRow
+from precompute.store.answers.plan import AnswerPlan
 from precompute.store.errors import OnlineStoreError, PrecomputeError, RequestError
 from precompute.store.feature_view import FeatureView, status_of
+from precompute.store.http.encoding.answer_bodies import (
+    head_json,
+    lookup_json,
+    lookup_pieces,
+    row_json,
+    stream_of,
+)
 from precompute.store.http.encoding.answer_size import MAX_ANSWER_BYTES, Measure, Room
-from precompute.store.http.encoding.arrow_template import stream_of
 from precompute.store.http.encoding.http_freshness import (
     PRIVATE,
     VARY,
@@ -28,7 +35,6 @@ from precompute.store.http.encoding.http_freshness import (
     missing_headers,
     row_headers,
 )
-from precompute.store.http.encoding.json_rows import head_json, lookup_json, lookup_pieces, row_json
 from precompute.store.http.encoding.row_cache import (
     MAX_CACHE_BYTES,
     CachedRow,
@@ -46,9 +52,9 @@ from precompute.store.http.reply import (
     Reply,
     Stream,
     Timing,
+    log_failure,
     problem,
     refusal,
-    tell_failure,
     timed,
 )
 from precompute.store.http.request import (
@@ -193,11 +199,7 @@ class RowRoutes:
             self._metrics.row_cache_read(view, status, seconds, "hit")
         else:
             self._metrics.read(view, status, seconds, read.read_s, read.verify_s)
-        return (
-            reply
-            if self._timing is Timing.UNREPORTED
-            else timed(scope, reply, {}, seconds, self._timing)
-        )
+        return timed(scope, reply, {}, seconds, self._timing)
 
     def _read_at_once(self, request: _Request) -> WholeRow | None:
         if self._readers is not None or self._timing is not Timing.UNREPORTED:
@@ -295,7 +297,7 @@ class RowRoutes:
         age_us = sighting.age_us(row.computed_at_us, now_us)
         if age_us > (most_s(view) if oldest_s is None else min(most_s(view), oldest_s)) * 1e6:
             return None
-        tell_failure(f"GET /v1/views/{view.name}", str(error))
+        log_failure(f"GET /v1/views/{view.name}", str(error))
         self._metrics.row_cache_read(
             view.name, Status.STALE, time.perf_counter() - request.started, "in_error"
         )
@@ -330,11 +332,7 @@ class RowRoutes:
         etags = request.headers.get(b"if-none-match")
         if etags is not None and matches(etags, dict(headers)[b"etag"]):
             return Reply(304, headers)
-        if as_arrow:
-            return Reply(200, [ARROW_TYPE, *headers], arrow.encode_arrow(answer.table()))
-        return Reply(
-            200, [JSON_TYPE, *headers], b"{%b%b" % (head_json(answer.plan), row_json(answer, 0))
-        )
+        return _one_row(answer, headers, as_arrow)
 
     def _missing(
         self,
@@ -348,17 +346,10 @@ class RowRoutes:
         if answer.default_row(0) is not None and not (
             request is not None and request.only_if_cached
         ):
-            if wants_arrow(sent):
-                return Reply(
-                    200,
-                    [ARROW_TYPE, *missing_headers(answer, reason)],
-                    arrow.encode_arrow(answer.table()),
-                )
-            body = b"{%b%b" % (head_json(answer.plan), row_json(answer, 0))
-            return Reply(200, [JSON_TYPE, *missing_headers(answer, reason)], body)
+            return _one_row(answer, missing_headers(answer, reason), wants_arrow(sent))
         detail = f"no row for key {answer.keys[0][:80]!r} in view {pointer.view.name!r}: {reason}"
-        if reason is Reason.BAD_KEY and 0 in answer.details:
-            detail += f", {answer.details[0]}"
+        if reason is Reason.BAD_KEY and (hint := answer.row(0).detail):
+            detail += f", {hint}"
         elif reason is Reason.DEADLINE and not self._ready(pointer):
             detail += f", {NOT_LOADED}"
         self._metrics.refused(reason)
@@ -452,11 +443,7 @@ class RowRoutes:
         """The reply, counted, with what it took where that is wanted."""
         seconds = time.perf_counter() - started
         stages = self._metrics.answered(route, answer, seconds)
-        return (
-            reply
-            if self._timing is Timing.UNREPORTED
-            else timed(scope, reply, stages, seconds, self._timing)
-        )
+        return timed(scope, reply, stages, seconds, self._timing)
 
     def _streamed(
         self, headers: Headers, pieces: Iterator[bytes | memoryview], size_bytes: int
@@ -503,8 +490,6 @@ class RowRoutes:
             if size.is_large
             else Reply(200, [JSON_TYPE], b"".join(pieces))
         )
-        if self._timing is Timing.UNREPORTED:
-            return reply
         return timed(scope, reply, stages, time.perf_counter() - started, self._timing)
 
     async def _all_landed(self, begun: list[Answer | Reply], receive: Receive) -> None:
@@ -557,6 +542,13 @@ class RowRoutes:
 def most_s(view: FeatureView) -> float:
     """How old a row may be that is cached, and is served while the store fails."""
     return view.ttl_s + view.stale_for_s + view.stale_if_error_s
+
+
+def _one_row(answer: Answer, headers: Headers, as_arrow: bool) -> Reply:
+    if as_arrow:
+        return Reply(200, [ARROW_TYPE, *headers], arrow.encode_arrow(answer.table()))
+    body = b"{%b%b" % (head_json(answer.plan), row_json(answer, 0))
+    return Reply(200, [JSON_TYPE, *headers], body)
 
 
 def _as_arrow(answer: Answer) -> list[bytes | memoryview]:

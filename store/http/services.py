@@ -14,13 +14,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from precompute.store.answers.answer import Answer, AnswerPlan
+from precompute.store.answers.answer import Answer
 from precompute.store.answers.lookup import Lookup
+from precompute.store.answers.plan import AnswerPlan
 from precompute.store.answers.service import EntityRows, Refused, ServiceAnswer, ServicePart
 from precompute.store.errors import PrecomputeError, RequestError
+from precompute.store.http.encoding.answer_bodies import service_pieces
 from precompute.store.http.encoding.answer_size import Measure, Room
 from precompute.store.http.encoding.http_freshness import VARY, cache_control
-from precompute.store.http.encoding.json_rows import service_pieces
 from precompute.store.http.metrics import Metrics
 from precompute.store.http.pools import Pool, Waits, give_up
 from precompute.store.http.reply import (
@@ -56,7 +57,7 @@ _KEYS_AT_ONCE = 2000
 more."""
 _READ_TOGETHER = 4
 """Views of one request that are waited for at once, where the store lies behind a network: one
-request has a tenth of the threads, whatever it asks for."""
+request has a tenth of the threads, whatever it wants."""
 _PIECE_BYTES = 64 * 1024
 """Of a large answer, about."""
 
@@ -111,12 +112,10 @@ class ServiceRoutes:
         timing: Timing,
     ) -> None:
         self._lookup, self._metrics, self._readers = lookup, metrics, readers
-        self._waits, self._room, self._answer_bytes, self._timing = (
-            waits,
-            room,
-            answer_bytes,
-            timing,
-        )
+        self._waits = waits
+        self._room = room
+        self._answer_bytes = answer_bytes
+        self._timing = timing
 
     async def services(self, scope: Scope, receive: Receive) -> Reply:
         """``GET /v1/services``."""
@@ -241,8 +240,4 @@ class ServiceRoutes:
                 # one after the other, so that what they took adds up
                 stages.update(self._metrics.answered(None, one, seconds, encoded=False))
         self._metrics.timed("service", seconds)
-        return (
-            reply
-            if self._timing is Timing.UNREPORTED
-            else timed(scope, reply, stages, seconds, self._timing)
-        )
+        return timed(scope, reply, stages, seconds, self._timing)

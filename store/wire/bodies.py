@@ -475,10 +475,10 @@ def _no_constant(name: str) -> None:
 
 
 def _has_more_values(body: bytes, most: int) -> bool:
-    """Reported by the commas and brackets outside of strings, before any of it is decoded."""
+    """Counted by the commas and brackets outside of strings, before any of it is decoded."""
     if len(body) <= _FEW_BYTES:
         return False
-    # who only asks loads this file without it
+    # a client loads this file without it
     import numpy as np
 
     def values(letters: Any) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from precompute.store.errors import RequestError, did_you_mean
 
 if TYPE_CHECKING:
-    # it brings Arrow along, which who only asks over HTTP can do without
+    # it brings Arrow along, which a client over HTTP can do without
     from precompute.store.feature_view import FeatureView
 
 MAX_KEYS = 1000

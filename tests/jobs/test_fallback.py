@@ -28,8 +28,8 @@ from precompute.jobs.serve.suspects import row_hash
 from precompute.model import digest
 from precompute.sources.source import Source
 from precompute.store.answers.answer import Answer
-from precompute.store.answers.fallback import CLIENT
-from precompute.store.answers.lookup import Computed, Lookup, Miss
+from precompute.store.answers.fallback import CLIENT, Computed, Miss
+from precompute.store.answers.lookup import Lookup
 from precompute.store.errors import SourceError
 from precompute.store.online.miss_cache import MissCacheFile, MissCacheLimits, input_names
 from precompute.store.online.online_store import Pointer

@@ -21,7 +21,7 @@ from precompute.store.http.telemetry.instruments import Meter
 from precompute.store.wire import bodies
 from tests import REPOSITORY
 from tests.memory_store import MemoryStore
-from tests.store.test_http_freshness import World
+from tests.world import World
 
 # what it does not know to make, tests/store/test_api.py does
 pytestmark = pytest.mark.filterwarnings(
@@ -158,11 +158,8 @@ def test_an_answer_that_the_document_does_not_tell_of_is_seen(path: str) -> None
 def test_every_status_that_the_code_names_is_in_the_document() -> None:
     """By the numbers in the files that answer: also those that come before any route is looked for,
     which no test of a route meets."""
-    files = [
-        path
-        for wing in (".", "guard")
-        for path in (REPOSITORY / "store" / "http" / wing).glob("*.py")
-    ]
+    http = REPOSITORY / "store/http"
+    files = [*http.glob("*.py"), *http.glob("guard/*.py")]
     named = {
         int(number)
         for path in files

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from precompute.store.answers.lookup import Lookup
 from precompute.store.feature_view import Feature, FeatureView, SemanticCacheSpec
-from precompute.store.http.encoding.arrow_template import stream_of
-from precompute.store.http.encoding.json_rows import lookup_pieces, row_json
+from precompute.store.http.encoding.answer_bodies import lookup_pieces, row_json, stream_of
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.online_store import Generation, Pointer
 from precompute.store.wire.arrow import decode_arrow, encode_arrow

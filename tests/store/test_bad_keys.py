@@ -17,12 +17,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from precompute.store.client import ViewLookupRequest, calls
-from precompute.store.client.calls import Call, Reply
 from precompute.store.errors import RequestError
 from precompute.store.wire import bodies
-from tests.asgi import call
 from tests.store.test_api import arrow
-from tests.store.test_http_freshness import LOOKUP, ROW, SEARCH, World
+from tests.store.test_every_way import ask
+from tests.world import LOOKUP, ROW, SEARCH, World
 
 NUMBERS = st.from_regex(
     r"-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,4})?([eE][+-]?[0-9]{1,4})?", fullmatch=True
@@ -60,6 +59,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 @example(r'"\ud800"', 0)
 @example(r'[["a\udc00b"]]', 3)
 @example("9" * 5000, 2)
+@example("[" * 900 + "]" * 900, 1)
 def test_no_value_that_json_can_have_changes_the_answer_of_another_key(
     world: World, bad: str, at: int
 ) -> None:
@@ -217,13 +217,6 @@ def test_the_page_takes_any_text_for_a_key(world: World) -> None:
 
 
 # ---- the same keys in process and by the client
-
-
-def ask(world: World, asked: Call[Any]) -> Any:
-    """What the client makes of the API's answer, with no socket between."""
-    reply = call(world.app, asked.method.decode(), asked.path, asked.body, accept=asked.accept)
-    headers = [(name.encode(), value.encode()) for name, value in reply.headers.items()]
-    return asked.answer(Reply(reply.status, headers, reply.body), "here")
 
 
 @pytest.fixture(scope="module")

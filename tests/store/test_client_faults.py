@@ -35,7 +35,7 @@ from precompute.store.client.attempts import (
     Pause,
     Send,
 )
-from precompute.store.client.calls import Reply, retry_after_s, strays
+from precompute.store.client.replies import Reply, retry_after_s, strays
 from precompute.store.errors import (
     ConfigError,
     DeadlineError,
@@ -496,7 +496,7 @@ def test_pauses_grow_and_are_at_random() -> None:
         bounds.append((low, high))
         return high
 
-    steps = Attempts(4, 1.0, 0.0, uniform).ask("row", time.monotonic() + 1e6)
+    steps = Attempts(4, 1.0, 0.0, uniform).steps("row", time.monotonic() + 1e6)
     unreachable = Failure(NoAnswerError("nobody"))
     assert steps.send(None) == Send()
     pauses = list[float]()

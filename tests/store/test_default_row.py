@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from precompute.store.answers.fallback import Miss
-from precompute.store.http.encoding.json_rows import lookup_json
+from precompute.store.http.encoding.answer_bodies import lookup_json
 from precompute.store.times import Reason
 from precompute.store.wire.lookup_options import LookupOptions
 from tests.memory_store import MemoryStore

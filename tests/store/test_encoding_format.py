@@ -22,7 +22,7 @@ from precompute.store.online.online_store import Generation, Pointer
 from precompute.store.online.table_store import TableStore
 from precompute.store.wire import bodies
 from tests.asgi import call
-from tests.store.test_http_freshness import World
+from tests.world import World
 
 VECTORS = {"v": ("float32", 3), "h": ("float16", 2)}
 ROW, LOOKUP = "/v1/views/things/rows/", "/v1/views/things/lookup"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from datetime import UTC, datetime
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,52 +28,26 @@ FRESH, STALE, MISSING = Status.FRESH, Status.STALE, Status.MISSING
 
 
 @pytest.mark.parametrize(
-    ("age", "status"),
+    ("limits", "max_age", "ages"),
     [
-        (0, FRESH),
-        (9.999999, FRESH),
-        (10, FRESH),
-        (10.000001, STALE),
-        (15, STALE),
-        (15.000001, MISSING),
-        (1e12, MISSING),
+        # a limit belongs to the better side
+        ({}, None, {10: FRESH, 10.000001: STALE, 15: STALE, 15.000001: MISSING, 1e12: MISSING}),
+        ({}, 1e13, {0: FRESH, 10: FRESH, 10.000001: STALE, 15: STALE, 15.000001: MISSING}),
+        # the caller's own only ever takes away
+        ({}, 3, {3: FRESH, 3.000001: MISSING}),
+        ({}, 0, {0: FRESH, 0.000001: MISSING}),
+        ({}, 12, {10: FRESH, 12: STALE, 12.000001: MISSING}),
+        ({}, 15.1, {15.000001: MISSING}),
+        ({}, -1, {0: MISSING}),
+        ({"stale_for_s": 0}, None, {0: FRESH, 10: FRESH, 10.000001: MISSING}),
+        ({"ttl_s": 0}, None, {0: FRESH, 0.000001: STALE, 5: STALE, 5.000001: MISSING}),
     ],
 )
-def test_the_limits_belong_to_the_better_side(age: float, status: Status) -> None:
-    assert status_of(VIEW, age) is status
-    assert status_of(VIEW, age, max_age_s=1e13) is status
-
-
-@pytest.mark.parametrize(
-    ("age", "max_age", "status"),
-    [
-        (3, 3, FRESH),
-        (3.000001, 3, MISSING),
-        (0, 0, FRESH),
-        (0.000001, 0, MISSING),
-        (10, 12, FRESH),
-        (12, 12, STALE),
-        (12.000001, 12, MISSING),
-        (15.000001, 15.1, MISSING),
-        (0, -1, MISSING),
-    ],
-)
-def test_the_callers_own_limit_only_ever_takes_away(
-    age: float, max_age: float, status: Status
+def test_the_status_of_a_row_of_an_age(
+    limits: dict[str, Any], max_age: float | None, ages: dict[float, Status]
 ) -> None:
-    assert status_of(VIEW, age, max_age) is status
-
-
-@pytest.mark.parametrize(("age", "status"), [(0, FRESH), (10, FRESH), (10.000001, MISSING)])
-def test_without_stale_for_a_row_goes_from_fresh_to_missing(age: float, status: Status) -> None:
-    assert status_of(dataclasses.replace(VIEW, stale_for_s=0), age) is status
-
-
-@pytest.mark.parametrize(
-    ("age", "status"), [(0, FRESH), (0.000001, STALE), (5, STALE), (5.000001, MISSING)]
-)
-def test_without_a_ttl_a_row_is_fresh_only_at_once(age: float, status: Status) -> None:
-    assert status_of(dataclasses.replace(VIEW, ttl_s=0), age) is status
+    view = dataclasses.replace(VIEW, **limits)
+    assert {age: status_of(view, age, max_age) for age in ages} == ages
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,11 @@ and costs nobody else."""
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
+import inspect
+import logging
 import math
 import socket
 import threading
@@ -12,10 +15,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import uvicorn
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
 
 from precompute.store.http.guard.limits import Limits
+from precompute.store.http.guard.protocol import LimitedProtocol
 from precompute.store.http.guard.server import GuardedServer
 from precompute.store.http.telemetry.instruments import CONNECTIONS_CLOSED, Meter
 from tests.server import Reply, eventually, read_reply
@@ -708,3 +717,64 @@ def test_an_answer_in_pieces_must_leave_as_fast_as_one_in_one() -> None:
             while connection.recv(65536) and time.monotonic() - began < 8:
                 time.sleep(0.02)
         assert server.closed("slow_reader") == 1
+
+
+# ---- what it leans on
+
+OF_THE_PROTOCOL = {
+    "_start_asgi_task", "connections", "cycle", "expect_100_continue", "flow", "headers", "parser",
+    "pipeline", "scheme", "scope", "server_state", "transport",
+}  # fmt: skip
+OF_THE_SERVER = {
+    "config",
+    "force_exit",
+    "lifespan",
+    "server_state",
+    "servers",
+    "should_exit",
+    "started",
+}
+OF_A_CYCLE = {
+    "disconnected",
+    "keep_alive",
+    "message_event",
+    "response_complete",
+    "response_started",
+}
+OF_THE_FLOW = {"read_paused", "resume_reading", "write_paused"}
+OF_THE_STATE = {"connections", "default_headers", "total_requests"}
+
+
+def _inherited(there: object, ours: type) -> set[str]:
+    """Attributes of ``self`` that a class uses, and has from another."""
+    nodes = ast.walk(ast.parse(inspect.getsource(ours)))
+    used = {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    }
+    return used & set(dir(there)) - set(vars(ours))
+
+
+def test_each_part_of_uvicorn_that_is_used_is_named_and_there() -> None:
+    state = ServerState()
+    protocol = HttpToolsProtocol(uvicorn.Config(Mock(), loop="asyncio"), state, {}, Mock())
+    flow, event = FlowControl(Mock()), asyncio.Event()
+    scope: Any = {"type": "http"}
+    logger = logging.getLogger("test")
+    cycle = RequestResponseCycle(
+        scope, Mock(), flow, logger, logger, False, [], event, False, True, lambda: None
+    )
+    server = uvicorn.Server(uvicorn.Config(Mock()))
+    assert _inherited(protocol, LimitedProtocol) | {"_start_asgi_task"} == OF_THE_PROTOCOL
+    assert _inherited(server, GuardedServer) | {"lifespan", "servers"} == OF_THE_SERVER
+    for of, names in (
+        (protocol, OF_THE_PROTOCOL),
+        (server, OF_THE_SERVER - {"lifespan", "servers"}),
+        (cycle, OF_A_CYCLE),
+        (flow, OF_THE_FLOW),
+        (state, OF_THE_STATE),
+    ):
+        assert names <= set(dir(of)), type(of)

@@ -16,7 +16,15 @@ from typing import Any
 import pytest
 
 from precompute.store.feature_view import Feature
-from precompute.store.http.page.figures import Figures, Times, ViewFigures
+from precompute.store.http.metrics import totals
+from precompute.store.http.page.figures import (
+    Figures,
+    Times,
+    ViewFigures,
+    age_mark,
+    duration_ms,
+    run_marks,
+)
 from precompute.store.http.page.page import (
     LOOKUP,
     NEAR,
@@ -29,12 +37,10 @@ from precompute.store.http.page.page import (
     status_page,
     telling,
 )
-from precompute.store.http.page.sections import age_mark, duration_ms, run_marks
 from precompute.store.http.telemetry import instruments as counted
-from precompute.store.http.telemetry.exposition import totals
 from precompute.store.http.telemetry.instruments import BUCKETS, Meter
 from precompute.store.offline.runs import Report, Runs
-from tests.store.test_http_freshness import World
+from tests.world import World
 
 TOLD: dict[str, Any] = {
     "view": "films",
@@ -97,10 +103,7 @@ def harmless(page: Parsed) -> None:
         assert not any(
             name.startswith("on") or name in ("style", "src", "srcset", "srcdoc")
             for name in attributes
-        ), (
-            tag,
-            attributes,
-        )
+        ), (tag, attributes)
         if "href" in attributes:
             assert tag == "a"
             assert str(attributes["href"]).startswith(("?", "openapi.json", "metrics", "readyz")), (

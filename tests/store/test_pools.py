@@ -24,7 +24,7 @@ from precompute.store.online.online_store import Pointer
 from precompute.store.times import Reason
 from tests.asgi import exchange, scope_of
 from tests.server import Reply
-from tests.store.test_http_freshness import ROW, SEARCH, World
+from tests.world import ROW, SEARCH, World
 
 AT_ONCE, IN_HAND = 8, 264
 """Searches that wait for a model, and those that may be in hand with those behind them."""

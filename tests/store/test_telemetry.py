@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from precompute.store.errors import PrecomputeError
-from precompute.store.http.telemetry.exposition import exposition
+from precompute.store.http.metrics import exposition
 from precompute.store.http.telemetry.instruments import (
     BREAKER_OPEN,
     BUCKETS,

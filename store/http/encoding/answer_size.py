@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from precompute.store.answers.answer import AnswerPlan
+from precompute.store.answers.plan import AnswerPlan
 from precompute.store.errors import RequestError
 from precompute.store.feature_view import SCALAR_TYPES
 from precompute.store.online.found_rows import FoundRows, PackedKeys
@@ -38,9 +38,7 @@ _DIGITS = {
 def _row_bytes(plan: AnswerPlan, as_arrow: bool) -> int:
     """Of a row's fixed part and its frame."""
     total = _ARROW_FRAME_BYTES if as_arrow else _JSON_FRAME_BYTES
-    for feature in (
-        plan.view.features if plan.features is None else map(plan.view.feature, plan.features)
-    ):
+    for feature in plan.wanted:
         count = 1 if feature.dim is None else feature.dim
         if feature.dtype == "string" or feature.max_items is not None:
             total += len(feature.name) + 8

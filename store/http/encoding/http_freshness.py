@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from email.utils import formatdate
 from functools import lru_cache
 
-from precompute.store.answers.answer import Answer, AnswerPlan
+from precompute.store.answers.answer import Answer
+from precompute.store.answers.plan import AnswerPlan
 from precompute.store.errors import RequestError
 from precompute.store.feature_view import FeatureView
 from precompute.store.online.codec import CHECKSUM_BYTES
@@ -37,7 +38,7 @@ _LONGEST_KEPT = 128
 
 
 def cache_control(header: bytes | None) -> CacheControl | None:
-    """What a request's ``Cache-Control`` asks of stored rows; None where it asks nothing.
+    """What a request's ``Cache-Control`` demands of stored rows; None where it demands nothing.
     Directives of other kinds (``no-store``, ``no-transform``, extensions) ask nothing of them, and
     are passed over.
 
@@ -139,7 +140,7 @@ def row_headers(answer: Answer, form: bytes, caching: Caching) -> Headers:
         answer.age_s(0),
         answer.status(0),
     )
-    wanted = answer.wanted.get(0)
+    wanted = answer.row(0).wanted
     how = (
         b"hit; ttl=%d" % math.floor(view.ttl_s - age)
         if wanted is None
@@ -188,7 +189,7 @@ def etag(answer: Answer, form: bytes, status: Status) -> bytes:
     value = answer.packed_row(0)
     assert value is not None
     checksum = bytes(value[:CHECKSUM_BYTES]).hex().encode()
-    like = answer.likes.get(0)
+    like = answer.row(0).like
     near = b"" if like is None else b"-%b" % like.similarity.hex().encode()
     version = version_of(answer.pointer)
     return b'W/"%b-%b-%b%b%b%b"' % (

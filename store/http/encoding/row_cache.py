@@ -7,7 +7,9 @@ from collections import OrderedDict
 from functools import lru_cache
 from typing import NamedTuple
 
-from precompute.store.answers.answer import Answer, AnswerPlan
+from precompute.store.answers.answer import Answer
+from precompute.store.answers.plan import AnswerPlan
+from precompute.store.http.encoding.answer_bodies import head_json, key_json, tail_json, time_json
 from precompute.store.http.encoding.http_freshness import (
     VARY,
     Caching,
@@ -17,7 +19,6 @@ from precompute.store.http.encoding.http_freshness import (
     last_modified,
     version_of,
 )
-from precompute.store.http.encoding.json_rows import head_json, key_json, tail_json, time_json
 from precompute.store.online.codec import CHECKSUM_BYTES
 from precompute.store.online.online_store import Pointer
 from precompute.store.online.packed import Buffer
@@ -143,8 +144,8 @@ class RowCache:
         return row
 
     def keep(self, key: CacheKey, row: CachedRow) -> int | None:
-        """Store a row, in place of the one under its key, and let go of others where there is no
-        room; returns of how many; None where it is too large to be cached."""
+        """Cache a row, in place of the one under its key, and drop others where there is no room;
+        returns how many; None where it is too large to be cached."""
         self.drop(key)
         size = row.size_bytes + _key_bytes(key)
         if size > self.most_bytes // 8:
@@ -159,7 +160,7 @@ class RowCache:
         return dropped
 
     def drop(self, key: CacheKey) -> None:
-        """Let go of a row."""
+        """Remove a row."""
         row = self._rows.pop(key, None)
         if row is not None:
             self.size_bytes -= row.size_bytes + _key_bytes(key)

@@ -7,6 +7,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
+from enum import IntEnum
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Protocol
@@ -30,6 +31,19 @@ and no longer a place is held for one that is gone."""
 
 SECURITY_HEADERS = [(b"x-content-type-options", b"nosniff")]
 """Of every answer."""
+
+
+class Wait(IntEnum):
+    """What a connection waits for; those from :attr:`ENDED` on take no more requests."""
+
+    HEAD = 0
+    BODY = 1
+    ANSWER = 2
+    NEXT = 3
+    LAST_ANSWER = 4
+    ENDED = 5
+    """To be closed."""
+    GONE = 6
 
 
 class Connection(Protocol):
@@ -94,8 +108,7 @@ class Connections:
         self.open = 0
         """Accepted and not closed; those still shaking hands, too."""
         self.seconds = (limits.header_s, limits.body_s, math.inf, limits.idle_s, LAST_S)
-        """How long a connection may wait for a head, a body, our answer, the next request, our last
-        answer; one that has ended has its own time."""
+        """How long a connection may wait, by :class:`Wait`; one that has ended has its own time."""
         self.at_once: Callable[[dict[str, Any]], Reply | None] | None = None
         """What answers a request that need not be waited for, by its scope; None where nothing
         does."""

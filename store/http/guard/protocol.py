@@ -24,7 +24,7 @@ from uvicorn.protocols.http.httptools_impl import (
 from uvicorn.server import ServerState
 
 from precompute.store.http.front import REQUESTED
-from precompute.store.http.guard.connections import Connections, header_lines, last_words
+from precompute.store.http.guard.connections import Connections, Wait, header_lines, last_words
 from precompute.store.http.reply import RETRY_SOON, Reply, Stream, problem
 
 LINGER_BYTES, LINGER_HEAD_BYTES = 16 * 2**20, 2**18
@@ -33,11 +33,10 @@ to read why; one that sends more is cut off."""
 
 LINGER_S = 2.0
 
-_HEAD, _BODY, _BUSY, _IDLE, _LAST, _ENDED, _GONE = range(7)
-"""What a connection waits for: a request's head, its body, our answer, the next request, our last
-answer; to be closed; or it is."""
+_HEAD, _BODY, _ANSWER, _NEXT, _LAST_ANSWER, _ENDED, _GONE = Wait
+"""A member takes longer to get at than a name of this file."""
 
-_OVERDUE = {_HEAD: "header_time", _BODY: "body_time", _IDLE: "idle"}
+_OVERDUE = {_HEAD: "header_time", _BODY: "body_time", _NEXT: "idle"}
 
 FULL = problem(
     503, "too_many_connections", "the server has as many connections as it may have", [RETRY_SOON]
@@ -96,7 +95,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, app_state)
         self._all, self._limits = all_connections, all_connections.limits
         self.client_address = client
-        self._waits_for = _HEAD
+        self._waits_for: Wait = _HEAD
         self.since = self._all.now
         """When it began to wait for what it waits for, by the loop's clock."""
         self.deadline = self.since + self._limits.header_s
@@ -145,11 +144,11 @@ class LimitedProtocol(HttpToolsProtocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Nothing follows: its client reads on, or is gone, which TCP tells alike. For what it
         requested it is taken to be there a little longer."""
-        if self._waits_for != _BUSY or self.scheme != "http":
+        if self._waits_for != _ANSWER or self.scheme != "http":
             # TLS has no half of a connection in asyncio
             return False
         self.cycle.keep_alive = False
-        self._wait_for(_LAST)
+        self._wait_for(_LAST_ANSWER)
         return True
 
     def data_received(self, data: bytes) -> None:
@@ -166,7 +165,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 if self._whole is not None:
                     self._begin()
         except httptools.HttpParserUpgrade:
-            if self._waits_for != _BUSY:
+            if self._waits_for != _ANSWER:
                 # CONNECT, whose URL is none
                 self._refuse(_MALFORMED, "bad_request")
                 return
@@ -181,7 +180,7 @@ class LimitedProtocol(HttpToolsProtocol):
             )
         else:
             waits_for = self._waits_for
-            if waits_for == _BUSY:
+            if waits_for == _ANSWER:
                 self.deadline = math.inf
             elif waits_for != waited_for or self._begun != begun:
                 # more of the same gains no time
@@ -288,9 +287,9 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._whole is not None and not self._answered_whole(self._whole):
             self._begin()
         super().on_message_complete()
-        self._waits_for = _IDLE if self.cycle.response_complete else _BUSY
+        self._waits_for = _NEXT if self.cycle.response_complete else _ANSWER
 
-    def _wait_for(self, what: int) -> None:
+    def _wait_for(self, what: Wait) -> None:
         self._waits_for, self.since = what, self._all.now
         self.deadline = self.since + self._all.seconds[what]
 
@@ -398,8 +397,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self._start_asgi_task(*self.pipeline.pop())
         elif self._refusal is not None:
             self._tell(self._refusal)
-        elif self._waits_for == _BUSY:
-            self._wait_for(_IDLE)
+        elif self._waits_for == _ANSWER:
+            self._wait_for(_NEXT)
         if self._held and not self.pipeline:
             self._all.bodies -= self._held
             self._held = 0
@@ -434,7 +433,7 @@ class LimitedProtocol(HttpToolsProtocol):
     @property
     def idle(self) -> bool:
         """Whether nobody loses an answer when it is closed."""
-        waits = self._waits_for in (_HEAD, _IDLE, _ENDED)
+        waits = self._waits_for in (_HEAD, _NEXT, _ENDED)
         return waits and not self.pipeline and (self.cycle is None or self.cycle.response_complete)
 
     @property
@@ -449,16 +448,16 @@ class LimitedProtocol(HttpToolsProtocol):
     def overdue(self) -> None:
         """Its deadline went by: reported to who was sending, and closed."""
         waits_for = self._waits_for
-        if waits_for == _LAST and not self.answering:
-            # whether it takes it tells
+        if waits_for == _LAST_ANSWER and not self.answering:
+            # shown by whether it is taken
             self.deadline = math.inf
-        elif waits_for in (_LAST, _ENDED):
+        elif waits_for in (_LAST_ANSWER, _ENDED):
             self._abort()
         elif self.flow.read_paused:
             # by us: nothing could be sent
             self.deadline = self._all.now + self._limits.tick_s
-        elif waits_for == _IDLE or (self.idle and not self.url):
-            self._all.closed("idle" if waits_for == _IDLE else "header_time")
+        elif waits_for == _NEXT or (self.idle and not self.url):
+            self._all.closed("idle" if waits_for == _NEXT else "header_time")
             self._end()
             self.transport.close()
         else:

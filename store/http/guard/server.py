@@ -47,12 +47,10 @@ class Acceptor:
         protocols: Protocols,
         tls: ssl.SSLContext | None,
     ) -> None:
-        self._connections, self._listening, self._protocols, self._tls = (
-            connections,
-            listening,
-            protocols,
-            tls,
-        )
+        self._connections = connections
+        self._listening = listening
+        self._protocols = protocols
+        self._tls = tls
         self._loop = asyncio.get_running_loop()
         self._handshakes: dict[asyncio.Task[None], None] = {}
         self._again: asyncio.TimerHandle | None = None

@@ -1,19 +1,21 @@
 """Figures: what the page shows, gathered from views, the reports of their runs, and what the
-server's processes counted."""
+server's processes counted; and made ready for its templates."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from precompute.store.http.telemetry.exposition import Totals, totals
+from precompute.store.http.metrics import Totals, totals
+from precompute.store.http.telemetry import instruments as counted
 from precompute.store.http.telemetry.instruments import BUCKETS, Instrument, Meter
 from precompute.store.offline.runs import Report
 from precompute.store.offline.view_store import OfflineStore
+from precompute.store.times import duration, parsed_time, shown_time
 
 REPORT = "report.html"
 """Of a view, in its folder: the report of a run that was written last."""
@@ -24,7 +26,7 @@ RUNS = 24
 
 @dataclass(frozen=True)
 class ViewFigures:
-    """One view: ``reported`` as :meth:`precompute.store.answers.lookup.Lookup.describe` has it, and
+    """One view: ``details`` as :meth:`precompute.store.answers.lookup.Lookup.describe` has it, and
     its ``runs``, the newest first."""
 
     details: Mapping[str, Any]
@@ -242,3 +244,272 @@ def _columns(parents: Mapping[str, Mapping[str, bool]]) -> dict[str, int]:
     # columns that a circle left empty
     used = sorted(set(columns.values()))
     return {name: used.index(column) for name, column in columns.items()}
+
+
+# ---- Sections: the figures made ready for the page's templates.
+
+
+BAD_ENDS = ("failed", "killed", "rejected", "refused", "cancelled")
+_STATUSES = ("fresh", "stale", "computed", "missing")
+_TROUBLE = ("missing", "stale", "fresh")
+
+
+class Cell(NamedTuple):
+    """Of a table: a text and perhaps some code after it; or a bar of two shares, or of a
+    histogram's buckets."""
+
+    text: str = ""
+    code: str = ""
+    bad: bool = False
+    bar: Mapping[str, float] | None = None
+    columns: Sequence[float] | None = None
+
+
+class Section(NamedTuple):
+    """A table under a title: names of its columns, which of these hold numbers, its rows, and the
+    class of its style."""
+
+    title: str
+    names: Sequence[str]
+    numbers: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    kind: str | None = "fold"
+
+
+class Mark(NamedTuple):
+    """A run on a line of time: where, from 0 to 1, and of which kind (``fresh``, ``stale``,
+    ``other``, ``missing``)."""
+
+    at: float
+    kind: str
+    words: str
+
+
+def by_trouble(view: ViewFigures) -> tuple[int, bool, str]:
+    """What a card is sorted by: what is broken, then what has expired or is stale, then what failed
+    last, then the others, by name."""
+    no_model = view.details["fallback"] and not view.details.get("model_ready", True)
+    broken = not view.readable or view.trouble is not None or no_model
+    age = -1 if broken else _TROUBLE.index(view.details["status"] or "missing")
+    return age, not (view.runs and view.runs[0].status in BAD_ENDS), str(view.details["view"])
+
+
+def percent(share: float) -> str:
+    """A share as SVG takes it, between 0 and 100 %."""
+    return f"{100 * min(1.0, max(0.0, share)):.2f}%"
+
+
+def age_mark(age_s: float, ttl_s: float, stale_for_s: float) -> float:
+    """Where an age stands on a bar whose left half is the TTL and whose right half ``stale_for``;
+    what is past both stands at the end."""
+    if age_s <= ttl_s:
+        at = 0.5 * age_s / ttl_s if ttl_s else 0.5
+    else:
+        at = 0.5 + 0.5 * min(1.0, (age_s - ttl_s) / stale_for_s if stale_for_s else 1.0)
+    return 0.99 * at
+
+
+def run_marks(runs: Sequence[Report], now_s: float) -> tuple[list[Mark], float]:
+    """Runs over time, the oldest first, and the seconds since it: what flipped the live snapshot,
+    what had nothing to do, what failed."""
+    dated = [
+        (at.timestamp(), run) for run in runs if (at := parsed_time(run.started_at)) is not None
+    ]
+    first = min((began for began, _ in dated), default=now_s)
+    span_s = max(now_s - first, 1.0)
+    marks = []
+    for began, run in reversed(dated):
+        went_live = "stale" if run.command == "rollback" else "fresh"
+        quiet = "other" if run.status in ("current", "committed", "running") else "missing"
+        words = f"{shown_time(run.started_at)} {run.command}: {run.status}" + (
+            "" if run.snapshot is None else f", snapshot {run.snapshot}"
+        )
+        marks.append(
+            Mark(
+                0.01 + 0.97 * (began - first) / span_s,
+                went_live if run.status == "published" else quiet,
+                words,
+            )
+        )
+    return marks, span_s
+
+
+def search_words(details: Mapping[str, Any]) -> str:
+    """How much of the nearest a search finds, at least, and how: ``recall@10 ≥ 97.1 % by
+    codes``."""
+    if not details["searchable"]:
+        return "–"
+    index = details["index"]
+    if index is None:
+        return "yes"
+    if index["kind"] == "exact":
+        return "exact"
+    took = "" if index.get("query_us") is None else f", {index['query_us']:.0f} µs"
+    return f"recall@10 ≥ {index['recall_bound']:.1%} by {index['kind']}{took}"
+
+
+def feature_words(features: Sequence[Mapping[str, Any]]) -> str:
+    """Names and types of the first four features, and how many more there are."""
+    shown = []
+    for feature in features[:4]:
+        shape = (
+            f"[{feature['dim']}]"
+            if "dim" in feature
+            else f"[≤{feature['max_items']}]"
+            if "max_items" in feature
+            else ""
+        )
+        packed = f" as {feature['packed']}" if "packed" in feature else ""
+        shown.append(f"{feature['name']}: {feature['dtype']}{shape}{packed}")
+    return ", ".join(shown) + (f" and {len(features) - 4} more" if len(features) > 4 else "")
+
+
+def rows_answered(figures: Figures, view: str) -> tuple[dict[str, float], list[str]]:
+    """Rows answered by status, and words for each: of the missing ones, why they were."""
+    by_status, reasons = dict.fromkeys(_STATUSES, 0.0), dict[str, float]()
+    for (status, _source, reason), rows in figures.counts(counted.ROWS, view).items():
+        by_status[status] = by_status.get(status, 0.0) + rows
+        if reason:
+            reasons[reason] = reasons.get(reason, 0.0) + rows
+    there = {status: rows for status, rows in by_status.items() if rows}
+    why = (
+        f" ({', '.join(f'{reason} {rows:,.0f}' for reason, rows in sorted(reasons.items()))})"
+        if reasons
+        else ""
+    )
+    return there, [
+        f"{rows:,.0f} {status}{why if status == 'missing' else ''}"
+        for status, rows in there.items()
+    ]
+
+
+def stages(run: Report) -> dict[str, float]:
+    """Where a run's time went: its five longest stages, and the others together, in seconds."""
+    longest = {
+        name: seconds
+        for name, seconds in sorted(run.stages_s.items(), key=lambda item: -item[1])
+        if seconds >= 0.001
+    }
+    most = dict(list(longest.items())[:5])
+    return (
+        most
+        if len(most) == len(longest)
+        else most | {"others": sum(longest.values()) - sum(most.values())}
+    )
+
+
+def duration_ms(seconds: float | None) -> str:
+    """``250 µs``, ``2.5 ms``, ``1.3 s``, ``4 min``; beyond the last bucket ``> 60 s``."""
+    if seconds is None:
+        return "> 60 s"
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} µs"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 120 else duration(seconds)
+
+
+def tables(figures: Figures) -> list[Section]:
+    """Latency, models and caches; one without rows is not shown."""
+    return [_latency(figures), _fallback(figures), _caches(figures)]
+
+
+def _latency(figures: Figures) -> Section:
+    """How long requests took, and the stages of them; upper ends of the histograms' buckets."""
+    routes, parts = figures.times(counted.REQUEST_SECONDS), figures.times(counted.STAGE_SECONDS)
+    rows = [_times(route, times) for route, times in routes.items()]
+    rows += [_times(f"· {stage}", times) for stage, times in parts.items() if routes]
+    return Section(
+        "Latency",
+        ("request", "count", "p50 ≤", "p99 ≤", "25 µs … 60 s"),
+        ("count", "p50 ≤", "p99 ≤"),
+        rows,
+        kind=None,
+    )
+
+
+def _times(name: str, times: Times) -> list[Cell]:
+    middle, slow = (Cell(duration_ms(times.quantile_s(share))) for share in (0.5, 0.99))
+    return [Cell(name), Cell(f"{times.count:,}"), middle, slow, Cell(columns=times.buckets)]
+
+
+def _fallback(figures: Figures) -> Section:
+    """What became of misses that were given to models."""
+    took, opened = figures.times(counted.MODEL_SECONDS), figures.counts(counted.BREAKER_OPEN)
+    rows = []
+    for view, outcomes in _by_view(figures, counted.FALLBACK_ROWS):
+        times = took.get(view)
+        rows.append(
+            [
+                Cell(code=view),
+                Cell(
+                    ", ".join(
+                        f"{count:,.0f} {outcome}" for outcome, count in sorted(outcomes.items())
+                    )
+                ),
+                Cell(f"{figures.counts(counted.FALLBACK_QUEUE, view).get((), 0):,.0f}"),
+                Cell("–" if times is None else duration_ms(times.quantile_s(0.5))),
+                Cell("open", bad=True) if opened.get((view,)) else Cell("closed"),
+            ]
+        )
+    return Section(
+        "Fallback",
+        ("view", "misses", "waiting", "a batch p50 ≤", "breaker"),
+        ("waiting", "a batch p50 ≤"),
+        rows,
+    )
+
+
+def _caches(figures: Figures) -> Section:
+    """What was answered without the online store, or without a model, because it had been answered
+    before, or nearly."""
+    rows = []
+    encoded, misses = (
+        {outcome: rows for (outcome,), rows in figures.counts(counted.CACHE, cache).items()}
+        for cache in ("l1", "miss_cache")
+    )
+    if encoded:
+        size = figures.counts(counted.CACHE_BYTES, "l1").get((), 0.0)
+        rows.append(
+            _cache(
+                Cell("encoded rows"), encoded, "reads saved", f"reads saved; {size / 1024:,.0f} KiB"
+            )
+        )
+    if misses:
+        details = (
+            f"calls saved; {misses.get('stored', 0.0):,.0f} stored,"
+            f" {misses.get('dropped', 0.0):,.0f} not"
+        )
+        rows.append(_cache(Cell("cached rows"), misses, "calls saved", details))
+    for view, outcomes in _by_view(figures, counted.SEMANTIC_CACHE):
+        hits = outcomes.pop("hit", 0.0)
+        similarity = figures.counts(counted.SEMANTIC_SIMILARITY, view).get((), 0.0)
+        words = ["calls saved" + (f" at a similarity of {similarity / hits:.3f}" if hits else "")]
+        words += [f"{count:,.0f} {outcome}" for outcome, count in sorted(outcomes.items())]
+        counts = {"hit": hits, "miss": sum(outcomes.values())}
+        rows.append(
+            _cache(Cell("similar inputs of ", code=view), counts, "calls saved", "; ".join(words))
+        )
+    return Section("Caches", ("cache", "found", "of", "share", ""), ("found", "of"), rows)
+
+
+def _by_view(
+    figures: Figures, instrument: counted.Instrument
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """Of each view, in order: outcome → rows."""
+    by_view: dict[str, dict[str, float]] = {}
+    for (view, outcome), rows in figures.counts(instrument).items():
+        by_view.setdefault(view, {})[outcome] = rows
+    yield from sorted(by_view.items())
+
+
+def _cache(name: Cell, counts: Mapping[str, float], saved: str, details: str) -> list[Cell]:
+    found, looked_for = counts.get("hit", 0.0), counts.get("hit", 0.0) + counts.get("miss", 0.0)
+    share = found / looked_for if looked_for else 0.0
+    return [
+        name,
+        Cell(f"{found:,.0f}"),
+        Cell(f"{looked_for:,.0f}"),
+        Cell(bar={saved: share, "not found": 1 - share}),
+        Cell(details),
+    ]

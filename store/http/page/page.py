@@ -22,8 +22,24 @@ from precompute.store.errors import (
     VectorIndexError,
 )
 from precompute.store.feature_view import Feature
-from precompute.store.http.page import sections
-from precompute.store.http.page.figures import Figures, ViewFigures, gather, graph, report_path
+from precompute.store.http.page.figures import (
+    BAD_ENDS,
+    Figures,
+    ViewFigures,
+    age_mark,
+    by_trouble,
+    duration_ms,
+    feature_words,
+    gather,
+    graph,
+    percent,
+    report_path,
+    rows_answered,
+    run_marks,
+    search_words,
+    stages,
+    tables,
+)
 from precompute.store.http.telemetry.instruments import Meter
 from precompute.store.keys import key_from_path
 from precompute.store.times import duration, shown_time
@@ -67,7 +83,7 @@ class Question:
 
     @classmethod
     def of(cls, query: bytes) -> Question:
-        """What the query string asks; what it does not understand is not requested."""
+        """The question of a query string; what cannot be read of it is left out."""
         try:
             given = parse_qs(query[:_MOST_BYTES].decode("latin-1"), max_num_fields=16)
         except ValueError:
@@ -252,8 +268,8 @@ _NOTHING = Question()
 def status_page(
     figures: Figures, question: Question = _NOTHING, answer: Mapping[str, Any] | None = None
 ) -> str:
-    """The page as HTML; ``answer`` is that to what was ``requested``."""
-    views = sorted(figures.views, key=sections.by_trouble)
+    """The page as HTML; ``answer`` is that to the question."""
+    views = sorted(figures.views, key=by_trouble)
     return render(
         "page.html",
         figures=figures,
@@ -263,7 +279,7 @@ def status_page(
         forms=forms([view.details for view in figures.views], question),
         summary=_summary(figures),
         as_of=shown_time(datetime.fromtimestamp(figures.at_s, UTC)),
-        sections=sections.tables(figures),
+        sections=tables(figures),
         graph=graph(figures.views),
     )
 
@@ -296,20 +312,20 @@ def _templates() -> Environment:
         "shown": shown,
         "duration": duration,
         "shown_time": shown_time,
-        "duration_ms": sections.duration_ms,
-        "percent": sections.percent,
-        "age_mark": sections.age_mark,
-        "run_marks": sections.run_marks,
-        "rows_answered": sections.rows_answered,
-        "feature_words": sections.feature_words,
-        "search_words": sections.search_words,
-        "stages": sections.stages,
+        "duration_ms": duration_ms,
+        "percent": percent,
+        "age_mark": age_mark,
+        "run_marks": run_marks,
+        "rows_answered": rows_answered,
+        "feature_words": feature_words,
+        "search_words": search_words,
+        "stages": stages,
         "stage_words": lambda longest: [
-            f"{name} {sections.duration_ms(seconds)}" for name, seconds in longest.items()
+            f"{name} {duration_ms(seconds)}" for name, seconds in longest.items()
         ],
         "stage_colours": [f"s{i}" for i in range(6)],
         "status_colours": lambda rows: [f"f-{status}" for status in rows],
-        "bad_ends": sections.BAD_ENDS,
+        "bad_ends": BAD_ENDS,
         "urlencode": urlencode,
         "pair_most": lambda bars: max(max(bar.first, bar.second) for bar in bars) or 1.0,
         "count_colours": lambda counts: [_COUNT_COLOURS.get(name, "rest") for name in counts],

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from precompute.store.client.attempts import Failure, Outcome, address_of
-from precompute.store.client.calls import Call, Reply
+from precompute.store.client.calls import Call
 from precompute.store.client.client import AsyncClient, AsyncTransport, Client
+from precompute.store.client.replies import Reply
 from precompute.store.client.transport import ERRORS, BlockingTransport, Exchange
 from precompute.store.errors import (
     ConfigError,

@@ -7,20 +7,15 @@ process or a port.
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import msgspec
-import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
-from precompute.store.answers.answer import default_row
 from precompute.store.answers.fallback import Computed, Fallback, Miss, unpacked_view
 from precompute.store.answers.lookup import Lookup
 from precompute.store.answers.search import Searches
@@ -28,15 +23,7 @@ from precompute.store.answers.service import Service
 from precompute.store.client.attempts import Failure, Outcome
 from precompute.store.client.calls import Call
 from precompute.store.errors import ConfigError, NoAnswerError, PrecomputeError
-from precompute.store.feature_view import (
-    NAME,
-    RESERVED,
-    SCALAR_TYPES,
-    Feature,
-    FeatureView,
-    IndexSpec,
-    find_bad,
-)
+from precompute.store.feature_view import FeatureView, IndexSpec
 from precompute.store.http.app import create_app
 from precompute.store.http.stand_in.clients import (
     Fault,
@@ -46,20 +33,23 @@ from precompute.store.http.stand_in.clients import (
     exchanged,
     outcome_of,
 )
-from precompute.store.http.stand_in.memory import MemoryIndex, MemoryStore
+from precompute.store.http.stand_in.memory import (
+    GENERATION,
+    MemoryIndex,
+    MemoryStore,
+    Model,
+    RowsOfAView,
+    check_view,
+    features_of,
+    plain_features,
+)
 from precompute.store.keys import key_text, split_key
-from precompute.store.online import kernels
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.online_store import Generation, Pointer
-from precompute.store.online.packed import Packed, RowBatch
 from precompute.store.times import Reason, as_datetime, iso
 from precompute.store.vectors.vector_index import VectorIndex
 
 DAY_S = 86400.0
-Model = Callable[[str, Mapping[str, Any] | None], Mapping[str, Any] | None]
-"""Key, and the inputs that came with the request → features; None where there is no such entity. To
-raise TimeoutError is to be too slow, anything else to fail."""
-_GENERATION = 1
 
 
 class Request(NamedTuple):
@@ -72,76 +62,6 @@ class Request(NamedTuple):
     body: Any
 
 
-class _View:
-    """One view's rows: key text → features, and when they were computed (µs since 1970)."""
-
-    def __init__(self, view: FeatureView, model: Model | None) -> None:
-        self.view, self.model, self.codec = view, model, RowCodec(view)
-        self.rows: dict[str, Mapping[str, Any]] = {}
-        self.values: dict[str, bytes] = {}
-        """The same, packed."""
-        self.computed_at_us: dict[str, int] = {}
-        self.damaged: set[str] = set()
-        self.index: tuple[Pointer, VectorIndex] | None = None
-        """Made of the rows as they were under this pointer."""
-
-    def batch(self) -> RowBatch:
-        """Packed, for an online store."""
-        # a damaged row does not vouch for itself
-        rows = [
-            row[:-1] + bytes([row[-1] ^ 1]) if key in self.damaged else row
-            for key, row in self.values.items()
-        ]
-        names = Packed.of([key.encode() for key in self.values])
-        return RowBatch(names, Packed.of(rows), kernels.hashes(names))
-
-    def packed(
-        self, rows: Mapping[str, Mapping[str, Any]], at_us: int, codec: RowCodec | None = None
-    ) -> dict[str, bytes]:
-        """Rows, packed.
-
-        Raises:
-            ConfigError: a value is none of its feature's type, or that no model may return, or a
-                feature is not the view's.
-        """
-        view = self.view
-        for features in rows.values():
-            unknown = [name for name in features if name not in view.feature_names]
-            if unknown:
-                raise ConfigError(
-                    f"view {view.name!r} has no feature {unknown[0]!r} (it has:"
-                    f" {', '.join(view.feature_names)})"
-                )
-        columns = []
-        for feature in view.features:
-            try:
-                values = [features.get(feature.name) for features in rows.values()]
-                if feature.dtype.startswith(("int", "uint")) and any(
-                    isinstance(value, float) for value in values
-                ):
-                    raise TypeError(
-                        f"a value is a float, and the feature is {feature.dtype}: give"
-                        f" features={{{feature.name!r}: {{'dtype': 'float64'}}}}"
-                    )
-                columns.append(pa.array(values, feature.arrow_type))
-            except (pa.ArrowException, TypeError, ValueError, OverflowError) as exc:
-                if len(rows) > 1:
-                    # says which
-                    for key, features in rows.items():
-                        self.packed({key: features}, at_us)
-                raise ConfigError(
-                    f"view {view.name!r}, key {next(iter(rows))!r}: {feature.name}: {exc}"
-                ) from exc
-        batch = pa.RecordBatch.from_arrays(columns, schema=view.feature_schema())
-        if (misfit := _misfit(view, batch)) is not None:
-            raise ConfigError(f"view {view.name!r}, key {list(rows)[misfit[0]]!r}: {misfit[1]}")
-        hashes = kernels.hashes(Packed.of([key.encode() for key in rows]))
-        packed = (codec or self.codec).encode(
-            batch, hashes, np.full(len(rows), at_us, np.int64), _GENERATION
-        )
-        return dict(zip(rows, map(bytes, packed.strings()), strict=True))
-
-
 class StandIn(Fallback):
     """What stands in for a lookup service; close it at the end, or use it as a context manager.
 
@@ -150,7 +70,7 @@ class StandIn(Fallback):
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
-        self._views: dict[str, _View] = {}
+        self._views: dict[str, RowsOfAView] = {}
         self._faults, self._ahead_s = Faults(), 0.0
         self._store, self._lock = MemoryStore(), threading.RLock()
         self._threads = ThreadPoolExecutor(8, "stand-in")
@@ -208,7 +128,7 @@ class StandIn(Fallback):
         view = FeatureView(
             name,
             tuple(entity),
-            _features(name, held, features),
+            features_of(name, held, features),
             float(ttl_s),
             float(stale_for_s),
             index=spec,
@@ -216,9 +136,9 @@ class StandIn(Fallback):
             fallback_deadline_s=deadline_s,
             fallback_default=default,
         )
-        _check(view)
+        check_view(view)
         with self._lock:
-            self._publish(_View(view, model), dict(inputs or {}), held, age_s)
+            self._publish(RowsOfAView(view, model), dict(inputs or {}), held, age_s)
 
     def service(self, service: Service) -> None:
         """A feature service over its views, as ``precompute.services("project")["ranking"]`` reads
@@ -373,7 +293,7 @@ class StandIn(Fallback):
                 raise Miss(Reason.UNKNOWN_ENTITY)
             codec = RowCodec(unpacked_view(of.view)) if query else of.codec
             at_us = int(self.now_s() * 1e6)
-            return Computed(of.packed({key: _plain(features)}, at_us, codec)[key], at_us)
+            return Computed(of.packed({key: plain_features(features)}, at_us, codec)[key], at_us)
         except Miss:
             raise
         except TimeoutError as exc:
@@ -381,7 +301,7 @@ class StandIn(Fallback):
         except Exception as exc:
             raise Miss(Reason.MODEL_ERROR, str(exc)) from exc
 
-    def _named(self, view: str) -> _View:
+    def _named(self, view: str) -> RowsOfAView:
         if view not in self._views:
             raise ConfigError(
                 f"the stand-in has no view {view!r} (it has:"
@@ -399,7 +319,7 @@ class StandIn(Fallback):
 
     def _publish(
         self,
-        of: _View,
+        of: RowsOfAView,
         inputs: dict[str, str],
         rows: Mapping[Any, Mapping[str, Any] | None],
         age_s: float,
@@ -408,7 +328,7 @@ class StandIn(Fallback):
         at_us = now_us - int(age_s * 1e6)
         gone = {key_text(key, of.view.entity) for key, features in rows.items() if features is None}
         come = {
-            key_text(key, of.view.entity): _plain(features)
+            key_text(key, of.view.entity): plain_features(features)
             for key, features in rows.items()
             if features is not None
         }
@@ -432,10 +352,10 @@ class StandIn(Fallback):
         self._views[name] = of
         before = self._store.live(name)
         epoch = 1 if before is None else before.epoch + 1
-        self._store.load(name, Generation(epoch, _GENERATION), [of.batch()])
+        self._store.load(name, Generation(epoch, GENERATION), [of.batch()])
         pointer = Pointer(
             view=of.view,
-            snapshot=_GENERATION,
+            snapshot=GENERATION,
             epoch=epoch,
             model="stand-in",
             rows=len(of.rows),
@@ -506,116 +426,3 @@ class _MemoryLookup(Lookup):
     def __init__(self, stand_in: StandIn) -> None:
         super().__init__(stand_in._store, None, stand_in, stand_in.now_s, stand_in.monotonic)
         self._searches = _MemorySearches(stand_in, self)
-
-
-def _plain(features: Mapping[str, Any]) -> dict[str, Any]:
-    """Features, those of numpy as Python's."""
-    return {
-        name: value.tolist() if hasattr(value, "tolist") else value
-        for name, value in features.items()
-    }
-
-
-def _features(
-    view: str,
-    rows: Mapping[Any, Mapping[str, Any]],
-    features: Mapping[str, Mapping[str, Any]] | None,
-) -> tuple[Feature, ...]:
-    if features is not None:
-        try:
-            return tuple(Feature(name, **said) for name, said in features.items())
-        except TypeError as exc:
-            raise ConfigError(
-                f"view {view!r}: features: each has a dtype, and dim or max_items: {exc}"
-            ) from exc
-    first = next(iter(rows.values()), None)
-    if first is None:
-        raise ConfigError(
-            f"view {view!r}: without a row its features are not known: give features={{name:"
-            " {'dtype': …}}"
-        )
-    return tuple(_feature(view, name, value) for name, value in _plain(first).items())
-
-
-def _feature(view: str, name: str, value: Any) -> Feature:
-    kinds = {bool: "bool", int: "int64", float: "float64", str: "string"}
-    if type(value) in kinds:
-        return Feature(name, kinds[type(value)])
-    if isinstance(value, (list, tuple)) and value:
-        if all(isinstance(item, float) for item in value):
-            return Feature(name, "float32", dim=len(value))
-        if type(value[0]) in kinds:
-            return Feature(name, kinds[type(value[0])], max_items=65536)
-    raise ConfigError(
-        f"view {view!r}: what feature {name!r} is cannot be seen from {value!r}: give"
-        f" features={{{name!r}: {{'dtype': …}}}}"
-    )
-
-
-def _misfit(view: FeatureView, batch: pa.RecordBatch) -> tuple[int, str] | None:
-    """The first row that no model may return, and why; one of nothing but nulls may be in a
-    view."""
-    held = np.flatnonzero(~np.all([column.is_null() for column in batch.columns], axis=0))
-    for feature, column in zip(view.features, batch.take(pa.array(held)).columns, strict=True):
-        bad = dict[int, str]()
-        if feature.dim is not None:
-            bad = dict.fromkeys(
-                pc.indices_nonzero(column.is_null()).to_pylist(),
-                f"{feature.name} is null, and a vector",
-            )
-        elif feature.max_items is not None:
-            long = pc.fill_null(pc.greater(pc.list_value_length(column), feature.max_items), False)
-            bad = dict.fromkeys(
-                pc.indices_nonzero(long).to_pylist(),
-                f"{feature.name} has more than {feature.max_items} items",
-            )
-        if hasattr(column.type, "value_type"):
-            nulls = pc.list_parent_indices(column).filter(column.flatten().is_null())
-            bad |= dict.fromkeys(nulls.to_pylist(), f"{feature.name} holds a null")
-        if not bad:
-            find_bad(view, feature, column, bad)
-        if bad:
-            row, reason = min(bad.items())
-            return int(held[row]), reason
-    return None
-
-
-def _check(view: FeatureView) -> None:
-    """Raises:
-    ConfigError: a name, a time or a metric that no view could have, or an index on what is no
-        vector of floats.
-    """
-    for name, seconds in (
-        ("ttl_s", view.ttl_s),
-        ("stale_for_s", view.stale_for_s),
-        ("deadline_s", view.fallback_deadline_s),
-    ):
-        if not 0 <= seconds < math.inf:
-            raise ConfigError(f"view {view.name!r}: {name} is {seconds}: give seconds, 0 or more")
-    for name in (view.name, *view.entity, *view.feature_names):
-        if not NAME.match(name) or (name != view.name and name in RESERVED):
-            raise ConfigError(
-                f"view {view.name!r}: {name!r} is no name of a view, a key column or a feature"
-            )
-    for feature in view.features:
-        if feature.dtype not in SCALAR_TYPES:
-            raise ConfigError(
-                f"view {view.name!r}: {feature.name}: {feature.dtype!r} is none of"
-                f" {', '.join(SCALAR_TYPES)}"
-            )
-    on = None if view.index is None else view.index.on
-    vectors = [
-        feature.name
-        for feature in view.features
-        if feature.dim is not None and feature.dtype.startswith("float")
-    ]
-    if on is not None and on not in vectors:
-        raise ConfigError(f"view {view.name!r}: index.on: {on!r} is no vector of floats")
-    if view.index is not None and view.index.metric not in ("cosine", "dot", "l2"):
-        raise ConfigError(
-            f"view {view.name!r}: index.metric: {view.index.metric!r} is none of cosine, dot, l2"
-        )
-    try:
-        default_row(view, RowCodec(view))
-    except (ValueError, TypeError, pa.ArrowException) as exc:
-        raise ConfigError(f"view {view.name!r}: default: {exc}") from exc

@@ -4,7 +4,7 @@ read, and outlive each.
 
 ``meter.counter(ROWS, view, "fresh", "store", "").add(3)``: a lookup of the series and an addition,
 0.4 µs; anyone who counts at every request keeps the series. All processes of a server count into
-one folder, and any of them tells all (:mod:`precompute.store.http.telemetry.exposition`).
+one folder, and any of them reports all (:mod:`precompute.store.http.metrics`).
 """
 
 from __future__ import annotations

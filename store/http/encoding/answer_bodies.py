@@ -1,7 +1,9 @@
-"""JSON rows: an answer's rows as JSON, from the packed rows as they were read."""
+"""Answer bodies: the rows of an answer as JSON, from the packed rows as they were read, and as an
+Arrow IPC stream."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
@@ -9,16 +11,28 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import orjson
+import pyarrow as pa
 from pybase64 import b64encode
 
-from precompute.store.answers.answer import Answer, AnswerPlan, base64_types
+from precompute.store.answers.answer import Answer
+from precompute.store.answers.plan import AnswerPlan, base64_types
 from precompute.store.answers.service import Refused, ServiceAnswer, refused_source, shared_of
-from precompute.store.feature_view import Feature, FeatureView
-from precompute.store.http.encoding.arrow_template import is_plain
-from precompute.store.online.found_rows import WholeColumns
+from precompute.store.feature_view import FeatureView
+from precompute.store.online.found_rows import PackedKeys, WholeColumns
 from precompute.store.online.packed import Buffer
 from precompute.store.online.row_values import NUMPY_TYPES
 from precompute.store.times import AnswerSource, Status, as_datetime
+from precompute.store.wire.arrow import END_OF_STREAM, field_at, table_at
+
+
+@lru_cache(256)
+def _is_plain(plan: AnswerPlan) -> bool:
+    """Whether the features' values lie in Arrow's buffers as they lie in rows: numbers and vectors
+    of them."""
+    return plan.reader is not None and all(
+        f.packed is None and f.dtype != "bool" for f in plan.wanted
+    )
+
 
 key_json = _dumps = orjson.dumps
 _NUMPY = orjson.OPT_SERIALIZE_NUMPY
@@ -30,35 +44,28 @@ def row_json(answer: Answer, i: int) -> bytes:
     A number of a float32 or float16 feature has as few digits as lead back to it, NaN and infinity
     are null: 384 float32 in 9 µs.
     """
-    key, reason = _dumps(answer.keys[i]), answer.reason(i)
-    if reason is not None:
-        default, plan = answer.default_row(i), answer.plan
+    key, row, plan = _dumps(answer.keys[i]), answer.row(i), answer.plan
+    if row.reason is not None:
+        default = answer.default_row(i)
         members = b'"key":%b,"status":"missing","source":%b,"reason":"%b","computed_at":null,"age_s":null%b%b}'  # noqa: E501
         features = b"null" if default is None else features_json(plan, default)
-        return members % (key, _dumps(answer.source(i)), reason.encode(), _common(plan), features)
-    members, value = (
-        b'"key":%b,"status":"%b","source":"%b",%b"computed_at":%b,"age_s":%b%b',
-        answer.packed_row(i),
-    )
+        source = _dumps(answer.source(i))
+        return members % (key, source, row.reason.encode(), _common(plan), features)
+    value, like = answer.packed_row(i), row.like
     assert value is not None
-    status, source, like = (
-        answer.status(i).encode(),
-        str(answer.source(i)).encode(),
-        answer.likes.get(i),
-    )
     whose = (
         b""
         if like is None
         else b'"similarity":%b,"nearest":%b,' % (_dumps(like.similarity), _dumps(like.key))
     )
-    return members % (
+    return b'"key":%b,"status":"%b","source":"%b",%b"computed_at":%b,"age_s":%b%b' % (
         key,
-        status,
-        source,
+        row.status.encode(),
+        row.source.encode(),
         whose,
         time_json(answer.computed_at_us(i)),
         _dumps(answer.age_s(i)),
-        tail_json(answer.plan, value),
+        tail_json(plan, value),
     )
 
 
@@ -116,7 +123,7 @@ def _plain_columns(answer: Answer) -> WholeColumns | None:
     columns = answer.whole_columns()
     return (
         columns
-        if columns is not None and is_plain(answer.plan) and columns.has_no_nulls()
+        if columns is not None and _is_plain(answer.plan) and columns.has_no_nulls()
         else None
     )
 
@@ -203,7 +210,7 @@ def _part_rows(
 def _fresh_rows(answer: Answer, columns: WholeColumns, start: int, end: int) -> list[bytes]:
     """:func:`row_json` of these rows, whose values lie in columns: 12 µs a row of 384 float32 in
     place of 15; 10 of these are its digits."""
-    members, features = _fresh_form(answer.plan)
+    members = _fresh_form(answer.plan)
     times = columns.computed_at_us[start:end]
     ages = answer.sighting.ages_us(times, answer.now_us) / 1e6
     texts: list[Iterable[bytes]] = [
@@ -211,7 +218,7 @@ def _fresh_rows(answer: Answer, columns: WholeColumns, start: int, end: int) -> 
         map(time_json, times.tolist()),
         map(_dumps, ages.tolist()),
     ]
-    for feature, values in zip(features, columns.values[1:], strict=True):
+    for feature, values in zip(answer.plan.wanted, columns.values[1:], strict=True):
         numbers = values.view(NUMPY_TYPES[feature.dtype])
         if feature.dim is None:
             texts.append(_dumps(numbers[start:end], option=_NUMPY)[1:-1].split(b","))
@@ -239,24 +246,17 @@ def _base64_rows(vectors: npt.NDArray[Any]) -> list[bytes]:
 
 
 @lru_cache(256)
-def _fresh_form(plan: AnswerPlan) -> tuple[bytes, list[Feature]]:
-    """A fresh row of the store, with room for its key, time, age and values; and the features that
-    these are of."""
-    view = plan.view
-    features = (
-        list(view.features)
-        if plan.features is None
-        else [view.feature(name) for name in plan.features]
-    )
+def _fresh_form(plan: AnswerPlan) -> bytes:
+    """A fresh row of the store, with room for its key, time, age and values."""
     values = [
         (b'"%b":"%%b"' if f.name in plan.base64 else b'"%b":%%b') % f.name.encode()
-        for f in features
+        for f in plan.wanted
     ]
     before = b'"key":%%b,"status":"%b","source":"%b","computed_at":%%b,"age_s":%%b' % (
         Status.FRESH.encode(),
         AnswerSource.STORE.encode(),
     )
-    return before + _common(plan).replace(b"%", b"%%") + b"{%b}}" % b",".join(values), features
+    return before + _common(plan).replace(b"%", b"%%") + b"{%b}}" % b",".join(values)
 
 
 def search_json(
@@ -301,3 +301,132 @@ def _common(plan: AnswerPlan) -> bytes:
         pointer.snapshot,
         _dumps(pointer.model),
     )
+
+
+# ---- Arrow: the stream of an answer whose rows are all fresh and whole, put together from one that
+# was made before of as many rows. Only the keys, the times, the ages and the features' values are
+# others, and only the keys have another size. With these last, all that is changed in the message's
+# metadata are two lengths: 100 rows of 384 float32 take 20 µs, where a table and pyarrow's writer
+# take 55.
+
+_LINE_BYTES = 64
+"""Where buffers begin, as pyarrow's own do."""
+_KEY_OFFSETS, _KEY_TEXT = 1, 2
+"""Numbers of buffers: the columns' in the order of the schema, of each its validity first
+(format/Message.fbs, RecordBatch)."""
+_PLACE = struct.Struct("<qq")
+_LENGTH = struct.Struct("<q")
+
+
+def stream_of(answer: Answer) -> list[Buffer] | None:
+    """The answer as an Arrow IPC stream, in parts that are sent one after the other; None where it
+    takes a table: rows are missing, stale or computed, or values null or of other types."""
+    columns, keys = answer.whole_columns(), answer.found.keys
+    if (
+        columns is None
+        or not isinstance(keys, PackedKeys)
+        or not (_is_plain(answer.plan) and columns.has_no_nulls())
+    ):
+        return None
+    template = _retained(answer.plan, len(keys))
+    if template.head == b"":
+        template.make(answer.table(), answer.plan.own_columns)
+    ages = answer.sighting.ages_us(columns.computed_at_us, answer.now_us) / 1e6
+    offsets = keys.packed.offsets.astype(np.int32)
+    return template.filled(
+        [columns.computed_at_us, ages, offsets, *columns.values[1:]], keys.packed.data
+    )
+
+
+class _Template:
+    """What answers of so many rows under one plan share, once :meth:`make` was given the first of
+    them."""
+
+    def __init__(self) -> None:
+        self.head = b""
+        self._constants = b""
+        self._key_length_at = self._body_length_at = 0
+        self._start = 0
+
+    def make(self, table: pa.Table, own: int) -> None:
+        """Take a table of a whole answer apart.
+
+        Args:
+            table: as :meth:`precompute.store.answers.answer.Answer.table` gives it.
+            own: how many columns it has before those of the features.
+        """
+        schema = table.schema.serialize().to_pybytes()
+        message = table.to_batches()[0].serialize().to_pybytes()
+        # a marker, the size of the metadata, the metadata, the body
+        body_at = 8 + _LENGTH.unpack_from(message[4:8] + bytes(4))[0]
+        metadata, body = bytearray(message[8:body_at]), message[body_at:]
+        root = struct.unpack_from("<I", metadata)[0]
+        batch = table_at(metadata, field_at(metadata, root, 2))
+        places = table_at(metadata, field_at(metadata, batch, 2)) + 4
+        changing = _changing(table.schema, own)
+        constants = bytearray()
+        for number in range(struct.unpack_from("<I", metadata, places - 4)[0]):
+            if number not in changing:
+                at, size = _PLACE.unpack_from(metadata, places + 16 * number)
+                _PLACE.pack_into(metadata, places + 16 * number, len(constants), size)
+                constants += body[at : at + size] + bytes(-size % _LINE_BYTES)
+        end = len(constants)
+        for number in changing:
+            size = _PLACE.unpack_from(metadata, places + 16 * number)[1]
+            _PLACE.pack_into(metadata, places + 16 * number, end, size)
+            end += size + -size % _LINE_BYTES
+        self._start = _PLACE.unpack_from(metadata, places + 16 * _KEY_TEXT)[0]
+        self._constants = bytes(constants)
+        before = len(schema) + 8
+        self._key_length_at = before + places + 16 * _KEY_TEXT + 8
+        self._body_length_at = before + field_at(metadata, root, 3)
+        self.head = schema + message[:8] + bytes(metadata)
+
+    def filled(self, values: list[np.ndarray], keys: np.ndarray) -> list[Buffer]:
+        """The stream of an answer.
+
+        Args:
+            values: times, ages, offsets of the keys, and each feature's values, as they lie in
+                memory.
+            keys: the keys' text.
+        """
+        head = bytearray(self.head)
+        size = keys.nbytes
+        _LENGTH.pack_into(head, self._key_length_at, size)
+        _LENGTH.pack_into(head, self._body_length_at, self._start + size + -size % _LINE_BYTES)
+        parts: list[Buffer] = [memoryview(head), self._constants]
+        for value in [*values, keys]:
+            # without the extension a column may be read where it lies, row by row
+            parts += (
+                np.ascontiguousarray(value).data.cast("B"),
+                _PADDING[-value.nbytes % _LINE_BYTES],
+            )
+        parts.append(END_OF_STREAM)
+        return parts
+
+
+_PADDING = [bytes(size) for size in range(_LINE_BYTES)]
+
+
+@lru_cache(32)
+def _retained(plan: AnswerPlan, rows: int) -> _Template:
+    """100 kB for a thousand rows; of the plans and row counts used last."""
+    return _Template()
+
+
+def _changing(schema: pa.Schema, own: int) -> list[int]:
+    """Numbers of the buffers that are another answer's own, in the order that
+    :meth:`_Template.filled` is given them."""
+    first, number = {}, 0
+    for field in schema:
+        first[field.name] = number
+        number += (
+            3 if pa.types.is_string(field.type) or pa.types.is_fixed_size_list(field.type) else 2
+        )
+    features = schema.names[own:]
+    # of a list the child's values: behind its own validity comes the child's
+    values = [
+        first[name] + (2 if pa.types.is_fixed_size_list(schema.field(name).type) else 1)
+        for name in features
+    ]
+    return [first["computed_at"] + 1, first["age_s"] + 1, _KEY_OFFSETS, *values, _KEY_TEXT]
