@@ -246,6 +246,14 @@ def _reply(response: http.client.HTTPResponse) -> Reply:
         )
 
 
+def state(pid: int) -> str:
+    """A process's, as ``ps`` has it; empty of one that is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
 def eventually(
     holds: Callable[[], bool], why: Callable[[], str] = lambda: "", seconds: float = 20.0
 ) -> None:

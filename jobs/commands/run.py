@@ -25,7 +25,8 @@ from precompute.store.disk.record import plain
 from precompute.store.errors import ConfigError, PrecomputeError
 
 if TYPE_CHECKING:
-    from precompute.jobs.schedule.backfill_plan import Options, PartitionPlan
+    from precompute.jobs.schedule.backfill_plan import PartitionPlan
+    from precompute.jobs.schedule.backfill_state import Options
     from precompute.store.offline.runs import Report
 
 
@@ -353,7 +354,7 @@ def _check_resumed(arguments: argparse.Namespace) -> None:
 
 
 def _options(arguments: argparse.Namespace) -> Options:
-    from precompute.jobs.schedule.backfill_plan import Options
+    from precompute.jobs.schedule.backfill_state import Options
 
     if arguments.first is None or arguments.last is None:
         raise ConfigError(

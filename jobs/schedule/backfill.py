@@ -1,11 +1,9 @@
 """Backfill: compute the partitions of a view over a range of data time, by ``max_active`` processes
 at once.
 
-What is to be done is planned from the manifests and the runs' reports. How far it is stands in
-``<root>/<view>/backfills/<id>.json``, for people and for ``--resume``; it is believed only as far
-as manifests and reports agree. One that was killed goes on by ``--resume``, and waits for its
-processes that still run; so does one that was cancelled by a signal. The live pointer moves now and
-then, and at the end, and only forward.
+What is to be done is planned from the manifests and the runs' reports, and the state is believed
+only as far as they agree. One that was killed or cancelled goes on by ``--resume``, and waits for
+its processes that still run. The live pointer moves now and then and at the end, only forward.
 """
 
 from __future__ import annotations
@@ -28,21 +26,23 @@ from precompute.jobs.run.preflight import check_before
 from precompute.jobs.run.progress import Silent
 from precompute.jobs.schedule.backfill_plan import (
     REPORTS,
+    Past,
+    Recipes,
+    plan_backfill,
+    range_of,
+    why_partition,
+)
+from precompute.jobs.schedule.backfill_state import (
     Backfill,
     Item,
     Options,
-    Past,
-    Recipes,
     check_overlap,
     in_words,
     note_done,
     one_begins,
-    plan_backfill,
-    range_of,
     read_backfill,
     save_backfill,
     take_backfill,
-    why_partition,
 )
 from precompute.store.disk.lease import Lease
 from precompute.store.disk.record import replace
@@ -65,7 +65,6 @@ LOOK_AGAIN_S = 0.5
 
 ATTEMPTS = 3
 """How often a run is begun that finds its partition taken the moment before."""
-
 
 GROUP_S = 30.0
 """About how long one process computes partitions, one after the other, with the model loaded once:
@@ -185,30 +184,16 @@ class Conductor:
                 group.append(item)
         if not group:
             return
-        command = [
-            *installed_module("precompute.jobs.cli"),
-            "-c",
-            str(self.project.folder),
-            "materialize",
-            self.state.view,
-            "--json",
-        ]
-        command += [
-            "--partitions",
-            ",".join(item.label for item in group),
-            "--backfill",
-            self.state.id,
-        ]
+        command = [*installed_module("precompute.jobs.cli"), "-c", str(self.project.folder)]
+        command += ["materialize", self.state.view, "--json", "--backfill", self.state.id]
+        command += ["--partitions", ",".join(item.label for item in group)]
+        command += ["--full"] if self.state.options.full else []
         try:
-            process = ChildProcess(
-                [*command, *(["--full"] if self.state.options.full else [])], output="captured"
-            )
+            process = ChildProcess(command, output="captured")
         except OSError as exc:
             for item in group:
-                item.state, item.error = (
-                    "failed",
-                    f"its process cannot be started: {exc.strerror or exc}",
-                )
+                item.state = "failed"
+                item.error = f"its process cannot be started: {exc.strerror or exc}"
                 self._tell(item)
             return
         self._active.append(_Group(group, process, time.monotonic()))
@@ -281,10 +266,8 @@ class Conductor:
                 continue
             else:
                 item.state = "refused" if status == 3 else "failed"
-                item.seconds, item.error = (
-                    round(time.monotonic() - group.began, 3),
-                    _last_words(group.process),
-                )
+                item.seconds = round(time.monotonic() - group.began, 3)
+                item.error = _last_words(group.process)
             self._tell(item)
         group.items.clear()
         return again
@@ -491,10 +474,8 @@ def _last_words(process: ChildProcess) -> str:
     assert process.status is not None
     if process.status < 0:
         return f"its process {process.how_it_ended()}"
-    return (
-        f"exit status {process.status}:"
-        f" {process.last_words().removeprefix('precompute: ') or 'no word'}"
-    )
+    words = process.last_words().removeprefix("precompute: ")
+    return f"exit status {process.status}: {words or 'no word'}"
 
 
 def run_backfill(
@@ -536,21 +517,18 @@ def run_backfill(
     items = [Item(str(plan.partition), plan.why) for plan in plans if plan.action != "skip"]
     if options.publish and items:
         check_before(project, name, max(item.partition for item in items))
-    state = Backfill(
-        f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}", name, options, items
-    )
+    id = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
+    state = Backfill(id, name, options, items)
     with contextlib.ExitStack() as held:
         with one_begins(store):
             lease = held.enter_context(take_backfill(store, state, project.settings.lease))
             check_overlap(store, [item.partition for item in items], state.id)
             save_backfill(store, state, lease)
         skipped = Counter(plan.why for plan in plans if plan.action == "skip")
-        left_out = (
-            "; skipped: " + ", ".join(f"{n} {why}" for why, n in skipped.items()) if skipped else ""
-        )
+        kinds = ", ".join(f"{n} {why}" for why, n in skipped.items())
         announce(
-            f"backfill {state.id} of {name}: {in_words(len(items))}, {options.max_active} at"
-            f" once{left_out}"
+            f"backfill {id} of {name}: {in_words(len(items))}, {options.max_active} at once"
+            + (f"; skipped: {kinds}" if kinds else "")
         )
         Conductor(project, store, state, lease, announce).conduct()
     return state

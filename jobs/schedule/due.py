@@ -275,7 +275,7 @@ def _attempts_for(facts: Facts, due: datetime) -> list[Report]:
 
 
 def _ran_since(facts: Facts, fire: datetime, now: datetime) -> bool:
-    """Whether a run that began after the fire time, started by whomever, did its work already."""
+    """Whether a run that began after the fire time, by hand too, did its work already."""
     for report in facts.reports:
         started = parsed_time(report.started_at)
         whole = report.command == "run" and not report.backfill
@@ -394,7 +394,7 @@ class Ledger:
     def _look(self, view: str) -> tuple[list[Report], set[str]]:
         reports = self._read(view)
         silent = self._silent(view, reports)
-        # One that has ended since the reading wrote so before it let go of its lease.
+        # One that has ended since the reading wrote so before it released its lease.
         if silent:
             reports = self._read(view, fresh=True)
             silent &= self._silent(view, reports)

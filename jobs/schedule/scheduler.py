@@ -46,9 +46,10 @@ from precompute.workers.process import (
 )
 
 POLL_S = 0.05
+"""How often is looked whether a process has ended."""
 STOP_GRACE_S = 10.0
-"""How long a load may take to end after SIGTERM before it is killed. What it loaded is gone on
-with, or dropped by the next one."""
+"""How long one may take to end after SIGTERM before it is killed. Killing is safe: nothing of a run
+is visible before its manifest, and what a load has loaded the next one goes on with, or drops."""
 LONGEST_WAIT_S = 3600.0
 """Between two attempts that failed, at most."""
 AT_ONCE = 2
@@ -130,10 +131,8 @@ class Reconciler:
                 self._attempts.pop(view, None)
                 self._tried.pop(view, None)
                 continue
-            wanted, tried = (
-                {finding.what for finding in account.findings if finding.act in HEALING},
-                self._tried.get(view, set()),
-            )
+            wanted = {finding.what for finding in account.findings if finding.act in HEALING}
+            tried = self._tried.get(view, set())
             if not wanted <= tried:
                 # another thing than those that attempts are waited between for
                 self._attempts.pop(view, None)
@@ -164,10 +163,8 @@ class Reconciler:
             self._tell(view, f"{failure}; once more in {duration(wait_s)}", always=True)
 
     def _account(self, view: str) -> Account:
-        share, budget_s = (
-            share_of(self._project.settings.reconcile),
-            LOOK_S / len(self._project.names),
-        )
+        share = share_of(self._project.settings.reconcile)
+        budget_s = LOOK_S / len(self._project.names)
         with contextlib.closing(open_online_store(self._project.online)) as online:
             return look(self._project.offline.view(view), online, share=share, budget_s=budget_s)
 
@@ -182,12 +179,9 @@ class Reconciler:
         while not process.ended():
             if self._stopping.wait(POLL_S) or time.monotonic() >= began + deadline_s:
                 end_all([process], STOP_GRACE_S)
-        if process.status:
-            return (
-                f"it could not be brought back (exit status {process.status}); its output tells"
-                " more"
-            )
-        return None
+        if not process.status:
+            return None
+        return f"it could not be brought back (exit status {process.status}); its output tells more"
 
     def _tell(self, view: str, text: str, always: bool = False) -> None:
         """Announce a text, unless it is what was reported last."""
@@ -202,25 +196,13 @@ TICK_S = 1.0
 """How often is looked what is due: a cron line knows minutes, so a second is soon enough; a look
 costs well under a millisecond a view."""
 
-"""How long a run may take to end after SIGTERM before it is killed. Killing is safe: nothing is
-visible before its manifest."""
-
-"""How often is looked whether a run has ended."""
-
 STOPPED = "the scheduler was stopped"
 
 
 def run_command(project: Project, view: str, due: str) -> list[str]:
     """The command line that runs a view for a time of its schedule, ISO 8601 in UTC."""
-    return [
-        *installed_module("precompute.jobs.cli"),
-        "-c",
-        str(project.folder),
-        "run",
-        view,
-        "--due",
-        due,
-    ]
+    command = [*installed_module("precompute.jobs.cli"), "-c", str(project.folder)]
+    return [*command, "run", view, "--due", due]
 
 
 def utc_clock() -> datetime:

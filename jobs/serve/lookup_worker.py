@@ -137,8 +137,8 @@ class Warmer:
     ) -> None:
         self._lookup, self._models, self._want, self._offline = lookup, models, want, offline
         self._views = LiveViews(lookup)
+        self._live: dict[str, _Seen] = {}
         self._ahead: dict[str, _Seen] = {}
-        self._seen: dict[str, _Seen] = {}
         self._stop, self._look = False, threading.Event()
         self.warming = True
         self._thread = threading.Thread(target=self._loop, name="warmer", daemon=True)
@@ -167,7 +167,7 @@ class Warmer:
                 # all views depend on this thread
                 log.exception("looking for new snapshots failed")
             self.warming = self.warming and any(
-                s.opening is not None and not s.opening.done() for s in self._seen.values()
+                s.opening is not None and not s.opening.done() for s in self._live.values()
             )
             self._look.wait(WARM_EVERY_S)
 
@@ -187,27 +187,23 @@ class Warmer:
         # all models first: each is loaded by a process of its own, while the indexes are opened
         # here
         for pointer in pointers:
-            name = pointer.view.name
-            if name not in self._seen or self._seen[name].publishing != pointer.publishing:
-                self._seen[name] = _Seen(pointer.publishing)
-                log.info(
-                    "view %r: snapshot %d is live, %d rows", name, pointer.snapshot, pointer.rows
-                )
+            known = self._noted(self._live, pointer, f" is live, {pointer.rows} rows")
             if pointer.view.fallback:
-                self._open_model(pointer, self._seen[name])
+                self._open_model(pointer, known)
         for pointer in ahead:
-            name = pointer.view.name
-            if name not in self._ahead or self._ahead[name].publishing != pointer.publishing:
-                self._ahead[name] = _Seen(pointer.publishing)
-                log.info(
-                    "view %r: snapshot %d, by another model, is about to be live",
-                    name,
-                    pointer.snapshot,
-                )
-            self._open_model(pointer, self._ahead[name])
+            known = self._noted(self._ahead, pointer, ", by another model, is about to be live")
+            self._open_model(pointer, known)
         for pointer in pointers:
             if not self._stop:
-                self._open_index(pointer, self._seen[pointer.view.name])
+                self._open_index(pointer, self._live[pointer.view.name])
+
+    def _noted(self, known: dict[str, _Seen], pointer: Pointer, what: str) -> _Seen:
+        """What is known of the pointer's publishing; of one that is new it is logged what it is."""
+        name = pointer.view.name
+        if name not in known or known[name].publishing != pointer.publishing:
+            known[name] = _Seen(pointer.publishing)
+            log.info("view %r: snapshot %d%s", name, pointer.snapshot, what)
+        return known[name]
 
     def _coming(self, live: Pointer) -> Pointer | None:
         """What was computed since by another model and may be published soon, as its pointer might
@@ -270,7 +266,7 @@ def main() -> None:
     spec = begin()
     # the least there may be: a number of 4,000 takes 80 µs to read, and a body holds a thousand
     sys.set_int_max_str_digits(640)
-    meter, watch = Meter(Path(spec["runtime"]), f"worker-{spec['number']}"), Watch(spec["watch"])
+    meter, watch = Meter(Path(spec["runtime"]), f"worker-{spec['number']}"), Watch.of(spec["watch"])
     fallback = RemoteFallback(Path(spec["runtime"]), meter)
     with (
         contextlib.closing(fallback),
@@ -321,7 +317,7 @@ def main() -> None:
                     partial(_end_now, stack),
                 )
                 # from the loop that answers: one that stands still shows no life
-                server.connections.on_tick += [lambda: watch.beat(time.monotonic()), *looks]
+                server.connections.on_tick += [watch.beat, *looks]
                 # pyarrow imports pandas, where there is one, with the first array that it makes:
                 # 0.27 s of CPU, for which a first request, and all beside it, would wait
                 pa.array([0])

@@ -9,7 +9,6 @@ import logging
 import math
 import os
 import socket
-import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,19 +16,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from precompute.engine.memory import available_bytes
+from precompute.jobs.serve.remote_fallback import socket_path
 from precompute.jobs.serve.supervised_process import (
     AGAIN,
     STILL_S,
     SupervisedProcess,
-    Watch,
-    started,
-    tell,
-    watch_file,
 )
 from precompute.jobs.serve.suspects import Suspects
-from precompute.store.disk.record import digest_of
 from precompute.store.disk.sql import sweep
-from precompute.store.errors import ConfigError, PrecomputeError
+from precompute.store.errors import PrecomputeError
 from precompute.store.http.telemetry.instruments import Meter
 from precompute.workers.process import ChildProcess
 
@@ -51,9 +46,6 @@ SPARE_ROOM = 3
 """Times the memory of the process that serves that must be free for another one to be started by
 itself; ended again is it where less than once is."""
 
-SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103
-"""Of a Unix socket's path, at most: ``sun_path`` without its last byte."""
-
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
@@ -66,34 +58,12 @@ class ModelLimits:
     spares: Mapping[str, bool | Literal["auto"]] = field(default_factory=dict)
 
 
-def socket_path(runtime: Path, model: str) -> Path:
-    """Where the process of a model's fingerprint is reached: by a digest of it, since it is the
-    online store that says what it is."""
-    return runtime / f"{digest_of(model.encode())}.sock"
-
-
-def check_runtime(runtime: Path) -> None:
-    """Refuse a folder whose sockets could not be bound.
-
-    Raises:
-        ConfigError: its name is too long.
-    """
-    longest = len(os.fsencode(socket_path(runtime, "")))
-    if longest > SOCKET_PATH_BYTES:
-        raise ConfigError(
-            f"a server's sockets lie in a folder of their own under {runtime.parent}, whose name is"
-            f" {longest - SOCKET_PATH_BYTES} bytes too long for that: point TMPDIR at a folder with"
-            " a shorter one"
-        )
-
-
 class ModelProcess(SupervisedProcess):
     """One of a model's two processes: it serves, or stands by with the same views open until the
     other one has ended.
 
     Args:
-        spec: what it is given, for :mod:`precompute.jobs.serve.model_server`; its listener is a
-            descriptor.
+        spec: what it is given, for :mod:`precompute.jobs.serve.model_server`.
         watch: path of its own.
         limits: beyond which it is killed.
         meter: counts how often it is replaced.
@@ -108,42 +78,33 @@ class ModelProcess(SupervisedProcess):
         meter: Meter,
         suspects: Suspects,
     ) -> None:
-        super().__init__("model", "", meter)
-        self._file = watch_file(watch)
-        self.watch = Watch(self._file)
-        self._spec, self._limits, self._suspects = {**spec, "watch": self._file}, limits, suspects
+        spins = os.environ.get("GOMP_SPINCOUNT", SPINS)
+        module = "precompute.jobs.serve.model_server"
+        super().__init__("model", "", module, spec, watch, meter, GOMP_SPINCOUNT=spins)
+        self._limits, self._suspects = limits, suspects
         self.serves = False
         self._memory_at = time.monotonic()
 
-    def start(self) -> ChildProcess:
-        self.watch.begin()
-        spec = self._spec | {
-            "serves": self.serves,
-            "suspects": list(self._suspects.until().items()),
-        }
-        spins = os.environ.get("GOMP_SPINCOUNT", SPINS)
-        return started(
-            "precompute.jobs.serve.model_server",
-            spec,
-            [spec["listener"], self._file],
-            GOMP_SPINCOUNT=spins,
-        )
+    def spec(self) -> dict[str, Any]:
+        return self._spec | {"serves": self.serves} | self._alone()
 
     def serve(self) -> None:
         """From now on it is this one that answers."""
         self.serves = True
-        if self.process is not None:
-            tell(self.process, {"suspects": list(self._suspects.until().items())})
+        self.tell(self._alone())
+
+    def _alone(self) -> dict[str, Any]:
+        return {"suspects": list(self._suspects.until().items())}
 
     def stands_by(self, now: float) -> bool:
         """Whether it could take over at once."""
         return self.process is not None and self.watch.has_begun(now) and self.watch.is_open
 
     def was_at_work(self) -> bool:
-        return self.watch.get() < math.inf and bool(self.watch.held())
+        return self.watch.done_by < math.inf and bool(self.watch.held())
 
     def judged(self, now: float) -> str | None:
-        if now > self.watch.get() + self._limits.grace_s:
+        if now > self.watch.done_by + self._limits.grace_s:
             return (
                 f"was killed: a call took {self._limits.grace_s:g} s longer than a batch may; if"
                 " its rows are that slow, raise its views' fallback.deadline, or"
@@ -158,14 +119,11 @@ class ModelProcess(SupervisedProcess):
                 return f"was killed: it took {taken_mb} MB of memory, of {self._limits.memory_mb}"
         return None
 
-    def close(self) -> None:
-        os.close(self._file)
-
 
 class ModelGroup:
     """The processes of one model: one serves, and where there is room another one stands by. Its
-    socket is bound here and outlives them: who asks while none serves waits, and is answered when
-    one does.
+    socket is bound here and outlives them: a request that comes while none serves waits until one
+    does.
 
     Args:
         model: the fingerprint.
@@ -190,13 +148,7 @@ class ModelGroup:
     ) -> None:
         self._model, self._views = model, set[str]()
         self.number, self._runtime, self._limits = number, runtime, limits
-        path = socket_path(runtime, model)
-        self._paths = [
-            path,
-            path.with_suffix(".open"),
-            path.with_suffix(".watch"),
-            path.with_suffix(".watch2"),
-        ]
+        self._path = path = socket_path(runtime, model)
         self._counted = [f"model-{number}", f"model-{number}-2"]
         self._suspects = Suspects()
         with contextlib.ExitStack() as unless_made:
@@ -210,33 +162,32 @@ class ModelGroup:
             spec = project | {
                 "runtime": str(runtime),
                 "duckdb_mb": limits.duckdb_mb,
-                "open": str(self._paths[1]),
+                "open": str(path.with_suffix(".open")),
+                "listeners": [self._listener.fileno()],
             }
-            spec["listener"] = self._listener.fileno()
             both = []
-            for name, watch in zip(self._counted, self._paths[2:], strict=True):
-                both.append(
-                    ModelProcess(spec | {"process": name}, watch, limits, meter, self._suspects)
-                )
+            for name, suffix in zip(self._counted, (".watch", ".watch2"), strict=True):
+                own, watch = spec | {"process": name}, path.with_suffix(suffix)
+                both.append(ModelProcess(own, watch, limits, meter, self._suspects))
                 unless_made.callback(both[-1].close)
             unless_made.pop_all()
         self.serving, self.spare = both
         self.serving.serve()
-        self.name = f"the process of model {model[:12]}"
-        self._call_both()
+        self._name_both()
         self.wanted_at = time.monotonic()
         """When a worker last said that it has a view of this model."""
         self._spare_from, self._room_at, self._has_room = math.inf, 0.0, False
 
     def serves(self, views: Iterable[str]) -> None:
         """Some views of this model, by which people know it."""
-        if not self._views.issuperset(views):
-            self._views |= set(views)
-            self.name = (
-                f"the process of model {self._model[:12]}"
-                f" ({', '.join(map(repr, sorted(self._views)))})"
-            )
-            self._call_both()
+        self._views |= set(views)
+        self._name_both()
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        views = f" ({', '.join(map(repr, sorted(self._views)))})" if self._views else ""
+        return f"the process of model {self._model[:12]}{views}"
 
     def look(self, now: float) -> None:
         """As :meth:`SupervisedProcess.look`, of both; where the one that serves has ended, the
@@ -260,7 +211,7 @@ class ModelGroup:
         return self.serving.running() + self.spare.running()
 
     def close(self) -> None:
-        """Nobody reaches it from now on; the processes were ended by their keeper, and had no time
+        """Nobody reaches it from now on; the processes were ended before, and had no time
         to clear up."""
         sweep()
         self._listener.close()
@@ -270,7 +221,7 @@ class ModelGroup:
         for name in self._counted:
             with contextlib.suppress(PrecomputeError):
                 Meter(self._runtime, name).close()
-        for path in self._paths:
+        for path in self._runtime.glob(f"{self._path.stem}.*"):
             path.unlink(missing_ok=True)
 
     def _replace(self, now: float) -> None:
@@ -292,7 +243,7 @@ class ModelGroup:
             self.serving, self.spare = self.spare, self.serving
             self.serving.serve()
             log.info("%s: the one that stood by serves", self.name)
-        self._call_both()
+        self._name_both()
 
     def _wants_spare(self, now: float) -> bool:
         wishes = {self._limits.spares.get(view, "auto") for view in self._views}
@@ -307,7 +258,7 @@ class ModelGroup:
             )
         return self._has_room
 
-    def _call_both(self) -> None:
+    def _name_both(self) -> None:
         self.serving.name, self.spare.name = self.name, f"{self.name}, standing by,"
 
 

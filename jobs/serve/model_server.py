@@ -24,7 +24,8 @@ from typing import Any
 import pyarrow as pa
 
 from precompute.engine.memory import keep_freed_memory
-from precompute.jobs.serve.fallback import LOAD_S, REFUSED_S, ViewFallback
+from precompute.jobs.serve.fallback import LOAD_S, ViewFallback
+from precompute.jobs.serve.live_view import REFUSED_S
 from precompute.jobs.serve.supervised_process import AGAIN, Watch, begin
 from precompute.store.answers.fallback import CLIENT, Computed, Miss
 from precompute.store.errors import PrecomputeError
@@ -35,19 +36,19 @@ from precompute.store.online.miss_cache import MissCacheLimits
 from precompute.store.online.online_store import Pointer
 from precompute.store.online.url import open_miss_cache
 from precompute.store.times import Reason
+from precompute.workers.frames import framed, read_message
 from precompute.workers.process import be_nicer
-from precompute.workers.worker import framed, read_message
 
-# from a worker:  {"pointer": n}                      body: the pointer that is called n from now
-# on, on this connection
-# {"ask": i, "pointer": n, "keys": […], "inputs": {…}, "deadline": t, "query": …}       the keys are
-# called i, i + 1, …
-# "client": …, on whose account; "trace": …, of a request that is traced: its traceparent
-# {"left": [i, …]}                    nobody waits for these any more, and nothing learns of them
-# {"warm": i, "pointer": n, "deadline": t}        open it; i is answered as missing once that was
-# tried to a worker:    {"rows": [[i, computed at, bytes], …], "missed": [[i, reason, detail,
-# broken], …], "open": […]}      body: the rows, one after the other;
-# open: all publishings that are open, where that changed
+# From a worker:
+#   {"ask": [i, …], "view": …, "keys": […], "inputs": {key: …}, "deadline": t, "query": …,
+#    "client": on whose account, "trace": the traceparent of a request that is traced}
+#       body: the view's pointer, where it is another than before on this connection;
+#       the key null: open the view; it is answered as missing once that was tried
+#   {"cancel": [i, …]}      nobody waits for these any more; they are not answered
+# To a worker:
+#   {"rows": [[i, computed at, bytes], …], "missed": [[i, reason, detail, broken], …],
+#    "open": all publishings that are open, where that changed}
+#       body: the rows, one after the other
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class Conversation:
 
     def __init__(self, connection: socket.socket, fallback: ViewFallback) -> None:
         self._connection, self._fallback = connection, fallback
-        self._pointers: dict[int, Pointer] = {}
+        self._pointers: dict[str, Pointer] = {}
         self._outbox: queue.SimpleQueue[tuple[int, Future[Computed]] | None] = queue.SimpleQueue()
         self._reported: list[Any] = []
         self._pending: dict[int, Future[Computed]] = {}
@@ -88,34 +89,29 @@ class Conversation:
                 while (message := read_message(file)) is not None:
                     self._take(*message)
         finally:
-            self._leave(list(self._pending))
+            self._cancel(list(self._pending))
             self._outbox.put(None)
 
     def _take(self, header: Mapping[str, Any], body: pa.Buffer) -> None:
-        if "ask" in header:
-            self._ask(header)
-        elif "left" in header:
-            self._leave(header["left"])
-        elif "warm" in header:
-            future = self._fallback.begin_warm(
-                self._pointers[header["pointer"]], header["deadline"]
-            )
-            future.add_done_callback(partial(self._done, header["warm"]))
-        else:
-            self._pointers[header["pointer"]] = Pointer.from_bytes(body.to_pybytes())
-
-    def _ask(self, header: Mapping[str, Any]) -> None:
-        pointer, query = self._pointers[header["pointer"]], header["query"]
-        TRACE.set(header.get("trace"))
+        if "cancel" in header:
+            self._cancel(header["cancel"])
+            return
+        if body.size:
+            self._pointers[header["view"]] = Pointer.from_bytes(body.to_pybytes())
+        pointer, keys, deadline = self._pointers[header["view"]], header["keys"], header["deadline"]
+        TRACE.set(header["trace"])
         CLIENT.set(header["client"])
-        futures = self._fallback.submit(
-            pointer, header["keys"], header["inputs"], header["deadline"], query=query
-        )
-        for number, future in enumerate(futures, header["ask"]):
+        if keys == [None]:
+            futures = [self._fallback.begin_warm(pointer, deadline)]
+        else:
+            futures = self._fallback.submit(
+                pointer, keys, header["inputs"], deadline, query=header["query"]
+            )
+        for number, future in zip(header["ask"], futures, strict=True):
             self._pending[number] = future
             future.add_done_callback(partial(self._done, number))
 
-    def _leave(self, numbers: Iterable[int]) -> None:
+    def _cancel(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             future = self._pending.get(number)
             if future is not None:
@@ -167,8 +163,7 @@ def _serve(listener: socket.socket, fallback: ViewFallback) -> None:
 
 
 class OpenFile:
-    """What the process that serves has open, for the one that stands by: pointers, one after the
-    other, rewritten where that changed."""
+    """What the process that serves has open, for the one that stands by: pointers, a line each."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -177,20 +172,18 @@ class OpenFile:
     def write(self, fallback: ViewFallback) -> None:
         """Write what is open, if it has changed. A full disk is reported by others."""
         if (opened := fallback.open_publishings()) != self._written:
-            bodies = [pointer.to_bytes() for pointer in fallback.open_pointers()]
+            lines = [pointer.to_bytes() for pointer in fallback.open_pointers()]
             with contextlib.suppress(OSError):
                 coming = self._path.with_suffix(".coming")
-                coming.write_bytes(b"".join(framed({}, len(body)) + body for body in bodies))
+                coming.write_bytes(b"\n".join(lines))
                 coming.replace(self._path)
                 self._written = opened
 
     def read(self) -> list[Pointer]:
         """What was written last."""
-        pointers = []
-        with contextlib.suppress(OSError), self._path.open("rb") as file:
-            while (message := read_message(file)) is not None:
-                pointers.append(Pointer.from_bytes(message[1].to_pybytes()))
-        return pointers
+        with contextlib.suppress(OSError):
+            return [Pointer.from_bytes(line) for line in self._path.read_bytes().splitlines()]
+        return []
 
 
 def _stand_by(
@@ -203,7 +196,7 @@ def _stand_by(
     opening: dict[tuple[str, tuple[int, str]], Future[Computed]] = {}
     while True:
         pointers = {(pointer.view.name, pointer.publishing): pointer for pointer in opened.read()}
-        # what could not be opened is tried by anyone who asks for it
+        # what could not be opened is tried again when it is requested
         opening = {which: future for which, future in opening.items() if which in pointers}
         for which in pointers.keys() - opening.keys():
             opening[which] = fallback.begin_warm(pointers[which], time.monotonic() + LOAD_S)
@@ -259,7 +252,7 @@ def main() -> None:
     be_nicer(NICER)
     # 32 texts cost a thread of MiniLM's 4,000 page faults and 7 % of its time without
     keep_freed_memory()
-    watch = Watch(spec["watch"])
+    watch = Watch.of(spec["watch"])
     threading.Thread(target=watch.pulse, name="pulse", daemon=True).start()
     store, folder = OfflineStore(Path(spec["root"])), Path(spec["folder"])
     miss_cache = open_miss_cache(spec["online"], MissCacheLimits(**spec["miss_cache"]))
@@ -282,7 +275,7 @@ def main() -> None:
     threading.Thread(
         target=_look, args=(fallback, meter, opened, watch), name="look", daemon=True
     ).start()
-    _serve(socket.socket(fileno=spec["listener"]), fallback)
+    _serve(socket.socket(fileno=spec["listeners"][0]), fallback)
 
 
 if __name__ == "__main__":

@@ -5,20 +5,25 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
+import os
+import selectors
 import socket
+import sys
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from precompute.jobs.serve.model_group import socket_path
+import pyarrow as pa
+
 from precompute.store.answers.fallback import CLIENT, Computed, Fallback, Miss, outcome_of, places
+from precompute.store.disk.record import digest_of
+from precompute.store.errors import ConfigError
 from precompute.store.http.telemetry.caller import TRACE
 from precompute.store.http.telemetry.instruments import (
     BREAKER_OPEN,
@@ -28,7 +33,7 @@ from precompute.store.http.telemetry.instruments import (
 )
 from precompute.store.online.online_store import Pointer
 from precompute.store.times import Reason
-from precompute.workers.worker import framed, read_message
+from precompute.workers.frames import framed, read_message
 
 LEAST_CALLS = 10
 FAILING = 0.5
@@ -92,96 +97,112 @@ class Breaker:
         self._opened_at, self._probing, self._good = now, 0, 0
 
 
-log = logging.getLogger(__name__)
+CONTROL = "supervisor.sock"
+"""In the runtime folder: where the supervisor learns which models are wanted, a datagram each: its
+fingerprint and views, with NUL between."""
+
+SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103
+"""Of a Unix socket's path, at most: ``sun_path`` without its last byte."""
+
+
+def socket_path(runtime: Path, model: str) -> Path:
+    """Where the process of a model's fingerprint is reached: by a digest of it, since it is the
+    online store that says what it is."""
+    return runtime / f"{digest_of(model.encode())}.sock"
+
+
+def check_runtime(runtime: Path) -> None:
+    """Refuse a folder whose sockets could not be bound.
+
+    Raises:
+        ConfigError: its name is too long.
+    """
+    longest = len(os.fsencode(socket_path(runtime, "")))
+    if longest > SOCKET_PATH_BYTES:
+        raise ConfigError(
+            f"a server's sockets lie in a folder of their own under {runtime.parent}, whose name is"
+            f" {longest - SOCKET_PATH_BYTES} bytes too long for that: point TMPDIR at a folder with"
+            " a shorter one"
+        )
+
 
 TRY_EVERY_S = 0.05
 """How often a process that is not there yet is looked for."""
-
 
 MOST_SENT = 3
 """Times that a key is requested, of one process after the other: among others, alone, and once more
 to be sent the note that it is left alone."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Request:
-    """Keys under a pointer, the first of them called ``number``, or, without keys, that it is to be
-    opened; ``left`` of them were given up, and processes ended with it ``lost`` times."""
+    """What the rows of one request have in common."""
 
     pointer: Pointer
-    keys: Sequence[str]
     inputs: Mapping[str, Mapping[str, Any]]
     deadline: float
     query: bool
-    number: int
-    futures: list[Future[Computed]]
     client: str
-    trace: str | None = None
-    left: int = 0
-    lost: int = 0
+    trace: str | None
 
-    def alone(self, number: int) -> _Request:
-        """One of the keys, requested once more."""
-        at = number - self.number
-        key = self.keys[at]
-        given = {key: self.inputs[key]} if key in self.inputs else {}
-        return replace(
-            self,
-            keys=[key],
-            inputs=given,
-            number=number,
-            futures=[self.futures[at]],
-            left=0,
-            lost=self.lost + 1,
-        )
-
-    def header(self, pointer: int) -> dict[str, Any]:
-        if not self.keys:
-            return {"warm": self.number, "pointer": pointer, "deadline": self.deadline}
-        request = {"ask": self.number, "pointer": pointer, "keys": self.keys, "inputs": self.inputs}
-        traced = {} if self.trace is None else {"trace": self.trace}
-        return (
-            request
-            | {"deadline": self.deadline, "query": self.query, "client": self.client}
-            | traced
-        )
+    def header(self, numbers: Sequence[int], keys: Sequence[str | None]) -> dict[str, Any]:
+        """The message that requests some of its rows."""
+        given = {key: self.inputs[key] for key in keys if key is not None and key in self.inputs}
+        return {
+            "ask": numbers,
+            "view": self.pointer.view.name,
+            "keys": keys,
+            "inputs": given,
+            "deadline": self.deadline,
+            "query": self.query,
+            "client": self.client,
+            "trace": self.trace,
+        }
 
 
-@dataclass(slots=True)
-class _Connection:
-    """``waiting`` is what was sent over it, by number, ``pointers`` of each view the publishing
-    that the process knows it by, and its number."""
+@dataclass(slots=True, eq=False)
+class _Row:
+    """A row that is waited for; without a key, the opening of its view. ``sent``: how often."""
 
-    socket: socket.socket
-    waiting: dict[int, _Request] = field(default_factory=dict)
-    pointers: dict[str, tuple[tuple[int, str], int]] = field(default_factory=dict)
-    lost: bool = False
+    request: _Request
+    key: str | None
+    future: Future[Computed] = field(default_factory=Future)
+    sent: int = 0
 
 
 class ModelLink:
-    """To the process of one model.
+    """To the process of one model. One thread connects, sends and reads; a connection that is lost
+    has its rows requested again over the next one.
 
     Args:
         path: its socket.
         want: informed that the process is wanted, where it is not there.
         on_lost: called when a connection was lost, with the views of the rows that were waited for.
+
+    Raises:
+        OSError: the system has no room for it.
+        RuntimeError: nor for its thread.
     """
 
     def __init__(
         self, path: Path, want: Callable[[], None], on_lost: Callable[[set[str]], None]
     ) -> None:
         self._path, self._want, self._on_lost = path, want, on_lost
+        self._lock = threading.Lock()
         self._numbers = itertools.count()
-        self._lock = threading.Condition(threading.Lock())
-        """Reported of what is to be written."""
-        self._connection: _Connection | None = None
+        self._outbox: dict[int, _Row] = {}
+        self._sent: dict[int, _Row] = {}
+        self._cancelled: list[int] = []
+        """Numbers of what was sent and nobody waits for any more."""
         self._open: frozenset[tuple[str, tuple[int, str]]] = frozenset()
-        self._outbox: dict[int, _Request] = {}
-        self._left: list[int] = []
-        """Numbers of what nobody waits for any more, of that which was sent."""
-        self._in_hand = 0
-        self._closed = threading.Event()
-        threading.Thread(target=self._write, name="model link", daemon=True).start()
+        self._closed = False
+        with contextlib.ExitStack() as unless_made:
+            self._waker, self._woken = socket.socketpair()
+            unless_made.callback(self._woken.close)
+            unless_made.callback(self._waker.close)
+            self._waker.setblocking(False)
+            threading.Thread(target=self._run, name="model link", daemon=True).start()
+            unless_made.pop_all()
 
     def ask(
         self,
@@ -192,17 +213,13 @@ class ModelLink:
         query: bool = False,
     ) -> list[Future[Computed]]:
         """As :meth:`precompute.store.answers.fallback.Fallback.submit`."""
-        request = self._begin(pointer, keys, inputs, deadline, query, len(keys))
-        with self._lock:
-            self._in_hand += len(keys)
-        for number, future in enumerate(request.futures, request.number):
-            future.add_done_callback(partial(self._landed, request, number))
-        return request.futures
+        request = _Request(pointer, inputs, deadline, query, CLIENT.get(), TRACE.get())
+        return self._submit([_Row(request, key) for key in keys])
 
     def warm(self, pointer: Pointer, deadline: float) -> Future[Computed]:
         """Have the process open what a pointer names; the future always ends in an error, once that
         was tried."""
-        return self._begin(pointer, (), {}, deadline, False, 1).futures[0]
+        return self._submit([_Row(_Request(pointer, {}, deadline, False, "", None), None)])[0]
 
     def is_open(self, pointer: Pointer) -> bool:
         """Whether the process has said that it has this publishing open."""
@@ -211,237 +228,168 @@ class ModelLink:
     @property
     def idle(self) -> bool:
         """Whether no row that was requested is waited for."""
-        return self._in_hand == 0
+        with self._lock:
+            rows = (*self._outbox.values(), *self._sent.values())
+        return all(row.key is None for row in rows)
 
     def close(self) -> None:
         """Ask for nothing more; what was requested ends as if the process had ended, and so does
         what is requested from now on."""
         with self._lock:
-            self._closed.set()
-            connection = self._connection
-            self._lock.notify()
-        if connection is not None:
-            self._lose(connection)
+            self._closed = True
+        self._wake()
 
-    def _begin(
-        self,
-        pointer: Pointer,
-        keys: Sequence[str],
-        inputs: Mapping[str, Mapping[str, Any]],
-        deadline: float,
-        query: bool,
-        futures: int,
-    ) -> _Request:
+    def _submit(self, rows: Sequence[_Row]) -> list[Future[Computed]]:
         with self._lock:
-            number = next(self._numbers)
-            for _ in range(futures - 1):
-                next(self._numbers)
-            made: list[Future[Computed]] = [Future() for _ in range(futures)]
-            request = _Request(
-                pointer, keys, inputs, deadline, query, number, made, CLIENT.get(), TRACE.get()
-            )
-            closed = self._closed.is_set()
-            if not closed:
-                self._outbox[number] = request
-                self._lock.notify()
+            closed, numbered = self._closed, {next(self._numbers): row for row in rows}
+            self._outbox |= {} if closed else numbered
         if closed:
-            _fail(request.futures, _ended())
-        return request
+            _fail(rows, _ended())
+        self._wake()
+        for number, row in numbered.items():
+            row.future.add_done_callback(partial(self._drop, number))
+        return [row.future for row in rows]
 
-    def _landed(self, request: _Request, number: int, future: Future[Computed]) -> None:
-        with self._lock:
-            self._in_hand -= 1
-            if not future.cancelled():
-                return
-            request.left += 1
-            connection = self._connection
-            if self._outbox.get(request.number) is request:
-                if request.left == len(request.futures):
-                    del self._outbox[request.number]
-            elif number in self._outbox:
-                # requested once more
-                del self._outbox[number]
-            elif connection is not None and connection.waiting.pop(number, None) is not None:
-                self._left.append(number)
-                self._lock.notify()
-
-    # ---- what is requested
-
-    def _write(self) -> None:
-        while True:
-            with self._lock:
-                while not (self._outbox or self._left or self._closed.is_set()):
-                    self._lock.wait()
-                left, self._left = self._left, []
-                request = self._outbox.pop(next(iter(self._outbox))) if self._outbox else None
-                connection = self._connection
-            if left and connection is not None:
-                # of another connection, it knows none of them; and one that is lost is seen by who
-                # reads
-                with contextlib.suppress(OSError):
-                    connection.socket.sendall(framed({"left": left}))
-            if request is not None:
-                self._ask(request)
-            elif self._closed.is_set():
-                return
-
-    def _ask(self, request: _Request) -> None:
-        try:
-            self._send(request)
-        except (OSError, RuntimeError, TypeError, ValueError) as exc:
-            # also that there is no room for a thread, or inputs that are no JSON, which come from
-            # no request over HTTP
-            _fail(
-                request.futures,
-                Miss(Reason.MODEL_ERROR, f"the model process cannot be queried: {exc}"),
-            )
-
-    def _send(self, request: _Request) -> None:
-        connection = self._connected(request.deadline)
-        if connection is None:
-            _fail(request.futures, Miss(Reason.DEADLINE))
+    def _drop(self, number: int, future: Future[Computed]) -> None:
+        if not future.cancelled():
             return
-        view, publishing = request.pointer.view.name, request.pointer.publishing
-        known, number = connection.pointers.get(view, (None, len(connection.pointers)))
-        data = b""
-        if known != publishing:
-            body = request.pointer.to_bytes()
-            data = framed({"pointer": number}, len(body)) + body
-        data += framed(request.header(number))
         with self._lock:
-            if request.left == len(request.futures):
+            unsent = self._outbox.pop(number, None) is not None
+            if unsent or self._sent.pop(number, None) is None:
                 return
-            lost = connection.lost
-            if not lost:
-                connection.waiting |= dict.fromkeys(
-                    range(request.number, request.number + len(request.futures)), request
-                )
-        if lost:
-            # between two lines
-            self._send(request)
-            return
-        connection.pointers[view] = publishing, number
-        try:
-            connection.socket.sendall(data)
-        except OSError:
-            # its process ended before it had all of this, and so began nothing of it
-            with self._lock:
-                # who reads may have seen the end first, and have ended what was requested
-                lost = connection.lost
-                for one in range(request.number, request.number + len(request.futures)):
-                    connection.waiting.pop(one, None)
-            self._lose(connection)
-            if not lost:
-                self._send(request)
+            self._cancelled.append(number)
+        self._wake()
 
-    def _connected(self, deadline: float) -> _Connection | None:
-        """The connection; None where there is none by the deadline."""
-        while not self._closed.is_set():
-            with self._lock:
-                if self._connection is not None:
-                    return self._connection
-            opened = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            try:
-                opened.connect(str(self._path))
-            except OSError:
-                opened.close()
-                self._want()
-                if time.monotonic() + TRY_EVERY_S > deadline:
-                    return None
-                time.sleep(TRY_EVERY_S)
-                continue
-            with self._lock:
-                if self._closed.is_set():
-                    opened.close()
-                    return None
-                connection = self._connection = _Connection(opened)
-            try:
-                threading.Thread(
-                    target=self._read, args=(connection,), name="model answers", daemon=True
-                ).start()
-            except RuntimeError:
-                self._lose(connection)
-                raise
+    def _wake(self) -> None:
+        # it will be woken, or the link is closed
+        with contextlib.suppress(OSError):
+            self._waker.send(b"\0")
+
+    # ---- in its thread
+
+    def _run(self) -> None:
+        while not self._closed:
+            if not self._outbox:
+                self._woken.recv(4096)
+            elif (connection := self._connected()) is not None:
+                # the process is gone
+                with contextlib.suppress(OSError), connection:
+                    self._converse(connection)
+                self._resend()
+        with self._lock:
+            rows = [*self._outbox.values(), *self._sent.values()]
+        _fail(rows, _ended())
+        self._waker.close()
+        self._woken.close()
+
+    def _connected(self) -> socket.socket | None:
+        """A connection; None where there is nobody yet, a while later."""
+        with contextlib.ExitStack() as unless_connected, contextlib.suppress(OSError):
+            connection = unless_connected.enter_context(socket.socket(socket.AF_UNIX))
+            connection.connect(str(self._path))
+            unless_connected.pop_all()
+            return connection
+        self._want()
+        with self._lock:
+            soon = time.monotonic() + TRY_EVERY_S
+            late = {n: row for n, row in self._outbox.items() if row.request.deadline < soon}
+            self._outbox = {n: row for n, row in self._outbox.items() if n not in late}
+        _fail(late.values(), Miss(Reason.DEADLINE))
+        time.sleep(TRY_EVERY_S)
         return None
 
-    # ---- what is answered
+    def _converse(self, connection: socket.socket) -> None:
+        """Send what comes and take the answers, until the connection or the link is closed."""
+        publishings = dict[str, tuple[int, str]]()
+        # reads no further than the message, so that the selector knows of the next one
+        file = connection.makefile("rb", buffering=1)
+        with selectors.PollSelector() as selector, file:
+            selector.register(connection, selectors.EVENT_READ)
+            selector.register(self._woken, selectors.EVENT_READ)
+            while not self._closed:
+                self._send(connection, publishings)
+                for ready, _ in selector.select():
+                    if ready.fileobj is self._woken:
+                        self._woken.recv(4096)
+                    elif (message := read_message(file)) is not None:
+                        self._receive(*message)
+                    else:
+                        return
 
-    def _read(self, connection: _Connection) -> None:
-        try:
-            with contextlib.suppress(OSError), connection.socket.makefile("rb") as file:
-                while (message := read_message(file)) is not None:
-                    header, body = message
-                    if "open" in header:
-                        self._open = frozenset(
-                            (view, (epoch, at)) for view, (epoch, at) in header["open"]
-                        )
-                    self._land(connection, header, body.to_pybytes())
-        finally:
-            self._lose(connection)
+    def _send(self, connection: socket.socket, publishings: dict[str, tuple[int, str]]) -> None:
+        """Send all there is to send; ``publishings``: of each view, which one the process knows."""
+        with self._lock:
+            rows, self._outbox = self._outbox, {}
+            cancelled, self._cancelled = self._cancelled, []
+            self._sent |= rows
+        messages = [framed({"cancel": cancelled})] if cancelled else []
+        for request, some in itertools.groupby(rows.items(), lambda item: item[1].request):
+            numbers, sent = zip(*some, strict=True)
+            view, publishing = request.pointer.view.name, request.pointer.publishing
+            pointer = b"" if publishings.get(view) == publishing else request.pointer.to_bytes()
+            try:
+                header = request.header(numbers, [row.key for row in sent])
+                messages += framed(header, len(pointer)), pointer
+            except (RuntimeError, TypeError, ValueError) as exc:
+                # inputs that are no JSON, which come from no request over HTTP
+                _fail(
+                    [row for number in numbers for row in self._pop_sent(number)], _unreachable(exc)
+                )
+                continue
+            publishings[view] = publishing
+        connection.sendall(b"".join(messages))
+        for row in rows.values():
+            row.sent += 1
 
-    def _land(self, connection: _Connection, header: Mapping[str, Any], body: bytes) -> None:
-        at = 0
+    def _receive(self, header: Mapping[str, Any], body: pa.Buffer) -> None:
+        if "open" in header:
+            self._open = frozenset((view, (epoch, at)) for view, (epoch, at) in header["open"])
+        rows, at = body.to_pybytes(), 0
         for number, computed_at_us, size in header["rows"]:
-            with self._lock:
-                request = connection.waiting.pop(number, None)
-            if request is not None:
+            for row in self._pop_sent(number):
                 # given up just now
                 with contextlib.suppress(InvalidStateError):
-                    request.futures[number - request.number].set_result(
-                        Computed(body[at : at + size], computed_at_us)
-                    )
+                    row.future.set_result(Computed(rows[at : at + size], computed_at_us))
             at += size
         for number, reason, detail, broken in header["missed"]:
-            with self._lock:
-                request = connection.waiting.pop(number, None)
-            if request is not None:
-                _fail(
-                    [request.futures[number - request.number]],
-                    Miss(Reason(reason), detail, broken=broken),
-                )
+            _fail(self._pop_sent(number), Miss(Reason(reason), detail, broken=broken))
 
-    def _lose(self, connection: _Connection) -> None:
-        """Ask once more for what was sent over a connection that is no more."""
+    def _pop_sent(self, number: int) -> list[_Row]:
         with self._lock:
-            if connection.lost:
+            return [self._sent.pop(number)] if number in self._sent else []
+
+    def _resend(self) -> None:
+        """Request again what was sent over a connection that is no more."""
+        with self._lock:
+            if self._closed:
                 return
-            connection.lost = True
-            if self._connection is connection:
-                self._connection, self._open = None, frozenset()
-            waiting, connection.waiting = connection.waiting, {}
-            over, now = [], time.monotonic()
-            for number, request in waiting.items():
-                future = request.futures[number - request.number]
-                if (
-                    self._closed.is_set()
-                    or not request.keys
-                    or request.lost + 1 >= MOST_SENT
-                    or request.deadline <= now
-                ):
-                    over.append(future)
-                elif not future.done():
-                    self._outbox[number] = request.alone(number)
-            self._lock.notify()
-        # wakes who reads it
-        with contextlib.suppress(OSError):
-            connection.socket.shutdown(socket.SHUT_RDWR)
-        connection.socket.close()
-        _fail(over, _ended())
-        if not self._closed.is_set():
-            self._on_lost(
-                {request.pointer.view.name for request in waiting.values() if request.keys}
-            )
+            self._open, now = frozenset(), time.monotonic()
+            sent, self._sent, self._cancelled = self._sent, {}, []
+            again = {
+                number: row
+                for number, row in sent.items()
+                if row.key is not None and row.sent < MOST_SENT and row.request.deadline > now
+            }
+            self._outbox = again | self._outbox
+        _fail([row for number, row in sent.items() if number not in again], _ended())
+        # of what was not sent whole, the process began nothing
+        begun = [row for row in sent.values() if row.key is not None and row.sent]
+        self._on_lost({row.request.pointer.view.name for row in begun})
 
 
 def _ended() -> Miss:
     return Miss(Reason.MODEL_ERROR, "the model process ended", broken=None)
 
 
-def _fail(futures: Iterable[Future[Computed]], miss: Miss) -> None:
-    for future in futures:
+def _unreachable(why: Exception) -> Miss:
+    return Miss(Reason.MODEL_ERROR, f"the model process cannot be queried: {why}")
+
+
+def _fail(rows: Iterable[_Row], miss: Miss) -> None:
+    for row in rows:
         # given up, or reported already
         with contextlib.suppress(InvalidStateError):
-            future.set_exception(miss)
+            row.future.set_exception(miss)
 
 
 MOST_IN_FLIGHT = 4096
@@ -460,10 +408,6 @@ MOST_SHARES = 256
 MOST_NAMED = 8
 """Views that a model process is known by, at most."""
 
-CONTROL = "supervisor.sock"
-"""In the runtime folder: where the supervisor learns which models are wanted, a datagram each: its
-fingerprint and views, with NUL between."""
-
 
 @dataclass(slots=True)
 class _Share:
@@ -478,7 +422,7 @@ class _Share:
         room = places(free, self.in_flight)
         return room if now >= self.until else max(0, min(room, self.most - self.in_flight))
 
-    def landed(self, future: Future[Computed], now: float) -> None:
+    def count(self, future: Future[Computed], now: float) -> None:
         self.in_flight -= 1
         error = None if future.cancelled() else future.exception()
         if isinstance(error, Miss) and error.reason is Reason.SHED:
@@ -525,20 +469,20 @@ class RemoteFallback(Fallback):
             admitted, retry_s = self._breaker(view).admit(len(keys), now)
             share = self._share(view, client, now)
             taken = min(admitted, share.room(MOST_IN_FLIGHT - self._in_flight[view], now))
-            given = {key: inputs[key] for key in keys[:taken] if key in inputs}
-            futures = (
-                self._link(pointer).ask(pointer, keys[:taken], given, deadline, query)
-                if taken
-                else []
-            )
+            try:
+                link = self._link(pointer) if taken else None
+            except (OSError, RuntimeError) as exc:
+                futures = [_missed(_unreachable(exc)) for _ in keys[:taken]]
+            else:
+                futures = link.ask(pointer, keys[:taken], inputs, deadline, query) if link else []
             self._in_flight[view] += taken
             share.in_flight += taken
         self._meter.gauge(FALLBACK_QUEUE, view).add(taken)
         for future in futures:
-            future.add_done_callback(partial(self._landed, view, share))
+            future.add_done_callback(partial(self._count, view, share))
         if taken < len(keys):
             self._meter.counter(FALLBACK_ROWS, view, str(Reason.SHED)).add(len(keys) - taken)
-        return futures + [_shed(retry_s) for _ in keys[taken:]]
+        return futures + [_missed(Miss(Reason.SHED, retry_after_s=retry_s)) for _ in keys[taken:]]
 
     def begin_warm(self, pointer: Pointer, deadline: float) -> Future[Computed]:
         """Have what a pointer names opened; the future always ends in an error, once that was tried
@@ -609,12 +553,12 @@ class RemoteFallback(Fallback):
             breaker = self._breakers[view] = Breaker()
         return breaker
 
-    def _landed(self, view: str, share: _Share, future: Future[Computed]) -> None:
+    def _count(self, view: str, share: _Share, future: Future[Computed]) -> None:
         broken = None if future.cancelled() else _broken(future.exception())
         with self._lock:
             self._in_flight[view] -= 1
             now = time.monotonic()
-            share.landed(future, now)
+            share.count(future, now)
             breaker = self._breaker(view)
             breaker.count(broken, now)
         self._meter.gauge(FALLBACK_QUEUE, view).add(-1)
@@ -630,7 +574,7 @@ def _broken(error: BaseException | None) -> bool | None:
     return None if error.reason in (Reason.DEADLINE, Reason.SHED) else error.broken
 
 
-def _shed(retry_s: float) -> Future[Computed]:
+def _missed(miss: Miss) -> Future[Computed]:
     future: Future[Computed] = Future()
-    future.set_exception(Miss(Reason.SHED, retry_after_s=retry_s))
+    future.set_exception(miss)
     return future

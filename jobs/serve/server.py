@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import json
 import logging
-import os
 import select
 import signal
 import socket
@@ -23,17 +22,13 @@ from precompute.jobs.config.project import Project
 from precompute.jobs.serve.model_group import (
     ModelGroup,
     ModelLimits,
-    check_runtime,
     machine_memory_mb,
 )
-from precompute.jobs.serve.remote_fallback import CONTROL
+from precompute.jobs.serve.remote_fallback import CONTROL, check_runtime
 from precompute.jobs.serve.supervised_process import (
     DRAIN_S,
     STILL_S,
     SupervisedProcess,
-    Watch,
-    started,
-    watch_file,
 )
 from precompute.store.account.checker import Rounds
 from precompute.store.answers.service import Service
@@ -42,7 +37,7 @@ from precompute.store.errors import ConfigError, PrecomputeError
 from precompute.store.http.guard.listener import Listener, tls_of, tokens_of
 from precompute.store.http.telemetry.instruments import MODEL_SPARES, RESTARTS, Meter
 from precompute.store.online.url import open_online_store
-from precompute.workers.process import ChildProcess, end_all
+from precompute.workers.process import end_all
 
 log = logging.getLogger(__name__)
 
@@ -72,46 +67,38 @@ DRAIN_STILL_S = 5.0
 more."""
 
 
-class WorkerKeeper(SupervisedProcess):
+class LookupWorker(SupervisedProcess):
     """One lookup worker. Its loop shows that it lives."""
 
     longest_wait_s = WORKER_WAIT_S
 
     def __init__(self, number: int, spec: dict[str, Any], meter: Meter) -> None:
-        super().__init__("worker", f"lookup worker {number}", meter)
-        self._file = watch_file(Path(spec["runtime"]) / f"worker-{number}.watch")
-        self._watch = Watch(self._file)
-        self._spec = spec | {"number": number, "watch": self._file}
+        super().__init__(
+            "worker",
+            f"lookup worker {number}",
+            "precompute.jobs.serve.lookup_worker",
+            spec | {"number": number},
+            Path(spec["runtime"]) / f"worker-{number}.watch",
+            meter,
+        )
         self.has_answered = False
         """Whether it was ever ready to."""
 
-    def start(self) -> ChildProcess:
-        self._watch.begin()
-        return started(
-            "precompute.jobs.serve.lookup_worker",
-            self._spec,
-            [*self._spec["listeners"], self._file],
-        )
-
     def look(self, now: float) -> None:
-        if self.process is not None and self._watch.has_begun(now):
+        if self.process is not None and self.watch.has_begun(now):
             self.has_answered = True
         super().look(now)
 
     def judged(self, now: float) -> str | None:
         return (
             f"was killed: its loop stood still for {STILL_S:g} s"
-            if self._watch.is_still(now)
+            if self.watch.is_still(now)
             else None
         )
 
     def is_stuck(self, now: float) -> bool:
         """Whether it was ordered to end, and does nothing for it."""
-        return self._watch.silent_s(now) > DRAIN_STILL_S
-
-    def close(self) -> None:
-        """It is started no more."""
-        os.close(self._file)
+        return now - self.watch.alive_at > DRAIN_STILL_S
 
 
 class Supervisor:
@@ -132,7 +119,7 @@ class Supervisor:
         for process, why in itertools.product(("worker", "model"), ("ended", "killed")):
             # reported as 0 before the first: Prometheus sees its increase then
             self._meter.counter(RESTARTS, process, why)
-        self._workers = [WorkerKeeper(number, worker, self._meter) for number in range(workers)]
+        self._workers = [LookupWorker(number, worker, self._meter) for number in range(workers)]
         self._groups: dict[str, ModelGroup] = {}
         self._control = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._control.setblocking(False)
@@ -154,10 +141,10 @@ class Supervisor:
         """
         try:
             while self._stopping is None:
-                self._take_wishes()
+                self._read_control()
                 now = time.monotonic()
-                for keepers in self._all():
-                    keepers.look(now)
+                for each in self._all():
+                    each.look(now)
                 self._retire(now)
                 if now >= self._figures_at:
                     self._figures_at = now + 1.0
@@ -179,10 +166,10 @@ class Supervisor:
         finally:
             self._end()
 
-    def _all(self) -> list[WorkerKeeper | ModelGroup]:
+    def _all(self) -> list[LookupWorker | ModelGroup]:
         return [*self._workers, *self._groups.values()]
 
-    def _take_wishes(self) -> None:
+    def _read_control(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while True:
                 model, *views = self._control.recv(4096).decode(errors="replace").split("\0")
@@ -238,21 +225,21 @@ class Supervisor:
                         DRAIN_STILL_S,
                     )
                     process.signal(signal.SIGKILL)
-            self._take_wishes()
+            self._read_control()
             for group in self._groups.values():
                 group.look(now)
             select.select([self._control], [], [], TICK_S)
 
     def _end(self) -> None:
         _end(self._all())
-        for keepers in self._all():
-            keepers.close()
+        for each in self._all():
+            each.close()
         self._control.close()
 
 
-def _end(keepers: Sequence[WorkerKeeper | ModelGroup]) -> None:
+def _end(processes: Sequence[LookupWorker | ModelGroup]) -> None:
     """Kill what is left of these: they have nothing that must be saved."""
-    end_all([process for one in keepers for process in one.running()], grace_s=0.2, kill_s=5.0)
+    end_all([process for one in processes for process in one.running()], grace_s=0.2, kill_s=5.0)
 
 
 def serve(project: Project, announce: Callable[[str], None], workers: int | None = None) -> None:
@@ -340,8 +327,8 @@ def _services_file(project: Project, runtime: Path) -> Path:
 
 
 def _access(project: Project) -> dict[str, Any]:
-    """What the workers learn of tokens and TLS, tried here, where a mistake is reported to who made
-    it.
+    """What the workers learn of tokens and TLS, tried here, where a mistake is reported to the
+    operator.
 
     Raises:
         ConfigError: a file cannot be used.

@@ -4,6 +4,7 @@ whenever it ends."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import math
 import mmap
@@ -12,8 +13,7 @@ import signal
 import sys
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -21,8 +21,8 @@ from precompute.jobs.run.command_process import log_to_stderr
 from precompute.store.answers.answer import MAX_DEADLINE_S
 from precompute.store.http.telemetry.instruments import RESTARTS, Meter
 from precompute.store.times import doubled_s
-from precompute.workers.process import ChildProcess, die_with_parent, end_all, python_module
-from precompute.workers.worker import framed, read_message
+from precompute.workers.frames import read_message, take_pipes, write_frame
+from precompute.workers.process import ChildProcess, end_all, python_module
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +45,8 @@ START_S = 600.0
 """Before it tells so for the first time: its libraries may come from a cold disk."""
 
 HELD_UP_S = 3.0
-"""Who looks so late was stopped itself, as all of a paused container is: what is looked at gets as
-long to show that it lives."""
+"""A supervisor that looks so late was stopped itself, as all of a paused container is: its
+processes get as long to show that they live."""
 
 AGAIN = 75
 """Status of a process that ended to be restarted, and said why."""
@@ -54,122 +54,114 @@ AGAIN = 75
 MOST_HELD = 64
 """Rows that a process may have in its hands."""
 
-_WATCH_BYTES = 8 * (5 + MOST_HELD)
 
+class Watch(ctypes.Structure):
+    """What a process and the supervisor tell each other, in memory that both have: one that keeps
+    Python's lock for itself can send nothing. Times are :func:`time.monotonic`."""
 
-class Watch:
-    """By when a process should be done with what it is at (:func:`time.monotonic`; infinity while
-    it is idle), in memory that both it and the supervisor have: one that keeps Python's lock for
-    itself can tell nobody anything. Beside it, when the process last showed that it lives, and
-    which rows it has in its hands.
+    _fields_ = (
+        ("done_by", ctypes.c_double),
+        ("alive_at", ctypes.c_double),
+        ("is_open", ctypes.c_bool),
+        ("may_try", ctypes.c_bool),
+        ("_held", ctypes.c_uint64),
+        ("_rows", ctypes.c_uint64 * MOST_HELD),
+    )
+    done_by: float
+    """By when it should be done with what it is at; infinity while it is idle."""
+    alive_at: float
+    """When it last showed that it lives."""
+    is_open: bool
+    """Whether it could answer at once."""
+    may_try: bool
+    """Whether the supervisor lets it compute rows that may end it: no other is about to stand by,
+    or one does."""
 
-    Args:
-        descriptor: of a file that :func:`watch_file` made.
-    """
-
-    def __init__(self, descriptor: int) -> None:
-        shared = memoryview(mmap.mmap(descriptor, _WATCH_BYTES))
-        self._times, self._flags, self._rows = (
-            shared[:16].cast("d"),
-            shared[16:32].cast("Q"),
-            shared[32:].cast("Q"),
-        )
+    @classmethod
+    def of(cls, descriptor: int) -> Watch:
+        """That of a file of :data:`WATCH_BYTES`."""
+        return cls.from_buffer(mmap.mmap(descriptor, WATCH_BYTES))
 
     def begin(self) -> None:
         """A process is about to be started."""
         self.set(math.inf)
         self.is_open = self.may_try = False
-        self.beat(time.monotonic() + START_S)
+        self.alive_at = time.monotonic() + START_S
 
     def set(self, done_by: float, rows: Sequence[int] = ()) -> None:
-        """Say it, and which rows (by their hashes) are in hand. Who does lives."""
-        self.beat(time.monotonic())
-        self._rows[0] = held = min(len(rows), MOST_HELD)
-        for number in range(held):
-            self._rows[1 + number] = rows[number]
-        self._times[0] = done_by
-
-    def get(self) -> float:
-        """What was said last."""
-        return self._times[0]
+        """By when the process should be done, and which rows (by their hashes) are in hand."""
+        self.beat()
+        self._held = min(len(rows), MOST_HELD)
+        self._rows[: self._held] = rows[:MOST_HELD]
+        self.done_by = done_by
 
     def held(self) -> list[int]:
         """The rows that are in hand, or were as the process ended."""
-        return self._rows[1 : 1 + self._rows[0]].tolist()
+        rows: list[int] = self._rows[: self._held]
+        return rows
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the process has said that it could answer at once."""
-        return bool(self._flags[0])
-
-    @is_open.setter
-    def is_open(self, value: bool) -> None:
-        self._flags[0] = value
-
-    @property
-    def may_try(self) -> bool:
-        """Whether the supervisor lets it compute rows that may end it: no other is about to stand
-        by, or one does."""
-        return bool(self._flags[1])
-
-    @may_try.setter
-    def may_try(self, value: bool) -> None:
-        self._flags[1] = value
-
-    def beat(self, at: float) -> None:
+    def beat(self) -> None:
         """Show that the process lives."""
-        self._times[1] = at
+        self.alive_at = time.monotonic()
 
     def pulse(self) -> NoReturn:
         """Show it again and again."""
         while True:
-            self.beat(time.monotonic())
+            self.beat()
             time.sleep(PULSE_S)
 
     def has_begun(self, now: float) -> bool:
         """Whether the process has shown that it lives since it was started."""
-        return self._times[1] <= now
-
-    def silent_s(self, now: float) -> float:
-        """Seconds since it has shown that it lives."""
-        return now - self._times[1]
+        return self.alive_at <= now
 
     def is_still(self, now: float) -> bool:
         """Whether it has shown nothing for too long, while it has nothing to do."""
-        return self.get() == math.inf and self.silent_s(now) > STILL_S
+        return self.done_by == math.inf and now - self.alive_at > STILL_S
 
 
-def watch_file(path: Path) -> int:
-    """A file for a :class:`Watch`, as a descriptor, which is the caller's to close.
-
-    Raises:
-        OSError: there is no room for it.
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        os.truncate(descriptor, _WATCH_BYTES)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
+WATCH_BYTES = ctypes.sizeof(Watch)
 
 
-class SupervisedProcess(ABC):
+class SupervisedProcess:
     """A process that is supervised, from the first :meth:`look` on. All of it is called in one
     thread, which must live as long as the process: on Linux that ends with it.
 
     Args:
         kind: what it is, ``worker`` or ``model``.
         name: which of them, for people.
+        module: whose ``main()`` it runs.
+        spec: plain JSON, what :func:`begin` returns there, which adds ``watch``; it has the
+            descriptors ``listeners``, too.
+        watch: path for what it shows of itself.
         meter: counts how often it is replaced.
+        variables: of its environment, beside ours.
+
+    Raises:
+        OSError: there is no room for it.
     """
 
     longest_wait_s = LONGEST_WAIT_S
     """Before it is restarted, at most."""
 
-    def __init__(self, kind: str, name: str, meter: Meter) -> None:
+    def __init__(
+        self,
+        kind: str,
+        name: str,
+        module: str,
+        spec: Mapping[str, Any],
+        watch: Path,
+        meter: Meter,
+        **variables: str,
+    ) -> None:
         self.name = name
-        self._kind, self._meter = kind, meter
+        self._kind, self._module, self._meter, self._variables = kind, module, meter, variables
+        with contextlib.ExitStack() as unless_made:
+            self._file = os.open(watch, os.O_RDWR | os.O_CREAT, 0o600)
+            unless_made.callback(os.close, self._file)
+            os.truncate(self._file, WATCH_BYTES)
+            unless_made.pop_all()
+        self.watch = Watch.of(self._file)
+        self._spec = {**spec, "watch": self._file}
         self.process: ChildProcess | None = None
         self.ends_quickly = 0
         """How often in a row it has ended soon after it was started."""
@@ -179,13 +171,33 @@ class SupervisedProcess(ABC):
         self.status: int | None = None
         """Of the process that ended last."""
 
-    @abstractmethod
+    def spec(self) -> dict[str, Any]:
+        """What its next life is given."""
+        return self._spec
+
     def start(self) -> ChildProcess:
         """A new life of it.
 
         Raises:
             OSError: the system has no room for one.
         """
+        self.watch.begin()
+        command, environment = python_module(self._module)
+        files = [*self._spec["listeners"], self._file]
+        child = ChildProcess(
+            command, output="piped", environment=environment | self._variables, files=files
+        )
+        # what is printed there goes to stderr
+        child.pipes()[1].close()
+        # into the pipe, which holds more than that: nobody waits for a process to start
+        write_frame(child.pipes()[0], self.spec())
+        return child
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        """Send it more JSON, of less than a pipe holds; it may have ended."""
+        if self.process is not None:
+            with contextlib.suppress(OSError):
+                write_frame(self.process.pipes()[0], message)
 
     def judged(self, now: float) -> str | None:
         """Why it must be killed, as the end of a sentence that starts with its name; None while it
@@ -201,8 +213,9 @@ class SupervisedProcess(ABC):
         """What must be ended with it."""
         return [] if self.process is None else [self.process]
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """It is started no more: what it needed for that is given back."""
+        os.close(self._file)
 
     def look(self, now: float) -> None:
         """Start it where it is due, and kill it where it must be; ``now`` is
@@ -218,7 +231,7 @@ class SupervisedProcess(ABC):
             self._killed = why
             self.process.signal(signal.SIGKILL)
         if self.process.ended():
-            self._bury(self.process, now)
+            self._note_end(self.process, now)
 
     def end(self) -> None:
         """Kill it, until it is looked at once more."""
@@ -235,7 +248,7 @@ class SupervisedProcess(ABC):
             self._start_at = now + self.longest_wait_s
             log.error("%s cannot be started: %s", self.name, exc)
 
-    def _bury(self, process: ChildProcess, now: float) -> None:
+    def _note_end(self, process: ChildProcess, now: float) -> None:
         steady = now - self._started_at > STEADY_S or self.was_at_work()
         self.ends_quickly = 0 if steady else self.ends_quickly + 1
         wait_s = doubled_s(FIRST_WAIT_S, max(0, self.ends_quickly - 1), self.longest_wait_s)
@@ -267,57 +280,13 @@ DRAIN_S = MAX_DEADLINE_S + 1
 further off."""
 
 
-def started(
-    module: str, spec: Mapping[str, Any], files: Collection[int], **variables: str
-) -> ChildProcess:
-    """A process that runs ``main()`` of a module of ours.
-
-    Args:
-        module: its dotted name.
-        spec: plain JSON, what :func:`begin` returns there.
-        files: descriptors that it has, too.
-        variables: of its environment, beside ours.
-
-    Raises:
-        OSError: it cannot be started.
-    """
-    command, environment = python_module(module)
-    child = ChildProcess(command, output="piped", environment=environment | variables, files=files)
-    stdin, stdout = child.pipes()
-    # what is printed there goes to stderr
-    stdout.close()
-    # into the pipe, which holds more than that: nobody waits for a process to start
-    stdin.write(framed(spec))
-    stdin.flush()
-    return child
-
-
-def tell(child: ChildProcess, message: Mapping[str, Any]) -> None:
-    """Tell a process that :func:`started` returned more; one that has ended hears nothing.
-
-    Args:
-        child: the process.
-        message: plain JSON, of less than a pipe holds.
-    """
-    with contextlib.suppress(OSError):
-        stdin, _ = child.pipes()
-        stdin.write(framed(message))
-        stdin.flush()
-
-
 def begin(on_message: Callable[[dict[str, Any]], None] = lambda message: None) -> dict[str, Any]:
-    """In the child, first of all: what it is to be. It is gone as soon as who started it is.
+    """In the child, first of all: what it is to be. It ends with the supervisor.
 
     Args:
-        on_message: called in a thread of its own with all that :func:`tell` tells it later.
+        on_message: called in a thread of its own with all that it is sent later.
     """
-    die_with_parent()
-    source = os.fdopen(os.dup(0), "rb")
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)
-    # also what a model prints below Python
-    os.dup2(2, 1)
-    sys.stdout = sys.stderr
+    source, _ = take_pipes()
     log_to_stderr()
     message = read_message(source)
     if message is None:

@@ -38,7 +38,7 @@ TAIL_BYTES = 2**16
 """Of stderr, retained for the last line of it."""
 
 ECHO_S = 1.0
-"""How long the end of a dead process's stderr is waited for: who left its group may hold it
+"""How long the end of a dead process's stderr is waited for: what left its group may hold it
 open."""
 
 AUTOGROUP_TRIES, AUTOGROUP_WAIT_S = 10, 0.15
@@ -145,8 +145,8 @@ class ChildProcess(ProcessGroup):
         return self._popen.returncode
 
     def pipes(self) -> tuple[IO[bytes], IO[bytes]]:
-        """Its stdin, to write to, and its stdout, to read from, of a child that is piped; anyone
-        who uses them closes them."""
+        """Its stdin, to write to, and its stdout, to read from, of a child that is piped; whatever
+        uses them closes them."""
         stdin, stdout = self._popen.stdin, self._popen.stdout
         assert stdin is not None
         assert stdout is not None

@@ -7,10 +7,8 @@ Messages are frames of JSON and Arrow.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import queue
-import struct
 import sys
 import threading
 import time
@@ -30,75 +28,15 @@ from precompute.project_module import absolute_arguments, described, starting_fr
 from precompute.registry import load_model
 from precompute.store.errors import ConfigError, ModelError, PrecomputeError
 from precompute.store.feature_view import FeatureView
-from precompute.workers.process import die_with_parent
+from precompute.workers.frames import read_frame, take_pipes, write_frame
 
-# to the worker:  the model to load, its tables, then windows, {} with the rows; end of file: end at
-# once from it:        {"kind": "ready", "device": …}                       the model is loaded
-# {"kind": "beat", "steps": n}                         the process lives, and has finished so many
-# batches
-# {"kind": "done", "last": …, "rejections": …, …}      body: row numbers, then the features; of the
-# window that came first
-# of those not done, all that is left of it if it is the last
-#                 {"kind": "error", "error": "ModelError", "text": …}  nothing follows
-
-_LENGTHS = struct.Struct(">IQ")
-
-
-def framed(header: Mapping[str, Any], body_bytes: int = 0) -> bytes:
-    """All of a message that comes before its body."""
-    text = json.dumps(header, default=dict).encode()
-    return _LENGTHS.pack(len(text), body_bytes) + text
-
-
-def write_frame(
-    file: IO[bytes], header: Mapping[str, Any], body: pa.RecordBatch | pa.Table | None = None
-) -> None:
-    """Write one message.
-
-    Args:
-        file: the pipe.
-        header: JSON.
-        body: rows, if there are any to send.
-
-    Raises:
-        OSError: nobody reads the pipe any more.
-    """
-    data: Any = b""
-    if body is not None:
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, body.schema) as writer:
-            writer.write(body)
-        data = memoryview(sink.getvalue())
-    file.write(framed(header, len(data)))
-    file.write(data)
-    file.flush()
-
-
-def read_frame(file: IO[bytes]) -> tuple[dict[str, Any], pa.RecordBatchReader] | None:
-    """Read one message; None at the end of the file, also when it ends within a message.
-
-    Returns:
-        the header, and a reader of the body's batches (None, where the body is empty).
-    """
-    message = read_message(file)
-    if message is None:
-        return None
-    header, body = message
-    return header, pa.ipc.open_stream(body) if body.size else None
-
-
-def read_message(file: IO[bytes]) -> tuple[dict[str, Any], pa.Buffer] | None:
-    """As :func:`read_frame`, the body as it came."""
-    lengths = file.read(_LENGTHS.size)
-    if len(lengths) < _LENGTHS.size:
-        return None
-    text_bytes, body_bytes = _LENGTHS.unpack(lengths)
-    text = file.read(text_bytes)
-    body = pa.allocate_buffer(body_bytes)
-    if len(text) < text_bytes or (body_bytes and file.readinto(memoryview(body)) < body_bytes):  # type: ignore[attr-defined]
-        return None
-    return json.loads(text), body
-
+# To the worker: the model to load, its tables, then windows, {} with the rows; it ends at once with
+# the file. From it:
+#   {"kind": "ready", "device": …}        the model is loaded
+#   {"kind": "beat", "steps": n}          the process lives, and has finished so many batches
+#   {"kind": "done", "last": …, …}        body: row numbers, then the features, of the first window
+#                                         that is not done; ``last``: all that was left of it
+#   {"kind": "error", "error": "ModelError", "text": …}        nothing follows
 
 FIGURES = (
     "batches",
@@ -171,14 +109,7 @@ def check_fingerprint(
 
 def main() -> None:
     """Serve until the input ends."""
-    die_with_parent()
-    source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)
-    # whatever a model prints, in Python or below it, goes to stderr and not between two messages
-    os.dup2(2, 1)
-    sys.stdout = sys.stderr
-    _Worker(source, sink).run()
+    _Worker(*take_pipes()).run()
     # without waiting for threads of the model's
     os._exit(0)
 

@@ -20,8 +20,8 @@ from precompute.engine.prepare import DEVICE_WINDOW_ROWS
 from precompute.engine.runner import HAND_ON_S
 from precompute.engine.window import Outcome, RejectedRow
 from precompute.store.errors import ConfigError, ModelError
+from precompute.workers.frames import read_frame
 from precompute.workers.process import end_all
-from precompute.workers.worker import read_frame
 from precompute.workers.worker_process import (
     END_S,
     REAP_S,
@@ -64,30 +64,19 @@ class PoolStream:
 
     def __init__(
         self,
-        spec: WorkerSpec,
-        meter: Meter,
-        states: dict[int, dict[str, Any]],
-        devices: Sequence[str | None],
-        patience: Patience,
+        pool: WorkerPool,
         memory_mb: int,
         windows: Iterable[pa.RecordBatch],
         hidden: set[str],
     ) -> None:
-        self._spec, self._meter, self._states, self._devices, self._patience = (
-            spec,
-            meter,
-            states,
-            devices,
-            patience,
-        )
+        self._pool, self._meter, self._patience = pool, pool.meter, pool.patience
+        workers = len(pool.devices)
         self._changed = threading.Condition()
-        self._max_windows = HELD * len(devices)
+        self._max_windows = HELD * workers
         self._max_bytes = memory_mb * 2**20 // 2
-        self._share = Share(
-            len(devices), max(1, memory_mb // 2 // len(devices)), patience.heartbeat_s
-        )
+        self._share = Share(workers, max(1, memory_mb // 2 // workers), self._patience.heartbeat_s)
         self._processes: list[WorkerProcess] = []
-        self._unloaded = [0] * len(devices)
+        self._unloaded = [0] * workers
         self._loaded_once = False
         self._fruitless = 0
         self._order: deque[HeldWindow] = deque()
@@ -129,7 +118,7 @@ class PoolStream:
                         self._order.remove(window)
                         self._held_bytes -= window.size_bytes
                     self._changed.notify_all()
-                    return window.batch, window.outcome(self._spec.view)
+                    return window.batch, window.outcome(self._pool.spec.view)
                 if self._error is not None:
                     raise self._error
                 if self._all_read and not self._order:
@@ -227,7 +216,7 @@ class PoolStream:
                 process.ready = self._loaded_once = True
                 self._unloaded[process.number] = 0
                 process.progress = process.heard
-                self._states[process.number] = dict(header["device"])
+                self._pool.states[process.number] = dict(header["device"])
             case "beat":
                 process.beat(header["steps"], self._patience)
             case "done":
@@ -237,7 +226,7 @@ class PoolStream:
                 process.count(
                     self._meter, header["figures"], header["stages"], header["batch_steps"]
                 )
-                self._states[process.number] |= header["state"]
+                self._pool.states[process.number] |= header["state"]
                 self._finished(process.in_flight[0], header["rejections"], batch)
                 if header["last"]:
                     process.in_flight.popleft()
@@ -249,7 +238,7 @@ class PoolStream:
         self, task: Task, rejections: Sequence[tuple[int, str, str]], batch: pa.RecordBatch
     ) -> None:
         features = pa.RecordBatch.from_arrays(
-            batch.columns[1:], schema=self._spec.view.feature_schema()
+            batch.columns[1:], schema=self._pool.spec.view.feature_schema()
         )
         rows, bad = (
             np.asarray(batch.column(0)),
@@ -270,7 +259,7 @@ class PoolStream:
         patience = self._patience
         tick = min(1.0, patience.heartbeat_s, patience.stall_s / 4, patience.hang_s / 4)
         try:
-            for number in range(len(self._devices)):
+            for number in range(len(self._unloaded)):
                 self._processes.append(self._started(number))
             looked = time.monotonic()
             while True:
@@ -288,7 +277,7 @@ class PoolStream:
                         process.progress += paused
                     # one bad row may cost as many in turn: its window's worker, and then one with
                     # it alone
-                    fruitless = self._fruitless - len(self._devices) - 1
+                    fruitless = self._fruitless - len(self._unloaded) - 1
                     given_up = {
                         process: how
                         for process in self._processes
@@ -307,7 +296,8 @@ class PoolStream:
                 self._changed.notify_all()
 
     def _started(self, number: int) -> WorkerProcess:
-        return WorkerProcess(number, self._spec, self._devices[number], self._share, self._listen)
+        pool = self._pool
+        return WorkerProcess(number, pool.spec, pool.devices[number], self._share, self._listen)
 
     def _deal(self) -> None:
         """Give every worker work: each its first window before any gets its second, and a suspect
@@ -335,10 +325,11 @@ class PoolStream:
             not self._loaded_once or self._unloaded[process.number] >= LOAD_TRIES
         ):
             raise ModelError(
-                f"the model {self._spec.use!r} could not be loaded: its worker process {reason}"
+                f"the model {self._pool.spec.use!r} could not be loaded: its worker process"
+                f" {reason}"
             )
         self._fruitless += 1
-        if self._fruitless > max(MAX_FRUITLESS, 4 * len(self._devices)):
+        if self._fruitless > max(MAX_FRUITLESS, 4 * len(self._unloaded)):
             raise ModelError(
                 f"{self._fruitless} worker processes died one after the other and none finished any"
                 f" rows in between; the last one {reason}; try the model on a few rows, or with"
@@ -357,7 +348,7 @@ class PoolStream:
             self._changed.notify_all()
         log.warning(
             "%s: worker %d %s; it is replaced, %s",
-            self._spec.view.name,
+            self._pool.spec.view.name,
             process.number,
             reason,
             (
@@ -436,9 +427,9 @@ class WorkerPool:
         hang_s: float = 600.0,
         attempts: int = 2,
     ) -> None:
-        self._spec, self._meter, self._devices = spec, meter, list(devices)
-        self._patience = Patience(heartbeat_s, stall_s, hang_s, attempts)
-        self._states: dict[int, dict[str, Any]] = {}
+        self.spec, self.meter, self.devices = spec, meter, list(devices)
+        self.patience = Patience(heartbeat_s, stall_s, hang_s, attempts)
+        self.states: dict[int, dict[str, Any]] = {}
         """Of each worker, by its number: what it said last of its device, budget and memory."""
 
     @property
@@ -446,7 +437,7 @@ class WorkerPool:
         """As :attr:`precompute.engine.runner.Runner.window_rows`."""
         return (
             DEVICE_WINDOW_ROWS
-            if any((device or "").startswith("cuda") for device in self._devices)
+            if any((device or "").startswith("cuda") for device in self.devices)
             else 1
         )
 
@@ -456,14 +447,14 @@ class WorkerPool:
         the budget and a device's memory the largest of any, lanes one's, ``peak_flops`` a worker's,
         measured when its model was loaded and the others were busy with theirs;
         ``workers_replaced`` where any was."""
-        count, states = len(self._devices), list(self._states.values())
-        devices = ", ".join(sorted({device or "as they are" for device in self._devices}))
-        figures = self._meter.to_json(seconds) | {
+        count, states = len(self.devices), list(self.states.values())
+        devices = ", ".join(sorted({device or "as they are" for device in self.devices}))
+        figures = self.meter.to_json(seconds) | {
             "device": f"{count} workers: {devices}",
             "workers": count,
         }
-        if self._meter.workers_replaced:
-            figures["workers_replaced"] = self._meter.workers_replaced
+        if self.meter.workers_replaced:
+            figures["workers_replaced"] = self.meter.workers_replaced
         figures["cost_unit"] = states[0]["cost_unit"] if states else "rows"
         figures["peak_memory_bytes"] = ResidentPeak().bytes() + sum(
             state.get("peak_memory_bytes", 0) for state in states
@@ -476,8 +467,8 @@ class WorkerPool:
         if graphs := [state["graphs"] for state in states if "graphs" in state]:
             figures["graphs"] = {name: sum(counts[name] for counts in graphs) for name in graphs[0]}
         peaks = [state["peak_flops"] for state in states if "peak_flops" in state]
-        if peaks and self._meter.flops:
-            figures |= self._meter.peak_figures(sum(peaks) / len(peaks))
+        if peaks and self.meter.flops:
+            figures |= self.meter.peak_figures(sum(peaks) / len(peaks))
         return figures
 
     def stream(
@@ -508,17 +499,8 @@ class WorkerPool:
             ConfigError: the model does not load, as in :func:`precompute.registry.load_model`, or
                 is not the spec's; and whatever ``windows`` raises.
         """
-        stream = PoolStream(
-            self._spec,
-            self._meter,
-            self._states,
-            self._devices,
-            self._patience,
-            memory_mb,
-            windows,
-            set(hidden),
-        )
-        times = self._meter.stage("write")
+        stream = PoolStream(self, memory_mb, windows, set(hidden))
+        times = self.meter.stage("write")
         try:
             while True:
                 requested = time.monotonic()
@@ -527,7 +509,7 @@ class WorkerPool:
                     return
                 came = time.monotonic()
                 times.starved_s += came - requested
-                self._meter.rows += item[1].done
+                self.meter.rows += item[1].done
                 yield item
                 times.busy_s += time.monotonic() - came
         finally:

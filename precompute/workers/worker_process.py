@@ -25,8 +25,9 @@ from precompute.engine.ahead import Meter
 from precompute.engine.features import in_order
 from precompute.engine.window import Outcome, RejectedRow, Rows, taken
 from precompute.store.feature_view import FeatureView
+from precompute.workers.frames import write_frame
 from precompute.workers.process import ChildProcess, python_module
-from precompute.workers.worker import FIGURES, write_frame
+from precompute.workers.worker import FIGURES
 
 
 @dataclass(slots=True)

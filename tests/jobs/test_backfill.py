@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,18 +17,19 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from precompute.jobs.commands.command_line import main
 from precompute.jobs.schedule.backfill import resume_backfill, run_backfill
-from precompute.jobs.schedule.backfill_plan import Options, plan_backfill, range_of, read_backfill
+from precompute.jobs.schedule.backfill_plan import plan_backfill, range_of
+from precompute.jobs.schedule.backfill_state import Options, read_backfill
 from precompute.store.disk.lease import take
 from precompute.store.errors import ConfigError, ConflictError, SnapshotError, SourceError
-from precompute.store.offline.refs import Place, run_lease
+from precompute.store.offline.refs import run_lease
 from precompute.store.offline.runs import Report, Runs
 from precompute.store.offline.standing import Standing
 from precompute.store.times import Partition, containing
 from tests import REPOSITORY
 from tests.conftest import MakeProject
 from tests.scene import Scene
+from tests.server import eventually
 
 KEYS = (1, 2, 3)
 SQL = (
@@ -39,7 +39,6 @@ NOW = dt.datetime(2024, 3, 1, tzinfo=dt.UTC)
 
 
 MODEL = '''
-import atexit
 import signal
 import time
 from pathlib import Path
@@ -63,14 +62,6 @@ class Gated(Doubler):
         while self._path.is_dir() and not any((self._path / name).exists() for name in (f"go-{day}", "go")):
             time.sleep(0.02)
         return super().compute(batch)
-
-
-class Talking(Doubler):
-    """Has the last word, which looks like a report."""
-
-    def __init__(self, path):
-        super().__init__()
-        atexit.register(print, '{"run": "x", "snapshot": 99, "error": "no"}')
 
 
 class WithTable(Doubler):
@@ -155,16 +146,13 @@ class Command:
     """``precompute -c <project> …`` in a process of its own."""
 
     def __init__(self, project: Scene, *arguments: str) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "precompute.jobs.cli",
-            "-c",
-            str(project.folder),
-            *arguments,
-        ]
+        command = [sys.executable, "-m", "precompute.jobs.cli", "-c", str(project.folder)]
         self.process = subprocess.Popen(
-            command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [*command, *arguments],
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
 
     def end(self) -> tuple[int, str, str]:
@@ -196,25 +184,17 @@ def command(gate: Gate) -> Iterator[Callable[..., Command]]:
 Start = Callable[..., Command]
 
 
-def eventually(holds: Callable[[], bool], why: Callable[[], str] = lambda: "") -> None:
-    """Poll until something holds."""
-    limit = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < limit, why()
-        time.sleep(0.02)
-
-
 def ids(project: Scene) -> list[str]:
     return sorted(path.stem for path in (project.root / "numbers" / "backfills").glob("*.json"))
 
 
 def await_begun(gate: Gate, *days: int) -> None:
-    eventually(lambda: set(days) <= gate.begun(), lambda: f"{gate.begun()}")
+    eventually(lambda: set(days) <= gate.begun(), lambda: f"{gate.begun()}", 60)
 
 
 def await_free(project: Scene, *days: int) -> None:
     store = project.store
-    eventually(lambda: not any(store.running(part(n)) for n in days))
+    eventually(lambda: not any(store.running(part(n)) for n in days), seconds=60)
 
 
 def committed(project: Scene) -> list[str]:
@@ -256,6 +236,11 @@ def plans(
     return [(plan.partition.start.day, plan.action, plan.why) for plan in found]
 
 
+def backfill(first: int, last: int, *more: str) -> list[str]:
+    """The command's arguments."""
+    return ["backfill", "numbers", "--from", str(day(first)), "--to", str(day(last)), *more]
+
+
 def options(first: int, last: int, **asked: Any) -> Options:
     return Options(str(day(first)), str(day(last)), **asked)
 
@@ -295,15 +280,8 @@ def mixed(daily: MakeDaily) -> Iterator[Scene]:
 def test_every_partition_is_planned_with_its_reason(
     mixed: Scene, reprocess: str, run: set[int]
 ) -> None:
-    whys = {
-        1: "done",
-        2: "missing",
-        3: "failed",
-        4: "missing",
-        5: "stale model",
-        6: "running",
-        7: "failed",
-    }
+    states = ["done", "missing", "failed", "missing", "stale-model", "running", "failed"]
+    whys = {n: state.replace("-", " ") for n, state in enumerate(states, 1)}
     if reprocess == "all":
         whys[1] = "forced"
     expected = [
@@ -316,18 +294,8 @@ def test_a_dry_run_tells_reasons_and_what_takes_the_rest(
     mixed: Scene, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = sorted(mixed.root.rglob("*"))
-    arguments = [
-        "-c",
-        str(mixed.folder),
-        "backfill",
-        "numbers",
-        "--from",
-        "2024-01-01",
-        "--to",
-        "2024-01-07",
-        "--dry-run",
-    ]
-    assert main(arguments) == 0
+    arguments = backfill(1, 7, "--dry-run")
+    assert mixed.cli(*arguments) == 0
     lines = {
         line[:10]: line for line in capsys.readouterr().out.splitlines() if line.startswith("2024")
     }
@@ -340,9 +308,8 @@ def test_a_dry_run_tells_reasons_and_what_takes_the_rest(
     assert "--reprocess stale takes it" in lines["2024-01-05"]
     assert "running" in lines["2024-01-06"]
     assert "was killed; snapshot 3 is older; --reprocess failed takes it" in lines["2024-01-07"]
-    assert (
-        main([*arguments, "--json", "--reprocess", "all", "--max-active", "2", "--backwards"]) == 0
-    )
+    more = ["--json", "--reprocess", "all", "--max-active", "2", "--backwards"]
+    assert mixed.cli(*arguments, *more) == 0
     found = json.loads(capsys.readouterr().out)
     assert [p["partition"] for p in found["partitions"]] == [part(n) for n in range(7, 0, -1)]
     assert (found["run"], found["skip"], found["wait"], found["rows"]) == (6, 0, 1, 18)
@@ -391,14 +358,7 @@ def test_estimates_follow_what_was_measured(daily: MakeDaily) -> None:
     for number in (1, 3):
         compute(project, number)
     found = estimates()
-    assert {number: rows for number, (rows, _, _) in found.items()} == {
-        1: 3,
-        2: 6,
-        3: 10,
-        4: 6,
-        5: 6,
-        6: 6,
-    }
+    assert [rows for rows, _, _ in found.values()] == [3, 6, 10, 6, 6, 6]
     store = project.store
     size = sum(p.size_bytes for n in (1, 2) for p in store.snapshot(n).parts)
     assert {found[n][2] for n in (2, 4)} == {-(-6 * size // 13)}
@@ -462,11 +422,6 @@ def test_bad_usage(
     assert why in capsys.readouterr().err
 
 
-def test_a_view_without_partitions_is_refused(make_project: MakeProject) -> None:
-    with pytest.raises(ConfigError, match="has no partitions: add partition"):
-        run_backfill(make_project([(1, 1.0)]), "numbers", options(1, 2))
-
-
 # ---- the run
 
 
@@ -491,7 +446,7 @@ def test_the_oldest_comes_first_and_the_newest_goes_live(daily: MakeDaily) -> No
 
 def test_an_empty_day_is_a_done_day(daily: MakeDaily, capsys: pytest.CaptureFixture[str]) -> None:
     project = daily([1])
-    assert project.cli("backfill", "numbers", "--from", "2024-01-01", "--to", "2024-01-02") == 0
+    assert project.cli(*backfill(1, 2)) == 0
     assert "2 done" in capsys.readouterr().out
     assert (committed(project), live(project)) == ([part(1), part(2)], part(1))
     assert [why for _, _, why in plans(project, 1, 2)] == ["done"] * 2
@@ -501,16 +456,7 @@ def test_backwards_begins_with_the_newest_and_nothing_is_published_unasked(
     daily: MakeDaily, capsys: pytest.CaptureFixture[str]
 ) -> None:
     project = daily((1, 2))
-    arguments = [
-        "--from",
-        "2024-01-01",
-        "--to",
-        "2024-01-02",
-        "--backwards",
-        "--no-publish",
-        "--json",
-    ]
-    assert project.cli("backfill", "numbers", *arguments) == 0
+    assert project.cli(*backfill(1, 2, "--backwards", "--no-publish", "--json")) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["status"], found["published"], found["not_published"]) == (
         "done",
@@ -525,17 +471,7 @@ def test_a_slot_is_refilled_as_soon_as_it_is_free(
     daily: MakeDaily, gate: Gate, command: Start
 ) -> None:
     project = daily((1, 2, 3))
-    running = command(
-        project,
-        "backfill",
-        "numbers",
-        "--from",
-        "2024-01-01",
-        "--to",
-        "2024-01-03",
-        "--max-active",
-        "2",
-    )
+    running = command(project, *backfill(1, 3, "--max-active", "2"))
     await_begun(gate, 1, 2)
     assert gate.begun() == {1, 2}
     gate.open(2)
@@ -553,20 +489,19 @@ def test_a_failure_stops_no_other_and_is_tried_again_by_resume(
     daily: MakeDaily, capsys: pytest.CaptureFixture[str]
 ) -> None:
     project = daily((1, 2), extra=[(1, -1.0, day(1))])
-    call = ["-c", str(project.folder), "backfill", "numbers"]
-    assert main([*call, "--from", "2024-01-01", "--to", "2024-01-02"]) == 1
+    assert project.cli(*backfill(1, 2)) == 1
     said = capsys.readouterr().out
     assert "  2024-01-01T00:00Z  failed: view 'numbers': keys with more than one row" in said
     assert (committed(project), live(project)) == ([part(2)], part(2))
     (id,) = ids(project)
     assert f"--resume {id}" in said
     daily((1, 2))
-    assert main([*call, "--resume", id, "--json"]) == 0
+    assert project.cli("backfill", "numbers", "--resume", id, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["status"], [item["state"] for item in found["items"]]) == ("done", ["done"] * 2)
     assert committed(project) == [part(2), part(1)]
     assert live(project) == part(2)  # never backwards
-    assert main([*call, "--resume", id]) == 0
+    assert project.cli("backfill", "numbers", "--resume", id) == 0
     assert len(committed(project)) == 2
 
 
@@ -589,14 +524,6 @@ def test_what_fails_before_its_run_begins_is_told_by_its_last_words(
     assert error.startswith("exit status 2: ")
     assert "numbers.yaml" in error
     assert "precompute: " not in error
-
-
-def test_what_a_model_prints_is_not_taken_for_a_report(daily: MakeDaily) -> None:
-    project = daily((1,), view={"model": {"use": "gated_model:Talking", "args": {"path": ""}}})
-    done = run_backfill(project, "numbers", options(1, 1))
-    (item,) = done.items
-    (report,) = [r for r in project.store.runs.reports() if r.command == "materialize"]
-    assert (item.state, item.snapshot, item.run, item.rows) == ("done", 1, report.run, 3)
 
 
 @pytest.mark.parametrize("ends_well", [True, False])
@@ -624,10 +551,7 @@ def test_refused_partitions_are_told_from_failed_ones(
         nan_on=22.0,
         fail_on=23.0,
     )
-    assert (
-        project.cli("backfill", "numbers", "--from", "2024-01-01", "--to", "2024-01-03", "--json")
-        == 3
-    )
+    assert project.cli(*backfill(1, 3, "--json")) == 3
     found = json.loads(capsys.readouterr().out)
     assert [(item["state"], item["snapshot"]) for item in found["items"]] == [
         ("done", 1),
@@ -651,30 +575,6 @@ def test_what_is_live_never_moves_backwards(daily: MakeDaily) -> None:
     assert project.live().epoch == 1
 
 
-def test_a_held_view_stays_as_it_is(daily: MakeDaily) -> None:
-    project = daily((1, 2))
-    compute(project, 1, "run")
-    store = project.store
-    epoch = store.refs.claim_epoch(1)
-    store.refs.move_live(
-        1, expected_epoch=1, epoch=epoch, reason="test", place=Place(1, 1), held="a bad model"
-    )
-    done = run_backfill(project, "numbers", options(2, 2))
-    assert (done.status, done.published, live(project)) == ("done", None, part(1))
-    assert "the view is held (a bad model)" in str(done.not_published)
-
-
-def test_forced_in_full_computes_every_row_again(daily: MakeDaily) -> None:
-    project = daily((1,))
-    compute(project, 1)
-    same = run_backfill(project, "numbers", options(1, 1, reprocess="all"))
-    assert [(item.state, item.written) for item in same.items] == [("done", 0)]
-    assert committed(project) == [part(1)]
-    full = run_backfill(project, "numbers", options(1, 1, reprocess="all", full=True))
-    assert [(item.state, item.written) for item in full.items] == [("done", 3)]
-    assert committed(project) == [part(1), part(1)]
-
-
 # ---- killed, cancelled, twice at once
 
 
@@ -686,9 +586,7 @@ def test_killed_it_goes_on_where_it_was(
     forced = (
         ["--reprocess", "all", "--full"] if survivor == "went on" else []
     )  # the ledger alone tells then what is done
-    first = command(
-        project, "backfill", "numbers", "--from", "2024-01-01", "--to", "2024-01-02", *forced
-    )
+    first = command(project, *backfill(1, 2, *forced))
     await_begun(gate, 1)
     first.kill()
     (id,) = ids(project)
@@ -730,30 +628,9 @@ def kill_runs(project: Scene, *days: int) -> None:
     await_free(project, *days)
 
 
-def test_a_killed_run_fails_alone_and_resume_makes_it_good(
-    daily: MakeDaily, gate: Gate, command: Start
-) -> None:
-    project = daily((1, 2))
-    running = command(
-        project, "backfill", "numbers", "--from", "2024-01-01", "--to", "2024-01-02", "--json"
-    )
-    await_begun(gate, 1)
-    kill_runs(project, 1)
-    gate.open()
-    status, out, _ = running.end()
-    found = json.loads(out)
-    assert (status, [item["state"] for item in found["items"]]) == (1, ["failed", "done"])
-    assert found["items"][0]["error"] == "its process was ended by signal 9 (SIGKILL)"
-    resumed = resume_backfill(project, "numbers", found["id"])
-    assert (resumed.status, committed(project)) == ("done", [part(2), part(1)])
-    check_rows(project, 1, 2)
-
-
 def test_cancelled_can_be_gone_on_with(daily: MakeDaily, gate: Gate, command: Start) -> None:
     project = daily((1, 2))
-    running = command(
-        project, "backfill", "numbers", "--from", "2024-01-01", "--to", "2024-01-02", "--json"
-    )
+    running = command(project, *backfill(1, 2, "--json"))
     gate.open(1)
     await_begun(gate, 2)
     running.process.terminate()
@@ -796,18 +673,9 @@ def test_one_process_computes_several_partitions_with_one_model(
                 and project.live_snapshot().partition == part(2)
             )
         )
-        seen.append(
-            (
-                project.live_snapshot().partition,
-                len(
-                    {
-                        report.pid
-                        for report in project.store.runs.reports()
-                        if report.command == "materialize"
-                    }
-                ),
-            )
-        )
+        reports = project.store.runs.reports()
+        processes = {report.pid for report in reports if report.command == "materialize"}
+        seen.append((project.live_snapshot().partition, len(processes)))
         gate.open()
 
     thread = threading.Thread(target=look)
@@ -867,17 +735,7 @@ def test_one_of_two_over_the_same_partitions_is_refused(
     daily: MakeDaily, gate: Gate, command: Start
 ) -> None:
     project = daily((1, 2, 3))
-    running = command(
-        project,
-        "backfill",
-        "numbers",
-        "--from",
-        "2024-01-01",
-        "--to",
-        "2024-01-02",
-        "--max-active",
-        "2",
-    )
+    running = command(project, *backfill(1, 2, "--max-active", "2"))
     await_begun(gate, 1, 2)
     (id,) = ids(project)
     with pytest.raises(
@@ -903,9 +761,7 @@ def test_a_partition_somebody_else_computes_is_waited_for(
     other = command(project, "materialize", "numbers", "--partition", "2024-01-01")
     await_begun(gate, 1)
     gate.open(2)
-    running = command(
-        project, "backfill", "numbers", "--from", "2024-01-01", "--to", "2024-01-02", "--json"
-    )
+    running = command(project, *backfill(1, 2, "--json"))
     eventually(lambda: committed(project) == [part(2)])  # it holds no slot meanwhile
     if not ends_well:
         other.kill()

@@ -8,7 +8,7 @@ import os
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
-from itertools import count, pairwise
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -29,7 +29,6 @@ from precompute.jobs.schedule.due import (
 )
 from precompute.store.disk.lease import take
 from precompute.store.disk.record import replace as replace_record
-from precompute.store.errors import SnapshotError
 from precompute.store.offline.refs import run_lease
 from precompute.store.offline.runs import Report, Runs
 from precompute.store.offline.view_store import OfflineStore, ViewStore
@@ -52,9 +51,8 @@ def report(
     began = began or due
     assert began is not None
     ended, text = began + timedelta(seconds=10), None if due is None else due.isoformat()
-    made = Report(
-        f"{began:%Y%m%dT%H%M%S}", "v", "run", status, began.isoformat(), ended.isoformat(), due=text
-    )
+    times = began.isoformat(), ended.isoformat()
+    made = Report(f"{began:%Y%m%dT%H%M%S}", "v", "run", status, *times, due=text)
     return replace_record(made, **more)
 
 
@@ -72,75 +70,92 @@ def next_due(
     return found.due, found.reason
 
 
+@dataclass
+class World:
+    """A scheduler that may be down, whose clock may jump, over runs that may fail."""
+
+    schedule: Schedule
+    now: datetime = field(default_factory=lambda: at(1, 0, 0, 30))
+    since: datetime | None = None
+    ignored: frozenset[str] = frozenset()
+    reports: list[Report] = field(default_factory=list)
+    ran: list[datetime] = field(default_factory=list)
+    """Times that were run for with success, in order."""
+
+    def tick(self, fails: bool) -> None:
+        """One look, and the run it starts, which takes no time."""
+        facts = Facts(self.reports[:50], since=self.since, ignored=self.ignored)
+        decision = decide("v", self.schedule, facts, self.now)
+        self.since, self.ignored = decision.since, decision.ignored
+        assert (
+            decision.at is None
+            or decision.state != "retry"
+            or decision.at <= self.now + timedelta(seconds=1000)
+        )
+        if decision.state == "run":
+            assert decision.due is not None
+            assert decision.due <= self.now
+            status, ended = "failed" if fails else "published", self.now.isoformat()
+            more = {"run": f"{len(self.reports)}", "finished_at": ended}
+            self.reports.insert(0, report(status, decision.due, self.now, **more))
+            if not fails:
+                self.ran.append(decision.due)
+
+
 # ---- by the clock
 
 
+ALL, NONE = replace(DAILY, catch_up="all"), replace(DAILY, catch_up="none")
+FAILED = report("failed", at(6))
+SINCE = at(5, 12)
+
+
 def test_a_new_line_does_not_run_for_the_past_and_is_kept_from_now_on() -> None:
-    decision = decide("v", DAILY, Facts(), at(5, 12))
-    assert decision == Decision("idle", "next at 2026-01-06 02:00+00:00", None, at(6), at(5, 12))
-    assert decided(DAILY, at(6, 1, 59, 59), since=at(5, 12)) == ("idle", None)
-    assert decided(DAILY, at(6), since=at(5, 12)) == ("run", at(6))
-
-
-def test_what_is_due_is_told_in_the_time_zone_of_the_line() -> None:
-    berlin = replace(DAILY, timezone="Europe/Berlin")
-    decision = decide("v", berlin, Facts(since=at(5, 12)), at(6, 1, 30))
-    assert decision == Decision(
-        "run", "due since 2026-01-06 02:00+01:00", at(6, 1), at(6, 1, 30), at(5, 12)
-    )
+    decision = decide("v", DAILY, Facts(), SINCE)
+    assert decision == Decision("idle", "next at 2026-01-06 02:00+00:00", None, at(6), SINCE)
+    assert decided(DAILY, at(6, 1, 59, 59), since=SINCE) == ("idle", None)
+    assert decided(DAILY, at(6), since=SINCE) == ("run", at(6))
 
 
 @pytest.mark.parametrize(
     ("catch_up", "due"), [("latest", [at(9)]), ("all", [at(6), at(7), at(8), at(9)]), ("none", [])]
 )
 def test_missed_times_are_caught_up_on_by_policy(catch_up: CatchUp, due: list[datetime]) -> None:
-    schedule, reports, since, ran = (
-        replace(DAILY, catch_up=catch_up),
-        list[Report](),
-        at(5, 12),
-        list[datetime](),
-    )
-    for step in count():
-        now = at(9, 12, second=60 * step)
-        decision = decide("v", schedule, Facts(reports, since=since), now)
-        assert decision.since is not None
-        since = decision.since
-        if decision.state != "run":
-            break
-        assert decision.due is not None
-        ran.append(decision.due)
-        reports.insert(0, report("published", decision.due, began=now))
-    assert ran == due
-    assert (decision.state, decision.at, since) == ("idle", at(10), at(9))
+    world = World(replace(DAILY, catch_up=catch_up), at(9, 12), SINCE)
+    for _ in range(5):
+        world.tick(fails=False)
+        world.now += timedelta(minutes=1)
+    assert (world.ran, world.since) == (due, at(9))
 
 
-@pytest.mark.parametrize(("late_s", "state"), [(0, "run"), (60, "run"), (61, "idle")])
+@pytest.mark.parametrize(
+    ("late_s", "reports", "state"),
+    [(0, [], "run"), (60, [], "run"), (61, [], "idle"), (300, [FAILED], "run")],
+)
 def test_without_catching_up_a_run_begins_within_a_minute_or_not_at_all(
-    late_s: float, state: str
+    late_s: float, reports: list[Report], state: str
 ) -> None:
-    schedule = replace(DAILY, catch_up="none")
-    assert decided(schedule, at(6, second=late_s), since=at(5, 12))[0] == state
+    decision = decide("v", NONE, Facts(reports, since=SINCE), at(6, second=late_s))
+    assert (decision.state, "was missed" in decision.reason) == (state, state == "idle")
 
 
-def test_without_catching_up_what_failed_in_time_is_tried_again_late() -> None:
-    schedule = replace(DAILY, catch_up="none")
-    assert decided(schedule, at(6, 2, 5), report("failed", at(6)), since=at(5, 12)) == (
-        "run",
-        at(6),
-    )
-    assert "was missed" in decide("v", schedule, Facts(since=at(5, 12)), at(6, 2, 5)).reason
-
-
-@pytest.mark.parametrize("status", ["published", "committed", "current"])
-@pytest.mark.parametrize("catch_up", ["latest", "all", "none"])
-def test_a_time_that_was_run_for_is_settled(status: str, catch_up: CatchUp) -> None:
-    decision = decide(
-        "v",
-        replace(DAILY, catch_up=catch_up),
-        Facts([report(status, at(6))], since=at(5, 12)),
-        at(6, 3),
-    )
-    assert decision == Decision("idle", "next at 2026-01-07 02:00+00:00", None, at(7), at(6))
+@pytest.mark.parametrize(
+    ("status", "ends"),
+    [
+        *((status, "") for status in ("published", "committed", "current")),
+        *(
+            (status, f"; 2026-01-06 02:00+00:00 was given up: {status}")
+            for status in ("refused", "rejected", "cancelled")
+        ),
+    ],
+)
+@pytest.mark.parametrize("schedule", [DAILY, ALL, NONE])
+def test_a_time_that_was_run_for_or_would_end_in_the_same_way_is_settled(
+    status: str, ends: str, schedule: Schedule
+) -> None:
+    decision = decide("v", schedule, Facts([report(status, at(6))], since=SINCE), at(6, 3))
+    reason = f"next at 2026-01-07 02:00+00:00{ends}"
+    assert decision == Decision("idle", reason, None, at(7), at(6))
 
 
 @pytest.mark.parametrize(
@@ -158,13 +173,9 @@ def test_a_time_that_was_run_for_is_settled(status: str, catch_up: CatchUp) -> N
     ],
 )
 def test_a_run_by_hand_after_the_time_does_for_the_latest(by_hand: Report, state: str) -> None:
-    assert decided(DAILY, at(6, 3), by_hand, since=at(5, 12))[0] == state
-    assert decided(replace(DAILY, catch_up="all"), at(6, 3), by_hand, since=at(5, 12)) == (
-        "run",
-        at(6),
-    )
-    failed = report("failed", at(6))
-    assert decided(DAILY, at(6, 3), by_hand, failed, since=at(5, 12))[0] == state
+    assert decided(DAILY, at(6, 3), by_hand, since=SINCE)[0] == state
+    assert decided(DAILY, at(6, 3), by_hand, FAILED, since=SINCE)[0] == state
+    assert decided(ALL, at(6, 3), by_hand, since=SINCE) == ("run", at(6))
 
 
 def test_a_run_that_fails_is_tried_again_ever_later_and_then_given_up() -> None:
@@ -172,76 +183,46 @@ def test_a_run_that_fails_is_tried_again_ever_later_and_then_given_up() -> None:
     for failures in (1, 2, 3):
         reports.insert(0, report("killed" if failures == 2 else "failed", at(6), began=began))
         ended = began + timedelta(seconds=10)
-        waiting = decide("v", DAILY, Facts(reports, since=at(5, 12)), ended)
-        assert (waiting.state, waiting.due, waiting.since) == ("retry", at(6), at(5, 12))
+        waiting = decide("v", DAILY, Facts(reports, since=SINCE), ended)
+        assert (waiting.state, waiting.due, waiting.since) == ("retry", at(6), SINCE)
         assert waiting.at is not None
         assert f"retry {failures} of 3 at" in waiting.reason
-        assert decided(
-            DAILY, waiting.at - timedelta(milliseconds=1), *reports, since=at(5, 12)
-        ) == ("retry", at(6))
-        assert decided(DAILY, waiting.at, *reports, since=at(5, 12)) == ("run", at(6))
+        just_before = waiting.at - timedelta(milliseconds=1)
+        assert decided(DAILY, just_before, *reports, since=SINCE) == ("retry", at(6))
+        assert decided(DAILY, waiting.at, *reports, since=SINCE) == ("run", at(6))
         waits.append((waiting.at - ended).total_seconds())
         began = waiting.at
     for wait, plain in zip(waits, (60, 120, 240), strict=True):
         assert plain * (1 - JITTER) <= wait <= plain * (1 + JITTER)
+    assert len({retry_wait_s(f"v{n}", DAILY, at(6), 1) for n in range(100)}) == 100
     reports.insert(0, report("failed", at(6), began=began))
-    for now in (began, at(6, 23)):
-        decision = decide("v", DAILY, Facts(reports, since=at(5, 12)), now)
-        assert (decision.state, decision.at, decision.since) == ("idle", at(7), at(6))
-        assert (
-            decision.reason
-            == "next at 2026-01-07 02:00+00:00; 2026-01-06 02:00+00:00 was given up: failed 4 times"
-        )
-    later = decide("v", DAILY, Facts(reports, since=at(6)), at(6, 23))
-    assert later == decision
+    gave_up = "2026-01-06 02:00+00:00 was given up: failed 4 times"
+    for since, now in ((SINCE, began), (SINCE, at(6, 23)), (at(6), at(6, 23))):
+        decision = decide("v", DAILY, Facts(reports, since=since), now)
+        reason = f"next at 2026-01-07 02:00+00:00; {gave_up}"
+        assert decision == Decision("idle", reason, None, at(7), at(6))
     assert decided(DAILY, at(7), *reports, since=at(6)) == ("run", at(7))
 
 
-@pytest.mark.parametrize("status", ["refused", "rejected", "cancelled"])
-@pytest.mark.parametrize("catch_up", ["latest", "all", "none"])
-def test_what_would_end_in_the_same_way_is_not_tried_again(status: str, catch_up: CatchUp) -> None:
-    decision = decide(
-        "v",
-        replace(DAILY, catch_up=catch_up),
-        Facts([report(status, at(6))], since=at(5, 12)),
-        at(6, 3),
-    )
-    assert (decision.state, decision.since) == ("idle", at(6))
-    assert (
-        decision.reason
-        == f"next at 2026-01-07 02:00+00:00; 2026-01-06 02:00+00:00 was given up: {status}"
-    )
-
-
 def test_a_newer_time_takes_the_place_of_a_retry_unless_all_are_wanted() -> None:
-    failed = report("failed", at(6, 23, 59))
-    schedule = replace(DAILY, when="59 23 * * *", cron="*/1 * * * *", retry_after_s=3600.0)
-    assert decided(schedule, at(7, 0, 0, 30), failed, since=at(6, 23, 58)) == ("run", at(7, 0))
-    assert decided(
-        replace(schedule, catch_up="all"), at(7, 0, 0, 30), failed, since=at(6, 23, 58)
-    ) == ("retry", at(6, 23, 59))
+    failed, now, since = report("failed", at(6, 23, 59)), at(7, 0, 0, 30), at(6, 23, 58)
+    schedule = replace(DAILY, when="* * * * *", cron="* * * * *", retry_after_s=3600.0)
+    assert decided(schedule, now, failed, since=since) == ("run", at(7, 0))
+    every = replace(schedule, catch_up="all")
+    assert decided(every, now, failed, since=since) == ("retry", at(6, 23, 59))
 
 
 def test_while_a_view_runs_nothing_is_decided_and_nothing_is_settled() -> None:
-    decision = decide("v", DAILY, Facts(running=True, since=at(5, 12)), at(6, 3))
-    assert decision == Decision("running", "runs now", None, at(7), at(5, 12))
-
-
-def test_a_retry_after_the_clock_went_back_waits_at_most_its_own_time() -> None:
-    ended_later = report("failed", at(6), began=at(6, 9))
-    assert decided(DAILY, at(6, 3), ended_later, since=at(5, 12)) == ("run", at(6))
+    decision = decide("v", DAILY, Facts(running=True, since=SINCE), at(6, 3))
+    assert decision == Decision("running", "runs now", None, at(7), SINCE)
 
 
 def test_times_that_come_again_are_run_for_again() -> None:
     ran = replace_record(report("published", at(6)), run="before")
     for since in (at(6), at(6) + timedelta(days=365)):
         decision = decide("v", DAILY, Facts([ran], since=since), at(6, 1))
-        assert (decision.state, decision.at, decision.since, decision.ignored) == (
-            "idle",
-            at(6),
-            at(6, 1),
-            frozenset({"before"}),
-        )
+        passed = (decision.state, decision.at, decision.since, decision.ignored)
+        assert passed == ("idle", at(6), at(6, 1), frozenset({"before"}))
         again = decide("v", DAILY, Facts([ran], since=at(6, 1), ignored=decision.ignored), at(6))
         assert (again.state, again.due) == ("run", at(6))
     # by a minute, it is waited for
@@ -251,76 +232,20 @@ def test_times_that_come_again_are_run_for_again() -> None:
 
 @pytest.mark.parametrize("text", ["", "yesterday"])
 def test_a_report_with_a_time_nobody_can_read_is_as_one_without(text: str) -> None:
-    odd = replace_record(report("published", at(6)), due=text, started_at=text, finished_at=text)
-    assert decided(DAILY, at(6, 3), odd, since=at(5, 12)) == ("run", at(6))
+    times = {"due": text, "started_at": text, "finished_at": text}
+    odd = replace_record(report("published", at(6)), **times)
     no_end = report("failed", at(6), finished_at=text)
-    assert decided(DAILY, at(6, 3), no_end, since=at(5, 12)) == ("run", at(6))
-    assert decided(DAILY, at(6, 3), replace_record(no_end, started_at=text), since=at(5, 12)) == (
-        "run",
-        at(6),
-    )
-
-
-@settings(max_examples=50, deadline=None, derandomize=True)
-@given(
-    view=st.text(max_size=5),
-    hours=st.integers(0, 10**5),
-    failures=st.integers(1, 20),
-    wait_s=st.floats(0, 1e4),
-)
-def test_waits_keep_within_the_jitter_and_follow_from_the_arguments(
-    view: str, hours: int, failures: int, wait_s: float
-) -> None:
-    schedule, due = replace(DAILY, retry_after_s=wait_s), at(1) + timedelta(hours=hours)
-    wait = retry_wait_s(view, schedule, due, failures)
-    plain = wait_s * 2 ** (failures - 1)
-    assert plain * (1 - JITTER) <= wait <= plain * (1 + JITTER)
-    assert wait == retry_wait_s(view, schedule, due, failures)
-
-
-def test_views_that_failed_together_do_not_come_back_together() -> None:
-    assert len({retry_wait_s(f"v{n}", DAILY, at(6), 1) for n in range(100)}) == 100
+    # nor is one waited for that ended in the future
+    for one in (
+        odd,
+        no_end,
+        replace_record(no_end, started_at=text),
+        report("failed", at(6), at(6, 9)),
+    ):
+        assert decided(DAILY, at(6, 3), one, since=SINCE) == ("run", at(6))
 
 
 # ---- any history
-
-
-@dataclass
-class World:
-    """A scheduler that may be down, whose clock may jump, over runs that may fail."""
-
-    schedule: Schedule
-    now: datetime = field(default_factory=lambda: at(1, 0, 0, 30))
-    since: datetime | None = None
-    ignored: frozenset[str] = frozenset()
-    reports: list[Report] = field(default_factory=list)
-    ran: list[datetime] = field(default_factory=list)
-    """Times that were run for with success, in order."""
-
-    def tick(self, fails: bool) -> None:
-        """One look, and the run it starts, which takes no time."""
-        decision = decide(
-            "v",
-            self.schedule,
-            Facts(self.reports[:50], since=self.since, ignored=self.ignored),
-            self.now,
-        )
-        self.since, self.ignored = decision.since, decision.ignored
-        assert (
-            decision.at is None
-            or decision.state != "retry"
-            or decision.at <= self.now + timedelta(seconds=1000)
-        )
-        if decision.state == "run":
-            assert decision.due is not None
-            assert decision.due <= self.now
-            begun = report("failed" if fails else "published", decision.due, began=self.now)
-            self.reports.insert(
-                0,
-                replace_record(begun, run=f"{len(self.reports)}", finished_at=self.now.isoformat()),
-            )
-            if not fails:
-                self.ran.append(decision.due)
 
 
 STEPS = st.lists(
@@ -414,112 +339,88 @@ def ran_with(
     return report(status, due, began=began or due or at(4), parents={"a": a, "b": b})
 
 
-def test_a_view_runs_for_the_first_time_when_all_its_parents_are_live() -> None:
-    assert decided(AFTER, at(6, 3), parents=parents(0, 0)) == ("idle", None)
-    assert decided(AFTER, at(6, 3), parents=parents(1, 0)) == ("idle", None)
-    assert (
-        "first snapshot of b" in decide("v", AFTER, Facts(parents=parents(1, 0)), at(6, 3)).reason
-    )
-    assert decided(AFTER, at(6, 3), parents=parents(1, 1)) == ("run", at(6))
+OLD = ran_with("published", 2, 5)
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "state"),
-    [(2, 5, "idle"), (3, 5, "run"), (2, 6, "run"), (3, 6, "run"), (2, 0, "idle"), (3, 0, "run")],
+    ("reports", "facts", "due"),
+    [
+        # first when all are live, then when one has another live snapshot
+        ([], {"parents": parents(0, 0)}, None),
+        ([], {"parents": parents(1, 0)}, None),
+        ([], {"parents": parents(1, 1)}, at(6)),
+        ([OLD], {"parents": parents(2, 5)}, None),
+        ([OLD], {"parents": parents(3, 5)}, at(6)),
+        ([OLD], {"parents": parents(2, 6)}, at(6)),
+        ([OLD], {"parents": parents(2, 0)}, None),
+        ([OLD], {"parents": parents(3, 0)}, at(6)),
+        # by the highest epoch it ran with, whatever the clock said
+        ([OLD, ran_with("current", 3, 6)], {"parents": parents(3, 6)}, None),
+        # only a whole run of the view counts
+        *(
+            (
+                [OLD, replace_record(ran_with("published", 3, 5), **more)],
+                {"parents": parents(3, 5)},
+                at(6),
+            )
+            for more in (
+                {"command": "publish"},
+                {"command": "materialize"},
+                {"backfill": "x"},
+                {"status": "failed"},
+            )
+        ),
+        # what would end in the same way is not tried again, with the next snapshot it is
+        *(
+            ([ran_with(status, 3, 5, at(6))], {"parents": parents(a, 5)}, due)
+            for status in ("refused", "rejected", "cancelled")
+            for a, due in ((3, None), (4, at(6)))
+        ),
+        # nor what was settled for these
+        ([], {"parents": parents(3, 5), "since": at(6)}, None),
+        ([], {"parents": parents(4, 5, moved=at(8)), "since": at(6)}, at(8)),
+        # a run by hand that failed is no attempt of the schedule
+        ([ran_with("failed", 3, 5)] * 9, {"parents": parents(3, 5)}, at(6)),
+    ],
 )
-def test_a_view_runs_when_a_parent_has_another_live_snapshot(a: int, b: int, state: str) -> None:
-    decision = decide(
-        "v", AFTER, Facts([ran_with("published", 2, 5)], parents=parents(a, b)), at(6, 3)
-    )
-    assert decision.state == state
-    assert decision.due == (at(6) if state == "run" else None)
-    assert decision.epochs == {"a": a, "b": b}
-
-
-def test_the_highest_epoch_it_ran_with_counts_whatever_the_clock_said() -> None:
-    newest_by_name, really_last = ran_with("published", 2, 5), ran_with("current", 3, 6)
-    assert decided(AFTER, at(6, 3), newest_by_name, really_last, parents=parents(3, 6)) == (
-        "idle",
-        None,
-    )
+def test_what_is_due_after_others(
+    reports: list[Report], facts: dict[str, Any], due: datetime | None
+) -> None:
+    decision = decide("v", AFTER, Facts(reports, **facts), at(9))
+    assert (decision.state, decision.due) == ("idle" if due is None else "run", due)
+    assert decision.epochs == {name: parent.epoch for name, parent in facts["parents"].items()}
 
 
 @pytest.mark.parametrize(
-    "more",
-    [{"command": "publish"}, {"command": "materialize"}, {"backfill": "x"}, {"status": "failed"}],
+    ("facts", "decision"),
+    [
+        ({"pending": "a"}, ("idle", "after a, b: waits for a")),
+        ({"pending": "b"}, ("idle", "after a, b: waits for b")),
+        ({"pending": "ab"}, ("idle", "after a, b: waits for a, b")),
+        ({"running": True}, ("running", "runs now")),
+    ],
 )
-def test_only_a_whole_run_of_the_view_counts(more: dict[str, Any]) -> None:
-    runs = ran_with("published", 2, 5), replace_record(ran_with("published", 3, 5), **more)
-    assert decided(AFTER, at(6, 3), *runs, parents=parents(3, 5)) == ("run", at(6))
-
-
-def test_a_parent_that_will_come_soon_is_waited_for() -> None:
-    for pending in ("a", "b", "ab"):
-        decision = decide(
-            "v",
-            AFTER,
-            Facts([ran_with("current", 2, 5)], parents=parents(3, 5, pending=pending)),
-            at(6, 3),
-        )
-        assert (decision.state, decision.reason) == (
-            "idle",
-            f"after a, b: waits for {', '.join(pending)}",
-        )
+def test_a_parent_that_will_come_soon_and_a_run_are_waited_for(
+    facts: dict[str, Any], decision: tuple[str, str]
+) -> None:
+    known = parents(3, 5, pending=facts.pop("pending", ""))
+    found = decide("v", AFTER, Facts([OLD], parents=known, **facts), at(6, 3))
+    assert (found.state, found.reason) == decision
 
 
 def test_a_view_after_others_is_retried_until_given_up_or_a_parent_moves() -> None:
-    old = ran_with("published", 2, 5)
-    failures = [ran_with("failed", 3, 5, at(6), began=at(6, 2, n)) for n in range(4)]
+    failures = [ran_with("failed", 3, 5, at(6), began=at(6, 2, n)) for n in range(4)][::-1]
     for n in (1, 2, 3):
-        waiting = decide(
-            "v",
-            AFTER,
-            Facts([*failures[:n][::-1], old], parents=parents(3, 5)),
-            at(6, 2, n - 1, 10),
-        )
+        reports = [*failures[-n:], OLD]
+        waiting = decide("v", AFTER, Facts(reports, parents=parents(3, 5)), at(6, 2, n - 1, 10))
         assert waiting.state == "retry"
         assert waiting.at is not None
-        assert decided(AFTER, waiting.at, *failures[:n][::-1], old, parents=parents(3, 5)) == (
-            "run",
-            at(6),
-        )
-    done = decide("v", AFTER, Facts([*failures[::-1], old], parents=parents(3, 5)), at(9))
-    assert (done.state, done.at) == ("idle", None)
-    assert (
-        done.reason
-        == "after a, b: was given up: failed 4 times; runs again after the next snapshot of a or b"
-    )
-    assert decided(AFTER, at(9), *failures[::-1], old, parents=parents(3, 6)) == ("run", at(6))
-    assert decided(AFTER, at(9), *failures[::-1], old, parents=parents(4, 5, moved=at(9))) == (
-        "run",
-        at(9),
-    )
-
-
-@pytest.mark.parametrize("status", ["refused", "rejected", "cancelled"])
-def test_after_others_what_would_end_in_the_same_way_is_not_retried(status: str) -> None:
-    assert decided(AFTER, at(9), ran_with(status, 3, 5, at(6)), parents=parents(3, 5)) == (
-        "idle",
-        None,
-    )
-    assert decided(AFTER, at(9), ran_with(status, 3, 5, at(6)), parents=parents(4, 5)) == (
-        "run",
-        at(6),
-    )
-
-
-def test_what_was_settled_for_these_parents_is_not_run_again() -> None:
-    assert decided(AFTER, at(9), parents=parents(3, 5), since=at(6)) == ("idle", None)
-    assert decided(AFTER, at(9), parents=parents(4, 5, moved=at(8)), since=at(6)) == ("run", at(8))
-
-
-def test_a_run_by_hand_that_failed_is_no_attempt_of_the_schedule() -> None:
-    by_hand = [ran_with("failed", 3, 5) for _ in range(9)]
-    assert decided(AFTER, at(6, 3), *by_hand, parents=parents(3, 5)) == ("run", at(6))
-
-
-def test_a_view_after_others_that_runs_is_left_alone() -> None:
-    assert decided(AFTER, at(6, 3), running=True, parents=parents(3, 5)) == ("running", None)
+        assert decided(AFTER, waiting.at, *reports, parents=parents(3, 5)) == ("run", at(6))
+    done = decide("v", AFTER, Facts([*failures, OLD], parents=parents(3, 5)), at(9))
+    gave_up = "was given up: failed 4 times; runs again after the next snapshot of a or b"
+    assert (done.state, done.at, done.reason) == ("idle", None, f"after a, b: {gave_up}")
+    for known, due in ((parents(3, 6), at(6)), (parents(4, 5, moved=at(9)), at(9))):
+        assert decided(AFTER, at(9), *failures, OLD, parents=known) == ("run", due)
 
 
 # ---- what the store tells
@@ -611,13 +512,19 @@ def test_settled_times_are_kept_for_the_line_and_the_zone_they_belong_to(
         assert project("0 2 * * *").decision("numbers", at(6, 3)).state == "idle", text
 
 
+@pytest.fixture
+def ledger(make_project: MakeProject) -> Ledger:
+    """Of a project with the daily line."""
+    project = make_project([(1, 1.0)], project={"schedule": {"numbers": DAILY.when}})
+    made = Ledger(project, project.offline)
+    made.settle("numbers", SINCE)
+    return made
+
+
 def test_a_run_whose_lease_nobody_holds_is_a_killed_one_and_counts_as_that(
-    make_project: MakeProject,
+    ledger: Ledger, make_project: MakeProject
 ) -> None:
-    project = make_project([(1, 1.0)], project={"schedule": {"numbers": "0 2 * * *"}})
-    store = project.store
-    ledger = Ledger(project, project.offline)
-    ledger.settle("numbers", at(5, 12))
+    store = make_project().store
     store.runs.write(report("running", at(6), run="1", finished_at=""))
     with take(store.leases, run_lease(None), "a test"):
         assert ledger.decision("numbers", at(6)).state == "running"
@@ -628,12 +535,9 @@ def test_a_run_whose_lease_nobody_holds_is_a_killed_one_and_counts_as_that(
 
 
 def test_a_run_that_ends_between_two_looks_is_no_killed_one(
-    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+    ledger: Ledger, make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    project = make_project([(1, 1.0)], project={"schedule": {"numbers": "0 2 * * *"}})
-    store = project.store
-    ledger = Ledger(project, project.offline)
-    ledger.settle("numbers", at(5, 12))
+    store = make_project().store
     store.runs.write(report("running", at(6), run="1"))
 
     def ended(self: ViewStore, partition: str | None = None) -> bool:
@@ -641,18 +545,14 @@ def test_a_run_that_ends_between_two_looks_is_no_killed_one(
         return False
 
     monkeypatch.setattr(ViewStore, "running", ended)
-    assert ledger.decision("numbers", at(6)) == Decision(
-        "idle", "next at 2026-01-07 02:00+00:00", None, at(7), at(6)
-    )
+    idle = Decision("idle", "next at 2026-01-07 02:00+00:00", None, at(7), at(6))
+    assert ledger.decision("numbers", at(6)) == idle
 
 
 def test_a_backfill_or_publish_holds_no_run_up_and_a_partitions_run_does(
-    make_project: MakeProject,
+    ledger: Ledger, make_project: MakeProject
 ) -> None:
-    project = make_project([(1, 1.0)], project={"schedule": {"numbers": "0 2 * * *"}})
-    store = project.store
-    ledger = Ledger(project, project.offline)
-    ledger.settle("numbers", at(5, 12))
+    store = make_project().store
     part = "2026-01-01T00:00Z/2026-01-02T00:00Z"
     running = report("running", began=at(6), run="1", partition=part)
     with take(store.leases, run_lease(part), "a test"):
@@ -667,42 +567,26 @@ def test_a_backfill_or_publish_holds_no_run_up_and_a_partitions_run_does(
 
 
 def test_reports_are_read_again_only_when_one_was_added_or_replaced(
-    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+    ledger: Ledger, make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    project = make_project([(1, 1.0)], project={"schedule": {"numbers": "0 2 * * *"}})
-    store, reads = project.store, list[int]()
-    reports = Runs.reports
+    store, reads, reports = make_project().store, list[int](), Runs.reports
 
     def counted(self: Runs, limit: int = 100) -> list[Report]:
         reads.append(limit)
         return reports(self, limit)
 
     monkeypatch.setattr(Runs, "reports", counted)
-    ledger = Ledger(project, project.offline)
-    assert ledger.reports("numbers") == ([], False)
     first, second = (report("failed", at(day), run="1") for day in (6, 7))
     store.runs.write(first)
     assert ledger.reports("numbers") == ([first], False)
-    runs = project.root / "numbers" / "runs"
-    same_ns = runs.stat().st_mtime_ns
+    same_ns = store.runs.folder.stat().st_mtime_ns
     store.runs.write(second)
-    os.utime(runs, ns=(same_ns, same_ns))  # within the same step of the file system's clock
+    os.utime(store.runs.folder, ns=(same_ns, same_ns))  # within the same step of its clock
     assert ledger.reports("numbers") == ([second], False)
-    os.utime(runs, (1e9, 1e9))
+    os.utime(store.runs.folder, (1e9, 1e9))
     reads.clear()
     assert [ledger.reports("numbers") for _ in range(3)] == [([second], False)] * 3
     assert len(reads) == 1
     later = replace_record(first, run="2")
     store.runs.write(later)
     assert ledger.reports("numbers") == ([later, second], False)
-
-
-def test_a_damaged_live_pointer_of_a_parent_is_an_error_in_words(make_project: MakeProject) -> None:
-    schedule = {"numbers": "0 2 * * *", "b": "after numbers"}
-    project = make_project([(1, 1.0)], project={"schedule": schedule}, views={"b": OTHER})
-    path = project.root / "numbers" / "refs" / "live.json"
-    path.parent.mkdir(parents=True)
-    path.write_text("{torn")
-    with pytest.raises(SnapshotError, match=r"live\.json is damaged"):
-        next_due(project, project.offline, "b", at(6))
-    assert next_due(project, project.offline, "numbers", at(6))[0] == at(7)

@@ -158,6 +158,17 @@ def write_data(project: Scene, x_of_id: dict[Any, float]) -> None:
 OpenLookup = Callable[[Scene], Lookup]
 
 
+@contextlib.contextmanager
+def opened(project: Scene, **options: Any) -> Iterator[tuple[ViewFallback, dict[str, Pointer]]]:
+    """What stands behind a project's misses, and the pointers of what is live."""
+    with (
+        contextlib.closing(project.open_online()) as online,
+        contextlib.closing(ViewFallback(project.offline, project.home, 64, **options)) as fallback,
+    ):
+        found = ((name, online.live(name)) for name in project.views)
+        yield fallback, {name: pointer for name, pointer in found if pointer is not None}
+
+
 def features(table: pa.Table) -> list[dict[str, Any]]:
     """The feature columns, as rows."""
     return table.select(table.column_names[9:]).to_pylist()
@@ -166,12 +177,8 @@ def features(table: pa.Table) -> list[dict[str, Any]]:
 def statuses(lookup: Lookup, keys: Sequence[Any], **options: Any) -> list[str]:
     """``computed``, ``fresh``, or why a row is missing."""
     table = lookup.get("numbers", keys, **options)
-    return [
-        reason or status
-        for status, reason in zip(
-            *(table[c].to_pylist() for c in ("status", "reason")), strict=True
-        )
-    ]
+    columns = (table[name].to_pylist() for name in ("status", "reason"))
+    return [reason or status for status, reason in zip(*columns, strict=True)]
 
 
 # ---- parity
@@ -222,22 +229,8 @@ def test_keys_are_found_in_the_source_by_their_canonical_text_only(
     project.publish_all()
     table = open_lookup(project).get("numbers", ["1", "-5", str(2**31 - 1)])
     assert table["double"].to_pylist() == [2.0, 4.0, 6.0]
-    odd = [
-        "01",
-        "+1",
-        " 1",
-        "1 ",
-        "1.0",
-        "1_0",
-        "٣",
-        "²",
-        "-0",
-        "--5",
-        str(2**63),
-        "9" * 400,
-        "'",
-        "x",
-    ]
+    odd = ["01", "+1", " 1", "1 ", "1.0", "1_0", "٣", "²", "-0", "--5", "'", "x"]
+    odd += [str(2**63), "9" * 400]
     assert set(statuses(open_lookup(project), odd)) == {"unknown_entity"}
 
 
@@ -300,21 +293,6 @@ def test_views_it_reads_are_read_at_the_snapshots_the_batch_job_read(
     assert lookup.get("twice", [1, 2])["double"].to_pylist() == [200.0, 240.0]
 
 
-def test_a_model_that_is_not_the_snapshots_is_refused_and_hits_go_on(
-    make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path
-) -> None:
-    project, weights = _scaled(make_project, tmp_path, 3.0)
-    project.publish_all()
-    write_data(project, {1: 1.0, 2: 2.0})
-    weights.write_text("4.0")
-    assert statuses(open_lookup(project), [1, 2]) == ["fresh", "model_error"]
-    weights.write_text("3.0")
-    assert features(open_lookup(project).get("numbers", [1, 2])) == [
-        {"double": 3.0},
-        {"double": 6.0},
-    ]
-
-
 def test_a_refusal_is_remembered_and_the_model_not_loaded_for_each_miss(
     make_project: MakeProject,
     open_lookup: OpenLookup,
@@ -327,7 +305,7 @@ def test_a_refusal_is_remembered_and_the_model_not_loaded_for_each_miss(
     write_data(project, {1: 1.0, 2: 2.0})
     lookup = open_lookup(project)
     weights.write_text("4.0")
-    assert statuses(lookup, [2]) == ["model_error"]
+    assert statuses(lookup, [1, 2]) == ["fresh", "model_error"]
     made = Scaled.made
     weights.write_text("3.0")
     assert (statuses(lookup, [2]), Scaled.made) == (["model_error"], made)
@@ -337,7 +315,7 @@ def test_a_refusal_is_remembered_and_the_model_not_loaded_for_each_miss(
         == caplog.text.count("view 'numbers': the model on disk has fingerprint")
         == 1
     )
-    monkeypatch.setattr("precompute.jobs.serve.fallback.REFUSED_S", 0.0)
+    monkeypatch.setattr("precompute.jobs.serve.live_view.REFUSED_S", 0.0)
     assert (statuses(lookup, [2]), Scaled.made) == (["computed"], made + 1)
 
 
@@ -353,25 +331,7 @@ def test_new_weights_in_place_are_loaded_once_their_snapshot_is_live(
         write_data(project, {1: 1.0})
         project.publish_all()
         write_data(project, {1: 1.0, 2: 2.0})
-        assert features(lookup.get("numbers", [1, 2])) == [
-            {"double": factor},
-            {"double": 2 * factor},
-        ]
-
-
-def test_weights_replaced_during_loading_are_not_taken_for_the_new_ones(
-    make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path
-) -> None:
-    project, weights = _scaled(make_project, tmp_path, 3.0, model="Reread")
-    project.publish_all()
-    write_data(project, {1: 1.0, 2: 2.0})
-    lookup = open_lookup(project)
-    weights.with_name("weights.next").write_text("4.0")
-    assert statuses(lookup, [2]) == ["model_error"]
-    write_data(project, {1: 1.0})
-    project.publish_all()
-    write_data(project, {1: 1.0, 2: 2.0})
-    assert features(lookup.get("numbers", [1, 2])) == [{"double": 4.0}, {"double": 8.0}]
+        assert lookup.get("numbers", [1, 2])["double"].to_pylist() == [factor, 2 * factor]
 
 
 def test_weights_that_come_while_others_are_loaded_are_loaded_once_more(
@@ -384,10 +344,7 @@ def test_weights_that_come_while_others_are_loaded_are_loaded_once_more(
     weights.write_text("3.0")
     weights.with_name("weights.next").write_text("4.0")
     write_data(project, {1: 1.0, 2: 2.0})
-    assert features(open_lookup(project).get("numbers", [1, 2])) == [
-        {"double": 4.0},
-        {"double": 8.0},
-    ]
+    assert open_lookup(project).get("numbers", [1, 2])["double"].to_pylist() == [4.0, 8.0]
     assert project.store.snapshot(1).model == project.run().model
 
 
@@ -439,34 +396,16 @@ def test_misses_of_views_of_one_model_are_one_call(make_project: MakeProject) ->
     project = make_project(view=counting, views=views)
     project.publish_all()
     write_data(project, {i: float(i) for i in range(4, 9)})
-    online, fallback = (
-        project.open_online(),
-        ViewFallback(project.offline, project.home, memory_mb=64),
-    )
-    pointers = {
-        name: pointer for name in project.views if (pointer := online.live(name)) is not None
-    }
-    try:
+    with opened(project) as (fallback, pointers):
         for pointer in pointers.values():
             fallback.warm(pointer)
         (folder / "batches").write_text("")
         asked = {("numbers", "4"): _submit(fallback, pointers["numbers"], "4")}
         eventually(lambda: (folder / "batches").read_text() != "")
-        for name, key in (
-            ("numbers", "5"),
-            ("second", "5"),
-            ("second", "6"),
-            ("other", "7"),
-            ("numbers", "77"),
-        ):
+        for which in ("numbers 5", "second 5", "second 6", "other 7", "numbers 77"):
+            name, key = which.split()
             asked[name, key] = _submit(fallback, pointers[name], key)
-        done = {
-            which: future.exception(timeout=20) or future.result()
-            for which, future in asked.items()
-        }
-    finally:
-        fallback.close()
-        online.close()
+        done = {which: one.exception(timeout=20) or one.result() for which, one in asked.items()}
     unknown = done.pop(("numbers", "77"))
     assert isinstance(unknown, Miss)
     assert unknown.reason is Reason.UNKNOWN_ENTITY
@@ -495,38 +434,25 @@ def test_who_looked_before_a_row_was_kept_is_given_it_all_the_same(
     project.publish_all()
     write_data(project, {5: 5.0})
     miss_cache = MissCacheFile(tmp_path / "kept", MissCacheLimits())
-    online, fallback = (
-        project.open_online(),
-        ViewFallback(project.offline, project.home, memory_mb=64, miss_cache=miss_cache),
-    )
-    try:
+    with (
+        contextlib.closing(miss_cache),
+        opened(project, miss_cache=miss_cache) as (fallback, pointers),
+    ):
         for view, calls in (("numbers", 1), ("unkept", 3)):
-            pointer = online.live(view)
-            assert pointer is not None
+            pointer = pointers[view]
             fallback.warm(pointer)
             (folder / "batches").write_text("")
-            doubles = [
-                values_of(pointer, _submit(fallback, pointer, "5").result(20))["double"]
-                for _ in range(3)
-            ]
-            assert (doubles, len((folder / "batches").read_text().splitlines())) == (
-                [10.0] * 3,
-                calls,
-            )
+            rows = [_submit(fallback, pointer, "5").result(20) for _ in range(3)]
+            assert [values_of(pointer, row)["double"] for row in rows] == [10.0] * 3
+            assert len((folder / "batches").read_text().splitlines()) == calls
             for _ in range(2):
                 unknown = _submit(fallback, pointer, "77").exception(20)
                 assert isinstance(unknown, Miss)
                 assert unknown.reason is Reason.UNKNOWN_ENTITY
-        pointer = online.live("numbers")
-        assert pointer is not None
+        pointer = pointers["numbers"]
         eventually(lambda: set(miss_cache.read(pointer, ["5", "77"])) == {"5", "77"})
-        assert (
-            values_of(pointer, _submit(fallback, pointer, "5", x=9.0).result(20))["double"] == 18.0
-        )
-    finally:
-        fallback.close()
-        online.close()
-        miss_cache.close()
+        given = _submit(fallback, pointer, "5", x=9.0).result(20)
+        assert values_of(pointer, given)["double"] == 18.0
 
 
 class ByIds(Counting):
@@ -677,23 +603,16 @@ def test_requests_of_the_old_and_new_snapshot_are_each_answered(make_project: Ma
         pointers.append(pointer)
     online.close()
     for _ in range(5):
-        fallback = ViewFallback(project.offline, project.home, memory_mb=64)
-        try:
-            asked = [
-                _submit(fallback, pointer, "1")
-                for pointer in (pointers[1], pointers[0], pointers[1])
-            ]
+        with opened(project) as (fallback, _):
+            asked = [_submit(fallback, pointers[which], "1") for which in (1, 0, 1)]
             computed = [future.result(timeout=20) for future in asked]
-        finally:
-            fallback.close()
         assert [values_of(pointers[0], c)["double"] for c in computed] == [2.0] * 3
     assert [p.epoch for p in pointers] == [1, 2]
 
 
 def _submit(fallback: ViewFallback, pointer: Pointer, key: str, **inputs: Any) -> Future[Computed]:
-    return fallback.submit(pointer, [key], {key: inputs} if inputs else {}, time.monotonic() + 20)[
-        0
-    ]
+    given = {key: inputs} if inputs else {}
+    return fallback.submit(pointer, [key], given, time.monotonic() + 20)[0]
 
 
 @pytest.mark.parametrize(
@@ -726,17 +645,12 @@ def test_a_batchs_deadline_follows_the_models_pace_not_patience(make_project: Ma
     project = make_project([(1, 1.0)], view=slow)
     project.publish_all()
     told: list[float] = []
-    online, fallback = (
-        project.open_online(),
-        ViewFallback(project.offline, project.home, 64, lambda done_by, rows: told.append(done_by)),
-    )
-    with contextlib.closing(online), contextlib.closing(fallback):
-        pointer = online.live("numbers")
-        assert pointer is not None
-        fallback.warm(pointer)
+    watch = lambda done_by, rows: told.append(done_by)  # noqa: E731
+    with opened(project, watch=watch) as (fallback, pointers):
+        fallback.warm(pointers["numbers"])
         told.clear()
         began = time.monotonic()
-        fallback.submit(pointer, ["1"], {}, began + 60)[0].result(20)
+        fallback.submit(pointers["numbers"], ["1"], {}, began + 60)[0].result(20)
         assert len(told) == 2
         assert began + 5 <= told[0] < began + 20
         assert told[1] == math.inf
@@ -751,19 +665,12 @@ def test_suspected_rows_are_computed_alone_until_they_came_through(
     one, two, three, four = (row_hash("numbers", str(number), None) for number in range(1, 5))
     suspects = {one: 0.0, two: 0.0, four: math.inf}
     watch = lambda done_by, rows: held.append(list(rows))  # noqa: E731
-    online, fallback = (
-        project.open_online(),
-        ViewFallback(project.offline, project.home, 64, watch, suspects=suspects),
-    )
     data = project.folder / "data.parquet"
-    with contextlib.closing(online), contextlib.closing(fallback):
-        pointer = online.live("numbers")
-        assert pointer is not None
+    with opened(project, watch=watch, suspects=suspects) as (fallback, pointers):
+        pointer = pointers["numbers"]
         # while the view cannot be opened nothing is tried
         gone = data.rename(project.folder / "gone")
-        assert isinstance(
-            fallback.submit(pointer, ["1"], {}, time.monotonic() + 20)[0].exception(20), Miss
-        )
+        assert isinstance(_submit(fallback, pointer, "1").exception(20), Miss)
         gone.rename(data)
         fallback.warm(pointer)
         for alone in ([[one], [two], [three]], [[one, two, three]]):
@@ -774,51 +681,22 @@ def test_suspected_rows_are_computed_alone_until_they_came_through(
             refused = futures.pop().exception(20)
             assert isinstance(refused, Miss)
             assert (refused.reason, refused.broken) == (Reason.MODEL_ERROR, None)
-            assert [values_of(pointer, future.result(20))["double"] for future in futures] == [
-                2.0
-            ] * 3
+            doubles = [values_of(pointer, one.result(20))["double"] for one in futures]
+            assert doubles == [2.0] * 3
             eventually(lambda: [rows for rows in held if rows] == alone)  # noqa: B023
 
 
 def test_what_is_searched_by_is_never_computed_among_rows(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)], view=FALLBACK | {"model": {"use": f"{HERE}:TwoSided"}})
     project.publish_all()
-    online, fallback = (
-        project.open_online(),
-        ViewFallback(project.offline, project.home, memory_mb=64),
-    )
-    pointer = online.live("numbers")
-    assert pointer is not None
-    try:
-        deadline = time.monotonic() + 20
+    with opened(project) as (fallback, pointers):
+        pointer, deadline = pointers["numbers"], time.monotonic() + 20
         asked = [
             fallback.submit(pointer, ["9"], {"9": {"x": 3.0}}, deadline, query=query)[0]
             for query in (False, True) * 3
         ]
         found = [values_of(pointer, future.result(timeout=20))["double"] for future in asked]
-    finally:
-        fallback.close()
-        online.close()
     assert found == [6.0, -6.0] * 3
-
-
-def test_it_is_ready_for_the_epoch_it_was_warmed_for(make_project: MakeProject) -> None:
-    project = make_project([(1, 1.0)], view=FALLBACK)
-    online, fallback = (
-        project.open_online(),
-        ViewFallback(project.offline, project.home, memory_mb=64),
-    )
-    try:
-        for x in (1.0, 2.0):
-            make_project([(1, x)], view=FALLBACK).publish_all()
-            pointer = online.live("numbers")
-            assert pointer is not None
-            assert not fallback.ready(pointer)
-            fallback.warm(pointer)
-            assert fallback.ready(pointer)
-    finally:
-        fallback.close()
-        online.close()
 
 
 def test_a_model_that_comes_after_its_snapshot_is_opened_without_a_miss(
@@ -827,7 +705,7 @@ def test_a_model_that_comes_after_its_snapshot_is_opened_without_a_miss(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for setting in ("lookup_worker.WARM_EVERY_S", "lookup_worker.AGAIN_S", "fallback.REFUSED_S"):
+    for setting in ("lookup_worker.WARM_EVERY_S", "lookup_worker.AGAIN_S", "live_view.REFUSED_S"):
         monkeypatch.setattr(f"precompute.jobs.serve.{setting}", 0.01)
     project, weights = _scaled(make_project, tmp_path, 4.0)
     project.publish_all()
@@ -905,10 +783,8 @@ def test_a_view_that_began_anew_is_computed_by_its_own_model(
             assert pointer is not None
             pointers.append(pointer)
             eventually(partial(fallback.ready, pointer))
-            assert features(lookup.get("numbers", [1, 2])) == [
-                {"double": factor},
-                {"double": 2 * factor},
-            ]
+            doubles = lookup.get("numbers", [1, 2])["double"].to_pylist()
+            assert doubles == [factor, 2 * factor]
             if ended == "dropped":
                 drop(project, "numbers", data=True)
             else:
@@ -921,16 +797,10 @@ def test_a_view_that_began_anew_is_computed_by_its_own_model(
 def test_closed_it_refuses_as_shed(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)], view=FALLBACK)
     project.publish_all()
-    online, fallback = (
-        project.open_online(),
-        ViewFallback(project.offline, project.home, memory_mb=64),
-    )
-    pointer = online.live("numbers")
-    assert pointer is not None
-    fallback.close()
-    online.close()
+    with opened(project) as (fallback, pointers):
+        pass
     with pytest.raises(Miss) as caught:
-        _submit(fallback, pointer, "1").result(timeout=20)
+        _submit(fallback, pointers["numbers"], "1").result(timeout=20)
     assert caught.value.reason is Reason.SHED
 
 
@@ -945,12 +815,8 @@ def test_a_row_the_model_fails_on_fails_alone_and_the_next_are_computed(
     project.publish_all()
     write_data(project, {1: 1.0, 12: 12.0, 13: 13.0, 14: 14.0})
     lookup = open_lookup(project)
-    assert statuses(lookup, [12, 13, 14, 77], deadline_ms=3000) == [
-        "computed",
-        "model_error",
-        "computed",
-        "unknown_entity",
-    ]
+    expected = ["computed", "model_error", "computed", "unknown_entity"]
+    assert statuses(lookup, [12, 13, 14, 77], deadline_ms=3000) == expected
     assert statuses(lookup, [14], deadline_ms=3000) == ["computed"]
 
 
@@ -1013,20 +879,6 @@ def test_a_source_that_is_gone_is_a_model_error_until_it_is_back(
     assert statuses(lookup, [77]) == ["computed"]
 
 
-def test_a_model_whose_fingerprint_raises_is_a_model_error(
-    make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path
-) -> None:
-    mood = tmp_path / "mood"
-    model = {"use": "tests.arithmetic:Moody", "args": {"path": str(mood)}}
-    project = make_project([(1, 1.0)], view=FALLBACK | {"model": model})
-    project.publish_all()
-    mood.touch()
-    lookup = open_lookup(project)
-    assert statuses(lookup, [1, 77]) == ["fresh", "model_error"]
-    mood.unlink()
-    assert statuses(lookup, [77]) == ["unknown_entity"]
-
-
 def test_inputs_of_a_request_need_no_source_and_missing_ones_are_null(
     make_project: MakeProject, open_lookup: OpenLookup
 ) -> None:
@@ -1034,10 +886,8 @@ def test_inputs_of_a_request_need_no_source_and_missing_ones_are_null(
     project = make_project([(1, 1.0)], view=FALLBACK | {"source": {"sql": sql}})
     project.publish_all()
     lookup = open_lookup(project)
-    assert lookup.get("numbers", [500], inputs={"500": {"x": 7, "y": 1}})["double"].to_pylist() == [
-        14.0
-    ]
-    assert lookup.get("numbers", ["500"], inputs={500: {"x": 7}})["double"].to_pylist() == [14.0]
+    for key, given in ((500, {"500": {"x": 7, "y": 1}}), ("500", {500: {"x": 7}})):
+        assert lookup.get("numbers", [key], inputs=given)["double"].to_pylist() == [14.0]
     assert statuses(lookup, [500], inputs={"500": {"y": 7}}) == ["model_error"]
     assert statuses(lookup, [500]) == ["unknown_entity"]
 
@@ -1056,9 +906,8 @@ def test_bytes_of_a_requests_inputs_are_base64(
     project.publish_all()
     lookup = open_lookup(project)
     for raw in (b"12345", base64.b64encode(b"12345").decode()):
-        assert lookup.get("numbers", [500], inputs={"500": {"raw": raw}})["double"].to_pylist() == [
-            5.0
-        ]
+        found = lookup.get("numbers", [500], inputs={"500": {"raw": raw}})
+        assert found["double"].to_pylist() == [5.0]
     assert statuses(lookup, [501], inputs={"501": {"raw": "none!"}}) == ["model_error"]
 
 
@@ -1069,22 +918,12 @@ def test_the_same_key_with_other_inputs_is_another_computation(make_project: Mak
     )
     project.publish_all()
     write_data(project, {5: 5.0})
-    online, fallback = (
-        project.open_online(),
-        ViewFallback(project.offline, project.home, memory_mb=64),
-    )
-    pointer = online.live("numbers")
-    assert pointer is not None
-    try:
+    with opened(project) as (fallback, pointers):
+        pointer = pointers["numbers"]
         fallback.warm(pointer)
-        asked = [
-            _submit(fallback, pointer, "5", **inputs)
-            for inputs in ({}, {"x": 1}, {"x": 2}, {"x": 1}, {})
-        ]
+        given: tuple[dict[str, Any], ...] = ({}, {"x": 1}, {"x": 2}, {"x": 1}, {})
+        asked = [_submit(fallback, pointer, "5", **inputs) for inputs in given]
         computed = [future.result(timeout=20) for future in asked]
-    finally:
-        fallback.close()
-        online.close()
     assert computed[0] is computed[4]
     assert computed[1] is computed[3]
     assert [values_of(pointer, one)["double"] for one in computed] == [10.0, 2.0, 4.0, 2.0, 10.0]

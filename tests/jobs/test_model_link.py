@@ -20,15 +20,16 @@ from typing import Any
 import pytest
 
 from precompute.jobs.serve import model_group
-from precompute.jobs.serve.model_group import ModelGroup, ModelLimits, ModelProcess, socket_path
+from precompute.jobs.serve.model_group import ModelGroup, ModelLimits, ModelProcess
 from precompute.jobs.serve.model_server import Conversation
 from precompute.jobs.serve.remote_fallback import (
     MOST_IN_FLIGHT,
     MOST_SENT,
     ModelLink,
     RemoteFallback,
+    socket_path,
 )
-from precompute.jobs.serve.server import WorkerKeeper
+from precompute.jobs.serve.server import LookupWorker
 from precompute.jobs.serve.supervised_process import (
     AGAIN,
     HELD_UP_S,
@@ -124,6 +125,13 @@ def runtime() -> Iterator[Path]:
 def process(runtime: Path, pointer: Pointer) -> Iterator[Process]:
     with contextlib.closing(Process(runtime, pointer.model)) as process:
         yield process
+
+
+@pytest.fixture
+def group(runtime: Path) -> Iterator[ModelGroup]:
+    limits = ModelLimits(1.0, 10_000, 64, {"always": True})
+    with contextlib.closing(ModelGroup("d94e358d6ad1ff", {}, runtime, limits, Meter())) as group:
+        yield group
 
 
 @pytest.fixture
@@ -234,29 +242,21 @@ def test_what_is_asked_of_a_link_that_was_closed_ends_too(
     assert isinstance(future.exception(5), Miss)
 
 
-def test_a_link_goes_on_where_the_system_had_no_thread_for_once(
-    runtime: Path, pointer: Pointer
+def test_misses_end_where_a_link_has_no_thread_or_cannot_send_them(
+    process: Process, fallback: RemoteFallback, pointer: Pointer
 ) -> None:
-    path, model = runtime / "model.sock", Slow()
-    with (
-        contextlib.closing(ModelLink(path, lambda: None, lambda views: None)) as link,
-        socket.socket(socket.AF_UNIX) as listener,
-    ):
-        listener.bind(str(path))
-        listener.listen(8)
-        usual = threading.stack_size(2**46)
-        try:
-            (future,) = link.ask(pointer, ["a"], {}, soon())
-            assert (
-                str(future.exception(5))
-                == "the model process cannot be queried: can't start new thread"
-            )
-        finally:
-            threading.stack_size(usual)
-        link.ask(pointer, ["b"], {}, soon())
-        listener.accept()[0].close()
-        Conversation(listener.accept()[0], model)  # type: ignore[arg-type]
-        eventually(lambda: "b" in model.asked)
+    usual = threading.stack_size(2**46)
+    try:
+        (future,) = fallback.submit(pointer, ["a"], {}, soon())
+    finally:
+        threading.stack_size(usual)
+    error = "the model process cannot be queried: can't start new thread"
+    assert str(future.exception(5)) == error
+    # nor does what is no JSON end the thread
+    (odd,) = fallback.submit(pointer, ["odd"], {"odd": {"x": object()}}, soon())
+    assert str(odd.exception(5)).startswith("the model process cannot be queried: ")
+    fallback.submit(pointer, ["b"], {}, soon())
+    eventually(lambda: "b" in process.model.asked)
 
 
 def test_a_lost_process_has_its_requests_sent_to_the_next_one(
@@ -264,28 +264,13 @@ def test_a_lost_process_has_its_requests_sent_to_the_next_one(
 ) -> None:
     lost: list[set[str]] = []
     link = ModelLink(socket_path(runtime, pointer.model), lambda: None, lost.append)
-    link.ask(pointer, ["a"], {}, soon())
-    eventually(lambda: "a" in process.model.asked)
-    connection: Any = link._connection
-
-    class Cut:
-        """The connection's socket, whose end the reader sees just before the writer does."""
-
-        def __init__(self, real: socket.socket) -> None:
-            self._real = real
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._real, name)
-
-        def sendall(self, data: bytes) -> None:
-            process.connections[0].shutdown(socket.SHUT_RDWR)
-            eventually(lambda: connection.lost)
-            raise BrokenPipeError
-
-    connection.socket = Cut(connection.socket)
-    (cut,) = link.ask(pointer, ["cut"], {}, soon())
-    for key, future in (("cut", cut), ("b", link.ask(pointer, ["b"], {}, soon())[0])):
+    for key in ("a", "b"):
+        (future,) = link.ask(pointer, [key], {}, soon())
         eventually(lambda: key in process.model.asked)  # noqa: B023
+        if not lost:
+            del process.model.asked[key]
+            process.connections[0].shutdown(socket.SHUT_RDWR)
+            eventually(lambda: key in process.model.asked)  # noqa: B023
         process.model.asked[key].set_result(computed_row(pointer, key, Row(2.0)))
         assert future.result(5) == computed_row(pointer, key, Row(2.0))
     assert lost == [{pointer.view.name}]
@@ -299,24 +284,20 @@ def test_a_lost_process_has_its_requests_sent_to_the_next_one(
     link.close()
 
 
-def test_a_process_that_should_be_idle_and_shows_no_life_is_killed(runtime: Path) -> None:
-    with contextlib.closing(
-        ModelGroup("model", {}, runtime, ModelLimits(1.0, 10_000, 64), Meter())
-    ) as group:
-        with (socket_path(runtime, "model").with_suffix(".watch")).open("r+b") as file:
-            watch = Watch(file.fileno())
-        # so that nobody's memory is looked at
-        group.serving._memory_at = math.inf
-        watch.set(math.inf)
-        now = time.monotonic()
-        assert group.serving.judged(now + STILL_S - 1) is None
-        assert "no sign of life" in str(group.serving.judged(now + STILL_S + 1))
-        watch.beat(now + 5)
-        assert group.serving.judged(now + STILL_S + 1) is None
-        # at work it may keep Python's lock as long as its requests wait
-        watch.set(now + 100)
-        assert group.serving.judged(now + 100) is None
-        assert "a call took 1 s longer" in str(group.serving.judged(now + 102))
+def test_a_process_that_should_be_idle_and_shows_no_life_is_killed(group: ModelGroup) -> None:
+    serving, watch = group.serving, group.serving.watch
+    # so that nobody's memory is looked at
+    serving._memory_at = math.inf
+    watch.set(math.inf)
+    now = time.monotonic()
+    assert serving.judged(now + STILL_S - 1) is None
+    assert "no sign of life" in str(serving.judged(now + STILL_S + 1))
+    watch.alive_at = now + 5
+    assert serving.judged(now + STILL_S + 1) is None
+    # at work it may keep Python's lock as long as its requests wait
+    watch.set(now + 100)
+    assert serving.judged(now + 100) is None
+    assert "a call took 1 s longer" in str(serving.judged(now + 102))
 
 
 def test_what_a_model_process_had_on_disk_goes_with_it(
@@ -336,19 +317,16 @@ def test_what_a_model_process_had_on_disk_goes_with_it(
     assert not list(tmp_path.glob("precompute-duckdb-*"))
 
 
-def test_what_a_process_had_in_its_hands_is_known_to_the_next_one(runtime: Path) -> None:
-    with contextlib.closing(
-        ModelGroup("model", {}, runtime, ModelLimits(1.0, 10_000, 64), Meter())
-    ) as group:
-        with (socket_path(runtime, "model").with_suffix(".watch")).open("r+b") as file:
-            watch = Watch(file.fileno())
-        assert watch.held() == []
-        watch.set(5.0, [2**64 - 1, 7])
-        assert (group.serving.watch.held(), group.serving.watch.get()) == ([2**64 - 1, 7], 5.0)
-        watch.set(5.0, range(MOST_HELD + 1))
-        assert group.serving.watch.held() == list(range(MOST_HELD))
-        watch.set(math.inf)
-        assert group.serving.watch.held() == []
+def test_what_a_process_had_in_its_hands_is_known_to_the_next_one(
+    group: ModelGroup, runtime: Path
+) -> None:
+    with (next(runtime.glob("*.watch"))).open("r+b") as file:
+        watch = Watch.of(file.fileno())
+    ours = group.serving.watch
+    assert ours.held() == []
+    for done_by, rows in ((5.0, [2**64 - 1, 7]), (6.0, list(range(MOST_HELD))), (math.inf, [])):
+        watch.set(done_by, rows + [1] * (len(rows) // MOST_HELD))
+        assert (ours.done_by, ours.held()) == (done_by, rows)
 
 
 def test_suspected_rows_are_tried_alone_and_killers_left_alone() -> None:
@@ -370,16 +348,8 @@ def test_suspected_rows_are_tried_alone_and_killers_left_alone() -> None:
 def test_inputs_are_known_under_whatever_key_they_come() -> None:
     given = '{"text": "poison"}'
     assert row_hash("films", "1", given) == row_hash("films", "2", given)
-    assert (
-        len(
-            {
-                row_hash("films", "1", given),
-                row_hash("tags", "1", given),
-                *(row_hash("films", key, None) for key in "12"),
-            }
-        )
-        == 4
-    )
+    others = [row_hash("tags", "1", given), *(row_hash("films", key, None) for key in "12")]
+    assert len({row_hash("films", "1", given), *others}) == 4
 
 
 def test_trials_that_end_process_after_process_are_suspended() -> None:
@@ -398,26 +368,20 @@ def test_trials_that_end_process_after_process_are_suspended() -> None:
 
 
 def test_a_worker_whose_loop_stands_still_is_killed(runtime: Path) -> None:
-    with contextlib.closing(
-        WorkerKeeper(3, {"runtime": str(runtime), "listeners": []}, Meter())
-    ) as worker:
-        with (runtime / "worker-3.watch").open("r+b") as file:
-            watch = Watch(file.fileno())
-        watch.begin()
+    spec = {"runtime": str(runtime), "listeners": []}
+    with contextlib.closing(LookupWorker(3, spec, Meter())) as worker:
+        worker.watch.begin()
         now = time.monotonic()
         # it has not come up yet
-        assert (worker.judged(now + STILL_S + 1), watch.has_begun(now)) == (None, False)
+        assert (worker.judged(now + STILL_S + 1), worker.watch.has_begun(now)) == (None, False)
         assert worker.judged(now + START_S + STILL_S + 1) is not None
-        watch.beat(now)
-        assert (worker.judged(now + STILL_S - 1), watch.has_begun(now)) == (None, True)
+        worker.watch.alive_at = now
+        assert (worker.judged(now + STILL_S - 1), worker.watch.has_begun(now)) == (None, True)
         assert "its loop stood still" in str(worker.judged(now + STILL_S + 1))
 
 
 class Still(SupervisedProcess):
     """A process that showed that it lives once, as it began."""
-
-    def __init__(self) -> None:
-        super().__init__("model", "it", Meter())
 
     def start(self) -> ChildProcess:
         self.began = time.monotonic()
@@ -427,9 +391,9 @@ class Still(SupervisedProcess):
         return "was killed: it is still" if now - self.began > STILL_S else None
 
 
-def test_who_was_stopped_itself_lets_a_process_show_first_that_it_lives() -> None:
+def test_who_was_stopped_itself_lets_a_process_show_first_that_it_lives(runtime: Path) -> None:
     """As in a container that was paused: nothing in it could show anything."""
-    kept = Still()
+    kept = Still("model", "it", "", {}, runtime / "watch", Meter())
     now = time.monotonic()
     kept.look(now)
     process = kept.process
@@ -454,15 +418,12 @@ def shell(line: str) -> ChildProcess:
 
 
 def test_a_spare_stands_by_while_memory_allows(
-    runtime: Path, monkeypatch: pytest.MonkeyPatch
+    group: ModelGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free_mb = 299
-    for name, value in (
-        ("SPARE_AFTER_S", 0.0),
-        ("MEMORY_EVERY_S", 0.0),
-        ("memory_mb", lambda pid: 100),
-    ):
-        monkeypatch.setattr(model_group, name, value)
+    monkeypatch.setattr(model_group, "SPARE_AFTER_S", 0.0)
+    monkeypatch.setattr(model_group, "MEMORY_EVERY_S", 0.0)
+    monkeypatch.setattr(model_group, "memory_mb", lambda pid: 100)
     monkeypatch.setattr(model_group, "available_bytes", lambda: free_mb * 2**20)
     monkeypatch.setattr(model_group, "_has_gpu", lambda: False)
 
@@ -471,27 +432,55 @@ def test_a_spare_stands_by_while_memory_allows(
         return shell("exec sleep 60")
 
     monkeypatch.setattr(ModelProcess, "start", start)
-    with contextlib.closing(
-        ModelGroup("model", {}, runtime, ModelLimits(1.0, 10_000, 64), Meter())
-    ) as group:
-        group.serves(["films"])
+    group.serves(["films"])
+    group.look(time.monotonic())
+    # what serves has nothing open yet
+    assert len(group.running()) == 1
+    group.serving.watch.is_open = True
+    seen = []
+    for free_mb in (299, 301, 101, 99, 301):  # noqa: B007
         group.look(time.monotonic())
-        # what serves has nothing open yet
-        assert len(group.running()) == 1
-        group.serving.watch.is_open = True
-        seen = []
-        for free_mb in (299, 301, 101, 99, 301):  # noqa: B007
-            group.look(time.monotonic())
-            seen.append((len(group.running()), group.serving.watch.may_try))
-        # while one is on its way, no row is tried that may end the one that serves
-        assert seen == [(1, True), (2, False), (2, False), (1, True), (2, False)]
-        end_all(group.running(), grace_s=5)
-        for process in group.running():
-            process.pipes()[0].close()
+        seen.append((len(group.running()), group.serving.watch.may_try))
+    # while one is on its way, no row is tried that may end the one that serves
+    assert seen == [(1, True), (2, False), (2, False), (1, True), (2, False)]
+    end_all(group.running(), grace_s=5)
+    for process in group.running():
+        process.pipes()[0].close()
+
+
+@pytest.mark.parametrize("status", [3, AGAIN])
+def test_a_spare_takes_over_unless_what_it_has_loaded_is_as_old(
+    group: ModelGroup, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    def start(process: ModelProcess) -> ChildProcess:
+        process.watch.begin()
+        return shell(f"read line; exit {status}")
+
+    monkeypatch.setattr(model_group, "SPARE_AFTER_S", 2.0)
+    monkeypatch.setattr(ModelProcess, "start", start)
+    group.serves(["always"])
+    now = time.monotonic()
+    group.look(now)
+    group.serving.watch.is_open = True
+    group.serving.watch.set(math.inf)
+    for later_s, there in ((0.0, 1), (1.9, 1), (2.1, 2)):
+        group.look(now + later_s)
+        assert len(group.running()) == there
+    serving, spare = group.serving, group.spare
+    process = serving.process
+    assert process is not None
+    assert spare.process is not None
+    process.pipes()[0].close()
+    eventually(process.ended)
+    group.look(time.monotonic())
+    assert (group.serving is spare, spare.serves) == (status != AGAIN,) * 2
+    for one in group.running():
+        one.pipes()[0].close()
+        assert one.wait(10)
 
 
 def test_a_lost_process_is_reported_by_its_views_and_a_planned_end_is_not(
-    runtime: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    group: ModelGroup, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO")
     statuses = iter((7, AGAIN, 7))
@@ -500,14 +489,11 @@ def test_a_lost_process_is_reported_by_its_views_and_a_planned_end_is_not(
     )
     monkeypatch.setattr(ModelProcess, "judged", lambda self, now: None)
     monkeypatch.setattr(ModelProcess, "longest_wait_s", 0.3)
-    with contextlib.closing(
-        ModelGroup("d94e358d6ad1ff", {}, runtime, ModelLimits(1.0, 10_000, 64), Meter())
-    ) as group:
-        group.serves(["tags", "films"])
-        group.serves(["films"])
-        for ends in (1, 2, 3):
-            while group.serving.ends_quickly < ends:
-                group.look(time.monotonic())
+    group.serves(["tags", "films"])
+    group.serves(["films"])
+    for ends in (1, 2, 3):
+        while group.serving.ends_quickly < ends:
+            group.look(time.monotonic())
     name = "the process of model d94e358d6ad1 ('films', 'tags')"
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("ERROR", f"{name} exited with status 7; it is restarted in 0.1 s"),

@@ -20,10 +20,9 @@ import pyarrow as pa
 import pytest
 
 from precompute.jobs.serve.model_group import ModelLimits
-from precompute.jobs.serve.server import FUTILE, Supervisor, WorkerKeeper
+from precompute.jobs.serve.server import FUTILE, LookupWorker, Supervisor
 from precompute.jobs.serve.supervised_process import STILL_S, Watch
 from precompute.store.errors import PrecomputeError
-from precompute.store.wire import bodies
 from precompute.workers.process import AdoptedProcess, ChildProcess
 from tests.arithmetic import Doubler
 from tests.server import Server, View, eventually, make_folder, read_reply, write_numbers
@@ -69,8 +68,8 @@ FAULTY: View = {
 
 AT_ONCE = """
 from precompute.jobs.serve.supervised_process import SupervisedProcess
-from precompute.jobs.serve.server import WorkerKeeper
-SupervisedProcess.longest_wait_s = WorkerKeeper.longest_wait_s = 0.1
+from precompute.jobs.serve.server import LookupWorker
+SupervisedProcess.longest_wait_s = LookupWorker.longest_wait_s = 0.1
 """
 """What ended is restarted at once, however often it does: it ends some twenty times here, which
 were 40 s of waiting."""
@@ -81,15 +80,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Two workers, over a healthy view, a faulty one, and one whose model writes down what it
     computes."""
     folder = tmp_path_factory.mktemp("models")
+    args = {"path": str(folder / "batches"), "sleep_s": 0.5}
     counting: View = {
-        "model": {
-            "use": "tests.arithmetic:Counting",
-            "args": {"path": str(folder / "batches"), "sleep_s": 0.5},
-        }
+        "model": {"use": "tests.arithmetic:Counting", "args": args},
+        "fallback": {"enabled": True, "deadline": "10s"},
     }
-    counting["fallback"] = {"enabled": True, "deadline": "10s"}
-    defaulted: View = {"fallback": {"default": {"double": 7.5, "vector": [0, 0, 0, 1]}}}
-    views = {"numbers": {}, "faulty": FAULTY, "counted": counting, "defaulted": defaulted}
+    views = {"numbers": {}, "faulty": FAULTY, "counted": counting}
     make_folder(folder, views, serve=SERVE).publish_all()
     write_numbers(folder, [1, 2, 3, *range(9, 60), *BAD])
     with Server(folder, first=AT_ONCE) as server:
@@ -219,15 +215,8 @@ def test_a_spare_takes_over_and_what_ended_the_first_ends_no_other(tmp_path: Pat
 
 def spares(server: Server) -> int:
     """How many processes of models stand by."""
-    return int(
-        float(
-            re.findall(
-                r"^precompute_model_spares (\S+)",
-                server.get("/metrics").body.decode(),
-                re.MULTILINE,
-            )[0]
-        )
-    )
+    text = server.get("/metrics").body.decode()
+    return int(float(re.findall(r"^precompute_model_spares (\S+)", text, re.MULTILINE)[0]))
 
 
 def alive(pid: int) -> bool:
@@ -274,45 +263,6 @@ def test_many_requests_for_one_missing_key_over_all_workers_are_one_call(server:
     assert {(reply.status, reply.json["features"]["double"]) for reply in replies} == {(200, 100.0)}
     batches = Path(str(server.log.parent / "batches")).read_text().splitlines()
     assert batches.count("[50.0]") == 1
-
-
-def test_a_computed_miss_and_an_unknown_entity_are_cached_for_all_workers(server: Server) -> None:
-    batches = server.log.parent / "batches"
-    for key, status, answer in ((51, 200, "cache"), (7777, 404, None)):
-        first = server.get(f"/v1/views/counted/rows/{key}")
-        assert (first.status, first.json.get("source")) == (status, answer and "fallback")
-        eventually(lambda: server.get(f"/v1/views/counted/rows/{key}").json.get("source") == answer)  # noqa: B023
-    write_numbers(server.log.parent, [*range(1, 60), 7777, *BAD])
-    for _ in range(10):
-        kept = server.get("/v1/views/counted/rows/51").json
-        assert (kept["status"], kept["source"], kept["features"]["double"]) == (
-            "fresh",
-            "cache",
-            102.0,
-        )
-        server.get("/v1/views/counted/rows/7777").check_problem(404, "unknown_entity")
-    assert batches.read_text().splitlines().count("[51.0]") == 1
-
-
-def test_a_default_answers_for_a_missing_row_and_tells_why_it_is_missing(server: Server) -> None:
-    reply = server.get("/v1/views/defaulted/rows/9")
-    told = {name: reply.json[name] for name in ("status", "source", "reason", "age_s", "features")}
-    assert (reply.status, reply.headers["cache-control"], "etag" in reply.headers) == (
-        200,
-        "no-store",
-        False,
-    )
-    assert told == {
-        "status": "missing",
-        "source": "default",
-        "reason": "unknown_entity",
-        "age_s": None,
-        "features": {"double": 7.5, "vector": [0.0, 0.0, 0.0, 1.0]},
-    }
-    arrow = server.get("/v1/views/defaulted/rows/9", accept=bodies.ARROW).arrow.to_pylist()[0]
-    assert (arrow["source"], arrow["double"], arrow["computed_at"]) == ("default", 7.5, None)
-    assert server.get("/v1/views/defaulted/rows/9", cache_control="only-if-cached").status == 504
-    assert server.get("/v1/views/defaulted/rows/1").json["source"] == "store"
 
 
 def test_a_worker_killed_under_load_loses_only_what_it_had_in_hand(server: Server) -> None:
@@ -369,7 +319,7 @@ def test_a_workers_loop_shows_that_it_lives(server: Server) -> None:
     links = {link.resolve().name: link for link in Path(f"/proc/{server.process.pid}/fd").iterdir()}
     for name in ("worker-0.watch", "worker-1.watch"):
         with links[name].open("r+b") as file:
-            watch = Watch(file.fileno())
+            watch = Watch.of(file.fileno())
         began = time.monotonic()
         # later than it began, and none of what a process that was started has leave for
         eventually(
@@ -390,12 +340,12 @@ def test_where_no_worker_comes_up_the_server_says_so_and_ends(tmp_path: Path) ->
 def test_a_stalled_worker_that_should_end_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def deaf(worker: WorkerKeeper) -> ChildProcess:
-        worker._watch.beat(time.monotonic())
+    def deaf(worker: LookupWorker) -> ChildProcess:
+        worker.watch.beat()
         (tmp_path / "deaf").touch()
         return ChildProcess(["sh", "-c", "trap '' TERM; exec sleep 600"])
 
-    monkeypatch.setattr(WorkerKeeper, "start", deaf)
+    monkeypatch.setattr(LookupWorker, "start", deaf)
     monkeypatch.setattr("precompute.jobs.serve.server.DRAIN_STILL_S", 0.5)
     supervisor = Supervisor(
         {"runtime": str(tmp_path), "listeners": []}, {}, ModelLimits(1.0, 1000, 64)

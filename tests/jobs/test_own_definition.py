@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from precompute.jobs.serve.fallback import ViewFallback
-from precompute.jobs.serve.model_group import socket_path
+from precompute.jobs.serve.remote_fallback import socket_path
 from precompute.store.answers.lookup import Lookup
 from precompute.store.disk.record import replace
 from precompute.store.errors import DamagedPointerError

@@ -24,15 +24,14 @@ from precompute.jobs.config.project import Project
 from precompute.jobs.config.schedule import last_fire
 from precompute.jobs.schedule.due import LEADER, Decision, Ledger
 from precompute.jobs.schedule.scheduler import Scheduler, run_command
-from precompute.store.disk.lease import holder, is_held, take
-from precompute.store.offline.refs import run_lease
+from precompute.store.disk.lease import holder, is_held
 from precompute.store.offline.runs import Report
 from precompute.store.offline.view_store import OfflineStore
 from precompute.store.times import iso
 from tests import REPOSITORY
 from tests.conftest import MakeProject
 from tests.scene import Scene
-from tests.server import eventually
+from tests.server import eventually, state
 
 RARELY = "0 0 29 2 *"  # not while a test runs
 LONG_AGO = datetime(2024, 1, 1, tzinfo=UTC)
@@ -174,17 +173,6 @@ NOTE = "echo $VIEW >> $LOG"
 DONE = f"{NOTE}; published"
 
 
-def test_it_tells_what_is_scheduled_and_runs_nothing_before_its_time(running: MakeRunning) -> None:
-    schedule = running({"numbers": (RARELY, DONE), "b": ("after numbers", DONE)})
-    schedule.await_said(
-        r"numbers: next at \d{4}-02-29 00:00\+00:00",
-        "b: after numbers: waits for the first snapshot of numbers",
-    )
-    time.sleep(0.3)
-    schedule.stop()
-    assert (schedule.ran(), len(schedule.said)) == ([], 2)
-
-
 def test_a_chain_runs_each_view_when_the_one_before_is_live(running: MakeRunning) -> None:
     schedule = running(
         {"c": ("after b", DONE), "numbers": (RARELY, DONE), "b": ("after numbers", DONE)},
@@ -207,29 +195,6 @@ def test_a_chain_runs_each_view_when_the_one_before_is_live(running: MakeRunning
     ]
     time.sleep(0.3)
     assert schedule.ran() == ["numbers", "b", "c"]
-
-
-def test_a_parent_that_found_nothing_new_starts_nothing(running: MakeRunning) -> None:
-    schedule = running(
-        {"numbers": ({"at": YEARLY, "catch_up": "all"}, DONE), "b": ("after numbers", DONE)},
-        start=False,
-    )
-    schedule._shell["numbers"] = (
-        f"{NOTE}; if [ -e $ROOT/b/runs ]; then report current; else published; fi"
-    )
-    now = datetime.now(UTC)
-    Ledger(schedule.project, schedule.store).settle(
-        "numbers", now.replace(month=1, day=1, hour=0) - timedelta(hours=1)
-    )
-    schedule.start().await_said(r"b: done after .*")
-    Path(schedule.project.root / "numbers/runs").rename(
-        schedule.project.root / "numbers/old"
-    )  # as if it had not run
-    schedule.make_due("numbers")
-    eventually(lambda: schedule.statuses("numbers")[:1] == ["current"])
-    time.sleep(0.3)
-    assert schedule.ran()[:3] == ["numbers", "b", "numbers"]
-    assert schedule.ran().count("b") == 1
 
 
 @pytest.mark.parametrize(
@@ -268,24 +233,6 @@ def test_after_a_failure_nothing_follows_it_shows_and_the_others_go_on(
         assert report.error == f"{outcome}, and left no report; its output tells more"
 
 
-def test_a_view_after_two_others_runs_once_when_the_last_of_them_is_done(
-    running: MakeRunning,
-) -> None:
-    wait = "while [ ! -e $LOG.$VIEW ]; do sleep 0.05; done"
-    views = {
-        "numbers": (RARELY, f"{wait}; {DONE}"),
-        "b": (RARELY, f"{wait}; {DONE}"),
-        "both": ("after numbers, b", DONE),
-    }
-    schedule = running(views, ["numbers", "b"])
-    Path(f"{schedule.log}.numbers").touch()
-    schedule.await_said("numbers: done after .*")
-    Path(f"{schedule.log}.b").touch()
-    schedule.await_said("both: done after .*")
-    time.sleep(0.3)
-    assert schedule.ran() == ["numbers", "b", "both"]
-
-
 def test_one_run_of_a_view_at_a_time_and_different_views_side_by_side(running: MakeRunning) -> None:
     views = {
         "numbers": ({"at": YEARLY, "catch_up": "all"}, f"{NOTE}; sleep 60"),
@@ -297,57 +244,6 @@ def test_one_run_of_a_view_at_a_time_and_different_views_side_by_side(running: M
     assert not schedule.scheduler.start("numbers", due)
     time.sleep(0.3)
     assert sorted(schedule.ran()) == ["b", "numbers"]
-
-
-@pytest.mark.parametrize(
-    ("catch_up", "years"),
-    [("all", ["2023", "2024", "2025", "2026"]), ("latest", ["2026"]), ("none", [])],
-)
-def test_what_was_missed_while_no_scheduler_was_up_is_caught_up_on(
-    running: MakeRunning, catch_up: str, years: list[str]
-) -> None:
-    note = "echo $DUE | cut -c 1-4 >> $LOG; sleep 0.1; published"
-    schedule = running({"numbers": ({"at": YEARLY, "catch_up": catch_up}, note)}, start=False)
-    schedule.scheduler.clock = lambda: datetime(2026, 6, 1, tzinfo=UTC)
-    ledger = Ledger(schedule.project, schedule.store)
-    ledger.settle("numbers", datetime(2022, 6, 1, tzinfo=UTC))
-    schedule.start()
-    eventually(lambda: ledger.decision("numbers", datetime(2026, 6, 1, tzinfo=UTC)).state == "idle")
-    schedule.stop()
-    assert schedule.ran() == years
-    again = Running(schedule.project, schedule._shell, schedule.log.parent)
-    again.scheduler.clock = schedule.scheduler.clock
-    again.start().await_said(r"numbers: next at 2027-01-01 00:00\+00:00.*")
-    time.sleep(0.3)
-    again.stop()
-    assert again.ran() == years
-
-
-def test_a_failing_run_is_retried_after_a_restart_and_then_given_up(running: MakeRunning) -> None:
-    views = {
-        "numbers": (
-            {"at": RARELY, "retries": 2, "retry_after": "1s"},
-            f"{NOTE}; report failed; exit 1",
-        )
-    }
-    schedule = running(views, ["numbers"])
-    schedule.await_said(rf"numbers: {re.escape(SINCE)}, retry 1 of 2 at .*")
-    schedule.stop()
-    again = Running(schedule.project, schedule._shell, schedule.log.parent)
-    again.start().await_said(rf"numbers: started \({re.escape(SINCE)}, retry 2 of 2\)")
-    eventually(lambda: again.statuses("numbers") == ["failed"] * 3)
-    time.sleep(0.3)
-    again.stop()
-    assert again.ran() == ["numbers"] * 3
-    assert {report.due for report in again.store.view("numbers").runs.reports()} == {LEAP_DAY}
-
-
-def test_a_retry_that_succeeds_ends_it_and_the_next_view_follows(running: MakeRunning) -> None:
-    shell = f"{NOTE}; if [ $(wc -l < $LOG) -lt 3 ]; then report killed; exit 1; fi; published"
-    schedule = running({"numbers": (RARELY, shell), "b": ("after numbers", DONE)}, ["numbers"])
-    schedule.await_said("b: done after .*")
-    assert schedule.ran() == ["numbers"] * 3 + ["b"]
-    assert schedule.statuses("numbers") == ["published", "killed", "killed"]
 
 
 def test_a_bad_configuration_is_not_tried_again_nor_after_a_restart(running: MakeRunning) -> None:
@@ -411,10 +307,7 @@ def test_a_damaged_file_of_one_view_is_told_once_and_the_others_go_on(running: M
 
 def _alive(pid: int) -> bool:
     """Whether a process is there and no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    return state(pid) not in ("", "Z")
 
 
 def test_stop_ends_all_processes_and_begins_nothing_more(running: MakeRunning) -> None:
@@ -440,18 +333,6 @@ def test_stop_ends_all_processes_and_begins_nothing_more(running: MakeRunning) -
 DEAF = "trap '' TERM; report running; echo $$ >> $LOG; sleep 60 & echo $! >> $LOG; while :; do sleep 0.05; done"
 
 
-def test_what_does_not_heed_sigterm_is_killed_after_the_grace(
-    running: MakeRunning, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(precompute.jobs.schedule.scheduler, "STOP_GRACE_S", 0.3)
-    schedule = running({"numbers": (RARELY, DEAF), "b": ("after numbers", NOTE)}, ["numbers"])
-    eventually(lambda: len(schedule.ran()) == 2)
-    pids = [int(word) for word in schedule.ran()]
-    schedule.stop()
-    eventually(lambda: not any(map(_alive, pids)))
-    schedule.await_said("numbers: killed by signal 9 after .*")
-
-
 def test_a_run_past_its_deadline_is_ended_with_its_children(
     running: MakeRunning, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -469,21 +350,6 @@ def test_a_run_past_its_deadline_is_ended_with_its_children(
         ("published", None),
         ("killed", "killed: its deadline of 1 s passed"),
     ]
-
-
-def test_what_a_run_leaves_behind_in_its_group_is_ended_too(running: MakeRunning) -> None:
-    schedule = running({"numbers": (RARELY, "sleep 60 & echo $! >> $LOG; published")}, ["numbers"])
-    schedule.await_said("numbers: done after .*")
-    eventually(lambda: not _alive(int(schedule.ran()[0])))
-
-
-def test_a_run_that_ends_well_on_sigterm_starts_nothing_after_it(running: MakeRunning) -> None:
-    shell = "trap 'published; exit 0' TERM; echo in >> $LOG; while :; do sleep 0.05; done"
-    schedule = running({"numbers": (RARELY, shell), "b": ("after numbers", NOTE)}, ["numbers"])
-    eventually(lambda: schedule.ran() == ["in"])
-    schedule.stop()
-    schedule.await_said("numbers: done after .*")
-    assert schedule.ran() == ["in"]
 
 
 def test_a_run_begun_in_the_moment_of_stopping_is_ended_with_the_others(
@@ -535,44 +401,6 @@ def test_a_clock_set_forward_is_one_tick_and_not_one_for_every_second() -> None:
 
 
 # ---- who acts
-
-
-def test_a_second_scheduler_stands_by_and_takes_over_when_the_first_stops(
-    running: MakeRunning,
-) -> None:
-    first = running({"numbers": (RARELY, DONE)})
-    second = Running(first.project, {"numbers": DONE}, first.log.parent)
-    second.start().await_said("standing by: another one acts .*")
-    first.make_due("numbers")
-    first.await_said("numbers: done after .*")
-    time.sleep(0.3)
-    assert (first.ran(), len(second.said)) == (["numbers"], 1)
-    first.stop()
-    second.await_said("scheduler: acting now", r"numbers: next at \d{4}-02-29 .*")
-    second.stop()
-    assert second.ran() == ["numbers"]
-
-
-def test_a_scheduler_that_lost_its_lease_stands_by_and_starts_nothing(running: MakeRunning) -> None:
-    schedule = running({"numbers": (RARELY, DONE)})
-    with take(schedule.project.root / ".scheduler", LEADER, "a test", force=True):
-        schedule.await_said(
-            "standing by: the scheduler on .* was silent .* lost its lease 'leader' to a test.*"
-        )
-        schedule.make_due("numbers")
-        time.sleep(0.5)
-        assert schedule.ran() == []
-    schedule.await_said("scheduler: acting now", "numbers: done after .*")
-
-
-def test_a_view_that_somebody_else_runs_is_not_started(running: MakeRunning) -> None:
-    schedule = running({"numbers": (RARELY, DONE)}, start=False)
-    with take(schedule.store.view("numbers").leases, run_lease(None), "a run by hand"):
-        schedule.make_due("numbers")
-        schedule.start().await_said("numbers: runs now")
-        time.sleep(0.3)
-        assert schedule.ran() == []
-    schedule.await_said("numbers: done after .*")
 
 
 # ---- the real thing
@@ -713,22 +541,6 @@ def running_report(store: OfflineStore) -> Report:
     return store.view("numbers").runs.reports()[0]
 
 
-def test_sigterm_ends_the_runs_of_a_schedule_and_the_live_snapshot_stays(
-    make_project: MakeProject, process: Callable[[Scene], Process]
-) -> None:
-    project, store = slow(make_project)
-    schedule = process(project)
-    pid = running_report(store).pid
-    status, err = schedule.end(signal.SIGTERM)
-    assert status == 0, err
-    assert schedule.said[1:3] == [f"numbers: started ({SINCE})", "numbers: stopping"]
-    assert not _alive(pid)
-    assert (store.view("numbers").numbers(), store.view("numbers").running()) == ([], False)
-    assert [(r.status, r.error) for r in store.view("numbers").runs.reports()] == [
-        ("killed", "killed: the scheduler was stopped")
-    ]
-
-
 def test_a_killed_leaders_run_is_looked_after_by_the_next_one(
     make_project: MakeProject, process: Callable[[Scene], Process]
 ) -> None:
@@ -796,25 +608,6 @@ def test_a_stopped_scheduler_loses_the_lead_and_stands_by_when_it_wakes(
 
 def test_a_run_is_precompute_run_of_that_view_with_this_python(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)])
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "precompute.jobs.cli",
-        "-c",
-        str(project.folder),
-        "run",
-        "numbers",
-        "--due",
-        LEAP_DAY,
-    ]
+    command = [sys.executable, "-P", "-m", "precompute.jobs.cli", "-c", str(project.folder)]
+    command += ["run", "numbers", "--due", LEAP_DAY]
     assert run_command(project, "numbers", LEAP_DAY) == command
-
-
-def test_an_empty_schedule_is_refused_with_status_2(make_project: MakeProject) -> None:
-    project = make_project([(1, 1.0)])
-    done = subprocess.run(
-        _command(project), cwd=REPOSITORY, capture_output=True, text=True, timeout=30
-    )
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert "project.yaml: schedule: empty" in done.stderr

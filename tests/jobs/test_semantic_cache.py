@@ -27,7 +27,7 @@ from precompute.store.answers import misses
 from precompute.store.answers.answer import Answer
 from precompute.store.answers.lookup import Lookup
 from precompute.store.client import Client
-from precompute.store.errors import ConfigError, OnlineStoreError
+from precompute.store.errors import ConfigError
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.http.app import create_app
 from precompute.store.wire.lookup_options import CacheControl, LookupOptions
@@ -565,26 +565,6 @@ def test_where_no_threshold_is_sure_enough_that_is_said(
     assert scene.cli("thresholds", "labels", "--agreement", "1.5") == 2
     assert scene.cli("thresholds", "vectors") == 2
     assert "say which view embeds the same text" in capsys.readouterr().err
-
-
-@table_only
-def test_where_answers_do_not_agree_no_threshold_is_suggested(
-    make_texts: MakeTexts, capsys: pytest.CaptureFixture[str]
-) -> None:
-    scene = make_texts()
-    # by the letters that are counted all are the same
-    write_texts(scene.folder, {i: "a" + letter * 2 for i, letter in enumerate("defghijklmno")})
-    published(scene)
-    assert scene.cli("thresholds", "labels") == 0
-    told = capsys.readouterr().out
-    assert "  0.999       100.0%       12   0.000     0.000\n" in told
-    assert "At no threshold do answers agree by 0.95: do without.\n" in told
-
-
-@table_only
-def test_what_is_not_published_cannot_be_measured(make_texts: MakeTexts) -> None:
-    with pytest.raises(OnlineStoreError, match="view 'labels' is not published yet"):
-        thresholds(make_texts(), "labels")
 
 
 ALL = FeatureView(

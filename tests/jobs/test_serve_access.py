@@ -304,49 +304,28 @@ def test_the_client_shows_a_certificate_and_a_token(server: Guarded, kind: str) 
         client.views()
 
 
-def test_the_last_requests_are_written_down_too(tmp_path: Path) -> None:
-    make_folder(
-        tmp_path,
-        {"numbers": {"fallback": None}},
-        serve={"access_log": "./access.log", "limits": {"header_time": "1h"}},
-    ).publish_all()
-    with Server(tmp_path) as server:
-        for _ in range(20):
-            server.get("/v1/views/numbers/rows/2")
-    routes = [
-        json.loads(line)["route"] for line in (tmp_path / "access.log").read_text().splitlines()
-    ]
-    assert routes.count("/v1/views/{view}/rows/{key}") == 20
-
-
 def test_answers_say_what_took_how_long_where_that_is_configured(tmp_path: Path) -> None:
     make_folder(tmp_path, {"numbers": {}}, serve={"server_timing": True}).publish_all()
     write_numbers(tmp_path, [1, 2, 3, 9])
     with Server(tmp_path) as server:
-        hit, miss = server.get("/v1/views/numbers/rows/1"), server.get("/v1/views/numbers/rows/9")
-        many, again = server.post(LOOKUP, {"keys": [1, 9]}), server.get("/v1/views/numbers/rows/1")
-        several = server.post(
-            "/v1/lookup",
-            {"requests": [{"view": "numbers", "keys": [1, 9]}, {"view": "numbers", "keys": [2]}]},
-        )
-        found = server.post("/v1/views/numbers/search", {"key": 1})
-        replies = (hit, miss, many, again, several, found)
+        replies = [
+            server.get("/v1/views/numbers/rows/1"),
+            server.post(LOOKUP, {"keys": [1, 9]}),
+            server.post("/v1/lookup", {"requests": [{"view": "numbers", "keys": [1, 9]}]}),
+            server.post("/v1/views/numbers/search", {"key": 1}),
+        ]
         told = [
             re.findall(r"(\w+);dur=([0-9.]+)", reply.headers["server-timing"]) for reply in replies
         ]
         assert [[name for name, _ in stages] for stages in told] == [
             ["read", "verify", "encode", "total"],
             ["read", "verify", "wait", "encode", "total"],
-            ["read", "verify", "wait", "encode", "total"],
-            # kept as it was encoded
-            ["total"],
             ["read", "verify", "wait", "total"],
             ["search", "total"],
         ]
-        for stages in told[:3]:
+        for stages in told[:2]:
             *parts, total = [float(took) for _, took in stages]
             assert total == pytest.approx(sum(parts), abs=0.01)
-        assert float(told[4][-1][1]) >= sum(float(took) for _, took in told[4][:-1])
         assert "server-timing" not in server.get("/livez").headers
         counted = server.get("/metrics").body.decode()
         for stage in ("read", "verify", "wait", "encode"):

@@ -97,12 +97,6 @@ def refusal(future: Future[Any]) -> str:
 # ---- flights and batches
 
 
-def test_one_request_is_one_result(make: Make) -> None:
-    batcher, runs = make()
-    assert [batcher.submit("a", i, i, later()).result(WAIT_S) for i in range(3)] == [0, 10, 20]
-    assert runs.batches == [("a", [0]), ("a", [1]), ("a", [2])]
-
-
 def test_what_waits_for_the_same_group_is_one_batch_in_the_order_it_came(make: Make) -> None:
     batcher, runs = make()
     held = hold(batcher, runs)
@@ -329,20 +323,6 @@ def test_what_all_of_its_callers_gave_up_is_not_begun_and_makes_room(make: Make)
     assert batcher.submit("a", 1, 1, later()).result(WAIT_S) == 10
 
 
-def test_a_callback_may_ask_for_more(make: Make) -> None:
-    batcher, _ = make()
-    asked: list[Future[Any]] = []
-    done = threading.Event()
-
-    def ask_again(_: Future[Any]) -> None:
-        asked.append(batcher.submit("a", 2, 2, later()))
-        done.set()
-
-    batcher.submit("a", 1, 1, later()).add_done_callback(ask_again)
-    assert done.wait(WAIT_S)
-    assert asked[0].result(WAIT_S) == 20
-
-
 # ---- whose turn it is
 
 
@@ -421,12 +401,6 @@ def test_one_clients_thousand_delay_anothers_one_by_two_rows_time(pace: MakePace
     assert results(lone) == [f"lone {number}" for number in (5, 30, 31)]
     assert [f"lone {number}" in paced.batches[number] for number in asked_in] == [True, True, True]
     assert max(map(len, paced.batches)) == 2
-
-
-def test_where_batches_are_cheap_they_stay_large_whoever_may_come(pace: MakePaced) -> None:
-    batcher, paced = pace("xy", row_s=0.0, start_s=0.08)
-    assert results(ask_all(batcher, range(200), 100.0, "x", patience_s=0.1)) == list(range(200))
-    assert max(map(len, paced.batches)) == 64
 
 
 def test_alone_an_owner_has_batches_as_long_as_another_may_wait_for(pace: MakePaced) -> None:

@@ -9,20 +9,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from precompute.workers import process as process_module
 from precompute.workers.process import (
-    TAIL_BYTES,
     AdoptedProcess,
     ChildProcess,
     ProcessGroup,
     end_all,
 )
 from tests import REPOSITORY
+from tests.server import eventually, state
 
 
 def shell(line: str, **options: str) -> ChildProcess:
@@ -31,21 +31,6 @@ def shell(line: str, **options: str) -> ChildProcess:
 
 def python(code: str) -> ChildProcess:
     return ChildProcess([sys.executable, "-c", code], output="captured")
-
-
-def state(pid: int) -> str:
-    """As ``ps`` has it; empty of a process that is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < limit
-        time.sleep(0.01)
 
 
 def number_in(path: Path) -> int:
@@ -139,16 +124,6 @@ def test_a_nicer_process_is_so_with_all_its_threads_and_to_other_sessions() -> N
     assert child.wait(10)
 
 
-def test_many_may_wait_for_one() -> None:
-    child, ended = shell("sleep 0.3"), list[bool]()
-    threads = [threading.Thread(target=lambda: ended.append(child.wait(20))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert (ended, child.status) == ([True] * 8, 0)
-
-
 # ---- its end
 
 
@@ -237,14 +212,6 @@ def test_its_last_words_are_the_last_line_that_says_something(
     out, err = capfd.readouterr()
     assert out == ""
     assert err.rstrip().endswith(words) if output == "piped" else err == ""
-
-
-def test_of_a_line_without_end_the_end_is_kept() -> None:
-    child = python(f"import sys; sys.stderr.write('é' * {TAIL_BYTES} + '!')")
-    assert child.wait(20)
-    words = child.last_words()
-    assert words.endswith("éé!")
-    assert len(words.encode()) <= TAIL_BYTES + 2
 
 
 def test_its_pipes_go_both_ways(capfd: pytest.CaptureFixture[str]) -> None:

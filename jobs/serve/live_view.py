@@ -1,0 +1,317 @@
+"""Live view: a view opened as its live snapshot was computed, with the rows that are requested of
+it and what its model makes of them.
+
+It is opened from the live pointer, not from the configuration on disk, which may have changed
+since, where files of this machine vouch for what is run; and its model must have the snapshot's
+fingerprint, or it is refused: two fingerprints are two spaces, and never mix.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import time
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from precompute.engine.features import with_null_rows
+from precompute.engine.runner import Runner
+from precompute.jobs.config.project import Project
+from precompute.jobs.run.rows.open_view import OpenView, open_view
+from precompute.model import Model, QueryModel, ReadingModel
+from precompute.project_module import starting_from
+from precompute.registry import LoadedModel, load_with_fingerprint
+from precompute.sources.cached_source import CachedSource
+from precompute.store.answers.fallback import Computed, Miss, unpacked_view
+from precompute.store.errors import ConfigError, PrecomputeError, SourceError
+from precompute.store.feature_view import CHUNK, NAME, FeatureView
+from precompute.store.http.telemetry.caller import Caller
+from precompute.store.keys import split_key
+from precompute.store.offline.view_store import OfflineStore
+from precompute.store.online import kernels
+from precompute.store.online.codec import RowCodec
+from precompute.store.online.online_store import Pointer
+from precompute.store.online.packed import Packed
+from precompute.store.times import Partition, Reason
+from precompute.techniques.table import REFERENCE
+
+REFUSED_S = 30.0
+"""How long a view is refused without loading its model again, once that was found not to be the
+live snapshot's: loading takes seconds."""
+
+
+class Request(NamedTuple):
+    """A row that is requested: key text, the input columns' values when they came with the request,
+    what is live for the caller, and whose trace it is in."""
+
+    key: str
+    values: Mapping[str, Any] | None
+    pointer: Pointer
+    caller: Caller | None = None
+
+
+class LiveView(NamedTuple):
+    """A view as one publishing of it was computed, and how its rows are packed; what it is searched
+    by has a codec of its own."""
+
+    view: OpenView
+    codec: RowCodec
+    query_codec: RowCodec
+    alike: Hashable
+    """Of two views for which this is equal, a row of one could be one of the other."""
+    cached: CachedSource
+    runner: Runner
+    pointer: Pointer
+
+    @classmethod
+    def of(cls, view: OpenView, pointer: Pointer) -> LiveView:
+        """The view that was opened for a pointer."""
+        features, schema = view.view.features, view.source.schema
+        inputs = tuple(zip(schema.names, map(str, schema.types), strict=True))
+        alike = (id(view.model), view.variant, features, view.view.definition.bad_rows, inputs)
+        cached = view.source.cached()
+        # begins to read it
+        cached.rows([])
+        codec, query_codec = RowCodec(view.view), RowCodec(unpacked_view(view.view))
+        runner = Runner(view.model, view.view, search=False)
+        return cls(view, codec, query_codec, alike, cached, runner, pointer)
+
+    @property
+    def reads_key(self) -> bool:
+        """Whether the model may read the key, or the key says which chunk of a text is meant, so
+        that equal inputs under two keys may give two rows."""
+        model, view = self.view.model, self.view.view
+        return (
+            not isinstance(model, ReadingModel)
+            or view.definition.chunk is not None
+            or not set(view.entity).isdisjoint(model.reads())
+        )
+
+    def rows_of(
+        self, requests: Mapping[int, Request], results: list[Computed | Exception]
+    ) -> list[InputRows]:
+        """The input rows of requests by their numbers, as far as there are any; inputs that do not
+        fit go into ``results`` as misses."""
+        found = self._source_rows(requests)
+        for i, request in requests.items():
+            if request.values is not None:
+                try:
+                    row = self._given_row(request.key, request.values)
+                    if row is None:
+                        results[i] = Miss(Reason.UNKNOWN_ENTITY)
+                    else:
+                        found.append(InputRows(self, [i], row))
+                except (pa.ArrowException, ValueError, TypeError, OverflowError) as exc:
+                    # what it says has the values, which are a person's as often as not
+                    results[i] = Miss(
+                        Reason.MODEL_ERROR,
+                        f"the inputs do not fit the source's columns ({type(exc).__name__})",
+                    )
+        return found
+
+    def _source_rows(self, requests: Mapping[int, Request]) -> list[InputRows]:
+        """The rows of the requests that came without inputs, as far as the source has them."""
+        number = {one.key: i for i, one in requests.items() if one.values is None and one.key}
+        if not number:
+            return []
+        rows = self.cached.rows(list(number))
+        if rows is None:
+            try:
+                rows = self.view.source.rows(list(number))
+            except SourceError:
+                # a file may have been replaced between its footer and its rows
+                rows = self.view.source.rows(list(number))
+        if not rows.num_rows:
+            return []
+        numbers = [number[key] for key in rows.column("key").to_pylist()]
+        return [InputRows(self, numbers, rows.drop_columns(["key"]))]
+
+    def _given_row(self, key: str, inputs: Mapping[str, Any]) -> pa.Table | None:
+        """One source row from a request; None where its text has no such chunk: the entity's
+        columns from the key, null for every input that was not given."""
+        source, entity = self.view.source, self.view.view.entity
+        values: dict[str, Any] = dict(inputs)
+        for name, text in zip(entity, split_key(key, entity), strict=False):
+            integer = pa.types.is_integer(source.schema.field(name).type)
+            values[name] = (int(text) if text.lstrip("-").isdigit() else None) if integer else text
+        chunk = self.view.view.definition.chunk
+        # a search has no key, and its text is one query
+        if chunk is not None and key and isinstance(values.get(chunk.column), str):
+            piece = source.piece(values[chunk.column], values.get(CHUNK) or 0)
+            if piece is None:
+                return None
+            values[chunk.column] = piece
+        columns = [pa.array([_of_json(values.get(f.name), f.type)], f.type) for f in source.schema]
+        return pa.Table.from_arrays(columns, schema=source.schema)
+
+
+class InputRows(NamedTuple):
+    """Requests by their numbers, and a source row for each."""
+
+    opened: LiveView
+    numbers: list[int]
+    rows: pa.Table
+
+
+def _of_json(value: Any, kind: pa.DataType) -> Any:
+    """An input as its column takes it: bytes are base64 in JSON."""
+    binary = isinstance(value, str) and (pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
+    return base64.b64decode(value, validate=True) if binary else value
+
+
+def compute(
+    alike: Sequence[InputRows],
+    query: bool,
+    requests: Sequence[Request],
+    results: list[Computed | Exception],
+) -> None:
+    """Put what the model makes of rows that are alike into ``results``, or, for a ``query``, what
+    is searched by."""
+    opened = alike[0].opened
+    view, model, runner = opened.view.view, opened.view.model, opened.runner
+    if query and isinstance(model, QueryModel):
+        runner = Runner(model.for_queries(), view, search=False)
+    numbers = [i for each in alike for i in each.numbers]
+    batch = pa.concat_tables([each.rows for each in alike]).combine_chunks().to_batches()[0]
+    done = with_null_rows(view, runner.compute(batch, lanes=runner.lanes_for(batch.num_rows)))
+    now_us = time.time_ns() // 1000
+    whose = [numbers[row] for row in done.rows.tolist()]
+    if whose:
+        hashes = kernels.hashes(Packed.of([requests[i].key.encode() for i in whose]))
+        codec = opened.query_codec if query else opened.codec
+        snapshots = np.array([requests[i].pointer.snapshot for i in whose])
+        rows = codec.encode(done.features, hashes, np.full(len(whose), now_us), snapshots)
+        for j, i in enumerate(whose):
+            results[i] = Computed(rows.at(j), now_us)
+    for rejection in done.rejections:
+        results[numbers[rejection.row]] = Miss(Reason.MODEL_ERROR, rejection.error)
+
+
+class Opener:
+    """Opens views as they are live; those of one model share it.
+
+    Args:
+        store: where the snapshots are that the views read.
+        folder: of the project: where relative paths and modules of what is live are.
+        memory_mb: DuckDB's memory, for each view.
+    """
+
+    def __init__(self, store: OfflineStore, folder: Path, memory_mb: int) -> None:
+        self._store, self._folder, self._memory_mb = store, folder, memory_mb
+        self._models: dict[str, LoadedModel] = {}
+        self.refused: dict[tuple[str, tuple[int, str]], tuple[float, str]] = {}
+        """Of a view's publishing whose model was loaded and was not the live snapshot's: when that
+        was (monotonic), and what it was refused with."""
+
+    def open(self, pointer: Pointer) -> OpenView:
+        """Open the view as its live snapshot was computed, with the model converted.
+
+        Raises:
+            PrecomputeError: the model on disk is not the live snapshot's, or was found not to be
+                within the last :data:`REFUSED_S`; or no file of ours names it.
+        """
+        publishing, now = (pointer.view.name, pointer.publishing), time.monotonic()
+        refused_at, refusal = self.refused.get(publishing, (-REFUSED_S, ""))
+        if refusal and now < refused_at + REFUSED_S:
+            raise PrecomputeError(refusal)
+        check_own(pointer, self._store, self._folder)
+        # a shared model may be older than the files it was loaded from
+        for _ in range(2):
+            opened = open_view(
+                pointer.view,
+                self._store,
+                self._folder,
+                pinned=pointer.inputs,
+                snapshot=pointer.snapshot,
+                partition=None if pointer.partition is None else Partition.parse(pointer.partition),
+                memory_mb=self._memory_mb,
+                load=self._load,
+            )
+            if opened.fingerprint == pointer.model:
+                self.refused.pop(publishing, None)
+                try:
+                    if opened.variant != REFERENCE and opened.source.head(1).num_rows:
+                        opened.convert()
+                except BaseException:
+                    opened.source.close()
+                    raise
+                return opened
+            opened.source.close()
+            # its fingerprint may be one that does not read the files: it would be taken later for
+            # what they are then
+            self._models = {
+                key: loaded
+                for key, loaded in self._models.items()
+                if loaded.model is not opened.model
+            }
+        refusal = (
+            f"the model on disk has fingerprint {opened.fingerprint[:12]}, the live snapshot"
+            f" {pointer.model[:12]}: run `precompute run {pointer.view.name}` so that both agree"
+        )
+        now = time.monotonic()
+        recent = {w: (at, why) for w, (at, why) in self.refused.items() if now < at + REFUSED_S}
+        self.refused = recent | {publishing: (now, refusal)}
+        raise PrecomputeError(refusal)
+
+    def _load(self, use: str, args: Mapping[str, Any], precision: str) -> LoadedModel:
+        """Load a model, or take the one another view loaded from the same files with the same
+        arguments and precision; tables are never shared."""
+        if any(isinstance(v, pa.Table) for v in args.values()):
+            return load_with_fingerprint(use, args, self._folder)
+        key = json.dumps([use, args, precision], sort_keys=True, default=str)
+        loaded = self._models.get(key)
+        if loaded is None or self._fingerprint(loaded.model) != loaded.fingerprint:
+            loaded = self._models[key] = load_with_fingerprint(use, args, self._folder)
+        return loaded
+
+    def _fingerprint(self, model: Model) -> str:
+        with starting_from(self._folder):
+            return model.fingerprint()
+
+
+def check_own(pointer: Pointer, offline: OfflineStore, folder: Path) -> None:
+    """Refuse what only the online store says: whatever may write there could have any SQL run, and
+    any class made.
+
+    A pointer's definition is believed where the manifest of the snapshot that it names says the
+    same, or the view's own file as it is now.
+
+    Args:
+        pointer: of what is live.
+        offline: where this machine has manifests, if it has any.
+        folder: the project's.
+
+    Raises:
+        ConfigError: neither does; says what to do.
+    """
+    name, wanted = pointer.view.name, _run_by(pointer.view)
+    if NAME.match(name) and any(_run_by(view) == wanted for view in _own(pointer, offline, folder)):
+        return
+    raise ConfigError(
+        f"view {name[:64]!r}: its pointer names SQL or a model that neither the manifest of"
+        f" snapshot {pointer.snapshot} under {offline.root} nor {folder / 'views'} names, so that"
+        " nothing is computed for it: give this machine the root or the view's file as it was"
+        " published, or run the view; where nobody published that, somebody else writes to the"
+        " online store"
+    )
+
+
+def _own(pointer: Pointer, offline: OfflineStore, folder: Path) -> Iterator[FeatureView]:
+    # a machine that only serves may have one of them, or none
+    with contextlib.suppress(PrecomputeError):
+        yield offline.view(pointer.view.name).snapshot(pointer.snapshot).view
+    with contextlib.suppress(PrecomputeError):
+        yield Project(folder).view(pointer.view.name).feature_view()
+
+
+def _run_by(view: FeatureView) -> str:
+    """All of a view that is run, or goes into what is."""
+    definition = view.to_json()
+    return json.dumps(
+        [definition["entity"], definition["features"], definition["definition"]], sort_keys=True
+    )
