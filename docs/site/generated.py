@@ -23,7 +23,7 @@ from pydantic.fields import FieldInfo
 import precompute
 from precompute.jobs.commands.command_line import _parser
 from precompute.jobs.config.project import ProjectConfig
-from precompute.jobs.config.section import parse_duration
+from precompute.jobs.config.section import descriptions, parse_duration
 from precompute.jobs.config.service import ServiceConfig
 from precompute.jobs.config.view import ViewConfig
 from precompute.store.http.openapi import openapi_document
@@ -82,7 +82,7 @@ def configuration() -> str:
 
 def _section(model: type[BaseModel], path: str) -> Iterator[str]:
     """A table of a section's keys, then each section in it, below a heading of its own."""
-    rows, inner = [], []
+    rows, inner, described = [], [], descriptions(model)
     for name, field in model.model_fields.items():
         sections = list(_sections(field.annotation, f"{path}{name}"))
         inner += sections
@@ -90,7 +90,7 @@ def _section(model: type[BaseModel], path: str) -> Iterator[str]:
             f"[`{where}`](#{re.sub('[^a-z0-9_-]', '', where)})" for where, _ in sections
         )
         # what a section is for, its own docstring says
-        what = field.description or (sections[0][1].__doc__ or "" if sections else "")
+        what = described.get(name) or (sections[0][1].__doc__ or "" if sections else "")
         rows.append(
             [
                 f"`{path}{name}`",

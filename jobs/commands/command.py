@@ -4,6 +4,7 @@ exit status, a table on the terminal."""
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from precompute.jobs.run.command_process import say
+from precompute.jobs.run.command_process import say, show
 from precompute.store.errors import ConfigError, did_you_mean
 from precompute.store.times import Partition, containing
 
@@ -72,6 +73,14 @@ class Parser(argparse.ArgumentParser):
             near = did_you_mean(str(value), known) or f" (there are: {', '.join(known)})"
             self.error(f"no {str(action.metavar or action.dest).lower()} {value!r}{near}")
 
+    def flag(self, name: str, what: str) -> None:
+        """An option that is there or not."""
+        self.add_argument(name, action="store_true", help=what)
+
+    def option(self, name: str, metavar: str | tuple[str, ...], what: str, **more: Any) -> None:
+        """An argument, or an option with a value; ``more`` as of ``add_argument``."""
+        self.add_argument(name, metavar=metavar, help=what, **more)
+
     def error(self, message: str) -> NoReturn:
         """Raises:
         BadUsage: always.
@@ -84,7 +93,7 @@ class Commands:
     """The commands of a parser, to which each file of this wing adds its own."""
 
     def __init__(self, parser: Parser) -> None:
-        self.parser, self.named = parser, dict[str, argparse.ArgumentParser]()
+        self.parser, self.named = parser, dict[str, Parser]()
         """That of the whole command line; those of commands by their names."""
         self._parsers = parser.add_subparsers(metavar="COMMAND", required=True)
 
@@ -96,7 +105,7 @@ class Commands:
         *,
         view: bool = False,
         only: bool = False,
-    ) -> argparse.ArgumentParser:
+    ) -> Parser:
         """Add one, for its own options to be added to.
 
         Args:
@@ -108,7 +117,9 @@ class Commands:
                 change nothing that is live.
         """
         # an option's beginning would mean another one as soon as there is another that begins so
-        command = self._parsers.add_parser(name, help=what, description=what, allow_abbrev=False)
+        command: Parser = self._parsers.add_parser(
+            name, help=what, description=what, allow_abbrev=False
+        )
         if view:
             optional: dict[str, Any] = (
                 {"nargs": "?", "help": "default: the project's only one"} if only else {}
@@ -118,10 +129,8 @@ class Commands:
         command.add_argument(
             "-c", "--config", default=argparse.SUPPRESS, metavar="FOLDER", help=argparse.SUPPRESS
         )
-        command.add_argument(
-            "--json",
-            action="store_true",
-            help="one machine-readable document on stdout, of a refusal too, and nothing else",
+        command.flag(
+            "--json", "one machine-readable document on stdout, of a refusal too, and nothing else"
         )
         command.set_defaults(call=call, command=name)
         self.named[name] = command
@@ -181,12 +190,10 @@ def project_of(arguments: argparse.Namespace) -> Project:
     return project
 
 
-def add_partition(command: argparse.ArgumentParser) -> None:
+def add_partition(command: Parser) -> None:
     """The option ``--partition``."""
-    command.add_argument(
-        "--partition",
-        metavar="TIME",
-        help="the partition that contains it (default: the latest that is over)",
+    command.option(
+        "--partition", "TIME", "the partition that contains it (default: the latest that is over)"
     )
 
 
@@ -211,6 +218,13 @@ def partition_of(project: Project, arguments: argparse.Namespace) -> Partition |
         return containing(by.by, parse_time(text))
     except (ValueError, OverflowError) as exc:
         raise ConfigError(f"--partition: {text!r}: {exc}") from exc
+
+
+def answer(arguments: argparse.Namespace, document: Any, text: str) -> int:
+    """Print what a command found: one JSON document with ``--json``, else the text; returns
+    :data:`DONE`."""
+    show(json.dumps(document) if arguments.json else text)
+    return DONE
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -20,11 +20,8 @@ from precompute.jobs.commands import (
     review,
     rows,
     run,
-    run_all,
     serving,
     setup,
-    status,
-    training,
 )
 from precompute.jobs.commands.command import (
     BAD_USAGE,
@@ -50,7 +47,6 @@ from precompute.store.disk.durable_file import limit_of
 from precompute.store.errors import (
     ConfigError,
     GateError,
-    MissingFileError,
     PrecomputeError,
     RejectedError,
     RequestError,
@@ -131,14 +127,7 @@ def _failed(arguments: argparse.Namespace, exc: BaseException) -> int:
             raise exc
         return _report(arguments, type(exc).__name__, f"{exc}: {limit}", FAILED)
     status = REJECTED if isinstance(exc, (RejectedError, GateError)) else FAILED
-    # a scheduler tries again what failed, and not what is wrongly configured: a file that is not
-    # there may only be late
-    scheduled = getattr(arguments, "due", None) is not None
-    if (
-        isinstance(exc, ConfigError)
-        or (isinstance(exc, MissingFileError) and not scheduled)
-        or (isinstance(exc, RequestError) and exc.status < 500)
-    ):
+    if isinstance(exc, ConfigError) or (isinstance(exc, RequestError) and exc.status < 500):
         status = BAD_USAGE
     return _report(arguments, type(exc).__name__, with_history(str(exc)), status)
 
@@ -199,17 +188,17 @@ def _parser() -> Parser:
         setup.add,
         run.add,
         run.add_backfill,
-        run_all.add_graph,
+        run.add_graph,
         retention.add_rollback,
         serving.add,
         rows.add,
         review.add,
-        training.add,
-        status.add_verify,
+        rows.add_training,
+        review.add_verify,
         retention.add,
         measure.add,
-        status.add,
-        status.add_schema,
+        review.add_status,
+        review.add_schema,
         setup.add_completion,
     ):
         add(commands)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from precompute.jobs.commands.command import DONE, Commands, add_partition, partition_of, project_of
-from precompute.jobs.run.command_process import say, show
+from precompute.jobs.commands.command import (
+    Commands,
+    add_partition,
+    answer,
+    partition_of,
+    project_of,
+)
+from precompute.jobs.run.command_process import say
 from precompute.store.errors import ConfigError
 
 PACE = {
@@ -65,17 +70,15 @@ def add(commands: Commands) -> None:
         view=True,
         only=True,
     )
-    profile.add_argument(
-        "--rows", type=int, default=4096, metavar="N", help="size of the sample (default: 4096)"
-    )
+    profile.option("--rows", "N", "size of the sample (default: 4096)", type=int, default=4096)
     add_partition(profile)
-    profile.add_argument(
+    profile.option(
         "--trace",
+        "FILE.json",
+        "write a trace of one window for chrome://tracing or ui.perfetto.dev",
         type=Path,
-        metavar="FILE.json",
-        help="write a trace of one window for chrome://tracing or ui.perfetto.dev",
     )
-    profile.add_argument("--replace", action="store_true", help="though there is such a file")
+    profile.flag("--replace", "though there is such a file")
     tune = commands.add(
         "tune",
         _tune,
@@ -83,26 +86,22 @@ def add(commands: Commands) -> None:
         view=True,
         only=True,
     )
-    tune.add_argument(
-        "--rows", type=int, default=1024, metavar="N", help="size of the sample (default: 1024)"
-    )
+    tune.option("--rows", "N", "size of the sample (default: 1024)", type=int, default=1024)
     add_partition(tune)
-    tune.add_argument("--dry-run", action="store_true", help="only measure: write no tuning file")
-    tune.add_argument(
+    tune.flag("--dry-run", "only measure: write no tuning file")
+    tune.option(
         "--within",
+        "TIME",
+        "what candidates may take in all, the most promising first; those named are all"
+        " measured (default: 5m)",
         default="5m",
-        metavar="TIME",
-        help=(
-            "what candidates may take in all, the most promising first; those named are all"
-            " measured (default: 5m)"
-        ),
     )
-    tune.add_argument(
+    tune.option(
         "--only",
+        "NAME",
+        "measure this one, as bf16-onednn; may be repeated",
         action="append",
         default=[],
-        metavar="NAME",
-        help="measure this one, as bf16-onednn; may be repeated",
     )
     cache = commands.add(
         "thresholds",
@@ -112,26 +111,22 @@ def add(commands: Commands) -> None:
         view=True,
         only=True,
     )
-    cache.add_argument(
-        "--by",
-        metavar="VIEW",
-        help="embeds the same text (default: the one that semantic_cache names)",
+    cache.option(
+        "--by", "VIEW", "embeds the same text (default: the one that semantic_cache names)"
     )
-    cache.add_argument(
-        "--rows", type=int, default=1000, metavar="N", help="size of the sample (default: 1000)"
-    )
-    cache.add_argument(
+    cache.option("--rows", "N", "size of the sample (default: 1000)", type=int, default=1000)
+    cache.option(
         "--agreement",
+        "SHARE",
+        "of the answers that must be right (default: 0.95)",
         type=float,
         default=0.95,
-        metavar="SHARE",
-        help="of the answers that must be right (default: 0.95)",
     )
 
 
 def _profile(arguments: argparse.Namespace) -> int:
-    from precompute.jobs.ops.export import checked_target
-    from precompute.jobs.ops.profile import profile
+    from precompute.jobs.ops.snapshots import checked_target
+    from precompute.jobs.ops.tune import profile
 
     project = project_of(arguments)
     _check_rows(arguments.rows)
@@ -141,8 +136,7 @@ def _profile(arguments: argparse.Namespace) -> int:
     figures = profile(
         project, arguments.view, rows=arguments.rows, partition=partition, trace=arguments.trace
     )
-    show(json.dumps(figures) if arguments.json else describe_profile(figures))
-    return DONE
+    return answer(arguments, figures, describe_profile(figures))
 
 
 def _tune(arguments: argparse.Namespace) -> int:
@@ -158,10 +152,9 @@ def _tune(arguments: argparse.Namespace) -> int:
         only=arguments.only,
         within_s=_within_s(arguments.within),
         write=not arguments.dry_run,
-        tell=(lambda _: None) if arguments.json else say,
+        announce=(lambda _: None) if arguments.json else say,
     )
-    show(json.dumps(tuning) if arguments.json else describe_tuning(tuning))
-    return DONE
+    return answer(arguments, tuning, describe_tuning(tuning))
 
 
 def _thresholds(arguments: argparse.Namespace) -> int:
@@ -174,8 +167,7 @@ def _thresholds(arguments: argparse.Namespace) -> int:
     measured = thresholds(
         project, arguments.view, by=arguments.by, rows=arguments.rows, agreement=arguments.agreement
     )
-    show(json.dumps(measured) if arguments.json else describe_thresholds(measured))
-    return DONE
+    return answer(arguments, measured, describe_thresholds(measured))
 
 
 def _within_s(text: str) -> float:

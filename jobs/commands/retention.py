@@ -4,13 +4,14 @@ which of them is live."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from precompute.jobs.commands.command import DONE, FAILED, Commands, project_of, table
-from precompute.jobs.commands.run import tell_report
+from precompute.jobs.commands.command import DONE, FAILED, Commands, answer, project_of, table
+from precompute.jobs.commands.run import reporting
 from precompute.jobs.run.command_process import report_error, show
 from precompute.jobs.run.progress import progress_for
 from precompute.store.disk.record import plain
@@ -18,6 +19,7 @@ from precompute.store.errors import ConfigError, PrecomputeError
 from precompute.store.times import shown_time
 
 if TYPE_CHECKING:
+    from precompute.jobs.config.project import Project
     from precompute.jobs.ops.retention import Dropped
     from precompute.store.offline.runs import Report
 
@@ -30,26 +32,20 @@ def add(commands: Commands) -> None:
         "end a view: take it out of the online store and the index; lookups find no such view",
         view=True,
     )
-    drop.add_argument(
-        "--data", action="store_true", help="remove its snapshots and reports too, for good"
-    )
-    drop.add_argument("--yes", action="store_true", help="do not ask")
-    drop.add_argument(
-        "--take-over",
-        action="store_true",
-        help="though another project publishes it, which is gone",
-    )
+    drop.flag("--data", "remove its snapshots and reports too, for good")
+    drop.flag("--yes", "do not ask")
+    drop.flag("--take-over", "though another project publishes it, which is gone")
     gc = commands.add("gc", _gc, "remove snapshots and files that nothing can reach")
-    gc.add_argument("--dry-run", action="store_true", help="only list them")
-    gc.add_argument(
+    gc.flag("--dry-run", "only list them")
+    gc.option(
         "--forget",
+        ("VIEW", "SNAPSHOT"),
+        "first give up a snapshot whose manifest is damaged: it is never read again",
         nargs=2,
-        metavar=("VIEW", "SNAPSHOT"),
-        help="first give up a snapshot whose manifest is damaged: it is never read again",
     )
     pin = commands.add("pin", _pin, "keep a snapshot whatever its age", view=True)
-    pin.add_argument("--snapshot", type=int, metavar="N", help="which one (default: the live one)")
-    pin.add_argument("--remove", action="store_true", help="let go of it")
+    pin.option("--snapshot", "N", "which one (default: the live one)", type=int)
+    pin.flag("--remove", "let go of it")
 
 
 def _drop(arguments: argparse.Namespace) -> int:
@@ -65,8 +61,7 @@ def _drop(arguments: argparse.Namespace) -> int:
             print("nothing was done")
             return FAILED
     dropped = drop(project, arguments.view, data=arguments.data, take_over=arguments.take_over)
-    show(json.dumps(plain(dropped)) if arguments.json else describe_drop(dropped, done=True))
-    return DONE
+    return answer(arguments, plain(dropped), describe_drop(dropped, done=True))
 
 
 def describe_drop(dropped: Dropped, *, done: bool) -> str:
@@ -98,28 +93,14 @@ def _gc(arguments: argparse.Namespace) -> int:
     for text in failures:
         report_error(text)
     size = sum(item.size_bytes for item in garbage)
-    if arguments.json:
-        files = [
-            {"path": str(item.path), "size_bytes": item.size_bytes, "why": item.why}
-            for item in garbage
-        ]
-        show(
-            json.dumps(
-                {
-                    "removed": not arguments.dry_run,
-                    "size_bytes": size,
-                    "files": files,
-                    "attention": failures,
-                }
-            )
-        )
-    else:
-        for item in garbage:
-            print(f"{item.path.relative_to(project.root)}  {item.size_bytes:,} bytes  ({item.why})")
-        print(
-            f"{'would remove' if arguments.dry_run else 'removed'} {len(garbage):,} files,"
-            f" {size / 1e6:,.1f} MB"
-        )
+    files = [{"path": str(g.path), "size_bytes": g.size_bytes, "why": g.why} for g in garbage]
+    found = {"removed": not arguments.dry_run, "size_bytes": size, "files": files}
+    lines = [
+        f"{g.path.relative_to(project.root)}  {g.size_bytes:,} bytes  ({g.why})" for g in garbage
+    ]
+    did = "would remove" if arguments.dry_run else "removed"
+    lines.append(f"{did} {len(garbage):,} files, {size / 1e6:,.1f} MB")
+    answer(arguments, found | {"attention": failures}, "\n".join(lines))
     return FAILED if failures else DONE
 
 
@@ -139,8 +120,7 @@ def _pin(arguments: argparse.Namespace) -> int:
         store.pin(number, "pinned by hand")
     pins = sorted(store.refs.pins())
     words = f"{store.name}: pinned: {', '.join(map(str, pins)) or 'none'}"
-    show(json.dumps({"view": store.name, "pins": pins}) if arguments.json else words)
-    return DONE
+    return answer(arguments, {"view": store.name, "pins": pins}, words)
 
 
 def add_rollback(commands: Commands) -> None:
@@ -151,12 +131,8 @@ def add_rollback(commands: Commands) -> None:
         "make an earlier snapshot live and mark the present one bad",
         view=True,
     )
-    rollback.add_argument(
-        "--to", type=int, metavar="N", help="which one (default: the one that was live before)"
-    )
-    rollback.add_argument(
-        "--hold", action="store_true", help="runs publish nothing until `publish` or `resume`"
-    )
+    rollback.option("--to", "N", "which one (default: the one that was live before)", type=int)
+    rollback.flag("--hold", "runs publish nothing until `publish` or `resume`")
     commands.add(
         "snapshots",
         _snapshots,
@@ -168,37 +144,64 @@ def add_rollback(commands: Commands) -> None:
     reconcile = commands.add(
         "reconcile", _reconcile, "load again what the online store lost of what is live"
     )
-    reconcile.add_argument("views", nargs="*", metavar="VIEW", help="which (default: all)")
+    reconcile.option("views", "VIEW", "which (default: all)", nargs="*")
 
 
 def _rollback(arguments: argparse.Namespace) -> int:
     from precompute.jobs.run.rollback import rollback
 
+    project = project_of(arguments)
+    if arguments.to is None:
+        _check_first(project, arguments.view)
     rollback(
-        project_of(arguments),
+        project,
         arguments.view,
         progress_for(arguments.json),
         to=arguments.to,
         hold=arguments.hold,
-        finished=tell_report(arguments),
+        finished=reporting(arguments),
     )
     return DONE
+
+
+def _check_first(project: Project, name: str) -> None:
+    """Whoever types ``rollback`` twice wants it done, and not to lose the snapshot that it made
+    live; of one that was killed half-way the second is its end.
+
+    Raises:
+        ConfigError: what is live came from a rollback.
+    """
+    from precompute.store.offline.standing import Standing
+    from precompute.store.online.url import open_online_store
+
+    store = project.stored(name)
+    ref = store.refs.live()
+    if ref is None or not ref.reason.startswith("rollback"):
+        return
+    with contextlib.closing(open_online_store(project.online)) as online:
+        pointer = online.live(name)
+    if pointer is None or pointer.epoch != ref.epoch:
+        return
+    target = Standing(store).before(ref)
+    raise ConfigError(
+        f"view {name!r}: snapshot {ref.snapshot} is live since the {ref.reason} at"
+        f" {shown_time(ref.at)}. To leave it too, mark it bad and go back to snapshot {target}:"
+        f" precompute rollback {name} --to {target}"
+    )
 
 
 def _snapshots(arguments: argparse.Namespace) -> int:
     from precompute.jobs.ops.retention import list_snapshots
 
     snapshots = list_snapshots(project_of(arguments), arguments.view)
-    show(json.dumps(snapshots) if arguments.json else describe_snapshots(arguments.view, snapshots))
-    return DONE
+    return answer(arguments, snapshots, describe_snapshots(arguments.view, snapshots))
 
 
 def _resume(arguments: argparse.Namespace) -> int:
     store = project_of(arguments).stored(arguments.view)
     ref = store.refs.resume_live()
     line = {"view": store.name, "snapshot": ref.snapshot, "held": ref.held}
-    show(json.dumps(line) if arguments.json else f"{store.name}: runs publish again")
-    return DONE
+    return answer(arguments, line, f"{store.name}: runs publish again")
 
 
 def _reconcile(arguments: argparse.Namespace) -> int:
@@ -210,12 +213,12 @@ def _reconcile(arguments: argparse.Namespace) -> int:
         list[dict[str, Any]](),
         list[PrecomputeError](),
     )
-    names, tell = arguments.views or project.names, tell_report(arguments)
+    names, print_report = arguments.views or project.names, reporting(arguments)
 
     def finished(report: Report) -> None:
         documents.append(plain(report))
         if not arguments.json:
-            tell(report)
+            print_report(report)
 
     for view in names:
         before = len(documents)

@@ -1,5 +1,5 @@
-"""History, diff, log, export, report: what was done to a view, what its snapshots hold, and what
-one run did."""
+"""History, diff, log, export, report: what was done to a view, and what its snapshots hold. Status,
+verify: what is live, and what needs attention. Schema: what may stand in the configuration."""
 
 from __future__ import annotations
 
@@ -9,14 +9,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from precompute.jobs.commands.command import DONE, Commands, project_of, table, with_history
+from precompute.jobs.commands.command import (
+    DONE,
+    FAILED,
+    Commands,
+    answer,
+    project_of,
+    table,
+    with_history,
+)
 from precompute.jobs.run.command_process import show
 from precompute.store.disk.record import plain
 from precompute.store.errors import ConfigError
-from precompute.store.times import shown_time
+from precompute.store.times import duration, shown_time
 
 if TYPE_CHECKING:
-    from precompute.jobs.ops.diff import SnapshotDiff
+    from precompute.jobs.ops.snapshots import SnapshotDiff
     from precompute.store.offline.runs import Report
 
 SHOWN_EVENTS = 30
@@ -31,12 +39,8 @@ def add(commands: Commands) -> None:
         view=True,
         only=True,
     )
-    history.add_argument(
-        "--limit",
-        type=int,
-        default=SHOWN_EVENTS,
-        metavar="N",
-        help=f"how many events (default: {SHOWN_EVENTS})",
+    history.option(
+        "--limit", "N", f"how many events (default: {SHOWN_EVENTS})", type=int, default=SHOWN_EVENTS
     )
     diff = commands.add(
         "diff",
@@ -46,41 +50,34 @@ def add(commands: Commands) -> None:
         view=True,
         only=True,
     )
-    diff.add_argument(
+    diff.option(
         "first",
+        "A",
+        "see `precompute history VIEW` (default: what was live before the live one)",
         nargs="?",
         type=int,
-        metavar="A",
-        help="see `precompute history VIEW` (default: what was live before the live one)",
     )
-    diff.add_argument(
-        "second", nargs="?", type=int, metavar="B", help="of another one (default: the live one)"
-    )
+    diff.option("second", "B", "of another one (default: the live one)", nargs="?", type=int)
     log = commands.add(
         "log",
         _log,
         "one run: what it did, stage by stage, its gates, what it rejected, and how it ended",
     )
-    log.add_argument(
+    log.option(
         "run",
+        "RUN",
+        "its id or the beginning of it, as `history` lists them; or a view, whose last run it"
+        " is (default: the last of all)",
         nargs="?",
-        metavar="RUN",
-        help=(
-            "its id or the beginning of it, as `history` lists them; or a view, whose last run it"
-            " is (default: the last of all)"
-        ),
     )
     export = commands.add(
         "export", _export, "the live snapshot as one file, its deltas merged", view=True, only=True
     )
-    export.add_argument(
-        "--to",
-        type=Path,
-        metavar="FILE",
-        help="ends with .parquet or .csv (default: VIEW-SNAPSHOT.parquet)",
+    export.option(
+        "--to", "FILE", "ends with .parquet or .csv (default: VIEW-SNAPSHOT.parquet)", type=Path
     )
-    export.add_argument("--snapshot", type=int, metavar="N", help="another one than the live one")
-    export.add_argument("--replace", action="store_true", help="though there is such a file")
+    export.option("--snapshot", "N", "another one than the live one", type=int)
+    export.flag("--replace", "though there is such a file")
     report = commands.add(
         "report",
         _report,
@@ -88,14 +85,14 @@ def add(commands: Commands) -> None:
         view=True,
         only=True,
     )
-    report.add_argument("--run", metavar="RUN", help="which (default: the last that did anything)")
-    report.add_argument(
+    report.option("--run", "RUN", "which (default: the last that did anything)")
+    report.option(
         "--to",
+        "FILE",
+        "ends with .html (default: beside its snapshots, where the status page links it)",
         type=Path,
-        metavar="FILE",
-        help="ends with .html (default: beside its snapshots, where the status page links it)",
     )
-    report.add_argument("--replace", action="store_true", help="though there is such a file")
+    report.flag("--replace", "though there is such a file")
 
 
 def _history(arguments: argparse.Namespace) -> int:
@@ -104,12 +101,7 @@ def _history(arguments: argparse.Namespace) -> int:
     if arguments.limit < 1:
         raise ConfigError(f"--limit: {arguments.limit} is not at least 1")
     events = history(project_of(arguments), arguments.view, arguments.limit)
-    show(
-        json.dumps(events)
-        if arguments.json
-        else describe_history(arguments.view, events, arguments.limit)
-    )
-    return DONE
+    return answer(arguments, events, describe_history(arguments.view, events, arguments.limit))
 
 
 def describe_history(view: str, events: Sequence[Mapping[str, Any]], limit: int) -> str:
@@ -171,11 +163,10 @@ _EVENTS = {"snapshot": _snapshot_words, "run": _run_words, "pointer": _pointer_w
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    from precompute.jobs.ops.diff import diff
+    from precompute.jobs.ops.snapshots import diff
 
     found = diff(project_of(arguments), arguments.view, arguments.first, arguments.second)
-    show(json.dumps(found.to_json()) if arguments.json else describe_diff(found))
-    return DONE
+    return answer(arguments, found.to_json(), describe_diff(found))
 
 
 def describe_diff(found: SnapshotDiff) -> str:
@@ -254,11 +245,9 @@ def _log(arguments: argparse.Namespace) -> int:
 
     store, report = find_run(project_of(arguments), arguments.run)
     rejected = rejections(store, report.run)
-    if arguments.json:
-        show(json.dumps(plain(report) | {"rejections": rejected}))
-    else:
-        print("\n".join(_log_lines(report, rejected)))
-    return DONE
+    return answer(
+        arguments, plain(report) | {"rejections": rejected}, "\n".join(_log_lines(report, rejected))
+    )
 
 
 def _log_lines(report: Report, rejected: Mapping[str, Any] | None) -> Iterator[str]:
@@ -307,7 +296,7 @@ def _log_lines(report: Report, rejected: Mapping[str, Any] | None) -> Iterator[s
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from precompute.jobs.ops.export import export
+    from precompute.jobs.ops.snapshots import export
 
     done = export(
         project_of(arguments),
@@ -316,30 +305,16 @@ def _export(arguments: argparse.Namespace) -> int:
         number=arguments.snapshot,
         replace=arguments.replace,
     )
-    if arguments.json:
-        show(
-            json.dumps(
-                {
-                    "view": done.view,
-                    "snapshot": done.snapshot,
-                    "rows": done.rows,
-                    "path": done.path,
-                    "size_bytes": done.size_bytes,
-                }
-            )
-        )
-    else:
-        said = (
-            f"{done.path}: {done.rows:,} rows of snapshot {done.snapshot} of {done.view},"
-            f" {done.size_bytes / 1e6:,.3f} MB"
-        )
-        print(with_history(said, done.view))
-    return DONE
+    text = (
+        f"{done.path}: {done.rows:,} rows of snapshot {done.snapshot} of {done.view},"
+        f" {done.size_bytes / 1e6:,.3f} MB"
+    )
+    return answer(arguments, plain(done), with_history(text, done.view))
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from precompute.jobs.ops.export import checked_target
     from precompute.jobs.ops.run_figures import write_report
+    from precompute.jobs.ops.snapshots import checked_target
 
     if arguments.to is not None:
         checked_target(arguments.to, (".html",), arguments.replace)
@@ -352,9 +327,126 @@ def _report(arguments: argparse.Namespace) -> int:
         "path": str(path),
         "size_bytes": size,
     }
-    show(
-        json.dumps(line)
-        if arguments.json
-        else f"{path}: run {report.run} of {report.view}, {size / 1e6:,.3f} MB"
+    return answer(
+        arguments, line, f"{path}: run {report.run} of {report.view}, {size / 1e6:,.3f} MB"
     )
+
+
+def add_status(commands: Commands) -> None:
+    """The command ``status``."""
+    commands.add(
+        "status", _status, "each view's live snapshot, its age against the TTL, and its last run"
+    )
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from precompute.jobs.ops.status import project_status
+
+    lines = project_status(project_of(arguments))
+    answer(arguments, lines, describe_status(lines))
+    return FAILED if any(line["attention"] for line in lines) else DONE
+
+
+def describe_status(lines: Sequence[Mapping[str, Any]]) -> str:
+    """:func:`precompute.jobs.ops.status.project_status` as a table, and below it, what needs
+    attention or is worth knowing."""
+    from precompute.jobs.ops.status import notes
+
+    below = [
+        with_history(f"{line['view']}: {'; '.join(line['attention'])}", line["view"])
+        for line in lines
+        if line["attention"]
+    ]
+    below += [
+        with_history(f"{line['view']}: {note}", line["view"])
+        for line in lines
+        for note in notes(line)
+    ]
+    below += [
+        f"{line['view']}: {line['last_run']['error']}"
+        for line in lines
+        if line["last_run"] and line["last_run"]["error"]
+    ]
+    return "\n".join(table([_HEAD, *map(_cells, lines)]) + (["", *below] if below else []))
+
+
+_HEAD = (
+    "view",
+    "status",
+    "age",
+    "ttl",
+    "source",
+    "snapshot",
+    "rows",
+    "coverage",
+    "rejected",
+    "online",
+    "last run",
+    "next due",
+    "schedule",
+)
+
+
+def _cells(line: Mapping[str, Any]) -> tuple[str, ...]:
+    """One for each of :data:`_HEAD`."""
+    last = line["last_run"]
+    return (
+        line["view"],
+        line["status"],
+        duration(line["age_s"]),
+        duration(line["ttl_s"]),
+        duration(line["source_age_s"]),
+        str(line["snapshot"] or "–"),
+        "–" if line["rows"] is None else f"{line['rows']:,}",
+        "–" if line["coverage"] is None else f"{line['coverage']:.1%}",
+        "–" if line["rejected"] is None else f"{line['rejected']:,}",
+        {True: "yes", False: "NO", None: "–"}[line["online"]],
+        "–" if last is None else last["status"],
+        "–" if line["next_due"] is None else f"{line['next_due'][:16]}Z",
+        line["schedule"] or "–",
+    )
+
+
+def add_verify(commands: Commands) -> None:
+    """The command ``verify``."""
+    verify = commands.add(
+        "verify", _verify, "re-read what is live: checksums, counts, online rows, index"
+    )
+    verify.option("views", "VIEW", "which (default: all)", nargs="*")
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from precompute.jobs.ops.verify import verify
+
+    project, lines = project_of(arguments), list[dict[str, Any]]()
+    for view in arguments.views or project.names:
+        for check in verify(project, view):
+            lines.append({"view": view} | plain(check))
+            if not arguments.json:
+                found = check.found if check.ok else with_history(check.found, view)
+                print(f"{'ok ' if check.ok else 'BAD'}  {view}: {check.check}: {found}", flush=True)
+    sound = all(line["ok"] for line in lines)
+    if arguments.json:
+        show(json.dumps({"ok": sound, "checks": lines}))
+    return DONE if sound else FAILED
+
+
+def add_schema(commands: Commands) -> None:
+    """The command ``schema``."""
+    commands.add(
+        "schema",
+        _schema,
+        "JSON Schemas: of project.yaml, views/*.yaml and services/*.yaml for editors; of run"
+        " reports and `status --json` for programs",
+    )
+
+
+def _schema(arguments: argparse.Namespace) -> int:
+    from precompute.jobs.config.project import json_schemas
+    from precompute.jobs.ops.status import StatusLine
+    from precompute.store.disk.record import schema_of
+    from precompute.store.offline.runs import Report
+
+    written = {"report": schema_of(Report), "status": schema_of(list[StatusLine])}
+    show(json.dumps(json_schemas() | written, indent=None if arguments.json else 2))
     return DONE

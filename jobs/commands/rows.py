@@ -1,4 +1,5 @@
-"""Lookup, search, explain: rows, as they are served and how they came to be."""
+"""Lookup, search, explain: rows, as they are served and how they came to be. Training: what a
+service would have been answered at the times of a table's rows, as a file to train with."""
 
 from __future__ import annotations
 
@@ -9,17 +10,21 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-from precompute.jobs.commands.command import DONE, FAILED, Commands, project_of
+from precompute.jobs.commands.command import DONE, FAILED, Commands, answer, project_of
 from precompute.jobs.run.command_process import show
-from precompute.store.errors import OnlineStoreError
+from precompute.store.disk.durable_file import disk_message, replacing
+from precompute.store.errors import ConfigError, OnlineStoreError, SnapshotError
 from precompute.store.keys import key_from_path
 from precompute.store.times import duration, shown_time
 from precompute.store.wire.lookup_options import LookupOptions
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from precompute.jobs.config.project import Project
     from precompute.store.answers.lookup import Lookup
     from precompute.store.history import Explanation, Version
@@ -32,16 +37,9 @@ DEADLINE_MS = 60_000
 def add(commands: Commands) -> None:
     """The commands ``lookup``, ``search`` and ``explain``."""
     lookup = commands.add("lookup", _lookup, "look up rows by key, with their freshness", view=True)
-    lookup.add_argument(
-        "keys",
-        nargs="+",
-        metavar="KEY",
-        help="entity keys; parts of a composite one separated by /",
-    )
-    lookup.add_argument("--features", metavar="A,B", help="only these")
-    lookup.add_argument(
-        "--fallback", action="store_true", help="load the model and run it for a miss"
-    )
+    lookup.option("keys", "KEY", "entity keys; parts of a composite one separated by /", nargs="+")
+    lookup.option("--features", "A,B", "only these")
+    lookup.flag("--fallback", "load the model and run it for a miss")
     search = commands.add(
         "search", _search, "the nearest rows of a view's vector index", view=True, only=True
     )
@@ -49,27 +47,21 @@ def add(commands: Commands) -> None:
     what.add_argument("--key", help="neighbours of this row")
     what.add_argument("--text", help="neighbours of this text, embedded now by the view's model")
     search.add_argument("-k", type=int, default=10, help="how many (default: 10)")
-    search.add_argument(
+    search.option(
         "--filter",
+        "JSON",
+        'which rows: \'{"lang": ["de", "en"], "price": {"lt": 10}}\'',
         type=_conditions,
-        metavar="JSON",
-        help='which rows: \'{"lang": ["de", "en"], "price": {"lt": 10}}\'',
     )
-    search.add_argument(
+    search.option(
         "--only",
+        "KEY",
+        "a key that alone may be found, or of chunks a text's, for all of its chunks; may be"
+        " given again",
         action="append",
-        metavar="KEY",
-        help=(
-            "a key that alone may be found, or of chunks a text's, for all of its chunks; may be"
-            " given again"
-        ),
     )
-    search.add_argument(
-        "--exclude",
-        action="append",
-        metavar="KEY",
-        default=[],
-        help="a key to leave out; may be given again",
+    search.option(
+        "--exclude", "KEY", "a key to leave out; may be given again", action="append", default=[]
     )
     explain = commands.add(
         "explain",
@@ -77,9 +69,7 @@ def add(commands: Commands) -> None:
         "which run, snapshot, input and model made a row, and what it was before",
         view=True,
     )
-    explain.add_argument(
-        "key", metavar="KEY", help="entity key; parts of a composite one separated by /"
-    )
+    explain.option("key", "KEY", "entity key; parts of a composite one separated by /")
 
 
 def _lookup(arguments: argparse.Namespace) -> int:
@@ -149,8 +139,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     numbers = store.numbers()
     entity = store.snapshot(numbers[-1]).view.entity if numbers else ()
     explanation = explain(store, _key(arguments.key, entity), memory_mb=project.settings.memory_mb)
-    show(json.dumps(explanation.to_json()) if arguments.json else describe_explanation(explanation))
-    return DONE
+    return answer(arguments, explanation.to_json(), describe_explanation(explanation))
 
 
 def _online(project: Project) -> OnlineStore:
@@ -293,3 +282,134 @@ def _plain_text(value: Any) -> str:
     from precompute.store.times import iso
 
     return iso(value) if isinstance(value, datetime) else str(value)
+
+
+def add_training(commands: Commands) -> None:
+    """The command ``training``."""
+    training = commands.add(
+        "training",
+        _training,
+        "what a service would have answered at the times of a table's rows: a training set",
+    )
+    training.add_argument("service", metavar="SERVICE")
+    training.option(
+        "entities",
+        "FILE",
+        "CSV or Parquet: the service's entity columns and a time, and whatever else",
+        type=Path,
+    )
+    training.option("--to", "FILE", "the Parquet file to write", type=Path, required=True)
+    training.flag("--replace", "though there is such a file")
+    training.option(
+        "--timestamp",
+        "COLUMN",
+        "the time, in UTC where it says nothing (default: event_timestamp)",
+        default="event_timestamp",
+    )
+    training.flag(
+        "--best-known", "the best values known of each partition, and not those that were served"
+    )
+
+
+def _training(arguments: argparse.Namespace) -> int:
+    import pyarrow.parquet as pq
+
+    from precompute.jobs.config.service import mistakes
+    from precompute.jobs.ops.snapshots import checked_target
+    from precompute.store.answers.service import column_of
+    from precompute.store.history import get_historical_features
+
+    checked_target(arguments.to, (".parquet",), arguments.replace)
+    project = project_of(arguments)
+    service = project.service(arguments.service)
+    path = project.folder / "services" / f"{service.name}.yaml"
+    if defaults := [
+        line
+        for line in mistakes(service, project.views, project.names, path)
+        if ".defaults." in line
+    ]:
+        raise ConfigError("; ".join(defaults))
+    table = get_historical_features(
+        project.offline,
+        _entities(arguments.entities, service.entity, arguments.timestamp),
+        service=service,
+        timestamp=arguments.timestamp,
+        values="best_known" if arguments.best_known else "served",
+        memory_mb=project.settings.memory_mb,
+    )
+    try:
+        with replacing(arguments.to) as temporary:
+            pq.write_table(table, temporary)
+    except OSError as exc:
+        raise SnapshotError(disk_message(arguments.to, exc, "nothing was written")) from exc
+    known = {
+        part.view: table.num_rows - table.column(column_of(part.view, "computed_at")).null_count
+        for part in service.parts
+    }
+    if arguments.json:
+        body = {
+            "service": service.name,
+            "version": service.fingerprint,
+            "rows": table.num_rows,
+            "known": known,
+            "to": str(arguments.to),
+        }
+        show(json.dumps(body))
+    else:
+        print(f"{arguments.to}: {table.num_rows:,} rows by {service.version}")
+        for view, rows in known.items():
+            print(
+                f"  {view}: {rows:,} rows were there at their time"
+                + ("" if rows == table.num_rows else ", the others are null or have defaults")
+            )
+    return DONE
+
+
+def _entities(path: Path, entity: Sequence[str], timestamp: str) -> pa.Table:
+    """The rows of a file; a time that says no zone is UTC. Of a CSV keys are the text that stands
+    there: as a number ``007`` is another key.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.csv
+    import pyarrow.parquet as pq
+
+    try:
+        as_text = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(entity, pa.string()))
+        table = (
+            pq.read_table(path)
+            if path.suffix == ".parquet"
+            else pyarrow.csv.read_csv(path, convert_options=as_text)
+        )
+    except (OSError, pa.ArrowException) as exc:
+        raise ConfigError(
+            f"{path}: cannot be read as {path.suffix.removeprefix('.') or 'CSV'}: {exc}"
+        ) from exc
+    if table.column_names.count(timestamp) == 1:
+        times = table.column(timestamp)
+        if pa.types.is_string(times.type):
+            times = _parsed(times.to_pylist(), path, timestamp)
+        elif pa.types.is_date(times.type):
+            times = times.cast(pa.timestamp("s"))
+        if pa.types.is_timestamp(times.type) and times.type.tz is None:
+            times = pc.assume_timezone(times, "UTC")
+        table = table.set_column(table.column_names.index(timestamp), timestamp, times)
+    return table
+
+
+def _parsed(texts: list[str | None], path: Path, column: str) -> pa.Array:
+    """Times, each as it is written."""
+    import pyarrow as pa
+
+    from precompute.jobs.config.section import parse_time
+
+    times = []
+    for number, text in enumerate(texts, 1):
+        try:
+            times.append(None if text is None else parse_time(text))
+        except ValueError as exc:
+            raise ConfigError(f"{path}: row {number}: {column}: {text!r}: {exc}") from exc
+    return pa.array(times, pa.timestamp("us", "UTC"))

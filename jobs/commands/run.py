@@ -1,30 +1,36 @@
-"""Run, materialize, publish: one run of a view, or a part of it. Backfill: past partitions."""
+"""Run, materialize, publish: one run of a view or a part of it, or of several by selectors; the
+graph of what depends on what. Backfill: past partitions."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from precompute.jobs.commands.command import (
     DONE,
     FAILED,
     REJECTED,
     Commands,
+    Parser,
     add_partition,
+    answer,
     partition_of,
     project_of,
+    table,
     with_history,
 )
-from precompute.jobs.commands.run_all import add_selection, is_one, run_several
-from precompute.jobs.run.command_process import report_error, show, spare_pandas
+from precompute.jobs.run.command_process import report_error, say, show, spare_pandas
 from precompute.jobs.run.progress import progress_for
 from precompute.store.disk.record import plain
 from precompute.store.errors import ConfigError, PrecomputeError
 
 if TYPE_CHECKING:
+    from precompute.jobs.config.project import Project
     from precompute.jobs.schedule.backfill_plan import PartitionPlan
     from precompute.jobs.schedule.backfill_state import Options
     from precompute.store.offline.runs import Report
@@ -44,17 +50,11 @@ def add(commands: Commands) -> None:
         "compute a view into a new snapshot, without publishing it",
         view=True,
     )
-    materialize.add_argument(
-        "--dry-run", action="store_true", help="only tell how many rows would be computed, and why"
-    )
+    materialize.flag("--dry-run", "only tell how many rows would be computed, and why")
     for command in (run, materialize):
-        command.add_argument(
-            "--full", action="store_true", help="compute every row, changed or not"
-        )
-        command.add_argument(
-            "--retry-rejected",
-            action="store_true",
-            help="compute rejected rows again, though their input is the same",
+        command.flag("--full", "compute every row, changed or not")
+        command.flag(
+            "--retry-rejected", "compute rejected rows again, though their input is the same"
         )
         add_partition(command)
         command.add_argument("--due", help=argparse.SUPPRESS)
@@ -63,30 +63,22 @@ def add(commands: Commands) -> None:
     publish = commands.add(
         "publish", _run, "load a snapshot into the online store and make it live", view=True
     )
-    publish.add_argument(
-        "--snapshot",
-        type=int,
-        metavar="N",
-        help="which one (default: the newest that may be published)",
+    publish.option(
+        "--snapshot", "N", "which one (default: the newest that may be published)", type=int
     )
-    publish.add_argument(
-        "--reload",
-        action="store_true",
-        help="load it again, though the online store seems to hold it",
-    )
+    publish.flag("--reload", "load it again, though the online store seems to hold it")
     for command in (run, publish):
-        command.add_argument(
+        command.flag(
             "--take-over",
-            action="store_true",
-            help="publish it, though another project publishes the view in the online store",
+            "publish it, though another project publishes the view in the online store",
         )
     for command in (run, materialize, publish):
-        command.add_argument(
+        command.option(
             "--accept",
+            "GATE",
+            "publish although this gate refuses, by the name that it gave",
             action="append",
             default=[],
-            metavar="GATE",
-            help="publish although this gate refuses, by the name that it gave",
         )
 
 
@@ -126,7 +118,7 @@ def _run(arguments: argparse.Namespace) -> int:
         arguments.view,
         progress_for(arguments.json),
         options,
-        finished=tell_report(arguments),
+        finished=reporting(arguments),
     )
     return DONE
 
@@ -145,12 +137,9 @@ def _materialize(arguments: argparse.Namespace) -> int:
         partition=partition, full=arguments.full, retry_rejected=arguments.retry_rejected
     )
     plan = plan_view(project, arguments.view, options)
-    show(
-        json.dumps(plan.to_json())
-        if arguments.json
-        else with_history(f"{arguments.view}: {plan}", arguments.view)
+    return answer(
+        arguments, plan.to_json(), with_history(f"{arguments.view}: {plan}", arguments.view)
     )
-    return DONE
 
 
 def _materialize_each(arguments: argparse.Namespace) -> int:
@@ -181,20 +170,22 @@ def _materialize_each(arguments: argparse.Namespace) -> int:
     return status
 
 
-def tell_report(arguments: argparse.Namespace) -> Callable[[Report], None]:
+def reporting(arguments: argparse.Namespace) -> Callable[[Report], None]:
     """What a run calls with its report once it is over."""
     from precompute.store.disk.record import plain
 
-    def tell(report: Report) -> None:
+    def print_report(report: Report) -> None:
         if arguments.json:
             # of a failed run too: that is when a program needs it
             show(json.dumps(plain(report)))
             arguments.reported = True
         elif report.error is None:
             print(describe_report(report))
+            for text in report.attention:
+                say(f"{report.view}: {text}")
             print(f"  shown by: precompute log {report.run} · precompute history {report.view}")
 
-    return tell
+    return print_report
 
 
 def describe_report(report: Report) -> str:
@@ -262,44 +253,32 @@ def add_backfill(commands: Commands) -> None:
         argparse.RawDescriptionHelpFormatter,
         _DESCRIPTION,
     )
-    command.add_argument(
+    command.option(
         "--from",
+        "TIME",
+        "begin with the partition that contains it, as 2026-01-01 (UTC)",
         dest="first",
-        metavar="TIME",
-        help="begin with the partition that contains it, as 2026-01-01 (UTC)",
     )
-    command.add_argument(
+    command.option(
         "--to",
+        "TIME",
+        "end with the partition that contains it, which is included too",
         dest="last",
-        metavar="TIME",
-        help="end with the partition that contains it, which is included too",
     )
     command.add_argument(
         "--reprocess",
         choices=("missing", "failed", "stale", "all"),
         help="which partitions (default: missing)",
     )
-    command.add_argument(
-        "--check-inputs",
-        action="store_true",
-        help="read every source to tell stale ones: as slow as reading them is",
+    command.flag(
+        "--check-inputs", "read every source to tell stale ones: as slow as reading them is"
     )
-    command.add_argument(
-        "--full", action="store_true", help="compute every row of them, changed or not"
-    )
-    command.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="only tell what would be done, why, and how long it takes",
-    )
-    command.add_argument(
-        "--max-active", type=int, metavar="N", help="how many at once (default: 1)"
-    )
-    command.add_argument("--backwards", action="store_true", help="begin with the newest")
-    command.add_argument("--no-publish", action="store_true", help="leave what is live as it is")
-    command.add_argument(
-        "--resume", metavar="ID", help="go on with this one; all but --max-active is as it was"
-    )
+    command.flag("--full", "compute every row of them, changed or not")
+    command.flag("--dry-run", "only tell what would be done, why, and how long it takes")
+    command.option("--max-active", "N", "how many at once (default: 1)", type=int)
+    command.flag("--backwards", "begin with the newest")
+    command.flag("--no-publish", "leave what is live as it is")
+    command.option("--resume", "ID", "go on with this one; all but --max-active is as it was")
 
 
 def _backfill(arguments: argparse.Namespace) -> int:
@@ -309,13 +288,13 @@ def _backfill(arguments: argparse.Namespace) -> int:
     project, name = project_of(arguments), arguments.view
     if arguments.max_active is not None and arguments.max_active < 1:
         raise ConfigError(f"--max-active: {arguments.max_active}: at least 1 at once")
-    tell: Callable[[str], None] = (
+    announce: Callable[[str], None] = (
         (lambda _: None) if arguments.json else (lambda line: print(line, flush=True))
     )
     if arguments.resume is not None:
         _check_resumed(arguments)
         state = resume_backfill(
-            project, name, arguments.resume, max_active=arguments.max_active, announce=tell
+            project, name, arguments.resume, max_active=arguments.max_active, announce=announce
         )
     else:
         options = _options(arguments)
@@ -329,13 +308,8 @@ def _backfill(arguments: argparse.Namespace) -> int:
                 reprocess=options.reprocess,
                 check_inputs=options.check_inputs,
             )
-            show(
-                json.dumps(plans_json(plans, options))
-                if arguments.json
-                else describe_plans(plans, options)
-            )
-            return DONE
-        state = run_backfill(project, name, options, announce=tell)
+            return answer(arguments, plans_json(plans, options), describe_plans(plans, options))
+        state = run_backfill(project, name, options, announce=announce)
     if arguments.json:
         show(json.dumps(plain(state)))
     if state.signal is not None:
@@ -429,3 +403,131 @@ def describe_plans(plans: Sequence[PartitionPlan], options: Options) -> str:
             ),
         ]
     )
+
+
+DESCRIPTION = """Materialize views and publish them.
+
+VIEW    that one
+VIEW+   it and what depends on it, in the order of `after` and live.<view>: see `precompute graph`
++VIEW   it and what it depends on
+--all   every one; --stale and --failed leave of those that are named, or of all, the ones that need it, and what depends on them
+
+Of several each has a process of its own; one that fails stops only what depends on it. Exit status is the worst of all: 2, then 1, 3, 0."""  # noqa: E501
+
+_OF_ONE = ("accept", "partition", "due", "backfill", "take_over")
+"""Options that make sense of one view alone."""
+
+
+def add_selection(run: Parser) -> None:
+    """What ``run`` takes beside the options of one view."""
+    run.formatter_class, run.description = argparse.RawDescriptionHelpFormatter, DESCRIPTION
+    run.option(
+        "view", "VIEW", "which; VIEW+ and +VIEW take what depends on it, or it on, too", nargs="*"
+    )
+    run.flag("--all", "every view, each after those it depends on")
+    run.flag(
+        "--stale", "those that are not fresh, or whose inputs are newer, and what depends on them"
+    )
+    run.flag("--failed", "those whose last run went wrong or never began, and what depends on them")
+
+
+def is_one(arguments: argparse.Namespace) -> bool:
+    """Whether one view is named, and nothing else chooses; then ``arguments.view`` is its name."""
+    if isinstance(arguments.view, str):
+        return True
+    several = arguments.all or arguments.stale or arguments.failed
+    if (
+        several
+        or len(arguments.view) != 1
+        or "+" in (arguments.view[0][:1], arguments.view[0][-1:])
+    ):
+        return False
+    (arguments.view,) = arguments.view
+    return True
+
+
+def run_several(arguments: argparse.Namespace) -> int:
+    """The views that are selected, and one report of all."""
+    from precompute.jobs.ops.run_all import Selection, run_all, selected, summary
+
+    project = project_of(arguments)
+    if arguments.all and arguments.view:
+        raise ConfigError(f"--all and {arguments.view[0]}: name views, or all of them")
+    if not (arguments.view or arguments.all or arguments.stale or arguments.failed):
+        raise ConfigError(
+            f"run what? Name a view ({', '.join(project.names)}), or say --all, --stale or --failed"
+        )
+    if given := [f"--{name.replace('_', '-')}" for name in _OF_ONE if getattr(arguments, name)]:
+        raise ConfigError(f"{given[0]} is of one view: run that one alone")
+    options = [
+        f"--{name.replace('_', '-')}"
+        for name in ("full", "retry_rejected")
+        if getattr(arguments, name)
+    ]
+    names, started = (
+        selected(project, Selection(arguments.view, arguments.stale, arguments.failed)),
+        time.monotonic(),
+    )
+    sys.stdout.flush()
+    outcomes = run_all(
+        project,
+        names,
+        options,
+        output="captured" if arguments.json else "inherited",
+        announce=(lambda _: None) if arguments.json else say,
+    )
+    report = summary(outcomes, time.monotonic() - started)
+    answer(arguments, report, describe_summary(report))
+    return int(report["exit_status"])
+
+
+def describe_summary(report: Mapping[str, Any]) -> str:
+    """:func:`precompute.jobs.ops.run_all.summary` as a table, for people."""
+    if not report["views"]:
+        return "nothing to run"
+    rows = [("view", "status", "snapshot", "rows", "took", "")]
+    for view in report["views"]:
+        took = "–" if view["exit_status"] is None else f"{view['seconds']:,.1f} s"
+        number = "–" if view["snapshot"] is None else str(view["snapshot"])
+        shown = "–" if view["rows"] is None else f"{view['rows']:,}"
+        rows.append((view["view"], view["status"], number, shown, took, view["error"] or ""))
+    counts = ", ".join(f"{n} {status}" for status, n in report["counts"].items())
+    lines = ["", *table(rows), f"{counts}, {report['seconds']:,.1f} s"]
+    if failed := [view for view in report["views"] if view["exit_status"] not in (DONE, None)]:
+        # of what never began no report says that it failed
+        again = (
+            "--failed"
+            if all(view["run"] for view in failed)
+            else " ".join(f"{view['view']}+" for view in failed)
+        )
+        lines.append(
+            "once it is mended, what failed, and what waits for it, is run by: precompute run"
+            f" {again}"
+        )
+    return "\n".join(lines)
+
+
+def add_graph(commands: Commands) -> None:
+    """The command ``graph``."""
+    graph = commands.add(
+        "graph", _graph, "which views depend on which, by their schedule and by what they read"
+    )
+    graph.option(
+        "view", "VIEW", "only these; VIEW+ and +VIEW as of `run` (default: all)", nargs="*"
+    )
+    graph.flag("--mermaid", "as a Mermaid flowchart, for a README or a wiki")
+
+
+def _graph(arguments: argparse.Namespace) -> int:
+    from precompute.jobs.schedule.dependencies import Dependencies
+
+    project: Project = project_of(arguments)
+    dependencies = Dependencies(project)
+    chosen = dependencies.select(arguments.view or project.names)
+    if arguments.json:
+        found = dependencies.to_json()
+        views = {name: found["views"][name] for name in chosen}
+        show(json.dumps({"order": chosen, "views": views, "mermaid": dependencies.mermaid(chosen)}))
+    else:
+        print(dependencies.mermaid(chosen) if arguments.mermaid else dependencies.text(chosen))
+    return DONE

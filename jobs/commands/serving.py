@@ -9,10 +9,9 @@ import logging
 import sys
 from datetime import UTC, datetime
 
-from precompute.jobs.commands.command import DONE, FAILED, Commands, project_of
+from precompute.jobs.commands.command import DONE, FAILED, Commands, answer, project_of
 from precompute.jobs.run.command_process import logs_json, say, show
 from precompute.store.errors import ConfigError, PrecomputeError
-from precompute.store.http.guard.gate import SCOPES, make_token, remove_tokens
 from precompute.store.times import shown_time
 
 log = logging.getLogger(__name__)
@@ -25,11 +24,8 @@ def add(commands: Commands) -> None:
     """The commands ``schedule``, ``serve`` and ``token``."""
     commands.add("schedule", _schedule, "run the views by their cron lines until SIGTERM")
     serve = commands.add("serve", _serve, "serve the HTTP API until SIGTERM")
-    serve.add_argument(
-        "--workers",
-        type=int,
-        metavar="N",
-        help="processes that answer (default: the project's serve.workers)",
+    serve.option(
+        "--workers", "N", "processes that answer (default: the project's serve.workers)", type=int
     )
     token = commands.add(
         "token",
@@ -37,16 +33,14 @@ def add(commands: Commands) -> None:
         "make a token that opens the API, or end a name's; it is printed once, and stored as a"
         " hash",
     )
-    token.add_argument(
-        "name", metavar="NAME", help="whose; the one made before stays valid until the next"
-    )
+    token.option("name", "NAME", "whose; the one made before stays valid until the next")
     token.add_argument(
         "--scope",
-        choices=SCOPES,
+        choices=("read", "admin"),
         default="read",
         help="read: what services ask (default); admin: metrics and the page, too",
     )
-    token.add_argument("--remove", action="store_true", help="end all of that name")
+    token.flag("--remove", "end all of that name")
 
 
 def _schedule(arguments: argparse.Namespace) -> int:
@@ -80,7 +74,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--workers: {arguments.workers} is not from 1 to {MOST_WORKERS}")
 
     def announce(address: str) -> None:
-        show(json.dumps({"address": address}) if arguments.json else f"serving on {address}")
+        answer(arguments, {"address": address}, f"serving on {address}")
         arguments.reported = True
 
     serve(project_of(arguments), announce, arguments.workers)
@@ -88,6 +82,9 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _token(arguments: argparse.Namespace) -> int:
+    # 0.2 s, which every other command would wait for
+    from precompute.store.http.guard.gate import make_token, remove_tokens
+
     project = project_of(arguments)
     path = project.settings.serve.tokens_file(project.home)
     if path is None:
@@ -98,11 +95,7 @@ def _token(arguments: argparse.Namespace) -> int:
     try:
         if arguments.remove:
             removed = remove_tokens(path, arguments.name)
-            show(
-                json.dumps({"name": arguments.name, "removed": removed})
-                if arguments.json
-                else f"{removed} removed"
-            )
+            answer(arguments, {"name": arguments.name, "removed": removed}, f"{removed} removed")
             return DONE if removed else FAILED
         secret = make_token(path, arguments.name, arguments.scope)
     except OSError as exc:

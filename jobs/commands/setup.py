@@ -17,10 +17,12 @@ from precompute.jobs.commands.command import (
     FAILED,
     PROJECT_FILE,
     Commands,
+    answer,
     folder_of,
     project_of,
 )
 from precompute.jobs.run.command_process import show
+from precompute.store.disk.record import plain
 from precompute.store.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,41 +35,29 @@ def add(commands: Commands) -> None:
     init = commands.add(
         "init", _init, "make a project that runs at once, over a file of yours or a sample"
     )
-    init.add_argument(
-        "folder", metavar="NAME", help="folder of the project; made if it is not there"
-    )
+    init.option("folder", "NAME", "folder of the project; made if it is not there")
     new = commands.add("new", _new, "add a view to the project, over a file of yours or a sample")
-    new.add_argument("what", choices=("view",), metavar="KIND", help="what is added: view")
-    new.add_argument("name", metavar="NAME", help="of the view")
+    new.option("what", "KIND", "what is added: view", choices=("view",))
+    new.option("name", "NAME", "of the view")
     for command in (init, new):
-        command.add_argument(
+        command.option(
             "--from",
+            "FILE",
+            "CSV or Parquet, or a folder with pictures (default: a sample is written)",
             dest="source",
-            metavar="FILE",
-            help="CSV or Parquet, or a folder with pictures (default: a sample is written)",
         )
-        command.add_argument(
+        command.option(
             "--template",
-            metavar="KIND",
-            help=(
-                "embeddings, scores, top-k, pairs, features, model, images or endpoint (default:"
-                " what suits the file's columns)"
-            ),
+            "KIND",
+            "embeddings, scores, top-k, pairs, features, model, images or endpoint (default:"
+            " what suits the file's columns)",
         )
-        command.add_argument(
-            "--key",
-            metavar="A,B",
-            help="the columns that make the key (default: found in the file)",
+        command.option("--key", "A,B", "the columns that make the key (default: found in the file)")
+        command.option(
+            "--encoder", "FOLDER", "a sentence-transformers folder, or of images CLIP's or SigLIP's"
         )
-        command.add_argument(
-            "--encoder",
-            metavar="FOLDER",
-            help="a sentence-transformers folder, or of images CLIP's or SigLIP's",
-        )
-        command.add_argument(
-            "--model",
-            metavar="FILE",
-            help="a LightGBM, XGBoost, CatBoost or ONNX file, for the template model",
+        command.option(
+            "--model", "FILE", "a LightGBM, XGBoost, CatBoost or ONNX file, for the template model"
         )
     validate = commands.add(
         "validate",
@@ -75,7 +65,7 @@ def add(commands: Commands) -> None:
         "check views in seconds: configuration, SQL, model, ten rows, online store; nothing is"
         " published",
     )
-    validate.add_argument("views", nargs="*", metavar="VIEW", help="which (default: all)")
+    validate.option("views", "VIEW", "which (default: all)", nargs="*")
     commands.add(
         "doctor",
         _doctor,
@@ -220,11 +210,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
             )
     bad = any(line.status == "bad" for line in lines)
     if arguments.json:
-        body = [
-            {"check": x.check, "status": x.status, "found": x.found, "remedy": x.remedy}
-            for x in lines
-        ]
-        show(json.dumps({"ok": not bad, "checks": body}))
+        show(json.dumps({"ok": not bad, "checks": plain(lines)}))
         return FAILED if bad else DONE
     if folder is None:
         print(
@@ -280,11 +266,9 @@ def _completion(arguments: argparse.Namespace) -> int:
     words = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
     if not words:
         script = SHELLS[arguments.shell]
-        show(json.dumps({"script": script}) if arguments.json else script.removesuffix("\n"))
-        return DONE
+        return answer(arguments, {"script": script}, script.removesuffix("\n"))
     found = completions(arguments.commands, words)
-    show(json.dumps(found) if arguments.json else "\n".join(found))
-    return DONE
+    return answer(arguments, found, "\n".join(found))
 
 
 def completions(commands: Commands, words: Sequence[str]) -> list[str]:

@@ -64,8 +64,6 @@ def write_tuning(
     """Write ``tuning``: ``precision`` and ``backend`` as picked, and whatever else was measured.
 
     Args:
-        folder: of the project.
-        view: its name.
         model: the view's ``use`` and ``args`` that this holds for.
         tuning: the result, plain JSON.
 
@@ -114,74 +112,48 @@ class EngineConfig(Section):
     """What computes: the run's own process, or worker processes, one for each GPU where there are
     any (what breaks a GPU's context, breaks it for its process)."""
 
-    workers: int = Field(
-        default=0,
-        ge=0,
-        le=64,
-        description=(
-            "processes that compute; 0: one for each GPU, and without any the run's own process"
-        ),
-    )
-    hang: Duration = Field(
-        default=600.0, gt=0, description="a worker that finishes no batch for this long is replaced"
-    )
+    workers: int = Field(default=0, ge=0, le=64)
+    """processes that compute; 0: one for each GPU, and without any the run's own process"""
+    hang: Duration = Field(default=600.0, gt=0)
+    """a worker that finishes no batch for this long is replaced"""
 
 
 class RetentionConfig(Section):
     """Which snapshots ``gc`` keeps, beside the live one, the one before, pinned ones and what other
     views were computed from."""
 
-    keep: int = Field(
-        default=3,
-        ge=1,
-        description="the newest, of each view; of a partitioned one, the newest of each partition",
-    )
-    grace: Duration = Field(default=86400.0, description="nothing younger is removed")
+    keep: int = Field(default=3, ge=1)
+    """the newest, of each view; of a partitioned one, the newest of each partition"""
+    grace: Duration = 86400.0
+    """nothing younger is removed"""
 
 
 class ProjectConfig(Section):
     """``project.yaml``: where and when."""
 
-    root: str = Field(description="folder of the offline store")
+    root: str
+    """folder of the offline store"""
     online: str = Field(description=ONLINE_FORMS)
-    vars: dict[str, str] = Field(
-        default_factory=dict,
-        description="values for ${name} in the views; relative paths start with ./ or ../",
-    )
+    vars: dict[str, str] = Field(default_factory=dict)
+    """values for ${name} in the views; relative paths start with ./ or ../"""
     serve: ServeConfig = ServeConfig()
-    schedule: dict[Name, When] = Field(
-        default_factory=dict,
-        description="view → five cron fields, 'after view[, view]', or either with options",
-    )
+    schedule: dict[Name, When] = Field(default_factory=dict)
+    """view → five cron fields, 'after view[, view]', or either with options"""
     runs: RunsConfig = RunsConfig()
     engine: EngineConfig = EngineConfig()
-    lease: Duration = Field(
-        default=60.0,
-        ge=1,
-        description="how long a run or the scheduler may be silent before another one takes over",
-    )
-    reconcile: Duration = Field(
-        default=60.0,
-        ge=1,
-        description="how often the scheduler looks whether the online store serves what is live",
-    )
-    timezone: str = Field(default="UTC", description="of the cron lines")
+    lease: Duration = Field(default=60.0, ge=1)
+    """how long a run or the scheduler may be silent before another one takes over"""
+    reconcile: Duration = Field(default=60.0, ge=1)
+    """how often the scheduler looks whether the online store serves what is live"""
+    timezone: str = "UTC"
+    """of the cron lines"""
     retention: RetentionConfig = RetentionConfig()
-    notify: list[str] = Field(
-        default_factory=list,
-        description=(
-            "a command and its arguments, run after every publishing, refusal, failure and rollback"
-        ),
-    )
-    memory_mb: int = Field(
-        default=1024,
-        ge=64,
-        description=(
-            "what a run may take in memory beside what it loads and imports: DuckDB, which spills"
-            " to disk beyond its share, what lies between the stages, what publishing sorts; and"
-            " the most that a vector index's codes may take"
-        ),
-    )
+    notify: list[str] = Field(default_factory=list)
+    """a command and its arguments, run after every publishing, refusal, failure and rollback"""
+    memory_mb: int = Field(default=1024, ge=64)
+    """what a run may take in memory beside what it loads and imports: DuckDB, which spills to disk
+    beyond its share, what lies between the stages, what publishing sorts; and the most that a
+    vector index's codes may take"""
 
     @property
     def source_mb(self) -> int:

@@ -144,22 +144,14 @@ class RunsConfig(Section):
     """How scheduled runs are caught up on, retried and ended; a view's schedule may say
     otherwise."""
 
-    catch_up: CatchUp = Field(
-        default="latest", description="which of the times that were missed are run for"
-    )
-    retries: int = Field(
-        default=3,
-        ge=0,
-        le=20,
-        description="how often a run that failed or was killed is tried again",
-    )
-    retry_after: Duration = Field(
-        default=60.0,
-        description="wait before the first retry; twice as long before each further one",
-    )
-    deadline: Duration = Field(
-        default=6 * 3600.0, gt=0, description="a run that takes longer is killed"
-    )
+    catch_up: CatchUp = "latest"
+    """which of the times that were missed are run for"""
+    retries: int = Field(default=3, ge=0, le=20)
+    """how often a run that failed or was killed is tried again"""
+    retry_after: Duration = 60.0
+    """wait before the first retry; twice as long before each further one"""
+    deadline: Duration = Field(default=6 * 3600.0, gt=0)
+    """a run that takes longer is killed"""
 
 
 def _names(value: Any) -> Any:
@@ -173,14 +165,20 @@ def _names(value: Any) -> Any:
 class ScheduleConfig(Section):
     """When a view runs; what is left out is as in ``runs``."""
 
-    at: str | None = Field(default=None, description="five cron fields")
+    at: str | None = None
+    """five cron fields"""
     after: Annotated[
         list[Name] | None, BeforeValidator(_names, json_schema_input_type=str | list[str] | None)
-    ] = Field(default=None, description="views; runs when a new snapshot of one of them is live")
-    catch_up: CatchUp | None = Field(default=None, description="as `runs.catch_up`, of this view")
-    retries: int | None = Field(default=None, ge=0, le=20, description="as `runs.retries`")
-    retry_after: Duration | None = Field(default=None, description="as `runs.retry_after`")
-    deadline: Duration | None = Field(default=None, gt=0, description="as `runs.deadline`")
+    ] = None
+    """views; runs when a new snapshot of one of them is live"""
+    catch_up: CatchUp | None = None
+    """as `runs.catch_up`, of this view"""
+    retries: int | None = Field(default=None, ge=0, le=20)
+    """as `runs.retries`"""
+    retry_after: Duration | None = None
+    """as `runs.retry_after`"""
+    deadline: Duration | None = Field(default=None, gt=0)
+    """as `runs.deadline`"""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> ScheduleConfig:

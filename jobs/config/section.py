@@ -4,15 +4,26 @@ in."""
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    GetJsonSchemaHandler,
+    ValidationError,
+)
+from pydantic_core import CoreSchema
 
 from precompute.store.errors import ConfigError, did_you_mean, nearest, nearest_or_all
 from precompute.store.feature_view import NAME
@@ -298,9 +309,48 @@ Duration = Annotated[float, BeforeValidator(parse_duration, json_schema_input_ty
 
 
 class Section(BaseModel):
-    """What every section is: unknown keys are refused, and no value is taken for another type's."""
+    """What every section is: unknown keys are refused, and no value is taken for another type's.
+    The text below a key is its description in the JSON Schema."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        schema = handler(core_schema)
+        keys = handler.resolve_ref_schema(schema)["properties"]
+        for key, text in descriptions(cls).items():
+            keys[key]["description"] = text
+        return schema
+
+
+def descriptions(section: type[BaseModel]) -> dict[str, str]:
+    """Key → the text below it. Pydantic's own ``use_attribute_docstrings`` would parse the file for
+    every command."""
+    (node,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(node, ast.ClassDef)
+    written = {
+        name: field.description
+        for name, field in section.model_fields.items()
+        if field.description is not None
+    }
+    return written | {
+        key.target.id: " ".join(ast.literal_eval(text.value).split())
+        for key, text in pairwise(node.body)
+        if isinstance(key, ast.AnnAssign)
+        and isinstance(key.target, ast.Name)
+        and isinstance(text, ast.Expr)
+    }
+
+
+@contextlib.contextmanager
+def as_mistake(where: str = "") -> Iterator[None]:
+    """What refuses a value in words of ours, as pydantic wants it: a ValueError."""
+    try:
+        yield
+    except ConfigError as exc:
+        raise ValueError(f"{where}{exc}") from exc
 
 
 _Kind = TypeVar("_Kind", bound=BaseModel)

@@ -38,104 +38,58 @@ Host = Annotated[str, AfterValidator(_host)]
 class TlsConfig(Section):
     """TLS by files in PEM; new ones are taken up within a second, without a restart."""
 
-    cert: str = Field(description="the server's certificate, and those between it and its root")
-    key: str = Field(description="its private key, without a password")
-    client_ca: str | None = Field(
-        default=None,
-        description=(
-            "certificates that sign clients': who has none is not let in (mTLS); a change needs a"
-            " restart"
-        ),
-    )
+    cert: str
+    """the server's certificate, and those between it and its root"""
+    key: str
+    """its private key, without a password"""
+    client_ca: str | None = None
+    """certificates that sign clients': who has none is not let in (mTLS); a change needs a
+    restart"""
 
 
 class LimitsConfig(Section):
     """What one client may ask, and how long it may take; of each worker where numbers and bytes of
     all clients together are meant."""
 
-    headers_bytes: int = Field(
-        default=_DEFAULT.headers_bytes, ge=256, description="of a request's head (431)"
-    )
-    url_bytes: int = Field(
-        default=_DEFAULT.url_bytes, ge=64, description="of its path and query (414)"
-    )
-    body_bytes: int = Field(
-        default=_DEFAULT.body_bytes, ge=64, le=MAX_BODY_BYTES, description="of its body (413)"
-    )
-    bodies_bytes: int = Field(
-        default=_DEFAULT.bodies_bytes,
-        ge=64,
-        description="of all bodies that are not answered yet (503)",
-    )
-    answer_bytes: int = Field(
-        default=_DEFAULT.answer_bytes,
-        ge=1024,
-        description="of an answer, judged before it is made (413)",
-    )
-    unsent_bytes: int = Field(
-        default=_DEFAULT.unsent_bytes,
-        ge=2**16,
-        description="of all answers that wait for their clients; who holds the most is cut",
-    )
-    connections: int = Field(
-        default=_DEFAULT.connections,
-        ge=1,
-        le=100_000,
-        description="open at once; beyond, an idle one makes room, or 503",
-    )
-    connections_per_client: int | None = Field(
-        default=_DEFAULT.connections_per_client,
-        ge=1,
-        description="of one address; none: not counted, as behind a proxy",
-    )
-    pipelined: int = Field(
-        default=_DEFAULT.pipelined,
-        ge=1,
-        le=1000,
-        description="requests of a connection that wait for the one before",
-    )
-    header_time: Duration = Field(
-        default=_DEFAULT.header_s, gt=0, description="for a request's head"
-    )
-    body_time: Duration = Field(default=_DEFAULT.body_s, gt=0, description="for its body")
-    idle_time: Duration = Field(
-        default=_DEFAULT.idle_s, gt=0, description="between an answer and the next request"
-    )
-    write_time: Duration = Field(
-        default=_DEFAULT.write_s,
-        gt=0,
-        description="for a client to take an answer, and 1 s for each MiB",
-    )
+    headers_bytes: int = Field(default=_DEFAULT.headers_bytes, ge=256)
+    """of a request's head (431)"""
+    url_bytes: int = Field(default=_DEFAULT.url_bytes, ge=64)
+    """of its path and query (414)"""
+    body_bytes: int = Field(default=_DEFAULT.body_bytes, ge=64, le=MAX_BODY_BYTES)
+    """of its body (413)"""
+    bodies_bytes: int = Field(default=_DEFAULT.bodies_bytes, ge=64)
+    """of all bodies that are not answered yet (503)"""
+    answer_bytes: int = Field(default=_DEFAULT.answer_bytes, ge=1024)
+    """of an answer, judged before it is made (413)"""
+    unsent_bytes: int = Field(default=_DEFAULT.unsent_bytes, ge=2**16)
+    """of all answers that wait for their clients; who holds the most is cut"""
+    connections: int = Field(default=_DEFAULT.connections, ge=1, le=100_000)
+    """open at once; beyond, an idle one makes room, or 503"""
+    connections_per_client: int | None = Field(default=_DEFAULT.connections_per_client, ge=1)
+    """of one address; none: not counted, as behind a proxy"""
+    pipelined: int = Field(default=_DEFAULT.pipelined, ge=1, le=1000)
+    """requests of a connection that wait for the one before"""
+    header_time: Duration = Field(default=_DEFAULT.header_s, gt=0)
+    """for a request's head"""
+    body_time: Duration = Field(default=_DEFAULT.body_s, gt=0)
+    """for its body"""
+    idle_time: Duration = Field(default=_DEFAULT.idle_s, gt=0)
+    """between an answer and the next request"""
+    write_time: Duration = Field(default=_DEFAULT.write_s, gt=0)
+    """for a client to take an answer, and 1 s for each MiB"""
 
     def limits(self) -> Limits:
-        """The same as a value."""
-        return Limits(
-            self.headers_bytes,
-            self.url_bytes,
-            self.body_bytes,
-            self.bodies_bytes,
-            self.answer_bytes,
-            self.unsent_bytes,
-            self.connections,
-            self.connections_per_client,
-            self.pipelined,
-            self.header_time,
-            self.body_time,
-            self.idle_time,
-            self.write_time,
-        )
+        """The same as a value: what is a ``time`` here, is in seconds there."""
+        return Limits(**{name.replace("_time", "_s"): value for name, value in self})
 
 
 class TracingConfig(Section):
     """OpenTelemetry; needs the extra ``[otel]``."""
 
-    endpoint: str = Field(description="a collector's OTLP over HTTP, such as http://127.0.0.1:4318")
-    sample: float = Field(
-        default=0.01,
-        ge=0,
-        le=1,
-        description="share of the requests that are traced, of those whose caller did not decide",
-    )
+    endpoint: str
+    """a collector's OTLP over HTTP, such as http://127.0.0.1:4318"""
+    sample: float = Field(default=0.01, ge=0, le=1)
+    """share of the requests that are traced, of those whose caller did not decide"""
 
     @field_validator("endpoint")
     @classmethod
@@ -148,92 +102,55 @@ class TracingConfig(Section):
 class ModelsConfig(Section):
     """The processes that compute misses, one for each model that is live."""
 
-    grace: Duration = Field(
-        default=5.0,
-        gt=0,
-        description=(
-            "how much longer a model may be at one batch than its views' `fallback.deadline` for"
-            " each row, or ten times its own pace, before its process is replaced"
-        ),
-    )
-    memory_mb: int | None = Field(
-        default=None,
-        ge=64,
-        description=(
-            "of such a process, past which it is replaced; by default half of the machine's"
-        ),
-    )
+    grace: Duration = Field(default=5.0, gt=0)
+    """how much longer a model may be at one batch than its views' `fallback.deadline` for each row,
+    or ten times its own pace, before its process is replaced"""
+    memory_mb: int | None = Field(default=None, ge=64)
+    """of such a process, past which it is replaced; by default half of the machine's"""
 
 
 class MissCacheConfig(Section):
     """Computed misses that are cached beside the online store, of each view."""
 
-    rows: int = Field(default=_KEPT.rows, ge=1, description="at most")
-    size_bytes: int = Field(default=_KEPT.size_bytes, ge=4096, description="at most")
+    rows: int = Field(default=_KEPT.rows, ge=1)
+    """at most"""
+    size_bytes: int = Field(default=_KEPT.size_bytes, ge=4096)
+    """at most"""
 
 
 class ServeConfig(Section):
     """The HTTP API."""
 
-    bind: str = Field(
-        default="127.0.0.1:8080",
-        description=(
-            "host:port, or unix:./api.sock; others than this machine reach it only with `tokens` or"
-            " `tls.client_ca`"
-        ),
-    )
-    hosts: list[Host] = Field(
-        default=[],
-        description=(
-            "names that a server without `tokens` and `tls` is addressed by, as a proxy on this"
-            " machine passes them on; addresses and localhost need none"
-        ),
-    )
-    workers: int = Field(
-        default=1, ge=1, le=MOST_WORKERS, description="processes that answer, over one socket"
-    )
-    admin: str | None = Field(
-        default=None,
-        description=(
-            "an address of its own for /metrics and the page, as `bind`; none: they are served"
-            " beside the rest, to `admin` tokens"
-        ),
-    )
-    tokens: str | None = Field(
-        default=None,
-        description=(
-            "file of the tokens that open the API, made by `precompute token`; none: anyone who"
-            " reaches it may ask"
-        ),
-    )
-    tls: TlsConfig | None = Field(default=None, description="TLS; none: plain HTTP")
+    bind: str = "127.0.0.1:8080"
+    """host:port, or unix:./api.sock; others than this machine reach it only with `tokens` or
+    `tls.client_ca`"""
+    hosts: list[Host] = Field(default=[])
+    """names that a server without `tokens` and `tls` is addressed by, as a proxy on this machine
+    passes them on; addresses and localhost need none"""
+    workers: int = Field(default=1, ge=1, le=MOST_WORKERS)
+    """processes that answer, over one socket"""
+    admin: str | None = None
+    """an address of its own for /metrics and the page, as `bind`; none: they are served beside the
+    rest, to `admin` tokens"""
+    tokens: str | None = None
+    """file of the tokens that open the API, made by `precompute token`; none: anyone who reaches it
+    may ask"""
+    tls: TlsConfig | None = None
+    """TLS; none: plain HTTP"""
     limits: LimitsConfig = LimitsConfig()
     models: ModelsConfig = ModelsConfig()
     miss_cache: MissCacheConfig = MissCacheConfig()
-    cache_mb: int = Field(
-        default=MAX_CACHE_BYTES // 2**20,
-        ge=0,
-        description="of the encoded rows that each worker keeps in memory; 0: none",
-    )
-    shared_max_age: Duration | None = Field(
-        default=None,
-        ge=0,
-        description=(
-            "how long caches in between, shared ones too, may answer with a single row before they"
-            " ask again, and so serve what a rollback took back; none: 60 s, in a caller's own"
-            " cache alone"
-        ),
-    )
-    access_log: str | None = Field(
-        default=None,
-        description="file that gets a line of JSON for each request, or - for the standard error",
-    )
-    server_timing: bool = Field(
-        default=False, description="answers say what took how long (Server-Timing)"
-    )
-    tracing: TracingConfig | None = Field(
-        default=None, description="traces for OpenTelemetry; none: no spans"
-    )
+    cache_mb: int = Field(default=MAX_CACHE_BYTES // 2**20, ge=0)
+    """of the encoded rows that each worker keeps in memory; 0: none"""
+    shared_max_age: Duration | None = Field(default=None, ge=0)
+    """how long caches in between, shared ones too, may answer with a single row before they ask
+    again, and so serve what a rollback took back; none: 60 s, in a caller's own cache alone"""
+    access_log: str | None = None
+    """file that gets a line of JSON for each request, or - for the standard error"""
+    server_timing: bool = False
+    """answers say what took how long (Server-Timing)"""
+    tracing: TracingConfig | None = None
+    """traces for OpenTelemetry; none: no spans"""
 
     @field_validator("bind", "admin")
     @classmethod

@@ -22,15 +22,12 @@ if TYPE_CHECKING:
 class PartConfig(Section):
     """What is taken of one view; a plain list is its features."""
 
-    features: list[Name] = Field(
-        min_length=1, max_length=512, description="those that are taken, in this order"
-    )
-    max_age: Duration | None = Field(
-        default=None, gt=0, description="older rows of this view count as missing"
-    )
-    defaults: dict[Name, Any] = Field(
-        default={}, description="feature → value that stands in where the row is missing"
-    )
+    features: list[Name] = Field(min_length=1, max_length=512)
+    """those that are taken, in this order"""
+    max_age: Duration | None = Field(default=None, gt=0)
+    """older rows of this view count as missing"""
+    defaults: dict[Name, Any] = Field(default={})
+    """feature → value that stands in where the row is missing"""
 
 
 Part = Annotated[
@@ -45,32 +42,17 @@ Part = Annotated[
 class ServiceConfig(Section):
     """``services/<service>.yaml``: features of several views, joined to one row for each entity."""
 
-    name: Name = Field(description="the file's name")
-    entity: list[Name] = Field(
-        min_length=1,
-        max_length=8,
-        description=(
-            "columns that a request brings for each row; the key of each view is some of them"
-        ),
-    )
-    views: dict[Name, Part] = Field(
-        min_length=1, max_length=MAX_VIEWS, description="view → the features that are taken of it"
-    )
-    max_age: Duration | None = Field(
-        default=None,
-        gt=0,
-        description=(
-            "older rows count as missing, of the views that have no limit of their own here"
-        ),
-    )
-    deadline: Duration | None = Field(
-        default=None,
-        le=MAX_DEADLINE_MS / 1000,
-        description=(
-            "how long a request that names no deadline waits for models, all views together; by"
-            " default each view's own"
-        ),
-    )
+    name: Name
+    """the file's name"""
+    entity: list[Name] = Field(min_length=1, max_length=8)
+    """columns that a request brings for each row; the key of each view is some of them"""
+    views: dict[Name, Part] = Field(min_length=1, max_length=MAX_VIEWS)
+    """view → the features that are taken of it"""
+    max_age: Duration | None = Field(default=None, gt=0)
+    """older rows count as missing, of the views that have no limit of their own here"""
+    deadline: Duration | None = Field(default=None, le=MAX_DEADLINE_MS / 1000)
+    """how long a request that names no deadline waits for models, all views together; by default
+    each view's own"""
 
     def service(self) -> Service:
         """The service as the other rooms know it.

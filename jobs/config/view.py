@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 import pyarrow as pa
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from precompute.jobs.config.section import Duration, Name, Section, parse_time
+from precompute.jobs.config.section import Duration, Name, Section, as_mistake, parse_time
 from precompute.registry import check_use
 from precompute.sources.database import check_sql, parameters, referenced_views
 from precompute.sources.frame import frame_sql
@@ -43,31 +43,17 @@ else:
 class SourceConfig(Section):
     """Where the rows come from."""
 
-    sql: str = Field(
-        default="",
-        description=(
-            "one SELECT yielding the entity's columns and the model's inputs; live.<view> is a"
-            " view's live snapshot"
-        ),
-    )
-    frame: list[str] | None = Field(
-        default=None,
-        min_length=1,
-        description=(
-            "in place of sql: columns of the DataFrame that each run is given, in Python:"
-            " `precompute.open(…).run(view, frame=df)`"
-        ),
-    )
-    updated_at: str | None = Field(
-        default=None,
-        description=(
-            "of the source: a date or timestamp (UTC) whose newest value tells its age; by default"
-            " its files' modification times do"
-        ),
-    )
-    max_age: Duration | None = Field(
-        default=None, description="past which status asks for attention; none by default"
-    )
+    sql: str = ""
+    """one SELECT yielding the entity's columns and the model's inputs; live.<view> is a view's live
+    snapshot"""
+    frame: list[str] | None = Field(default=None, min_length=1)
+    """in place of sql: columns of the DataFrame that each run is given, in Python:
+    `precompute.open(…).run(view, frame=df)`"""
+    updated_at: str | None = None
+    """of the source: a date or timestamp (UTC) whose newest value tells its age; by default its
+    files' modification times do"""
+    max_age: Duration | None = None
+    """past which status asks for attention; none by default"""
 
     @model_validator(mode="before")
     @classmethod
@@ -84,45 +70,29 @@ class SourceConfig(Section):
     @field_validator("sql")
     @classmethod
     def _parses(cls, sql: str) -> str:
-        try:
+        with as_mistake():
             check_sql(sql)
-        except ConfigError as exc:
-            raise ValueError(str(exc)) from exc
         return sql
 
 
 class ModelConfig(Section):
     """What turns rows into features."""
 
-    use: str = Field(
-        description=(
-            "a built-in (text_encoder, top_k, lightgbm, chat_endpoint, …: docs/reference.md), or a"
-            " class of yours as package.module:Class"
-        )
-    )
-    args: dict[str, Any] = Field(
-        default_factory=dict,
-        description="keyword arguments; {sql: SELECT …} becomes an Arrow table",
-    )
-    precision: Precision = Field(
-        default="auto",
-        description="of the model's numbers; auto is what `precompute tune` picked, or fp32",
-    )
-    backend: Backend = Field(
-        default="auto",
-        description=(
-            "what computes the model; auto is what `precompute tune` picked, or eager (onnx for"
-            " int8)"
-        ),
-    )
+    use: str
+    """a built-in (text_encoder, top_k, lightgbm, chat_endpoint, …: docs/reference.md), or a class
+    of yours as package.module:Class"""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """keyword arguments; {sql: SELECT …} becomes an Arrow table"""
+    precision: Precision = "auto"
+    """of the model's numbers; auto is what `precompute tune` picked, or fp32"""
+    backend: Backend = "auto"
+    """what computes the model; auto is what `precompute tune` picked, or eager (onnx for int8)"""
 
     @field_validator("use")
     @classmethod
     def _known(cls, use: str, info: ValidationInfo) -> str:
-        try:
+        with as_mistake():
             check_use(use, info.context)
-        except ConfigError as exc:
-            raise ValueError(str(exc)) from exc
         return use
 
 
@@ -131,18 +101,15 @@ class FeatureConfig(Section):
 
     dtype: Literal[
         "float16", "float32", "float64", "int8", "int16", "int32", "int64", "bool", "string"
-    ] = Field(description="of a value, or of each number of a vector or item of a list")
-    dim: int | None = Field(default=None, ge=1, le=65536, description="length of a vector")
-    max_items: int | None = Field(
-        default=None, ge=1, le=65536, description="longest list, for a top-k list"
-    )
-    packed: Literal["int8", "binary"] | None = Field(
-        default=None,
-        description=(
-            "of a vector of float16 or float32: what the online store keeps of it, with a scale a"
-            " row; readers get the dtype"
-        ),
-    )
+    ]
+    """of a value, or of each number of a vector or item of a list"""
+    dim: int | None = Field(default=None, ge=1, le=65536)
+    """length of a vector"""
+    max_items: int | None = Field(default=None, ge=1, le=65536)
+    """longest list, for a top-k list"""
+    packed: Literal["int8", "binary"] | None = None
+    """of a vector of float16 or float32: what the online store keeps of it, with a scale a row;
+    readers get the dtype"""
 
     @model_validator(mode="after")
     def _one_shape(self) -> FeatureConfig:
@@ -152,9 +119,8 @@ class FeatureConfig(Section):
             raise ValueError("a vector holds numbers; use max_items for a list of strings")
         if self.dtype == "bool" and (self.dim is not None or self.max_items is not None):
             raise ValueError("a vector or list of bool is not supported; use int8")
-        if self.packed is not None and (
-            self.dim is None or self.dtype not in ("float16", "float32")
-        ):
+        vector_of = None if self.dim is None else self.dtype
+        if self.packed is not None and vector_of not in ("float16", "float32"):
             raise ValueError(f"packed: {self.packed} is for vectors (dim) of float16 or float32")
         return self
 
@@ -163,78 +129,48 @@ class ChunkConfig(Section):
     """Cuts a column of long texts: each row of the source becomes rows of its key and the chunk's
     number, ``chunk``; a search answers with the best chunk of each."""
 
-    column: str = Field(default="text", description="of the source: the text that is cut")
-    tokens: int = Field(
-        default=256,
-        ge=8,
-        le=1_000_000,
-        description="of a chunk at most, a model's special ones included",
-    )
-    overlap: int = Field(
-        default=0,
-        ge=0,
-        description="tokens that a chunk has in common with the one before, at most",
-    )
-    tokenizer: str | None = Field(
-        default=None,
-        description=(
-            "a tokenizer.json, or a folder that has one; by default the path of a text_encoder"
-        ),
-    )
+    column: str = "text"
+    """of the source: the text that is cut"""
+    tokens: int = Field(default=256, ge=8, le=1_000_000)
+    """of a chunk at most, a model's special ones included"""
+    overlap: int = Field(default=0, ge=0)
+    """tokens that a chunk has in common with the one before, at most"""
+    tokenizer: str | None = None
+    """a tokenizer.json, or a folder that has one; by default the path of a text_encoder"""
 
 
 class IndexConfig(Section):
     """Makes one vector feature searchable."""
 
-    on: str = Field(description="the feature: a vector of floats")
-    metric: Literal["cosine", "dot", "l2"] = Field(
-        default="cosine", description="what nearness is measured by"
-    )
-    recall_at_10: float = Field(
-        default=0.95,
-        gt=0,
-        le=1,
-        description=(
-            "least share of the 10 nearest that a search must find: measured while the index is"
-            " built, on rows that nothing was chosen by; 1.0 compares with every row"
-        ),
-    )
+    on: str
+    """the feature: a vector of floats"""
+    metric: Literal["cosine", "dot", "l2"] = "cosine"
+    """what nearness is measured by"""
+    recall_at_10: float = Field(default=0.95, gt=0, le=1)
+    """least share of the 10 nearest that a search must find: measured while the index is built, on
+    rows that nothing was chosen by; 1.0 compares with every row"""
 
 
 class FallbackConfig(Section):
     """Runs the model for a miss."""
 
-    enabled: bool = Field(default=False, description="whether a miss is computed")
-    deadline: Duration = Field(default=0.1, description="how long a lookup waits for the model")
-    keep: Duration = Field(
-        default=600.0,
-        description="how long a computed row is stored, for the snapshot it was computed under",
-    )
-    keep_missing: Duration = Field(
-        default=30.0, description="how long it is remembered that the source has no such entity"
-    )
-    stale_if_error: Duration = Field(
-        default=0.0,
-        description=(
-            "past ttl and stale_for: how long a row is still served, as stale, where the model or"
-            " the online store fails"
-        ),
-    )
-    default: dict[Name, Any] | None = Field(
-        default=None,
-        description=(
-            "feature → value: stands in for a row that is missing, and says so; those not named are"
-            " null"
-        ),
-    )
-
-    spare: Literal["auto"] | bool = Field(
-        default="auto",
-        description=(
-            "whether a second process of the model stands by, loaded, for when an input ends the"
-            " one that serves; auto: where its memory is free three times over, and on no GPU"
-        ),
-    )
+    enabled: bool = False
+    """whether a miss is computed"""
+    deadline: Duration = 0.1
+    """how long a lookup waits for the model"""
+    keep: Duration = 600.0
+    """how long a computed row is stored, for the snapshot it was computed under"""
+    keep_missing: Duration = 30.0
+    """how long it is remembered that the source has no such entity"""
+    stale_if_error: Duration = 0.0
+    """past ttl and stale_for: how long a row is still served, as stale, where the model or the
+    online store fails"""
+    default: dict[Name, Any] | None = None
+    """feature → value: stands in for a row that is missing, and says so; those not named are
+    null"""
+    spare: Literal["auto"] | bool = "auto"
+    """whether a second process of the model stands by, loaded, for when an input ends the one that
+    serves; auto: where its memory is free three times over, and on no GPU"""
 
     @model_validator(mode="after")
     def _said(self) -> FallbackConfig:
@@ -251,105 +187,60 @@ class SemanticCacheConfig(Section):
     """Answers a miss by the row of the entity whose input is nearest, if that is near enough; no
     model of this view is called then."""
 
-    view: Name = Field(
-        description=(
-            "of the same entity: embeds the same text cheaply, and has an index by cosine and a"
-            " fallback"
-        )
-    )
-    threshold: float = Field(
-        gt=0,
-        le=1,
-        description="least cosine of the two inputs; `precompute thresholds` suggests one",
-    )
+    view: Name
+    """of the same entity: embeds the same text cheaply, and has an index by cosine and a
+    fallback"""
+    threshold: float = Field(gt=0, le=1)
+    """least cosine of the two inputs; `precompute thresholds` suggests one"""
 
 
 class RowErrorConfig(Section):
     """How far rows may be from float32, each relative to its size (vectors, lists of floats) or to
     the feature's spread (scores); null is the default of its type."""
 
-    median: float | None = Field(
-        default=None, ge=0, description="most error of half the rows; by default √(2 − 2 cosine)"
-    )
-    bound: float | None = Field(
-        default=None,
-        ge=0,
-        description="a row off by more is one of the `share`; by default twice that",
-    )
-    share: float | None = Field(
-        default=None,
-        ge=0,
-        le=1,
-        description="largest share of rows beyond `bound`; by default 0.001",
-    )
-    worst: float | None = Field(
-        default=None,
-        ge=0,
-        description="most error of any row seen; by default five times the median's",
-    )
+    median: float | None = Field(default=None, ge=0)
+    """most error of half the rows; by default √(2 − 2 cosine)"""
+    bound: float | None = Field(default=None, ge=0)
+    """a row off by more is one of the `share`; by default twice that"""
+    share: float | None = Field(default=None, ge=0, le=1)
+    """largest share of rows beyond `bound`; by default 0.001"""
+    worst: float | None = Field(default=None, ge=0)
+    """most error of any row seen; by default five times the median's"""
 
 
 class AccuracyConfig(Section):
     """How near to float32 another precision or back end must come: on a sample of the view's own
     rows before a run, and on rows drawn during it."""
 
-    cosine: float = Field(
-        default=0.999,
-        gt=0,
-        le=1,
-        description="least mean cosine of vectors; for scores, least Spearman rank correlation",
-    )
-    recall_at_10: float = Field(
-        default=0.985,
-        ge=0,
-        le=1,
-        description=(
-            "least share of each row's 10 nearest that stay the same; of lists, least overlap"
-        ),
-    )
-    rows: RowErrorConfig = Field(
-        default=RowErrorConfig(),
-        description="each row's own error, of vectors, scores and lists of them",
-    )
-    features: dict[Name, RowErrorConfig] = Field(
-        default={}, description="the same of one feature, of whatever type"
-    )
+    cosine: float = Field(default=0.999, gt=0, le=1)
+    """least mean cosine of vectors; for scores, least Spearman rank correlation"""
+    recall_at_10: float = Field(default=0.985, ge=0, le=1)
+    """least share of each row's 10 nearest that stay the same; of lists, least overlap"""
+    rows: RowErrorConfig = RowErrorConfig()
+    """each row's own error, of vectors, scores and lists of them"""
+    features: dict[Name, RowErrorConfig] = Field(default={})
+    """the same of one feature, of whatever type"""
 
 
 class PartitionConfig(Section):
     """Makes a view of intervals of data time: each run computes one, with ``$start`` and ``$end``
     bound in the SQL."""
 
-    by: Literal["hour", "day", "week", "month"] = Field(
-        default="day", description="length of a partition; weeks start on Monday"
-    )
-    column: str | None = Field(
-        default=None,
-        description="of the source: a date or timestamp (UTC) that must lie in the partition",
-    )
-    start: datetime = Field(description="the first partition begins here, or contains it")
-    empty: Literal["keep", "publish", "fail"] = Field(
-        default="keep",
-        description=(
-            "of a partition without rows: done, and the rows that are live stay; done, and"
-            " published like any other; or a failed run"
-        ),
-    )
-
-    serve: Literal["newest", "all"] = Field(
-        default="newest",
-        description=(
-            "what is live: the rows of the newest partition alone; or of each key its row of the"
-            " newest partition that has it"
-        ),
-    )
-    keep: Duration | None = Field(
-        default=None,
-        description=(
-            "with serve: all, partitions that end longer than this before the newest one are served"
-            " no more"
-        ),
-    )
+    by: Literal["hour", "day", "week", "month"] = "day"
+    """length of a partition; weeks start on Monday"""
+    column: str | None = None
+    """of the source: a date or timestamp (UTC) that must lie in the partition"""
+    start: datetime
+    """the first partition begins here, or contains it"""
+    empty: Literal["keep", "publish", "fail"] = "keep"
+    """of a partition without rows: done, and the rows that are live stay; done, and published like
+    any other; or a failed run"""
+    serve: Literal["newest", "all"] = "newest"
+    """what is live: the rows of the newest partition alone; or of each key its row of the newest
+    partition that has it"""
+    keep: Duration | None = None
+    """with serve: all, partitions that end longer than this before the newest one are served no
+    more"""
 
     @field_validator("start", mode="before")
     @classmethod
@@ -366,136 +257,59 @@ Share = Annotated[float, Field(ge=0, le=1)]
 class GatesConfig(Section):
     """What a new snapshot must look like to be published; null switches one off."""
 
-    rows: float | None = Field(
-        default=0.2,
-        ge=0,
-        description=(
-            "largest share by which the row count may differ from the live one's; of the live keys"
-            " half may be gone, or as many where it is more"
-        ),
-    )
-    coverage: Share | Literal["auto"] | None = Field(
-        default="auto",
-        description="least share of source rows with a value; auto is 1 - max_rejected",
-    )
-    rejected: Share | Literal["auto"] | None = Field(
-        default="auto", description="largest share of rejected rows; auto is max_rejected"
-    )
-    contract: bool | None = Field(
-        default=True,
-        description=(
-            "refuses a feature that is gone or has another type or dimension, another entity column"
-            " or index metric; added features pass"
-        ),
-    )
-    empty: Share | None = Field(
-        default=0.5,
-        description=(
-            "largest share of a feature's values that are null, an empty text or an empty list"
-        ),
-    )
-    constant: Share | None = Field(
-        default=0.999,
-        description="largest share of a feature's values, or of its lists, that are the same",
-    )
-    shift: Share | None = Field(
-        default=0.15,
-        description=(
-            "largest shift of a feature's values since the live snapshot, by the same model: of the"
-            " share below any number or length, or, of labels and items, of the shares of the"
-            " commonest"
-        ),
-    )
-    mass: Share | None = Field(
-        default=0.05,
-        description=(
-            "largest change of the share of nulls, empty values or zeros since the live snapshot,"
-            " by the same model"
-        ),
-    )
-    agreement: float | None = Field(
-        default=0.5,
-        ge=-1,
-        le=1,
-        description=(
-            "least agreement with the live rows of the same keys, by the same model, beyond chance:"
-            " rank correlation of scores, Cohen's kappa of labels, overlap and order of lists by"
-            " rank"
-        ),
-    )
-    finite: float | None = Field(
-        default=0.0, ge=0, le=1, description="largest share of rows with a NaN or infinity"
-    )
-    zero: float | None = Field(
-        default=0.01, ge=0, le=1, description="largest share of vectors that are all zeros"
-    )
-    norm: float | None = Field(
-        default=0.5,
-        ge=0,
-        description="largest relative change of the mean norm since the live snapshot",
-    )
-    duplicates: float | None = Field(
-        default=0.5, ge=0, le=1, description="largest share of sampled vectors equal to another one"
-    )
-    drift: float | None = Field(
-        default=0.8,
-        ge=-1,
-        le=1,
-        description=(
-            "least mean cosine to the live snapshot's vectors of the same keys, by the same model"
-        ),
-    )
-    moved: float | None = Field(
-        default=0.2,
-        ge=0,
-        le=1,
-        description=(
-            "largest share of vectors and scores that lie further than moved_by from the live ones,"
-            " of labels and texts that are others, by the same model"
-        ),
-    )
-    moved_by: float = Field(
-        default=0.45,
-        gt=0,
-        le=2,
-        description=(
-            "a distance, as a share of the longer vector's length (0.45 is a cosine of 0.9 between"
-            " vectors of one length), of scores of their spread"
-        ),
-    )
-    packed: float | None = Field(
-        default=0.95,
-        ge=0,
-        le=1,
-        description=(
-            "of a vector with `packed`: least share of each sampled row's 10 nearest that stay the"
-            " same as the online store keeps them"
-        ),
-    )
-    rolled_back: float | None = Field(
-        default=0.1,
-        ge=0,
-        le=1,
-        description=(
-            "largest share that may come again of the rows (key, input, recipe) that a snapshot"
-            " computed which was rolled back from"
-        ),
-    )
-    parity: float | None = Field(
-        default=0.05,
-        ge=0,
-        le=1,
-        description=(
-            "largest share of sampled rows that the fallback, or a batch of other rows, computes"
-            " differently"
-        ),
-    )
+    rows: float | None = Field(default=0.2, ge=0)
+    """largest share by which the row count may differ from the live one's; of the live keys half
+    may be gone, or as many where it is more"""
+    coverage: Share | Literal["auto"] | None = "auto"
+    """least share of source rows with a value; auto is 1 - max_rejected"""
+    rejected: Share | Literal["auto"] | None = "auto"
+    """largest share of rejected rows; auto is max_rejected"""
+    contract: bool | None = True
+    """refuses a feature that is gone or has another type or dimension, another entity column or
+    index metric; added features pass"""
+    empty: Share | None = 0.5
+    """largest share of a feature's values that are null, an empty text or an empty list"""
+    constant: Share | None = 0.999
+    """largest share of a feature's values, or of its lists, that are the same"""
+    shift: Share | None = 0.15
+    """largest shift of a feature's values since the live snapshot, by the same model: of the share
+    below any number or length, or, of labels and items, of the shares of the commonest"""
+    mass: Share | None = 0.05
+    """largest change of the share of nulls, empty values or zeros since the live snapshot, by the
+    same model"""
+    agreement: float | None = Field(default=0.5, ge=-1, le=1)
+    """least agreement with the live rows of the same keys, by the same model, beyond chance: rank
+    correlation of scores, Cohen's kappa of labels, overlap and order of lists by rank"""
+    finite: float | None = Field(default=0.0, ge=0, le=1)
+    """largest share of rows with a NaN or infinity"""
+    zero: float | None = Field(default=0.01, ge=0, le=1)
+    """largest share of vectors that are all zeros"""
+    norm: float | None = Field(default=0.5, ge=0)
+    """largest relative change of the mean norm since the live snapshot"""
+    duplicates: float | None = Field(default=0.5, ge=0, le=1)
+    """largest share of sampled vectors equal to another one"""
+    drift: float | None = Field(default=0.8, ge=-1, le=1)
+    """least mean cosine to the live snapshot's vectors of the same keys, by the same model"""
+    moved: float | None = Field(default=0.2, ge=0, le=1)
+    """largest share of vectors and scores that lie further than moved_by from the live ones, of
+    labels and texts that are others, by the same model"""
+    moved_by: float = Field(default=0.45, gt=0, le=2)
+    """a distance, as a share of the longer vector's length (0.45 is a cosine of 0.9 between vectors
+    of one length), of scores of their spread"""
+    packed: float | None = Field(default=0.95, ge=0, le=1)
+    """of a vector with `packed`: least share of each sampled row's 10 nearest that stay the same as
+    the online store keeps them"""
+    rolled_back: float | None = Field(default=0.1, ge=0, le=1)
+    """largest share that may come again of the rows (key, input, recipe) that a snapshot computed
+    which was rolled back from"""
+    parity: float | None = Field(default=0.05, ge=0, le=1)
+    """largest share of sampled rows that the fallback, or a batch of other rows, computes
+    differently"""
 
 
 COMPUTING_GATES = ("accuracy", "batch")
-"""The gates that judge while rows are computed: ``accuracy`` has its limits in the view's
-``accuracy``, and ``batch``, whether a row is the same among other rows, that of
-``gates.parity``."""
+"""The gates that judge while rows are computed: by the view's ``accuracy``; and whether a row is
+the same among other rows, by ``gates.parity``."""
 GATES = (*COMPUTING_GATES, *(name for name in GatesConfig.model_fields if name != "moved_by"))
 """Every gate's name."""
 
@@ -508,42 +322,33 @@ def check_gates(names: Collection[str], option: str) -> Collection[str]:
     """
     for name in names:
         if name not in GATES:
-            near = did_you_mean(name, GATES)
-            raise ConfigError(
-                f"{option} {name}: there is no such gate; it is one of {', '.join(GATES)}{near}"
-            )
+            known = f"{', '.join(GATES)}{did_you_mean(name, GATES)}"
+            raise ConfigError(f"{option} {name}: there is no such gate; it is one of {known}")
     return names
 
 
 class ViewConfig(Section):
     """``views/<view>.yaml``: what is computed."""
 
-    name: Name = Field(description="as the file is called")
-    entity: list[Name] = Field(
-        min_length=1, max_length=8, description="columns of the key: text or integers"
-    )
+    name: Name
+    """as the file is called"""
+    entity: list[Name] = Field(min_length=1, max_length=8)
+    """columns of the key: text or integers"""
     source: SourceConfig
     chunk: ChunkConfig | None = None
     model: ModelConfig
-    features: dict[Name, FeatureConfig] = Field(
-        min_length=1, max_length=512, description="what the model computes, by name"
-    )
-    ttl: Duration = Field(
-        description=(
-            "how long a row is fresh after the run that computed it, or found its input unchanged"
-        )
-    )
-    stale_for: Duration = Field(default=7 * 86400.0, description="past ttl, still served, as stale")
+    features: dict[Name, FeatureConfig] = Field(min_length=1, max_length=512)
+    """what the model computes, by name"""
+    ttl: Duration
+    """how long a row is fresh after the run that computed it, or found its input unchanged"""
+    stale_for: Duration = 7 * 86400.0
+    """past ttl, still served, as stale"""
     index: IndexConfig | None = None
     fallback: FallbackConfig = FallbackConfig()
     semantic_cache: SemanticCacheConfig | None = None
     accuracy: AccuracyConfig = AccuracyConfig()
-    max_rejected: float = Field(
-        default=0.01,
-        ge=0,
-        le=1,
-        description="share of rejected rows past which nothing is published",
-    )
+    max_rejected: float = Field(default=0.01, ge=0, le=1)
+    """share of rejected rows past which nothing is published"""
     # YAML reads a bare null as None
     bad_rows: Annotated[
         Literal["reject", "null", "fail"],
@@ -551,20 +356,12 @@ class ViewConfig(Section):
             lambda v: "null" if v is None else v,
             json_schema_input_type=Literal["reject", "null", "fail"] | None,
         ),
-    ] = Field(
-        default="reject",
-        description=(
-            "rows the model declares unusable: set aside, written with every feature null, or the"
-            " end of the run"
-        ),
-    )
-    renew_unchanged: bool = Field(
-        default=True,
-        description=(
-            "rows whose input did not change are as fresh as the run that saw it; false computes"
-            " them past ttl"
-        ),
-    )
+    ] = "reject"
+    """rows the model declares unusable: set aside, written with every feature null, or the end of
+    the run"""
+    renew_unchanged: bool = True
+    """rows whose input did not change are as fresh as the run that saw it; false computes them past
+    ttl"""
     partition: PartitionConfig | None = None
     gates: GatesConfig = GatesConfig()
 
@@ -583,43 +380,37 @@ class ViewConfig(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> ViewConfig:
-        taken = [name for name in self.features if name in RESERVED or name in self.entity]
-        if taken:
-            raise ValueError(
-                f"features.{taken[0]}: {taken[0]!r} is the name of an answer's own column; call the"
-                f" feature something else (taken: {', '.join(sorted({*RESERVED, *self.entity}))})"
-            )
-        beside = [
-            name for name, _ in SIMILAR_FIELDS if name in self.features or name in self.entity
-        ]
+        taken = {*RESERVED, *self.entity}
+        for name in self.features:
+            if name in taken:
+                raise ValueError(
+                    f"features.{name}: {name!r} is the name of an answer's own column; call the"
+                    f" feature something else (taken: {', '.join(sorted(taken))})"
+                )
+        beside = [name for name, _ in SIMILAR_FIELDS if name in (*self.features, *self.entity)]
         if self.semantic_cache is not None and beside:
             raise ValueError(
                 f"semantic_cache: answers have a column {beside[0]!r} of their own then; call the"
                 " feature or key something else"
             )
         self._check_chunk()
-        unknown = [name for name in self.accuracy.features if name not in self.features]
-        if unknown:
-            raise ValueError(
-                f"accuracy.features.{unknown[0]}: {unknown[0]!r} is no"
-                f" feature{nearest_or_all(unknown[0], self.features)}"
-            )
+        for name in self.accuracy.features:
+            if name not in self.features:
+                near = nearest_or_all(name, self.features)
+                raise ValueError(f"accuracy.features.{name}: {name!r} is no feature{near}")
         self._check_default()
         self._check_frame()
-        wanted = parameters(self.sql)
         for name, query in model_queries(self.model.args).items():
             if not isinstance(query, str):
                 raise ValueError(f"model.args.{name}.sql: {query!r} is no text: write one SELECT")
-            try:
+            with as_mistake(f"model.args.{name}.sql: "):
                 check_sql(query)
-            except ConfigError as exc:
-                raise ValueError(f"model.args.{name}.sql: {exc}") from exc
             if self.partition is None and parameters(query):
                 raise ValueError(
                     f"model.args.{name}.sql: takes ${min(parameters(query))}, which only a view"
                     " with a partition has"
                 )
-        if self.partition is None and wanted:
+        if (wanted := parameters(self.sql)) and self.partition is None:
             raise ValueError(
                 f"source.sql: takes ${min(wanted)}, which only a view with a partition has; add"
                 " partition: {by: day, start: …}"
@@ -642,37 +433,26 @@ class ViewConfig(Section):
             raise ValueError("source.frame: a column is named twice")
         if any(not name or "\0" in name for name in columns):
             raise ValueError("source.frame: a column has no name")
-        lacks = [name for name in self.entity if name not in columns]
-        if lacks:
-            raise ValueError(
-                f"source.frame: lacks {lacks[0]!r}, which the entity names: add it to the columns"
-            )
+        for name in self.entity:
+            if name not in columns:
+                raise ValueError(
+                    f"source.frame: lacks {name!r}, which the entity names: add it to the columns"
+                )
         if self.partition is not None:
-            raise ValueError(
-                "partition: a frame has none; write its rows to files, and read them by sql"
-            )
+            why = "a frame has none; write its rows to files, and read them by sql"
+            raise ValueError(f"partition: {why}")
 
     def _check_indexed(self, name: str) -> None:
-        vectors = [
-            other
-            for other, f in self.features.items()
-            if f.dim is not None and f.dtype.startswith("float")
-        ]
+        floats = {n: f for n, f in self.features.items() if f.dtype.startswith("float")}
+        vectors = [n for n, f in floats.items() if f.dim is not None]
         if name in vectors:
             return
         if name not in self.features:
-            raise ValueError(
-                "index.on: there is no feature"
-                f" {name!r}{nearest_or_all(name, vectors or self.features)}"
-            )
+            near = nearest_or_all(name, vectors or self.features)
+            raise ValueError(f"index.on: there is no feature {name!r}{near}")
         feature = self.features[name]
-        kind = (
-            "vector"
-            if feature.dim is not None
-            else "list"
-            if feature.max_items is not None
-            else "single value"
-        )
+        one_or_many = "single value" if feature.max_items is None else "list"
+        kind = one_or_many if feature.dim is None else "vector"
         instead = f"name one ({', '.join(vectors)})" if vectors else "no feature is one"
         raise ValueError(
             f"index.on: {name!r} is a {kind} of {feature.dtype}, and what is searched is a vector"
@@ -681,23 +461,22 @@ class ViewConfig(Section):
 
     def _check_served(self) -> None:
         partition = self.partition
-        if partition is None or partition.serve == "newest":
-            if partition is not None and partition.keep is not None:
+        if partition is None:
+            return
+        if partition.serve == "newest":
+            if partition.keep is not None:
                 raise ValueError(
                     "partition.keep: only what serves all partitions lets go of old ones; add"
                     " serve: all"
                 )
             return
-        bound = [
-            name for name, query in model_queries(self.model.args).items() if parameters(query)
-        ]
-        if bound:
-            raise ValueError(
-                f"partition.serve: all: model.args.{bound[0]}.sql takes"
-                f" ${min(parameters(model_queries(self.model.args)[bound[0]]))}, so that each"
-                " partition has a model of its own, and rows of two models are never served as"
-                " one set"
-            )
+        for name, query in model_queries(self.model.args).items():
+            if bound := parameters(query):
+                raise ValueError(
+                    f"partition.serve: all: model.args.{name}.sql takes ${min(bound)}, so that each"
+                    " partition has a model of its own, and rows of two models are never served as"
+                    " one set"
+                )
         if partition.keep is not None and self.ttl < partition.keep:
             raise ValueError(
                 f"partition.keep: rows of {duration(partition.keep)} ago are to be served, and ttl"
@@ -705,41 +484,36 @@ class ViewConfig(Section):
             )
 
     def _check_chunk(self) -> None:
-        if self.chunk is None:
+        spec = self._chunk_spec()
+        if spec is None:
             return
         if CHUNK in self.features or CHUNK in self.entity:
             raise ValueError(
                 f"chunk: {CHUNK!r} is the name of a chunk's number; call the feature or key column"
                 " something else"
             )
-        if self.chunk.overlap > self.chunk.tokens // 2:
+        if spec.overlap > spec.tokens // 2:
             raise ValueError(
-                f"chunk.overlap: {self.chunk.overlap} is more than half of {self.chunk.tokens}"
-                " tokens"
+                f"chunk.overlap: {spec.overlap} is more than half of {spec.tokens} tokens"
             )
-        if self._chunk_tokenizer() is None:
+        if not spec.tokenizer:
             raise ValueError(
                 f"chunk.tokenizer: model {self.model.use!r} names none; name a tokenizer.json, or a"
                 " folder that has one"
             )
 
-    def _chunk_tokenizer(self) -> str | None:
-        assert self.chunk is not None
-        own = self.model.args.get("path") if self.model.use == "text_encoder" else None
-        return self.chunk.tokenizer or own
-
     def _chunk_spec(self) -> ChunkSpec | None:
-        if self.chunk is None or (tokenizer := self._chunk_tokenizer()) is None:
+        if self.chunk is None:
             return None
+        own = self.model.args.get("path") if self.model.use == "text_encoder" else None
+        tokenizer = self.chunk.tokenizer or own or ""
         return ChunkSpec(self.chunk.column, self.chunk.tokens, self.chunk.overlap, tokenizer)
 
     def _check_default(self) -> None:
         for name in self.fallback.default or ():
             if name not in self.features:
-                raise ValueError(
-                    f"fallback.default.{name}: there is no feature"
-                    f" {name!r}{nearest_or_all(name, self.features)}"
-                )
+                near = nearest_or_all(name, self.features)
+                raise ValueError(f"fallback.default.{name}: there is no feature {name!r}{near}")
         view = self.feature_view()
         try:
             default_row(view, RowCodec(view))
@@ -750,17 +524,13 @@ class ViewConfig(Section):
     @property
     def sql(self) -> str:
         """The source's SQL; of a frame, that of its columns."""
-        return (
-            self.source.sql
-            if self.source.frame is None
-            else frame_sql(self.source.frame, self.name)
-        )
+        source = self.source
+        return source.sql if source.frame is None else frame_sql(source.frame, self.name)
 
     def accepting(self, gate: str) -> str:
         """What to type for a run that accepts a gate's refusal."""
-        if self.source.frame is None:
-            return f"precompute run {self.name} --accept {gate}"
-        return f"precompute.open(…).run({self.name!r}, frame=df, accept=[{gate!r}])"
+        in_python = f"precompute.open(…).run({self.name!r}, frame=df, accept=[{gate!r}])"
+        return in_python if self.source.frame else f"precompute run {self.name} --accept {gate}"
 
     @property
     def serves_all(self) -> bool:
@@ -786,40 +556,29 @@ class ViewConfig(Section):
 
     def feature_view(self) -> FeatureView:
         """The view as the other rooms know it."""
+        cache, chunk = self.semantic_cache, self._chunk_spec()
         return FeatureView(
             name=self.name,
-            entity=(*self.entity, *(() if self.chunk is None else (CHUNK,))),
+            entity=(*self.entity, *(() if chunk is None else (CHUNK,))),
             features=tuple(
                 Feature(n, f.dtype, f.dim, f.max_items, f.packed) for n, f in self.features.items()
             ),
             ttl_s=self.ttl,
             stale_for_s=self.stale_for,
-            index=(
-                None
-                if self.index is None
-                else IndexSpec(self.index.on, self.index.metric, self.index.recall_at_10)
-            ),
+            index=None if self.index is None else IndexSpec(**self.index.model_dump()),
             fallback=self.fallback.enabled,
             fallback_deadline_s=self.fallback.deadline,
             keep_s=self.fallback.keep,
             keep_missing_s=self.fallback.keep_missing,
             stale_if_error_s=self.fallback.stale_if_error,
             fallback_default=self.fallback.default,
-            semantic_cache=(
-                None
-                if self.semantic_cache is None
-                else SemanticCacheSpec(self.semantic_cache.view, self.semantic_cache.threshold)
-            ),
+            semantic_cache=None if cache is None else SemanticCacheSpec(**cache.model_dump()),
             definition=Definition(
                 source=self.sql,
                 model=ModelUse(**self.model.model_dump()),
                 bad_rows=self.bad_rows,
-                empty=(
-                    "publish"
-                    if self.partition is not None and self.partition.empty == "publish"
-                    else "keep"
-                ),
-                chunk=self._chunk_spec(),
+                empty="publish" if self.partition and self.partition.empty == "publish" else "keep",
+                chunk=chunk,
             ),
         )
 
@@ -828,16 +587,12 @@ class ViewConfig(Section):
         return sorted(self.reads())
 
     def reads(self) -> dict[str, tuple[str, ...]]:
-        """The same views, each with the key of the file under which it is read."""
-        queries: dict[tuple[str, ...], str] = {("source", "sql"): self.sql}
-        queries |= {
-            ("model", "args", name, "sql"): sql
-            for name, sql in model_queries(self.model.args).items()
-        }
-        # the source's own comes first
-        return {
-            name: key for key, sql in reversed(queries.items()) for name in referenced_views(sql)
-        }
+        """The same views, each with the key of the file under which it is read; the source's own
+        comes first."""
+        found: dict[str, tuple[str, ...]] = {}
+        for name, sql in model_queries(self.model.args).items():
+            found |= dict.fromkeys(referenced_views(sql), ("model", "args", name, "sql"))
+        return found | dict.fromkeys(referenced_views(self.sql), ("source", "sql"))
 
 
 def model_queries(args: Mapping[str, Any]) -> dict[str, str]:

@@ -493,10 +493,8 @@ class OpenProject:
         except PrecomputeError as exc:
             live, absent = {}, "unknown"
             notes.append(str(exc))
-        head, rows = (
-            ["view", "key", "features", "status", "age_s", "ttl_s", "rows", "search"],
-            list[list[Any]](),
-        )
+        head = ["view", "key", "features", "status", "age_s", "ttl_s", "rows", "search"]
+        rows = list[list[Any]]()
         for name in sorted({*project.names, *live}):
             line = live.get(name)
             if name in project.broken:
@@ -539,27 +537,14 @@ def _view_cells(
             for f in line["features"]
         ]
         status = "expired" if line["status"] == "missing" else line["status"]
-        cells = [
-            ", ".join(line["entity"]),
-            ", ".join(kinds),
-            status,
-            line["age_s"],
-            line["ttl_s"],
-            line["rows"],
-        ]
-        return [*cells, "yes" if line["searchable"] else ""]
+        ages = [line[name] for name in ("age_s", "ttl_s", "rows")]
+        found = "yes" if line["searchable"] else ""
+        return [", ".join(line["entity"]), ", ".join(kinds), status, *ages, found]
     if name in project.broken:
         return [None, None, "its file is wrong", None, None, None, ""]
     view = project.views[name].feature_view()
-    return [
-        ", ".join(view.entity),
-        ", ".join(view.feature_names),
-        absent,
-        None,
-        view.ttl_s,
-        None,
-        "",
-    ]
+    entity, features = ", ".join(view.entity), ", ".join(view.feature_names)
+    return [entity, features, absent, None, view.ttl_s, None, ""]
 
 
 def _neighbours(
@@ -584,22 +569,16 @@ def _version(version: Any) -> dict[str, Any]:
         if version.live
         else version.void or ("removed" if version.removed_in is not None else "replaced")
     )
-    last = version.served[-1] if version.served else (None, None)
     facts = {
         "snapshot": version.snapshot,
         "state": state,
         "computed_at": version.computed_at,
         "model": version.model,
-    }
-    facts |= {
         "served_from": version.served[0][0] if version.served else None,
-        "served_until": last[1],
+        "served_until": version.served[-1][1] if version.served else None,
     }
-    facts |= {
-        name: getattr(version, name)
-        for name in ("run", "partition", "input_hash", "removed_in", "removed_at")
-    }
-    return facts | dict(version.features)
+    others = ("run", "partition", "input_hash", "removed_in", "removed_at")
+    return facts | {name: getattr(version, name) for name in others} | dict(version.features)
 
 
 def _time(at: str | datetime) -> datetime:

@@ -26,7 +26,6 @@ def history(project: Project, view: str, limit: int) -> list[dict[str, Any]]:
 
     Args:
         project: the configuration; the view need not be in it any more.
-        view: its name.
         limit: how many events at most.
 
     Returns:

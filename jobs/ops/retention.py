@@ -101,7 +101,6 @@ def drop(project: Project, name: str, *, data: bool = False, take_over: bool = F
 
     Args:
         project: the configuration; the view need not be in it any more.
-        name: of the view.
         data: remove its snapshots and reports too, for good.
         take_over: end it though another project publishes it.
 

@@ -3,17 +3,26 @@ that fails stops only what depends on it."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from precompute.jobs.config.project import Project
-from precompute.jobs.ops.status import project_status
+from precompute.jobs.ops.status import WAITING, Waiting, never_began, project_status
 from precompute.jobs.schedule.dependencies import Dependencies
-from precompute.store.errors import ConfigError
+from precompute.store.disk.durable_file import replace_durably
+from precompute.store.disk.lease import take
+from precompute.store.disk.record import plain, sealed
+from precompute.store.errors import ConfigError, PrecomputeError
 from precompute.store.offline.runs import Report
+from precompute.store.times import shown_time, utc_now
 from precompute.workers.process import ChildProcess, end_all, installed_module
+
+log = logging.getLogger(__name__)
 
 DONE, FAILED, BAD_USAGE, REFUSED = 0, 1, 2, 3
 _WORST = (BAD_USAGE, FAILED, REFUSED, DONE)
@@ -52,7 +61,8 @@ class Outcome:
 class Selection:
     """Which views are to run, and how. ``selectors`` as :meth:`Dependencies.select` has them, none
     for all; ``stale`` and ``failed`` leave those, and what depends on them, that are not fresh or
-    whose last run went wrong, or whose file is; ``options`` of the command line go to each run.
+    whose last run went wrong or never began, or whose file is wrong; ``options`` of the command
+    line go to each run.
     """
 
     selectors: Sequence[str] = ()
@@ -74,12 +84,14 @@ def selected(project: Project, selection: Selection) -> list[str]:
     )
     if not (selection.stale or selection.failed):
         return chosen
-    wanted = set[str]()
+    wanted, waited = set[str](), never_began(project)
     for line in project_status(project):
         name, last = line["view"], line["last_run"]
         stale = selection.stale and (line["status"] != "fresh" or bool(line["behind"]))
         failed = selection.failed and (
-            name in project.broken or (last is not None and last["status"] in FAILED_ENDS)
+            name in project.broken
+            or name in waited
+            or (last is not None and last["status"] in FAILED_ENDS)
         )
         if name in chosen and (stale or failed):
             wanted |= {name} | dependencies.below(name)
@@ -98,10 +110,10 @@ def run_all(
     output: Output = "inherited",
     announce: Callable[[str], None] = lambda _: None,
 ) -> list[Outcome]:
-    """Run views one after the other, each after those of them that it depends on.
+    """Run views one after the other, each after those of them that it depends on; first those that
+    a run of several left waiting when it was killed are announced.
 
     Args:
-        project: the configuration.
         names: in the order of :func:`selected`.
         options: of ``run``, for each.
         output: where their processes write: to ours, or nowhere, and their last words are in the
@@ -111,6 +123,38 @@ def run_all(
     Returns:
         an outcome for each, in order.
     """
+    if left := never_began(project):
+        announce(
+            f"the run of several views of {shown_time(min(left.values()))} was killed before these"
+            f" began: {', '.join(left)}"
+        )
+    with waiting(project, names):
+        return _run_each(project, names, options, output, announce)
+
+
+@contextlib.contextmanager
+def waiting(project: Project, names: Sequence[str]) -> Iterator[None]:
+    """Have these views on record while they run; what ends the process leaves the record."""
+    path = project.root / WAITING
+    try:
+        lease = take(path.parent, path.stem, "run of several views")
+        replace_durably(path, sealed(Waiting(utc_now(), list(names))))
+    except (PrecomputeError, OSError) as exc:
+        log.warning("which views wait is not on record: %s", exc)
+        yield
+        return
+    with lease:
+        yield
+        path.unlink(missing_ok=True)
+
+
+def _run_each(
+    project: Project,
+    names: Sequence[str],
+    options: Sequence[str],
+    output: Output,
+    announce: Callable[[str], None],
+) -> list[Outcome]:
     dependencies, outcomes = Dependencies(project), dict[str, Outcome]()
     for number, name in enumerate(names, 1):
         stopped = [
@@ -119,14 +163,11 @@ def run_all(
             if parent in outcomes and not outcomes[parent].done
         ]
         if stopped:
+            ends = {parent: outcomes[parent].status for parent in stopped}
             why = ", ".join(
-                f"{parent} {'was' if outcomes[parent].status != 'failed' else ''}"
-                f" {outcomes[parent].status}"
-                for parent in stopped
+                f"{p} {'' if end == 'failed' else 'was '}{end}" for p, end in ends.items()
             )
-            outcomes[name] = Outcome(
-                name, "skipped", None, error=f"not run: {' '.join(why.split())}"
-            )
+            outcomes[name] = Outcome(name, "skipped", None, error=f"not run: {why}")
             announce(f"{name} ({number} of {len(names)}): {outcomes[name].error}")
             continue
         announce(f"{name} ({number} of {len(names)})")
@@ -202,14 +243,9 @@ def worst(outcomes: Sequence[Outcome]) -> int:
 def summary(outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:
     """One report of all: ``exit_status``, ``seconds``, how many ended how (``counts``), and
     ``views``, an outcome each in the order they ran."""
-    counts: dict[str, int] = {}
-    for outcome in outcomes:
-        counts[outcome.status] = counts.get(outcome.status, 0) + 1
-    fields = ("view", "status", "exit_status", "seconds", "run", "snapshot", "rows", "error")
-    views = [{name: getattr(outcome, name) for name in fields} for outcome in outcomes]
     return {
         "exit_status": worst(outcomes),
         "seconds": round(seconds, 3),
-        "counts": counts,
-        "views": views,
+        "counts": dict(Counter(outcome.status for outcome in outcomes)),
+        "views": [plain(outcome) for outcome in outcomes],
     }

@@ -168,7 +168,6 @@ def write_report(
 
     Args:
         project: the configuration; the view need not be in it any more.
-        view: its name.
         run: id of the run, or the beginning of it; by default the last that had something to
             compute.
         path: of the file; by default beside the view's snapshots, where the status page finds it.

@@ -5,6 +5,7 @@ more."""
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -18,7 +19,8 @@ from precompute.jobs.run.rows.open_view import REPORTS, known_source_at
 from precompute.jobs.schedule.due import outlook
 from precompute.store.account.account import read_account
 from precompute.store.account.checker import LOOK_S, look
-from precompute.store.disk.record import plain
+from precompute.store.disk.lease import is_held
+from precompute.store.disk.record import Record, plain, read_record_file
 from precompute.store.errors import OnlineStoreError, PrecomputeError, SnapshotError
 from precompute.store.feature_view import status_of
 from precompute.store.offline.gc import damage
@@ -42,13 +44,15 @@ from precompute.store.times import (
 )
 from precompute.store.vectors.index_record import index_figures
 
+log = logging.getLogger(__name__)
+
 
 def inputs_behind(
     store: ViewStore, snapshot: Snapshot, reports: Sequence[Report]
 ) -> list[dict[str, Any]]:
     """The views whose live rows are others than those that ``snapshot`` was computed from:
     ``input``, the numbers ``computed_from`` and ``live``, and ``behind_s``, for how long."""
-    # a run that found nothing changed commits nothing: which inputs it saw, its report tells.
+    # a run that found nothing changed commits nothing: which inputs it saw, its report says.
     did = (report for report in reports if report.finished and report.snapshot == snapshot.number)
     inputs = next((report.inputs for report in did if report.inputs), snapshot.inputs)
     computed, behind = datetime.fromisoformat(snapshot.created_at), []
@@ -74,7 +78,7 @@ def _other_rows_since(
         try:
             return store.snapshot(number)
         except SnapshotError:
-            # gone or damaged, which that view's own line tells
+            # gone or damaged, which that view's own line says
             return None
 
     before, now = manifest(used) if ref.snapshot != used else None, manifest(ref.snapshot)
@@ -380,24 +384,61 @@ def _attention(line: dict[str, Any]) -> list[str]:
     return attention
 
 
+WAITING = ".run_all/waiting.json"
+"""Below the root: which views a ``run`` of several began with, until it ends; beside it its lease,
+of the same name."""
+
+
+class Waiting(Record, frozen=True):
+    """What a ``run`` of several views began with, ``at`` in ISO 8601 (UTC)."""
+
+    at: str
+    views: list[str]
+
+
+def never_began(project: Project) -> dict[str, str]:
+    """View → when the ``run`` of several began that was ended before this one's turn; those that
+    ran since are left out."""
+    path = project.root / WAITING
+    try:
+        record = read_record_file(Waiting, path, "remove it")
+        if record is None or is_held(path.parent, path.stem):
+            return {}
+    except SnapshotError as exc:
+        log.warning("%s", exc)
+        return {}
+    last = {
+        name: project.offline.view(name).runs.last()
+        for name in record.views
+        if name in project.names
+    }
+    # both are as `utc_now` writes them
+    return {
+        name: record.at for name, run in last.items() if run is None or run.started_at < record.at
+    }
+
+
 def project_status(project: Project) -> list[dict[str, Any]]:
     """:func:`view_status` of every view; one that cannot be read, or is served without being
     configured, says so under ``attention``."""
     offline, online = project.offline, open_online_store(project.online)
-    lines = []
+    lines, waited = [], never_began(project)
     try:
         for name in project.names:
             try:
-                lines.append(view_status(project, offline.view(name), online))
+                line = view_status(project, offline.view(name), online)
             except PrecomputeError as exc:
-                lines.append(
-                    _UNREADABLE
-                    | {
-                        "view": name,
-                        "ttl_s": _ttl_s(project, name),
-                        "attention": [str(exc)],
-                    }
+                line = _UNREADABLE | {
+                    "view": name,
+                    "ttl_s": _ttl_s(project, name),
+                    "attention": [str(exc)],
+                }
+            if name in waited:
+                line["attention"].append(
+                    f"the run of several views of {shown_time(waited[name])} was killed before this"
+                    f" one began: precompute run {name}"
                 )
+            lines.append(line)
         return lines + _unconfigured(project, online)
     finally:
         online.close()

@@ -58,10 +58,8 @@ def thresholds(
     of several features the one that agrees least counts.
 
     Args:
-        project: the configuration.
         name: of a view that is published.
         by: the view that embeds the same text; by default the one its ``semantic_cache`` names.
-        rows: size of the sample.
         agreement: what answers must agree by at least, on average over those that are given.
 
     Returns:

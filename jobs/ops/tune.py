@@ -1,27 +1,28 @@
 """Tune: which precision and back end computes a view's model fastest on this machine, and stays
-within the view's accuracy budget.
-
-Every candidate computes the same sample of the view's own rows and is compared with float32: the
-fastest whose figures pass is written to the tuning file that ``precision: auto`` reads. A run with
-another precision than the tuned one is checked in the same way before it computes.
-"""
+within the view's accuracy budget. Every candidate computes the same sample of the view's own rows
+and is compared with float32: the fastest whose figures pass is written to the tuning file that
+``precision: auto`` reads. Profile: where the time of such a sample goes; the stages overlap, so
+their times do not add up to the whole: the one that is busy nearly all the time sets the pace."""
 
 from __future__ import annotations
 
 import os
 import platform
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from precompute.engine.memory import ResidentPeak, give_back, resident_bytes
+from precompute.engine.prepare import WINDOW_ROWS, joined
 from precompute.engine.runner import Runner
-from precompute.engine.window import Outcome
+from precompute.engine.window import MISFIT, Outcome
 from precompute.jobs.config.project import Project, write_tuning
 from precompute.jobs.config.view import AccuracyConfig
 from precompute.jobs.run.judge.accuracy import (
@@ -33,14 +34,15 @@ from precompute.jobs.run.judge.accuracy import (
 )
 from precompute.jobs.run.report import versions
 from precompute.jobs.run.rows.open_view import EXAMPLE_ROWS, OpenView, open_view
-from precompute.store.errors import ConfigError, ModelError, SourceError
+from precompute.store.disk.durable_file import disk_message, replacing
+from precompute.store.errors import ConfigError, ModelError, SnapshotError, SourceError
 from precompute.store.feature_view import FeatureView
+from precompute.store.offline.view_store import OfflineStore
 from precompute.store.times import Partition, iso
 from precompute.techniques.table import REFERENCE, words
 
 if TYPE_CHECKING:
     from precompute.models.torch_model import TorchModel
-
 
 ROUNDS = 3
 """Times that each computes the sample at most, taking turns, so that a busy moment of the machine
@@ -123,7 +125,7 @@ class Trials:
         line["memory_bytes"] = self._loaded_bytes + max(0, highest - before) if highest else None
         return line | self._judged(technique, outcome)
 
-    def rates(self, until: float, tell: Callable[[str], None]) -> dict[str, Rate]:
+    def rates(self, until: float, announce: Callable[[str], None]) -> dict[str, Rate]:
         """Of each that is ready, as a run computes: the stages overlap, batches are as large and,
         on a CPU, as many at once as that technique's first ones find best, which a later round goes
         on with.
@@ -131,13 +133,13 @@ class Trials:
         Args:
             until: of :func:`time.monotonic`; no further round is begun that would end later, after
                 the first.
-            tell: called with what begins.
+            announce: called with what begins.
         """
         runners = {name: Runner(self._model, self._opened.view) for name in self.ready}
         seconds: dict[str, list[float]] = {name: [] for name in self.ready}
         for number in range(ROUNDS):
             began = time.monotonic()
-            tell(f"measuring {len(self.ready)} candidates, round {number + 1} of {ROUNDS}")
+            announce(f"measuring {len(self.ready)} candidates, round {number + 1} of {ROUNDS}")
             for name, restore in self.ready.items():
                 restore()
                 started = time.monotonic()
@@ -212,28 +214,25 @@ def tune(
     only: Sequence[str] = (),
     within_s: float = 300.0,
     write: bool = True,
-    tell: Callable[[str], None] = lambda _: None,
+    announce: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Measure all candidates of a view's model, and write the tuning file.
 
     Args:
-        project: the configuration.
-        name: of the view.
-        rows: size of the sample.
         partition: of a partitioned view; by default the latest that is over.
         only: names of the candidates; by default what
             :func:`precompute.techniques.conversion.candidates` finds worth trying.
         within_s: how long candidates may take that nobody named; the most promising come first, and
             what there is no time for is left out.
         write: write the tuning file; else only measure.
-        tell: called with what begins.
+        announce: called with what begins.
 
     Returns:
         ``file`` (null when none was written), ``picked`` (a candidate's name), ``precision``,
         ``backend``, ``rows`` and ``measured``: for each candidate ``name``, ``rows_per_s``,
         ``speed`` (times float32's), ``batch_ms`` (``p50``, ``p95``, ``p99``), ``memory_bytes`` (the
         process's at its peak, as if this candidate were alone in it; null where the system does not
-        tell), ``convert_s``, the figures of :meth:`precompute.techniques.accuracy.Accuracy.to_json`
+        say), ``convert_s``, the figures of :meth:`precompute.techniques.accuracy.Accuracy.to_json`
         and ``refused`` (why, or null); ``left_out``: names.
 
     Raises:
@@ -254,7 +253,7 @@ def tune(
         plan = _planned(model, only_named)
         sample, ends = sample_of(opened, rows)
         trials = Trials(opened, model, sample, ends, config.accuracy)
-        measured, left_out = _measured(trials, plan, within_s, tell)
+        measured, left_out = _measured(trials, plan, within_s, announce)
         # the run that follows is spared its check
         cache_comparisons(
             opened, sample, ends, config.accuracy, trials.comparisons if write else {}
@@ -336,19 +335,19 @@ def _planned(model: TorchModel, only_named: Sequence[str]) -> _Plan:
 
 
 def _measured(
-    trials: Trials, plan: _Plan, within_s: float, tell: Callable[[str], None]
+    trials: Trials, plan: _Plan, within_s: float, announce: Callable[[str], None]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Of each candidate, what :meth:`Trials.tried` tells, ``rows_per_s``, ``speed`` and
+    """Of each candidate, what :meth:`Trials.tried` returns, ``rows_per_s``, ``speed`` and
     ``batch_ms``; and the names of those that time was short for."""
     lines, left_out, until = [], [], time.monotonic() + within_s
     for name in plan.names:
         if not plan.pays(name, trials, until - time.monotonic()):
-            tell(f"{name}: left out, since it would take longer than there is time")
+            announce(f"{name}: left out, since it would take longer than there is time")
             left_out.append(name)
             continue
-        tell(f"{name}: converting and comparing {trials.sample.num_rows - trials.ends:,} rows")
+        announce(f"{name}: converting and comparing {trials.sample.num_rows - trials.ends:,} rows")
         lines.append(trials.tried(name))
-    rates = trials.rates(until, tell)
+    rates = trials.rates(until, announce)
     for line in lines:
         rate = rates.get(line["name"])
         line["rows_per_s"] = None if rate is None else round(rate.rows_per_s, 1)
@@ -369,3 +368,118 @@ def _pick(measured: Sequence[dict[str, Any]]) -> str:
     passing = [row for row in measured if row["refused"] is None and row["speed"] is not None]
     best = max(passing, key=lambda row: float(row["speed"]), default=None)
     return REFERENCE if best is None or best["speed"] < WORTHWHILE else str(best["name"])
+
+
+WARM_UP_ROWS = 32
+"""Computed before the clock starts: a model's first call takes several times as long as the
+next."""
+
+
+def profile(
+    project: Project,
+    name: str,
+    *,
+    rows: int,
+    partition: Partition | None = None,
+    trace: Path | None = None,
+) -> dict[str, Any]:
+    """Compute any ``rows`` rows of a view's source.
+
+    Args:
+        rows: size of the sample, at least 1.
+        partition: of a partitioned view; by default the latest that is over.
+        trace: where to write a trace of one window's computing, as Chrome and Perfetto read it.
+
+    Returns:
+        ``view``, ``rows``, ``rejected``, ``load_s`` (opening the view and loading its model) and
+        the engine's figures (:meth:`precompute.engine.runner.Runner.figures`).
+
+    Raises:
+        ConfigError, SourceError, ModelError: as a run would.
+        SnapshotError: the trace cannot be written.
+    """
+    config = project.view(name)
+    offline = project.offline
+    if config.partition is not None and partition is None:
+        partition = config.partition_at(datetime.now(UTC))
+    memory_mb = project.settings.memory_mb
+    started = time.monotonic()
+    rejected = 0
+    with open_view(
+        config.feature_view(), offline, project.home, partition=partition, memory_mb=memory_mb
+    ) as opened:
+        opened.convert()
+        load_s = time.monotonic() - started
+        runner = Runner(opened.model, opened.view)
+        windows = _sampled(opened, rows, runner)
+        first = next(windows)
+        # before the clock starts, but a part of the time
+        read_s = runner.meter.stage("read").busy_s
+        _check_fit(Runner(opened.model, opened.view).compute(first.slice(0, WARM_UP_ROWS)), name)
+        if trace is not None:
+            _write_trace(opened, first, trace)
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="precompute-profile-") as folder:
+            scratch = OfflineStore(Path(folder))
+            for number, (_, done) in enumerate(
+                runner.stream(_chained(first, windows), memory_mb=memory_mb)
+            ):
+                rejected += len(done.rejections)
+                scratch.view(name).write_part(
+                    "profile", f"part-{number:05d}.parquet", pa.Table.from_batches([done.features])
+                )
+            seconds = time.monotonic() - began + read_s
+        return {
+            "view": name,
+            "rejected": rejected,
+            "load_s": round(load_s, 3),
+            **runner.figures(seconds),
+        }
+
+
+def _check_fit(done: Outcome, view: str) -> None:
+    """Raises:
+    ModelError: the model's answer fits the view for no row.
+    """
+    if (
+        done.rejections
+        and not len(done.rows)
+        and all(rejected.stage == MISFIT for rejected in done.rejections)
+    ):
+        raise ModelError(
+            f"view {view!r}: no row of the model's answer fits the view"
+            f" ({done.rejections[0].error})"
+        )
+
+
+def _sampled(opened: OpenView, rows: int, runner: Runner) -> Iterator[pa.RecordBatch]:
+    """Windows of the sample; reading it is the read stage's time.
+
+    Raises:
+        SourceError: there are no rows.
+    """
+    started = time.monotonic()
+    table = opened.source.sample(rows)
+    runner.meter.stage("read").busy_s += time.monotonic() - started
+    if table.num_rows == 0:
+        raise SourceError(
+            f"view {opened.view.name!r}: the source yielded no rows: nothing to profile"
+        )
+    yield from joined(iter(table.combine_chunks().to_batches(WINDOW_ROWS)), runner.window_rows)
+
+
+def _chained(first: pa.RecordBatch, rest: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    yield first
+    yield from rest
+
+
+def _write_trace(opened: OpenView, window: pa.RecordBatch, path: Path) -> None:
+    from precompute.models.device import traced
+
+    # in this thread, where the profiler sees it: the stages one after the other
+    try:
+        with replacing(path) as temporary, traced(temporary):
+            Runner(opened.model, opened.view).compute(window)
+    except OSError as exc:
+        # of what torch could not write it says nothing: its file is not there
+        raise SnapshotError(disk_message(path, exc, "no trace was written")) from exc

@@ -126,7 +126,13 @@ def _planned(job: Job, opened: OpenView) -> Plan:
             opened.source.check_time(within, opened.place("partition", "column"))
         total = opened.source.load(within)
         if updated_at is not None:
-            report.source_at = iso_us(opened.source.newest_us(updated_at, read_at_us))
+            newest_us, ahead = opened.source.newest_us(updated_at, read_at_us)
+            report.source_at = iso_us(newest_us)
+            if ahead:
+                report.attention.append(
+                    f"source.updated_at: {updated_at!r} is ahead of this clock in {ahead:,} of"
+                    f" {total:,} rows, which do not count for the source's age"
+                )
     if total == 0 and (config.partition is None or config.partition.empty == "fail"):
         where = "the source" if partition is None else f"the source of partition {partition}"
         raise SourceError(

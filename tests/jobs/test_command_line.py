@@ -147,16 +147,6 @@ def test_a_refusal_is_one_json_document(
         assert message in document["error"]
 
 
-def test_a_failed_run_has_its_report_and_nothing_else(
-    make_project: MakeProject, capsys: Captured
-) -> None:
-    project = make_project([(1, None)])
-    assert project.cli("run", "numbers", "--json") == 3
-    out = capsys.readouterr().out
-    assert out.count("\n") == 1
-    assert (json.loads(out)["status"], json.loads(out)["view"]) == ("rejected", "numbers")
-
-
 # ---- completion
 
 

@@ -106,13 +106,6 @@ def test_the_newest_are_kept_and_bad_ones_do_not_count(make_project: MakeProject
     assert 1 not in project.numbers()
 
 
-def test_what_was_rolled_back_from_last_stays_to_be_recognised(make_project: MakeProject) -> None:
-    published(make_project, [1.0, 2.0], keep=1).rollback()
-    project = published(make_project, [3.0, 4.0, 5.0], keep=1)
-    gc(project)
-    assert project.numbers() == [1, 2, 4, 5]  # and 1, by which they are told from what was good
-
-
 def test_of_two_rollbacks_in_a_row_all_that_recognises_the_bad_rows_stays(
     make_project: MakeProject,
 ) -> None:
@@ -126,16 +119,6 @@ def test_of_two_rollbacks_in_a_row_all_that_recognises_the_bad_rows_stays(
     project = published(make_project, [7.0, 8.0], keep=1)
     gc(project)
     assert project.numbers() == [5, 6, 7, 8]
-
-
-def test_a_number_is_never_given_twice(make_project: MakeProject) -> None:
-    project = published(make_project, [1.0, 2.0, 3.0])
-    project.rollback()
-    project.rollback()  # 3 and 2 are bad; live 1, previous 2
-    gc(project)
-    project = published(make_project, [4.0])
-    ref = project.live()
-    assert ref.snapshot == 4
 
 
 def test_ancestors_of_a_delta_stay(make_project: MakeProject) -> None:
@@ -161,24 +144,8 @@ def test_ancestors_of_a_delta_stay(make_project: MakeProject) -> None:
 def test_what_others_were_computed_from_stays_and_their_fallback_works(
     make_project: MakeProject,
 ) -> None:
-    derived = {
-        "entity": ["id"],
-        "source": {"sql": "SELECT id, double AS x FROM live.numbers"},
-        "model": {"use": "tests.arithmetic:Doubler", "args": {"dim": 0}},
-        "features": {"double": {"dtype": "float64"}},
-        "ttl": "1h",
-        "gates": {"rows": None},
-        "fallback": {"enabled": True, "deadline": "20s"},
-    }
     for factor in (1.0, 2.0, 3.0, 4.0):
-        rows = [(i, i * factor) for i in (1, 2, 3)]
-        project = make_project(
-            rows,
-            views={"derived": derived},
-            project={"retention": {"keep": 1}},
-            view={"gates": {"rows": None}},
-        )
-        project.run()
+        project = published_again(make_project, factor)
         if factor == 1.0:
             project.run("derived")
     gc(project)
@@ -198,15 +165,26 @@ def test_what_others_were_computed_from_stays_and_their_fallback_works(
     project.run("derived")
     gc(project)
     assert project.numbers() == [1, 3, 4]  # 1 still stands behind derived's previous one
-    published_again(make_project, derived, 5.0).run("derived")
+    published_again(make_project, 5.0).run("derived")
     gc(project)
     assert project.numbers() == [4, 5]
 
 
-def published_again(make_project: MakeProject, derived: dict[str, Any], factor: float) -> Scene:
+DERIVED = {
+    "entity": ["id"],
+    "source": {"sql": "SELECT id, double AS x FROM live.numbers"},
+    "model": {"use": "tests.arithmetic:Doubler", "args": {"dim": 0}},
+    "features": {"double": {"dtype": "float64"}},
+    "ttl": "1h",
+    "gates": {"rows": None},
+    "fallback": {"enabled": True, "deadline": "20s"},
+}
+
+
+def published_again(make_project: MakeProject, factor: float) -> Scene:
     project = make_project(
         [(i, i * factor) for i in (1, 2, 3)],
-        views={"derived": derived},
+        views={"derived": DERIVED},
         project={"retention": {"keep": 1}},
         view={"gates": {"rows": None}},
     )
@@ -215,17 +193,10 @@ def published_again(make_project: MakeProject, derived: dict[str, Any], factor: 
 
 
 def test_an_unreadable_manifest_protects_what_it_may_need(make_project: MakeProject) -> None:
-    derived = {
-        "entity": ["id"],
-        "source": {"sql": "SELECT id, double AS x FROM live.numbers"},
-        "model": {"use": "tests.arithmetic:Doubler", "args": {"dim": 0}},
-        "features": {"double": {"dtype": "float64"}},
-        "ttl": "1h",
-    }
-    project = published_again(make_project, derived, 1.0)
+    project = published_again(make_project, 1.0)
     project.run("derived")
     for factor in (2.0, 3.0, 4.0):
-        project = published_again(make_project, derived, factor)
+        project = published_again(make_project, factor)
     path = project.root / "derived" / "manifests" / f"{1:020d}.json"
     whole = path.read_bytes()
     path.write_bytes(whole[:50])
@@ -557,14 +528,6 @@ def test_what_cannot_be_removed_does_not_undo_a_publishing(
         report = project.run()
         assert report.status == "published"
     assert project.numbers() == [1, 2, 3]
-
-
-def test_a_run_collects_after_it_published(make_project: MakeProject) -> None:
-    project = published(make_project, [1.0, 2.0, 3.0, 4.0], grace="0s")
-    assert project.numbers() == [3, 4]
-    reads_well(project)
-    report = project.report()
-    assert "gc" in report.stages_s
 
 
 def test_a_thousand_reports_are_kept(make_project: MakeProject) -> None:

@@ -21,8 +21,9 @@ import yaml
 
 from precompute.jobs.commands.command_line import main
 from precompute.jobs.config.project import Project
-from precompute.jobs.setup import view_draft
-from precompute.jobs.setup.view_draft import FOLDER, TEMPLATES
+from precompute.jobs.setup import model_file
+from precompute.jobs.setup.model_file import FOLDER
+from precompute.jobs.setup.view_draft import TEMPLATES
 from precompute.model import resolve_path
 from precompute.store.answers.lookup import Lookup
 from tests.scene import files_of_at_most
@@ -34,7 +35,7 @@ Write = Callable[[Path], Path]
 @pytest.fixture
 def no_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without any: what a newcomer without a network has."""
-    monkeypatch.setattr(view_draft, "PACKAGE", "no_such_encoder")
+    monkeypatch.setattr(model_file, "PACKAGE", "no_such_encoder")
 
 
 TABLE: dict[str, list[Any]] = {
@@ -80,6 +81,13 @@ FILES: dict[str, tuple[Write | None, int]] = {
 
 
 @pytest.mark.usefixtures("no_encoder")
+def init(capsys: Captured, folder: Path, *options: str) -> dict[str, Any]:
+    """What ``init --json`` says of the project that it made."""
+    assert main(["init", str(folder), *options, "--json"]) == 0
+    made: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return made
+
+
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("template", ["embeddings", "scores", "top-k", "pairs", "features"])
 def test_each_template_runs_at_once_over_any_file(
@@ -88,8 +96,7 @@ def test_each_template_runs_at_once_over_any_file(
     write, rows = FILES[file]
     folder = tmp_path / "neu – new"
     given = [] if write is None else ["--from", str(write(tmp_path))]
-    assert main(["init", str(folder), "--template", template, *given, "--json"]) == 0
-    made = json.loads(capsys.readouterr().out)
+    made = init(capsys, folder, "--template", template, *given)
     assert (made["template"], made["rows"]) == (template, rows)
     assert sorted(made["files"]) == sorted(
         str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()
@@ -123,21 +130,8 @@ def test_a_view_says_what_it_was_made_of(
     tmp_path: Path, capsys: Captured, no_encoder: None
 ) -> None:
     path = written("items.csv", TABLE | {"notes": pa.nulls(4, pa.string())})(tmp_path)
-    assert (
-        main(
-            [
-                "init",
-                str(tmp_path / "shop"),
-                "--from",
-                str(path),
-                "--template",
-                "embeddings",
-                "--key",
-                "item_id",
-            ]
-        )
-        == 0
-    )
+    options = ["--from", str(path), "--template", "embeddings", "--key", "item_id"]
+    assert main(["init", str(tmp_path / "shop"), *options]) == 0
     text = (tmp_path / "shop" / "views" / "item_embedding.yaml").read_text()
     view = yaml.safe_load(text.replace("{on:", "{'on':"))
     assert (view["name"], view["entity"], view["features"]) == (
@@ -210,8 +204,8 @@ def test_the_template_and_the_key_are_found(
     capsys: Captured,
 ) -> None:
     path = written("given.parquet", table)(tmp_path)
-    assert main(["init", str(tmp_path / "p"), "--from", str(path), "--json"]) == 0
-    made, project = json.loads(capsys.readouterr().out), Project(tmp_path / "p")
+    made = init(capsys, tmp_path / "p", "--from", str(path))
+    project = Project(tmp_path / "p")
     assert (made["template"], project.view(made["views"][-1]).entity) == (template, key)
     assert main(["-c", str(tmp_path / "p"), "run", made["views"][-1], "--json"]) == 0
 
@@ -219,11 +213,8 @@ def test_the_template_and_the_key_are_found(
 def test_of_rows_with_one_key_one_is_taken(tmp_path: Path, capsys: Captured) -> None:
     table = {"id": [1, 1, 2, None], "x": [1.0, 2.0, 3.0, 4.0]}
     path = written("given.csv", table)(tmp_path)
-    assert (
-        main(["init", str(tmp_path / "p"), "--from", str(path), "--template", "scores", "--json"])
-        == 0
-    )
-    assert json.loads(capsys.readouterr().out)["notes"] == [
+    made = init(capsys, tmp_path / "p", "--from", str(path), "--template", "scores")
+    assert made["notes"] == [
         "2 columns: the key: id; a number of the score: x",
         "rows without 'id' are left out",
         "several rows have the same 'id': one of them is taken, see QUALIFY",
@@ -489,8 +480,7 @@ def test_a_sample_is_green_before_the_first_run_and_published_by_it(
     if template == "model":
         pytest.importorskip("lightgbm")
     folder = tmp_path / "p"
-    assert main(["init", str(folder), "--template", template, "--json"]) == 0
-    views = json.loads(capsys.readouterr().out)["views"]
+    views = init(capsys, folder, "--template", template)["views"]
     assert main(["-c", str(folder), "validate", "--json"]) == 0
     found = [
         check["found"]
@@ -561,11 +551,7 @@ def test_numbers_as_they_are_written_elsewhere(tmp_path: Path, capsys: Captured)
     project runs."""
     path = tmp_path / "w.csv"
     path.write_text("id;preis;menge;x\n1;1,50;3;nan\n2;12,25;n/a;1\n3;;4;2\n")
-    assert (
-        main(["init", str(tmp_path / "p"), "--from", str(path), "--template", "scores", "--json"])
-        == 0
-    )
-    notes = json.loads(capsys.readouterr().out)["notes"]
+    notes = init(capsys, tmp_path / "p", "--from", str(path), "--template", "scores")["notes"]
     assert "empty values count as the mean of their column: preis (1 of 3), x (1 of 3)" in notes, (
         notes
     )
@@ -592,14 +578,8 @@ def test_columns_are_served_as_they_are(tmp_path: Path, capsys: Captured) -> Non
         | rows
         | {"vector": [[1.0, 2.0], [3.0, 4.0]], "odd": [{"a": 1}] * 2},
     )(tmp_path)
-    assert (
-        main(["init", str(tmp_path / "p"), "--from", str(path), "--template", "features", "--json"])
-        == 0
-    )
-    assert (
-        "left out (no feature is STRUCT(a BIGINT)): odd"
-        in json.loads(capsys.readouterr().out)["notes"][0]
-    )
+    made = init(capsys, tmp_path / "p", "--from", str(path), "--template", "features")
+    assert "left out (no feature is STRUCT(a BIGINT)): odd" in made["notes"][0]
     assert main(["-c", str(tmp_path / "p"), "run", "user_features"]) == 0
     project = Project(tmp_path / "p")
     with contextlib.closing(Lookup.open(project.online, root=project.root)) as lookup:

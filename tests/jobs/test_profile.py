@@ -15,8 +15,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from precompute.jobs.commands.measure import PACE, describe_profile
-from precompute.jobs.ops import profile as profile_module
-from precompute.jobs.ops.profile import profile
+from precompute.jobs.ops import tune as profile_module
+from precompute.jobs.ops.tune import profile
 from precompute.store.errors import ConfigError, SourceError
 from precompute.store.times import containing
 from tests.conftest import MakeProject
@@ -157,14 +157,6 @@ def test_the_command_prints_a_table_and_what_sets_the_pace(
     )
 
 
-def test_a_slow_source_is_named(make_project: MakeProject, capsys: Captured) -> None:
-    assert make_project(ROWS, view={"source": {"sql": SLOW_SQL}}).cli("profile", "numbers") == 0
-    assert (
-        "of the time is reading the source; the source's SQL is the limit"
-        in capsys.readouterr().out
-    )
-
-
 @pytest.mark.parametrize("slowest", STAGES)
 def test_the_busiest_stage_is_named_with_its_share_and_its_remedy(
     make_project: MakeProject, slowest: str
@@ -200,20 +192,6 @@ def test_json_is_the_figures_and_nothing_else(make_project: MakeProject, capsys:
         "cpu",
         "rows",
     )
-
-
-@pytest.mark.parametrize(
-    "options", [["--rows", "0"], ["--rows", "-1"], ["--partition", "2026-01-01"]]
-)
-def test_what_cannot_be_profiled_is_status_2(
-    make_project: MakeProject, capsys: Captured, options: list[str]
-) -> None:
-    assert make_project(ROWS).cli("profile", "numbers", *options) == 2
-    captured = capsys.readouterr()
-    assert (captured.out, captured.err.count("precompute: ")) == ("", 1)
-    assert (
-        f"--rows: {options[1]}: at least 1" if options[0] == "--rows" else "'numbers' has none"
-    ) in captured.err
 
 
 def test_a_source_without_rows_is_told(make_project: MakeProject, capsys: Captured) -> None:

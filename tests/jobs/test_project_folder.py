@@ -422,22 +422,8 @@ def test_every_process_runs_our_code_wherever_it_starts(
     shutil.rmtree(project.root / "online")
     assert ChildProcess(reconcile_command(project, "numbers")).wait(60)
     assert (project.report().command, project.report().status) == ("reconcile", "published")
-    assert (
-        main(
-            [
-                "-c",
-                ".",
-                "backfill",
-                "numbers",
-                "--from",
-                "2026-01-01",
-                "--to",
-                "2026-01-01",
-                "--json",
-            ]
-        )
-        == 0
-    )
+    day = ["--from", "2026-01-01", "--to", "2026-01-01"]
+    assert main(["-c", ".", "backfill", "numbers", *day, "--json"]) == 0
     assert rows_of(project, 2) == [6.0]
 
 
@@ -448,22 +434,8 @@ def test_a_schedules_and_a_backfills_children_take_the_projects_files(
     view = WEIGHED | {"source": {"sql": sql}, "partition": {"by": "month", "start": "2026-01-01"}}
     project = make_project(view=view)
     write_files(project.folder, 3.0)
-    assert (
-        main(
-            [
-                "-c",
-                "../project",
-                "backfill",
-                "numbers",
-                "--from",
-                "2026-01-01",
-                "--to",
-                "2026-01-01",
-                "--json",
-            ]
-        )
-        == 0
-    )
+    day = ["--from", "2026-01-01", "--to", "2026-01-01"]
+    assert main(["-c", "../project", "backfill", "numbers", *day, "--json"]) == 0
     assert rows_of(project, 1) == [9.0]
 
 

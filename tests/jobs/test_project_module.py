@@ -295,14 +295,6 @@ def test_torch_module_takes_a_class_beside_the_views(
     assert moved.run().model != first.model
 
 
-def test_the_name_a_project_knows_a_module_by_is_the_same_everywhere(tmp_path: Path) -> None:
-    write(tmp_path, "mine.py")
-    module = import_module("mine", tmp_path)
-    assert module.__name__ != "mine"
-    assert plain_name(module.__name__) == "mine"
-    assert plain_name("torch.nn") == "torch.nn"
-
-
 def test_classes_are_the_same_facts_wherever_the_project_lies(tmp_path: Path) -> None:
     code = "from precompute.model import digest\nclass Kind: ...\nfound = digest(kind=Kind, kinds=[Kind], name=Kind.__module__ + '.Kind')\n"
     for name in ("here", "there"):

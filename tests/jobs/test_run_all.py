@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 from precompute.jobs.ops.run_all import Outcome, Selection, selected, worst
+from precompute.jobs.ops.status import WAITING, never_began, project_status
 from precompute.jobs.schedule.dependencies import Dependencies
 from precompute.store.errors import ConfigError
+from precompute.store.times import shown_time
 from tests.conftest import MakeProject
 from tests.scene import Scene
 
@@ -194,27 +196,36 @@ def test_what_makes_no_sense_of_several_is_refused(
     assert message in capsys.readouterr().err
 
 
-def test_what_ends_it_ends_the_run_in_hand(make_project: MakeProject) -> None:
+def test_what_ends_it_ends_the_run_in_hand_and_names_the_rest(
+    make_project: MakeProject, capsys: Captured
+) -> None:
     project = make(make_project, sleep_s=60.0)
-    command = [
-        sys.executable,
-        "-m",
-        "precompute.jobs.cli",
-        "-c",
-        str(project.folder),
-        "run",
-        "+leaf",
-    ]
+    command = [sys.executable, "-m", "precompute.jobs.cli", "-c", str(project.folder), "run"]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*command, "+leaf"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         runs = project.offline.view("middle").runs
         limit = time.monotonic() + 60
         while runs.last() is None and time.monotonic() < limit:
             time.sleep(0.05)
+        assert never_began(project) == {}, "their turn comes"
         os.kill(process.pid, signal.SIGTERM)
         process.communicate(timeout=60)
     report = runs.last()
     assert report is not None
     assert (process.returncode, report.status) == (143, "killed")
     assert project.offline.view("leaf").runs.last() is None
+
+    project = make(make_project)
+    (began,) = never_began(project).values()
+    killed = f"the run of several views of {shown_time(began)} was killed before"
+    lines = {line["view"]: line["attention"] for line in project_status(project)}
+    assert f"{killed} this one began: precompute run leaf" in lines["leaf"]
+    assert not any(killed in text for name in ("middle", "numbers") for text in lines[name])
+    assert selected(project, Selection(failed=True)) == ["middle", "leaf"]
+    assert project.cli("run", "+leaf") == 0
+    assert f"{killed} these began: leaf\n" in capsys.readouterr().err
+    assert never_began(project) == {}
+    assert project.status("leaf")["attention"] == []
+    (project.root / WAITING).write_text("{torn")
+    assert [line["attention"] for line in project_status(project) if line["view"] == "leaf"] == [[]]

@@ -141,6 +141,22 @@ def test_a_column_tells_it_better_than_a_file(
     assert project.store.snapshot(1).input_columns.keys() == {"x", "at"}
 
 
+def test_times_ahead_of_the_clock_are_reported(
+    make_project: MakeProject, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = pa.table({"id": [1, 2], "x": [1.0, 2.0], "at": [date(9999, 12, 31), date(2026, 1, 2)]})
+    project = make_project(rows, view={"source": {"sql": FILE, "updated_at": "at"}})
+    warning = (
+        "source.updated_at: 'at' is ahead of this clock in 1 of 2 rows, which do not count for the"
+        " source's age"
+    )
+    assert project.cli("run", "numbers") == 0
+    assert capsys.readouterr().err.endswith(f"numbers: {warning}\n")
+    assert project.report().attention == [warning]
+    assert project.cli("log") == 0
+    assert f"  attention  {warning}\n" in capsys.readouterr().out
+
+
 def test_a_view_of_another_view_is_as_old_as_what_that_one_read(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)], views={"reader": READER})
     frozen, written = ago(30), ago(2)

@@ -172,16 +172,6 @@ def test_what_the_files_know_shows_though_the_online_store_is_down(
     assert line == known | differing | {"online": None}
 
 
-def test_every_view_has_its_line(make_project: MakeProject) -> None:
-    project = make_project([(1, 1.0)], views={"another": OTHER})
-    project.run()
-    lines = project_status(project)
-    assert [(line["view"], line["status"], line["ttl_s"]) for line in lines] == [
-        ("another", "unpublished", 7200.0),
-        ("numbers", "fresh", 3600.0),
-    ]
-
-
 @pytest.mark.parametrize("file", ["refs/live.json", f"manifests/{1:020d}.json"])
 def test_a_damaged_file_is_an_error_and_the_other_views_have_their_lines(
     make_project: MakeProject, file: str
@@ -298,16 +288,6 @@ def test_a_view_that_is_held_needs_attention(make_project: MakeProject) -> None:
     assert (line["held"], line["attention"]) == ("a reason", ["held: a reason"])
     store.refs.resume_live()
     assert project.status()["attention"] == []
-
-
-def test_a_live_snapshot_whose_manifest_is_gone_is_an_error_in_words(
-    make_project: MakeProject,
-) -> None:
-    project = make_project([(1, 1.0)])
-    project.run()
-    shutil.rmtree(project.root / "numbers" / "manifests")
-    with pytest.raises(SnapshotError, match="no snapshot 1"):
-        project.status()
 
 
 # ---- behind its input
