@@ -56,13 +56,11 @@ class Ahead(Generic[Item], Iterator[Item]):
         max_items: int = 1000,
     ) -> None:
         self.waited_s = 0.0
-        self._items, self._times, self._size_of, self._max_bytes, self._before = (
-            items,
-            times,
-            size_of,
-            max_bytes,
-            before,
-        )
+        self._items = items
+        self._times = times
+        self._size_of = size_of
+        self._max_bytes = max_bytes
+        self._before = before
         self._max_items = max_items
         self._ready: deque[tuple[Item, int]] = deque()
         self._ready_bytes = 0

@@ -1,10 +1,9 @@
-"""Budget: how much one batch may cost. It finds itself, so that nobody sets a batch size. A batch
-is paced by the clock besides.
+"""Budget: how much one batch may cost; a batch is paced by the clock besides.
 
-The first batches take turns with several budgets, and the smallest of the best wins; where that is
-the largest, larger ones take turns with it. A budget that the rows do not fill is given up, so that
-the search ends. What a batch took, measured, bounds every larger one before it is tried; one that
-ran out of memory halves the budget, which grows back in small steps towards what did not fit.
+On a GPU it is searched: the first batches take turns with several budgets, and the smallest of the
+best wins; where that is the largest, larger ones take turns with it. What a batch took, measured,
+bounds every larger one before it is tried. A batch that ran out of memory halves the budget, which
+grows back in small steps towards what did not fit.
 """
 
 from __future__ import annotations
@@ -60,9 +59,6 @@ class Budget:
         self.cost = max(1, start)
         self.ceiling: int | None = None
         self.failures = 0
-        self.under_way = 0
-        """Batches on their way beside those that :data:`TRIES` counts, as anyone who computes many
-        at once tells."""
         self._wanted = self.cost
         self._good = 0
         self._short = False
@@ -182,7 +178,7 @@ class Budget:
         unfilled = [
             c
             for c in self._candidates
-            if self._given[c] >= TRIES + self.under_way and len(self._measured[c]) <= ROUNDS
+            if self._given[c] >= TRIES and len(self._measured[c]) <= ROUNDS
         ]
         if unfilled:
             self._most = min(self._most, max(1, min(unfilled) - 1))

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 _TOPOLOGY = Path("/sys/devices/system/cpu")
-_STAT = Path("/proc/stat")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -48,19 +47,6 @@ def share(number: int, processes: int) -> frozenset[int]:
         return frozenset()
     first, end = (n * len(cores) // processes for n in (number, number + 1))
     return frozenset().union(*cores[first:end])
-
-
-def idle_s() -> float:
-    """Seconds, since the machine started, for which the CPUs that this process may use had nothing
-    to do, added up; 0 where the system does not tell."""
-    try:
-        lines = [line.split() for line in _STAT.read_text().splitlines() if line.startswith("cpu")]
-        names = {f"cpu{cpu}" for cpu in os.sched_getaffinity(0)}
-        # "idle" and "iowait" (proc(5))
-        ticks = sum(int(words[4]) + int(words[5]) for words in lines if words[0] in names)
-        return ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, AttributeError):
-        return 0.0
 
 
 def allowed() -> int:

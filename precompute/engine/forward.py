@@ -31,11 +31,6 @@ from precompute.project_module import described
 from precompute.store.errors import ModelError
 from precompute.store.feature_view import FeatureView
 
-BATCH_S = 0.0003
-"""What the other stages compute for each batch, whatever its rows, on the CPU that the model would
-have: without it, a small model's batches are as small as 2,048 rows, of which it computes 1.6 M/s
-in two lanes and the run got no more than 1 M/s."""
-
 
 class _Retry(Exception):
     """A batch without inputs: it is cut in pieces like one that failed."""
@@ -92,7 +87,10 @@ class Forward:
         """By lanes."""
         self._landed_at = 0.0
         """When the last batch did."""
-        self._declared = Declared(view)
+        self._made = Declared(view).columns
+        """A copy of what the model returned for so many rows, in the types that the view declares;
+        raises Misfit for what does not fit, whose rows are found as those of a batch that
+        raises."""
 
     def windows(
         self, batches: Iterator[Batch], ready: Callable[[], bool] = lambda: True
@@ -132,7 +130,7 @@ class Forward:
                 self._staged.device.compute_with,
             )
             # one more for each lane, so that none waits for the one whose turn it is to be landed
-            self._depth = self._budget.under_way = 2 * count
+            self._depth = 2 * count
 
     def _launch(self, batch: Batch) -> _Launched:
         launched = _Launched(batch)
@@ -243,8 +241,6 @@ class Forward:
         else:
             seconds = time.monotonic() - max(launched.started, self._landed_at)
         self._meter.batch_took(seconds)
-        if self._staged is not None and not self._staged.device.depth:
-            seconds += BATCH_S
         self._budget.done(launched.batch.budget, cost, seconds, launched.size_bytes, padded_cost)
         if self._pace is not None:
             self._pace.done(cost, seconds)
@@ -318,14 +314,6 @@ class Forward:
             ).result()
             return in_lane
         return self._made(self._staged.land(self._staged.launch(inputs)), len(positions))
-
-    def _made(self, features: Features, rows: int) -> pa.RecordBatch:
-        """A copy of what the model returned, in the types that the view declares.
-
-        Raises:
-            Misfit: it does not fit; its rows are found as those of a batch that raises.
-        """
-        return self._declared.columns(features, rows)
 
 
 def _reject(window: Window, row: int, exc: BaseException) -> None:

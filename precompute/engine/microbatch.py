@@ -150,10 +150,8 @@ class _Pace:
             self._fit(took)
 
     def _fit(self, took: Sequence[_Took]) -> None:
-        rows, seconds = (
-            sum(one.rows for one in took) / len(took),
-            sum(one.seconds for one in took) / len(took),
-        )
+        rows = sum(one.rows for one in took) / len(took)
+        seconds = sum(one.seconds for one in took) / len(took)
         spread = sum((one.rows - rows) ** 2 for one in took)
         # of batches that were all alike nobody knows; a small one tells
         slope = (
@@ -403,10 +401,8 @@ class MicroBatcher(Generic[Payload, Result]):
         heapq.heapify(heap)
         due: dict[_Flight[Payload, Result], tuple[Hashable, int]] = {}
         late: dict[_Flight[Payload, Result], None] = {}
-        more_of_one, most = (
-            self._most_of_one(pace, now),
-            min(self._max_batch, GROW_BY * max(1, pace.most_rows)),
-        )
+        more_of_one = self._most_of_one(pace, now)
+        most = min(self._max_batch, GROW_BY * max(1, pace.most_rows))
         had = set[Hashable]()
         while heap and len(due) < most:
             turn, place, owner, i = heapq.heappop(heap)

@@ -59,11 +59,8 @@ AHEAD_BATCHES = 8
 cut takes effect soon."""
 
 SEARCHED_UP_TO = 64
-"""Multiples of the first budget that are tried on a device that computes while others are
-launched."""
-SEARCHED_ON_CPU = 8
-"""The same of a CPU, whose cache is small: MiniLM is best at 1,024 to 2,048 tokens on AMD's Zen 5,
-and at 4,096 on a Xeon with AMX."""
+"""Multiples of the first budget that are tried on a device that computes while others are launched.
+On a CPU the first one stays: on AMD's Zen 5 a search cost MiniLM more than it gained."""
 
 
 def compute(model: Model, view: FeatureView, batch: pa.RecordBatch) -> Outcome:
@@ -85,8 +82,8 @@ class Runner:
         meter: called with what every stage took; stored by the caller to report it.
         budget: what a batch may cost; by default it finds itself. Given, it is shared with an
             earlier runner of the same model.
-        search: whether a budget of its own looks for the best; else it stays what the model begins
-            with.
+        search: whether a budget of its own looks for the best on a GPU; else it stays what the
+            model begins with.
         lanes: how many batches a stream computes at once on a CPU, of a model that is
             ``concurrent``; by default one for each compute thread.
 
@@ -139,15 +136,12 @@ class Runner:
         if self._staged.max_cost is not None:
             return Budget(self._staged.max_cost, fixed=True)
         device = self._staged.device
-        reach = SEARCHED_UP_TO if device.depth else SEARCHED_ON_CPU
         return Budget(
-            self._staged.start_cost, fixed=not search, reach=reach, free_bytes=self._free_bytes
+            self._staged.start_cost,
+            fixed=not (search and device.depth),
+            reach=SEARCHED_UP_TO,
+            free_bytes=device.free_bytes,
         )
-
-    def _free_bytes(self) -> int:
-        """Memory that one of the batches computed at once can still take."""
-        assert self._staged is not None
-        return self._staged.device.free_bytes() // self._lanes
 
     def _next_budget(self, left: int) -> int:
         return (

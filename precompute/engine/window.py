@@ -23,7 +23,7 @@ type, or none."""
 
 @dataclass(frozen=True, slots=True)
 class RejectedRow:
-    """Why one row has no features: its number in the batch given, the stage (``input``,
+    """Why a row has no features: its number in the batch, the stage (``input``,
     ``prepare``, ``model``, :data:`MISFIT`, ``output`` for values that are not finite, or ``worker``
     when it ended its process) and the error."""
 

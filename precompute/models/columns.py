@@ -21,11 +21,9 @@ class Columns:
     """
 
     def fingerprint(self) -> str:
-        """The code version: the columns are the source's."""
         return digest(code=CODE_VERSION)
 
     def compute(self, batch: pa.RecordBatch) -> Features:
-        """Column → its values."""
         return {
             name: _plain(column)
             for name, column in zip(batch.schema.names, batch.columns, strict=True)

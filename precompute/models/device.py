@@ -4,8 +4,6 @@ there is nothing to copy. And what products of a model's shapes reach there at m
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from precompute.engine.cores import Lanes, allowed, idle_s, usable_threads
+from precompute.engine.cores import Lanes
 from precompute.engine.memory import ResidentPeak, available_bytes
-from precompute.model import digest, stays_on_host
+from precompute.model import stays_on_host
 from precompute.store.errors import ConfigError
 
 _changing = threading.Lock()
@@ -132,7 +130,6 @@ class Device:
         return Fetch(hosts, done)
 
     def free_bytes(self) -> int:
-        """Memory that can still be taken on the device."""
         if not self.is_cuda:
             return available_bytes()
         free, _ = torch.cuda.mem_get_info(self.torch)
@@ -149,16 +146,13 @@ class Device:
         return peak
 
     def release(self) -> None:
-        """Give cached memory back."""
         if self.is_cuda:
             torch.cuda.empty_cache()
 
     def threads(self) -> int:
-        """Threads that torch computes with on a CPU; 1 on a GPU."""
         return 1 if self.is_cuda else compute_threads()
 
     def compute_with(self, threads: int) -> None:
-        """Let the calling thread, a new one, compute with so many."""
         compute_with(threads)
 
     def peak_flops(self) -> float:
@@ -238,14 +232,10 @@ quicker."""
 LAYERS = 3
 """Shapes that are probed, those with the most to compute."""
 PROBE_S = 0.02
-"""Each shape in each way, after a first product: with all of them some 0.2 s, once a machine."""
+"""Each shape in each way, after a first product: with all of them some 0.2 s, once a process."""
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
 Pack = Callable[[torch.nn.Linear], torch.nn.Module]
-
-QUIET = 0.1
-"""Share of the CPUs' time that others may take meanwhile, for what was probed to be retained:
-beside neighbours it is less than the machine can do."""
 
 _known: dict[object, float] = {}
 """What this process knows: a machine does not change, and a scheduler runs a view every hour."""
@@ -264,13 +254,12 @@ def shapes_of(module: torch.nn.Module) -> tuple[tuple[int, int], ...]:
     )
 
 
+@torch.inference_mode()
 def probed(
     shapes: Sequence[tuple[int, int]], dtype: torch.dtype, pack: Pack | None = None
 ) -> float:
-    """The most FLOP/s of products of these shapes: as torch computes them, packed by oneDNN, or by
-    ``pack``; all compute threads in one, or each in one of its own. Probed once in a process, and
-    on a machine once while nobody else computes: from then on it is stored in
-    ``$XDG_CACHE_HOME/precompute`` (``~/.cache``), by what it depends on.
+    """The most FLOP/s of products of these shapes, probed once in a process: as torch computes
+    them, packed by oneDNN, or by ``pack``; all compute threads in one, or each in one of its own.
 
     Args:
         shapes: (inputs, outputs) of layers.
@@ -279,77 +268,21 @@ def probed(
     """
     key = (tuple(shapes), dtype, pack, compute_threads())
     if key not in _known:
-        file = _file(shapes, dtype, pack)
-        _known[key] = _retained(file) or _measured(shapes, dtype, pack, file)
-    return _known[key]
-
-
-def _measured(
-    shapes: Sequence[tuple[int, int]], dtype: torch.dtype, pack: Pack | None, file: Path
-) -> float:
-    began, own_s, free_s = time.monotonic(), time.process_time(), idle_s()
-    with torch.inference_mode():
         rates = [
             (_flops(layer, x) / _seconds(layer, x), layer, x)
             for layer, x in _ways(shapes, dtype, pack)
         ]
         best, layer, x = max(rates, key=lambda rate: rate[0])
-        flops = max(best, _in_lanes(layer, x))
-    all_s = (time.monotonic() - began) * allowed()
-    others_s = all_s - (time.process_time() - own_s) - (idle_s() - free_s)
-    # relative where there is no home
-    if others_s <= QUIET * all_s and file.is_absolute():
-        # a home that cannot be written to
-        with contextlib.suppress(OSError):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            beside = file.with_suffix(f".{os.getpid()}")
-            beside.write_text(json.dumps({"flops": flops}))
-            beside.replace(file)
-    return flops
-
-
-def _retained(file: Path) -> float | None:
-    try:
-        flops = json.loads(file.read_text())["flops"]
-    except (OSError, ValueError, KeyError, TypeError):
-        # there is none, or it is damaged
-        return None
-    return flops if isinstance(flops, float) and 0 < flops < float("inf") else None
-
-
-def _file(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, pack: Pack | None) -> Path:
-    folder = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "precompute"
-    names = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
-    facts = digest(
-        shapes=[list(shape) for shape in shapes],
-        computed=[str(dtype), getattr(pack, "__name__", "")],
-        cpu=[_cpu(), dict(torch.cpu.get_capabilities()), torch.backends.cpu.get_cpu_capability()],
-        threads=[compute_threads(), usable_threads(allowed())],
-        versions=[torch.__version__, *(os.environ.get(name, "") for name in names)],
-        probe=[ROWS, PROBE_S],
-    )
-    return folder / f"peak-{facts[:16]}.json"
-
-
-def _cpu() -> str:
-    """The CPU's name; "" where the system does not tell."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), ""
-    )
+        _known[key] = max(best, _in_lanes(layer, x))
+    return _known[key]
 
 
 def _ways(
     shapes: Sequence[tuple[int, int]], dtype: torch.dtype, pack: Pack | None
 ) -> Iterator[tuple[Layer, torch.Tensor]]:
     for inputs, outputs in shapes:
-        linear, x = (
-            torch.nn.Linear(inputs, outputs).requires_grad_(False),
-            torch.randn(ROWS, inputs),
-        )
+        linear = torch.nn.Linear(inputs, outputs).requires_grad_(False)
+        x = torch.randn(ROWS, inputs)
         if pack is not None:
             yield pack(linear), x
             continue

@@ -36,8 +36,7 @@ def load_program(path: Path) -> torch.export.ExportedProgram:
     """Load what ``torch.export.save`` wrote, packed again without its pickles.
 
     Raises:
-        ModelError: it is no such file, of an older format, exported in training mode, or refused
-            for what it holds.
+        ModelError: it is no such file, of an older format, or refused for what it holds.
     """
     packed = io.BytesIO()
     try:
@@ -54,11 +53,10 @@ def load_program(path: Path) -> torch.export.ExportedProgram:
             )
             for name in (*_COPIED, *_CONFIGS, *sorted(raw)):
                 if name in files:
-                    data = archive.read(files[name])
-                    out.writestr(f"archive/{name}", data)
+                    out.writestr(f"archive/{name}", archive.read(files[name]))
             out.writestr(f"archive/{_SAMPLES}", b"")
         packed.seek(0)
-        program = torch.export.load(packed)
+        return torch.export.load(packed)
     except ModelError:
         raise
     except Exception as exc:
@@ -66,17 +64,6 @@ def load_program(path: Path) -> torch.export.ExportedProgram:
         raise ModelError(
             f"torch_module: {path} does not load: {type(exc).__name__}: {exc}"
         ) from exc
-    for node in program.graph.nodes:
-        arguments = getattr(getattr(node.target, "_schema", None), "arguments", ())
-        if any(
-            a.name in ("train", "training") and value is True
-            for a, value in zip(arguments, node.args, strict=False)
-        ):
-            raise ModelError(
-                f"torch_module: {path} was exported in training mode ({node.target}): call eval()"
-                " before torch.export.export"
-            )
-    return program
 
 
 def _raw_tensors(path: Path, configs: Mapping[str, Any]) -> set[str]:

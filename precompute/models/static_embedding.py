@@ -47,10 +47,8 @@ class TableMean(torch.nn.Module):
 
     def __init__(self, table: torch.Tensor, normalize: bool) -> None:
         super().__init__()
-        self.bag, self.normalize = (
-            torch.nn.EmbeddingBag.from_pretrained(table, mode="mean"),
-            normalize,
-        )
+        self.bag = torch.nn.EmbeddingBag.from_pretrained(table, mode="mean")
+        self.normalize = normalize
 
     def forward(self, ids: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         """``ids`` int64 [tokens] of all texts in a row, ``starts`` int64 [B]."""
@@ -113,11 +111,9 @@ class StaticEmbedding(TorchModel):
         ) as exc:
             raise ModelError(f"static_embedding: {folder} is damaged: {described(exc)}") from exc
         self._column, self._output, self._files = column, output, read.files
-        self._tokenizer, self._unknown, self._max_length = (
-            read.tokenizer,
-            read.unknown,
-            read.max_length,
-        )
+        self._tokenizer = read.tokenizer
+        self._unknown = read.unknown
+        self._max_length = read.max_length
         # a text is cut by its characters first, as model2vec does
         vocabulary = [len(token) for token in read.tokenizer.get_vocab()]
         self._most_chars = (
@@ -127,17 +123,14 @@ class StaticEmbedding(TorchModel):
         super().__init__(TableMean(read.table, self._normalize), Device(device))
 
     def fingerprint(self) -> str:
-        """Table, tokenizer, what the folder says, normalising and code version."""
         return digest(
             code=CODE_VERSION, files=self._files, column=self._column, normalize=self._normalize
         )
 
     def reads(self) -> tuple[str]:
-        """Its text column."""
         return (self._column,)
 
     def unusable(self, batch: pa.RecordBatch) -> Mapping[int, str]:
-        """Null, empty and not UTF-8 texts."""
         return unusable_texts(batch.column(self._column), self._column, "static_embedding")
 
     def prepare(self, batch: pa.RecordBatch) -> Prepared:
@@ -161,7 +154,6 @@ class StaticEmbedding(TorchModel):
         return Prepared(np.maximum(lengths, 1), (ids, np.cumsum(lengths) - lengths, lengths), bad)
 
     def tensors(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> Tensors:
-        """What :class:`TableMean` takes."""
         ids, starts, lengths = prepared.payload
         taken = lengths[rows]
         begin = np.cumsum(taken) - taken
@@ -169,7 +161,6 @@ class StaticEmbedding(TorchModel):
         return torch.from_numpy(ids[at]), torch.from_numpy(begin)
 
     def features(self, outputs: Sequence[npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
-        """``output`` → float32 [rows, dim]."""
         return {self._output: outputs[0]}
 
 

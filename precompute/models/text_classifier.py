@@ -23,6 +23,7 @@ from precompute.store.errors import ConfigError
 from precompute.text.tokens import PairTokenizer, PairTokens, texts, unusable_texts
 from precompute.text.transformer import (
     ENCODERS,
+    START_TOKENS,
     load_classifier,
     longest_input,
     model_files,
@@ -40,8 +41,6 @@ NAMED = {
     "torch.nn.modules.activation.Sigmoid": "sigmoid",
 }
 """What a cross-encoder's folder names → one of these."""
-
-START_TOKENS = {"cpu": 1024, "cuda": 16384}
 
 
 class Classifier(torch.nn.Module):
@@ -161,15 +160,12 @@ class TextClassifier(TorchModel):
         self.start_cost = START_TOKENS[self.device.torch.type]
 
     def fingerprint(self) -> str:
-        """Weights, config, tokenizer, activation, columns, length limit and code version."""
         return digest(code=CODE_VERSION, recipe=self._facts, files=self._files)
 
     def reads(self) -> tuple[str, ...]:
-        """Its text columns."""
         return self._columns
 
     def unusable(self, batch: pa.RecordBatch) -> Mapping[int, str]:
-        """Null, empty and not UTF-8 texts."""
         bad: dict[int, str] = {}
         for name in reversed(self._columns):
             bad |= unusable_texts(batch.column(name), name, "text_classifier")
@@ -184,7 +180,6 @@ class TextClassifier(TorchModel):
         return Prepared(tokens.lengths, tokens)
 
     def tensors(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> Tensors:
-        """What :class:`Classifier` takes."""
         tokens: PairTokens = prepared.payload
         lengths = tokens.lengths[rows]
         row = np.repeat(np.arange(len(rows)), lengths)
@@ -207,11 +202,7 @@ class TextClassifier(TorchModel):
         return {self._output: scores, self._label: self._labels.take(pa.array(scores.argmax(1)))}
 
     def flops(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> float:
-        """Of the matrix products: per token 2 for each weight of a linear layer, and 4 · length ·
-        width of attention in each layer."""
-        lengths = prepared.payload.lengths[rows]
-        per_token, per_pair = self._flops
-        return float(per_token * int(lengths.sum()) + per_pair * int(lengths @ lengths))
+        return self._flops(prepared.payload.lengths[rows])
 
 
 def _activation(config: Any) -> str:

@@ -25,11 +25,11 @@ from precompute.models.torch_model import Tensors, TorchModel
 from precompute.project_module import absolute_path
 from precompute.store.errors import ConfigError
 from precompute.text.bert import Bert, has_unpadded_attention
-from precompute.text.sentence_folder import SentenceFolder, read_sentence_folder
-from precompute.text.sentence_head import Head
+from precompute.text.sentence_folder import Head, SentenceFolder, read_sentence_folder
 from precompute.text.tokens import TextTokenizer, TokenCache, Tokens, texts, unusable_texts
 from precompute.text.transformer import (
     DECODERS,
+    START_TOKENS,
     TOKENIZER_FILES,
     load_transformer,
     longest_input,
@@ -43,10 +43,6 @@ CODE_VERSION = 2
 
 PLAIN_MAX_TOKENS = 256
 """Longest input of a folder that names none."""
-
-START_TOKENS = {"cpu": 1024, "cuda": 16384}
-"""First batches: on a CPU small ones stay in its cache, a GPU wants large ones. The engine searches
-on from here."""
 
 
 class Encoder(torch.nn.Module):
@@ -215,7 +211,6 @@ class TextEncoder(TorchModel):
         )
 
     def for_queries(self) -> TextEncoder:
-        """The same weights, precision and device, with the query's prompt."""
         if self._prefix == self._query_prompt:
             return self
         other = copy.copy(self)
@@ -225,8 +220,6 @@ class TextEncoder(TorchModel):
         return other
 
     def fingerprint(self) -> str:
-        """Weights, config, tokenizer, pooling and what follows it, both prompts, length limit and
-        code version."""
         return digest(
             code=CODE_VERSION,
             column=self._column,
@@ -236,11 +229,9 @@ class TextEncoder(TorchModel):
         )
 
     def reads(self) -> tuple[str]:
-        """Its text column."""
         return (self._column,)
 
     def unusable(self, batch: pa.RecordBatch) -> Mapping[int, str]:
-        """Null, empty and not UTF-8 texts."""
         return unusable_texts(batch.column(self._column), self._column, "text_encoder")
 
     def use(
@@ -292,7 +283,6 @@ class TextEncoder(TorchModel):
         return tokens
 
     def tensors(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> Tensors:
-        """What :class:`Encoder` or :class:`UnpaddedEncoder` takes."""
         tokens: Tokens = prepared.payload
         lengths = tokens.lengths[rows]
         if len(rows) == 1 and not self._unpadded and not self._bucketed and not self._prompt_tokens:
@@ -319,17 +309,10 @@ class TextEncoder(TorchModel):
         return torch.from_numpy(padded), torch.from_numpy(mask)
 
     def features(self, outputs: Sequence[npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
-        """``output`` → float32 [rows, dim]."""
         return {self._output: outputs[0]}
 
     def flops(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> float:
-        """Of the matrix products: per token 2 for each weight of a linear layer, and 4 · length ·
-        width of attention in each layer (Kaplan et al. 2020, table 1, forward only; a decoder's and
-        a window's unseen half is counted).
-        """
-        lengths = prepared.payload.lengths[rows]
-        per_token, per_pair = self._flops
-        return float(per_token * int(lengths.sum()) + per_pair * int(lengths @ lengths))
+        return self._flops(prepared.payload.lengths[rows])
 
 
 def _head(recipe: SentenceFolder, hidden_size: int, truncate_dim: int | None) -> Head:

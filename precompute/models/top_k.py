@@ -327,7 +327,6 @@ class TopK(TorchModel):
         return digest(code=CODE_VERSION, k=self._k, vector=self._vector, exclude=self._exclude)
 
     def reads(self) -> list[str]:
-        """The vector, and the list of what is excluded."""
         return [self._vector] if self._exclude is None else [self._vector, self._exclude]
 
     def unusable(self, batch: pa.RecordBatch) -> dict[int, str]:

@@ -65,12 +65,10 @@ class Called(torch.nn.Module):
         program: bool,
     ) -> None:
         super().__init__()
-        self.module, self.keywords, self.wanted, self.program = (
-            module,
-            tuple(keywords),
-            tuple(wanted),
-            program,
-        )
+        self.module = module
+        self.keywords = tuple(keywords)
+        self.wanted = tuple(wanted)
+        self.program = program
 
     def train(self, mode: bool = True) -> Called:
         """A program stays as it was exported."""
@@ -211,7 +209,6 @@ class TorchModule(TorchModel):
         return self._flops * len(rows)
 
     def reads(self) -> list[str]:
-        """The columns of all arguments."""
         return [name for argument in self._inputs for name in argument.columns]
 
     def _columns(self, batch: pa.RecordBatch) -> Columns:

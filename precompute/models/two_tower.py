@@ -127,11 +127,9 @@ class TwoTower:
         self._tower.eval()
 
     def fingerprint(self) -> str:
-        """The file, the tower, and the code version."""
         return digest(code=CODE_VERSION, file=self._path, tower=self._name)
 
     def reads(self) -> list[str]:
-        """The columns of the tower's fields."""
         return [field.column for field in self._tower.fields]
 
     @torch.inference_mode()

@@ -13,15 +13,19 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import duckdb
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 from duckdb.func import FunctionNullHandling, PythonUDFType
 
 from precompute.sources.file_names import no_file
-from precompute.store.disk.sql import SpillFolder, memory_wanted, open_duckdb
+from precompute.store.disk.sql import SpillFolder, memory_wanted, open_duckdb, parquet_sql
 from precompute.store.errors import ConfigError, MissingFileError, SourceError
 
 BOUNDS = ("start", "end")
@@ -228,6 +232,15 @@ CLOSE_TRIES = 500
 _BAD_SQL = (duckdb.ParserException, duckdb.BinderException, duckdb.CatalogException)
 
 
+@dataclass(frozen=True, slots=True)
+class Files:
+    """Parquet files and, by position, the row numbers (int64, ascending) of those of their rows
+    that do not count."""
+
+    paths: Sequence[Path] = ()
+    dead: Mapping[int, npt.NDArray[np.int64]] = field(default_factory=dict)
+
+
 class Database:
     """A DuckDB instance with settings that are locked; closed, what it spilled is gone.
 
@@ -319,6 +332,41 @@ class Database:
             self._connection.register("given_rows", rows)
             self._connection.execute(f"CREATE OR REPLACE TABLE {table} AS SELECT * FROM given_rows")
             self._connection.unregister("given_rows")
+
+    def scan(
+        self, files: Files, name: str, columns: str, keys: str = "", *, ordered: bool = False
+    ) -> str:
+        """SQL that reads ``columns`` of the rows that count, in the files' order if ``ordered``;
+        ``file_index`` and ``file_row_number`` are columns too.
+
+        Args:
+            files: which.
+            name: of the table of dead rows, made now.
+            columns: SQL.
+            keys: typed nulls in place of the keys, where there are no files.
+            ordered: whether the files' order counts.
+        """
+        if not files.paths:
+            nothing = (
+                "NULL::BIGINT AS input_hash, NULL::TIMESTAMPTZ AS computed_at, NULL::BIGINT AS"
+                " file_index, NULL::BIGINT AS file_row_number"
+            )
+            return f"SELECT {columns} FROM (SELECT {keys}, {nothing}) WHERE false"
+        read = parquet_sql(files.paths)
+        if not files.dead:
+            return f"SELECT {columns} FROM {read}"
+        numbers = [np.full(len(rows), number) for number, rows in files.dead.items()]
+        dead = {"f": np.concatenate(numbers), "r": np.concatenate(list(files.dead.values()))}
+        self.create_from(f"dead.{quoted(name)}", pa.table(dead))
+        living = (
+            f"{read} AS t ANTI JOIN dead.{quoted(name)} AS d ON t.file_index = d.f AND"
+            " t.file_row_number = d.r"
+        )
+        # In the order of the files, as without dead rows: a model's table in another order is
+        # another fingerprint, and a join keeps none.
+        return f"SELECT {columns} FROM {living}" + (
+            " ORDER BY t.file_index, t.file_row_number" if ordered else ""
+        )
 
     def interrupt(self) -> None:
         """End the query that is going on, if there is one."""

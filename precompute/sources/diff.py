@@ -11,8 +11,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from precompute.sources.database import quoted
-from precompute.sources.source import Files, Source
+from precompute.sources.database import Files, quoted
+from precompute.sources.source import Source
 from precompute.store.disk.sql import parquet_sql
 from precompute.store.errors import ConfigError, SnapshotError, SourceError
 
@@ -76,8 +76,6 @@ def compare(
     Raises:
         SnapshotError: one of these files cannot be read.
     """
-    if not source.loaded:
-        raise SourceError("load() comes before compare()")
     expired = -(2**62) if expired_before_us is None else int(expired_before_us)
     columns = (
         f"{_key_columns(source)}, input_hash AS hash, epoch_us(computed_at) AS us,"
@@ -235,8 +233,6 @@ def returned_rows(source: Source, bad: Files, good: Files, live: Files) -> tuple
     Raises:
         SnapshotError: one of these files cannot be read.
     """
-    if not source.loaded:
-        raise SourceError("load() comes before returned_rows()")
     columns = f"{_key_columns(source)}, input_hash AS hash"
     keys = [quoted("key_" + c) for c in source.entity]
     same = " AND ".join([*(f"o.{key} = b.{key}" for key in keys), "o.hash = b.hash"])

@@ -4,12 +4,13 @@ project's folder."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from precompute.store.errors import ConfigError, nearest_or_all
+from precompute.store.errors import ConfigError, SourceError, nearest_or_all
 
 _NOT_RELATIVE = re.compile(r"/|~|[A-Za-z][A-Za-z0-9+.-]*:")
 """How an absolute path, one of the home folder, or a URL begins."""
@@ -28,6 +29,44 @@ _READER_PREFIXES = ("read_", "parquet_")
 
 _HIDING = ("query", "query_table", "json_execute_serialized_sql")
 """Those that take SQL or the name of a table as a text."""
+
+
+def absolute_statement(
+    database: Any,
+    sql: str,
+    folder: Path,
+    parameters: Callable[[str], Mapping[str, Any]],
+) -> tuple[str, list[str]]:
+    """One SELECT with its relative paths made absolute, and the files it reads: names, patterns and
+    URLs.
+
+    Args:
+        database: reads the SQL, and evaluates a file name that is put together; a
+            :class:`precompute.sources.database.Database`.
+        sql: the statement.
+        folder: of the project, absolute.
+        parameters: of a part of the statement, as it is run.
+
+    Raises:
+        ConfigError: as :func:`absolute_sql`.
+    """
+    tree = database.syntax_tree(sql)
+
+    def evaluate(expression: Any) -> Any:
+        alone = copy.deepcopy(tree)
+        node = database.syntax_tree("SELECT NULL")["statements"][0]["node"]
+        alone["statements"][0]["node"] = node | {"select_list": [expression]}
+        text = database.sql_of(alone)
+        try:
+            return database.query(text, parameters(text)).column(0)[0].as_py()
+        except (ConfigError, SourceError) as exc:
+            raise ConfigError(
+                f"which file is read cannot be known from {text.removeprefix('SELECT ')}: write"
+                " it as a text"
+            ) from exc
+
+    changed, files = absolute_sql(tree, folder, evaluate)
+    return database.sql_of(tree) if changed else sql, files
 
 
 def absolute_sql(tree: Any, folder: Path, evaluate: Callable[[Any], Any]) -> tuple[bool, list[str]]:

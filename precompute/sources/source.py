@@ -9,16 +9,12 @@ own live snapshot is a table: ``SELECT … FROM live.item_vector``.
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from precompute.project_module import starting_from
@@ -26,6 +22,7 @@ from precompute.sources.cached_source import CachedSource
 from precompute.sources.database import (
     BOUNDS,
     Database,
+    Files,
     content_sql,
     hash_kind,
     hash_sql,
@@ -33,21 +30,14 @@ from precompute.sources.database import (
     quoted,
     statement,
 )
-from precompute.sources.file_names import absolute_sql, is_remote
-from precompute.store.disk.sql import parquet_sql
+from precompute.sources.file_names import absolute_statement, is_remote
 from precompute.store.errors import ConfigError, SourceError, nearest_or_all
 from precompute.store.feature_view import CHUNK, ChunkSpec
 
 KEY_TYPES = (
-    pa.string(),
-    pa.large_string(),
-    pa.int8(),
-    pa.int16(),
-    pa.int32(),
-    pa.int64(),
-    pa.uint8(),
-    pa.uint16(),
-    pa.uint32(),
+    *(pa.string(), pa.large_string()),
+    *(pa.int8(), pa.int16(), pa.int32(), pa.int64()),
+    *(pa.uint8(), pa.uint16(), pa.uint32()),
 )
 
 RESERVED = ("key", "input_hash", "rowid")
@@ -58,15 +48,6 @@ CHUNKS = "precompute_chunks"
 
 FEW_ROWS = 4096
 """Rows looked at before all of them are."""
-
-
-@dataclass(frozen=True, slots=True)
-class Files:
-    """Parquet files and, by position, the row numbers (int64, ascending) of those of their rows
-    that do not count."""
-
-    paths: Sequence[Path] = ()
-    dead: Mapping[int, npt.NDArray[np.int64]] = field(default_factory=dict)
 
 
 class Source:
@@ -132,35 +113,15 @@ class Source:
             raise
 
     def _absolute(self, sql: str) -> tuple[str, list[str]]:
-        """The one statement, its relative paths made absolute, and the files it reads: names,
-        patterns and URLs; none known without a folder."""
+        """The one statement, its relative paths made absolute, and the files it reads; none known
+        without a folder."""
         only = statement(sql)
         if self._folder is None:
             return only, []
-        tree = self.database.syntax_tree(only)
-
-        def evaluate(expression: Any) -> Any:
-            alone = copy.deepcopy(tree)
-            alone["statements"][0]["node"] = self.database.syntax_tree("SELECT NULL")["statements"][
-                0
-            ]["node"]
-            alone["statements"][0]["node"]["select_list"] = [expression]
-            text = self.database.sql_of(alone)
-            taken = self._taken(text)
-            try:
-                return self.database.query(text, taken).column(0)[0].as_py()
-            except (ConfigError, SourceError) as exc:
-                raise ConfigError(
-                    f"which file is read cannot be known from {text.removeprefix('SELECT ')}: write"
-                    " it as a text"
-                ) from exc
-
-        changed, files = absolute_sql(tree, self._folder, evaluate)
-        return self.database.sql_of(tree) if changed else only, files
+        return absolute_statement(self.database, only, self._folder, self._taken)
 
     def _taken(self, sql: str) -> dict[str, datetime]:
-        """The bounds that the SQL takes, as it is run: one that is part of a file's name only is in
-        that name by then."""
+        """The bounds that the SQL takes, as it is run."""
         names = parameters(sql)
         return {name: at for name, at in self._bounds.items() if name in names}
 
@@ -168,7 +129,7 @@ class Source:
         self.database.execute("CREATE SCHEMA live")
         self.database.execute("CREATE SCHEMA dead")
         for name, files in live.items():
-            scan = self.scan(files, f"live {name}", "*", ordered=True)
+            scan = self.database.scan(files, f"live {name}", "*", ordered=True)
             self.database.execute(f"CREATE VIEW live.{quoted(name)} AS {scan}")
 
     def piece(self, text: str, number: int) -> str | None:
@@ -247,11 +208,8 @@ class Source:
                 )
 
     def _make_keys_plain(self) -> None:
-        """Keys of text as plain text. Earlier results have no collation: keys are compared with
-        theirs, and with each other, as bytes, whatever the SQL's own column has. What is text to
-        Arrow alone, a UUID, is text here too, or it could be compared with no key that was
-        requested.
-        """
+        """Keys of text as plain text: compared as bytes, as earlier results' are, whatever the
+        collation. What is text to Arrow alone, a UUID, is text here too."""
         texts = [column for column in self.entity if not self._is_integer(column)]
         self._types |= dict.fromkeys(texts, "VARCHAR")
         if texts:
@@ -460,8 +418,6 @@ class Source:
         Raises:
             SourceError: reading failed on the way.
         """
-        if not self.loaded:
-            raise SourceError("load() comes before batches()")
         wanted = " WHERE rowid IN (SELECT i FROM todo) ORDER BY rowid" if self.narrowed else ""
         yield from self.database.stream(f"SELECT * FROM input{wanted}", batch_rows)
 
@@ -609,39 +565,14 @@ class Source:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def scan(self, files: Files, name: str, columns: str, *, ordered: bool = False) -> str:
-        """SQL that reads ``columns`` of the rows that count, in the files' order if ``ordered``;
-        ``file_index`` and ``file_row_number`` are columns too. ``name`` is that of the table of
-        dead rows, made now."""
-        if not files.paths:
-            keys = ", ".join(
-                f"NULL::{'BIGINT' if self._is_integer(c) else 'VARCHAR'} AS {quoted(c)}"
-                for c in self.entity
-            )
-            nothing = (
-                "NULL::BIGINT AS input_hash, NULL::TIMESTAMPTZ AS computed_at, NULL::BIGINT AS"
-                " file_index, NULL::BIGINT AS file_row_number"
-            )
-            return f"SELECT {columns} FROM (SELECT {keys}, {nothing}) WHERE false"
-        read = parquet_sql(files.paths)
-        if not files.dead:
-            return f"SELECT {columns} FROM {read}"
-        numbers = np.concatenate(
-            [np.full(len(rows), number) for number, rows in files.dead.items()]
+    def scan(self, files: Files, name: str, columns: str) -> str:
+        """SQL that reads ``columns`` of the rows that count, as :meth:`Database.scan`; of no files,
+        the columns of an earlier result."""
+        keys = ", ".join(
+            f"NULL::{'BIGINT' if self._is_integer(c) else 'VARCHAR'} AS {quoted(c)}"
+            for c in self.entity
         )
-        self.database.create_from(
-            f"dead.{quoted(name)}",
-            pa.table({"f": numbers, "r": np.concatenate(list(files.dead.values()))}),
-        )
-        living = (
-            f"{read} AS t ANTI JOIN dead.{quoted(name)} AS d ON t.file_index = d.f AND"
-            " t.file_row_number = d.r"
-        )
-        # In the order of the files, as without dead rows: a model's table in another order is
-        # another fingerprint, and a join keeps none.
-        return f"SELECT {columns} FROM {living}" + (
-            " ORDER BY t.file_index, t.file_row_number" if ordered else ""
-        )
+        return self.database.scan(files, name, columns, keys)
 
     def _is_integer(self, column: str) -> bool:
         return bool(pa.types.is_integer(self.schema.field(column).type))

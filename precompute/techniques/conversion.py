@@ -148,8 +148,6 @@ def _convert(
     if missing:
         raise ConfigError(missing)
     batches = [model.device.put(example) for example in examples()]
-    if not batches:
-        raise ConfigError("there are no examples to convert with")
     forward = wanted.converted(model, batches, folder)
     with torch.inference_mode():
         # the first calls compile; and a module that reads its layers' weights fails here, not in

@@ -3,17 +3,24 @@ GPU its products by fewer bits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from precompute.models.device import Device
-from precompute.models.torch_model import Tensors, TorchModel
+from precompute.models.torch_model import TorchModel
 from precompute.techniques.inductor import compiled
 from precompute.techniques.machine import check_layers, computes_in, missing_compiler, on_a_gpu_only
-from precompute.techniques.technique import Forward, Technique, has_linear, module_of
+from precompute.techniques.technique import (
+    Batches,
+    Forward,
+    Technique,
+    has_linear,
+    module_of,
+    with_linear,
+)
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -37,9 +44,7 @@ class Eager(Technique):
             return 1.0
         return 3.0 if computes_in(self.dtype, device) else 0.0
 
-    def converted(
-        self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None
-    ) -> Forward:
+    def converted(self, model: TorchModel, batches: Batches, folder: Path | None) -> Forward:
         return module_of(model, self.dtype, batches)
 
 
@@ -55,9 +60,7 @@ class Tf32(Technique):
     def gain(self, device: Device, model: TorchModel) -> float:
         return 0.0 if self.missing(device) else 2.0
 
-    def converted(
-        self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None
-    ) -> Forward:
+    def converted(self, model: TorchModel, batches: Batches, folder: Path | None) -> Forward:
         return in_tf32(model.module)
 
 
@@ -80,9 +83,7 @@ class Fp8(Technique):
     def gain(self, device: Device, model: TorchModel) -> float:
         return 0.0 if self.missing(device) or not has_linear(model) else 2.5
 
-    def converted(
-        self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None
-    ) -> Forward:
+    def converted(self, model: TorchModel, batches: Batches, folder: Path | None) -> Forward:
         probe(model.device.torch)
         module = in_fp8(module_of(model, self.dtype, batches))
         return compiled(module) if self.backend == "compile" else module
@@ -150,20 +151,12 @@ def quantised_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def in_fp8(module: torch.nn.Module) -> torch.nn.Module:
     """The module, in place, with its linear layers so, of those whose sizes allow it; the module
     itself may be one."""
-    done: dict[int, Fp8Linear] = {}
 
-    def replaced(part: torch.nn.Module) -> torch.nn.Module:
-        # a subclass may compute something else, or be read by its owner
-        if type(part) is torch.nn.Linear and not (
-            part.in_features % FP8_STEP or part.out_features % FP8_STEP
-        ):
-            return done.setdefault(id(part), Fp8Linear(part))
-        for name, child in list(part._modules.items()):
-            if child is not None:
-                setattr(part, name, replaced(child))
-        return part
+    def made(linear: torch.nn.Linear) -> torch.nn.Module:
+        fits = not (linear.in_features % FP8_STEP or linear.out_features % FP8_STEP)
+        return Fp8Linear(linear) if fits else linear
 
-    return replaced(module)
+    return with_linear(module, made)
 
 
 @torch.inference_mode()

@@ -9,7 +9,6 @@ float32 0.99999 and 0.99998. By AMX it was not measured yet, but for its values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from precompute.models.device import Device
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.store.errors import ConfigError
 from precompute.techniques.machine import computes_in, on_a_cpu_only
-from precompute.techniques.technique import Forward, Technique, elements
+from precompute.techniques.technique import Batches, Forward, Technique, elements
 from precompute.text.encoder import UnpaddedBert, kernel, not_understood
 
 LEAST_COSINE = 0.98
@@ -51,9 +50,7 @@ class Unpadded(Technique):
             return 0.0
         return 5.5
 
-    def converted(
-        self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None
-    ) -> Forward:
+    def converted(self, model: TorchModel, batches: Batches, folder: Path | None) -> Forward:
         reason, chosen = _reason(model), kernel()
         if reason:
             raise ConfigError(f"{reason}: choose bf16-onednn, or fp32")

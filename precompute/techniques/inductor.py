@@ -22,7 +22,7 @@ from precompute.models.torch_model import Tensors, TorchModel
 from precompute.store.errors import ConfigError
 from precompute.techniques.artifacts import exported, guarded, retained
 from precompute.techniques.machine import computes_in, missing_compiler, on_a_gpu_only
-from precompute.techniques.technique import Forward, Technique, module_of
+from precompute.techniques.technique import Batches, Forward, Technique, module_of
 
 
 class Compiled(Technique):
@@ -41,9 +41,7 @@ class Compiled(Technique):
             return 0.0
         return 1.4 if self.dtype == torch.float32 else 4.0
 
-    def converted(
-        self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None
-    ) -> Forward:
+    def converted(self, model: TorchModel, batches: Batches, folder: Path | None) -> Forward:
         return compiled(module_of(model, self.dtype, batches), **self.options)
 
 
@@ -72,9 +70,7 @@ class Recorded(Compiled):
     def gain(self, device: Device, model: TorchModel) -> float:
         return super().gain(device, model) if device.is_cuda else 0.0
 
-    def converted(
-        self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None
-    ) -> Forward:
+    def converted(self, model: TorchModel, batches: Batches, folder: Path | None) -> Forward:
         reason = check_rows(model.module, batches)
         if reason:
             raise ConfigError(reason)
@@ -94,9 +90,7 @@ class Packaged(Technique):
             return 0.0
         return 1.1 if self.dtype == torch.float32 else 3.2
 
-    def converted(
-        self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None
-    ) -> Forward:
+    def converted(self, model: TorchModel, batches: Batches, folder: Path | None) -> Forward:
         def write(path: Path) -> None:
             package(module_of(model, self.dtype, batches), batches, path)
 

@@ -8,15 +8,28 @@ before use. Measured with MiniLM in float32: 1.2 times eager on AVX2, 2.1 times 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from precompute.models.device import Device, PackedLinear
-from precompute.models.torch_model import Tensors, TorchModel
-from precompute.techniques.machine import check_layers, computes_in, has_onednn, on_a_cpu_only
-from precompute.techniques.technique import Forward, Technique, has_linear, module_of, with_linear
+from precompute.models.torch_model import TorchModel
+from precompute.techniques.machine import (
+    check_layers,
+    computes_in,
+    has_bf16,
+    has_int8_products,
+    has_onednn,
+    on_a_cpu_only,
+)
+from precompute.techniques.technique import (
+    Batches,
+    Forward,
+    Technique,
+    has_linear,
+    module_of,
+    with_linear,
+)
 
 
 class Packed(Technique):
@@ -43,9 +56,7 @@ class Packed(Technique):
             return 0.0
         return 1.5 if self.dtype == torch.float32 else 3.5
 
-    def converted(
-        self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None
-    ) -> Forward:
+    def converted(self, model: TorchModel, batches: Batches, folder: Path | None) -> Forward:
         return packed(module_of(model, self.dtype, batches))
 
 
@@ -71,3 +82,108 @@ def probe() -> None:
     check_layers(
         "oneDNN", lambda: torch.allclose(PackedLinear(linear)(x), linear(x), atol=1e-5), "eager"
     )
+
+
+# ---- Per row: 8-bit integers, each row of the inputs with a scale of its own, so that no row
+# depends on another.
+
+STEPS = 127
+"""Of a scale, to either side."""
+TINY = 1e-12
+"""Least magnitude of a row: one of zeros is zeros."""
+
+
+class PerRow(Technique):
+    """int8-dynamic, the rest in float32: for CPUs that add up products of 8-bit integers (VNNI) and
+    have no bfloat16.
+
+    One AMD Zen 5 core, 1,024 × 384 × 1,536: 1.6 ms and 0.2 for rounding the inputs, against 2.8
+    (bfloat16), 5.5 (float32) packed, and 13 eager. An MLP of 256 × 256 in one thread: 1.9 times
+    float32's rate (packed 1.3, bfloat16 2.9), and within the default accuracy; MiniLM is not:
+    cosine 0.998, recall@10 0.94, as torchao's.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.pack = PerRowLinear
+
+    def missing(self, device: Device) -> str:
+        if device.is_cuda:
+            return on_a_cpu_only(self.name, device)
+        return (
+            ""
+            if has_int8_products()
+            else "this CPU has no products of 8-bit integers (VNNI): choose fp32-onednn"
+        )
+
+    def gain(self, device: Device, model: TorchModel) -> float:
+        if self.missing(device) or not has_linear(model):
+            return 0.0
+        # which is quicker, and nearer
+        return 1.3 if has_bf16() else 1.6
+
+    def converted(self, model: TorchModel, batches: Batches, folder: Path | None) -> Forward:
+        probe_per_row()
+        return with_linear(module_of(model, torch.float32, batches), PerRowLinear)
+
+
+class PerRowLinear(torch.nn.Module):
+    """``x @ weight.T + bias`` in 8-bit integers: weights symmetric with a scale each output, rows
+    symmetric with a scale each row. oneDNN takes unsigned inputs, so 128 is added to them and taken
+    off again (signed ones it computes by a reference that is 10,000 times slower).
+
+    Args:
+        linear: the layer, on the CPU; it stays as it is.
+    """
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        weight = linear.weight.detach()
+        self.scales = weight.abs().amax(1).clamp_(min=TINY).div_(STEPS)
+        rounded = (weight / self.scales[:, None]).round_().to(torch.int8)
+        self.zeros = torch.zeros(len(weight), dtype=torch.int64)
+        self.packed = torch.ops.onednn.qlinear_prepack(rounded, None)
+        self.bias = linear.bias
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """``input`` float32 [..., in] → float32 [..., out]."""
+        rows = input.reshape(-1, input.shape[-1])
+        largest = torch.maximum(rows.amax(1, keepdim=True), -rows.amin(1, keepdim=True))
+        scale = largest.clamp_(min=TINY).div_(STEPS)
+        # by int8, since torch rounds to uint8 at a fifth of the speed; flipping the sign's bit adds
+        # 128
+        numbers = (
+            (rows * scale.reciprocal()).round_().to(torch.int8).view(torch.uint8).bitwise_xor_(128)
+        )
+        out: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
+            numbers,
+            1.0,
+            128,
+            self.packed,
+            self.scales,
+            self.zeros,
+            None,
+            1.0,
+            0,
+            torch.float32,
+            "none",
+            [],
+            "",
+        )
+        out = out.mul_(scale)
+        if self.bias is not None:
+            out = out.add_(self.bias)
+        return out.view(*input.shape[:-1], -1)
+
+
+@torch.inference_mode()
+def probe_per_row() -> None:
+    """Compare a small product, exact in 8 bits, with torch's own.
+
+    Raises:
+        ConfigError: this torch has no such operators, or they compute something else.
+    """
+    linear = torch.nn.Linear(2, 3, bias=False).requires_grad_(False)
+    linear.weight.copy_(torch.tensor([[127.0, -127.0], [1.0, 127.0], [-127.0, -127.0]]))
+    x = torch.tensor([[127.0, -127.0], [-127.0, 3.0], [0.0, 0.0]])
+    check_layers("8-bit", lambda: torch.equal(PerRowLinear(linear)(x), linear(x)), "fp32-onednn")

@@ -17,8 +17,15 @@ from precompute.models.torch_model import Tensors, TorchModel
 from precompute.store.errors import ConfigError
 from precompute.techniques.artifacts import Folder, exported, guarded, retained
 from precompute.techniques.machine import has_int8_products, has_vnni, on_a_cpu_only
-from precompute.techniques.per_row import PerRowLinear
-from precompute.techniques.technique import Forward, Technique, elements, has_linear, module_of
+from precompute.techniques.onednn import PerRowLinear
+from precompute.techniques.technique import (
+    Batches,
+    Forward,
+    Technique,
+    elements,
+    has_linear,
+    module_of,
+)
 
 ONNX_TYPES = {
     "tensor(float)": torch.float32,
@@ -49,14 +56,12 @@ class Exported(Technique):
     def gain(self, device: Device, model: TorchModel) -> float:
         return 0.0 if missing_packages(device) else 1.2
 
-    def converted(
-        self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None
-    ) -> Forward:
+    def converted(self, model: TorchModel, batches: Batches, folder: Path | None) -> Forward:
         with retained(folder) as place:
             return self._loaded(self.graph(place, model, batches), model, batches)
 
     @staticmethod
-    def graph(place: Folder, model: TorchModel, batches: Sequence[Tensors]) -> Path:
+    def graph(place: Folder, model: TorchModel, batches: Batches) -> Path:
         """The float32 graph's file."""
 
         def made(path: Path) -> None:
@@ -64,7 +69,7 @@ class Exported(Technique):
 
         return place.file("fp32-onnx", ".onnx", model, batches, version(), made)
 
-    def _loaded(self, path: Path, model: TorchModel, batches: Sequence[Tensors]) -> Forward:
+    def _loaded(self, path: Path, model: TorchModel, batches: Batches) -> Forward:
         with torch.inference_mode():
             single = isinstance(model.module(*min(batches, key=elements)), torch.Tensor)
         return guarded(load(path, single, model.device.torch), self.name, batches)
@@ -88,9 +93,7 @@ class Static(Exported):
     def gain(self, device: Device, model: TorchModel) -> float:
         return 0.0 if self.missing(device) or not has_linear(model) else 1.4
 
-    def converted(
-        self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None
-    ) -> Forward:
+    def converted(self, model: TorchModel, batches: Batches, folder: Path | None) -> Forward:
         with retained(folder) as place:
 
             def made(path: Path) -> None:

@@ -33,7 +33,7 @@ TABLE: Mapping[str, str] = {
     "fp8-compile": "eager:Fp8",
     "fp32-onnx": "onnx:Exported",
     "int8-static-onnx": "onnx:Static",
-    "int8-dynamic-onednn": "per_row:PerRow",
+    "int8-dynamic-onednn": "onednn:PerRow",
     "int8-weights-eager": "weight_only:WeightOnly",
     "int4-weights-eager": "weight_only:WeightOnly",
 }

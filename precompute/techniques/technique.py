@@ -20,6 +20,8 @@ from precompute.store.errors import ConfigError
 from precompute.techniques.table import BACKENDS, PRECISIONS, TABLE, words
 
 Forward = Callable[..., Any]
+Batches = Sequence[Tensors]
+"""Examples of what a model is called with."""
 
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """First word of a name → what its numbers are. What has another first word takes and gives
@@ -62,9 +64,7 @@ class Technique(ABC):
         is short, and is never more than a guess."""
 
     @abstractmethod
-    def converted(
-        self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None
-    ) -> Forward:
+    def converted(self, model: TorchModel, batches: Batches, folder: Path | None) -> Forward:
         """The model's forward by this technique. The model's ``module``, the reference, stays as it
         is.
 
@@ -107,7 +107,7 @@ def technique(name: str) -> Technique:
     return made
 
 
-def module_of(model: TorchModel, dtype: torch.dtype, batches: Sequence[Tensors]) -> torch.nn.Module:
+def module_of(model: TorchModel, dtype: torch.dtype, batches: Batches) -> torch.nn.Module:
     """The model's module again for a conversion (:func:`copied`), between float32 inputs and
     float32 outputs whatever ``dtype`` is."""
     module = copied(model.module, dtype)

@@ -9,16 +9,22 @@ has 2.4.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from precompute.models.device import Device
-from precompute.models.torch_model import Tensors, TorchModel
+from precompute.models.torch_model import TorchModel
 from precompute.store.errors import ConfigError
 from precompute.techniques.machine import check_layers, computes_in, on_a_cpu_only
-from precompute.techniques.technique import Forward, Technique, has_linear, module_of, with_linear
+from precompute.techniques.technique import (
+    Batches,
+    Forward,
+    Technique,
+    has_linear,
+    module_of,
+    with_linear,
+)
 
 INPUTS, OUTPUTS = 32, 16
 """A layer's inputs and outputs are multiples of these, or it stays in bfloat16: torch 2.13's kernel
@@ -46,9 +52,7 @@ class WeightOnly(Technique):
             else 0.0
         )
 
-    def converted(
-        self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None
-    ) -> Forward:
+    def converted(self, model: TorchModel, batches: Batches, folder: Path | None) -> Forward:
         kind = Int8Linear if self.name.startswith("int8") else Int4Linear
         probe(kind)
         changed: list[torch.nn.Linear] = []
@@ -137,11 +141,9 @@ def probe(kind: type[Int8Linear | Int4Linear]) -> None:
     Raises:
         ConfigError: this torch has no such operators, or they compute something else.
     """
-    bits, output, group = (
-        (8 if kind is Int8Linear else 4),
-        torch.arange(OUTPUTS)[:, None],
-        torch.arange(2 * GROUP) // GROUP,
-    )
+    bits = 8 if kind is Int8Linear else 4
+    output = torch.arange(OUTPUTS)[:, None]
+    group = torch.arange(2 * GROUP) // GROUP
     steps = 2**bits - 2
     numbers = (output * 5 + torch.arange(2 * GROUP) * 17) % steps - steps // 2
     # both ends of what bits hold, so that a scale is what it was made with

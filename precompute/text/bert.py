@@ -162,17 +162,13 @@ class _Layer(nn.Module):
         super().__init__()
         width, inner, epsilon = config.hidden_size, config.intermediate_size, config.layer_norm_eps
         self.heads = config.num_attention_heads
-        self.attention, self.attention.self, self.intermediate = (
-            nn.Module(),
-            nn.Module(),
-            nn.Module(),
-        )
+        self.attention = nn.Module()
+        self.attention.self = nn.Module()
+        self.intermediate = nn.Module()
         for name in ("query", "key", "value"):
             self.attention.self.register_module(name, nn.Linear(width, width, device=device))
-        self.attention.output, self.output = (
-            _normalised(width, width, epsilon, device),
-            _normalised(inner, width, epsilon, device),
-        )
+        self.attention.output = _normalised(width, width, epsilon, device)
+        self.output = _normalised(inner, width, epsilon, device)
         self.intermediate.dense = nn.Linear(width, inner, device=device)
 
     def forward(
@@ -208,10 +204,8 @@ def _table(rows: int, width: int, device: str) -> nn.Embedding:
 
 def _normalised(inputs: int, outputs: int, epsilon: float, device: str) -> nn.Module:
     module = nn.Module()
-    module.dense, module.LayerNorm = (
-        nn.Linear(inputs, outputs, device=device),
-        nn.LayerNorm(outputs, eps=epsilon, device=device),
-    )
+    module.dense = nn.Linear(inputs, outputs, device=device)
+    module.LayerNorm = nn.LayerNorm(outputs, eps=epsilon, device=device)
     return module
 
 

@@ -84,11 +84,9 @@ class Chunker:
         self, text: str
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
         """Where each token starts and ends, and the numbers of those that begin a word."""
-        starts, ends, words = (
-            [np.empty(0, np.int32)],
-            [np.empty(0, np.int32)],
-            [np.empty(0, np.int64)],
-        )
+        starts = [np.empty(0, np.int32)]
+        ends = [np.empty(0, np.int32)]
+        words = [np.empty(0, np.int64)]
         blocks, count = list(_blocks(text)), 0
         for at in range(0, len(blocks), BLOCKS):
             some = [(first, text[first:last]) for first, last in blocks[at : at + BLOCKS]]

@@ -56,10 +56,6 @@ def test_no_more_is_made_than_the_bytes_allow() -> None:
     stage.close()
 
 
-def test_an_item_beyond_the_bound_goes_alone() -> None:
-    assert list(ahead(iter(range(5)), size=1000, max_bytes=1)) == [0, 1, 2, 3, 4]
-
-
 def test_the_number_of_items_is_bounded_too() -> None:
     made: list[int] = []
 

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from precompute.models.text_encoder import Encoder, UnpaddedEncoder
 from precompute.text.bert import Bert, BertConfig, has_unpadded_attention, unpadded_attention
-from precompute.text.sentence_head import Head
+from precompute.text.sentence_folder import Head
 
 LENGTHS = [7, 1, 12, 3, 12]
 

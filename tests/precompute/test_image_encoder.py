@@ -134,10 +134,8 @@ def test_a_photo_is_held_as_the_camera_says(tmp_path: Path) -> None:
     note = Image.Exif()
     # turned by 90° clockwise to be upright
     note[0x0112] = 6
-    turned, upright = (
-        encoded(image, "JPEG", exif=note, quality=95),
-        encoded(image.rotate(-90, expand=True)),
-    )
+    turned = encoded(image, "JPEG", exif=note, quality=95)
+    upright = encoded(image.rotate(-90, expand=True))
     made = encoder.compute(pa.record_batch({"image": [turned, upright, encoded(image)]}))[
         "embedding"
     ]

@@ -158,10 +158,8 @@ def test_requests_for_one_key_share_a_flight(make: Make) -> None:
     batcher, runs = make()
     held = hold(batcher, runs)
     waiting = [batcher.submit("a", "k", 1, later()) for _ in range(50)]
-    running, other = (
-        batcher.submit("held", "held", 4, later()),
-        batcher.submit("b", "k", 2, later()),
-    )
+    running = batcher.submit("held", "held", 4, later())
+    other = batcher.submit("b", "k", 2, later())
     runs.gate.set()
     assert [future.result(WAIT_S) for future in (held, running, *waiting, other)] == [
         0,

@@ -17,7 +17,7 @@ import pytest
 
 from precompute.model import Verbatim, digest, model_fingerprint, resolve_path, table_digest
 from precompute.project_module import ProjectPath, described, starting_from
-from precompute.registry import BUILT_IN, check_use, load_model, load_with_fingerprint
+from precompute.registry import check_use, load_model, load_with_fingerprint
 from precompute.sources.source import Source
 from precompute.store.errors import ConfigError, ModelError
 from tests.arithmetic import Doubler
@@ -86,11 +86,6 @@ def test_a_name_of_nothing_is_refused(use: str, message: str) -> None:
             check(use)
 
 
-@pytest.mark.parametrize("use", [*BUILT_IN, "tests.arithmetic:Doubler"])
-def test_built_ins_and_dotted_paths_are_known(use: str) -> None:
-    check_use(use)
-
-
 @pytest.mark.parametrize(
     ("use", "args", "error", "message"),
     [
@@ -125,12 +120,6 @@ def test_a_class_that_cannot_be_made_is_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         load_model(use, args)
-
-
-def test_a_users_class_gets_its_arguments() -> None:
-    model = load_model("tests.arithmetic:Doubler", {"dim": 7, "version": 3})
-    assert isinstance(model, Doubler)
-    assert (model.dim, model.version) == (7, 3)
 
 
 @pytest.mark.parametrize(
@@ -198,11 +187,6 @@ def test_the_fingerprint_changes_with_whatever_may_change_a_value(changed: dict[
     assert fingerprint(**changed) != fingerprint()
 
 
-def test_the_fingerprint_is_the_same_for_the_same_facts() -> None:
-    assert fingerprint() == fingerprint(Doubler()) == fingerprint(tables={"items": ITEMS})
-    assert len(fingerprint()) == 64
-
-
 @pytest.mark.parametrize(
     ("name", "other"),
     [
@@ -229,25 +213,7 @@ def test_what_lies_under_a_null_or_beside_a_slice_does_not_count() -> None:
         assert table_digest(other) == table_digest(plain)
 
 
-def test_a_path_in_a_digest_stands_for_its_bytes(tmp_path: Path) -> None:
-    one, other = tmp_path / "one", tmp_path / "other"
-    one.write_bytes(b"weights")
-    other.write_bytes(b"weights")
-    assert digest(file=one) == digest(file=other)
-    assert digest(files={"w": one}) == digest(files={"w": other})
-    other.write_bytes(b"Weights")
-    assert digest(file=one) != digest(file=other)
-    assert digest(a=1, b=2) == digest(b=2, a=1) != digest(a=2, b=1)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        digest(file=tmp_path / "missing")
-
-
 # ---- paths
-
-
-def test_a_path_inside_a_package_is_found(tmp_path: Path) -> None:
-    assert resolve_path("package:store/http") == Path(__file__).parents[2] / "store" / "http"
-    assert resolve_path(str(tmp_path)) == tmp_path
 
 
 @pytest.mark.parametrize(

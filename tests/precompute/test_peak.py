@@ -3,7 +3,6 @@ never less than the model did."""
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import pytest
@@ -46,39 +45,6 @@ def test_every_way_is_probed_and_the_best_one_counts(monkeypatch: pytest.MonkeyP
     assert probed([(8, 16)], torch.float32) == pytest.approx(
         2 * ROWS * 16 * 8 / 0.2
     )  # two at once, 0.4 s each
-
-
-def test_a_peak_is_stored_where_nobody_else_computed_meanwhile(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(peak, "compute_threads", lambda: 1)
-    # a quota of one, on a machine of eight
-    monkeypatch.setattr(peak, "usable_threads", lambda _: 1)
-    monkeypatch.setattr(peak, "allowed", lambda: 8)
-    idle = itertools.count()
-
-    def process(seconds: float, *, crowded: bool = False) -> float:
-        """What one would tell of products that take so long."""
-        monkeypatch.setattr(peak, "_known", {})
-        monkeypatch.setattr(peak, "_seconds", lambda *_: seconds)
-        # seven of the CPUs have nothing to do, or all have
-        monkeypatch.setattr(peak, "idle_s", lambda: 0.0 if crowded else float(next(idle)))
-        return 2 * ROWS * 16 * 8 / probed([(16, 8)], torch.float32)
-
-    assert [process(4.0, crowded=True), process(2.0, crowded=True)] == [4.0, 2.0]
-    assert not folder.exists()
-    assert [process(1.0), process(3.0), process(3.0, crowded=True)] == [1.0, 1.0, 1.0]
-    (file,) = folder.iterdir()
-    file.write_text("{")
-    assert process(3.0) == 3.0
-    monkeypatch.setattr(peak, "_cpu", lambda: "another")
-    assert process(5.0) == 5.0
-    assert len(list(folder.iterdir())) == 2
-    # no home
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    monkeypatch.chdir(folder)
-    assert [process(7.0), process(8.0)] == [7.0, 8.0]
-    assert len(list(folder.iterdir())) == 2
 
 
 def test_what_a_technique_computes_in_is_probed_as_that() -> None:

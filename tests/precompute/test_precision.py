@@ -29,15 +29,14 @@ from precompute.techniques import inductor, onednn, onnx
 from precompute.techniques.conversion import candidates, convert
 from precompute.techniques.eager import Fp8Linear
 from precompute.techniques.machine import has_int8_products
-from precompute.techniques.per_row import PerRowLinear
+from precompute.techniques.onednn import PerRowLinear
 from precompute.techniques.same_value import relative_errors
 from precompute.techniques.same_value import tolerance as tolerance_of
 from precompute.techniques.table import TABLE, technique_name, words
 from precompute.techniques.technique import copied, technique
 from precompute.techniques.weight_only import Int4Linear, Int8Linear
 from precompute.text.bert import Bert, BertConfig
-from precompute.text.sentence_folder import Normalize, Pooling
-from precompute.text.sentence_head import Head
+from precompute.text.sentence_folder import Head, Normalize, Pooling
 from tests.faults.power_loss import recorded
 
 
@@ -459,10 +458,8 @@ def test_onnx_runtime_is_found_under_whatever_name_it_was_installed(
 def test_on_a_gpu_tensorrt_is_tried_before_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     import onnxruntime
 
-    gpu, built = (
-        torch.device("cuda:1"),
-        ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"],
-    )
+    gpu = torch.device("cuda:1")
+    built = ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"]
     assert onnx.providers(torch.device("cpu")) == ["CPUExecutionProvider"]
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: built)
     assert onnx.providers(gpu) == [(name, {"device_id": "1"}) for name in built[:2]]
@@ -553,11 +550,6 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         match=r"precision fp32-onnx: onnxruntime not installed: pip install 'precompute-store\[onnx\]'",
     ):
         convert(mlp(), technique("fp32-onnx"), some_rows)
-
-
-def test_no_examples_are_refused() -> None:
-    with pytest.raises(ConfigError, match="precision fp32-onednn: there are no examples"):
-        convert(mlp(), technique("fp32-onednn"), list)
 
 
 # What is proposed

@@ -128,10 +128,8 @@ def test_a_nicer_process_is_so_with_all_its_threads_and_to_other_sessions() -> N
 
 
 def test_what_ignores_sigterm_is_killed_after_the_grace() -> None:
-    deaf, heeding = (
-        shell("trap '' TERM; echo deaf >&2; while :; do sleep 0.05; done"),
-        shell("trap 'exit 7' TERM; while :; do sleep 0.05; done"),
-    )
+    deaf = shell("trap '' TERM; echo deaf >&2; while :; do sleep 0.05; done")
+    heeding = shell("trap 'exit 7' TERM; while :; do sleep 0.05; done")
     time.sleep(0.3)
     began = time.monotonic()
     end_all([deaf, heeding], 0.5)

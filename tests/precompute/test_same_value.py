@@ -62,10 +62,8 @@ def table(of: FeatureView, *columns: Any) -> pa.RecordBatch:
 def wrong() -> dict[str, Floats]:
     """Embeddings of :data:`TEXTS` that are none of MiniLM's: float32 [12, 384] each, of norm 1."""
     folder = resolve_path(MINILM)
-    model, tokenizer = (
-        AutoModel.from_pretrained(folder).eval(),
-        Tokenizer.from_file(str(folder / "tokenizer.json")),
-    )
+    model = AutoModel.from_pretrained(folder).eval()
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.no_padding()
     ids = [encoding.ids for encoding in tokenizer.encode_batch(TEXTS)]
     tokenizer.normalizer = BertNormalizer(lowercase=False)
@@ -228,16 +226,6 @@ def test_tolerances_are_those_of_what_computed() -> None:
     ] == [2e-3, 2.5e-2, 1e-2]
 
 
-def test_a_score_near_zero_has_the_noise_of_the_others() -> None:
-    of = view(Feature("s", "float32"))
-    stored = table(of, [1e-6, 3.0, -4.0, 5.0, -6.0])
-    assert differing(stored, table(of, [-1e-5, 3.0, -4.0, 5.0, -6.0]), of, "fp32-eager") == {}
-    assert list(differing(stored, table(of, [1e-3, 3.0, -4.0, 5.0, -6.0]), of, "fp32-eager")) == [0]
-    assert list(differing(table(of, [0.0]), table(of, [1e-9]), of, "bf16-eager")) == [
-        0
-    ]  # and of nothing, none
-
-
 def test_a_score_near_zero_has_the_noise_of_the_others_where_most_are_zero() -> None:
     of = view(Feature("s", "float32"))
     rest = [0.0] * 12 + [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
@@ -323,9 +311,3 @@ def test_items_change_places_only_where_their_scores_are_the_same() -> None:
     assert differing(table(alone, [[1, 2]]), table(alone, [[2, 1]]), alone, "bf16-eager") == {
         0: "items is [2, 1], not [1, 2]"
     }
-
-
-def test_other_numbers_of_rows_are_refused() -> None:
-    of = view(Feature("s", "float32"))
-    with pytest.raises(ValueError, match="1 rows against 2"):
-        differing(table(of, [1.0]), table(of, [1.0, 2.0]), of, None)

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from precompute.jobs.commands.command_line import main
-from precompute.models.text_encoder import Encoder, TextEncoder, UnpaddedEncoder
+from precompute.models.text_encoder import TextEncoder
 from precompute.store.errors import ConfigError, ModelError
 from precompute.store.wire.lookup_options import LookupOptions
 from precompute.techniques.conversion import convert
@@ -254,13 +254,6 @@ def test_weights_in_several_files_are_one_model(tmp_path: Path) -> None:
         TextEncoder(str(saved))
 
 
-def test_texts_laid_end_to_end_have_the_same_values(made: tuple[Path, SentenceTransformer]) -> None:
-    ours = TextEncoder(str(made[0]))
-    assert isinstance(ours.module, Encoder)
-    ours.use(UnpaddedEncoder(ours.module.transformer, ours.module.head))
-    same(encode(ours), made[1].encode_document(TEXTS))
-
-
 PACKED = pytest.param(
     "bf16-onednn",
     marks=pytest.mark.skipif(
@@ -340,12 +333,6 @@ def test_a_default_prompt_is_that_of_a_model_that_knows_no_two_sides(
     assert (found.prompt, found.query_prompt) == (document, query)
     if document == query:
         same(encode(TextEncoder(str(copied))), read(copied).encode(TEXTS))
-
-
-def test_a_model_without_prompts_is_one_for_both(tmp_path: Path) -> None:
-    sentence_model(tmp_path)
-    ours = TextEncoder(str(tmp_path / "saved"))
-    assert ours.for_queries() is ours
 
 
 def test_rows_are_documents_and_what_is_searched_by_is_a_query(

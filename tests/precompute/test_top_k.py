@@ -45,67 +45,6 @@ def ranked(model: TopK, batch: pa.RecordBatch) -> Lists:
     return [list(zip(ids, scores, strict=True)) for ids, scores in pairs]
 
 
-def brute_force(ids: list[Any], items: Any, vectors: Any, seen: list[Any], k: int) -> Lists:
-    scores = np.asarray(vectors, np.float32) @ np.asarray(items, np.float32).T
-    rows = []
-    for row, excluded in zip(scores, seen, strict=True):
-        left = [(i, float(s)) for i, s in zip(ids, row, strict=True) if i not in (excluded or [])]
-        rows.append(sorted(left, key=lambda pair: -pair[1])[:k])
-    return rows
-
-
-def assert_same(
-    found: Lists, wanted: Lists, scores: npt.NDArray[np.float32], ids: list[Any]
-) -> None:
-    """Equal scores in the same order; an id may differ only where another item scores the same."""
-    for row, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
-        np.testing.assert_allclose(
-            [s for _, s in ours], [s for _, s in theirs], rtol=1e-5, atol=1e-5
-        )
-        assert len({i for i, _ in ours}) == len(ours)
-        for item, score in ours:
-            assert abs(scores[row, ids.index(item)] - score) < 1e-4
-
-
-@settings(max_examples=80, deadline=None)
-@given(st.data())
-def test_equal_to_brute_force_whatever_the_tile(data: st.DataObject) -> None:
-    n_items, n_users = data.draw(st.integers(1, 30)), data.draw(st.integers(1, 5))
-    k, tile = data.draw(st.integers(1, 35)), data.draw(st.integers(1, 32))
-    ids = data.draw(st.permutations(range(100, 100 + n_items)))
-    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
-    items, vectors = rng.integers(-3, 4, (n_items, DIM)), rng.integers(-3, 4, (n_users, DIM))
-    item = st.sampled_from([*ids, 1, 2**40])
-    seen = data.draw(
-        st.lists(st.none() | st.lists(item, max_size=40), min_size=n_users, max_size=n_users)
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(top_k, "ITEM_TILE", tile)
-        found = ranked(TopK(table(ids, items), k, exclude="seen"), users(vectors, seen))
-    wanted = brute_force(ids, items, vectors, seen, k)
-    assert_same(found, wanted, (vectors @ items.T).astype(np.float32), ids)
-    for row, excluded in zip(found, seen, strict=True):
-        assert not {i for i, _ in row} & set(excluded or [])
-
-
-@pytest.mark.parametrize("n_items", [9, 10, 11, 20, 21])
-def test_the_best_is_found_on_either_side_of_a_tiles_edge(
-    monkeypatch: pytest.MonkeyPatch, n_items: int
-) -> None:
-    monkeypatch.setattr(top_k, "ITEM_TILE", 10)
-    for best in (0, min(9, n_items - 1), n_items - 1):
-        items = np.full((n_items, 1), 1.0)
-        items[best] = 2
-        assert ranked(TopK(table(list(range(n_items)), items), 1), users([[3.0]])) == [
-            [(best, 6.0)]
-        ]
-        without = ranked(
-            TopK(table(list(range(n_items)), items), 1, exclude="seen"), users([[3.0]], [[best]])
-        )
-        assert [score for _, score in without[0]] == [3.0]
-        assert without[0][0][0] != best
-
-
 # ---- exactly one order, ties included
 
 
@@ -154,10 +93,8 @@ def test_ties_go_to_the_first_item_whatever_the_tiles(data: st.DataObject) -> No
 def test_what_a_gpu_computes_is_the_same(data: st.DataObject) -> None:
     ids, items, vectors, seen, k = everything(data)
     model, batch = TopK(table(ids, items), k, exclude="seen", device="cpu"), users(vectors, seen)
-    inputs, module = (
-        model.inputs(model.prepare(batch), np.arange(batch.num_rows)),
-        cast(Any, model.module),
-    )
+    inputs = model.inputs(model.prepare(batch), np.arange(batch.num_rows))
+    module = cast(Any, model.module)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(top_k, "GPU_SCORES", data.draw(st.sampled_from([1, 500, 2000, 2**26])))
         made = model.features([module.by_topk(*inputs).numpy()])
@@ -185,10 +122,8 @@ def test_the_stages_of_a_run_give_what_compute_gives() -> None:
     rng = np.random.default_rng(0)
     items, vectors = rng.integers(-9, 10, (700, DIM)), rng.integers(-9, 10, (3000, DIM))
     seen = [rng.integers(0, 800, rng.integers(0, 30)).tolist() for _ in vectors]
-    model, batch = (
-        TopK(table(list(range(700)), items), 20, exclude="seen", device="cpu"),
-        users(vectors, seen),
-    )
+    model = TopK(table(list(range(700)), items), 20, exclude="seen", device="cpu")
+    batch = users(vectors, seen)
     model.start_cost = 100  # batches of 50 to 400 users
     features = (Feature("items", "int64", max_items=20), Feature("scores", "float32", max_items=20))
     runner = Runner(model, FeatureView("v", ("id",), features, 1.0, 1.0))
@@ -263,42 +198,13 @@ def test_no_one_has_seen_anything() -> None:
     ],
 )
 def test_vectors_come_as_lists_of_any_float(kind: pa.DataType) -> None:
-    items, batch = (
-        table([1, 2], [[1, 0], [0, 1]], kind),
-        pa.record_batch({"vector": pa.array([[1.0, 0.5], [0.25, 2.0]], kind)}),
-    )
+    items = table([1, 2], [[1, 0], [0, 1]], kind)
+    batch = pa.record_batch({"vector": pa.array([[1.0, 0.5], [0.25, 2.0]], kind)})
     assert ranked(TopK(items, 2), batch) == [[(1, 1.0), (2, 0.5)], [(2, 2.0), (1, 0.25)]]
     assert ranked(TopK(items.slice(1), 2), batch.slice(1)) == [[(2, 2.0)]]
 
 
 # ---- rows and items that cannot be ranked
-
-
-def test_only_rows_with_a_whole_finite_vector_are_ranked() -> None:
-    view = FeatureView(
-        "v",
-        ("id",),
-        (Feature("items", "int64", max_items=2), Feature("scores", "float32", max_items=2)),
-        1.0,
-        1.0,
-    )
-    batch = pa.record_batch(
-        {
-            "id": list(range(5)),
-            "vector": pa.array(
-                [[1.0, 0.0], None, [float("nan"), 1.0], [0.0, 1.0], [None, 1.0]],
-                pa.list_(pa.float32()),
-            ),
-        }
-    )
-    done = compute(TopK(table([7, 8], [[1, 0], [0, 1]]), 2), view, batch)
-    assert done.rows.tolist() == [0, 3]
-    assert done.features.to_pylist() == [
-        {"items": [7, 8], "scores": [1.0, 0.0]},
-        {"items": [8, 7], "scores": [1.0, 0.0]},
-    ]
-    assert [r.row for r in done.rejections] == [1, 2, 4]
-    assert all("vector" in r.error for r in done.rejections)
 
 
 def test_a_vector_whose_scores_overflow_is_a_bad_row() -> None:
@@ -330,18 +236,6 @@ def test_a_vector_of_another_length_is_one_bad_row(kind: pa.DataType) -> None:
         3: "vector is null",
         4: "vector has a null or a number that is not finite",
         6: "vector has 3 numbers, the items' vectors 2",
-    }
-
-
-def test_a_null_among_vectors_of_one_length_is_one_bad_row() -> None:
-    vectors = pa.array(
-        [[1.0, 0.0], None, [0.0, float("nan")], [0.0, 1.0]], pa.list_(pa.float32(), 2)
-    )
-    assert TopK(table([7, 8], [[1, 0], [0, 1]]), 1).unusable(
-        pa.record_batch({"vector": vectors})
-    ) == {
-        1: "vector is null",
-        2: "vector has a null or a number that is not finite",
     }
 
 

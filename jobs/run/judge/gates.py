@@ -39,8 +39,8 @@ from precompute.jobs.run.rows.chunks import computed
 from precompute.jobs.run.rows.compaction import Replaced
 from precompute.jobs.run.rows.open_view import OpenView, files_of
 from precompute.jobs.run.rows.plan import recipe_of
+from precompute.sources.database import Files
 from precompute.sources.diff import returned_rows
-from precompute.sources.source import Files
 from precompute.store.disk.record import replace
 from precompute.store.errors import SnapshotError
 from precompute.store.feature_view import FeatureView

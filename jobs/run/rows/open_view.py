@@ -30,9 +30,9 @@ from precompute.registry import (
     named_files,
     stamp_of,
 )
-from precompute.sources.database import referenced_views
+from precompute.sources.database import Files, referenced_views
 from precompute.sources.frame import of_file
-from precompute.sources.source import Files, Source
+from precompute.sources.source import Source
 from precompute.store.disk.durable_file import make_folder, replace_durably
 from precompute.store.disk.record import Record, read_record, sealed
 from precompute.store.errors import (

@@ -17,8 +17,8 @@ from typing import Any
 from precompute.jobs.run.job import Job
 from precompute.jobs.run.rows.open_view import OpenView, files_of, variant_name
 from precompute.model import digest
+from precompute.sources.database import Files
 from precompute.sources.diff import Diff, compare
-from precompute.sources.source import Files
 from precompute.store.errors import SnapshotError
 from precompute.store.offline.part_file import MOST_OVERLAYS, layers_that_stay
 from precompute.store.offline.runs import Finished

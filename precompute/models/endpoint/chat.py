@@ -1,4 +1,5 @@
-"""Answer schema: what a chat's answer must look like, as JSON Schema, held by jsonschema-rs."""
+"""Chat endpoint: a prompt with a row's columns in it → labels, scores or a summary, by chat
+completions, whose answers are held against a JSON Schema."""
 
 from __future__ import annotations
 
@@ -63,8 +64,7 @@ class AnswerSchema:
         return f"{where + ': ' if where else ''}{error.message:.200}"
 
 
-# ---- Chat endpoint: a prompt with a row's columns in it → labels, scores or a summary, by chat
-# completions.
+# ---- the model
 
 
 CODE_VERSION = 1
@@ -145,13 +145,9 @@ class ChatEndpoint(EndpointModel):
 
     @property
     def recipe(self) -> str:
-        """URL, system prompt, the request's body, and the schema that its answer is held
-        against."""
         return self._recipe
 
     def fingerprint(self) -> str:
-        """URL, model, prompt, schema, parameters and code version; no key, and nothing of rates,
-        budgets and caches."""
         return digest(
             code=CODE_VERSION,
             recipe=Verbatim(self._recipe),
@@ -161,19 +157,15 @@ class ChatEndpoint(EndpointModel):
 
     @property
     def gives(self) -> tuple[str, ...]:
-        """The features that a view may name."""
         return (self._output,) if self._schema is None else tuple(self._schema.properties)
 
     def reads(self) -> tuple[str, ...]:
-        """The columns of its prompt."""
         return self._columns
 
     def unusable(self, batch: pa.RecordBatch) -> Mapping[int, str]:
-        """Rows with a null, with what is no text, or with nothing in any column."""
         return check_columns(batch, self._columns)
 
     def texts(self, batch: pa.RecordBatch) -> list[str]:
-        """The prompt of each row."""
         columns = {
             name: [text_of(value) for value in batch.column(name).to_pylist()]
             for name in self._columns
@@ -262,7 +254,6 @@ class ChatEndpoint(EndpointModel):
         return value
 
     def features(self, contents: Sequence[bytes]) -> Features:
-        """The properties of each answer, or its text."""
         values = [self._value(content) for content in contents]
         if self._schema is None:
             return {self._output: values}

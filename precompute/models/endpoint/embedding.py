@@ -74,12 +74,10 @@ class EmbeddingEndpoint(EndpointModel):
             cache_days,
             texts_per_request,
         )
-        self._column, self._output, self._prompt, self._query_prompt = (
-            column,
-            output,
-            prompt,
-            query_prompt,
-        )
+        self._column = column
+        self._output = output
+        self._prompt = prompt
+        self._query_prompt = query_prompt
         self._prefix = prompt
         body = {"model": model, "encoding_format": "float", **(params or {})}
         self._body = {name: value for name, value in body.items() if value is not None}
@@ -98,12 +96,9 @@ class EmbeddingEndpoint(EndpointModel):
 
     @property
     def recipe(self) -> str:
-        """URL and the request's body."""
         return self._recipe
 
     def fingerprint(self) -> str:
-        """URL, model, prompts, parameters and code version; no key, and nothing of rates, budgets
-        and caches."""
         prompts = Verbatim({"document": self._prompt, "query": self._query_prompt})
         return digest(
             code=CODE_VERSION,
@@ -115,19 +110,15 @@ class EmbeddingEndpoint(EndpointModel):
 
     @property
     def gives(self) -> tuple[str]:
-        """The feature that a view may name."""
         return (self._output,)
 
     def reads(self) -> tuple[str]:
-        """Its text column."""
         return (self._column,)
 
     def unusable(self, batch: pa.RecordBatch) -> Mapping[int, str]:
-        """Null, empty and not UTF-8 texts."""
         return check_columns(batch, (self._column,))
 
     def texts(self, batch: pa.RecordBatch) -> list[str]:
-        """The text of each row, behind its prompt."""
         return [self._prefix + text_of(value) for value in batch.column(self._column).to_pylist()]
 
     async def answers(
@@ -180,7 +171,6 @@ class EmbeddingEndpoint(EndpointModel):
             return used, BadAnswer(f"the embedding is no list of numbers: {str(exc)[:200]}", b"")
 
     def features(self, contents: Sequence[bytes]) -> Features:
-        """The vector of each."""
         return {self._output: [np.frombuffer(content, "<f4") for content in contents]}
 
 

@@ -188,10 +188,8 @@ class Endpoint:
         self._url, self._key, self._spending = url, key, spending
         self._transport = Transport(url, [("Authorization", f"Bearer {key}")] if key else [])
         self._slots = asyncio.Semaphore(limits.in_flight)
-        self._requests, self._tokens = (
-            Rate(limits.requests_per_minute),
-            Rate(limits.tokens_per_minute),
-        )
+        self._requests = Rate(limits.requests_per_minute)
+        self._tokens = Rate(limits.tokens_per_minute)
         self._held_until = 0.0
         self._refused_since: float | None = None
         self._given_up = 0

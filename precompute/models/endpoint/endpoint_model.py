@@ -1,4 +1,5 @@
-"""Columns: a row's values as the texts that an endpoint is sent."""
+"""Endpoint model: rows of a view answered by an OpenAI-compatible endpoint, in the stages that the
+engine overlaps."""
 
 from __future__ import annotations
 
@@ -47,8 +48,7 @@ def check_columns(batch: pa.RecordBatch, columns: Sequence[str]) -> Mapping[int,
     return bad
 
 
-# ---- Endpoint model: rows of a view answered by an OpenAI-compatible endpoint, in the stages
-# that the engine overlaps.
+# ---- the model
 
 
 CACHE = "var/answers"
@@ -67,18 +67,15 @@ class Elsewhere:
     depth: int = LAUNCHED
 
     def free_bytes(self) -> int:
-        """More than anybody wants."""
         return 2**40
 
     def peak_bytes(self, reset: bool = False) -> int:
-        """None."""
         return 0
 
     def release(self) -> None:
         """There is nothing to give back."""
 
     def threads(self) -> int:
-        """One."""
         return 1
 
     def compute_with(self, threads: int) -> None:
@@ -190,7 +187,6 @@ class EndpointModel(ABC):
         return Prepared(np.ones(batch.num_rows, np.int64), inputs)
 
     def inputs(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> list[Input]:
-        """Of these positions."""
         return [prepared.payload[row] for row in rows.tolist()]
 
     def launch(self, inputs: list[Input]) -> Future[list[bytes | BaseException]]:
@@ -229,9 +225,7 @@ class EndpointModel(ABC):
         )
 
     def compute(self, batch: pa.RecordBatch) -> Features:
-        """All stages of one batch."""
         return self.land(self.launch(self.inputs(self.prepare(batch), np.arange(batch.num_rows))))
 
     def flops(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> float:
-        """Unknown."""
         return 0.0

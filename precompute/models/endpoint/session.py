@@ -1,5 +1,5 @@
-"""Answer cache: what an endpoint answered, by the hash of what was sent, so that nothing is paid
-twice: in SQLite, each answer committed as it comes."""
+"""Session: inputs on their way to an endpoint, each sent once, from a thread of its own. What is
+answered is cached by the hash of what was sent, in SQLite, as it comes: nothing is paid twice."""
 
 from __future__ import annotations
 
@@ -131,7 +131,6 @@ class AnswerCache:
             )
 
     def close(self) -> None:
-        """Close the file."""
         self._opened.close()
 
     @contextlib.contextmanager
@@ -150,8 +149,7 @@ def _sum(key: bytes, tries: int, wrong: str | None, content: bytes) -> int:
     return zlib.crc32(content, zlib.crc32(f"{tries} {wrong}".encode(), zlib.crc32(key)))
 
 
-# ---- Session: inputs on their way to an endpoint, each sent once, from a thread of its own;
-# what is answered is cached as it comes.
+# ---- requests
 
 
 FAILED_S, MOST_FAILED = 60.0, 10_000

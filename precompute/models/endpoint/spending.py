@@ -71,10 +71,8 @@ class Spending:
     """
 
     def __init__(self, budget: Mapping[str, Any] | None, price: Mapping[str, Any] | None) -> None:
-        limits, prices = (
-            _numbers("budget", budget, ("tokens", "money")),
-            _numbers("price", price, ("input", "output")),
-        )
+        limits = _numbers("budget", budget, ("tokens", "money"))
+        prices = _numbers("price", price, ("input", "output"))
         self._most_tokens, self._most_money = limits.get("tokens"), limits.get("money")
         if self._most_money is not None and not prices:
             raise ConfigError(
@@ -130,17 +128,13 @@ class Spending:
 
     def _spent(self, most: Tokens) -> str:
         if self._most_tokens is not None and (self.used + most).count > self._most_tokens:
-            limit, used, next_one = (
-                f"{self._most_tokens:,.0f} tokens",
-                f"{self.used.count:,}",
-                f"{most.count:,} tokens",
-            )
+            limit = f"{self._most_tokens:,.0f} tokens"
+            used = f"{self.used.count:,}"
+            next_one = f"{most.count:,} tokens"
         else:
-            limit, used, next_one = (
-                f"{self._most_money:g} (money)",
-                f"{self.money(self.used):.4g}",
-                f"{self.money(most):.4g}",
-            )
+            limit = f"{self._most_money:g} (money)"
+            used = f"{self.money(self.used):.4g}"
+            next_one = f"{self.money(most):.4g}"
         return (
             f"the run's budget of {limit} is spent: {used} are used, and the next request may take"
             f" {next_one}"

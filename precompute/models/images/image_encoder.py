@@ -67,10 +67,8 @@ class ImageEncoder(TorchModel):
             raise ConfigError(f"image_encoder: normalize is true or false, got {normalize!r}")
         folder = resolve_path(path)
         self._files = tower_files(folder)
-        self._named_root, self._root = (
-            files,
-            None if files is None else resolve_path(files).resolve(),
-        )
+        self._named_root = files
+        self._root = None if files is None else resolve_path(files).resolve()
         tower, self._recipe = load_tower(folder, self._files)
         self._column, self._output, self._normalize = column, output, normalize
         self._flops: float = (
@@ -91,7 +89,6 @@ class ImageEncoder(TorchModel):
         return digest(code=CODE_VERSION, files=self._files, **facts)
 
     def reads(self) -> tuple[str]:
-        """Its column."""
         return (self._column,)
 
     def prepare(self, batch: pa.RecordBatch) -> Prepared:
@@ -126,11 +123,9 @@ class ImageEncoder(TorchModel):
         return Prepared(np.ones(batch.num_rows, np.int64), made, bad, made.nbytes)
 
     def tensors(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> Tensors:
-        """The pixels of these rows."""
         return (torch.from_numpy(prepared.payload[rows]),)
 
     def features(self, outputs: Sequence[npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
-        """``output`` → float32 [rows, dim]."""
         return {self._output: outputs[0]}
 
     def flops(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> float:

@@ -1,5 +1,5 @@
-"""open_clip folder: ``open_clip_config.json`` and weights in open_clip's and timm's names, as the
-configuration and weights of transformers' towers."""
+"""Vision tower: the part of a CLIP or SigLIP folder that embeds pictures, by transformers, whether
+they or open_clip wrote it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,9 @@ from precompute.models.images.image_file import Recipe, read_recipe
 from precompute.project_module import described
 from precompute.store.errors import ConfigError, ModelError
 
-CONFIG, WEIGHTS, PICKLE = (
-    "open_clip_config.json",
-    "open_clip_model.safetensors",
-    "open_clip_pytorch_model.bin",
-)
+CONFIG = "open_clip_config.json"
+WEIGHTS = "open_clip_model.safetensors"
+PICKLE = "open_clip_pytorch_model.bin"
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 """open_clip's, where a folder names none."""
@@ -226,8 +224,7 @@ def _siglip_weights(given: Weights) -> Weights:
     return made
 
 
-# ---- Vision tower: the part of a CLIP or SigLIP folder that embeds pictures, by transformers,
-# whether they or open_clip wrote it.
+# ---- the tower
 
 
 # a run has its own progress; this one ends up in logs

@@ -123,7 +123,6 @@ class CatBoost(TreeModel):
         return Prepared(prepared.costs, (prepared.payload.astype(np.float32), texts), bad)
 
     def inputs(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> Pair:  # type: ignore[override]
-        """Both, of these rows."""
         numbers, texts = prepared.payload
         return numbers[rows], texts[rows]
 

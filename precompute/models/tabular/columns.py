@@ -67,10 +67,8 @@ class Columns:
         self._checked: pa.Schema | None = None
 
     def _named(self, columns: Any) -> tuple[str, ...]:
-        features, many = (
-            self._features,
-            f"the model has {len(self._features)} features ({listed(self._features)})",
-        )
+        features = self._features
+        many = f"the model has {len(self._features)} features ({listed(self._features)})"
         if columns is None:
             return features
         if isinstance(columns, Mapping):

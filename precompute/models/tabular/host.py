@@ -29,11 +29,9 @@ class Host:
         self._lane = threading.local()
 
     def free_bytes(self) -> int:
-        """Memory that can still be taken."""
         return available_bytes()
 
     def peak_bytes(self, reset: bool = False) -> int:
-        """The largest memory of the process."""
         return self._resident.lap() if reset else self._resident.bytes()
 
     def release(self) -> None:
@@ -48,7 +46,6 @@ class Host:
         )
 
     def compute_with(self, threads: int) -> None:
-        """Let the calling thread compute with so many."""
         self._lane.threads = threads
 
     def peak_flops(self) -> float:

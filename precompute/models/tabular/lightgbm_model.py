@@ -1,7 +1,8 @@
-"""LightGBM text: a model file checked, and written again with nothing but what predicting needs,
-before the library reads it: there a damaged one ends the process, or is read past its end. Every
-tree's arrays have their sizes, every child is there and has one parent, every feature is one of the
-model's.
+"""LightGBM: a model that ``Booster.save_model`` wrote, as text.
+
+It is checked, and written again with nothing but what predicting needs, before the library reads
+it: there a damaged one ends the process, or is read past its end. Every tree's arrays have their
+sizes, every child is there and has one parent, every feature is one of the model's.
 """
 
 from __future__ import annotations
@@ -256,7 +257,7 @@ def _pandas(tail: str) -> list[list[Any]] | None:
     return found or None
 
 
-# ---- LightGBM: a model that ``Booster.save_model`` wrote, as text.
+# ---- the model
 
 
 PROBABILITIES = ("binary", "cross_entropy")

@@ -1,4 +1,5 @@
-"""ONNX input: one tensor of a graph, and the columns that it is made of."""
+"""ONNX: any graph, such as a scikit-learn pipeline by skl2onnx, over columns of numbers, texts and
+vectors, computed by ONNX Runtime on the CPU."""
 
 from __future__ import annotations
 
@@ -77,10 +78,8 @@ class Input:
         ]
         known, lists = sum(size or 0 for size in sizes), sizes.count(None)
         if lists > (self.width is not None):
-            name, item = (
-                self.columns[sizes.index(None)],
-                "VARCHAR" if self.is_text else "BIGINT" if self.is_whole else "DOUBLE",
-            )
+            name = self.columns[sizes.index(None)]
+            item = "VARCHAR" if self.is_text else "BIGINT" if self.is_whole else "DOUBLE"
             raise ModelError(
                 f"onnx: how many values of column {name!r} the graph's input {self.name!r} takes is"
                 f" not known: CAST({name} AS {item}[n]) in the source"
@@ -152,8 +151,7 @@ class Input:
             return floats.astype(kind)
 
 
-# ---- ONNX: any graph, such as a scikit-learn pipeline by skl2onnx, over columns of numbers,
-# texts and vectors, computed by ONNX Runtime on the CPU.
+# ---- the model
 
 
 CODE_VERSION = 2
@@ -217,12 +215,9 @@ class OnnxModel(HostModel):
         self._checked: pa.Schema | None = None
 
     def fingerprint(self) -> str:
-        """The file and those of its weights, which column is which input and which output which
-        feature, and the code version."""
         return digest(self._path, *self._beside, code=CODE_VERSION, **self._facts)
 
     def reads(self) -> list[str]:
-        """The columns of all inputs."""
         return list(dict.fromkeys(name for one in self._inputs for name in one.columns))
 
     def prepare(self, batch: pa.RecordBatch) -> Prepared:
@@ -241,11 +236,9 @@ class OnnxModel(HostModel):
     def inputs(
         self, prepared: Prepared, rows: npt.NDArray[np.int64]
     ) -> dict[str, npt.NDArray[Any]]:
-        """These rows of each."""
         return {name: values[rows] for name, values in prepared.payload.items()}
 
     def launch(self, inputs: Mapping[str, npt.NDArray[Any]]) -> list[Any]:
-        """What the graph gives for the wanted outputs."""
         return list(self._session.run(self._wanted, inputs))
 
     def land(self, launched: list[Any]) -> Features:

@@ -132,12 +132,9 @@ class TreeModel(HostModel, ABC):
         return {}
 
     def fingerprint(self) -> str:
-        """The file, which column is which feature, what is made of the trees' sum, and the code
-        version."""
         return digest(code=CODE_VERSION, file=self._path, **self._facts)
 
     def reads(self) -> list[str]:
-        """The columns of its features."""
         return list(dict.fromkeys(self._columns.names))
 
     def prepare(self, batch: pa.RecordBatch) -> Prepared:
@@ -151,13 +148,11 @@ class TreeModel(HostModel, ABC):
         return Prepared(np.ones(batch.num_rows, np.int64), matrix, self.unfit(matrix) | bad)
 
     def inputs(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> Matrix:
-        """Rows of the matrix; neighbouring ones are a view of it."""
         matrix: Matrix = prepared.payload
         where = side_by_side(rows)
         return matrix[rows if where is None else where]
 
     def launch(self, inputs: Matrix) -> npt.NDArray[Any]:
-        """The scores."""
         return self.scores(inputs, self.device.threads())
 
     def land(self, launched: npt.NDArray[Any]) -> Features:

@@ -1,7 +1,8 @@
-"""XGBoost JSON: a model file checked, and made again of nothing but what predicting needs, before
-the library reads it: there a damaged one ends the process, or is read past its end. Every tree's
-arrays have their sizes, every child is there and has one parent, every feature is one of the
-model's.
+"""XGBoost: a model that ``save_model('….json')`` wrote.
+
+It is checked, and written again with nothing but what predicting needs, before the library reads
+it: there a damaged one ends the process, or is read past its end. Every tree's arrays have their
+sizes, every child is there and has one parent, every feature is one of the model's.
 """
 
 from __future__ import annotations
@@ -310,7 +311,7 @@ def _array(of: Mapping[str, Any], key: str, size: int | None) -> npt.NDArray[Any
     return np.array(values)
 
 
-# ---- XGBoost: a model that ``save_model('….json')`` wrote.
+# ---- the model
 
 
 MIDDLES = {"binary:logistic": 0.5, "reg:logistic": 0.5, "binary:hinge": 0.5, "binary:logitraw": 0.0}
