@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CONFIG ?= configs/movielens
 
-.PHONY: help setup demo serve test test-fast check docs bench page-shots clean
+.PHONY: help setup demo serve test test-fast check docs bench clean
 
 help:
 	@echo "make demo       install, compute and publish the demo's views, print what came out"
@@ -61,10 +61,6 @@ $(VENV)/.bench: $(VENV)/.demo
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks
-
-# how the page looks, on a phone and on a desk, light and dark; needs chromium on the PATH
-page-shots: setup
-	$(BIN)/python -m tests.page_shots var/page
 
 clean:
 	rm -rf var $(VENV) .venv-*

@@ -13,12 +13,9 @@ import time
 from pathlib import Path
 from unittest import mock
 
-from benchmarks.common import cpu_s, report
-from benchmarks.gates_cost import write_project
+from benchmarks.common import cpu_s, report, run
+from benchmarks.gates_cost import scores
 from precompute.jobs.config.project import Project
-from precompute.jobs.run.job import RunOptions
-from precompute.jobs.run.progress import Silent
-from precompute.jobs.run.run_view import run_view
 from precompute.store.account import checker
 from precompute.store.account.checker import LOOK_S, look, share_of
 from precompute.store.online.url import open_online_store
@@ -31,9 +28,9 @@ def main() -> None:
     rows = int(sys.argv[1]) if len(sys.argv) > 1 else ROWS
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_project(folder, rows)
+        scores(folder, rows)
         project = Project(folder, {"PRECOMPUTE_ONLINE": sys.argv[2]} if len(sys.argv) > 2 else {})
-        assert run_view(project, "scores", Silent(), RunOptions()).status == "published"
+        run(project, "scores")
         store, began_s, seconds, told = project.offline.view("scores"), time.time(), [], []
         with contextlib.closing(open_online_store(project.online)) as online:
             for minute in range(int(HOURS * 3600 / EVERY_S)):

@@ -11,7 +11,6 @@ in it. Smaller views say what so many rows can say.
 from __future__ import annotations
 
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,10 +20,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-import yaml
 from safetensors.torch import save_file
 
-from benchmarks.common import report
+from benchmarks.common import numbers, report, write_project
 from benchmarks.engine_mlp import IDS, Scorer
 from precompute.jobs.config.project import Project
 from precompute.jobs.run.job import Job, RunOptions
@@ -55,7 +53,7 @@ class Broken(Scorer):
 
 def main() -> None:
     """Measure and report."""
-    rows = int(sys.argv[1]) if len(sys.argv) > 1 else ROWS
+    (rows,) = numbers(ROWS)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         torch.manual_seed(0)
@@ -146,19 +144,11 @@ def _project(folder: Path, rows: int, seed: int | None) -> Project:
         "concurrent": True,
     }
     view = {
-        "name": "scores",
-        "entity": ["id"],
         "source": {"sql": "SELECT id, item, row FROM read_parquet('${data}/items.parquet')"},
         "model": {"use": "torch_module", "args": args, "precision": "bf16", "backend": "eager"},
         "features": {"relevance": {"dtype": "float32"}},
-        "ttl": "1d",
     }
-    (own / "views").mkdir()
-    (own / "views" / "scores.yaml").write_text(yaml.safe_dump(view))
-    (own / "project.yaml").write_text(
-        yaml.safe_dump({"root": "./var", "online": "table:./var/online", "vars": {"data": "./"}})
-    )
-    return Project(own, {})
+    return write_project(own, {"scores": view})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""What the benchmarks share: a store of random vectors, medians, and the report."""
+"""What the benchmarks share: projects and runs, a store of random vectors, figures of a process,
+and the report."""
 
 from __future__ import annotations
 
@@ -7,18 +8,25 @@ import os
 import platform
 import resource
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import yaml
 
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.online_store import Generation, OnlineStore, Pointer
 from precompute.store.online.packed import Rows
+
+if TYPE_CHECKING:
+    from precompute.jobs.config.project import Project
+    from precompute.store.offline.runs import Report
 
 RESULTS = Path(__file__).parent / "results"
 ROWS = 100_000
@@ -27,6 +35,66 @@ DIM = 384
 VIEW = FeatureView(
     "vectors", ("id",), (Feature("vector", "float32", DIM),), ttl_s=86400, stale_for_s=86400
 )
+
+
+def write_project(folder: Path, views: Mapping[str, Mapping[str, Any]], **settings: Any) -> Project:
+    """A project: its views by name, with the key ``id`` and a TTL of a day where they say nothing
+    else; root, table files and ``${data}`` in its folder where ``settings`` say nothing else."""
+    from precompute.jobs.config.project import Project
+
+    (folder / "views").mkdir(parents=True, exist_ok=True)
+    base = {"root": "./var", "online": "table:./var/online", "vars": {"data": "./"}}
+    (folder / "project.yaml").write_text(yaml.safe_dump(base | settings))
+    for name, view in views.items():
+        whole = {"name": name, "entity": ["id"], "ttl": "1d"} | dict(view)
+        (folder / "views" / f"{name}.yaml").write_text(yaml.safe_dump(whole))
+    return Project(folder)
+
+
+def settle(folder: Path, **settings: Any) -> Project:
+    """The project of a folder, with these settings in place of its own."""
+    from precompute.jobs.config.project import Project
+
+    path = folder / "project.yaml"
+    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | settings))
+    return Project(folder)
+
+
+def run(project: Project, view: str, command: str = "run", **options: Any) -> Report:
+    """A run of a view, which must come to its end; ``options`` as of
+    :class:`precompute.jobs.run.job.RunOptions`."""
+    from precompute.jobs.run.job import RunOptions
+    from precompute.jobs.run.progress import Silent
+    from precompute.jobs.run.run_view import run_view
+
+    done = run_view(project, view, Silent(), RunOptions(command, **options))
+    assert done.status == ("committed" if command == "materialize" else "published"), done
+    return done
+
+
+def run_by_command(folder: Path, *views: str) -> None:
+    """Run views by the command line, in processes of their own."""
+    for view in views:
+        command = [sys.executable, "-m", "precompute.jobs.cli", "-c", str(folder), "run", view]
+        subprocess.run(command, check=True, capture_output=True)
+
+
+def child(module: str, *arguments: object) -> Any:
+    """The JSON of the last line that a benchmark prints as a process of its own."""
+    command = [sys.executable, "-m", f"benchmarks.{module}", *map(str, arguments)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def numbers(*defaults: int) -> tuple[int, ...]:
+    """The command line's whole numbers, and these for those that it leaves out."""
+    given = [int(argument) for argument in sys.argv[1:]]
+    return (*given, *defaults[len(given) :])
+
+
+def stages(seconds: Mapping[str, float], digits: int = 2) -> str:
+    """Seconds of each stage, as a line."""
+    return ", ".join(f"{stage} {s:.{digits}f}" for stage, s in seconds.items())
 
 
 def fill(store: OnlineStore, rows: int = ROWS) -> None:

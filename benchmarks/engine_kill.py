@@ -17,10 +17,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import yaml
 
-from benchmarks.common import report
-from precompute.jobs.config.project import Project
+from benchmarks.common import report, write_project
 from precompute.jobs.run.run_view import plan_view
 
 ROWS = 1_200
@@ -49,25 +47,19 @@ class Slow:
 
 def lost_s(folder: Path, workers: int) -> float:
     """Seconds of a killed run's computing that the next one cannot take over."""
-    (folder / "views").mkdir(parents=True)
+    folder.mkdir()
     pq.write_table(
         pa.table({"id": np.arange(ROWS), "x": np.arange(ROWS, dtype=np.float64)}),
         folder / "items.parquet",
     )
     log = folder / "computed"
     view = {
-        "name": "items",
-        "entity": ["id"],
         "source": {"sql": f"SELECT * FROM read_parquet('{folder}/items.parquet')"},
         "model": {"use": "benchmarks.engine_kill:Slow", "args": {"log": str(log)}},
         "features": {"half": {"dtype": "float32"}},
-        "ttl": "1d",
     }
-    (folder / "views" / "items.yaml").write_text(yaml.safe_dump(view))
     engine = {"engine": {"workers": workers}} if workers else {}
-    (folder / "project.yaml").write_text(
-        yaml.safe_dump({"root": "./var", "online": "table:./var/online", **engine})
-    )
+    project = write_project(folder, {"items": view}, **engine)
     command = [
         sys.executable,
         "-m",
@@ -91,7 +83,6 @@ def lost_s(folder: Path, workers: int) -> float:
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     time.sleep(1.0)  # a worker dies with its parent
-    project = Project(folder)
     plan = plan_view(project, "items")
     return (log.stat().st_size - plan.diff.resumed) * ROW_S
 

@@ -28,10 +28,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-import yaml
 from safetensors.torch import load_model, save_file
 
-from benchmarks.common import cpu_s, report
+from benchmarks.common import cpu_s, report, stages, write_project
 from precompute.engine.memory import resident_bytes
 from precompute.jobs.config.project import Project
 from precompute.jobs.run.job import Job, RunOptions
@@ -137,7 +136,7 @@ def _lines(side: dict[str, Any]) -> list[str]:
             f" {side['forward_cpu_ns'] / side['ours_cpu_ns']:.2f}"
         ),
         f"largest difference from the bare forward: {side['max_difference']:.1e}",
-        "seconds of each stage: " + ", ".join(f"{k} {v:.2f}" for k, v in side["stages_s"].items()),
+        f"seconds of each stage: {stages(side['stages_s'])}",
         f"engine: {json.dumps(side['engine'])}",
     ]
 
@@ -304,8 +303,6 @@ def _write(folder: Path, sizes: Sequence[int]) -> None:
 def _project(folder: Path, variant: str = "fp32-eager") -> Project:
     precision, backend = words(variant)
     view = {
-        "name": "scores",
-        "entity": ["id"],
         "source": {"sql": "SELECT id, item FROM read_parquet('${data}/items.parquet')"},
         "model": {
             "use": "torch_module",
@@ -320,14 +317,8 @@ def _project(folder: Path, variant: str = "fp32-eager") -> Project:
             "backend": backend,
         },
         "features": {"relevance": {"dtype": "float32"}},
-        "ttl": "1d",
     }
-    (folder / "views").mkdir(exist_ok=True)
-    (folder / "views" / "scores.yaml").write_text(yaml.safe_dump(view))
-    (folder / "project.yaml").write_text(
-        yaml.safe_dump({"root": "./var", "online": "table:./var/online", "vars": {"data": "./"}})
-    )
-    return Project(folder, {})
+    return write_project(folder, {"scores": view})
 
 
 if __name__ == "__main__":

@@ -24,13 +24,9 @@ import lightgbm
 import numpy as np
 import numpy.typing as npt
 import pyarrow.parquet as pq
-import yaml
 
-from benchmarks.common import cpu_s, report
+from benchmarks.common import cpu_s, report, run, stages, write_project
 from precompute.jobs.config.project import Project
-from precompute.jobs.run.job import RunOptions
-from precompute.jobs.run.progress import Silent
-from precompute.jobs.run.run_view import run_view
 
 PAIRS = 1_000_000
 FEATURES, ITEMS = 20, 1000
@@ -56,7 +52,7 @@ def write_model(path: Path, trees: int, leaves: int) -> None:
     ).save_model(path)
 
 
-def write_project(folder: Path, pairs: int) -> Project:
+def pair_scores(folder: Path, pairs: int) -> Project:
     """A view of pairs, whose features lie in one Parquet file as float32."""
     columns = ", ".join(
         f"CAST(hash(i, {number}) / 18446744073709551616 AS FLOAT) AS f{number}"
@@ -68,18 +64,12 @@ def write_project(folder: Path, pairs: int) -> Project:
             f" range({pairs}) t(i)) TO '{folder}/pairs.parquet'"
         )
     view = {
-        "name": "pair_score",
         "entity": ["user_id", "item_id"],
         "source": {"sql": "SELECT * FROM read_parquet('${data}/pairs.parquet')"},
         "model": {"use": "lightgbm", "args": {"path": "./model.txt"}},
         "features": {"score": {"dtype": "float32"}},
-        "ttl": "26h",
     }
-    (folder / "views").mkdir()
-    (folder / "views" / "pair_score.yaml").write_text(yaml.safe_dump(view))
-    project = {"root": "./var", "online": "table:./var/online", "vars": {"data": "./"}}
-    (folder / "project.yaml").write_text(yaml.safe_dump(project))
-    return Project(folder)
+    return write_project(folder, {"pair_score": view})
 
 
 def predicted(
@@ -111,23 +101,21 @@ def measured(folder: Path, project: Project, pairs: int, rounds: int) -> dict[st
         took["alone"].append(time.perf_counter() - started)
         took["alone_cpu"].append(cpu_s() - before)
         before, started = cpu_s(), time.perf_counter()
-        run = run_view(
-            project, "pair_score", Silent(), RunOptions(command="materialize", full=True)
-        )
+        done = run(project, "pair_score", "materialize", full=True)
         took["ours"].append(time.perf_counter() - started)
         took["ours_cpu"].append(cpu_s() - before)
-        assert run.counts["written"] == pairs, run
+        assert done.counts["written"] == pairs, done
         if number == 0:
-            assert run.snapshot is not None
+            assert done.snapshot is not None
             view = project.offline.view("pair_score")
-            for batch in view.batches(view.snapshot(run.snapshot)):
+            for batch in view.batches(view.snapshot(done.snapshot)):
                 places = (
                     batch.column("user_id").to_numpy() * ITEMS + batch.column("item_id").to_numpy()
                 )
                 assert np.array_equal(batch.column("score").to_numpy(), alone[places]), (
                     "other scores than Booster.predict's"
                 )
-        engine = dict(run.stages_s)
+        engine = dict(done.stages_s)
     seconds = {name: statistics.median(values) for name, values in took.items()}
     ratios = [a / b for a, b in zip(took["alone"], took["ours"], strict=True)]
     cpu_ratios = [a / b for a, b in zip(took["alone_cpu"], took["ours_cpu"], strict=True)]
@@ -156,7 +144,7 @@ def main() -> None:
         dict[str, Any](),
     )
     with tempfile.TemporaryDirectory() as name:
-        project = write_project(Path(name), pairs)
+        project = pair_scores(Path(name), pairs)
         for model, (trees, leaves) in chosen.items():
             write_model(Path(name) / "model.txt", trees, leaves)
             figures[model] = found = measured(Path(name), project, pairs, rounds)
@@ -171,10 +159,7 @@ def main() -> None:
                     f"  {s['ours']:.2f} s of clock and {s['ours_cpu']:.2f} s of processor, against"
                     f" {s['alone']:.2f} and {s['alone_cpu']:.2f}"
                 ),
-                "  "
-                + ", ".join(
-                    f"{stage} {seconds:.2f}" for stage, seconds in found["stages_s"].items()
-                ),
+                f"  {stages(found['stages_s'])}",
             ]
     report("engine_trees", lines, figures)
 

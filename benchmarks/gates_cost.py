@@ -7,7 +7,6 @@ python -m benchmarks.gates_cost [rows]
 from __future__ import annotations
 
 import contextlib
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,15 +16,11 @@ from unittest import mock
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import yaml
 
-from benchmarks.common import cpu_s, report
+from benchmarks.common import cpu_s, numbers, report, run, stages, write_project
 from precompute.jobs.config.project import Project
 from precompute.jobs.run import materialize
-from precompute.jobs.run.job import RunOptions
 from precompute.jobs.run.judge.audit import Audit
-from precompute.jobs.run.progress import Silent
-from precompute.jobs.run.run_view import run_view
 from precompute.model import digest
 from precompute.store.offline.row_figures import RowCounter
 
@@ -44,23 +39,16 @@ class Score:
         return {"score": np.tanh(np.asarray(batch.column("x")))}
 
 
-def write_project(folder: Path, rows: int) -> Project:
+def scores(folder: Path, rows: int) -> Project:
     """One view over a Parquet file of ids and numbers."""
-    (folder / "views").mkdir()
     view: dict[str, Any] = {
-        "name": "scores",
-        "entity": ["id"],
         "source": {"sql": "SELECT id, x FROM read_parquet('${data}/items.parquet')"},
         "model": {"use": "benchmarks.gates_cost:Score"},
         "features": {"score": {"dtype": "float32"}},
-        "ttl": "1d",
     }
-    (folder / "views" / "scores.yaml").write_text(yaml.safe_dump(view))
-    (folder / "project.yaml").write_text(
-        yaml.safe_dump({"root": "./var", "online": "table:./var/online", "vars": {"data": "./"}})
-    )
+    project = write_project(folder, {"scores": view})
     write_items(folder, rows, 0)
-    return Project(folder)
+    return project
 
 
 def write_items(folder: Path, rows: int, day: int) -> None:
@@ -88,9 +76,9 @@ def timed(project: Project) -> dict[str, Any]:
     """CPU seconds of computing every row and of publishing them, the stages' seconds, and the gates
     that judged."""
     begun = cpu_s()
-    done = run_view(project, "scores", Silent(), RunOptions("materialize", full=True))
+    done = run(project, "scores", "materialize", full=True)
     computed = cpu_s()
-    assert run_view(project, "scores", Silent(), RunOptions("publish")).status == "published"
+    run(project, "scores", "publish")
     figures: dict[str, Any] = {"computed_s": computed - begun, "published_s": cpu_s() - computed}
     return figures | {
         "stages_s": dict(done.stages_s),
@@ -100,10 +88,10 @@ def timed(project: Project) -> dict[str, Any]:
 
 def main() -> None:
     """Measure and report."""
-    rows = int(sys.argv[1]) if len(sys.argv) > 1 else ROWS
+    (rows,) = numbers(ROWS)
     judged, plain = [], []
     with tempfile.TemporaryDirectory() as name:
-        project = write_project(Path(name), rows)
+        project = scores(Path(name), rows)
         timed(project)
         for day in range(1, ROUNDS + 1):
             write_items(Path(name), rows, day)
@@ -115,8 +103,8 @@ def main() -> None:
             write_items(Path(name), rows, 75 + day)
             judged.append(timed(project))
     # what else the machine does only adds to them
-    with_all, without = (min(run["computed_s"] for run in runs) for runs in (judged, plain))
-    whole = with_all + min(run["published_s"] for run in judged)
+    with_all, without = (min(of["computed_s"] for of in runs) for runs in (judged, plain))
+    whole = with_all + min(of["published_s"] for of in judged)
     share = (with_all - without) / whole
     lines = [
         (
@@ -124,8 +112,7 @@ def main() -> None:
             f" gates {with_all - without:.2f}, {share:.1%} (computed {with_all:.2f}, without any"
             f" {without:.2f}; least of {ROUNDS})"
         ),
-        f"gates: {', '.join(judged[-1]['gates'])}; seconds: "
-        + " · ".join(f"{stage} {seconds:.2f}" for stage, seconds in judged[-1]["stages_s"].items()),
+        f"gates: {', '.join(judged[-1]['gates'])}; seconds: {stages(judged[-1]['stages_s'])}",
     ]
     report("gates_cost", lines, {"rows": rows, "share": share, "judged": judged, "without": plain})
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,12 +22,10 @@ import pyarrow as pa
 import redis
 import yaml
 
-from benchmarks.common import cpu_s, report
-from benchmarks.store_plan import CHANGED, write_project
+from benchmarks import store_plan
+from benchmarks.common import child, cpu_s, report, run, settle, stages
+from benchmarks.store_plan import CHANGED
 from precompute.jobs.config.project import Project
-from precompute.jobs.run.job import RunOptions
-from precompute.jobs.run.progress import Silent
-from precompute.jobs.run.run_view import run_view
 from precompute.store.online.url import open_online_store
 from tests.redis_process import RedisProcess, newest_redis
 
@@ -47,9 +44,7 @@ def configured(
     folder: Path, rows: int, changed: float, case: str, online: str, step: int = 1
 ) -> Project:
     """The project of a case, its source written."""
-    write_project(folder, rows, changed, "cheap" if case == "scores" else "floats", step)
-    settings = yaml.safe_load((folder / "project.yaml").read_text()) | {"online": online}
-    (folder / "project.yaml").write_text(yaml.safe_dump(settings))
+    store_plan.items(folder, rows, changed, "cheap" if case == "scores" else "floats", step)
     path = folder / "views" / "items.yaml"
     view = yaml.safe_load(path.read_text()) | {
         "gates": {"moved": None, "duplicates": None, "drift": None}
@@ -57,10 +52,10 @@ def configured(
     if case == "index":
         view["index"] = {"on": "vector"}
     path.write_text(yaml.safe_dump(view))
-    return Project(folder)
+    return settle(folder, online=online)
 
 
-def child(folder: str) -> None:
+def publish(folder: str) -> None:
     """Publish, and print what it took."""
     project = Project(folder)
     # what a process imports once is no part of a publishing: the store that the URL names; pandas,
@@ -68,7 +63,7 @@ def child(folder: str) -> None:
     open_online_store(project.online).close()
     pa.array([1])
     before, started = cpu_s(), time.perf_counter()
-    done = run_view(project, "items", Silent(), RunOptions(command="publish"))
+    done = run(project, "items", "publish")
     figures = {
         "seconds": time.perf_counter() - started,
         "cpu_s": cpu_s() - before,
@@ -80,15 +75,6 @@ def child(folder: str) -> None:
     # not getrusage's, which begins with what the parent had
     peak_kb = int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
     print(json.dumps(figures | {"peak_mb": peak_kb // 1024, "overlay": overlay}))
-
-
-def published(folder: Path) -> dict[str, Any]:
-    """What one publishing took."""
-    command = [sys.executable, "-m", "benchmarks.online_delta", "--publish", str(folder)]
-    figures: dict[str, Any] = json.loads(
-        subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
-    )
-    return figures
 
 
 def held_bytes(folder: Path, online: str) -> int:
@@ -111,23 +97,13 @@ def measured(case: str, rows: int) -> dict[str, Any]:
         )
         online = "table:./var/online" if redis_server is None else redis_server.url()
         empty = held_bytes(folder, online)
-        run_view(
-            configured(folder, rows, 0.0, case, online),
-            "items",
-            Silent(),
-            RunOptions(command="materialize"),
-        )
-        full = published(folder)
+        run(configured(folder, rows, 0.0, case, online), "items", "materialize")
+        full = child("online_delta", "--publish", folder)
         full_bytes = held_bytes(folder, online) - empty
         figures: dict[str, Any] = {"rows": rows, "full": full, "full_bytes": full_bytes}
         if case != "scores":
-            run_view(
-                configured(folder, rows, CHANGED, case, online),
-                "items",
-                Silent(),
-                RunOptions(command="materialize"),
-            )
-            delta = published(folder)
+            run(configured(folder, rows, CHANGED, case, online), "items", "materialize")
+            delta = child("online_delta", "--publish", folder)
             assert delta["overlay"]
             delta_bytes = held_bytes(folder, online) - empty - full_bytes
             figures |= {"delta": delta, "delta_bytes": delta_bytes}
@@ -153,10 +129,7 @@ def chained(case: str, rows: int, share: float) -> dict[str, Any]:
         overlays, stages = 0, dict[str, float]()
         for step in range(CHAIN + 1):
             project = configured(folder, rows, share if step else 0.0, case, online, step)
-            parts = [
-                run_view(project, "items", Silent(), RunOptions(command=name))
-                for name in ("materialize", "publish")
-            ]
+            parts = [run(project, "items", name) for name in ("materialize", "publish")]
             took.append((parts[0].seconds, parts[1].seconds))
             live = project.offline.view("items").refs.live()
             assert live is not None
@@ -189,8 +162,7 @@ def main_chain(case: str, rows: int) -> None:
             f"{case}, {m['rows']:,} rows, {CHAIN} deltas of {m['share']:.1%}: mean publish"
             f" {m['publish_ratio']:.3f} of a full one ({m['mean'][1]:.3f} of {m['full'][1]:.2f} s),"
             f" materialize {m['materialize_ratio']:.2f} ({m['mean'][0]:.2f} of {m['full'][0]:.2f}"
-            f" s); at most {m['most_overlays']} overlays\n  "
-            + ", ".join(f"{stage} {s:.3f}" for stage, s in m["stages_s"].items())
+            f" s); at most {m['most_overlays']} overlays\n  " + stages(m["stages_s"], 3)
             for m in found
         ],
         {f"{m['share']:.1%}": m for m in found},
@@ -223,9 +195,7 @@ def main() -> None:
                 f" {m['bytes_ratio']:.3f} of its bytes"
             )
         lines += [
-            f"  {what}: " + ", ".join(f"{k} {v:.2f}" for k, v in m[what]["stages_s"].items())
-            for what in ("full", "delta")
-            if what in m
+            f"  {what}: {stages(m[what]['stages_s'])}" for what in ("full", "delta") if what in m
         ]
     report("online_delta", lines, found)
     for case in () if asked else ("chain", "chain_redis"):
@@ -234,6 +204,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--publish"]:
-        child(sys.argv[2])
+        publish(sys.argv[2])
     else:
         main()

@@ -26,12 +26,9 @@ import numpy as np
 import pyarrow as pa
 import yaml
 
-from benchmarks.common import DIM, report
-from benchmarks.store_plan import write_project
+from benchmarks.common import DIM, numbers, report, run, settle
+from benchmarks.store_plan import items
 from precompute.jobs.config.project import Project
-from precompute.jobs.run.job import RunOptions
-from precompute.jobs.run.progress import Silent
-from precompute.jobs.run.run_view import run_view
 from precompute.store.answers.lookup import Lookup
 from tests.redis_process import RedisProcess, newest_redis
 
@@ -81,7 +78,7 @@ def feast_python() -> str:
 
 def committed(folder: Path, rows: int) -> Path:
     """The folder of the snapshot's parts; published nowhere yet."""
-    write_project(folder, rows, 0.0)
+    items(folder, rows, 0.0)
     path = folder / "views" / "items.yaml"
     features = {"vector": {"dtype": "float32", "dim": DIM}} | {
         name: {"dtype": "float32"} for name in FEATURES[1:]
@@ -90,7 +87,7 @@ def committed(folder: Path, rows: int) -> Path:
     path.write_text(
         yaml.safe_dump(yaml.safe_load(path.read_text()) | {"model": model, "features": features})
     )
-    run_view(Project(folder), "items", Silent(), RunOptions(command="materialize"))
+    run(Project(folder), "items", "materialize")
     (parts,) = (folder / "var" / "items" / "data").iterdir()
     return parts
 
@@ -102,9 +99,8 @@ def child(folder: Path) -> None:
     # Feast has imported it long since
     pa.array(np.zeros(1))
     started, used = time.perf_counter(), time.process_time()
-    done = run_view(project, "items", Silent(), RunOptions(command="publish"))
+    run(project, "items", "publish")
     figures = {"load_s": time.perf_counter() - started, "load_cpu_s": time.process_time() - used}
-    assert done.status == "published", done
     requests = np.load(folder / "requests.npy").tolist()
     lookup = Lookup.open(project.online)
     answers = pa.concat_tables([lookup.get("items", keys) for keys in requests])
@@ -148,8 +144,7 @@ def loaded(origin: Path, parts: Path, kind: str, python: str) -> dict[str, dict[
             )
             url = "table:./var/online" if server is None else server.url()
             if side == "ours":
-                settings = yaml.safe_load((folder / "project.yaml").read_text()) | {"online": url}
-                (folder / "project.yaml").write_text(yaml.safe_dump(settings))
+                settle(folder, online=url)
                 command = [
                     sys.executable,
                     "-m",
@@ -188,8 +183,7 @@ def check_equal(folder: Path) -> None:
 
 def main() -> None:
     """Measure and report."""
-    asked = [int(argument) for argument in sys.argv[1:]]
-    rows, rounds = (asked + [ROWS, ROUNDS][len(asked) :])[:2]
+    rows, rounds = numbers(ROWS, ROUNDS)
     python = feast_python()
     found: dict[str, list[dict[str, dict[str, float]]]] = {kind: [] for kind in STORES}
     with tempfile.TemporaryDirectory() as name:

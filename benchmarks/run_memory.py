@@ -7,18 +7,14 @@ python -m benchmarks.run_memory [memory_mb]
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 import threading
 from pathlib import Path
 
-from benchmarks.common import report
-from benchmarks.gates_cost import write_items, write_project
+from benchmarks.common import child, numbers, report, run
+from benchmarks.gates_cost import scores
 from precompute.jobs.config.project import Project
-from precompute.jobs.run.job import RunOptions
-from precompute.jobs.run.progress import Silent
-from precompute.jobs.run.run_view import run_view
 
 SIZES = (100_000, 10_000_000)
 LOOK_S = 0.01
@@ -33,7 +29,7 @@ def resident_mb() -> tuple[int, int]:
     return own, files
 
 
-def child(folder: Path, memory_mb: int) -> None:
+def measured(folder: Path, memory_mb: int) -> None:
     """Run and publish; prints what it took as a line of JSON."""
     first, looks, over = resident_mb(), list[tuple[int, int]](), threading.Event()
 
@@ -44,7 +40,7 @@ def child(folder: Path, memory_mb: int) -> None:
     thread = threading.Thread(target=look)
     thread.start()
     project = Project(folder, {"PRECOMPUTE_MEMORY_MB": str(memory_mb)})
-    assert run_view(project, "scores", Silent(), RunOptions()).status == "published"
+    run(project, "scores")
     over.set()
     thread.join()
     print(
@@ -61,18 +57,14 @@ def child(folder: Path, memory_mb: int) -> None:
 def main() -> None:
     """Measure and report."""
     if sys.argv[1:2] == [_CHILD]:
-        child(Path(sys.argv[2]), int(sys.argv[3]))
+        measured(Path(sys.argv[2]), int(sys.argv[3]))
         return
-    memory_mb = int(sys.argv[1]) if len(sys.argv) > 1 else 256
+    (memory_mb,) = numbers(256)
     lines, figures = [], {}
     for rows in SIZES:
         with tempfile.TemporaryDirectory() as name:
-            write_project(Path(name), 1)
-            write_items(Path(name), rows, 0)
-            command = [sys.executable, "-m", "benchmarks.run_memory", _CHILD, name, str(memory_mb)]
-            figures[rows] = found = json.loads(
-                subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            )
+            scores(Path(name), rows)
+            figures[rows] = found = child("run_memory", _CHILD, name, memory_mb)
         lines.append(
             f"{rows:,} scores at memory_mb {memory_mb}: {found['own_mb']} MB of its own at most,"
             f" {found['own_mb'] - memory_mb:+} MB ({sum(found['first_mb'])} MB with imports before"

@@ -6,7 +6,6 @@ python -m benchmarks.serve_all [rows of a day]
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from datetime import UTC, datetime, timedelta
@@ -16,13 +15,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import yaml
 
-from benchmarks.common import cpu_s, report
+from benchmarks.common import cpu_s, numbers, report, run, write_project
 from precompute.jobs.config.project import Project
-from precompute.jobs.run.job import RunOptions
-from precompute.jobs.run.progress import Silent
-from precompute.jobs.run.run_view import run_view
 from precompute.store.times import containing
 
 DAYS, ROWS, DIM = 60, 120_000, 64
@@ -30,10 +25,10 @@ TODAY = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
 FIRST = TODAY - timedelta(days=DAYS)
 
 
-def write_project(folder: Path, rows: int, partitioned: bool) -> Project:
+def documents(folder: Path, rows: int, partitioned: bool) -> Project:
     """Documents by day, each day's in a file of its own, and a model that costs next to nothing:
     the worst case for what is done besides."""
-    (folder / "views").mkdir(parents=True)
+    folder.mkdir()
     for day in range(DAYS):
         keys = np.arange(day * rows, (day + 1) * rows)
         at = pa.array(
@@ -46,27 +41,21 @@ def write_project(folder: Path, rows: int, partitioned: bool) -> Project:
         )
     sql = "SELECT id, x FROM read_parquet('${data}/day-*.parquet')"
     view: dict[str, Any] = {
-        "name": "documents",
-        "entity": ["id"],
         "source": {"sql": sql},
-        "model": {"use": "tests.arithmetic:Doubler", "args": {"dim": DIM}},
+        "model": {"use": "tests.models:Doubler", "args": {"dim": DIM}},
         "features": {"double": {"dtype": "float64"}, "vector": {"dtype": "float32", "dim": DIM}},
         "ttl": "400d",
     }
     if partitioned:
         view["source"] = {"sql": f"{sql} WHERE t >= $start AND t < $end"}
         view["partition"] = {"by": "day", "start": FIRST.date().isoformat(), "serve": "all"}
-    (folder / "views" / "documents.yaml").write_text(yaml.safe_dump(view))
-    settings = {"root": "./var", "online": "table:./var/online", "vars": {"data": "./"}}
-    (folder / "project.yaml").write_text(yaml.safe_dump(settings))
-    return Project(folder)
+    return write_project(folder, {"documents": view})
 
 
-def timed(project: Project, options: RunOptions) -> dict[str, Any]:
+def timed(project: Project, command: str = "run", **options: Any) -> dict[str, Any]:
     """Seconds and CPU seconds of a run, and its stages."""
     before, started = cpu_s(), time.perf_counter()
-    done = run_view(project, "documents", Silent(), options)
-    assert done.status == "published", done.status
+    done = run(project, "documents", command, **options)
     figures: dict[str, Any] = {"seconds": time.perf_counter() - started, "cpu_s": cpu_s() - before}
     return figures | {"stages_s": {name: round(s, 3) for name, s in done.stages_s.items()}}
 
@@ -74,17 +63,17 @@ def timed(project: Project, options: RunOptions) -> dict[str, Any]:
 def measured(rows: int) -> dict[str, Any]:
     """A new day, and everything."""
     with tempfile.TemporaryDirectory() as folder:
-        project = write_project(Path(folder) / "days", rows, True)
+        project = documents(Path(folder) / "days", rows, True)
         for day in range(DAYS - 1):
             partition = containing("day", FIRST + timedelta(days=day))
-            run_view(project, "documents", Silent(), RunOptions("materialize", partition=partition))
-        first = timed(project, RunOptions("publish"))
-        new = timed(project, RunOptions(partition=containing("day", TODAY - timedelta(days=1))))
+            run(project, "documents", "materialize", partition=partition)
+        first = timed(project, "publish")
+        new = timed(project, partition=containing("day", TODAY - timedelta(days=1)))
         ref = project.offline.view("documents").refs.live()
         assert ref is not None
         assert ref.place.overlays
         assert project.offline.view("documents").snapshot(ref.snapshot).rows == DAYS * rows
-        every = timed(write_project(Path(folder) / "all", rows, False), RunOptions())
+        every = timed(documents(Path(folder) / "all", rows, False))
     return {
         "days": DAYS,
         "rows": DAYS * rows,
@@ -98,7 +87,7 @@ def measured(rows: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure and report."""
-    found = measured(int(sys.argv[1]) if len(sys.argv) > 1 else ROWS)
+    found = measured(*numbers(ROWS))
     lines = [
         (
             f"{found['rows']:,} rows of {DIM} floats and a number, in {DAYS} days: a new day, run"

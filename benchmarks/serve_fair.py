@@ -12,8 +12,6 @@ import contextlib
 import http.client
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -23,9 +21,8 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import yaml
 
-from benchmarks.common import report
+from benchmarks.common import report, run_by_command, write_project
 from benchmarks.serve_misses import Served
 
 ROW_S = 0.01
@@ -54,25 +51,14 @@ class Slow:
 
 def make_project(folder: Path) -> None:
     """One view of that model; two rows are published."""
-    (folder / "views").mkdir()
     (folder / "mine.py").write_text(MINE)
-    project = {
-        "root": "./var",
-        "online": "table:./online",
-        "vars": {"data": "./"},
-        "serve": {"bind": "127.0.0.1:0"},
-    }
-    (folder / "project.yaml").write_text(yaml.safe_dump(project))
     view = {
-        "name": "slow",
-        "entity": ["id"],
         "source": {"sql": "SELECT id, x FROM read_parquet('${data}/data.parquet')"},
         "model": {"use": "mine:Slow"},
         "features": {"double": {"dtype": "float64"}},
-        "ttl": "1d",
         "fallback": {"enabled": True, "deadline": "1s"},
     }
-    (folder / "views" / "slow.yaml").write_text(yaml.safe_dump(view))
+    write_project(folder, {"slow": view}, serve={"bind": "127.0.0.1:0"})
     pq.write_table(pa.table({"id": [1, 2], "x": [1.0, 2.0]}), folder / "data.parquet")
 
 
@@ -157,11 +143,7 @@ def main() -> None:
     """Measure and report."""
     with tempfile.TemporaryDirectory() as name:
         make_project(Path(name))
-        subprocess.run(
-            [sys.executable, "-m", "precompute.jobs.cli", "-c", name, "run", "slow"],
-            check=True,
-            capture_output=True,
-        )
+        run_by_command(Path(name), "slow")
         with Served(Path(name), workers=2) as served:
             figures = measure(served.port)
     lines = [

@@ -30,14 +30,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import yaml
 
-from benchmarks.common import DIM, report
+from benchmarks.common import DIM, numbers, report, run, settle
 from benchmarks.online_feast import FEATURES, PEER, STORES, committed, feast_python, figures_of
-from precompute.jobs.config.project import Project
-from precompute.jobs.run.job import RunOptions
-from precompute.jobs.run.progress import Silent
-from precompute.jobs.run.run_view import run_view
 from tests.redis_process import DIES_WITH_US, RedisProcess, free_port, newest_redis
 
 ROWS = 20_000
@@ -198,10 +193,8 @@ def feast_server(folder: Path, python: str) -> contextlib.AbstractContextManager
 
 def our_server(folder: Path) -> contextlib.AbstractContextManager[int]:
     """``precompute serve``."""
-    settings = yaml.safe_load((folder / "project.yaml").read_text())
     port = free_port()
-    serve = {"bind": f"127.0.0.1:{port}", "workers": 1, "cache_mb": 0}
-    (folder / "project.yaml").write_text(yaml.safe_dump(settings | {"serve": serve}))
+    settle(folder, serve={"bind": f"127.0.0.1:{port}", "workers": 1, "cache_mb": 0})
     return _running(
         [sys.executable, "-m", "precompute.jobs.cli", "--config", str(folder), "serve"],
         port,
@@ -216,13 +209,8 @@ def loaded(folder: Path, parts: Path, kind: str, redis: str, python: str) -> Non
     if kind != "Redis":
         online = {"type": "sqlite", "path": str(folder / "online.db")}
     figures_of([python, str(PEER), str(folder), str(parts), json.dumps(online), "served"])
-    settings = yaml.safe_load((folder / "project.yaml").read_text())
     url = redis if kind == "Redis" else "table:./var/online"
-    (folder / "project.yaml").write_text(yaml.safe_dump(settings | {"online": url}))
-    assert (
-        run_view(Project(folder), "items", Silent(), RunOptions(command="publish")).status
-        == "published"
-    )
+    run(settle(folder, online=url), "items", "publish")
 
 
 def timed(connection: Connection, requests: list[bytes]) -> list[float]:
@@ -277,8 +265,7 @@ def told(rounds: list[list[float]], feast: list[list[float]]) -> dict[str, Any]:
 
 def main() -> None:
     """Measure and report."""
-    asked = [int(argument) for argument in sys.argv[1:]]
-    rows, rounds = (asked + [ROWS, ROUNDS][len(asked) :])[:2]
+    rows, rounds = numbers(ROWS, ROUNDS)
     python, found = feast_python(), {}
     with tempfile.TemporaryDirectory() as name:
         origin = Path(name) / "origin"

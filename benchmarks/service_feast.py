@@ -21,15 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
-from benchmarks.common import report
+from benchmarks.common import numbers, report, run, settle
 from benchmarks.online_feast import REPOSITORY, STORES, feast_python
 from benchmarks.serve_service import KEYS, SERVICE, VIEWS, published
-from precompute.jobs.config.project import Project
-from precompute.jobs.run.job import RunOptions
-from precompute.jobs.run.progress import Silent
-from precompute.jobs.run.run_view import run_view
 from precompute.store.answers.lookup import Lookup
 from tests.redis_process import RedisProcess, newest_redis
 
@@ -73,13 +68,9 @@ def measured(
     folder: Path, kind: str, redis: str, python: str, keys: list[list[int]]
 ) -> dict[str, list[float]]:
     """Side → seconds of each request, and of CPU."""
-    settings = {"root": "./var", "online": redis if kind == "Redis" else "table:./var/online"}
-    (folder / "project.yaml").write_text(yaml.safe_dump(settings))
-    project = Project(folder)
+    project = settle(folder, online=redis if kind == "Redis" else "table:./var/online")
     for name in THREE:
-        assert run_view(
-            project, name, Silent(), RunOptions(command="publish", reload=True)
-        ).status in ("published", "unchanged")
+        run(project, name, "publish", reload=True)
     seconds: dict[str, list[float]] = {"feast": [], "ours": [], "feast CPU": [], "ours CPU": []}
     lookup = Lookup.open(project.online, project.root)
     service = project.service(SERVICE)
@@ -108,8 +99,7 @@ def measured(
 
 def main() -> None:
     """Measure and report."""
-    given = [int(argument) for argument in sys.argv[1:]]
-    rows, requests = (given + [ROWS, REQUESTS][len(given) :])[:2]
+    rows, requests = numbers(ROWS, REQUESTS)
     python, found = feast_python(), dict[str, Any]()
     keys = np.random.default_rng(1).integers(0, rows, (requests, KEYS))
     lines = [

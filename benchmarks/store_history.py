@@ -14,13 +14,9 @@ from unittest.mock import patch
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import yaml
 
-from benchmarks.common import report
+from benchmarks.common import report, run, write_project
 from precompute.jobs.config.project import Project
-from precompute.jobs.run.job import RunOptions
-from precompute.jobs.run.progress import Silent
-from precompute.jobs.run.run_view import run_view
 from precompute.store.disk.record import replace, sealed
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
@@ -49,27 +45,18 @@ class Double:
 
 def project(folder: Path, partitioned: bool) -> Project:
     """A view of :data:`ROWS` rows."""
-    (folder / "views").mkdir(parents=True)
-    settings = {
-        "root": "./var",
-        "online": "table:./var/online",
-        "vars": {"data": "./"},
-        "retention": {"keep": 3, "grace": "1d"},
-    }
+    folder.mkdir()
     day = " WHERE $start < $end" if partitioned else ""
     view = {
-        "name": VIEW,
-        "entity": ["id"],
         "source": {"sql": "SELECT * FROM read_parquet('${data}/data.parquet')" + day},
         "model": {"use": "benchmarks.store_history:Double"},
         "features": {"double": {"dtype": "float64"}},
         "ttl": "1h",
         **({"partition": {"by": "day", "start": f"{FIRST_DAY:%Y-%m-%d}"}} if partitioned else {}),
     }
-    (folder / "project.yaml").write_text(yaml.safe_dump(settings))
-    (folder / "views" / f"{VIEW}.yaml").write_text(yaml.safe_dump(view))
     write(folder, 0)
-    return Project(folder, {})
+    retention = {"keep": 3, "grace": "1d"}
+    return write_project(folder, {VIEW: view}, retention=retention)
 
 
 def write(folder: Path, changed: int) -> None:
@@ -84,11 +71,11 @@ def add_past(store: ViewStore, snapshot: Snapshot, count: int, partitions: bool)
     last = store.runs.last()
     assert last is not None
     for number in range(count):
-        run = f"2010{snapshot.number + number:011d}.000000Z-abcdef"
-        folder = store.data / run
+        name = f"2010{snapshot.number + number:011d}.000000Z-abcdef"
+        folder = store.data / name
         folder.mkdir()
         parts = tuple(
-            replace(part, path=f"data/{run}/{Path(part.path).name}") for part in snapshot.parts
+            replace(part, path=f"data/{name}/{Path(part.path).name}") for part in snapshot.parts
         )
         for old, new in zip(snapshot.parts, parts, strict=True):
             os.link(store.folder / old.path, store.folder / new.path)
@@ -96,23 +83,22 @@ def add_past(store: ViewStore, snapshot: Snapshot, count: int, partitions: bool)
         made = replace(
             snapshot,
             number=snapshot.number + 1 + number,
-            run=run,
+            run=name,
             parts=parts,
             partition=day,
             created_at=utc_now(),
         )
         # Not by store.commit: thousands of fsyncs would take minutes.
         store.manifest_path(made.number).write_bytes(made.to_bytes())
-        store.runs.path(run).write_bytes(sealed(replace(last, run=run, partition=day)))
+        store.runs.path(name).write_bytes(sealed(replace(last, run=name, partition=day)))
 
 
 def bookkeeping_s(project: Project, changed: int) -> float:
     """Of one run, whose delta is one row."""
     write(project.folder, changed)
     started = time.perf_counter()
-    done = run_view(project, VIEW, Silent())
+    done = run(project, VIEW)
     seconds = time.perf_counter() - started
-    assert done.status == "published"
     return seconds - sum(done.stages_s.get(stage, 0.0) for stage in OF_ROWS)
 
 
@@ -124,7 +110,7 @@ def of_a_run() -> tuple[float, float]:
         for count in (FEW, MANY):
             made = project(Path(folder) / str(count), partitioned=False)
             store = made.offline.view(VIEW)
-            first = run_view(made, VIEW, Silent()).snapshot
+            first = run(made, VIEW).snapshot
             assert first is not None
             add_past(store, store.snapshot(first), count - 1, partitions=False)
             bookkeeping_s(made, 1)  # the newest is its own again, and what is derived is there
@@ -142,7 +128,7 @@ def of_a_partition() -> tuple[int, float]:
     with tempfile.TemporaryDirectory() as folder:
         made = project(Path(folder) / "days", partitioned=True)
         store = made.offline.view(VIEW)
-        first = run_view(made, VIEW, Silent()).snapshot
+        first = run(made, VIEW).snapshot
         assert first is not None
         add_past(store, store.snapshot(first), PARTITIONS, partitions=True)
         parsed = Snapshot.from_bytes
@@ -157,14 +143,8 @@ def of_a_partition() -> tuple[int, float]:
                 seen.clear()
                 started = time.perf_counter()
                 at = FIRST_DAY + timedelta(days=PARTITIONS + day)
-                done = run_view(
-                    made,
-                    VIEW,
-                    Silent(),
-                    RunOptions(
-                        command="materialize", partition=Partition.parse(str(containing("day", at)))
-                    ),
-                )
+                partition = Partition.parse(str(containing("day", at)))
+                done = run(made, VIEW, "materialize", partition=partition)
                 seconds = (
                     time.perf_counter()
                     - started

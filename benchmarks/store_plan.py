@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import resource
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,13 +18,10 @@ from typing import Any
 import duckdb
 import numpy as np
 import pyarrow as pa
-import yaml
 
-from benchmarks.common import cpu_s, report
+from benchmarks.common import child, cpu_s, report, run, stages, write_project
 from precompute.jobs.config.project import Project
-from precompute.jobs.run.job import RunOptions
-from precompute.jobs.run.progress import Silent
-from precompute.jobs.run.run_view import plan_view, run_view
+from precompute.jobs.run.run_view import plan_view
 from precompute.store.offline.runs import Report
 
 CASES = {"cheap": 10_000_000, "floats": 3_000_000}
@@ -61,15 +57,10 @@ class Spread:
         return {"vector": np.sin(x[:, None] * np.arange(1, DIM + 1, dtype=np.float32))}
 
 
-def write_project(
-    folder: Path, rows: int, changed: float, case: str = "cheap", step: int = 1
-) -> Project:
+def items(folder: Path, rows: int, changed: float, case: str = "cheap", step: int = 1) -> Project:
     """A project over ``rows`` generated rows, of which a share has another value than at the step
     before; at each step others, until all had their turn."""
-    (folder / "views").mkdir(exist_ok=True)
     view = {
-        "name": "items",
-        "entity": ["id"],
         "source": {"sql": "SELECT * FROM read_parquet('${data}/items.parquet')"},
         "model": {"use": f"benchmarks.store_plan:{'Half' if case == 'cheap' else 'Spread'}"},
         "features": (
@@ -77,11 +68,7 @@ def write_project(
             if case == "cheap"
             else {"vector": {"dtype": "float32", "dim": DIM}}
         ),
-        "ttl": "1d",
     }
-    (folder / "views" / "items.yaml").write_text(yaml.safe_dump(view))
-    project = {"root": "./var", "online": "table:./var/online", "vars": {"data": "./"}}
-    (folder / "project.yaml").write_text(yaml.safe_dump(project))
     turns = int(1 / changed) if changed else 1
     bump = f"greatest(0, ({step - 1} - i % {turns} + {turns}) // {turns})" if changed else "0"
     with duckdb.connect() as connection:
@@ -89,10 +76,10 @@ def write_project(
             f"COPY (SELECT i AS id, 'title of item ' || i AS title, i % 1000 + {bump} AS x, i / 7.0"
             f" AS price FROM range({rows}) t(i)) TO '{folder}/items.parquet'"
         )
-    return Project(folder)
+    return write_project(folder, {"items": view})
 
 
-def child(folder: str) -> None:
+def planned(folder: str) -> None:
     """Plan, and print what it took; in a process of its own, for its peak memory."""
     started = time.perf_counter()
     plan = plan_view(Project(folder), "items")
@@ -104,19 +91,16 @@ def child(folder: str) -> None:
 def ran(project: Project) -> tuple[Report, float]:
     """(the run, its CPU seconds)."""
     before = cpu_s()
-    return run_view(project, "items", Silent(), RunOptions(command="materialize")), cpu_s() - before
+    return run(project, "items", "materialize"), cpu_s() - before
 
 
 def measured(case: str, rows: int) -> dict[str, Any]:
     """The full run and the delta of one case."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        full, full_cpu_s = ran(write_project(folder, rows, 0.0, case))
-        project = write_project(folder, rows, CHANGED, case)
-        command = [sys.executable, "-m", "benchmarks.store_plan", "--plan", name]
-        plan = json.loads(
-            subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        )
+        full, full_cpu_s = ran(items(folder, rows, 0.0, case))
+        project = items(folder, rows, CHANGED, case)
+        plan = child("store_plan", "--plan", name)
         assert plan["changed"] == rows * CHANGED, plan
         delta, delta_cpu_s = ran(project)
     return {
@@ -149,11 +133,11 @@ def main() -> None:
                 f" {m['full_cpu_s']:.1f})"
             ),
             f"  planning alone: {m['plan_s']:.1f} s, {m['peak_bytes'] / 1e9:.2f} GB at its peak",
-            "  full: " + ", ".join(f"{stage} {s:.2f}" for stage, s in m["full_stages_s"].items()),
-            "  delta: " + ", ".join(f"{stage} {s:.2f}" for stage, s in m["delta_stages_s"].items()),
+            f"  full: {stages(m['full_stages_s'])}",
+            f"  delta: {stages(m['delta_stages_s'])}",
         ]
     report("store_plan", lines, found)
 
 
 if __name__ == "__main__":
-    child(sys.argv[2]) if sys.argv[1:2] == ["--plan"] else main()
+    planned(sys.argv[2]) if sys.argv[1:2] == ["--plan"] else main()

@@ -10,13 +10,12 @@ import time
 from pathlib import Path
 from unittest.mock import patch
 
-from benchmarks.common import report
-from benchmarks.store_plan import write_project
+from benchmarks.common import report, run
+from benchmarks.store_plan import items
 from precompute.jobs.config.project import Project
 from precompute.jobs.run.job import Job, RunOptions
 from precompute.jobs.run.materialize import dry_run
 from precompute.jobs.run.progress import Silent
-from precompute.jobs.run.run_view import run_view
 from precompute.store.offline.runs import Report
 from precompute.store.offline.view_store import ViewStore
 
@@ -47,7 +46,7 @@ def start_s(project: Project) -> tuple[float, int]:
 def main() -> None:
     """Measure and report."""
     with tempfile.TemporaryDirectory() as name:
-        project = write_project(Path(name), CHUNKS * CHUNK_ROWS + 1, 0.0)
+        project = items(Path(name), CHUNKS * CHUNK_ROWS + 1, 0.0)
         without, _ = start_s(project)
         small = patch.multiple(
             "precompute.jobs.run.rows.chunks", PART_BYTES=1, WINDOW_ROWS=CHUNK_ROWS
@@ -57,7 +56,7 @@ def main() -> None:
             patch.object(ViewStore, "commit", _interrupted),
             contextlib.suppress(KeyboardInterrupt),
         ):
-            run_view(project, "items", Silent(), RunOptions(command="materialize"))
+            run(project, "items", "materialize")
         resumed, rows = start_s(project)
     assert rows == CHUNKS * CHUNK_ROWS + 1
     report(

@@ -33,7 +33,7 @@ View = dict[str, Any]
 NUMBERS: View = {
     "entity": ["id"],
     "source": {"sql": "SELECT * FROM read_parquet('${data}/data.parquet')"},
-    "model": {"use": "tests.arithmetic:Doubler"},
+    "model": {"use": "tests.models:Doubler"},
     "features": {"double": {"dtype": "float64"}, "vector": {"dtype": "float32", "dim": 4}},
     "ttl": "1h",
     "stale_for": "1d",
@@ -265,4 +265,4 @@ def eventually(
 
 
 def slow(seconds: float, **args: Any) -> View:
-    return {"model": {"use": "tests.arithmetic:Doubler", "args": {"sleep_s": seconds, **args}}}
+    return {"model": {"use": "tests.models:Doubler", "args": {"sleep_s": seconds, **args}}}

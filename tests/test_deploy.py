@@ -32,7 +32,7 @@ FILES = sorted(
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 KUBERNETES = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
 ENDED_BADLY = {
-    "model": {"use": "tests.arithmetic:Doubler", "args": {"nan_on": 2.0}},
+    "model": {"use": "tests.models:Doubler", "args": {"nan_on": 2.0}},
     "max_rejected": 0.0,
 }
 

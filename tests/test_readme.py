@@ -3,23 +3,18 @@ gives what is printed there, and nothing is left out."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
-import signal
-import subprocess
 import sys
-import time
-import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 from pydantic import BaseModel
 
-from precompute.jobs.commands.command_line import _parser, main
+from precompute.jobs.commands.command_line import _parser
 from precompute.jobs.config.project import ProjectConfig
 from precompute.jobs.config.schedule import ScheduleConfig
 from precompute.jobs.config.service import ServiceConfig
@@ -29,12 +24,25 @@ from precompute.store.wire.bodies import LookupRequest, SearchRequest, ServiceRe
 from precompute.techniques.machine import has_bf16
 from precompute.text.encoder import kernel
 from tests import REPOSITORY
+from tests.documents import (
+    PRECOMPUTE,
+    Running,
+    assert_alike,
+    blocks,
+    check_printed,
+    commands,
+    curl,
+    in_process,
+    printed_by,
+    read,
+    unset_settings,
+    wait_until_ready,
+)
 from tests.jobs.test_every_cpu import tried
 
-PRECOMPUTE = [str(Path(sys.executable).with_name("precompute"))]
-DOCS = 800
-"""Documents of the demo here: it takes a minute for all 5,268, more where the CPU has no
-bfloat16."""
+DOCS = 128
+"""Documents of the demo here, as many as its precisions are tried on: all 5,268 take a minute, more
+where the CPU has no bfloat16."""
 DOCUMENTS = [
     "README.md",
     *sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "docs").glob("*.md")),
@@ -42,25 +50,6 @@ DOCUMENTS = [
 RUN = ["README.md", "docs/demo.md", "docs/gpu.md", "docs/reference.md"]
 """Documents whose commands are run as they stand; those of the others have made-up names and are
 only parsed."""
-
-
-def read(document: str) -> str:
-    return (REPOSITORY / document).read_text(encoding="utf-8")
-
-
-def blocks(document: str, kind: str) -> list[str]:
-    return re.findall(rf"^```{kind}\n(.*?)^```", read(document), re.MULTILINE | re.DOTALL)
-
-
-def commands(document: str) -> list[tuple[str, list[str]]]:
-    """(command, what is printed below it) of each line with a prompt."""
-    found: list[tuple[str, list[str]]] = []
-    for line in "".join(blocks(document, "console")).splitlines():
-        if line.startswith("$ "):
-            found.append((line.removeprefix("$ "), []))
-        else:
-            found[-1][1].append(line)
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -74,50 +63,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], str]
         "PRECOMPUTE_VARS__DATA": f"{var}/data",
     }
     environment = os.environ | overrides | {"PRECOMPUTE_SERVE__BIND": "127.0.0.1:0"}
-    done = run(
-        [sys.executable, "-m", "demo", "-c", "configs/movielens", "--documents", str(DOCS)],
-        environment,
-        timeout_s=600,
-    )
-    assert done.returncode == 0, done.stderr
-    return environment, done.stdout
-
-
-def run(
-    command: Sequence[str],
-    environment: dict[str, str],
-    timeout_s: float = 120,
-    cwd: Path = REPOSITORY,
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        env=environment,
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-
-
-class Running:
-    """A command that runs until SIGTERM; ``first`` is its first line."""
-
-    def __init__(
-        self, command: Sequence[str], environment: dict[str, str], cwd: Path = REPOSITORY
-    ) -> None:
-        self.process = subprocess.Popen(
-            command, env=environment, cwd=cwd, stdout=subprocess.PIPE, text=True
-        )
-        assert self.process.stdout is not None
-        self.first = self.process.stdout.readline()
-
-    def end(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        status = self.process.wait(timeout=60)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        return status
+    command = [sys.executable, "-m", "demo", "-c", "configs/movielens", "--documents", str(DOCS)]
+    return environment, printed_by(command, environment, timeout_s=600)
 
 
 @pytest.mark.timeout(700)
@@ -159,19 +106,6 @@ def test_the_demo_prints_what_it_promises(demo: tuple[dict[str, str], str]) -> N
     assert tried(printed) == ["fp32-onednn", *of_bf16]
 
 
-def in_process(
-    words: Sequence[str], environment: dict[str, str], capsys: pytest.CaptureFixture[str]
-) -> tuple[int, str, str]:
-    """(exit status, what it printed, and to stderr) of a command line here: an interpreter and
-    torch of its own would take it 3 s."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        status = main(words)
-    printed = capsys.readouterr()
-    return status, printed.out, printed.err
-
-
 @pytest.mark.timeout(400)
 def test_every_command_of_the_documents_works(
     demo: tuple[dict[str, str], str],
@@ -196,11 +130,8 @@ def test_every_command_of_the_documents_works(
         for line in seen:
             words = shlex.split(line)
             if words[0] == "make":
-                done = run(["make", "-n", words[1]], environment)
-                assert done.returncode == 0, done.stderr
-                assert {"demo": "-m demo", "serve": "serve", "test": "pytest"}[
-                    words[1]
-                ] in done.stdout
+                target = {"demo": "-m demo", "serve": "serve", "test": "pytest"}[words[1]]
+                assert target in printed_by(["make", "-n", words[1]], environment)
             elif words[0] == "curl":
                 answer = curl(words, address)
                 assert answer, line
@@ -221,8 +152,7 @@ def test_every_command_of_the_documents_works(
                 words = words[words.index("precompute") + 1 :]
                 if "run" not in started:
                     started.add("run")
-                    done = run([*PRECOMPUTE, *words], environment | given)
-                    ended = done.returncode, done.stdout, done.stderr
+                    ended = 0, printed_by([*PRECOMPUTE, *words], environment | given), ""
                 else:
                     ended = in_process(words, settings | given, capsys)
                 assert ended[0] == 0, f"{line}\n{ended}"
@@ -243,9 +173,9 @@ def test_the_history_of_the_reference_is_there(demo: tuple[dict[str, str], str])
     )
     code = code.replace('"var/movielens"', repr(environment["PRECOMPUTE_ROOT"]))
     code += "print(items.num_rows, training.column_names, len(past.versions), training['item_vector__vector'].null_count)"
-    done = run([sys.executable, "-c", code], environment)
     names = ["item_id", "event_timestamp", "item_vector__vector", "item_vector__computed_at"]
-    assert done.stdout.strip() == f"1682 {names} 1 0", done.stderr
+    printed = printed_by([sys.executable, "-c", code], environment)
+    assert printed.strip() == f"1682 {names} 1 0"
 
 
 def test_documents_and_examples_import_what_is_public() -> None:
@@ -294,55 +224,17 @@ def test_the_project_of_the_readme_prints_what_is_printed_there(
 ) -> None:
     """Every command, in its order, in this process, which finds the project's own modules; and the
     Python below them in one of its own, with what it prints."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PRECOMPUTE_")} | {
-        "PYTHONPATH": str(REPOSITORY)
-    }
-    for name in os.environ.keys() - environment.keys():
-        monkeypatch.delenv(name)
+    unset_settings(monkeypatch)
     monkeypatch.chdir(books)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    steps = [
-        (shlex.split(line)[1:], printed)
-        for line, printed in commands("README.md")
-        if "-c books" in line
-    ]
-    assert len(steps) == 5
-    for words, expected in steps:
-        status, printed, told = in_process(words, {}, capsys)
+    own = [(line, printed) for line, printed in commands("README.md") if "-c books" in line]
+    assert len(own) == 5
+    for line, expected in own:
+        status, printed, told = in_process(shlex.split(line)[1:], {}, capsys)
         assert status == 0, told
         check_printed(printed, expected)
     code = next(block for block in blocks("README.md", "python") if "Lookup.open" in block)
-    done = run([sys.executable, "-c", code], environment, cwd=books)
-    assert done.returncode == 0, done.stderr
-    check_printed(done.stdout, blocks("README.md", "text")[0].splitlines())
-
-
-def check_printed(printed: str, expected: Sequence[str]) -> None:
-    """Its first lines are those of a document."""
-    assert expected
-    found = printed.splitlines()
-    assert len(found) >= len(expected), printed
-    for ours, theirs in zip(found, expected, strict=False):
-        assert_alike(ours, theirs)
-
-
-def assert_alike(found: str, printed: str) -> None:
-    """The same text, but for how long it took, how old it is, and the model's fingerprint; numbers
-    with a point within 0.02."""
-
-    def parts(line: str) -> list[str]:
-        line = re.sub(
-            r"\d+ (s|min|h) old", "… old", re.sub(r"[\d,.]+ rows/s, [\d.]+ (s|min)$", "…", line)
-        )
-        return re.split(r"(\d+\.\d+)", re.sub(r"model [0-9a-f]{12}", "model …", line))
-
-    ours, theirs = parts(found), parts(printed)
-    assert (ours[0::2], len(ours)) == (theirs[0::2], len(theirs)), (
-        f"{found}\nis printed as\n{printed}"
-    )
-    assert [float(n) for n in ours[1::2]] == pytest.approx(
-        [float(n) for n in theirs[1::2]], abs=0.02
-    ), f"{found}\n{printed}"
+    printed = printed_by([sys.executable, "-c", code], cwd=books)
+    check_printed(printed, blocks("README.md", "text")[0].splitlines())
 
 
 def test_a_difference_from_what_is_printed_is_found() -> None:
@@ -367,7 +259,7 @@ def test_a_difference_from_what_is_printed_is_found() -> None:
 def test_the_commands_of_the_other_documents_are_commands() -> None:
     text = "".join(
         read(document) for document in DOCUMENTS if document != "docs/tutorial.md"
-    )  # whose commands tests/test_tutorial.py runs
+    )  # whose commands tests/test_pages.py runs
     found = re.findall(r"^\$ precompute (.+)$", text, re.MULTILINE)
     assert len(found) > 5
     for line in found:
@@ -445,25 +337,3 @@ def test_the_reference_leaves_nothing_out() -> None:
     named = next(a.choices for a in _parser()._actions if isinstance(a.choices, dict))
     assert {*keys, *requests, *RESERVED, *named} - code("docs/reference.md") == set()
     assert set(GatesConfig.model_fields) - code("docs/operations.md") == set()
-
-
-def wait_until_ready(address: str) -> None:
-    for _ in range(600):
-        try:
-            with urllib.request.urlopen(f"{address}/readyz", timeout=10) as answer:
-                assert answer.status == 200
-                return
-        except OSError:
-            time.sleep(0.1)
-    raise AssertionError("the server did not get ready")
-
-
-def curl(words: Sequence[str], address: str) -> dict[str, Any]:
-    """What the curl command line asks for, asked without curl."""
-    url = words[-1].replace("http://127.0.0.1:8080", address)
-    body = words[words.index("-d") + 1].encode() if "-d" in words else None
-    request = urllib.request.Request(
-        url, body, {"Content-Type": "application/json"} if body else {}
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.load(answer)

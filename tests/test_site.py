@@ -22,7 +22,8 @@ from precompute.jobs.config.section import parse_duration
 from precompute.jobs.config.view import ViewConfig
 from precompute.store.http.openapi import openapi_document
 from tests import REPOSITORY
-from tests.test_readme import blocks, read, settings
+from tests.documents import blocks, read
+from tests.test_readme import settings
 
 PAGES: dict[str, Callable[[], str]] = runpy.run_path(str(REPOSITORY / "docs/site/generated.py"))[
     "PAGES"

@@ -353,7 +353,9 @@ class Standing:
 
     def _may_be_published(self, snapshot: Snapshot, accept: Collection[str]) -> bool:
         try:
-            return not set(snapshot.refused_by).difference(accept) and self.bad(snapshot) is None
+            # One that is accepted may hold the rows of a bad one once more.
+            bad = self.bad_below if ROLLED_BACK in accept else self.bad
+            return not set(snapshot.refused_by).difference(accept) and bad(snapshot) is None
         except SnapshotError as exc:
             log.warning("%s", exc)
             return False

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import redis
 
-from tests.conftest import MEMORY
+from tests.conftest import MEMORY, keys_of, restore_keys
 from tests.faults.harness import FaultScene, changed, recover
 
 ROWS = {key: key * 10 for key in range(200)}
@@ -67,18 +66,39 @@ def delta_to_come(prepared: FaultScene) -> MakeScene:
     return lambda: put_on_stage(prepared, "prepared")
 
 
+@pytest.fixture(scope="session")
+def prepared_third(prepared: FaultScene) -> FaultScene:
+    """Never to be run itself: snapshots 1 to 3 published, none collected yet; the third is live."""
+    scene = put_on_stage(prepared, "prepared")
+    scene.settings = {"retention": {"keep": 3, "grace": "1h"}}
+    scene.write()
+    recover(scene)
+    scene.folder.rename(scene.folder.with_name("prepared-third"))
+    return scene
+
+
 @pytest.fixture
-def third_is_live(delta_to_come: MakeScene) -> MakeScene:
-    """Snapshots 1 to 3 published, none collected yet; the third is live and nobody will like it."""
+def third_is_live(prepared_third: FaultScene) -> MakeScene:
+    """Makes a copy of :func:`prepared_third`, whose third snapshot nobody will like."""
+    return lambda: put_on_stage(prepared_third, "prepared-third")
 
-    def make() -> FaultScene:
-        scene = delta_to_come()
-        scene.settings = {"retention": {"keep": 3, "grace": "1h"}}
-        scene.write()
-        recover(scene)
-        return scene
 
-    return make
+@pytest.fixture(scope="session")
+def prepared_deltas(prepared: FaultScene) -> FaultScene:
+    """Never to be run itself: a base that is live, a delta over it, and one to come."""
+    scene = put_on_stage(prepared, "prepared")
+    recover(scene)
+    scene.write(changed(scene.rows, [3]))
+    recover(scene)
+    scene.write(changed(scene.rows, [5], gone=[7]))
+    scene.folder.rename(scene.folder.with_name("prepared-deltas"))
+    return scene
+
+
+@pytest.fixture
+def second_delta_to_come(prepared_deltas: FaultScene) -> MakeScene:
+    """Makes a copy of :func:`prepared_deltas`."""
+    return lambda: put_on_stage(prepared_deltas, "prepared-deltas")
 
 
 def put_on_stage(scene: FaultScene, original: str) -> FaultScene:
@@ -91,17 +111,10 @@ def put_on_stage(scene: FaultScene, original: str) -> FaultScene:
 @pytest.fixture(scope="session")
 def prepared_redis(memory_folder: Path, redis_server: str) -> tuple[FaultScene, dict[bytes, bytes]]:
     """As :func:`prepared` on Redis, and what Redis held then."""
-    client = redis.Redis.from_url(redis_server)
-    client.flushdb()
+    restore_keys(redis_server, {})
     scene = two_published(FaultScene(memory_folder / "stage-redis", online=redis_server))
     scene.folder.rename(memory_folder / "prepared-redis")
-    dump = {
-        key: value
-        for key in client.scan_iter(count=5000)
-        if (value := client.dump(key)) is not None
-    }
-    client.close()
-    return scene, dump
+    return scene, keys_of(redis_server)
 
 
 @pytest.fixture
@@ -112,14 +125,8 @@ def delta_to_come_redis(
     it."""
 
     def make() -> FaultScene:
-        scene, dump = prepared_redis
-        client = redis.Redis.from_url(redis_url)
-        client.flushdb()
-        pipe = client.pipeline(transaction=False)
-        for key, value in dump.items():
-            pipe.restore(key, 0, value)
-        pipe.execute()
-        client.close()
+        scene, keys = prepared_redis
+        restore_keys(redis_url, keys)
         return put_on_stage(scene, "prepared-redis")
 
     return make

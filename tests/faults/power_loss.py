@@ -20,6 +20,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path, PurePosixPath
 from types import FrameType
 
@@ -110,6 +111,7 @@ class Site:
         return False
 
 
+@cache
 def sites() -> dict[str, Site]:
     """Every call that syncs a file or a folder of the stores, as ``store/offline/gc.py _remove
     sync_folder``, numbered where there are several."""

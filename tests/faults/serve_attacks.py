@@ -26,6 +26,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from precompute.store.wire import bodies
+from tests.faults.serve_soak import resident, workers_of
 from tests.server import Server, make_folder, read_reply, write_numbers
 
 MIB = 2**20
@@ -185,20 +186,6 @@ ATTACKS: dict[str, tuple[Callable[[Crowd, Stop], None], int]] = {
 """Name → what it does, and MiB that it may cost a worker."""
 
 
-def worker_of(server: Server) -> int:
-    """The process of the one lookup worker."""
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            parent = int((path.parent / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == server.process.pid and b"lookup_worker" in path.read_bytes():
-                return int(path.parent.name)
-    raise SystemExit("no lookup worker is there")
-
-
-def memory_mib(pid: int) -> float:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 / MIB
-
-
 def ask_honestly(server: Server, seconds: float, told: Connection) -> None:
     """Tells the seconds that each of an honest client's requests took, and how many failed. A
     connection that was closed while idle is opened again, as every client does."""
@@ -226,8 +213,8 @@ def ask_honestly(server: Server, seconds: float, told: Connection) -> None:
 def attacked(server: Server, name: str, seconds: float) -> bool:
     """Whether the server bore it; prints a line."""
     attack, allowed_mib = ATTACKS[name]
-    pid, stop = worker_of(server), Stop()
-    before = highest = memory_mib(pid)
+    pid, stop = workers_of(server)[0], Stop()
+    before = highest = resident(pid)
     answers, told_by = multiprocessing.Pipe()
     # of another process: attackers keep this one's lock
     client = multiprocessing.get_context("fork").Process(
@@ -239,14 +226,14 @@ def attacked(server: Server, name: str, seconds: float) -> bool:
         thread.start()
         limit = time.monotonic() + seconds
         while time.monotonic() < limit:
-            highest = max(highest, memory_mib(pid))
+            highest = max(highest, resident(pid))
             time.sleep(0.01)
         stop.set()
         thread.join()
     took, failed = answers.recv()
     client.join()
     took.sort()
-    alive = worker_of(server) == pid
+    alive = workers_of(server)[0] == pid
     told = {
         "attack": name,
         "grew_mib": round(highest - before),
@@ -270,7 +257,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         view = {
-            "model": {"use": "tests.arithmetic:Doubler", "args": {"dim": DIM}},
+            "model": {"use": "tests.models:Doubler", "args": {"dim": DIM}},
             "features": {
                 "double": {"dtype": "float64"},
                 "vector": {"dtype": "float32", "dim": DIM},

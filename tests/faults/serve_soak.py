@@ -32,8 +32,8 @@ import numpy as np
 import pyarrow as pa
 
 from precompute.store.wire import arrow
-from tests.arithmetic import Doubler
 from tests.faults.soak_picture import write_csv, write_svg
+from tests.models import Doubler
 from tests.server import Server, make_folder, write_numbers
 
 STORED, KNOWN = 2_000, 4_000

@@ -200,6 +200,19 @@ def test_a_first_run_that_is_killed_anywhere(point: str, scene: FaultScene) -> N
 
 
 COMPACTING: dict[str, Any] = {"MAX_DELTA_SHARE": 0.0}
+MERGING: dict[str, Any] = {"MOST_DELTAS": 1}
+
+
+@pytest.fixture(scope="module")
+def compacting_hits(prepared: FaultScene) -> dict[str, int]:
+    """How often each point is passed by a run that compacts; that comes last."""
+    return passings(put_on_stage(prepared, "prepared"), **COMPACTING)
+
+
+@pytest.fixture(scope="module")
+def merging_hits(prepared_deltas: FaultScene) -> dict[str, int]:
+    """How often each point is passed by a run that merges deltas; that comes last."""
+    return passings(put_on_stage(prepared_deltas, "prepared-deltas"), **MERGING)
 
 
 @pytest.mark.parametrize(
@@ -211,11 +224,12 @@ COMPACTING: dict[str, Any] = {"MAX_DELTA_SHARE": 0.0}
         if mode != "torn" or point in PART
     ],
 )
-def test_a_compaction_that_fails(point: str, mode: str, delta_to_come: MakeScene) -> None:
-    nth = passings(delta_to_come(), **COMPACTING)[point]  # compaction comes last
+def test_a_compaction_that_fails(
+    point: str, mode: str, compacting_hits: dict[str, int], delta_to_come: MakeScene
+) -> None:
     scene = delta_to_come()
     old, new = scene.history[-2], scene.history[-1]
-    ended = inject(scene, point, nth, mode, **COMPACTING)
+    ended = inject(scene, point, compacting_hits[point], mode, **COMPACTING)
     assert check_readers(scene) == (new if ended.status else old)
     with small_chunks(**COMPACTING):
         scene.run()
@@ -225,23 +239,14 @@ def test_a_compaction_that_fails(point: str, mode: str, delta_to_come: MakeScene
 
 
 @pytest.mark.parametrize("point", [*PART, "verify", "manifest.link"])
-def test_a_run_that_is_killed_while_it_merges_deltas(point: str, delta_to_come: MakeScene) -> None:
-    merging: dict[str, Any] = {"MOST_DELTAS": 1}
-
-    def second_delta_to_come() -> FaultScene:
-        scene = delta_to_come()
-        recover(scene)
-        # what is live is a base now; a delta over it, and one to come
-        scene.write(changed(scene.rows, [3]))
-        recover(scene)
-        return scene.write(changed(scene.rows, [5], gone=[7]))
-
-    hits = passings(second_delta_to_come(), **merging)
+def test_a_run_that_is_killed_while_it_merges_deltas(
+    point: str, merging_hits: dict[str, int], second_delta_to_come: MakeScene
+) -> None:
     scene = second_delta_to_come()
     old, new = scene.history[-2], scene.history[-1]
-    ended = inject(scene, point, hits[point], "kill", **merging)
+    ended = inject(scene, point, merging_hits[point], "kill", **MERGING)
     assert check_readers(scene) == (new if ended.status else old)
-    with small_chunks(**merging):
+    with small_chunks(**MERGING):
         scene.run()
     newest = Standing(scene.store).newest()
     assert newest is not None

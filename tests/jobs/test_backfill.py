@@ -43,7 +43,7 @@ import signal
 import time
 from pathlib import Path
 
-from tests.arithmetic import Doubler
+from tests.models import Doubler
 
 
 class Gated(Doubler):

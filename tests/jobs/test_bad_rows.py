@@ -17,8 +17,8 @@ from precompute.store.answers.lookup import Lookup
 from precompute.store.errors import ModelError, PrecomputeError, RejectedError, RequestError
 from precompute.store.feature_view import FeatureView
 from precompute.store.offline.runs import Report
-from tests.arithmetic import raised_at
 from tests.conftest import MakeProject
+from tests.models import raised_at
 from tests.scene import Scene
 from tests.server import Server
 

@@ -21,7 +21,7 @@ MESSAGE = "views/broken.yaml:11: ttl: 'soon': write a number with a unit"
 BROKEN = {
     "entity": ["id"],
     "source": {"sql": "SELECT 1 AS id, 1.0 AS x"},
-    "model": {"use": "tests.arithmetic:Doubler"},
+    "model": {"use": "tests.models:Doubler"},
     "features": {"double": {"dtype": "float64"}},
     "ttl": "1h",
 }

@@ -26,8 +26,8 @@ from precompute.store.offline.snapshot import Verdict
 from precompute.store.offline.view_store import OfflineStore
 from precompute.store.times import shown_time
 from tests import REPOSITORY
-from tests.arithmetic import Doubler
 from tests.conftest import MakeProject
+from tests.models import Doubler
 from tests.scene import Scene
 
 ROWS = [(1, 1.0), (2, 2.0), (3, 30.0)]
@@ -508,7 +508,7 @@ def test_the_environment_names_the_project_and_json_alone_is_on_stdout(
 
 LOUD = """
 import os
-from tests.arithmetic import Doubler
+from tests.models import Doubler
 
 class Loud(Doubler):
     def compute(self, batch):
@@ -664,7 +664,7 @@ def test_a_report_in_words() -> None:
 
 def test_a_log_of_json_has_the_runs_id_on_each_of_its_lines(make_project: MakeProject) -> None:
     bad = {
-        "model": {"use": "tests.arithmetic:Doubler", "args": {"nan_on": 30.0}},
+        "model": {"use": "tests.models:Doubler", "args": {"nan_on": 30.0}},
         "max_rejected": 0.0,
     }
     project = make_project(ROWS, view=bad)

@@ -300,7 +300,7 @@ def test_a_view_becomes_a_feature_view(make_project: MakeProject) -> None:
         3600.0,
         86400.0,
     )
-    assert feature_view.definition.model == ModelUse("tests.arithmetic:Doubler", {}, "auto", "auto")
+    assert feature_view.definition.model == ModelUse("tests.models:Doubler", {}, "auto", "auto")
 
 
 def test_inputs_are_the_views_that_source_and_arguments_read(make_project: MakeProject) -> None:

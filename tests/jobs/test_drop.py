@@ -26,7 +26,7 @@ from tests.scene import Scene
 OTHER = {
     "entity": ["id"],
     "source": {"sql": "SELECT * FROM read_parquet('${data}/data.parquet')"},
-    "model": {"use": "tests.arithmetic:Doubler"},
+    "model": {"use": "tests.models:Doubler"},
     "features": {"double": {"dtype": "float64"}},
     "ttl": "2h",
 }

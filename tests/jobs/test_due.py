@@ -429,7 +429,7 @@ def test_a_view_after_others_is_retried_until_given_up_or_a_parent_moves() -> No
 OTHER: dict[str, Any] = {
     "entity": ["id"],
     "source": {"sql": "SELECT 1 AS id, 1.0 AS x"},
-    "model": {"use": "tests.arithmetic:Doubler"},
+    "model": {"use": "tests.models:Doubler"},
     "features": {"double": {"dtype": "float64"}},
     "ttl": "1h",
 }

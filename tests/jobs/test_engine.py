@@ -219,7 +219,7 @@ def test_workers_share_the_gpus_that_are_there(
         assert isinstance(engine, Runner if devices is None else WorkerPool)
         assert devices is None or engine.figures(1.0)["device"] == devices
     project = make_project(
-        view={"model": {"use": "tests.arithmetic:Doubler"}}
+        view={"model": {"use": "tests.models:Doubler"}}
     )  # is on no GPU, however many there are
     with open_view(project.view("numbers").feature_view(), project.offline, project.home) as opened:
         engine = engine_of(opened, EngineConfig(workers=workers), meter)

@@ -35,8 +35,8 @@ from precompute.store.online.miss_cache import MissCacheFile, MissCacheLimits, i
 from precompute.store.online.online_store import Pointer
 from precompute.store.times import Reason
 from precompute.store.wire.lookup_options import LookupOptions
-from tests.arithmetic import Counting, Doubler
 from tests.conftest import MakeProject
+from tests.models import Counting, Doubler
 from tests.scene import Scene, values_of
 from tests.server import eventually
 
@@ -280,7 +280,7 @@ def test_views_it_reads_are_read_at_the_snapshots_the_batch_job_read(
         | {"source": {"sql": "SELECT id, double AS x FROM live.numbers"}, "ttl": 0, "stale_for": 0}
     )
     doubles = {
-        "model": {"use": "tests.arithmetic:Doubler", "args": {"dim": 0}},
+        "model": {"use": "tests.models:Doubler", "args": {"dim": 0}},
         "features": {"double": {"dtype": "float64"}},
     }
     project = make_project([(1, 1.0)], view=doubles, views={"twice": reading | doubles})
@@ -384,7 +384,7 @@ def test_misses_of_views_of_one_model_are_one_call(make_project: MakeProject) ->
     folder = make_project([(1, 1.0)]).folder
     counting = FALLBACK | {
         "model": {
-            "use": "tests.arithmetic:Counting",
+            "use": "tests.models:Counting",
             "args": {"path": str(folder / "batches"), "sleep_s": 0.3},
         }
     }
@@ -426,7 +426,7 @@ def test_who_looked_before_a_row_was_kept_is_given_it_all_the_same(
 ) -> None:
     folder = make_project([(1, 1.0)]).folder
     counting = {
-        "model": {"use": "tests.arithmetic:Counting", "args": {"path": str(folder / "batches")}}
+        "model": {"use": "tests.models:Counting", "args": {"path": str(folder / "batches")}}
     }
     other = _view(FALLBACK | counting | {"features": {"double": {"dtype": "float64"}}})
     other["fallback"] = other["fallback"] | {"keep": 0, "keep_missing": 0}
@@ -640,7 +640,7 @@ def test_a_batch_may_take_what_is_configured_or_what_its_model_takes(
 def test_a_batchs_deadline_follows_the_models_pace_not_patience(make_project: MakeProject) -> None:
     slow = {
         "fallback": {"enabled": True, "deadline": "100ms"},
-        "model": {"use": "tests.arithmetic:Doubler", "args": {"sleep_s": 0.5}},
+        "model": {"use": "tests.models:Doubler", "args": {"sleep_s": 0.5}},
     }
     project = make_project([(1, 1.0)], view=slow)
     project.publish_all()
@@ -914,7 +914,7 @@ def test_bytes_of_a_requests_inputs_are_base64(
 def test_the_same_key_with_other_inputs_is_another_computation(make_project: MakeProject) -> None:
     project = make_project(
         [(1, 1.0)],
-        view=FALLBACK | {"model": {"use": "tests.arithmetic:Doubler", "args": {"sleep_s": 0.2}}},
+        view=FALLBACK | {"model": {"use": "tests.models:Doubler", "args": {"sleep_s": 0.2}}},
     )
     project.publish_all()
     write_data(project, {5: 5.0})

@@ -173,7 +173,7 @@ def test_what_others_were_computed_from_stays_and_their_fallback_works(
 DERIVED = {
     "entity": ["id"],
     "source": {"sql": "SELECT id, double AS x FROM live.numbers"},
-    "model": {"use": "tests.arithmetic:Doubler", "args": {"dim": 0}},
+    "model": {"use": "tests.models:Doubler", "args": {"dim": 0}},
     "features": {"double": {"dtype": "float64"}},
     "ttl": "1h",
     "gates": {"rows": None},
@@ -487,7 +487,7 @@ def test_a_view_at_work_holds_up_no_other(make_project: MakeProject, capsys: Cap
     other = {
         "entity": ["id"],
         "source": {"sql": "SELECT * FROM read_parquet('${data}/data.parquet')"},
-        "model": {"use": "tests.arithmetic:Doubler", "args": {"dim": 0}},
+        "model": {"use": "tests.models:Doubler", "args": {"dim": 0}},
         "features": {"double": {"dtype": "float64"}},
         "ttl": "1h",
     }

@@ -75,7 +75,7 @@ def test_late_rows_are_found_by_the_next_run_and_healed_as_status_says(
 def test_partitions_of_an_older_model_are_counted_and_mended(
     corpus: Corpus, capsys: Captured
 ) -> None:
-    corpus.write(model={"use": "tests.arithmetic:Doubler", "args": {"version": "2"}})
+    corpus.write(model={"use": "tests.models:Doubler", "args": {"version": "2"}})
     # the view's file alone says so
     assert status(corpus, capsys)[0]["older"] == NAMES[:3]
     assert corpus.run(2).looked_at == []

@@ -38,8 +38,8 @@ from precompute.store.offline.part_file import MOST_OVERLAYS
 from precompute.store.offline.runs import Journals, Report
 from precompute.store.offline.snapshot import Counts, Snapshot
 from precompute.store.offline.standing import Standing
-from tests.arithmetic import REFUSED_AT, Doubler
 from tests.conftest import MakeProject
+from tests.models import REFUSED_AT, Doubler
 from tests.scene import Scene
 
 NAN = float("nan")
@@ -197,7 +197,7 @@ def test_many_windows_and_parts_hold_every_row_once_and_in_order(
     xs = [(i * 37 % 101, float(i)) for i in range(100)]
     project = make_project(
         xs,
-        view={"model": {"use": "tests.arithmetic:Doubler", "args": {"fail_on": 50, "nan_on": 60}}},
+        view={"model": {"use": "tests.models:Doubler", "args": {"fail_on": 50, "nan_on": 60}}},
     )
     snapshot = made(project)
     assert len(snapshot.parts) > 3
@@ -277,7 +277,7 @@ def test_every_row_is_written_or_rejected(
             "x": pa.array([x for _, x in rows], pa.float64()),
         }
     )
-    project = make_project(table, view={"model": {"use": "tests.arithmetic:Doubler", "args": args}})
+    project = make_project(table, view={"model": {"use": "tests.models:Doubler", "args": args}})
     snapshot = made(project)
     assert snapshot.counts == counts
     assert project.report().counts == plain(counts)
@@ -295,7 +295,7 @@ def test_rejected_rows_are_kept_with_key_stage_error_and_hash(make_project: Make
     args = {"fail_on": 7, "nan_on": 9}
     project = make_project(
         pa.table({"id": keys, "x": xs}),
-        view={"model": {"use": "tests.arithmetic:Doubler", "args": args}, "max_rejected": 0.9},
+        view={"model": {"use": "tests.models:Doubler", "args": args}, "max_rejected": 0.9},
     )
     snapshot = made(project)
     rejected = rejected_of(project, snapshot.run)
@@ -352,7 +352,7 @@ def test_max_rejected_is_the_share_that_still_passes(
 ) -> None:
     rows = [(i, 7.0) for i in range(bad)] + [(bad + i, 1.0) for i in range(good)]
     view = {
-        "model": {"use": "tests.arithmetic:Doubler", "args": {"fail_on": 7}},
+        "model": {"use": "tests.models:Doubler", "args": {"fail_on": 7}},
         "max_rejected": allowed,
     }
     project = make_project(rows, view=view)
@@ -367,7 +367,7 @@ def test_too_many_rejected_rows_publish_nothing_and_say_where_they_are(
 ) -> None:
     rows = [(1, 7.0), (2, 7.0), (3, 7.0), (4, 1.0)]
     project = make_project(
-        rows, view={"model": {"use": "tests.arithmetic:Doubler", "args": {"fail_on": 7}}}
+        rows, view={"model": {"use": "tests.models:Doubler", "args": {"fail_on": 7}}}
     )
     report = refused(project, RejectedError)
     path = project.root / "numbers" / "data" / report.run / "rejected.parquet"
@@ -389,7 +389,7 @@ def test_all_rows_rejected_is_a_refusal_even_where_all_are_allowed(
 ) -> None:
     project = make_project(
         [(1, 7.0), (2, 7.0)],
-        view={"model": {"use": "tests.arithmetic:Doubler", "args": args}, "max_rejected": 1.0},
+        view={"model": {"use": "tests.models:Doubler", "args": args}, "max_rejected": 1.0},
     )
     report = refused(project, RejectedError)
     assert "all 2 rows" in (report.error or "")
@@ -460,14 +460,14 @@ def test_all_rows_rejected_is_a_refusal_even_where_all_are_allowed(
         ),
         (
             None,
-            {"model": {"use": "tests.arithmetic:Doubler", "args": {"dimm": 4}}},
+            {"model": {"use": "tests.models:Doubler", "args": {"dimm": 4}}},
             ConfigError,
             ["numbers.yaml", "dimm"],
         ),
-        (None, {"model": {"use": "tests.arithmetic:Nope"}}, ConfigError, ["numbers.yaml", "Nope"]),
+        (None, {"model": {"use": "tests.models:Nope"}}, ConfigError, ["numbers.yaml", "Nope"]),
         (
             None,
-            {"model": {"use": "tests.arithmetic:Doubler", "args": {"dim": {"sql": "SELECT nope"}}}},
+            {"model": {"use": "tests.models:Doubler", "args": {"dim": {"sql": "SELECT nope"}}}},
             ConfigError,
             ["numbers.yaml", "dim", "nope"],
         ),
@@ -511,7 +511,7 @@ def test_a_view_reads_the_live_snapshot_of_another_and_says_which(
     sums = {
         "entity": ["id"],
         "source": {"sql": "SELECT id, double AS x FROM live.numbers"},
-        "model": {"use": "tests.arithmetic:Doubler", "args": {"dim": 0}},
+        "model": {"use": "tests.models:Doubler", "args": {"dim": 0}},
         "features": {"double": {"dtype": "float64"}},
         "ttl": "1h",
     }
@@ -532,9 +532,7 @@ def test_the_models_fingerprint_is_its_own_and_not_its_arguments(
 ) -> None:
     rows = [(1, 1.0)]
     first = made(make_project(rows))
-    second = made(
-        make_project(rows, view={"model": {"use": "tests.arithmetic:Doubler", "args": args}})
-    )
+    second = made(make_project(rows, view={"model": {"use": "tests.models:Doubler", "args": args}}))
     assert (first.model == second.model) == ("version" not in args)
     assert first.view.fingerprint() != second.view.fingerprint()
 
@@ -733,7 +731,7 @@ def test_small_deltas_are_merged_with_each_other_and_the_base_stays(
     ("view", "reason"),
     [
         (
-            {"model": {"use": "tests.arithmetic:Doubler", "args": {"version": 2}}},
+            {"model": {"use": "tests.models:Doubler", "args": {"version": 2}}},
             "model (or its tokenizer or tables) changed, fingerprint",
         ),
         (
@@ -809,7 +807,7 @@ def test_full_computes_every_row_once_more(make_project: MakeProject, calls: Cal
 def test_rejected_rows_are_not_computed_again_until_their_input_changes(
     make_project: MakeProject, calls: Calls
 ) -> None:
-    view = {"model": {"use": "tests.arithmetic:Doubler", "args": {"fail_on": 7}}}
+    view = {"model": {"use": "tests.models:Doubler", "args": {"fail_on": 7}}}
     first = built(make_project(MANY, view=view))
     assert first.counts == Counts(40, 39, rejected=1)
     calls.take()
@@ -838,7 +836,7 @@ def test_rows_with_a_bad_key_are_rejected_again_without_making_a_snapshot(
 
 
 def test_rejected_rows_are_tried_again_when_asked(make_project: MakeProject, calls: Calls) -> None:
-    use = "tests.arithmetic:Doubler"
+    use = "tests.models:Doubler"
     built(make_project(MANY, view={"model": {"use": use, "args": {"fail_on": 7}}}))
     calls.take()
     project = make_project(MANY)
@@ -849,7 +847,7 @@ def test_rejected_rows_are_tried_again_when_asked(make_project: MakeProject, cal
 
 def test_rejected_rows_of_before_count_against_the_threshold(make_project: MakeProject) -> None:
     view = {
-        "model": {"use": "tests.arithmetic:Doubler", "args": {"fail_on": 7}},
+        "model": {"use": "tests.models:Doubler", "args": {"fail_on": 7}},
         "max_rejected": 0.05,
     }
     rows = [(i, 7.0 if i < 2 else float(i + 10)) for i in range(40)]
@@ -932,7 +930,7 @@ def test_finished_chunks_of_an_interrupted_run_are_not_computed_again(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, calls: Calls, window_rows: int
 ) -> None:
     project = make_project(
-        MANY, view={"model": {"use": "tests.arithmetic:Doubler", "args": {"fail_on": 7}}}
+        MANY, view={"model": {"use": "tests.models:Doubler", "args": {"fail_on": 7}}}
     )
     interrupted(project, monkeypatch, 3)
     calls.take()
@@ -1053,7 +1051,7 @@ def test_chunks_of_another_recipe_are_not_taken_over(
 ) -> None:
     interrupted(make_project(MANY), monkeypatch, 3)
     calls.take()
-    project = make_project(MANY, view={"model": {"use": "tests.arithmetic:Doubler", "args": args}})
+    project = make_project(MANY, view={"model": {"use": "tests.models:Doubler", "args": args}})
     snapshot = built(project)
     assert (calls.take(), project.report().resumed) == (40, 0)
     assert project.doubles(snapshot.number) == {i: 2 * x for i, x in MANY}

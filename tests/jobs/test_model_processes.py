@@ -24,7 +24,7 @@ from precompute.jobs.serve.server import FUTILE, LookupWorker, Supervisor
 from precompute.jobs.serve.supervised_process import STILL_S, Watch
 from precompute.store.errors import PrecomputeError
 from precompute.workers.process import AdoptedProcess, ChildProcess
-from tests.arithmetic import Doubler
+from tests.models import Doubler
 from tests.server import Server, View, eventually, make_folder, read_reply, write_numbers
 
 HERE = "tests.jobs.test_model_processes"
@@ -82,7 +82,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("models")
     args = {"path": str(folder / "batches"), "sleep_s": 0.5}
     counting: View = {
-        "model": {"use": "tests.arithmetic:Counting", "args": args},
+        "model": {"use": "tests.models:Counting", "args": args},
         "fallback": {"enabled": True, "deadline": "10s"},
     }
     views = {"numbers": {}, "faulty": FAULTY, "counted": counting}

@@ -638,7 +638,7 @@ def test_all_views_are_those_that_need_no_frame(scene: Scene) -> None:
     """What only Python can run is no failed run of `run --all`; by name it is refused as ever."""
     views = scene.folder / "views"
     (views / "plain.yaml").write_text(
-        "name: plain\nentity: [id]\nsource: {sql: SELECT 1 AS id, 2.0 AS x}\nmodel: {use: 'tests.arithmetic:Doubler'}\n"
+        "name: plain\nentity: [id]\nsource: {sql: SELECT 1 AS id, 2.0 AS x}\nmodel: {use: 'tests.models:Doubler'}\n"
         "features: {double: {dtype: float64}}\nttl: 1h\n"
     )
     assert selected(scene.reread(), Selection()) == ["plain"]

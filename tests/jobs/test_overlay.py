@@ -108,7 +108,7 @@ def test_a_row_that_is_rejected_now_is_not_served_from_the_base(
     make_project: MakeProject, online: str
 ) -> None:
     """It is in the source still, so it did not leave; but what it was is not what it is."""
-    view = UNJUDGED | {"model": {"use": "tests.arithmetic:Doubler", "args": {"nan_on": -1.0}}}
+    view = UNJUDGED | {"model": {"use": "tests.models:Doubler", "args": {"nan_on": -1.0}}}
     tables = (BASE, BASE | {3: -1.0}, BASE | {3: -1.0, 4: -1.0, 5: 50.0}, BASE | {4: -1.0})
     for number, table in enumerate(tables, 1):
         project = make_project(sorted(table.items()), project={"online": online}, view=view)

@@ -132,7 +132,7 @@ def test_a_server_without_manifests_goes_by_its_own_view_files(
     shutil.move(manifests, project.folder / "elsewhere")
     assert told(project) == COMPUTED
     text = view.read_text()
-    view.write_text(text.replace("tests.arithmetic:Doubler", "tests.arithmetic:Elsewhere"))
+    view.write_text(text.replace("tests.models:Doubler", "tests.models:Elsewhere"))
     assert text != view.read_text()
     assert told(project) == OFF
     view.unlink()

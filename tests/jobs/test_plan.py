@@ -25,8 +25,8 @@ from precompute.store.disk import crashpoint
 from precompute.store.disk.crashpoint import InjectedError
 from precompute.store.errors import PrecomputeError, RejectedError, SnapshotError
 from precompute.store.offline.view_store import ViewStore
-from tests.arithmetic import Doubler
 from tests.conftest import MakeProject
+from tests.models import Doubler
 from tests.scene import Scene
 
 HERE = "tests.jobs.test_plan"
@@ -163,7 +163,7 @@ def test_full_computes_every_row(make_project: MakeProject) -> None:
 
 OTHER: dict[str, tuple[dict[str, Any], Any]] = {
     "the model's fingerprint": (
-        {"model": {"use": "tests.arithmetic:Doubler", "args": {"version": 2}}},
+        {"model": {"use": "tests.models:Doubler", "args": {"version": 2}}},
         "model (or its tokenizer or tables) changed, fingerprint ",
     ),
     "the SQL": (

@@ -18,8 +18,8 @@ from precompute.store.errors import (
     OnlineStoreError,
     PrecomputeError,
 )
-from tests.arithmetic import Doubler
 from tests.conftest import MakeProject
+from tests.models import Doubler
 from tests.scene import Scene
 
 ROWS = [(1, 1.0), (2, 2.0)]

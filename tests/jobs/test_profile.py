@@ -46,7 +46,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def doubler(**args: Any) -> dict[str, Any]:
-    return {"model": {"use": "tests.arithmetic:Doubler", "args": args}}
+    return {"model": {"use": "tests.models:Doubler", "args": args}}
 
 
 # ---- the figures

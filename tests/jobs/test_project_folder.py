@@ -21,8 +21,8 @@ from precompute.store.errors import ConfigError, SourceError
 from precompute.store.offline.view_store import OfflineStore
 from precompute.store.wire.lookup_options import LookupOptions
 from precompute.workers.process import ChildProcess
-from tests.arithmetic import Doubler
 from tests.conftest import MakeProject
+from tests.models import Doubler
 from tests.scene import Scene
 
 RIGHT, WRONG = 1.0, 666.0

@@ -22,8 +22,8 @@ from precompute.store.errors import SnapshotError
 from precompute.store.feature_view import Feature
 from precompute.store.http.page.figures import REPORT, ViewFigures, graph, report_path
 from precompute.techniques.row_errors import MOST
-from tests.arithmetic import Doubler
 from tests.conftest import MakeProject
+from tests.models import Doubler
 from tests.scene import Scene
 from tests.store.test_page import TOLD, Parsed, harmless, report
 
@@ -44,7 +44,7 @@ def project(make_project: MakeProject, capsys: Captured) -> Scene:
     second = [(key, 100.0 if key == 3 else x) for key, x in first if key < 39]
     make_project([*second, (40, 40.0)], view=OPEN).run()
     project = make_project(
-        view=OPEN | {"model": {"use": "tests.arithmetic:Doubler", "args": {"version": 2}}}
+        view=OPEN | {"model": {"use": "tests.models:Doubler", "args": {"version": 2}}}
     )
     project.run()
     capsys.readouterr()
@@ -114,7 +114,7 @@ def test_a_difference_names_its_rows_and_figures(project: Scene, capsys: Capture
 def test_a_feature_of_another_type_is_compared_with_nothing(
     make_project: MakeProject, project: Scene
 ) -> None:
-    wider = {"model": {"use": "tests.arithmetic:Doubler", "args": {"dim": 5}}}
+    wider = {"model": {"use": "tests.models:Doubler", "args": {"dim": 5}}}
     features = {"double": {"dtype": "float64"}, "vector": {"dtype": "float32", "dim": 5}}
     project = make_project(view=OPEN | wider | {"features": features})
     project.run(command="materialize")
@@ -331,7 +331,7 @@ def test_a_failed_run_has_a_page_too(
     project = make_project(
         view=OPEN
         | {
-            "model": {"use": "tests.arithmetic:Doubler", "args": {"nan_on": 5.0}},
+            "model": {"use": "tests.models:Doubler", "args": {"nan_on": 5.0}},
             "max_rejected": 0.0,
         }
     )

@@ -80,6 +80,17 @@ def test_the_very_same_rows_can_be_accepted_by_name(make_project: MakeProject) -
     assert run(make_project, BAD | {0: 7.0}).status == "published"
 
 
+def test_what_was_refused_is_published_later_without_its_number(make_project: MakeProject) -> None:
+    run(make_project, GOOD)
+    run(make_project, BAD)
+    back(make_project)
+    with pytest.raises(GateError, match="snapshot 2 is marked bad"):
+        run(make_project, BAD)
+    project = make_project(view=VIEW)
+    assert project.publish(accept=["rolled_back"]).status == "published"
+    assert project.served([1]) == (project.numbers()[-1], [2 * BAD[1]])
+
+
 @pytest.mark.parametrize(("again", "passes"), [(4, True), (5, False)])
 def test_a_mended_source_passes_though_some_rows_are_as_they_were_there(
     make_project: MakeProject, again: int, passes: bool
@@ -104,7 +115,7 @@ def test_a_mended_model_passes(make_project: MakeProject) -> None:
     run(make_project, GOOD)
     run(make_project, BAD)
     back(make_project)
-    mended = {"model": {"use": "tests.arithmetic:Doubler", "args": {"version": 2}}}
+    mended = {"model": {"use": "tests.models:Doubler", "args": {"version": 2}}}
     assert run(make_project, BAD | {0: 7.0}, VIEW | mended).status == "published"
 
 
@@ -291,7 +302,7 @@ def test_a_change_of_hash_and_of_the_model_passes(
     run(make_project, BAD)
     back(make_project)
     monkeypatch.setattr("precompute.sources.source.hash_kind", lambda: "duckdb-another")
-    mended = {"model": {"use": "tests.arithmetic:Doubler", "args": {"version": 2}}}
+    mended = {"model": {"use": "tests.models:Doubler", "args": {"version": 2}}}
     assert run(make_project, BAD | {0: 7.0}, VIEW | mended).status == "published"
 
 

@@ -69,7 +69,7 @@ sys.exit(main(command))
 def options(online: str = "table:./online", **args: Any) -> dict[str, Any]:
     view = {
         "index": {"on": "vector", "metric": "l2"},
-        "model": {"use": "tests.arithmetic:Doubler", "args": args},
+        "model": {"use": "tests.models:Doubler", "args": args},
     }
     return {"project": {"online": online}, "view": view}
 
@@ -490,7 +490,7 @@ def test_two_views_run_at_once(
     other = {
         "entity": ["id"],
         "source": {"sql": "SELECT 1 AS id, 2.0 AS x"},
-        "model": {"use": "tests.arithmetic:Doubler"},
+        "model": {"use": "tests.models:Doubler"},
         "features": {"double": {"dtype": "float64"}},
         "ttl": "1h",
     }

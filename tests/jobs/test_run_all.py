@@ -32,7 +32,7 @@ def view(parent: str | None = None, **args: Any) -> dict[str, Any]:
         if parent is None
         else f"SELECT id, double AS x FROM live.{parent}"
     )
-    model = {"use": "tests.arithmetic:Doubler", "args": {"dim": 0} | args}
+    model = {"use": "tests.models:Doubler", "args": {"dim": 0} | args}
     return {
         "entity": ["id"],
         "source": {"sql": sql},

@@ -44,7 +44,7 @@ YEARLY = "0 0 1 1 *"
 BASE: dict[str, Any] = {
     "entity": ["id"],
     "source": {"sql": "SELECT 1 AS id, 1.0 AS x"},
-    "model": {"use": "tests.arithmetic:Doubler"},
+    "model": {"use": "tests.models:Doubler"},
     "features": {"double": {"dtype": "float64"}},
     "ttl": "1h",
 }
@@ -524,7 +524,7 @@ def slow(
 ) -> tuple[Scene, OfflineStore]:
     """A project whose view is due and takes a minute; ``again`` leaves its source alone, which a
     run may be reading."""
-    model = {"use": "tests.arithmetic:Doubler", "args": {"sleep_s": 60}}
+    model = {"use": "tests.models:Doubler", "args": {"sleep_s": 60}}
     schedule = {"numbers": {"at": RARELY} | options}
     rows = None if again else [(1, 1.0)]
     project = make_project(

@@ -32,7 +32,7 @@ from tests.server import Server, View, eventually, make_folder, read_reply, slow
 def counting(path: Path, seconds: float) -> View:
     return {
         "model": {
-            "use": "tests.arithmetic:Counting",
+            "use": "tests.models:Counting",
             "args": {"path": str(path), "sleep_s": seconds},
         }
     }
@@ -146,11 +146,11 @@ def test_it_is_ready_once_a_view_is_published_without_a_restart(tmp_path: Path) 
         assert server.get("/v1/views/numbers/rows/1").json["features"]["double"] == 2.0
 
 
-MOODY = {"use": "tests.arithmetic:Moody", "args": {"path": "${data}moody"}}
+MOODY = {"use": "tests.models:Moody", "args": {"path": "${data}moody"}}
 
 
 @pytest.mark.parametrize(
-    "model", [MOODY, {"use": "tests.arithmetic:Doubler"}], ids=["raises anything", "source gone"]
+    "model", [MOODY, {"use": "tests.models:Doubler"}], ids=["raises anything", "source gone"]
 )
 def test_a_model_that_cannot_be_opened_degrades_and_hits_are_served(
     tmp_path: Path, model: dict[str, Any]

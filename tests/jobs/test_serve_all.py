@@ -287,7 +287,7 @@ def test_a_refused_day_is_left_out_and_too_many_lost_rows_are_refused(corpus: Co
 def test_another_model_goes_live_once_every_served_partition_is_of_it(corpus: Corpus) -> None:
     for day in range(3):
         corpus.run(day, {day: 1.0, 9: float(day)})
-    model = {"use": "tests.arithmetic:Doubler", "args": {"version": 2}}
+    model = {"use": "tests.models:Doubler", "args": {"version": 2}}
     corpus.write(model=model)
     before = corpus.scene.live_snapshot()
     report = corpus.run(3, {3: 1.0})
@@ -309,7 +309,7 @@ def test_what_is_live_is_made_of_stays_while_another_model_is_computed(corpus: C
     first = corpus.write(0, {0: 1.0}).view("numbers").model.model_dump(exclude_unset=True)
     for day in range(2):
         corpus.run(day, {day: 1.0})
-    corpus.write(model={"use": "tests.arithmetic:Doubler", "args": {"version": 2}})
+    corpus.write(model={"use": "tests.models:Doubler", "args": {"version": 2}})
     corpus.run(0)
     collect(corpus.scene.store, keep=1, grace_s=-1.0)
     assert set(corpus.scene.live_snapshot().members.values()) <= set(corpus.scene.numbers())
@@ -322,7 +322,7 @@ def test_what_is_live_is_made_of_stays_while_another_model_is_computed(corpus: C
 def test_rows_of_another_model_alone_only_where_an_operator_says_so(corpus: Corpus) -> None:
     for day in range(2):
         corpus.run(day, {day: 1.0})
-    corpus.write(model={"use": "tests.arithmetic:Doubler", "args": {"version": 2}})
+    corpus.write(model={"use": "tests.models:Doubler", "args": {"version": 2}})
     corpus.run(2, {2: 1.0})
     assert corpus.served() == {0: 1.0, 1: 1.0}
     corpus.scene.publish(accept=("rows",))
@@ -459,7 +459,7 @@ def test_a_view_of_the_newest_partition_says_what_that_means(
         (
             {
                 "model": {
-                    "use": "tests.arithmetic:Doubler",
+                    "use": "tests.models:Doubler",
                     "args": {"version": {"sql": "SELECT $start"}},
                 }
             },

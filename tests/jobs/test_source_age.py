@@ -21,7 +21,7 @@ FILE = "SELECT * FROM read_parquet('${data}/data.parquet')"
 READER = {
     "entity": ["id"],
     "source": {"sql": "SELECT id, double AS x FROM live.numbers"},
-    "model": {"use": "tests.arithmetic:Doubler"},
+    "model": {"use": "tests.models:Doubler"},
     "features": {"double": {"dtype": "float64"}},
     "ttl": "2h",
 }

@@ -24,7 +24,7 @@ from tests.scene import Scene
 OTHER = {
     "entity": ["id"],
     "source": {"sql": "SELECT id, double AS x FROM live.numbers"},
-    "model": {"use": "tests.arithmetic:Doubler"},
+    "model": {"use": "tests.models:Doubler"},
     "features": {"double": {"dtype": "float64"}},
     "ttl": "2h",
 }

@@ -59,7 +59,7 @@ Captured = pytest.CaptureFixture[str]
 
 class TorchDoubler(torch.nn.Module):
     """``x`` [rows, 1] → ``vector`` = [x, x + 1, x + 2, x + 3] and ``double`` = 2x [rows, 1], as
-    :class:`tests.arithmetic.Doubler`."""
+    :class:`tests.models.Doubler`."""
 
     def __init__(self) -> None:
         super().__init__()

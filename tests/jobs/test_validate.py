@@ -54,7 +54,7 @@ def test_a_view_that_would_run_passes_and_nothing_is_written(
     assert project.cli("validate", "numbers") == 0
     lines = [line.partition(" (")[0] for line in capsys.readouterr().out.splitlines()]
     assert lines[:2] == [
-        "ok   numbers: configuration: key id; double float64, vector float32[4]; model tests.arithmetic:Doubler",
+        "ok   numbers: configuration: key id; double float64, vector float32[4]; model tests.models:Doubler",
         "ok   numbers: source: 10 rows read: id int64, x double",
     ]
     assert lines[2].startswith("ok   numbers: model: loaded in ")
@@ -91,9 +91,9 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], int, str, str]] = {
     ),
     "a file": ({"source": {"sql": "SELECT * FROM 'nowhere.csv'"}}, {}, 1, "source", "nowhere.csv"),
     "no rows": ({"source": {"sql": f"{SQL} WHERE id < 0"}}, {}, 1, "source", "yields no rows"),
-    "a class": ({"model": {"use": "tests.arithmetic:Dobler"}}, {}, 2, "model", "Dobler"),
+    "a class": ({"model": {"use": "tests.models:Dobler"}}, {}, 2, "model", "Dobler"),
     "an argument": (
-        {"model": {"use": "tests.arithmetic:Doubler", "args": {"dimm": 3}}},
+        {"model": {"use": "tests.models:Doubler", "args": {"dimm": 3}}},
         {},
         2,
         "model",
@@ -126,7 +126,7 @@ def test_what_is_wrong_is_found_and_what_depends_on_it_not_tried(
     other = {
         "entity": ["id"],
         "source": {"sql": SQL},
-        "model": {"use": "tests.arithmetic:Doubler"},
+        "model": {"use": "tests.models:Doubler"},
         "features": {"double": {"dtype": "float64"}},
         "ttl": "1h",
     }

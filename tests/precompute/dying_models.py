@@ -21,11 +21,11 @@ import pyarrow as pa
 
 from precompute.model import Prepared
 from precompute.store.errors import ModelError
-from tests.arithmetic import Doubler
+from tests.models import Doubler
 
 
 class Dying(Doubler):
-    """A :class:`tests.arithmetic.Doubler` that does ``how`` when ``on`` is in the batch, or for
+    """A :class:`tests.models.Doubler` that does ``how`` when ``on`` is in the batch, or for
     every batch.
 
     Args:
@@ -85,7 +85,7 @@ class Dying(Doubler):
 
 
 class Waiting(Doubler):
-    """A :class:`tests.arithmetic.Doubler` that takes ``waits`` seconds for these values of x."""
+    """A :class:`tests.models.Doubler` that takes ``waits`` seconds for these values of x."""
 
     def __init__(self, waits: Mapping[str, float]) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ class _Ahead:
 
 
 class Hanging(Doubler):
-    """A :class:`tests.arithmetic.Doubler` that does ``how`` for ten minutes and says so on stderr,
+    """A :class:`tests.models.Doubler` that does ``how`` for ten minutes and says so on stderr,
     when it is loaded or for every batch."""
 
     def __init__(self, how: str, at: str = "load") -> None:

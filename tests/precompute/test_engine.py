@@ -37,7 +37,7 @@ from precompute.models.device import Device
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.store.errors import ModelError, SourceError
 from precompute.store.feature_view import Feature, FeatureView
-from tests.arithmetic import REFUSED_AT, Doubler, raised_at
+from tests.models import REFUSED_AT, Doubler, raised_at
 from tests.precompute.dying_models import Poisoned
 
 ASSERTED = Poisoned.ASSERTED

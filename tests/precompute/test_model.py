@@ -20,7 +20,7 @@ from precompute.project_module import ProjectPath, described, starting_from
 from precompute.registry import check_use, load_model, load_with_fingerprint
 from precompute.sources.source import Source
 from precompute.store.errors import ConfigError, ModelError
-from tests.arithmetic import Doubler
+from tests.models import Doubler
 
 ITEMS = pa.table({"id": [1, 2, 3], "v": pa.array([[1.0], [2.0], [3.0]], pa.list_(pa.float32()))})
 
@@ -68,13 +68,13 @@ class Meanwhile(Doubler):
     [
         ("text_encodr", "unknown model 'text_encodr'.*did you mean 'text_encoder'"),
         ("", "unknown model ''"),
-        ("tests.arithmetic", r"package\.module:Class"),
-        ("tests.arithmetic.Doubler", r"package\.module:Class"),
+        ("tests.models", r"package\.module:Class"),
+        ("tests.models.Doubler", r"package\.module:Class"),
         (":Doubler", "unknown model"),
-        ("tests.arithmetic:", "unknown model"),
+        ("tests.models:", "unknown model"),
         ("nowhere:Model", "no module 'nowhere'"),
         ("tests.nowhere:Model", r"no module 'tests\.nowhere'"),
-        ("tests.arithmetic.deeper:Model", "no module"),
+        ("tests.models.deeper:Model", "no module"),
         ("..:x", "no module"),
         ("a..b:x", "no module"),
         ("a b:x", "no module"),
@@ -89,9 +89,9 @@ def test_a_name_of_nothing_is_refused(use: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("use", "args", "error", "message"),
     [
-        ("tests.arithmetic:Nope", {}, ConfigError, "no class 'Nope'"),
+        ("tests.models:Nope", {}, ConfigError, "no class 'Nope'"),
         (
-            "tests.arithmetic:Doubler",
+            "tests.models:Doubler",
             {"dimm": 3},
             ConfigError,
             r"takes no argument 'dimm'; did you mean 'dim'\?$",

@@ -22,7 +22,7 @@ from precompute.engine.runner import Runner, compute
 from precompute.engine.window import Outcome
 from precompute.store.errors import ModelError
 from precompute.store.feature_view import Feature, FeatureView, IndexSpec
-from tests.arithmetic import REFUSED_AT, Doubler
+from tests.models import REFUSED_AT, Doubler
 
 NUMBERS = (Feature("double", "float64"), Feature("vector", "float32", dim=4))
 NAN, INF = float("nan"), float("inf")

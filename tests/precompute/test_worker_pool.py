@@ -42,7 +42,7 @@ VIEW = FeatureView(
     60.0,
 )
 DOUBLER, DYING, LAUNCHING, TOLD, SLOW_TO_LOAD, POISONED, WAITING = (
-    "tests.arithmetic:Doubler",
+    "tests.models:Doubler",
     *(
         f"tests.precompute.dying_models:{name}"
         for name in ("Dying", "Launching", "Told", "SlowToLoad", "Poisoned", "Waiting")

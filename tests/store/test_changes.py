@@ -26,7 +26,7 @@ BASE = {i: float(i) for i in range(40)}
 """A delta of up to 10 rows is not copied together with it."""
 
 VIEW = {
-    "model": {"use": "tests.arithmetic:Doubler", "args": {"nan_on": BAD}},
+    "model": {"use": "tests.models:Doubler", "args": {"nan_on": BAD}},
     "gates": {"moved": None, "rolled_back": None},
 }
 NUMBER: dict[str, pa.DataType] = {"id": pa.int64()}

@@ -96,7 +96,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Scene:
         "huge": PLAIN
         | {
             "features": {"vector": {"dtype": "float32", "dim": 4096}},
-            "model": {"use": "tests.arithmetic:Doubler", "args": {"dim": 4096}},
+            "model": {"use": "tests.models:Doubler", "args": {"dim": 4096}},
         },
     }
     project = make_folder(

@@ -55,7 +55,7 @@ def kind(x: float) -> dict[str, Any]:
 
 
 def doubled(x: float) -> dict[str, Any]:
-    """What the model of :mod:`tests.arithmetic` makes of x."""
+    """What the model of :mod:`tests.models` makes of x."""
     return {"double": 2 * x, "vector": [x + i for i in range(4)]}
 
 
