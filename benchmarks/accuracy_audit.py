@@ -103,9 +103,8 @@ def _run(folder: Path, rows: int, seed: int | None) -> dict[str, Any]:
         with recorded(store, "materialize") as run:
             began = time.perf_counter()
             options = RunOptions(full=True, accept=("accuracy",))
-            snapshot = materialize(
-                Job(project, project.view("scores"), store, options, run, Silent())
-            )
+            job = Job(project, project.view("scores"), store, options)
+            snapshot = materialize(job, run, Silent())
             seconds = time.perf_counter() - began - run.stages_s["open"]
     finally:
         Audit.draw = draw  # type: ignore[method-assign]

@@ -197,9 +197,8 @@ def _ours(project: Project) -> tuple[float, Report, Any]:
     store = project.offline.view("scores")
     with recorded(store, "materialize") as run:
         started = time.perf_counter()
-        snapshot = materialize(
-            Job(project, project.view("scores"), store, RunOptions(full=True), run, Silent())
-        )
+        job = Job(project, project.view("scores"), store, RunOptions(full=True))
+        snapshot = materialize(job, run, Silent())
         seconds = time.perf_counter() - started - run.stages_s["open"]
     return (
         seconds,

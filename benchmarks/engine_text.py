@@ -253,9 +253,8 @@ class _Turns:
         store = project.offline.view(view)
         with recorded(store, "materialize") as run:
             started = time.perf_counter()
-            snapshot = materialize(
-                Job(project, project.view(view), store, RunOptions(full=True), run, Silent())
-            )
+            job = Job(project, project.view(view), store, RunOptions(full=True))
+            snapshot = materialize(job, run, Silent())
             seconds = time.perf_counter() - started - run.stages_s["open"]
             if checked:
                 seconds -= run.stages_s.get("accuracy", 0.0)

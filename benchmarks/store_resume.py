@@ -15,7 +15,6 @@ from benchmarks.store_plan import items
 from precompute.jobs.config.project import Project
 from precompute.jobs.run.job import Job, RunOptions
 from precompute.jobs.run.materialize import dry_run
-from precompute.jobs.run.progress import Silent
 from precompute.store.offline.runs import Report
 from precompute.store.offline.view_store import ViewStore
 
@@ -27,16 +26,8 @@ def start_s(project: Project) -> tuple[float, int]:
     """(seconds the plan takes beside reading the source, rows taken over)."""
     made = Report("", "items", "plan")
     started = time.perf_counter()
-    plan = dry_run(
-        Job(
-            project,
-            project.view("items"),
-            project.offline.view("items"),
-            RunOptions(),
-            made,
-            Silent(),
-        )
-    )
+    job = Job(project, project.view("items"), project.offline.view("items"), RunOptions())
+    plan = dry_run(job, made)
     return (
         time.perf_counter() - started - made.stages_s["source"] - made.stages_s["open"],
         plan.diff.resumed,

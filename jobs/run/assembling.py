@@ -6,19 +6,21 @@ publishing lease, of the newest good snapshots there are by then.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from datetime import timedelta
 from typing import TypeVar
 
 import pyarrow as pa
 
-from precompute.jobs.run.job import Job
+from precompute.jobs.config.view import PartitionConfig, ViewConfig
 from precompute.jobs.run.judge.value_gates import JUDGED_ROWS
+from precompute.jobs.run.report import versions
 from precompute.model import Verbatim, digest
 from precompute.store.disk.lease import Lease
 from precompute.store.disk.record import replace
 from precompute.store.errors import SnapshotError
 from precompute.store.history.newest_rows import NewestRows, newest_rows
+from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Counts, Snapshot, Verdict
 from precompute.store.offline.standing import Standing, are_alike
 from precompute.store.offline.view_store import ViewStore
@@ -36,7 +38,14 @@ MOST_BACK = 0.1
 all is assembled again."""
 
 
-def assembled(job: Job, lease: Lease) -> Snapshot | None:
+def assembled(
+    store: ViewStore,
+    config: ViewConfig,
+    accept: Collection[str],
+    lease: Lease,
+    report: Report,
+    memory_mb: int,
+) -> Snapshot | None:
     """The snapshot of all partitions as they are now: what is live where nothing changed, or one
     that is committed now; None where no partition has rows.
 
@@ -45,32 +54,29 @@ def assembled(job: Job, lease: Lease) -> Snapshot | None:
             more.
         FencedError: the lease was lost.
     """
-    store = job.store
-    live = live_assembled(store)
-    members, left_out = members_of(job, live)
+    live, forced = live_assembled(store), "rows" in accept
+    members, left_out = members_of(store, config.partition, live, forced=forced)
     for text in left_out:
-        job.report.attention.append(text)
+        report.attention.append(text)
         log.warning("view %r: %s", store.name, text)
     if not members:
         return None
-    numbers, newest = (
-        {partition: snapshot.number for partition, snapshot in members.items()},
-        members[max(members)],
-    )
+    numbers = {partition: snapshot.number for partition, snapshot in members.items()}
+    newest = members[max(members)]
     if live is not None and (live.members, live.view) == (numbers, newest.view):
         return live
     known = _committed(store, live, numbers, newest)
     if known is not None:
         return known
-    with job.report.stage("assemble"):
+    with report.stage("assemble"):
         try:
-            found = _assembled(job, live, members)
+            snapshot = _assembled(store, report.run, live, members, memory_mb)
         except SnapshotError:
             if not _is_damaged(store, [*members.values(), *([] if live is None else [live])]):
                 raise
             # What is damaged is marked bad now: once more, without it.
-            return assembled(job, lease)
-        return store.commit(_judged(job, live, found), lease)
+            return assembled(store, config, accept, lease, report, memory_mb)
+        return store.commit(_judged(config.gates.rows, live, snapshot, forced), lease)
 
 
 def _is_damaged(store: ViewStore, snapshots: Iterable[Snapshot]) -> bool:
@@ -98,46 +104,48 @@ def live_assembled(store: ViewStore) -> Snapshot | None:
     return None
 
 
-def members_of(job: Job, live: Snapshot | None) -> tuple[dict[str, Snapshot], list[str]]:
+def members_of(
+    store: ViewStore, partitions: PartitionConfig | None, live: Snapshot | None, *, forced: bool
+) -> tuple[dict[str, Snapshot], list[str]]:
     """Partition → the snapshot of it to serve, and what is left out though it is newer, in words.
 
     All are of one model. After a change of that, what is live stays until every partition that is
-    served was computed by the new one; ``--accept rows`` lets go of those that were not.
+    served was computed by the new one; those that were not are dropped if ``forced``.
 
     Raises:
         SnapshotError: a partition that is served has no good snapshot any more.
     """
-    standing, forced = Standing(job.store), "rows" in job.options.accept
-    every = _retained(job, standing.newest_of_each())
+    standing, keep_s = Standing(store), None if partitions is None else partitions.keep
+    every = _retained(keep_s, standing.newest_of_each())
     if not every:
         return {}, []
     newest = every[max(every)]
     members = (
         every
         if all(are_alike(newest, s) for s in every.values())
-        else _retained(job, standing.newest_of_each(like=newest))
+        else _retained(keep_s, standing.newest_of_each(like=newest))
     )
-    served = set() if live is None else set(_retained(job, live.members, members))
+    served = set() if live is None else set(_retained(keep_s, live.members, members))
     if live is None or forced or not served.difference(members):
         return members, _left_out(every, members, newest)
     if are_alike(newest, live):
         gone = ", ".join(sorted(served.difference(members)))
         raise SnapshotError(
             f"partition {gone} is served and has no good snapshot any more; what is live stays."
-            f" Compute it again (precompute run {job.store.name} --partition …), or let go of its"
+            f" Compute it again (precompute run {store.name} --partition …), or let go of its"
             " rows with --accept rows"
         )
-    before = _retained(job, standing.newest_of_each(like=live))
+    before = _retained(keep_s, standing.newest_of_each(like=live))
     if served.difference(before):
         raise SnapshotError(
             "partitions that are served have no good snapshot any more: precompute backfill"
-            f" {job.store.name}, or --accept rows"
+            f" {store.name}, or --accept rows"
         )
     waiting = len(served.difference(members))
     return before, [
         f"another model computed partition {max(every)}, and {waiting} of {len(served)} that are"
         " served wait for it: what is live stays until all are computed by it: precompute backfill"
-        f" {job.store.name} --reprocess stale --from … --to …"
+        f" {store.name} --reprocess stale --from … --to …"
     ]
 
 
@@ -153,13 +161,14 @@ def _left_out(
     ]
 
 
-def _retained(job: Job, of: Mapping[str, Value], beside: Iterable[str] = ()) -> dict[str, Value]:
+def _retained(
+    keep_s: float | None, of: Mapping[str, Value], beside: Iterable[str] = ()
+) -> dict[str, Value]:
     """Those that end no longer before the newest of all than the view keeps."""
-    partition = job.config.partition
     newest = max((*of, *beside), default=None)
-    if newest is None or partition is None or partition.keep is None:
+    if newest is None or keep_s is None:
         return dict(of)
-    since = Partition.parse(newest).end - timedelta(seconds=partition.keep)
+    since = Partition.parse(newest).end - timedelta(seconds=keep_s)
     return {text: value for text, value in of.items() if Partition.parse(text).end > since}
 
 
@@ -177,10 +186,16 @@ def _committed(
     return None
 
 
-def _assembled(job: Job, live: Snapshot | None, members: Mapping[str, Snapshot]) -> Snapshot:
+def _assembled(
+    store: ViewStore,
+    run: str,
+    live: Snapshot | None,
+    members: Mapping[str, Snapshot],
+    memory_mb: int,
+) -> Snapshot:
     """The snapshot, not judged or committed yet: a delta over what is live, or, where that would be
     long or is of another model, whole."""
-    store, newest = job.store, members[max(members)]
+    newest = members[max(members)]
     if (
         live is not None
         and are_alike(live, newest)
@@ -196,7 +211,7 @@ def _assembled(job: Job, live: Snapshot | None, members: Mapping[str, Snapshot])
         except SnapshotError as exc:
             log.warning("%s; all is assembled again", exc)
         else:
-            found = newest_rows(store, members, live, before, memory_mb=job.memory_mb)
+            found = newest_rows(store, members, live, before, memory_mb=memory_mb)
             # All dead rows are read with every look at it.
             dead = found.gone.num_rows + sum(
                 layer.deletes.rows for layer in store.chain(live) if layer.deletes is not None
@@ -205,28 +220,31 @@ def _assembled(job: Job, live: Snapshot | None, members: Mapping[str, Snapshot])
                 dead <= max(found.rows, JUDGED_ROWS)
                 and found.back.num_rows <= MOST_BACK * found.rows + JUDGED_ROWS
             ):
-                return _snapshot(job, live, members, found)
-    return _snapshot(job, None, members, newest_rows(store, members, memory_mb=job.memory_mb))
+                return _snapshot(store, run, live, members, found)
+    found = newest_rows(store, members, memory_mb=memory_mb)
+    return _snapshot(store, run, None, members, found)
 
 
 def _snapshot(
-    job: Job, live: Snapshot | None, members: Mapping[str, Snapshot], found: NewestRows
+    store: ViewStore,
+    run: str,
+    live: Snapshot | None,
+    members: Mapping[str, Snapshot],
+    found: NewestRows,
 ) -> Snapshot:
-    store, report, newest, parts = job.store, job.report, members[max(members)], list(found.parts)
+    newest, parts = members[max(members)], list(found.parts)
     if found.back.num_rows:
-        parts.append(store.write_part(report.run, "assembled.parquet", found.back))
+        parts.append(store.write_part(run, "assembled.parquet", found.back))
     if live is None and not parts:
         # no partition has a row: one file of none
         parts = list(store.chain(newest)[0].parts)
     dead = pa.concat_tables([found.gone.unify_dictionaries(), found.own_dead.unify_dictionaries()])
-    deletes = (
-        store.write_part(report.run, "assembled-deletes.parquet", dead) if dead.num_rows else None
-    )
+    deletes = store.write_part(run, "assembled-deletes.parquet", dead) if dead.num_rows else None
     rejected = sum(member.counts.rejected for member in members.values())
     unchanged = 0 if live is None else live.rows - found.gone.num_rows
     return Snapshot(
         view=newest.view,
-        run=report.run,
+        run=run,
         model=newest.model,
         counts=Counts(
             found.rows + rejected, found.rows - unchanged, rejected, unchanged, found.removed
@@ -238,7 +256,7 @@ def _snapshot(
         computed_at_max=found.newest_us,
         inputs=dict(newest.inputs),
         input_columns=dict(newest.input_columns),
-        versions=report.versions,
+        versions=dict(versions()),
         kind="full" if live is None else "delta",
         parent=None if live is None else live.number,
         deletes=deletes,
@@ -251,10 +269,11 @@ def _snapshot(
     )
 
 
-def _judged(job: Job, live: Snapshot | None, snapshot: Snapshot) -> Snapshot:
+def _judged(
+    limit: float | None, live: Snapshot | None, snapshot: Snapshot, forced: bool
+) -> Snapshot:
     """Each partition was judged when it was computed. Of all together one thing is: whether more
     rows were lost than ``gates.rows`` allows; a corpus may grow."""
-    limit = job.config.gates.rows
     if live is None or limit is None or live.rows < JUDGED_ROWS:
         return snapshot
     change = snapshot.rows / live.rows - 1
@@ -263,5 +282,5 @@ def _judged(job: Job, live: Snapshot | None, snapshot: Snapshot) -> Snapshot:
         f" {live.rows:,} of snapshot {live.number}"
     )
     verdict = Verdict("rows", change >= -limit, change, limit, message)
-    accepted = ("rows",) if not verdict.passed and "rows" in job.options.accept else ()
+    accepted = ("rows",) if not verdict.passed and forced else ()
     return replace(snapshot, gates=(verdict,), quality={"rows": change}, accepted=accepted)

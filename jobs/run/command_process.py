@@ -117,7 +117,7 @@ def terminable() -> Iterator[None]:
 
 
 def _say_last_words() -> None:
-    """Do what those who were not given the time to end by themselves left to do, and let go of
+    """Do what those who were not given the time to end by themselves left to do, and release
     their leases."""
     while _State.last_words:
         say = _State.last_words.pop()

@@ -1,20 +1,21 @@
-"""Job: one run of a view on its way. How the view is configured, what is requested, where it is
-stored, and whom it reports to."""
+"""Job: what one run is about. How the view is configured, what is requested of it, and where its
+snapshots are. What the steps of the run make is handed from one to the next; see
+:mod:`precompute.jobs.run.run_view`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from precompute.jobs.config.project import Project
 from precompute.jobs.config.view import ViewConfig
-from precompute.jobs.run.progress import Progress
-from precompute.registry import LoadedModel
 from precompute.store.disk.lease import Lease
-from precompute.store.offline.runs import Report
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.times import Partition
+
+if TYPE_CHECKING:
+    from precompute.jobs.run.rows.open_view import Load
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +61,12 @@ class RunOptions:
 @dataclass(frozen=True, slots=True)
 class Job:
     """One run. ``lease`` is checked before the commit; None where nothing is committed, or nobody
-    else can be at it."""
+    else can be at it;
+    ``load`` makes the model."""
 
     project: Project
     config: ViewConfig
     store: ViewStore
     options: RunOptions
-    report: Report
-    progress: Progress
     lease: Lease | None = None
-    load: Callable[[str, Mapping[str, Any], str], LoadedModel] | None = None
-    """Makes the model, as :func:`precompute.jobs.run.rows.open_view.open_view` has it."""
-
-    @property
-    def memory_mb(self) -> int:
-        """DuckDB's share of the memory, and as much for what lies between the engine's stages."""
-        return self.project.settings.memory_mb
+    load: Load | None = None

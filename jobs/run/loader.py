@@ -58,13 +58,11 @@ class Loader:
         owner: str,
         memory_mb: int = 1024,
     ) -> None:
-        self._store, self._online, self._report, self._progress, self._owner = (
-            store,
-            online,
-            report,
-            progress,
-            owner,
-        )
+        self._store = store
+        self._online = online
+        self._report = report
+        self._progress = progress
+        self._owner = owner
         self._limits = Limits(memory_mb=memory_mb)
 
     def prepare(self, generation: Generation, snapshot: Snapshot, rows: int) -> Terms:
@@ -223,10 +221,8 @@ class Loader:
             # one for all overlays: it is 0.0014 of the whole one's time for 1 % of the rows, and a
             # search asks each
             changes = Changes(store, store.snapshot(under.base_snapshot), snapshot)
-            base, batches = (
-                store.index_folder(under.generation),
-                changes.batches(columns, BATCH_ROWS),
-            )
+            base = store.index_folder(under.generation)
+            batches = changes.batches(columns, BATCH_ROWS)
             figures = build_overlay(
                 folder, base, batches, [changes.removed], view, model=snapshot.model
             )

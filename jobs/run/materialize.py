@@ -1,22 +1,26 @@
-"""Materialize: compute a feature view into a snapshot.
+"""Materialize: compute a feature view into a snapshot, step by step, each from what the one before
+it made:
 
-source ─ rows ─► plan ─► windows ─► model ─► chunks: Parquet parts and a journal ─► gates ─►
-manifest. Nothing is visible before the manifest; a run that dies leaves the old snapshot as it was,
-and its finished chunks to the next run.
+open ─► load ─► plan ─► compute: windows ─► model ─► Parquet parts and a journal ─► write ─► judge
+─► commit: the manifest. Nothing is visible before that; a run that dies leaves the old snapshot as
+it was, and its finished chunks to the next run.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+from precompute.jobs.config.view import ViewConfig
 from precompute.jobs.run.job import Job
 from precompute.jobs.run.judge.accuracy import AccuracyCheck
 from precompute.jobs.run.judge.audit import Audit
-from precompute.jobs.run.judge.gates import judged, judged_again
+from precompute.jobs.run.judge.gates import Judge
+from precompute.jobs.run.progress import Progress
 from precompute.jobs.run.rows.chunks import Chunks
 from precompute.jobs.run.rows.compaction import (
     Replaced,
@@ -25,9 +29,10 @@ from precompute.jobs.run.rows.compaction import (
     merged,
     write_deletes,
 )
-from precompute.jobs.run.rows.given_frame import take_frame
 from precompute.jobs.run.rows.open_view import OpenView, iso_us, open_view, read_source_at
-from precompute.jobs.run.rows.plan import Plan, make_plan, mark_if_damaged, now_us, recipe_of
+from precompute.jobs.run.rows.plan import Plan, Planner, mark_if_damaged, now_us, recipe_of
+from precompute.sources.frame import write_frame
+from precompute.store.disk.durable_file import disk_message, make_folder, replacing_durably
 from precompute.store.disk.record import plain, replace
 from precompute.store.errors import (
     ConfigError,
@@ -37,15 +42,17 @@ from precompute.store.errors import (
     SnapshotError,
     SourceError,
 )
-from precompute.store.offline.snapshot import Counts, Snapshot, Verdict
-from precompute.store.offline.view_store import FRAME
+from precompute.store.offline.row_figures import RowFigures
+from precompute.store.offline.runs import Report
+from precompute.store.offline.snapshot import Counts, Part, Snapshot, Verdict
+from precompute.store.offline.view_store import FRAME, OfflineStore, ViewStore
 from precompute.store.times import utc_now
 from precompute.techniques.table import REFERENCE
 
 
-def materialize(job: Job) -> Snapshot:
+def materialize(job: Job, report: Report, progress: Progress) -> Snapshot:
     """Compute the rows of a view that need it, and commit the result; the caller holds the run's
-    lease. Counts, stage times and the verdicts are added to the job's report.
+    lease. Counts, stage times and the verdicts are added to the report.
 
     Returns:
         the committed snapshot, not yet published; or the one there was, when nothing changed
@@ -57,108 +64,241 @@ def materialize(job: Job) -> Snapshot:
             run has them; or ``bad_rows: fail`` and one row is unusable.
         ModelError, ConfigError, SnapshotError, GateError, FencedError: as their names say.
     """
-    with _opened(job) as opened:
-        plan = _planned(job, opened)
+    with _open(job, report) as opened:
+        loaded = _load(job.config, job.store.offline, opened, report)
+        plan = _plan(job, opened, loaded, report)
         if plan.nothing_to_do:
-            return _unchanged(job, opened, plan)
+            return _unchanged(job, opened, loaded, plan, report)
         if plan.source_rows:
-            with job.report.stage("open"):
+            with report.stage("open"):
                 opened.convert()
-        with closing(_Accuracy(job, opened, plan)) as accuracy:
-            stages = job.report.stages_s
-            audit = Audit(
-                job.config, opened, plan.diff.compute, sum(stages.values()) - stages["open"]
-            )
-            chunks = _computed(job, opened, plan, accuracy, audit)
-            verdicts = accuracy.checked()
-        with job.report.stage("audit"):
-            verdicts += audit.verdicts(job.report.stages_s.get("model", 0.0))
-        delta = _snapshot(job, opened, plan, chunks)
-        snapshot = _judged(job, opened, plan, chunks, delta, verdicts)
-        with job.report.stage("commit"):
+        computed = _compute(job, opened, plan, report, progress)
+        delta = _write(job, opened, loaded, plan, computed, report)
+        snapshot = _judge(job, opened, plan, computed, delta, report)
+        with report.stage("commit"):
             snapshot = job.store.commit(snapshot, job.lease)
         took_over = (Path(part.path).parent.name for part in (*delta.parts, *snapshot.parts))
-        for run in {job.report.run, *took_over}:
+        for run in {report.run, *took_over}:
             job.store.journals.end(run)
-    job.report.snapshot, job.report.status = snapshot.number, "committed"
+    report.snapshot, report.status = snapshot.number, "committed"
     return snapshot
 
 
-def dry_run(job: Job) -> Plan:
+def dry_run(job: Job, report: Report) -> Plan:
     """What :func:`materialize` would do, and why; nothing is written.
 
     Raises:
         SourceError, ModelError, ConfigError, SnapshotError: as :func:`materialize`.
     """
-    with _opened(job) as opened:
-        return _planned(job, opened)
+    with _open(job, report) as opened:
+        return _plan(job, opened, _load(job.config, job.store.offline, opened, report), report)
 
 
-def _opened(job: Job) -> OpenView:
-    view, offline, home = job.config.feature_view(), job.store.offline, job.project.home
-    with job.report.stage("open"):
-        take_frame(job)
-        return open_view(
-            view,
-            offline,
-            home,
-            partition=job.options.partition,
-            memory_mb=job.project.settings.source_mb,
+# ---- open
+
+
+def _open(job: Job, report: Report) -> OpenView:
+    """The view with its source, not loaded yet, and its model in float32."""
+    project, options = job.project, job.options
+    with report.stage("open"):
+        _take_frame(job.config, options.frame, project.folder, job.store.data / report.run / FRAME)
+        opened = open_view(
+            job.config.feature_view(),
+            job.store.offline,
+            project.home,
+            partition=options.partition,
+            memory_mb=project.settings.source_mb,
             load=job.load,
             held=True,
         )
-
-
-def _planned(job: Job, opened: OpenView) -> Plan:
-    """Load the source, and compare it with what was computed before."""
-    config, report, partition = job.config, job.report, job.options.partition
     report.model, report.inputs = opened.fingerprint, dict(opened.inputs)
+    return opened
+
+
+def _take_frame(config: ViewConfig, frame: object, project: Path, path: Path) -> None:
+    """Store the rows that a program hands to a run, where the view's SQL reads them. Only a
+    snapshot names the file, so that what is live goes on with its own.
+
+    Raises:
+        ConfigError: the view takes a frame and none was given, or one was given and the view takes
+            none.
+        SourceError: it lacks a column, or cannot be read.
+        SnapshotError: it cannot be written.
+    """
+    name, columns = config.name, config.source.frame
+    if columns is None and frame is None:
+        return
+    if columns is None:
+        raise ConfigError(
+            f"view {name!r} reads SQL, so it takes no frame: leave it out, or write source:"
+            f" {{frame: [{', '.join(config.entity)}, …]}} in place of sql in"
+            f" {project / 'views' / name}.yaml"
+        )
+    if frame is None:
+        raise ConfigError(
+            f"view {name!r} takes its rows from a DataFrame, and this run was given none; only"
+            f" Python gives one: precompute.open({str(project)!r}).run({name!r},"
+            " frame=df). What a schedule or the command line is to run reads source: {sql: …}"
+        )
+    try:
+        make_folder(path.parent)
+        with replacing_durably(path) as temporary:
+            write_frame(frame, columns, config.entity, temporary)
+    except OSError as exc:
+        raise SnapshotError(disk_message(path, exc)) from exc
+
+
+# ---- load
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A source that was read: how many rows it has, when that was, in µs since 1970, and when it
+    was last modified, ISO 8601 in UTC; None where that is not known."""
+
+    rows: int
+    read_at_us: int
+    source_at: str | None
+
+
+def _load(config: ViewConfig, offline: OfflineStore, opened: OpenView, report: Report) -> Loaded:
+    source, updated_at, partition = opened.source, config.source.updated_at, config.partition
     read_at_us = report.read_at_us = now_us()
-    updated_at = config.source.updated_at
     with report.stage("source"):
         # Before it is read: what is modified meanwhile is the next run's.
         if updated_at is None:
-            report.source_at = read_source_at(opened, job.store.offline)
+            report.source_at = read_source_at(opened, offline)
         else:
-            opened.source.check_time(updated_at, opened.place("source", "updated_at"))
-        within = None if config.partition is None else config.partition.column
+            source.check_time(updated_at, opened.place("source", "updated_at"))
+        within = None if partition is None else partition.column
         if within is not None:
-            opened.source.check_time(within, opened.place("partition", "column"))
-        total = opened.source.load(within)
+            source.check_time(within, opened.place("partition", "column"))
+        rows = source.load(within)
         if updated_at is not None:
-            newest_us, ahead = opened.source.newest_us(updated_at, read_at_us)
+            newest_us, ahead = source.newest_us(updated_at, read_at_us)
             report.source_at = iso_us(newest_us)
             if ahead:
                 report.attention.append(
                     f"source.updated_at: {updated_at!r} is ahead of this clock in {ahead:,} of"
-                    f" {total:,} rows, which do not count for the source's age"
+                    f" {rows:,} rows, which do not count for the source's age"
                 )
-    if total == 0 and (config.partition is None or config.partition.empty == "fail"):
-        where = "the source" if partition is None else f"the source of partition {partition}"
+    if rows == 0 and (partition is None or partition.empty == "fail"):
+        part = "" if report.partition is None else f" of partition {report.partition}"
         raise SourceError(
-            f"view {config.name!r}: {where} yielded no rows; nothing was published and the live"
-            " snapshot stays"
+            f"view {config.name!r}: the source{part} yielded no rows; nothing was published and the"
+            " live snapshot stays"
         )
+    return Loaded(rows, read_at_us, report.source_at)
+
+
+# ---- plan
+
+
+def _plan(job: Job, opened: OpenView, loaded: Loaded, report: Report) -> Plan:
+    planner = Planner(job.store, opened, job.options, job.config.renew_unchanged)
     with report.stage("plan"):
-        plan = make_plan(job, opened, total, read_at_us=read_at_us)
+        plan = planner.plan(loaded.rows, loaded.read_at_us)
     report.plan, report.resumed = str(plan), plan.diff.resumed
     return plan
 
 
-def _unchanged(job: Job, opened: OpenView, plan: Plan) -> Snapshot:
-    """The snapshot there is, which gates that refused it judge again."""
+def _unchanged(job: Job, opened: OpenView, loaded: Loaded, plan: Plan, report: Report) -> Snapshot:
+    """The snapshot there is; where a gate refused it, as the gates judge it now."""
     assert plan.parent is not None
-    report, rejected = job.report, plan.parent.counts.rejected
-    report.snapshot, report.status = plan.parent.number, "current"
+    snapshot, store, rejected = plan.parent, job.store, plan.parent.counts.rejected
+    report.snapshot, report.status = snapshot.number, "current"
     report.counts = plain(Counts(plan.source_rows, 0, rejected, plan.source_rows - rejected))
-    report.counts |= _nulls(plan.parent)
-    with _marking_damage(job, plan):
-        snapshot = judged_again(job, opened, plan.parent)
+    report.counts |= _nulls(snapshot)
+    if snapshot.refused_by:
+        with _marking_damage(store, plan.parent):
+            now = Judge(job.config, opened, store, job.options.accept).judged_again(snapshot)
+        report.gates = list(now.gates)
+        if now.refused_by != snapshot.refused_by:
+            again = replace(now, run=report.run, created_at=utc_now(), source_at=loaded.source_at)
+            snapshot = store.commit(again, job.lease)
+            report.snapshot, report.status = snapshot.number, "committed"
     if snapshot.frame is not None:
         # it holds what this run's holds
         with suppress(OSError):
-            (job.store.data / report.run / FRAME).unlink()
+            (store.data / report.run / FRAME).unlink()
     return snapshot
+
+
+# ---- compute
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """The rows of a run, written and not committed: those taken over from interrupted runs among
+    them."""
+
+    counts: Counts
+    parts: tuple[Part, ...]
+    figures: Mapping[str, RowFigures]
+    """Path of a part → of all its rows."""
+    rejected: Part | None
+    computed_at: tuple[int, ...]
+    """When the first and the last were computed by this run, µs since 1970; empty without any."""
+    verdicts: tuple[Verdict, ...]
+    """On what they were computed by."""
+
+
+def _compute(
+    job: Job, opened: OpenView, plan: Plan, report: Report, progress: Progress
+) -> Computed:
+    """Compute what the plan says.
+
+    Raises:
+        GateError: the view's precision is refused; nothing was written.
+        RejectedError, ModelError, ConfigError: too many rows are unusable, or none fits the view.
+    """
+    config, store = job.config, job.store
+    with closing(_Accuracy(config, job.options.accept, opened, plan, report)) as accuracy:
+        stages = report.stages_s
+        audit = Audit(config, opened, plan.diff.compute, sum(stages.values()) - stages["open"])
+        store.journals.begin(report.run, plan.recipe, report.partition, full=job.options.full)
+        allowed = math.floor(plan.source_rows * config.max_rejected + 1e-9)
+        chunks = Chunks(store, report, opened, allowed, accuracy.checked, audit.draw)
+        chunks.take_over(plan)
+        progress.begin(f"materialize {config.name}", plan.diff.compute)
+        try:
+            chunks.compute(job.project.settings, progress)
+        except GateError:
+            # there is no chunk in it
+            store.journals.end(report.run)
+            raise
+        except (RejectedError, ModelError) as exc:
+            _check_fit(opened, plan, chunks, exc)
+            raise
+        progress.end()
+        counts = Counts(
+            source=plan.source_rows,
+            written=chunks.written,
+            rejected=chunks.rejections.count,
+            unchanged=plan.diff.unchanged,
+            removed=plan.diff.removed,
+            duplicates=opened.source.rows_read - plan.source_rows,
+        )
+        report.counts = plain(counts)
+        if counts.written + counts.unchanged == 0 and plan.source_rows:
+            _check_fit(opened, plan, chunks)
+            raise RejectedError(
+                f"view {config.name!r}: all {plan.source_rows} rows were rejected"
+                f" ({chunks.rejections.reasons()}); see {chunks.rejections.path}"
+            )
+        if plan.parent is None and not chunks.parts:
+            chunks.write_no_rows()
+        verdicts = accuracy.checked()
+    with report.stage("audit"):
+        verdicts = [*verdicts, *audit.verdicts(report.stages_s.get("model", 0.0))]
+    return Computed(
+        counts,
+        tuple(chunks.parts),
+        chunks.figures,
+        chunks.rejections.part,
+        tuple(chunks.computed_at),
+        tuple(verdicts),
+    )
 
 
 class _Accuracy:
@@ -169,17 +309,22 @@ class _Accuracy:
         GateError: it is refused, and nobody accepts that; nothing was computed.
     """
 
-    def __init__(self, job: Job, opened: OpenView, plan: Plan) -> None:
-        self._job = job
+    def __init__(
+        self,
+        config: ViewConfig,
+        accept: Collection[str],
+        opened: OpenView,
+        plan: Plan,
+        report: Report,
+    ) -> None:
+        self._config, self._accept, self._report = config, accept, report
         self._check: AccuracyCheck | None = None
-        self._verdicts: list[Verdict] | None = None
-        if plan.parent is not None or not plan.source_rows or opened.variant == REFERENCE:
-            self._verdicts = []
-            return
-        with job.report.stage("accuracy"):
-            self._check = AccuracyCheck(job.config, opened)
-        if self._check.known:
-            self._judge("computed")
+        self._verdicts: list[Verdict] = []
+        if plan.parent is None and plan.source_rows and opened.variant != REFERENCE:
+            with report.stage("accuracy"):
+                self._check = AccuracyCheck(config, opened)
+            if self._check.known:
+                self._judge(self._check, "computed")
 
     def checked(self) -> list[Verdict]:
         """The verdicts for the manifest, once they are known: before anything is written.
@@ -187,68 +332,29 @@ class _Accuracy:
         Raises:
             GateError: it is refused, and nobody accepts that; nothing was written.
         """
-        if self._verdicts is None:
-            with self._job.report.stage("accuracy"):
-                self._judge("written")
-        assert self._verdicts is not None
+        if self._check is not None and not self._verdicts:
+            with self._report.stage("accuracy"):
+                self._judge(self._check, "written")
         return self._verdicts
 
     def close(self) -> None:
-        """Let go of the measurement."""
+        """End the measurement."""
         if self._check is not None:
             self._check.close()
 
-    def _judge(self, what: str) -> None:
-        assert self._check is not None
-        job, verdict = self._job, self._check.verdict()
-        job.report.gates = [verdict]
-        if not verdict.passed and verdict.gate not in job.options.accept:
-            name = job.config.name
-            # there is no chunk in it
-            job.store.journals.end(job.report.run)
+    def _judge(self, check: AccuracyCheck, what: str) -> None:
+        name, verdict = self._config.name, check.verdict()
+        self._report.gates = [verdict]
+        if not verdict.passed and verdict.gate not in self._accept:
             raise GateError(
                 f"view {name!r}: {verdict.message}. Nothing was {what}; choose another precision"
                 f" (`precompute tune {name}` measures them all), change the view's `accuracy`, or"
-                f" accept it: {job.config.accepting('accuracy')}"
+                f" accept it: {self._config.accepting('accuracy')}"
             )
         self._verdicts = [verdict]
 
 
-def _computed(job: Job, opened: OpenView, plan: Plan, accuracy: _Accuracy, audit: Audit) -> Chunks:
-    """Compute what the plan says; afterwards the parts are written, and the report's counts are
-    known."""
-    config, report, store = job.config, job.report, job.store
-    store.journals.begin(report.run, plan.recipe, report.partition, full=job.options.full)
-    chunks = Chunks(
-        job,
-        opened,
-        math.floor(plan.source_rows * config.max_rejected + 1e-9),
-        accuracy.checked,
-        audit.draw,
-    )
-    chunks.take_over(plan)
-    job.progress.begin(f"materialize {config.name}", plan.diff.compute)
-    try:
-        chunks.compute()
-    except (RejectedError, ModelError) as exc:
-        _check_fit(job, opened, plan, chunks, exc)
-        raise
-    job.progress.end()
-    report.counts = plain(_counts(opened, plan, chunks))
-    if chunks.written + plan.diff.unchanged == 0 and plan.source_rows:
-        rejections = chunks.rejections
-        _check_fit(job, opened, plan, chunks)
-        raise RejectedError(
-            f"view {config.name!r}: all {plan.source_rows} rows were rejected"
-            f" ({rejections.reasons()}); see {rejections.path}"
-        )
-    if plan.parent is None and not chunks.parts:
-        chunks.write_no_rows()
-    return chunks
-
-
 def _check_fit(
-    job: Job,
     opened: OpenView,
     plan: Plan,
     chunks: Chunks,
@@ -270,7 +376,7 @@ def _check_fit(
         reasons = chunks.rejections.reasons()
         named = [
             name
-            for name in job.config.features
+            for name in opened.view.feature_names
             if re.search(rf"(feature|returned no) '{name}'", reasons)
         ]
         raise ModelError(
@@ -279,30 +385,25 @@ def _check_fit(
         ) from cause
 
 
-def _counts(opened: OpenView, plan: Plan, chunks: Chunks) -> Counts:
-    return Counts(
-        source=plan.source_rows,
-        written=chunks.written,
-        rejected=chunks.rejections.count,
-        unchanged=plan.diff.unchanged,
-        removed=plan.diff.removed,
-        duplicates=opened.source.rows_read - plan.source_rows,
-    )
+# ---- write, judge
 
 
-def _snapshot(job: Job, opened: OpenView, plan: Plan, chunks: Chunks) -> Snapshot:
+def _write(
+    job: Job, opened: OpenView, loaded: Loaded, plan: Plan, computed: Computed, report: Report
+) -> Snapshot:
     """The result, not compacted, judged or committed yet; its deletes are written."""
-    diff, source, report = plan.diff, opened.source, job.report
+    config, diff, source = job.config, plan.diff, opened.source
     with report.stage("write"):
-        deletes, own_deletes = write_deletes(job, opened, plan, chunks.parts)
-    ages = [us for us in (diff.oldest_us, diff.newest_us, *chunks.computed_at) if us is not None]
+        deletes = write_deletes(job.store, report.run, opened, plan, computed.parts)
+    ages = [us for us in (diff.oldest_us, diff.newest_us, *computed.computed_at) if us is not None]
+    renews = config.renew_unchanged and diff.unchanged + diff.resumed
     return Snapshot(
         view=opened.view,
         run=report.run,
         model=opened.fingerprint,
-        counts=_counts(opened, plan, chunks),
-        parts=tuple(chunks.parts),
-        rejected=chunks.rejections.part,
+        counts=computed.counts,
+        parts=deletes.parts,
+        rejected=computed.rejected,
         created_at=utc_now(),
         computed_at_min=min(ages, default=None),
         computed_at_max=max(ages, default=None),
@@ -312,54 +413,49 @@ def _snapshot(job: Job, opened: OpenView, plan: Plan, chunks: Chunks) -> Snapsho
         versions=report.versions,
         kind="full" if plan.parent is None else "delta",
         parent=None if plan.parent is None else plan.parent.number,
-        deletes=deletes,
-        own_deletes=own_deletes,
-        frame=None if job.config.source.frame is None else f"data/{report.run}/{FRAME}",
+        deletes=deletes.part,
+        own_deletes=deletes.own,
+        frame=None if config.source.frame is None else f"data/{report.run}/{FRAME}",
         recipe=plan.recipe,
         computation=recipe_of(opened, hashed=False),
         content=plan.content,
         partition=report.partition,
-        renewed_at=(
-            plan.read_at_us
-            if job.config.renew_unchanged and diff.unchanged + diff.resumed
-            else None
-        ),
-        source_at=report.source_at,
+        renewed_at=loaded.read_at_us if renews else None,
+        source_at=loaded.source_at,
     )
 
 
-def _judged(
-    job: Job, opened: OpenView, plan: Plan, chunks: Chunks, delta: Snapshot, accuracy: list[Verdict]
+def _judge(
+    job: Job, opened: OpenView, plan: Plan, computed: Computed, delta: Snapshot, report: Report
 ) -> Snapshot:
     """The result as it is to be committed: compacted where the plan says so, with figures and
     verdicts."""
-    report, snapshot, replaced = job.report, delta, None
-    if plan.parent is not None:
-        replaced = Replaced(
-            job.store, plan.parent, delta, [*delta.view.entity, *delta.view.feature_names]
-        )
-    if plan.compact:
-        with report.stage("compact"), _marking_damage(job, plan):
-            snapshot = compacted(job, opened, delta)
-    with report.stage("gates"), _marking_damage(job, plan):
-        if not plan.compact:
-            snapshot = replace(
-                snapshot, figures=figures_of(job.store, snapshot, chunks.figures, replaced)
-            )
-    if plan.since is not None:
-        with report.stage("compact"), _marking_damage(job, plan):
-            snapshot = merged(job, snapshot, plan.since)
-    with report.stage("gates"), _marking_damage(job, plan):
-        snapshot = judged(job, opened, snapshot, accuracy, replaced)
+    store, parent, replaced = job.store, plan.parent, None
+    if parent is not None:
+        replaced = Replaced(store, parent, delta, [*delta.view.entity, *delta.view.feature_names])
+    with _marking_damage(store, parent):
+        if plan.compact:
+            with report.stage("compact"):
+                snapshot = compacted(store, opened, delta)
+        else:
+            with report.stage("gates"):
+                figures = figures_of(store, delta, computed.figures, replaced)
+                snapshot = replace(delta, figures=figures)
+        if plan.since is not None:
+            with report.stage("compact"):
+                snapshot = merged(store, snapshot, plan.since)
+        with report.stage("gates"):
+            judge = Judge(job.config, opened, store, job.options.accept)
+            snapshot = judge.judged(snapshot, computed.verdicts, replaced)
     report.gates = list(snapshot.gates)
     report.counts |= _nulls(snapshot)
     return snapshot
 
 
 @contextmanager
-def _marking_damage(job: Job, plan: Plan) -> Iterator[None]:
-    """Mark the snapshot that this run builds on bad where reading it fails because it is damaged,
-    so that the next run builds on a whole one.
+def _marking_damage(store: ViewStore, parent: Snapshot | None) -> Iterator[None]:
+    """Mark the snapshot that a run builds on bad where reading it fails because it is damaged, so
+    that the next run builds on a whole one.
 
     Raises:
         SnapshotError: something cannot be read, and what to do.
@@ -367,12 +463,12 @@ def _marking_damage(job: Job, plan: Plan) -> Iterator[None]:
     try:
         yield
     except SnapshotError as exc:
-        if plan.parent is None or not mark_if_damaged(job.store, plan.parent):
+        if parent is None or not mark_if_damaged(store, parent):
             raise
         raise SnapshotError(
-            f"view {job.config.name!r}: snapshot {plan.parent.number}, which this run builds on, is"
-            " damaged, and marked bad now. Nothing was committed and the live snapshot stays; run"
-            " the view again: it builds on what is whole, and takes over what was computed"
+            f"view {store.name!r}: snapshot {parent.number}, which this run builds on, is damaged,"
+            " and marked bad now. Nothing was committed and the live snapshot stays; run the view"
+            " again: it builds on what is whole, and takes over what was computed"
         ) from exc
 
 

@@ -76,8 +76,8 @@ def contract_verdict(config: ViewConfig, store: ViewStore) -> Verdict | None:
     served = served_snapshot(store)
     if served is None or not config.gates.contract:
         return None
-    verdicts = Verdicts(0)
-    judge_contract(config.feature_view(), served.view, True, verdicts)
+    verdicts = Verdicts(config.gates, 0)
+    judge_contract(config.feature_view(), served.view, verdicts)
     return verdicts.all[0]
 
 

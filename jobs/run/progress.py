@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from precompute.jobs.run.command_process import logs_json, say
 
@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 LINE_EVERY_S = 5.0
 
 
-class Progress(Protocol):
-    """Reported what work begins, how far it is, and that it ended."""
+class Progress:
+    """Reported what work begins, how far it is, and that it ended. This one says nothing: for
+    ``--json``, and for work inside other work."""
 
     def begin(self, what: str, total: int) -> None:
         """``total`` rows of ``what`` begin."""
@@ -27,6 +28,9 @@ class Progress(Protocol):
 
     def end(self) -> None:
         """The work of the last ``begin`` is done, or given up."""
+
+
+Silent = Progress
 
 
 class Bar(Progress):
@@ -93,22 +97,6 @@ class Lines(Progress):
             left = (self._total - self._done) / rate if rate else float("inf")
             line = f"{self._what}: {self._done:,} of {self._total:,} rows, {rate:,.0f} rows/s"
             self._say(line + (_retrying(retried) or f", {left:,.0f} s left"))
-
-    def end(self) -> None:
-        pass
-
-
-class Silent(Progress):
-    """Says nothing: for ``--json``, and for work inside other work."""
-
-    def begin(self, what: str, total: int) -> None:
-        pass
-
-    def advance(self, rows: int, retried: int = 0) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
 
 
 def _retrying(rows: int) -> str:

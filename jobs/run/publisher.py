@@ -40,7 +40,13 @@ from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.standing import Standing
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.codec import schema_tag
-from precompute.store.online.online_store import Generation, OnlineStore, Pointer, check_owner
+from precompute.store.online.online_store import (
+    Generation,
+    OnlineStore,
+    Pointer,
+    Terms,
+    check_owner,
+)
 from precompute.store.vectors.vector_index import VectorIndex, is_there
 
 log = logging.getLogger(__name__)
@@ -77,7 +83,7 @@ class Publisher:
         online: OnlineStore,
         report: Report,
         progress: Progress,
-        lease: Lease | None = None,
+        lease: Lease,
         *,
         take_over: bool = False,
         memory_mb: int = 1024,
@@ -126,17 +132,12 @@ class Publisher:
         mended = self.mend()
         ref, current = store.refs.readable_live(), self._current()
         epoch = 0 if current is None else current.epoch
-        unchanged = ref is not None and ref.snapshot == number and not reload
+        live = ref if ref is not None and ref.snapshot == number else None
+        unchanged = live is not None and not reload
         act = look(store, online, budget_s=LOOK_S if unchanged else 0.0, publishing=True).act
         damaged = act is Act.LOAD
-        if (
-            ref is not None
-            and ref.snapshot == number
-            and not reload
-            and not damaged
-            and ref.epoch >= epoch
-        ):
-            pointer = self._stays(snapshot, ref, mended or act is Act.POINT)
+        if live is not None and not reload and not damaged and live.epoch >= epoch:
+            pointer = self._stays(snapshot, live, mended or act is Act.POINT)
             if pointer is not None:
                 report.snapshot, report.model = number, snapshot.model
                 return pointer
@@ -146,14 +147,14 @@ class Publisher:
         # each other's back.
         expected = 0 if ref is None else ref.epoch
         epoch = store.refs.claim_epoch(max(epoch, *(g.number for g in online.generations(view)), 0))
-        reload = reload or (damaged and ref is not None and ref.snapshot == number)
+        reload = reload or (damaged and live is not None)
         place = None if reload else self._retained(snapshot, ref)
         if place is None:
             # what publishings that failed had loaded
-            self._drop_all_but(self._in_use(ref, current))
+            self._drop_unused(ref, current)
             place = self._loaded(snapshot, ref, epoch, reload or damaged)
         ref = self._flip(snapshot, expected, epoch, place, reason, held)
-        self._drop_old(ref, current)
+        self._drop_unused(ref, current)
         if damaged:
             look(store, online, budget_s=0.0, publishing=True)
         report.status, report.epoch = "published", epoch
@@ -170,11 +171,9 @@ class Publisher:
         pointer = replace(pointer, degraded=False)
         if again or current != pointer:
             self._online.flip(pointer)
-        self._drop_old(ref, current)
-        self._report.status, self._report.epoch = (
-            "published" if again or current != pointer else "current",
-            ref.epoch,
-        )
+        self._drop_unused(ref, current)
+        self._report.status = "published" if again or current != pointer else "current"
+        self._report.epoch = ref.epoch
         return pointer
 
     def mend(self) -> bool:
@@ -227,33 +226,32 @@ class Publisher:
         under = None if reload or ref is None else self._under(snapshot, ref)
         if under is not None:
             place, changes = under
-            if not changes.rows + len(changes.removed):
+            rows = changes.rows + len(changes.removed)
+            if not rows:
                 return place
             below, _ = place.layers[-1]
-            generation = Generation(
-                epoch, snapshot.number, below, snapshot.run, schema_tag(snapshot.view)
-            )
-            terms = self._loader.prepare(generation, snapshot, changes.rows + len(changes.removed))
+            generation, terms = self._prepared(snapshot, epoch, below, rows)
             # What an overlay replaces would be served again, were its rows dropped.
             if not terms.lossy:
-                generation = (
-                    generation if terms.number is None else replace(generation, number=terms.number)
-                )
-                self._check_lease()
                 self._loader.load(generation, snapshot, changes, terms.rows_done, place)
-                return replace(
-                    place, overlays=(*place.overlays, (generation.number, snapshot.number))
-                )
-        generation = Generation(
-            epoch, snapshot.number, None, snapshot.run, schema_tag(snapshot.view)
-        )
-        terms = self._loader.prepare(generation, snapshot, snapshot.rows)
-        generation = (
-            generation if terms.number is None else replace(generation, number=terms.number)
-        )
-        self._check_lease()
+                overlay = generation.number, snapshot.number
+                return replace(place, overlays=(*place.overlays, overlay))
+        generation, terms = self._prepared(snapshot, epoch, None, snapshot.rows)
         self._loader.load(generation, snapshot, None, terms.rows_done)
         return Place(generation.number, snapshot.number, lossy=terms.lossy)
+
+    def _prepared(
+        self, snapshot: Snapshot, epoch: int, below: int | None, rows: int
+    ) -> tuple[Generation, Terms]:
+        """A generation of a snapshot that may be loaded, over another one if any: a load that was
+        begun before goes on under its own number."""
+        tag = schema_tag(snapshot.view)
+        generation = Generation(epoch, snapshot.number, below, snapshot.run, tag)
+        terms = self._loader.prepare(generation, snapshot, rows)
+        self._lease.check()
+        if terms.number is not None:
+            generation = replace(generation, number=terms.number)
+        return generation, terms
 
     def _under(self, snapshot: Snapshot, ref: LiveRef) -> tuple[Place, Changes] | None:
         """What of the live place a snapshot is to lie over, and what it has other than that; None
@@ -262,10 +260,8 @@ class Publisher:
         if place.lossy or (current is not None and current.degraded):
             return None
         chain = store.chain(snapshot)
-        position, base = (
-            {layer.number: i for i, layer in enumerate(chain)},
-            self._whole_under(place, chain),
-        )
+        position = {layer.number: i for i, layer in enumerate(chain)}
+        base = self._whole_under(place, chain)
         if base is None or (base.view.features, base.view.index) != (
             snapshot.view.features,
             snapshot.view.index,
@@ -432,44 +428,19 @@ class Publisher:
             return unread
         return True
 
-    def _drop_old(self, ref: LiveRef, current: Pointer | None) -> None:
-        """Remove generations and indexes but the live one, the one to go back to, and the one that
-        was live until now: a request that began before the flip still reads that.
+    def _drop_unused(self, ref: LiveRef | None, current: Pointer | None) -> None:
+        """Remove generations and indexes but the live one, the one to go back to, and what the
+        online pointer named until now: a request that began before the flip still reads that; it
+        may be another one after a reload, or where the offline pointer was lost.
 
         Raises:
             FencedError: the lease was lost, and what is there may be what somebody else is loading.
         """
-        self._check_lease()
-        keep = set(ref.place.generations)
-        if ref.previous_place is not None:
-            keep |= ref.previous_place.generations
-        if current is not None:
-            # what a reload replaced is not what came before; or the offline pointer was lost
-            keep |= set(current.generations)
-        self._drop_all_but(keep)
-
-    def _check_lease(self) -> None:
-        """Raises:
-        FencedError: the lease was lost.
-        """
-        if self._lease is not None:
-            self._lease.check()
-
-    @staticmethod
-    def _in_use(ref: LiveRef | None, current: Pointer | None) -> set[int]:
-        """Generations that a publishing leaves alone until it has come to its end."""
-        places = [
-            place
-            for place in (() if ref is None else (ref.place, ref.previous_place))
-            if place is not None
-        ]
-        return {n for place in places for n in place.generations} | set(
-            () if current is None else current.generations
-        )
-
-    def _drop_all_but(self, keep: set[int]) -> None:
-        self._check_lease()
+        self._lease.check()
         store, online, view = self._store, self._online, self._store.name
+        places = () if ref is None else (ref.place, ref.previous_place)
+        keep = {n for place in places if place is not None for n in place.generations}
+        keep |= set(() if current is None else current.generations)
         try:
             for generation in online.generations(view):
                 if generation.number not in keep:
@@ -485,10 +456,8 @@ class Publisher:
         """What readers are given: a function of manifest, live pointer and what they are given now,
         so that it can be mended at any time."""
         current = self._current()
-        renewed, place = (
-            [us for us in (snapshot.renewed_at, ref.renewed_at) if us is not None],
-            ref.place,
-        )
+        renewed = [us for us in (snapshot.renewed_at, ref.renewed_at) if us is not None]
+        place = ref.place
         folder = None if snapshot.view.index is None else f"{snapshot.view.name}/index"
         overlay, _ = place.layers[-1]
         return Pointer(

@@ -151,7 +151,7 @@ def close_dead(
 
 
 def as_it_ended(store: ViewStore, report: Report) -> Report:
-    """The report, whose end is told truly: a run that was killed could not write it. One that goes
+    """The report with the run's true end: one that was killed could not write it. A run that goes
     on is ``running``."""
     if report.status != "running":
         return report

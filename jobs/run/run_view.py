@@ -1,5 +1,9 @@
-"""Run: materialize, then publish, each under its lease and with one report. What cron calls.
-Late rows: other partitions whose source yields other rows than they were computed from."""
+"""Run: what cron calls. Under the lease of the view, or of its partition, and with one report:
+
+preflight ─► materialize, or the snapshot that is named ─► publish, under the publishing lease, and
+garbage collection ─► late rows: other partitions whose source yields other rows than they were
+computed from.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +12,22 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
-from precompute.jobs.config.project import Project
+from precompute.jobs.config.project import Project, RetentionConfig
 from precompute.jobs.config.view import ViewConfig
 from precompute.jobs.run.assembling import assembled
 from precompute.jobs.run.job import Job, RunOptions
 from precompute.jobs.run.judge.gates import accepted
 from precompute.jobs.run.materialize import dry_run, materialize
 from precompute.jobs.run.preflight import check_before
-from precompute.jobs.run.progress import Progress, Silent
+from precompute.jobs.run.progress import Progress
 from precompute.jobs.run.publisher import Publisher
 from precompute.jobs.run.report import PUBLISHING, close_dead, notify, recorded
-from precompute.jobs.run.rows.open_view import open_source
+from precompute.jobs.run.rows.open_view import Load, open_source
 from precompute.jobs.run.rows.plan import Plan
-from precompute.registry import LoadedModel
 from precompute.store.disk.crashpoint import crashpoint
 from precompute.store.disk.durable_file import keep_reserve
 from precompute.store.disk.lease import Lease, is_held, take
@@ -49,84 +50,6 @@ from precompute.store.times import Partition, parsed_time
 
 log = logging.getLogger(__name__)
 
-SHARE = 0.05
-"""Of the run's time, that looking may take."""
-LEAST_S = 0.1
-"""What looking may take at least: some five small partitions."""
-
-
-def look_for_late_rows(job: Job) -> None:
-    """Read sources of a view's other partitions again, the newest first, while there is time, and
-    note in the report which were looked at, and which of them are late. Those of another model or
-    source are left out: they are to be computed whatever their rows are. So are those whose source
-    cannot be read any more, or yields nothing, unless that is to be published: data that were let
-    go of are not late."""
-    report, started = job.report, time.monotonic()
-    budget_s = max(LEAST_S, SHARE * sum(report.stages_s.values()))
-    # the first takes about as long as the run's own
-    slowest_s = report.stages_s.get("source", 0.0)
-    try:
-        for partition, snapshot in _others(job):
-            begun = time.monotonic()
-            if begun - started + slowest_s > budget_s:
-                break
-            late = _is_late(job, Partition.parse(partition), snapshot)
-            if late is not None:
-                report.looked_at.append(partition)
-                report.late += [partition] if late else []
-            slowest_s = max(slowest_s, time.monotonic() - begun)
-    except SnapshotError as exc:
-        log.info(
-            "view %r: whether its other partitions have late rows is not known: %s",
-            job.config.name,
-            exc,
-        )
-
-
-def _others(job: Job) -> Iterator[tuple[str, Snapshot]]:
-    """The newest snapshot of each other partition that was computed as the view is configured now;
-    the newest partition first."""
-    view, newest = job.config.feature_view(), dict[str, int]()
-    for entry in job.store.catalog().entries.values():
-        if entry.partition is not None and entry.partition != job.options.partition_text:
-            newest[entry.partition] = entry.number
-    made_by = job.report.model, view.definition.source, view.entity
-    for partition, number in sorted(newest.items(), reverse=True):
-        snapshot = job.store.snapshot(number)
-        if (snapshot.model, snapshot.view.definition.source, snapshot.view.entity) == made_by:
-            yield partition, snapshot
-
-
-def _is_late(job: Job, partition: Partition, snapshot: Snapshot) -> bool | None:
-    """Whether the partition's source yields other rows than the snapshot was computed from; None
-    where that is not known."""
-    assert job.config.partition is not None
-    try:
-        source, _ = open_source(
-            snapshot.view,
-            job.store.offline,
-            job.project.home,
-            pinned=snapshot.inputs,
-            partition=partition,
-            memory_mb=job.project.settings.source_mb,
-        )
-        with closing(source):
-            if (
-                not source.load(job.config.partition.column)
-                and job.config.partition.empty != "publish"
-            ):
-                return None
-            return source.content() != snapshot.content.partition(":")[2]
-    except PrecomputeError as exc:
-        log.info(
-            "view %r: whether partition %s has late rows is not known: %s",
-            job.config.name,
-            partition,
-            exc,
-        )
-        return None
-
-
 BRIEFLY_S = 2.0
 """How long a command waits for a lease: garbage collection holds one for an instant."""
 PATIENTLY_S = 600.0
@@ -140,7 +63,7 @@ def run_view(
     options: RunOptions = RunOptions(),  # noqa: B008 - frozen
     *,
     finished: Callable[[Report], None] = lambda _: None,
-    load: Callable[[str, Mapping[str, Any], str], LoadedModel] | None = None,
+    load: Load | None = None,
 ) -> Report:
     """Run one view.
 
@@ -179,34 +102,46 @@ def run_view(
         if done is not None:
             log.info("view %r: the run due at %s is done already", name, options.due)
             return done
-        requested = {
-            "partition": options.partition_text,
-            "due": options.due,
-            "backfill": options.backfill,
-        }
         report = held.enter_context(
-            recorded(store, options.command, ended, **requested, parents=_parents(project, store))
+            recorded(
+                store,
+                options.command,
+                ended,
+                partition=options.partition_text,
+                due=options.due,
+                backfill=options.backfill,
+                parents=_parents(project, store),
+            )
         )
         keep_reserve(project.root)
         held.enter_context(named(name))
         held.enter_context(_ended_by_kernel(options.deadline_s))
         held.callback(progress.end)
-        job = Job(project, config, store, options, report, progress, lease, load)
-        if options.command == "run":
-            check_before(
-                project,
-                name,
-                options.partition_text,
-                accept=options.accept,
-                take_over=options.take_over,
-            )
-        snapshot = materialize(job) if computes else _named(job)
-        if options.command != "materialize":
-            _publish(job, snapshot)
-        if options.command == "run" and options.partition is not None and options.backfill is None:
-            with report.stage("late rows"):
-                look_for_late_rows(job)
+        _run(Job(project, config, store, options, lease, load), report, progress)
     return report
+
+
+def _run(job: Job, report: Report, progress: Progress) -> None:
+    """The steps of a run."""
+    options = job.options
+    if options.command == "run":
+        check_before(
+            job.project,
+            job.config.name,
+            options.partition_text,
+            accept=options.accept,
+            take_over=options.take_over,
+        )
+    if options.command == "publish":
+        snapshot = _named(job, report)
+    else:
+        snapshot = materialize(job, report, progress)
+    if options.command != "materialize":
+        _publish(job, snapshot, report, progress)
+    if options.command == "run" and options.partition is not None and options.backfill is None:
+        with report.stage("late rows"):
+            others = look_at_others(job, snapshot, report.stages_s)
+        report.looked_at, report.late = list(others), [of for of in others if others[of]]
 
 
 def _run_lease(project: Project, store: ViewStore, options: RunOptions) -> Lease:
@@ -247,7 +182,7 @@ def plan_view(project: Project, name: str, options: RunOptions = RunOptions()) -
     config, store = project.view(name), project.offline.view(name)
     with named(name):
         options = replace(options, partition=partition_of(config, options.partition))
-        return dry_run(Job(project, config, store, options, Report("", name, "plan"), Silent()))
+        return dry_run(Job(project, config, store, options), Report("", name, "plan"))
 
 
 def partition_of(config: ViewConfig, partition: Partition | None) -> Partition | None:
@@ -298,57 +233,81 @@ def _parents(project: Project, store: ViewStore) -> dict[str, int]:
     return {parent: ref.epoch for parent, ref in refs.items() if ref is not None}
 
 
-def _named(job: Job) -> Snapshot:
+def _named(job: Job, report: Report) -> Snapshot:
     """The snapshot to publish, with the gates that were accepted now."""
-    number, standing = job.options.number, Standing(job.store)
-    number = standing.newest_publishable(job.options.accept) if number is None else number
-    if job.config.serves_all and job.options.accept and job.options.number is None:
-        for snapshot in standing.newest_of_each(job.options.accept).values():
-            accepted(job, snapshot)
-    return accepted(job, job.store.snapshot(number))
+    store, accept = job.store, job.options.accept
+    number, standing = job.options.number, Standing(store)
+    number = standing.newest_publishable(accept) if number is None else number
+    if job.config.serves_all and accept and job.options.number is None:
+        for snapshot in standing.newest_of_each(accept).values():
+            _accepted(store, snapshot, accept, report)
+    return _accepted(store, store.snapshot(number), accept, report)
 
 
-def _publish(job: Job, snapshot: Snapshot) -> None:
+def _accepted(
+    store: ViewStore, snapshot: Snapshot, accept: Collection[str], report: Report
+) -> Snapshot:
+    """The snapshot with its failed gates accepted, which the report says."""
+    again = accepted(store, snapshot, accept, report.run)
+    if again is not snapshot and report.plan is None:
+        report.plan = (
+            f"snapshot {again.number} is snapshot {snapshot.number} once more, with"
+            f" {', '.join(again.accepted)} accepted"
+        )
+    return again
+
+
+def _publish(job: Job, snapshot: Snapshot, report: Report, progress: Progress) -> None:
     """Make the snapshot live unless it is to stay as it is, and remove what nothing can reach any
     more."""
-    project, store, report = job.project, job.store, job.report
-    nothing_new = report.status == "current"
-    snapshot = accepted(job, snapshot)
-    wait_s = BRIEFLY_S if job.lease is None else PATIENTLY_S
-    busy = (
-        f"view {store.name!r} is being published, rolled back or cleaned up; wait for it, or look"
-        " at `status`"
-    )
+    project, store, options = job.project, job.store, job.options
+    settings, nothing_new = project.settings, report.status == "current"
+    snapshot = _accepted(store, snapshot, options.accept, report)
     with take(
         store.leases,
         PUBLISH_LEASE,
         report.command,
-        ttl_s=project.settings.lease,
-        busy=busy,
-        wait_s=wait_s,
+        ttl_s=settings.lease,
+        busy=f"view {store.name!r} is being published, rolled back or cleaned up; wait for it, or"
+        " look at `status`",
+        wait_s=BRIEFLY_S if job.lease is None else PATIENTLY_S,
     ) as lease:
         close_dead(store, None, commands=PUBLISHING, own=report.run)
         if job.lease is not None:
             # Once the publishing lease is held, nobody else can publish what a later run computed.
             job.lease.check()
         if job.config.serves_all and not snapshot.members:
-            snapshot = _all_partitions(job, snapshot, lease)
+            snapshot = _all_partitions(job, snapshot, lease, report)
         with contextlib.closing(
-            open_online_store(project.online, memory_mb=project.settings.load_mb)
+            open_online_store(project.online, memory_mb=settings.load_mb)
         ) as online:
-            take_over, memory_mb = job.options.take_over, job.memory_mb
             publisher = Publisher(
-                store, online, report, job.progress, lease, take_over=take_over, memory_mb=memory_mb
+                store,
+                online,
+                report,
+                progress,
+                lease,
+                take_over=options.take_over,
+                memory_mb=settings.memory_mb,
             )
-            _go_live(job, snapshot, publisher, nothing_new)
+            stays = _go_live(store, options, snapshot, publisher, report)
+            ref = store.refs.readable_live()
+            if ref is not None and ref.snapshot == snapshot.number:
+                # It was live already, and an operator wants it published.
+                if not stays and ref.held is not None:
+                    store.refs.resume_live()
+                # of all partitions one was looked at
+                if nothing_new and job.config.renew_unchanged and not snapshot.members:
+                    publisher.renew(report.read_at_us)
         if report.status == "published":
-            notify(project.settings.notify, report, project.home)
+            notify(settings.notify, report, project.home)
         crashpoint("notify")
         with report.stage("gc"):
-            _collect(job, [lease] if job.lease is None else [lease, job.lease])
+            leases = [lease] if job.lease is None else [lease, job.lease]
+            _collect(store, settings.retention, leases, report)
 
 
-def _all_partitions(job: Job, snapshot: Snapshot, lease: Lease) -> Snapshot:
+def _all_partitions(job: Job, snapshot: Snapshot, lease: Lease, report: Report) -> Snapshot:
     """What is published of a view that serves all of its partitions, when ``snapshot`` of one of
     them was computed or named; itself where none has rows.
 
@@ -356,77 +315,164 @@ def _all_partitions(job: Job, snapshot: Snapshot, lease: Lease) -> Snapshot:
         GateError: a gate refused ``snapshot``, or it was rolled back from.
         SnapshotError: it is not the one of its partition that is served.
     """
-    store = job.store
+    store, options = job.store, job.options
     if not keeps_live(snapshot):
         Standing(store).check_publishable(snapshot)
-    every = assembled(job, lease)
+    every = assembled(
+        store, job.config, options.accept, lease, report, job.project.settings.memory_mb
+    )
     if every is None:
         return snapshot
     own = None if snapshot.partition is None else every.members.get(snapshot.partition)
-    if (
-        job.options.number == snapshot.number
-        and job.options.backfill is None
-        and own != snapshot.number
-    ):
+    if options.number == snapshot.number and options.backfill is None and own != snapshot.number:
         raise SnapshotError(
             f"view {store.name!r} serves all partitions, and of {snapshot.partition} snapshot"
             f" {own or 'none'}: publish without --snapshot, or go back with `rollback`"
         )
-    every = accepted(job, every)
-    if job.options.number is not None and every.number != job.options.number:
-        job.report.plan = (
-            f"snapshot {every.number} is of all partitions, with snapshot {job.options.number}"
+    every = _accepted(store, every, options.accept, report)
+    if options.number is not None and every.number != options.number:
+        report.plan = (
+            f"snapshot {every.number} is of all partitions, with snapshot {options.number}"
             " among them"
         )
     return every
 
 
-def _go_live(job: Job, snapshot: Snapshot, publisher: Publisher, nothing_new: bool) -> None:
-    store, report, standing = job.store, job.report, Standing(job.store)
-    requested = report.command == "publish" and report.backfill is None
+def _go_live(
+    store: ViewStore,
+    options: RunOptions,
+    snapshot: Snapshot,
+    publisher: Publisher,
+    report: Report,
+) -> bool:
+    """Make the snapshot live; whether it stays unpublished instead, which the log says.
+
+    Raises:
+        GateError: it stays, and a gate refused it: nobody looks at a green run.
+        PrecomputeError: as :meth:`Publisher.publish`.
+    """
+    standing = Standing(store)
+    requested = options.command == "publish" and options.backfill is None
     stays = None if requested else standing.why_unpublished(snapshot)
     if stays is None:
-        publisher.publish(snapshot.number, reason=report.command, reload=job.options.reload)
-    else:
-        ref = store.refs.readable_live()
-        # Of a hold somebody is to know.
-        level = logging.WARNING if ref is not None and ref.held is not None else logging.INFO
-        log.log(
-            level, "view %r: snapshot %d is not published: %s", store.name, snapshot.number, stays
-        )
-        # A crash between the two pointers may have left readers with what an operator went back
-        # from. But what publishes nothing needs no online store.
-        try:
-            publisher.mend()
-        except OnlineStoreError as exc:
-            log.warning(
-                "view %r: whether readers see what is live is not known: %s", store.name, exc
-            )
-        # It would not go live anyway, but nobody looks at a green run.
-        if snapshot.refused_by:
-            standing.check_publishable(snapshot)
-        elif report.status == "running":
-            report.snapshot, report.status = snapshot.number, "current"
+        publisher.publish(snapshot.number, reason=options.command, reload=options.reload)
+        return False
     ref = store.refs.readable_live()
-    if ref is not None and ref.snapshot == snapshot.number:
-        # It was live already, and an operator wants it published.
-        if stays is None and ref.held is not None:
-            store.refs.resume_live()
-        # of all partitions one was looked at
-        if nothing_new and job.config.renew_unchanged and not snapshot.members:
-            publisher.renew(report.read_at_us)
+    # Of a hold somebody is to know.
+    level = logging.WARNING if ref is not None and ref.held is not None else logging.INFO
+    log.log(level, "view %r: snapshot %d is not published: %s", store.name, snapshot.number, stays)
+    # A crash between the two pointers may have left readers with what an operator went back from.
+    # But what publishes nothing needs no online store.
+    try:
+        publisher.mend()
+    except OnlineStoreError as exc:
+        log.warning("view %r: whether readers see what is live is not known: %s", store.name, exc)
+    if snapshot.refused_by:
+        standing.check_publishable(snapshot)
+    elif report.status == "running":
+        report.snapshot, report.status = snapshot.number, "current"
+    return True
 
 
-def _collect(job: Job, leases: list[Lease]) -> None:
-    keep, grace_s = job.project.settings.retention.keep, job.project.settings.retention.grace
-    report = job.report.attention.append
+def _collect(
+    store: ViewStore, retention: RetentionConfig, leases: list[Lease], report: Report
+) -> None:
     try:
         collect(
-            job.store, keep=keep, grace_s=grace_s, leases=leases, swept=SWEPT_FOLDERS, report=report
+            store,
+            keep=retention.keep,
+            grace_s=retention.grace,
+            leases=leases,
+            swept=SWEPT_FOLDERS,
+            report=report.attention.append,
         )
     except SnapshotError as exc:
         # What was published stays published; the next run removes it.
         log.warning("%s", exc)
+
+
+SHARE = 0.05
+"""Of the run's time, that looking at other partitions may take."""
+LEAST_S = 0.1
+"""What that may take at least: some five small partitions."""
+
+
+def look_at_others(job: Job, made: Snapshot, stages_s: Mapping[str, float]) -> dict[str, bool]:
+    """Read sources of a view's other partitions again, the newest first, while there is time. Left
+    out are those of another model or source: they are to be computed whatever their rows are; and
+    those whose source cannot be read any more, or yields nothing, unless that is to be published:
+    data that were removed are not late.
+
+    Args:
+        job: the run.
+        made: its snapshot.
+        stages_s: seconds its stages took.
+
+    Returns:
+        partitions that were looked at → whether they have late rows.
+    """
+    started, found = time.monotonic(), dict[str, bool]()
+    budget_s = max(LEAST_S, SHARE * sum(stages_s.values()))
+    # the first takes about as long as the run's own
+    slowest_s = stages_s.get("source", 0.0)
+    try:
+        for partition, snapshot in _others(job.store, job.config, made):
+            begun = time.monotonic()
+            if begun - started + slowest_s > budget_s:
+                break
+            late = _is_late(job, Partition.parse(partition), snapshot)
+            if late is not None:
+                found[partition] = late
+            slowest_s = max(slowest_s, time.monotonic() - begun)
+    except SnapshotError as exc:
+        log.info(
+            "view %r: whether its other partitions have late rows is not known: %s",
+            job.config.name,
+            exc,
+        )
+    return found
+
+
+def _others(store: ViewStore, config: ViewConfig, made: Snapshot) -> Iterator[tuple[str, Snapshot]]:
+    """The newest snapshot of each other partition that was computed as the view is configured now;
+    the newest partition first."""
+    view, newest = config.feature_view(), dict[str, int]()
+    for entry in store.catalog().entries.values():
+        if entry.partition is not None and entry.partition != made.partition:
+            newest[entry.partition] = entry.number
+    made_by = made.model, view.definition.source, view.entity
+    for partition, number in sorted(newest.items(), reverse=True):
+        snapshot = store.snapshot(number)
+        if (snapshot.model, snapshot.view.definition.source, snapshot.view.entity) == made_by:
+            yield partition, snapshot
+
+
+def _is_late(job: Job, partition: Partition, snapshot: Snapshot) -> bool | None:
+    """Whether the partition's source yields other rows than the snapshot was computed from; None
+    where that is not known."""
+    own = job.config.partition
+    assert own is not None
+    try:
+        source, _ = open_source(
+            snapshot.view,
+            job.store.offline,
+            job.project.home,
+            pinned=snapshot.inputs,
+            partition=partition,
+            memory_mb=job.project.settings.source_mb,
+        )
+        with contextlib.closing(source):
+            if not source.load(own.column) and own.empty != "publish":
+                return None
+            return source.content() != snapshot.content.partition(":")[2]
+    except PrecomputeError as exc:
+        log.info(
+            "view %r: whether partition %s has late rows is not known: %s",
+            job.config.name,
+            partition,
+            exc,
+        )
+        return None
 
 
 @contextlib.contextmanager

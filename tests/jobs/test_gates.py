@@ -13,13 +13,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from msgspec.structs import astuple
 
 from precompute.engine import runner
 from precompute.engine.runner import compute
-from precompute.jobs.config.view import GATES
+from precompute.jobs.config.view import GATES, GatesConfig
 from precompute.jobs.run import materialize
-from precompute.jobs.run.judge.gates import judge
+from precompute.jobs.run.judge.gates import Judge
 from precompute.jobs.run.judge.value_gates import STATISTICS, Verdicts
 from precompute.jobs.run.rows import chunks, compaction
 from precompute.jobs.run.rows.open_view import open_view
@@ -207,7 +206,7 @@ def test_every_gate_that_is_measured_is_one_that_is_configured(make_project: Mak
 
 
 def test_of_several_features_the_manifest_has_the_worst_figure() -> None:
-    verdicts = Verdicts(100)
+    verdicts = Verdicts(GatesConfig(), 100)
     for measured in (0.25, 0.75, 0.5):
         verdicts.at_most("zero", measured, None, "")
         verdicts.at_least("drift", measured, None, "")
@@ -215,7 +214,7 @@ def test_of_several_features_the_manifest_has_the_worst_figure() -> None:
 
 
 def test_a_share_of_floats_that_is_the_limit_passes() -> None:
-    verdicts = Verdicts(100)
+    verdicts = Verdicts(GatesConfig(), 100)
     verdicts.at_most("duplicates", 1 - 28 / 40, 0.3, "")
     verdicts.at_least("drift", 1 - 0.9, 0.1, "")
     assert [verdict.passed for verdict in verdicts.all] == [True, True]
@@ -274,31 +273,6 @@ def test_just_inside_a_limit_passes_and_just_outside_does_not(
     project = make_project(list(rows.items()), view=view(gates, **args))
     assert project.cli("run", "numbers") == (0 if passes else 3)
     assert failed(project.snapshot()) == ([] if passes else [gate])
-
-
-def test_a_limit_of_ones_own_is_what_still_passes(make_project: MakeProject) -> None:
-    gates: dict[str, float | None] = {"zero": 0.05, "moved": 0.05, "norm": None, "duplicates": None}
-    make_project(list(GOOD.items()), view=view(gates)).run()
-    with pytest.raises(GateError, match=r"zero: 3 of 40.*moved: 7\.5%"):
-        make_project(list((GOOD | dict.fromkeys(range(3), 0.0)).items()), view=view(gates)).run()
-    assert (
-        make_project(list((GOOD | dict.fromkeys(range(2), 0.0)).items()), view=view(gates))
-        .run()
-        .status
-        == "published"
-    )
-    further = view({"duplicates": None}) | {
-        "gates": {"moved": 0.0, "moved_by": 1.99, "drift": None}
-    }
-    assert (
-        make_project(
-            list(turned(9, 3.1).items()),
-            view=further | {"gates": further["gates"] | {"moved_by": 2.0}},
-        )
-        .run()
-        .status
-        == "published"
-    )
 
 
 @pytest.mark.parametrize("gate", BAD)
@@ -383,29 +357,6 @@ def test_an_acceptance_holds_in_the_next_run_while_its_gate_says_the_same(
     assert stands() == (6, (), ["moved", "rows"])
     assert project.cli("run", "numbers", "--accept", "rows", "--accept", "moved") == 0
     assert stands() == (7, ("moved", "rows"), [])
-
-
-def test_publish_by_default_takes_the_newest_that_no_gate_refused(
-    make_project: MakeProject,
-) -> None:
-    make_project(list(GOOD.items()), view=view()).run()
-    project = make_project([(i, GOOD[i]) for i in range(10)], view=view())
-    project.materialize()
-    report = project.publish()
-    assert (report.status, report.snapshot) == ("current", 1)
-    assert project.publish(accept=["rows"]).status == "published"
-    assert project.store.snapshot(live(project)[0]).rows == 10
-
-
-def test_a_limit_that_was_changed_is_what_the_next_run_judges_by(make_project: MakeProject) -> None:
-    make_project(list(GOOD.items()), view=view()).run()
-    half = [(i, GOOD[i]) for i in range(20)]
-    with pytest.raises(GateError):
-        make_project(half, view=view()).run()
-    project = make_project(
-        half, view=view({"rows": 0.6})
-    )  # as the operator, told of the refusal, would do
-    assert project.run().status == "published"
 
 
 def test_rejected_and_coverage_can_be_switched_off(make_project: MakeProject) -> None:
@@ -509,29 +460,13 @@ def test_parity_allows_one_row_of_twenty_and_no_more(
     ]
 
 
-@pytest.mark.parametrize(("limit", "passed"), [(1 / N, True), (0.9 / N, False)])
-def test_the_share_that_is_not_finite_is_judged_at_its_limit(
-    make_project: MakeProject, limit: float, passed: bool
-) -> None:
-    project = make_project(list(GOOD.items()), view=view({"finite": limit}))
-    project.run()
-    store = project.store
-    snapshot = store.snapshot(1)
-    assert snapshot.figures is not None
-    figures = replace(snapshot.figures, not_finite=1)
-    config = project.view("numbers")
-    with open_view(config.feature_view(), project.offline, project.home) as opened:
-        verdicts = judge(config, opened, store, replace(snapshot, number=0, figures=figures), None)
-    assert [(v.passed, v.measured) for v in verdicts.all if v.gate == "finite"] == [(passed, 1 / N)]
-
-
 def test_parity_leaves_out_rows_whose_input_changed_since(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from precompute.jobs.run import materialize
 
     project = make_project(list(GOOD.items()), view=view(fallback=True))
-    compact = materialize._snapshot
+    compact = materialize._write
 
     def changed(*arguments: Any) -> Snapshot:
         ids = list(GOOD)
@@ -541,7 +476,7 @@ def test_parity_leaves_out_rows_whose_input_changed_since(
         )
         return compact(*arguments)
 
-    monkeypatch.setattr(materialize, "_snapshot", changed)
+    monkeypatch.setattr(materialize, "_write", changed)
     assert project.run().status == "published"
     (parity,) = [g for g in project.snapshot().gates if g.gate == "parity"]
     assert parity.message == "0 of 5 sampled rows come out differently from the fallback"
@@ -623,24 +558,21 @@ def test_half_of_a_view_lost_is_noticed_though_under_twenty_are_left(
         make_project([(i, GOOD[i]) for i in range(10)], view=view()).run()
 
 
-def test_what_is_live_and_damaged_holds_nobody_up(make_project: MakeProject) -> None:
-    project = make_project(list(GOOD.items()), view=view())
-    project.run()
-    for path in (project.root / "numbers" / "data").rglob("part-*.parquet"):
-        path.write_bytes(path.read_bytes()[:-1])
-    project = make_project([(i, -2.0) for i in range(10)], view=view({"duplicates": None}))
-    assert project.run(full=True).status == "published"
-
-
-def test_a_live_part_with_a_flipped_byte_holds_nobody_up(make_project: MakeProject) -> None:
+@pytest.mark.parametrize(
+    ("cut", "rows"),
+    [(True, dict.fromkeys(range(10), -2.0)), (False, {i: x + 0.001 for i, x in GOOD.items()})],
+    ids=["a byte less", "other bytes"],
+)
+def test_what_is_live_and_damaged_holds_nobody_up(
+    make_project: MakeProject, cut: bool, rows: dict[int, float]
+) -> None:
     project = make_project(list(GOOD.items()), view=view())
     project.run()
     for path in (project.root / "numbers" / "data").rglob("part-*.parquet"):
         data = bytearray(path.read_bytes())
-        for at in range(40, len(data) // 2, 7):
-            data[at] ^= 0xFF
-        path.write_bytes(bytes(data))
-    project = make_project([(i, x + 0.001) for i, x in GOOD.items()], view=view())
+        data[40 : len(data) // 2 : 7] = b"\xff" * len(range(40, len(data) // 2, 7))
+        path.write_bytes(data[:-1] if cut else data)
+    project = make_project(list(rows.items()), view=view({"duplicates": None}))
     assert project.run(full=True).status == "published"
 
 
@@ -725,32 +657,14 @@ def test_each_vector_is_judged_and_named(make_project: MakeProject, capsys: Capt
     assert project.cli("run", "numbers", "--accept", "zero") == 0
 
 
-class AllZero(Two):
-    """Two vectors, both zeros."""
-
-    def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
-        zeros = np.zeros((batch.num_rows, 2), np.float32)
-        return {"first": zeros, "vector": zeros}
-
-
-def test_a_gate_that_two_vectors_fail_is_named_once_to_be_accepted(
-    make_project: MakeProject, capsys: Captured
-) -> None:
-    features = {"first": {"dtype": "float32", "dim": 2}, "vector": {"dtype": "float32", "dim": 2}}
-    project = make_project(
-        list(GOOD.items()),
-        view=view({"duplicates": None})
-        | {"model": {"use": f"{HERE}:AllZero"}, "features": features},
-    )
-    assert project.cli("run", "numbers") == 3
-    assert capsys.readouterr().err.count("--accept zero") == 1
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize(
+    ("bad", "limit", "passed"),
+    [(np.nan, 0.0, False), (np.inf, 0.9 / N, False), (-np.inf, 1 / N, True)],
+)
 def test_numbers_that_are_not_finite_are_found_however_they_came_to_disk(
-    make_project: MakeProject, bad: float
+    make_project: MakeProject, bad: float, limit: float, passed: bool
 ) -> None:
-    project = make_project(list(GOOD.items()), view=view())
+    project = make_project(list(GOOD.items()), view=view({"finite": limit}))
     project.run()
     store = project.store
     snapshot = store.snapshot(1)
@@ -761,12 +675,12 @@ def test_numbers_that_are_not_finite_are_found_however_they_came_to_disk(
     part = store.write_part("other", "part-00000.parquet", table)
     config = project.view("numbers")
     with open_view(config.feature_view(), project.offline, project.home) as opened:
-        verdicts = judge(
-            config, opened, store, replace(snapshot, number=0, parts=(part,), figures=None), None
-        )
-    (verdict,) = [v for v in verdicts.all if v.gate == "finite"]
-    assert (verdict.passed, verdict.measured, verdicts.quality["finite"]) == (False, 1 / N, 1 / N)
-    assert verdict.message == "1 of 40 rows are not finite"
+        judge = Judge(config, opened, store)
+        verdicts = judge.verdicts(replace(snapshot, number=0, parts=(part,), figures=None), None)
+    assert verdicts.quality["finite"] == 1 / N
+    assert [verdict for verdict in verdicts.all if verdict.gate == "finite"] == [
+        Verdict("finite", passed, 1 / N, limit, "1 of 40 rows are not finite")
+    ]
 
 
 def test_zero_vectors_are_compared_without_a_division(make_project: MakeProject) -> None:
@@ -781,27 +695,10 @@ def test_zero_vectors_are_compared_without_a_division(make_project: MakeProject)
     assert project.snapshot().quality["drift"] == pytest.approx(0.0, abs=1e-12)
 
 
-def test_manifests_and_reports_of_all_this_are_plain_json(make_project: MakeProject) -> None:
-    project = make_project(list(GOOD.items()), view=view(fallback=True))
-    project.run()
-    snapshot = project.snapshot()
-    for verdict in snapshot.gates:
-        assert [type(value) for value in astuple(verdict)] == [str, bool, float, float, str]
-    assert all(type(v) is float for v in snapshot.quality.values())
-
-
 # ---- damage that is not where one would look first
 
 MANY = first(20_000)
 ALONE = {"rows": None, "duplicates": None, "norm": None, "drift": None, "moved": None}
-
-
-def test_zeros_that_begin_after_a_quarter_of_the_rows_are_refused(
-    make_project: MakeProject,
-) -> None:
-    project = make_project([(i, x if i < 5_000 else 0.0) for i, x in MANY.items()], view=view())
-    with pytest.raises(GateError, match="zero: 15,000 of 20,000 vector are all zeros"):
-        project.run()
 
 
 def test_negated_and_longer_vectors_are_refused_by_three_gates(
@@ -869,10 +766,8 @@ def test_damage_in_rows_that_were_taken_over_is_seen(
     with pytest.raises(GateError, match=r"zero: 15 of 1,000 vector"):
         project.run()
     snapshot = project.snapshot()
-    assert (snapshot.kind, snapshot.counts.unchanged) == (
-        "delta" if changed == 1 else "full",
-        1000 - changed,
-    )
+    assert snapshot.kind == ("delta" if changed == 1 else "full")
+    assert snapshot.counts.unchanged == 1000 - changed
     mended = rows | {i: float(i) for i in range(900, 910)}
     assert make_project(list(mended.items()), view=view(ALONE)).run().status == "published"
     assert project.snapshot().quality["zero"] == 0.005  # what was replaced is off the count
@@ -886,9 +781,7 @@ def test_damage_in_chunks_that_an_interrupted_run_finished_is_seen(
     gates = ALONE | {"zero": 0.01}
     project = make_project(list(rows.items()), view=view(gates))
     with monkeypatch.context() as patched:
-        patched.setattr(
-            materialize, "_snapshot", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
-        )
+        patched.setattr(materialize, "_write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             project.run()
     mended = rows | {i: float(i + 1) for i in range(10)}
@@ -920,11 +813,9 @@ def test_figures_of_a_chain_are_those_of_its_rows(
             counted, vectors={}, values={}
         )
         values, true_values = (figures.values["double"] for figures in (snapshot.figures, counted))
-        assert (values.rows, values.zero, values.buckets) == (
-            true_values.rows,
-            true_values.zero,
-            true_values.buckets,
-        )
+        assert values.rows == true_values.rows
+        assert values.zero == true_values.zero
+        assert values.buckets == true_values.buckets
         assert (values.total, values.squares) == pytest.approx(
             (true_values.total, true_values.squares)
         )
@@ -944,22 +835,6 @@ def test_figures_of_a_chain_are_those_of_its_rows(
             i: 0.0 if i % 2 else float(i)
             for i in draw.choice(sorted(rows), 9, replace=False).tolist()
         }
-
-
-def test_of_very_many_replaced_rows_a_sample_is_taken_off(
-    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compaction, "DRAWN_ROWS", 100)
-    rows = first(4000)
-    make_project(list(rows.items()), view=view(ALONE)).materialize()
-    project = make_project(list(turned(900, 0.1, rows).items()), view=view(ALONE, length=2.0))
-    project.materialize()
-    snapshot = project.snapshot()
-    assert (snapshot.kind, snapshot.counts.written) == ("delta", 900)
-    assert snapshot.figures is not None
-    assert snapshot.figures.vectors["vector"].mean_norm == pytest.approx(
-        (3100 + 1800) / 4000, rel=1e-3
-    )
 
 
 @pytest.mark.parametrize("left", [0, 1])
@@ -1185,6 +1060,7 @@ CONTRACTS: dict[str, tuple[dict[str, Any], str]] = {
         "feature 'vector' is a vector of 3 float32, and was a vector of 2 float32",
     ),
     "key": ({"entity": ["k"], "source": {"sql": TEXT_KEY}}, r"the key is \[k\], and was \[id\]"),
+    "index": ({"index": None}, "the search is no more, and was of vector by cosine"),
     "metric": (
         {"index": {"on": "vector", "metric": "dot"}},
         "the search is of vector by dot, and was of vector by cosine",

@@ -139,26 +139,6 @@ def test_any_error_can_be_told(tmp_path: Path, error: str) -> None:
     assert (line["VIEW"], line["STATUS"], line["ERROR"][:1]) == ("numbers", "failed", error[:1])
 
 
-def test_the_runs_own_error_is_told_whatever_it_holds(
-    make_project: MakeProject, tmp_path: Path
-) -> None:
-    told = tmp_path / "told"
-    rows = [("a\0b", 1.0), ("a\0b", 2.0)]
-    project = make_project(rows, project={"notify": writing(told)})
-    with pytest.raises(SourceError, match="more than one row and different values"):
-        project.run()
-
-
-def test_the_command_may_be_precompute_itself(make_project: MakeProject, tmp_path: Path) -> None:
-    out = tmp_path / "status.json"
-    project = make_project([(1, 1.0)])
-    script = f"import os; os.system({f'{sys.executable} -m precompute.jobs.commands.command_line -c {project.folder} status --json > {out} 2>&1'!r})"
-    project = make_project([(1, 1.0)], project={"notify": python(script)})
-    project.run()
-    (line,) = json.loads(out.read_text())
-    assert (line["view"], line["snapshot"]) == ("numbers", 1)
-
-
 def test_its_output_is_not_the_reports(
     make_project: MakeProject, capfd: pytest.CaptureFixture[str]
 ) -> None:

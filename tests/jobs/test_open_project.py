@@ -209,7 +209,7 @@ def test_a_frames_run_that_ended_goes_on(
 ) -> None:
     """Given once more, what was computed of it is taken over; what was changed meanwhile is not."""
     with monkeypatch.context() as patch:
-        patch.setattr("precompute.jobs.run.materialize._judged", lambda *_: 1 / 0)
+        patch.setattr("precompute.jobs.run.materialize._judge", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             project.run("numbers", frame=DATA, progress=False)
     ran = project.run("numbers", frame=pd.DataFrame(DATA).assign(x=[1.0, 2.0, 9.0]), progress=False)
@@ -242,7 +242,7 @@ def test_a_refused_frame_changes_nothing_of_what_is_live(
     with pytest.raises(pc.SourceError, match="more than one row"):
         project.run("numbers", frame={"id": [1, 1], "x": [1.0, 2.0]}, progress=False)
     with monkeypatch.context() as patch:
-        patch.setattr("precompute.jobs.run.materialize.make_plan", lambda *_, **__: 1 / 0)
+        patch.setattr("precompute.jobs.run.materialize.Planner", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             project.run("numbers", frame=bad, progress=False)
     assert behind(3) == 3.0

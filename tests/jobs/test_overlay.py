@@ -3,13 +3,11 @@ it got there."""
 
 from __future__ import annotations
 
-import contextlib
 import random
 import threading
 from typing import Any
 
 import pytest
-import redis
 
 from precompute.jobs.run.publisher import BASE_ROWS
 from precompute.jobs.run.rows import chunks
@@ -89,10 +87,8 @@ def test_a_delta_loads_what_changed_alone(published: Any) -> None:
     table = BASE | {3: 33.0, 77: 1.0}
     del table[5]
     project = published(table)
-    assert (project.live().place, project.live().previous_place) == (
-        Place(1, 1, ((2, 2),)),
-        Place(1, 1),
-    )
+    assert project.live().place == Place(1, 1, ((2, 2),))
+    assert project.live().previous_place == Place(1, 1)
     run, tag = project.snapshot(2).run, schema_tag(project.snapshot(2).view)
     assert loaded(project) == [
         Generation(1, 1, None, project.snapshot(1).run, tag),
@@ -134,11 +130,9 @@ def test_a_row_that_is_again_as_before_an_interruption_is_of_the_base(
     del table[30]
     project = published(table | {0: BASE[0], 3: BASE[3]})
     snapshot = project.snapshot(2)
-    assert (snapshot.own_deletes, snapshot.counts.removed, project.live().place) == (
-        1,
-        1,
-        Place(1, 1, ((2, 2),)),
-    )
+    assert snapshot.own_deletes == 1
+    assert snapshot.counts.removed == 1
+    assert project.live().place == Place(1, 1, ((2, 2),))
 
 
 def test_each_publish_loads_what_changed_and_small_overlays_are_merged(published: Any) -> None:
@@ -183,11 +177,9 @@ def test_a_snapshot_without_another_row_loads_nothing(published: Any) -> None:
     project = published(table)
     place = project.live().place
     project = published(table, ttl="2h")
-    assert (project.live().snapshot, project.live().place, [g.number for g in loaded(project)]) == (
-        3,
-        place,
-        [1, 2],
-    )
+    assert project.live().snapshot == 3
+    assert project.live().place == place
+    assert [g.number for g in loaded(project)] == [1, 2]
     # and what comes next lies over that
     project = published(table | {4: 44.0}, ttl="2h")
     assert project.live().place == Place(1, 1, ((2, 2), (4, 4)))
@@ -226,14 +218,6 @@ def test_going_back_and_forth_between_overlays_and_base_loads_nothing(published:
     report = project.publish(number=2)
     assert ("load" in report.stages_s, project.live().place) == (False, both.lowest(2))
     check(project, second)
-
-
-def test_rolling_back_from_an_overlay(published: Any) -> None:
-    published(BASE)
-    project = published(BASE | {1: -1.0})
-    report = project.rollback()
-    assert (report.snapshot, "load" in report.stages_s) == (1, False)
-    check(project, BASE)
 
 
 def test_many_deltas_end_where_one_full_run_does(published: Any) -> None:
@@ -356,21 +340,6 @@ def test_an_overlay_of_a_view_with_other_features_is_a_base(published: Any) -> N
     features = {"double": {"dtype": "float64"}, "vector": {"dtype": "float64", "dim": 4}}
     project = published(BASE | {1: -1.0}, features=features)
     assert project.live().place == Place(2, 2)
-
-
-def test_a_base_that_is_gone_under_an_overlay_is_loaded_again(published: Any, online: str) -> None:
-    published(BASE)
-    table = BASE | {1: -1.0}
-    project = published(table)
-    if online.startswith("table"):
-        (project.folder / "online" / "numbers" / f"{1:020d}.table").unlink()
-    else:
-        with contextlib.closing(redis.Redis.from_url(online)) as client:
-            client.delete(*client.scan_iter("precompute:{}numbers:1:*"))
-    assert project.faults() != []
-    assert project.publish().status == "published"
-    assert project.live().place == Place(3, 2)
-    check(project, table)
 
 
 def test_what_an_overlay_lies_over_is_looked_at_by_its_keys_alone(

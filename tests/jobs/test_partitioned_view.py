@@ -378,13 +378,6 @@ def test_a_view_that_loses_its_partitions_is_published_again(make_project: MakeP
     assert run(project, command="publish").snapshot == 2
 
 
-def test_a_view_that_gets_partitions_is_published(make_project: MakeProject) -> None:
-    run(make_project([(1, 1.0), (2, 2.0), (3, 3.0)]))
-    project = make(make_project)
-    assert run(project).status == "published"
-    assert live(project) == (2, day(3))
-
-
 # ---- the fallback
 
 
@@ -455,16 +448,6 @@ def test_two_partitions_run_at_once_and_one_only_once(make_project: MakeProject)
         assert run(project, DAYS[1]).status == "published"
 
 
-def test_any_parquet_reader_can_read_one_partition(make_project: MakeProject) -> None:
-    project = make(make_project)
-    run(project, DAYS[1])
-    snapshot = project.store.snapshot(1)
-    table = pq.read_table(project.root / "numbers" / snapshot.parts[0].path)
-    assert dict(
-        zip(table["id"].to_pylist(), (v / 2 for v in table["double"].to_pylist()), strict=True)
-    ) == expected(1)
-
-
 # ---- partitions without rows
 
 
@@ -487,18 +470,14 @@ def test_an_empty_partition_is_done_and_what_is_live_stays(
     assert run_day(project, 1).status == "published"
     for number, snapshot in ((2, 2), (3, 3)):
         report = run_day(project, number)
-        assert (report.status, report.snapshot, report.counts["source"]) == (
-            "committed",
-            snapshot,
-            0,
-        )
+        assert report.status == "committed"
+        assert report.snapshot == snapshot
+        assert report.counts["source"] == 0
         found = store.snapshot(snapshot)
-        assert (found.rows, found.gates, found.computed_at_min, found.partition) == (
-            0,
-            (),
-            None,
-            report.partition,
-        )
+        assert found.rows == 0
+        assert found.gates == ()
+        assert found.computed_at_min is None
+        assert found.partition == report.partition
         (part,) = store.part_paths(found)
         assert pq.read_schema(part).names == ["id", "double", "vector", "computed_at", "input_hash"]
         assert run_day(project, number).status == "current"

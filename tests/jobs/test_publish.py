@@ -115,15 +115,6 @@ def test_the_pointer_tells_what_is_live(make_project: MakeProject) -> None:
     assert pointer.input_columns == {"x": "double"}
 
 
-def test_publishing_what_is_live_does_nothing(make_project: MakeProject, online: str) -> None:
-    project = make_project([(1, 1.0)], project={"online": online})
-    project.run()
-    report = project.publish()
-    assert (report.status, report.epoch, report.snapshot) == ("current", 1, 1)
-    assert epochs(project) == (1, 1)
-    assert "load" not in report.stages_s
-
-
 class NoLoad(MemoryStore):
     """Must not be loaded into."""
 
@@ -155,50 +146,16 @@ def test_a_run_that_found_nothing_changed_renews_what_is_live(
     opened.close()
     assert before is not None
     assert ref is not None
-    assert (first.status, again.status, again.snapshot, again.epoch) == (
-        "published",
-        "current",
-        1,
-        1,
-    )
+    assert first.status == "published"
+    assert again.status == "current"
+    assert again.snapshot == 1
+    assert again.epoch == 1
     assert before.renewed_at_us == 0
     assert after == replace(before, renewed_at_us=again.read_at_us)
     assert ref.renewed_at == again.read_at_us > first.read_at_us
     assert (epochs(project), generations(project)) == ((1, 1), [1])
     assert project.publish().status == "current"  # and publishing does not take the renewal back
     assert project.store.refs.live() == ref
-
-
-def test_a_run_over_unchanged_rows_publishes_what_was_only_committed(
-    make_project: MakeProject,
-) -> None:
-    project = make_project([(1, 1.0)])
-    committed(project)
-    report = project.run()
-    assert (report.status, report.snapshot, report.epoch, report.counts["written"]) == (
-        "published",
-        1,
-        1,
-        0,
-    )
-    assert project.served() == (1, [2.0, None, None])
-
-
-def test_a_delta_is_served_whole(make_project: MakeProject, online: str) -> None:
-    make = {"project": {"online": online}, "view": INDEXED}
-    rows = [(i, float(i)) for i in range(30)]
-    make_project(rows, **make).run()
-    project = make_project(
-        [(1, 100.0), *rows[2:], (30, 30.0)], **make
-    )  # 0 left, 1 changed, 30 is new
-    assert project.run().snapshot == 2
-    snapshot = project.store.snapshot(2)
-    assert (snapshot.kind, snapshot.counts.written, snapshot.counts.unchanged) == ("delta", 2, 28)
-    assert project.served(range(32)) == (2, [None, 200.0, *(2.0 * i for i in range(2, 31)), None])
-    assert project.nearest(100.0) == (2, "1")
-    assert project.nearest(0.0) == (2, "2")
-    index = project.root / "numbers" / "index"
-    assert len(VectorIndex(index / f"{1:020d}", index / f"{2:020d}")) == 30
 
 
 @pytest.mark.parametrize("damage", ["part", "deletes"])
@@ -244,12 +201,10 @@ def test_going_back_to_the_snapshot_before_loads_nothing(
     assert report.stages_s.keys() & {"check", "load", "verify", "index"} == set()
     ref = store.refs.live()
     assert ref is not None
-    assert (
-        ref.epoch,
-        ref.place.generation,
-        ref.previous,
-        ref.previous_place and ref.previous_place.generation,
-    ) == (3, 1, 2, 2)
+    assert ref.epoch == 3
+    assert ref.place.generation == 1
+    assert ref.previous == 2
+    assert (ref.previous_place and ref.previous_place.generation) == 2
     assert project.served() == (1, [2.0, 2.0, 2.0])
     assert project.nearest(1.0)[0] == 1
     assert (epochs(project), generations(project)) == ((3, 3), [1, 2])
@@ -258,12 +213,10 @@ def test_going_back_to_the_snapshot_before_loads_nothing(
     assert project.served() == (2, [20.0, 20.0, 20.0])
     ref = store.refs.live()
     assert ref is not None
-    assert (
-        ref.epoch,
-        ref.place.generation,
-        ref.previous,
-        ref.previous_place and ref.previous_place.generation,
-    ) == (4, 2, 1, 1)
+    assert ref.epoch == 4
+    assert ref.place.generation == 2
+    assert ref.previous == 1
+    assert (ref.previous_place and ref.previous_place.generation) == 1
     assert generations(project) == [1, 2]
 
 
@@ -306,77 +259,6 @@ def test_a_generations_number_is_never_used_again(make_project: MakeProject) -> 
     assert Lookup(memory).get("numbers", [1])["double"].to_pylist() == [4.0]
 
 
-def test_what_was_rolled_back_from_is_never_published_again(make_project: MakeProject) -> None:
-    for x in (1.0, 10.0):
-        project = make_project([(1, x)])
-        project.run()
-    store = project.store
-    project.publish(number=1)
-    store.mark_bad(2, "rolled back from")
-    with pytest.raises(
-        GateError,
-        match=r"snapshot 2 is marked bad \(rolled back from\); the live one stays.*bad/2.json",
-    ):
-        project.publish(number=2)
-    with pytest.raises(
-        GateError,
-        match=r"snapshot 2 is marked bad.*snapshot 3 builds on it or holds the very same rows",
-    ):
-        project.run()
-    assert (project.served([1]), epochs(project)) == ((1, [2.0]), (3, 3))
-    report = project.publish()
-    assert (report.status, report.snapshot) == ("current", 1)
-    assert make_project([(1, 20.0)]).run().status == "published"
-    assert project.served([1]) == (4, [40.0])
-
-
-def test_a_snapshot_refused_by_a_gate_is_published_once_accepted(make_project: MakeProject) -> None:
-    rows = [(i, float(i + 1)) for i in range(40)]
-    project = make_project(rows)
-    project.run()
-    make_project(rows[:20])
-    with pytest.raises(
-        GateError,
-        match=r"snapshot 2 is not published.*rows: 20 rows, -50.0%.*--snapshot 2 --accept rows",
-    ):
-        project.run()
-    store = project.store
-    report = store.runs.last()
-    assert report is not None
-    assert (report.status, report.snapshot, report.counts["removed"]) == ("refused", 2, 20)
-    assert [gate.gate for gate in report.gates if not gate.passed] == ["rows"]
-    assert (store.numbers(), store.snapshot(2).refused_by) == ([1, 2], ["rows"])
-    assert project.served([1, 30]) == (1, [4.0, 62.0])
-    with pytest.raises(
-        GateError
-    ):  # nothing changed, nothing is computed, and it is refused all the same
-        project.run()
-    assert (store.numbers(), project.served([1])) == ([1, 2], (1, [4.0]))
-    assert project.publish().status == "current"  # the newest that may be published is live
-    accepted = project.publish(number=2, accept=["rows"])
-    assert (accepted.status, accepted.snapshot) == ("published", 3)
-    snapshot = store.snapshot(3)
-    assert (snapshot.accepted, snapshot.refused_by, snapshot.parts) == (
-        ("rows",),
-        [],
-        store.snapshot(2).parts,
-    )
-    assert project.served([1, 30]) == (3, [4.0, None])
-
-
-def test_an_older_snapshot_can_be_published_again_and_then_the_newest(
-    make_project: MakeProject, online: str
-) -> None:
-    for x in (1.0, 10.0, 100.0):
-        project = make_project([(1, x), (2, x), (3, x)], project={"online": online}, view=INDEXED)
-        project.run()
-    assert project.publish(number=1).epoch == 4
-    assert project.served() == (1, [2.0, 2.0, 2.0])
-    assert project.nearest(50.0)[0] == 1
-    assert project.publish().epoch == 5
-    assert project.served() == (3, [200.0, 200.0, 200.0])
-
-
 @pytest.mark.parametrize(
     ("number", "message"),
     [(99, r"no snapshot 99.*it has: 1"), (0, "no snapshot 0"), (-1, "no snapshot")],
@@ -404,19 +286,6 @@ def test_old_generations_and_indexes_are_dropped_but_the_last_is_kept(
         assert sorted(p.name for p in (project.root / "numbers" / "index").iterdir()) == [
             f"{epoch:020d}" for epoch in kept
         ]
-
-
-def test_a_view_that_loses_its_index_is_no_longer_searchable(make_project: MakeProject) -> None:
-    make_project([(1, 1.0)], view=INDEXED).run()
-    project = make_project([(1, 1.0)])
-    with pytest.raises(
-        GateError,
-        match="who reads numbers would break: the search is no more, and was of vector by l2",
-    ):
-        project.run()
-    project.run(accept=["contract"])
-    with pytest.raises(PrecomputeError, match="no vector index"):
-        project.nearest(1.0)
 
 
 def test_a_reader_sees_one_snapshot_or_the_next_and_never_both(
@@ -705,33 +574,6 @@ def test_a_root_restored_from_an_older_backup_goes_past_the_online_epoch(
     assert project.served([1]) == (1, [2.0])
 
 
-class FlipFails(MemoryStore):
-    """Goes away at the worst moment: the offline pointer has moved, the online one has not."""
-
-    def flip(self, pointer: Pointer) -> None:
-        raise OnlineStoreError("gone")
-
-
-def test_a_publish_that_stopped_between_the_two_pointers_heals_at_the_next(
-    make_project: MakeProject,
-) -> None:
-    store = committed(make_project([(1, 1.0)]))
-    memory = MemoryStore()
-    publish_to(memory, store)
-    committed(make_project([(1, 2.0)]))
-    memory.__class__ = FlipFails
-    with pytest.raises(OnlineStoreError, match="gone"):
-        publish_to(memory, store)
-    assert Lookup(memory).get("numbers", [1])["double"].to_pylist() == [2.0]
-    memory.__class__ = MemoryStore
-    report, pointer = publish_to(memory, store)
-    assert (report.status, pointer.snapshot) == ("published", 2)
-    assert Lookup(memory).get("numbers", [1])["double"].to_pylist() == [4.0]
-    ref = store.refs.live()
-    assert ref is not None
-    assert (ref.epoch, ref.snapshot) == (pointer.epoch, 2)
-
-
 def test_a_publish_that_was_overtaken_changes_nothing(make_project: MakeProject) -> None:
     store = committed(make_project([(1, 1.0)]))
 
@@ -801,11 +643,9 @@ def test_what_a_reload_replaced_is_there_until_the_next_publishing(
         project.run()
     before = project.pointer()
     project.publish(reload=True)
-    assert (before.generation, project.pointer().generation, generations(project)) == (
-        2,
-        3,
-        [1, 2, 3],
-    )
+    assert before.generation == 2
+    assert project.pointer().generation == 3
+    assert generations(project) == [1, 2, 3]
     assert before.index is not None
     assert len(VectorIndex(project.root / before.index)) == 2
     with project.online_store() as store:

@@ -107,35 +107,15 @@ def test_what_was_lost_is_told_and_brought_back(project: Scene, loss: str) -> No
     ]
     report = reconcile(project, "numbers", Silent())
     assert report is not None
-    assert (report.command, report.status, report.snapshot, report.attention) == (
-        "reconcile",
-        "published",
-        2,
-        [wrong],
-    )
+    assert report.command == "reconcile"
+    assert report.status == "published"
+    assert report.snapshot == 2
+    assert report.attention == [wrong]
     assert project.served(range(40)) == (2, DOUBLES)
     assert (said(project), project.status()["attention"]) == (None, [])
     assert len(project.store.runs.reports()) == reports + 1
     # going back is still possible, and nobody's hold was lifted
     assert project.rollback().snapshot == 1
-
-
-def test_a_damaged_note_of_a_generation_in_redis_counts_as_lost(
-    make_project: MakeProject, redis_url: str
-) -> None:
-    project = make_project(ROWS, project={"online": redis_url})
-    project.run()
-    with contextlib.closing(redis.Redis.from_url(redis_url)) as client:
-        note = client.hget("precompute:{numbers}:meta", "rows:1")
-        assert isinstance(note, bytes)
-        client.hset(
-            "precompute:{numbers}:meta", "rows:1", note.replace(b'"number": 1', b'"number": 3')
-        )
-    assert "what is noted of generation 1 of 'numbers' is damaged" in (said(project) or "")
-    report = reconcile(project, "numbers", Silent())
-    assert report is not None
-    assert (report.status, project.served(range(40))) == ("published", (1, DOUBLES))
-    assert said(project) is None
 
 
 def test_doubts_are_looked_into_once_and_values_are_compared_every_hour(
@@ -176,10 +156,8 @@ def test_a_pointer_left_behind_is_moved_and_nothing_loaded(project: Scene) -> No
     report = reconcile(project, "numbers", Silent())
     assert report is not None
     assert (report.status, report.epoch, "load" in report.stages_s) == ("published", 3, False)
-    assert (project.pointer(), said(project)) == (
-        replace(behind, epoch=3, at=project.live().at),
-        None,
-    )
+    assert project.pointer() == replace(behind, epoch=3, at=project.live().at)
+    assert said(project) is None
 
 
 def test_a_hold_outlives_what_was_lost(project: Scene) -> None:
@@ -287,18 +265,6 @@ def test_a_root_that_is_older_than_what_is_served_lost_nothing(project: Scene) -
     with project.online_store() as online:
         online.flip(replace(project.pointer(), epoch=9))
         assert look(project.store, online).trouble == []
-
-
-def test_the_command_says_what_it_did(project: Scene, capsys: pytest.CaptureFixture[str]) -> None:
-    capsys.readouterr()
-    assert project.cli("reconcile", "numbers") == 0
-    assert (
-        capsys.readouterr().out
-        == "numbers: nothing that is live is missing from the online store\n"
-    )
-    lose_all(project)
-    assert project.cli("reconcile", "numbers") == 0
-    assert "numbers: published, snapshot 2" in capsys.readouterr().out
 
 
 def test_all_views_are_reconciled_though_one_cannot_be(

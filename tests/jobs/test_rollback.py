@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -65,11 +64,9 @@ def served(project: Scene) -> tuple[int, float]:
         assert len(factors) == 1
         factor = factors.pop()
         found = lookup.search("numbers", vector=[2 * factor + n for n in range(4)], k=1)
-        assert (found["snapshot"], found["rows"][0]["key"], found["rows"][0]["score"]) == (
-            snapshot,
-            "2",
-            0.0,
-        )
+        assert found["snapshot"] == snapshot
+        assert found["rows"][0]["key"] == "2"
+        assert found["rows"][0]["score"] == 0.0
         return snapshot, factor
 
 
@@ -79,12 +76,10 @@ def served(project: Scene) -> tuple[int, float]:
 def test_back_to_what_was_live_before_by_one_pointer_move(versions: Versions, online: str) -> None:
     project = versions(1.0, 10.0, online=online)
     report = project.rollback()
-    assert (report.status, report.command, report.snapshot, report.epoch) == (
-        "published",
-        "rollback",
-        1,
-        3,
-    )
+    assert report.status == "published"
+    assert report.command == "rollback"
+    assert report.snapshot == 1
+    assert report.epoch == 3
     assert {"load", "index", "check"}.isdisjoint(report.stages_s)  # nothing was loaded
     assert served(project) == (1, 1.0)
     ref = project.live()
@@ -104,13 +99,6 @@ def test_twice_in_a_row_goes_back_further(versions: Versions, online: str) -> No
         project.rollback()
     assert served(project) == (1, 1.0)
     assert set(project.store.refs.bad()) == {2, 3}
-
-
-def test_to_names_any_snapshot_that_is_there(versions: Versions, online: str) -> None:
-    project = versions(1.0, 10.0, 100.0, 1000.0, online=online)
-    assert project.rollback(to=1).snapshot == 1
-    assert served(project) == (1, 1.0)
-    assert project.faults() == []
 
 
 def test_what_cannot_be_gone_back_to_is_told_and_nothing_is_marked(versions: Versions) -> None:
@@ -352,16 +340,6 @@ def test_when_redis_is_full_the_pointer_still_moves(versions: Versions, redis_ur
     assert served(project)[1] == 100.0
 
 
-def test_a_generation_that_is_gone_is_loaded_again(versions: Versions, online: str) -> None:
-    project = versions(1.0, 10.0, online=online)
-    opened = project.open_online()
-    opened.drop("numbers", 1)
-    opened.close()
-    assert "load" in project.rollback().stages_s
-    assert served(project) == (1, 1.0)
-    assert project.faults() == []
-
-
 def test_a_damaged_generation_is_loaded_again(versions: Versions) -> None:
     project = versions(1.0, 10.0)
     (path,) = (project.folder / "online" / "numbers").glob(f"{1:020d}.table")
@@ -397,67 +375,7 @@ def test_a_target_whose_parts_are_damaged_is_refused_and_the_old_rows_stay(
     assert project.rollback().snapshot == 2
 
 
-def test_an_emptied_online_store_is_filled_by_going_back(versions: Versions) -> None:
-    project = versions(1.0, 10.0)
-    shutil.rmtree(project.folder / "online")
-    project.rollback()
-    assert served(project) == (1, 1.0)
-    assert project.faults() == []
-
-
 # ---- others at work
-
-
-def test_readers_see_one_snapshot_or_the_other_and_never_both(
-    versions: Versions, online: str
-) -> None:
-    project = versions(1.0, 2.0, online=online)
-    failures: list[str] = []
-    stop = threading.Event()
-
-    def read() -> None:
-        lookup = project.open_lookup()
-        try:
-            while not stop.is_set():
-                table = lookup.get("numbers", KEYS)
-                factors = {
-                    d / 2 / key for d, key in zip(table["double"].to_pylist(), KEYS, strict=True)
-                }
-                snapshots = set(table["snapshot"].to_pylist())
-                if (
-                    len(factors) != 1
-                    or len(snapshots) != 1
-                    or factors != {float(next(iter(snapshots)))}
-                ):
-                    failures.append(f"{factors} {snapshots}")
-                    return
-                found = lookup.search(
-                    "numbers", vector=[2.0, 3.0, 4.0, 5.0], k=1
-                )  # 2 of factor 1, 1 of factor 2
-                if found["rows"][0]["score"] == 0.0 and found["rows"][0]["key"] != {
-                    1: "2",
-                    2: "1",
-                }.get(found["snapshot"], "1"):
-                    failures.append(str(found))
-                    return
-        except BaseException as exc:
-            failures.append(repr(exc))
-            raise
-        finally:
-            lookup.close()
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    try:
-        for factor in (3.0, 4.0, 5.0):
-            versions(factor, online=online)
-        for _ in range(4):
-            project.rollback()
-    finally:
-        stop.set()
-        reader.join()
-    assert failures == []
-    assert served(project) == (1, 1.0)
 
 
 @pytest.fixture

@@ -57,11 +57,9 @@ def test_a_rollback_is_not_undone_by_the_next_run_when_a_row_changed(
         ):
             run(make_project, BAD | {i: NEW[i] for i in range(changed)})
     project = make_project(view=VIEW)
-    assert (
-        project.snapshot().number,
-        project.snapshot().counts.written,
-        project.live_snapshot().number,
-    ) == (5, 1, 1)
+    assert project.snapshot().number == 5
+    assert project.snapshot().counts.written == 1
+    assert project.live_snapshot().number == 1
     assert project.snapshot().quality["rolled_back"] == 38 / 40
     with pytest.raises(GateError, match="rolled_back: 38 of the 40"):
         run(make_project, BAD | {i: NEW[i] for i in range(2)}, full=True)
@@ -125,10 +123,8 @@ def test_null_switches_it_off_and_other_damage_is_no_reason(make_project: MakePr
     back(make_project)
     off = VIEW | {"gates": GATES | {"rolled_back": None}}
     report = run(make_project, BAD | {0: 7.0}, off)
-    assert (report.status, make_project(view=VIEW).snapshot().quality["rolled_back"]) == (
-        "published",
-        39 / 40,
-    )
+    assert report.status == "published"
+    assert make_project(view=VIEW).snapshot().quality["rolled_back"] == 39 / 40
     project = make_project(view=VIEW)
     project.store.mark_bad(project.live_snapshot().number, "damaged: …", rows=False)
     assert run(make_project, BAD | {0: 7.0, 1: 8.0}).status == "published"

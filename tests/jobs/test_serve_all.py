@@ -174,20 +174,16 @@ def test_random_days_are_served_as_ten_lines_say(
 def test_a_new_day_is_an_overlay_and_a_lost_key_gives_way_to_the_older_row(corpus: Corpus) -> None:
     corpus.run(0, {key: float(key) for key in range(40)})
     corpus.run(1, {1: 10.0, 2: 20.0})
-    assert (corpus.scene.live().place.overlays, corpus.scene.live_snapshot().counts.written) == (
-        ((2, 4),),
-        2,
-    )
+    assert corpus.scene.live().place.overlays == ((2, 4),)
+    assert corpus.scene.live_snapshot().counts.written == 2
     assert corpus.served(3) == {0: 0.0, 1: 10.0, 2: 20.0}
     report = corpus.run(1, {2: 20.0, 99: 5.0})
     assert corpus.served(3) == {0: 0.0, 1: 1.0, 2: 20.0}
     counts = corpus.scene.snapshot_of(report).counts
     assert (counts.written, counts.unchanged, counts.removed) == (2, 39, 0)
     corpus.run(1, {2: 20.0})
-    assert (corpus.scene.live_snapshot().counts.removed, corpus.scene.live_snapshot().rows) == (
-        1,
-        40,
-    )
+    assert corpus.scene.live_snapshot().counts.removed == 1
+    assert corpus.scene.live_snapshot().rows == 40
     # of the row that came back, when it was computed
     computed_at = {
         row["id"]: row["computed_at"] for row in corpus.scene.rows(corpus.scene.live().snapshot)
@@ -225,8 +221,8 @@ def test_a_partition_that_is_computed_again_while_a_newer_one_goes_live(
     corpus.write(other, corpus.days.get(other, {}) | {6: 6.0})
     committed = precompute.jobs.run.materialize.materialize
 
-    def then_another(job: Any) -> Any:
-        snapshot = committed(job)
+    def then_another(*run: Any) -> Any:
+        snapshot = committed(*run)
         monkeypatch.undo()
         assert corpus.run(other).status == "published"
         return snapshot

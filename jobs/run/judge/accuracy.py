@@ -1,5 +1,5 @@
-"""Comparison: what a precision comes to beside float32 on one sample of a view's rows, stored so
-that the same is not measured twice: ``tune`` and the run that follows do it once.
+"""Accuracy: how far a view's precision is from float32 on one sample of its rows; cached, so that
+``tune`` and the run that follows measure it once.
 """
 
 from __future__ import annotations
@@ -237,8 +237,8 @@ class _Stopped(Exception):
 
 
 class AccuracyCheck:
-    """The comparison of a view's precision with float32, on its way; :meth:`close` it when nobody
-    asks any more.
+    """The comparison of a view's precision with float32, on its way; :meth:`close` it when it is
+    not wanted any more.
 
     Args:
         config: the view's, which says how near it must be.
@@ -332,8 +332,8 @@ class AccuracyCheck:
         for rows in self._parts:
             start = 0 if done is None else self._parts[0].num_rows
             more = rows.slice(start)
-            done = _joined(done, self._computed(model, more), start)
-            reference = _joined(reference, self._reference(model, more), start)
+            done = joined(done, self._computed(model, more), start)
+            reference = joined(reference, self._reference(model, more), start)
             if self._keep(rows, done, reference).clear(self._config.accuracy, self._opened.view):
                 return
 
@@ -381,7 +381,7 @@ class AccuracyCheck:
         return self._found
 
 
-def _joined(first: Outcome | None, more: Outcome, rows: int) -> Outcome:
+def joined(first: Outcome | None, more: Outcome, rows: int) -> Outcome:
     """Outcomes of a sample's first ``rows`` rows and of those that follow, as one."""
     if first is None:
         return more

@@ -20,7 +20,7 @@ import pyarrow as pa
 from precompute.engine.runner import Runner
 from precompute.engine.window import Outcome
 from precompute.jobs.config.view import ViewConfig
-from precompute.jobs.run.judge.accuracy import END_ROWS, limits_of
+from precompute.jobs.run.judge.accuracy import END_ROWS, joined, limits_of
 from precompute.jobs.run.rows.chunks import computed
 from precompute.jobs.run.rows.open_view import OpenView
 from precompute.model import Model
@@ -169,7 +169,7 @@ class Audit:
         self._bytes += self._inputs[-1].nbytes + self._made[-1].nbytes
 
     def _halve(self, end: int) -> None:
-        """Let go of every other row, of those that are held and of those to come from ``end``
+        """Drop every other row, of those that are held and of those to come from ``end``
         on."""
         self._inputs, self._made = (
             [pa.concat_batches(held).take(pa.array(np.arange(0, sum(map(len, held)), 2)))]
@@ -237,23 +237,17 @@ class Audit:
         shown, stored = self._ends.rows()
         ends = shown.num_rows
         rows, until = pa.concat_batches([shown, inputs]), time.monotonic() + budget_s
-        outcomes: list[Outcome] = []
+        done: Outcome | None = None
         start = 0
         for block in self._blocks(rows, budget_s, row_s, until):
-            outcomes.append(_moved(block, start))
-            start += block.done
-        again = (
-            np.concatenate([done.rows for done in outcomes]) if outcomes else np.empty(0, np.int64)
-        )
-        at_ends = int((again < ends).sum())
-        if len(again) - at_ends < min(FEWEST_ROWS, inputs.num_rows):
+            done, start = joined(done, block, start), start + block.done
+        if done is None:
             return []
-        reference = pa.concat_batches([done.features for done in outcomes])
-        return [
-            self._verdict(
-                reference, pa.concat_batches([stored, made]).take(pa.array(again)), at_ends
-            )
-        ]
+        at_ends = int((done.rows < ends).sum())
+        if len(done.rows) - at_ends < min(FEWEST_ROWS, inputs.num_rows):
+            return []
+        ran = pa.concat_batches([stored, made]).take(pa.array(done.rows))
+        return [self._verdict(done.features, ran, at_ends)]
 
     def _blocks(
         self, rows: pa.RecordBatch, budget_s: float, row_s: float, until: float
@@ -335,10 +329,8 @@ class _Ends:
             sizes = _sizes(feature, done.features.column(feature.name))
             for sign in (1, -1):
                 place = int(np.argmax(sizes)) if sign > 0 else int(np.argmin(sizes))
-                size, held = (
-                    sign * float(sizes[place]),
-                    self._found.setdefault((feature.name, sign), []),
-                )
+                size = sign * float(sizes[place])
+                held = self._found.setdefault((feature.name, sign), [])
                 if len(held) < END_ROWS or size > held[-1][0]:
                     held.append(
                         (
@@ -371,8 +363,3 @@ def _sizes(feature: Feature, column: pa.Array) -> npt.NDArray[Any]:
     values = np.asarray(column.flatten()).reshape(-1, feature.dim).astype(np.float32, copy=False)
     squares: npt.NDArray[np.float32] = np.asarray(np.einsum("ij,ij->i", values, values))
     return squares
-
-
-def _moved(done: Outcome, rows: int) -> Outcome:
-    """An outcome of rows that stand ``rows`` further on."""
-    return Outcome(rows + done.rows, done.features)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -18,22 +19,23 @@ import pyarrow as pa
 from precompute.engine.features import with_null_rows
 from precompute.engine.runner import compute
 from precompute.jobs.config.view import COMPUTING_GATES, ViewConfig
-from precompute.jobs.run.job import Job
 from precompute.jobs.run.judge.value_gates import (
     JUDGED_ROWS,
     SAMPLE_ROWS,
     WIDER,
     Verdicts,
     judge_contract,
-    judge_duplicates,
     judge_keys,
-    judge_lengths,
-    judge_moves,
-    judge_packed,
     judge_shift,
     judge_value_moves,
     judge_values,
     moves_of,
+)
+from precompute.jobs.run.judge.vector_gates import (
+    judge_duplicates,
+    judge_lengths,
+    judge_moves,
+    judge_packed,
 )
 from precompute.jobs.run.rows.chunks import computed
 from precompute.jobs.run.rows.compaction import Replaced
@@ -138,10 +140,8 @@ def judge_rolled_back(
         limit: share of a bad snapshot's own rows that may come again; None switches the gate off.
         verdicts: gets the verdict.
     """
-    unrecognised, again = (
-        _unrecognised(opened, store, snapshot),
-        _returned(opened, store, snapshot, verdicts),
-    )
+    unrecognised = _unrecognised(opened, store, snapshot)
+    again = _returned(opened, store, snapshot, verdicts)
     if unrecognised is not None:
         message = (
             f"the rows of snapshot {unrecognised}, which was rolled back from, cannot be recognised"
@@ -285,126 +285,184 @@ def _whole_files(store: ViewStore, snapshot: Snapshot) -> Files:
     return Files(whole, dead_of_whole)
 
 
-def judge(
-    config: ViewConfig,
-    opened: OpenView,
-    store: ViewStore,
-    snapshot: Snapshot,
-    live: Snapshot | None,
-    replaced: Replaced | None = None,
-    served: Snapshot | None = None,
-) -> Verdicts:
-    """Measure a snapshot that is about to be committed.
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """The gates of one view.
 
     Args:
-        config: its gates.
-        opened: source and model, for the parity sample.
-        store: where the parts are.
-        snapshot: its parts are written; it has no number yet.
-        live: what it would replace; None when nothing is live.
-        replaced: of a delta, the rows of its parent that are no rows of it; ``new`` there is the
-            delta before its rows were copied to stand alone, where that was done: it still shows
-            what it shares with ``live``.
-        served: what readers have now, where that is not ``live``: another partition.
+        config: the view's, with their limits.
+        opened: the view; its source is loaded, its model computes the parity sample.
+        store: of the view.
+        accept: gates whose refusal is accepted.
 
     Raises:
-        SnapshotError, SourceError, ModelError: something cannot be read or computed.
+        SnapshotError, SourceError, ModelError: from every method: something cannot be read or
+            computed.
     """
-    gates, figures = config.gates, _figures(store, snapshot)
-    valued = snapshot.rows - (
-        figures.valueless if snapshot.view.definition.bad_rows == "null" else 0
-    )
-    verdicts = Verdicts(valued)
-    if snapshot.view.definition.bad_rows == "null":
-        verdicts.quality["nulls"] = float(figures.valueless)
-    _judge_counts(config, snapshot, live, valued, verdicts)
-    finite = figures.not_finite / figures.rows if figures.rows else 0.0
-    verdicts.at_most(
-        "finite",
-        finite,
-        gates.finite,
-        f"{figures.not_finite:,} of {figures.rows:,} rows are not finite",
-    )
-    sample = store.sample(snapshot, SAMPLE_ROWS)
-    sample = sample.append_column("key", key_column(sample, snapshot.view.entity))
-    served = served or live
-    if served is not None:
-        judge_contract(snapshot.view, served.view, bool(gates.contract), verdicts)
-    _judge_features(config, store, snapshot, figures, sample, live, served, replaced, verdicts)
-    judge_rolled_back(opened, store, snapshot, gates.rolled_back, verdicts)
-    if snapshot.view.fallback and gates.parity is not None:
-        judge_parity(opened, sample, gates.parity, verdicts)
-    return verdicts
 
+    config: ViewConfig
+    opened: OpenView
+    store: ViewStore
+    accept: Collection[str] = ()
 
-def _judge_features(
-    config: ViewConfig,
-    store: ViewStore,
-    snapshot: Snapshot,
-    figures: RowFigures,
-    sample: pa.Table,
-    live: Snapshot | None,
-    served: Snapshot | None,
-    replaced: Replaced | None,
-    verdicts: Verdicts,
-) -> None:
-    """Each feature's values, by its kind: alone, and beside the live ones."""
-    gates, view = config.gates, snapshot.view
-    before = None if live is None else _live_figures(store, live)
-    moves = None if live is None else moves_of(store, snapshot, live, replaced)
-    if live is not None and moves is not None:
-        judge_keys(live, moves, gates.rows, verdicts)
-    same_model = live is not None and live.model == snapshot.model
-    then, judged, wider = before, same_model, 1.0
-    if live is None and served is not None and served.model == snapshot.model:
-        # of a partition that has no earlier rows, what readers have now
-        then, judged, wider = _live_figures(store, served), True, WIDER
-    for feature in view.features:
-        if feature.dim is None:
-            judge_values(feature, _valued(figures, view), sample, gates, verdicts)
-            if then is not None:
-                judge_shift(
-                    feature,
-                    _valued(figures, view),
-                    _valued(then, view),
-                    gates,
-                    verdicts,
-                    judged=judged,
-                    wider=wider,
-                )
-            if moves is not None:
-                judge_value_moves(feature, moves, before, gates, verdicts, judged=same_model)
-        elif feature.dtype.startswith("float"):
-            judge_lengths(feature, figures, before or then, gates, verdicts)
-            judge_duplicates(feature, sample, gates, verdicts)
-            judge_packed(feature, sample, view, gates, verdicts)
-            if moves is not None and same_model:
-                judge_moves(feature, moves, gates, verdicts)
+    def judged(
+        self,
+        snapshot: Snapshot,
+        before: Sequence[Verdict] = (),
+        replaced: Replaced | None = None,
+    ) -> Snapshot:
+        """The snapshot with its figures and the verdicts of the gates.
 
-
-def _judge_counts(
-    config: ViewConfig, snapshot: Snapshot, live: Snapshot | None, valued: int, verdicts: Verdicts
-) -> None:
-    """How many rows there are, beside what is live; how many were rejected, and how many have a
-    value, of those of the source."""
-    gates, counts = config.gates, snapshot.counts
-    if live is not None and live.rows:
-        change = snapshot.rows / live.rows - 1
-        limit = gates.rows if max(live.rows, snapshot.rows) >= JUDGED_ROWS else None
-        message = (
-            f"{snapshot.rows:,} rows, {change:+.1%} against the {live.rows:,} of snapshot"
-            f" {live.number}"
+        Args:
+            snapshot: its parts are written.
+            before: verdicts on what it was computed by.
+            replaced: the rows of its parent, if it has one, that are no rows of it.
+        """
+        live = _measure(self.store, snapshot)
+        if not snapshot.rows:
+            return self._empty(snapshot, live)
+        verdicts = self.verdicts(snapshot, live, replaced, served_snapshot(self.store))
+        snapshot = replace(
+            snapshot,
+            quality=verdicts.quality,
+            gates=(*before, *verdicts.all),
+            returned=verdicts.returned,
+            excused=verdicts.excused,
         )
-        verdicts.add("rows", change, limit, limit is None or abs(change) <= limit, message)
-    rejected = counts.rejected / counts.source if counts.source else 0.0
-    limit = config.max_rejected if gates.rejected == "auto" else gates.rejected
-    verdicts.at_most(
-        "rejected", rejected, limit, f"{counts.rejected:,} of {counts.source:,} rows rejected"
+        failed = {verdict.gate for verdict in snapshot.failed}
+        return replace(snapshot, accepted=tuple(sorted(failed.intersection(self.accept))))
+
+    def judged_again(self, snapshot: Snapshot) -> Snapshot:
+        """A committed snapshot as the gates judge it that are configured now."""
+        if snapshot.rows:
+            self.opened.convert()
+        # What was judged while its rows were computed.
+        before = [verdict for verdict in snapshot.gates if verdict.gate in COMPUTING_GATES]
+        now = self.judged(snapshot, before)
+        accepted = {*now.accepted, *_still_accepted(snapshot, now)}
+        return replace(now, accepted=tuple(sorted(accepted)))
+
+    def _empty(self, snapshot: Snapshot, before: Snapshot | None) -> Snapshot:
+        """A partition without rows: there is nothing to judge but that it had some before."""
+        limit = self.config.gates.rows
+        if before is None or limit is None or before.rows < JUDGED_ROWS:
+            return replace(snapshot, quality={}, gates=(), accepted=())
+        message = f"no rows any more, against the {before.rows:,} of snapshot {before.number}"
+        verdict = Verdict("rows", limit >= 1, -1.0, limit, message)
+        accepted = ("rows",) if not verdict.passed and "rows" in self.accept else ()
+        return replace(snapshot, gates=(verdict,), accepted=accepted)
+
+    def verdicts(
+        self,
+        snapshot: Snapshot,
+        live: Snapshot | None,
+        replaced: Replaced | None = None,
+        served: Snapshot | None = None,
+    ) -> Verdicts:
+        """Measure a snapshot that is about to be committed.
+
+        Args:
+            snapshot: its parts are written; it has no number yet.
+            live: what it would replace; None when nothing is live.
+            replaced: of a delta, the rows of its parent that are no rows of it; ``new`` there is
+                the delta before its rows were copied to stand alone, where that was done: it still
+                shows what it shares with ``live``.
+            served: what readers have now, where that is not ``live``: another partition.
+        """
+        gates, view, figures = self.config.gates, snapshot.view, _figures(self.store, snapshot)
+        nulls = figures.valueless if view.definition.bad_rows == "null" else 0
+        verdicts = Verdicts(gates, snapshot.rows - nulls)
+        if view.definition.bad_rows == "null":
+            verdicts.quality["nulls"] = float(nulls)
+        self._judge_counts(snapshot, live, snapshot.rows - nulls, verdicts)
+        verdicts.at_most(
+            "finite",
+            figures.not_finite / figures.rows if figures.rows else 0.0,
+            gates.finite,
+            f"{figures.not_finite:,} of {figures.rows:,} rows are not finite",
+        )
+        sample = self.store.sample(snapshot, SAMPLE_ROWS)
+        sample = sample.append_column("key", key_column(sample, view.entity))
+        served = served or live
+        if served is not None:
+            judge_contract(view, served.view, verdicts)
+        self._judge_features(snapshot, figures, sample, live, served, replaced, verdicts)
+        judge_rolled_back(self.opened, self.store, snapshot, gates.rolled_back, verdicts)
+        if view.fallback and gates.parity is not None:
+            judge_parity(self.opened, sample, gates.parity, verdicts)
+        return verdicts
+
+    def _judge_features(
+        self,
+        snapshot: Snapshot,
+        figures: RowFigures,
+        sample: pa.Table,
+        live: Snapshot | None,
+        served: Snapshot | None,
+        replaced: Replaced | None,
+        verdicts: Verdicts,
+    ) -> None:
+        """Each feature's values, by its kind: alone, and beside the live ones."""
+        store, view = self.store, snapshot.view
+        before = None if live is None else _live_figures(store, live)
+        moves = None if live is None else moves_of(store, snapshot, live, replaced)
+        if live is not None and moves is not None:
+            judge_keys(live, moves, verdicts)
+        same_model = live is not None and live.model == snapshot.model
+        then, wider = before, 1.0 if same_model else None
+        if live is None and served is not None and served.model == snapshot.model:
+            # of a partition that has no earlier rows, what readers have now
+            then, wider = _live_figures(store, served), WIDER
+        for feature in view.features:
+            if feature.dim is None:
+                valued = _valued(figures, view)
+                judge_values(feature, valued, sample, verdicts)
+                if then is not None:
+                    judge_shift(feature, valued, _valued(then, view), verdicts, wider)
+                if moves is not None:
+                    judge_value_moves(feature, moves, before, verdicts, judged=same_model)
+            elif feature.dtype.startswith("float"):
+                judge_lengths(feature, figures, before or then, verdicts)
+                judge_duplicates(feature, sample, verdicts)
+                judge_packed(feature, sample, view, verdicts)
+                if moves is not None and same_model:
+                    judge_moves(feature, moves, verdicts)
+
+    def _judge_counts(
+        self, snapshot: Snapshot, live: Snapshot | None, valued: int, verdicts: Verdicts
+    ) -> None:
+        """How many rows there are, beside what is live; how many were rejected, and how many have a
+        value, of those of the source."""
+        config, gates, counts = self.config, self.config.gates, snapshot.counts
+        if live is not None and live.rows:
+            change = snapshot.rows / live.rows - 1
+            limit = gates.rows if max(live.rows, snapshot.rows) >= JUDGED_ROWS else None
+            message = (
+                f"{snapshot.rows:,} rows, {change:+.1%} against the {live.rows:,} of snapshot"
+                f" {live.number}"
+            )
+            verdicts.add("rows", change, limit, limit is None or abs(change) <= limit, message)
+        rejected = counts.rejected / counts.source if counts.source else 0.0
+        limit = config.max_rejected if gates.rejected == "auto" else gates.rejected
+        verdicts.at_most(
+            "rejected", rejected, limit, f"{counts.rejected:,} of {counts.source:,} rows rejected"
+        )
+        coverage = valued / counts.source if counts.source else 0.0
+        limit = 1 - config.max_rejected if gates.coverage == "auto" else gates.coverage
+        message = f"{valued:,} of {counts.source:,} source rows have a value"
+        verdicts.at_least("coverage", coverage, limit, message)
+
+
+def _measure(store: ViewStore, snapshot: Snapshot) -> Snapshot | None:
+    """What a snapshot is measured by: what is live, or, of a partition, its newest one; None when
+    there is none, or it is damaged."""
+    # Another day's rows are no measure of this one's.
+    live = (
+        served_snapshot(store)
+        if snapshot.partition is None
+        else Standing(store).newest(snapshot.partition, refused=False)
     )
-    coverage = valued / counts.source if counts.source else 0.0
-    limit = 1 - config.max_rejected if gates.coverage == "auto" else gates.coverage
-    message = f"{valued:,} of {counts.source:,} source rows have a value"
-    verdicts.at_least("coverage", coverage, limit, message)
+    return None if live is not None and live.number == snapshot.number else live
 
 
 def _figures(store: ViewStore, snapshot: Snapshot) -> RowFigures:
@@ -437,53 +495,6 @@ def _live_figures(store: ViewStore, live: Snapshot) -> RowFigures | None:
         return None
 
 
-def judged(
-    job: Job,
-    opened: OpenView,
-    snapshot: Snapshot,
-    before: Sequence[Verdict] = (),
-    replaced: Replaced | None = None,
-) -> Snapshot:
-    """The snapshot with its figures and the verdicts of the gates.
-
-    Args:
-        job: the run.
-        opened: its view.
-        snapshot: its parts are written.
-        before: verdicts on what it was computed by.
-        replaced: the rows of its parent, if it has one, that are no rows of it.
-
-    Raises:
-        SnapshotError, SourceError, ModelError: something cannot be read or computed.
-    """
-    accept, live = job.options.accept, _measure(job, snapshot)
-    if not snapshot.rows:
-        return _judged_empty(job, snapshot, live, accept)
-    verdicts = judge(
-        job.config, opened, job.store, snapshot, live, replaced, served_snapshot(job.store)
-    )
-    counted = {"returned": verdicts.returned, "excused": verdicts.excused}
-    snapshot = replace(
-        snapshot, quality=verdicts.quality, gates=(*before, *verdicts.all), **counted
-    )
-    return replace(
-        snapshot,
-        accepted=tuple(sorted({verdict.gate for verdict in snapshot.failed}.intersection(accept))),
-    )
-
-
-def _measure(job: Job, snapshot: Snapshot) -> Snapshot | None:
-    """What a snapshot is measured by: what is live, or, of a partition, its newest one; None when
-    there is none, or it is damaged."""
-    # Another day's rows are no measure of this one's.
-    live = (
-        served_snapshot(job.store)
-        if snapshot.partition is None
-        else Standing(job.store).newest(snapshot.partition, refused=False)
-    )
-    return None if live is not None and live.number == snapshot.number else live
-
-
 def served_snapshot(store: ViewStore) -> Snapshot | None:
     """What is live; None when nothing is, or it is damaged: a reason to replace it, not to keep
     it."""
@@ -502,46 +513,6 @@ def served_snapshot(store: ViewStore) -> Snapshot | None:
     return None if damaged else live
 
 
-def _judged_empty(
-    job: Job, snapshot: Snapshot, before: Snapshot | None, accept: Collection[str]
-) -> Snapshot:
-    """A partition without rows: there is nothing to judge but that it had some before."""
-    limit = job.config.gates.rows
-    if before is None or limit is None or before.rows < JUDGED_ROWS:
-        return replace(snapshot, quality={}, gates=(), accepted=())
-    message = f"no rows any more, against the {before.rows:,} of snapshot {before.number}"
-    verdict = Verdict("rows", limit >= 1, -1.0, limit, message)
-    accepted = ("rows",) if not verdict.passed and "rows" in accept else ()
-    return replace(snapshot, gates=(verdict,), accepted=accepted)
-
-
-def judged_again(job: Job, opened: OpenView, snapshot: Snapshot) -> Snapshot:
-    """A committed snapshot that a gate refused, as the gates are configured now; itself when they
-    still say the same, or none refused it.
-
-    Raises:
-        SnapshotError, SourceError, ModelError, FencedError: something cannot be read, computed or
-            committed.
-    """
-    if not snapshot.refused_by:
-        return snapshot
-    if snapshot.rows:
-        opened.convert()
-    # What was judged while its rows were computed.
-    before = [verdict for verdict in snapshot.gates if verdict.gate in COMPUTING_GATES]
-    now = judged(job, opened, snapshot, before)
-    now = replace(now, accepted=tuple(sorted({*now.accepted, *_still_accepted(snapshot, now)})))
-    report = job.report
-    report.gates = list(now.gates)
-    if now.refused_by == snapshot.refused_by:
-        return snapshot
-    now = job.store.commit(
-        replace(now, run=report.run, created_at=utc_now(), source_at=report.source_at), job.lease
-    )
-    report.snapshot, report.status = now.number, "committed"
-    return now
-
-
 def _still_accepted(before: Snapshot, now: Snapshot) -> set[str]:
     """Gates that refuse both, were accepted, and say the very same again: half the rows of what was
     live then are not half the rows of what is live now."""
@@ -553,24 +524,14 @@ def _still_accepted(before: Snapshot, now: Snapshot) -> set[str]:
     }
 
 
-def accepted(job: Job, snapshot: Snapshot) -> Snapshot:
-    """The same snapshot committed once more, as one whose failed gates the job accepts by name;
-    itself when none of them failed.
+def accepted(store: ViewStore, snapshot: Snapshot, accept: Collection[str], run: str) -> Snapshot:
+    """The same snapshot committed once more, by a run, as one whose failed gates are accepted by
+    name; itself when none of them failed.
 
     Raises:
         SnapshotError: the file system failed.
     """
-    names = tuple(
-        sorted({*snapshot.accepted, *set(snapshot.refused_by).intersection(job.options.accept)})
-    )
+    names = tuple(sorted({*snapshot.accepted, *set(snapshot.refused_by).intersection(accept)}))
     if names == tuple(sorted(snapshot.accepted)):
         return snapshot
-    again = job.store.commit(
-        replace(snapshot, accepted=names, run=job.report.run, created_at=utc_now())
-    )
-    text = (
-        f"snapshot {again.number} is snapshot {snapshot.number} once more, with {', '.join(names)}"
-        " accepted"
-    )
-    job.report.plan = job.report.plan or text
-    return again
+    return store.commit(replace(snapshot, accepted=names, run=run, created_at=utc_now()))

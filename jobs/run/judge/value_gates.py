@@ -1,6 +1,6 @@
 """Value gates: whether numbers, labels, texts and lists are what their view is used to: by
 themselves, beside the figures of what is live, and row by row beside the live rows of the same
-keys. Vectors among them; and the verdicts.
+keys; whether readers still find what they rely on. And the verdicts of all gates.
 
 Figures are of all rows. What drawn rows show may be beside its limit by what chance alone does to
 one view in a hundred (:func:`noise`).
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -23,12 +23,10 @@ from precompute.jobs.run.rows.compaction import Replaced
 from precompute.store.errors import SnapshotError
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.keys import key_column
-from precompute.store.offline.row_figures import RowFigures, ValueFigures, VectorFigures, distance
+from precompute.store.offline.row_figures import RowFigures, ValueFigures, distance
 from precompute.store.offline.selection import all_rows, rows_beside, seed_of
 from precompute.store.offline.snapshot import Snapshot, Verdict
 from precompute.store.offline.view_store import ViewStore
-from precompute.store.online.codec import RowCodec
-from precompute.techniques.accuracy import FeatureAccuracy, compare, row_cosines
 
 JUDGED_ROWS = 20
 """Fewer rows than these make no statistics: their shares, norms and drift are measured, and not
@@ -57,11 +55,12 @@ class Verdicts:
     """Of one snapshot.
 
     Args:
+        gates: the limits.
         valued: its rows that have a value.
     """
 
-    def __init__(self, valued: int) -> None:
-        self._few = valued < JUDGED_ROWS
+    def __init__(self, gates: GatesConfig, valued: int) -> None:
+        self.gates, self._few = gates, valued < JUDGED_ROWS
         self.quality: dict[str, float] = {}
         """Figures by name, for the manifest."""
         self.all: list[Verdict] = []
@@ -70,10 +69,16 @@ class Verdicts:
         """For the manifest: see :class:`precompute.store.offline.snapshot.Snapshot`."""
 
     def add(
-        self, gate: str, measured: float, limit: float | None, passed: bool, message: str
+        self,
+        gate: str,
+        measured: float,
+        limit: float | None,
+        passed: bool,
+        message: str,
+        worst: Callable[[float, float], float] | None = None,
     ) -> None:
         """Note a figure, and the verdict of its gate unless that is switched off (``limit`` None)
-        or there are too few rows for it. Of two features the figure is that of the one that fails.
+        or there are too few rows for it.
 
         Args:
             gate: its name in :class:`precompute.jobs.config.view.GatesConfig`.
@@ -82,37 +87,41 @@ class Verdicts:
             passed: whether the figure is within it.
             message: for people, and what an acceptance is remembered by: the same rows give the
                 same words.
+            worst: of two features' figures; by default that of the one that fails.
         """
-        if gate not in self.quality or not passed:
+        if worst is not None:
+            self.quality[gate] = worst(self.quality.get(gate, measured), measured)
+        elif gate not in self.quality or not passed:
             self.quality[gate] = measured
         if limit is not None and not (self._few and gate in STATISTICS):
             self.all.append(Verdict(gate, passed, measured, limit, message))
 
-    def at_most(self, gate: str, measured: float, limit: float | None, message: str) -> None:
-        """:meth:`add` of a gate that is passed up to its limit; of two features the larger figure
-        counts."""
-        largest = max(self.quality.get(gate, measured), measured)
-        self.add(gate, measured, limit, limit is None or measured <= limit + _ROUNDING, message)
-        self.quality[gate] = largest
+    def at_most(
+        self, gate: str, measured: float, limit: float | None, message: str, chance: float = 0.0
+    ) -> None:
+        """:meth:`add` of a gate that is passed up to its limit, and ``chance`` beyond it."""
+        passed = limit is None or measured <= limit + chance + _ROUNDING
+        self.add(gate, measured, limit, passed, message, max)
 
-    def at_least(self, gate: str, measured: float, limit: float | None, message: str) -> None:
-        """:meth:`add` of a gate that is passed down to its limit; of two features the smaller
-        figure counts."""
-        smallest = min(self.quality.get(gate, measured), measured)
-        self.add(gate, measured, limit, limit is None or measured >= limit - _ROUNDING, message)
-        self.quality[gate] = smallest
+    def at_least(
+        self, gate: str, measured: float, limit: float | None, message: str, chance: float = 0.0
+    ) -> None:
+        """:meth:`add` of a gate that is passed down to its limit, and ``chance`` beyond it."""
+        passed = limit is None or measured >= limit - chance - _ROUNDING
+        self.add(gate, measured, limit, passed, message, min)
 
 
 log = logging.getLogger(__name__)
+
+QUANTILES = {"p01": 0.01, "p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}
+"""Of lengths and of cosines to the live vectors, in the manifest's ``quality`` as
+``<feature>.norm.p01`` and ``<feature>.drift.p01``."""
+
 
 SAMPLE_ROWS = 2048
 READ_GROUPS = 256
 """Row groups read at most for the values that drawn keys have now: a full run in another order has
 each of them in one of its own."""
-
-QUANTILES = {"p01": 0.01, "p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}
-"""Of lengths and of cosines to the live vectors, in the manifest's ``quality`` as
-``<feature>.norm.p01`` and ``<feature>.drift.p01``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,158 +135,29 @@ class Moves:
     now: pa.Table
     then: pa.Table
 
+    def of(self, feature: Feature) -> tuple[pa.ChunkedArray, pa.ChunkedArray, int] | None:
+        """A feature's values now and then, of the rows that have both, and how many keys both
+        snapshots have a value for; None where the live one has no such feature."""
+        name, schema = feature.name, self.then.schema
+        if name not in schema.names or schema.field(name).type != feature.arrow_type:
+            return None
+        both = pc.and_(self.now.column(name).is_valid(), self.then.column(name).is_valid())
+        now, then = (table.column(name).filter(both) for table in (self.now, self.then))
+        rewritten = round(self.changed * (len(now) / max(1, self.now.num_rows)))
+        return now, then, self.same + rewritten
+
 
 MOST_GONE = 0.5
 """Share of the live keys: beyond it, as many rows under other keys (ids padded with zeros, or of
 another table) answer nobody who comes with the live ones."""
 
 
-def judge_keys(live: Snapshot, moves: Moves, limit: float | None, verdicts: Verdicts) -> None:
+def judge_keys(live: Snapshot, moves: Moves, verdicts: Verdicts) -> None:
     """The gate ``rows`` of keys, where it refuses: too few of the live ones come again."""
-    gone = 1 - (moves.same + moves.changed) / max(1, live.rows)
+    limit, gone = verdicts.gates.rows, 1 - (moves.same + moves.changed) / max(1, live.rows)
     if limit is not None and live.rows >= JUDGED_ROWS and gone > max(MOST_GONE, limit):
         message = f"{gone:.0%} of the keys of snapshot {live.number} are gone"
         verdicts.add("rows", gone, max(MOST_GONE, limit), False, message)
-
-
-def judge_lengths(
-    feature: Feature,
-    figures: RowFigures,
-    before: RowFigures | None,
-    gates: GatesConfig,
-    verdicts: Verdicts,
-) -> None:
-    """The gates ``zero`` and ``norm``, on all rows.
-
-    Args:
-        feature: a vector.
-        figures: of the snapshot's rows.
-        before: of what is live; None without any.
-        gates: the limits.
-        verdicts: gets figures and verdicts.
-    """
-    now = figures.vectors.get(feature.name, VectorFigures())
-    if not now.rows:
-        return
-    zero = now.zero / now.rows
-    verdicts.at_most(
-        "zero", zero, gates.zero, f"{now.zero:,} of {now.rows:,} {feature.name} are all zeros"
-    )
-    for name, value in zip(QUANTILES, now.norm_quantiles(list(QUANTILES.values())), strict=True):
-        verdicts.quality[f"{feature.name}.norm.{name}"] = value
-    then = None if before is None else before.vectors.get(feature.name)
-    if then is not None and then.mean_norm > 0:
-        change = now.mean_norm / then.mean_norm - 1
-        message = (
-            f"mean norm of {feature.name} {now.mean_norm:.4g}, {change:+.1%} against"
-            f" {then.mean_norm:.4g}"
-        )
-        verdicts.add(
-            "norm", change, gates.norm, gates.norm is None or abs(change) <= gates.norm, message
-        )
-
-
-def judge_duplicates(
-    feature: Feature, sample: pa.Table, gates: GatesConfig, verdicts: Verdicts
-) -> None:
-    """The gate ``duplicates``, on some rows."""
-    sample = sample.filter(sample.column(feature.name).is_valid())
-    if not sample.num_rows:
-        return
-    vectors = _matrix(sample, feature)
-    doubled = 1 - len(np.unique(vectors, axis=0)) / len(vectors)
-    message = f"{doubled:.1%} of sampled {feature.name} repeat another one"
-    verdicts.at_most("duplicates", doubled, gates.duplicates, message)
-
-
-def judge_packed(
-    feature: Feature, sample: pa.Table, view: FeatureView, gates: GatesConfig, verdicts: Verdicts
-) -> None:
-    """The gate ``packed``, on some rows: how far a vector is from itself after the online store.
-    Nothing of a feature without ``packed``."""
-    if feature.packed is None:
-        return
-    rows = sample.select([feature.name]).filter(sample.column(feature.name).is_valid())
-    # What is not finite comes back as NaN, and is the gate ``finite``'s.
-    rows = (
-        rows.filter(pa.array(np.isfinite(_matrix(rows, feature)).all(axis=1)))
-        if rows.num_rows
-        else rows
-    )
-    if not rows.num_rows:
-        return
-    full = rows.combine_chunks().to_batches()[0]
-    now = _as_packed(feature, full, view)
-    for name, value in (
-        ("mean_cosine", now.mean_cosine),
-        ("min_cosine", now.min_cosine),
-        ("recall_at_10", now.recall_at_10),
-    ):
-        if value is not None:
-            verdicts.quality[f"{feature.name}.packed.{name}"] = value
-    if now.recall_at_10 is None:
-        return
-    message = (
-        f"packed as {feature.packed}, sampled {feature.name} keep {now.recall_at_10:.1%} of their"
-        " 10 nearest"
-    )
-    message += f", mean cosine {now.mean_cosine:.4f}"
-    if gates.packed is not None and now.recall_at_10 < gates.packed and feature.packed == "binary":
-        finer = _as_packed(replace(feature, packed="int8"), full, view)
-        message += f"; as int8 they would keep {finer.recall_at_10:.1%}"
-    verdicts.at_least("packed", now.recall_at_10, gates.packed, message)
-
-
-def _as_packed(feature: Feature, full: pa.RecordBatch, view: FeatureView) -> FeatureAccuracy:
-    """Figures of what the codec gives back against what it was given."""
-    alone = replace(view, features=(feature,))
-    codec, none = RowCodec(alone), np.zeros(full.num_rows, np.int64)
-    columns = codec.decode(codec.encode(full, none.astype(np.uint64), none, 0)).columns
-    return compare(full, pa.RecordBatch.from_arrays(columns, [feature.name]), alone).features[
-        feature.name
-    ]
-
-
-def judge_moves(feature: Feature, moves: Moves, gates: GatesConfig, verdicts: Verdicts) -> None:
-    """The gates ``drift`` and ``moved``; nothing where the live snapshot has no such feature."""
-    if (
-        feature.name not in moves.then.schema.names
-        or moves.then.schema.field(feature.name).type != feature.arrow_type
-    ):
-        return
-    both = pc.and_(
-        moves.now.column(feature.name).is_valid(), moves.then.column(feature.name).is_valid()
-    )
-    pairs = [table.filter(both) for table in (moves.now, moves.then)]
-    common = moves.same + round(moves.changed * (pairs[0].num_rows / max(1, moves.now.num_rows)))
-    if not common:
-        return
-    cosines = np.ones(1)
-    weights, further = np.array([float(moves.same)]), np.zeros(1)
-    if pairs[0].num_rows:
-        now, then = (_matrix(table, feature) for table in pairs)
-        longer = np.maximum(np.linalg.norm(now, axis=1), np.linalg.norm(then, axis=1))
-        each = (common - moves.same) / len(now)
-        cosines = np.append(cosines, row_cosines(now, then))
-        further = np.append(further, np.linalg.norm(now - then, axis=1) > gates.moved_by * longer)
-        weights = np.append(weights, np.full(len(now), each))
-    weights /= weights.sum()
-    drift, moved = 1 - float(weights @ (1 - cosines)), float(weights @ further)
-    order = np.argsort(cosines, kind="stable")
-    places = np.searchsorted(np.cumsum(weights[order]), list(QUANTILES.values()))
-    for name, value in zip(
-        QUANTILES, cosines[order][places.clip(max=len(order) - 1)].tolist(), strict=True
-    ):
-        verdicts.quality[f"{feature.name}.drift.{name}"] = value
-    message = (
-        f"mean cosine of {feature.name} to the live snapshot {drift:.4f}, on {common:,} common keys"
-    )
-    verdicts.at_least("drift", drift, gates.drift, message)
-    message = (
-        f"{moved:.1%} of {feature.name} lie further than {gates.moved_by:g} of their length from"
-        f" the live ones, on {common:,} common keys"
-    )
-    verdicts.at_most("moved", moved, gates.moved, message)
 
 
 def moves_of(
@@ -328,12 +208,6 @@ def _some(table: pa.Table, seed: int) -> pa.Table:
     )
 
 
-def _matrix(table: pa.Table, feature: Feature) -> npt.NDArray[np.float64]:
-    """[rows, dim] of a vector column without nulls and with at least a row."""
-    column = table.column(feature.name).combine_chunks()
-    return np.asarray(column.flatten()).astype(np.float64).reshape(len(column), -1)
-
-
 PAIRS = 512
 """Lists compared with the live ones: 0.1 s of 100 items each."""
 LEAST_OVERLAP = 0.25
@@ -357,7 +231,7 @@ def noise(rows: int) -> float:
     return math.sqrt(math.log(100) / (2 * rows)) if rows else 1.0
 
 
-def judge_contract(view: FeatureView, live: FeatureView, wanted: bool, verdicts: Verdicts) -> None:
+def judge_contract(view: FeatureView, live: FeatureView, verdicts: Verdicts) -> None:
     """The gate ``contract``: what readers of the live rows rely on is still there; a feature more
     is none of their business."""
     broken = (
@@ -385,18 +259,19 @@ def judge_contract(view: FeatureView, live: FeatureView, wanted: bool, verdicts:
         if broken
         else "what readers rely on is there"
     )
-    verdicts.add("contract", float(len(broken)), 0.0 if wanted else None, not broken, message)
+    limit = 0.0 if verdicts.gates.contract else None
+    verdicts.add("contract", float(len(broken)), limit, not broken, message)
 
 
 def judge_values(
-    feature: Feature, figures: RowFigures, sample: pa.Table, gates: GatesConfig, verdicts: Verdicts
+    feature: Feature, figures: RowFigures, sample: pa.Table, verdicts: Verdicts
 ) -> None:
     """The gates ``empty`` and ``constant``: on all rows, but for lists that are the same, which the
     drawn ones tell."""
     now, rows = figures.values.get(feature.name, ValueFigures()), figures.rows
     if not rows:
         return
-    name, empty = feature.name, max(0, rows - now.rows) + now.empty
+    name, gates, empty = feature.name, verdicts.gates, max(0, rows - now.rows) + now.empty
     verdicts.at_most(
         "empty",
         empty / rows,
@@ -432,11 +307,8 @@ def judge_shift(
     feature: Feature,
     figures: RowFigures,
     before: RowFigures,
-    gates: GatesConfig,
     verdicts: Verdicts,
-    *,
-    judged: bool,
-    wider: float = 1.0,
+    wider: float | None,
 ) -> None:
     """The gates ``shift`` and ``mass``: all rows beside all live ones.
 
@@ -444,12 +316,10 @@ def judge_shift(
         feature: no vector.
         figures: of the rows.
         before: of what is live.
-        gates: the limits.
         verdicts: gets figures and verdicts.
-        judged: False of another model's rows: they are measured, and reported.
-        wider: by how much the limits are.
+        wider: a factor of the limits; None of another model's rows, which are measured alone.
     """
-    name = feature.name
+    name, gates = feature.name, verdicts.gates
     now, then = figures.values.get(name), before.values.get(name)
     rows, rows_then = figures.rows, before.rows
     if now is None or then is None or not rows or not rows_then:
@@ -461,17 +331,9 @@ def judge_shift(
         "zero": now.zero / rows - then.zero / rows_then,
     }
     what, change = max(changes.items(), key=lambda item: abs(item[1]))
-    limit = None if gates.mass is None or not judged else gates.mass * wider
+    limit = None if gates.mass is None or wider is None else gates.mass * wider
     message = f"{change:+.1%} of {name} are {what}, against the live snapshot"
-    _add_worst(
-        verdicts,
-        max,
-        "mass",
-        abs(change),
-        limit,
-        limit is None or abs(change) <= limit + chance,
-        message,
-    )
+    verdicts.at_most("mass", abs(change), limit, message, chance)
     moved = {
         "values": distance(now.buckets, then.buckets),
         "lengths": distance(now.lengths, then.lengths),
@@ -479,20 +341,17 @@ def judge_shift(
     if feature.max_items is not None or feature.dtype in ("string", "bool"):
         moved["commonest"] = _between(now, then)
     what, shift = max(moved.items(), key=lambda item: item[1])
-    limit = None if gates.shift is None or not judged else gates.shift * wider
+    limit = None if gates.shift is None or wider is None else gates.shift * wider
     message = (
         f"the {what} of {name} have shifted by {shift:.1%} of the rows, against the live snapshot"
     )
-    _add_worst(
-        verdicts, max, "shift", shift, limit, limit is None or shift <= limit + chance, message
-    )
+    verdicts.at_most("shift", shift, limit, message, chance)
 
 
 def judge_value_moves(
     feature: Feature,
     moves: Moves,
     before: RowFigures | None,
-    gates: GatesConfig,
     verdicts: Verdicts,
     *,
     judged: bool,
@@ -504,22 +363,14 @@ def judge_value_moves(
         feature: no vector.
         moves: the rows.
         before: figures of what is live.
-        gates: the limits.
         verdicts: gets figures and verdicts.
         judged: False of another model's rows: they are measured, and reported.
     """
-    name = feature.name
-    if (
-        name not in moves.then.schema.names
-        or moves.then.schema.field(name).type != feature.arrow_type
-    ):
+    name, gates, compared = feature.name, verdicts.gates, moves.of(feature)
+    if compared is None or not len(compared[0]):
         return
-    both = pc.and_(moves.now.column(name).is_valid(), moves.then.column(name).is_valid())
-    now, then = (table.column(name).filter(both) for table in (moves.now, moves.then))
+    now, then, common = compared
     pairs = len(now)
-    common = moves.same + round(moves.changed * (pairs / max(1, moves.now.num_rows)))
-    if not pairs:
-        return
     changed = (common - moves.same) / common
     agreed: tuple[float, float] | None = None
     moved: float | None = None
@@ -541,15 +392,7 @@ def judge_value_moves(
             f"{name} agree with the live ones of the same keys by {agreement:.2f} (1 is all, 0 what"
             f" chance would), on {common:,} common keys"
         )
-        _add_worst(
-            verdicts,
-            min,
-            "agreement",
-            agreement,
-            limit,
-            limit is None or agreement >= limit - chance,
-            message,
-        )
+        verdicts.at_least("agreement", agreement, limit, message, chance)
     if moved is not None:
         moved, chance = moved * changed, noise(pairs) * changed
         limit = gates.moved if judged else None
@@ -559,9 +402,7 @@ def judge_value_moves(
         elif feature.dtype in ("string", "bool"):
             by = "are others than"
         message = f"{moved:.1%} of {name} {by} the live ones, on {common:,} common keys"
-        _add_worst(
-            verdicts, max, "moved", moved, limit, limit is None or moved <= limit + chance, message
-        )
+        verdicts.at_most("moved", moved, limit, message, chance)
 
 
 def _numbers(
@@ -708,21 +549,6 @@ def _note(feature: Feature, now: ValueFigures, rows: int, verdicts: Verdicts) ->
             f"{name}.distinct": float(now.distinct),
             f"{name}.commonest": now.common_share,
         }
-
-
-def _add_worst(
-    verdicts: Verdicts,
-    worst: Callable[[float, float], float],
-    gate: str,
-    measured: float,
-    limit: float | None,
-    passed: bool,
-    message: str,
-) -> None:
-    """As :meth:`Verdicts.add`; of several features the manifest has the worst figure."""
-    figure = worst(verdicts.quality.get(gate, measured), measured)
-    verdicts.add(gate, measured, limit, passed, message)
-    verdicts.quality[gate] = figure
 
 
 def _or_empty(feature: Feature) -> str:

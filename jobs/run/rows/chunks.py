@@ -1,5 +1,6 @@
-"""Engine: what computes a run's windows, in the run's own process or in workers. Both take rows and
-give features, and know nothing else."""
+"""Chunks: the computed rows of a run, and those rejected, on their way to Parquet and the journal;
+and the engine that computes them, in the run's own process or in workers.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +18,20 @@ from precompute.engine.features import in_order, with_null_rows
 from precompute.engine.prepare import WINDOW_ROWS, joined
 from precompute.engine.runner import Runner
 from precompute.engine.window import MISFIT, Outcome
-from precompute.jobs.config.project import EngineConfig
-from precompute.jobs.run.job import Job
+from precompute.jobs.config.project import EngineConfig, ProjectConfig
+from precompute.jobs.run.progress import Progress
 from precompute.jobs.run.rows.open_view import OpenView
 from precompute.jobs.run.rows.plan import Plan, now_us
-from precompute.sources.diff import refused_rows
+from precompute.sources.diff import Diff, refused_rows
+from precompute.sources.source import Source
 from precompute.store.errors import RejectedError
 from precompute.store.keys import bad_keys, key_column
 from precompute.store.offline.part_file import Layers
 from precompute.store.offline.row_figures import RowCounter, RowFigures, count
-from precompute.store.offline.runs import Finished
+from precompute.store.offline.runs import Finished, Report
 from precompute.store.offline.selection import all_rows
 from precompute.store.offline.snapshot import Part
+from precompute.store.offline.view_store import ViewStore
 from precompute.techniques.table import REFERENCE
 from precompute.workers.worker import SAMPLE
 from precompute.workers.worker_pool import WorkerPool
@@ -122,8 +125,9 @@ class Rejections:
     """The rejected rows of one run, in memory: more than the view allows end it.
 
     Args:
-        job: the run.
-        opened: its view.
+        store: of the view.
+        run: its id.
+        bad_rows: the view's policy.
         allowed: how many there may be.
 
     Raises:
@@ -131,8 +135,8 @@ class Rejections:
             ``rejected.parquet`` of the run has them; or ``bad_rows: fail`` and one is unusable.
     """
 
-    def __init__(self, job: Job, opened: OpenView, allowed: int) -> None:
-        self._job, self._opened, self._allowed = job, opened, allowed
+    def __init__(self, store: ViewStore, run: str, bad_rows: str, allowed: int) -> None:
+        self._store, self._run, self._bad_rows, self._allowed = store, run, bad_rows, allowed
         self.count = 0
         self.part: Part | None = None
         """The file of all of them, once written."""
@@ -145,18 +149,18 @@ class Rejections:
         self._attempts: dict[tuple[str | None, int | None], int] = {}
         """Of the rows that are tried again: how often, by key and input hash."""
 
-    def take_over(self, plan: Plan) -> None:
+    def take_over(self, source: Source, diff: Diff) -> None:
         """Begin with the rows that were rejected before with the same input, or count how often
         those were that are tried again."""
-        if plan.diff.retried:
-            before = refused_rows(self._opened.source)
+        if diff.retried:
+            before = refused_rows(source)
             rows = zip(
                 *(before.column(name).to_pylist() for name in ("key", "input_hash", "attempts")),
                 strict=True,
             )
             self._attempts = {(key, input_hash): attempts for key, input_hash, attempts in rows}
-        if plan.diff.refused:
-            table = refused_rows(self._opened.source).cast(_SCHEMA)
+        if diff.refused:
+            table = refused_rows(source).cast(_SCHEMA)
             self._batches = table.to_batches()
             self._journaled = len(self._batches)
             errors = table.column("error").to_pylist()
@@ -191,10 +195,10 @@ class Rejections:
         RejectedError: the view's policy is to fail, and a row is one that the model declared
             unusable.
         """
-        if self._opened.view.definition.bad_rows == "fail" and "input" in stages:
+        if self._bad_rows == "fail" and "input" in stages:
             row = stages.index("input")
             raise RejectedError(
-                f"view {self._job.store.name!r}: key {keys[row].as_py()!r}: {errors[row]}, and"
+                f"view {self._store.name!r}: key {keys[row].as_py()!r}: {errors[row]}, and"
                 " bad_rows is fail; nothing was published and the live snapshot stays. Mend the"
                 " source, or set bad_rows to reject or null"
             )
@@ -210,7 +214,7 @@ class Rejections:
         """Write all of them to ``rejected.parquet`` of the run, if there are any."""
         if self._batches:
             table = pa.Table.from_batches(self._batches, _SCHEMA)
-            self.part = self._job.store.write_part(self._job.report.run, "rejected.parquet", table)
+            self.part = self._store.write_part(self._run, "rejected.parquet", table)
 
     @property
     def all_misfit(self) -> bool:
@@ -225,7 +229,7 @@ class Rejections:
     @property
     def path(self) -> str:
         """Where :meth:`write` writes them."""
-        return str(self._job.store.data / self._job.report.run / "rejected.parquet")
+        return str(self._store.data / self._run / "rejected.parquet")
 
     def reasons(self) -> str:
         """The commonest reasons, with counts."""
@@ -236,7 +240,7 @@ class Rejections:
         if self.count > self._allowed:
             self.write()
             raise RejectedError(
-                f"view {self._job.store.name!r}: {self.count} rows rejected so far, {self._allowed}"
+                f"view {self._store.name!r}: {self.count} rows rejected so far, {self._allowed}"
                 f" allowed ({self.reasons()}); nothing was published and the live snapshot stays."
                 f" See {self.path}; mend the source, or raise max_rejected"
             )
@@ -253,8 +257,9 @@ class Chunks:
     """The rows of one run.
 
     Args:
-        job: the run.
-        opened: its view; the source is loaded, the model converted.
+        store: of the view.
+        report: of the run: stage times and what the engine did are added to it.
+        opened: the view; the source is loaded, the model converted.
         max_rejected: how many rows may be rejected.
         may_write: called before anything is written: returns once the rows may be stored, or raises
             why not.
@@ -268,14 +273,17 @@ class Chunks:
 
     def __init__(
         self,
-        job: Job,
+        store: ViewStore,
+        report: Report,
         opened: OpenView,
         max_rejected: int,
         may_write: Callable[[], object] = lambda: None,
         look_at: Callable[[pa.RecordBatch, Outcome], object] = lambda batch, done: None,
     ) -> None:
-        self._job, self._opened, self._may_write, self._look_at = job, opened, may_write, look_at
-        self.rejections = Rejections(job, opened, max_rejected)
+        self._store, self._report, self._opened = store, report, opened
+        self._may_write, self._look_at = may_write, look_at
+        bad_rows = opened.view.definition.bad_rows
+        self.rejections = Rejections(store, report.run, bad_rows, max_rejected)
         self.parts: list[Part] = []
         self.figures: dict[str, RowFigures] = {}
         """Path of a part → of all its rows."""
@@ -285,7 +293,6 @@ class Chunks:
         """Whether the model's answer fitted the view for any row of this run."""
         self.computed_at: list[int] = []
         """When the first and the last rows were computed, µs since 1970; empty where none were."""
-        """Rows, as the plan says."""
         self._finished = 0
         """Chunks of this run."""
         self._counter: RowCounter | None = None
@@ -304,28 +311,25 @@ class Chunks:
                 self.parts.append(chunk.part)
                 self.figures[chunk.part.path] = chunk.figures or self._counted(chunk.part)
         self.written = plan.diff.resumed
-        self.rejections.take_over(plan)
+        self.rejections.take_over(self._opened.source, plan.diff)
 
     def _counted(self, part: Part) -> RowFigures:
         """Of a chunk whose run stored no figures."""
-        rows = all_rows(Layers([self._job.store.folder / part.path], [part.rows], {}))
+        rows = all_rows(Layers([self._store.folder / part.path], [part.rows], {}))
         return count(rows.batches(self._opened.view.feature_names), self._opened.view)
 
-    def compute(self) -> None:
-        """Compute all windows of the source and keep their rows; the report learns what the stages
-        took."""
-        meter, began, report = Meter(), time.monotonic(), self._job.report
-        runner = engine_of(self._opened, self._job.project.settings.engine, meter)
+    def compute(self, settings: ProjectConfig, progress: Progress) -> None:
+        """Compute all windows of the source and write their rows."""
+        meter, began, report = Meter(), time.monotonic(), self._report
+        runner = engine_of(self._opened, settings.engine, meter)
         windows = joined(
             self._good_keys(self._opened.source.batches(WINDOW_ROWS)), runner.window_rows
         )
-        stream = runner.stream(
-            windows, hidden=("input_hash",), memory_mb=self._job.project.settings.stream_mb
-        )
+        stream = runner.stream(windows, hidden=("input_hash",), memory_mb=settings.stream_mb)
         try:
             for batch, done in stream:
                 self._add(batch, done)
-                self._job.progress.advance(done.done, meter.rows_retried)
+                progress.advance(done.done, meter.rows_retried)
         finally:
             # The source must not be read any more when it is closed.
             stream.close()
@@ -399,10 +403,10 @@ class Chunks:
 
     def _finish(self) -> None:
         """Make what was computed since the last chunk durable, and note it in the journal."""
-        store, run, number = self._job.store, self._job.report.run, self._finished
+        store, run, number = self._store, self._report.run, self._finished
         part = rejected = figures = None
         self._may_write()
-        with self._job.report.stage("write"):
+        with self._report.stage("write"):
             if self._pending:
                 assert self._counter is not None
                 figures, rare, self._counter = self._counter.figures(), self._counter.rare(), None
@@ -426,11 +430,8 @@ class Chunks:
     def write_no_rows(self) -> None:
         """A part of no rows, for a snapshot that has none: an outsider finds the columns all the
         same."""
-        self.parts.append(
-            self._job.store.write_part(
-                self._job.report.run, "part-00000.parquet", no_rows(self._opened)
-            )
-        )
+        empty = no_rows(self._opened)
+        self.parts.append(self._store.write_part(self._report.run, "part-00000.parquet", empty))
 
 
 def no_rows(opened: OpenView) -> pa.Table:

@@ -1,16 +1,17 @@
-"""Replaced: the rows of a snapshot that are no rows of the one that comes after it, counted by
-position, and some of them, read once however many ask."""
+"""Compaction: rows of earlier snapshots, copied into parts of one; nothing is computed. With it
+what it goes by: which rows a run replaces or removes, and the figures of a snapshot without them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from precompute.jobs.run.job import Job
 from precompute.jobs.run.rows import chunks
 from precompute.jobs.run.rows.chunks import stored_key
 from precompute.jobs.run.rows.open_view import OpenView
@@ -100,10 +101,8 @@ def _without(figures: RowFigures, gone: Replaced, view: FeatureView) -> RowFigur
     total = gone.rows.count
     if not total:
         return figures
-    drawn, rare = (
-        gone.drawn,
-        figures.not_finite or figures.valueless or any(v.zero for v in figures.vectors.values()),
-    )
+    drawn = gone.drawn
+    rare = figures.not_finite or figures.valueless or any(v.zero for v in figures.vectors.values())
     if not rare or drawn.num_rows == total:
         return figures.less(count(drawn.to_batches(), view), total)
     counter = RowCounter(view)
@@ -119,22 +118,22 @@ def _without(figures: RowFigures, gone: Replaced, view: FeatureView) -> RowFigur
 # snapshot; nothing is computed.
 
 
-def compacted(job: Job, opened: OpenView, delta: Snapshot) -> Snapshot:
+def compacted(store: ViewStore, opened: OpenView, delta: Snapshot) -> Snapshot:
     """The same rows as a delta that is not committed yet, as a full snapshot.
 
     Raises:
         SnapshotError: a file of the chain is missing or damaged, or the file system failed.
     """
-    copies = _Copies(job, delta)
-    for batch in job.store.batches(delta):
+    copies = _Copies(store, delta)
+    for batch in store.batches(delta):
         copies.add(batch)
     copies.write()
     # of no rows at all there is one part, by which others know the columns
     if not copies.parts:
         copies.parts.append(
-            job.store.write_part(job.report.run, "compact-00000.parquet", chunks.no_rows(opened))
+            store.write_part(delta.run, "compact-00000.parquet", chunks.no_rows(opened))
         )
-    bases = _bases(job.store.chain(delta)[:-1])
+    bases = _bases(store.chain(delta)[:-1])
     alone = replace(
         delta,
         kind="full",
@@ -147,25 +146,23 @@ def compacted(job: Job, opened: OpenView, delta: Snapshot) -> Snapshot:
     return replace(alone, figures=copies.figures)
 
 
-def merged(job: Job, delta: Snapshot, since: int) -> Snapshot:
+def merged(store: ViewStore, delta: Snapshot, since: int) -> Snapshot:
     """The same rows as a delta that is not committed yet, as a delta right over an earlier snapshot
     of its chain: it takes the place of those between.
 
     Raises:
         SnapshotError: a file of these is missing or damaged, or the file system failed.
     """
-    store, chain = job.store, job.store.chain(delta)
-    changes = Changes(store, next(layer for layer in chain if layer.number == since), delta)
+    below = next(layer for layer in store.chain(delta) if layer.number == since)
+    changes = Changes(store, below, delta)
     changes.check_parts()
-    copies = _Copies(job, delta)
+    copies = _Copies(store, delta)
     for batch in changes.batches():
         copies.add(batch)
     copies.write()
     deletes = changes.deletes
     part = (
-        None
-        if deletes is None
-        else store.write_part(job.report.run, "compact-deletes.parquet", deletes)
+        None if deletes is None else store.write_part(delta.run, "compact-deletes.parquet", deletes)
     )
     between = changes.layers[:-1]
     losses = [layer.losses for layer in between]
@@ -192,8 +189,8 @@ def _bases(copied: Sequence[Snapshot]) -> tuple[int, ...]:
 class _Copies:
     """Rows gathered to parts of about :data:`precompute.jobs.run.rows.chunks.PART_BYTES`."""
 
-    def __init__(self, job: Job, snapshot: Snapshot) -> None:
-        self._job, self._snapshot = job, snapshot
+    def __init__(self, store: ViewStore, snapshot: Snapshot) -> None:
+        self._store, self._snapshot = store, snapshot
         self.parts: list[Part] = []
         self.figures = RowFigures()
         self._gathered: list[pa.RecordBatch] = []
@@ -213,57 +210,59 @@ class _Copies:
             counter.add(batch)
         self.figures = self.figures.plus(counter.figures())
         table = pa.Table.from_batches(self._gathered)
-        self.parts.append(
-            self._job.store.write_part(self._job.report.run, name, table, counter.rare())
-        )
+        self.parts.append(self._store.write_part(self._snapshot.run, name, table, counter.rare()))
         self._gathered, self._bytes = [], 0
 
 
+@dataclass(frozen=True, slots=True)
+class Deletes:
+    """What a run replaces or removes: ``part`` is the file of it, ``own`` how many of its rows are
+    of the chunks taken over, ``parts`` are those of the run of which a row is still wanted."""
+
+    parts: tuple[Part, ...]
+    part: Part | None = None
+    own: int = 0
+
+
 def write_deletes(
-    job: Job, opened: OpenView, plan: Plan, parts: list[Part]
-) -> tuple[Part | None, int]:
+    store: ViewStore, run: str, opened: OpenView, plan: Plan, parts: Sequence[Part]
+) -> Deletes:
     """Write ``deletes.parquet``, if there is anything to delete.
 
     Args:
-        job: the run.
-        opened: its view; its source holds what was found to be replaced.
+        store: of the view.
+        run: its id.
+        opened: the view; its source holds what was found to be replaced.
         plan: of the run.
-        parts: of the run, taken over ones among them; those of which not one row is wanted any more
-            are taken out of the list.
-
-    Returns:
-        the file, and how many of its rows are of the chunks taken over.
+        parts: of the run, taken over ones among them.
 
     Raises:
         SnapshotError: the file system failed.
     """
+    parts = tuple(parts)
     if plan.parent is None and not plan.diff.resumed:
-        return None, 0
+        return Deletes(parts)
     dead = find_deletes(opened.source)
     if not plan.diff.resumed:
         dead = dead.filter(pc.invert(dead.column("finished")))
     if not dead.num_rows:
-        return None, 0
-    inherited = [] if plan.parent is None else _relative(job, plan)
+        return Deletes(parts)
+    inherited = [] if plan.parent is None else _relative(store, plan.parent)
     taken_over = [chunk.part for chunk in plan.finished if chunk.part is not None]
-    number = np.asarray(dead.column("file")) + np.where(
-        np.asarray(dead.column("finished")), len(inherited), 0
-    )
+    finished = np.asarray(dead.column("finished"))
+    number = np.asarray(dead.column("file")) + np.where(finished, len(inherited), 0)
     counts = np.bincount(number, minlength=len(inherited) + len(taken_over))[len(inherited) :]
     useless = {
-        part.path
-        for part, rows in zip(taken_over, counts.tolist(), strict=True)
+        len(inherited) + i: part.path
+        for i, (part, rows) in enumerate(zip(taken_over, counts.tolist(), strict=True))
         if rows == part.rows
     }
     if useless:
-        parts[:] = [part for part in parts if part.path not in useless]
-        keep = ~np.isin(
-            number,
-            [len(inherited) + i for i, part in enumerate(taken_over) if part.path in useless],
-        )
+        parts = tuple(part for part in parts if part.path not in useless.values())
+        keep = ~np.isin(number, list(useless))
         dead, number = dead.filter(pa.array(keep)), number[keep]
         if not dead.num_rows:
-            return None, 0
+            return Deletes(parts)
     paths = pa.array([*inherited, *(part.path for part in taken_over)], pa.string())
     files = pa.DictionaryArray.from_arrays(pa.array(number, pa.int32()), paths)
     keys = {
@@ -273,11 +272,10 @@ def write_deletes(
     columns = [files, dead.column("row"), dead.column("removed"), *keys.values()]
     table = pa.Table.from_arrays(columns, names=[*DELETES_SCHEMA.names, *keys])
     own = int(pc.sum(dead.column("finished")).as_py() or 0)
-    return job.store.write_part(job.report.run, "deletes.parquet", table), own
+    return Deletes(parts, store.write_part(run, "deletes.parquet", table), own)
 
 
-def _relative(job: Job, plan: Plan) -> list[str]:
-    """Paths of the parent's parts, as manifests name them."""
-    assert plan.parent is not None
-    folder = job.store.folder.absolute()
-    return [str(path.relative_to(folder)) for path in job.store.part_paths(plan.parent)]
+def _relative(store: ViewStore, snapshot: Snapshot) -> list[str]:
+    """Paths of a snapshot's parts, as manifests name them."""
+    folder = store.folder.absolute()
+    return [str(path.relative_to(folder)) for path in store.part_paths(snapshot)]

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +133,9 @@ _NO_COLUMN = re.compile(
     r"""KeyError: (?:'Field "(.+?)" does not exist in schema'|'([^']+)'|"\['([^']+)'\] not in index")"""  # noqa: E501
 )
 """What Arrow, a dict and pandas raise for a column that is not there."""
+
+Load = Callable[[str, Mapping[str, Any], str], LoadedModel]
+"""Makes a model from ``use``, args (their paths absolute) and the name of its precision."""
 
 EXAMPLE_ROWS = 256
 """Of the source, that a conversion is shown: shapes to expect, and the scales of a static int8."""
@@ -303,7 +305,7 @@ def open_view(
     snapshot: int | None = None,
     partition: Partition | None = None,
     memory_mb: int = 1024,
-    load: Callable[[str, Mapping[str, Any], str], LoadedModel] | None = None,
+    load: Load | None = None,
     held: bool = False,
 ) -> OpenView:
     """Open a view's source and its model, in float32 (see :meth:`OpenView.convert`). One whose
@@ -320,8 +322,7 @@ def open_view(
             last.
         partition: of a partitioned view: what ``$start`` and ``$end`` stand for.
         memory_mb: DuckDB's memory.
-        load: makes the model from ``use``, args (their paths absolute) and the name of its
-            precision; a server's shares models between views.
+        load: makes the model; a server's shares models between views.
         held: keep the model off the GPUs, for workers to compute there
             (:mod:`precompute.jobs.run.rows.chunks`): the context of one that breaks ends with its
             process.
@@ -331,55 +332,71 @@ def open_view(
         SourceError: a file is missing, or a view it reads was never published.
         ModelError: the model failed to load, or its files are being replaced.
     """
-    reads = partial(
-        open_source, pinned=pinned, snapshot=snapshot, partition=partition, memory_mb=memory_mb
+    source, inputs = open_source(
+        view,
+        offline,
+        folder,
+        pinned=pinned,
+        snapshot=snapshot,
+        partition=partition,
+        memory_mb=memory_mb,
     )
-    source, inputs = reads(view, offline, folder)
-    model = view.definition.model
-    queries, variant = model_queries(model.args), variant_name(model)
     try:
-        tables = {name: _table(view, source, folder, name, text) for name, text in queries.items()}
-        arguments = {**absolute_arguments(model.args, folder), **tables}
-        use, compiled = model.use, offline.view(view.name).compiled
-
-        def loaded() -> LoadedModel:
-            with on_host() if held else nullcontext():
-                return (
-                    load_with_fingerprint(use, arguments, folder)
-                    if load is None
-                    else load(use, arguments, variant)
-                )
-
-        try:
-            known = KnownModel(compiled, use, arguments, folder) if load is None else None
-            own, made = None if known is None else known.fingerprint(), None
-            if own is None:
-                made, own = loaded()
-                if known is not None:
-                    known.remember(own)
-            fingerprint = model_fingerprint(own, use, variant.removesuffix("-eager"), tables)
-        except (ConfigError, ModelError) as exc:
-            raise _of_model(exc, view, folder) from exc
-        opened = OpenView(
-            view,
-            folder,
-            source,
-            fingerprint,
-            inputs,
-            tables,
-            variant,
-            compiled,
-            own,
-            loaded,
-            held,
-            made,
+        return _with_model(
+            view, folder, source, inputs, offline.view(view.name).compiled, load, held
         )
-        if made is not None:
-            opened.check_columns(made)
-        return opened
     except BaseException:
         source.close()
         raise
+
+
+def _with_model(
+    view: FeatureView,
+    folder: Path,
+    source: Source,
+    inputs: Mapping[str, int],
+    compiled: Path,
+    load: Load | None,
+    held: bool,
+) -> OpenView:
+    model = view.definition.model
+    queries, variant = model_queries(model.args), variant_name(model)
+    tables = {name: _table(view, source, folder, name, text) for name, text in queries.items()}
+    arguments = {**absolute_arguments(model.args, folder), **tables}
+
+    def loaded() -> LoadedModel:
+        with on_host() if held else nullcontext():
+            if load is not None:
+                return load(model.use, arguments, variant)
+            return load_with_fingerprint(model.use, arguments, folder)
+
+    try:
+        known = None if load is not None else KnownModel(compiled, model.use, arguments, folder)
+        own, made = None if known is None else known.fingerprint(), None
+        if own is None:
+            made, own = loaded()
+            if known is not None:
+                known.remember(own)
+        fingerprint = model_fingerprint(own, model.use, variant.removesuffix("-eager"), tables)
+    except (ConfigError, ModelError) as exc:
+        raise _of_model(exc, view, folder) from exc
+    opened = OpenView(
+        view,
+        folder,
+        source,
+        fingerprint,
+        inputs,
+        tables,
+        variant,
+        compiled,
+        own,
+        loaded,
+        held,
+        made,
+    )
+    if made is not None:
+        opened.check_columns(made)
+    return opened
 
 
 def open_source(
@@ -409,10 +426,8 @@ def open_source(
     live = {name: _files(offline.view(name), number) for name, number in inputs.items()}
     bounds = None if partition is None else (partition.start, partition.end)
     try:
-        text, chunk = (
-            of_file(sql, lambda: offline.view(view.name).frame(snapshot)),
-            view.definition.chunk,
-        )
+        text = of_file(sql, lambda: offline.view(view.name).frame(snapshot))
+        chunk = view.definition.chunk
         return (
             Source(
                 text,

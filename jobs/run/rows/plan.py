@@ -12,9 +12,10 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from precompute.jobs.run.job import Job
+from precompute.jobs.run.job import RunOptions
 from precompute.jobs.run.rows.open_view import OpenView, files_of, variant_name
 from precompute.model import digest
 from precompute.sources.database import Files
@@ -59,7 +60,6 @@ class Plan:
     since: int | None
     """The snapshot that the result is a delta over, where the rows of deltas after it are copied:
     they are merged into one."""
-    read_at_us: int
     same_view: bool
     """Whether the parent was made of the view as it is defined now, TTL, index and fallback
     included."""
@@ -121,108 +121,150 @@ class Plan:
         }
 
 
-def make_plan(job: Job, opened: OpenView, source_rows: int, *, read_at_us: int) -> Plan:
-    """Compare a loaded source with what was computed before.
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """Compares the source of a view with what was computed before.
 
     Args:
-        job: the run.
-        opened: its view; the source is loaded.
-        source_rows: rows loaded.
-        read_at_us: when the source was read, µs since 1970.
-
-    Raises:
-        SnapshotError, SourceError: something cannot be read.
+        store: of the view; the caller holds the lease of the partition.
+        opened: the view; its source is loaded.
+        options: which partition, and whether every row, or every rejected one, is to be computed.
+        renew_unchanged: whether rows that are past their time stay, where their input did.
     """
-    options, recipe = job.options, recipe_of(opened)
-    content = f"{recipe}:{opened.source.content()}"
-    # Of a run that is to compute every row, too, what it did before it was interrupted is good.
-    finished = job.store.journals.unfinished(recipe, options.partition_text, full=options.full)
-    expired = None if job.config.renew_unchanged else read_at_us - int(opened.view.ttl_s * 1e6)
-    parent, reason, diff, finished = _compared(job, opened, recipe, finished, source_rows, expired)
-    compact, since = False, None
-    if parent is not None:
-        compact, since = _copied(job.store, job.store.chain(parent), diff)
-        reason = f"builds on snapshot {parent.number}" + (
-            "" if parent.view == opened.view else ", whose view was defined otherwise"
-        )
-    same_view = parent is not None and parent.view == opened.view
-    return Plan(
-        source_rows,
-        diff,
-        parent,
-        reason,
-        recipe,
-        content,
-        finished,
-        compact,
-        since,
-        read_at_us,
-        same_view,
-    )
 
+    store: ViewStore
+    opened: OpenView
+    options: RunOptions
+    renew_unchanged: bool
 
-def _compared(
-    job: Job,
-    opened: OpenView,
-    recipe: str,
-    finished: list[Finished],
-    source_rows: int,
-    expired_before_us: int | None,
-) -> tuple[Snapshot | None, str, Diff, list[Finished]]:
-    """What to build on, why on nothing, how the source differs from it, and the chunks taken over:
-    each as far as its files are whole."""
-    store, full, partition = job.store, job.options.full, job.options.partition_text
-    while True:
-        newest = None if full else Standing(store).newest(partition)
-        # of what a gate refused the rows are right, but those before may be nearer to what comes
-        # now
-        passed = (
-            Standing(store).newest(partition, refused=False)
-            if newest is not None and newest.refused_by
-            else None
+    def plan(self, source_rows: int, read_at_us: int) -> Plan:
+        """What a run does.
+
+        Args:
+            source_rows: rows loaded.
+            read_at_us: when the source was read, µs since 1970.
+
+        Raises:
+            SnapshotError, SourceError: something cannot be read.
+        """
+        store, view, recipe = self.store, self.opened.view, recipe_of(self.opened)
+        content = f"{recipe}:{self.opened.source.content()}"
+        expired = None if self.renew_unchanged else read_at_us - int(view.ttl_s * 1e6)
+        parent, reason, diff, finished = self._compared(recipe, source_rows, expired)
+        compact, since = False, None
+        if parent is not None:
+            compact, since = _copied(store, store.chain(parent), diff)
+            reason = f"builds on snapshot {parent.number}" + (
+                "" if parent.view == view else ", whose view was defined otherwise"
+            )
+        same_view = parent is not None and parent.view == view
+        return Plan(
+            source_rows,
+            diff,
+            parent,
+            reason,
+            recipe,
+            content,
+            finished,
+            compact,
+            since,
+            same_view,
         )
-        bases: list[Snapshot | None] = [
-            base for base in (newest, passed) if base is not None and base.recipe == recipe
-        ]
-        first = not store.numbers() or partition is not None
-        why_full = (
-            "every row was requested" if full else _why_full(newest, opened, recipe, first=first)
-        )
-        parent = bases[0] if bases else None
-        try:
-            diff = _diff(job, opened, parent, finished, source_rows, expired_before_us)
-            if diff.compute and len(bases) > 1:
-                of_refused, parent = diff.compute, bases[1]
-                diff = _diff(job, opened, parent, finished, source_rows, expired_before_us)
-                if of_refused <= diff.compute:
-                    parent = bases[0]
-                    diff = _diff(job, opened, parent, finished, source_rows, expired_before_us)
-            whole = store.journals.whole(finished) if diff.resumed else finished
-            if whole == finished:
-                return parent, why_full or "", diff, finished
-            finished = whole
-        except SnapshotError as exc:
-            log.warning("%s", exc)
-            whole = store.journals.whole(finished)
-            # Those that are not what they were are computed once more.
-            if whole != finished:
+
+    def _compared(
+        self, recipe: str, source_rows: int, expired_before_us: int | None
+    ) -> tuple[Snapshot | None, str, Diff, list[Finished]]:
+        """What to build on, why on nothing, how the source differs from it, and the chunks taken
+        over: each as far as its files are whole."""
+        store, options, partition = self.store, self.options, self.options.partition_text
+        # Of a run that is to compute every row, too, what it did before it was interrupted is good.
+        finished = store.journals.unfinished(recipe, partition, full=options.full)
+        while True:
+            newest = None if options.full else Standing(store).newest(partition)
+            # of what a gate refused the rows are right, but those before may be nearer to what
+            # comes now
+            passed = (
+                Standing(store).newest(partition, refused=False)
+                if newest is not None and newest.refused_by
+                else None
+            )
+            bases: list[Snapshot | None] = [
+                base for base in (newest, passed) if base is not None and base.recipe == recipe
+            ]
+            first = not store.numbers() or partition is not None
+            why_full = (
+                "every row was requested"
+                if options.full
+                else _why_full(newest, self.opened, recipe, first=first)
+            )
+            parent = bases[0] if bases else None
+            diff_from = partial(
+                self._diff, finished, source_rows=source_rows, expired_before_us=expired_before_us
+            )
+            try:
+                diff = diff_from(parent)
+                if diff.compute and len(bases) > 1:
+                    of_refused, parent = diff.compute, bases[1]
+                    diff = diff_from(parent)
+                    if of_refused <= diff.compute:
+                        parent = bases[0]
+                        diff = diff_from(parent)
+                whole = store.journals.whole(finished) if diff.resumed else finished
+                if whole == finished:
+                    return parent, why_full or "", diff, finished
                 finished = whole
-            elif parent is not None and mark_if_damaged(store, parent):
-                # It is marked bad now, so the one before is next.
-                continue
-            elif finished:
-                finished = []
-            else:
+            except SnapshotError as exc:
+                log.warning("%s", exc)
+                whole = store.journals.whole(finished)
+                # Those that are not what they were are computed once more.
+                if whole != finished:
+                    finished = whole
+                elif parent is not None and mark_if_damaged(store, parent):
+                    # It is marked bad now, so the one before is next.
+                    continue
+                elif finished:
+                    finished = []
+                else:
+                    raise
+
+    def _diff(
+        self,
+        finished: list[Finished],
+        parent: Snapshot | None,
+        *,
+        source_rows: int,
+        expired_before_us: int | None,
+    ) -> Diff:
+        store, retry = self.store, self.options.retry_rejected
+        refused = [
+            store.folder / chunk.rejected.path for chunk in finished if chunk.rejected is not None
+        ]
+        of_parent = None if parent is None else parent.rejected
+        if of_parent is not None and (store.folder / of_parent.path).is_file():
+            refused.append(store.folder / of_parent.path)
+        parts = Files(
+            [store.folder / chunk.part.path for chunk in finished if chunk.part is not None]
+        )
+        if parent is None and not parts.paths and not refused:
+            return Diff(new=source_rows)
+        before = None if parent is None else files_of(store.layers(parent))
+        compared = partial(
+            compare, self.opened.source, before, parts, expired_before_us=expired_before_us
+        )
+        try:
+            return compared(refused, retry_refused=retry)
+        except SnapshotError as exc:
+            if not (retry and refused):
                 raise
+            log.warning("%s; how often rejected rows were tried is counted again", exc)
+            return compared()
 
 
 def _copied(store: ViewStore, chain: Sequence[Snapshot], diff: Diff) -> tuple[bool, int | None]:
     """Whether a chain with one delta more is to be compacted; and if not, the snapshot that the
     delta is to lie over, where it is merged with those after it."""
-    weights, new = (
-        [layer.changed_rows for layer in chain[1:]],
-        diff.compute + diff.resumed + diff.removed,
-    )
+    weights = [layer.changed_rows for layer in chain[1:]]
+    new = diff.compute + diff.resumed + diff.removed
     if sum(weights) + new > MAX_DELTA_SHARE * chain[0].rows:
         return True, None
     ref = store.refs.readable_live()
@@ -233,44 +275,6 @@ def _copied(store: ViewStore, chain: Sequence[Snapshot], diff: Diff) -> tuple[bo
     under = under if under <= MAX_LAYERS else 0
     stay = under + layers_that_stay(weights[under:], new, MOST_DELTAS)
     return False, chain[stay].number if stay < len(weights) else None
-
-
-def _diff(
-    job: Job,
-    opened: OpenView,
-    parent: Snapshot | None,
-    finished: list[Finished],
-    source_rows: int,
-    expired_before_us: int | None,
-) -> Diff:
-    store, retry = job.store, job.options.retry_rejected
-    refused = [
-        store.folder / chunk.rejected.path for chunk in finished if chunk.rejected is not None
-    ]
-    if (
-        parent is not None
-        and parent.rejected is not None
-        and (store.folder / parent.rejected.path).is_file()
-    ):
-        refused.append(store.folder / parent.rejected.path)
-    parts = Files([store.folder / chunk.part.path for chunk in finished if chunk.part is not None])
-    if parent is None and not parts.paths and not refused:
-        return Diff(new=source_rows)
-    before = None if parent is None else files_of(store.layers(parent))
-    try:
-        return compare(
-            opened.source,
-            before,
-            parts,
-            refused,
-            expired_before_us=expired_before_us,
-            retry_refused=retry,
-        )
-    except SnapshotError as exc:
-        if not (retry and refused):
-            raise
-        log.warning("%s; how often rejected rows were tried is counted again", exc)
-        return compare(opened.source, before, parts, expired_before_us=expired_before_us)
 
 
 def mark_if_damaged(store: ViewStore, snapshot: Snapshot) -> bool:
