@@ -1,4 +1,5 @@
-"""Row map: a sample of a view's vectors in two dimensions, by principal components."""
+"""Run figures: what the page of a run shows, gathered and written; with a map of its rows, a sample
+of the view's vectors in two dimensions, by principal components."""
 
 from __future__ import annotations
 

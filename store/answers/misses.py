@@ -1,5 +1,5 @@
-"""Semantic cache: a miss whose input is near to a stored entity's is answered by that one's row,
-and no expensive model is called.
+"""Misses: rows that the store has not, or has too old, answered by cached rows, by the semantic
+cache (the row of an entity whose input is near), then by the model.
 
 What is near is found by another view, which embeds the same text cheaply: its model makes the
 vector, its index finds the nearest. Whatever is amiss on the way, the view's own model computes the

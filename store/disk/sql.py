@@ -1,8 +1,8 @@
-"""Spill folder: where DuckDB puts what does not fit in memory. Gone with its process, however that
-dies.
+"""SQL: how DuckDB is opened, how it reads files of ours, and where it spills what does not fit in
+memory.
 
-A folder is locked for as long as its process lives; anyone who makes one removes those that nobody
-holds any more.
+A spill folder is gone with its process, however that dies: it is locked for as long as its process
+lives; anyone who makes one removes those that nobody holds any more.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Joined rows: the rows of two snapshots that are not the very same ones, side by side by key; in
-DuckDB, which spills what does not fit."""
+"""Compared: two snapshots side by side, their rows by key, in DuckDB, which spills what does not
+fit, and the figures of each feature by name."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""IPC: the little of Arrow's streams that is read or written by hand: their end, and where the
-fields of a message's flatbuffer lie (https://flatbuffers.dev/internals, Arrow's
-format/Message.fbs)."""
+"""Arrow: bodies as Arrow IPC streams, both ways; and the little of a stream that is read or written
+by hand: its end, and where the fields of a message's flatbuffer lie
+(https://flatbuffers.dev/internals, Arrow's format/Message.fbs)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tokens: who may ask, and what; stored as hashes in a file of lines, taken up without a restart
-when it changes.
+"""Gate: whether a request may pass, by its host and its token; tokens are stored as hashes in a
+file of lines, taken up without a restart when it changes.
 
 A line is ``name scope sha256 made_at``. A token is 256 random bits, so a fast hash of it is as good
 as a slow one: nobody tries them all.

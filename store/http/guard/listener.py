@@ -1,4 +1,5 @@
-"""Listener: the sockets that a server's workers answer on, bound before any of them runs."""
+"""Listener: the sockets that a server's workers answer on, bound before any of them runs; and
+TLS."""
 
 from __future__ import annotations
 

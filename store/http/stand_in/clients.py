@@ -1,5 +1,5 @@
-"""Faults: what goes wrong between a client and its stand-in, on order: answers that come late, and
-errors in their place."""
+"""Clients: the blocking one and the async one, with the stand-in's application in place of
+connections; and their faults, on order: answers that come late, and errors in their place."""
 
 from __future__ import annotations
 
