@@ -23,7 +23,6 @@ from pydantic import (
     GetJsonSchemaHandler,
     ValidationError,
 )
-from pydantic_core import CoreSchema
 
 from precompute.store.errors import ConfigError, did_you_mean, nearest, nearest_or_all
 from precompute.store.feature_view import NAME
@@ -316,7 +315,7 @@ class Section(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(
-        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+        cls, core_schema: Any, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
         schema = handler(core_schema)
         keys = handler.resolve_ref_schema(schema)["properties"]

@@ -19,7 +19,7 @@ from precompute.store.disk.lease import take
 from precompute.store.errors import ConflictError, RequestError, RowsLostError
 from precompute.store.offline.refs import Refs, run_lease
 from precompute.store.offline.view_store import ViewStore
-from precompute.store.online.redis import redis_store
+from precompute.store.online.redis import removal
 from tests.conftest import MakeProject
 from tests.scene import Scene
 
@@ -133,7 +133,7 @@ def test_a_drop_that_was_stopped_on_the_way_is_finished_by_the_next(
         raise KeyboardInterrupt
 
     where = (
-        (redis_store, "sweep"),
+        (removal, "sweep"),
         (shutil, "rmtree"),
         (Refs, "end_live"),
         (ViewStore, "remove"),
@@ -144,7 +144,7 @@ def test_a_drop_that_was_stopped_on_the_way_is_finished_by_the_next(
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, stopped)
             if project.cli("drop", "numbers", "--data", "--yes") == 0:
-                assert (owner, project.online[:5]) == (redis_store, "table"), (
+                assert (owner, project.online[:5]) == (removal, "table"), (
                     "the one step it does not take"
                 )
             assert served(project) == ["others"]
